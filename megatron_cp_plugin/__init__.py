@@ -1,0 +1,18 @@
+"""Context parallelism for Megatron: the sequence of one sample split over many GPUs.
+
+    import megatron_cp_plugin as cp
+
+    q, k, v = (cp.shard(x, dim=1, algo="zigzag") for x in (q, k, v))
+    out = cp.attention(q, k, v, algo="zigzag")       # [B,S,H,D], differentiable
+    whole = cp.unshard(out, dim=1, algo="zigzag")
+
+Importing this needs torch alone and changes nothing.
+"""
+
+from megatron_cp_plugin.core.comm import record_communication
+from megatron_cp_plugin.functional import attention, shard, unshard
+from megatron_cp_plugin.registry import available, register
+
+__version__ = "0.1.0"
+
+__all__ = ["attention", "available", "record_communication", "register", "shard", "unshard"]

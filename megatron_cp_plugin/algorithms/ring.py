@@ -1,0 +1,383 @@
+"""Ring attention: blocks travel from rank to rank, every rank computes what it sees of them.
+
+`ring` is BurstAttention (contiguous layout), `zigzag` the same schedule with a balanced layout.
+
+B batch, S local tokens, H query heads, G KV heads, D head dim, P ranks.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from megatron_cp_plugin.core.algorithm import (
+    Algorithm,
+    Call,
+    Gradients,
+    Saved,
+    Shape,
+    Traffic,
+    Work,
+    attend_block,
+    differentiate_block,
+)
+from megatron_cp_plugin.core.comm import Communicator, Pending, Send
+from megatron_cp_plugin.core.layout import Contiguous, Layout, Zigzag
+from megatron_cp_plugin.core.partial import (
+    Accumulator,
+    GradientSum,
+    accumulation_dtype,
+    delta_of,
+)
+from megatron_cp_plugin.core.tiles import Mask, Tile, plan_tiles
+from megatron_cp_plugin.core.topology import Topology
+from megatron_cp_plugin.kernels.base import Statistics
+from megatron_cp_plugin.registry import register
+
+Block = tuple[Tensor, ...]
+Visit = Callable[[Block, tuple[Tile, ...]], tuple[GradientSum, ...]]
+
+
+@dataclass(frozen=True)
+class Tour:
+    """The way of every rank's block around the ring, and what is computed at each stop.
+
+    KV blocks go up (rank r to r + 1), query blocks down, so that under a causal mask on a
+    contiguous layout the ranks that need a block come first. A block goes no further than its
+    last stop with something to compute; what it gathered goes home from there.
+
+    Attributes: moving: what travels; the other one stays.
+    """
+
+    layout: Layout
+    size: int
+    seq_len: int
+    mask: Mask
+    moving: Literal["kv", "query"]
+    rectangular: bool
+
+    def host(self, owner: int, step: int) -> int:
+        """The rank at which the owner's block is at a step."""
+        return (owner + step if self.moving == "kv" else owner - step) % self.size
+
+    def owner(self, host: int, step: int) -> int:
+        """Whose block is at a rank at a step."""
+        return (host - step if self.moving == "kv" else host + step) % self.size
+
+    def tiles(self, owner: int, host: int) -> tuple[Tile, ...]:
+        """What `host` computes with the owner's block."""
+        query, kv = (host, owner) if self.moving == "kv" else (owner, host)
+        return plan_tiles(
+            self.layout.spans(query, self.size, self.seq_len),
+            self.layout.spans(kv, self.size, self.seq_len),
+            self.mask,
+            rectangular=self.rectangular,
+        )
+
+    def last(self, owner: int) -> int:
+        """The last step at which the owner's block is of use."""
+        return _last_step(self, owner)
+
+    def stops(self, owner: int, step: int) -> bool:
+        """Whether the owner's block makes a stop at that step."""
+        return step <= self.last(owner)
+
+
+@lru_cache(maxsize=4096)
+def _last_step(tour: Tour, owner: int) -> int:
+    useful = [s for s in range(tour.size) if tour.tiles(owner, tour.host(owner, s))]
+    return max(useful, default=0)
+
+
+class Ring(Algorithm):
+    """BurstAttention: GAO forward (Algorithm 1), either rule of backward, double-buffered.
+
+    While a rank computes with one block the next one arrives; no rank ever holds more than two.
+
+    Source: BurstAttention, Algorithms 1, 2 and 3. Differs: out and all gradients are summed in
+    float32; blocks that are wholly in the causal future are not sent on; dQ travels on a flow of
+    its own; a KV-rotating backward where that moves fewer bytes.
+    """
+
+    @dataclass(frozen=True)
+    class Options(Algorithm.Options):
+        """Options of the ring.
+
+        Attributes:
+            backward: what travels in the backward: "kv" (K, V, dK, dV), "query" (Q, dO, delta,
+                lse, dQ), or "auto", the one with fewer bytes for this ratio of heads.
+            gradients: dtype in which partial sums of gradients travel: "float32" or "model",
+                the dtype of q.
+        """
+
+        backward: Literal["auto", "kv", "query"] = "auto"
+        gradients: Literal["float32", "model"] = "float32"
+
+    options: Options
+
+    def __init__(self, topology: Topology, options: Options) -> None:
+        super().__init__(topology, options)
+        self._blocks = topology.channel("blocks")
+        self._sums = topology.channel("gradients")
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Saved]:
+        """See Algorithm.forward. Source: BurstAttention, Algorithm 3."""
+        total = Accumulator(q)
+
+        def visit(block: Block, tiles: tuple[Tile, ...]) -> tuple[GradientSum, ...]:
+            attend_block(total, q, *block, tiles, call)
+            return ()
+
+        self._circulate((k, v), self._tour(call, "kv"), visit)
+        out, lse = total.result()
+        return out, lse, (q, k, v, out, lse)
+
+    def backward(self, dout: Tensor, saved: Saved, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+        """See Algorithm.backward. Source: BurstAttention, Algorithm 2; differs: see the class."""
+        q, k, v, out, lse = saved
+        if self.backward_rule(q.shape[2], k.shape[2], q.shape[3], q.dtype) == "kv":
+            return self._rotate_kv(dout, q, k, v, Statistics(lse, out=out), call)
+        return self._rotate_query(dout, q, k, v, Statistics(lse, delta=delta_of(dout, out)), call)
+
+    def backward_rule(
+        self, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype
+    ) -> Literal["kv", "query"]:
+        """What travels in the backward; with "auto" whatever moves fewer bytes a hop."""
+        shape = Shape(
+            1, 1, heads, kv_heads, head_dim, dtype.itemsize, accumulation_dtype(dtype).itemsize
+        )
+        return self._rule(shape)
+
+    def _rule(self, shape: Shape) -> Literal["kv", "query"]:
+        if self.options.backward != "auto":
+            return self.options.backward
+        return "kv" if sum(self._hop(shape, "kv")) <= sum(self._hop(shape, "query")) else "query"
+
+    def _rotate_kv(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, statistics: Statistics, call: Call
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dq = GradientSum(q)
+
+        def visit(block: Block, tiles: tuple[Tile, ...]) -> tuple[GradientSum, ...]:
+            sums = Gradients(dq, GradientSum(block[0]), GradientSum(block[1]))
+            differentiate_block(sums, dout, q, *block, statistics, tiles, call)
+            return sums.dk, sums.dv
+
+        dk, dv = self._circulate((k, v), self._tour(call, "kv"), visit)
+        return dq.result(), dk, dv
+
+    def _rotate_query(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, statistics: Statistics, call: Call
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dk, dv = GradientSum(k), GradientSum(v)
+
+        def visit(block: Block, tiles: tuple[Tile, ...]) -> tuple[GradientSum, ...]:
+            q, dout, delta, lse = block
+            sums = Gradients(GradientSum(q), dk, dv)
+            differentiate_block(
+                sums, dout, q, k, v, Statistics(lse, delta=delta), tiles, call
+            )
+            return (sums.dq,)
+
+        assert statistics.delta is not None
+        block = (q, dout, statistics.delta, statistics.lse.contiguous())
+        (dq,) = self._circulate(block, self._tour(call, "query"), visit)
+        return dq, dk.result(), dv.result()
+
+    def _tour(self, call: Call, moving: Literal["kv", "query"]) -> Tour:
+        return Tour(
+            self.layout,
+            self.topology.size,
+            call.seq_len,
+            call.mask,
+            moving,
+            call.kernel.rectangular_causal,
+        )
+
+    def _circulate(self, block: Block, tour: Tour, visit: Visit) -> tuple[Tensor, ...]:
+        """Sends the local block on its tour and computes with every block that comes by.
+
+        `visit(block, tiles)` may return sums that belong to the block; they travel one step
+        behind it, each stop adding its own.
+
+        Returns: the sums of the local block over all its stops.
+        """
+        rank = self.topology.rank
+        sums = _TravellingSums(self._sums, tour, block, self._sum_dtype(block[0].dtype))
+        held: Block | None = block
+        for step in range(tour.size):
+            arriving = self._post_hop(held, tour, step, block)
+            own: tuple[GradientSum, ...] = ()
+            if held is not None:
+                own = visit(held, tour.tiles(tour.owner(rank, step), rank))
+            sums.after_stop(step, own)
+            held = arriving.wait()
+        return sums.collect()
+
+    def _post_hop(
+        self, held: Block | None, tour: Tour, step: int, like: Block
+    ) -> Pending[Block | None]:
+        """Posts this step's hop: the held block goes on, the next one comes, if they do."""
+        rank = self.topology.rank
+        incoming = _buffers(like, tour, rank, step + 1)
+        goes_on = held is not None and step < tour.last(tour.owner(rank, step))
+        hop = self._blocks.exchange(
+            [(tensor, tour.host(rank, 1)) for tensor in held or ()] if goes_on else [],
+            [(tensor, tour.owner(rank, 1)) for tensor in incoming or ()],
+        )
+
+        def finish() -> Block | None:
+            hop.wait()
+            return incoming
+
+        return Pending(finish)
+
+    def _sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return accumulation_dtype(dtype) if self.options.gradients == "float32" else dtype
+
+    def _hop(self, shape: Shape, moving: Literal["kv", "query"]) -> tuple[int, int]:
+        """Bytes per batch entry and token of one hop in the backward: (blocks, sums)."""
+        sum_bytes = (
+            shape.wide_bytes if self.options.gradients == "float32" else shape.element_bytes
+        )
+        if moving == "kv":
+            elements = 2 * shape.kv_heads * shape.head_dim
+            return elements * shape.element_bytes, elements * sum_bytes
+        elements = shape.heads * shape.head_dim
+        statistics = 2 * shape.heads * shape.wide_bytes
+        return 2 * elements * shape.element_bytes + statistics, elements * sum_bytes
+
+    def traffic(self, shape: Shape, mask: Mask, rank: int) -> Traffic:
+        """See Algorithm.traffic. Where every block visits every rank, of S = N/P tokens each:
+
+        forward: P-1 hops of K, V; backward "kv": P-1 hops of K, V, dK, dV; backward "query": P-1
+        hops of Q, dO, dQ and of delta and lse.
+        """
+        rule = self._rule(shape)
+        size = self.topology.size
+
+        def sent(moving: Literal["kv", "query"]) -> tuple[int, int, int, int]:
+            """Tokens of blocks, of sums, and messages of each that this rank passes on."""
+            tour = Tour(self.layout, size, shape.seq_len, mask, moving, rectangular=False)
+            blocks = sums = block_hops = sum_hops = 0
+            for step in range(size):
+                owner = tour.owner(rank, step)
+                tokens = self.layout.length(owner, size, shape.seq_len)
+                if step < tour.last(owner):
+                    blocks, block_hops = blocks + tokens, block_hops + 1
+                if step and tour.stops(owner, step):
+                    sums, sum_hops = sums + tokens, sum_hops + 1
+            return blocks, sums, block_hops, sum_hops
+
+        kv_tokens, _, kv_hops, _ = sent("kv")
+        block_tokens, sum_tokens, block_hops, sum_hops = sent(rule)
+        block_bytes, sum_bytes = self._hop(shape, rule)
+        tensors, sums = (2, 2) if rule == "kv" else (4, 1)
+        return Traffic(
+            shape.batch * kv_tokens * 2 * shape.kv_heads * shape.head_dim * shape.element_bytes,
+            2 * kv_hops,
+            shape.batch * (block_tokens * block_bytes + sum_tokens * sum_bytes),
+            tensors * block_hops + sums * sum_hops,
+        )
+
+    def trace(self, seq_len: int, mask: Mask) -> tuple[Work, ...]:
+        """See Algorithm.trace."""
+        size = self.topology.size
+        tour = Tour(self.layout, size, seq_len, mask, "kv", rectangular=True)
+        work = []
+        for step in range(size):
+            for host in range(size):
+                owner = tour.owner(host, step)
+                pairs = sum(tile.area for tile in tour.tiles(owner, host))
+                if pairs:
+                    work.append(Work(step, host, (host,), (owner,), pairs))
+        return tuple(work)
+
+
+def _buffers(
+    like: Block, tour: Tour, host: int, step: int, dtype: torch.dtype | None = None
+) -> Block | None:
+    """Empty tensors for the block that stops at `host` at a step; None where none does."""
+    owner = tour.owner(host, step)
+    if step >= tour.size or not tour.stops(owner, step):
+        return None
+    tokens = tour.layout.length(owner, tour.size, tour.seq_len)
+    return tuple(
+        t.new_empty(
+            (t.shape[0], tokens, *t.shape[2:]) if t.dim() == 4 else (*t.shape[:2], tokens),
+            dtype=dtype,
+        )
+        for t in like
+    )
+
+
+class _TravellingSums:
+    """Sums that belong to the travelling blocks, one step behind them, and back home at last."""
+
+    def __init__(self, comm: Communicator, tour: Tour, like: Block, dtype: torch.dtype) -> None:
+        self._comm = comm
+        self._tour = tour
+        self._like = like
+        self._dtype = dtype
+        self._home: tuple[GradientSum, ...] = ()
+        self._before: Block = ()  # of earlier stops, for the block that this rank holds next
+        self._returned: Block = ()
+        self._under_way: Pending[None] | None = None
+
+    def after_stop(self, step: int, own: tuple[GradientSum, ...]) -> None:
+        """Adds what earlier stops gathered for the same block and sends the sum on."""
+        if step == 0:
+            self._home = own
+            return
+        if not self._home:
+            return
+        self._wait()
+        rank, tour = self._comm.rank, self._tour
+        sends: list[Send] = []
+        if own:
+            for mine, before in zip(own, self._before, strict=bool(self._before)):
+                mine.add(slice(0, None), before)
+            owner = tour.owner(rank, step)
+            to = tour.host(rank, 1) if step < tour.last(owner) else owner
+            sends = [(mine.result(self._dtype), to) for mine in own]
+        self._before = self._receive_buffers(step + 1)
+        receives = [(buffer, tour.owner(rank, 1)) for buffer in self._before]
+        if step == tour.last(rank):
+            self._returned = tuple(
+                torch.empty_like(t, dtype=self._dtype) for t in self._like[: len(self._home)]
+            )
+            receives += [(buffer, tour.host(rank, step)) for buffer in self._returned]
+        self._under_way = self._comm.exchange(sends, receives)
+
+    def collect(self) -> tuple[Tensor, ...]:
+        """The sums of this rank's own block, in the dtype of the block."""
+        self._wait()
+        for total, gathered in zip(self._home, self._returned, strict=bool(self._returned)):
+            total.add(slice(0, None), gathered)
+        return tuple(total.result() for total in self._home)
+
+    def _receive_buffers(self, step: int) -> Block:
+        gathered = self._like[: len(self._home)]
+        return _buffers(gathered, self._tour, self._comm.rank, step, self._dtype) or ()
+
+    def _wait(self) -> None:
+        if self._under_way is not None:
+            self._under_way.wait()
+            self._under_way = None
+
+
+@register("ring")
+class BurstRing(Ring):
+    """BurstAttention's ring on contiguous chunks: no permutation, but unequal causal work."""
+
+    layout = Contiguous()
+
+
+@register("zigzag")
+class ZigzagRing(Ring):
+    """The ring on chunks p and 2P-1-p: equal causal work; Megatron's own layout."""
+
+    layout = Zigzag()

@@ -1,0 +1,1 @@
+"""Layouts, tiles, merging, communication: what every algorithm is made of. Needs torch alone."""

@@ -1,0 +1,178 @@
+"""What an algorithm of softmax attention is: the interface that every backend implements."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from megatron_cp_plugin.core.layout import Layout
+from megatron_cp_plugin.core.partial import Accumulator, GradientSum
+from megatron_cp_plugin.core.tiles import Mask, Tile
+from megatron_cp_plugin.core.topology import Topology
+from megatron_cp_plugin.kernels.base import SoftmaxKernel, Statistics
+
+
+@dataclass(frozen=True)
+class Call:
+    """One attention over the whole split sequence.
+
+    Attributes: seq_len: global. scale: of the scores. kernel: computes the tiles.
+    """
+
+    seq_len: int
+    mask: Mask
+    scale: float
+    kernel: SoftmaxKernel
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the volume of communication depends on.
+
+    Attributes:
+        seq_len: global. element_bytes: of q, k, v and out. wide_bytes: of lse and of float32 sums.
+    """
+
+    batch: int
+    seq_len: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    element_bytes: int = 2
+    wide_bytes: int = 4
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one rank sends in one attention layer."""
+
+    forward_bytes: int
+    forward_messages: int
+    backward_bytes: int
+    backward_messages: int
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one rank computes in one step of the forward.
+
+    Attributes:
+        step, host: when and where. query_owners, key_owners: whose blocks meet.
+        pairs: number of (query, key) pairs computed; a step without work has no Work.
+    """
+
+    step: int
+    host: int
+    query_owners: tuple[int, ...]
+    key_owners: tuple[int, ...]
+    pairs: int
+
+
+Saved = tuple[Tensor, ...]
+
+
+class Algorithm(ABC):
+    """Softmax attention over a sequence that is split among the ranks of a topology.
+
+    B batch, S local tokens, H query heads, G KV heads, D head dim. Subclasses are made by
+    `registry.create` with a topology and an instance of their own `Options`.
+
+    Attributes:
+        name: set by the registry. layout: which tokens each rank holds; serves batch slicing,
+        RoPE and attention alike.
+    """
+
+    name: str = ""
+    layout: Layout
+
+    @dataclass(frozen=True)
+    class Options:
+        """Settings of the algorithm; subclasses declare theirs."""
+
+    def __init__(self, topology: Topology, options: Options) -> None:
+        self.topology = topology
+        self.options = options
+
+    @classmethod
+    def layout_for(cls, options: Options) -> Layout:
+        """The layout that an instance with these options has."""
+        return cls.layout
+
+    @classmethod
+    def check(
+        cls, options: Options, *, size: int, heads: int, kv_heads: int, causal: bool
+    ) -> None:
+        """Raises: ConfigError if the algorithm cannot serve this; needs no processes."""
+
+    @abstractmethod
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Saved]:
+        """Attention of the local queries over all keys.
+
+        Args: q: [B,S,H,D]; k, v: [B,S,G,D]; contiguous, local shards in the order of `layout`.
+
+        Returns: out [B,S,H,D], lse [B,H,S], and what `backward` needs: local tensors only.
+        """
+
+    @abstractmethod
+    def backward(self, dout: Tensor, saved: Saved, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of the local shards.
+
+        Args: dout: [B,S,H,D] contiguous. saved: of `forward`.
+
+        Returns: dq [B,S,H,D], dk, dv [B,S,G,D], in the dtypes of q, k, v.
+        """
+
+    @abstractmethod
+    def traffic(self, shape: Shape, mask: Mask, rank: int) -> Traffic:
+        """What `rank` sends, by closed formula; the tests hold it against the counters."""
+
+    @abstractmethod
+    def trace(self, seq_len: int, mask: Mask) -> tuple[Work, ...]:
+        """The forward's plan for all ranks: who computes what in which step."""
+
+
+def attend_block(
+    total: Accumulator, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile], call: Call
+) -> None:
+    """Adds attention of a block of queries over a block of keys to `total`, tile by tile."""
+    for tile in tiles:
+        out, lse = call.kernel.forward(
+            q[:, tile.q], k[:, tile.kv], v[:, tile.kv], scale=call.scale, causal=tile.causal
+        )
+        total.add(tile.q, out, lse)
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Running sums of dq, dk, dv of one block of queries and one block of keys."""
+
+    dq: GradientSum
+    dk: GradientSum
+    dv: GradientSum
+
+
+def differentiate_block(
+    sums: Gradients,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    statistics: Statistics,
+    tiles: Sequence[Tile],
+    call: Call,
+) -> None:
+    """Adds the gradients of `attend_block`; `statistics` are those of all rows of q."""
+    for tile in tiles:
+        dq, dk, dv = call.kernel.backward(
+            dout[:, tile.q],
+            q[:, tile.q],
+            k[:, tile.kv],
+            v[:, tile.kv],
+            statistics.rows(tile.q),
+            scale=call.scale,
+            causal=tile.causal,
+        )
+        sums.dq.add(tile.q, dq)
+        sums.dk.add(tile.kv, dk)
+        sums.dv.add(tile.kv, dv)

@@ -1,0 +1,246 @@
+"""Asynchronous communication between the ranks of one group, every message counted.
+
+An algorithm posts an operation, computes, and then waits: `pending = comm.exchange(...)`,
+`pending.wait()`. Nothing here knows about attention.
+
+Bytes and messages are counted as the algorithm asks for them, point to point: an all-gather of x
+among P ranks is P - 1 messages of x sent by each, whatever the backend does below.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from threading import Lock
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Phase = Literal["forward", "backward"]
+Send = tuple[Tensor, int]
+Receive = tuple[Tensor, int]
+
+_phase: ContextVar[Phase] = ContextVar("phase", default="forward")
+
+
+@contextmanager
+def communicating_in(phase: Phase) -> Iterator[None]:
+    """Within this context operations are counted under `phase`."""
+    token = _phase.set(phase)
+    try:
+        yield
+    finally:
+        _phase.reset(token)
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """What one rank sent or received in one operation.
+
+    Attributes:
+        rank: global rank that counts it. channel: name of the flow of messages.
+        op: exchange, all_gather, reduce_scatter or all_to_all.
+        phase: forward or backward. direction: sent or received.
+        messages, bytes: how many messages, and their payload.
+    """
+
+    rank: int
+    channel: str
+    op: str
+    phase: Phase
+    direction: Literal["sent", "received"]
+    messages: int
+    bytes: int
+
+
+@dataclass
+class CommunicationLog:
+    """Rows of one recording, in the order in which operations were posted."""
+
+    rows: list[Transfer] = field(default_factory=list)
+
+    def _select(self, **wanted: object) -> Iterator[Transfer]:
+        wanted = {name: value for name, value in wanted.items() if value is not None}
+        for row in tuple(self.rows):
+            if all(getattr(row, name) == value for name, value in wanted.items()):
+                yield row
+
+    def bytes(
+        self,
+        *,
+        rank: int | None = None,
+        op: str | None = None,
+        phase: Phase | None = None,
+        direction: str = "sent",
+    ) -> int:
+        """Total bytes of the rows that match; None matches all."""
+        chosen = self._select(rank=rank, op=op, phase=phase, direction=direction)
+        return sum(row.bytes for row in chosen)
+
+    def messages(
+        self,
+        *,
+        rank: int | None = None,
+        op: str | None = None,
+        phase: Phase | None = None,
+        direction: str = "sent",
+    ) -> int:
+        """Total messages of the rows that match; None matches all."""
+        chosen = self._select(rank=rank, op=op, phase=phase, direction=direction)
+        return sum(row.messages for row in chosen)
+
+
+# Backward runs in autograd's own threads on CUDA, so a recording cannot be local to a thread.
+_recordings: list[CommunicationLog] = []
+_recordings_lock = Lock()
+
+
+@contextmanager
+def record_communication() -> Iterator[CommunicationLog]:
+    """Counts what this process sends and receives until the context ends."""
+    log = CommunicationLog()
+    with _recordings_lock:
+        _recordings.append(log)
+    try:
+        yield log
+    finally:
+        with _recordings_lock:
+            _recordings[:] = [other for other in _recordings if other is not log]
+
+
+class Pending[T]:
+    """An operation under way. The result may be used, and inputs changed, only after `wait`."""
+
+    def __init__(self, finish: Callable[[], T]) -> None:
+        self._finish = finish
+
+    def wait(self) -> T:
+        """On CUDA the current stream waits, not the host. Call it once."""
+        return self._finish()
+
+
+class Communicator(ABC):
+    """One flow of messages among P ranks. Operations are posted in the same order by all ranks.
+
+    Attributes: rank, size: within the group. global_rank: for the log. channel: name of the flow.
+    """
+
+    def __init__(self, channel: str, rank: int, size: int, global_rank: int) -> None:
+        self.channel = channel
+        self.rank = rank
+        self.size = size
+        self.global_rank = global_rank
+
+    def exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Pending[None]:
+        """Sends tensors to ranks and fills buffers from ranks, all at once.
+
+        Several messages between one pair of ranks arrive in the order in which they are listed.
+
+        Args:
+            sends: (contiguous tensor, destination); not to be changed before `wait`.
+            receives: (contiguous buffer, source).
+        """
+        self._count("exchange", [t for t, _ in sends], [t for t, _ in receives])
+        return self._exchange(sends, receives)
+
+    def all_gather(self, x: Tensor) -> Pending[Tensor]:
+        """Equal shapes on all ranks: x [...] -> [P, ...], by rank."""
+        others = [x] * (self.size - 1)
+        self._count("all_gather", others, others)
+        return self._all_gather(x.contiguous())
+
+    def reduce_scatter(self, x: Tensor) -> Pending[Tensor]:
+        """Sums over ranks: x [P, ...] -> [...], the part of this rank. Same shape on all ranks."""
+        others = [x[0]] * (self.size - 1)
+        self._count("reduce_scatter", others, others)
+        return self._reduce_scatter(x.contiguous())
+
+    def all_to_all(self, x: Tensor) -> Pending[Tensor]:
+        """x[i] goes to rank i, result[i] came from rank i: [P, ...] -> [P, ...]."""
+        others = [x[0]] * (self.size - 1)
+        self._count("all_to_all", others, others)
+        return self._all_to_all(x.contiguous())
+
+    def _count(self, op: str, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
+        if not _recordings:
+            return
+        for direction, tensors in (("sent", sent), ("received", received)):
+            if tensors:
+                row = Transfer(
+                    self.global_rank,
+                    self.channel,
+                    op,
+                    _phase.get(),
+                    direction,  # type: ignore[arg-type]
+                    len(tensors),
+                    sum(t.numel() * t.element_size() for t in tensors),
+                )
+                with _recordings_lock:
+                    for log in _recordings:
+                        log.rows.append(row)
+
+    @abstractmethod
+    def _exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Pending[None]: ...
+
+    @abstractmethod
+    def _all_gather(self, x: Tensor) -> Pending[Tensor]: ...
+
+    @abstractmethod
+    def _reduce_scatter(self, x: Tensor) -> Pending[Tensor]: ...
+
+    @abstractmethod
+    def _all_to_all(self, x: Tensor) -> Pending[Tensor]: ...
+
+
+class ProcessGroupCommunicator(Communicator):
+    """Over a torch.distributed process group (NCCL, gloo)."""
+
+    def __init__(self, channel: str, group: dist.ProcessGroup) -> None:
+        super().__init__(channel, dist.get_rank(group), dist.get_world_size(group), dist.get_rank())
+        self._group = group
+        self._ranks = dist.get_process_group_ranks(group)
+        if dist.get_backend(group) == "nccl" and self.size > 1:
+            # A first operation that only some ranks take part in would never connect the others.
+            dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
+
+    def _exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Pending[None]:
+        ops = [
+            dist.P2POp(dist.isend, tensor, self._ranks[to], self._group) for tensor, to in sends
+        ] + [
+            dist.P2POp(dist.irecv, tensor, self._ranks[source], self._group)
+            for tensor, source in receives
+        ]
+        return self._after(dist.batch_isend_irecv(ops) if ops else [], None)
+
+    def _all_gather(self, x: Tensor) -> Pending[Tensor]:
+        out = x.new_empty((self.size, *x.shape))
+        # all_gather_into_tensor takes dim 0 concatenated, and no tensor without dimensions.
+        work = dist.all_gather_into_tensor(
+            out.view(-1), x.view(-1), group=self._group, async_op=True
+        )
+        return self._after([work], out)
+
+    def _reduce_scatter(self, x: Tensor) -> Pending[Tensor]:
+        out = torch.empty_like(x[0])
+        work = dist.reduce_scatter_tensor(
+            out.view(-1), x.view(-1), group=self._group, async_op=True
+        )
+        return self._after([work], out)
+
+    def _all_to_all(self, x: Tensor) -> Pending[Tensor]:
+        out = torch.empty_like(x)
+        work = dist.all_to_all_single(out, x, group=self._group, async_op=True)
+        return self._after([work], out)
+
+    @staticmethod
+    def _after[T](works: Sequence[dist.Work], result: T) -> Pending[T]:
+        def finish() -> T:
+            for work in works:
+                work.wait()
+            return result
+
+        return Pending(finish)
+

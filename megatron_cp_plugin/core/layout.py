@@ -1,0 +1,141 @@
+"""Layouts: which global token positions each rank of a context-parallel group holds.
+
+N is the global sequence length, P the number of ranks. A layout is pure Python; the two functions
+at the end apply it to tensors.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Span:
+    """Global token positions start, start + step, ... below stop."""
+
+    start: int
+    stop: int
+    step: int = 1
+
+    def __len__(self) -> int:
+        return max(0, -(-(self.stop - self.start) // self.step))
+
+    @property
+    def positions(self) -> range:
+        return range(self.start, self.stop, self.step)
+
+
+def chunk_bounds(index: int, chunks: int, seq_len: int) -> tuple[int, int]:
+    """Bounds of one of `chunks` consecutive pieces of seq_len; the first pieces take the rest."""
+    size, rest = divmod(seq_len, chunks)
+    start = index * size + min(index, rest)
+    return start, start + size + (index < rest)
+
+
+class Layout(ABC):
+    """Assignment of global positions to ranks. Spans of one rank are disjoint and ascending."""
+
+    name: str
+
+    @abstractmethod
+    def spans(self, rank: int, size: int, seq_len: int) -> tuple[Span, ...]:
+        """Positions that `rank` of `size` ranks holds, in its local order."""
+
+    @abstractmethod
+    def multiple(self, size: int) -> int:
+        """What seq_len must be divisible by for every rank to hold the same number of tokens,
+        in chunks of equal length."""
+
+    def length(self, rank: int, size: int, seq_len: int) -> int:
+        """Number of tokens that `rank` holds."""
+        return sum(map(len, self.spans(rank, size, seq_len)))
+
+
+class Contiguous(Layout):
+    """Rank p holds the p-th of P consecutive chunks."""
+
+    name = "contiguous"
+
+    def spans(self, rank: int, size: int, seq_len: int) -> tuple[Span, ...]:
+        return (Span(*chunk_bounds(rank, size, seq_len)),)
+
+    def multiple(self, size: int) -> int:
+        return size
+
+
+class Zigzag(Layout):
+    """Rank p holds chunks p and 2P-1-p of 2P: equal causal work for every rank.
+
+    Megatron's and Transformer Engine's own layout.
+    """
+
+    name = "zigzag"
+
+    def spans(self, rank: int, size: int, seq_len: int) -> tuple[Span, ...]:
+        return tuple(
+            Span(*chunk_bounds(chunk, 2 * size, seq_len)) for chunk in (rank, 2 * size - 1 - rank)
+        )
+
+    def multiple(self, size: int) -> int:
+        return 2 * size
+
+
+class Cyclic(Layout):
+    """Rank p holds positions p, p + P, p + 2P, ... (Attention2D, section 3.2)."""
+
+    name = "cyclic"
+
+    def spans(self, rank: int, size: int, seq_len: int) -> tuple[Span, ...]:
+        return (Span(rank, seq_len, size),)
+
+    def multiple(self, size: int) -> int:
+        return size
+
+
+LAYOUTS: dict[str, Layout] = {
+    layout.name: layout for layout in (Contiguous(), Zigzag(), Cyclic())
+}
+
+
+def positions(
+    layout: Layout, rank: int, size: int, seq_len: int, device: torch.device | str | None = None
+) -> Tensor:
+    """Global positions of the tokens that a rank holds, in its local order.
+
+    Returns: int64 tensor [S].
+    """
+    pieces = [
+        torch.arange(s.start, s.stop, s.step, device=device)
+        for s in layout.spans(rank, size, seq_len)
+    ]
+    return torch.cat(pieces)
+
+
+def shard(x: Tensor, dim: int, layout: Layout, rank: int, size: int) -> Tensor:
+    """The part of a whole tensor that a rank holds, in its local order.
+
+    Args:
+        x: whole tensor, N tokens along `dim`.
+
+    Returns: a new contiguous tensor, S tokens along `dim`. Differentiable.
+    """
+    dim = dim % x.dim()
+    index: list[slice] = [slice(None)] * x.dim()
+    pieces = []
+    for span in layout.spans(rank, size, x.shape[dim]):
+        index[dim] = slice(span.start, span.stop, span.step)
+        pieces.append(x[tuple(index)])
+    return torch.cat(pieces, dim)
+
+
+def unshard(shards: Sequence[Tensor], dim: int, layout: Layout) -> Tensor:
+    """Puts the shards of all ranks (index = rank) back in global order: the inverse of `shard`."""
+    size = len(shards)
+    dim = dim % shards[0].dim()
+    seq_len = sum(s.shape[dim] for s in shards)
+    device = shards[0].device
+    order = torch.cat([positions(layout, r, size, seq_len, device) for r in range(size)])
+    return torch.cat(list(shards), dim).index_select(dim, torch.argsort(order))

@@ -1,0 +1,184 @@
+"""The tile planner: which kernel calls cover a block of queries against a block of keys.
+
+Pure Python: a plan exists before a tensor moves, so that it can be tested, counted and drawn.
+
+Local row i of a block stands for one global position. With ascending positions a causal mask is a
+staircase: row i sees the first n(i) local keys. n is piecewise constant or grows by one a row, so
+a few rectangles and triangles cover it exactly.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import lcm
+
+from megatron_cp_plugin.core.layout import Span
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Which keys a query may see. causal: those at its own position and before; else all."""
+
+    causal: bool = True
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One kernel call: local query rows against local key columns.
+
+    Attributes:
+        q, kv: slices of the local blocks (step > 1 for cyclic layouts).
+        rows, cols: lengths of the two slices; both positive, rows <= cols if causal.
+        causal: bottom-right aligned, row i sees column j iff j <= i + cols - rows. Where rows
+            equals cols this is the ordinary causal square.
+    """
+
+    q: slice
+    kv: slice
+    rows: int
+    cols: int
+    causal: bool
+
+    @property
+    def area(self) -> int:
+        """Number of (query, key) pairs that the tile computes."""
+        if not self.causal:
+            return self.rows * self.cols
+        return self.rows * (self.cols - self.rows) + self.rows * (self.rows + 1) // 2
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Rows [start, stop) of which the first sees `first` keys and each next `slope` more."""
+
+    start: int
+    stop: int
+    first: int
+    slope: int
+
+    @property
+    def last(self) -> int:
+        return self.first + self.slope * (self.stop - self.start - 1)
+
+
+def plan_tiles(
+    q_spans: Sequence[Span],
+    kv_spans: Sequence[Span],
+    mask: Mask,
+    *,
+    rectangular: bool = False,
+) -> tuple[Tile, ...]:
+    """Covers every visible (query, key) pair of two blocks exactly once.
+
+    Args:
+        q_spans, kv_spans: global positions of the blocks' rows, ascending and disjoint.
+        mask: who sees whom.
+        rectangular: the kernel takes causal tiles with more columns than rows (bottom-right
+            aligned). Otherwise such a tile becomes a full one and a causal square.
+
+    Returns: tiles; () if no query sees any key. Raises: ValueError if spans are not ascending.
+    """
+    return _plan(tuple(q_spans), tuple(kv_spans), mask, rectangular)
+
+
+@lru_cache(maxsize=4096)
+def _plan(
+    q_spans: tuple[Span, ...], kv_spans: tuple[Span, ...], mask: Mask, rectangular: bool
+) -> tuple[Tile, ...]:
+    rows, cols = (sum(map(len, spans)) for spans in (q_spans, kv_spans))
+    if not rows or not cols:
+        return ()
+    if not mask.causal:
+        return (Tile(slice(0, rows), slice(0, cols), rows, cols, causal=False),)
+    if all(span.step == 1 for span in (*q_spans, *kv_spans)):
+        runs = _staircase(_ascending(q_spans), _ascending(kv_spans))
+        return tuple(_cover(runs, rectangular, slice(0, None, 1), slice(0, None, 1)))
+    # Positions of equal residue modulo the common step form a problem with step 1.
+    common = lcm(*(span.step for span in (*q_spans, *kv_spans)))
+    tiles: list[Tile] = []
+    for q_residue, q_span, q_local in _residues(q_spans, common):
+        for kv_residue, kv_span, kv_local in _residues(kv_spans, common):
+            late = int(kv_residue > q_residue)  # the key of the same quotient is in the future
+            shifted = Span(kv_span.start + late, kv_span.stop + late)
+            tiles += _cover(_staircase([q_span], [shifted]), rectangular, q_local, kv_local)
+    return tuple(tiles)
+
+
+def _ascending(spans: Sequence[Span]) -> list[Span]:
+    kept = [span for span in spans if len(span)]
+    if any(a.stop > b.start for a, b in zip(kept, kept[1:], strict=False)):
+        raise ValueError(f"spans must be ascending and disjoint, got {tuple(spans)}")
+    return kept
+
+
+def _residues(spans: Sequence[Span], common: int) -> Iterator[tuple[int, Span, slice]]:
+    """Splits spans by residue modulo `common`: (residue, quotients with step 1, local slice)."""
+    offset = 0
+    for span in spans:
+        every = common // span.step
+        for index in range(min(every, len(span))):
+            position = span.start + index * span.step
+            count = -(-(len(span) - index) // every)
+            quotient = position // common
+            local = slice(offset + index, offset + len(span), every)
+            yield position % common, Span(quotient, quotient + count), local
+        offset += len(span)
+
+
+def _staircase(q_spans: Sequence[Span], kv_spans: Sequence[Span]) -> list[_Run]:
+    runs: list[_Run] = []
+    row = 0
+    for q in q_spans:
+        position, before = q.start, 0
+        for index, kv in enumerate(kv_spans):
+            until = kv_spans[index + 1].start if index + 1 < len(kv_spans) else q.stop
+            # Inside the key span each next row sees one key more, behind it all the same.
+            for start, stop, slope in ((kv.start, kv.stop, 1), (kv.stop, max(until, kv.stop), 0)):
+                low, high = max(start, position), min(stop, q.stop)
+                if low < high:
+                    first = before + (low - kv.start + 1 if slope else len(kv))
+                    local = row + low - q.start
+                    _append(runs, _Run(local, local + high - low, first, slope))
+            before += len(kv)
+        row += len(q)
+    return runs
+
+
+def _append(runs: list[_Run], run: _Run) -> None:
+    """Appends a run, joined with the last one where the staircase simply goes on."""
+    if runs:
+        last = runs[-1]
+        goes_on = last.stop == run.start and run.first == last.last + run.slope
+        if goes_on and last.slope == run.slope:
+            runs[-1] = _Run(last.start, run.stop, last.first, run.slope)
+            return
+    runs.append(run)
+
+
+def _cover(runs: Sequence[_Run], rectangular: bool, q: slice, kv: slice) -> Iterator[Tile]:
+    for run in runs:
+        rows = run.stop - run.start
+        q_slice = _within(q, run.start, run.stop)
+        if not run.slope or rows == 1:
+            yield Tile(q_slice, _within(kv, 0, run.last), rows, run.last, causal=False)
+            continue
+        seen_by_all = run.first - 1
+        if seen_by_all and not rectangular:
+            yield Tile(q_slice, _within(kv, 0, seen_by_all), rows, seen_by_all, causal=False)
+        start = 0 if rectangular else seen_by_all
+        yield Tile(q_slice, _within(kv, start, run.last), rows, run.last - start, causal=True)
+
+
+def _within(outer: slice, start: int, stop: int) -> slice:
+    """Elements [start, stop) of the slice `outer`."""
+    first = outer.start + start * outer.step
+    if outer.step == 1:
+        return slice(first, outer.start + stop)
+    return slice(first, outer.start + (stop - 1) * outer.step + 1, outer.step)
+
+
+def visible_pairs(seq_len: int, mask: Mask) -> int:
+    """Number of (query, key) pairs of the whole sequence that the mask lets through."""
+    return seq_len * (seq_len + 1) // 2 if mask.causal else seq_len * seq_len
+
+

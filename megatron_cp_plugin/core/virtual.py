@@ -1,0 +1,150 @@
+"""P ranks as threads of one process: the same code above, the same counters, no network.
+
+For tests and for trying an algorithm in a notebook; nothing here is fast.
+"""
+
+from collections.abc import Callable, Sequence
+from queue import Empty, SimpleQueue
+from threading import Event, Lock, Thread
+from time import monotonic
+
+import torch
+from torch import Tensor
+
+from megatron_cp_plugin.core.comm import Communicator, Pending, Receive, Send
+from megatron_cp_plugin.core.topology import Topology
+
+Address = tuple[str, int, int]  # channel, from, to
+
+
+class VirtualWorld:
+    """Mailboxes of `size` virtual ranks."""
+
+    def __init__(self, size: int, timeout_s: float = 30.0) -> None:
+        self.size = size
+        self.failed = Event()
+        self._timeout_s = timeout_s
+        self._lock = Lock()
+        self._mailboxes: dict[Address, SimpleQueue[Tensor]] = {}
+
+    def topology(self, rank: int) -> "VirtualTopology":
+        return VirtualTopology(self, tuple(range(self.size)), rank, "")
+
+    def post(self, address: Address, message: Tensor) -> None:
+        self._mailbox(address).put(message.detach().clone())
+
+    def take(self, address: Address) -> Tensor:
+        """Raises: TimeoutError if nothing comes, or another rank failed meanwhile."""
+        deadline = monotonic() + self._timeout_s
+        while monotonic() < deadline and not self.failed.is_set():
+            try:
+                return self._mailbox(address).get(timeout=0.05)
+            except Empty:
+                continue
+        channel, source, to = address
+        raise TimeoutError(f"no message on {channel!r} from virtual rank {source} to {to}")
+
+    def unread(self) -> list[Address]:
+        """Addresses of messages that were sent but never received."""
+        return [address for address, box in self._mailboxes.items() if not box.empty()]
+
+    def _mailbox(self, address: Address) -> "SimpleQueue[Tensor]":
+        with self._lock:
+            return self._mailboxes.setdefault(address, SimpleQueue())
+
+
+class VirtualTopology(Topology):
+    """One virtual rank's view of a group of them."""
+
+    def __init__(
+        self, world: VirtualWorld, members: Sequence[int], global_rank: int, path: str
+    ) -> None:
+        self.rank = list(members).index(global_rank)
+        self.size = len(members)
+        self._world = world
+        self._members = tuple(members)
+        self._global_rank = global_rank
+        self._path = path
+
+    def channel(self, name: str) -> Communicator:
+        return _VirtualCommunicator(
+            f"{self._path}{name}", self._world, self._members, self._global_rank
+        )
+
+    def subgroup(self, ranks: Sequence[int], name: str) -> Topology:
+        members = [self._members[rank] for rank in ranks]
+        return VirtualTopology(self._world, members, self._global_rank, f"{self._path}{name}/")
+
+
+class _VirtualCommunicator(Communicator):
+    def __init__(
+        self, channel: str, world: VirtualWorld, members: Sequence[int], global_rank: int
+    ) -> None:
+        super().__init__(channel, list(members).index(global_rank), len(members), global_rank)
+        self._world = world
+        self._members = members
+
+    def _exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Pending[None]:
+        for tensor, to in sends:
+            assert tensor.is_contiguous(), "messages are contiguous tensors"
+            self._post(tensor, to)
+
+        def finish() -> None:
+            for buffer, source in receives:
+                message = self._take(source)
+                if message.shape != buffer.shape or message.dtype != buffer.dtype:
+                    raise RuntimeError(
+                        f"rank {self.rank} expected {tuple(buffer.shape)} {buffer.dtype} from "
+                        f"rank {source}, got {tuple(message.shape)} {message.dtype}"
+                    )
+                buffer.copy_(message)
+
+        return Pending(finish)
+
+    def _all_gather(self, x: Tensor) -> Pending[Tensor]:
+        return self._all_to_all(x.expand(self.size, *x.shape))
+
+    def _reduce_scatter(self, x: Tensor) -> Pending[Tensor]:
+        received = self._all_to_all(x)
+        return Pending(lambda: received.wait().sum(0))
+
+    def _all_to_all(self, x: Tensor) -> Pending[Tensor]:
+        for to in range(self.size):
+            self._post(x[to], to)
+        return Pending(lambda: torch.stack([self._take(source) for source in range(self.size)]))
+
+    def _post(self, message: Tensor, to: int) -> None:
+        self._world.post((self.channel, self.global_rank, self._members[to]), message)
+
+    def _take(self, source: int) -> Tensor:
+        return self._world.take((self.channel, self._members[source], self.global_rank))
+
+
+def run_virtual[T](size: int, body: Callable[[Topology], T], timeout_s: float = 30.0) -> list[T]:
+    """Runs body(topology) on `size` virtual ranks, each a thread.
+
+    Returns: the results by rank. Raises: the first error of any rank; RuntimeError if messages
+    were sent that nobody received.
+    """
+    world = VirtualWorld(size, timeout_s)
+    results: dict[int, T] = {}
+    errors: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = body(world.topology(rank))
+        except BaseException as error:
+            errors.append(error)
+            world.failed.set()
+
+    threads = [Thread(target=run, args=(rank,), name=f"rank {rank}") for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        # A rank that only waited in vain for the one that failed is not the cause.
+        raise next((e for e in errors if not isinstance(e, TimeoutError)), errors[0])
+    if world.unread():
+        raise RuntimeError(f"messages that nobody received: {world.unread()}")
+    return [results[rank] for rank in range(size)]

@@ -1,0 +1,175 @@
+"""The kernel interface, and the choice of a kernel for a problem.
+
+B batch, S query tokens, T key tokens, H query heads, G KV heads (G divides H), D head dim.
+"""
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+
+import torch
+from torch import Tensor
+
+from megatron_cp_plugin.core.partial import delta_of
+from megatron_cp_plugin.errors import KernelUnavailableError, nearest
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a kernel has to serve."""
+
+    device: torch.device
+    dtype: torch.dtype
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What a tile's backward needs of the merged forward: lse, and either out or delta.
+
+    Attributes:
+        lse: [B,H,S] over all keys, natural log.
+        out: [B,S,H,D] over all keys, or None.
+        delta: rowsum(dout * out) [B,H,S], or None.
+    """
+
+    lse: Tensor
+    out: Tensor | None = None
+    delta: Tensor | None = None
+
+    def rows(self, rows: slice) -> "Statistics":
+        """The statistics of some query rows."""
+        return Statistics(
+            self.lse[:, :, rows],
+            None if self.out is None else self.out[:, rows],
+            None if self.delta is None else self.delta[:, :, rows],
+        )
+
+    def delta_for(self, dout: Tensor) -> Tensor:
+        """delta [B,H,S], computed from out if it is not there."""
+        if self.delta is not None:
+            return self.delta
+        assert self.out is not None
+        return delta_of(dout, self.out)
+
+    def out_for(self, dout: Tensor) -> Tensor:
+        """out [B,S,H,D], or a stand-in with the same rowsum(dout * out).
+
+        Kernels that compute delta themselves use `out` for nothing else, so that
+        out' = delta * dout / |dout|^2 (0 where dout is 0) gives the same gradients.
+        """
+        if self.out is not None:
+            return self.out
+        assert self.delta is not None
+        wide = dout.to(self.delta.dtype)
+        square = wide.square().sum(-1, keepdim=True)
+        delta = self.delta.transpose(1, 2).unsqueeze(-1)
+        return torch.where(square > 0, delta / square * wide, 0.0).to(dout.dtype)
+
+
+class SoftmaxKernel(ABC):
+    """Softmax attention of one tile.
+
+    Attributes:
+        name: as users give it.
+        rectangular_causal: takes causal tiles with T > S, bottom-right aligned.
+    """
+
+    name: str
+    rectangular_causal: bool = False
+
+    @abstractmethod
+    def unsupported(self, problem: Problem) -> str | None:
+        """Why the kernel cannot serve the problem; None if it can."""
+
+    @abstractmethod
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Attention of q [B,S,H,D] over k, v [B,T,G,D].
+
+        Args:
+            causal: row i sees column j iff j <= i + T - S; S equals T unless `rectangular_causal`.
+
+        Returns: out [B,S,H,D] in q's dtype, lse [B,H,S] float32 (float64 for float64), natural log.
+        """
+
+    @abstractmethod
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        statistics: Statistics,
+        *,
+        scale: float,
+        causal: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients that this tile contributes; `statistics` are those of the merged forward.
+
+        Args: dout: [B,S,H,D].
+
+        Returns: dq [B,S,H,D], dk [B,T,G,D], dv [B,T,G,D].
+        """
+
+
+def _load(module: str, name: str) -> Callable[[], SoftmaxKernel]:
+    @cache
+    def load() -> SoftmaxKernel:
+        return getattr(import_module(f"megatron_cp_plugin.kernels.{module}"), name)()
+
+    return load
+
+
+# In the order of preference of "auto", fastest first (docs/benchmarks.md has the measurements).
+_KERNELS: dict[str, Callable[[], SoftmaxKernel]] = {
+    "flash4": _load("flash4", "Flash4"),
+    "cudnn": _load("torch_flash", "CudnnAttention"),
+    "flash2": _load("flash2", "Flash2"),
+    "torch_flash": _load("torch_flash", "CudaFlashAttention"),
+    "torch_cpu": _load("torch_flash", "CpuFlashAttention"),
+    "reference": _load("reference", "Reference"),
+}
+
+
+def kernel_names() -> tuple[str, ...]:
+    """Names that `kernel=` takes beside "auto"."""
+    return tuple(_KERNELS)
+
+
+def resolve(name: str, problem: Problem) -> SoftmaxKernel:
+    """The kernel of that name, or for "auto" the fastest one that serves the problem.
+
+    Raises: KernelUnavailableError if the name is unknown, or the kernel cannot serve the problem.
+    """
+    return _resolve(name, problem)
+
+
+@cache
+def _resolve(name: str, problem: Problem) -> SoftmaxKernel:
+    if name == "auto":
+        for candidate, load in _KERNELS.items():
+            reason = load().unsupported(problem)
+            if reason is None:
+                log.info("attention kernel: %s for %s", candidate, problem)
+                return load()
+            log.debug("attention kernel %s not taken: %s", candidate, reason)
+        raise AssertionError("the reference kernel serves every problem")
+    if name not in _KERNELS:
+        raise KernelUnavailableError(
+            f"unknown kernel {name!r}{nearest(name, _KERNELS)}: use auto or one of "
+            f"{', '.join(_KERNELS)}"
+        )
+    kernel = _KERNELS[name]()
+    reason = kernel.unsupported(problem)
+    if reason is not None:
+        raise KernelUnavailableError(f"kernel {name}: {reason}; use kernel auto")
+    return kernel

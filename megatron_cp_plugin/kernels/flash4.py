@@ -1,0 +1,60 @@
+"""flash-attn 4 (flash_attn.cute), compiled for the device at first use of a shape."""
+
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from megatron_cp_plugin.kernels.base import Problem, SoftmaxKernel, Statistics
+
+
+class Flash4(SoftmaxKernel):
+    """flash_attn.cute.interface (Hopper and newer)."""
+
+    name = "flash4"
+    rectangular_causal = True
+
+    def unsupported(self, problem: Problem) -> str | None:
+        if find_spec("flash_attn") is None or find_spec("flash_attn.cute") is None:
+            return "needs the package flash-attn-4, which is not installed"
+        if problem.device.type != "cuda":
+            return f"runs on cuda, got tensors on {problem.device.type}"
+        if problem.dtype not in (torch.float16, torch.bfloat16):
+            return f"takes float16 and bfloat16, got {problem.dtype}"
+        if problem.head_dim not in (64, 96, 128):
+            return f"takes head dims 64, 96 and 128, got {problem.head_dim}"
+        if torch.cuda.get_device_capability(problem.device) < (9, 0):
+            return "needs compute capability 9.0"
+        return None
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool
+    ) -> tuple[Tensor, Tensor]:
+        from flash_attn.cute.interface import _flash_attn_fwd
+
+        out, lse, *_ = _flash_attn_fwd(q, k, v, softmax_scale=scale, causal=causal, return_lse=True)
+        return out, lse
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        statistics: Statistics,
+        *,
+        scale: float,
+        causal: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        from flash_attn.cute.interface import _flash_attn_bwd
+
+        out, dlse = statistics.out, None
+        if out is None:
+            # The kernel takes delta - dlse for delta, with delta = rowsum(dout * out) = 0 here.
+            assert statistics.delta is not None
+            out, dlse = torch.zeros_like(dout), statistics.delta.neg()
+        lse = statistics.lse.contiguous()
+        dq, dk, dv, *_ = _flash_attn_bwd(
+            q, k, v, out, dout, lse, softmax_scale=scale, causal=causal, dlse=dlse
+        )
+        return dq, dk, dv

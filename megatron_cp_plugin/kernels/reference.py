@@ -1,0 +1,70 @@
+"""Softmax attention written out: any device and dtype, quadratic memory.
+
+The oracle of the tests, and what "auto" takes where nothing faster runs.
+"""
+
+import torch
+from torch import Tensor
+
+from megatron_cp_plugin.core.partial import accumulation_dtype
+from megatron_cp_plugin.kernels.base import Problem, SoftmaxKernel, Statistics
+
+
+class Reference(SoftmaxKernel):
+    """Scores in float32 (float64 for float64)."""
+
+    name = "reference"
+    rectangular_causal = True
+
+    def unsupported(self, problem: Problem) -> str | None:
+        return None
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool
+    ) -> tuple[Tensor, Tensor]:
+        scores = _scores(q, k, scale, causal)
+        lse = scores.logsumexp(-1)
+        p = torch.exp(scores - lse.unsqueeze(-1))
+        out = torch.einsum("bgnst,btgd->bsgnd", p, v.to(p.dtype))
+        return out.flatten(2, 3).to(q.dtype), lse.flatten(1, 2)
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        statistics: Statistics,
+        *,
+        scale: float,
+        causal: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        kv_heads = k.shape[2]
+        scores = _scores(q, k, scale, causal)
+        p = torch.exp(scores - _by_group(statistics.lse, kv_heads).to(scores.dtype))
+        wide_q, wide_k, wide_v = (x.to(p.dtype) for x in (q, k, v))
+        dout_g = dout.to(p.dtype).unflatten(2, (kv_heads, -1))
+        delta = _by_group(statistics.delta_for(dout), kv_heads).to(p.dtype)
+        dp = torch.einsum("bsgnd,btgd->bgnst", dout_g, wide_v)
+        ds = p * (dp - delta) * scale
+        dq = torch.einsum("bgnst,btgd->bsgnd", ds, wide_k).flatten(2, 3)
+        dk = torch.einsum("bgnst,bsgnd->btgd", ds, wide_q.unflatten(2, (kv_heads, -1)))
+        dv = torch.einsum("bgnst,bsgnd->btgd", p, dout_g)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _by_group(row_values: Tensor, kv_heads: int) -> Tensor:
+    """[B,H,S] -> [B,G,H/G,S,1]."""
+    return row_values.unflatten(1, (kv_heads, -1)).unsqueeze(-1)
+
+
+def _scores(q: Tensor, k: Tensor, scale: float, causal: bool) -> Tensor:
+    """Masked scores [B,G,H/G,S,T]."""
+    dtype = accumulation_dtype(q.dtype)
+    grouped = q.to(dtype).unflatten(2, (k.shape[2], -1))
+    scores = torch.einsum("bsgnd,btgd->bgnst", grouped, k.to(dtype)) * scale
+    if causal:
+        rows, cols = scores.shape[-2:]
+        hidden = torch.ones(rows, cols, dtype=torch.bool, device=q.device).triu(cols - rows + 1)
+        scores = scores.masked_fill(hidden, -torch.inf)
+    return scores

@@ -1,0 +1,174 @@
+"""The flash kernels that torch itself ships: CPU, CUDA FlashAttention-2, cuDNN.
+
+All take GQA without expanding and return the natural-log lse. Called as aten operators, for
+scaled_dot_product_attention does not return lse.
+"""
+
+import torch
+from torch import Tensor
+
+from megatron_cp_plugin.kernels.base import Problem, SoftmaxKernel, Statistics
+
+_aten = torch.ops.aten
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def _swap(x: Tensor) -> Tensor:
+    """[B,S,H,D] <-> [B,H,S,D], a view."""
+    return x.transpose(1, 2)
+
+
+class CpuFlashAttention(SoftmaxKernel):
+    """torch's CPU flash kernel: float64, float32, bfloat16, float16."""
+
+    name = "torch_cpu"
+
+    def unsupported(self, problem: Problem) -> str | None:
+        if problem.device.type != "cpu":
+            return f"runs on cpu, got tensors on {problem.device.type}"
+        return None
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
+            _swap(q), _swap(k), _swap(v), 0.0, causal, scale=scale
+        )
+        return _swap(out), lse
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        statistics: Statistics,
+        *,
+        scale: float,
+        causal: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        lse = statistics.lse.transpose(1, 2).contiguous().transpose(1, 2)  # as forward gives it
+        dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            _swap(dout),
+            _swap(q),
+            _swap(k),
+            _swap(v),
+            _swap(statistics.out_for(dout)),
+            lse,
+            0.0,
+            causal,
+            scale=scale,
+        )
+        return _swap(dq), _swap(dk), _swap(dv)
+
+
+class CudaFlashAttention(SoftmaxKernel):
+    """torch's own build of FlashAttention-2 (CUDA, compute capability 8.0 and newer)."""
+
+    name = "torch_flash"
+
+    def unsupported(self, problem: Problem) -> str | None:
+        if problem.device.type != "cuda":
+            return f"runs on cuda, got tensors on {problem.device.type}"
+        if problem.dtype not in _HALF:
+            return f"takes float16 and bfloat16, got {problem.dtype}"
+        if problem.head_dim % 8 or problem.head_dim > 256:
+            return f"takes head dims divisible by 8 up to 256, got {problem.head_dim}"
+        if torch.cuda.get_device_capability(problem.device) < (8, 0):
+            return "needs compute capability 8.0"
+        return None
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool
+    ) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = _aten._flash_attention_forward(
+            q, k, v, None, None, q.shape[1], k.shape[1], 0.0, causal, False, scale=scale
+        )
+        return out, lse
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        statistics: Statistics,
+        *,
+        scale: float,
+        causal: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
+        return _aten._flash_attention_backward(
+            dout,
+            q,
+            k,
+            v,
+            statistics.out_for(dout),
+            statistics.lse.contiguous(),
+            None,
+            None,
+            q.shape[1],
+            k.shape[1],
+            0.0,
+            causal,
+            no_dropout,
+            no_dropout,
+            scale=scale,
+        )
+
+
+class CudnnAttention(SoftmaxKernel):
+    """cuDNN's fused attention (CUDA, compute capability 9.0 and newer)."""
+
+    name = "cudnn"
+
+    def unsupported(self, problem: Problem) -> str | None:
+        if problem.device.type != "cuda":
+            return f"runs on cuda, got tensors on {problem.device.type}"
+        if problem.dtype not in _HALF:
+            return f"takes float16 and bfloat16, got {problem.dtype}"
+        if problem.head_dim % 8 or problem.head_dim > 128:
+            return f"takes head dims divisible by 8 up to 128, got {problem.head_dim}"
+        if torch.cuda.get_device_capability(problem.device) < (9, 0):
+            return "needs compute capability 9.0"
+        return None
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool
+    ) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
+            _swap(q), _swap(k), _swap(v), None, True, 0.0, causal, False, scale=scale
+        )
+        return _swap(out), lse.squeeze(-1)
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        statistics: Statistics,
+        *,
+        scale: float,
+        causal: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        no_dropout = torch.zeros((), dtype=torch.int64, device=q.device)
+        dq, dk, dv = _aten._scaled_dot_product_cudnn_attention_backward(
+            _swap(dout),
+            _swap(q),
+            _swap(k),
+            _swap(v),
+            _swap(statistics.out_for(dout)),
+            statistics.lse.contiguous().unsqueeze(-1),
+            no_dropout,
+            no_dropout,
+            None,
+            None,
+            None,
+            q.shape[1],
+            k.shape[1],
+            0.0,
+            causal,
+            scale=scale,
+        )
+        return _swap(dq), _swap(dk), _swap(dv)

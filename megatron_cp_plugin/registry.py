@@ -1,0 +1,105 @@
+"""Algorithms by name. Nothing outside this file compares names."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from typing import Literal, get_args, get_origin, get_type_hints
+
+from megatron_cp_plugin.core.algorithm import Algorithm
+from megatron_cp_plugin.core.layout import Layout
+from megatron_cp_plugin.core.topology import Topology
+from megatron_cp_plugin.errors import ConfigError, nearest
+
+_algorithms: dict[str, type[Algorithm]] = {}
+
+
+def register[A: type[Algorithm]](name: str) -> Callable[[A], A]:
+    """Class decorator: makes an algorithm available under a name.
+
+    Raises: ConfigError if the name is taken.
+    """
+
+    def decorate(cls: A) -> A:
+        if name in _algorithms:
+            raise ConfigError(f"algorithm {name!r} is registered already: choose another name")
+        cls.name = name
+        _algorithms[name] = cls
+        return cls
+
+    return decorate
+
+
+def available() -> tuple[str, ...]:
+    """Names of all algorithms."""
+    _load()
+    return tuple(sorted(_algorithms))
+
+
+def algorithm_class(name: str) -> type[Algorithm]:
+    """Raises: ConfigError if no algorithm has that name."""
+    _load()
+    if name not in _algorithms:
+        raise ConfigError(
+            f"unknown context-parallel algorithm {name!r}{nearest(name, _algorithms)}: "
+            f"use one of {', '.join(available())}"
+        )
+    return _algorithms[name]
+
+
+def create(name: str, topology: Topology, options: Mapping[str, object]) -> Algorithm:
+    """Makes an algorithm; a collective operation of the topology's ranks.
+
+    Raises: ConfigError if the name, an option or a value is unknown.
+    """
+    cls = algorithm_class(name)
+    return cls(topology, read_options(name, options))
+
+
+def layout_of(name: str, options: Mapping[str, object]) -> Layout:
+    """The layout that an algorithm will have; needs no processes. Raises: as `create`."""
+    return algorithm_class(name).layout_for(read_options(name, options))
+
+
+def option_names(name: str) -> tuple[str, ...]:
+    """Names of the options that an algorithm takes."""
+    return tuple(field.name for field in fields(algorithm_class(name).Options))
+
+
+def read_options(name: str, options: Mapping[str, object]) -> Algorithm.Options:
+    """Checks option values, given as they are or as text. Raises: ConfigError naming the option."""
+    cls = algorithm_class(name)
+    types = get_type_hints(cls.Options)
+    values = {}
+    for option, value in options.items():
+        if option not in types:
+            allowed = f"it takes {', '.join(types)}" if types else "it takes none"
+            raise ConfigError(
+                f"{name} has no option {option!r}{nearest(option, types)}: {allowed}"
+            )
+        values[option] = _convert(name, option, value, types[option])
+    return cls.Options(**values)
+
+
+def _convert(name: str, option: str, value: object, kind: object) -> object:
+    """`value` as the declared type: a Literal, bool, int, float or str."""
+    if get_origin(kind) is Literal:
+        for choice in get_args(kind):
+            if value == choice or str(value) == str(choice):
+                return choice
+        allowed = ", ".join(map(str, get_args(kind)))
+        raise ConfigError(
+            f"{name} option {option} got {value!r}{nearest(str(value), map(str, get_args(kind)))}: "
+            f"use one of {allowed}"
+        )
+    text = str(value)
+    if kind is bool and text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    if kind in (int, float, str):
+        try:
+            return kind(text)  # type: ignore[operator]
+        except ValueError:
+            pass
+    raise ConfigError(f"{name} option {option} needs {getattr(kind, '__name__', kind)}, got {text}")
+
+
+def _load() -> None:
+    import megatron_cp_plugin.algorithms  # noqa: F401  (registers all of them)

@@ -1,0 +1,67 @@
+"""Independent oracles: attention written out over the whole sequence, gradients by autograd."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Whole tensors of an unsplit attention: inputs, output, lse, gradients."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    out: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+
+def naive_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor:
+    """[B,N,H,D], [B,N,G,D] -> [B,N,H,D], by the definition, head by head."""
+    heads_per_kv = q.shape[2] // k.shape[2]
+    out = []
+    for head in range(q.shape[2]):
+        keys, values = k[:, :, head // heads_per_kv], v[:, :, head // heads_per_kv]
+        scores = q[:, :, head] @ keys.transpose(1, 2) * scale
+        if causal:
+            position = torch.arange(q.shape[1], device=q.device)
+            scores = scores.masked_fill(position[None, :] > position[:, None], -torch.inf)
+        out.append(torch.softmax(scores, -1) @ values)
+    return torch.stack(out, 2)
+
+
+def expected_attention(
+    *,
+    batch: int = 1,
+    seq_len: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    causal: bool,
+    scale: float | None = None,
+    dtype: torch.dtype = torch.float64,
+    seed: int = 0,
+) -> Expected:
+    """Random inputs in `dtype`, and everything else in float64 from exactly those inputs."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(n_heads: int) -> Tensor:
+        x = torch.randn(batch, seq_len, n_heads, head_dim, generator=generator, dtype=torch.float64)
+        return x.to(dtype)
+
+    q, k, v, dout = random(heads), random(kv_heads), random(kv_heads), random(heads)
+    wide = [x.double().requires_grad_() for x in (q, k, v)]
+    scale = head_dim**-0.5 if scale is None else scale
+    out = naive_attention(*wide, causal=causal, scale=scale)
+    dq, dk, dv = torch.autograd.grad(out, wide, dout.double())
+    return Expected(q, k, v, dout, out.detach(), dq, dk, dv)
+
+
+def relative_error(got: Tensor, expected: Tensor) -> float:
+    """|got - expected| / max(|expected|, 1e-3); NaN counts as infinitely wrong."""
+    error = (got.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-3)
+    return float("inf") if error.isnan() else error.item()

@@ -1,0 +1,175 @@
+"""Every registered algorithm against unsplit attention in float64: forward and all gradients."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+import megatron_cp_plugin as cp
+from megatron_cp_plugin.core.algorithm import Shape
+from megatron_cp_plugin.core.comm import CommunicationLog
+from megatron_cp_plugin.core.layout import shard, unshard
+from megatron_cp_plugin.core.tiles import Mask, visible_pairs
+from megatron_cp_plugin.core.topology import Topology
+from megatron_cp_plugin.core.virtual import run_virtual
+from megatron_cp_plugin.registry import create, layout_of
+from tests.oracle import Expected, expected_attention, relative_error
+
+HEADS = {"MHA": (4, 4), "GQA": (4, 2), "MQA": (4, 1)}
+HEAD_DIM = 8
+
+
+@dataclass(frozen=True)
+class Case:
+    """One algorithm with its options."""
+
+    algo: str
+    options: tuple[tuple[str, object], ...] = ()
+
+    def __str__(self) -> str:
+        return "-".join([self.algo, *(f"{name}={value}" for name, value in self.options)])
+
+
+def cases(size: int) -> Iterator[Case]:
+    """Every registered algorithm with the options that change what it does, for P = size."""
+    for algo in cp.available():
+        if algo in ("ring", "zigzag"):
+            for rule in ("kv", "query"):
+                yield Case(algo, (("backward", rule),))
+        else:
+            yield Case(algo)
+
+
+def run(
+    case: Case, expected: Expected, size: int, *, causal: bool, kernel: str = "auto"
+) -> tuple[list[tuple[Tensor, ...]], CommunicationLog]:
+    """(out, dq, dk, dv) of every virtual rank, and what they sent."""
+    options: Mapping[str, object] = dict(case.options)
+    layout = layout_of(case.algo, options)
+    seq_len = expected.q.shape[1]
+
+    def body(topology: Topology) -> tuple[Tensor, ...]:
+        mine = [
+            shard(x, 1, layout, topology.rank, size)
+            for x in (expected.q, expected.k, expected.v, expected.dout)
+        ]
+        q, k, v = (x.requires_grad_() for x in mine[:3])
+        out = cp.attention(
+            q,
+            k,
+            v,
+            algo=case.algo,
+            group=topology,
+            causal=causal,
+            kernel=kernel,
+            seq_len=seq_len,
+            **options,
+        )
+        return (out.detach(), *torch.autograd.grad(out, (q, k, v), mine[3]))
+
+    with cp.record_communication() as log:
+        results = run_virtual(size, body)
+    return results, log
+
+
+def assert_matches(
+    case: Case, results: list[tuple[Tensor, ...]], expected: Expected, bound: float
+) -> None:
+    layout = layout_of(case.algo, dict(case.options))
+    for index, name in enumerate(("out", "dq", "dk", "dv")):
+        whole = unshard([result[index] for result in results], 1, layout)
+        error = relative_error(whole, getattr(expected, name))
+        assert error <= bound, f"{case}: {name} is off by {error:.1e}"
+
+
+ALL_CASES = [
+    pytest.param(case, size, id=f"{case}-P{size}")
+    for size in (1, 2, 3, 4, 5, 8)
+    for case in cases(size)
+]
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize(("case", "size"), ALL_CASES)
+def test_equals_unsplit_attention(case: Case, size: int, causal: bool, heads: str) -> None:
+    n_heads, kv_heads = HEADS[heads]
+    expected = expected_attention(
+        batch=2,
+        seq_len=6 * size,
+        heads=n_heads,
+        kv_heads=kv_heads,
+        head_dim=HEAD_DIM,
+        causal=causal,
+    )
+    results, _ = run(case, expected, size, causal=causal)
+    assert_matches(case, results, expected, bound=1e-10)
+
+
+@pytest.mark.parametrize(("case", "size"), ALL_CASES)
+def test_one_token_chunks(case: Case, size: int) -> None:
+    """The shortest sequence that the layout divides equally: chunks of one token."""
+    seq_len = layout_of(case.algo, dict(case.options)).multiple(size)
+    expected = expected_attention(
+        seq_len=seq_len, heads=4, kv_heads=2, head_dim=HEAD_DIM, causal=True
+    )
+    results, _ = run(case, expected, size, causal=True)
+    assert_matches(case, results, expected, bound=1e-10)
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize(("case", "size"), ALL_CASES)
+def test_uneven_ranks(case: Case, size: int, causal: bool) -> None:
+    """A sequence that no layout divides equally."""
+    expected = expected_attention(
+        seq_len=7 * size + size // 2 + 1, heads=4, kv_heads=2, head_dim=HEAD_DIM, causal=causal
+    )
+    results, _ = run(case, expected, size, causal=causal)
+    assert_matches(case, results, expected, bound=1e-10)
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize(("case", "size"), ALL_CASES)
+def test_bytes_are_those_of_the_formula(
+    case: Case, size: int, causal: bool, heads: str
+) -> None:
+    n_heads, kv_heads = HEADS[heads]
+    seq_len = 4 * size
+    expected = expected_attention(
+        batch=2,
+        seq_len=seq_len,
+        heads=n_heads,
+        kv_heads=kv_heads,
+        head_dim=HEAD_DIM,
+        causal=causal,
+        dtype=torch.bfloat16,
+    )
+    _, log = run(case, expected, size, causal=causal, kernel="reference")
+    shape = Shape(2, seq_len, n_heads, kv_heads, HEAD_DIM)
+
+    def compare(topology: Topology) -> None:
+        rank = topology.rank
+        traffic = create(case.algo, topology, dict(case.options)).traffic(
+            shape, Mask(causal), rank
+        )
+        assert log.bytes(rank=rank, phase="forward") == traffic.forward_bytes
+        assert log.messages(rank=rank, phase="forward") == traffic.forward_messages
+        assert log.bytes(rank=rank, phase="backward") == traffic.backward_bytes
+        assert log.messages(rank=rank, phase="backward") == traffic.backward_messages
+
+    run_virtual(size, compare)
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize(("case", "size"), ALL_CASES)
+def test_the_plan_computes_every_visible_pair_once(case: Case, size: int, causal: bool) -> None:
+    seq_len = 7 * size + 1
+    options = dict(case.options)
+    traces = run_virtual(
+        size, lambda topology: create(case.algo, topology, options).trace(seq_len, Mask(causal))
+    )
+    assert all(trace == traces[0] for trace in traces)
+    assert sum(work.pairs for work in traces[0]) == visible_pairs(seq_len, Mask(causal))
