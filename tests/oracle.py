@@ -44,13 +44,15 @@ def expected_attention(
     causal: bool,
     scale: float | None = None,
     dtype: torch.dtype = torch.float64,
+    device: torch.device | str = "cpu",
     seed: int = 0,
 ) -> Expected:
     """Random inputs in `dtype`, and everything else in float64 from exactly those inputs."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed)
 
     def random(n_heads: int) -> Tensor:
-        x = torch.randn(batch, seq_len, n_heads, head_dim, generator=generator, dtype=torch.float64)
+        shape = (batch, seq_len, n_heads, head_dim)
+        x = torch.randn(shape, generator=generator, dtype=torch.float64, device=device)
         return x.to(dtype)
 
     q, k, v, dout = random(heads), random(kv_heads), random(kv_heads), random(heads)

@@ -100,9 +100,7 @@ class Algorithm(ABC):
         return cls.layout
 
     @classmethod
-    def check(
-        cls, options: Options, *, size: int, heads: int, kv_heads: int, causal: bool
-    ) -> None:
+    def check(cls, options: Options, *, size: int, heads: int, kv_heads: int, causal: bool) -> None:
         """Raises: ConfigError if the algorithm cannot serve this; needs no processes."""
 
     @abstractmethod

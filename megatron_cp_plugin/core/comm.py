@@ -236,11 +236,11 @@ class ProcessGroupCommunicator(Communicator):
         return self._after([work], out)
 
     @staticmethod
-    def _after[T](works: Sequence[dist.Work], result: T) -> Pending[T]:
+    def _after[T](works: Sequence[dist.Work | None], result: T) -> Pending[T]:
         def finish() -> T:
             for work in works:
+                assert work is not None  # every operation is asynchronous
                 work.wait()
             return result
 
         return Pending(finish)
-

@@ -19,9 +19,7 @@ class _Attention(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, algorithm: Algorithm, call: Call
     ) -> Tensor:
         with communicating_in("forward"):
-            out, _, saved = algorithm.forward(
-                q.contiguous(), k.contiguous(), v.contiguous(), call
-            )
+            out, _, saved = algorithm.forward(q.contiguous(), k.contiguous(), v.contiguous(), call)
         ctx.save_for_backward(*saved)
         ctx.algorithm, ctx.call = algorithm, call
         return out

@@ -47,7 +47,8 @@ class Layout(ABC):
     @abstractmethod
     def multiple(self, size: int) -> int:
         """What seq_len must be divisible by for every rank to hold the same number of tokens,
-        in chunks of equal length."""
+        in chunks of equal length.
+        """
 
     def length(self, rank: int, size: int, seq_len: int) -> int:
         """Number of tokens that `rank` holds."""
@@ -89,15 +90,13 @@ class Cyclic(Layout):
     name = "cyclic"
 
     def spans(self, rank: int, size: int, seq_len: int) -> tuple[Span, ...]:
-        return (Span(rank, seq_len, size),)
+        return (Span(min(rank, seq_len), seq_len, size),)
 
     def multiple(self, size: int) -> int:
         return size
 
 
-LAYOUTS: dict[str, Layout] = {
-    layout.name: layout for layout in (Contiguous(), Zigzag(), Cyclic())
-}
+LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in (Contiguous(), Zigzag(), Cyclic())}
 
 
 def positions(

@@ -16,113 +16,178 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def weight(lse: Tensor, merged_lse: Tensor) -> Tensor:
-    """exp(lse - merged_lse) [B,H,S] as a factor of out [B,S,H,1]; 0 for rows without any key."""
-    factor = torch.where(merged_lse == -torch.inf, 0.0, torch.exp(lse - merged_lse))
+def merge_into(
+    out: Tensor, lse: Tensor, a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor
+) -> None:
+    """(out, lse) = merge of the partials (a, a_lse) and (b, b_lse); out, lse may be a, a_lse.
+
+    Args: out, a, b: [B,S,H,D], any floating dtype; lse, a_lse, b_lse: [B,H,S], wide dtype.
+    """
+    if out.is_cuda and lse.dtype == torch.float32:
+        from megatron_cp_plugin.kernels import fused
+
+        fused.merge_into(out, lse, a, a_lse, b, b_lse)
+        return
+    merged = torch.logaddexp(a_lse, b_lse)
+    out.copy_(a * _weight(a_lse, merged) + b * _weight(b_lse, merged))
+    lse.copy_(merged)
+
+
+def _weight(lse: Tensor, merged: Tensor) -> Tensor:
+    """exp(lse - merged) [B,H,S] as a factor of out [B,S,H,1]; 0 for rows without any key."""
+    factor = torch.where(merged == -torch.inf, 0.0, torch.exp(lse - merged))
     return factor.transpose(1, 2).unsqueeze(-1)
 
 
-def merge_(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
-    """Merges a second partial into (out, lse) in place.
+def _add_into(out: Tensor, a: Tensor, b: Tensor) -> None:
+    """out = a + b, summed in float32 (float64 for float64); out may be a."""
+    if out.is_cuda and a.dtype != torch.float64:
+        from megatron_cp_plugin.kernels import fused
 
-    Args:
-        out: [B,S,H,D] float32 or float64. lse: [B,H,S], same dtype.
-        other_out, other_lse: the second partial, any floating dtype.
-    """
-    if out.is_cuda:
-        from megatron_cp_plugin.kernels.fused import merge_cuda_
-
-        merge_cuda_(out, lse, other_out, other_lse)
+        fused.add_into(out, a, b)
         return
-    merged = torch.logaddexp(lse, other_lse)
-    out.mul_(weight(lse, merged)).addcmul_(other_out.to(out.dtype), weight(other_lse, merged))
-    lse.copy_(merged)
+    wide = accumulation_dtype(a.dtype)
+    out.copy_(a.to(wide) + b.to(wide))
 
 
 class Accumulator:
     """Running merge of the partials of one block of queries.
 
-    The first partial that covers all rows is kept as the kernel gave it; float32 buffers exist
-    only once there is something to merge. Rows that no partial covered end as out 0, lse -inf.
+    A partial is merged when the next one comes, or the result is asked for: so the last merge
+    writes the output in its final dtype, a single partial is the output as it is, and nothing is
+    copied to float32 only to be read again. Rows without any partial end as out 0, lse -inf.
     """
 
     def __init__(self, q: Tensor) -> None:
         """Args: q: [B,S,H,D]; shape, dtype and device of the output to come."""
-        self._q = q
-        self._out: Tensor | None = None
-        self._lse: Tensor | None = None
-        self._owned = False
+        self._like = q
+        self._wide = accumulation_dtype(q.dtype)
+        self._total: tuple[Tensor, Tensor] | None = None
+        self._owned = False  # whether _total is a wide buffer of ours, free to be written
+        self._last: tuple[slice, Tensor, Tensor] | None = None
 
     def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
         """Merges a partial of some rows: out [B,rows,H,D], lse [B,H,rows]."""
-        whole = out.shape[1] == self._q.shape[1]
-        if self._out is None and whole:
-            self._out, self._lse = out, lse
-            return
-        acc_out, acc_lse = self._buffers()
-        merge_(acc_out[:, rows], acc_lse[:, :, rows], out, lse)
-
-    def _buffers(self) -> tuple[Tensor, Tensor]:
-        """The float32 accumulators, made of the first partial or empty."""
-        if not self._owned:
-            batch, tokens, heads, _ = self._q.shape
-            dtype = accumulation_dtype(self._q.dtype)
-            if self._out is None or self._lse is None:
-                self._out = self._q.new_zeros(self._q.shape, dtype=dtype)
-                self._lse = self._q.new_full((batch, heads, tokens), -torch.inf, dtype=dtype)
-            else:
-                self._out = self._out.to(dtype, copy=True)
-                self._lse = self._lse.to(dtype, memory_format=torch.contiguous_format, copy=True)
-            self._owned = True
-        assert self._out is not None and self._lse is not None
-        return self._out, self._lse
+        if self._last is not None:
+            self._settle(*self._last)
+        self._last = (rows, out, lse)
 
     def result(self) -> tuple[Tensor, Tensor]:
         """Returns: out [B,S,H,D] in q's dtype, lse [B,H,S] float32 (float64 for float64)."""
-        if self._out is None:
-            self._buffers()
-        assert self._out is not None and self._lse is not None
-        return self._out.to(self._q.dtype), self._lse
+        if self._last is not None and not self._whole(self._last[1]):
+            self._settle(*self._last)
+            self._last = None
+        if self._last is None:
+            out, lse = self._total or self._nothing()
+            return out.to(self._like.dtype), lse
+        _, last_out, last_lse = self._last
+        if self._total is None:
+            return last_out.to(self._like.dtype), last_lse
+        out, lse = torch.empty_like(self._like), self._empty_lse()
+        merge_into(out, lse, *self._total, last_out, last_lse)
+        return out, lse
+
+    def _settle(self, rows: slice, out: Tensor, lse: Tensor) -> None:
+        """Merges a partial into the total."""
+        if self._total is None and self._whole(out):
+            self._total = (out, lse)
+            return
+        total_out, total_lse = self._total or self._nothing()
+        if self._owned:
+            merge_into(
+                total_out[:, rows],
+                total_lse[:, :, rows],
+                total_out[:, rows],
+                total_lse[:, :, rows],
+                out,
+                lse,
+            )
+            return
+        if self._whole(out):
+            wide = torch.empty_like(self._like, dtype=self._wide), self._empty_lse()
+            merge_into(*wide, total_out, total_lse, out, lse)
+        else:
+            wide = total_out.to(self._wide, copy=True), self._empty_lse().copy_(total_lse)
+            rows_out, rows_lse = wide[0][:, rows], wide[1][:, :, rows]
+            merge_into(rows_out, rows_lse, rows_out, rows_lse, out, lse)
+        self._total, self._owned = wide, True
+
+    def _nothing(self) -> tuple[Tensor, Tensor]:
+        self._owned = True
+        self._total = (
+            torch.zeros_like(self._like, dtype=self._wide),
+            self._empty_lse().fill_(-torch.inf),
+        )
+        return self._total
+
+    def _empty_lse(self) -> Tensor:
+        batch, tokens, heads, _ = self._like.shape
+        return self._like.new_empty((batch, heads, tokens), dtype=self._wide)
+
+    def _whole(self, out: Tensor) -> bool:
+        return out.shape[1] == self._like.shape[1]
 
 
 class GradientSum:
-    """Running sum of partial gradients of one block, in float32 from the second one on."""
+    """Running sum of the partial gradients of one block, in float32.
+
+    As in `Accumulator` the last addition waits for the result's dtype.
+    """
 
     def __init__(self, like: Tensor) -> None:
         """Args: like: [B,S,heads,D]; shape, dtype and device of the gradient."""
         self._like = like
-        self._sum: Tensor | None = None
+        self._wide = accumulation_dtype(like.dtype)
+        self._total: Tensor | None = None
         self._owned = False
+        self._last: tuple[slice, Tensor] | None = None
 
     def add(self, rows: slice, gradient: Tensor) -> None:
         """Adds the gradient of some rows [B,rows,heads,D]."""
-        whole = gradient.shape[1] == self._like.shape[1]
-        if self._sum is None and whole:
-            self._sum = gradient
-            return
-        self._buffer()[:, rows].add_(gradient)
-
-    def _buffer(self) -> Tensor:
-        if not self._owned:
-            dtype = accumulation_dtype(self._like.dtype)
-            if self._sum is None:
-                self._sum = torch.zeros_like(self._like, dtype=dtype)
-            else:
-                self._sum = self._sum.to(dtype, copy=True)
-            self._owned = True
-        assert self._sum is not None
-        return self._sum
+        if self._last is not None:
+            self._settle(*self._last)
+        self._last = (rows, gradient)
 
     def result(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The sum, contiguous, in `dtype` (default: the dtype of the tensor it is a gradient of)."""
-        if self._sum is None:
-            self._buffer()
-        assert self._sum is not None
-        return self._sum.to(dtype or self._like.dtype).contiguous()
+        """The sum, contiguous, in `dtype` (default: that of the tensor it is a gradient of)."""
+        dtype = dtype or self._like.dtype
+        if self._last is not None and not self._whole(self._last[1]):
+            self._settle(*self._last)
+            self._last = None
+        if self._last is None:
+            total = self._nothing() if self._total is None else self._total
+            return total.to(dtype).contiguous()
+        if self._total is None:
+            return self._last[1].to(dtype).contiguous()
+        out = torch.empty_like(self._like, dtype=dtype)
+        _add_into(out, self._total, self._last[1])
+        return out
+
+    def _settle(self, rows: slice, gradient: Tensor) -> None:
+        if self._total is None and self._whole(gradient):
+            self._total = gradient
+            return
+        total = self._nothing() if self._total is None else self._total
+        if not self._owned:
+            if self._whole(gradient):
+                wide = torch.empty_like(self._like, dtype=self._wide)
+                _add_into(wide, total, gradient)
+                self._total, self._owned = wide, True
+                return
+            total = total.to(self._wide, copy=True)
+            self._total, self._owned = total, True
+        _add_into(total[:, rows], total[:, rows], gradient)
+
+    def _nothing(self) -> Tensor:
+        self._owned = True
+        self._total = torch.zeros_like(self._like, dtype=self._wide)
+        return self._total
+
+    def _whole(self, gradient: Tensor) -> bool:
+        return gradient.shape[1] == self._like.shape[1]
 
 
 def delta_of(dout: Tensor, out: Tensor) -> Tensor:
     """rowsum(dout * out): [B,S,H,D] twice -> [B,H,S] in float32 (float64 for float64)."""
     dtype = accumulation_dtype(out.dtype)
     return (dout.to(dtype) * out.to(dtype)).sum(-1).transpose(1, 2).contiguous()
-

@@ -10,6 +10,7 @@ a few rectangles and triangles cover it exactly.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from math import lcm
 
 from megatron_cp_plugin.core.layout import Span
@@ -106,7 +107,7 @@ def _plan(
 
 def _ascending(spans: Sequence[Span]) -> list[Span]:
     kept = [span for span in spans if len(span)]
-    if any(a.stop > b.start for a, b in zip(kept, kept[1:], strict=False)):
+    if any(a.stop > b.start for a, b in pairwise(kept)):
         raise ValueError(f"spans must be ascending and disjoint, got {tuple(spans)}")
     return kept
 
@@ -180,5 +181,3 @@ def _within(outer: slice, start: int, stop: int) -> slice:
 def visible_pairs(seq_len: int, mask: Mask) -> int:
     """Number of (query, key) pairs of the whole sequence that the mask lets through."""
     return seq_len * (seq_len + 1) // 2 if mask.causal else seq_len * seq_len
-
-

@@ -32,7 +32,8 @@ class Topology(ABC):
     @staticmethod
     def of(group: dist.ProcessGroup | None) -> "Topology":
         """Topology of a process group; None: all processes, or this one where there is no
-        process group."""
+        process group.
+        """
         from megatron_cp_plugin.core.virtual import VirtualWorld
 
         if group is None:
@@ -76,9 +77,10 @@ class ProcessGroupTopology(Topology):
     def _new_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
         world_ranks = dist.get_process_group_ranks(self._group)
         # Other context-parallel groups of the same job make theirs at another time, or never.
-        return dist.new_group(
+        group = dist.new_group(
             [world_ranks[rank] for rank in ranks],
             backend=dist.get_backend(self._group),
             use_local_synchronization=True,
         )
-
+        assert isinstance(group, dist.ProcessGroup)  # this rank is a member
+        return group

@@ -1,0 +1,162 @@
+"""Triton kernels for what happens between attention kernels: merging and summing, one pass each.
+
+Every tensor is read once and written once, whatever its dtype and strides (the head dim is
+contiguous); all arithmetic is float32.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_ROWS = 16
+
+
+@triton.jit
+def _merge_kernel(  # type: ignore[no-untyped-def]
+    out_ptr,
+    lse_ptr,
+    a_ptr,
+    a_lse_ptr,
+    b_ptr,
+    b_lse_ptr,
+    tokens,
+    heads,
+    rows,
+    dim,
+    out_b,
+    out_s,
+    out_h,
+    lse_b,
+    lse_h,
+    lse_s,
+    a_b,
+    a_s,
+    a_h,
+    al_b,
+    al_h,
+    al_s,
+    b_b,
+    b_s,
+    b_h,
+    bl_b,
+    bl_h,
+    bl_s,
+    ROWS: tl.constexpr,
+    DIM: tl.constexpr,
+):
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    column = tl.arange(0, DIM)
+    head = row % heads
+    token = (row // heads) % tokens
+    batch = row // (heads * tokens)
+    live = row < rows
+    inside = live[:, None] & (column < dim)[None, :]
+
+    nothing = float("-inf")
+    a_lse = tl.load(a_lse_ptr + batch * al_b + head * al_h + token * al_s, live, nothing)
+    b_lse = tl.load(b_lse_ptr + batch * bl_b + head * bl_h + token * bl_s, live, nothing)
+    high = tl.maximum(a_lse, b_lse)
+    high = tl.where(high == nothing, 0.0, high)  # rows that neither part has a key for
+    a_weight = tl.exp(a_lse - high)
+    b_weight = tl.exp(b_lse - high)
+    total = a_weight + b_weight
+    empty = total == 0.0
+    scale = tl.where(empty, 0.0, 1.0 / tl.where(empty, 1.0, total))
+
+    a_at = (batch * a_b + token * a_s + head * a_h)[:, None] + column[None, :]
+    b_at = (batch * b_b + token * b_s + head * b_h)[:, None] + column[None, :]
+    a = tl.load(a_ptr + a_at, inside, 0.0).to(tl.float32)
+    b = tl.load(b_ptr + b_at, inside, 0.0).to(tl.float32)
+    merged = a * (a_weight * scale)[:, None] + b * (b_weight * scale)[:, None]
+    out_at = (batch * out_b + token * out_s + head * out_h)[:, None] + column[None, :]
+    tl.store(out_ptr + out_at, merged.to(out_ptr.dtype.element_ty), inside)
+    lse = tl.where(empty, nothing, high + tl.log(tl.where(empty, 1.0, total)))
+    tl.store(lse_ptr + batch * lse_b + head * lse_h + token * lse_s, lse, live)
+
+
+def merge_into(
+    out: Tensor, lse: Tensor, a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor
+) -> None:
+    """(out, lse) = merge of the partials (a, a_lse) and (b, b_lse); out, lse may be a, a_lse.
+
+    Args: out, a, b: [B,S,H,D], any floating dtype; lse, a_lse, b_lse: [B,H,S] float32.
+    """
+    batch, tokens, heads, dim = out.shape
+    rows = batch * tokens * heads
+    if rows:
+        _merge_kernel[(triton.cdiv(rows, _ROWS),)](
+            out,
+            lse,
+            a,
+            a_lse,
+            b,
+            b_lse,
+            tokens,
+            heads,
+            rows,
+            dim,
+            *out.stride()[:3],
+            *lse.stride(),
+            *a.stride()[:3],
+            *a_lse.stride(),
+            *b.stride()[:3],
+            *b_lse.stride(),
+            ROWS=_ROWS,
+            DIM=triton.next_power_of_2(dim),
+        )
+
+
+@triton.jit
+def _add_kernel(  # type: ignore[no-untyped-def]
+    out_ptr,
+    a_ptr,
+    b_ptr,
+    tokens,
+    heads,
+    rows,
+    dim,
+    out_b,
+    out_s,
+    out_h,
+    a_b,
+    a_s,
+    a_h,
+    b_b,
+    b_s,
+    b_h,
+    ROWS: tl.constexpr,
+    DIM: tl.constexpr,
+):
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    column = tl.arange(0, DIM)
+    head = row % heads
+    token = (row // heads) % tokens
+    batch = row // (heads * tokens)
+    inside = (row < rows)[:, None] & (column < dim)[None, :]
+    a_at = (batch * a_b + token * a_s + head * a_h)[:, None] + column[None, :]
+    b_at = (batch * b_b + token * b_s + head * b_h)[:, None] + column[None, :]
+    total = tl.load(a_ptr + a_at, inside, 0.0).to(tl.float32)
+    total += tl.load(b_ptr + b_at, inside, 0.0).to(tl.float32)
+    out_at = (batch * out_b + token * out_s + head * out_h)[:, None] + column[None, :]
+    tl.store(out_ptr + out_at, total.to(out_ptr.dtype.element_ty), inside)
+
+
+def add_into(out: Tensor, a: Tensor, b: Tensor) -> None:
+    """out = a + b, summed in float32; out may be a. All [B,S,heads,D], any floating dtypes."""
+    batch, tokens, heads, dim = out.shape
+    rows = batch * tokens * heads
+    if rows:
+        _add_kernel[(triton.cdiv(rows, _ROWS),)](
+            out,
+            a,
+            b,
+            tokens,
+            heads,
+            rows,
+            dim,
+            *out.stride()[:3],
+            *a.stride()[:3],
+            *b.stride()[:3],
+            ROWS=_ROWS,
+            DIM=triton.next_power_of_2(dim),
+        )

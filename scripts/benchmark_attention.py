@@ -1,0 +1,431 @@
+"""Times every algorithm, every installed rival and the limit on the same tensors in one run.
+
+    torchrun --nproc-per-node 4 scripts/benchmark_attention.py --tokens 32K,128K --heads 32:32,32:8
+
+The limit is the best single-GPU kernel's time for the whole sequence, divided by the number of
+ranks. A time is printed only if output and gradients agree with that kernel's. `--net sockets`
+sends everything through TCP sockets of one host: a stand-in for a slow network, labelled so.
+"""
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import rivals
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+import megatron_cp_plugin as cp
+from megatron_cp_plugin.core.layout import Layout, Zigzag, shard
+from megatron_cp_plugin.errors import ContextParallelError
+from megatron_cp_plugin.kernels import Problem, kernel_names, resolve
+from megatron_cp_plugin.kernels.base import SoftmaxKernel, Statistics
+from megatron_cp_plugin.registry import layout_of
+
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+MAX_ERROR = 2e-2  # |x - limit's| / |limit's| of a bfloat16 output or gradient
+
+
+@dataclass(frozen=True)
+class Row:
+    """One contender on one problem. Times in ms: medians of a rank, maximum over ranks."""
+
+    tokens: int
+    heads: str
+    name: str
+    forward_ms: float = 0.0
+    step_ms: float = 0.0
+    share_of_limit: float = 0.0
+    peak_gib: float = 0.0
+    sent_mib: float = 0.0
+    error: float = 0.0
+    note: str = ""
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--tokens", default="32K,64K,128K", help="global sequence lengths")
+    parser.add_argument("--heads", default="32:32,32:8", help="query heads : KV heads")
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument(
+        "--algos",
+        default="all",
+        help="names, each with options: zigzag:backward=kv+gradients=model,ring",
+    )
+    parser.add_argument("--rivals", default="installed", help="installed, none, or names")
+    parser.add_argument("--kernel", default="auto", help="kernel of our algorithms")
+    parser.add_argument("--full", action="store_true", help="no causal mask")
+    parser.add_argument("--iters", type=int, default=7)
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--net", choices=["default", "sockets"], default="default")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--output", type=Path, default=Path("results/attention"))
+    parser.add_argument("--profile", help="contender whose second step is traced")
+    return parser.parse_args(argv)
+
+
+def tokens_of(text: str) -> int:
+    """128K -> 131072."""
+    units = {"K": 1024, "M": 1024**2}
+    return int(text[:-1]) * units[text[-1]] if text[-1] in units else int(text)
+
+
+class Bench:
+    """One process group, and the tensors of one problem at a time."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.causal = not args.full
+        self.cuda = args.device == "cuda"
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.device = torch.device("cuda", torch.cuda.current_device()) if self.cuda else "cpu"
+
+    def problem(self, tokens: int, heads: int, kv_heads: int) -> None:
+        """Draws the whole q, k, v and dout, the same on every rank."""
+        generator = torch.Generator(self.device).manual_seed(0)
+        dtype = torch.bfloat16 if self.cuda else torch.float32
+        self.whole: list[Tensor] = [
+            torch.randn(
+                1,
+                tokens,
+                n,
+                self.args.head_dim,
+                generator=generator,
+                device=self.device,
+                dtype=dtype,
+            )
+            for n in (heads, kv_heads, kv_heads, heads)
+        ]
+        self.reference: list[Tensor] = []
+
+    def time_ms(self, body: Callable[[], object]) -> float:
+        """Median time of a call; the maximum over ranks."""
+        times = []
+        for index in range(self.args.warmup + self.args.iters):
+            self.align()
+            if self.cuda:
+                start, stop = (torch.cuda.Event(enable_timing=True) for _ in "ab")
+                start.record()
+                body()
+                stop.record()
+                torch.cuda.synchronize()
+                elapsed = start.elapsed_time(stop)
+            else:
+                begin = time.perf_counter()
+                body()
+                elapsed = 1000 * (time.perf_counter() - begin)
+            if index >= self.args.warmup:
+                times.append(elapsed)
+        return self.maximum(statistics.median(times))
+
+    def align(self) -> None:
+        """Lets all ranks begin together."""
+        dist.all_reduce(torch.zeros(1, device=self.device))
+        if self.cuda:
+            torch.cuda.synchronize()
+
+    def maximum(self, value: float) -> float:
+        """The greatest value of any rank."""
+        tensor = torch.tensor(value, dtype=torch.float64, device=self.device)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX)
+        return tensor.item()
+
+    def limit(self, row: Row, kernel: SoftmaxKernel) -> Row:
+        """One GPU's kernel on the whole sequence; its result is what others are held against."""
+        q, k, v, dout = self.whole
+        scale = self.args.head_dim**-0.5
+
+        def forward() -> tuple[Tensor, Tensor]:
+            return kernel.forward(q, k, v, scale=scale, causal=self.causal)
+
+        out, lse = forward()
+
+        def backward() -> tuple[Tensor, ...]:
+            return kernel.backward(
+                dout, q, k, v, Statistics(lse, out=out), scale=scale, causal=self.causal
+            )
+
+        if not self.reference:
+            self.reference = [out, *backward()]
+        forward_ms = self.time_ms(forward)
+        step_ms = forward_ms + self.time_ms(backward)
+        return replace(row, forward_ms=forward_ms / self.size, step_ms=step_ms / self.size)
+
+    def contender(self, row: Row, attention: Attention, layout: Layout) -> Row:
+        """Checks and times an attention over local shards."""
+        mine = [shard(x, 1, layout, self.rank, self.size) for x in self.whole]
+        q, k, v = (x.requires_grad_() for x in mine[:3])
+
+        def step() -> tuple[Tensor, ...]:
+            out = attention(q, k, v)
+            return (out.detach(), *torch.autograd.grad(out, (q, k, v), mine[3]))
+
+        def forward() -> None:
+            with torch.no_grad():
+                attention(q, k, v)
+
+        with cp.record_communication() as log:
+            result = step()
+        error = self.maximum(max(self.errors(result, layout)))
+        row = replace(row, error=error, sent_mib=self.maximum(log.bytes()) / 2**20)
+        del result
+        if not error <= MAX_ERROR:
+            return replace(row, note=f"WRONG RESULT (error {error:.1e})")
+        peak = self.peak_gib(step)
+        row = replace(
+            row, peak_gib=peak, forward_ms=self.time_ms(forward), step_ms=self.time_ms(step)
+        )
+        if self.args.profile == row.name:
+            self.trace(step, row)
+        return row
+
+    def errors(self, result: Sequence[Tensor], layout: Layout) -> list[float]:
+        """Relative errors of this rank's out, dq, dk, dv; inf for NaN."""
+        errors = []
+        for got, whole in zip(result, self.reference, strict=True):
+            want = shard(whole, 1, layout, self.rank, self.size).float()
+            error = ((got.float() - want).norm() / want.norm()).item()
+            errors.append(error if error == error else float("inf"))
+        return errors
+
+    def peak_gib(self, body: Callable[[], object]) -> float:
+        """Memory that a call needs above what is held before it."""
+        if not self.cuda:
+            return 0.0
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        body()
+        torch.cuda.synchronize()
+        return self.maximum((torch.cuda.max_memory_allocated() - before) / 2**30)
+
+    def trace(self, step: Callable[[], object], row: Row) -> None:
+        """Writes a profiler trace of one step of rank 0, and the time that kernels overlap."""
+        from torch.profiler import ProfilerActivity, profile
+
+        self.align()
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+            step()
+            torch.cuda.synchronize()
+        if self.rank == 0:
+            self.args.output.mkdir(parents=True, exist_ok=True)
+            safe = row.name.replace(":", "_").replace("=", "_")
+            text = profiler.key_averages().table(sort_by="cuda_time_total", row_limit=25)
+            (self.args.output / f"profile_{safe}.txt").write_text(text)
+            spans = exposed_spans(profiler.events())
+            (self.args.output / f"timeline_{safe}.json").write_text(json.dumps(spans, indent=1))
+
+
+def exposed_spans(events: Sequence[object]) -> list[dict[str, object]]:
+    """Device activity of a profile: name, start and duration in microseconds."""
+    rows = []
+    for event in events:
+        if str(getattr(event, "device_type", "")).endswith("CUDA"):
+            span = event.time_range  # type: ignore[attr-defined]
+            rows.append({"name": event.name, "start": span.start, "us": span.elapsed_us()})  # type: ignore[attr-defined]
+    return sorted(rows, key=lambda row: row["start"])
+
+
+def ours(spec: str, bench: Bench) -> tuple[Attention, Layout]:
+    """One of our algorithms from `name:option=value+option=value`."""
+    name, _, text = spec.partition(":")
+    options: dict[str, object] = dict(pair.split("=", 1) for pair in text.split("+") if pair)
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return cp.attention(
+            q, k, v, algo=name, causal=bench.causal, kernel=bench.args.kernel, **options
+        )
+
+    return attention, layout_of(name, options)
+
+
+def measure(bench: Bench, tokens: int, heads: str) -> list[Row]:
+    """All rows of one problem."""
+    args = bench.args
+    n_heads, kv_heads = map(int, heads.split(":"))
+    bench.problem(tokens, n_heads, kv_heads)
+    dtype = bench.whole[0].dtype
+    device = torch.device(bench.device)
+    problem = Problem(device, dtype, n_heads, kv_heads, args.head_dim)
+    best = resolve("auto", problem)
+    others = [
+        resolve(name, problem)
+        for name in (("cudnn",) if bench.cuda else ())
+        if name in kernel_names() and name != best.name
+    ]
+    rows = [
+        bench.limit(Row(tokens, heads, f"one GPU / {bench.size}: {kernel.name}"), kernel)
+        for kernel in (best, *others)
+    ]
+    limit = min(row.step_ms for row in rows)
+    algos = cp.available() if args.algos == "all" else args.algos.split(",")
+    if args.rivals == "installed":
+        names: Sequence[str] = rivals.installed() if bench.cuda else ()
+    else:
+        names = [] if args.rivals == "none" else args.rivals.split(",")
+    makers: list[tuple[str, Callable[[], tuple[Attention, Layout]]]] = [
+        (spec, lambda spec=spec: ours(spec, bench)) for spec in algos
+    ] + [
+        (
+            name,
+            lambda name=name: (
+                rivals.make(name, n_heads, kv_heads, args.head_dim, bench.causal),
+                Zigzag(),
+            ),
+        )
+        for name in names
+    ]
+    for name, make in makers:
+        row = Row(tokens, heads, name)
+        try:
+            attention, layout = make()
+            row = bench.contender(row, attention, layout)
+        except (ContextParallelError, AssertionError, ImportError) as error:
+            row = replace(row, note=f"{type(error).__name__}: {str(error).splitlines()[0][:90]}")
+        rows.append(row)
+        if bench.rank == 0:
+            print(json.dumps(asdict(row)), flush=True)
+        gc.collect()
+        if bench.cuda:
+            torch.cuda.empty_cache()
+    return [
+        replace(row, share_of_limit=limit / row.step_ms if row.step_ms else 0.0) for row in rows
+    ]
+
+
+def cells(row: Row) -> list[str]:
+    """A row as text; no number for what is not right."""
+    start = [f"{row.tokens // 1024}K" if row.tokens >= 1024 else str(row.tokens), row.heads]
+    if row.note:
+        return [*start, row.name, row.note, "", "", "", "", ""]
+    return [
+        *start,
+        row.name,
+        f"{row.forward_ms:.2f}",
+        f"{row.step_ms:.2f}",
+        f"{row.share_of_limit:.3f}",
+        f"{row.peak_gib:.2f}",
+        f"{row.sent_mib:.0f}",
+        f"{row.error:.1e}",
+    ]
+
+
+HEADER = [
+    "tokens",
+    "heads",
+    "algorithm",
+    "forward ms",
+    "fwd+bwd ms",
+    "of limit",
+    "peak GiB",
+    "sent MiB",
+    "error",
+]
+
+
+def report(rows: Sequence[Row], title: str, output: Path, environment: dict[str, str]) -> None:
+    """Prints the table and writes markdown, JSON and a plot."""
+    output.mkdir(parents=True, exist_ok=True)
+    table = Table(title=title)
+    for name in HEADER:
+        table.add_column(name, justify="left" if name == "algorithm" else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*cells(row))
+    Console(width=150).print(table)
+    lines = [f"**{title}**", "", "| " + " | ".join(HEADER) + " |", "|" + " --- |" * len(HEADER)]
+    lines += ["| " + " | ".join(cells(row)) + " |" for row in rows]
+    (output / "table.md").write_text("\n".join(lines) + "\n")
+    data = {"title": title, "environment": environment, "rows": [asdict(row) for row in rows]}
+    (output / "rows.json").write_text(json.dumps(data, indent=1))
+    plot(rows, title, output / "time.png")
+
+
+def plot(rows: Sequence[Row], title: str, path: Path) -> None:
+    """Share of the limit against sequence length, one panel a ratio of heads."""
+    try:
+        import matplotlib
+    except ImportError:
+        print("no picture: matplotlib is not installed", file=sys.stderr)
+        return
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    ratios = sorted({row.heads for row in rows})
+    figure, panels = pyplot.subplots(1, len(ratios), figsize=(6 * len(ratios), 4.5), squeeze=False)
+    for panel, heads in zip(panels[0], ratios, strict=True):
+        names = dict.fromkeys(r.name for r in rows if r.heads == heads and not r.note)
+        for name in names:
+            points = [r for r in rows if r.heads == heads and r.name == name and not r.note]
+            panel.plot(
+                [r.tokens for r in points],
+                [r.step_ms for r in points],
+                marker="o",
+                linestyle=":" if name.startswith("one GPU") else "-",
+                label=name,
+            )
+        panel.set(xscale="log", yscale="log", xlabel="global tokens", ylabel="fwd+bwd ms")
+        panel.set_title(f"heads {heads}")
+        panel.legend(fontsize=7)
+    figure.suptitle(title, fontsize=10)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+
+
+def environment(args: argparse.Namespace) -> dict[str, str]:
+    """Machine and versions."""
+    found = {"torch": torch.__version__}
+    if args.device == "cuda":
+        found["gpu"] = torch.cuda.get_device_name()
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        found["cudnn"] = str(torch.backends.cudnn.version())
+    for package in ("flash-attn-4", "transformer-engine", "ring-flash-attn"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def main() -> None:
+    """Runs on every rank under torchrun."""
+    args = parse()
+    if args.net == "sockets":
+        os.environ.update(NCCL_P2P_DISABLE="1", NCCL_SHM_DISABLE="1", NCCL_SOCKET_IFNAME="lo")
+    backend = "gloo"
+    if args.device == "cuda":
+        backend = "nccl"
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group(backend, timeout=timedelta(minutes=3))
+    bench = Bench(args)
+    network = "TCP sockets of one host, emulating a slow network" if args.net == "sockets" else ""
+    rows: list[Row] = []
+    for heads in args.heads.split(","):
+        for tokens in args.tokens.split(","):
+            rows += measure(bench, tokens_of(tokens), heads)
+    if bench.rank == 0:
+        found = environment(args)
+        mask = "causal" if bench.causal else "full"
+        title = (
+            f"attention, {mask}, head dim {args.head_dim}, {bench.size} x "
+            f"{found.get('gpu', 'CPU')}{', ' + network if network else ''}"
+        )
+        report(rows, title, args.output, found)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

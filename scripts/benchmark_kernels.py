@@ -1,0 +1,118 @@
+"""Times the attention kernels, and the merges between them, on one GPU.
+
+    python scripts/benchmark_kernels.py --tokens 8K,32K
+
+What `kernel="auto"` prefers follows this table (docs/benchmarks.md).
+"""
+
+import argparse
+from collections.abc import Callable, Sequence
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from triton.testing import do_bench
+
+from megatron_cp_plugin.core.partial import accumulation_dtype
+from megatron_cp_plugin.errors import KernelUnavailableError
+from megatron_cp_plugin.kernels import Problem, Statistics, kernel_names, resolve
+from megatron_cp_plugin.kernels.fused import add_into, merge_into
+
+
+def milliseconds(body: Callable[[], object]) -> float:
+    """Median time of a call."""
+    return do_bench(body, warmup=50, rep=300, return_mode="median")
+
+
+def kernel_rows(tokens: int, heads: int, kv_heads: int, dim: int) -> list[Sequence[str]]:
+    """One row a kernel and mask."""
+    device = torch.device("cuda", 0)
+    rows: list[Sequence[str]] = []
+    q, k, v, dout = (
+        torch.randn(1, tokens, n, dim, device=device, dtype=torch.bfloat16)
+        for n in (heads, kv_heads, kv_heads, heads)
+    )
+    for name in kernel_names():
+        if name == "reference":
+            continue
+        try:
+            kernel = resolve(name, Problem(device, q.dtype, heads, kv_heads, dim))
+        except KernelUnavailableError as error:
+            rows.append((name, str(error)[:60], "", "", "", ""))
+            continue
+        for causal in (True, False):
+            out, lse = kernel.forward(q, k, v, scale=dim**-0.5, causal=causal)
+            statistics = Statistics(lse, out=out)
+            forward = milliseconds(
+                lambda: kernel.forward(q, k, v, scale=dim**-0.5, causal=causal)  # noqa: B023
+            )
+            backward = milliseconds(
+                lambda: kernel.backward(  # noqa: B023
+                    dout,
+                    q,
+                    k,
+                    v,
+                    statistics,
+                    scale=dim**-0.5,
+                    causal=causal,  # noqa: B023
+                )
+            )
+            flops = 4 * tokens**2 * heads * dim / (2 if causal else 1)
+            rows.append(
+                (
+                    name,
+                    "causal" if causal else "full",
+                    f"{forward:.3f}",
+                    f"{flops / forward / 1e9:.0f}",
+                    f"{backward:.3f}",
+                    f"{2.5 * flops / backward / 1e9:.0f}",
+                )
+            )
+    return rows
+
+
+def merge_rows(tokens: int, heads: int, dim: int) -> list[Sequence[str]]:
+    """Times of merging and summing whole blocks, with the bytes a second that they move."""
+    a, b = (torch.randn(1, tokens, heads, dim, device="cuda").bfloat16() for _ in "ab")
+    lse = torch.randn(1, heads, tokens, device="cuda")
+    wide, wide_lse = a.to(accumulation_dtype(a.dtype)), lse.clone()
+    half, half_lse = torch.empty_like(a), torch.empty_like(lse)
+    cases: list[tuple[str, int, Callable[[], object]]] = [
+        ("merge 16+16 -> 32", 8, lambda: merge_into(wide, wide_lse, a, lse, b, lse)),
+        ("merge 32+16 -> 32", 10, lambda: merge_into(wide, wide_lse, wide, wide_lse, b, lse)),
+        ("merge 32+16 -> 16", 8, lambda: merge_into(half, half_lse, wide, wide_lse, b, lse)),
+        ("sum 16+16 -> 32", 8, lambda: add_into(wide, a, b)),
+        ("sum 32+16 -> 32", 10, lambda: add_into(wide, wide, b)),
+        ("sum 32+16 -> 16", 8, lambda: add_into(half, wide, b)),
+    ]
+    rows = []
+    for name, element_bytes, body in cases:
+        time = milliseconds(body)
+        rate = element_bytes * a.numel() / time / 1e9
+        rows.append((name, "", f"{time:.3f}", f"{rate:.2f} TB/s", "", ""))
+    return rows
+
+
+def main() -> None:
+    """Prints one table a length and ratio of heads."""
+    parser = argparse.ArgumentParser(description="Times attention kernels on one GPU.")
+    parser.add_argument("--tokens", default="8K,32K")
+    parser.add_argument("--heads", default="32:32,32:8")
+    parser.add_argument("--head-dim", type=int, default=128)
+    args = parser.parse_args()
+    for heads in args.heads.split(","):
+        n_heads, kv_heads = map(int, heads.split(":"))
+        for tokens in args.tokens.split(","):
+            length = int(tokens.rstrip("K")) * (1024 if tokens.endswith("K") else 1)
+            table = Table(title=f"{tokens} tokens, heads {heads}, head dim {args.head_dim}")
+            for header in ("kernel", "mask", "forward ms", "TFLOP/s", "backward ms", "TFLOP/s"):
+                table.add_column(header)
+            for row in kernel_rows(length, n_heads, kv_heads, args.head_dim):
+                table.add_row(*row)
+            for row in merge_rows(length, n_heads, args.head_dim):
+                table.add_row(*row)
+            Console(width=120).print(table)
+
+
+if __name__ == "__main__":
+    main()

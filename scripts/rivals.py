@@ -1,0 +1,68 @@
+"""Other packages' context parallelism behind one call, for benchmark_attention.py.
+
+Every adapter takes and returns local zigzag shards [B,S,H,D] like ours. yunchang is not here: its
+release 0.6.4 has no backward with torch's kernels.
+"""
+
+from collections.abc import Callable
+from importlib.util import find_spec
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_cp_plugin.errors import ConfigError
+
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+NAMES = ("te:p2p", "te:all_gather", "te:a2a", "ring_flash_attn:zigzag")
+
+
+def installed() -> tuple[str, ...]:
+    """Names of the rivals whose package is here."""
+    modules = {"te": "transformer_engine", "ring_flash_attn": "ring_flash_attn"}
+    return tuple(name for name in NAMES if find_spec(modules[name.split(":")[0]]) is not None)
+
+
+def make(name: str, heads: int, kv_heads: int, head_dim: int, causal: bool) -> Attention:
+    """A rival's attention over the default process group.
+
+    Raises: ConfigError if the name is unknown.
+    """
+    package, _, mode = name.partition(":")
+    if name not in NAMES:
+        raise ConfigError(f"unknown rival {name!r}: use one of {', '.join(NAMES)}")
+    if package == "te":
+        return _transformer_engine(mode, heads, kv_heads, head_dim, causal)
+    return _ring_flash_attn(causal)
+
+
+def _transformer_engine(
+    mode: str, heads: int, kv_heads: int, head_dim: int, causal: bool
+) -> Attention:
+    import transformer_engine.pytorch as te
+
+    module = te.DotProductAttention(
+        heads,
+        head_dim,
+        num_gqa_groups=kv_heads,
+        attn_mask_type="causal" if causal else "no_mask",
+        qkv_format="bshd",
+        attention_dropout=0.0,
+    ).cuda()
+    ranks = list(range(dist.get_world_size()))
+    module.set_context_parallel_group(dist.group.WORLD, ranks, torch.cuda.Stream(), mode)
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return module(q, k, v).view(q.shape)
+
+    return attention
+
+
+def _ring_flash_attn(causal: bool) -> Attention:
+    from ring_flash_attn import zigzag_ring_flash_attn_func
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return zigzag_ring_flash_attn_func(q, k, v, causal=causal)
+
+    return attention

@@ -1,0 +1,116 @@
+"""Merging partials: exact, any order, any dtype, rows without keys, strided lse."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_cp_plugin.core.partial import Accumulator, GradientSum, delta_of
+from megatron_cp_plugin.kernels.reference import Reference
+from tests.oracle import naive_attention, relative_error
+
+BATCH, TOKENS, HEADS, DIM = 2, 7, 3, 4
+
+
+def random_qkv(keys, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(keys)
+    q = torch.randn(BATCH, TOKENS, HEADS, DIM, generator=generator, dtype=dtype)
+    k, v = (torch.randn(BATCH, keys, HEADS, DIM, generator=generator, dtype=dtype) for _ in "kv")
+    return q, k, v
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=5), st.randoms())
+def test_any_split_of_the_keys_in_any_order_gives_the_whole(lengths, random):
+    q, k, v = random_qkv(sum(lengths))
+    pieces = list(zip(k.split(lengths, 1), v.split(lengths, 1), strict=True))
+    random.shuffle(pieces)
+    total = Accumulator(q)
+    for keys, values in pieces:
+        total.add(slice(0, TOKENS), *Reference().forward(q, keys, values, scale=0.5, causal=False))
+    out, _ = total.result()
+    assert relative_error(out, naive_attention_over(q, k, v)) < 1e-13
+
+
+def naive_attention_over(q, k, v):
+    scores = torch.einsum("bshd,bthd->bhst", q, k) * 0.5
+    return torch.einsum("bhst,bthd->bshd", scores.softmax(-1), v)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.lists(st.tuples(st.integers(0, TOKENS - 1), st.integers(1, TOKENS)), max_size=5),
+    st.sampled_from([torch.float64, torch.bfloat16]),
+)
+def test_partials_of_some_rows(ranges, dtype):
+    """Each row ends as the merge of just the partials that cover it."""
+    q, k, v = random_qkv(len(ranges) or 1, dtype)
+    total = Accumulator(q)
+    seen = torch.zeros(TOKENS, k.shape[1], dtype=torch.bool)
+    for index, (start, length) in enumerate(ranges):
+        rows, keys = slice(start, min(start + length, TOKENS)), slice(index, index + 1)
+        seen[rows, keys] = True
+        partial = Reference().forward(q[:, rows], k[:, keys], v[:, keys], scale=0.5, causal=False)
+        total.add(rows, *partial)
+    out, lse = total.result()
+    assert out.dtype == dtype and not out.isnan().any() and not lse.isnan().any()
+    scores = torch.einsum("bshd,bthd->bhst", q.double(), k.double()) * 0.5
+    scores = scores.masked_fill(~seen, -torch.inf)
+    expected = torch.einsum("bhst,bthd->bshd", scores.softmax(-1).nan_to_num(0), v.double())
+    assert relative_error(out, expected) < (1e-13 if dtype == torch.float64 else 1e-2)
+    assert torch.equal(lse == -torch.inf, (~seen.any(1)).expand_as(lse))
+    finite = lse > -torch.inf
+    assert torch.allclose(lse[finite].double(), scores.logsumexp(-1)[finite], atol=1e-5)
+
+
+def test_one_partial_is_the_output_itself():
+    q, k, v = random_qkv(3, torch.bfloat16)
+    out, lse = Reference().forward(q, k, v, scale=1.0, causal=False)
+    total = Accumulator(q)
+    total.add(slice(0, TOKENS), out, lse)
+    assert total.result()[0] is out
+
+
+def test_partials_are_not_written_to():
+    """A kernel's output, or a buffer of the network, belongs to somebody else."""
+    q, k, v = random_qkv(4, torch.float32)
+    parts = [Reference().forward(q, k[:, i : i + 1], v[:, i : i + 1], scale=1.0, causal=False)
+             for i in range(4)]  # fmt: skip
+    before = [(out.clone(), lse.clone()) for out, lse in parts]
+    total = Accumulator(q)
+    for part in parts:
+        total.add(slice(0, TOKENS), *part)
+    total.result()
+    for (out, lse), (old_out, old_lse) in zip(parts, before, strict=True):
+        assert torch.equal(out, old_out) and torch.equal(lse, old_lse)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 6])
+def test_sums_of_bf16_gradients_lose_nothing_but_the_last_rounding(count):
+    like = torch.zeros(1, 64, 2, 8, dtype=torch.bfloat16)
+    parts = torch.randn(count, 1, 64, 2, 8).bfloat16()
+    total = GradientSum(like)
+    for part in parts:
+        total.add(slice(0, 64), part)
+    assert torch.equal(total.result(), parts.float().sum(0).bfloat16())
+    assert torch.equal(total.result(torch.float32), parts.float().sum(0))
+
+
+def test_sums_of_some_rows():
+    total = GradientSum(torch.zeros(1, 4, 1, 2))
+    total.add(slice(2, 4), torch.ones(1, 2, 1, 2))
+    total.add(slice(1, 3), torch.ones(1, 2, 1, 2))
+    assert total.result()[0, :, 0, 0].tolist() == [0, 1, 2, 1]
+    assert GradientSum(torch.zeros(1, 4, 1, 2)).result().abs().sum() == 0
+
+
+def test_delta():
+    dout, out = torch.randn(2, 5, 3, 4), torch.randn(2, 5, 3, 4)
+    assert torch.allclose(delta_of(dout, out), torch.einsum("bshd,bshd->bhs", dout, out))
+
+
+def test_the_oracles_agree():
+    q, k, v = random_qkv(TOKENS)
+    torch.testing.assert_close(
+        naive_attention(q, k, v, causal=False, scale=0.5), naive_attention_over(q, k, v)
+    )

@@ -1,0 +1,128 @@
+"""Conformance over real processes: every algorithm against float64, beside one device's kernel.
+
+    torchrun --nproc-per-node 4 tests/distributed_conformance.py [--device cpu] [--kernels a,b]
+
+The error of each algorithm may be at most twice that of the same kernel on the whole sequence.
+Prints a table; exits 1 if a bound is broken.
+"""
+
+import argparse
+import os
+from datetime import timedelta
+from pathlib import Path
+from sys import exit, path
+
+path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+import torch.distributed as dist
+
+import megatron_cp_plugin as cp
+from megatron_cp_plugin.core.layout import shard
+from megatron_cp_plugin.errors import ConfigError, KernelUnavailableError
+from megatron_cp_plugin.kernels import Problem, Statistics, resolve
+from megatron_cp_plugin.registry import layout_of
+from tests.oracle import Expected, expected_attention
+from tests.test_conformance import cases
+
+NAMES = ("out", "dq", "dk", "dv")
+
+
+def own_errors(kernel_name, expected: Expected, device, causal):
+    """Squared errors of the kernel on the whole sequence."""
+    q, k, v, dout = (x.to(device) for x in (expected.q, expected.k, expected.v, expected.dout))
+    problem = Problem(device, q.dtype, q.shape[2], k.shape[2], q.shape[3])
+    kernel = resolve(kernel_name, problem)
+    scale = q.shape[3] ** -0.5
+    out, lse = kernel.forward(q, k, v, scale=scale, causal=causal)
+    gradients = kernel.backward(dout, q, k, v, Statistics(lse, out=out), scale=scale, causal=causal)
+    return [
+        (got.double() - getattr(expected, name).to(device)).norm().item()
+        for name, got in zip(NAMES, (out, *gradients), strict=True)
+    ]
+
+
+def split_errors(case, kernel_name, expected: Expected, device, causal):
+    """The same of the algorithm: squared errors summed over ranks."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    options = dict(case.options)
+    layout = layout_of(case.algo, options)
+
+    def local(x):
+        return shard(x.to(device), 1, layout, rank, size)
+
+    q, k, v = (local(x).requires_grad_() for x in (expected.q, expected.k, expected.v))
+    out = cp.attention(q, k, v, algo=case.algo, causal=causal, kernel=kernel_name, **options)
+    got = (out.detach(), *torch.autograd.grad(out, (q, k, v), local(expected.dout)))
+    squares = torch.stack(
+        [
+            (x.double() - local(getattr(expected, name))).square().sum()
+            for name, x in zip(NAMES, got, strict=True)
+        ]
+    )
+    dist.all_reduce(squares)
+    return squares.sqrt().tolist()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--kernels", default="cudnn,torch_flash,flash4")
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--head-dim", type=int, default=128)
+    args = parser.parse_args()
+    cuda = args.device == "cuda"
+    if cuda:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+    dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(minutes=2))
+    rank, size = dist.get_rank(), dist.get_world_size()
+    broken = ran = 0
+    worst = 0.0
+    for kernel_name in args.kernels.split(","):
+        for heads, kv_heads in ((8, 8), (8, 2)):
+            for causal in (True, False):
+                expected = expected_attention(
+                    seq_len=args.tokens,
+                    heads=heads,
+                    kv_heads=kv_heads,
+                    head_dim=args.head_dim,
+                    causal=causal,
+                    dtype=torch.bfloat16 if cuda else torch.float32,
+                    device=device,
+                )
+                try:
+                    own = own_errors(kernel_name, expected, device, causal)
+                except KernelUnavailableError as error:
+                    if rank == 0:
+                        print(f"SKIPPED {error}")
+                    continue
+                for case in cases(size):
+                    try:
+                        errors = split_errors(case, kernel_name, expected, device, causal)
+                    except ConfigError as error:
+                        if rank == 0:
+                            print(f"REFUSED {case}: {error}")
+                        continue
+                    ratios = [got / max(base, 1e-12) for got, base in zip(errors, own, strict=True)]
+                    ran += 1
+                    worst = max(worst, *ratios)
+                    bad = not all(ratio <= 2.0 for ratio in ratios)
+                    broken += bad
+                    if rank == 0:
+                        mask = "causal" if causal else "full"
+                        text = " ".join(f"{n} {r:.2f}" for n, r in zip(NAMES, ratios, strict=True))
+                        verdict = "BROKEN" if bad else "ok"
+                        print(
+                            f"{verdict} {case} P={size} {kernel_name} {heads}:{kv_heads} {mask}: "
+                            f"error / own error: {text}",
+                            flush=True,
+                        )
+    if rank == 0:
+        print(f"{ran - broken} passed, {broken} failed, worst ratio {worst:.2f} (bound 2)")
+    dist.destroy_process_group()
+    return 1 if broken or not ran else 0
+
+
+if __name__ == "__main__":
+    exit(main())

@@ -1,0 +1,135 @@
+"""Kernels against attention written out in float64, and the choice among them."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from megatron_cp_plugin.core.partial import delta_of
+from megatron_cp_plugin.errors import KernelUnavailableError
+from megatron_cp_plugin.kernels import Problem, SoftmaxKernel, Statistics, kernel_names, resolve
+from tests.oracle import expected_attention, relative_error
+
+CPU = torch.device("cpu")
+GPU_KERNELS = ("flash4", "cudnn", "torch_flash", "flash2")
+
+
+def problem_of(q, k):
+    return Problem(q.device, q.dtype, q.shape[2], k.shape[2], q.shape[3])
+
+
+def check(kernel: SoftmaxKernel, expected, bound: float, *, causal: bool, device=CPU):
+    q, k, v, dout = (x.to(device) for x in (expected.q, expected.k, expected.v, expected.dout))
+    scale = q.shape[-1] ** -0.5
+    out, lse = kernel.forward(q, k, v, scale=scale, causal=causal)
+    assert lse.shape == (q.shape[0], q.shape[2], q.shape[1])
+    assert relative_error(out.cpu(), expected.out) < bound
+    # A strided lse and, besides out, delta alone: both rules of backward.
+    strided = lse.transpose(1, 2).contiguous().transpose(1, 2)
+    for statistics in (
+        Statistics(strided, out=out),
+        Statistics(strided, delta=delta_of(dout, out)),
+    ):
+        gradients = kernel.backward(dout, q, k, v, statistics, scale=scale, causal=causal)
+        for got, want in zip(gradients, (expected.dq, expected.dk, expected.dv), strict=True):
+            assert got.dtype == q.dtype
+            assert relative_error(got.cpu(), want) < bound
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [(torch.float64, 1e-12), (torch.float32, 2e-6), (torch.bfloat16, 2e-2)]
+)
+@pytest.mark.parametrize("name", ["reference", "torch_cpu"])
+def test_cpu_kernels(name, dtype, bound, causal, kv_heads):
+    expected = expected_attention(
+        batch=2, seq_len=65, heads=4, kv_heads=kv_heads, head_dim=16, causal=causal, dtype=dtype
+    )
+    kernel = resolve(name, problem_of(expected.q, expected.k))
+    check(kernel, expected, bound, causal=causal)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_heads", [8, 2])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("name", GPU_KERNELS)
+def test_gpu_kernels(name, head_dim, causal, kv_heads):
+    expected = expected_attention(
+        batch=2,
+        seq_len=512,
+        heads=8,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        causal=causal,
+        dtype=torch.bfloat16,
+    )
+    problem = Problem(torch.device("cuda", 0), torch.bfloat16, 8, kv_heads, head_dim)
+    try:
+        kernel = resolve(name, problem)
+    except KernelUnavailableError as error:
+        pytest.skip(str(error))
+    check(kernel, expected, 1e-2, causal=causal, device=problem.device)
+
+
+@pytest.mark.parametrize("name", kernel_names())
+def test_rectangular_causal_tiles_are_aligned_at_the_bottom_right(name):
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else CPU
+    dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float64
+    try:
+        kernel = resolve(name, Problem(device, dtype, 4, 2, 64))
+    except KernelUnavailableError as error:
+        pytest.skip(str(error))
+    if not kernel.rectangular_causal:
+        pytest.skip(f"{name} takes square causal tiles only")
+    whole = expected_attention(
+        seq_len=96, heads=4, kv_heads=2, head_dim=64, causal=True, dtype=dtype
+    )
+    q, k, v = (x.to(device) for x in (whole.q, whole.k, whole.v))
+    out, _ = kernel.forward(q[:, 64:], k, v, scale=64**-0.5, causal=True)
+    assert relative_error(out.cpu(), whole.out[:, 64:]) < 1e-2
+
+
+def test_auto_on_cpu_takes_the_flash_kernel():
+    assert resolve("auto", Problem(CPU, torch.float32, 4, 2, 16)).name == "torch_cpu"
+
+
+def test_an_unknown_kernel_is_named_with_the_nearest_one():
+    with pytest.raises(KernelUnavailableError, match=r"'cudn' \(did you mean 'cudnn'\?\)"):
+        resolve("cudn", Problem(CPU, torch.float32, 4, 2, 16))
+
+
+def test_a_kernel_that_cannot_serve_says_why():
+    with pytest.raises(KernelUnavailableError, match="kernel cudnn: runs on cuda, got tensors on"):
+        resolve("cudnn", Problem(CPU, torch.float32, 4, 2, 16))
+
+
+FUSED = """
+import torch
+from megatron_cp_plugin.core.partial import merge_into
+from megatron_cp_plugin.kernels import fused
+
+torch.manual_seed(0)
+a, b = (torch.randn(2, 5, 3, 8).bfloat16() for _ in "ab")
+a_lse, b_lse = torch.randn(2, 5, 3).transpose(1, 2), torch.randn(2, 3, 5)
+a_lse[0, 0, 1] = b_lse[0, 0, 1] = b_lse[1, 2, 3] = -torch.inf
+got = torch.full((2, 5, 3, 8), torch.nan), torch.full((2, 3, 5), torch.nan)
+want = tuple(torch.empty_like(x) for x in got)
+fused.merge_into(*got, a, a_lse, b, b_lse)
+merge_into(*want, a, a_lse, b, b_lse)
+for x, y in zip(got, want):
+    torch.testing.assert_close(x, y)
+total = torch.full((2, 5, 3, 8), torch.nan)
+fused.add_into(total[:, 1:3], a[:, 1:3], b[:, 2:4])
+assert torch.equal(total[:, 1:3], a[:, 1:3].float() + b[:, 2:4].float())
+assert total[:, 0].isnan().all() and total[:, 3:].isnan().all()
+"""
+
+
+def test_triton_kernels_in_the_interpreter():
+    """Triton reads its switch at import, so the kernels run in a process of their own."""
+    pytest.importorskip("triton")
+    command = f"import os; os.environ['TRITON_INTERPRET'] = '1'\n{FUSED}"
+    subprocess.run([sys.executable, "-c", command], check=True)
