@@ -1,0 +1,37 @@
+# Every target makes .venv first, so each of them works right after a clone.
+PY := .venv/bin/python
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help setup smoke test lint format lock clean
+
+help: ## List the targets
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: ## Make .venv from requirements.lock (PYTHON=/path/to/python3.12 to choose the Python)
+	@scripts/setup.sh $(if $(PYTHON),--python "$(PYTHON)")
+
+smoke: setup ## Train a small GPT on real text, CP 1 and 4, and compare with Megatron's own attention
+	@$(PY) scripts/prepare_data.py --output data/stdlib
+	@$(PY) scripts/convergence_smoke.py --config configs/tiny_zigzag.yaml --algos zigzag --cp 1,4 $(ARGS)
+
+test: setup ## Run the tests (ARGS="-k layout" to choose)
+	@$(PY) -m pytest $(ARGS)
+
+lint: setup ## ruff and mypy
+	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check .
+	@$(PY) -m mypy
+
+format: setup ## Let ruff format and fix what it can
+	@$(PY) -m ruff format .
+	@$(PY) -m ruff check --fix .
+
+lock: setup ## Resolve requirements.lock again from pyproject.toml
+	@if command -v uv >/dev/null 2>&1; then uv=uv; else uv=.venv-uv/bin/uv; fi; \
+	"$$uv" pip compile pyproject.toml --extra dev --universal --python-version 3.12 --quiet \
+	  --no-header --no-annotate --no-emit-index-url --no-emit-find-links \
+	  --output-file requirements.lock
+
+clean: ## Remove caches and results (not .venv, not data)
+	rm -rf results .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
