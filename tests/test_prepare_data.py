@@ -1,0 +1,158 @@
+"""The indexed dataset made from text: what is in it, in what order, and that Megatron reads it."""
+
+import importlib.util
+import json
+import sysconfig
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import pytest
+
+SCRIPT = Path(__file__).parents[1] / "scripts" / "prepare_data.py"
+
+
+@pytest.fixture(scope="module")
+def prepare_data() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("prepare_data", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    folder = tmp_path / "corpus"
+    (folder / "b").mkdir(parents=True)
+    (folder / "b" / "second.txt").write_text("naïve\n")
+    (folder / "a.py").write_text("print()\n")
+    (folder / "c.md").write_bytes(bytes(range(256)))
+    (folder / "empty.txt").write_text("")
+    (folder / "picture.png").write_bytes(b"not text")
+    return folder
+
+
+def documents(prefix: Path) -> list[list[int]]:
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    dataset = IndexedDataset(str(prefix))
+    ends = np.append(dataset.document_indices[1:], len(dataset))
+    assert ends[-1] == len(dataset)
+    return [dataset[index].tolist() for index in range(len(dataset))]
+
+
+def test_documents_are_the_files_by_name(
+    prepare_data: ModuleType, corpus: Path, tmp_path: Path
+) -> None:
+    prefix = tmp_path / "out" / "corpus.v2"
+    assert prepare_data.main([str(corpus), "--output", str(prefix)]) == 0
+    assert documents(prefix) == [
+        [*b"print()\n", 256],
+        [*"naïve\n".encode(), 256],
+        [*range(256), 256],
+    ]
+    manifest = json.loads(prefix.with_name("corpus.v2.json").read_text())
+    assert (manifest["documents"], manifest["tokens"]) == (3, 9 + 8 + 257)
+    # Nothing but the dataset is left.
+    assert sorted(path.name for path in prefix.parent.iterdir()) == [
+        "corpus.v2.bin",
+        "corpus.v2.idx",
+        "corpus.v2.json",
+    ]
+
+
+def test_files_keep_the_given_order_and_count_once(
+    prepare_data: ModuleType, corpus: Path, tmp_path: Path
+) -> None:
+    words = [str(corpus / "c.md"), str(corpus / "a.py"), str(corpus / "c.md")]
+    assert prepare_data.main([*words, "--output", str(tmp_path / "x")]) == 0
+    assert [d[0] for d in documents(tmp_path / "x")] == [0, ord("p")]
+
+
+def test_made_again_only_if_the_files_changed(
+    prepare_data: ModuleType, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [str(corpus), "--output", str(tmp_path / "x")]
+    assert prepare_data.main(words) == 0
+    assert "written" in capsys.readouterr().out
+    assert prepare_data.main(words) == 0
+    assert "up to date" in capsys.readouterr().out
+    (corpus / "a.py").write_text("print(1)\n")
+    assert prepare_data.main(words) == 0
+    assert "written" in capsys.readouterr().out
+    assert documents(tmp_path / "x")[0] == [*b"print(1)\n", 256]
+    (tmp_path / "x.idx").unlink()
+    assert prepare_data.main(words) == 0
+    assert "written" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("nope", "no such file or folder"), ("corpus/b/none", "no text file")]
+)
+def test_bad_input_is_one_line(
+    prepare_data: ModuleType,
+    corpus: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    words: str,
+) -> None:
+    (corpus / "b" / "none").mkdir()
+    assert prepare_data.main([str(tmp_path / name), "--output", str(tmp_path / "x")]) == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "x.bin").exists()
+
+
+def test_default_corpus_is_the_standard_library(prepare_data: ModuleType) -> None:
+    files = prepare_data.stdlib_files()
+    assert files == sorted(files)
+    assert sum(file.stat().st_size for file in files) > 2**21
+    names = {file.name for file in files}
+    assert {"argparse.py", "inspect.py"} <= names
+    root = Path(sysconfig.get_paths()["stdlib"])
+    folders = {part for file in files for part in file.relative_to(root).parts[:-1]}
+    assert not folders & {"site-packages", "dist-packages", "test", "tests"}
+
+
+def test_gpt_dataset_serves_the_text(prepare_data: ModuleType, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"line {number}\n" for number in range(400)))
+    prefix = tmp_path / "text"
+    assert prepare_data.main([str(text), "--output", str(prefix)]) == 0
+
+    from megatron.core.datasets.blended_megatron_dataset_builder import (
+        BlendedMegatronDatasetBuilder,
+    )
+    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+    from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+
+    # The settings that the shipped run files give.
+    tokenizer = build_tokenizer(
+        SimpleNamespace(tokenizer_type="NullTokenizer", vocab_size=257, pad_vocab_size=False)
+    )
+    assert tokenizer.eod == prepare_data.END_OF_DOCUMENT
+    config = GPTDatasetConfig(
+        random_seed=1,
+        sequence_length=64,
+        blend=([str(prefix)], None),
+        split="1,0,0",
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        tokenizer=tokenizer,
+        mid_level_dataset_surplus=0.005,
+    )
+    train, _, _ = BlendedMegatronDatasetBuilder(
+        GPTDataset, [20, 0, 0], lambda: True, config
+    ).build()
+    content = text.read_bytes()
+    for number in range(20):
+        sample = train[number]
+        tokens, labels = sample["tokens"].tolist(), sample["labels"].tolist()
+        assert len(tokens) == 64
+        assert labels[:-1] == tokens[1:]
+        assert bytes(tokens) in content
