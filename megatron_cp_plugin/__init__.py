@@ -10,9 +10,18 @@ Importing this needs torch alone and changes nothing.
 """
 
 from megatron_cp_plugin.core.comm import record_communication
-from megatron_cp_plugin.functional import attention, shard, unshard
+from megatron_cp_plugin.functional import attention, linear_attention, release, shard, unshard
 from megatron_cp_plugin.registry import available, register
 
 __version__ = "0.1.0"
 
-__all__ = ["attention", "available", "record_communication", "register", "shard", "unshard"]
+__all__ = [
+    "attention",
+    "available",
+    "linear_attention",
+    "record_communication",
+    "register",
+    "release",
+    "shard",
+    "unshard",
+]

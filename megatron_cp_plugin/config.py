@@ -14,12 +14,14 @@ class ContextParallelConfig:
     Attributes:
         algo: a name of `available()`. size: context_parallel_size. kernel: "auto" or a name of
         `kernels.kernel_names()`. options: (name, value) pairs of the algorithm's own options.
+        recompute_attention: whether activation checkpointing runs attention a second time.
     """
 
     algo: str
     size: int
     kernel: str = "auto"
     options: tuple[tuple[str, object], ...] = ()
+    recompute_attention: bool = False
 
     @property
     def layout(self) -> Layout:

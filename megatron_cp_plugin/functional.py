@@ -1,5 +1,6 @@
 """The functional interface: torch alone, no Megatron."""
 
+from collections.abc import Sequence
 from functools import cache
 
 import torch.distributed as dist
@@ -9,7 +10,9 @@ from megatron_cp_plugin import registry
 from megatron_cp_plugin.core import layout as layouts
 from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.core.comm import communicating_in
+from megatron_cp_plugin.core.decay import Decay
 from megatron_cp_plugin.core.function import attend
+from megatron_cp_plugin.core.linear import LinearAlgorithm, attend_linearly
 from megatron_cp_plugin.core.topology import Topology
 
 Group = dist.ProcessGroup | Topology | None
@@ -26,6 +29,7 @@ def attention(
     scale: float | None = None,
     kernel: str = "auto",
     seq_len: int | None = None,
+    window: int | None = None,
     **options: object,
 ) -> Tensor:
     """Softmax attention over a sequence that is split among the ranks of a group.
@@ -39,6 +43,7 @@ def attention(
         scale: of the scores, default D**-0.5.
         kernel: "auto" or a kernel's name.
         seq_len: global length; needed only where ranks hold unequally many tokens.
+        window: queries see only the last so many keys, the one at their own position included.
         options: of the algorithm.
 
     Returns: out [B,S,H,D] in q's dtype; differentiable.
@@ -57,7 +62,66 @@ def attention(
         causal=causal,
         scale=scale,
         kernel=kernel,
+        window=window,
     )
+
+
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    decay: float | Sequence[float] | Tensor,
+    algo: str = "lasp",
+    group: Group = None,
+    causal: bool = True,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    kernel: str = "auto",
+    seq_len: int | None = None,
+    **options: object,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Linear attention with decay over a sequence that is split among the ranks of a group.
+
+    With a head's rate l: kv_s = l kv_{s-1} + k_s v_s^T and o_s = kv_s^T q_s; nothing is scaled or
+    normalised. A collective operation: all ranks of the group call it with the same settings.
+
+    Args:
+        q, k: [B,S,H,D]; v: [B,S,H,E]: this rank's shards as `shard` gives them.
+        decay: rates in (0, 1], one for all heads or one per head; not differentiable. A tensor on
+            a GPU is copied to the host at every call.
+        algo: a name of `available("linear")`.
+        group: process group of the context-parallel ranks; None: all processes.
+        causal: False: every token sees all, token i at the rate l**|s - i|. With rates of 1 this
+            is q_s^T times the sum of all k v^T.
+        initial_state: kv_0 [B,H,D,E], the same on all ranks; None: 0.
+        output_final_state: return kv_N too.
+        kernel: "auto" or a name of `kernels.linear.linear_kernel_names`.
+        seq_len: global length; needed only where ranks hold unequally many tokens.
+        options: of the algorithm.
+
+    Returns: out [B,S,H,E] in q's dtype; with `output_final_state` also kv_N [B,H,D,E] float32
+    (float64 for float64), the same on all ranks. Differentiable; gradients are those of the sum of
+    the ranks' losses: the ranks' gradients of initial_state add up to the whole one.
+    Raises: ConfigError for an unknown name or option or a rate out of range, ContextParallelError
+    for shapes that do not fit, KernelUnavailableError if the kernel cannot serve them.
+    """
+    algorithm = _cached_linear(algo, _topology(group), tuple(sorted(options.items())))
+    if seq_len is None:
+        seq_len = q.shape[1] * algorithm.topology.size
+    out, final_state = attend_linearly(
+        q,
+        k,
+        v,
+        algorithm=algorithm,
+        seq_len=seq_len,
+        decay=Decay.of(decay, q.shape[2]),
+        causal=causal,
+        kernel=kernel,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+    )
+    return out if final_state is None else (out, final_state)
 
 
 def shard(x: Tensor, dim: int, *, algo: str, group: Group = None, **options: object) -> Tensor:
@@ -118,3 +182,15 @@ def _cached(algo: str, topology: Topology, options: tuple[tuple[str, object], ..
     return registry.create(algo, topology, dict(options))
 
 
+@cache
+def _cached_linear(
+    algo: str, topology: Topology, options: tuple[tuple[str, object], ...]
+) -> LinearAlgorithm:
+    return registry.create_linear(algo, topology, dict(options))
+
+
+def release() -> None:
+    """Forgets the groups and receive buffers that earlier calls made; all ranks call it."""
+    _cached.cache_clear()
+    _cached_linear.cache_clear()
+    Topology.release()

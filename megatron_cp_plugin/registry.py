@@ -1,19 +1,26 @@
 """Algorithms by name. Nothing outside this file compares names."""
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import fields
 from typing import Literal, get_args, get_origin, get_type_hints
 
 from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.core.layout import Layout
+from megatron_cp_plugin.core.linear import LinearAlgorithm
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ConfigError, nearest
 
-_algorithms: dict[str, type[Algorithm]] = {}
+Kind = Literal["softmax", "linear"]
+AnyClass = type[Algorithm] | type[LinearAlgorithm]
+
+_algorithms: dict[str, AnyClass] = {}
 
 
-def register[A: type[Algorithm]](name: str) -> Callable[[A], A]:
+def register[A: AnyClass](name: str) -> Callable[[A], A]:
     """Class decorator: makes an algorithm available under a name.
+
+    What it computes follows from its base: Algorithm (softmax attention) or LinearAlgorithm.
 
     Raises: ConfigError if the name is taken.
     """
@@ -28,13 +35,18 @@ def register[A: type[Algorithm]](name: str) -> Callable[[A], A]:
     return decorate
 
 
-def available() -> tuple[str, ...]:
-    """Names of all algorithms."""
+def available(kind: Kind | None = None) -> tuple[str, ...]:
+    """Names of all algorithms. Args: kind: of attention that they compute; None: either."""
     _load()
-    return tuple(sorted(_algorithms))
+    return tuple(sorted(name for name in _algorithms if kind in (None, kind_of(name))))
 
 
-def algorithm_class(name: str) -> type[Algorithm]:
+def kind_of(name: str) -> Kind:
+    """The attention that an algorithm computes. Raises: ConfigError if none has that name."""
+    return "linear" if issubclass(algorithm_class(name), LinearAlgorithm) else "softmax"
+
+
+def algorithm_class(name: str) -> AnyClass:
     """Raises: ConfigError if no algorithm has that name."""
     _load()
     if name not in _algorithms:
@@ -46,11 +58,30 @@ def algorithm_class(name: str) -> type[Algorithm]:
 
 
 def create(name: str, topology: Topology, options: Mapping[str, object]) -> Algorithm:
-    """Makes an algorithm; a collective operation of the topology's ranks.
+    """Makes an algorithm of softmax attention; a collective operation of the topology's ranks.
 
-    Raises: ConfigError if the name, an option or a value is unknown.
+    Raises: ConfigError if the name, an option or a value is unknown, or it is linear attention.
     """
     cls = algorithm_class(name)
+    if issubclass(cls, LinearAlgorithm):
+        raise ConfigError(
+            f"softmax attention got {name!r}, which is linear attention: use one of "
+            f"{', '.join(available('softmax'))}, or cp.linear_attention"
+        )
+    return cls(topology, read_options(name, options))
+
+
+def create_linear(name: str, topology: Topology, options: Mapping[str, object]) -> LinearAlgorithm:
+    """Makes an algorithm of linear attention; a collective operation of the topology's ranks.
+
+    Raises: ConfigError if the name, an option or a value is unknown, or it is softmax attention.
+    """
+    cls = algorithm_class(name)
+    if not issubclass(cls, LinearAlgorithm):
+        raise ConfigError(
+            f"linear attention got {name!r}, which is softmax attention: use one of "
+            f"{', '.join(available('linear'))}, or cp.attention"
+        )
     return cls(topology, read_options(name, options))
 
 
@@ -72,9 +103,7 @@ def read_options(name: str, options: Mapping[str, object]) -> Algorithm.Options:
     for option, value in options.items():
         if option not in types:
             allowed = f"it takes {', '.join(types)}" if types else "it takes none"
-            raise ConfigError(
-                f"{name} has no option {option!r}{nearest(option, types)}: {allowed}"
-            )
+            raise ConfigError(f"{name} has no option {option!r}{nearest(option, types)}: {allowed}")
         values[option] = _convert(name, option, value, types[option])
     return cls.Options(**values)
 
@@ -93,11 +122,10 @@ def _convert(name: str, option: str, value: object, kind: object) -> object:
     text = str(value)
     if kind is bool and text.lower() in ("true", "false"):
         return text.lower() == "true"
-    if kind in (int, float, str):
-        try:
-            return kind(text)  # type: ignore[operator]
-        except ValueError:
-            pass
+    for plain in (int, float, str):
+        if kind is plain:
+            with suppress(ValueError):
+                return plain(text)
     raise ConfigError(f"{name} option {option} needs {getattr(kind, '__name__', kind)}, got {text}")
 
 

@@ -19,11 +19,12 @@ import torch.distributed as dist
 
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.core.layout import shard
+from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ConfigError, KernelUnavailableError
 from megatron_cp_plugin.kernels import Problem, Statistics, resolve
 from megatron_cp_plugin.registry import layout_of
 from tests.oracle import Expected, expected_attention
-from tests.test_conformance import cases
+from tests.test_conformance import Case, cases
 
 NAMES = ("out", "dq", "dk", "dv")
 
@@ -64,6 +65,14 @@ def split_errors(case, kernel_name, expected: Expected, device, causal):
     return squares.sqrt().tolist()
 
 
+def real_cases(size):
+    """Those of the virtual suite; rings also over the process group where peer access exists."""
+    for case in cases(size):
+        yield case
+        if case.algo == "zigzag" and Topology.of(None).peer_access:
+            yield Case(case.algo, (*case.options, ("transport", "group")))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", default="cuda")
@@ -97,7 +106,7 @@ def main() -> int:
                     if rank == 0:
                         print(f"SKIPPED {error}")
                     continue
-                for case in cases(size):
+                for case in real_cases(size):
                     try:
                         errors = split_errors(case, kernel_name, expected, device, causal)
                     except ConfigError as error:

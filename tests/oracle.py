@@ -20,7 +20,9 @@ class Expected:
     dv: Tensor
 
 
-def naive_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor:
+def naive_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, window: int | None = None
+) -> Tensor:
     """[B,N,H,D], [B,N,G,D] -> [B,N,H,D], by the definition, head by head."""
     heads_per_kv = q.shape[2] // k.shape[2]
     out = []
@@ -30,6 +32,9 @@ def naive_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: flo
         if causal:
             position = torch.arange(q.shape[1], device=q.device)
             scores = scores.masked_fill(position[None, :] > position[:, None], -torch.inf)
+            if window is not None:
+                age = position[:, None] - position[None, :]
+                scores = scores.masked_fill(age >= window, -torch.inf)
         out.append(torch.softmax(scores, -1) @ values)
     return torch.stack(out, 2)
 
@@ -42,6 +47,7 @@ def expected_attention(
     kv_heads: int,
     head_dim: int,
     causal: bool,
+    window: int | None = None,
     scale: float | None = None,
     dtype: torch.dtype = torch.float64,
     device: torch.device | str = "cpu",
@@ -58,7 +64,7 @@ def expected_attention(
     q, k, v, dout = random(heads), random(kv_heads), random(kv_heads), random(heads)
     wide = [x.double().requires_grad_() for x in (q, k, v)]
     scale = head_dim**-0.5 if scale is None else scale
-    out = naive_attention(*wide, causal=causal, scale=scale)
+    out = naive_attention(*wide, causal=causal, scale=scale, window=window)
     dq, dk, dv = torch.autograd.grad(out, wide, dout.double())
     return Expected(q, k, v, dout, out.detach(), dq, dk, dv)
 

@@ -1,5 +1,13 @@
 """All algorithms by name: importing this package registers them."""
 
-from megatron_cp_plugin.algorithms import ring
+from megatron_cp_plugin.algorithms import (
+    allgather,
+    attention2d,
+    distflash,
+    lasp,
+    ring,
+    ulysses,
+    usp,
+)
 
-__all__ = ["ring"]
+__all__ = ["allgather", "attention2d", "distflash", "lasp", "ring", "ulysses", "usp"]

@@ -24,16 +24,12 @@ from megatron_cp_plugin.core.algorithm import (
     attend_block,
     differentiate_block,
 )
-from megatron_cp_plugin.core.comm import Communicator, Pending, Send
+from megatron_cp_plugin.core.comm import Communicator, Pending
 from megatron_cp_plugin.core.layout import Contiguous, Layout, Zigzag
-from megatron_cp_plugin.core.partial import (
-    Accumulator,
-    GradientSum,
-    accumulation_dtype,
-    delta_of,
-)
+from megatron_cp_plugin.core.partial import Accumulator, GradientSum, accumulation_dtype
 from megatron_cp_plugin.core.tiles import Mask, Tile, plan_tiles
 from megatron_cp_plugin.core.topology import Topology
+from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.kernels.base import Statistics
 from megatron_cp_plugin.registry import register
 
@@ -81,6 +77,14 @@ class Tour:
         """The last step at which the owner's block is of use."""
         return _last_step(self, owner)
 
+    @property
+    def uniform(self) -> bool:
+        """Whether equal blocks visit every rank: then all ranks do the same in every step."""
+        lengths = {self.layout.length(r, self.size, self.seq_len) for r in range(self.size)}
+        return len(lengths) == 1 and all(
+            self.last(owner) == self.size - 1 for owner in range(self.size)
+        )
+
     def stops(self, owner: int, step: int) -> bool:
         """Whether the owner's block makes a stop at that step."""
         return step <= self.last(owner)
@@ -102,6 +106,8 @@ class Ring(Algorithm):
     its own; a KV-rotating backward where that moves fewer bytes.
     """
 
+    windows = True
+
     @dataclass(frozen=True)
     class Options(Algorithm.Options):
         """Options of the ring.
@@ -111,24 +117,44 @@ class Ring(Algorithm):
                 lse, dQ), or "auto", the one with fewer bytes for this ratio of heads.
             gradients: dtype in which partial sums of gradients travel: "float32" or "model",
                 the dtype of q.
+            transport: "group" (the process group's own, NCCL or gloo), "peer" (copy engines over
+                peer memory: GPUs of one node, equal blocks that visit every rank), or "auto",
+                peer where that is possible.
         """
 
         backward: Literal["auto", "kv", "query"] = "auto"
         gradients: Literal["float32", "model"] = "float32"
+        transport: Literal["auto", "group", "peer"] = "auto"
 
     options: Options
 
     def __init__(self, topology: Topology, options: Options) -> None:
         super().__init__(topology, options)
-        self._blocks = topology.channel("blocks")
-        self._sums = topology.channel("gradients")
+        if options.transport == "peer" and topology.size > 1 and not topology.peer_access:
+            raise ConfigError(
+                f"{self.name} transport peer needs GPUs of one node with access to each other's "
+                "memory, got ranks without it: use transport auto or group"
+            )
+
+    def _flow(self, name: str, tour: Tour, slots: int) -> Communicator:
+        """The flow of messages of that name, by copy engines where wanted and possible."""
+        wanted = self.options.transport
+        if wanted != "group" and self.topology.peer_access and tour.uniform:
+            return self.topology.peer_channel(name, slots)
+        if wanted == "peer" and tour.size > 1:
+            raise ConfigError(
+                f"{self.name} transport peer needs equal blocks that visit every rank, got "
+                f"{tour.seq_len} tokens on the {tour.layout.name} layout: use transport auto"
+            )
+        return self.topology.channel(name)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Saved]:
         """See Algorithm.forward. Source: BurstAttention, Algorithm 3."""
         total = Accumulator(q)
 
         def visit(block: Block, tiles: tuple[Tile, ...]) -> tuple[GradientSum, ...]:
-            attend_block(total, q, *block, tiles, call)
+            keys, values = block
+            attend_block(total, q, keys, values, tiles, call)
             return ()
 
         self._circulate((k, v), self._tour(call, "kv"), visit)
@@ -138,9 +164,16 @@ class Ring(Algorithm):
     def backward(self, dout: Tensor, saved: Saved, call: Call) -> tuple[Tensor, Tensor, Tensor]:
         """See Algorithm.backward. Source: BurstAttention, Algorithm 2; differs: see the class."""
         q, k, v, out, lse = saved
+        return self.differentiate(dout, q, k, v, Statistics(lse, out=out), call)
+
+    def differentiate(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, statistics: Statistics, call: Call
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As `backward`, where either out or delta is at hand."""
         if self.backward_rule(q.shape[2], k.shape[2], q.shape[3], q.dtype) == "kv":
-            return self._rotate_kv(dout, q, k, v, Statistics(lse, out=out), call)
-        return self._rotate_query(dout, q, k, v, Statistics(lse, delta=delta_of(dout, out)), call)
+            return self._rotate_kv(dout, q, k, v, statistics, call)
+        statistics = Statistics(statistics.lse, delta=statistics.delta_for(dout))
+        return self._rotate_query(dout, q, k, v, statistics, call)
 
     def backward_rule(
         self, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype
@@ -162,8 +195,9 @@ class Ring(Algorithm):
         dq = GradientSum(q)
 
         def visit(block: Block, tiles: tuple[Tile, ...]) -> tuple[GradientSum, ...]:
-            sums = Gradients(dq, GradientSum(block[0]), GradientSum(block[1]))
-            differentiate_block(sums, dout, q, *block, statistics, tiles, call)
+            keys, values = block
+            sums = Gradients(dq, GradientSum(keys), GradientSum(values))
+            differentiate_block(sums, dout, q, keys, values, statistics, tiles, call)
             return sums.dk, sums.dv
 
         dk, dv = self._circulate((k, v), self._tour(call, "kv"), visit)
@@ -177,9 +211,7 @@ class Ring(Algorithm):
         def visit(block: Block, tiles: tuple[Tile, ...]) -> tuple[GradientSum, ...]:
             q, dout, delta, lse = block
             sums = Gradients(GradientSum(q), dk, dv)
-            differentiate_block(
-                sums, dout, q, k, v, Statistics(lse, delta=delta), tiles, call
-            )
+            differentiate_block(sums, dout, q, k, v, Statistics(lse, delta=delta), tiles, call)
             return (sums.dq,)
 
         assert statistics.delta is not None
@@ -206,10 +238,13 @@ class Ring(Algorithm):
         Returns: the sums of the local block over all its stops.
         """
         rank = self.topology.rank
-        sums = _TravellingSums(self._sums, tour, block, self._sum_dtype(block[0].dtype))
+        blocks = self._flow("blocks", tour, slots=2)
+        sums = _TravellingSums(
+            self._flow("gradients", tour, slots=1), tour, block, self._sum_dtype(block[0].dtype)
+        )
         held: Block | None = block
         for step in range(tour.size):
-            arriving = self._post_hop(held, tour, step, block)
+            arriving = self._post_hop(blocks, held, tour, step, block)
             own: tuple[GradientSum, ...] = ()
             if held is not None:
                 own = visit(held, tour.tiles(tour.owner(rank, step), rank))
@@ -217,32 +252,26 @@ class Ring(Algorithm):
             held = arriving.wait()
         return sums.collect()
 
+    @staticmethod
     def _post_hop(
-        self, held: Block | None, tour: Tour, step: int, like: Block
+        comm: Communicator, held: Block | None, tour: Tour, step: int, like: Block
     ) -> Pending[Block | None]:
         """Posts this step's hop: the held block goes on, the next one comes, if they do."""
-        rank = self.topology.rank
-        incoming = _buffers(like, tour, rank, step + 1)
+        rank = comm.rank
+        incoming = _buffers(comm, like, tour, step + 1)
         goes_on = held is not None and step < tour.last(tour.owner(rank, step))
-        hop = self._blocks.exchange(
+        hop = comm.exchange(
             [(tensor, tour.host(rank, 1)) for tensor in held or ()] if goes_on else [],
-            [(tensor, tour.owner(rank, 1)) for tensor in incoming or ()],
+            [(tensor, tour.owner(rank, 1)) for tensor in incoming],
         )
-
-        def finish() -> Block | None:
-            hop.wait()
-            return incoming
-
-        return Pending(finish)
+        return hop.then(lambda _: incoming or None)
 
     def _sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return accumulation_dtype(dtype) if self.options.gradients == "float32" else dtype
 
     def _hop(self, shape: Shape, moving: Literal["kv", "query"]) -> tuple[int, int]:
         """Bytes per batch entry and token of one hop in the backward: (blocks, sums)."""
-        sum_bytes = (
-            shape.wide_bytes if self.options.gradients == "float32" else shape.element_bytes
-        )
+        sum_bytes = shape.wide_bytes if self.options.gradients == "float32" else shape.element_bytes
         if moving == "kv":
             elements = 2 * shape.kv_heads * shape.head_dim
             return elements * shape.element_bytes, elements * sum_bytes
@@ -298,20 +327,18 @@ class Ring(Algorithm):
 
 
 def _buffers(
-    like: Block, tour: Tour, host: int, step: int, dtype: torch.dtype | None = None
-) -> Block | None:
-    """Empty tensors for the block that stops at `host` at a step; None where none does."""
-    owner = tour.owner(host, step)
+    comm: Communicator, like: Block, tour: Tour, step: int, dtype: torch.dtype | None = None
+) -> Block:
+    """Empty tensors for the block that stops here at a step; none where none does."""
+    owner = tour.owner(comm.rank, step)
     if step >= tour.size or not tour.stops(owner, step):
-        return None
+        return ()
     tokens = tour.layout.length(owner, tour.size, tour.seq_len)
-    return tuple(
-        t.new_empty(
-            (t.shape[0], tokens, *t.shape[2:]) if t.dim() == 4 else (*t.shape[:2], tokens),
-            dtype=dtype,
-        )
-        for t in like
-    )
+    shapes = [
+        (t.shape[0], tokens, *t.shape[2:]) if t.dim() == 4 else (*t.shape[:2], tokens) for t in like
+    ]
+    described = [(shape, dtype or t.dtype) for shape, t in zip(shapes, like, strict=True)]
+    return comm.buffers(described, like[0].device)
 
 
 class _TravellingSums:
@@ -325,7 +352,7 @@ class _TravellingSums:
         self._home: tuple[GradientSum, ...] = ()
         self._before: Block = ()  # of earlier stops, for the block that this rank holds next
         self._returned: Block = ()
-        self._under_way: Pending[None] | None = None
+        self._under_way: list[Pending[None]] = []
 
     def after_stop(self, step: int, own: tuple[GradientSum, ...]) -> None:
         """Adds what earlier stops gathered for the same block and sends the sum on."""
@@ -335,38 +362,45 @@ class _TravellingSums:
         if not self._home:
             return
         self._wait()
-        rank, tour = self._comm.rank, self._tour
-        sends: list[Send] = []
+        comm, tour = self._comm, self._tour
+        owner = tour.owner(comm.rank, step)
+        sums: Block = ()
         if own:
-            for mine, before in zip(own, self._before, strict=bool(self._before)):
-                mine.add(slice(0, None), before)
-            owner = tour.owner(rank, step)
-            to = tour.host(rank, 1) if step < tour.last(owner) else owner
-            sends = [(mine.result(self._dtype), to) for mine in own]
-        self._before = self._receive_buffers(step + 1)
-        receives = [(buffer, tour.owner(rank, 1)) for buffer in self._before]
-        if step == tour.last(rank):
-            self._returned = tuple(
-                torch.empty_like(t, dtype=self._dtype) for t in self._like[: len(self._home)]
+            earlier = self._before or (None,) * len(own)
+            sums = tuple(
+                mine.result(self._dtype, plus=before)
+                for mine, before in zip(own, earlier, strict=True)
             )
-            receives += [(buffer, tour.host(rank, step)) for buffer in self._returned]
-        self._under_way = self._comm.exchange(sends, receives)
+        gathered = self._like[: len(self._home)]
+        self._before = _buffers(comm, gathered, tour, step + 1, self._dtype)
+        goes_on = step < tour.last(owner)
+        travel = comm.exchange(
+            [(t, tour.host(comm.rank, 1)) for t in sums] if goes_on else [],
+            [(t, tour.owner(comm.rank, 1)) for t in self._before],
+        )
+        returning: Block = ()
+        if step == tour.last(comm.rank):
+            described = [(tuple(t.shape), self._dtype) for t in gathered]
+            returning = self._returned = comm.buffers(described, gathered[0].device)
+        home = comm.exchange(
+            [(t, owner) for t in sums] if not goes_on else [],
+            [(t, tour.host(comm.rank, step)) for t in returning],
+        )
+        self._under_way = [travel, home]
 
     def collect(self) -> tuple[Tensor, ...]:
         """The sums of this rank's own block, in the dtype of the block."""
         self._wait()
-        for total, gathered in zip(self._home, self._returned, strict=bool(self._returned)):
-            total.add(slice(0, None), gathered)
-        return tuple(total.result() for total in self._home)
-
-    def _receive_buffers(self, step: int) -> Block:
-        gathered = self._like[: len(self._home)]
-        return _buffers(gathered, self._tour, self._comm.rank, step, self._dtype) or ()
+        gathered = self._returned or (None,) * len(self._home)
+        return tuple(
+            total.result(plus=elsewhere)
+            for total, elsewhere in zip(self._home, gathered, strict=True)
+        )
 
     def _wait(self) -> None:
-        if self._under_way is not None:
-            self._under_way.wait()
-            self._under_way = None
+        for pending in self._under_way:
+            pending.wait()
+        self._under_way = []
 
 
 @register("ring")

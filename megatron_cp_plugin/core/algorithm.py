@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 from torch import Tensor
 
@@ -60,6 +61,7 @@ class Work:
     Attributes:
         step, host: when and where. query_owners, key_owners: whose blocks meet.
         pairs: number of (query, key) pairs computed; a step without work has no Work.
+        share: of the heads, for which they are computed.
     """
 
     step: int
@@ -67,6 +69,7 @@ class Work:
     query_owners: tuple[int, ...]
     key_owners: tuple[int, ...]
     pairs: int
+    share: Fraction = Fraction(1)
 
 
 Saved = tuple[Tensor, ...]
@@ -80,11 +83,12 @@ class Algorithm(ABC):
 
     Attributes:
         name: set by the registry. layout: which tokens each rank holds; serves batch slicing,
-        RoPE and attention alike.
+        RoPE and attention alike. windows: whether it serves masks with a window.
     """
 
     name: str = ""
     layout: Layout
+    windows: bool = False
 
     @dataclass(frozen=True)
     class Options:
@@ -99,7 +103,7 @@ class Algorithm(ABC):
         """The layout that an instance with these options has."""
         return cls.layout
 
-    @classmethod
+    @classmethod  # noqa: B027  (most algorithms serve everything)
     def check(cls, options: Options, *, size: int, heads: int, kv_heads: int, causal: bool) -> None:
         """Raises: ConfigError if the algorithm cannot serve this; needs no processes."""
 
@@ -136,9 +140,20 @@ def attend_block(
     """Adds attention of a block of queries over a block of keys to `total`, tile by tile."""
     for tile in tiles:
         out, lse = call.kernel.forward(
-            q[:, tile.q], k[:, tile.kv], v[:, tile.kv], scale=call.scale, causal=tile.causal
+            _taken(q, tile.q, tile),
+            _taken(k, tile.kv, tile),
+            _taken(v, tile.kv, tile),
+            scale=call.scale,
+            causal=tile.causal,
         )
+        if tile.reverse:
+            out, lse = out.flip(1), lse.flip(2)
         total.add(tile.q, out, lse)
+
+
+def _taken(x: Tensor, tokens: slice, tile: Tile) -> Tensor:
+    """Some tokens of [B,S,heads,D], in the order in which a tile takes them."""
+    return x[:, tokens].flip(1) if tile.reverse else x[:, tokens]
 
 
 @dataclass(frozen=True)
@@ -162,15 +177,18 @@ def differentiate_block(
 ) -> None:
     """Adds the gradients of `attend_block`; `statistics` are those of all rows of q."""
     for tile in tiles:
+        rows = statistics.rows(tile.q)
         dq, dk, dv = call.kernel.backward(
-            dout[:, tile.q],
-            q[:, tile.q],
-            k[:, tile.kv],
-            v[:, tile.kv],
-            statistics.rows(tile.q),
+            _taken(dout, tile.q, tile),
+            _taken(q, tile.q, tile),
+            _taken(k, tile.kv, tile),
+            _taken(v, tile.kv, tile),
+            rows.flipped() if tile.reverse else rows,
             scale=call.scale,
             causal=tile.causal,
         )
+        if tile.reverse:
+            dq, dk, dv = dq.flip(1), dk.flip(1), dv.flip(1)
         sums.dq.add(tile.q, dq)
         sums.dk.add(tile.kv, dk)
         sums.dv.add(tile.kv, dv)

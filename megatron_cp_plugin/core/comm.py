@@ -22,6 +22,7 @@ from torch import Tensor
 Phase = Literal["forward", "backward"]
 Send = tuple[Tensor, int]
 Receive = tuple[Tensor, int]
+Described = tuple[tuple[int, ...], torch.dtype]
 
 _phase: ContextVar[Phase] = ContextVar("phase", default="forward")
 
@@ -121,6 +122,10 @@ class Pending[T]:
         """On CUDA the current stream waits, not the host. Call it once."""
         return self._finish()
 
+    def then[U](self, change: Callable[[T], U]) -> "Pending[U]":
+        """The same operation, with something done to its result once it is waited for."""
+        return Pending(lambda: change(self.wait()))
+
 
 class Communicator(ABC):
     """One flow of messages among P ranks. Operations are posted in the same order by all ranks.
@@ -133,6 +138,13 @@ class Communicator(ABC):
         self.rank = rank
         self.size = size
         self.global_rank = global_rank
+
+    def buffers(self, like: Sequence[Described], device: torch.device) -> tuple[Tensor, ...]:
+        """Empty tensors for all that the next exchange receives: (shape, dtype) of each."""
+        return tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in like)
+
+    def reserve(self, like: Sequence[Described]) -> None:  # noqa: B027  (most need no room)
+        """Makes room for `buffers` like these. All ranks call it where blocks are unequal."""
 
     def exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Pending[None]:
         """Sends tensors to ranks and fills buffers from ranks, all at once.
@@ -147,19 +159,25 @@ class Communicator(ABC):
         return self._exchange(sends, receives)
 
     def all_gather(self, x: Tensor) -> Pending[Tensor]:
-        """Equal shapes on all ranks: x [...] -> [P, ...], by rank."""
+        """Equal shapes on all ranks: x [...] -> [P, ...], by rank. Alone: x itself, as a view."""
+        if self.size == 1:
+            return Pending(lambda: x.unsqueeze(0))
         others = [x] * (self.size - 1)
         self._count("all_gather", others, others)
         return self._all_gather(x.contiguous())
 
     def reduce_scatter(self, x: Tensor) -> Pending[Tensor]:
         """Sums over ranks: x [P, ...] -> [...], the part of this rank. Same shape on all ranks."""
+        if self.size == 1:
+            return Pending(lambda: x[0])
         others = [x[0]] * (self.size - 1)
         self._count("reduce_scatter", others, others)
         return self._reduce_scatter(x.contiguous())
 
     def all_to_all(self, x: Tensor) -> Pending[Tensor]:
         """x[i] goes to rank i, result[i] came from rank i: [P, ...] -> [P, ...]."""
+        if self.size == 1:
+            return Pending(lambda: x)
         others = [x[0]] * (self.size - 1)
         self._count("all_to_all", others, others)
         return self._all_to_all(x.contiguous())

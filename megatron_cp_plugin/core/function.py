@@ -1,5 +1,6 @@
 """The one autograd Function of all softmax algorithms."""
 
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_cp_plugin.core.algorithm import Algorithm, Call
 from megatron_cp_plugin.core.comm import communicating_in
+from megatron_cp_plugin.core.recompute import computed_once
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.kernels.base import Problem, resolve
@@ -16,10 +18,22 @@ from megatron_cp_plugin.kernels.base import Problem, resolve
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, algorithm: Algorithm, call: Call
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        algorithm: Algorithm,
+        call: Call,
+        site: Hashable | None,
     ) -> Tensor:
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+
+        def compute() -> tuple[Tensor, ...]:
+            out, _, saved = algorithm.forward(q, k, v, call)
+            return (out, *saved)
+
         with communicating_in("forward"):
-            out, _, saved = algorithm.forward(q.contiguous(), k.contiguous(), v.contiguous(), call)
+            out, *saved = computed_once(site, (q, k, v), compute)
         ctx.save_for_backward(*saved)
         ctx.algorithm, ctx.call = algorithm, call
         return out
@@ -29,7 +43,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         with communicating_in("backward"):
             gradients = ctx.algorithm.backward(dout.contiguous(), ctx.saved_tensors, ctx.call)
-        return (*gradients, None, None)
+        return (*gradients, None, None, None)
 
 
 def attend(
@@ -42,12 +56,15 @@ def attend(
     causal: bool = True,
     scale: float | None = None,
     kernel: str = "auto",
+    window: int | None = None,
+    site: Hashable | None = None,
 ) -> Tensor:
     """Attention of the local queries over the keys of all ranks; differentiable.
 
     Args:
         q: [B,S,H,D]; k, v: [B,S,G,D] with G dividing H: this rank's shards, in the order of
-            algorithm.layout. seq_len: global N. scale: of the scores, default D**-0.5.
+            algorithm.layout. seq_len: global N. scale: of the scores, default D**-0.5. window: as
+            in Mask. site: as in `recompute.computed_once`.
 
     Returns: out [B,S,H,D] in q's dtype. Raises: ContextParallelError if shapes or dtypes do not
     fit; KernelUnavailableError if the kernel cannot serve them.
@@ -62,9 +79,15 @@ def attend(
         kv_heads=k.shape[2],
         causal=causal,
     )
+    mask = Mask(causal, window)
+    if window is not None and not algorithm.windows:
+        raise ContextParallelError(
+            f"{algorithm.name} does not serve sliding windows, got window {window}: leave it out, "
+            "or use distflash, ring or zigzag"
+        )
     scale = head_dim**-0.5 if scale is None else scale
-    call = Call(seq_len, Mask(causal), scale, resolve(kernel, problem))
-    return _Attention.apply(q, k, v, algorithm, call)
+    call = Call(seq_len, mask, scale, resolve(kernel, problem))
+    return _Attention.apply(q, k, v, algorithm, call, site)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, algorithm: Algorithm, seq_len: int) -> None:

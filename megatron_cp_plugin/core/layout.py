@@ -96,6 +96,36 @@ class Cyclic(Layout):
         return size
 
 
+@dataclass(frozen=True)
+class Grouped(Layout):
+    """What every `members` consecutive ranks of a layout hold together.
+
+    Attributes: parts: the layout of the single ranks, whose pieces have no gaps.
+    """
+
+    parts: Layout
+    members: int
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        """That of the single ranks."""
+        return self.parts.name
+
+    def spans(self, rank: int, size: int, seq_len: int) -> tuple[Span, ...]:
+        ranks = range(rank * self.members, (rank + 1) * self.members)
+        single = [s for r in ranks for s in self.parts.spans(r, size * self.members, seq_len)]
+        merged: list[Span] = []
+        for span in sorted(single, key=lambda span: span.start):
+            if merged and merged[-1].stop == span.start:
+                merged[-1] = Span(merged[-1].start, span.stop)
+            else:
+                merged.append(span)
+        return tuple(merged)
+
+    def multiple(self, size: int) -> int:
+        return self.parts.multiple(size * self.members)
+
+
 LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in (Contiguous(), Zigzag(), Cyclic())}
 
 

@@ -33,21 +33,45 @@ def merge_into(
     lse.copy_(merged)
 
 
+def merge_all_into(out: Tensor, lse: Tensor, outs: Tensor, lses: Tensor) -> None:
+    """(out, lse) = merge of P partials, in one pass.
+
+    Args:
+        out: [B,S,H,D], outs: [P,B,S,H,D], any floating dtypes. lse: [B,H,S], lses: [P,B,H,S],
+        wide dtype. All may be strided.
+    """
+    if len(outs) == 1:
+        out.copy_(outs[0])
+        lse.copy_(lses[0])
+        return
+    if len(outs) == 2:
+        merge_into(out, lse, outs[0], lses[0], outs[1], lses[1])
+        return
+    merged = torch.logsumexp(lses, 0)
+    total = outs[0] * _weight(lses[0], merged)
+    for part, part_lse in zip(outs[1:], lses[1:], strict=True):
+        total.addcmul_(part.to(total.dtype), _weight(part_lse, merged))
+    out.copy_(total)
+    lse.copy_(merged)
+
+
 def _weight(lse: Tensor, merged: Tensor) -> Tensor:
     """exp(lse - merged) [B,H,S] as a factor of out [B,S,H,1]; 0 for rows without any key."""
     factor = torch.where(merged == -torch.inf, 0.0, torch.exp(lse - merged))
     return factor.transpose(1, 2).unsqueeze(-1)
 
 
-def _add_into(out: Tensor, a: Tensor, b: Tensor) -> None:
-    """out = a + b, summed in float32 (float64 for float64); out may be a."""
+def _sum_into(out: Tensor, a: Tensor, b: Tensor | None = None) -> None:
+    """out = a + b, summed in float32 (float64 for float64); out may be a; no b: a copy."""
     if out.is_cuda and a.dtype != torch.float64:
         from megatron_cp_plugin.kernels import fused
 
-        fused.add_into(out, a, b)
-        return
-    wide = accumulation_dtype(a.dtype)
-    out.copy_(a.to(wide) + b.to(wide))
+        fused.sum_into(out, a, b)
+    elif b is None:
+        out.copy_(a)
+    else:
+        wide = accumulation_dtype(a.dtype)
+        out.copy_(a.to(wide) + b.to(wide))
 
 
 class Accumulator:
@@ -72,18 +96,19 @@ class Accumulator:
             self._settle(*self._last)
         self._last = (rows, out, lse)
 
-    def result(self) -> tuple[Tensor, Tensor]:
-        """Returns: out [B,S,H,D] in q's dtype, lse [B,H,S] float32 (float64 for float64)."""
+    def result(self, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+        """Returns: out [B,S,H,D] in `dtype` (default: q's), lse [B,H,S] float32 or float64."""
+        dtype = dtype or self._like.dtype
         if self._last is not None and not self._whole(self._last[1]):
             self._settle(*self._last)
             self._last = None
         if self._last is None:
             out, lse = self._total or self._nothing()
-            return out.to(self._like.dtype), lse
+            return out.to(dtype), lse
         _, last_out, last_lse = self._last
         if self._total is None:
-            return last_out.to(self._like.dtype), last_lse
-        out, lse = torch.empty_like(self._like), self._empty_lse()
+            return last_out.to(dtype), last_lse
+        out, lse = torch.empty_like(self._like, dtype=dtype), self._empty_lse()
         merge_into(out, lse, *self._total, last_out, last_lse)
         return out, lse
 
@@ -107,7 +132,9 @@ class Accumulator:
             wide = torch.empty_like(self._like, dtype=self._wide), self._empty_lse()
             merge_into(*wide, total_out, total_lse, out, lse)
         else:
-            wide = total_out.to(self._wide, copy=True), self._empty_lse().copy_(total_lse)
+            wide = torch.empty_like(self._like, dtype=self._wide), self._empty_lse()
+            _sum_into(wide[0], total_out)
+            wide[1].copy_(total_lse)
             rows_out, rows_lse = wide[0][:, rows], wide[1][:, :, rows]
             merge_into(rows_out, rows_lse, rows_out, rows_lse, out, lse)
         self._total, self._owned = wide, True
@@ -129,65 +156,66 @@ class Accumulator:
 
 
 class GradientSum:
-    """Running sum of the partial gradients of one block, in float32.
-
-    As in `Accumulator` the last addition waits for the result's dtype.
-    """
+    """Running sum of the partial gradients of one block, in float32 from the second one on."""
 
     def __init__(self, like: Tensor) -> None:
         """Args: like: [B,S,heads,D]; shape, dtype and device of the gradient."""
         self._like = like
-        self._wide = accumulation_dtype(like.dtype)
         self._total: Tensor | None = None
-        self._owned = False
-        self._last: tuple[slice, Tensor] | None = None
+        self._owned = False  # whether _total is a wide buffer of ours, free to be written
 
     def add(self, rows: slice, gradient: Tensor) -> None:
         """Adds the gradient of some rows [B,rows,heads,D]."""
-        if self._last is not None:
-            self._settle(*self._last)
-        self._last = (rows, gradient)
+        whole = gradient.shape[1] == self._like.shape[1]
+        if self._total is None and whole:
+            self._total = gradient
+        elif not self._owned and whole:
+            assert self._total is not None
+            self._total, self._owned = self._plus(self._total, gradient, self._wide), True
+        else:
+            total = self._own_buffer()[:, rows]
+            _sum_into(total, total, gradient)
 
-    def result(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The sum, contiguous, in `dtype` (default: that of the tensor it is a gradient of)."""
+    def result(self, dtype: torch.dtype | None = None, plus: Tensor | None = None) -> Tensor:
+        """The sum, contiguous, in `dtype` (default: that of the tensor it is a gradient of).
+
+        Args: plus: [B,S,heads,D] to be added in the same pass; the result is a new tensor then.
+        """
         dtype = dtype or self._like.dtype
-        if self._last is not None and not self._whole(self._last[1]):
-            self._settle(*self._last)
-            self._last = None
-        if self._last is None:
-            total = self._nothing() if self._total is None else self._total
-            return total.to(dtype).contiguous()
-        if self._total is None:
-            return self._last[1].to(dtype).contiguous()
-        out = torch.empty_like(self._like, dtype=dtype)
-        _add_into(out, self._total, self._last[1])
+        if plus is not None:
+            return self._plus(self.held, plus, dtype)
+        return self.held.to(dtype).contiguous()
+
+    @property
+    def held(self) -> Tensor:
+        """The sum in whatever dtype it is, for whoever copies it elsewhere."""
+        return self._own_buffer() if self._total is None else self._total
+
+    @property
+    def _wide(self) -> torch.dtype:
+        return accumulation_dtype(self._like.dtype)
+
+    def _plus(self, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+        out = torch.empty(self._like.shape, dtype=dtype, device=self._like.device)
+        _sum_into(out, a, b)
         return out
 
-    def _settle(self, rows: slice, gradient: Tensor) -> None:
-        if self._total is None and self._whole(gradient):
-            self._total = gradient
-            return
-        total = self._nothing() if self._total is None else self._total
-        if not self._owned:
-            if self._whole(gradient):
-                wide = torch.empty_like(self._like, dtype=self._wide)
-                _add_into(wide, total, gradient)
-                self._total, self._owned = wide, True
-                return
-            total = total.to(self._wide, copy=True)
-            self._total, self._owned = total, True
-        _add_into(total[:, rows], total[:, rows], gradient)
-
-    def _nothing(self) -> Tensor:
+    def _own_buffer(self) -> Tensor:
+        if self._total is None:
+            self._total = torch.zeros_like(self._like, dtype=self._wide)
+        elif not self._owned:
+            wide = torch.empty_like(self._like, dtype=self._wide)
+            _sum_into(wide, self._total)
+            self._total = wide
         self._owned = True
-        self._total = torch.zeros_like(self._like, dtype=self._wide)
         return self._total
-
-    def _whole(self, gradient: Tensor) -> bool:
-        return gradient.shape[1] == self._like.shape[1]
 
 
 def delta_of(dout: Tensor, out: Tensor) -> Tensor:
     """rowsum(dout * out): [B,S,H,D] twice -> [B,H,S] in float32 (float64 for float64)."""
+    if out.is_cuda and out.dtype != torch.float64:
+        from megatron_cp_plugin.kernels import fused
+
+        return fused.delta_of(dout, out)
     dtype = accumulation_dtype(out.dtype)
     return (dout.to(dtype) * out.to(dtype)).sum(-1).transpose(1, 2).contiguous()

@@ -8,19 +8,34 @@ a few rectangles and triangles cover it exactly.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from math import lcm
 
 from megatron_cp_plugin.core.layout import Span
+from megatron_cp_plugin.errors import ContextParallelError
 
 
 @dataclass(frozen=True)
 class Mask:
-    """Which keys a query may see. causal: those at its own position and before; else all."""
+    """Which keys a query may see.
+
+    Attributes:
+        causal: those at its own position and before; else all.
+        window: of those only the last so many, its own included; None: all. Causal only.
+    """
 
     causal: bool = True
+    window: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.window is not None and (self.window < 1 or not self.causal):
+            shape = "causal" if self.causal else "full"
+            raise ContextParallelError(
+                f"a window is 1 or more and needs causal attention, got {self.window} with {shape} "
+                "attention: leave window out"
+            )
 
 
 @dataclass(frozen=True)
@@ -32,6 +47,8 @@ class Tile:
         rows, cols: lengths of the two slices; both positive, rows <= cols if causal.
         causal: bottom-right aligned, row i sees column j iff j <= i + cols - rows. Where rows
             equals cols this is the ordinary causal square.
+        reverse: rows and columns are taken in reverse order, so that causal means j >= i instead:
+            the lower edge of a window, with kernels that know only the upper one.
     """
 
     q: slice
@@ -39,6 +56,7 @@ class Tile:
     rows: int
     cols: int
     causal: bool
+    reverse: bool = False
 
     @property
     def area(self) -> int:
@@ -89,6 +107,8 @@ def _plan(
     rows, cols = (sum(map(len, spans)) for spans in (q_spans, kv_spans))
     if not rows or not cols:
         return ()
+    if mask.window is not None:
+        return tuple(_windowed(q_spans, kv_spans, mask.window, rectangular))
     if not mask.causal:
         return (Tile(slice(0, rows), slice(0, cols), rows, cols, causal=False),)
     if all(span.step == 1 for span in (*q_spans, *kv_spans)):
@@ -170,6 +190,77 @@ def _cover(runs: Sequence[_Run], rectangular: bool, q: slice, kv: slice) -> Iter
         yield Tile(q_slice, _within(kv, start, run.last), rows, run.last - start, causal=True)
 
 
+def _windowed(
+    q_spans: Sequence[Span], kv_spans: Sequence[Span], window: int, rectangular: bool
+) -> Iterator[Tile]:
+    common = lcm(*(span.step for span in (*q_spans, *kv_spans)))
+    for q_residue, q_span, q_local in _residues(q_spans, common):
+        for kv_residue, kv_span, kv_local in _residues(kv_spans, common):
+            late = int(kv_residue > q_residue)
+            shifted = Span(kv_span.start + late, kv_span.stop + late)
+            width = (window - 1 + kv_residue - q_residue) // common + 1 - late
+            for tile in _band(q_span, shifted, width, rectangular):
+                q = _within(q_local, tile.q.start, tile.q.stop)
+                kv = _within(kv_local, tile.kv.start, tile.kv.stop)
+                yield replace(tile, q=q, kv=kv)
+
+
+def _band(q: Span, kv: Span, width: int, rectangular: bool) -> Iterator[Tile]:
+    """Tiles for rows x of q that see keys y of kv iff 0 <= x - y < width."""
+    first, last = max(q.start, kv.start), min(q.stop, kv.stop + width - 1)
+    lower_slopes_from, upper_slopes_until = kv.start + width, kv.stop
+    start = first
+    while start < last:
+        lower, upper = start >= lower_slopes_from, start < upper_slopes_until
+        # Where both edges slope, the two triangles of `width` rows touch each other.
+        stop = start + width if lower and upper else last
+        edges = (lower_slopes_from, upper_slopes_until, last, stop)
+        stop = min(edge for edge in edges if edge > start)
+        yield from _piece(q, kv, (start, stop), width, (lower, upper), rectangular)
+        start = stop
+
+
+def _piece(
+    q: Span,
+    kv: Span,
+    rows: tuple[int, int],
+    width: int,
+    slopes: tuple[bool, bool],
+    rectangular: bool,
+) -> Iterator[Tile]:
+    """Tiles of some rows whose lower and upper edges each slope everywhere or nowhere."""
+    start, stop = rows
+    lower, upper = slopes
+
+    def tile(count: int, cols: tuple[int, int], *, causal: bool, reverse: bool = False) -> Tile:
+        return Tile(
+            slice(start - q.start, start - q.start + count),
+            slice(cols[0] - kv.start, cols[1] - kv.start),
+            count,
+            cols[1] - cols[0],
+            causal,
+            reverse,
+        )
+
+    low = max(kv.start, start - width + 1)
+    if stop - start == 1:
+        yield tile(1, (low, start + 1 if upper else kv.stop), causal=False)
+        return
+    # Keys up to `middle` are of a lower triangle, from `top` on of an upper one, all see the rest.
+    top = start if upper else kv.stop
+    triangle = min(stop - start, top - low) if lower else 0
+    middle = low + triangle
+    joins_upper = rectangular and upper
+    joins_lower = rectangular and lower and not upper
+    if triangle:
+        end = top if joins_lower else middle
+        yield tile(triangle, (low, end), causal=True, reverse=True)
+    if middle < top and not joins_upper and not joins_lower:
+        yield tile(stop - start, (middle, top), causal=False)
+    if upper:
+        yield tile(stop - start, (middle if joins_upper else top, stop), causal=True)
+
+
 def _within(outer: slice, start: int, stop: int) -> slice:
     """Elements [start, stop) of the slice `outer`."""
     first = outer.start + start * outer.step
@@ -180,4 +271,46 @@ def _within(outer: slice, start: int, stop: int) -> slice:
 
 def visible_pairs(seq_len: int, mask: Mask) -> int:
     """Number of (query, key) pairs of the whole sequence that the mask lets through."""
-    return seq_len * (seq_len + 1) // 2 if mask.causal else seq_len * seq_len
+    if not mask.causal:
+        return seq_len * seq_len
+    window = min(mask.window or seq_len, seq_len)
+    return window * (window + 1) // 2 + (seq_len - window) * window
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some rows of a block of queries, and all that is computed for them.
+
+    Attributes:
+        rows: of the block. tiles: with q slices that count from rows.start.
+    """
+
+    rows: slice
+    tiles: tuple[Tile, ...]
+
+
+@lru_cache(maxsize=4096)
+def parts(tiles: tuple[Tile, ...], rows: int) -> tuple[Part, ...]:
+    """Divides a block of `rows` queries so that each part's tiles cover all rows of the part.
+
+    Then a part needs no buffer to merge into unless it has several tiles. Rows that see nothing
+    are a part without tiles. Where tiles overlap otherwise, all is one part.
+    """
+    by_rows: dict[tuple[int, int], list[Tile]] = {}
+    for tile in tiles:
+        if tile.q.step not in (None, 1):
+            return (Part(slice(0, rows), tiles),)
+        moved = replace(tile, q=slice(0, tile.rows))
+        by_rows.setdefault((tile.q.start, tile.q.stop), []).append(moved)
+    found: list[Part] = []
+    reached = 0
+    for (start, stop), own in sorted(by_rows.items()):
+        if start < reached:
+            return (Part(slice(0, rows), tiles),)
+        if start > reached:
+            found.append(Part(slice(reached, start), ()))
+        found.append(Part(slice(start, stop), tuple(own)))
+        reached = stop
+    if reached < rows:
+        found.append(Part(slice(reached, rows), ()))
+    return tuple(found)

@@ -13,15 +13,19 @@ from torch import Tensor
 
 from megatron_cp_plugin.core.comm import Communicator, Pending, Receive, Send
 from megatron_cp_plugin.core.topology import Topology
+from megatron_cp_plugin.errors import ContextParallelError
 
-Address = tuple[str, int, int]  # channel, from, to
+Address = tuple[str, int, int, int]  # channel, number of the operation, from, to
 
 
 class VirtualWorld:
-    """Mailboxes of `size` virtual ranks."""
+    """Mailboxes of `size` virtual ranks, on nodes of `ranks_per_node` of them (default: one)."""
 
-    def __init__(self, size: int, timeout_s: float = 30.0) -> None:
+    def __init__(
+        self, size: int, timeout_s: float = 30.0, ranks_per_node: int | None = None
+    ) -> None:
         self.size = size
+        self.ranks_per_node = ranks_per_node or size
         self.failed = Event()
         self._timeout_s = timeout_s
         self._lock = Lock()
@@ -41,7 +45,7 @@ class VirtualWorld:
                 return self._mailbox(address).get(timeout=0.05)
             except Empty:
                 continue
-        channel, source, to = address
+        channel, _, source, to = address
         raise TimeoutError(f"no message on {channel!r} from virtual rank {source} to {to}")
 
     def unread(self) -> list[Address]:
@@ -71,6 +75,21 @@ class VirtualTopology(Topology):
             f"{self._path}{name}", self._world, self._members, self._global_rank
         )
 
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        return tuple(rank // self._world.ranks_per_node for rank in self._members)
+
+    @property
+    def peer_access(self) -> bool:
+        return False
+
+    @property
+    def peer_bytes(self) -> int:
+        return 0
+
+    def peer_channel(self, name: str, slots: int) -> Communicator:
+        raise ContextParallelError("transport peer needs CUDA devices, got virtual ranks")
+
     def subgroup(self, ranks: Sequence[int], name: str) -> Topology:
         members = [self._members[rank] for rank in ranks]
         return VirtualTopology(self._world, members, self._global_rank, f"{self._path}{name}/")
@@ -83,15 +102,17 @@ class _VirtualCommunicator(Communicator):
         super().__init__(channel, list(members).index(global_rank), len(members), global_rank)
         self._world = world
         self._members = members
+        self._operations = 0
 
     def _exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Pending[None]:
+        turn = self._next()
         for tensor, to in sends:
             assert tensor.is_contiguous(), "messages are contiguous tensors"
-            self._post(tensor, to)
+            self._post(turn, tensor, to)
 
         def finish() -> None:
             for buffer, source in receives:
-                message = self._take(source)
+                message = self._take(turn, source)
                 if message.shape != buffer.shape or message.dtype != buffer.dtype:
                     raise RuntimeError(
                         f"rank {self.rank} expected {tuple(buffer.shape)} {buffer.dtype} from "
@@ -109,24 +130,37 @@ class _VirtualCommunicator(Communicator):
         return Pending(lambda: received.wait().sum(0))
 
     def _all_to_all(self, x: Tensor) -> Pending[Tensor]:
+        turn = self._next()
         for to in range(self.size):
-            self._post(x[to], to)
-        return Pending(lambda: torch.stack([self._take(source) for source in range(self.size)]))
+            self._post(turn, x[to], to)
+        return Pending(
+            lambda: torch.stack([self._take(turn, source) for source in range(self.size)])
+        )
 
-    def _post(self, message: Tensor, to: int) -> None:
-        self._world.post((self.channel, self.global_rank, self._members[to]), message)
+    def _next(self) -> int:
+        """Operations may be waited for in any order, so each has messages of its own."""
+        self._operations += 1
+        return self._operations
 
-    def _take(self, source: int) -> Tensor:
-        return self._world.take((self.channel, self._members[source], self.global_rank))
+    def _post(self, turn: int, message: Tensor, to: int) -> None:
+        self._world.post((self.channel, turn, self.global_rank, self._members[to]), message)
+
+    def _take(self, turn: int, source: int) -> Tensor:
+        return self._world.take((self.channel, turn, self._members[source], self.global_rank))
 
 
-def run_virtual[T](size: int, body: Callable[[Topology], T], timeout_s: float = 30.0) -> list[T]:
+def run_virtual[T](
+    size: int,
+    body: Callable[[Topology], T],
+    timeout_s: float = 30.0,
+    ranks_per_node: int | None = None,
+) -> list[T]:
     """Runs body(topology) on `size` virtual ranks, each a thread.
 
     Returns: the results by rank. Raises: the first error of any rank; RuntimeError if messages
     were sent that nobody received.
     """
-    world = VirtualWorld(size, timeout_s)
+    world = VirtualWorld(size, timeout_s, ranks_per_node)
     results: dict[int, T] = {}
     errors: list[BaseException] = []
 

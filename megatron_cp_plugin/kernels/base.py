@@ -52,6 +52,14 @@ class Statistics:
             None if self.delta is None else self.delta[:, :, rows],
         )
 
+    def flipped(self) -> "Statistics":
+        """The statistics of the rows in reverse order."""
+        return Statistics(
+            self.lse.flip(2),
+            None if self.out is None else self.out.flip(1),
+            None if self.delta is None else self.delta.flip(2),
+        )
+
     def delta_for(self, dout: Tensor) -> Tensor:
         """delta [B,H,S], computed from out if it is not there."""
         if self.delta is not None:

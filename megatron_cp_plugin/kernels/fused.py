@@ -4,6 +4,7 @@ Every tensor is read once and written once, whatever its dtype and strides (the 
 contiguous); all arithmetic is float32.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -107,7 +108,7 @@ def merge_into(
 
 
 @triton.jit
-def _add_kernel(  # type: ignore[no-untyped-def]
+def _sum_kernel(  # type: ignore[no-untyped-def]
     out_ptr,
     a_ptr,
     b_ptr,
@@ -126,6 +127,7 @@ def _add_kernel(  # type: ignore[no-untyped-def]
     b_h,
     ROWS: tl.constexpr,
     DIM: tl.constexpr,
+    TWO: tl.constexpr,
 ):
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     column = tl.arange(0, DIM)
@@ -134,29 +136,89 @@ def _add_kernel(  # type: ignore[no-untyped-def]
     batch = row // (heads * tokens)
     inside = (row < rows)[:, None] & (column < dim)[None, :]
     a_at = (batch * a_b + token * a_s + head * a_h)[:, None] + column[None, :]
-    b_at = (batch * b_b + token * b_s + head * b_h)[:, None] + column[None, :]
     total = tl.load(a_ptr + a_at, inside, 0.0).to(tl.float32)
-    total += tl.load(b_ptr + b_at, inside, 0.0).to(tl.float32)
+    if TWO:
+        b_at = (batch * b_b + token * b_s + head * b_h)[:, None] + column[None, :]
+        total += tl.load(b_ptr + b_at, inside, 0.0).to(tl.float32)
     out_at = (batch * out_b + token * out_s + head * out_h)[:, None] + column[None, :]
     tl.store(out_ptr + out_at, total.to(out_ptr.dtype.element_ty), inside)
 
 
-def add_into(out: Tensor, a: Tensor, b: Tensor) -> None:
-    """out = a + b, summed in float32; out may be a. All [B,S,heads,D], any floating dtypes."""
+def sum_into(out: Tensor, a: Tensor, b: Tensor | None) -> None:
+    """out = a + b, summed in float32; out may be a; no b: a copy in another dtype.
+
+    Args: all [B,S,heads,D], any floating dtypes.
+    """
     batch, tokens, heads, dim = out.shape
     rows = batch * tokens * heads
+    other = a if b is None else b
     if rows:
-        _add_kernel[(triton.cdiv(rows, _ROWS),)](
+        _sum_kernel[(triton.cdiv(rows, _ROWS),)](
             out,
             a,
-            b,
+            other,
             tokens,
             heads,
             rows,
             dim,
             *out.stride()[:3],
             *a.stride()[:3],
-            *b.stride()[:3],
+            *other.stride()[:3],
+            ROWS=_ROWS,
+            DIM=triton.next_power_of_2(dim),
+            TWO=b is not None,
+        )
+
+
+@triton.jit
+def _delta_kernel(  # type: ignore[no-untyped-def]
+    delta_ptr,
+    dout_ptr,
+    out_ptr,
+    tokens,
+    heads,
+    rows,
+    dim,
+    dout_b,
+    dout_s,
+    dout_h,
+    out_b,
+    out_s,
+    out_h,
+    ROWS: tl.constexpr,
+    DIM: tl.constexpr,
+):
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    column = tl.arange(0, DIM)
+    head = row % heads
+    token = (row // heads) % tokens
+    batch = row // (heads * tokens)
+    live = row < rows
+    inside = live[:, None] & (column < dim)[None, :]
+    dout_at = (batch * dout_b + token * dout_s + head * dout_h)[:, None] + column[None, :]
+    out_at = (batch * out_b + token * out_s + head * out_h)[:, None] + column[None, :]
+    dout = tl.load(dout_ptr + dout_at, inside, 0.0).to(tl.float32)
+    out = tl.load(out_ptr + out_at, inside, 0.0).to(tl.float32)
+    tl.store(delta_ptr + (batch * heads + head) * tokens + token, tl.sum(dout * out, 1), live)
+
+
+def delta_of(dout: Tensor, out: Tensor) -> Tensor:
+    """rowsum(dout * out): [B,S,H,D] twice -> [B,H,S] float32."""
+    batch, tokens, heads, dim = out.shape
+    delta = torch.empty((batch, heads, tokens), dtype=torch.float32, device=out.device)
+    rows = batch * tokens * heads
+    if rows:
+        _delta_kernel[(triton.cdiv(rows, _ROWS),)](
+            delta,
+            dout,
+            out,
+            tokens,
+            heads,
+            rows,
+            dim,
+            *dout.stride()[:3],
+            *out.stride()[:3],
             ROWS=_ROWS,
             DIM=triton.next_power_of_2(dim),
         )
+    return delta

@@ -1,5 +1,6 @@
 """The planner covers every visible pair exactly once, for any two blocks of any layout."""
 
+import math
 from itertools import pairwise
 
 import pytest
@@ -8,7 +9,12 @@ from hypothesis import strategies as st
 
 from megatron_cp_plugin.core.layout import LAYOUTS, Span
 from megatron_cp_plugin.core.tiles import Mask, plan_tiles
+from megatron_cp_plugin.core.tiles import visible_pairs as count_visible_pairs
+from megatron_cp_plugin.errors import ContextParallelError
 
+masks = st.one_of(
+    st.booleans().map(Mask), st.integers(1, 40).map(lambda window: Mask(window=window))
+)
 layouts = st.sampled_from(sorted(LAYOUTS)).map(LAYOUTS.__getitem__)
 
 
@@ -24,7 +30,7 @@ def computed_pairs(q_spans, kv_spans, tiles):
             (row, col)
             for i, row in enumerate(rows)
             for j, col in enumerate(cols)
-            if not tile.causal or j <= i + len(cols) - len(rows)
+            if not tile.causal or (i <= j if tile.reverse else j <= i + len(cols) - len(rows))
         ]
         assert len(found) == tile.area > 0
         pairs += found
@@ -38,7 +44,7 @@ def visible_pairs(q_spans, kv_spans, mask):
         for row in q.positions
         for kv in kv_spans
         for col in kv.positions
-        if col <= row or not mask.causal
+        if not mask.causal or 0 <= row - col < (mask.window or math.inf)
     ]
 
 
@@ -51,11 +57,10 @@ def check(q_spans, kv_spans, mask, rectangular):
         assert rectangular or not tile.causal or tile.rows == tile.cols
 
 
-@given(layouts, layouts, st.integers(1, 6), st.integers(1, 40), st.booleans(), st.booleans())
+@given(layouts, layouts, st.integers(1, 6), st.integers(1, 40), masks, st.booleans())
 def test_blocks_of_all_rank_pairs_cover_the_mask_once(
-    q_layout, kv_layout, size, seq_len, causal, rectangular
+    q_layout, kv_layout, size, seq_len, mask, rectangular
 ):
-    mask = Mask(causal)
     pairs = []
     for q_rank in range(size):
         for kv_rank in range(size):
@@ -73,9 +78,9 @@ def ascending_spans(draw):
     return tuple(Span(a, b) for a, b in list(pairwise(bounds))[::2])
 
 
-@given(ascending_spans(), ascending_spans(), st.booleans(), st.booleans())
-def test_any_ascending_spans(q_spans, kv_spans, causal, rectangular):
-    check(q_spans, kv_spans, Mask(causal), rectangular)
+@given(ascending_spans(), ascending_spans(), masks, st.booleans())
+def test_any_ascending_spans(q_spans, kv_spans, mask, rectangular):
+    check(q_spans, kv_spans, mask, rectangular)
 
 
 @given(st.integers(1, 6), st.integers(1, 6), st.data())
@@ -102,3 +107,31 @@ def test_the_future_needs_no_call():
 def test_spans_that_do_not_ascend_are_refused():
     with pytest.raises(ValueError, match="ascending"):
         plan_tiles((Span(8, 16), Span(0, 8)), (Span(0, 8),), Mask())
+
+
+@pytest.mark.parametrize(
+    "mask", [Mask(), Mask(causal=False), *(Mask(window=w) for w in (1, 7, 99))]
+)
+def test_number_of_visible_pairs(mask):
+    whole = (Span(0, 20),)
+    assert count_visible_pairs(20, mask) == len(visible_pairs(whole, whole, mask))
+
+
+def test_a_window_of_one_block_needs_two_calls_a_rank():
+    """Its own causal square, and the triangle of the block before: DISTFLASHATTN, appendix D."""
+    mask = Mask(window=8)
+    own = plan_tiles((Span(16, 24),), (Span(16, 24),), mask)
+    assert [(t.q, t.kv, t.causal, t.reverse) for t in own] == [
+        (slice(0, 8), slice(0, 8), True, False)
+    ]
+    before = plan_tiles((Span(16, 24),), (Span(8, 16),), mask)
+    assert [(t.q, t.kv, t.causal, t.reverse) for t in before] == [
+        (slice(0, 7), slice(1, 8), True, True)
+    ]
+    assert plan_tiles((Span(16, 24),), (Span(0, 8),), mask) == ()
+
+
+@pytest.mark.parametrize(("causal", "window"), [(True, 0), (True, -1), (False, 8)])
+def test_windows_that_make_no_sense_are_refused(causal, window):
+    with pytest.raises(ContextParallelError, match=f"got {window} with"):
+        Mask(causal, window)

@@ -122,9 +122,13 @@ merge_into(*want, a, a_lse, b, b_lse)
 for x, y in zip(got, want):
     torch.testing.assert_close(x, y)
 total = torch.full((2, 5, 3, 8), torch.nan)
-fused.add_into(total[:, 1:3], a[:, 1:3], b[:, 2:4])
+fused.sum_into(total[:, 1:3], a[:, 1:3], b[:, 2:4])
 assert torch.equal(total[:, 1:3], a[:, 1:3].float() + b[:, 2:4].float())
 assert total[:, 0].isnan().all() and total[:, 3:].isnan().all()
+fused.sum_into(total, a, None)
+assert torch.equal(total, a.float())
+delta = torch.einsum("bshd,bshd->bhs", a.float(), b.float())
+torch.testing.assert_close(fused.delta_of(a, b), delta)
 """
 
 

@@ -1,0 +1,68 @@
+"""KV all-gather: every rank computes its own queries against all keys."""
+
+from dataclasses import dataclass
+
+from megatron_cp_plugin.algorithms.gathered import GatherSchedule
+from megatron_cp_plugin.algorithms.grid import GridAlgorithm, GridSettings, Wire
+from megatron_cp_plugin.core.algorithm import Algorithm
+from megatron_cp_plugin.core.layout import Zigzag
+from megatron_cp_plugin.core.topology import Topology
+from megatron_cp_plugin.errors import ConfigError
+from megatron_cp_plugin.registry import register
+
+
+@register("allgather")
+class KvAllGather(GridAlgorithm):
+    """K and V gathered by groups of heads, the next group during the attention of the present one.
+
+    The grid of `attention2d` with a single column. With S = N/P tokens a rank, elements of e
+    bytes and gradients of g, a rank sends B*S*(P-1) times 2GDe forward, 2GD(e+g) backward.
+
+    Kept for the backward: q, k, v, out and lse of the rank's own tokens. Of the gathered K and V
+    there are two groups of heads at a time, `gathered_mib` at most. All that a rank holds beside
+    its inputs and results is that of `attention2d` with C = 1 and R = P.
+
+    Source: the scheme of Llama 3 (section 3.3.2, context parallelism). Differs: by groups of
+    heads, so that communication overlaps and memory is bounded.
+    """
+
+    layout = Zigzag()
+
+    @dataclass(frozen=True)
+    class Options(Algorithm.Options):
+        """Options of allgather.
+
+        Attributes:
+            gathered_mib: bound on the gathered K and V of a rank in MiB. More groups of heads are
+                made until it holds; if single heads are too large the call is refused.
+            chunks: number of groups of heads at least, if there are as many KV heads.
+            gradients: dtype in which partial dK and dV travel; they are summed in float32.
+        """
+
+        gathered_mib: int = 1024
+        chunks: int = 4
+        gradients: Wire = "model"
+
+    options: Options
+
+    def __init__(self, topology: Topology, options: Options) -> None:
+        super().__init__(topology, options)
+        settings = GridSettings(
+            self.layout,
+            rows=topology.size,
+            cols=1,
+            gradients=options.gradients,
+            chunks=options.chunks,
+            gathered_bytes=options.gathered_mib * 2**20,
+        )
+        self.schedule = GatherSchedule(topology, settings)
+
+    @classmethod
+    def check(
+        cls, options: Algorithm.Options, *, size: int, heads: int, kv_heads: int, causal: bool
+    ) -> None:
+        """See Algorithm.check."""
+        assert isinstance(options, cls.Options)
+        for name, value in (("gathered_mib", options.gathered_mib), ("chunks", options.chunks)):
+            if value < 1:
+                raise ConfigError(f"allgather needs {name} >= 1, got {value}: leave it out")

@@ -1,0 +1,122 @@
+"""Attention2D: queries gathered in the rows of a grid of ranks, keys in its columns.
+
+Every 1D scheme moves O(N) elements a rank whatever the number of ranks; the grid moves
+O(N / sqrt(P)).
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_cp_plugin.algorithms.attention2d_overlap import RingSchedule
+from megatron_cp_plugin.algorithms.gathered import GatherSchedule
+from megatron_cp_plugin.algorithms.grid import GridAlgorithm, GridSettings, Wire
+from megatron_cp_plugin.core.algorithm import Algorithm
+from megatron_cp_plugin.core.grid import check_grid
+from megatron_cp_plugin.core.layout import Cyclic, Layout, Zigzag
+from megatron_cp_plugin.core.topology import Topology
+from megatron_cp_plugin.errors import ConfigError
+from megatron_cp_plugin.registry import register
+
+_CHUNKS = 4
+
+
+@register("attention2d")
+class Attention2D(GridAlgorithm):
+    """Attention on a grid of R rows and C columns, P = R * C.
+
+    A rank computes the queries of its row against the keys of its column. cols=1 is exactly the
+    all-gather of K and V, rows=1 exactly that of Q.
+
+    With S = N/P tokens a rank, elements of e bytes, partial outputs and gradients of the same, and
+    lse and delta of w bytes, a rank sends B*S times
+
+        forward   (C-1) * (2HDe + Hw) + (R-1) * 2GDe
+        backward  (C-1) * (3HDe + 2Hw) + (R-1) * 4GDe
+
+    and, off the grid's diagonal, 2GDe in each for the transposes of the paper's variants.
+
+    Kept for the backward: q, k, v (or their transposes), out and lse of the rank's own tokens.
+    Beside these and its results a rank holds at most, with n groups of heads (`chunks`), gathered
+    queries of q = B*H*S*C*D*e/n bytes and gathered keys and values of kv = 2*B*G*S*R*D*e/n a group,
+    and rows of lse and delta aside,
+
+        forward   (6 + 1/C) * q + (2 + 1/R) * kv
+        backward  (8 + 2/C) * q + (6 + 4/e + 1/R) * kv
+
+    which are two groups that are gathered at a time, results of kernels, what is sent and received
+    of two groups, and float32 sums of dK and dV. With "overlap", where q = B*H*S*D*e and n is 1,
+
+        forward   (2R + 4) * q + 2 * kv
+        backward  (2R + 6) * q + (3 + 4/e) * kv
+
+    Source: Attention2D. Variant "no": Algorithms 1 to 3, "overlap": Algorithms 4 to 11, on the
+    cyclic layout with its transposes of K and V. Variant "zigzag" is not the paper's: on zigzag
+    chunks every pair of ranks has the same causal work, each query chunk sees a prefix of the
+    sorted key chunks, and nothing is transposed.
+    """
+
+    @dataclass(frozen=True)
+    class Options(Algorithm.Options):
+        """Options of attention2d.
+
+        Attributes:
+            variant: "zigzag" is Megatron's own layout, without transposes, pipelined by heads;
+                "no" the paper's without overlap; "overlap" the paper's with rings in place of
+                collective operations. Both need the cyclic layout.
+            rows, cols: R and C; 0: chosen so that forward and backward together move the fewest
+                bytes. Rows lie inside a node where they can ("zigzag" only).
+            partials: dtype in which partial outputs travel: "model", that of q, in which kernels
+                give them, or "float32".
+            gradients: dtype in which partial gradients travel; they are summed in float32.
+            chunks: of "zigzag": at most so many groups of heads, pipelined; 0: 4.
+        """
+
+        variant: Literal["zigzag", "no", "overlap"] = "zigzag"
+        rows: int = 0
+        cols: int = 0
+        partials: Wire = "model"
+        gradients: Wire = "model"
+        chunks: int = 0
+
+    options: Options
+
+    def __init__(self, topology: Topology, options: Options) -> None:
+        super().__init__(topology, options)
+        self.layout = self.layout_for(options)
+        check_grid(self.name, topology.size, options.rows, options.cols)
+        zigzag = options.variant == "zigzag"
+        settings = GridSettings(
+            self.layout,
+            transposed=not zigzag,
+            rows=options.rows,
+            cols=options.cols,
+            partials=options.partials,
+            gradients=options.gradients,
+            chunks=(options.chunks or _CHUNKS) if zigzag else 1,
+        )
+        schedule = RingSchedule if options.variant == "overlap" else GatherSchedule
+        self.schedule = schedule(topology, settings)
+
+    @classmethod
+    def layout_for(cls, options: Algorithm.Options) -> Layout:
+        """See Algorithm.layout_for."""
+        assert isinstance(options, cls.Options)
+        return Zigzag() if options.variant == "zigzag" else Cyclic()
+
+    @classmethod
+    def check(
+        cls, options: Algorithm.Options, *, size: int, heads: int, kv_heads: int, causal: bool
+    ) -> None:
+        """See Algorithm.check."""
+        assert isinstance(options, cls.Options)
+        check_grid(cls.name, size, options.rows, options.cols)
+        if options.chunks < 0:
+            raise ConfigError(
+                f"attention2d needs chunks >= 0, got {options.chunks}: use 1 for no overlap, or 0 "
+                "for the default"
+            )
+        if options.chunks > 1 and options.variant != "zigzag":
+            raise ConfigError(
+                f"attention2d with variant {options.variant} takes no chunks, got "
+                f"{options.chunks}: leave the option out, or use variant zigzag"
+            )

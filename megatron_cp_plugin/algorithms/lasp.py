@@ -1,0 +1,204 @@
+"""LASP: linear attention whose ranks exchange states, whatever the length of the sequence.
+
+`lasp` passes one state from rank to rank; `lasp2` gathers all ranks' states at once, and takes
+the decayed prefix itself.
+
+B batch, H heads, D, E head dims, n runs of a rank, P ranks. States are [B,H,D,E].
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from megatron_cp_plugin.core.algorithm import Algorithm, Traffic
+from megatron_cp_plugin.core.comm import Pending
+from megatron_cp_plugin.core.decay import Decay, combine
+from megatron_cp_plugin.core.layout import LAYOUTS, Contiguous, Layout
+from megatron_cp_plugin.core.linear import LinearAlgorithm, LinearShape, Meanwhile, Route
+from megatron_cp_plugin.core.streams import Beside
+from megatron_cp_plugin.core.topology import Topology
+from megatron_cp_plugin.registry import register
+
+
+@register("lasp")
+class Lasp(LinearAlgorithm):
+    """One state travels along the chain of ranks, its gradient back.
+
+    Source: LASP, Algorithms 2 and 3. Differs: states are float32; within a rank's chunk the
+    kernel works in chunks of its own; tokens may also see later ones.
+    """
+
+    layout = Contiguous()
+
+    def __init__(self, topology: Topology, options: Algorithm.Options) -> None:
+        super().__init__(topology, options)
+        self._states = topology.channel("states")
+        self._sent: Pending[None] | None = None
+
+    def carry(
+        self,
+        states: Tensor,
+        first: Tensor | None,
+        route: Route,
+        decay: Decay,
+        meanwhile: Meanwhile,
+        *,
+        to_the_end: bool,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """See LinearAlgorithm.carry. Source: LASP, Algorithm 2, lines 9 to 17.
+
+        Differs: a rank passes the state on as soon as it comes, whether its own work is done or
+        not.
+        """
+        chain = sorted(range(self.topology.size), key=lambda rank: route.runs[rank])
+        place = chain.index(self.topology.rank)
+        ((start, stop),) = route.runs[self.topology.rank]
+        (own,) = states
+        beside = Beside(own.device)
+        arrived = first
+        self._sit_out(place - 1)
+        if place:
+            arrived = torch.empty_like(own)
+            with beside:
+                receiving = self._states.exchange([], [(arrived, chain[place - 1])])
+            meanwhile()
+            with beside:
+                receiving.wait()
+        with beside:
+            end = own
+            if arrived is not None:
+                weights = decay.weights(((stop - start, 0),), own)
+                (end,) = combine(torch.stack((arrived, own)), weights)
+            self._pass_on(end, chain[place + 1 :])
+        self._sit_out(len(chain) - place - 2)
+        if not place:
+            meanwhile()
+        beside.join()
+        at_the_end = place + 1 == len(chain)
+        return None if arrived is None else arrived.unsqueeze(0), end if at_the_end else None
+
+    def _pass_on(self, state: Tensor, later: Sequence[int]) -> None:
+        """Sends to the first of the later ranks; what was sent before has long arrived."""
+        if self._sent is not None:
+            self._sent.wait()
+            self._sent = None
+        if later:
+            self._sent = self._states.exchange([(state, later[0])], [])
+
+    def _sit_out(self, hops: int) -> None:
+        """Takes no part in hops between other ranks; every rank posts the same operations."""
+        for _ in range(hops):
+            self._states.exchange([], [])
+
+    def share(self, end: Tensor | None, like: Tensor, route: Route) -> Tensor:
+        """See LinearAlgorithm.share."""
+        others = [rank for rank in range(self.topology.size) if rank != route.last_rank]
+        if end is not None:
+            self._states.exchange([(end, rank) for rank in others], []).wait()
+            return end
+        end = torch.empty_like(like)
+        self._states.exchange([], [(end, route.last_rank)]).wait()
+        return end
+
+    def collect(self, gradient: Tensor, route: Route) -> Tensor | None:
+        """See LinearAlgorithm.collect."""
+        start = route.back().last_rank
+        if self.topology.rank != start:
+            self._states.exchange([(gradient.contiguous(), start)], []).wait()
+            return None
+        parts = [torch.empty_like(gradient) for _ in range(self.topology.size - 1)]
+        others = [rank for rank in range(self.topology.size) if rank != start]
+        self._states.exchange([], list(zip(parts, others, strict=True))).wait()
+        return torch.stack([gradient, *parts]).sum(0)
+
+    def traffic(self, shape: LinearShape, rank: int, *, causal: bool, final_state: bool) -> Traffic:
+        """See LinearAlgorithm.traffic: one state a hop, whatever the number of tokens."""
+        last = self.topology.size - 1
+        hops = int(rank < last) + (0 if causal else int(rank > 0))
+        back = int(rank > 0) + (0 if causal else int(rank < last))
+        if final_state:
+            hops += last if rank == last else 0
+            back += int(rank < last)
+        return Traffic(hops * shape.state_bytes, hops, back * shape.state_bytes, back)
+
+
+@register("lasp2")
+class Lasp2(LinearAlgorithm):
+    """All states in one all-gather, which the work within the runs hides.
+
+    Serves the layouts of the softmax algorithms too: on zigzag a rank holds two runs, so that
+    layers of both kinds can share one model and one slicing of the batch.
+
+    Source: LASP, section 2.2, equation 11. Differs: one collective instead of P - 1 hops.
+    """
+
+    @dataclass(frozen=True)
+    class Options(Algorithm.Options):
+        """Options of lasp2. Attributes: layout: which tokens each rank holds."""
+
+        layout: Literal["contiguous", "zigzag"] = "contiguous"
+
+    options: Options
+
+    def __init__(self, topology: Topology, options: Options) -> None:
+        super().__init__(topology, options)
+        self._states = topology.channel("states")
+
+    @classmethod
+    def layout_for(cls, options: Algorithm.Options) -> Layout:
+        """See LinearAlgorithm.layout_for."""
+        assert isinstance(options, cls.Options)
+        return LAYOUTS[options.layout]
+
+    def carry(
+        self,
+        states: Tensor,
+        first: Tensor | None,
+        route: Route,
+        decay: Decay,
+        meanwhile: Meanwhile,
+        *,
+        to_the_end: bool,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """See LinearAlgorithm.carry."""
+        gathering = self._states.all_gather(states)
+        meanwhile()
+        gathered = gathering.wait().flatten(0, 1)
+        starts = [start for start, _ in route.runs[self.topology.rank]]
+        if to_the_end:
+            starts.append(route.length)
+        distances = route.distances(starts)
+        if first is not None:
+            gathered = torch.cat((gathered, first.unsqueeze(0)))
+        else:
+            distances = tuple(row[:-1] for row in distances)
+        arrived = combine(gathered, decay.weights(distances, gathered))
+        if to_the_end:
+            return arrived[:-1], arrived[-1]
+        return arrived, None
+
+    def share(self, end: Tensor | None, like: Tensor, route: Route) -> Tensor:
+        """See LinearAlgorithm.share: every rank has computed it."""
+        assert end is not None
+        return end
+
+    def collect(self, gradient: Tensor, route: Route) -> Tensor | None:
+        """See LinearAlgorithm.collect."""
+        return self._states.all_gather(gradient).wait().sum(0)
+
+    def traffic(self, shape: LinearShape, rank: int, *, causal: bool, final_state: bool) -> Traffic:
+        """See LinearAlgorithm.traffic: n states to each other rank, in each direction."""
+        others = self.topology.size - 1
+        runs = len(self.layout.spans(rank, self.topology.size, 2 * self.topology.size))
+        sweeps = 1 if causal else 2
+        bytes_ = sweeps * others * runs * shape.state_bytes
+        collecting = others if final_state else 0
+        return Traffic(
+            bytes_,
+            sweeps * others,
+            bytes_ + collecting * shape.state_bytes,
+            sweeps * others + collecting,
+        )

@@ -1,0 +1,83 @@
+"""USP: Ulysses inside teams of ranks, a ring between them."""
+
+from dataclasses import dataclass
+from math import gcd
+from typing import Literal
+
+from megatron_cp_plugin.algorithms.ring import Ring
+from megatron_cp_plugin.algorithms.ulysses import HeadSplit, check_chunks, check_heads
+from megatron_cp_plugin.core.algorithm import Algorithm
+from megatron_cp_plugin.core.layout import LAYOUTS, Layout
+from megatron_cp_plugin.core.topology import Topology
+from megatron_cp_plugin.errors import ConfigError
+from megatron_cp_plugin.registry import register
+
+
+@register("usp")
+class Usp(HeadSplit):
+    """Unified sequence parallelism: U consecutive ranks split the heads, P/U teams are a ring.
+
+    The U ranks of a team together hold one chunk (contiguous) or two (zigzag) of the P/U or 2P/U
+    of the sequence, so the ring between teams is the ordinary one, and the layout of the tokens
+    that of the ring on all P ranks.
+
+    With S = N/P tokens a rank a rank sends what `ulysses` of U ranks sends, and what the ring of
+    P/U ranks sends with N tokens, H/U query heads and V/U KV heads, V = lcm(G, U).
+
+    Kept for the backward, and memory beside it: as `ulysses` with U ranks; the ring holds two
+    blocks of 2V/U heads more at a time.
+
+    Source: USP (Fang and Zhao), sections 3 and 4. Differs: pipelined by groups of heads; the
+    backward may rotate queries.
+    """
+
+    @dataclass(frozen=True)
+    class Options(HeadSplit.Options):
+        """Options of usp.
+
+        Attributes:
+            ulysses: U; 0: as many ranks as the KV heads allow without being copied, which is the
+                largest common divisor of ranks and KV heads.
+            ring: the layout and schedule between teams: "zigzag" or "ring".
+            backward, gradients, transport: of the ring, see there.
+        """
+
+        ulysses: int = 0
+        ring: Literal["zigzag", "ring"] = "zigzag"
+        backward: Literal["auto", "kv", "query"] = "auto"
+        gradients: Literal["float32", "model"] = "float32"
+        transport: Literal["auto", "group", "peer"] = "auto"
+
+    options: Options
+
+    def __init__(self, topology: Topology, options: Options) -> None:
+        super().__init__(topology, options)
+        self.ring_options = Ring.Options(
+            backward=options.backward, gradients=options.gradients, transport=options.transport
+        )
+
+    def degree(self, kv_heads: int) -> int:
+        """See HeadSplit.degree."""
+        return self.options.ulysses or gcd(self.topology.size, kv_heads)
+
+    @classmethod
+    def layout_for(cls, options: Algorithm.Options) -> Layout:
+        """See Algorithm.layout_for."""
+        assert isinstance(options, cls.Options)
+        return LAYOUTS["zigzag" if options.ring == "zigzag" else "contiguous"]
+
+    @classmethod
+    def check(
+        cls, options: Algorithm.Options, *, size: int, heads: int, kv_heads: int, causal: bool
+    ) -> None:
+        """See Algorithm.check."""
+        assert isinstance(options, cls.Options)
+        check_chunks(cls.name, options)
+        if options.ulysses < 0 or (options.ulysses and size % options.ulysses):
+            allowed = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
+            raise ConfigError(
+                f"usp needs ulysses to divide context_parallel_size = {size}, got "
+                f"{options.ulysses}: use one of {allowed}, or 0 to have it chosen"
+            )
+        if options.ulysses:
+            check_heads(cls.name, heads, options.ulysses)

@@ -1,0 +1,165 @@
+"""Blocks of several ranks as one block in ascending order of positions, and back.
+
+n ranks' blocks come out of a collective operation as [n, ..., S, ...], each padded to S tokens.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from megatron_cp_plugin.core.layout import Span
+
+
+def padded(x: Tensor, dim: int, width: int) -> Tensor:
+    """x with zeros behind it, up to `width` along `dim`; x itself if it is as long as that."""
+    missing = width - x.shape[dim]
+    return x if not missing else pad(x, [0, 0] * (x.dim() - 1 - dim) + [0, missing])
+
+
+class Assembly(ABC):
+    """The order of the tokens of some ranks.
+
+    Dimensions are those of one rank's tensor, where `dim` is the one of tokens.
+
+    Attributes:
+        spans: positions of the assembled block, ascending. tokens: how many they are.
+        members: number of ranks. width: S, to which every rank's block is padded.
+    """
+
+    spans: tuple[Span, ...]
+    tokens: int
+    members: int
+    width: int
+
+    @abstractmethod
+    def join(self, gathered: Tensor, dim: int) -> Tensor:
+        """[n, ..., S, ...] -> [..., tokens, ...] in ascending order; a view where it can be."""
+
+    @abstractmethod
+    def place(self, blocks: Tensor, dim: int, rows: slice, values: Tensor) -> None:
+        """Writes some rows of an assembled block to where they belong in [n, ..., S, ...]."""
+
+    def split(self, whole: Tensor, dim: int) -> Tensor:
+        """The inverse of `join`: [..., tokens, ...] -> [n, ..., S, ...]. Padding is undefined."""
+        shape = (self.members, *whole.shape[:dim], self.width, *whole.shape[dim + 1 :])
+        blocks = whole.new_empty(shape)
+        self.place(blocks, dim, slice(0, self.tokens), whole)
+        return blocks
+
+
+def assemble(members: Sequence[Sequence[Span]], width: int) -> Assembly:
+    """The order of the tokens of some ranks.
+
+    Args:
+        members: spans of each rank's block. They are pieces without gaps, or all ranks hold one
+            span each with a common step and, together, every so many positions.
+        width: to which blocks are padded.
+
+    Raises: ValueError if the spans are neither.
+    """
+    return _assemble(tuple(map(tuple, members)), width)
+
+
+@lru_cache(maxsize=1024)
+def _assemble(members: tuple[tuple[Span, ...], ...], width: int) -> Assembly:
+    if all(span.step == 1 for spans in members for span in spans):
+        return _Chunks(members, width)
+    return _Interleaved(members, width)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Tokens [start, start + length) of a rank's block, row `row` of the assembled one."""
+
+    member: int
+    start: int
+    length: int
+    row: int
+
+
+class _Chunks(Assembly):
+    """Spans without gaps, sorted by position."""
+
+    def __init__(self, members: tuple[tuple[Span, ...], ...], width: int) -> None:
+        self.members, self.width = len(members), width
+        found: list[tuple[Span, int, int]] = []
+        for member, spans in enumerate(members):
+            start = 0
+            for span in spans:
+                if len(span):
+                    found.append((span, member, start))
+                start += len(span)
+        found.sort(key=lambda item: item[0].start)
+        pieces: list[_Piece] = []
+        merged: list[Span] = []
+        row = 0
+        for span, member, start in found:
+            last = pieces[-1] if pieces else None
+            if last and last.member == member and last.start + last.length == start:
+                pieces[-1] = _Piece(member, last.start, last.length + len(span), last.row)
+            else:
+                pieces.append(_Piece(member, start, len(span), row))
+            if merged and merged[-1].stop == span.start:
+                merged[-1] = Span(merged[-1].start, span.stop)
+            else:
+                merged.append(span)
+            row += len(span)
+        self.spans, self.tokens, self._pieces = tuple(merged), row, tuple(pieces)
+        # Padding may follow the last rank's block: it is cut off at the end.
+        self._in_order = all(
+            piece.member == index and (piece.length == width or index == self.members - 1)
+            for index, piece in enumerate(pieces)
+        )
+
+    def join(self, gathered: Tensor, dim: int) -> Tensor:
+        if self._in_order:
+            return gathered.movedim(0, dim).flatten(dim, dim + 1).narrow(dim, 0, self.tokens)
+        pieces = [gathered[p.member].narrow(dim, p.start, p.length) for p in self._pieces]
+        return torch.cat(pieces, dim) if pieces else gathered[0].narrow(dim, 0, 0)
+
+    def place(self, blocks: Tensor, dim: int, rows: slice, values: Tensor) -> None:
+        for piece in self._pieces:
+            low = max(rows.start, piece.row)
+            length = min(rows.stop, piece.row + piece.length) - low
+            if length > 0:
+                target = blocks[piece.member].narrow(dim, piece.start + low - piece.row, length)
+                target.copy_(values.narrow(dim, low - rows.start, length))
+
+    def split(self, whole: Tensor, dim: int) -> Tensor:
+        if self._in_order and self.tokens == self.members * self.width:
+            return whole.unflatten(dim, (self.members, self.width)).movedim(dim, 0)
+        return super().split(whole, dim)
+
+
+class _Interleaved(Assembly):
+    """One span a rank, all with the same step, taken in turns."""
+
+    def __init__(self, members: tuple[tuple[Span, ...], ...], width: int) -> None:
+        self.members, self.width = len(members), width
+        spans = [span for (span,) in members]
+        step = spans[0].step
+        apart, rest = divmod(step, len(spans))
+        first = spans[0].start
+        stop = max(span.stop for span in spans)
+        expected = [(min(first + index * apart, stop), step) for index in range(len(spans))]
+        if rest or [(span.start, span.step) for span in spans] != expected:
+            raise ValueError(f"spans must be evenly interleaved, got {spans}")
+        self.spans = (Span(first, stop, apart),)
+        self.tokens = sum(map(len, spans))
+
+    def join(self, gathered: Tensor, dim: int) -> Tensor:
+        return gathered.movedim(0, dim + 1).flatten(dim, dim + 1).narrow(dim, 0, self.tokens)
+
+    def place(self, blocks: Tensor, dim: int, rows: slice, values: Tensor) -> None:
+        for member in range(self.members):
+            first = rows.start + (member - rows.start) % self.members
+            count = -(-(rows.stop - first) // self.members)
+            if count > 0:
+                index = [slice(None)] * dim + [slice(first - rows.start, None, self.members)]
+                target = blocks[member].narrow(dim, first // self.members, count)
+                target.copy_(values[tuple(index)])

@@ -1,0 +1,80 @@
+"""Decay rates of linear attention, and states carried over distances.
+
+B batch, H heads, D head dim of q and k, E head dim of v. A state is k v^T summed with decay.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import log
+
+import torch
+from torch import Tensor
+
+from megatron_cp_plugin.errors import ConfigError
+
+Distances = tuple[tuple[int | None, ...], ...]
+
+
+@dataclass(frozen=True)
+class Decay:
+    """One rate per head, each in (0, 1]; 1 is linear attention without decay.
+
+    Powers are taken as exp(exponent * log(rate)) in float64: long distances end at 0 and never
+    pass through infinity.
+    """
+
+    rates: tuple[float, ...]
+
+    @staticmethod
+    def of(decay: float | Sequence[float] | Tensor, heads: int) -> "Decay":
+        """Reads what users give: a number for all heads, or one per head.
+
+        A tensor on a GPU is copied to the host, which waits for it: keep rates on the CPU.
+
+        Raises: ConfigError if the number of rates or a rate does not fit.
+        """
+        if isinstance(decay, Tensor):
+            if decay.requires_grad:
+                raise ConfigError(
+                    "decay is not differentiable, got a tensor that requires grad: "
+                    "pass decay.detach()"
+                )
+            decay = decay.tolist()
+        rates = (float(decay),) * heads if isinstance(decay, int | float) else tuple(decay)
+        if len(rates) != heads:
+            raise ConfigError(f"decay needs one rate for each of {heads} heads, got {len(rates)}")
+        for rate in rates:
+            if not 0 < rate <= 1:
+                raise ConfigError(f"decay rates must be above 0 and at most 1, got {rate}")
+        return Decay(tuple(map(float, rates)))
+
+    def logarithms(self, device: torch.device) -> Tensor:
+        """Natural logarithms of the rates: [H] float64."""
+        return _logarithms(self.rates, device)
+
+    def powers(self, exponents: Tensor) -> Tensor:
+        """rate ** exponent of every head: exponents [...], not negative -> [..., H] float64."""
+        return torch.exp(exponents.unsqueeze(-1) * self.logarithms(exponents.device))
+
+    def weights(self, distances: Distances, like: Tensor) -> Tensor:
+        """rate ** distance [rows, columns, H] in like's dtype and device; 0 where it is None."""
+        return _weights(self.rates, distances, like.device, like.dtype)
+
+
+@lru_cache(maxsize=1024)
+def _logarithms(rates: tuple[float, ...], device: torch.device) -> Tensor:
+    return torch.tensor([log(rate) for rate in rates], dtype=torch.float64, device=device)
+
+
+@lru_cache(maxsize=1024)
+def _weights(
+    rates: tuple[float, ...], distances: Distances, device: torch.device, dtype: torch.dtype
+) -> Tensor:
+    powers = [[[0.0 if n is None else rate**n for rate in rates] for n in row] for row in distances]
+    return torch.tensor(powers, dtype=dtype, device=device)
+
+
+def combine(states: Tensor, weights: Tensor) -> Tensor:
+    """Weighted sums of states: [M,B,H,D,E] with weights [N,M,H] -> [N,B,H,D,E], contiguous."""
+    return torch.einsum("nmh,mbhde->nbhde", weights, states).contiguous()

@@ -1,0 +1,90 @@
+"""A context-parallel group as a grid of R rows and C columns. Pure Python."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from megatron_cp_plugin.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Which rank stands where.
+
+    Attributes:
+        ranks: [row][column]. key_owners: by rank, whose keys it holds when columns gather them.
+    """
+
+    ranks: tuple[tuple[int, ...], ...]
+    key_owners: tuple[int, ...]
+
+    @property
+    def rows(self) -> int:
+        """R."""
+        return len(self.ranks)
+
+    @property
+    def cols(self) -> int:
+        """C."""
+        return len(self.ranks[0])
+
+    def row(self, rank: int) -> tuple[int, ...]:
+        """The ranks of a rank's row, ascending."""
+        return tuple(sorted(self.ranks[self._places[rank][0]]))
+
+    def column(self, rank: int) -> tuple[int, ...]:
+        """The ranks of a rank's column, ascending."""
+        column = self._places[rank][1]
+        return tuple(sorted(row[column] for row in self.ranks))
+
+    @cached_property
+    def _places(self) -> dict[int, tuple[int, int]]:
+        return {
+            rank: (row, column)
+            for row, ranks in enumerate(self.ranks)
+            for column, rank in enumerate(ranks)
+        }
+
+
+def row_major(rows: int, cols: int, nodes: Sequence[int]) -> Grid:
+    """Rows of consecutive ranks, inside a node wherever its ranks are a multiple of `cols`.
+
+    Args: nodes: the node of each rank.
+    """
+    order = sorted(range(rows * cols), key=lambda rank: (nodes.index(nodes[rank]), rank))
+    ranks = tuple(tuple(order[row * cols : (row + 1) * cols]) for row in range(rows))
+    return Grid(ranks, tuple(range(rows * cols)))
+
+
+def column_major(rows: int, cols: int) -> Grid:
+    """Rank r + R*c at (r, c), with the keys of rank r*C + c.
+
+    On a cyclic layout every row's queries and every column's keys are evenly spaced then.
+    Source: Attention2D, section 3.2.
+    """
+    ranks = tuple(tuple(row + rows * column for column in range(cols)) for row in range(rows))
+    owners = tuple(rank % rows * cols + rank // rows for rank in range(rows * cols))
+    return Grid(ranks, owners)
+
+
+def grid_shapes(size: int, rows: int, cols: int) -> Iterator[tuple[int, int]]:
+    """All (R, C) with R * C = size; `rows`, `cols` fix one of them, 0 leaves it open."""
+    for r in range(1, size + 1):
+        if size % r == 0 and rows in (0, r) and cols in (0, size // r):
+            yield r, size // r
+
+
+def check_grid(name: str, size: int, rows: int, cols: int) -> None:
+    """Raises: ConfigError if no grid of `size` ranks has that many rows and columns."""
+    if any(grid_shapes(size, rows, cols)):
+        return
+    allowed = ", ".join(f"{r}x{c}" for r, c in grid_shapes(size, 0, 0))
+    raise ConfigError(
+        f"{name} needs rows * cols = context_parallel_size = {size}, got rows {rows} and cols "
+        f"{cols}: use one of {allowed}, or 0 to have it chosen"
+    )
+
+
+def cheapest(size: int, rows: int, cols: int, cost: Callable[[int, int], int]) -> tuple[int, int]:
+    """The allowed (R, C) of least cost(R, C); of equals, the one with more rows."""
+    return min(grid_shapes(size, rows, cols), key=lambda shape: (cost(*shape), -shape[0]))

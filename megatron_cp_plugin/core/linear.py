@@ -1,0 +1,422 @@
+"""Linear attention over a split sequence: what its algorithms are, and their autograd Function.
+
+B batch, S local tokens, H heads, D head dim of q and k, E head dim of v, n runs of consecutive
+tokens that a rank holds. States are [B,H,D,E], float32 (float64 for float64).
+
+Runs compute on their own (kernels/linear.py); what an algorithm adds is the way of states from
+run to run. The gradient of a state goes the same way in the other direction, and so does
+everything where tokens see later ones: one function carries them all.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_cp_plugin.core.algorithm import Algorithm, Traffic
+from megatron_cp_plugin.core.comm import communicating_in
+from megatron_cp_plugin.core.decay import Decay, Distances
+from megatron_cp_plugin.core.layout import Layout
+from megatron_cp_plugin.core.partial import accumulation_dtype
+from megatron_cp_plugin.core.recompute import computed_once
+from megatron_cp_plugin.core.topology import Topology
+from megatron_cp_plugin.errors import ConfigError, ContextParallelError
+from megatron_cp_plugin.kernels.linear import LinearKernel, LinearProblem, resolve_linear
+
+Interval = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class LinearCall:
+    """One linear attention over the whole split sequence.
+
+    Attributes:
+        seq_len: global N. causal: tokens see themselves and earlier ones; otherwise all, with
+            rate**|distance|. decay: rates per head. kernel: computes the runs.
+        output_final_state: the state after the last token is wanted.
+    """
+
+    seq_len: int
+    causal: bool
+    decay: Decay
+    kernel: LinearKernel
+    output_final_state: bool = False
+
+
+@dataclass(frozen=True)
+class LinearShape:
+    """What the volume of communication depends on. Attributes: wide_bytes: of states."""
+
+    batch: int
+    heads: int
+    head_dim: int
+    value_dim: int
+    wide_bytes: int = 4
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one state of all heads."""
+        return self.batch * self.heads * self.head_dim * self.value_dim * self.wide_bytes
+
+
+@dataclass(frozen=True)
+class Route:
+    """Which part of the way each run covers, for states that travel over the whole sequence.
+
+    Attributes: runs: for each rank (start, stop) of its runs in their local order, counted from
+    where the way begins. length: of the way, the global N.
+    """
+
+    runs: tuple[tuple[Interval, ...], ...]
+    length: int
+
+    @staticmethod
+    def of(layout: Layout, size: int, seq_len: int) -> "Route":
+        """The way from the first token to the last."""
+        return Route(
+            tuple(
+                tuple((span.start, span.stop) for span in layout.spans(rank, size, seq_len))
+                for rank in range(size)
+            ),
+            seq_len,
+        )
+
+    def back(self) -> "Route":
+        """The same runs on the way in the other direction."""
+        return Route(
+            tuple(
+                tuple((self.length - stop, self.length - start) for start, stop in runs)
+                for runs in self.runs
+            ),
+            self.length,
+        )
+
+    def distances(self, places: Sequence[int]) -> Distances:
+        """How many tokens are between the ends of runs and places on the way.
+
+        Returns: for each place one entry for each run, by rank, None for runs that end behind it;
+        and last the distance from the beginning.
+        """
+        stops = [stop for runs in self.runs for _, stop in runs]
+        return tuple(
+            (*(place - stop if stop <= place else None for stop in stops), place)
+            for place in places
+        )
+
+    @property
+    def last_rank(self) -> int:
+        """The rank that holds the last run."""
+        return max(range(len(self.runs)), key=lambda rank: max(self.runs[rank]))
+
+    def flipped(self) -> "Route":
+        """The way from the last token to the first, each rank's tokens in reverse order."""
+        back = self.back()
+        return Route(tuple(runs[::-1] for runs in back.runs), self.length)
+
+
+Meanwhile = Callable[[], None]
+Saved = tuple[Tensor | None, ...]
+
+
+class LinearAlgorithm(ABC):
+    """Linear attention over a sequence that is split among the ranks of a topology.
+
+    Subclasses are made by `registry.create_linear` with a topology and an instance of their own
+    `Options` (Algorithm.Options where they have none).
+
+    Attributes:
+        name: set by the registry. layout: which tokens each rank holds.
+    """
+
+    name: str = ""
+    layout: Layout
+
+    Options = Algorithm.Options
+
+    def __init__(self, topology: Topology, options: Algorithm.Options) -> None:
+        self.topology = topology
+        self.options = options
+        self.layout = self.layout_for(options)
+
+    @classmethod
+    def layout_for(cls, options: Algorithm.Options) -> Layout:
+        """The layout that an instance with these options has."""
+        return cls.layout
+
+    @abstractmethod
+    def carry(
+        self,
+        states: Tensor,
+        first: Tensor | None,
+        route: Route,
+        decay: Decay,
+        meanwhile: Meanwhile,
+        *,
+        to_the_end: bool,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Carries the states of all ranks' runs along a route.
+
+        Args:
+            states: [n,B,H,D,E] of the local runs, each as if nothing came before it.
+            first: where the route begins [B,H,D,E], the same on all ranks; None: 0.
+            meanwhile: local work that needs no other rank's state; called once.
+            to_the_end: the state at the end of the route is wanted.
+
+        Returns: the states that arrive at the local runs [n,B,H,D,E], None if all are 0; and, if
+        wanted, the one at the end [B,H,D,E], at least on the rank whose run is the last.
+        """
+
+    @abstractmethod
+    def share(self, end: Tensor | None, like: Tensor, route: Route) -> Tensor:
+        """The state at the end, on all ranks, from what `carry` gave. Args: like: its shape."""
+
+    @abstractmethod
+    def collect(self, gradient: Tensor, route: Route) -> Tensor | None:
+        """The sum of all ranks' gradients [B,H,D,E], at least where the route begins."""
+
+    @abstractmethod
+    def traffic(self, shape: LinearShape, rank: int, *, causal: bool, final_state: bool) -> Traffic:
+        """What `rank` sends, by closed formula; the tests hold it against the counters."""
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, initial: Tensor | None, call: LinearCall
+    ) -> tuple[Tensor, Tensor | None, Saved]:
+        """Linear attention of the local queries.
+
+        Args: q, k: [B,S,H,D]; v: [B,S,H,E]; contiguous. initial: the state before the first token.
+
+        Returns: out [B,S,H,E] in q's dtype, the final state if wanted, and what `backward` needs.
+        """
+        route = self._route(call)
+        out, final, cache = self._sweep(
+            q, k, v, initial, route, call, output_final_state=call.output_final_state
+        )
+        if call.causal:
+            return out, final, (q, k, v, cache)
+        later, _, later_cache = self._sweep(
+            q.flip(1), k.flip(1), v.flip(1), None, route.flipped(), call, output_final_state=False
+        )
+        # Both sweeps hold each token's own term.
+        wide = accumulation_dtype(q.dtype)
+        own = (q.to(wide) * k.to(wide)).sum(-1, keepdim=True) * v.to(wide)
+        out = (out.to(wide) + later.flip(1).to(wide) - own).to(q.dtype)
+        return out, final, (q, k, v, cache, later_cache)
+
+    def backward(
+        self, dout: Tensor, dfinal: Tensor | None, saved: Saved, call: LinearCall
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Gradients of the local shards, and of the initial state on the rank of the first token.
+
+        Args: dout: [B,S,H,E] contiguous. dfinal: this rank's gradient of the final state.
+
+        Returns: dq, dk, dv in the dtypes of q, k, v; dinitial, None on the other ranks.
+        """
+        q, k, v, cache, *later = saved
+        assert q is not None
+        assert k is not None
+        assert v is not None
+        route = self._route(call)
+        dq, dk, dv, dinitial = self._sweep_back(dout, q, k, v, cache, dfinal, route, call)
+        if call.causal:
+            return dq, dk, dv, dinitial
+        mirrored = (dout.flip(1), q.flip(1), k.flip(1), v.flip(1))
+        *gradients, _ = self._sweep_back(*mirrored, later[0], None, route.flipped(), call)
+        wide = accumulation_dtype(q.dtype)
+        dout, q, k, v = (x.to(wide) for x in (dout, q, k, v))
+        down = (dout * v).sum(-1, keepdim=True)
+        own = (down * k, down * q, (q * k).sum(-1, keepdim=True) * dout)
+        dq, dk, dv = (
+            (one.to(wide) + other.flip(1).to(wide) - twice).to(one.dtype)
+            for one, other, twice in zip((dq, dk, dv), gradients, own, strict=True)
+        )
+        return dq, dk, dv, dinitial
+
+    def _route(self, call: LinearCall) -> Route:
+        return Route.of(self.layout, self.topology.size, call.seq_len)
+
+    def _sweep(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        initial: Tensor | None,
+        route: Route,
+        call: LinearCall,
+        *,
+        output_final_state: bool,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Every token and what is before it on the route. Returns: out, final state, cache."""
+        runs = len(route.runs[self.topology.rank])
+        q, k, v = (_fold(x, runs) for x in (q, k, v))
+        running = call.kernel.forward(q, k, v, call.decay)
+        states = _by_run(running.state, runs)
+        arrived, end = self.carry(
+            states, initial, route, call.decay, running.intra, to_the_end=output_final_state
+        )
+        final = self.share(end, states[0], route) if output_final_state else None
+        out, cache = running.finish(_by_batch(arrived))
+        return _unfold(out, runs), final, cache
+
+    def _sweep_back(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache: Tensor | None,
+        dfinal: Tensor | None,
+        route: Route,
+        call: LinearCall,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Gradients of `_sweep`: those of states travel from the end of the route."""
+        runs = len(route.runs[self.topology.rank])
+        dout, q, k, v = (_fold(x, runs) for x in (dout, q, k, v))
+        running = call.kernel.backward(dout, q, k, v, call.decay, cache)
+        back = route.back()
+        arrived, end = self.carry(
+            _by_run(running.dstate, runs),
+            None if dfinal is None else self.collect(dfinal, back),
+            back,
+            call.decay,
+            running.intra,
+            to_the_end=True,
+        )
+        dq, dk, dv = (_unfold(x, runs) for x in running.finish(_by_batch(arrived)))
+        return dq, dk, dv, end if self.topology.rank == back.last_rank else None
+
+
+def _fold(x: Tensor, runs: int) -> Tensor:
+    """Runs of equal length as batch entries: [B,n*C,...] -> [B*n,C,...], a view."""
+    return x.unflatten(1, (runs, -1)).flatten(0, 1)
+
+
+def _unfold(x: Tensor, runs: int) -> Tensor:
+    """[B*n,C,...] -> [B,n*C,...]."""
+    return x.unflatten(0, (-1, runs)).flatten(1, 2)
+
+
+def _by_run(states: Tensor, runs: int) -> Tensor:
+    """[B*n,H,D,E] -> [n,B,H,D,E]."""
+    return states.unflatten(0, (-1, runs)).transpose(0, 1).contiguous()
+
+
+def _by_batch(states: Tensor | None) -> Tensor | None:
+    """[n,B,H,D,E] -> [B*n,H,D,E]."""
+    return None if states is None else states.transpose(0, 1).flatten(0, 1)
+
+
+class _LinearAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        initial: Tensor | None,
+        algorithm: LinearAlgorithm,
+        call: LinearCall,
+        site: Hashable | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+
+        def compute() -> tuple[Tensor | None, ...]:
+            out, final, saved = algorithm.forward(q, k, v, initial, call)
+            return (out, final, *saved)
+
+        inputs = (q, k, v) if initial is None else (q, k, v, initial)
+        with communicating_in("forward"):
+            out, final, *saved = computed_once(site, inputs, compute)
+        assert out is not None
+        ctx.save_for_backward(*saved)
+        ctx.algorithm, ctx.call, ctx.initial = algorithm, call, initial is not None
+        return out, final
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor, dfinal: Tensor | None) -> tuple[Tensor | None, ...]:
+        with communicating_in("backward"):
+            dq, dk, dv, dinitial = ctx.algorithm.backward(
+                dout.contiguous(), dfinal, ctx.saved_tensors, ctx.call
+            )
+        return dq, dk, dv, dinitial if ctx.initial else None, None, None, None
+
+
+def attend_linearly(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    algorithm: LinearAlgorithm,
+    seq_len: int,
+    decay: Decay,
+    causal: bool = True,
+    kernel: str = "auto",
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    site: Hashable | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Linear attention of the local queries over all ranks' tokens; differentiable.
+
+    Args:
+        q, k: [B,S,H,D]; v: [B,S,H,E]: this rank's shards, in the order of algorithm.layout.
+        seq_len: global N. decay: rates per head.
+        initial_state: before the first token [B,H,D,E], the same on all ranks.
+        output_final_state: the state after the last token is wanted.
+        site: as in `recompute.computed_once`.
+
+    Returns: out [B,S,H,E] in q's dtype; the final state, the same on all ranks, or None. Gradients
+    are those of the sum of all ranks' losses, so that of initial_state, summed over the ranks, is
+    whole.
+    Raises: ContextParallelError if shapes or dtypes do not fit; KernelUnavailableError if the
+    kernel cannot serve them.
+    """
+    _check(q, k, v, initial_state, algorithm, seq_len)
+    problem = LinearProblem(q.device, q.dtype, q.shape[2], q.shape[3], v.shape[3])
+    call = LinearCall(seq_len, causal, decay, resolve_linear(kernel, problem), output_final_state)
+    if initial_state is not None:
+        initial_state = initial_state.to(accumulation_dtype(q.dtype))
+    return _LinearAttention.apply(q, k, v, initial_state, algorithm, call, site)
+
+
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    initial_state: Tensor | None,
+    algorithm: LinearAlgorithm,
+    seq_len: int,
+) -> None:
+    shapes = f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if q.dim() != 4 or q.shape != k.shape or v.dim() != 4 or v.shape[:3] != k.shape[:3]:
+        raise ContextParallelError(
+            f"linear attention needs q, k [B,S,H,D] and v [B,S,H,E], {shapes}: repeat the KV heads "
+            "if there are fewer"
+        )
+    if not q.dtype == k.dtype == v.dtype:
+        raise ContextParallelError(
+            f"q, k, v need one dtype, got {q.dtype}, {k.dtype}, {v.dtype}: cast them first"
+        )
+    state = (q.shape[0], *q.shape[2:], v.shape[3])
+    if initial_state is not None and initial_state.shape != state:
+        raise ContextParallelError(
+            f"initial_state needs the shape [B,H,D,E] = {state}, got {tuple(initial_state.shape)}"
+        )
+    rank, size = algorithm.topology.rank, algorithm.topology.size
+    lengths = [len(span) for span in algorithm.layout.spans(rank, size, seq_len)]
+    if q.shape[1] != sum(lengths):
+        raise ContextParallelError(
+            f"rank {rank} of {size} holds {sum(lengths)} of {seq_len} tokens "
+            f"({algorithm.layout.name} layout), got {q.shape[1]}: pass seq_len=, or shard with "
+            "cp.shard"
+        )
+    multiple = algorithm.layout.multiple(size)
+    if len(lengths) > 1 and seq_len % multiple:
+        raise ConfigError(
+            f"{algorithm.name} on the {algorithm.layout.name} layout needs seq_len divisible by "
+            f"{multiple}, got {seq_len}: use {seq_len - seq_len % multiple + multiple}, or the "
+            "option layout=contiguous"
+        )

@@ -1,0 +1,173 @@
+"""Exchanges between the GPUs of one node by their copy engines, over peer memory.
+
+NCCL moves data with kernels that take multiprocessors away from attention; a copy engine takes
+none. Each rank writes straight into its peer's receive buffer and then a flag beside it; streams,
+not kernels and not the host, wait for flags.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_cp_plugin.core.comm import Communicator, Described, Pending, Receive, Send
+from megatron_cp_plugin.errors import ContextParallelError
+
+_ALIGNMENT = 256
+
+
+class PeerCommunicator(Communicator):
+    """Exchanges with at most one destination and one source each, over CUDA peer memory.
+
+    All ranks post the same number of exchanges; what one rank sends has the shapes of what the
+    other expects. With n slots a received block may be read until the n-th next exchange that
+    receives is posted. The collective operations are not offered.
+
+    Attributes: held_bytes: memory held for receiving, which torch's statistics do not show.
+    """
+
+    def __init__(self, channel: str, group: dist.ProcessGroup, slots: int) -> None:
+        super().__init__(channel, dist.get_rank(group), dist.get_world_size(group), dist.get_rank())
+        self._group = group
+        self._device = torch.device("cuda", torch.cuda.current_device())
+        self._stream = torch.cuda.Stream(priority=-1)
+        self._slots = slots
+        self._turn = 0
+        self._sent = [0] * self.size
+        self._received = [0] * self.size
+        # Word p of each half: what rank p has made ready for us, what rank p has written to us.
+        self._flags, self._flags_handle = self._symmetric(2 * self.size * 4)
+        self._flags.zero_()
+        self._slab: Tensor = self._flags
+        self._slab_handle: Any = None
+        self._slot_bytes = 0
+        torch.cuda.synchronize()
+        dist.barrier(group)
+
+    def buffers(self, like: Sequence[Described], device: torch.device) -> tuple[Tensor, ...]:
+        """See Communicator.buffers; views of this turn's slot."""
+        sizes = [_bytes(shape, dtype) for shape, dtype in like]
+        offsets = _offsets(sizes)
+        self.reserve(like)
+        base = self._turn % self._slots * self._slot_bytes
+        return tuple(
+            self._slab[base + start : base + start + size].view(dtype).view(shape)
+            for (shape, dtype), start, size in zip(like, offsets, sizes, strict=False)
+        )
+
+    def reserve(self, like: Sequence[Described]) -> None:
+        """See Communicator.reserve."""
+        needed = _offsets([_bytes(shape, dtype) for shape, dtype in like])[-1]
+        if needed > self._slot_bytes:
+            self._grow(needed)
+
+    @property
+    def held_bytes(self) -> int:
+        return self._slots * self._slot_bytes
+
+    def _exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Pending[None]:
+        current = torch.cuda.current_stream()
+        sources = {source for _, source in receives}
+        targets = {to for _, to in sends}
+        if len(sources) > 1 or len(targets) > 1:
+            raise ContextParallelError(
+                f"peer transport needs one source and one destination an exchange, got {sources} "
+                f"and {targets}: use transport nccl"
+            )
+        base = self._turn % self._slots * self._slot_bytes
+        self._turn += 1
+        for source in sources:
+            # Whatever read this slot before was queued before this on the current stream.
+            self._received[source] += 1
+            self._write(current, source, self.rank, self._received[source])
+        copied = torch.cuda.Event()
+        for to in targets:
+            self._sent[to] += 1
+            self._stream.wait_stream(current)
+            self._await(self._stream, to, self._sent[to])
+            offsets = _offsets([t.numel() * t.element_size() for t, _ in sends])
+            with torch.cuda.stream(self._stream):
+                for (tensor, _), start in zip(sends, offsets, strict=False):
+                    self._remote(to, base + start, tensor).copy_(tensor)
+            self._write(self._stream, to, self.size + self.rank, self._sent[to])
+            copied.record(self._stream)
+
+        def finish() -> None:
+            now = torch.cuda.current_stream()
+            for source in sources:
+                self._await(now, self.size + source, self._received[source])
+            if sends:  # which this closure keeps alive until they have been copied
+                now.wait_event(copied)
+
+        return Pending(finish)
+
+    def _remote(self, rank: int, offset: int, like: Tensor) -> Tensor:
+        """A view of a peer's slab."""
+        assert self._slab_handle is not None
+        return self._slab_handle.get_buffer(
+            rank, tuple(like.shape), like.dtype, offset // like.element_size()
+        )
+
+    def _grow(self, slot_bytes: int) -> None:
+        """Replaces the slab by a larger one; all ranks come here in the same turn."""
+        torch.cuda.synchronize()
+        dist.barrier(self._group)
+        self._slot_bytes = slot_bytes
+        self._slab, self._slab_handle = self._symmetric(self._slots * slot_bytes)
+
+    def _symmetric(self, size_bytes: int) -> tuple[Tensor, Any]:
+        """Memory that all ranks of the group can write to, and the handle to their parts."""
+        from torch.distributed import _symmetric_memory as symmetric_memory
+
+        memory = symmetric_memory.empty(size_bytes, dtype=torch.uint8, device=self._device)
+        return memory, symmetric_memory.rendezvous(memory, self._group.group_name)
+
+    def _write(self, stream: torch.cuda.Stream, rank: int, word: int, value: int) -> None:
+        """Sets a flag of a peer once the stream has come here."""
+        from cuda.bindings import driver
+
+        address = self._flags_handle.buffer_ptrs[rank] + 4 * word
+        _checked(driver.cuStreamWriteValue32(stream.cuda_stream, address, _wrapped(value), 0))
+
+    def _await(self, stream: torch.cuda.Stream, word: int, value: int) -> None:
+        """Holds the stream until a flag of ours has reached the value."""
+        from cuda.bindings import driver
+
+        address = self._flags_handle.buffer_ptrs[self.rank] + 4 * word
+        at_least = driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
+        _checked(
+            driver.cuStreamWaitValue32(stream.cuda_stream, address, _wrapped(value), int(at_least))
+        )
+
+    def _all_gather(self, x: Tensor) -> Pending[Tensor]:
+        raise NotImplementedError("peer transport exchanges only")
+
+    def _reduce_scatter(self, x: Tensor) -> Pending[Tensor]:
+        raise NotImplementedError("peer transport exchanges only")
+
+    def _all_to_all(self, x: Tensor) -> Pending[Tensor]:
+        raise NotImplementedError("peer transport exchanges only")
+
+
+def _bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    return torch.Size(shape).numel() * dtype.itemsize
+
+
+def _offsets(sizes: Sequence[int]) -> list[int]:
+    """Where aligned pieces of those sizes begin; the last entry is the total."""
+    aligned = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
+    return [0, *accumulate(aligned)]
+
+
+def _wrapped(value: int) -> int:
+    """Flags compare cyclically, modulo 2^32."""
+    return value & 0xFFFFFFFF
+
+
+def _checked(result: tuple[Any, ...]) -> None:
+    """Raises: RuntimeError if a driver call failed."""
+    if int(result[0]):
+        raise RuntimeError(f"CUDA driver call failed: {result[0]}")

@@ -1,0 +1,93 @@
+"""Pieces of one attention, by heads: while one is computed, others arrive and leave."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from megatron_cp_plugin.core.comm import Pending
+
+
+@dataclass(frozen=True)
+class HeadGroup:
+    """Some query heads, and the KV heads that they use.
+
+    Attributes:
+        q, kv: slices of the head dimensions.
+        first, last: of the groups that use these KV heads.
+    """
+
+    q: slice
+    kv: slice
+    first: bool
+    last: bool
+
+    @property
+    def heads(self) -> int:
+        """Number of query heads."""
+        return self.q.stop - self.q.start
+
+    @property
+    def kv_heads(self) -> int:
+        """Number of KV heads."""
+        return self.kv.stop - self.kv.start
+
+
+def head_groups(
+    heads: int, kv_heads: int, chunks: int, *, share_kv: bool = True
+) -> tuple[HeadGroup, ...]:
+    """At most `chunks` groups of equally many heads, none with parts of more than one KV head.
+
+    Args:
+        heads, kv_heads: H and G; G divides H.
+        share_kv: whether several groups may use the same KV head; otherwise there are at most G.
+    """
+    count = max(
+        n
+        for n in range(1, max(1, min(chunks, heads)) + 1)
+        if not kv_heads % n or (share_kv and not n % kv_heads and not heads % n)
+    )
+    q_width, kv_width = heads // count, max(1, kv_heads // count)
+    sharing = max(1, count // kv_heads)
+    groups = []
+    for index in range(count):
+        kv_start = index // sharing * kv_width
+        groups.append(
+            HeadGroup(
+                slice(index * q_width, (index + 1) * q_width),
+                slice(kv_start, kv_start + kv_width),
+                first=index % sharing == 0,
+                last=index % sharing == sharing - 1,
+            )
+        )
+    return tuple(groups)
+
+
+def pipeline[I, X](
+    items: Sequence[I],
+    arrive: Callable[[I], Pending[X]],
+    work: Callable[[I, X], Pending[None]],
+) -> None:
+    """Works through items: the next one arrives, and the last one leaves, during the present one.
+
+    So no more than two items are held at once, and only the first arrival and the last departure
+    are not hidden behind work.
+
+    Args:
+        arrive: posts what an item needs from other ranks. work: computes with it, and posts what
+            other ranks get; to be waited for.
+    """
+    leaving: Pending[None] | None = None
+    arriving: Pending[X] | None = arrive(items[0])
+    for index, item in enumerate(items):
+        assert arriving is not None
+        arrived = arriving.wait()
+        # What came must be free before more comes: `arrived` may be an ordered copy of it.
+        arriving = None
+        if index + 1 < len(items):
+            arriving = arrive(items[index + 1])
+        posted = work(item, arrived)
+        del arrived
+        if leaving is not None:
+            leaving.wait()
+        leaving = posted
+    if leaving is not None:
+        leaving.wait()

@@ -1,0 +1,117 @@
+"""Activation checkpointing that does not run attention a second time.
+
+A checkpoint runs a function twice: once for its result, and in the backward once more for what
+autograd needs. A flash kernel's backward needs its inputs, out and lse, nothing that only a second
+run of its forward could give. So the first run's (out, lse) are kept and the second run uses them:
+one attention forward and one round of communication fewer, and the same bits.
+
+What is kept belongs to the one call of the checkpoint: `Checkpointed` wraps the function that the
+checkpoint holds, keeps in itself, and is freed with the checkpoint. So no order of micro-batches,
+pipeline stages, evaluation or errors can mix results up, and nothing has to be cleaned away.
+
+Source: DISTFLASHATTN, section 3.3.
+"""
+
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import cast
+
+from torch import Tensor
+
+from megatron_cp_plugin.errors import ContextParallelError
+
+_running: "ContextVar[tuple[Checkpointed, ...]]" = ContextVar("checkpointed", default=())
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """Results of one computation; a number stands for that one of its inputs.
+
+    Inputs are not kept: the second run computes them again, that is what it is for.
+    """
+
+    results: tuple[Tensor | int | None, ...]
+    shapes: tuple[object, ...]
+
+    @classmethod
+    def of(cls, inputs: Sequence[Tensor], results: Sequence[Tensor | None]) -> "_Kept":
+        places = {id(x): index for index, x in enumerate(inputs)}
+        kept = (places[id(x)] if id(x) in places else _detached(x) for x in results)
+        return cls(tuple(kept), _shapes(inputs))
+
+    def with_inputs(self, inputs: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+        if _shapes(inputs) != self.shapes:
+            raise ContextParallelError(
+                f"a checkpointed function called attention with {_shapes(inputs)} when it was "
+                f"recomputed, got {self.shapes} at first: set recompute_attention to true"
+            )
+        return tuple(inputs[x] if isinstance(x, int) else x for x in self.results)
+
+
+def _detached(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.detach()
+
+
+def _shapes(inputs: Sequence[Tensor]) -> tuple[object, ...]:
+    return tuple((tuple(x.shape), x.dtype) for x in inputs)
+
+
+class Checkpointed:
+    """A function for a checkpoint that will call it twice; one object for each checkpoint.
+
+    Works with every checkpoint that calls the very object it was given: Megatron's, Transformer
+    Engine's, and both kinds of torch.utils.checkpoint. A third run computes everything.
+    """
+
+    def __init__(self, function: Callable[..., object]) -> None:
+        self._function = function
+        self._keeping = True
+        self._kept: dict[Hashable, deque[_Kept]] = {}
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        """Runs the function, the first time keeping, then using what `computed_once` finds."""
+        token = _running.set((*_running.get(), self))
+        try:
+            return self._function(*args, **kwargs)
+        finally:
+            _running.reset(token)
+            self._keeping = False
+
+    def _keep(self, site: Hashable, kept: _Kept) -> None:
+        if self._keeping:
+            self._kept.setdefault(site, deque()).append(kept)
+
+    def _take(self, site: Hashable) -> _Kept | None:
+        waiting = None if self._keeping else self._kept.get(site)
+        return waiting.popleft() if waiting else None
+
+
+def computed_once[T: Tensor | None](
+    site: Hashable | None,
+    inputs: Sequence[Tensor],
+    compute: Callable[[], tuple[T, ...]],
+) -> tuple[T, ...]:
+    """The results of `compute`, which does not run again when a checkpoint runs its function again.
+
+    Args:
+        site: which computation of the checkpointed function this is, such as the layer's module;
+            several of one site come in the same order in both runs. None: it always runs.
+        inputs: tensors that it computes with; those among the results are not kept.
+        compute: its results depend on nothing but `inputs`.
+
+    Returns: what `compute` returns. Raises: ContextParallelError if the second run has inputs of
+    other shapes or dtypes than the first.
+    """
+    running = _running.get()
+    if site is None or not running:
+        return compute()
+    # Checkpoints may be nested: the outer ones' second run is an inner one's first run.
+    found = [kept for checkpoint in running if (kept := checkpoint._take(site)) is not None]
+    # What was kept has the types of what is computed.
+    results = cast(tuple[T, ...], found[0].with_inputs(inputs)) if found else compute()
+    kept = _Kept.of(inputs, results)
+    for checkpoint in running:
+        checkpoint._keep(site, kept)
+    return results

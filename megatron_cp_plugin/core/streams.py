@@ -1,0 +1,44 @@
+"""Work beside the current CUDA stream."""
+
+from functools import cache
+from types import TracebackType
+
+import torch
+
+
+class Beside:
+    """Within this context kernels are queued beside the current stream, as of its making.
+
+    What was queued before `Beside(device)` is visible inside; what is queued between that and
+    `join` runs at the same time. Does nothing on devices without streams.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._context: torch.cuda.StreamContext | None = None
+        if device.type == "cuda":
+            self._stream = _side_stream(device)
+            self._stream.wait_stream(torch.cuda.current_stream(device))
+            self._context = torch.cuda.stream(self._stream)
+
+    def __enter__(self) -> None:
+        if self._context is not None:
+            self._context.__enter__()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._context is not None:
+            self._context.__exit__(kind, value, traceback)
+
+    def join(self) -> None:
+        """The current stream waits for what was queued inside."""
+        if self._context is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=-1)

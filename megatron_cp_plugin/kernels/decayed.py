@@ -1,0 +1,80 @@
+"""A Triton kernel for what a state adds to the tokens behind it."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_TOKENS = 64
+_TILES = 16
+
+
+@triton.jit
+def _add_kernel(  # type: ignore[no-untyped-def]
+    out_ptr,
+    x_ptr,
+    state_ptr,
+    log2_rate_ptr,
+    tokens,
+    heads,
+    x_dim,
+    out_dim,
+    TILES: tl.constexpr,
+    TOKENS: tl.constexpr,
+    X_DIM: tl.constexpr,
+    OUT_DIM: tl.constexpr,
+):
+    first = tl.program_id(0) * TILES * TOKENS
+    sequence = tl.program_id(1).to(tl.int64)
+    head = sequence % heads
+    log2_rate = tl.load(log2_rate_ptr + head)
+    # Behind some distance of a decaying head nothing is left to add.
+    if tl.exp2(log2_rate * (first + 1)) > 0:
+        in_column = tl.arange(0, X_DIM)
+        in_live = in_column < x_dim
+        column = tl.program_id(2) * OUT_DIM + tl.arange(0, OUT_DIM)
+        live = column < out_dim
+        state_at = (sequence * x_dim + in_column[:, None]) * out_dim + column[None, :]
+        state = tl.load(state_ptr + state_at, in_live[:, None] & live[None, :], 0.0)
+        state = state.to(x_ptr.dtype.element_ty)
+        for tile in tl.range(TILES, num_stages=2):
+            token = first + tile * TOKENS + tl.arange(0, TOKENS)
+            inside = (token < tokens)[:, None]
+            row = (sequence // heads * tokens + token) * heads + head
+            x_at = row[:, None] * x_dim + in_column[None, :]
+            x = tl.load(x_ptr + x_at, inside & in_live[None, :], 0.0)
+            added = tl.dot(x, state) * tl.exp2(log2_rate * (token + 1))[:, None]
+            out_at = row[:, None] * out_dim + column[None, :]
+            out_inside = inside & live[None, :]
+            out = tl.load(out_ptr + out_at, out_inside, 0.0).to(tl.float32) + added
+            tl.store(out_ptr + out_at, out.to(out_ptr.dtype.element_ty), out_inside)
+
+
+def add_decayed_(out: Tensor, x: Tensor, states: Tensor, log2_rates: Tensor) -> None:
+    """out_t += rate**t * state^T x_t in place, for tokens t = 1, 2, ...; summed in float32.
+
+    Args: out: [B,C,H,E], x: [B,C,H,D] bfloat16; states: [B,H,D,E] float32; log2_rates: [H]
+        float32; all contiguous.
+    """
+    batch, tokens, heads, x_dim = x.shape
+    out_dim = out.shape[3]
+    columns = min(128, max(16, triton.next_power_of_2(out_dim)))
+    grid = (
+        triton.cdiv(tokens, _TILES * _TOKENS),
+        batch * heads,
+        triton.cdiv(out_dim, columns),
+    )
+    _add_kernel[grid](
+        out,
+        x,
+        states.contiguous(),
+        log2_rates,
+        tokens,
+        heads,
+        x_dim,
+        out_dim,
+        TILES=_TILES,
+        TOKENS=_TOKENS,
+        X_DIM=max(16, triton.next_power_of_2(x_dim)),
+        OUT_DIM=columns,
+        num_warps=8,
+    )

@@ -1,0 +1,263 @@
+"""Linear attention by flash-linear-attention's Triton kernels (package fla-core).
+
+The kernels are called one by one, not through fla's autograd Function: its parts are what lets
+states travel between them, and states stored in bfloat16 give the same bits as fla's float32 ones
+(the kernels that read them round them first) at three quarters of the time.
+
+fla goes through the chunks of a run one after another, so a single long run leaves most of a GPU
+idle. Here a run is cut into segments that are computed side by side, as ranks are.
+
+B batch, C tokens, H heads, D, E head dims, n segments. "Folded" is [B*n,C/n,H,...].
+"""
+
+from functools import lru_cache
+from importlib.util import find_spec
+from math import log
+
+import torch
+from torch import Tensor
+
+from megatron_cp_plugin.core.decay import Decay, combine
+from megatron_cp_plugin.kernels.linear import (
+    BackwardPass,
+    ForwardPass,
+    LinearKernel,
+    LinearProblem,
+)
+
+_CHUNK = 64
+_SEQUENCES = 256  # batch entries times heads times segments that fill a GPU
+_SHORTEST_SEGMENT = 1024
+
+
+class FlaLinear(LinearKernel):
+    """fla.ops.common's chunk kernels, as in fla.ops.simple_gla."""
+
+    name = "fla"
+
+    def unsupported(self, problem: LinearProblem) -> str | None:
+        if find_spec("fla") is None:
+            return "needs the package fla-core, which is not installed"
+        if problem.device.type != "cuda":
+            return f"runs on cuda, got tensors on {problem.device.type}"
+        if problem.dtype != torch.bfloat16:
+            # float32 would be multiplied in TF32, and sums over many tokens overflow float16.
+            return f"takes bfloat16, got {problem.dtype}"
+        for dim in (problem.head_dim, problem.value_dim):
+            if dim % 2 or dim > 256:
+                return f"takes even head dims up to 256, got {dim}"
+        return None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, decay: Decay) -> ForwardPass:
+        return _Forward(q, k, v, decay)
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        decay: Decay,
+        cache: Tensor | None,
+    ) -> BackwardPass:
+        return _Backward(dout, q, k, v, decay, cache)
+
+
+class _Forward(ForwardPass):
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, decay: Decay) -> None:
+        from fla.ops.common.chunk_h import chunk_fwd_h
+
+        self._segments = _Segments(q, decay)
+        self._q, self._k, self._v = (self._segments.fold(x) for x in (q, k, v))
+        self._before_chunks, ends = chunk_fwd_h(
+            k=self._k,
+            v=self._v,
+            g_gamma=self._segments.log2_rates,
+            output_final_state=True,
+            chunk_size=_CHUNK,
+        )
+        self._ends = self._segments.by_segment(ends)
+        self.state = self._segments.after_all(self._ends)
+
+    def intra(self) -> None:
+        from fla.ops.common.chunk_o import chunk_fwd_o
+
+        self._out = chunk_fwd_o(
+            q=self._q,
+            k=self._k,
+            v=self._v,
+            h=self._before_chunks,
+            g_gamma=self._segments.log2_rates,
+            scale=1.0,
+            chunk_size=_CHUNK,
+        )
+        del self._before_chunks
+
+    def finish(self, incoming: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        from megatron_cp_plugin.kernels.decayed import add_decayed_
+
+        before = self._segments.before_each(self._ends, incoming)
+        if before is not None:
+            add_decayed_(self._out, self._q, before, self._segments.log2_rates)
+        return self._segments.unfold(self._out), before
+
+
+class _Backward(BackwardPass):
+    def __init__(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        decay: Decay,
+        before: Tensor | None,
+    ) -> None:
+        self._segments = _Segments(q, decay)
+        self._dout, self._q, self._k, self._v = (self._segments.fold(x) for x in (dout, q, k, v))
+        self._before = before
+        # One chunk: the kernel writes none of the gradients between chunks.
+        _, dstarts = self._gradients_of_states(None, chunks_per_state=self._segments.chunks)
+        self._dstarts = self._segments.by_segment(dstarts)
+        self.dstate = self._segments.before_all(self._dstarts)
+
+    def intra(self) -> None:
+        from fla.ops.common.chunk_h import chunk_fwd_h
+
+        self._before_chunks, _ = chunk_fwd_h(
+            k=self._k,
+            v=self._v,
+            g_gamma=self._segments.log2_rates,
+            h0=self._before,
+            chunk_size=_CHUNK,
+        )
+
+    def finish(self, doutgoing: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        from fla.ops.common.chunk_o import chunk_bwd_dqkwg, chunk_bwd_dv
+
+        dends = self._segments.after_each(self._dstarts, doutgoing)
+        dafter_chunks, _ = self._gradients_of_states(dends, chunks_per_state=1)
+        dq, dk, *_ = chunk_bwd_dqkwg(
+            q=self._q,
+            k=self._k,
+            v=self._v,
+            g_gamma=self._segments.log2_rates,
+            h=self._before_chunks,
+            do=self._dout,
+            dh=dafter_chunks,
+            scale=1.0,
+            chunk_size=_CHUNK,
+        )
+        del self._before_chunks
+        dv = chunk_bwd_dv(
+            q=self._q,
+            k=self._k,
+            g_gamma=self._segments.log2_rates,
+            do=self._dout,
+            dh=dafter_chunks,
+            scale=1.0,
+            chunk_size=_CHUNK,
+        )
+        dq, dk, dv = (self._segments.unfold(x) for x in (dq, dk, dv))
+        return dq, dk, dv
+
+    def _gradients_of_states(
+        self, dends: Tensor | None, *, chunks_per_state: int
+    ) -> tuple[Tensor, Tensor]:
+        """Gradients of the states after chunks, and of those before the segments [B*n,H,D,E]."""
+        from fla.ops.common.chunk_h import chunk_bwd_dh
+
+        return chunk_bwd_dh(
+            q=self._q,
+            k=self._k,
+            v=self._v,
+            do=self._dout,
+            h0=self._segments.states_like(self._k, self._v),
+            dht=dends,
+            scale=1.0,
+            g_gamma=self._segments.log2_rates,
+            chunk_size=_CHUNK,
+            split_size=chunks_per_state * _CHUNK,
+        )
+
+
+class _Segments:
+    """A run as n segments of equal length.
+
+    Attributes: chunks: of a segment. log2_rates: [H] float32.
+    """
+
+    def __init__(self, like: Tensor, decay: Decay) -> None:
+        """Args: like: [B,C,H,D]."""
+        batch, tokens, heads, _ = like.shape
+        self._decay = decay
+        self._count = 1
+        while (
+            batch * heads * self._count < _SEQUENCES
+            and tokens % (2 * self._count * _CHUNK) == 0
+            and tokens >= 2 * self._count * _SHORTEST_SEGMENT
+        ):
+            self._count *= 2
+        self._length = tokens // self._count
+        self.chunks = -(-self._length // _CHUNK)
+        self.log2_rates = _log2_rates(decay, like.device)
+
+    def fold(self, x: Tensor) -> Tensor:
+        """[B,C,...] -> [B*n,C/n,...], a view."""
+        return x.unflatten(1, (self._count, -1)).flatten(0, 1)
+
+    def unfold(self, x: Tensor) -> Tensor:
+        """[B*n,C/n,...] -> [B,C,...]."""
+        return x.unflatten(0, (-1, self._count)).flatten(1, 2)
+
+    def by_segment(self, states: Tensor) -> Tensor:
+        """[B*n,H,D,E] -> [n,B,H,D,E], a view."""
+        return states.unflatten(0, (-1, self._count)).transpose(0, 1)
+
+    def states_like(self, k: Tensor, v: Tensor) -> Tensor:
+        """Uninitialised states of folded k and v: [B*n,H,D,E] float32."""
+        shape = (k.shape[0], k.shape[2], k.shape[3], v.shape[3])
+        return k.new_empty(shape, dtype=torch.float32)
+
+    def after_all(self, states: Tensor) -> Tensor:
+        """The state behind the last segment, if none came before the first: [B,H,D,E]."""
+        return self._carried(states, None, [self._count], forwards=True)[0]
+
+    def before_all(self, dstates: Tensor) -> Tensor:
+        """The gradient of the state before the first segment, from all of them: [B,H,D,E]."""
+        return self._carried(dstates, None, [-1], forwards=False)[0]
+
+    def before_each(self, states: Tensor, incoming: Tensor | None) -> Tensor | None:
+        """States before the segments [B*n,H,D,E], given the one before the first."""
+        return self._each(states, incoming, forwards=True)
+
+    def after_each(self, dstates: Tensor, doutgoing: Tensor | None) -> Tensor | None:
+        """Gradients of the states behind the segments, given the one behind the last."""
+        return self._each(dstates, doutgoing, forwards=False)
+
+    def _each(self, states: Tensor, outer: Tensor | None, *, forwards: bool) -> Tensor | None:
+        if self._count == 1:
+            return outer
+        carried = self._carried(states, outer, list(range(self._count)), forwards=forwards)
+        return carried.transpose(0, 1).flatten(0, 1)
+
+    def _carried(
+        self, states: Tensor, outer: Tensor | None, places: list[int], *, forwards: bool
+    ) -> Tensor:
+        """What reaches segments from the ones before (behind) them and from outside."""
+        if self._count == 1 and outer is None:
+            return states
+        sources = list(range(self._count))
+        if outer is not None:
+            states = torch.cat((states, outer.unsqueeze(0)))
+            sources.append(-1 if forwards else self._count)
+        sign = 1 if forwards else -1
+        gaps = [[sign * (place - source) - 1 for source in sources] for place in places]
+        distances = tuple(
+            tuple(gap * self._length if gap >= 0 else None for gap in row) for row in gaps
+        )
+        return combine(states, self._decay.weights(distances, states))
+
+
+@lru_cache(maxsize=1024)
+def _log2_rates(decay: Decay, device: torch.device) -> Tensor:
+    return (decay.logarithms(device) / log(2)).float()

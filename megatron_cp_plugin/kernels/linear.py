@@ -1,0 +1,155 @@
+"""The interface of linear-attention kernels, and the choice among them.
+
+B batch, C tokens of a run, H heads, D head dim of q and k, E head dim of v. With a head's decay
+rate l and the state S_0 before the run, tokens t = 1..C of a run give
+
+    S_t = l S_{t-1} + k_t v_t^T        o_t = S_t^T q_t        (LASP, equation 5)
+
+A pass over a run comes in three parts, so that states can travel while the middle one runs: what
+the neighbours need, what needs nothing of them, and the rest.
+"""
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+
+import torch
+from torch import Tensor
+
+from megatron_cp_plugin.core.decay import Decay
+from megatron_cp_plugin.errors import KernelUnavailableError, nearest
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LinearProblem:
+    """What a kernel has to serve."""
+
+    device: torch.device
+    dtype: torch.dtype
+    heads: int
+    head_dim: int
+    value_dim: int
+
+
+class ForwardPass(ABC):
+    """A forward under way. States are float32 (float64 for float64).
+
+    Attributes: state: S_C [B,H,D,E] of the run if S_0 is 0.
+    """
+
+    state: Tensor
+
+    @abstractmethod
+    def intra(self) -> None:
+        """Computes what does not need S_0. Call it once."""
+
+    @abstractmethod
+    def finish(self, incoming: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Completes the run.
+
+        Args: incoming: S_0 [B,H,D,E]; None: 0.
+
+        Returns: out [B,C,H,E] in q's dtype, and what `LinearKernel.backward` takes as `cache`.
+        """
+
+
+class BackwardPass(ABC):
+    """A backward under way.
+
+    Attributes: dstate: gradient of S_0 [B,H,D,E] if that of S_C is 0.
+    """
+
+    dstate: Tensor
+
+    @abstractmethod
+    def intra(self) -> None:
+        """Computes what does not need the gradient of S_C. Call it once."""
+
+    @abstractmethod
+    def finish(self, doutgoing: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Completes the run.
+
+        Args: doutgoing: gradient of S_C [B,H,D,E]; None: 0.
+
+        Returns: dq, dk [B,C,H,D], dv [B,C,H,E] in the dtypes of q, k, v.
+        """
+
+
+class LinearKernel(ABC):
+    """Causal linear attention over one run of consecutive tokens.
+
+    Attributes: name: as users give it.
+    """
+
+    name: str
+
+    @abstractmethod
+    def unsupported(self, problem: LinearProblem) -> str | None:
+        """Why the kernel cannot serve the problem; None if it can."""
+
+    @abstractmethod
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, decay: Decay) -> ForwardPass:
+        """Begins a forward. Args: q, k: [B,C,H,D]; v: [B,C,H,E]; contiguous."""
+
+    @abstractmethod
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        decay: Decay,
+        cache: Tensor | None,
+    ) -> BackwardPass:
+        """Begins a backward. Args: dout: [B,C,H,E]; cache: of `ForwardPass.finish`."""
+
+
+def _load(module: str, name: str) -> Callable[[], LinearKernel]:
+    @cache
+    def load() -> LinearKernel:
+        return getattr(import_module(f"megatron_cp_plugin.kernels.{module}"), name)()
+
+    return load
+
+
+# In the order of preference of "auto", fastest first.
+_KERNELS: dict[str, Callable[[], LinearKernel]] = {
+    "fla": _load("fla", "FlaLinear"),
+    "chunked": _load("chunked", "Chunked"),
+}
+
+
+def linear_kernel_names() -> tuple[str, ...]:
+    """Names that `kernel=` of linear attention takes beside "auto"."""
+    return tuple(_KERNELS)
+
+
+@cache
+def resolve_linear(name: str, problem: LinearProblem) -> LinearKernel:
+    """The kernel of that name, or for "auto" the fastest one that serves the problem.
+
+    Raises: KernelUnavailableError if the name is unknown, or the kernel cannot serve the problem.
+    """
+    if name == "auto":
+        for candidate, load in _KERNELS.items():
+            reason = load().unsupported(problem)
+            if reason is None:
+                log.info("linear-attention kernel: %s for %s", candidate, problem)
+                return load()
+            log.debug("linear-attention kernel %s not taken: %s", candidate, reason)
+        raise AssertionError("the chunked kernel serves every problem")
+    if name not in _KERNELS:
+        raise KernelUnavailableError(
+            f"unknown linear-attention kernel {name!r}{nearest(name, _KERNELS)}: use auto or one "
+            f"of {', '.join(_KERNELS)}"
+        )
+    kernel = _KERNELS[name]()
+    reason = kernel.unsupported(problem)
+    if reason is not None:
+        raise KernelUnavailableError(f"linear-attention kernel {name}: {reason}; use kernel auto")
+    return kernel

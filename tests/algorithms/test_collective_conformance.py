@@ -1,0 +1,373 @@
+"""attention2d, allgather, ulysses, usp: what they compute, move and keep, over all grids and teams.
+
+One run serves all questions: out and gradients against unsplit attention in float64, bytes and
+messages against the closed formulas, the plan against the mask.
+"""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from megatron_cp_plugin.core.algorithm import Algorithm, Call, Shape
+from megatron_cp_plugin.core.layout import shard
+from megatron_cp_plugin.core.tiles import Mask, visible_pairs
+from megatron_cp_plugin.core.topology import Topology
+from megatron_cp_plugin.core.virtual import VirtualTopology, run_virtual
+from megatron_cp_plugin.errors import ConfigError, ContextParallelError
+from megatron_cp_plugin.kernels.reference import Reference
+from megatron_cp_plugin.registry import create
+from tests.oracle import expected_attention
+from tests.test_conformance import Case, assert_matches, run
+
+SIZES = (1, 2, 3, 4, 6, 8, 9)
+VARIANTS = ("zigzag", "no", "overlap")
+
+
+def check(
+    case: Case,
+    size: int,
+    *,
+    causal: bool = True,
+    seq_len: int,
+    heads: int = 4,
+    kv_heads: int = 2,
+    dtype: torch.dtype = torch.float64,
+    kernel: str = "auto",
+    bound: float = 1e-10,
+) -> None:
+    """Runs a case on virtual ranks and compares everything that can be known beforehand."""
+    expected = expected_attention(
+        batch=2,
+        seq_len=seq_len,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=8,
+        causal=causal,
+        dtype=dtype,
+    )
+    results, log = run(case, expected, size, causal=causal, kernel=kernel)
+    assert_matches(case, results, expected, bound)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    shape = Shape(2, seq_len, heads, kv_heads, 8, dtype.itemsize, wide.itemsize)
+
+    def compare(topology: Topology) -> None:
+        algorithm = create(case.algo, topology, dict(case.options))
+        rank = topology.rank
+        traffic = algorithm.traffic(shape, Mask(causal), rank)
+        assert log.bytes(rank=rank, phase="forward") == traffic.forward_bytes
+        assert log.messages(rank=rank, phase="forward") == traffic.forward_messages
+        assert log.bytes(rank=rank, phase="backward") == traffic.backward_bytes
+        assert log.messages(rank=rank, phase="backward") == traffic.backward_messages
+        trace = algorithm.trace(seq_len, Mask(causal))
+        assert sum(w.pairs * w.share for w in trace) == visible_pairs(seq_len, Mask(causal))
+
+    run_virtual(size, compare)
+
+
+def uneven(size: int) -> int:
+    """A length that no layout divides equally."""
+    return 5 * size + size // 2 + 1
+
+
+def grids() -> Iterator[tuple[int, int, str]]:
+    for size in SIZES:
+        for rows in range(1, size + 1):
+            if size % rows == 0:
+                for variant in VARIANTS:
+                    yield size, rows, variant
+
+
+@pytest.mark.parametrize(("size", "rows", "variant"), list(grids()))
+def test_every_grid(size: int, rows: int, variant: str) -> None:
+    case = Case("attention2d", (("variant", variant), ("rows", rows)))
+    check(case, size, causal=True, seq_len=uneven(size))
+    check(case, size, causal=False, seq_len=4 * size)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 4], ids=["MQA", "MHA"])
+@pytest.mark.parametrize("rows", [1, 2, 4])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_ratios_of_heads_on_four_ranks(variant: str, rows: int, kv_heads: int) -> None:
+    case = Case("attention2d", (("variant", variant), ("rows", rows)))
+    check(case, 4, causal=True, seq_len=24, kv_heads=kv_heads)
+    check(case, 4, causal=False, seq_len=uneven(4), kv_heads=kv_heads)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("size", "rows"), [(4, 2), (6, 2), (9, 3)])
+def test_one_token_a_chunk_and_less(variant: str, size: int, rows: int) -> None:
+    case = Case("attention2d", (("variant", variant), ("rows", rows)))
+    check(case, size, seq_len=2 * size)
+    check(case, size, seq_len=size - 1)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("size", SIZES)
+def test_a_grid_chosen_by_bytes(variant: str, size: int) -> None:
+    check(Case("attention2d", (("variant", variant),)), size, seq_len=6 * size, kv_heads=4)
+
+
+@pytest.mark.parametrize("kernel", ["reference", "torch_cpu"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_kernels_with_and_without_rectangular_causal_tiles(variant: str, kernel: str) -> None:
+    case = Case("attention2d", (("variant", variant), ("rows", 2)))
+    check(case, 8, seq_len=uneven(8), kernel=kernel)
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3, 8])
+@pytest.mark.parametrize("kv_heads", [1, 2, 8])
+def test_groups_of_heads(chunks: int, kv_heads: int) -> None:
+    for rows in (1, 2, 4):
+        case = Case("attention2d", (("rows", rows), ("chunks", chunks)))
+        check(case, 4, seq_len=16, heads=8, kv_heads=kv_heads)
+
+
+@pytest.mark.parametrize("partials", ["model", "float32"])
+@pytest.mark.parametrize("gradients", ["model", "float32"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_what_travels_in_which_dtype(variant: str, partials: str, gradients: str) -> None:
+    options = (("variant", variant), ("rows", 3), ("partials", partials), ("gradients", gradients))
+    check(
+        Case("attention2d", options),
+        9,
+        seq_len=36,
+        dtype=torch.bfloat16,
+        kernel="reference",
+        bound=8e-3,
+    )
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_rounding_of_what_travels_costs_little(variant: str) -> None:
+    """bf16 on the wire is at most 1.5 times as far off as float32."""
+    expected = expected_attention(
+        seq_len=72, heads=4, kv_heads=2, head_dim=16, causal=True, dtype=torch.bfloat16
+    )
+
+    def errors(wire: str) -> list[float]:
+        options = (("variant", variant), ("rows", 3), ("partials", wire), ("gradients", wire))
+        case = Case("attention2d", options)
+        results, _ = run(case, expected, 9, causal=True, kernel="reference")
+        layout = create_layout(case)
+        square = []
+        for index, name in enumerate(("out", "dq", "dk", "dv")):
+            whole = getattr(expected, name)
+            parts = [
+                (result[index].double() - shard(whole, 1, layout, rank, 9)).square().sum()
+                for rank, result in enumerate(results)
+            ]
+            square.append((torch.stack(parts).sum() / whole.square().sum()).sqrt().item())
+        return square
+
+    for narrow, wide in zip(errors("model"), errors("float32"), strict=True):
+        assert narrow <= 1.5 * wide
+
+
+def create_layout(case: Case):
+    from megatron_cp_plugin.registry import layout_of
+
+    return layout_of(case.algo, dict(case.options))
+
+
+def test_rows_inside_nodes_and_any_numbering(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks of a node need not be consecutive."""
+    monkeypatch.setattr(VirtualTopology, "nodes", property(lambda self: (0, 1, 1, 0) * 2))
+    check(Case("attention2d", (("rows", 4),)), 8, seq_len=uneven(8))
+    check(Case("attention2d", (("rows", 2),)), 8, seq_len=32, causal=False)
+
+
+ALL = [
+    *(Case("attention2d", (("variant", variant), ("rows", 2))) for variant in VARIANTS),
+    Case("allgather"),
+    Case("ulysses"),
+    Case("usp", (("ulysses", 2),)),
+]
+
+
+@pytest.mark.parametrize("case", ALL, ids=str)
+def test_every_rank_makes_the_same_flows(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Making a process group is collective: a rank that does not need one makes it all the same."""
+    made: dict[int, list[tuple[str, int]]] = {rank: [] for rank in range(4)}
+    channel, subgroup = VirtualTopology.channel, VirtualTopology.subgroup
+
+    def count_channel(self: VirtualTopology, name: str):
+        made[self._global_rank].append((name, self.size))
+        return channel(self, name)
+
+    def count_subgroup(self: VirtualTopology, ranks, name: str):
+        made[self._global_rank].append((name, len(ranks)))
+        return subgroup(self, ranks, name)
+
+    monkeypatch.setattr(VirtualTopology, "channel", count_channel)
+    monkeypatch.setattr(VirtualTopology, "subgroup", count_subgroup)
+    expected = expected_attention(seq_len=16, heads=4, kv_heads=4, head_dim=8, causal=True)
+    run(case, expected, 4, causal=True)
+    assert made[0]
+    assert all(flows == made[0] for flows in made.values())
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("kv_heads", [1, 2, 4], ids=["MQA", "GQA", "MHA"])
+def test_allgather(size: int, kv_heads: int) -> None:
+    check(Case("allgather"), size, seq_len=uneven(size), kv_heads=kv_heads)
+    check(Case("allgather"), size, causal=False, seq_len=4 * size, kv_heads=kv_heads)
+
+
+def heads_for(size: int) -> int:
+    return size if 4 % size and size != 3 else {3: 6}.get(size, 4)
+
+
+@pytest.mark.parametrize("keep", ["exchanged", "local"])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("size", SIZES)
+def test_ulysses(size: int, layout: str, keep: str) -> None:
+    heads = heads_for(size)
+    case = Case("ulysses", (("layout", layout), ("keep", keep)))
+    for kv_heads in {1, heads, heads // 2 or 1} if heads % 2 == 0 else {1, heads, heads // 3}:
+        check(case, size, seq_len=uneven(size), heads=heads, kv_heads=kv_heads)
+        check(case, size, causal=False, seq_len=4 * size, heads=heads, kv_heads=kv_heads)
+
+
+def test_ulysses_where_neither_kv_heads_nor_ranks_divide_each_other() -> None:
+    for chunks in (1, 3):
+        check(Case("ulysses", (("chunks", chunks),)), 4, seq_len=20, heads=12, kv_heads=6)
+        check(Case("ulysses", (("chunks", chunks),)), 4, seq_len=20, heads=24, kv_heads=3)
+
+
+def teams() -> Iterator[tuple[int, int]]:
+    for size in SIZES:
+        for ulysses in range(size + 1):
+            if not ulysses or size % ulysses == 0:
+                yield size, ulysses
+
+
+@pytest.mark.parametrize("ring", ["zigzag", "ring"])
+@pytest.mark.parametrize(("size", "ulysses"), list(teams()))
+def test_usp(size: int, ulysses: int, ring: str) -> None:
+    heads = heads_for(size)
+    for rule, keep in (("kv", "exchanged"), ("query", "local")):
+        options = (("ulysses", ulysses), ("ring", ring), ("backward", rule), ("keep", keep))
+        case = Case("usp", options)
+        check(case, size, seq_len=uneven(size), heads=heads, kv_heads=heads, causal=rule == "kv")
+    check(Case("usp", options[:2]), size, seq_len=4 * size, heads=heads, kv_heads=1)
+
+
+SAVED = [
+    ("attention2d", {"variant": "zigzag", "rows": 2}),
+    ("attention2d", {"variant": "no", "rows": 2}),
+    ("attention2d", {"variant": "overlap", "rows": 2}),
+    ("allgather", {}),
+    ("ulysses", {}),
+    ("ulysses", {"keep": "local"}),
+    ("usp", {"ulysses": 2}),
+]
+
+
+@pytest.mark.parametrize(("algo", "options"), SAVED, ids=str)
+def test_only_local_tensors_out_and_lse_are_kept(algo: str, options: dict[str, object]) -> None:
+    """As many elements as q, k, v, out and lse of the rank's own tokens; nothing gathered."""
+    size, tokens, heads, kv_heads, dim = 4, 8, 8, 4, 16
+
+    def kept_bytes(topology: Topology) -> int:
+        algorithm: Algorithm = create(algo, topology, options)
+        q = torch.randn(1, tokens, heads, dim)
+        k, v = torch.randn(2, 1, tokens, kv_heads, dim)
+        call = Call(tokens * size, Mask(), 1.0, Reference())
+        _, _, saved = algorithm.forward(q, k, v, call)
+        storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in saved}
+        return sum(storages.values())
+
+    local = tokens * (2 * heads * dim + 2 * kv_heads * dim + heads) * 4
+    assert all(kept <= local for kept in run_virtual(size, kept_bytes))
+
+
+def shape_chosen(size: int, heads: int, kv_heads: int, variant: str = "zigzag") -> tuple[int, int]:
+    shape = Shape(1, 128 * size, heads, kv_heads, 128)
+
+    def ask(topology: Topology) -> tuple[int, int]:
+        return create("attention2d", topology, {"variant": variant}).schedule.grid_shape(shape)
+
+    return run_virtual(size, ask)[0]
+
+
+@pytest.mark.parametrize(
+    ("size", "heads", "kv_heads", "shape"),
+    [(4, 32, 32, (2, 2)), (16, 32, 32, (4, 4)), (8, 32, 32, (2, 4)), (4, 32, 8, (4, 1)),
+     (16, 32, 8, (8, 2)), (64, 32, 8, (16, 4)), (4, 32, 1, (4, 1))],
+)  # fmt: skip
+def test_the_shape_with_the_fewest_bytes(size, heads, kv_heads, shape) -> None:
+    assert shape_chosen(size, heads, kv_heads) == shape
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("kv_heads", [1, 2, 8])
+def test_no_other_shape_moves_fewer_bytes(variant: str, kv_heads: int) -> None:
+    size, shape = 12, Shape(1, 24 * 12, 8, kv_heads, 64)
+
+    def worst(topology: Topology) -> dict[int, int]:
+        found = {}
+        for rows in (0, 1, 2, 3, 4, 6, 12):
+            algorithm = create("attention2d", topology, {"variant": variant, "rows": rows})
+            each = [algorithm.traffic(shape, Mask(), rank) for rank in range(size)]
+            found[rows] = max(t.forward_bytes + t.backward_bytes for t in each)
+        return found
+
+    totals = run_virtual(size, worst)[0]
+    assert totals[0] == min(totals.values())
+
+
+def test_a_single_column_is_the_all_gather_of_keys_and_a_single_row_that_of_queries() -> None:
+    shape = Shape(1, 64, 8, 4, 16)
+    units = 64 // 4 * 16 * 2  # bytes of one head of the tokens of a rank
+
+    def compare(topology: Topology) -> None:
+        column = create("attention2d", topology, {"cols": 1}).traffic(shape, Mask(), 1)
+        assert column == create("allgather", topology, {}).traffic(shape, Mask(), 1)
+        assert column.forward_bytes == 3 * 2 * 4 * units
+        row = create("attention2d", topology, {"rows": 1}).traffic(shape, Mask(), 1)
+        lse = 64 // 4 * 8 * 4
+        assert row.forward_bytes == 3 * (2 * 8 * units + lse)
+
+    run_virtual(4, compare)
+
+
+def refused(algo: str, size: int, heads: int = 8, kv_heads: int = 8, **options: object) -> str:
+    """The message with which `check` refuses."""
+    from megatron_cp_plugin.registry import algorithm_class, read_options
+
+    with pytest.raises(ConfigError) as caught:
+        algorithm_class(algo).check(
+            read_options(algo, options), size=size, heads=heads, kv_heads=kv_heads, causal=True
+        )
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_refusals_name_what_works() -> None:
+    assert "1x6, 2x3, 3x2, 6x1" in refused("attention2d", 6, rows=4)
+    assert "got rows 2 and cols 2" in refused("attention2d", 6, rows=2, cols=2)
+    assert "variant zigzag" in refused("attention2d", 4, variant="no", chunks=4)
+    assert "chunks >= 0" in refused("attention2d", 4, chunks=-1)
+    assert "largest usable degree is 6" in refused("ulysses", 8, heads=12)
+    assert "largest usable degree is 1" in refused("ulysses", 2, heads=7, kv_heads=7)
+    assert "largest usable degree is 3" in refused("usp", 8, heads=6, kv_heads=6, ulysses=4)
+    assert "use one of 1, 2, 3, 6" in refused("usp", 6, ulysses=4)
+    assert "gathered_mib >= 1" in refused("allgather", 4, gathered_mib=0)
+    assert "chunks >= 1" in refused("ulysses", 4, chunks=0)
+
+
+def test_the_bound_on_gathered_keys_makes_more_groups_or_refuses() -> None:
+    def body(topology: Topology) -> int:
+        algorithm = create("allgather", topology, {"gathered_mib": 1, "chunks": 1})
+        # 16 heads of 1 MiB; of two groups together no more than 1 MiB.
+        fits = Shape(1, 2048, 16, 16, 8)
+        messages = algorithm.traffic(fits, Mask(), 0).forward_messages
+        with pytest.raises(
+            ContextParallelError, match="even by single heads, got a bound of 1 MiB"
+        ):
+            algorithm.traffic(Shape(1, 2**20, 16, 16, 8), Mask(), 0)
+        return messages
+
+    assert run_virtual(2, body) == [2, 2]

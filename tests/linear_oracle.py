@@ -1,0 +1,81 @@
+"""Independent oracle of linear attention: the recurrence, token by token, gradients by autograd."""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class LinearExpected:
+    """Whole tensors of an unsplit linear attention, float64."""
+
+    rates: tuple[float, ...]
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    initial: Tensor
+    dout: Tensor
+    dfinal: Tensor
+    out: Tensor
+    final: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dinitial: Tensor
+
+
+def recurrence(
+    q: Tensor, k: Tensor, v: Tensor, rates: Tensor, initial: Tensor, *, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """[B,N,H,D], [B,N,H,D], [B,N,H,E], [H], [B,H,D,E] -> out [B,N,H,E], kv_N [B,H,D,E]."""
+    tokens = q.shape[1]
+    rate = rates.view(1, -1, 1, 1)
+
+    def outer(s: int) -> Tensor:
+        return k[:, s, :, :, None] * v[:, s, :, None, :]
+
+    def read(s: int, kv: Tensor) -> Tensor:
+        return (q[:, s, :, :, None] * kv).sum(-2)
+
+    kv, out = initial, []
+    for s in range(tokens):
+        kv = rate * kv + outer(s)
+        out.append(read(s, kv))
+    if not causal:
+        later = torch.zeros_like(initial)
+        for s in reversed(range(tokens)):
+            later = rate * later
+            out[s] = out[s] + read(s, later)
+            later = later + outer(s)
+    return torch.stack(out, 1), kv
+
+
+@cache
+def linear_expected(
+    rates: tuple[float, ...],
+    seq_len: int,
+    *,
+    causal: bool = True,
+    batch: int = 2,
+    head_dim: int = 4,
+    value_dim: int = 6,
+    seed: int = 0,
+) -> LinearExpected:
+    generator = torch.Generator().manual_seed(seed)
+    heads = len(rates)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    q, k = (random(batch, seq_len, heads, head_dim) for _ in range(2))
+    v, dout = (random(batch, seq_len, heads, value_dim) for _ in range(2))
+    initial, dfinal = (random(batch, heads, head_dim, value_dim) for _ in range(2))
+    inputs = [x.clone().requires_grad_() for x in (q, k, v, initial)]
+    rate = torch.tensor(rates, dtype=torch.float64)
+    out, final = recurrence(*inputs[:3], rate, inputs[3], causal=causal)
+    gradients = torch.autograd.grad((out, final), inputs, (dout, dfinal))
+    return LinearExpected(
+        rates, q, k, v, initial, dout, dfinal, out.detach(), final.detach(), *gradients
+    )

@@ -1,0 +1,527 @@
+"""The parity harness: it must pass equal runs and catch every kind of wrong one."""
+
+import copy
+import importlib.util
+import json
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from megatron_cp_plugin.errors import ConfigError, ContextParallelError
+from megatron_cp_plugin.integration.parity import (
+    Iteration,
+    RankRecording,
+    Recording,
+    Tolerances,
+    compare,
+    gradient_error,
+    split_projection,
+)
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = ROOT / "scripts" / "convergence_smoke.py"
+
+
+@pytest.fixture(scope="module")
+def harness() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("convergence_smoke", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Dataclasses look their module up there.
+    sys.modules["convergence_smoke"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def recording(ranks: int = 1, algo: str = "zigzag", sent: int = 100) -> Recording:
+    """A recording of three iterations of a model of two parameters, the same at every call."""
+    generator = torch.Generator().manual_seed(0)
+    gradients = {
+        "layers.0.weight": torch.randn(64, 32, generator=generator),
+        "layers.0.bias": torch.randn(32, generator=generator),
+    }
+    settings = {"world_size": ranks, "context_parallel_size": ranks, "context_parallel_algo": algo}
+    rank = RankRecording(
+        settings=settings,
+        shard=(0, 0, 0),
+        weights={name: f"weights of {name}" for name in gradients},
+        gradients={name: f"gradient of {name}" for name in gradients},
+        communication={"forward_sent_bytes": sent, "backward_sent_bytes": 0},
+        iterations=[
+            Iteration(step, {"lm loss": 5.0 / step}, 2.0 / step, False, 0.1) for step in (1, 2, 3)
+        ],
+    )
+    return Recording([copy.deepcopy(rank) for _ in range(ranks)], {(0, 0, 0): gradients})
+
+
+def problems(change: Callable[[Recording], None], ranks: int = 2) -> list[str]:
+    """What `compare` finds after a change to a run that equals its reference otherwise."""
+    run = recording(ranks)
+    change(run)
+    return compare(recording(), run, Tolerances()).problems
+
+
+def set_iteration(run: Recording, index: int, **values: object) -> None:
+    for rank in run.ranks:
+        rank.iterations[index] = replace(rank.iterations[index], **values)  # type: ignore[arg-type]
+
+
+def test_equal_runs_pass() -> None:
+    comparison = compare(recording(), recording(3), Tolerances())
+    assert comparison.passed
+    assert comparison.gradients == {"layers.0.weight": 0.0, "layers.0.bias": 0.0}
+    assert (comparison.loss.error, comparison.grad_norm.error) == (0.0, 0.0)
+
+
+def scale_gradient(name: str, factor: float) -> Callable[[Recording], None]:
+    def change(run: Recording) -> None:
+        run.gradients[0, 0, 0][name] *= factor
+
+    return change
+
+
+def test_gradient_error_is_relative_and_names_the_parameter() -> None:
+    assert problems(scale_gradient("layers.0.bias", 1 + 0.5e-4)) == []
+    (problem,) = problems(scale_gradient("layers.0.bias", 1 + 2e-4))
+    assert problem == "gradient is off by 2.0e-04 (allowed 0.0001): layers.0.bias"
+
+
+def test_one_wrong_element_is_seen() -> None:
+    # In the Euclidean norm of the tensor it is an error of 0.7e-4.
+    def change(run: Recording) -> None:
+        weight = run.gradients[0, 0, 0]["layers.0.weight"]
+        weight[3, 4] += 0.7e-4 * weight.norm()
+
+    (problem,) = problems(change)
+    assert "layers.0.weight" in problem
+
+
+@pytest.mark.parametrize("factor", [0.0, -1.0, 2.0, math.nan, math.inf])
+def test_gross_gradient_errors(factor: float) -> None:
+    (problem,) = problems(scale_gradient("layers.0.weight", factor))
+    assert "gradient is off" in problem
+
+
+def test_zero_reference_admits_zero_alone() -> None:
+    zero = torch.zeros(3)
+    assert gradient_error(zero, zero) == 0.0
+    assert gradient_error(zero + 1e-30, zero) == math.inf
+    assert gradient_error(zero, zero + 1) == 1.0
+
+
+def test_reference_of_zeros_proves_nothing() -> None:
+    reference, run = recording(), recording(2)
+    for one in (reference, run):
+        for gradient in one.gradients[0, 0, 0].values():
+            gradient.zero_()
+    (problem,) = compare(reference, run, Tolerances()).problems
+    assert "nothing was compared" in problem
+
+
+@pytest.mark.parametrize("index", [0, 2])
+def test_loss_error(index: int) -> None:
+    loss = recording().losses()["lm loss"][index]
+    close, far = {"lm loss": loss * (1 + 0.5e-5)}, {"lm loss": loss * (1 - 2e-5)}
+    assert problems(lambda run: set_iteration(run, index, losses=close)) == []
+    (problem,) = problems(lambda run: set_iteration(run, index, losses=far))
+    assert problem == f"loss is off by 2.0e-05 (allowed 1e-05): lm loss, iteration {index + 1}"
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"losses": {"lm loss": math.nan}}, "loss is off by inf"),
+        ({"grad_norm": 1.001}, "grad norm is off by 1.0e-03 (allowed 0.0001): iteration 2"),
+        ({"grad_norm": None}, "grad norm is off by inf"),
+        ({"skipped": True}, "iterations [2] were skipped"),
+    ],
+)
+def test_iteration_errors(values: dict[str, object], words: str) -> None:
+    (problem,) = problems(lambda run: set_iteration(run, 1, **values))
+    assert words in problem
+
+
+def test_structure_errors() -> None:
+    def drop_parameter(run: Recording) -> None:
+        del run.gradients[0, 0, 0]["layers.0.bias"]
+
+    def reshape(run: Recording) -> None:
+        gradients = run.gradients[0, 0, 0]
+        gradients["layers.0.weight"] = gradients["layers.0.weight"].T
+
+    def drop_iteration(run: Recording) -> None:
+        for rank in run.ranks:
+            rank.iterations.pop()
+
+    def rename_loss(run: Recording) -> None:
+        for index in range(3):
+            set_iteration(run, index, losses={"other loss": 1.0})
+
+    def move_shard(run: Recording) -> None:
+        run.gradients[0, 1, 0] = run.gradients.pop((0, 0, 0))
+
+    def other_start(run: Recording) -> None:
+        for rank in run.ranks:
+            rank.weights["layers.0.bias"] = "others"
+
+    for change, words in (
+        (drop_parameter, "only one of the runs has a gradient of layers.0.bias"),
+        (reshape, "gradient of layers.0.weight has shape (32, 64), not (64, 32)"),
+        (drop_iteration, "2 iterations, the reference has 3"),
+        (rename_loss, "losses are ['other loss'], not ['lm loss']"),
+        (move_shard, "the runs split the model differently"),
+        (other_start, "does not start from the weights of the reference: layers.0.bias"),
+    ):
+        found = problems(change)
+        assert any(words in problem for problem in found), (words, found)
+
+
+def test_ranks_that_disagree() -> None:
+    def change(run: Recording) -> None:
+        run.ranks[1].gradients["layers.0.bias"] = "others"
+
+    assert problems(change) == ["ranks 0 and 1 hold different gradients: layers.0.bias"]
+
+    def drift(run: Recording) -> None:
+        run.ranks[1].iterations[2] = replace(run.ranks[1].iterations[2], grad_norm=0.6)
+
+    assert problems(drift) == ["ranks 0 and 1 recorded different gradient norms"]
+
+
+def test_fused_projection_is_split_by_group() -> None:
+    # Two groups of two query heads of size 2: rows q q q q k k v v, twice.
+    rows = torch.arange(16.0)[:, None].expand(16, 3)
+    parts = split_projection("qkv", rows, 2, 2, 2)
+    assert {name: part[:, 0].tolist() for name, part in parts.items()} == {
+        "qkv[query]": [0, 1, 2, 3, 8, 9, 10, 11],
+        "qkv[key]": [4, 5, 12, 13],
+        "qkv[value]": [6, 7, 14, 15],
+    }
+    # A projection with something else in it, such as an output gate, stays whole.
+    assert split_projection("qkv", rows, 1, 2, 2).keys() == {"qkv"}
+
+
+def write(recorded: Recording, folder: Path) -> None:
+    folder.mkdir(parents=True)
+    for number, rank in enumerate(recorded.ranks):
+        content = dict(vars(rank))
+        iterations = content.pop("iterations")
+        (folder / f"rank{number:05d}.json").write_text(json.dumps(content))
+        lines = [json.dumps(vars(iteration)) for iteration in iterations]
+        (folder / f"rank{number:05d}.jsonl").write_text("\n".join(lines) + "\n")
+    torch.save(recorded.gradients[0, 0, 0], folder / "rank00000.pt")
+
+
+def test_recording_is_read_back(tmp_path: Path) -> None:
+    write(recording(2), tmp_path / "a")
+    loaded = Recording.load(tmp_path / "a")
+    assert loaded.ranks == recording(2).ranks
+    assert compare(recording(), loaded, Tolerances()).passed
+    assert loaded.losses() == {"lm loss": [5.0, 2.5, 5.0 / 3]}
+    assert loaded.seconds() == 0.1
+
+
+def test_incomplete_recordings_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ContextParallelError, match="no recording"):
+        Recording.load(tmp_path)
+    write(recording(2), tmp_path / "a")
+    (tmp_path / "a" / "rank00001.json").unlink()
+    with pytest.raises(ContextParallelError, match="1 of 2 ranks"):
+        Recording.load(tmp_path / "a")
+    write(recording(2), tmp_path / "b")
+    (tmp_path / "b" / "rank00000.pt").unlink()
+    with pytest.raises(ContextParallelError, match="no gradients"):
+        Recording.load(tmp_path / "b")
+
+
+def test_run_that_fell_back_is_seen(harness: ModuleType) -> None:
+    run = harness.Run(harness.Variant("zigzag"), 2, 2)
+    assert harness.check_is(recording(2), run, 3) == []
+    assert "was 'megatron'" in harness.check_is(recording(2, algo="megatron"), run, 3)[0]
+    assert "recorded [3] iterations, not 4" in harness.check_is(recording(2), run, 4)[0]
+    assert "not split" in harness.check_is(recording(2, sent=0), run, 3)[0]
+    found = harness.check_is(recording(1), run, 3)
+    assert found == ["context_parallel_size was 1, not 2", "world_size was 1, not 2"]
+
+
+RUN_FILE = """
+megatron:
+  num_layers: 2
+  context-parallel-size: 8
+  train_iters: 100
+  lr_decay_iters: ${megatron.train_iters}
+  save: checkpoints
+  seq_length: 64
+context_parallel:
+  algo: ring
+  kernel: reference
+  platform: cpu
+  backward: kv
+"""
+
+
+def test_run_file_of_one_run(harness: ModuleType) -> None:
+    config = OmegaConf.create(RUN_FILE)
+
+    def made(*run: object) -> dict[str, dict[str, object]]:
+        return OmegaConf.to_container(  # type: ignore[return-value]
+            harness.run_file(config, harness.Run(*run), 7), resolve=True
+        )
+
+    ring = made(harness.Variant("ring"), 4, 4)
+    assert ring["megatron"] == {
+        "num_layers": 2,
+        "lr_decay_iters": 7,
+        "seq_length": 64,
+        "context_parallel_size": 4,
+        "train_iters": 7,
+    }
+    assert ring["context_parallel"] == {
+        "algo": "ring",
+        "kernel": "reference",
+        "platform": "cpu",
+        "backward": "kv",
+    }
+    forced = made(harness.Variant("ring", (("backward", "query"),)), 4, 4)["context_parallel"]
+    assert forced["backward"] == "query"
+    # The options of ring are not those of zigzag, and Megatron's own path has no kernel of ours.
+    zigzag = made(harness.Variant("zigzag"), 4, 4)["context_parallel"]
+    assert zigzag == {"algo": "zigzag", "kernel": "reference", "platform": "cpu"}
+    assert made(None, 1, 1)["context_parallel"] == {"algo": "megatron", "platform": "cpu"}
+
+
+def test_plan(harness: ModuleType) -> None:
+    config = OmegaConf.create(RUN_FILE)
+    extra = ["--tensor-model-parallel-size", "2", "--seq-length", "96"]
+    settings = harness.Settings(config, "run.yaml", extra)
+    runs = harness.plan(harness.parse_variants("ring,zigzag"), [1, 3], settings, 2)
+    assert [(run.algo, run.cp, run.processes) for run in runs] == [
+        ("megatron", 1, 4),
+        ("ring", 1, 4),
+        ("ring", 3, 12),
+        ("zigzag", 1, 4),
+        ("zigzag", 3, 12),
+    ]
+    assert len({run.folder for run in runs}) == len(runs)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--algos", "zagzig"], "did you mean 'zigzag'?"),
+        (["--algos", "ring:backward=kw"], "use one of auto, kv, query"),
+        (["--algos", "ring:backward"], "write NAME:OPTION=VALUE"),
+        (["--algos", "ring,ring"], "twice"),
+        (["--algos", ""], "--algos needs a name"),
+        (["--cp", "1,x"], "--cp takes whole numbers"),
+        (["--cp", "0"], "--cp takes whole numbers"),
+        (["--cp", "2,2"], "twice"),
+        (["--cp", "5"], "ring needs seq_length divisible by context_parallel_size = 5, got 64"),
+        (["--iters", "0"], "must be positive"),
+        (["--config", "nope.yaml"], "no such run file"),
+        (["--", "--bf16"], "give --loss-tolerance and --grad-tolerance"),
+        (["--", "--train-iters", "3"], "--train-iters cannot follow --"),
+        (["--", "--seq-length", "x"], "invalid int value"),
+    ],
+)
+def test_wrong_commands_end_in_one_line(
+    harness: ModuleType,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    words: list[str],
+    message: str,
+) -> None:
+    monkeypatch.setattr(harness, "launch", lambda *_: pytest.fail("a run was started"))
+    path = tmp_path / "run.yaml"
+    path.write_text(RUN_FILE)
+    output = ["--output", str(tmp_path / "out")]
+    assert harness.main(["--config", str(path), *output, *words]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def run_main(
+    harness: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    change: Callable[[Recording], None] = lambda run: None,
+    failure: str = "",
+) -> int:
+    """Runs the whole program with recordings in place of trainings; CP 2 gets the change."""
+
+    def launch(run: object, folder: Path, *_: object) -> str:
+        cp = run.cp  # type: ignore[attr-defined]
+        recorded = recording(cp, algo=run.algo)  # type: ignore[attr-defined]
+        (folder / "log.txt").write_text("what went wrong\n")
+        if cp == 2:
+            change(recorded)
+            if failure:
+                return failure
+        write(recorded, folder / "recording")
+        return ""
+
+    monkeypatch.setattr(harness, "launch", launch)
+    path = tmp_path / "run.yaml"
+    path.write_text(RUN_FILE)
+    words = ["--config", str(path), "--cp", "1,2", "--iters", "3", "--output", str(tmp_path / "o")]
+    return harness.main(words)
+
+
+def test_program_passes_equal_runs(
+    harness: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run_main(harness, monkeypatch, tmp_path) == 0
+    out = capsys.readouterr().out
+    assert out.count("│ equal") == 2
+    assert f"picture: {tmp_path / 'o' / 'loss.png'}" in out
+    assert (tmp_path / "o" / "loss.png").read_bytes().startswith(b"\x89PNG")
+    report = json.loads((tmp_path / "o" / "report.json").read_text())
+    assert report["passed"] is True
+    assert [run["context_parallel_size"] for run in report["runs"]] == [1, 1, 2]
+    assert report["runs"][2]["losses"]["lm loss"][0] == 5.0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        scale_gradient("layers.0.bias", 1.001),
+        lambda run: set_iteration(run, 2, losses={"lm loss": 1.6}),
+        lambda run: set_iteration(run, 2, losses={"lm loss": math.nan}),
+    ],
+)
+def test_program_fails_wrong_runs(
+    harness: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    change: Callable[[Recording], None],
+) -> None:
+    assert run_main(harness, monkeypatch, tmp_path, change) == 1
+    out = capsys.readouterr().out
+    assert "DIFFERENT" in out
+    assert "ring, CP 2: " in out
+    report = json.loads((tmp_path / "o" / "report.json").read_text())
+    assert report["passed"] is False
+    assert [run["passed"] for run in report["runs"]] == [True, True, False]
+
+
+def test_program_fails_if_a_run_does(
+    harness: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run_main(harness, monkeypatch, tmp_path, failure="exit code 1") == 1
+    out = capsys.readouterr().out
+    assert "what went wrong" in out
+    assert "failed" in out
+    assert "ring, CP 2: exit code 1; log: " in out
+
+
+@pytest.mark.slow
+def test_settings_error_of_a_run_is_passed_on(harness: ModuleType, tmp_path: Path) -> None:
+    """A launcher that complains ends the harness with its own line."""
+    launcher = tmp_path / "launcher.py"
+    launcher.write_text(
+        "import sys\n"
+        "print('megatron_cp_plugin: error: no such thing', file=sys.stderr)\n"
+        "sys.exit(2)\n"
+    )
+    run = harness.Run(harness.Variant("ring"), 1, 1)
+    (tmp_path / "run").mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(harness, "LAUNCHER", launcher)
+        with pytest.raises(ConfigError, match=r"^ring, CP 1: no such thing$"):
+            harness.launch(run, tmp_path / "run", [], 60.0, lambda done: None)
+        launcher.write_text("raise SystemExit(3)\n")
+        assert harness.launch(run, tmp_path / "run", [], 60.0, lambda done: None) == "exit code 1"
+        launcher.write_text("import time\ntime.sleep(600)\n")
+        failure = harness.launch(run, tmp_path / "run", [], 6.0, lambda done: None)
+        assert failure.startswith("not done after 6 s")
+
+
+SABOTAGE = """
+import runpy, sys
+from megatron_cp_plugin.algorithms.ring import Ring
+
+right = Ring.backward
+
+def wrong(self, *args, **kwargs):
+    dq, dk, dv = right(self, *args, **kwargs)
+    return dq, dk * 1.001, dv
+
+Ring.backward = wrong
+sys.argv[0] = {launcher!r}
+runpy.run_path({launcher!r}, run_name="__main__")
+"""
+
+
+@pytest.fixture(scope="module")
+def tiny_run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run file with a corpus of its own, smaller than the shipped ones."""
+    folder = tmp_path_factory.mktemp("tiny")
+    spec = importlib.util.spec_from_file_location(
+        "prepare_data", ROOT / "scripts" / "prepare_data.py"
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    prepare_data = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(prepare_data)
+    text = str(ROOT / "megatron_cp_plugin")
+    assert prepare_data.main([text, "--output", str(folder / "text")]) == 0
+    config = OmegaConf.load(ROOT / "configs" / "tiny_zigzag.yaml")
+    config.megatron.update(
+        hidden_size=64, ffn_hidden_size=128, seq_length=64, data_path=[str(folder / "text")]
+    )
+    OmegaConf.save(config, folder / "run.yaml")
+    return folder / "run.yaml"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_training_equals_megatron(harness: ModuleType, tmp_path: Path, tiny_run_file: Path) -> None:
+    words = ["--config", str(tiny_run_file), "--algos", "zigzag", "--cp", "2", "--iters", "4"]
+    assert harness.main([*words, "--output", str(tmp_path)]) == 0
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["runs"][1]["settings"]["context_parallel_algo"] == "zigzag"
+    assert len(report["runs"][1]["comparison"]["gradients"]) > 10
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_wrong_key_gradient_in_training_is_caught(
+    harness: ModuleType, tmp_path: Path, tiny_run_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One part in a thousand of dK, in the plugin alone."""
+    launcher = tmp_path / "sabotage.py"
+    launcher.write_text(SABOTAGE.format(launcher=str(harness.LAUNCHER)))
+    monkeypatch.setattr(harness, "LAUNCHER", launcher)
+    words = ["--config", str(tiny_run_file), "--algos", "zigzag", "--cp", "2", "--iters", "4"]
+    assert harness.main([*words, "--output", str(tmp_path / "out")]) == 1
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    found = report["runs"][1]["comparison"]
+    assert not report["runs"][1]["failure"]
+    # Only what lies below attention has a wrong gradient at the first iteration.
+    wrong = {name for name, error in found["gradients"].items() if error > 1e-4}
+    assert "decoder.layers.1.self_attention.linear_qkv.weight[key]" in wrong
+    above = (
+        "output_layer",
+        "final_layernorm",
+        "layers.1.mlp",
+        "layers.1.self_attention.linear_proj",
+    )
+    assert not [name for name in wrong if any(part in name for part in above)]
+    assert "decoder.layers.1.self_attention.linear_qkv.weight[query]" not in wrong

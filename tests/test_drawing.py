@@ -1,0 +1,99 @@
+"""Pictures of plans, and the command that draws them."""
+
+from pathlib import Path
+
+import pytest
+
+import megatron_cp_plugin as cp
+from megatron_cp_plugin import cli
+from megatron_cp_plugin.core.tiles import Mask, visible_pairs
+from megatron_cp_plugin.drawing import _ranks, picture, save, table_width
+
+
+def draw(*words: str) -> int:
+    return cli.main(["draw", *words])
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("algo", cp.available("softmax"))
+def test_every_algorithm_can_be_drawn(algo: str, causal: bool, tmp_path: Path) -> None:
+    mask = Mask(causal)
+    drawn = picture(algo, 4, seq_len=64, mask=mask)
+    pairs = sum(cell.pairs for step in drawn.steps for cell in step if cell)
+    assert pairs == pytest.approx(visible_pairs(64, mask))
+    save(drawn, tmp_path / "plan.svg")
+    assert "<svg" in (tmp_path / "plan.svg").read_text()
+
+
+def test_who_waits_and_how_long() -> None:
+    drawn = picture("distflash", 8)
+    assert drawn.waiting == 4
+    # Time in squares: half for the first step, one for each of four; work: P * P / 2 of them.
+    assert drawn.idle_share == pytest.approx(1 - 32 / (8 * 4.5), abs=1e-3)
+    assert picture("ring", 8).waiting == 28
+    assert picture("zigzag", 8).idle_share == pytest.approx(0, abs=1e-12)
+
+
+def test_cells_name_the_blocks() -> None:
+    first, second = picture("distflash", 3).steps
+    assert [cell.text if cell else None for cell in first] == ["q0 k0", "q1 k1", "q2 k2"]
+    assert [cell.text if cell else None for cell in second] == ["q2 k0", "q1 k0", "q2 k1"]
+    assert [cell.own if cell else None for cell in second] == [False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("owners", "text"),
+    [((3,), "3"), ((2, 0, 1), "0-2"), ((0, 1, 3), "0-1,3"), ((1, 3, 5), "1-5:2"), ((0, 4), "0,4")],
+)
+def test_names_of_several_ranks(owners: tuple[int, ...], text: str) -> None:
+    assert _ranks(owners) == text
+
+
+def test_the_terminal_shows_workers_by_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    assert draw("--algo", "distflash", "--size", "4", "--seq-len", "400") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].rstrip() == "distflash · 4 ranks · causal attention · 400 tokens"
+    row = next(line for line in lines if line.startswith("│    0 "))
+    assert row.replace("│", "").split() == ["0", "q0", "k0", "q3", "k0", "waits"]
+    assert any("waiting in 2 of 12 worker-steps" in line for line in lines)
+
+
+def test_a_wide_table_is_not_broken(capsys: pytest.CaptureFixture[str]) -> None:
+    assert draw("--algo", "ring", "--size", "24") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(line.startswith("│") for line in lines) == 24
+    assert max(map(len, lines)) <= table_width(picture("ring", 24))
+
+
+def test_options_and_the_full_mask(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--algo", "distflash", "--size", "3", "--option", "balanced=false"]
+    assert draw(*words) == 0
+    assert "waiting in 3 of 9" in capsys.readouterr().out
+    assert draw(*words, "--mask", "full") == 0
+    assert "waiting in 0 of 9" in capsys.readouterr().out
+
+
+def test_a_png_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "plan.png"
+    assert draw("--algo", "zigzag", "--size", "2", "--output", str(path)) == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--algo", "distflsh", "--size", "4"), "did you mean 'distflash'"),
+        (("--algo", "lasp", "--size", "4"), "lasp, which is linear attention"),
+        (("--algo", "ring", "--size", "0"), "size must be 1 or more, got 0"),
+        (("--algo", "ring", "--size", "2", "--seq-len", "0"), "seq-len must be 1 or more"),
+        (("--algo", "ring", "--size", "2", "--option", "x"), "--option takes KEY=VALUE"),
+        (("--algo", "ring", "--size", "2", "--output", "a.pdf"), "'a.pdf': change its ending"),
+        (("--algo", "ring", "--size", "2", "--output", "nowhere/a.png"), "no folder 'nowhere'"),
+    ],
+)
+def test_errors_are_one_line(
+    words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert draw(*words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line

@@ -1,0 +1,310 @@
+"""Every algorithm of linear attention against the recurrence in float64: forward, all gradients."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+import megatron_cp_plugin as cp
+from megatron_cp_plugin.core.comm import CommunicationLog
+from megatron_cp_plugin.core.layout import shard, unshard
+from megatron_cp_plugin.core.linear import LinearShape
+from megatron_cp_plugin.core.topology import Topology
+from megatron_cp_plugin.core.virtual import run_virtual
+from megatron_cp_plugin.errors import ConfigError, ContextParallelError
+from megatron_cp_plugin.registry import create_linear, layout_of
+from tests.linear_oracle import LinearExpected, linear_expected, recurrence
+from tests.oracle import relative_error
+
+RATES = {
+    "plain": (1.0, 1.0, 1.0, 1.0),
+    "half": (0.5, 0.5, 0.5, 0.5),
+    # exp(-8h/H (1 - l/L)) of TransNormerLLM, and one head that forgets almost at once.
+    "slopes": (1.0, 0.8187307530779818, 0.1353352832366127, 1e-6),
+}
+SIZES = (1, 2, 3, 4, 8)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One algorithm with its options."""
+
+    algo: str
+    options: tuple[tuple[str, str], ...] = ()
+
+    def __str__(self) -> str:
+        return "-".join([self.algo, *(value for _, value in self.options)])
+
+
+def cases() -> Iterator[Case]:
+    for algo in cp.available("linear"):
+        if algo == "lasp2":
+            yield Case(algo, (("layout", "contiguous"),))
+            yield Case(algo, (("layout", "zigzag"),))
+        else:
+            yield Case(algo)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one rank got."""
+
+    out: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    final: Tensor | None = None
+    dinitial: Tensor | None = None
+
+
+def run(
+    case: Case,
+    expected: LinearExpected,
+    size: int,
+    *,
+    causal: bool = True,
+    states: bool = False,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[list[Result], CommunicationLog]:
+    """The result of every virtual rank, and what they sent. states: initial and final ones too."""
+    layout = layout_of(case.algo, dict(case.options))
+    seq_len = expected.q.shape[1]
+
+    def body(topology: Topology) -> Result:
+        whole = (expected.q, expected.k, expected.v, expected.dout)
+        *qkv, dout = (shard(x, 1, layout, topology.rank, size).to(dtype) for x in whole)
+        inputs = [x.requires_grad_() for x in qkv]
+        initial = expected.initial.clone().requires_grad_() if states else None
+        got = cp.linear_attention(
+            *inputs,
+            decay=torch.tensor(expected.rates, dtype=torch.float64),
+            algo=case.algo,
+            group=topology,
+            causal=causal,
+            initial_state=initial,
+            output_final_state=states,
+            seq_len=seq_len,
+            **dict(case.options),
+        )
+        if initial is None:
+            assert isinstance(got, Tensor)
+            return Result(got.detach(), *torch.autograd.grad(got, inputs, dout))
+        out, final = got
+        # Every rank's loss takes an unequal part of the final state.
+        part = (topology.rank + 1) / (size * (size + 1) / 2)
+        *gradients, dinitial = torch.autograd.grad(
+            (out, final), (*inputs, initial), (dout, part * expected.dfinal), allow_unused=True
+        )
+        return Result(out.detach(), *gradients, final.detach(), dinitial)
+
+    with cp.record_communication() as log:
+        results = run_virtual(size, body)
+    return results, log
+
+
+def assert_matches(
+    case: Case, results: list[Result], expected: LinearExpected, bound: float
+) -> None:
+    layout = layout_of(case.algo, dict(case.options))
+    for name in ("out", "dq", "dk", "dv"):
+        whole = unshard([getattr(result, name) for result in results], 1, layout)
+        error = relative_error(whole, getattr(expected, name))
+        assert error <= bound, f"{case}: {name} is off by {error:.1e}"
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("rates", RATES)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("case", tuple(cases()), ids=str)
+def test_equals_the_recurrence(case: Case, size: int, rates: str, causal: bool) -> None:
+    expected = linear_expected(RATES[rates], 6 * size, causal=causal)
+    results, _ = run(case, expected, size, causal=causal, states=True)
+    assert_matches(case, results, expected, bound=1e-9)
+    for result in results:
+        assert result.final is not None
+        assert relative_error(result.final, expected.final) <= 1e-9
+    # The ranks' gradients of the initial state are those of their losses' sum.
+    dinitial = sum(result.dinitial for result in results if result.dinitial is not None)
+    assert isinstance(dinitial, Tensor)
+    assert relative_error(dinitial, expected.dinitial) <= 1e-9
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("case", tuple(cases()), ids=str)
+def test_without_states(case: Case, size: int, causal: bool) -> None:
+    """No initial state is one of zeros; the final one need not be asked for."""
+    drawn = linear_expected(RATES["slopes"], 4 * size, causal=causal, seed=1)
+    results, _ = run(case, drawn, size, causal=causal)
+    q, k, v = (x.clone().requires_grad_() for x in (drawn.q, drawn.k, drawn.v))
+    rates = torch.tensor(drawn.rates, dtype=torch.float64)
+    out, _ = recurrence(q, k, v, rates, torch.zeros_like(drawn.initial), causal=causal)
+    gradients = torch.autograd.grad(out, (q, k, v), drawn.dout)
+    layout = layout_of(case.algo, dict(case.options))
+    for name, whole in zip(("out", "dq", "dk", "dv"), (out, *gradients), strict=True):
+        got = unshard([getattr(result, name) for result in results], 1, layout)
+        assert relative_error(got, whole.detach()) <= 1e-9, f"{case}: {name}"
+
+
+@pytest.mark.parametrize("algo", cp.available("linear"))
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_ranks_with_unequally_many_tokens(algo: str, size: int) -> None:
+    expected = linear_expected(RATES["slopes"], 7 * size + size // 2 + 1)
+    results, _ = run(Case(algo), expected, size, states=True)
+    assert_matches(Case(algo), results, expected, bound=1e-9)
+
+
+@pytest.mark.parametrize("case", tuple(cases()), ids=str)
+def test_longer_than_a_kernel_chunk(case: Case) -> None:
+    expected = linear_expected(RATES["slopes"], 2 * 150, batch=1)
+    results, _ = run(case, expected, 2, states=True)
+    assert_matches(case, results, expected, bound=1e-9)
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("case", tuple(cases()), ids=str)
+def test_bfloat16(case: Case, causal: bool) -> None:
+    """Tensors in bfloat16, states in float32: the error of rounding inputs and outputs once."""
+    expected = linear_expected(RATES["slopes"], 64, causal=causal)
+    results, _ = run(case, expected, 4, causal=causal, states=True, dtype=torch.bfloat16)
+    assert_matches(case, results, expected, bound=6e-3)
+    final = results[0].final
+    assert final is not None
+    assert final.dtype == torch.float32
+    assert relative_error(final, expected.final) <= 6e-3
+
+
+@pytest.mark.parametrize("states", [False, True], ids=["out", "states"])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("case", tuple(cases()), ids=str)
+def test_bytes_are_those_of_the_formula(case: Case, size: int, causal: bool, states: bool) -> None:
+    expected = linear_expected(RATES["half"], 4 * size, causal=causal)
+    _, log = run(case, expected, size, causal=causal, states=states, dtype=torch.bfloat16)
+    batch, _, heads, head_dim = expected.q.shape
+    shape = LinearShape(batch, heads, head_dim, expected.v.shape[3])
+
+    def compare(topology: Topology) -> None:
+        rank = topology.rank
+        algorithm = create_linear(case.algo, topology, dict(case.options))
+        traffic = algorithm.traffic(shape, rank, causal=causal, final_state=states)
+        assert log.bytes(rank=rank, phase="forward") == traffic.forward_bytes
+        assert log.messages(rank=rank, phase="forward") == traffic.forward_messages
+        assert log.bytes(rank=rank, phase="backward") == traffic.backward_bytes
+        assert log.messages(rank=rank, phase="backward") == traffic.backward_messages
+
+    run_virtual(size, compare)
+
+
+def test_bytes_do_not_grow_with_the_sequence() -> None:
+    """Table 1 of the paper: B*H*D*D elements a hop, against Ulysses and Megatron's SP."""
+    size, heads, head_dim = 4, 2, 8
+    state = heads * head_dim * head_dim
+    hidden = heads * head_dim
+    for seq_len in (1024, 8192, 65536):
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(1, seq_len, heads, head_dim, generator=generator)
+
+        def body(topology: Topology, x: Tensor = x) -> None:
+            local = shard(x, 1, layout_of("lasp", {}), topology.rank, size).requires_grad_()
+            out = cp.linear_attention(local, local, local, decay=0.5, algo="lasp", group=topology)
+            assert isinstance(out, Tensor)
+            out.sum().backward()
+
+        with cp.record_communication() as log:
+            run_virtual(size, body)
+        for rank in range(size):
+            assert log.bytes(rank=rank, phase="forward") == (4 * state if rank < size - 1 else 0)
+            assert log.bytes(rank=rank, phase="backward") == (4 * state if rank > 0 else 0)
+        ulysses = 4 * seq_len * hidden / size
+        megatron = 2 * seq_len * hidden + 4 * seq_len * hidden / size
+        assert state < ulysses < megatron
+
+
+@pytest.mark.parametrize("decay", [0.0, 1.5, -0.5, float("nan")])
+def test_rates_out_of_range_are_refused(decay: float) -> None:
+    x = torch.zeros(1, 4, 2, 4)
+    with pytest.raises(ConfigError, match="above 0 and at most 1"):
+        cp.linear_attention(x, x, x, decay=decay)
+
+
+def test_wrong_calls_are_refused() -> None:
+    x = torch.zeros(1, 4, 2, 4)
+    with pytest.raises(ConfigError, match="one rate for each of 2 heads, got 3"):
+        cp.linear_attention(x, x, x, decay=[0.5, 0.5, 0.5])
+    with pytest.raises(ConfigError, match="not differentiable"):
+        cp.linear_attention(x, x, x, decay=torch.ones(2, requires_grad=True))
+    with pytest.raises(ConfigError, match="'ring', which is softmax attention"):
+        cp.linear_attention(x, x, x, decay=1.0, algo="ring")
+    with pytest.raises(ConfigError, match="'lasp', which is linear attention"):
+        cp.attention(x, x, x, algo="lasp")
+    with pytest.raises(ConfigError, match="use one of contiguous, zigzag"):
+        cp.linear_attention(x, x, x, decay=1.0, algo="lasp2", layout="cyclic")
+    with pytest.raises(ContextParallelError, match=r"\[B,H,D,E\] = \(1, 2, 4, 4\)"):
+        cp.linear_attention(x, x, x, decay=1.0, initial_state=torch.zeros(1, 2, 4, 5))
+    with pytest.raises(ContextParallelError, match="repeat the KV heads"):
+        cp.linear_attention(x, x[:, :, :1], x[:, :, :1], decay=1.0)
+    with pytest.raises(ContextParallelError, match="one dtype"):
+        cp.linear_attention(x, x, x.double(), decay=1.0)
+
+
+def test_zigzag_needs_chunks_of_equal_length() -> None:
+    def body(topology: Topology) -> None:
+        layout = layout_of("lasp2", {"layout": "zigzag"})
+        x = shard(torch.zeros(1, 9, 2, 4), 1, layout, topology.rank, topology.size)
+        cp.linear_attention(
+            x, x, x, decay=1.0, algo="lasp2", layout="zigzag", group=topology, seq_len=9
+        )
+
+    with pytest.raises(ConfigError, match="divisible by 4, got 9: use 12"):
+        run_virtual(2, body)
+
+
+def test_kinds_in_the_registry() -> None:
+    assert set(cp.available()) == set(cp.available("softmax")) | set(cp.available("linear"))
+    assert {"lasp", "lasp2"} == set(cp.available("linear"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("case", tuple(cases()), ids=str)
+def test_on_a_gpu(case: Case, causal: bool) -> None:
+    """With fla's kernels, in bfloat16, against the chunked kernel on one rank in float64."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    rates = (1.0, 0.996, 0.94, 0.5)
+    size, seq_len = 4, 4 * 2048
+
+    def random() -> Tensor:
+        x = torch.randn(1, seq_len, 4, 128, generator=generator, device="cuda") / 4
+        return x.bfloat16()
+
+    whole = [random() for _ in range(4)]
+    wide = [x.double().requires_grad_() for x in whole[:3]]
+    out = cp.linear_attention(*wide, decay=rates, algo=case.algo, causal=causal, kernel="chunked")
+    assert isinstance(out, Tensor)
+    want = (out.detach(), *torch.autograd.grad(out, wide, whole[3].double()))
+    layout = layout_of(case.algo, dict(case.options))
+
+    def body(topology: Topology) -> tuple[Tensor, ...]:
+        *qkv, dout = (shard(x, 1, layout, topology.rank, size) for x in whole)
+        inputs = [x.requires_grad_() for x in qkv]
+        out = cp.linear_attention(
+            *inputs,
+            decay=rates,
+            algo=case.algo,
+            group=topology,
+            causal=causal,
+            kernel="fla",
+            **dict(case.options),
+        )
+        assert isinstance(out, Tensor)
+        return (out.detach(), *torch.autograd.grad(out, inputs, dout))
+
+    results = run_virtual(size, body, timeout_s=200)
+    for name, parts, expected in zip(
+        ("out", "dq", "dk", "dv"), zip(*results, strict=True), want, strict=True
+    ):
+        error = relative_error(unshard(list(parts), 1, layout), expected)
+        assert error < 1e-2, f"{case}: {name} is off by {error:.1e}"

@@ -1,0 +1,137 @@
+"""Sliding windows: the same attention, no step and no byte beyond the window."""
+
+import pytest
+import torch
+
+import megatron_cp_plugin as cp
+from megatron_cp_plugin import cli
+from megatron_cp_plugin.algorithms.distflash import plan
+from megatron_cp_plugin.core.algorithm import Shape
+from megatron_cp_plugin.core.comm import CommunicationLog
+from megatron_cp_plugin.core.layout import shard
+from megatron_cp_plugin.core.tiles import Mask, visible_pairs
+from megatron_cp_plugin.core.topology import Topology
+from megatron_cp_plugin.core.virtual import run_virtual
+from megatron_cp_plugin.errors import ContextParallelError
+from megatron_cp_plugin.registry import create, layout_of
+from tests.oracle import Expected, expected_attention
+from tests.test_conformance import Case, assert_matches
+
+BLOCK = 6
+CASES = [
+    Case("distflash"),
+    Case("distflash", (("balanced", False),)),
+    Case("distflash", (("last_step", "shared"),)),
+    Case("ring", (("backward", "kv"),)),
+    Case("zigzag", (("backward", "query"),)),
+]
+
+
+@pytest.mark.parametrize("kernel", ["torch_cpu", "reference"])
+@pytest.mark.parametrize("window", [1, 5, 6, 7, 16, 100])
+@pytest.mark.parametrize("size", [2, 4, 5])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_equals_unsplit_attention(case: Case, size: int, window: int, kernel: str) -> None:
+    """With kernels that take square causal tiles only, and with one that takes any."""
+    expected = expected_attention(
+        batch=2,
+        seq_len=BLOCK * size + size // 2,
+        heads=4,
+        kv_heads=2,
+        head_dim=8,
+        causal=True,
+        window=window,
+    )
+    results, log = run(case, expected, size, window, kernel)
+    assert_matches(case, results, expected, bound=1e-10)
+    shape = Shape(2, expected.q.shape[1], 4, 2, 8, element_bytes=8, wide_bytes=8)
+
+    def compare(topology: Topology) -> None:
+        algorithm = create(case.algo, topology, dict(case.options))
+        mask = Mask(window=window)
+        traffic = algorithm.traffic(shape, mask, topology.rank)
+        for phase in ("forward", "backward"):
+            sent = log.bytes(rank=topology.rank, phase=phase)
+            assert sent == getattr(traffic, f"{phase}_bytes")
+            messages = log.messages(rank=topology.rank, phase=phase)
+            assert messages == getattr(traffic, f"{phase}_messages")
+        pairs = sum(work.pairs for work in algorithm.trace(shape.seq_len, mask))
+        assert pairs == visible_pairs(shape.seq_len, mask)
+
+    run_virtual(size, compare)
+
+
+def run(
+    case: Case, expected: Expected, size: int, window: int, kernel: str
+) -> tuple[list[tuple[torch.Tensor, ...]], CommunicationLog]:
+    options = dict(case.options)
+    layout = layout_of(case.algo, options)
+
+    def body(topology: Topology) -> tuple[torch.Tensor, ...]:
+        q, k, v, dout = (
+            shard(x, 1, layout, topology.rank, size)
+            for x in (expected.q, expected.k, expected.v, expected.dout)
+        )
+        for x in (q, k, v):
+            x.requires_grad_()
+        out = cp.attention(
+            q,
+            k,
+            v,
+            algo=case.algo,
+            group=topology,
+            kernel=kernel,
+            seq_len=expected.q.shape[1],
+            window=window,
+            **options,
+        )
+        return (out.detach(), *torch.autograd.grad(out, (q, k, v), dout))
+
+    with cp.record_communication() as log:
+        results = run_virtual(size, body)
+    return results, log
+
+
+@pytest.mark.parametrize("size", [8, 9])
+@pytest.mark.parametrize(("window", "steps"), [(1, 1), (2, 2), (6, 2), (7, 2), (8, 3), (13, 3)])
+def test_the_schedule_stops_where_the_window_ends(window: int, steps: int, size: int) -> None:
+    schedule = plan(size, BLOCK * size, Mask(window=window), balanced=True)
+    assert len(schedule.steps) == steps
+    assert not schedule.has_helpers
+
+
+@pytest.mark.parametrize("window", [2, 4, 6])
+def test_no_more_keys_are_fetched_than_the_window_touches(window: int) -> None:
+    schedule = plan(4, BLOCK * 4, Mask(window=window), balanced=True)
+    _, step = schedule.steps
+    assert [task and task.tokens for task in step] == [None, *[window - 1] * 3]
+
+
+def test_helpers_fetch_no_more_queries_than_the_window_touches() -> None:
+    """Rank 0 of 4 helps rank 3, of whose queries only the first two still see block 0."""
+    schedule = plan(4, BLOCK * 4, Mask(window=3 * BLOCK - 3), balanced=True)
+    task = schedule.steps[1][0]
+    assert task is not None
+    assert (task.query_owner, task.part) == (3, slice(0, 2))
+
+
+def test_other_algorithms_refuse() -> None:
+    q = torch.ones(1, 8, 2, 8)
+    refused = 0
+    for algo in cp.available("softmax"):
+        if algo in ("distflash", "ring", "zigzag"):
+            cp.attention(q, q, q, algo=algo, window=4)
+            continue
+        with pytest.raises(ContextParallelError, match=f"{algo} does not serve sliding windows"):
+            cp.attention(q, q, q, algo=algo, window=4)
+        refused += 1
+    assert refused
+
+
+def test_a_windowed_schedule_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["draw", "--algo", "distflash", "--size", "8", "--seq-len", "64", "--window", "8"]
+    assert cli.main(words) == 0
+    assert "causal attention, window 8 · 64 tokens" in capsys.readouterr().out
+    words[2] = "ulysses"
+    assert cli.main(words) == 2
+    assert "ulysses does not serve sliding windows" in capsys.readouterr().err
