@@ -1,0 +1,147 @@
+"""The plugin's own command-line flags."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NoReturn, override
+
+from megatron_cp_plugin import registry
+from megatron_cp_plugin.config import ContextParallelConfig
+from megatron_cp_plugin.errors import ConfigError
+
+# The value of --context-parallel-algo that means "Megatron's own path, untouched".
+MEGATRON = "megatron"
+
+PLATFORMS = ("auto", "cpu", "cuda")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Adds the plugin's flags to a parser and returns it (an `extra_args_provider` of Megatron)."""
+    group = parser.add_argument_group("megatron_cp_plugin")
+    group.add_argument(
+        "--context-parallel-algo",
+        metavar="NAME",
+        default=None,
+        help="context-parallel attention algorithm, such as ring or zigzag; megatron or no flag: "
+        "Megatron's own context parallelism",
+    )
+    group.add_argument(
+        "--cp-kernel",
+        metavar="NAME",
+        default=None,
+        help="attention kernel; default auto: the fastest one that serves the model",
+    )
+    group.add_argument(
+        "--cp-options",
+        metavar="KEY=VALUE",
+        nargs="+",
+        action="extend",
+        default=None,
+        help="options of the algorithm",
+    )
+    group.add_argument(
+        "--cp-recompute-attention",
+        action="store_true",
+        default=None,
+        help="let Megatron's activation recomputation run attention a second time, which saves the "
+        "memory of its output; default: its output is kept and it runs once",
+    )
+    group.add_argument(
+        "--cp-platform",
+        choices=PLATFORMS,
+        default=None,
+        help="cpu runs Megatron without a GPU; default auto: cpu where there is no GPU",
+    )
+    group.add_argument(
+        "--cp-record",
+        metavar="DIR",
+        default=None,
+        help="write losses of all iterations and gradients of the first one into a folder, for "
+        "comparison with another run",
+    )
+    return parser
+
+
+@dataclass(frozen=True)
+class PluginFlags:
+    """The plugin's flags as given on one command line.
+
+    Attributes:
+        algo: None for Megatron's own path. kernel, options, recompute_attention, platform, record:
+            as in `add_arguments`.
+        given: whether the command line has any of the plugin's flags.
+    """
+
+    algo: str | None
+    kernel: str
+    options: tuple[tuple[str, object], ...]
+    recompute_attention: bool
+    platform: str | None
+    record: str | None
+    given: bool
+
+    def check(self) -> None:
+        """Raises ConfigError for an unknown algorithm or option, and for settings of none."""
+        if self.algo is not None:
+            registry.layout_of(self.algo, dict(self.options))
+        settings = {
+            "--cp-kernel": self.kernel != "auto",
+            "--cp-options": bool(self.options),
+            "--cp-recompute-attention": self.recompute_attention,
+        }
+        for name, given in settings.items():
+            if self.algo is None and given:
+                raise ConfigError(
+                    f"{name} needs an algorithm of the plugin, got none: "
+                    f"add --context-parallel-algo zigzag, or leave {name} out"
+                )
+
+    def config(self, size: int) -> ContextParallelConfig:
+        """Returns the configuration for `size` context-parallel ranks; needs an algorithm."""
+        assert self.algo is not None
+        return ContextParallelConfig(
+            self.algo, size, self.kernel, self.options, self.recompute_attention
+        )
+
+
+def split_flags(argv: Sequence[str]) -> tuple[PluginFlags, list[str]]:
+    """Separates the plugin's flags from Megatron's.
+
+    Args:
+        argv: A command line, program name excluded.
+
+    Returns:
+        The plugin's flags, and the rest in its order.
+
+    Raises:
+        ConfigError: A flag of the plugin has no value or a value that is not allowed.
+    """
+    parser = add_arguments(OneLineParser(add_help=False, allow_abbrev=False))
+    known, rest = parser.parse_known_args(list(argv))
+    flags = PluginFlags(
+        algo=None if known.context_parallel_algo == MEGATRON else known.context_parallel_algo,
+        kernel=known.cp_kernel or "auto",
+        options=tuple(_option(text) for text in known.cp_options or ()),
+        recompute_attention=bool(known.cp_recompute_attention),
+        platform=known.cp_platform,
+        record=known.cp_record,
+        given=any(value is not None for value in vars(known).values()),
+    )
+    return flags, rest
+
+
+def _option(text: str) -> tuple[str, object]:
+    key, equals, value = text.partition("=")
+    if not key or not equals:
+        raise ConfigError(f"--cp-options takes KEY=VALUE, got {text!r}: write for example a=1 b=2")
+    return key, value
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """A parser whose errors are one line."""
+
+    @override
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}: see --help")

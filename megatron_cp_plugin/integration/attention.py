@@ -1,0 +1,135 @@
+"""Megatron's core attention, split over the context-parallel ranks.
+
+Shapes in Megatron's order: s local tokens, b batch, h query heads and g KV heads of this
+tensor-parallel rank, d head dim.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from megatron_cp_plugin.core.function import attend
+from megatron_cp_plugin.errors import ContextParallelError
+from megatron_cp_plugin.integration.checks import check_settings
+from megatron_cp_plugin.integration.runtime import Runtime
+
+_CAUSAL = {AttnMaskType.causal: True, AttnMaskType.no_mask: False}
+
+
+class ContextParallelAttention(MegatronModule):
+    """Takes the place of DotProductAttention or TEDotProductAttention in a layer spec.
+
+    Has no parameters, so checkpoints are the same with and without it.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        *,
+        runtime: Runtime,
+    ) -> None:
+        """Builds the module; a collective operation of the context-parallel ranks.
+
+        Args:
+            config: Megatron's model configuration.
+            layer_number: Counts from 1. `apply_query_key_layer_scaling` divides the scores by it
+                before and multiplies by it inside the softmax, so the result does not depend on it.
+            attn_mask_type: Mask of calls that do not name one.
+            attention_type: "self".
+            attention_dropout: Must be 0; default: the configuration's.
+            softmax_scale: Of the scores; default 1 / sqrt(d).
+            cp_comm_type: Transformer Engine's algorithm, without meaning here.
+            pg_collection: Must hold the groups `tp` and `cp`.
+            runtime: The run's layout and algorithm.
+
+        Raises:
+            ContextParallelError: The model asks for what no algorithm here computes.
+        """
+        super().__init__(config=config)
+        check_settings(config, runtime.config)
+        dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        if dropout > 0:
+            raise ContextParallelError(f"attention dropout must be 0, got {dropout}")
+        if attention_type != "self":
+            raise ContextParallelError(
+                f"{runtime.config.algo} serves self attention, got {attention_type} attention"
+            )
+        if pg_collection is None:
+            pg_collection = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
+        self.tp_group = pg_collection.tp
+        self.layer_number = layer_number
+        self._causal = _is_causal(attn_mask_type)
+        self._scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
+        self._kernel = runtime.config.kernel
+        self._cp_size = pg_collection.cp.size()
+        self._algorithm = runtime.algorithm(pg_collection.cp)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> Tensor:
+        """Computes attention of the local queries over the keys of all context-parallel ranks.
+
+        Args:
+            query: [s,b,h,d].
+            key: [s,b,g,d].
+            value: [s,b,g,d].
+            attention_mask: Ignored: the mask follows from the mask type and the layout.
+            attn_mask_type: causal or no_mask; default: the constructor's.
+            attention_bias: Must be None.
+            packed_seq_params: Must be None.
+
+        Returns:
+            [s,b,h*d] in the query's dtype.
+
+        Raises:
+            ContextParallelError: A bias, packed sequences or another mask type is asked for.
+        """
+        if attention_bias is not None:
+            raise ContextParallelError("attention bias is not supported: leave attention_bias out")
+        if packed_seq_params is not None:
+            raise ContextParallelError(
+                "packed sequences are not supported: train on sequences of seq_length tokens"
+            )
+        causal = self._causal if attn_mask_type is None else _is_causal(attn_mask_type)
+        out = attend(
+            query.transpose(0, 1),
+            key.transpose(0, 1),
+            value.transpose(0, 1),
+            algorithm=self._algorithm,
+            seq_len=query.size(0) * self._cp_size,
+            causal=causal,
+            scale=self._scale,
+            kernel=self._kernel,
+            site=self,
+        )
+        return out.transpose(0, 1).flatten(2)
+
+
+def _is_causal(mask_type: AttnMaskType) -> bool:
+    if mask_type not in _CAUSAL:
+        allowed = " or ".join(allowed.name for allowed in _CAUSAL)
+        raise ContextParallelError(
+            f"attention mask type must be {allowed}, got {mask_type.name}: "
+            "padding and arbitrary masks are not supported"
+        )
+    return _CAUSAL[mask_type]

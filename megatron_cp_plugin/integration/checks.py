@@ -1,0 +1,336 @@
+"""What a run must satisfy, checked before training starts.
+
+`FEATURES` is the one list of Megatron features that no algorithm here serves; the start-up checks
+and the documentation both come from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_cp_plugin.config import ContextParallelConfig
+from megatron_cp_plugin.errors import ConfigError
+from megatron_cp_plugin.kernels import Problem, resolve
+
+
+class Settings:
+    """Megatron's settings by name; None where this version of Megatron has none of that name."""
+
+    def __init__(self, source: Any) -> None:
+        self._source = source
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source, name, None)
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A feature of Megatron that is refused.
+
+    Attributes:
+        name: As a user would call it.
+        setting: The setting that asks for it, named like its flag.
+        asked: Whether settings ask for it.
+        reason: Why it is refused.
+        instead: What to do.
+    """
+
+    name: str
+    setting: str
+    asked: Callable[[Settings], bool]
+    reason: str
+    instead: str
+
+    @property
+    def flag(self) -> str:
+        """The command-line flag of the setting."""
+        return _FLAGS.get(self.setting, "--" + self.setting.replace("_", "-"))
+
+
+_FLAGS = {"fp8": "--fp8-format", "is_hybrid_model": "--hybrid-layer-pattern"}
+
+
+def _on(setting: str) -> Callable[[Settings], bool]:
+    return lambda settings: bool(getattr(settings, setting))
+
+
+def _other_than(setting: str, *allowed: object) -> Callable[[Settings], bool]:
+    def asked(settings: Settings) -> bool:
+        value = getattr(settings, setting)
+        return value is not None and getattr(value, "name", value) not in allowed
+
+    return asked
+
+
+def _switch(name: str, setting: str, reason: str) -> Feature:
+    flag = Feature(name, setting, _on(setting), reason, "").flag
+    return Feature(name, setting, _on(setting), reason, f"leave {flag} out")
+
+
+_ZIGZAG = "Megatron cuts it by its own zigzag layout"
+_PACKED = "no algorithm knows document boundaries yet"
+_KERNELS = "the attention kernels here do not compute it"
+_UNTESTED = "never run together with the plugin"
+
+FEATURES: tuple[Feature, ...] = (
+    Feature(
+        "attention dropout",
+        "attention_dropout",
+        lambda settings: (settings.attention_dropout or 0) > 0,
+        _KERNELS,
+        "add --attention-dropout 0",
+    ),
+    # What decides which tokens see which.
+    _switch("packed sequences (SFT)", "sft", _PACKED),
+    _switch("packed sequences (RL)", "rl_use_sequence_packing", _PACKED),
+    _switch("inter-document masking", "dataloader_inter_document_masking", _PACKED),
+    _switch("resetting the attention mask at document ends", "reset_attention_mask", _PACKED),
+    _switch("sliding-window attention", "window_size", "no algorithm has this mask yet"),
+    # What changes the scores.
+    Feature(
+        "attention sinks",
+        "softmax_type",
+        _other_than("softmax_type", "vanilla"),
+        _KERNELS,
+        "leave --softmax-type out",
+    ),
+    _switch("QK clipping", "qk_clip", "it needs the largest score, which the kernels keep"),
+    _switch(
+        "logging the largest attention logit",
+        "log_max_attention_logit",
+        "it needs the largest score, which the kernels keep",
+    ),
+    # Attention of another kind.
+    _switch(
+        "multi-latent attention",
+        "multi_latent_attention",
+        "its fused RoPE is cut by Megatron's own zigzag layout",
+    ),
+    _switch(
+        "experimental attention variants (DSA, gated delta net)",
+        "experimental_attention_variant",
+        _ZIGZAG,
+    ),
+    _switch("hybrid models (Mamba)", "hybrid_layer_pattern", _ZIGZAG),
+    _switch("hybrid models (Mamba)", "is_hybrid_model", _ZIGZAG),
+    _switch("multi-token prediction", "mtp_num_layers", _ZIGZAG),
+    _switch("FP8 attention", "fp8_dot_product_attention", _KERNELS),
+    _switch("FP8 attention", "fp8_multi_head_attention", _KERNELS),
+    _switch("Kitchen attention", "use_kitchen_attention", "it is another core attention"),
+    Feature(
+        "choice of Megatron's attention kernel",
+        "attention_backend",
+        _other_than("attention_backend", "auto"),
+        "it would be ignored or take the plugin's place",
+        "choose a kernel with --cp-kernel",
+    ),
+    _switch(
+        "choice of Transformer Engine's attention kernel",
+        "flash_attention_version",
+        "it would be ignored",
+    ),
+    Feature(
+        "position embeddings of this type",
+        "position_embedding_type",
+        _other_than("position_embedding_type", "rope", "yarn", "learned_absolute", "none"),
+        _ZIGZAG,
+        "use rope, yarn, learned_absolute or none",
+    ),
+    # Other kinds of context parallelism.
+    Feature(
+        "Transformer Engine's context-parallel algorithm",
+        "cp_comm_type",
+        lambda settings: settings.cp_comm_type not in (None, ["p2p"], "p2p"),
+        "--context-parallel-algo chooses the algorithm",
+        "leave one of the two out",
+    ),
+    _switch("hybrid context parallelism", "hybrid_context_parallel", _PACKED),
+    _switch("dynamic context parallelism", "dynamic_context_parallel", _PACKED),
+    _switch(
+        "hierarchical context parallelism",
+        "hierarchical_context_parallel_sizes",
+        "--context-parallel-algo chooses the algorithm",
+    ),
+    # Modes of the whole program.
+    Feature(
+        "CUDA graphs",
+        "cuda_graph_impl",
+        _other_than("cuda_graph_impl", "none"),
+        _UNTESTED,
+        "leave --cuda-graph-impl out",
+    ),
+    _switch("CUDA graphs", "enable_cuda_graph", _UNTESTED),
+    _switch("CUDA graphs", "external_cuda_graph", _UNTESTED),
+    _switch(
+        "overlap of expert-parallel communication",
+        "overlap_moe_expert_parallel_comm",
+        _UNTESTED,
+    ),
+    _switch("activation offloading", "fine_grained_activation_offloading", _UNTESTED),
+    _switch("activation offloading", "cpu_offloading", _UNTESTED),
+    _switch(
+        "deterministic mode",
+        "deterministic_mode",
+        "the GPU kernels add gradients in no fixed order",
+    ),
+    _switch("batch-invariant mode", "batch_invariant_mode", _KERNELS),
+    _switch("quantization with ModelOpt", "restore_modelopt_state", _UNTESTED),
+    _switch("quantization with ModelOpt", "modelopt_enabled", _UNTESTED),
+    Feature(
+        "Megatron's own YAML configuration",
+        "yaml_cfg",
+        _on("yaml_cfg"),
+        "it takes the place of all command-line flags",
+        "use scripts/pretrain_gpt.py --config",
+    ),
+)
+
+
+def check_settings(source: Any, config: ContextParallelConfig) -> None:
+    """Refuses what no algorithm serves.
+
+    Args:
+        source: Megatron's arguments or model configuration.
+        config: The run's configuration.
+
+    Raises:
+        ConfigError: One of `FEATURES` is asked for.
+    """
+    settings = Settings(source)
+    for feature in FEATURES:
+        if feature.asked(settings):
+            value = getattr(settings, feature.setting)
+            got = getattr(value, "name", value)
+            raise ConfigError(
+                f"--context-parallel-algo {config.algo} does not serve {feature.name}, got "
+                f"{feature.flag} {got} ({feature.reason}): {feature.instead}"
+            )
+
+
+def check_arguments(args: Any, config: ContextParallelConfig, device: torch.device) -> None:
+    """Checks Megatron's arguments as parsed, before Megatron validates them.
+
+    Args:
+        args: Megatron's namespace.
+        config: The run's configuration.
+        device: Where the run computes.
+
+    Raises:
+        ContextParallelError: One line that says what is wrong, and what to do.
+    """
+    config.layout  # noqa: B018  (an unknown algorithm or option is the first thing to say)
+    _check_world(args)
+    _check_heads(args)
+    check_settings(args, config)
+    _check_sequence(args, config)
+    _check_kernel(args, config, device)
+
+
+def _check_world(args: Any) -> None:
+    sizes = {
+        "context_parallel_size": args.context_parallel_size,
+        "tensor_model_parallel_size": args.tensor_model_parallel_size,
+        "pipeline_model_parallel_size": args.pipeline_model_parallel_size,
+    }
+    for name, size in sizes.items():
+        if size < 1:
+            raise ConfigError(f"{name} must be at least 1, got {size}")
+    product = 1
+    for size in sizes.values():
+        product *= size
+    if args.world_size % product:
+        large = [f"{name} {size}" for name, size in sizes.items() if size > 1]
+        factors = " * ".join(large) + (f" = {product}" if len(large) > 1 else "")
+        per_rank = product // args.context_parallel_size
+        usable = [
+            str(size)
+            for size in range(1, args.world_size + 1)
+            if args.world_size % (size * per_rank) == 0
+        ]
+        fitting = f", or use context_parallel_size {' or '.join(usable)}" if usable else ""
+        raise ConfigError(
+            f"{factors} must divide the number of processes, got {args.world_size}: "
+            f"start a multiple of {product} processes{fitting}"
+        )
+
+
+def _check_heads(args: Any) -> None:
+    heads, tensor = args.num_attention_heads, args.tensor_model_parallel_size
+    if heads is None:
+        return
+    if heads % tensor:
+        raise ConfigError(
+            f"num_attention_heads must be divisible by tensor_model_parallel_size {tensor}, got "
+            f"{heads}: use {_near(heads, tensor)} heads or another tensor_model_parallel_size"
+        )
+    groups = _kv_heads(args)
+    if heads % groups:
+        raise ConfigError(
+            f"num_attention_heads {heads} must be divisible by num_query_groups, got {groups}: "
+            f"use {_divisors(heads)}"
+        )
+    # With fewer groups than ranks, Megatron gives each group to several ranks.
+    if groups % tensor and tensor % groups:
+        allowed = ", ".join(
+            str(g)
+            for g in range(1, heads + 1)
+            if heads % g == 0 and (g % tensor == 0 or tensor % g == 0)
+        )
+        raise ConfigError(
+            f"num_query_groups (GQA) must be divisible by tensor_model_parallel_size {tensor} or "
+            f"divide it, got {groups}: use one of {allowed} or another tensor_model_parallel_size"
+        )
+
+
+def _check_sequence(args: Any, config: ContextParallelConfig) -> None:
+    seq_length = args.seq_length or args.encoder_seq_length
+    if seq_length is None:
+        return
+    config.check_sequence(seq_length)
+    tensor = args.tensor_model_parallel_size
+    local = seq_length // config.size
+    if args.sequence_parallel and local % tensor:
+        step = config.layout.multiple(config.size) * tensor
+        raise ConfigError(
+            f"--sequence-parallel needs the {local} tokens of a context-parallel rank divisible by "
+            f"tensor_model_parallel_size {tensor}, got seq_length {seq_length}: "
+            f"use {_near(seq_length, step)}"
+        )
+
+
+def _check_kernel(args: Any, config: ContextParallelConfig, device: torch.device) -> None:
+    heads, tensor = args.num_attention_heads, args.tensor_model_parallel_size
+    if heads is None or args.hidden_size is None:
+        return
+    head_dim = args.kv_channels or args.hidden_size // heads
+    dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
+    kv_heads = max(1, _kv_heads(args) // tensor)
+    resolve(config.kernel, Problem(device, dtype, heads // tensor, kv_heads, head_dim))
+
+
+def _kv_heads(args: Any) -> int:
+    """Returns the number of KV heads of the whole model; Megatron ignores it without the switch."""
+    grouped = args.group_query_attention and args.num_query_groups
+    return int(args.num_query_groups if grouped else args.num_attention_heads)
+
+
+def _near(value: int, step: int) -> str:
+    below = value - value % step
+    return f"{below} or {below + step}" if below else str(step)
+
+
+def _divisors(value: int) -> str:
+    return ", ".join(str(d) for d in range(1, value + 1) if value % d == 0)
+
+
+def describe(config: ContextParallelConfig) -> str:
+    """Returns one line that says what is in force."""
+    options = " ".join(f"{name}={value}" for name, value in config.options)
+    return (
+        f"context parallelism by {config.algo}{' ' + options if options else ''} on "
+        f"{config.size} rank(s), {config.layout.name} layout, kernel {config.kernel}"
+    )

@@ -1,0 +1,291 @@
+"""The CPU platform: runs Megatron's own training loop on a machine without a GPU.
+
+Megatron-LM asks for CUDA everywhere: `device="cuda"`, `torch.cuda.current_device()`, streams,
+events, CUDA random states, `tensor.type() == "torch.cuda.FloatTensor"`. `install()` answers all of
+that on the CPU, for this process and for good:
+
+- a `TorchFunctionMode` sends every tensor that is asked for on "cuda" to the CPU;
+- the functions of `torch.cuda` that Megatron calls are replaced by stand-ins that do nothing or
+  describe one imaginary device;
+- `torch.compile` runs functions eagerly.
+
+Nothing here is imported, let alone installed, on a machine whose GPU is used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, override
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from megatron_cp_plugin.errors import ConfigError
+
+# What Megatron's command line must say on a CPU: (option, value or None for a switch, why).
+_FLAGS: tuple[tuple[str, str | None, str], ...] = (
+    ("--distributed-backend", "gloo", "NCCL needs GPUs"),
+    ("--transformer-impl", "local", "Transformer Engine needs GPUs"),
+    ("--num-workers", "0", "the stand-ins live in one process"),
+    ("--no-gradient-accumulation-fusion", None, "CUDA kernel"),
+    ("--no-masked-softmax-fusion", None, "CUDA kernel"),
+    ("--no-bias-swiglu-fusion", None, "CUDA kernel"),
+    ("--no-bias-gelu-fusion", None, "CUDA kernel"),
+    ("--no-bias-dropout-fusion", None, "CUDA kernel"),
+    ("--no-rope-fusion", None, "CUDA kernel"),
+    ("--no-persist-layer-norm", None, "CUDA kernel"),
+)
+
+
+def complete_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Adds the Megatron flags that a CPU run needs and the user did not give.
+
+    Args:
+        argv: Megatron's command line, program name excluded.
+
+    Returns:
+        The completed command line, and the flags that were added.
+
+    Raises:
+        ConfigError: The user asked for a value that cannot work without a GPU.
+    """
+    added: list[str] = []
+    for option, value, why in _FLAGS:
+        given = _value_of(option, argv)
+        if given is None:
+            added += [option] if value is None else [option, value]
+        elif value is not None and given != value:
+            raise ConfigError(
+                f"the CPU platform needs {option} {value} ({why}), got {given}: "
+                f"leave {option} out, or use --cp-platform cuda"
+            )
+    return [*argv, *added], added
+
+
+def _value_of(option: str, argv: Sequence[str]) -> str | None:
+    """Returns the last value given for `option`, "" for a bare switch, None if absent."""
+    found: str | None = None
+    for index, word in enumerate(argv):
+        if word == option:
+            following = argv[index + 1] if index + 1 < len(argv) else ""
+            found = "" if following.startswith("--") else following
+        elif word.startswith(option + "="):
+            found = word.removeprefix(option + "=")
+    return found
+
+
+def install() -> None:
+    """Puts the CPU platform in force for the rest of this process; a second call does nothing."""
+    if isinstance(torch.cuda.is_available, _StandIn):
+        return
+    for name, stand_in in _cuda_functions().items():
+        setattr(torch.cuda, name, _StandIn(name, stand_in))
+    for name, value in _CUDA_TYPES.items():
+        setattr(torch.cuda, name, value)
+    for name in _RANDOM:
+        setattr(torch.cuda.random, name, getattr(torch.cuda, name))
+    for name in ("range_push", "range_pop", "mark"):
+        setattr(torch.cuda.nvtx, name, _StandIn(name, _nothing))
+    # torch's own code must not take the stand-ins for a device.
+    torch.accelerator.is_available = _StandIn("is_available", lambda: False)
+    _health_check = "_accelerator_graph_capture_health_check"
+    for name in (_health_check, "_cuda_graph_capture_health_check"):
+        if hasattr(torch.optim.Optimizer, name):
+            setattr(torch.optim.Optimizer, name, lambda self: None)
+
+    # Megatron compiles its elementwise functions at import: seconds, and a C++ compiler on a CPU.
+    torch.compile = _eager
+    _adapt_megatron()
+    _OnCpu().__enter__()
+
+
+class _StandIn:
+    """A function of `torch.cuda` on the CPU platform; the type tells it from the real one."""
+
+    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+        self.__name__ = name
+        self._function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+
+class _OnCpu(TorchFunctionMode):
+    """Sends every tensor that is asked for on a CUDA device to the CPU."""
+
+    @override
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func is torch.Tensor.cuda or func is torch.Tensor.pin_memory:
+            return args[0]
+        kwargs = dict(kwargs or {})
+        if "device" in kwargs:
+            kwargs["device"] = _on_cpu(kwargs["device"])
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        if func is torch.Tensor.to and len(args) > 1:
+            args = (args[0], _on_cpu(args[1]), *args[2:])
+        result = func(*args, **kwargs)
+        # Megatron's optimizers tell parameter kinds apart by the name of their CUDA type.
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return result.replace("torch.", "torch.cuda.", 1)
+        return result
+
+
+def _on_cpu(device: Any) -> Any:
+    """Maps "cuda", "cuda:1", torch.device("cuda") and device numbers to the CPU."""
+    if isinstance(device, bool):
+        return device
+    if isinstance(device, int):
+        return torch.device("cpu")
+    if isinstance(device, str) and device.partition(":")[0] == "cuda":
+        return torch.device("cpu")
+    if isinstance(device, torch.device) and device.type == "cuda":
+        return torch.device("cpu")
+    return device
+
+
+class _Stream:
+    """A CUDA stream on the CPU: everything is done in program order."""
+
+    cuda_stream = 0
+    priority = 0
+    device_index = 0
+    device = torch.device("cpu")
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def wait_stream(self, stream: Any) -> None: ...
+
+    def wait_event(self, event: Any) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def record_event(self, event: Any = None) -> Any:
+        return event or _Event()
+
+    def __enter__(self) -> _Stream:
+        return self
+
+    def __exit__(self, *exc: object) -> None: ...
+
+
+class _Event:
+    """A CUDA event on the CPU: always reached."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def record(self, *args: Any) -> None: ...
+
+    def wait(self, *args: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: Any) -> float:
+        return 0.0
+
+
+_STREAM = _Stream()
+
+_CUDA_TYPES: dict[str, Any] = {
+    "Stream": _Stream,
+    "Event": _Event,
+    "FloatTensor": torch.FloatTensor,
+    "HalfTensor": torch.HalfTensor,
+    "BFloat16Tensor": torch.BFloat16Tensor,
+}
+
+_RANDOM = ("get_rng_state", "set_rng_state", "manual_seed", "manual_seed_all", "initial_seed")
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """Takes the place of a call that only matters on a GPU."""
+
+
+@contextlib.contextmanager
+def _no_context(*args: Any, **kwargs: Any) -> Iterator[None]:
+    yield
+
+
+def _cuda_functions() -> dict[str, Callable[..., Any]]:
+    """Returns the stand-ins for the functions of `torch.cuda` that Megatron calls."""
+    properties = types.SimpleNamespace(
+        name="cpu",
+        # Megatron demands CUDA_DEVICE_MAX_CONNECTIONS=1 below architecture 10.
+        major=10,
+        minor=0,
+        multi_processor_count=1,
+        total_memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+    )
+    functions: dict[str, Callable[..., Any]] = {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "is_current_stream_capturing": lambda: False,
+        "device_count": lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        "current_device": lambda: 0,
+        "get_device_properties": lambda *args: properties,
+        "get_device_capability": lambda *args: (properties.major, properties.minor),
+        "get_device_name": lambda *args: properties.name,
+        "current_stream": lambda *args: _STREAM,
+        "default_stream": lambda *args: _STREAM,
+        "stream": _no_context,
+        "device": _no_context,
+        "memory_stats": lambda *args: {},
+        "memory_snapshot": lambda *args: [],
+        "mem_get_info": lambda *args: (properties.total_memory, properties.total_memory),
+        "get_rng_state": lambda *args, **kwargs: torch.get_rng_state(),
+        "set_rng_state": lambda new_state, *args, **kwargs: torch.set_rng_state(new_state),
+        "manual_seed": _seed,
+        "manual_seed_all": _seed,
+        "initial_seed": torch.initial_seed,
+    }
+    for name in ("init", "synchronize", "empty_cache", "set_device", "set_stream", "ipc_collect"):
+        functions[name] = _nothing
+    for name in ("reset_peak_memory_stats", "reset_max_memory_allocated"):
+        functions[name] = _nothing
+    for quantity in ("allocated", "reserved"):
+        functions[f"memory_{quantity}"] = lambda *args: 0
+        functions[f"max_memory_{quantity}"] = lambda *args: 0
+    return functions
+
+
+def _eager(model: Any = None, **kwargs: Any) -> Any:
+    """Takes the place of `torch.compile`, called or used as a decorator with arguments."""
+    return (lambda function: function) if model is None else model
+
+
+def _seed(seed: int) -> None:
+    """Seeds the CPU generator, as CUDA's seeding functions would theirs."""
+    torch.default_generator.manual_seed(int(seed))
+
+
+def _adapt_megatron() -> None:
+    """Points Megatron's CUDA random states at the CPU generator, and keeps that undisturbed."""
+    import megatron.training.initialize
+    from megatron.core.tensor_parallel import random
+
+    def get_state(device: Any = "cuda", clone: bool = False, graph_safe: bool = False) -> Any:
+        return torch.get_rng_state()
+
+    def set_state(new_state: Any, device: Any = -1, graph_safe: bool = False) -> None:
+        torch.set_rng_state(new_state)
+
+    random._get_cuda_rng_state = get_state
+    random._set_cuda_rng_state = set_state
+    # It warms up compiled functions with random numbers, as many as a rank has tokens: the model
+    # would start from other weights for each context_parallel_size.
+    megatron.training.initialize._warmup_jit_function = _nothing

@@ -1,0 +1,160 @@
+"""Starts a Megatron training script with the plugin in force."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import runpy
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from omegaconf import OmegaConf
+
+from megatron_cp_plugin.errors import ConfigError, ContextParallelError
+from megatron_cp_plugin.integration.args import (
+    MEGATRON,
+    PLATFORMS,
+    OneLineParser,
+    add_arguments,
+    split_flags,
+)
+
+_USAGE = "torchrun ... -m megatron_cp_plugin.launch /path/to/pretrain_gpt.py [flags]"
+
+
+def main() -> None:
+    """Runs a training script, unmodified, as the main program of this process."""
+    with one_line_errors():
+        if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
+            raise ConfigError(f"the first argument must be a training script: {_USAGE}")
+        script = Path(sys.argv[1])
+        if not script.is_file():
+            raise ConfigError(f"no training script at {script}: {_USAGE}")
+        # As `python script` would: the script's checkout comes first, the launcher is not seen.
+        sys.path[0] = str(script.resolve().parent)
+        sys.argv = [str(script), *prepare(sys.argv[2:])]
+        runpy.run_path(str(script), run_name="__main__")
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Turns errors of the plugin into one line on stderr and exit code 2."""
+    try:
+        yield
+    except ContextParallelError as error:
+        print(f"megatron_cp_plugin: error: {error}", file=sys.stderr, flush=True)
+        if dist.is_initialized():
+            # Ranks that did not fail may be waiting in a collective: leave at once.
+            sys.stdout.flush()
+            os._exit(2)
+        sys.exit(2)
+
+
+def prepare(argv: Sequence[str], run_file: bool = False) -> list[str]:
+    """Makes this process ready for a Megatron training script.
+
+    Call before Megatron is imported.
+
+    Args:
+        argv: Command line with flags of Megatron and of the plugin, program name excluded.
+        run_file: The script is this package's own: it takes `--config FILE`, and needs what the
+            wheel of Megatron lacks even without an algorithm of the plugin.
+
+    Returns:
+        The command line for Megatron.
+
+    Raises:
+        ContextParallelError: A flag has a value that is not allowed.
+    """
+    path, words = _split_run_file(argv) if run_file else (None, list(argv))
+    if not {"-h", "--help"}.isdisjoint(words):
+        # Megatron's own help follows, from the script.
+        add_arguments(OneLineParser(usage=argparse.SUPPRESS, add_help=False)).print_help()
+    flags, _ = split_flags(words)
+    if path is None:
+        flags.check()
+    platform, why = _platform(flags.platform or _platform_in(path))
+    if platform == "cpu":
+        from megatron_cp_plugin.integration import cpu
+
+        cpu.install()
+    if path is not None:
+        words = _read_run_file(path) + words
+    flags, rest = split_flags(words)
+    flags.check()
+    if platform == "cpu":
+        rest, added = cpu.complete_flags(rest)
+        _say(f"CPU platform in force ({why}); added {' '.join(added) or 'no flags'}")
+    elif flags.algo is None and flags.record is None and not run_file:
+        # A GPU is there and Megatron's own path is asked for: nothing is touched.
+        return rest
+
+    from megatron_cp_plugin.integration.hooks import Hooks, skip_built_helpers
+
+    skip_built_helpers()
+    if flags.record is not None:
+        from megatron_cp_plugin.integration.parity import Recorder
+
+        Recorder(flags.record, flags.algo or MEGATRON).install()
+    if flags.algo is not None:
+        if platform == "cuda":
+            _allow_one_connection()
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        device = torch.device("cpu") if platform == "cpu" else torch.device("cuda", local_rank)
+        Hooks(flags, device).install()
+    return rest
+
+
+def _split_run_file(argv: Sequence[str]) -> tuple[str | None, list[str]]:
+    parser = OneLineParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config", metavar="FILE", default=None)
+    known, rest = parser.parse_known_args(list(argv))
+    return known.config, rest
+
+
+def _read_run_file(path: str) -> list[str]:
+    from megatron.training.arguments import add_megatron_arguments
+
+    from megatron_cp_plugin.integration.yaml_config import yaml_to_argv
+
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    return yaml_to_argv(path, add_arguments(add_megatron_arguments(parser)))
+
+
+def _platform_in(path: str | None) -> str:
+    """Returns the platform that a run file names; it is needed before Megatron is imported."""
+    if path is None:
+        return "auto"
+    try:
+        platform = OmegaConf.select(OmegaConf.load(path), "context_parallel.platform")
+    except Exception:
+        # Whatever is wrong with the file is reported when it is read.
+        return "auto"
+    return platform if platform in PLATFORMS else "auto"
+
+
+def _platform(wanted: str) -> tuple[str, str]:
+    """Returns the platform, cpu or cuda, and the reason for the choice."""
+    available = torch.cuda.is_available()
+    if wanted == "cuda" and not available:
+        raise ConfigError("--cp-platform cuda needs a GPU, got none: use --cp-platform cpu")
+    if wanted == "auto":
+        return ("cuda", "a GPU is there") if available else ("cpu", "no GPU found")
+    return wanted, f"--cp-platform {wanted}"
+
+
+def _allow_one_connection() -> None:
+    """Sets what Megatron demands for context parallelism before the Blackwell architecture."""
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    if name not in os.environ:
+        os.environ[name] = "1"
+        _say(f"{name} set to 1, as Megatron demands")
+
+
+def _say(message: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        print(f"megatron_cp_plugin: {message}", flush=True)

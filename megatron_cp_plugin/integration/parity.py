@@ -1,0 +1,529 @@
+"""Records what a training run computes, and compares two such recordings.
+
+`--cp-record DIR` makes every rank write into DIR
+
+- `rank00000.jsonl`: one line an iteration with losses, gradient norm and seconds;
+- `rank00000.json`: what the run is, and digests of this rank's parameters and gradients at the
+  first iteration;
+- `rank00000.pt`: the gradients themselves, of the first rank of each model shard, with Q, K and V
+  of a fused projection apart.
+
+A recording does not change the run: gradients are copied after Megatron has reduced and finalized
+them and before its optimizer sees them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from megatron_cp_plugin.core.comm import record_communication
+from megatron_cp_plugin.errors import ContextParallelError
+
+# The position of a rank's model shard: (pipeline, tensor, expert) parallel rank.
+Shard = tuple[int, int, int]
+
+# What identifies a run, by the names of Megatron's arguments.
+_SETTINGS = (
+    "context_parallel_size",
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "expert_model_parallel_size",
+    "world_size",
+    "seq_length",
+    "micro_batch_size",
+    "global_batch_size",
+    "train_iters",
+    "seed",
+)
+
+
+class Recorder:
+    """Writes one rank's recording.
+
+    Args:
+        folder: Where to write; made if missing.
+        algo: Name of the context-parallel algorithm in force.
+    """
+
+    def __init__(self, folder: str | Path, algo: str) -> None:
+        self._folder = Path(folder)
+        self._algo = algo
+        self._iteration = 0
+
+    def install(self) -> None:
+        """Wraps Megatron's `train_step`; call before the training loop starts."""
+        from megatron.training import training
+
+        original = training.train_step
+        signature = inspect.signature(original)
+
+        def train_step(*args: Any, **kwargs: Any) -> Any:
+            return self._step(original, signature.bind(*args, **kwargs))
+
+        training.train_step = train_step
+
+    def _step(self, original: Callable[..., Any], call: inspect.BoundArguments) -> Any:
+        self._iteration += 1
+        started = time.perf_counter()
+        if self._iteration == 1:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            # Lines are appended: those of an earlier run must not stay.
+            self._path(".jsonl").unlink(missing_ok=True)
+            call.arguments["forward_backward_func"] = self._observed(
+                call.arguments["forward_backward_func"], call.arguments["model"]
+            )
+        result = original(*call.args, **call.kwargs)
+        losses, skipped, grad_norm = result[0], result[1], result[5]
+        line = {
+            "iteration": self._iteration,
+            "losses": {name: float(value) for name, value in losses.items()},
+            "grad_norm": None if grad_norm is None else float(grad_norm),
+            "skipped": bool(skipped),
+            "seconds": time.perf_counter() - started,
+        }
+        with self._path(".jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        return result
+
+    def _observed(self, forward_backward: Callable[..., Any], model: Any) -> Callable[..., Any]:
+        """Wraps the pass through the model of the first iteration."""
+
+        def observed(*args: Any, **kwargs: Any) -> Any:
+            weights = {name: _digest(p.detach()) for name, p in _parameters(model).items()}
+            # A distributed optimizer would leave each rank with a part of the gradients.
+            kwargs["force_all_reduce"] = True
+            for chunk in model:
+                chunk.force_all_reduce = True
+            with record_communication() as log:
+                result = forward_backward(*args, **kwargs)
+            for chunk in model:
+                chunk.force_all_reduce = False
+            communication = {
+                f"{phase}_{direction}_bytes": log.bytes(phase=phase, direction=direction)
+                for phase in ("forward", "backward")
+                for direction in ("sent", "received")
+            }
+            self._write_state(weights, _gradients(model), communication)
+            return result
+
+        return observed
+
+    def _write_state(
+        self,
+        weights: Mapping[str, str],
+        gradients: Mapping[str, Tensor],
+        communication: Mapping[str, int],
+    ) -> None:
+        from megatron.core import parallel_state as state
+        from megatron.training import get_args
+
+        args = get_args()
+        shard = (
+            state.get_pipeline_model_parallel_rank(),
+            state.get_tensor_model_parallel_rank(),
+            state.get_expert_model_parallel_rank(),
+        )
+        first = state.get_data_parallel_rank(with_context_parallel=True) == 0
+        if args.expert_model_parallel_size > 1:
+            # Experts differ between ranks that are replicas for everything else.
+            first = first or state.get_expert_data_parallel_rank() == 0
+        if first:
+            torch.save(dict(gradients), self._path(".pt"))
+        settings = {name: getattr(args, name) for name in _SETTINGS}
+        settings["context_parallel_algo"] = self._algo
+        settings["params_dtype"] = str(args.params_dtype).removeprefix("torch.")
+        content = {
+            "settings": settings,
+            "shard": shard,
+            "weights": weights,
+            "gradients": {name: _digest(gradient) for name, gradient in gradients.items()},
+            "communication": communication,
+        }
+        self._path(".json").write_text(json.dumps(content) + "\n")
+
+    def _path(self, suffix: str) -> Path:
+        return self._folder / f"rank{torch.distributed.get_rank():05d}{suffix}"
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """One iteration of one rank; the losses are on the ranks of the last pipeline stage."""
+
+    iteration: int
+    losses: dict[str, float]
+    grad_norm: float | None
+    skipped: bool
+    seconds: float
+
+
+@dataclass(frozen=True)
+class RankRecording:
+    """What one rank recorded; `gradients` holds digests by parameter name, as `weights` does."""
+
+    settings: dict[str, Any]
+    shard: Shard
+    weights: dict[str, str]
+    gradients: dict[str, str]
+    communication: dict[str, int]
+    iterations: list[Iteration]
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What all ranks of a run recorded.
+
+    Attributes:
+        ranks: By global rank.
+        gradients: Gradients of the first iteration, by model shard and parameter name.
+    """
+
+    ranks: list[RankRecording]
+    gradients: dict[Shard, dict[str, Tensor]]
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Self:
+        """Reads the recording in a folder.
+
+        Raises:
+            ContextParallelError: Nothing was recorded there, or files are missing.
+        """
+        folder = Path(folder)
+        paths = sorted(folder.glob("rank*.json"))
+        if not paths:
+            raise ContextParallelError(
+                f"no recording in {folder}: the run ended before its first iteration did"
+            )
+        ranks = []
+        gradients: dict[Shard, dict[str, Tensor]] = {}
+        for path in paths:
+            content = json.loads(path.read_text())
+            shard = (content["shard"][0], content["shard"][1], content["shard"][2])
+            lines = path.with_suffix(".jsonl").read_text().splitlines()
+            content.update(
+                shard=shard, iterations=[Iteration(**json.loads(line)) for line in lines]
+            )
+            ranks.append(RankRecording(**content))
+            tensors = path.with_suffix(".pt")
+            if tensors.is_file() and shard not in gradients:
+                gradients[shard] = torch.load(tensors, map_location="cpu", weights_only=True)
+        world = ranks[0].settings["world_size"]
+        if len(ranks) != world:
+            raise ContextParallelError(f"{folder} holds {len(ranks)} of {world} ranks")
+        missing = {rank.shard for rank in ranks} - gradients.keys()
+        if missing:
+            raise ContextParallelError(f"{folder} holds no gradients of shards {sorted(missing)}")
+        return cls(ranks, gradients)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What the run was."""
+        return self.ranks[0].settings
+
+    def losses(self) -> dict[str, list[float]]:
+        """Returns every loss by name, one value an iteration."""
+        for rank in self.ranks:
+            if rank.iterations and rank.iterations[0].losses:
+                names = rank.iterations[0].losses
+                return {n: [i.losses.get(n, math.nan) for i in rank.iterations] for n in names}
+        return {}
+
+    def grad_norms(self) -> list[float]:
+        """Returns the norm of all gradients, one value an iteration."""
+        return [math.nan if i.grad_norm is None else i.grad_norm for i in self.ranks[0].iterations]
+
+    def seconds(self) -> float:
+        """Returns the median time of an iteration, without the first."""
+        times = sorted(i.seconds for i in self.ranks[0].iterations[1:]) or [math.nan]
+        return times[len(times) // 2]
+
+    def sent_bytes(self) -> int:
+        """Returns how much the busiest rank sent for attention in the first iteration."""
+        return max(
+            r.communication["forward_sent_bytes"] + r.communication["backward_sent_bytes"]
+            for r in self.ranks
+        )
+
+
+@dataclass(frozen=True)
+class Tolerances:
+    """Relative errors that count as equal; the defaults hold for float32.
+
+    Attributes:
+        loss: Of every loss of every iteration.
+        grad_norm: Of the gradient norm of every iteration.
+        gradient: Of every parameter's gradient at the first iteration: the larger of the relative
+            errors in the Euclidean and in the maximum norm.
+    """
+
+    loss: float = 1e-5
+    grad_norm: float = 1e-4
+    gradient: float = 1e-4
+
+
+@dataclass(frozen=True)
+class Worst:
+    """The largest relative error of one quantity, and where it is."""
+
+    error: float = 0.0
+    at: str = ""
+
+    def or_worse(self, error: float, at: str) -> Worst:
+        """Returns the worse of this and another one. A NaN is infinitely wrong."""
+        error = math.inf if math.isnan(error) else error
+        return Worst(error, at) if error > self.error else self
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How far a run is from its reference.
+
+    Attributes:
+        loss, grad_norm, gradient: The largest relative errors.
+        gradients: Relative error of every parameter's gradient.
+        problems: One line for each error above its tolerance and for everything that makes the
+            runs incomparable; empty if the run passed.
+    """
+
+    loss: Worst
+    grad_norm: Worst
+    gradient: Worst
+    gradients: dict[str, float] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def passed(self) -> bool:
+        """Whether the run equals its reference within the tolerances."""
+        return not self.problems
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns all of it in plain types."""
+        return {"passed": self.passed, **asdict(self)}
+
+
+def compare(reference: Recording, run: Recording, tolerances: Tolerances) -> Comparison:
+    """Compares a run with a reference that has the same model shards.
+
+    Args:
+        reference: Recording to be equal to.
+        run: Recording of the run in question.
+        tolerances: Largest relative errors allowed.
+    """
+    problems = [*_disagreements(run), *_different_starts(reference, run)]
+    loss = Worst()
+    expected_losses, losses = reference.losses(), run.losses()
+    if not expected_losses:
+        problems.append("the reference recorded no loss")
+    if losses.keys() != expected_losses.keys():
+        problems.append(f"losses are {sorted(losses)}, not {sorted(expected_losses)}")
+    for name in expected_losses.keys() & losses.keys():
+        if len(losses[name]) != len(expected_losses[name]):
+            problems.append(
+                f"{len(losses[name])} iterations, the reference has {len(expected_losses[name])}"
+            )
+        for step, (want, got) in enumerate(zip(expected_losses[name], losses[name], strict=False)):
+            loss = loss.or_worse(_relative(got, want), f"{name}, iteration {step + 1}")
+    grad_norm = Worst()
+    for step, (want, got) in enumerate(zip(reference.grad_norms(), run.grad_norms(), strict=False)):
+        grad_norm = grad_norm.or_worse(_relative(got, want), f"iteration {step + 1}")
+    skipped = [i.iteration for i in run.ranks[0].iterations if i.skipped]
+    if skipped:
+        problems.append(f"iterations {skipped} were skipped: gradients not finite")
+    gradient, gradients = _compare_gradients(reference, run, problems)
+    for what, worst, allowed in (
+        ("loss", loss, tolerances.loss),
+        ("grad norm", grad_norm, tolerances.grad_norm),
+        ("gradient", gradient, tolerances.gradient),
+    ):
+        if worst.error > allowed:
+            problems.append(f"{what} is off by {worst.error:.1e} (allowed {allowed:g}): {worst.at}")
+    return Comparison(loss, grad_norm, gradient, gradients, problems)
+
+
+def gradient_error(got: Tensor, want: Tensor) -> float:
+    """Returns the larger of the relative errors in the Euclidean and in the maximum norm.
+
+    The second one shows an error in few elements of a large tensor.
+    """
+    got, want = got.double().flatten(), want.double().flatten()
+    difference = got - want
+    errors = [0.0]
+    for order in (2.0, math.inf):
+        size = torch.linalg.vector_norm(want, order).item()
+        off = torch.linalg.vector_norm(difference, order).item()
+        if not math.isfinite(size) or not math.isfinite(off):
+            return math.inf
+        # Where the reference is exactly zero nothing but zero is right.
+        errors.append(off / size if size else math.inf if off else 0.0)
+    return max(errors)
+
+
+def _compare_gradients(
+    reference: Recording, run: Recording, problems: list[str]
+) -> tuple[Worst, dict[str, float]]:
+    worst = Worst()
+    errors: dict[str, float] = {}
+    if reference.gradients.keys() != run.gradients.keys():
+        problems.append("the runs split the model differently: give both the same TP, PP and EP")
+    total = 0.0
+    for shard in sorted(reference.gradients.keys() & run.gradients.keys()):
+        want, got = reference.gradients[shard], run.gradients[shard]
+        for name in sorted(want.keys() ^ got.keys()):
+            problems.append(f"only one of the runs has a gradient of {name}")
+        for name in sorted(want.keys() & got.keys()):
+            label = name if len(reference.gradients) == 1 else f"{name} {_label(shard)}"
+            if want[name].shape != got[name].shape:
+                problems.append(
+                    f"gradient of {label} has shape {tuple(got[name].shape)}, "
+                    f"not {tuple(want[name].shape)}"
+                )
+                continue
+            total += want[name].double().norm().item()
+            errors[label] = gradient_error(got[name], want[name])
+            worst = worst.or_worse(errors[label], label)
+    if total == 0.0:
+        problems.append("the reference has no gradient that is not zero: nothing was compared")
+    return worst, errors
+
+
+def _disagreements(run: Recording) -> list[str]:
+    """Says where ranks that must hold the same values do not."""
+    found = []
+    first: dict[Shard, tuple[int, RankRecording]] = {}
+    for number, rank in enumerate(run.ranks):
+        other_number, other = first.setdefault(rank.shard, (number, rank))
+        for what, mine, theirs in (
+            ("weight", rank.weights, other.weights),
+            ("gradient", rank.gradients, other.gradients),
+        ):
+            names = sorted(n for n in mine.keys() | theirs.keys() if mine.get(n) != theirs.get(n))
+            if names:
+                found.append(
+                    f"ranks {other_number} and {number} hold different {what}s: {_few(names)}"
+                )
+        if [i.grad_norm for i in rank.iterations] != [i.grad_norm for i in other.iterations]:
+            found.append(f"ranks {other_number} and {number} recorded different gradient norms")
+    return found
+
+
+def _different_starts(reference: Recording, run: Recording) -> list[str]:
+    """Says whether the runs start from other weights; then nothing else can be equal."""
+    starts = {rank.shard: rank.weights for rank in reference.ranks}
+    for rank in run.ranks:
+        want = starts.get(rank.shard, {})
+        names = sorted(n for n in want.keys() & rank.weights.keys() if want[n] != rank.weights[n])
+        if names:
+            return [f"does not start from the weights of the reference: {_few(names)}"]
+    return []
+
+
+def _parameters(model: Any) -> dict[str, torch.nn.Parameter]:
+    """Returns this rank's parameters by name, without the names of wrappers."""
+    from megatron.core.utils import unwrap_model
+
+    found = {}
+    for index, chunk in enumerate(model):
+        prefix = f"chunk{index}." if len(model) > 1 else ""
+        for name, parameter in unwrap_model(chunk).named_parameters():
+            if parameter.requires_grad:
+                found[prefix + name] = parameter
+    return found
+
+
+def _gradients(model: Any) -> dict[str, Tensor]:
+    """Returns copies of the finalized gradients; Q, K and V of a fused projection apart."""
+    projections = _fused_projections(model)
+    found = {}
+    for name, parameter in _parameters(model).items():
+        gradient = getattr(parameter, "main_grad", None)
+        if gradient is None:
+            raise ContextParallelError(
+                f"--cp-record needs Megatron's own data parallelism, got no main_grad of {name}: "
+                f"leave the FSDP flags out"
+            )
+        gradient = gradient.detach().to("cpu", copy=True)
+        if name in projections:
+            found.update(split_projection(name, gradient, *projections[name]))
+        else:
+            found[name] = gradient
+    return found
+
+
+def split_projection(
+    name: str, weight: Tensor, groups: int, heads: int, head_dim: int
+) -> dict[str, Tensor]:
+    """Splits the rows of Megatron's fused projection into those for Q, K and V.
+
+    Gradients of Q and K are often far smaller than those of V: in the error of the whole tensor an
+    error in them would be lost.
+
+    Args:
+        name: The parameter's name.
+        weight: [groups * (heads + 2) * head_dim, hidden], by group: the query heads, K, V.
+        groups: KV heads of this rank.
+        heads: Query heads of a group.
+        head_dim: Size of a head.
+
+    Returns:
+        By name of the part, or the whole if the shape is another one.
+    """
+    sizes = [heads * head_dim, head_dim, head_dim]
+    if weight.shape[0] != groups * sum(sizes):
+        return {name: weight}
+    parts = weight.unflatten(0, (groups, sum(sizes))).split(sizes, 1)
+    labels = ("query", "key", "value")
+    return {
+        f"{name}[{label}]": part.flatten(0, 1).contiguous()
+        for label, part in zip(labels, parts, strict=True)
+    }
+
+
+def _fused_projections(model: Any) -> dict[str, tuple[int, int, int]]:
+    """Returns groups, query heads of a group and head dim of every fused projection's weight.
+
+    Of the weights only: a bias of K moves all scores of a query alike, so its gradient is nothing
+    but rounding, and has no relative error.
+    """
+    from megatron.core.transformer.attention import SelfAttention
+    from megatron.core.utils import unwrap_model
+
+    found = {}
+    for index, chunk in enumerate(model):
+        prefix = f"chunk{index}." if len(model) > 1 else ""
+        for name, module in unwrap_model(chunk).named_modules():
+            if isinstance(module, SelfAttention):
+                groups = module.num_query_groups_per_partition
+                heads = module.num_attention_heads_per_partition // groups
+                size = module.hidden_size_per_attention_head
+                found[f"{prefix}{name}.linear_qkv.weight"] = (groups, heads, size)
+    return found
+
+
+def _digest(tensor: Tensor) -> str:
+    """Returns a hash of the bytes: equal for equal values on any rank, cheap to keep."""
+    flat = tensor.detach().to("cpu").contiguous().view(-1)
+    return hashlib.sha256(flat.view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+
+
+def _relative(got: float, want: float) -> float:
+    if not (math.isfinite(got) and math.isfinite(want)):
+        return math.inf
+    return abs(got - want) / abs(want) if want else math.inf if got else 0.0
+
+
+def _label(shard: Shard) -> str:
+    return "(pp {} tp {} ep {})".format(*shard)
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,0 +1,55 @@
+"""Megatron's activation checkpointing, without a second run of attention.
+
+Megatron checkpoints a layer, a group of layers (`--recompute-granularity full`) or the core
+attention (`selective`) by giving one function to its `checkpoint`. Each such call is given a
+`Checkpointed` function here, which keeps what attention computed until the recomputation uses it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_cp_plugin.config import ContextParallelConfig
+from megatron_cp_plugin.core.recompute import Checkpointed
+
+
+def checkpoint(original: Callable[..., Any], function: Callable[..., Any], *args: Any) -> Any:
+    """Calls Megatron's or Transformer Engine's `checkpoint` with a function that keeps attention.
+
+    Args:
+        original: The checkpoint.
+        function: What it runs, and later runs again.
+        args: Whatever else the checkpoint takes.
+    """
+    return original(Checkpointed(function), *args)
+
+
+def describe(args: Any, config: ContextParallelConfig) -> str | None:
+    """Returns one line on what is kept and how much memory it takes.
+
+    Args:
+        args: Megatron's arguments as parsed.
+        config: The run's configuration.
+
+    Returns:
+        None where Megatron recomputes no attention.
+    """
+    granularity = "selective" if args.recompute_activations else args.recompute_granularity
+    attention = granularity == "full" or "core_attn" in (args.recompute_modules or ["core_attn"])
+    if granularity is None or not attention:
+        return None
+    if config.recompute_attention:
+        return f"recompute ({granularity}): attention and its communication run twice"
+    if None in (args.seq_length, args.num_attention_heads, args.hidden_size):
+        return f"recompute ({granularity}): attention runs once, its output and lse are kept"
+    heads = args.num_attention_heads // args.tensor_model_parallel_size
+    head_dim = args.kv_channels or args.hidden_size // args.num_attention_heads
+    tokens = args.micro_batch_size * args.seq_length // config.size
+    # out [B,S,H,D] in the model's dtype, lse [B,H,S] in float32.
+    row_bytes = head_dim * (2 if args.bf16 or args.fp16 else 4) + 4
+    return (
+        f"recompute ({granularity}): attention runs once, its output and lse are kept, "
+        f"{tokens * heads * row_bytes / 2**20:.3g} MiB for each layer and micro-batch; "
+        "--cp-recompute-attention runs it twice instead"
+    )

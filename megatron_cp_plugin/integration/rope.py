@@ -1,0 +1,80 @@
+"""Rotary position embeddings of the tokens that a rank holds under the run's layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
+from torch import Tensor, nn
+
+from megatron_cp_plugin.errors import ContextParallelError
+from megatron_cp_plugin.integration.runtime import Runtime
+
+
+class LayoutRotaryEmbedding(nn.Module):
+    """A rotary embedding of Megatron whose table is cut by the layout instead of zigzag."""
+
+    def __init__(
+        self,
+        embedding: RotaryEmbedding | YarnRotaryEmbedding,
+        runtime: Runtime,
+        group: dist.ProcessGroup,
+    ) -> None:
+        super().__init__()
+        self.embedding = embedding
+        self._runtime = runtime
+        self._group = group
+        self._tables: dict[tuple[int, int], Any] = {}
+
+    def forward(
+        self,
+        max_seq_len: int,
+        offset: int = 0,
+        packed_seq: bool = False,
+        cp_group: dist.ProcessGroup | None = None,
+    ) -> Tensor | tuple[Tensor, float]:
+        """Computes the angles of this rank's tokens.
+
+        Args:
+            max_seq_len: Tokens of the whole sequence.
+            offset: Added to every position.
+            packed_seq: Must be False.
+            cp_group: Must be None or the group of the run.
+
+        Returns:
+            [S,1,1,D]; YaRN: that and its scale.
+        """
+        if packed_seq or cp_group not in (None, self._group):
+            raise ContextParallelError("packed sequences and dynamic groups are not supported")
+        key = (max_seq_len, offset)
+        if key not in self._tables:
+            whole = self.embedding.get_emb(max_seq_len, offset)
+            angles = whole[0] if isinstance(whole, tuple) else whole
+            angles = angles[self._runtime.positions(self._group, max_seq_len, angles.device)]
+            self._tables[key] = (angles, *whole[1:]) if isinstance(whole, tuple) else angles
+        return self._tables[key]
+
+    def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> int:
+        """Returns the length of the whole sequence, as the wrapped embedding does."""
+        return self.embedding.get_rotary_seq_len(*args, **kwargs)
+
+
+def use_layout(chunks: list[Any], runtime: Runtime) -> list[Any]:
+    """Makes the rotary embeddings of built model chunks follow the layout (a `pre_wrap_hook`).
+
+    Raises:
+        ContextParallelError: A chunk has another kind of rotary embedding.
+    """
+    for chunk in chunks:
+        embedding = getattr(chunk, "rotary_pos_emb", None)
+        if embedding is None:
+            continue
+        if not isinstance(embedding, (RotaryEmbedding, YarnRotaryEmbedding)):
+            raise ContextParallelError(
+                f"{runtime.config.algo} serves rope and yarn, got {type(embedding).__name__}: "
+                "use --position-embedding-type rope"
+            )
+        chunk.rotary_pos_emb = LayoutRotaryEmbedding(embedding, runtime, chunk.pg_collection.cp)
+    return chunks

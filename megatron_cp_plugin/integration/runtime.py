@@ -1,0 +1,51 @@
+"""The object that ties one run together: one configuration, one layout, one algorithm a group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_cp_plugin import registry
+from megatron_cp_plugin.config import ContextParallelConfig
+from megatron_cp_plugin.core.algorithm import Algorithm
+from megatron_cp_plugin.core.layout import positions
+from megatron_cp_plugin.core.topology import Topology
+
+
+class Runtime:
+    """Serves batch slicing, position embeddings and attention of one run from one layout.
+
+    Attributes:
+        config: The run's configuration.
+    """
+
+    def __init__(self, config: ContextParallelConfig) -> None:
+        self.config = config
+        self._layout = config.layout
+        self._algorithms: dict[dist.ProcessGroup, Algorithm] = {}
+        self._positions: dict[tuple[int, int, int, torch.device], Tensor] = {}
+
+    def algorithm(self, group: dist.ProcessGroup) -> Algorithm:
+        """Returns the algorithm over a context-parallel group, made on first use.
+
+        Making one is a collective operation of the group's ranks.
+        """
+        if group not in self._algorithms:
+            config = self.config
+            topology = Topology.of(group)
+            self._algorithms[group] = registry.create(config.algo, topology, dict(config.options))
+        return self._algorithms[group]
+
+    def positions(self, group: dist.ProcessGroup, seq_len: int, device: torch.device) -> Tensor:
+        """Returns the global positions of this rank's tokens, int64 [S], in local order."""
+        key = (group.rank(), group.size(), seq_len, device)
+        if key not in self._positions:
+            self._positions[key] = positions(self._layout, *key)
+        return self._positions[key]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Runtime:
+        """Layer specs, which carry the runtime, may be copied; process groups may not."""
+        return self

@@ -1,0 +1,82 @@
+"""Swaps the plugin's attention into Megatron's layer specs."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from megatron.core.extensions.transformer_engine import TEDotProductAttention
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.training.models.gpt import GPTModelConfig, default_layer_spec
+
+from megatron_cp_plugin.errors import ContextParallelError
+from megatron_cp_plugin.integration.attention import ContextParallelAttention
+from megatron_cp_plugin.integration.runtime import Runtime
+
+type LayerSpec = ModuleSpec | TransformerBlockSubmodules
+
+
+def layer_spec_provider(
+    base: LayerSpec | Callable[..., LayerSpec] | None, runtime: Runtime
+) -> Callable[..., LayerSpec]:
+    """Returns a `GPTModelConfig.transformer_layer_spec` with the plugin's attention.
+
+    Args:
+        base: The spec of the model as it would be built without the plugin; None: Megatron's
+            default for the model configuration.
+        runtime: The run's layout and algorithm.
+    """
+
+    def provide(model_config: GPTModelConfig, vp_stage: int | None = None) -> LayerSpec:
+        if base is None:
+            spec = default_layer_spec(model_config, vp_stage)
+        elif isinstance(base, (ModuleSpec, TransformerBlockSubmodules)):
+            spec = base
+        elif "vp_stage" in inspect.signature(base).parameters:
+            spec = base(model_config, vp_stage=vp_stage)
+        else:
+            spec = base(model_config)
+        return with_attention(spec, runtime)
+
+    return provide
+
+
+def with_attention(spec: LayerSpec, runtime: Runtime) -> LayerSpec:
+    """Returns a copy of a layer or block spec with the plugin's attention in each layer.
+
+    Works for local and for Transformer Engine specs.
+
+    Raises:
+        ContextParallelError: A layer's attention is not Megatron's plain self attention.
+    """
+    if isinstance(spec, TransformerBlockSubmodules):
+        layers = [with_attention(layer, runtime) for layer in spec.layer_specs or []]
+        return replace(spec, layer_specs=layers)
+    layer: Any = getattr(spec, "submodules", None)
+    attention: Any = getattr(layer, "self_attention", None)
+    module = getattr(attention, "module", attention)
+    if not isinstance(module, type) or not issubclass(module, SelfAttention):
+        raise ContextParallelError(
+            f"{runtime.config.algo} serves layers with SelfAttention, got "
+            f"{_name(module)}: leave --spec out or use another model"
+        )
+    core = attention.submodules.core_attention
+    module = getattr(core, "module", core)
+    if module is not DotProductAttention and module is not TEDotProductAttention:
+        raise ContextParallelError(
+            f"{runtime.config.algo} takes the place of DotProductAttention or "
+            f"TEDotProductAttention, got {_name(module)}: leave the flag that chooses it out"
+        )
+    ours = ModuleSpec(module=ContextParallelAttention, params={"runtime": runtime})
+    submodules = replace(attention.submodules, core_attention=ours)
+    attention = replace(attention, submodules=submodules)
+    return replace(spec, submodules=replace(layer, self_attention=attention))
+
+
+def _name(module: Any) -> str:
+    return getattr(module, "__name__", repr(module))

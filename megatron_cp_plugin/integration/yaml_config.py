@@ -1,0 +1,332 @@
+"""YAML run files: every setting becomes the command-line flag that it stands for.
+
+A file has two sections::
+
+    megatron:              # any Megatron flag by its name; dashes or underscores
+      num_layers: 2
+      swiglu: true         # a switch: true gives the flag, false leaves it out
+      bias_swiglu_fusion: false  # true unless switched off: false gives --no-bias-swiglu-fusion
+      data_path: [data/stdlib]
+    context_parallel:
+      algo: zigzag
+      kernel: auto
+      platform: auto
+      recompute_attention: false
+      backward: kv         # the other keys are options of the algorithm
+
+The result is a list of arguments, so a file and a command line go through the same parser and the
+same checks, and flags given after it override it. OmegaConf reads the file:
+``${megatron.seq_length}`` refers to another value.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from megatron_cp_plugin import registry
+from megatron_cp_plugin.errors import ConfigError, nearest
+from megatron_cp_plugin.integration.args import MEGATRON
+
+_SECTIONS = ("megatron", "context_parallel")
+# The keys of `context_parallel:` that have a flag of their own; all others are algorithm options.
+_FLAGS = {
+    "algo": "--context-parallel-algo",
+    "kernel": "--cp-kernel",
+    "platform": "--cp-platform",
+    "recompute_attention": "--cp-recompute-attention",
+}
+_OPTIONS_FLAG = "--cp-options"
+# Flags that the two sections must not set: they belong elsewhere, and where is said.
+_ELSEWHERE = {
+    "config": "give it on the command line",
+    "context_parallel_algo": "write context_parallel.algo",
+    "cp_kernel": "write context_parallel.kernel",
+    "cp_options": "write the options under context_parallel",
+    "cp_platform": "write context_parallel.platform",
+    "cp_recompute_attention": "write context_parallel.recompute_attention",
+    "cp_record": "give it on the command line",
+    "help": "give it on the command line",
+    "yaml_cfg": "write Megatron's settings under megatron",
+}
+
+
+def yaml_to_argv(path: str | Path, parser: argparse.ArgumentParser) -> list[str]:
+    """Translates a YAML run file into command-line arguments.
+
+    Args:
+        path: The YAML file.
+        parser: Megatron's parser with this plugin's flags added; it says which flags exist and
+            what each of them takes.
+
+    Returns:
+        Arguments for `parser`, in the order of the file, those of `context_parallel` last.
+
+    Raises:
+        ConfigError: The file cannot be read, or a section, key or value is not one that exists.
+    """
+    sections = _resolved(load_run_file(path), path)
+    argv: list[str] = []
+    flags = _Flags(parser)
+    given: dict[str, str] = {}
+    for key, value in (sections.get("megatron") or {}).items():
+        where = f"{path}: megatron.{key}"
+        candidates = flags.find(str(key), where)
+        dest = candidates[0].dest
+        if dest in given:
+            raise ConfigError(f"{where} sets the same flag as megatron.{given[dest]}: keep one")
+        given[dest] = str(key)
+        argv += _arguments(candidates, str(key), value, where, parser)
+    argv += _context_parallel_arguments(sections.get("context_parallel") or {}, path, flags, parser)
+    return argv
+
+
+def load_run_file(path: str | Path) -> DictConfig:
+    """Reads a YAML run file without following its references or looking at its keys.
+
+    Raises:
+        ConfigError: The file cannot be read, is not YAML or has an unknown section.
+    """
+    try:
+        config = OmegaConf.load(path)
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such run file: check --config") from None
+    except (OSError, UnicodeDecodeError, OmegaConfBaseException) as error:
+        raise ConfigError(f"{path}: cannot be read: {_one_line(error)}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not valid YAML: {_one_line(error)}") from None
+    if not isinstance(config, DictConfig):
+        raise ConfigError(
+            f"{path}: a run file is a mapping with the sections {' and '.join(_SECTIONS)}, "
+            f"got a {type(config).__name__.removesuffix('Config').lower()}"
+        )
+    for section in config:
+        if section not in _SECTIONS:
+            raise ConfigError(
+                f"{path}: unknown section {section!r}{nearest(str(section), _SECTIONS)}: "
+                f"a run file has the sections {' and '.join(_SECTIONS)}"
+            )
+    return config
+
+
+class _Flags:
+    """The flags of a parser, by option name and by the name that the parsed value gets."""
+
+    def __init__(self, parser: argparse.ArgumentParser) -> None:
+        self._by_dest: dict[str, list[argparse.Action]] = {}
+        self._by_option: dict[str, list[argparse.Action]] = {}
+        for action in parser._actions:
+            if not action.option_strings:
+                continue
+            self._by_dest.setdefault(action.dest, []).append(action)
+            for option in action.option_strings:
+                self._by_option.setdefault(_normal(option), []).append(action)
+
+    def of_option(self, option: str) -> list[argparse.Action]:
+        """Returns the flags that are spelled `option`."""
+        return self._by_option[_normal(option)]
+
+    def find(self, key: str, where: str) -> list[argparse.Action]:
+        """Returns the flags that `key` can stand for; all of them set the same value."""
+        name = _normal(key)
+        if name in _ELSEWHERE:
+            raise ConfigError(f"{where} cannot be set there: {_ELSEWHERE[name]}")
+        # The value's name first: `ckpt_fully_parallel_save: false` means what Megatron calls so,
+        # although a deprecated switch of another meaning is spelled like it.
+        found = self._by_dest.get(name) or self._by_option.get(name)
+        if found is None:
+            choices = {*self._by_dest, *self._by_option} - _ELSEWHERE.keys()
+            raise ConfigError(f"{where}: no such Megatron flag{nearest(name, choices)}")
+        return found
+
+
+def _resolved(config: DictConfig, path: str | Path) -> dict[str, dict[Any, Any] | None]:
+    """Returns the sections in plain types, references followed."""
+    try:
+        sections: Any = OmegaConf.to_container(config, resolve=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{path}: {_one_line(error)}") from None
+    for section, settings in sections.items():
+        if settings is not None and not isinstance(settings, dict):
+            raise ConfigError(
+                f"{path}: {section} must be a mapping of names to values, got {settings!r}"
+            )
+    return sections
+
+
+def _context_parallel_arguments(
+    settings: Mapping[Any, Any],
+    path: str | Path,
+    flags: _Flags,
+    parser: argparse.ArgumentParser,
+) -> list[str]:
+    argv: list[str] = []
+    options: dict[str, object] = {}
+    algo = settings.get("algo")
+    if algo is not None and not isinstance(algo, str):
+        raise ConfigError(f"{path}: context_parallel.algo must be a name, got {algo!r}")
+    try:
+        known = () if algo in (None, MEGATRON) else registry.option_names(algo)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: context_parallel.algo: {error}") from None
+    for key, value in settings.items():
+        where = f"{path}: context_parallel.{key}"
+        if key in _FLAGS:
+            argv += _arguments(flags.of_option(_FLAGS[key]), str(key), value, where, parser)
+        elif key == "size":
+            raise ConfigError(f"{where} cannot be set there: write megatron.context_parallel_size")
+        elif key not in known:
+            allowed = (*_FLAGS, *known)
+            raise ConfigError(
+                f"{where}: unknown key{nearest(str(key), allowed)}; "
+                f"{f'with algo {algo}' if algo else 'without an algo'} the keys are "
+                f"{', '.join(allowed)}"
+            )
+        elif value is not None:
+            options[key] = value
+    if options and algo is not None:
+        try:
+            registry.read_options(algo, options)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: context_parallel: {error}") from None
+        argv += [_OPTIONS_FLAG, *(f"{key}={_text(value)}" for key, value in options.items())]
+    return argv
+
+
+def _arguments(
+    candidates: list[argparse.Action],
+    key: str,
+    value: object,
+    where: str,
+    parser: argparse.ArgumentParser,
+) -> list[str]:
+    """Returns the arguments that give one flag its value; none where its default says the same."""
+    if value is None:
+        return []
+    if all(action.nargs == 0 for action in candidates):
+        if not isinstance(value, bool):
+            raise ConfigError(f"{where} is a switch: true or false, got {value!r}")
+        return _switch_arguments(candidates, key, value, where)
+    action = candidates[0]
+    option = _long_option(action)
+    values = value if isinstance(value, list) else [value]
+    if isinstance(value, list) and action.nargs is None:
+        raise ConfigError(
+            f"{where} takes one value, got the list {value!r}: quote it to pass it as text"
+        )
+    if isinstance(action.nargs, int) and len(values) != action.nargs:
+        raise ConfigError(f"{where} takes a list of {action.nargs} values, got {value!r}")
+    if action.nargs == "+" and not values:
+        raise ConfigError(f"{where} takes at least one value, got an empty list")
+    texts = [_checked_text(action, item, where) for item in values]
+    if len(texts) == 1 and action.nargs is None:
+        # One word, so that a value that starts with a dash is not taken for a flag.
+        return [f"{option}={texts[0]}"] if texts[0].startswith("-") else [option, texts[0]]
+    for text in texts:
+        if text.startswith("-") and not parser._negative_number_matcher.match(text):
+            raise ConfigError(f"{where}: a value of a list cannot start with a dash, got {text!r}")
+    return [option, *texts]
+
+
+def _switch_arguments(
+    candidates: list[argparse.Action], key: str, value: bool, where: str
+) -> list[str]:
+    # A key that is spelled like the option itself (`no_rope_fusion`) says whether it is given; one
+    # that is spelled like the value (`rope_fusion`) says what the value is.
+    spelled = [a for a in candidates if a.dest != _normal(key)]
+    if spelled and not isinstance(spelled[0], argparse.BooleanOptionalAction):
+        return [_long_option(spelled[0])] if value else []
+    if spelled and _normal(key).startswith("no_"):
+        value = not value
+    for action in candidates:
+        if isinstance(action, argparse.BooleanOptionalAction):
+            wanted = [o for o in action.option_strings if o.startswith("--no-") is not value]
+            return [wanted[0]]
+        if getattr(action, "const", None) is value:
+            return [] if action.default is value else [_long_option(action)]
+    # No flag sets this value: it has to be what the parser gives by itself.
+    default = candidates[0].default
+    if default is value or (default in (None, argparse.SUPPRESS) and not value):
+        return []
+    raise ConfigError(f"{where} cannot be {_text(value)}: no flag of Megatron sets that")
+
+
+def _checked_text(action: argparse.Action, value: object, where: str) -> str:
+    """Returns the text of a value after the flag's own type and choices have accepted it."""
+    if isinstance(value, (dict, list)) or value is None:
+        raise ConfigError(
+            f"{where} takes text or numbers, got {value!r}: quote it to pass it as text"
+        )
+    kind = action.type
+    if isinstance(value, bool):
+        if kind is not bool:
+            raise ConfigError(f"{where} takes {_kind_name(action)}, got {_text(value)}")
+        # argparse applies bool() to the word, and only the empty word is false.
+        return "true" if value else ""
+    if kind is int and isinstance(value, float) and value.is_integer():
+        # YAML reads 1e3 as a float.
+        value = int(value)
+    text = _text(value)
+    try:
+        converted = text if kind is None else kind(text) if callable(kind) else text
+    except (ValueError, TypeError, KeyError, AttributeError, argparse.ArgumentTypeError):
+        hint = nearest(text, _choice_names(action))
+        raise ConfigError(f"{where} takes {_kind_name(action)}, got {value!r}{hint}") from None
+    except AssertionError:
+        raise ConfigError(f"{where} does not accept {value!r}") from None
+    if action.choices is not None and converted not in action.choices:
+        names = _choice_names(action)
+        raise ConfigError(
+            f"{where} must be one of {', '.join(names)}, got {value!r}{nearest(text, names)}"
+        )
+    return text
+
+
+def _kind_name(action: argparse.Action) -> str:
+    """Says what values a flag takes."""
+    if action.choices is not None:
+        return "one of " + ", ".join(_choice_names(action))
+    for kind, name in ((int, "a whole number"), (float, "a number"), (bool, "true or false")):
+        if action.type is kind:
+            return name
+    if action.type in (str, None):
+        return "text"
+    return f"a value that {getattr(action.type, '__name__', action.type)} can read"
+
+
+def _choice_names(action: argparse.Action) -> list[str]:
+    return [str(getattr(choice, "name", choice)) for choice in action.choices or ()]
+
+
+def _text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _long_option(action: argparse.Action) -> str:
+    return next((o for o in action.option_strings if o.startswith("--")), action.option_strings[0])
+
+
+def _normal(name: str) -> str:
+    return name.lstrip("-").replace("-", "_")
+
+
+def _one_line(error: BaseException) -> str:
+    lines = (line.strip() for line in _sentences(error))
+    return "; ".join(line for line in lines if line)
+
+
+def _sentences(error: BaseException) -> Iterator[str]:
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        mark = error.problem_mark
+        yield f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
+    elif isinstance(error, OSError):
+        yield str(error.strerror)
+    else:
+        # OmegaConf adds lines that name the key and the class.
+        yield from str(error).splitlines()

@@ -1,0 +1,135 @@
+"""Runs Megatron jobs as a user would, in real processes, and reads what they print."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "pretrain_gpt.py"
+LAUNCHER = ("-m", "megatron_cp_plugin.launch")
+TIMEOUT_S = 240
+
+# The weights are large enough for attention to be sharp: with Megatron's default of 0.02 it is
+# nearly uniform in a model this small, and the losses of a wrong one are the same to six digits.
+TINY = tuple(
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 64 "
+    "--max-position-embeddings 128 --micro-batch-size 1 --global-batch-size 2 --train-iters 3 "
+    "--lr 1e-3 --min-lr 1e-4 --lr-decay-style constant --mock-data --tokenizer-type NullTokenizer "
+    "--vocab-size 127 --eval-iters 0 --eval-interval 1000 --log-interval 1 --attention-dropout 0 "
+    "--hidden-dropout 0 --init-method-std 0.2 --cp-platform cpu".split()
+)
+
+_LINE = re.compile(r"iteration +\d+/.*lm loss: ([\d.E+-]+) .*grad norm: ([\d.]+) ")
+
+
+@dataclass(frozen=True)
+class Process:
+    """One finished process."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+@dataclass(frozen=True)
+class Job:
+    """All processes of a finished job, by rank; one process if torchrun started them."""
+
+    processes: tuple[Process, ...]
+
+    @property
+    def _curve(self) -> list[tuple[float, float]]:
+        lines = _LINE.findall(self.text)
+        return [(float(loss), float(norm)) for loss, norm in lines]
+
+    @property
+    def text(self) -> str:
+        return "\n".join(p.stdout + p.stderr for p in self.processes)
+
+    @property
+    def losses(self) -> list[float]:
+        return [loss for loss, _ in self._curve]
+
+    @property
+    def grad_norms(self) -> list[float]:
+        return [norm for _, norm in self._curve]
+
+    def succeeded(self) -> "Job":
+        codes = [p.returncode for p in self.processes]
+        assert not any(codes), f"exit codes {codes}\n{self.text[-6000:]}"
+        return self
+
+
+def run(*arguments: str, ranks: int = 1, program: Sequence[str] = (str(SCRIPT),)) -> Job:
+    """Runs `python *program *arguments` in `ranks` processes."""
+    environment = _environment() | {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_free_port()),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+    }
+    command = [sys.executable, *program, *arguments]
+    places = [environment | {"RANK": str(r), "LOCAL_RANK": str(r)} for r in range(ranks)]
+    return _finish(command, places)
+
+
+def run_torchrun(*arguments: str, ranks: int) -> Job:
+    """Runs `torchrun --nproc-per-node ranks *arguments`."""
+    torchrun = (sys.executable, "-m", "torch.distributed.run")
+    options = (f"--nproc-per-node={ranks}", f"--master-port={_free_port()}")
+    return _finish([*torchrun, *options, *arguments], [_environment()])
+
+
+def _finish(command: Sequence[str], environments: Sequence[dict[str, str]]) -> Job:
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = [
+            [Path(folder, f"{number}.{kind}") for kind in ("out", "err")]
+            for number in range(len(environments))
+        ]
+        started = []
+        try:
+            for environment, (out, err) in zip(environments, outputs, strict=True):
+                with out.open("w") as stdout, err.open("w") as stderr:
+                    started.append(
+                        subprocess.Popen(command, env=environment, stdout=stdout, stderr=stderr)
+                    )
+            codes = _wait(started)
+        finally:
+            for process in started:
+                process.kill()
+                process.wait()
+        texts = [(out.read_text(), err.read_text()) for out, err in outputs]
+    return Job(tuple(Process(c, *text) for c, text in zip(codes, texts, strict=True)))
+
+
+def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> list[int]:
+    """Waits for all; once one has failed, the others get ten seconds."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while any(p.poll() is None for p in processes):
+        if any(p.poll() for p in processes):
+            deadline = min(deadline, time.monotonic() + 10)
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.05)
+    # A process that hangs has no exit code: kill, and let the test see the signal.
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
+    return [process.wait() for process in processes]
+
+
+def _environment() -> dict[str, str]:
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC", "RANK"))}
+    return inherited | {"OMP_NUM_THREADS": "1"}
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,223 @@
+"""The core-attention module against attention written out, and its place in layer specs."""
+
+import copy
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_layer_local_spec,
+)
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_cp_plugin.config import ContextParallelConfig
+from megatron_cp_plugin.errors import ContextParallelError
+from megatron_cp_plugin.integration import spec as spec_module
+from megatron_cp_plugin.integration.attention import ContextParallelAttention
+from megatron_cp_plugin.integration.runtime import Runtime
+from megatron_cp_plugin.integration.spec import layer_spec_provider, with_attention
+from tests.oracle import expected_attention, relative_error
+
+HEADS, KV_HEADS, HEAD_DIM, TOKENS, BATCH = 4, 2, 8, 12, 3
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[dist.ProcessGroup]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
+    world = dist.group.WORLD
+    assert world is not None
+    yield world
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def runtime() -> Runtime:
+    return Runtime(ContextParallelConfig("zigzag", 1))
+
+
+def config(**changes: Any) -> TransformerConfig:
+    settings = {"num_layers": 2, "hidden_size": HEADS * HEAD_DIM, "num_attention_heads": HEADS}
+    settings |= {"num_query_groups": KV_HEADS, "attention_dropout": 0.0}
+    return TransformerConfig(**(settings | changes))
+
+
+def attention(group: dist.ProcessGroup, runtime: Runtime, **changes: Any) -> Any:
+    arguments: dict[str, Any] = {
+        "config": config(),
+        "layer_number": 1,
+        "attn_mask_type": AttnMaskType.causal,
+        "attention_type": "self",
+        "cp_comm_type": None,
+        "softmax_scale": None,
+        "pg_collection": ProcessGroupCollection(tp=group, cp=group),
+    }
+    # As Megatron's Attention builds it from a spec.
+    ours = ModuleSpec(module=ContextParallelAttention, params={"runtime": runtime})
+    return build_module(ours, **(arguments | changes))
+
+
+@pytest.mark.parametrize("mask", [AttnMaskType.causal, AttnMaskType.no_mask])
+@pytest.mark.parametrize("scale", [None, 0.3])
+@pytest.mark.parametrize("layer", [1, 3])
+def test_against_attention_written_out(
+    group: dist.ProcessGroup,
+    runtime: Runtime,
+    mask: AttnMaskType,
+    scale: float | None,
+    layer: int,
+) -> None:
+    expected = expected_attention(
+        batch=BATCH,
+        seq_len=TOKENS,
+        heads=HEADS,
+        kv_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        causal=mask is AttnMaskType.causal,
+        scale=scale,
+    )
+    # The scaling by the layer number cancels out.
+    scaled = config(apply_query_key_layer_scaling=True, attention_softmax_in_fp32=True)
+    module = attention(group, runtime, config=scaled, layer_number=layer, softmax_scale=scale)
+    q, k, v = (
+        x.detach().transpose(0, 1).clone().requires_grad_()
+        for x in (expected.q, expected.k, expected.v)
+    )
+    out = module(q, k, v, None, attn_mask_type=mask, attention_bias=None, packed_seq_params=None)
+    assert out.shape == (TOKENS, BATCH, HEADS * HEAD_DIM)
+    out.backward(expected.dout.transpose(0, 1).flatten(2))
+    assert relative_error(out, expected.out.transpose(0, 1).flatten(2)) < 1e-10
+    for got, wanted in ((q, expected.dq), (k, expected.dk), (v, expected.dv)):
+        assert relative_error(got.grad, wanted.transpose(0, 1)) < 1e-10
+
+
+def test_mask_type_of_the_constructor_is_the_default(
+    group: dist.ProcessGroup, runtime: Runtime
+) -> None:
+    q = torch.randn(TOKENS, 1, HEADS, HEAD_DIM)
+    k = torch.randn(TOKENS, 1, KV_HEADS, HEAD_DIM)
+    full = attention(group, runtime, attn_mask_type=AttnMaskType.no_mask)
+    causal = attention(group, runtime)
+    assert torch.equal(full(q, k, k, None), causal(q, k, k, None, AttnMaskType.no_mask))
+    assert not torch.equal(full(q, k, k, None), causal(q, k, k, None))
+
+
+def test_nothing_is_saved_in_checkpoints(group: dist.ProcessGroup, runtime: Runtime) -> None:
+    module = attention(group, runtime)
+    assert not list(module.parameters())
+    assert not module.state_dict()
+    assert not module.sharded_state_dict(metadata={"dp_cp_group": group})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attn_mask_type": AttnMaskType.padding}, "must be causal or no_mask, got padding"),
+        ({"attention_type": "cross"}, "got cross attention"),
+        ({"attention_dropout": 0.5}, "attention dropout must be 0, got 0.5"),
+        ({"config": config(attention_dropout=0.1)}, "attention dropout"),
+        ({"config": config(window_size=(4, 0))}, "sliding-window"),
+    ],
+)
+def test_what_it_cannot_compute_is_refused_when_built(
+    group: dist.ProcessGroup, runtime: Runtime, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ContextParallelError, match=message):
+        attention(group, runtime, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attn_mask_type": AttnMaskType.arbitrary}, "got arbitrary"),
+        ({"attention_bias": torch.zeros(1)}, "attention bias"),
+        ({"packed_seq_params": object()}, "packed sequences"),
+    ],
+)
+def test_what_it_cannot_compute_is_refused_when_called(
+    group: dist.ProcessGroup, runtime: Runtime, changes: dict[str, Any], message: str
+) -> None:
+    q = torch.randn(TOKENS, 1, HEADS, HEAD_DIM)
+    with pytest.raises(ContextParallelError, match=message):
+        attention(group, runtime)(q, q, q, None, **changes)
+
+
+def core_of(spec: ModuleSpec) -> Any:
+    return spec.submodules.self_attention.submodules.core_attention
+
+
+def test_local_layer_spec(runtime: Runtime) -> None:
+    spec = get_gpt_layer_local_spec()
+    swapped = with_attention(spec, runtime)
+    assert core_of(swapped).module is ContextParallelAttention
+    assert core_of(swapped).params["runtime"] is runtime
+    # The spec that was given may be shared: it stays as it was, and the rest of it is kept.
+    assert core_of(spec) is DotProductAttention
+    assert swapped.submodules.mlp is spec.submodules.mlp
+    ours, theirs = swapped.submodules.self_attention, spec.submodules.self_attention
+    assert ours.params == theirs.params
+    assert ours.submodules.linear_qkv is theirs.submodules.linear_qkv
+
+
+def test_block_spec_of_a_mixture_of_experts(runtime: Runtime) -> None:
+    model = config(num_moe_experts=2, moe_layer_freq=2, add_bias_linear=False)
+    spec = get_gpt_decoder_block_spec(model, use_transformer_engine=False, pp_rank=0)
+    swapped = with_attention(spec, runtime)
+    assert len(swapped.layer_specs) == 2
+    assert all(core_of(s).module is ContextParallelAttention for s in swapped.layer_specs)
+    assert swapped.layer_norm is spec.layer_norm
+
+
+def test_transformer_engine_spec(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    class TransformerEngineAttention:
+        """Stands for TEDotProductAttention, which needs Transformer Engine."""
+
+    monkeypatch.setattr(spec_module, "TEDotProductAttention", TransformerEngineAttention)
+    spec = get_gpt_layer_local_spec()
+    spec.submodules.self_attention.submodules.core_attention = TransformerEngineAttention
+    assert core_of(with_attention(spec, runtime)).module is ContextParallelAttention
+
+
+def test_other_attention_is_refused(runtime: Runtime) -> None:
+    mla = get_gpt_layer_local_spec(multi_latent_attention=True)
+    with pytest.raises(ContextParallelError, match="got MLASelfAttention"):
+        with_attention(mla, runtime)
+    spec = get_gpt_layer_local_spec()
+    spec.submodules.self_attention.submodules.core_attention = torch.nn.Identity
+    with pytest.raises(ContextParallelError, match="got Identity"):
+        with_attention(spec, runtime)
+    # Swapping twice would hide a mistake.
+    with pytest.raises(ContextParallelError, match="got ContextParallelAttention"):
+        with_attention(with_attention(get_gpt_layer_local_spec(), runtime), runtime)
+
+
+def test_provider_builds_on_the_users_own_spec(runtime: Runtime) -> None:
+    seen = []
+
+    def of_stage(model_config: Any, vp_stage: int | None = None) -> ModuleSpec:
+        seen.append((model_config, vp_stage))
+        return get_gpt_layer_local_spec(normalization="RMSNorm")
+
+    def of_model(model_config: Any) -> ModuleSpec:
+        return of_stage(model_config)
+
+    model: Any = object()
+    for base in (of_stage, of_model, get_gpt_layer_local_spec()):
+        spec = layer_spec_provider(base, runtime)(model, vp_stage=1)
+        assert core_of(spec).module is ContextParallelAttention
+    assert seen == [(model, 1), (model, None)]
+
+
+def test_specs_can_be_copied(runtime: Runtime) -> None:
+    spec = copy.deepcopy(with_attention(get_gpt_layer_local_spec(), runtime))
+    assert core_of(spec).params["runtime"] is runtime

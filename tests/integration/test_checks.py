@@ -1,0 +1,182 @@
+"""Start-up checks: each refusal is one line that names what, got, and what to do."""
+
+import argparse
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.arguments import add_megatron_arguments
+from megatron.training.models.gpt import GPTModelConfig
+
+from megatron_cp_plugin.config import ContextParallelConfig
+from megatron_cp_plugin.errors import ContextParallelError, KernelUnavailableError
+from megatron_cp_plugin.integration.checks import FEATURES, check_arguments, check_settings
+
+CPU = torch.device("cpu")
+
+# A value for each setting that asks for the refused feature.
+ASKING: dict[str, Any] = {
+    "attention_dropout": 0.1,
+    "window_size": (128, 0),
+    "softmax_type": "learnable",
+    "experimental_attention_variant": "dsa",
+    "hybrid_layer_pattern": "M*",
+    "mtp_num_layers": 1,
+    "attention_backend": AttnBackend.local,
+    "flash_attention_version": 3,
+    "position_embedding_type": "mrope",
+    "cp_comm_type": ["a2a"],
+    "hierarchical_context_parallel_sizes": [2, 2],
+    "cuda_graph_impl": "local",
+    "yaml_cfg": "file.yaml",
+}
+# Not settings of Megatron 0.19, but of its development branch and of ModelOpt.
+ELSEWHERE = {"dynamic_context_parallel", "modelopt_enabled"}
+
+
+@pytest.fixture(scope="module")
+def parser() -> argparse.ArgumentParser:
+    return add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+
+
+@pytest.fixture
+def args(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    words = "--num-layers 2 --hidden-size 64 --num-attention-heads 8 --seq-length 64 "
+    words += "--context-parallel-size 4 --attention-dropout 0 --position-embedding-type rope"
+    parsed = parser.parse_args(words.split())
+    parsed.world_size = 4
+    return parsed
+
+
+def refusal(args: argparse.Namespace, algo: str = "zigzag", **changes: Any) -> str:
+    kernel = changes.pop("kernel", "auto")
+    for name, value in changes.items():
+        assert hasattr(args, name), name
+        setattr(args, name, value)
+    config = ContextParallelConfig(algo, args.context_parallel_size, kernel)
+    with pytest.raises(ContextParallelError) as error:
+        check_arguments(args, config, CPU)
+    message = str(error.value)
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize("algo", ["ring", "zigzag"])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_plain_model_passes(args: argparse.Namespace, algo: str, size: int) -> None:
+    args.context_parallel_size = size
+    check_arguments(args, ContextParallelConfig(algo, size), CPU)
+
+
+@pytest.mark.parametrize("feature", FEATURES, ids=lambda feature: feature.setting)
+def test_every_refused_feature_is_named(args: argparse.Namespace, feature: Any) -> None:
+    value = ASKING.get(feature.setting, True)
+    setattr(args, feature.setting, value)
+    message = refusal(args)
+    assert feature.name in message
+    assert f"got {feature.flag} {getattr(value, 'name', value)}" in message
+    assert message.endswith(feature.instead)
+
+
+@pytest.mark.parametrize("feature", FEATURES, ids=lambda feature: feature.setting)
+def test_every_refused_setting_exists(args: argparse.Namespace, feature: Any) -> None:
+    fields = {
+        f.name for kind in (TransformerConfig, GPTModelConfig) for f in dataclasses.fields(kind)
+    }
+    known = vars(args).keys() | fields | ELSEWHERE
+    assert feature.setting in known
+
+
+def test_flags_of_refused_features_are_flags_of_megatron(parser: argparse.ArgumentParser) -> None:
+    options = {option for action in parser._actions for option in action.option_strings}
+    dests = {action.dest for action in parser._actions}
+    for feature in FEATURES:
+        if feature.setting in dests:
+            assert feature.flag in options
+
+
+def test_the_model_configuration_is_checked_too() -> None:
+    config = TransformerConfig(
+        num_layers=1, hidden_size=32, num_attention_heads=4, attention_dropout=0.1
+    )
+    with pytest.raises(ContextParallelError, match="attention dropout"):
+        check_settings(config, ContextParallelConfig("ring", 1))
+    config.attention_dropout = 0.0
+    check_settings(config, ContextParallelConfig("ring", 1))
+    config.fp8_dot_product_attention = True
+    with pytest.raises(ContextParallelError, match="FP8 attention"):
+        check_settings(config, ContextParallelConfig("ring", 1))
+
+
+def test_sequence_length(args: argparse.Namespace) -> None:
+    message = refusal(args, seq_length=68)
+    assert message == (
+        "zigzag needs seq_length divisible by 2 * context_parallel_size = 8, got 68: "
+        "use 64 or 72, or --context-parallel-algo ring"
+    )
+    check_arguments(args, ContextParallelConfig("ring", 4), CPU)
+    assert "got 70: use 68 or 72" in refusal(args, "ring", seq_length=70)
+    assert "got 70" in refusal(args, "ring", seq_length=None, encoder_seq_length=70)
+
+
+def test_tokens_of_a_rank_under_sequence_parallelism(args: argparse.Namespace) -> None:
+    changes = {"tensor_model_parallel_size": 2, "world_size": 8, "sequence_parallel": True}
+    message = refusal(args, "ring", seq_length=68, **changes)
+    assert "17 tokens" in message
+    assert "use 64 or 72" in message
+
+
+def test_world_size(args: argparse.Namespace) -> None:
+    assert refusal(args, context_parallel_size=3) == (
+        "context_parallel_size 3 must divide the number of processes, got 4: "
+        "start a multiple of 3 processes, or use context_parallel_size 1 or 2 or 4"
+    )
+    message = refusal(args, context_parallel_size=4, tensor_model_parallel_size=2)
+    assert "context_parallel_size 4 * tensor_model_parallel_size 2 = 8 must divide" in message
+    assert "use context_parallel_size 1 or 2" in message
+    assert "must be at least 1, got 0" in refusal(args, context_parallel_size=0)
+
+
+def test_unknown_algorithm_names_the_nearest(args: argparse.Namespace) -> None:
+    assert "'zigzga' (did you mean 'zigzag'?)" in refusal(args, "zigzga")
+
+
+@pytest.mark.parametrize("groups", [3, 6])
+def test_gqa_heads_and_tensor_parallelism(args: argparse.Namespace, groups: int) -> None:
+    changes = {"tensor_model_parallel_size": 4, "context_parallel_size": 1}
+    message = refusal(
+        args, num_attention_heads=12, group_query_attention=True, num_query_groups=groups, **changes
+    )
+    assert (
+        f"must be divisible by tensor_model_parallel_size 4 or divide it, got {groups}" in message
+    )
+    assert "use one of 1, 2, 4, 12" in message
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4, 8])
+def test_gqa_heads_that_megatron_shares_among_ranks_pass(
+    args: argparse.Namespace, groups: int
+) -> None:
+    args.world_size, args.tensor_model_parallel_size = 16, 4
+    args.group_query_attention, args.num_query_groups = True, groups
+    check_arguments(args, ContextParallelConfig("zigzag", 4), CPU)
+
+
+def test_heads(args: argparse.Namespace) -> None:
+    message = refusal(args, tensor_model_parallel_size=3, context_parallel_size=1, world_size=3)
+    assert "num_attention_heads must be divisible by tensor_model_parallel_size 3, got 8" in message
+    assert "use 6 or 9" in message
+    args.tensor_model_parallel_size, args.world_size = 1, 4
+    message = refusal(args, group_query_attention=True, num_query_groups=3)
+    assert "num_attention_heads 8 must be divisible by num_query_groups, got 3" in message
+
+
+@pytest.mark.parametrize("kernel", ["cudnn", "flash5"])
+def test_kernel_that_cannot_serve(args: argparse.Namespace, kernel: str) -> None:
+    config = ContextParallelConfig("zigzag", 4, kernel)
+    with pytest.raises(KernelUnavailableError, match=kernel) as error:
+        check_arguments(args, config, CPU)
+    assert "\n" not in str(error.value)

@@ -1,0 +1,163 @@
+"""The launcher: what it replaces of Megatron, and how it ends a run that cannot start."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_cp_plugin.errors import ConfigError
+from megatron_cp_plugin.integration import cpu, launch
+from tests.integration.megatron_job import LAUNCHER, TINY, Job, run
+
+# Prints which names of Megatron, torch and torch.cuda are others after `prepare`.
+_DIFFERENCE = """
+import json, sys
+import torch
+import megatron.training.training, megatron.core.datasets.utils, megatron.core.recompute
+import megatron.training.models.gpt, megatron.core.models.gpt.gpt_model
+from megatron_cp_plugin.integration import launch
+
+def names():
+    modules = {n: m for n, m in sys.modules.items() if m and n.split(".")[0] == "megatron"}
+    modules |= {"torch": torch, "torch.cuda": torch.cuda, "torch.accelerator": torch.accelerator}
+    modules |= {"Tensor": torch.Tensor, "Optimizer": torch.optim.Optimizer}
+    for name, module in list(modules.items()):
+        for key, value in list(vars(module).items()):
+            if isinstance(value, type) and value.__module__ == name:
+                modules[name + "." + key] = value
+    return {
+        n + "." + k: id(v) for n, m in modules.items() for k, v in vars(m).items()
+        if not k.startswith("__")
+    }
+
+if GPU:
+    torch.cuda.is_available = lambda: True
+before = names()
+for argv in sys.argv[1:]:
+    rest = launch.prepare(argv.split())
+after = names()
+changed = sorted(n for n in before if n in after and before[n] != after[n])
+print("RESULT" + json.dumps({"rest": rest, "changed": changed}))
+"""
+
+MEGATRONS_OWN = [
+    "megatron.core.datasets.utils.compile_helpers",
+    "megatron.core.tensor_parallel.checkpoint",
+    "megatron.core.tensor_parallel.random.checkpoint",
+    "megatron.core.utils.get_batch_on_this_cp_rank",
+    "megatron.training.arguments.validate_args",
+    "megatron.training.pretrain",
+    "megatron.training.training.get_batch_on_this_cp_rank",
+    "megatron.training.training.pretrain",
+]
+
+
+def difference(*argv: str, gpu: bool) -> tuple[list[str], list[str]]:
+    program = _DIFFERENCE.replace("GPU", str(gpu))
+    output = subprocess.run(
+        [sys.executable, "-c", program, *argv], capture_output=True, text=True, check=False
+    )
+    assert output.returncode == 0, output.stderr
+    result = json.loads(output.stdout.split("RESULT")[1])
+    return result["changed"], result["rest"]
+
+
+def test_without_an_algorithm_nothing_of_megatron_changes() -> None:
+    runs = ("--lr 1", "--lr 1 --context-parallel-algo megatron", "--lr 1 --cp-platform cuda")
+    assert difference(*runs, gpu=True) == ([], ["--lr", "1"])
+
+
+def test_an_algorithm_replaces_these_names_and_no_others() -> None:
+    changed, rest = difference("--lr 1 --context-parallel-algo ring", gpu=True)
+    assert rest == ["--lr", "1"]
+    assert changed == MEGATRONS_OWN
+
+
+def test_the_cpu_platform_is_said_to_be_in_force() -> None:
+    # Only what a run needs; nothing is in force beside it without an algorithm.
+    changed, rest = difference("--lr 1 --cp-platform cpu", gpu=False)
+    assert "torch.cuda.is_available" in changed
+    assert not set(MEGATRONS_OWN[1:]) & set(changed)
+    assert rest[:4] == ["--lr", "1", "--distributed-backend", "gloo"]
+
+
+def refused(job: Job) -> str:
+    """The one line that every rank of a refused job prints."""
+    assert [p.returncode for p in job.processes] == [2] * len(job.processes), job.text[-3000:]
+    errors = {
+        line
+        for process in job.processes
+        for line in process.stderr.splitlines()
+        if line.startswith("megatron_cp_plugin: error: ")
+    }
+    assert len(errors) == 1
+    for process in job.processes:
+        assert process.stderr.count("megatron_cp_plugin: error: ") == 1
+        assert "Traceback" not in process.stderr
+    assert not job.losses
+    return errors.pop().removeprefix("megatron_cp_plugin: error: ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--context-parallel-algo zigzag --context-parallel-size 2 --seq-length 66",
+         "zigzag needs seq_length divisible by 2 * context_parallel_size = 4, got 66: "
+         "use 64 or 68, or --context-parallel-algo ring"),
+        ("--context-parallel-algo ring --context-parallel-size 3",
+         "context_parallel_size 3 must divide the number of processes, got 2: "
+         "start a multiple of 3 processes, or use context_parallel_size 1 or 2"),
+    ],
+)  # fmt: skip
+def test_all_ranks_refuse_with_one_line_and_exit_code_2(arguments: str, message: str) -> None:
+    assert refused(run(*TINY, *arguments.split(), ranks=2)) == message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--context-parallel-algo zigzga", r"did you mean 'zigzag'\?"),
+        ("--context-parallel-algo ring --cp-options a=1", "has no option 'a'"),
+        ("--cp-kernel reference", "needs an algorithm of the plugin"),
+        ("--cp-platform cuda", "needs a GPU, got none: use --cp-platform cpu"),
+    ],
+)
+def test_wrong_flags_are_refused_before_anything_is_in_force(
+    arguments: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(cpu, "install", lambda: pytest.fail("installed"))
+    with pytest.raises(ConfigError, match=message):
+        launch.prepare(["--cp-platform", "cpu", *arguments.split()])
+
+
+def test_flag_that_only_megatrons_own_script_serves() -> None:
+    assert "this script does not serve --sft: leave it out" in refused(run(*TINY, "--sft"))
+
+
+def test_broken_run_file(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("megatron: [\n")
+    assert "not valid YAML" in refused(run("--config", str(file)))
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    ([], "the first argument must be a training script"),
+    (["--lr"], "the first argument must be a training script"),
+    (["no/such/script.py"], "no training script at no/such/script.py"),
+])  # fmt: skip
+def test_launcher_without_a_script(arguments: list[str], message: str) -> None:
+    assert message in refused(run(*arguments, program=LAUNCHER))
+
+
+def test_script_that_does_not_train_a_gpt_the_usual_way(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "from megatron.training import pretrain\n"
+        "pretrain(object(), None, None, None, model_provider=print)\n"
+    )
+    job = run(*TINY, "--context-parallel-algo", "ring", program=(*LAUNCHER, str(script)))
+    assert "passes a GPTModelConfig to pretrain, got NoneType" in refused(job)

@@ -1,0 +1,135 @@
+"""Batches, position embeddings and attention take the tokens that the layout names."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
+from torch import nn
+
+from megatron_cp_plugin.core.layout import LAYOUTS
+from megatron_cp_plugin.errors import ContextParallelError
+from megatron_cp_plugin.integration.batch import shard_batch
+from megatron_cp_plugin.integration.rope import LayoutRotaryEmbedding, use_layout
+from megatron_cp_plugin.integration.runtime import Runtime
+
+N = 24
+# Written out by hand: the tokens of rank 1 of 3.
+EXPECTED = {
+    "contiguous": [8, 9, 10, 11, 12, 13, 14, 15],
+    "zigzag": [4, 5, 6, 7, 16, 17, 18, 19],
+    "cyclic": [1, 4, 7, 10, 13, 16, 19, 22],
+}
+
+
+class Group:
+    """Stands for a process group that is asked only for its rank and size."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._place = rank, size
+
+    def rank(self) -> int:
+        return self._place[0]
+
+    def size(self) -> int:
+        return self._place[1]
+
+
+def runtime(layout: str) -> Runtime:
+    config: Any = SimpleNamespace(algo="any", layout=LAYOUTS[layout])
+    return Runtime(config)
+
+
+@pytest.mark.parametrize("layout", EXPECTED)
+def test_batch(layout: str) -> None:
+    batch = {
+        "tokens": torch.arange(2 * N).view(2, N),
+        "labels": torch.arange(2 * N).view(2, N) + 1,
+        "position_ids": torch.arange(N).expand(2, N),
+        "attention_mask": torch.arange(N * N).view(1, 1, N, N),
+        "loss_mask": None,
+        "cu_seqlens": None,
+    }
+    group: Any = Group(1, 3)
+    local = shard_batch(batch, group, runtime(layout))
+    assert local["position_ids"][0].tolist() == EXPECTED[layout]
+    assert local["tokens"][1].tolist() == [N + p for p in EXPECTED[layout]]
+    assert torch.equal(local["labels"], local["tokens"] + 1)
+    assert local["attention_mask"][0, 0, :, 0].tolist() == [N * p for p in EXPECTED[layout]]
+    assert local["loss_mask"] is None
+
+
+def test_batch_of_one_rank_is_left_alone() -> None:
+    tokens = torch.arange(N).view(1, N)
+    group: Any = Group(0, 1)
+    assert shard_batch({"tokens": tokens}, group, runtime("zigzag"))["tokens"] is tokens
+
+
+def test_packed_batch_is_refused() -> None:
+    batch = {"tokens": torch.zeros(1, N), "cu_seqlens": torch.tensor([0, N])}
+    group: Any = Group(0, 2)
+    with pytest.raises(ContextParallelError, match="packed sequences"):
+        shard_batch(batch, group, runtime("zigzag"))
+
+
+class Angles(nn.Module):
+    """An embedding whose table holds the positions themselves."""
+
+    def __init__(self, scale: float | None) -> None:
+        super().__init__()
+        self.calls = 0
+        self._scale = scale
+
+    def get_emb(self, max_seq_len: int, offset: int = 0) -> Any:
+        self.calls += 1
+        table = (torch.arange(max_seq_len) + offset).view(-1, 1, 1, 1)
+        return table if self._scale is None else (table, self._scale)
+
+
+@pytest.mark.parametrize("layout", EXPECTED)
+@pytest.mark.parametrize("scale", [None, 1.5], ids=["rope", "yarn"])
+def test_rotary_positions(layout: str, scale: float | None) -> None:
+    inner: Any = Angles(scale)
+    group: Any = Group(1, 3)
+    embedding = LayoutRotaryEmbedding(inner, runtime(layout), group)
+    got = embedding(N)
+    angles = got if scale is None else got[0]
+    assert scale is None or got[1] == scale
+    assert angles.flatten().tolist() == EXPECTED[layout]
+    assert embedding(N) is got
+    assert inner.calls == 1
+    with_offset = embedding(N, 5)
+    angles = with_offset if scale is None else with_offset[0]
+    assert angles.flatten().tolist() == [p + 5 for p in EXPECTED[layout]]
+
+
+def test_packed_rotary_is_refused() -> None:
+    inner: Any = Angles(None)
+    group: Any = Group(0, 2)
+    embedding = LayoutRotaryEmbedding(inner, runtime("zigzag"), group)
+    with pytest.raises(ContextParallelError, match="packed"):
+        embedding(N, packed_seq=True)
+    with pytest.raises(ContextParallelError, match="packed"):
+        embedding(N, cp_group=Group(0, 2))
+
+
+@pytest.mark.parametrize("kind", [RotaryEmbedding, YarnRotaryEmbedding])
+def test_embeddings_of_model_chunks_are_replaced(kind: type[nn.Module]) -> None:
+    group = Group(1, 3)
+    with_rope: Any = nn.Module()
+    with_rope.rotary_pos_emb = kind.__new__(kind)
+    nn.Module.__init__(with_rope.rotary_pos_emb)
+    with_rope.pg_collection = SimpleNamespace(cp=group)
+    without = nn.Module()
+    assert use_layout([with_rope, without], runtime("zigzag")) == [with_rope, without]
+    assert isinstance(with_rope.rotary_pos_emb, LayoutRotaryEmbedding)
+    assert not hasattr(without, "rotary_pos_emb")
+
+
+def test_other_rotary_embeddings_are_refused() -> None:
+    chunk: Any = nn.Module()
+    chunk.rotary_pos_emb = nn.Linear(1, 1)
+    with pytest.raises(ContextParallelError, match="got Linear"):
+        use_layout([chunk], runtime("zigzag"))

@@ -1,0 +1,136 @@
+"""Megatron's activation recomputation with attention that runs once."""
+
+import argparse
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_cp_plugin.config import ContextParallelConfig
+from megatron_cp_plugin.errors import ConfigError
+from megatron_cp_plugin.integration.args import add_arguments, split_flags
+from megatron_cp_plugin.integration.parity import Recording
+from megatron_cp_plugin.integration.recompute import checkpoint, describe
+from megatron_cp_plugin.integration.yaml_config import yaml_to_argv
+from tests.integration.megatron_job import TINY, run
+
+ALGO = ["--context-parallel-algo", "distflash"]
+
+
+def arguments(**changes: Any) -> SimpleNamespace:
+    settings: dict[str, Any] = {
+        "recompute_activations": False,
+        "recompute_granularity": "full",
+        "recompute_modules": None,
+        "seq_length": 131072,
+        "micro_batch_size": 1,
+        "num_attention_heads": 32,
+        "hidden_size": 4096,
+        "kv_channels": None,
+        "tensor_model_parallel_size": 2,
+        "bf16": True,
+        "fp16": False,
+    }
+    return SimpleNamespace(**(settings | changes))
+
+
+def test_the_memory_of_out_and_lse_is_stated() -> None:
+    line = describe(arguments(), ContextParallelConfig("ring", 4))
+    kept = 131072 / 4 * 16 * (128 * 2 + 4) / 2**20
+    assert line is not None
+    assert f"attention runs once, its output and lse are kept, {kept:g} MiB" in line
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"recompute_granularity": None},
+        {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
+    ],
+)
+def test_nothing_is_said_where_attention_is_not_recomputed(changes: dict[str, Any]) -> None:
+    assert describe(arguments(**changes), ContextParallelConfig("ring", 4)) is None
+
+
+def test_the_old_flag_for_selective_counts() -> None:
+    settings = arguments(recompute_granularity=None, recompute_activations=True)
+    line = describe(settings, ContextParallelConfig("ring", 4))
+    assert line is not None
+    assert line.startswith("recompute (selective): attention runs once")
+
+
+def test_running_twice_is_said() -> None:
+    line = describe(arguments(), ContextParallelConfig("ring", 4, recompute_attention=True))
+    assert line == "recompute (full): attention and its communication run twice"
+
+
+def test_the_flag_reaches_the_configuration() -> None:
+    for words, wanted in ((ALGO, False), ([*ALGO, "--cp-recompute-attention"], True)):
+        flags, rest = split_flags(words)
+        assert flags.config(4).recompute_attention is wanted
+        assert rest == []
+    flags, _ = split_flags(["--cp-recompute-attention"])
+    with pytest.raises(ConfigError, match="--cp-recompute-attention needs an algorithm"):
+        flags.check()
+
+
+@pytest.mark.parametrize("value", ["true", "false"])
+def test_the_key_of_a_run_file(value: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(f"context_parallel: {{algo: distflash, recompute_attention: {value}}}\n")
+    argv = yaml_to_argv(path, add_arguments(argparse.ArgumentParser()))
+    assert argv == [*ALGO, *(["--cp-recompute-attention"] if value == "true" else [])]
+
+
+def test_each_checkpoint_gets_a_function_of_its_own() -> None:
+    given = []
+    for _ in range(2):
+        checkpoint(lambda function, *args: given.append((function, args)), print, False, 1)
+    (first, args), (second, _) = given
+    assert first is not second
+    assert args == (False, 1)
+
+
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+RUNS = {
+    "none": "",
+    "full": FULL,
+    "full twice": f"{FULL} --cp-recompute-attention",
+    "selective": "--recompute-granularity selective",
+}
+# 4 micro-batches through an interleaved pipeline, and evaluation after each iteration.
+PIPELINE = (
+    "--context-parallel-size 2 --pipeline-model-parallel-size 2 --num-layers 4 "
+    "--num-layers-per-virtual-pipeline-stage 1 --global-batch-size 4 --train-iters 2 "
+    "--eval-interval 1 --eval-iters 1"
+)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_training_gives_the_same_bits(tmp_path: Path) -> None:
+    recordings = {}
+    for name, flags in RUNS.items():
+        words = [
+            *TINY,
+            *PIPELINE.split(),
+            *ALGO,
+            *flags.split(),
+            "--cp-record",
+            str(tmp_path / name),
+        ]
+        run(*words, ranks=4).succeeded()
+        recordings[name] = Recording.load(tmp_path / name)
+    want = recordings.pop("none")
+    assert want.sent_bytes() > 0
+    for name, got in recordings.items():
+        times = 2 if name == "full twice" else 1
+        for mine, other in zip(got.ranks, want.ranks, strict=True):
+            assert mine.gradients == other.gradients
+            assert [(i.losses, i.grad_norm) for i in mine.iterations] == [
+                (i.losses, i.grad_norm) for i in other.iterations
+            ]
+            sent, once = mine.communication, other.communication
+            assert sent["forward_sent_bytes"] == times * once["forward_sent_bytes"]
+            assert sent["backward_sent_bytes"] == once["backward_sent_bytes"]

@@ -1,0 +1,96 @@
+"""Megatron's own training loop: every split gives the losses of the unsplit run.
+
+The reference of every comparison is Megatron's own attention on the whole sequence.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from tests.integration.megatron_job import LAUNCHER, SCRIPT, TINY, Job, run, run_torchrun
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+ROPE = (*TINY, "--position-embedding-type", "rope", "--group-query-attention")
+ROPE = (*ROPE, "--num-query-groups", "2", "--swiglu", "--normalization", "RMSNorm")
+# 68 tokens: divisible by 4 ranks, but not by 2 * 4, which Megatron demands of --seq-length.
+LEARNED = (*TINY, "--position-embedding-type", "learned_absolute", "--seq-length", "68")
+
+
+def assert_same_training(job: Job, reference: Job) -> None:
+    assert len(reference.losses) == 3
+    assert job.losses == pytest.approx(reference.losses, rel=1e-5)
+    # Megatron prints three digits: one unit in the last place.
+    assert job.grad_norms == pytest.approx(reference.grad_norms, abs=1.1e-3)
+
+
+def algo(name: str, size: int) -> tuple[str, ...]:
+    return ("--context-parallel-algo", name, "--context-parallel-size", str(size))
+
+
+@pytest.fixture(scope="module")
+def rope() -> Job:
+    return run(*ROPE, "--context-parallel-algo", "megatron").succeeded()
+
+
+@pytest.fixture(scope="module")
+def learned() -> Job:
+    return run(*LEARNED, "--context-parallel-algo", "megatron").succeeded()
+
+
+def test_zigzag_on_four_ranks_with_a_run_file(rope: Job, tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("megatron:\n  context_parallel_size: 4\ncontext_parallel:\n  algo: zigzag\n")
+    job = run_torchrun(str(SCRIPT), "--config", str(file), *ROPE, ranks=4).succeeded()
+    assert_same_training(job, rope)
+    assert "zigzag on 4 rank(s), zigzag layout" in job.text
+
+
+def test_ring_through_the_launcher_beside_data_parallel_with_recompute(
+    rope: Job, tmp_path: Path
+) -> None:
+    script = tmp_path / "their_script.py"
+    script.write_text("import gpt_program\n\nif __name__ == '__main__':\n    gpt_program.run()\n")
+    # A script may import modules that lie beside it.
+    (tmp_path / "gpt_program.py").write_text(
+        "from megatron_cp_plugin.integration.pretrain import run\n"
+    )
+    recompute = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    flags = (*algo("ring", 2), *recompute.split(), "--use-distributed-optimizer")
+    job = run(*ROPE, *flags, ranks=4, program=(*LAUNCHER, str(script)))
+    assert_same_training(job.succeeded(), rope)
+
+
+def test_ring_with_learned_positions_on_a_length_that_megatron_refuses(learned: Job) -> None:
+    assert_same_training(run(*LEARNED, *algo("ring", 4), ranks=4).succeeded(), learned)
+
+
+def test_zigzag_with_learned_positions(learned: Job) -> None:
+    assert_same_training(run(*LEARNED, *algo("zigzag", 2), ranks=2).succeeded(), learned)
+
+
+def test_one_rank(learned: Job) -> None:
+    assert_same_training(run(*LEARNED, *algo("zigzag", 1)).succeeded(), learned)
+
+
+@pytest.mark.parametrize(
+    "split", ["--tensor-model-parallel-size", "--pipeline-model-parallel-size"]
+)
+def test_model_parallel_beside_context_parallel(split: str) -> None:
+    reference = run(*ROPE, split, "2", "--context-parallel-algo", "megatron", ranks=2)
+    job = run(*ROPE, split, "2", *algo("zigzag", 2), ranks=4)
+    assert_same_training(job.succeeded(), reference.succeeded())
+
+
+def test_checkpoint_is_megatrons(rope: Job, tmp_path: Path) -> None:
+    saved = ("--save", str(tmp_path), "--save-interval", "2", "--exit-interval", "2")
+    run(*ROPE, *algo("ring", 2), *saved, ranks=2).succeeded()
+    resumed = run(*ROPE, "--context-parallel-algo", "megatron", "--load", str(tmp_path))
+    assert resumed.succeeded().losses == pytest.approx(rope.losses[2:], rel=1e-5)
+
+
+def test_unmodified_script_of_a_checkout(rope: Job, checkout_script: Path) -> None:
+    program = (*LAUNCHER, str(checkout_script))
+    for name in ("zigzag", "ring"):
+        job = run(*ROPE, *algo(name, 4), ranks=4, program=program)
+        assert_same_training(job.succeeded(), rope)
