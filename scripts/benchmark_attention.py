@@ -15,10 +15,13 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import rivals
 import torch
@@ -29,6 +32,7 @@ from torch import Tensor
 
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.core.layout import Layout, Zigzag, shard
+from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.kernels import Problem, kernel_names, resolve
 from megatron_cp_plugin.kernels.base import SoftmaxKernel, Statistics
@@ -90,6 +94,7 @@ class Bench:
         self.args = args
         self.causal = not args.full
         self.cuda = args.device == "cuda"
+        self.rivals = rivals.installed() if self.cuda and args.rivals != "none" else ()
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.device = torch.device("cuda", torch.cuda.current_device()) if self.cuda else "cpu"
 
@@ -211,7 +216,8 @@ class Bench:
         before = torch.cuda.memory_allocated()
         body()
         torch.cuda.synchronize()
-        return self.maximum((torch.cuda.max_memory_allocated() - before) / 2**30)
+        held = Topology.of(None).peer_bytes  # receive buffers that torch does not count
+        return self.maximum((torch.cuda.max_memory_allocated() - before + held) / 2**30)
 
     def trace(self, step: Callable[[], object], row: Row) -> None:
         """Writes a profiler trace of one step of rank 0, and the time that kernels overlap."""
@@ -243,7 +249,7 @@ def exposed_spans(events: Sequence[object]) -> list[dict[str, object]]:
 def ours(spec: str, bench: Bench) -> tuple[Attention, Layout]:
     """One of our algorithms from `name:option=value+option=value`."""
     name, _, text = spec.partition(":")
-    options: dict[str, object] = dict(pair.split("=", 1) for pair in text.split("+") if pair)
+    options: dict[str, Any] = dict(pair.split("=", 1) for pair in text.split("+") if pair)
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return cp.attention(
@@ -251,6 +257,11 @@ def ours(spec: str, bench: Bench) -> tuple[Attention, Layout]:
         )
 
     return attention, layout_of(name, options)
+
+
+def theirs(name: str, bench: Bench, heads: int, kv_heads: int) -> tuple[Attention, Layout]:
+    """A rival's attention."""
+    return rivals.make(name, heads, kv_heads, bench.args.head_dim, bench.causal), Zigzag()
 
 
 def measure(bench: Bench, tokens: int, heads: str) -> list[Row]:
@@ -272,25 +283,19 @@ def measure(bench: Bench, tokens: int, heads: str) -> list[Row]:
         for kernel in (best, *others)
     ]
     limit = min(row.step_ms for row in rows)
-    algos = cp.available() if args.algos == "all" else args.algos.split(",")
+    if bench.rank == 0:
+        print(*(json.dumps(asdict(row)) for row in rows), sep="\n", flush=True)
+    algos = cp.available("softmax") if args.algos == "all" else args.algos.split(",")
     if args.rivals == "installed":
-        names: Sequence[str] = rivals.installed() if bench.cuda else ()
+        names: Sequence[str] = bench.rivals
     else:
         names = [] if args.rivals == "none" else args.rivals.split(",")
-    makers: list[tuple[str, Callable[[], tuple[Attention, Layout]]]] = [
-        (spec, lambda spec=spec: ours(spec, bench)) for spec in algos
-    ] + [
-        (
-            name,
-            lambda name=name: (
-                rivals.make(name, n_heads, kv_heads, args.head_dim, bench.causal),
-                Zigzag(),
-            ),
-        )
-        for name in names
-    ]
+    makers: list[tuple[str, Callable[[], tuple[Attention, Layout]]]] = []
+    makers += [(spec, partial(ours, spec, bench)) for spec in algos]
+    makers += [(name, partial(theirs, name, bench, n_heads, kv_heads)) for name in names]
     for name, make in makers:
         row = Row(tokens, heads, name)
+        cp.release()
         try:
             attention, layout = make()
             row = bench.contender(row, attention, layout)
@@ -387,11 +392,12 @@ def plot(rows: Sequence[Row], title: str, path: Path) -> None:
 
 def environment(args: argparse.Namespace) -> dict[str, str]:
     """Machine and versions."""
-    found = {"torch": torch.__version__}
+    found = {"torch": str(torch.__version__)}
     if args.device == "cuda":
         found["gpu"] = torch.cuda.get_device_name()
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-        found["cudnn"] = str(torch.backends.cudnn.version())
+        with suppress(RuntimeError):  # Transformer Engine may have loaded another release
+            found["cudnn"] = str(torch.backends.cudnn.version())
     for package in ("flash-attn-4", "transformer-engine", "ring-flash-attn"):
         try:
             found[package] = version(package)

@@ -7,6 +7,7 @@ What `kernel="auto"` prefers follows this table (docs/benchmarks.md).
 
 import argparse
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from rich.console import Console
@@ -16,7 +17,7 @@ from triton.testing import do_bench
 from megatron_cp_plugin.core.partial import accumulation_dtype
 from megatron_cp_plugin.errors import KernelUnavailableError
 from megatron_cp_plugin.kernels import Problem, Statistics, kernel_names, resolve
-from megatron_cp_plugin.kernels.fused import add_into, merge_into
+from megatron_cp_plugin.kernels.fused import merge_into, sum_into
 
 
 def milliseconds(body: Callable[[], object]) -> float:
@@ -42,19 +43,17 @@ def kernel_rows(tokens: int, heads: int, kv_heads: int, dim: int) -> list[Sequen
             continue
         for causal in (True, False):
             out, lse = kernel.forward(q, k, v, scale=dim**-0.5, causal=causal)
-            statistics = Statistics(lse, out=out)
-            forward = milliseconds(
-                lambda: kernel.forward(q, k, v, scale=dim**-0.5, causal=causal)  # noqa: B023
-            )
+            forward = milliseconds(partial(kernel.forward, q, k, v, scale=dim**-0.5, causal=causal))
             backward = milliseconds(
-                lambda: kernel.backward(  # noqa: B023
+                partial(
+                    kernel.backward,
                     dout,
                     q,
                     k,
                     v,
-                    statistics,
+                    Statistics(lse, out=out),
                     scale=dim**-0.5,
-                    causal=causal,  # noqa: B023
+                    causal=causal,
                 )
             )
             flops = 4 * tokens**2 * heads * dim / (2 if causal else 1)
@@ -81,11 +80,11 @@ def merge_rows(tokens: int, heads: int, dim: int) -> list[Sequence[str]]:
         ("merge 16+16 -> 32", 8, lambda: merge_into(wide, wide_lse, a, lse, b, lse)),
         ("merge 32+16 -> 32", 10, lambda: merge_into(wide, wide_lse, wide, wide_lse, b, lse)),
         ("merge 32+16 -> 16", 8, lambda: merge_into(half, half_lse, wide, wide_lse, b, lse)),
-        ("sum 16+16 -> 32", 8, lambda: add_into(wide, a, b)),
-        ("sum 32+16 -> 32", 10, lambda: add_into(wide, wide, b)),
-        ("sum 32+16 -> 16", 8, lambda: add_into(half, wide, b)),
+        ("sum 16+16 -> 32", 8, lambda: sum_into(wide, a, b)),
+        ("sum 32+16 -> 32", 10, lambda: sum_into(wide, wide, b)),
+        ("sum 32+16 -> 16", 8, lambda: sum_into(half, wide, b)),
     ]
-    rows = []
+    rows: list[Sequence[str]] = []
     for name, element_bytes, body in cases:
         time = milliseconds(body)
         rate = element_bytes * a.numel() / time / 1e9

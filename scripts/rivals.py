@@ -4,7 +4,9 @@ Every adapter takes and returns local zigzag shards [B,S,H,D] like ours. yunchan
 release 0.6.4 has no backward with torch's kernels.
 """
 
+import sys
 from collections.abc import Callable
+from importlib import import_module
 from importlib.util import find_spec
 
 import torch
@@ -18,10 +20,25 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 NAMES = ("te:p2p", "te:all_gather", "te:a2a", "ring_flash_attn:zigzag")
 
 
+_MODULES = {"te": "transformer_engine", "ring_flash_attn": "ring_flash_attn"}
+
+
 def installed() -> tuple[str, ...]:
-    """Names of the rivals whose package is here."""
-    modules = {"te": "transformer_engine", "ring_flash_attn": "ring_flash_attn"}
-    return tuple(name for name in NAMES if find_spec(modules[name.split(":")[0]]) is not None)
+    """Names of the rivals whose package is here.
+
+    Call it before the first use of cuDNN: Transformer Engine's library wants to load its own.
+    """
+    found = []
+    for name in NAMES:
+        module = _MODULES[name.split(":")[0]]
+        if find_spec(module) is not None:
+            try:
+                import_module("transformer_engine.pytorch" if module[0] == "t" else module)
+            except (ImportError, OSError) as error:
+                print(f"{module} is installed but cannot be loaded: {error}", file=sys.stderr)
+                continue
+            found.append(name)
+    return tuple(found)
 
 
 def make(name: str, heads: int, kv_heads: int, head_dim: int, causal: bool) -> Attention:

