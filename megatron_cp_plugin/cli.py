@@ -1,0 +1,89 @@
+"""The command `megatron-cp`: looks at algorithms without starting a training run."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_cp_plugin.errors import ConfigError, ContextParallelError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one subcommand.
+
+    Args:
+        argv: Command line without the program's name; default: that of the process.
+
+    Returns:
+        The exit code: 0, or 2 with one line on stderr if something cannot be done.
+    """
+    parser = argparse.ArgumentParser(prog="megatron-cp", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_draw(commands)
+    arguments = parser.parse_args(argv)
+    try:
+        arguments.run(arguments)
+    except ContextParallelError as error:
+        print(f"megatron-cp: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _add_draw(commands: Any) -> None:
+    """Each subcommand adds its own parser and the function that runs it."""
+    parser = commands.add_parser(
+        "draw",
+        help="draw an algorithm's schedule: workers x steps, and who waits",
+        description="Draws the schedule of one attention forward from its plan: which rank "
+        "computes which queries (q) against which keys (k) in which step, and who waits.",
+    )
+    parser.add_argument("--algo", required=True, metavar="NAME", help="such as distflash or zigzag")
+    parser.add_argument("--size", required=True, type=int, metavar="P", help="number of ranks")
+    parser.add_argument("--seq-len", type=int, metavar="N", help="global tokens")
+    parser.add_argument("--mask", choices=("causal", "full"), default="causal")
+    parser.add_argument("--window", type=int, metavar="W", help="sliding window of W tokens")
+    parser.add_argument(
+        "--option",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="option of the algorithm; may be repeated",
+    )
+    parser.add_argument("--output", type=Path, metavar="FILE", help=".png or .svg to write")
+    parser.set_defaults(run=_draw)
+
+
+def _draw(arguments: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    from megatron_cp_plugin.core.tiles import Mask
+    from megatron_cp_plugin.drawing import picture, save, table, table_width
+
+    drawn = picture(
+        arguments.algo,
+        arguments.size,
+        seq_len=arguments.seq_len,
+        mask=Mask(arguments.mask == "causal", arguments.window),
+        options=dict(_option(text) for text in arguments.option),
+    )
+    if arguments.output:
+        save(drawn, arguments.output)
+    console = Console()
+    console = Console(width=max(console.width, table_width(drawn)))
+    console.print(table(drawn))
+    if arguments.output:
+        console.print(f"wrote {arguments.output}")
+
+
+def _option(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not key or not equals:
+        raise ConfigError(f"--option takes KEY=VALUE, got {text!r}: write for example a=1")
+    return key, value
+
+
+if __name__ == "__main__":
+    sys.exit(main())
