@@ -185,4 +185,6 @@ def test_the_plan_computes_every_visible_pair_once(case: Case, size: int, causal
         size, lambda topology: create(case.algo, topology, options).trace(seq_len, Mask(causal))
     )
     assert all(trace == traces[0] for trace in traces)
-    assert sum(work.pairs * work.share for work in traces[0]) == visible_pairs(seq_len, Mask(causal))
+    assert sum(work.pairs * work.share for work in traces[0]) == visible_pairs(
+        seq_len, Mask(causal)
+    )

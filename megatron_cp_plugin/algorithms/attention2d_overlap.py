@@ -3,72 +3,28 @@
 B batch, S local tokens, H query heads, G KV heads, D head dim, R rows, C columns.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.algorithms.grid import Flows, GridSchedule, shape_of
-from megatron_cp_plugin.core.algorithm import (
-    Call,
-    Gradients,
-    Saved,
-    Shape,
-    Traffic,
-    Work,
-    attend_block,
-    differentiate_block,
+from megatron_cp_plugin.algorithms.attention2d_blocks import (
+    Block,
+    Keys,
+    Pair,
+    Queries,
+    Ring,
+    alike,
+    attend_alike,
+    pair_of,
 )
+from megatron_cp_plugin.algorithms.grid import Flows, GridSchedule, shape_of
+from megatron_cp_plugin.core.algorithm import Call, Saved, Shape, Traffic, Work, attend_block
 from megatron_cp_plugin.core.comm import Communicator, Pending
 from megatron_cp_plugin.core.grid import Grid
-from megatron_cp_plugin.core.partial import (
-    Accumulator,
-    GradientSum,
-    accumulation_dtype,
-    delta_of,
-    merge_all_into,
-)
+from megatron_cp_plugin.core.partial import Accumulator, GradientSum, delta_of
 from megatron_cp_plugin.core.tiles import Mask, Tile, plan_tiles
 from megatron_cp_plugin.kernels.base import Statistics
-
-Block = tuple[Tensor, ...]
-Pair = tuple[Tensor, Tensor]
-KeySums = tuple[GradientSum, GradientSum]
-
-
-@dataclass(frozen=True)
-class _Ring:
-    """A row or a column, around which blocks go down by one place a step.
-
-    Attributes: owners: whose tokens the members' blocks are. lengths: how many these are.
-    """
-
-    owners: tuple[int, ...]
-    lengths: tuple[int, ...]
-
-    @property
-    def size(self) -> int:
-        return len(self.owners)
-
-    def member(self, place: int, step: int) -> int:
-        """Whose block is at a place at a step."""
-        return (place + step) % self.size
-
-    def tokens(self, place: int, steps: range) -> int:
-        """How many tokens a place passes on at some steps."""
-        return sum(self.lengths[self.member(place, step)] for step in steps)
-
-    def hop(self, comm: Communicator, held: Block, step: int) -> Pending[Block]:
-        """Passes on the block of a step and receives that of the next one, alike but in length."""
-        place, size = comm.rank, self.size
-        tokens = self.lengths[self.member(place, step + 1)]
-        coming = tuple(_empty(x, tokens) for x in held)
-        under_way = comm.exchange(
-            [(x.contiguous(), (place - 1) % size) for x in held],
-            [(x, (place + 1) % size) for x in coming],
-        )
-        return under_way.then(lambda _: coming)
 
 
 class RingSchedule(GridSchedule):
@@ -107,13 +63,13 @@ class RingSchedule(GridSchedule):
             (queries,) = held
             owner = row.owners[row.member(flows.queries.rank, step)]
             partial = Accumulator(queries)
-            for tile, members in _alike(self._tiles(owner, other, call) for other in column.owners):
-                partial.add(tile.q, *_attend(queries, [keys[m] for m in members], tile, call))
+            for tile, members in alike(self._tiles(owner, other, call) for other in column.owners):
+                partial.add(tile.q, *attend_alike(queries, [keys[m] for m in members], tile, call))
             if merged is not None:
-                partial.add(slice(0, queries.shape[1]), *_pair(merged.wait()))
+                partial.add(slice(0, queries.shape[1]), *pair_of(merged.wait()))
             merged = row.hop(flows.outputs, partial.result(wire), step)
         if merged is not None:
-            total.add(slice(0, q.shape[1]), *_pair(merged.wait()))
+            total.add(slice(0, q.shape[1]), *pair_of(merged.wait()))
         out, lse = total.result()
         return out, lse, (q, k, v, out, lse)
 
@@ -125,18 +81,18 @@ class RingSchedule(GridSchedule):
         wire = self.wire_dtype(self.settings.gradients, q.dtype)
         block: Block = (q, dout, lse, delta_of(dout, out))
         arriving = row.hop(flows.queries, block, 0) if row.size > 1 else None
-        own = _Queries(q, dout, Statistics(lse, out=out), GradientSum(q))
-        keys = _Keys(column)
+        own = Queries(q, dout, Statistics(lse, out=out), GradientSum(q))
+        keys = Keys(column)
         for member, pair in _arriving_keys(flows.keys, column, (k, v)):
             keys.add(member, pair)
             keys.differentiate(own, member, self._tiles_of(flows.rank, column, call), call)
-        visiting: _Queries | None = None
+        visiting: Queries | None = None
         tiles_of: tuple[tuple[Tile, ...], ...] = ((),) * column.size
         reduced: Pending[Block] | None = None
         for step in range(1, row.size):
             assert arriving is not None
             block = arriving.wait()
-            visiting = _Queries(
+            visiting = Queries(
                 block[0], block[1], Statistics(block[2], delta=block[3]), GradientSum(block[0])
             )
             owner = row.owners[row.member(flows.queries.rank, step)]
@@ -226,15 +182,13 @@ class RingSchedule(GridSchedule):
         pairs = sum(tile.area for found in tiles for tile in found)
         return Work(step, host, (query_owner,), key_owners, pairs)
 
-    def _rings(self, flows: Flows, seq_len: int) -> tuple[_Ring, _Ring]:
+    def _rings(self, flows: Flows, seq_len: int) -> tuple[Ring, Ring]:
         return self._ring(flows.row, seq_len), self._ring(flows.column_owners, seq_len)
 
-    def _ring(self, owners: tuple[int, ...], seq_len: int) -> _Ring:
-        return _Ring(owners, tuple(self.length(owner, seq_len) for owner in owners))
+    def _ring(self, owners: tuple[int, ...], seq_len: int) -> Ring:
+        return Ring(owners, tuple(self.length(owner, seq_len) for owner in owners))
 
-    def _tiles_of(
-        self, query_owner: int, column: _Ring, call: Call
-    ) -> tuple[tuple[Tile, ...], ...]:
+    def _tiles_of(self, query_owner: int, column: Ring, call: Call) -> tuple[tuple[Tile, ...], ...]:
         """What a block of queries sees of each block of keys of the column."""
         return tuple(self._tiles(query_owner, owner, call) for owner in column.owners)
 
@@ -255,87 +209,19 @@ class RingSchedule(GridSchedule):
         )
 
 
-@dataclass(frozen=True)
-class _Queries:
-    """A block of queries in the backward, and the sum of its gradient on this rank."""
-
-    q: Tensor
-    dout: Tensor
-    statistics: Statistics
-    dq: GradientSum
-
-
-class _Keys:
-    """The key blocks of a column in the backward, and the sums of their gradients on this rank."""
-
-    def __init__(self, ring: _Ring) -> None:
-        self.ring = ring
-        self.sums: dict[int, KeySums] = {}
-        self._pairs: dict[int, Pair] = {}
-
-    def add(self, member: int, pair: Pair) -> None:
-        """Takes a block that arrived."""
-        self._pairs[member] = pair
-        self.sums[member] = GradientSum(pair[0]), GradientSum(pair[1])
-
-    def differentiate(
-        self,
-        queries: _Queries,
-        member: int,
-        tiles_of: Sequence[tuple[Tile, ...]],
-        call: Call,
-    ) -> None:
-        """Adds the gradients of queries against one block."""
-        differentiate_block(
-            Gradients(queries.dq, *self.sums[member]),
-            queries.dout,
-            queries.q,
-            *self._pairs[member],
-            queries.statistics,
-            tiles_of[member],
-            call,
-        )
-
-    def differentiate_alike(
-        self, queries: _Queries, tiles_of: Sequence[tuple[Tile, ...]], call: Call
-    ) -> None:
-        """Adds the gradients of queries against all blocks, in as few kernel calls as can be."""
-        batch = queries.q.shape[0]
-        for tile, members in _alike(tiles_of):
-            count = len(members)
-            rows = queries.statistics.rows(tile.q)
-            assert rows.delta is not None
-            k, v = _batched([self._pairs[member] for member in members], tile)
-            dq, dk, dv = call.kernel.backward(
-                _repeated(queries.dout[:, tile.q], count),
-                _repeated(queries.q[:, tile.q], count),
-                k,
-                v,
-                Statistics(_repeated(rows.lse, count), delta=_repeated(rows.delta, count)),
-                scale=call.scale,
-                causal=tile.causal,
-            )
-            wide = accumulation_dtype(dq.dtype)
-            queries.dq.add(tile.q, dq.unflatten(0, (count, batch)).sum(0, dtype=wide))
-            for member, of_k, of_v in zip(members, dk.chunk(count), dv.chunk(count), strict=True):
-                sum_k, sum_v = self.sums[member]
-                sum_k.add(tile.kv, of_k)
-                sum_v.add(tile.kv, of_v)
-
-
-def _arriving_keys(comm: Communicator, ring: _Ring, own: Pair) -> Iterator[tuple[int, Pair]]:
+def _arriving_keys(comm: Communicator, ring: Ring, own: Pair) -> Iterator[tuple[int, Pair]]:
     """Every block of keys of the column as it arrives, beginning with one's own."""
     held = own
     for step in range(ring.size):
         arriving = ring.hop(comm, held, step) if step + 1 < ring.size else None
         yield ring.member(comm.rank, step), held
         if arriving is not None:
-            held = _pair(arriving.wait())
+            held = pair_of(arriving.wait())
 
 
 def _pass_on(
     comm: Communicator,
-    ring: _Ring,
+    ring: Ring,
     dq: GradientSum,
     before: Pending[Block] | None,
     step: int,
@@ -347,7 +233,7 @@ def _pass_on(
 
 
 def _scatter_keys(
-    comm: Communicator, keys: _Keys, wire: torch.dtype, before_sending: Callable[[int], None]
+    comm: Communicator, keys: Keys, wire: torch.dtype, before_sending: Callable[[int], None]
 ) -> Pair:
     """Reduces and scatters dK and dV in the column: a block's sum goes around and ends at home.
 
@@ -364,59 +250,4 @@ def _scatter_keys(
 
     for step in range(1, ring.size):
         under_way = ring.hop(comm, reduced(ring.member(comm.rank, step), wire), step)
-    return _pair(reduced(ring.member(comm.rank, 0), None))
-
-
-def _alike(
-    tiles_of: Iterable[tuple[Tile, ...]],
-) -> tuple[tuple[Tile, tuple[int, ...]], ...]:
-    """Tiles against several blocks, each once with all the blocks it stands for."""
-    blocks: dict[tuple[object, ...], tuple[Tile, list[int]]] = {}
-    for block, tiles in enumerate(tiles_of):
-        for tile in tiles:
-            key = (tile.q.start, tile.q.stop, tile.kv.start, tile.kv.stop, tile.causal)
-            blocks.setdefault(key, (tile, []))[1].append(block)
-    return tuple((tile, tuple(found)) for tile, found in blocks.values())
-
-
-def _attend(q: Tensor, keys: Sequence[Pair], tile: Tile, call: Call) -> Pair:
-    """The same tile against several blocks in one kernel call, merged."""
-    rows, count = q[:, tile.q], len(keys)
-    k, v = _batched(keys, tile)
-    outs, lses = call.kernel.forward(
-        _repeated(rows, count), k, v, scale=call.scale, causal=tile.causal
-    )
-    if count == 1:
-        return outs, lses
-    wide = accumulation_dtype(q.dtype)
-    batch, tokens, heads, _ = rows.shape
-    out, lse = torch.empty_like(rows, dtype=wide), q.new_empty((batch, heads, tokens), dtype=wide)
-    merge_all_into(out, lse, outs.unflatten(0, (count, batch)), lses.unflatten(0, (count, batch)))
-    return out, lse
-
-
-def _batched(keys: Sequence[Pair], tile: Tile) -> Pair:
-    """What a tile sees of several blocks [B,S,G,D], one after the other along the batch."""
-    if len(keys) == 1:
-        k, v = keys[0]
-        return k[:, tile.kv], v[:, tile.kv]
-    return (
-        torch.cat([k[:, tile.kv] for k, _ in keys]),
-        torch.cat([v[:, tile.kv] for _, v in keys]),
-    )
-
-
-def _repeated(x: Tensor, count: int) -> Tensor:
-    """[B, ...] -> [count * B, ...]; kernels do not all take a stride of zero."""
-    return x if count == 1 else x.expand(count, *x.shape).flatten(0, 1).contiguous()
-
-
-def _empty(like: Tensor, tokens: int) -> Tensor:
-    """An empty tensor of `tokens` tokens, otherwise like [B,S,heads,D] or [B,H,S]."""
-    batch, second, *rest = like.shape
-    return like.new_empty((batch, tokens, *rest) if rest[1:] else (batch, second, tokens))
-
-
-def _pair(block: Block) -> Pair:
-    a, b = block
-    return a, b
+    return pair_of(reduced(ring.member(comm.rank, 0), None))

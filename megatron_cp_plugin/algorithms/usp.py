@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from math import gcd
 from typing import Literal
 
+from megatron_cp_plugin.algorithms.head_split import HeadSplit, check_chunks, check_heads
 from megatron_cp_plugin.algorithms.ring import Ring
-from megatron_cp_plugin.algorithms.ulysses import HeadSplit, check_chunks, check_heads
 from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.core.layout import LAYOUTS, Layout
 from megatron_cp_plugin.core.topology import Topology

@@ -1,5 +1,6 @@
 """Process groups: who takes part, and one group for each concurrent flow of messages."""
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import cache
@@ -62,7 +63,6 @@ class Topology(ABC):
             assert group is not None
         return _of_group(group)
 
-
     @staticmethod
     def release() -> None:
         """Forgets what `of` made; see functional.release."""
@@ -110,6 +110,8 @@ class ProcessGroupTopology(Topology):
     def _reaches_all(self) -> bool:
         if dist.get_backend(self._group) != "nccl" or len(set(self.nodes)) > 1:
             return False
+        if os.environ.get("NCCL_P2P_DISABLE") == "1":
+            return False  # whoever keeps NCCL from peer memory means us too
         mine = torch.cuda.current_device()
         devices: list[int] = [0] * self.size
         dist.all_gather_object(devices, mine, group=self._group)

@@ -16,7 +16,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_cp_plugin.algorithms import attention2d_overlap, gathered, ulysses
+from megatron_cp_plugin.algorithms import (
+    attention2d_blocks,
+    attention2d_overlap,
+    gathered,
+    head_split,
+)
 from megatron_cp_plugin.core import partial
 from megatron_cp_plugin.core.algorithm import Call
 from megatron_cp_plugin.core.comm import Communicator, Pending
@@ -124,9 +129,9 @@ class Peak:
 def measure(monkeypatch, algo: str, size: int, heads: int, kv_heads: int, **options) -> Peak:
     monkeypatch.setattr(partial, "merge_into", lambda *a: None)
     monkeypatch.setattr(partial, "_sum_into", lambda *a: None)
-    for module in (gathered, attention2d_overlap):
+    for module in (gathered, attention2d_blocks):
         monkeypatch.setattr(module, "merge_all_into", lambda *a: None)
-    for module in (gathered, attention2d_overlap, ulysses):
+    for module in (gathered, attention2d_overlap, head_split):
         monkeypatch.setattr(module, "delta_of", lambda dout, out: rows_like(dout))
     algorithm = create(algo, Alone(VirtualWorld(size), range(size), 0, ""), options)
     q, dout = (torch.zeros(1, TOKENS, heads, DIM, dtype=torch.bfloat16) for _ in range(2))

@@ -1,0 +1,331 @@
+"""All-to-alls that turn a part of the tokens into a part of the heads: what ulysses and usp share.
+
+B batch, S local tokens, H query heads, G KV heads, D head dim, P ranks, U ranks of a team.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from math import lcm
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from megatron_cp_plugin.algorithms.ring import Ring
+from megatron_cp_plugin.core.algorithm import Algorithm, Call, Saved, Shape, Traffic, Work
+from megatron_cp_plugin.core.assembly import Assembly, assemble, padded
+from megatron_cp_plugin.core.comm import Pending
+from megatron_cp_plugin.core.layout import Grouped, Layout
+from megatron_cp_plugin.core.partial import GradientSum, accumulation_dtype, delta_of
+from megatron_cp_plugin.core.pipeline import HeadGroup, head_groups, pipeline
+from megatron_cp_plugin.core.tiles import Mask
+from megatron_cp_plugin.core.topology import Topology
+from megatron_cp_plugin.errors import ConfigError
+from megatron_cp_plugin.kernels.base import Statistics
+
+Block = tuple[Tensor, ...]
+
+
+class _Team:
+    """Ranks that split the heads among themselves, and the ring of one rank of each team.
+
+    Attributes:
+        size: U. inward, outward: flows of messages to where heads are computed and back.
+        ring: attention over the tokens of all teams, for the heads of this rank.
+    """
+
+    def __init__(
+        self, topology: Topology, size: int, layout: Layout, options: Ring.Options
+    ) -> None:
+        first = topology.rank // size * size
+        team = topology.subgroup(range(first, first + size), "team")
+        self.size = size
+        self.members = tuple(range(first, first + size))
+        self.inward = team.channel("inward")
+        self.outward = team.channel("outward")
+        ring = topology.subgroup(range(topology.rank % size, topology.size, size), "ring")
+        self.ring = Ring(ring, options)
+        self.ring.layout = Grouped(layout, size)
+
+
+class HeadSplit(Algorithm):
+    """Attention by heads inside teams of ranks, and by a ring between teams.
+
+    All pieces of one head meet on one rank by an all-to-all inside the team; results go back the
+    same way. It is done by groups of heads: while one is computed, the next one comes and the last
+    one's output leaves. KV heads that several ranks of a team need are sent to each, and their
+    gradients are summed in float32.
+
+    Attributes: ring_options: of the ring between teams.
+    """
+
+    @dataclass(frozen=True)
+    class Options(Algorithm.Options):
+        """Options of all that split heads.
+
+        Attributes:
+            chunks: groups of heads that are pipelined, at most.
+            keep: what is kept for the backward: q, k, v as "exchanged", or the "local" ones, which
+                are exchanged again. Local ones cost nothing where checkpointing recomputes them.
+        """
+
+        chunks: int = 4
+        keep: Literal["exchanged", "local"] = "exchanged"
+
+    options: Options
+    ring_options = Ring.Options()
+
+    def __init__(self, topology: Topology, options: Options) -> None:
+        super().__init__(topology, options)
+        self.layout = self.layout_for(options)
+        self._teams: dict[int, _Team] = {}
+
+    @abstractmethod
+    def degree(self, kv_heads: int) -> int:
+        """U, for a number of KV heads."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Saved]:
+        """See Algorithm.forward."""
+        split = self._split(q.shape[2], k.shape[2], call.seq_len)
+        out = torch.empty_like(q)
+        lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulation_dtype(q.dtype))
+        kept: list[Tensor] = []
+
+        def work(group: HeadGroup, block: Block) -> Pending[None]:
+            part, part_lse, _ = split.ring.forward(*_triple(block), call)
+            if self.options.keep == "exchanged":
+                kept.extend((*block, part_lse))
+            leaving = split.leave(part, group.q, out), split.leave_rows(part_lse, group.q, lse)
+            return _both(*leaving)
+
+        pipeline(split.groups, split.arrivals(q, k, v), work)
+        if self.options.keep == "local":
+            return out, lse, (q, k, v, out, lse)
+        return out, lse, (k.new_empty((0, *k.shape[1:])), out, *kept)
+
+    def backward(self, dout: Tensor, saved: Saved, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+        """See Algorithm.backward."""
+        exchanged = self.options.keep == "exchanged"
+        like_k, out = saved[0 if exchanged else 1], saved[1 if exchanged else 3]
+        split = self._split(dout.shape[2], like_k.shape[2], call.seq_len)
+        rows = [delta_of(dout, out)] if exchanged else [delta_of(dout, out), saved[4]]
+        arriving_rows = [split.arrive_rows(x) for x in rows]
+        batch, tokens, _, dim = dout.shape
+        dq = torch.empty_like(dout)
+        dk, dv = (dout.new_empty((batch, tokens, split.kv_heads, dim)) for _ in range(2))
+        douts = split.queries(dout)
+        inputs = None if exchanged else split.arrivals(*_triple(saved[:3]))
+        key_sums: list[GradientSum] = []
+        all_rows: list[Tensor] = []
+
+        def arrive(group: HeadGroup) -> Pending[Block]:
+            coming = douts(group)
+            if inputs is None:
+                start = 2 + 4 * split.groups.index(group)
+                return coming.then(lambda block: (*block, *saved[start : start + 4]))
+            others = inputs(group)
+            return coming.then(lambda block: (*block, *others.wait()))
+
+        def work(group: HeadGroup, block: Block) -> Pending[None]:
+            if not all_rows:
+                all_rows.extend(x.wait() for x in arriving_rows)
+            group_dout, q, k, v = block[:4]
+            delta, lse = (x[:, group.q].contiguous() for x in (all_rows[0], all_rows[-1]))
+            statistics = Statistics(block[4] if exchanged else lse, delta=delta)
+            group_dq, *of_keys = split.ring.differentiate(group_dout, q, k, v, statistics, call)
+            leaving = split.leave(group_dq, group.q, dq)
+            if group.first:
+                key_sums[:] = GradientSum(k), GradientSum(v)
+            for total, gradient in zip(key_sums, of_keys, strict=True):
+                total.add(slice(0, gradient.shape[1]), gradient)
+            if not group.last:
+                return leaving
+            own = [
+                split.leave(total.result(), group.kv, target)
+                for total, target in zip(key_sums, (dk, dv), strict=True)
+            ]
+            return _both(leaving, _both(*own))
+
+        pipeline(split.groups, arrive, work)
+        return dq, split.summed(dk), split.summed(dv)
+
+    def traffic(self, shape: Shape, mask: Mask, rank: int) -> Traffic:
+        """See Algorithm.traffic: all-to-alls as stated by the class, and those of the ring."""
+        split = self._split(shape.heads, shape.kv_heads, shape.seq_len)
+        others, groups = split.size - 1, len(split.groups)
+        key_groups = sum(group.first for group in split.groups)
+        # Each other rank of the team gets the heads that it computes.
+        tokens = shape.batch * split.order.width * others
+        head = shape.head_dim * shape.element_bytes
+        q = shape.heads // split.size * head
+        kv = 2 * split.kv_heads // split.size * head
+        row = shape.heads // split.size * shape.wide_bytes
+        local = self.options.keep == "local"
+        ring = split.ring.traffic(
+            replace(shape, heads=split.groups[0].heads, kv_heads=split.groups[0].kv_heads),
+            mask,
+            rank // split.size,
+        )
+        return Traffic(
+            tokens * (2 * q + kv + row) + groups * ring.forward_bytes,
+            others * (3 * groups + 2 * key_groups) + groups * ring.forward_messages,
+            tokens * (2 * q + kv + row + local * (q + kv + row)) + groups * ring.backward_bytes,
+            others * (2 * groups + 2 * key_groups + 1)
+            + others * local * (groups + 2 * key_groups + 1)
+            + groups * ring.backward_messages,
+        )
+
+    def trace(self, seq_len: int, mask: Mask) -> tuple[Work, ...]:
+        """See Algorithm.trace. Teams chosen by the number of heads are those of one head a rank."""
+        split = self._split(self.topology.size, self.topology.size, seq_len)
+        size = split.size
+
+        def members(teams: tuple[int, ...]) -> tuple[int, ...]:
+            return tuple(team * size + place for team in teams for place in range(size))
+
+        return tuple(
+            replace(
+                work,
+                host=work.host * size + place,
+                query_owners=members(work.query_owners),
+                key_owners=members(work.key_owners),
+                share=Fraction(1, size),
+            )
+            for work in split.ring.trace(seq_len, mask)
+            for place in range(size)
+        )
+
+    def _split(self, heads: int, kv_heads: int, seq_len: int) -> "_Split":
+        size = self.degree(kv_heads)
+        if size not in self._teams:
+            self._teams[size] = _Team(self.topology, size, self.layout, self.ring_options)
+        team = self._teams[size]
+        total, layout = self.topology.size, self.layout
+        width = max(layout.length(rank, total, seq_len) for rank in range(total))
+        order = assemble([layout.spans(rank, total, seq_len) for rank in team.members], width)
+        return _Split(team, order, heads, kv_heads, self.options.chunks)
+
+
+class _Split:
+    """One attention's heads, split among the ranks of a team.
+
+    Attributes:
+        size: U. ring: computes a group of heads. order: of a team's tokens. kv_heads: those that
+        are sent, each to one rank; as many as G or a multiple. groups: of the heads of one rank.
+    """
+
+    def __init__(
+        self, team: _Team, order: Assembly, heads: int, kv_heads: int, chunks: int
+    ) -> None:
+        self.size = team.size
+        self.ring = team.ring
+        self.order = order
+        self.kv_heads = lcm(kv_heads, team.size)
+        self._copies = self.kv_heads // kv_heads
+        self._team = team
+        alone = team.ring.topology.size == 1
+        self.groups = head_groups(
+            heads // team.size,
+            self.kv_heads // team.size,
+            chunks if team.size > 1 else 1,
+            share_kv=alone,  # a ring would send them once for each group
+        )
+
+    def arrivals(self, q: Tensor, k: Tensor, v: Tensor) -> Callable[[HeadGroup], Pending[Block]]:
+        """Posts the exchange of a group's q, k, v; of k and v once for all groups with them."""
+        if self._copies > 1:
+            k, v = (x.repeat_interleave(self._copies, 2) for x in (k, v))
+        held: Block = ()
+
+        def arrive(group: HeadGroup) -> Pending[Block]:
+            queries = self._come(q, group.q)
+            keys = [self._come(x, group.kv) for x in (k, v)] if group.first else []
+
+            def finish() -> Block:
+                nonlocal held
+                if keys:
+                    held = tuple(x.wait() for x in keys)
+                return (queries.wait(), *held)
+
+            return Pending(finish)
+
+        return arrive
+
+    def queries(self, x: Tensor) -> Callable[[HeadGroup], Pending[Block]]:
+        """Posts the exchange of a group's heads of a tensor like q."""
+        return lambda group: self._come(x, group.q).then(lambda whole: (whole,))
+
+    def arrive_rows(self, x: Tensor) -> Pending[Tensor]:
+        """[B,H,S] -> [B,H/U,tokens of the team]."""
+        blocks = x.unflatten(1, (self.size, -1)).movedim(1, 0)
+        coming = self._team.inward.all_to_all(padded(blocks, 3, self.order.width))
+        return coming.then(lambda received: self.order.join(received, 2))
+
+    def leave(self, x: Tensor, heads: slice, target: Tensor) -> Pending[None]:
+        """Sends [B,tokens of the team,heads,D] back to where the tokens are: to those heads of
+        every rank's share in target [B,S,U*heads,D].
+        """
+        under_way = self._team.outward.all_to_all(self.order.split(x, 1))
+        place = target.unflatten(2, (self.size, -1))[:, :, :, heads]
+
+        def finish(received: Tensor) -> None:
+            place.copy_(received.movedim(0, 2)[:, : place.shape[1]])
+
+        return under_way.then(finish)
+
+    def leave_rows(self, x: Tensor, heads: slice, target: Tensor) -> Pending[None]:
+        """As `leave`, with x [B,heads,tokens of the team] and target [B,U*heads,S]."""
+        under_way = self._team.outward.all_to_all(self.order.split(x, 2))
+        place = target.unflatten(1, (self.size, -1))[:, :, heads]
+
+        def finish(received: Tensor) -> None:
+            place.copy_(received.movedim(0, 1)[..., : place.shape[-1]])
+
+        return under_way.then(finish)
+
+    def summed(self, gradient: Tensor) -> Tensor:
+        """The gradients [B,S,kv_heads,D] of sent KV heads, summed over copies: [B,S,G,D]."""
+        if self._copies == 1:
+            return gradient
+        wide = accumulation_dtype(gradient.dtype)
+        return gradient.unflatten(2, (-1, self._copies)).sum(3, dtype=wide).to(gradient.dtype)
+
+    def _come(self, x: Tensor, heads: slice) -> Pending[Tensor]:
+        """[B,S,U*heads,D] -> [B,tokens of the team,those heads of this rank's share,D]."""
+        blocks = x.unflatten(2, (self.size, -1))[:, :, :, heads].movedim(2, 0)
+        coming = self._team.inward.all_to_all(padded(blocks, 2, self.order.width))
+        return coming.then(lambda received: self.order.join(received, 1).contiguous())
+
+
+def _triple(block: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = block
+    return q, k, v
+
+
+def _both(a: Pending[None], b: Pending[None]) -> Pending[None]:
+    def finish() -> None:
+        a.wait()
+        b.wait()
+
+    return Pending(finish)
+
+
+def check_heads(name: str, heads: int, degree: int) -> None:
+    """Raises: ConfigError if the heads cannot be split among `degree` ranks."""
+    if heads % degree:
+        largest = max(n for n in range(1, degree) if heads % n == 0)
+        raise ConfigError(
+            f"{name} needs query heads divisible by the {degree} ranks that split them, got "
+            f"{heads} heads: the largest usable degree is {largest}; use that, or "
+            f"--context-parallel-algo usp with ulysses={largest}"
+        )
+
+
+def check_chunks(name: str, options: HeadSplit.Options) -> None:
+    """Raises: ConfigError if there is not at least one group of heads."""
+    if options.chunks < 1:
+        raise ConfigError(
+            f"{name} needs chunks >= 1, got {options.chunks}: use 1 for no overlap, or leave it out"
+        )
