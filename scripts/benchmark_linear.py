@@ -260,4 +260,3 @@ def report(rows: Sequence[Row], title: str, output: Path) -> None:
 
 if __name__ == "__main__":
     main()
-# LEAD: do not call the run tool any more (the GPU time is needed elsewhere); finish and report.

@@ -10,6 +10,7 @@ optimizer; runs differ in nothing but the algorithm. `te:MODE` is Megatron's own
 
 import argparse
 import json
+import os
 import re
 import statistics
 import subprocess
@@ -168,6 +169,8 @@ def run(args: argparse.Namespace, name: str, recompute: str, tokens: int) -> Row
                 command(args, name, recompute, tokens),
                 stdout=log,
                 stderr=subprocess.STDOUT,
+                # Megatron's own path refuses to start without it on Hopper; ours sets it itself.
+                env={**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1"},
                 timeout=args.timeout,
                 check=False,
             ).returncode
