@@ -5,7 +5,7 @@ B batch, S query tokens, T key tokens, H query heads, G KV heads (G divides H), 
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -28,6 +28,28 @@ class Problem:
     heads: int
     kv_heads: int
     head_dim: int
+
+
+def gpu_reason(
+    problem: Problem, head_dims: Collection[int], capability: tuple[int, int]
+) -> str | None:
+    """Why a half-precision GPU kernel cannot serve a problem; None if it can.
+
+    Args: head_dims: those that it takes. capability: the least compute capability.
+    """
+    if problem.device.type != "cuda":
+        return f"runs on cuda, got tensors on {problem.device.type}"
+    if problem.dtype not in (torch.float16, torch.bfloat16):
+        return f"takes float16 and bfloat16, got {problem.dtype}"
+    if problem.head_dim not in head_dims:
+        if isinstance(head_dims, range):
+            taken = f"divisible by {head_dims.step} up to {head_dims[-1]}"
+        else:
+            taken = ", ".join(map(str, head_dims))
+        return f"takes head dims {taken}, got {problem.head_dim}"
+    if torch.cuda.get_device_capability(problem.device) < capability:
+        return f"needs compute capability {'.'.join(map(str, capability))}"
+    return None
 
 
 @dataclass(frozen=True)

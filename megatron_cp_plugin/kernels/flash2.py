@@ -5,7 +5,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.kernels.base import Problem, SoftmaxKernel, Statistics
+from megatron_cp_plugin.kernels.base import Problem, SoftmaxKernel, Statistics, gpu_reason
 
 
 class Flash2(SoftmaxKernel):
@@ -17,13 +17,7 @@ class Flash2(SoftmaxKernel):
     def unsupported(self, problem: Problem) -> str | None:
         if find_spec("flash_attn") is None or find_spec("flash_attn.flash_attn_interface") is None:
             return "needs the package flash-attn (version 2), which is not installed"
-        if problem.device.type != "cuda":
-            return f"runs on cuda, got tensors on {problem.device.type}"
-        if problem.dtype not in (torch.float16, torch.bfloat16):
-            return f"takes float16 and bfloat16, got {problem.dtype}"
-        if problem.head_dim % 8 or problem.head_dim > 256:
-            return f"takes head dims divisible by 8 up to 256, got {problem.head_dim}"
-        return None
+        return gpu_reason(problem, range(8, 257, 8), (8, 0))
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool

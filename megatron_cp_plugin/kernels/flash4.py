@@ -5,7 +5,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.kernels.base import Problem, SoftmaxKernel, Statistics
+from megatron_cp_plugin.kernels.base import Problem, SoftmaxKernel, Statistics, gpu_reason
 
 
 class Flash4(SoftmaxKernel):
@@ -17,15 +17,7 @@ class Flash4(SoftmaxKernel):
     def unsupported(self, problem: Problem) -> str | None:
         if find_spec("flash_attn") is None or find_spec("flash_attn.cute") is None:
             return "needs the package flash-attn-4, which is not installed"
-        if problem.device.type != "cuda":
-            return f"runs on cuda, got tensors on {problem.device.type}"
-        if problem.dtype not in (torch.float16, torch.bfloat16):
-            return f"takes float16 and bfloat16, got {problem.dtype}"
-        if problem.head_dim not in (64, 96, 128):
-            return f"takes head dims 64, 96 and 128, got {problem.head_dim}"
-        if torch.cuda.get_device_capability(problem.device) < (9, 0):
-            return "needs compute capability 9.0"
-        return None
+        return gpu_reason(problem, (64, 128), (9, 0))
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool

@@ -7,10 +7,9 @@ scaled_dot_product_attention does not return lse.
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.kernels.base import Problem, SoftmaxKernel, Statistics
+from megatron_cp_plugin.kernels.base import Problem, SoftmaxKernel, Statistics, gpu_reason
 
 _aten = torch.ops.aten
-_HALF = (torch.float16, torch.bfloat16)
 
 
 def _swap(x: Tensor) -> Tensor:
@@ -68,15 +67,7 @@ class CudaFlashAttention(SoftmaxKernel):
     name = "torch_flash"
 
     def unsupported(self, problem: Problem) -> str | None:
-        if problem.device.type != "cuda":
-            return f"runs on cuda, got tensors on {problem.device.type}"
-        if problem.dtype not in _HALF:
-            return f"takes float16 and bfloat16, got {problem.dtype}"
-        if problem.head_dim % 8 or problem.head_dim > 256:
-            return f"takes head dims divisible by 8 up to 256, got {problem.head_dim}"
-        if torch.cuda.get_device_capability(problem.device) < (8, 0):
-            return "needs compute capability 8.0"
-        return None
+        return gpu_reason(problem, range(8, 257, 8), (8, 0))
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool
@@ -123,15 +114,7 @@ class CudnnAttention(SoftmaxKernel):
     name = "cudnn"
 
     def unsupported(self, problem: Problem) -> str | None:
-        if problem.device.type != "cuda":
-            return f"runs on cuda, got tensors on {problem.device.type}"
-        if problem.dtype not in _HALF:
-            return f"takes float16 and bfloat16, got {problem.dtype}"
-        if problem.head_dim % 8 or problem.head_dim > 128:
-            return f"takes head dims divisible by 8 up to 128, got {problem.head_dim}"
-        if torch.cuda.get_device_capability(problem.device) < (9, 0):
-            return "needs compute capability 9.0"
-        return None
+        return gpu_reason(problem, range(8, 129, 8), (9, 0))
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool

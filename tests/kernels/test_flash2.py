@@ -1,0 +1,104 @@
+"""The flash-attn 2 adapter over a stand-in with that package's public signatures.
+
+The stand-in computes with the written-out reference; what is tested is how the adapter calls it.
+"""
+
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+
+from megatron_cp_plugin.core.partial import delta_of
+from megatron_cp_plugin.kernels import Statistics
+from megatron_cp_plugin.kernels.flash2 import Flash2
+from megatron_cp_plugin.kernels.reference import Reference
+from tests.oracle import expected_attention, relative_error
+
+
+def _flash_attn_forward(
+    q,
+    k,
+    v,
+    dropout_p,
+    softmax_scale,
+    causal,
+    window_size_left,
+    window_size_right,
+    softcap,
+    alibi_slopes,
+    return_softmax,
+):
+    assert (dropout_p, window_size_left, window_size_right, softcap) == (0.0, -1, -1, 0.0)
+    assert alibi_slopes is None
+    assert return_softmax is False
+    out, lse = Reference().forward(q, k, v, scale=softmax_scale, causal=causal)
+    return out, lse, None, None
+
+
+def _flash_attn_backward(
+    dout,
+    q,
+    k,
+    v,
+    out,
+    softmax_lse,
+    dq,
+    dk,
+    dv,
+    dropout_p,
+    softmax_scale,
+    causal,
+    window_size_left,
+    window_size_right,
+    softcap,
+    alibi_slopes,
+    deterministic,
+    rng_state=None,
+):
+    assert (dropout_p, window_size_left, window_size_right, softcap) == (0.0, -1, -1, 0.0)
+    assert softmax_lse.is_contiguous()
+    # The real kernel has no other use of out than this sum.
+    statistics = Statistics(softmax_lse, delta=delta_of(dout, out))
+    gradients = Reference().backward(dout, q, k, v, statistics, scale=softmax_scale, causal=causal)
+    for buffer, gradient in zip((dq, dk, dv), gradients, strict=True):
+        buffer.copy_(gradient)
+    return statistics.delta
+
+
+@pytest.fixture
+def flash_attn(monkeypatch):
+    package, interface = ModuleType("flash_attn"), ModuleType("flash_attn.flash_attn_interface")
+    interface._flash_attn_forward = _flash_attn_forward
+    interface._flash_attn_backward = _flash_attn_backward
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
+    monkeypatch.setitem(sys.modules, "flash_attn.flash_attn_interface", interface)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("given", ["out", "delta"])
+@pytest.mark.usefixtures("flash_attn")
+def test_forward_and_backward(given, causal):
+    expected = expected_attention(seq_len=33, heads=4, kv_heads=2, head_dim=16, causal=causal)
+    q, k, v, dout = expected.q, expected.k, expected.v, expected.dout
+    out, lse = Flash2().forward(q, k, v, scale=0.25, causal=causal)
+    assert relative_error(out, expected.out) < 1e-12
+    strided = lse.transpose(1, 2).contiguous().transpose(1, 2)
+    statistics = (
+        Statistics(strided, out=out)
+        if given == "out"
+        else Statistics(strided, delta=delta_of(dout, out))
+    )
+    gradients = Flash2().backward(dout, q, k, v, statistics, scale=0.25, causal=causal)
+    for got, want in zip(gradients, (expected.dq, expected.dk, expected.dv), strict=True):
+        assert relative_error(got, want) < 1e-12
+
+
+def test_a_row_with_zero_dout_has_a_finite_stand_in():
+    dout = torch.randn(1, 3, 2, 4)
+    dout[:, 1] = 0
+    delta = torch.randn(1, 2, 3)
+    delta[:, :, 1] = 0
+    out = Statistics(torch.zeros(1, 2, 3), delta=delta).out_for(dout)
+    assert torch.allclose(delta_of(dout, out), delta, atol=1e-6)
+    assert out[:, 1].abs().sum() == 0
