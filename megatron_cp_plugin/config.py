@@ -4,7 +4,10 @@ from dataclasses import dataclass
 
 from megatron_cp_plugin.core.layout import Layout
 from megatron_cp_plugin.errors import ConfigError
-from megatron_cp_plugin.registry import layout_of
+from megatron_cp_plugin.layers import options_by_name
+from megatron_cp_plugin.registry import kind_of, layout_of
+
+LINEAR_MODELS = ("transnormer", "linear_transformer")
 
 
 @dataclass(frozen=True)
@@ -15,6 +18,8 @@ class ContextParallelConfig:
         algo: a name of `available()`. size: context_parallel_size. kernel: "auto" or a name of
         `kernels.kernel_names()`. options: (name, value) pairs of the algorithm's own options.
         recompute_attention: whether activation checkpointing runs attention a second time.
+        layers: the algorithm of each layer, repeated over the depth; (): `algo` for all.
+        linear_model: what layers of linear attention are, one of LINEAR_MODELS.
     """
 
     algo: str
@@ -22,11 +27,56 @@ class ContextParallelConfig:
     kernel: str = "auto"
     options: tuple[tuple[str, object], ...] = ()
     recompute_attention: bool = False
+    layers: tuple[str, ...] = ()
+    linear_model: str | None = None
 
     @property
     def layout(self) -> Layout:
         """Raises: ConfigError if the algorithm or an option is unknown."""
         return layout_of(self.algo, dict(self.options))
+
+    def algo_of_layer(self, number: int) -> str:
+        """The algorithm of a layer, counted from 1 over the whole depth."""
+        return self.layers[(number - 1) % len(self.layers)] if self.layers else self.algo
+
+    def options_of(self, algo: str) -> tuple[tuple[str, object], ...]:
+        """The options of one of the algorithms. Raises: as `check_layers`."""
+        return options_by_name(self.layers, self.algo, self.options)[algo]
+
+    @property
+    def algorithms(self) -> tuple[str, ...]:
+        """The algorithms of all layers, each once."""
+        return tuple(dict.fromkeys(self.layers or (self.algo,)))
+
+    @property
+    def has_linear_layers(self) -> bool:
+        """Whether layers of linear attention are among them."""
+        return any(kind_of(name) == "linear" for name in self.algorithms)
+
+    @property
+    def has_softmax_layers(self) -> bool:
+        """Whether layers of softmax attention are among them."""
+        return any(kind_of(name) == "softmax" for name in self.algorithms)
+
+    def check_layers(self) -> None:
+        """Raises: ConfigError if the layers do not go together, or a setting does not fit them."""
+        options_by_name(self.layers, self.algo, self.options)
+        if self.layers and self.algo not in self.layers:
+            raise ConfigError(
+                f"layers must have a layer of --context-parallel-algo {self.algo}, got "
+                f"{', '.join(self.algorithms)}: leave --context-parallel-algo out"
+            )
+        if self.has_linear_layers and self.linear_model is None:
+            raise ConfigError(
+                f"{self.algorithms[0]} computes linear attention, which is another model: choose "
+                f"--cp-linear-model {' or '.join(LINEAR_MODELS)}, or an algorithm of softmax "
+                "attention"
+            )
+        if not self.has_linear_layers and self.linear_model is not None:
+            raise ConfigError(
+                f"--cp-linear-model {self.linear_model} needs layers of linear attention, got "
+                f"{', '.join(self.algorithms)}: add --context-parallel-algo lasp2, or leave it out"
+            )
 
     def check_sequence(self, seq_length: int) -> None:
         """Raises: ConfigError if the ranks cannot hold equally many tokens in equal chunks."""

@@ -1,7 +1,8 @@
 #!/usr/bin/env python
 r"""Trains the same model with and without context parallelism, and compares the two.
 
-The reference is Megatron's own attention on an unsplit sequence (CP 1). Every run starts from the
+The reference is Megatron's own attention on an unsplit sequence (CP 1); for layers of linear
+attention, which Megatron has not, the first algorithm at CP 1. Every run starts from the
 same weights and reads the same data; compared are the losses and the gradient norm of every
 iteration, and every parameter's gradient at the first one. Exit code: 0 all equal within the
 tolerances, 1 not equal or a run failed, 2 the command or the run file is wrong.
@@ -72,16 +73,19 @@ class Run:
         variant: The algorithm; None for Megatron's own path.
         cp: context_parallel_size.
         processes: World size.
+        is_reference: Whether the others are compared with it.
     """
 
     variant: Variant | None
     cp: int
     processes: int
+    is_reference: bool = False
 
     @property
     def label(self) -> str:
         """For tables: the algorithm."""
-        return self.variant.label if self.variant else "Megatron (reference)"
+        name = self.variant.label if self.variant else "Megatron"
+        return f"{name} (reference)" if self.is_reference else name
 
     @property
     def algo(self) -> str:
@@ -91,8 +95,9 @@ class Run:
     @property
     def folder(self) -> str:
         """Name of the folder for what the run writes."""
-        name = self.variant.label.replace(":", "-") if self.variant else "reference"
-        return f"{name}-cp{self.cp}"
+        if self.is_reference or self.variant is None:
+            return f"reference-cp{self.cp}"
+        return f"{self.variant.label.replace(':', '-')}-cp{self.cp}"
 
 
 @dataclass(frozen=True)
@@ -208,18 +213,31 @@ class _Refused(argparse.Action):
 
 
 def plan(
-    variants: Sequence[Variant], sizes: Sequence[int], settings: Settings, dp: int
+    variants: Sequence[Variant],
+    sizes: Sequence[int],
+    settings: Settings,
+    dp: int,
+    own_model: bool = False,
 ) -> list[Run]:
     """Lists the runs, the reference first.
+
+    Args:
+        variants: The algorithms.
+        sizes: Of the context-parallel group.
+        settings: Of the run file.
+        dp: Data-parallel size.
+        own_model: Megatron's own path does not have the model.
 
     Raises:
         ConfigError: A sequence cannot be split that way.
     """
     shards = settings.number("tensor_model_parallel_size", 1)
     shards *= settings.number("pipeline_model_parallel_size", 1)
-    runs = [Run(None, 1, shards * dp)]
+    runs = [Run(variants[0] if own_model else None, 1, shards * dp, is_reference=True)]
     for variant in variants:
         for cp in sizes:
+            if own_model and (variant, cp) == (variants[0], 1):
+                continue
             config = ContextParallelConfig(variant.algo, cp, options=variant.options)
             config.check_sequence(settings.number("seq_length"))
             runs.append(Run(variant, cp, shards * dp * cp))
@@ -241,6 +259,8 @@ def run_file(config: DictConfig, run: Run, iterations: int) -> DictConfig:
     section = {"algo": run.algo}
     if "platform" in given:
         section["platform"] = given["platform"]
+    # They say what the model is.
+    section.update({key: given[key] for key in ("layers", "linear_model") if key in given})
     if run.variant is not None:
         if "kernel" in given:
             section["kernel"] = given["kernel"]
@@ -352,7 +372,9 @@ def judge(
 
 def show(outcomes: Sequence[Outcome], tolerances: Tolerances, console: Console) -> None:
     """Prints the table, and one line for every problem."""
-    table = Table(title="Relative errors against Megatron's own attention on the unsplit sequence")
+    reference = outcomes[0].run.variant
+    what = f"{reference.label} (CP 1)" if reference else "Megatron's own attention"
+    table = Table(title=f"Relative errors against {what} on the unsplit sequence")
     table.add_column("algorithm", no_wrap=True)
     table.add_column("CP", justify="right")
     table.add_column("first loss", justify="right")
@@ -514,7 +536,8 @@ def _compare_all(args: argparse.Namespace, extra: Sequence[str], console: Consol
         raise ConfigError("--iters, --dp and --timeout must be positive")
     tolerances = _tolerances(args, settings)
     algos = args.algos if args.algos is not None else _own_algo(config, args.config)
-    runs = plan(parse_variants(algos), parse_sizes(args.cp), settings, args.dp)
+    own_model = (config.get("context_parallel") or {}).get("linear_model") is not None
+    runs = plan(parse_variants(algos), parse_sizes(args.cp), settings, args.dp, own_model)
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError("matplotlib is missing: install the extra `report` of this package")
     output: Path = args.output or Path("results", "convergence", Path(args.config).stem)

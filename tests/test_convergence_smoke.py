@@ -313,6 +313,27 @@ def test_plan(harness: ModuleType) -> None:
     assert len({run.folder for run in runs}) == len(runs)
 
 
+def test_plan_of_a_model_that_megatron_has_not(harness: ModuleType) -> None:
+    settings = harness.Settings(OmegaConf.create(RUN_FILE), "run.yaml", [])
+    runs = harness.plan(harness.parse_variants("lasp,lasp2"), [1, 2], settings, 1, own_model=True)
+    assert [(run.algo, run.cp, run.is_reference) for run in runs] == [
+        ("lasp", 1, True),
+        ("lasp", 2, False),
+        ("lasp2", 1, False),
+        ("lasp2", 2, False),
+    ]
+    assert len({run.folder for run in runs}) == len(runs)
+
+
+def test_run_files_keep_what_the_model_is(harness: ModuleType) -> None:
+    config = OmegaConf.create(RUN_FILE)
+    config.context_parallel.linear_model = "transnormer"
+    run = harness.Run(harness.Variant("lasp"), 1, 1, is_reference=True)
+    section = OmegaConf.to_container(harness.run_file(config, run, 3))["context_parallel"]
+    assert section["linear_model"] == "transnormer"
+    assert section["algo"] == "lasp"
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -207,9 +207,10 @@ def _windowed(
 
 def _band(q: Span, kv: Span, width: int, rectangular: bool) -> Iterator[Tile]:
     """Tiles for rows x of q that see keys y of kv iff 0 <= x - y < width."""
-    first, last = max(q.start, kv.start), min(q.stop, kv.stop + width - 1)
+    if width < 1:
+        return
+    start, last = max(q.start, kv.start), min(q.stop, kv.stop + width - 1)
     lower_slopes_from, upper_slopes_until = kv.start + width, kv.stop
-    start = first
     while start < last:
         lower, upper = start >= lower_slopes_from, start < upper_slopes_until
         # Where both edges slope, the two triangles of `width` rows touch each other.

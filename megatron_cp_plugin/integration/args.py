@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import NoReturn, override
 
 from megatron_cp_plugin import registry
-from megatron_cp_plugin.config import ContextParallelConfig
+from megatron_cp_plugin.config import LINEAR_MODELS, ContextParallelConfig
 from megatron_cp_plugin.errors import ConfigError
+from megatron_cp_plugin.layers import leading_algorithm, parse_layers
 
 # The value of --context-parallel-algo that means "Megatron's own path, untouched".
 MEGATRON = "megatron"
@@ -42,6 +43,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="options of the algorithm",
     )
     group.add_argument(
+        "--cp-layers",
+        metavar="PATTERN",
+        default=None,
+        help="algorithm of each layer, repeated over the depth, such as 'lasp2*7, attention2d'; "
+        "default: --context-parallel-algo for all",
+    )
+    group.add_argument(
+        "--cp-linear-model",
+        choices=LINEAR_MODELS,
+        default=None,
+        help="what layers of linear attention are; needed with algorithms such as lasp",
+    )
+    group.add_argument(
         "--cp-recompute-attention",
         action="store_true",
         default=None,
@@ -69,14 +83,16 @@ class PluginFlags:
     """The plugin's flags as given on one command line.
 
     Attributes:
-        algo: None for Megatron's own path. kernel, options, recompute_attention, platform, record:
-            as in `add_arguments`.
+        algo: None for Megatron's own path. layers: the algorithm of each layer, or (). kernel,
+            options, linear_model, recompute_attention, platform, record: as in `add_arguments`.
         given: whether the command line has any of the plugin's flags.
     """
 
     algo: str | None
     kernel: str
     options: tuple[tuple[str, object], ...]
+    layers: tuple[str, ...]
+    linear_model: str | None
     recompute_attention: bool
     platform: str | None
     record: str | None
@@ -86,9 +102,11 @@ class PluginFlags:
         """Raises ConfigError for an unknown algorithm or option, and for settings of none."""
         if self.algo is not None:
             registry.layout_of(self.algo, dict(self.options))
+            self.config(1).check_layers()
         settings = {
             "--cp-kernel": self.kernel != "auto",
             "--cp-options": bool(self.options),
+            "--cp-linear-model": self.linear_model is not None,
             "--cp-recompute-attention": self.recompute_attention,
         }
         for name, given in settings.items():
@@ -102,7 +120,13 @@ class PluginFlags:
         """Returns the configuration for `size` context-parallel ranks; needs an algorithm."""
         assert self.algo is not None
         return ContextParallelConfig(
-            self.algo, size, self.kernel, self.options, self.recompute_attention
+            self.algo,
+            size,
+            self.kernel,
+            self.options,
+            self.recompute_attention,
+            self.layers,
+            self.linear_model,
         )
 
 
@@ -120,10 +144,18 @@ def split_flags(argv: Sequence[str]) -> tuple[PluginFlags, list[str]]:
     """
     parser = add_arguments(OneLineParser(add_help=False, allow_abbrev=False))
     known, rest = parser.parse_known_args(list(argv))
+    layers = parse_layers(known.cp_layers) if known.cp_layers is not None else ()
+    algo = known.context_parallel_algo
+    if layers and algo == MEGATRON:
+        raise ConfigError(f"--cp-layers needs algorithms of the plugin, got {algo}: leave one out")
+    if layers and algo is None:
+        algo = leading_algorithm(layers)
     flags = PluginFlags(
-        algo=None if known.context_parallel_algo == MEGATRON else known.context_parallel_algo,
+        algo=None if algo == MEGATRON else algo,
         kernel=known.cp_kernel or "auto",
         options=tuple(_option(text) for text in known.cp_options or ()),
+        layers=layers,
+        linear_model=known.cp_linear_model,
         recompute_attention=bool(known.cp_recompute_attention),
         platform=known.cp_platform,
         record=known.cp_record,

@@ -71,7 +71,7 @@ class ContextParallelAttention(MegatronModule):
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
         self.tp_group = pg_collection.tp
         self.layer_number = layer_number
-        self._causal = _is_causal(attn_mask_type)
+        self._causal = is_causal(attn_mask_type)
         self._scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
         self._kernel = runtime.config.kernel
         self._cp_size = pg_collection.cp.size()
@@ -110,7 +110,7 @@ class ContextParallelAttention(MegatronModule):
             raise ContextParallelError(
                 "packed sequences are not supported: train on sequences of seq_length tokens"
             )
-        causal = self._causal if attn_mask_type is None else _is_causal(attn_mask_type)
+        causal = self._causal if attn_mask_type is None else is_causal(attn_mask_type)
         out = attend(
             query.transpose(0, 1),
             key.transpose(0, 1),
@@ -125,7 +125,12 @@ class ContextParallelAttention(MegatronModule):
         return out.transpose(0, 1).flatten(2)
 
 
-def _is_causal(mask_type: AttnMaskType) -> bool:
+def is_causal(mask_type: AttnMaskType) -> bool:
+    """Whether tokens see earlier ones only.
+
+    Raises:
+        ContextParallelError: Another mask type than causal and no_mask.
+    """
     if mask_type not in _CAUSAL:
         allowed = " or ".join(allowed.name for allowed in _CAUSAL)
         raise ContextParallelError(

@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 
+from megatron_cp_plugin import registry
 from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.kernels import Problem, resolve
+from megatron_cp_plugin.kernels.linear import LinearProblem, resolve_linear
 
 
 class Settings:
@@ -223,8 +225,10 @@ def check_arguments(args: Any, config: ContextParallelConfig, device: torch.devi
         ContextParallelError: One line that says what is wrong, and what to do.
     """
     config.layout  # noqa: B018  (an unknown algorithm or option is the first thing to say)
+    config.check_layers()
     _check_world(args)
     _check_heads(args)
+    _check_linear_layers(args, config)
     check_settings(args, config)
     _check_sequence(args, config)
     _check_kernel(args, config, device)
@@ -286,6 +290,28 @@ def _check_heads(args: Any) -> None:
         )
 
 
+def _check_linear_layers(args: Any, config: ContextParallelConfig) -> None:
+    if not config.has_linear_layers:
+        return
+    model = f"--cp-linear-model {config.linear_model}"
+    heads = args.num_attention_heads
+    if heads is not None and _kv_heads(args) != heads:
+        raise ConfigError(
+            f"{model} has no grouped queries, got num_query_groups {_kv_heads(args)} for {heads} "
+            "heads: leave --group-query-attention out"
+        )
+    for flag in ("qk_layernorm", "qk_l2_norm", "attention_output_gate"):
+        if getattr(args, flag, False):
+            name = flag.replace("_", "-")
+            raise ConfigError(f"{model} does not serve --{name}: leave it out")
+    rotary = args.position_embedding_type in ("rope", "yarn")
+    if rotary and not config.has_softmax_layers:
+        raise ConfigError(
+            f"{model} rotates nothing, got --position-embedding-type "
+            f"{args.position_embedding_type}: use none or learned_absolute"
+        )
+
+
 def _check_sequence(args: Any, config: ContextParallelConfig) -> None:
     seq_length = args.seq_length or args.encoder_seq_length
     if seq_length is None:
@@ -308,6 +334,11 @@ def _check_kernel(args: Any, config: ContextParallelConfig, device: torch.device
         return
     head_dim = args.kv_channels or args.hidden_size // heads
     dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
+    if registry.kind_of(config.algo) == "linear":
+        resolve_linear(
+            config.kernel, LinearProblem(device, dtype, heads // tensor, head_dim, head_dim)
+        )
+        return
     kv_heads = max(1, _kv_heads(args) // tensor)
     resolve(config.kernel, Problem(device, dtype, heads // tensor, kv_heads, head_dim))
 
@@ -330,7 +361,9 @@ def _divisors(value: int) -> str:
 def describe(config: ContextParallelConfig) -> str:
     """Returns one line that says what is in force."""
     options = " ".join(f"{name}={value}" for name, value in config.options)
+    layers = f", layers {', '.join(config.layers)}" if config.layers else ""
+    model = f", linear attention of {config.linear_model}" if config.linear_model else ""
     return (
         f"context parallelism by {config.algo}{' ' + options if options else ''} on "
-        f"{config.size} rank(s), {config.layout.name} layout, kernel {config.kernel}"
+        f"{config.size} rank(s), {config.layout.name} layout, kernel {config.kernel}{layers}{model}"
     )

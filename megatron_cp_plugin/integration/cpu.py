@@ -237,16 +237,16 @@ def _cuda_functions() -> dict[str, Callable[..., Any]]:
         "is_current_stream_capturing": lambda: False,
         "device_count": lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         "current_device": lambda: 0,
-        "get_device_properties": lambda *args: properties,
-        "get_device_capability": lambda *args: (properties.major, properties.minor),
-        "get_device_name": lambda *args: properties.name,
-        "current_stream": lambda *args: _STREAM,
-        "default_stream": lambda *args: _STREAM,
+        "get_device_properties": lambda *args, **kwargs: properties,
+        "get_device_capability": lambda *args, **kwargs: (properties.major, properties.minor),
+        "get_device_name": lambda *args, **kwargs: properties.name,
+        "current_stream": lambda *args, **kwargs: _STREAM,
+        "default_stream": lambda *args, **kwargs: _STREAM,
         "stream": _no_context,
         "device": _no_context,
-        "memory_stats": lambda *args: {},
-        "memory_snapshot": lambda *args: [],
-        "mem_get_info": lambda *args: (properties.total_memory, properties.total_memory),
+        "memory_stats": lambda *args, **kwargs: {},
+        "memory_snapshot": lambda *args, **kwargs: [],
+        "mem_get_info": lambda *args, **kwargs: (properties.total_memory, properties.total_memory),
         "get_rng_state": lambda *args, **kwargs: torch.get_rng_state(),
         "set_rng_state": lambda new_state, *args, **kwargs: torch.set_rng_state(new_state),
         "manual_seed": _seed,
@@ -258,8 +258,8 @@ def _cuda_functions() -> dict[str, Callable[..., Any]]:
     for name in ("reset_peak_memory_stats", "reset_max_memory_allocated"):
         functions[name] = _nothing
     for quantity in ("allocated", "reserved"):
-        functions[f"memory_{quantity}"] = lambda *args: 0
-        functions[f"max_memory_{quantity}"] = lambda *args: 0
+        functions[f"memory_{quantity}"] = lambda *args, **kwargs: 0
+        functions[f"max_memory_{quantity}"] = lambda *args, **kwargs: 0
     return functions
 
 

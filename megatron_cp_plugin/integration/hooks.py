@@ -77,6 +77,8 @@ class Hooks:
         args.context_parallel_algo = config.algo
         args.cp_kernel = config.kernel
         args.cp_options = [f"{name}={value}" for name, value in config.options]
+        args.cp_layers = ", ".join(config.layers) or None
+        args.cp_linear_model = config.linear_model
         # The mask follows from the layout; Megatron would build one of N x N tokens.
         args.create_attention_mask_in_dataloader = False
         if args.seq_length is not None and args.seq_length % (2 * config.size):

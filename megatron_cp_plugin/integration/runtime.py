@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from megatron_cp_plugin import registry
 from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.core.layout import positions
+from megatron_cp_plugin.core.linear import LinearAlgorithm
 from megatron_cp_plugin.core.topology import Topology
 
 
@@ -26,6 +28,8 @@ class Runtime:
         self.config = config
         self._layout = config.layout
         self._algorithms: dict[dist.ProcessGroup, Algorithm] = {}
+        self._linear: dict[dist.ProcessGroup, LinearAlgorithm] = {}
+        self._by_algo: dict[str, Runtime] = {}
         self._positions: dict[tuple[int, int, int, torch.device], Tensor] = {}
 
     def algorithm(self, group: dist.ProcessGroup) -> Algorithm:
@@ -38,6 +42,28 @@ class Runtime:
             topology = Topology.of(group)
             self._algorithms[group] = registry.create(config.algo, topology, dict(config.options))
         return self._algorithms[group]
+
+    def linear_algorithm(self, group: dist.ProcessGroup) -> LinearAlgorithm:
+        """Returns the algorithm of linear attention over a group; otherwise as `algorithm`."""
+        if group not in self._linear:
+            config = self.config
+            topology = Topology.of(group)
+            self._linear[group] = registry.create_linear(
+                config.algo, topology, dict(config.options)
+            )
+        return self._linear[group]
+
+    def serving(self, algo: str) -> Runtime:
+        """Returns the runtime of the layers that have one of the run's algorithms."""
+        if algo == self.config.algo:
+            return self
+        if algo not in self._by_algo:
+            config = replace(self.config, algo=algo, options=self.config.options_of(algo))
+            if registry.kind_of(algo) != registry.kind_of(self.config.algo):
+                # The kernel that was chosen computes attention of the other kind.
+                config = replace(config, kernel="auto")
+            self._by_algo[algo] = Runtime(config)
+        return self._by_algo[algo]
 
     def positions(self, group: dist.ProcessGroup, seq_len: int, device: torch.device) -> Tensor:
         """Returns the global positions of this rank's tokens, int64 [S], in local order."""

@@ -11,11 +11,21 @@ from megatron.core.extensions.transformer_engine import TEDotProductAttention
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_block import (
+    LayerNormImpl,
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from megatron.training.models.gpt import GPTModelConfig, default_layer_spec
 
+from megatron_cp_plugin import registry
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration.attention import ContextParallelAttention
+from megatron_cp_plugin.integration.linear_models import (
+    LinearAttentionSubmodules,
+    linear_attention_class,
+)
 from megatron_cp_plugin.integration.runtime import Runtime
 
 type LayerSpec = ModuleSpec | TransformerBlockSubmodules
@@ -41,13 +51,45 @@ def layer_spec_provider(
             spec = base(model_config, vp_stage=vp_stage)
         else:
             spec = base(model_config)
+        if len(runtime.config.algorithms) > 1:
+            return with_pattern(spec, runtime, model_config, vp_stage)
         return with_attention(spec, runtime)
 
     return provide
 
 
+def with_pattern(
+    spec: LayerSpec, runtime: Runtime, model_config: GPTModelConfig, vp_stage: int | None
+) -> TransformerBlockSubmodules:
+    """Returns the block spec of this pipeline stage, each layer with its own algorithm.
+
+    Args:
+        spec: Of all layers, or the block's.
+        runtime: The run's layout and algorithms.
+        model_config: Of the model.
+        vp_stage: Virtual pipeline stage.
+
+    Raises:
+        ContextParallelError: As `with_attention`.
+    """
+    transformer: Any = model_config.transformer
+    # Layers of two kinds cannot be stacked into one tensor of a checkpoint.
+    transformer.hetereogenous_dist_checkpoint = True
+    if isinstance(spec, TransformerBlockSubmodules):
+        block, layers = spec, list(spec.layer_specs or [])
+    else:
+        block = TransformerBlockSubmodules(layer_norm=LayerNormImpl)
+        layers = [spec] * get_num_layers_to_build(transformer, vp_stage)
+    first = get_transformer_layer_offset(transformer, vp_stage) + 1
+    served: list[Any] = [
+        with_attention(layer, runtime.serving(runtime.config.algo_of_layer(number)))
+        for number, layer in enumerate(layers, first)
+    ]
+    return replace(block, layer_specs=served)
+
+
 def with_attention(spec: LayerSpec, runtime: Runtime) -> LayerSpec:
-    """Returns a copy of a layer or block spec with the plugin's attention in each layer.
+    """Returns a copy of a layer or block spec with one algorithm's attention in each layer.
 
     Works for local and for Transformer Engine specs.
 
@@ -65,6 +107,8 @@ def with_attention(spec: LayerSpec, runtime: Runtime) -> LayerSpec:
             f"{runtime.config.algo} serves layers with SelfAttention, got "
             f"{_name(module)}: leave --spec out or use another model"
         )
+    if registry.kind_of(runtime.config.algo) == "linear":
+        return replace(spec, submodules=replace(layer, self_attention=_linear(attention, runtime)))
     core = attention.submodules.core_attention
     module = getattr(core, "module", core)
     if module is not DotProductAttention and module is not TEDotProductAttention:
@@ -76,6 +120,21 @@ def with_attention(spec: LayerSpec, runtime: Runtime) -> LayerSpec:
     submodules = replace(attention.submodules, core_attention=ours)
     attention = replace(attention, submodules=submodules)
     return replace(spec, submodules=replace(layer, self_attention=attention))
+
+
+def _linear(attention: Any, runtime: Runtime) -> Any:
+    """The spec of linear attention with the projections of a spec of SelfAttention."""
+    model = runtime.config.linear_model
+    assert model is not None  # checked at start-up
+    projections = LinearAttentionSubmodules(
+        attention.submodules.linear_qkv, attention.submodules.linear_proj
+    )
+    return replace(
+        attention,
+        module=linear_attention_class(model),
+        params={**attention.params, "runtime": runtime},
+        submodules=projections,
+    )
 
 
 def _name(module: Any) -> str:

@@ -11,6 +11,8 @@ A file has two sections::
       algo: zigzag
       kernel: auto
       platform: auto
+      layers: null         # or a pattern: zigzag*3, ring
+      linear_model: null   # or what layers of linear attention are
       recompute_attention: false
       backward: kv         # the other keys are options of the algorithm
 
@@ -40,6 +42,8 @@ _FLAGS = {
     "algo": "--context-parallel-algo",
     "kernel": "--cp-kernel",
     "platform": "--cp-platform",
+    "layers": "--cp-layers",
+    "linear_model": "--cp-linear-model",
     "recompute_attention": "--cp-recompute-attention",
 }
 _OPTIONS_FLAG = "--cp-options"
@@ -48,6 +52,8 @@ _ELSEWHERE = {
     "config": "give it on the command line",
     "context_parallel_algo": "write context_parallel.algo",
     "cp_kernel": "write context_parallel.kernel",
+    "cp_layers": "write context_parallel.layers",
+    "cp_linear_model": "write context_parallel.linear_model",
     "cp_options": "write the options under context_parallel",
     "cp_platform": "write context_parallel.platform",
     "cp_recompute_attention": "write context_parallel.recompute_attention",

@@ -14,12 +14,14 @@ from torch.utils.checkpoint import checkpoint
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.core import recompute
 from megatron_cp_plugin.core.algorithm import Algorithm
+from megatron_cp_plugin.core.decay import Decay
 from megatron_cp_plugin.core.function import attend
+from megatron_cp_plugin.core.linear import attend_linearly
 from megatron_cp_plugin.core.recompute import Checkpointed, computed_once
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.core.virtual import VirtualWorld, run_virtual
 from megatron_cp_plugin.errors import ContextParallelError
-from megatron_cp_plugin.registry import create
+from megatron_cp_plugin.registry import create, create_linear
 
 HEADS, KV_HEADS, HEAD_DIM, TOKENS, BATCH = 4, 2, 8, 12, 2
 WIDTH = HEADS * HEAD_DIM
@@ -342,3 +344,32 @@ def test_other_shapes_in_the_second_run_are_refused() -> None:
     function()
     with pytest.raises(ContextParallelError, match="set recompute_attention to true"):
         function()
+
+
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("algo", cp.available("linear"))
+def test_linear_attention_runs_once(algo: str, keep: bool) -> None:
+    def body(topology: Topology, run: Run) -> list[Tensor]:
+        algorithm = create_linear(algo, topology, {})
+        decay = Decay.of(0.9, HEADS)
+
+        def forward(x: Tensor) -> Tensor:
+            q, k, v = x.unflatten(-1, (HEADS, HEAD_DIM)).sin(), x.cos(), x.tanh()
+            k, v = (y.unflatten(-1, (HEADS, HEAD_DIM)) for y in (k, v))
+            out, _ = attend_linearly(
+                q, k, v, algorithm=algorithm, seq_len=2 * TOKENS, decay=decay, site="layer"
+            )
+            return out.tanh()
+
+        x = batch(topology.rank)
+        run(Checkpointed(forward) if keep else forward, x).square().sum().backward()
+        return gradients([], x)
+
+    with cp.record_communication() as once:
+        want = run_virtual(2, lambda topology: body(topology, no_checkpoint))
+    with cp.record_communication() as log:
+        got = run_virtual(2, lambda topology: body(topology, reentrant))
+    assert all(same(g, w) for g, w in zip(got, want, strict=True))
+    rounds = 1 if keep else 2
+    assert log.bytes(phase="forward") == rounds * once.bytes(phase="forward") > 0
+    assert log.bytes(phase="backward") == once.bytes(phase="backward")

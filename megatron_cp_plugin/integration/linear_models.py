@@ -1,0 +1,321 @@
+"""Layers of linear attention that take the place of Megatron's SelfAttention.
+
+Everything around them is Megatron's: norms, MLP, embeddings, pipeline, optimizer, checkpoints.
+
+Shapes in Megatron's order: s local tokens, b batch, h heads of this tensor-parallel rank, d head
+dim.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from math import exp, log2
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.nn import functional
+
+from megatron_cp_plugin.core.decay import Decay
+from megatron_cp_plugin.core.linear import attend_linearly
+from megatron_cp_plugin.errors import ContextParallelError
+from megatron_cp_plugin.integration.attention import is_causal
+from megatron_cp_plugin.integration.runtime import Runtime
+
+
+@dataclass
+class LinearAttentionSubmodules:
+    """The projections: Megatron's column- and row-parallel linear layers, or their specs."""
+
+    linear_qkv: Any
+    linear_proj: Any
+
+
+class LinearSelfAttention(MegatronModule):
+    """Projections, linear attention over all context-parallel ranks, projection.
+
+    Heads are split over the tensor-parallel ranks. The rows of linear_qkv are ordered by head, in
+    each head by `_parts`, so a checkpoint fits every tensor-parallel size.
+    """
+
+    _parts: int
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: LinearAttentionSubmodules,
+        layer_number: int,
+        attn_mask_type: AttnMaskType = AttnMaskType.causal,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        pp_layer_offset: int | None = None,
+        name: str | None = None,
+        *,
+        runtime: Runtime,
+    ) -> None:
+        """Builds the module; a collective operation of the context-parallel ranks.
+
+        Args:
+            config: Megatron's model configuration.
+            submodules: The projections.
+            layer_number: Counts from 1 over the whole depth.
+            attn_mask_type: causal or no_mask.
+            cp_comm_type: Transformer Engine's algorithm, without meaning here.
+            pg_collection: Must hold the groups `tp` and `cp`.
+            pp_layer_offset: Layers in earlier pipeline stages, without meaning here.
+            name: Of the module.
+            runtime: The run's layout and algorithm.
+
+        Raises:
+            ContextParallelError: The model asks for what these layers do not compute.
+        """
+        super().__init__(config=config)
+        _check_model(config, runtime)
+        if pg_collection is None:
+            pg_collection = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
+        self.pg_collection = pg_collection
+        self.layer_number = layer_number
+        tensor_size, tensor_rank = pg_collection.tp.size(), pg_collection.tp.rank()
+        self._heads = config.num_attention_heads // tensor_size
+        self._head_dim: int = config.kv_channels
+        self._causal = is_causal(attn_mask_type)
+        self._kernel = runtime.config.kernel
+        self._cp_size = pg_collection.cp.size()
+        self._algorithm = runtime.linear_algorithm(pg_collection.cp)
+        first = tensor_rank * self._heads
+        self._decay = Decay(self._rates()[first : first + self._heads])
+        self._recompute = config.recompute_granularity == "selective" and "core_attn" in (
+            config.recompute_modules or ()
+        )
+        width = config.num_attention_heads * config.kv_channels
+        self.linear_qkv = submodules.linear_qkv(
+            config.hidden_size,
+            self._parts * width,
+            config=config,
+            init_method=config.init_method,
+            gather_output=False,
+            bias=config.add_bias_linear or config.add_qkv_bias,
+            skip_bias_add=False,
+            is_expert=False,
+            tp_comm_buffer_name="qkv",
+            tp_group=pg_collection.tp,
+            name=f"{name}.linear_qkv" if name is not None else None,
+        )
+        self.linear_proj = submodules.linear_proj(
+            width,
+            config.hidden_size,
+            config=config,
+            init_method=config.output_layer_init_method,
+            bias=config.add_bias_linear,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            is_expert=False,
+            tp_comm_buffer_name="proj",
+            tp_group=pg_collection.tp,
+            name=f"{name}.linear_proj" if name is not None else None,
+        )
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        key_value_states: Tensor | None = None,
+        inference_context: Any = None,
+        rotary_pos_emb: Any = None,
+        rotary_pos_cos: Tensor | None = None,
+        rotary_pos_sin: Tensor | None = None,
+        rotary_pos_cos_sin: Tensor | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+        sequence_len_offset: Any = None,
+        **others: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Computes the layer's attention.
+
+        Args:
+            hidden_states: [s,b,hidden] (s / TP with sequence parallelism).
+            attention_mask: Ignored: the mask follows from the mask type and the layout.
+            key_value_states: Must be None.
+            inference_context: Must be None.
+            rotary_pos_emb: Ignored, as the three after it: they are for a hybrid model's layers
+                of softmax attention.
+            rotary_pos_cos: See rotary_pos_emb.
+            rotary_pos_sin: See rotary_pos_emb.
+            rotary_pos_cos_sin: See rotary_pos_emb.
+            attention_bias: Must be None.
+            packed_seq_params: Must be None.
+            sequence_len_offset: Must be None.
+            others: Must be None or False.
+
+        Returns:
+            [s,b,hidden] and the bias to add, if any.
+
+        Raises:
+            ContextParallelError: Something is asked for that these layers do not compute.
+        """
+        refused = {
+            "cross attention": key_value_states,
+            "inference": inference_context,
+            "attention bias": attention_bias,
+            "packed sequences": packed_seq_params,
+            "a sequence offset": sequence_len_offset,
+            **others,
+        }
+        for what, value in refused.items():
+            if value is not None and value is not False:
+                raise ContextParallelError(f"linear attention does not serve {what}: leave it out")
+        mixed, _ = self.linear_qkv(hidden_states)
+        if self._recompute:
+            core = tensor_parallel.checkpoint(self._core, False, mixed)
+        else:
+            core = self._core(mixed)
+        out, bias = self.linear_proj(core)
+        return out, bias
+
+    def _core(self, mixed: Tensor) -> Tensor:
+        """What is between the projections: [s,b,h*parts*d] -> [s,b,h*d]."""
+        tokens, batch, _ = mixed.shape
+        parts = mixed.view(tokens, batch, self._heads, self._parts, self._head_dim).unbind(3)
+        return self._combine(*parts).flatten(2)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Linear attention of [s,b,h,d], [s,b,h,d], [s,b,h,e] -> [s,b,h,e]."""
+        out, _ = attend_linearly(
+            q.transpose(0, 1),
+            k.transpose(0, 1),
+            v.transpose(0, 1),
+            algorithm=self._algorithm,
+            seq_len=q.shape[0] * self._cp_size,
+            decay=self._decay,
+            causal=self._causal,
+            kernel=self._kernel,
+            site=self,
+        )
+        return out.transpose(0, 1)
+
+    @abstractmethod
+    def _rates(self) -> tuple[float, ...]:
+        """Decay rates of all heads of the model."""
+
+    @abstractmethod
+    def _combine(self, *parts: Tensor) -> Tensor:
+        """The layer's attention, from the parts of the projection: [s,b,h,d] each and back."""
+
+
+class TransNormerAttention(LinearSelfAttention):
+    """TransNormerLLM's: decay by head and layer, output normalised and gated, no softmax.
+
+    Source: TransNormerLLM (arXiv 2307.14995), sections 3.1 to 3.3, and its published model.
+    Differs: no rotation of q and k (LRPE) in the first layer.
+    """
+
+    _parts = 4
+
+    def _rates(self) -> tuple[float, ...]:
+        return transnormer_rates(
+            self.config.num_attention_heads, self.layer_number, self.config.num_layers
+        )
+
+    def _combine(self, *parts: Tensor) -> Tensor:
+        q, k, v, gate = parts
+        out = self._attend(functional.silu(q), functional.silu(k), v)
+        return gate * self._normalised(out)
+
+    def _normalised(self, x: Tensor) -> Tensor:
+        """x / rms(x) over all heads of a token, those of other tensor-parallel ranks included."""
+        wide = x.float()
+        squares = wide.square().sum((-2, -1), keepdim=True)
+        # Each rank's gradient of the total counts.
+        total = copy_to_tensor_model_parallel_region(
+            reduce_from_tensor_model_parallel_region(squares, self.pg_collection.tp),
+            self.pg_collection.tp,
+        )
+        width = self.config.num_attention_heads * self._head_dim
+        scale = torch.rsqrt(total / width + self.config.layernorm_epsilon)
+        return (wide * scale).to(x.dtype)
+
+
+class LinearTransformerAttention(LinearSelfAttention):
+    """The Linear Transformer's: features elu(x) + 1, every output divided by its weights' sum.
+
+    The sum of weights travels with the state, as one more column of the values.
+
+    Source: Transformers are RNNs (Katharopoulos et al., 2020), equations 7 to 12.
+    """
+
+    _parts = 3
+    _columns = 8  # the ones, and zeros that keep rows aligned for the kernels
+    _epsilon = 1e-6
+
+    def _rates(self) -> tuple[float, ...]:
+        return (1.0,) * self.config.num_attention_heads
+
+    def _combine(self, *parts: Tensor) -> Tensor:
+        q, k, v = parts
+        one = v.new_zeros((*v.shape[:-1], self._columns))
+        one[..., 0] = 1.0
+        out = self._attend(
+            functional.elu(q) + 1, functional.elu(k) + 1, torch.cat((v, one), dim=-1)
+        )
+        values, weights = out.split((v.shape[-1], self._columns), dim=-1)
+        return values / (weights[..., :1] + self._epsilon)
+
+
+_MODELS: dict[str, type[LinearSelfAttention]] = {
+    "transnormer": TransNormerAttention,
+    "linear_transformer": LinearTransformerAttention,
+}
+
+
+def linear_attention_class(model: str) -> type[LinearSelfAttention]:
+    """Returns the attention of one of config.LINEAR_MODELS."""
+    return _MODELS[model]
+
+
+def transnormer_rates(heads: int, layer_number: int, layers: int) -> tuple[float, ...]:
+    """Returns the decay rates of all heads of a layer, counted from 1.
+
+    exp(-slope * (1 - l / (L - 1) + 1e-5)) for layer l = 0..L-1, with slopes that fall
+    geometrically from head to head as in ALiBi: short memories in the first layers, long ones in
+    the last.
+    """
+    depth = (layer_number - 1) / (layers - 1) if layers > 1 else 0.0
+    return tuple(exp(-slope * (1 - depth + 1e-5)) for slope in _slopes(heads))
+
+
+def _slopes(heads: int) -> list[float]:
+    if log2(heads).is_integer():
+        return [2.0 ** (-8 * (head + 1) / heads) for head in range(heads)]
+    # Those of the power of 2 below, then every other one of the power of 2 above.
+    below = 2 ** int(log2(heads))
+    return _slopes(below) + _slopes(2 * below)[::2][: heads - below]
+
+
+def _check_model(config: TransformerConfig, runtime: Runtime) -> None:
+    model = f"--cp-linear-model {runtime.config.linear_model}"
+    groups = config.num_query_groups or config.num_attention_heads
+    if groups != config.num_attention_heads:
+        raise ContextParallelError(
+            f"{model} has no grouped queries, got num_query_groups {groups} for "
+            f"{config.num_attention_heads} heads: leave --group-query-attention out"
+        )
+    if config.attention_dropout > 0:
+        raise ContextParallelError(
+            f"{model} has no attention dropout, got {config.attention_dropout}: "
+            "add --attention-dropout 0"
+        )
+    for flag in ("qk_layernorm", "qk_l2_norm", "attention_output_gate"):
+        if getattr(config, flag, False):
+            raise ContextParallelError(
+                f"{model} does not serve {flag}: leave --{flag.replace('_', '-')} out"
+            )

@@ -1,0 +1,74 @@
+"""Which algorithm each layer of a model has: patterns such as "lasp2*7, attention2d"."""
+
+from collections.abc import Mapping, Sequence
+from typing import get_args, get_type_hints
+
+from megatron_cp_plugin import registry
+from megatron_cp_plugin.errors import ConfigError
+
+Options = tuple[tuple[str, object], ...]
+
+
+def parse_layers(text: str) -> tuple[str, ...]:
+    """Reads a pattern: "lasp2*7, attention2d" is seven layers of lasp2 and one of attention2d.
+
+    Returns: the algorithm of each layer; the pattern repeats over the depth of the model.
+    Raises: ConfigError if a name or a number is not one.
+    """
+    names: list[str] = []
+    for word in text.split(","):
+        name, star, times = (part.strip() for part in word.partition("*"))
+        count = times if star else "1"
+        if not name or not count.isdecimal() or not int(count):
+            raise ConfigError(
+                f"layers takes NAME or NAME*COUNT, separated by commas, got {word.strip()!r}: "
+                "write for example lasp2*7, attention2d"
+            )
+        registry.kind_of(name)
+        names += [name] * int(count)
+    return tuple(names)
+
+
+def leading_algorithm(layers: Sequence[str]) -> str:
+    """The algorithm whose layout the model takes: the first of softmax attention, if any."""
+    return next((name for name in layers if registry.kind_of(name) == "softmax"), layers[0])
+
+
+def options_by_name(layers: Sequence[str], algo: str, options: Options) -> Mapping[str, Options]:
+    """Options of every algorithm of a model, so that all have the layout of `algo`.
+
+    Args: options: of `algo`; the others have their defaults, but for an option "layout".
+
+    Raises: ConfigError if two algorithms cannot have one layout.
+    """
+    layout = registry.layout_of(algo, dict(options))
+    chosen: dict[str, Options] = {algo: options}
+    for name in dict.fromkeys(layers):
+        if name == algo:
+            continue
+        chosen[name] = ()
+        if layout.name in _layouts(name):
+            chosen[name] = (("layout", layout.name),)
+        other = registry.layout_of(name, dict(chosen[name]))
+        if other.name != layout.name:
+            raise ConfigError(
+                f"layers of one model need one layout, got {algo} ({layout.name}) and {name} "
+                f"({other.name}): {_advice(name, layout.name)}"
+            )
+    return chosen
+
+
+def _layouts(name: str) -> tuple[str, ...]:
+    """The layouts that an algorithm can be given by its option of that name."""
+    hints = get_type_hints(registry.algorithm_class(name).Options)
+    return get_args(hints["layout"]) if "layout" in hints else ()
+
+
+def _advice(name: str, layout: str) -> str:
+    kind = registry.kind_of(name)
+    fitting = [
+        other
+        for other in registry.available(kind)
+        if layout in _layouts(other) or registry.layout_of(other, {}).name == layout
+    ]
+    return f"in place of {name} use {' or '.join(fitting)}" if fitting else f"leave {name} out"

@@ -1,0 +1,287 @@
+"""Layers of linear attention: against their formulas, in specs, and in Megatron's own loop."""
+
+import argparse
+import socket
+from collections.abc import Iterator
+from math import exp
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.utils.checkpoint as torch_checkpoint
+from megatron.core import tensor_parallel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from megatron_cp_plugin.config import LINEAR_MODELS, ContextParallelConfig
+from megatron_cp_plugin.errors import ConfigError, ContextParallelError
+from megatron_cp_plugin.integration.args import split_flags
+from megatron_cp_plugin.integration.checks import check_arguments
+from megatron_cp_plugin.integration.linear_models import (
+    LinearAttentionSubmodules,
+    linear_attention_class,
+    transnormer_rates,
+)
+from megatron_cp_plugin.integration.runtime import Runtime
+from tests.integration.megatron_job import TINY, Job, run
+
+HEADS, HEAD_DIM, TOKENS, BATCH = 4, 8, 12, 3
+WIDTH = HEADS * HEAD_DIM
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[dist.ProcessGroup]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
+    world = dist.group.WORLD
+    assert world is not None
+    yield world
+    dist.destroy_process_group()
+
+
+class Projection(nn.Linear):
+    """Stands for Megatron's parallel linear layers, on one tensor-parallel rank."""
+
+    def __init__(self, inputs: int, outputs: int, *, bias: bool, **others: Any) -> None:
+        super().__init__(inputs, outputs, bias=bias, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), None
+
+
+def config(**changes: Any) -> TransformerConfig:
+    settings: dict[str, Any] = {"num_layers": 3, "hidden_size": WIDTH, "attention_dropout": 0.0}
+    settings |= {"num_attention_heads": HEADS, "add_bias_linear": False}
+    return TransformerConfig(**(settings | changes))
+
+
+def attention(model: str, group: dist.ProcessGroup, **changes: Any) -> Any:
+    runtime = Runtime(ContextParallelConfig("lasp2", 1, linear_model=model))
+    spec = ModuleSpec(
+        module=linear_attention_class(model),
+        params={"runtime": runtime},
+        submodules=LinearAttentionSubmodules(Projection, Projection),
+    )
+    arguments: dict[str, Any] = {
+        "config": config(),
+        "layer_number": 2,
+        "attn_mask_type": AttnMaskType.causal,
+        "pg_collection": ProcessGroupCollection(tp=group, cp=group),
+    }
+    return build_module(spec, **(arguments | changes))
+
+
+def parts_of(module: Any, x: Tensor, count: int) -> list[Tensor]:
+    """The projections of x [s,b,hidden], head by head: [b,h,s,d] each."""
+    weight = module.linear_qkv.weight.view(HEADS, count, HEAD_DIM, WIDTH)
+    return [torch.einsum("hdw,sbw->bhsd", weight[:, part], x) for part in range(count)]
+
+
+def expected_transnormer(module: Any, x: Tensor, causal: bool) -> Tensor:
+    """TransNormerLLM's attention by its quadratic form."""
+    q, k, v, gate = parts_of(module, x, 4)
+    q, k = q * torch.sigmoid(q), k * torch.sigmoid(k)
+    distance = torch.arange(TOKENS)[:, None] - torch.arange(TOKENS)[None, :]
+    rates = torch.tensor(transnormer_rates(HEADS, 2, 3), dtype=torch.float64)
+    decay = rates[:, None, None] ** distance.abs()
+    if causal:
+        decay = decay * (distance >= 0)
+    out = ((q @ k.transpose(-1, -2)) * decay) @ v
+    squares = out.square().sum((1, 3), keepdim=True) / WIDTH
+    out = gate * out / (squares + 1e-5).sqrt()
+    return out.permute(2, 0, 1, 3).flatten(2) @ module.linear_proj.weight.T
+
+
+def expected_linear_transformer(module: Any, x: Tensor, causal: bool) -> Tensor:
+    """The Linear Transformer's attention by its quadratic form."""
+    q, k, v = parts_of(module, x, 3)
+    q, k = (torch.where(t > 0, t + 1, t.exp()) for t in (q, k))
+    weights = q @ k.transpose(-1, -2)
+    if causal:
+        weights = weights.tril()
+    out = weights @ v / weights.sum(-1, keepdim=True)
+    return out.permute(2, 0, 1, 3).flatten(2) @ module.linear_proj.weight.T
+
+
+EXPECTED = {
+    "transnormer": expected_transnormer,
+    "linear_transformer": expected_linear_transformer,
+}
+
+
+@pytest.mark.parametrize("recompute", [None, "selective"])
+@pytest.mark.parametrize("mask", [AttnMaskType.causal, AttnMaskType.no_mask])
+@pytest.mark.parametrize("model", LINEAR_MODELS)
+def test_against_the_formula(
+    group: dist.ProcessGroup,
+    monkeypatch: pytest.MonkeyPatch,
+    model: str,
+    mask: AttnMaskType,
+    recompute: str | None,
+) -> None:
+    calls = []
+
+    def checkpoint(function: Any, distribute: bool, x: Tensor) -> Any:
+        """Megatron's keeps the state of the GPU's random numbers."""
+        calls.append(x.shape)
+        return torch_checkpoint.checkpoint(function, x, use_reentrant=False)
+
+    monkeypatch.setattr(tensor_parallel, "checkpoint", checkpoint)
+    torch.manual_seed(0)
+    module = attention(
+        model, group, attn_mask_type=mask, config=config(recompute_granularity=recompute)
+    )
+    x = torch.randn(TOKENS, BATCH, WIDTH, dtype=torch.float64, requires_grad=True)
+    out, bias = module(x, attention_mask=None, rotary_pos_emb=None)
+    assert bias is None
+    assert len(calls) == (recompute == "selective")
+    want = EXPECTED[model](module, x, mask is AttnMaskType.causal)
+    # The norm is in float32, and the divisor has a small number added.
+    torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-6)
+    inputs = [x, *module.parameters()]
+    dout = torch.randn_like(out)
+    got = torch.autograd.grad(out, inputs, dout)
+    for gradient, right in zip(got, torch.autograd.grad(want, inputs, dout), strict=True):
+        torch.testing.assert_close(gradient, right, rtol=1e-4, atol=1e-5)
+
+
+def test_rates_are_those_of_the_published_model() -> None:
+    slopes = [2.0**-n for n in range(1, 9)]
+    first = transnormer_rates(8, 1, 24)
+    assert first == pytest.approx([exp(-slope * (1 + 1e-5)) for slope in slopes], rel=1e-12)
+    middle = transnormer_rates(8, 12, 24)
+    assert middle == pytest.approx([exp(-s * (1 - 11 / 23 + 1e-5)) for s in slopes], rel=1e-12)
+    last = transnormer_rates(8, 24, 24)
+    assert last == pytest.approx([exp(-slope * 1e-5) for slope in slopes], rel=1e-12)
+    twelve = [*slopes, 2**-0.5, 2**-1.5, 2**-2.5, 2**-3.5]
+    assert transnormer_rates(12, 1, 1) == pytest.approx(
+        [exp(-slope * (1 + 1e-5)) for slope in twelve], rel=1e-12
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_query_groups": 2}, "no grouped queries, got num_query_groups 2"),
+        ({"attention_dropout": 0.1}, "no attention dropout, got 0.1"),
+        ({"qk_l2_norm": True}, "does not serve qk_l2_norm"),
+    ],
+)
+def test_what_a_model_may_not_ask_for(
+    group: dist.ProcessGroup, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ContextParallelError, match=message):
+        attention("transnormer", group, config=config(**changes))
+
+
+@pytest.mark.parametrize(
+    "argument",
+    ["key_value_states", "inference_context", "attention_bias", "packed_seq_params"],
+)
+def test_what_a_call_may_not_ask_for(group: dist.ProcessGroup, argument: str) -> None:
+    module = attention("transnormer", group)
+    x = torch.zeros(TOKENS, BATCH, WIDTH, dtype=torch.float64)
+    with pytest.raises(ContextParallelError, match="linear attention does not serve"):
+        module(x, **{argument: x})
+
+
+def test_flags() -> None:
+    words = ["--cp-layers", "lasp2*7, zigzag", "--cp-linear-model", "transnormer", "--seed", "1"]
+    flags, rest = split_flags(words)
+    flags.check()
+    assert rest == ["--seed", "1"]
+    assert flags.algo == "zigzag"
+    assert flags.config(4).layers == ("lasp2",) * 7 + ("zigzag",)
+    assert flags.config(4).layout.name == "zigzag"
+    with pytest.raises(ConfigError, match="needs algorithms of the plugin, got megatron"):
+        split_flags(["--cp-layers", "lasp2", "--context-parallel-algo", "megatron"])
+    flags, _ = split_flags(["--cp-linear-model", "transnormer"])
+    with pytest.raises(ConfigError, match="--cp-linear-model needs an algorithm of the plugin"):
+        flags.check()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"position_embedding_type": "rope"},
+            "rotates nothing, got --position-embedding-type rope",
+        ),
+        (
+            {"group_query_attention": True, "num_query_groups": 2},
+            "no grouped queries, got num_query_groups 2 for 4 heads",
+        ),
+        ({"qk_layernorm": True}, "does not serve --qk-layernorm"),
+    ],
+)
+def test_start_up_checks(changes: dict[str, Any], message: str) -> None:
+    settings = {
+        "context_parallel_size": 2,
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+        "world_size": 2,
+        "num_attention_heads": 4,
+        "hidden_size": 32,
+        "group_query_attention": False,
+        "num_query_groups": 1,
+        "position_embedding_type": "none",
+    }
+    args = argparse.Namespace(**(settings | changes))
+    config = ContextParallelConfig("lasp", 2, linear_model="transnormer")
+    with pytest.raises(ConfigError, match=message):
+        check_arguments(args, config, torch.device("cpu"))
+
+
+POSITIONS = (*TINY, "--num-layers", "4", "--init-method-std", "0.1")
+POSITIONS = (*POSITIONS, "--position-embedding-type", "learned_absolute")
+HYBRID = (*POSITIONS, "--cp-layers", "lasp2*3, zigzag", "--cp-linear-model", "transnormer")
+
+
+def model_flags(model: str, algo: str, size: int) -> tuple[str, ...]:
+    words = f"--cp-linear-model {model} --context-parallel-algo {algo}"
+    return (*POSITIONS, *words.split(), "--context-parallel-size", str(size))
+
+
+def assert_same_training(job: Job, reference: Job) -> None:
+    assert len(reference.losses) == 3
+    assert job.losses == pytest.approx(reference.losses, rel=1e-5)
+    # Megatron prints three digits: one unit in the last place.
+    assert job.grad_norms == pytest.approx(reference.grad_norms, abs=1.1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("model", LINEAR_MODELS)
+def test_splitting_changes_no_loss(model: str) -> None:
+    whole = run(*model_flags(model, "lasp", 1)).succeeded()
+    assert_same_training(run(*model_flags(model, "lasp", 2), ranks=2).succeeded(), whole)
+    zigzag = (*model_flags(model, "lasp2", 2), "--cp-options", "layout=zigzag")
+    distributed = (*zigzag, "--use-distributed-optimizer")
+    assert_same_training(run(*distributed, ranks=4).succeeded(), whole)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_hybrid_and_its_checkpoint(tmp_path: Path) -> None:
+    """Saved on one rank, loaded with other tensor, pipeline and context parallelism."""
+    saved = ("--save", str(tmp_path), "--save-interval", "2", "--ckpt-format", "torch_dist")
+    whole = run(*HYBRID, *saved, "--exit-interval", "2").succeeded()
+    split = (*HYBRID, "--context-parallel-size", "2")
+    recompute = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    again = run(*split, *recompute.split(), "--exit-interval", "2", ranks=2).succeeded()
+    assert again.losses == pytest.approx(whole.losses, rel=1e-5)
+    loaded = ("--load", str(tmp_path), "--ckpt-format", "torch_dist")
+    reference = run(*HYBRID, *loaded).succeeded()
+    assert len(reference.losses) == 1
+    tensor = ("--tensor-model-parallel-size", "2", "--make-vocab-size-divisible-by", "64")
+    pipeline = ("--pipeline-model-parallel-size", "2")
+    for other in ((*split, *tensor), (*HYBRID, *pipeline)):
+        job = run(*other, *loaded, ranks=4 if "--context-parallel-size" in other else 2)
+        assert job.succeeded().losses == pytest.approx(reference.losses, rel=1e-5)
