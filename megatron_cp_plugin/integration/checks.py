@@ -91,7 +91,7 @@ FEATURES: tuple[Feature, ...] = (
     _switch("packed sequences (RL)", "rl_use_sequence_packing", _PACKED),
     _switch("inter-document masking", "dataloader_inter_document_masking", _PACKED),
     _switch("resetting the attention mask at document ends", "reset_attention_mask", _PACKED),
-    _switch("sliding-window attention", "window_size", "no algorithm has this mask yet"),
+    _switch("sliding-window attention", "window_size", "windows are not connected to Megatron yet"),
     # What changes the scores.
     Feature(
         "attention sinks",
