@@ -18,18 +18,54 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Command line without the program's name; default: that of the process.
 
     Returns:
-        The exit code: 0, or 2 with one line on stderr if something cannot be done.
+        The exit code: 0; 1 if `doctor` finds a wrong result; 2 with one line on stderr if something
+        cannot be done.
     """
     parser = argparse.ArgumentParser(prog="megatron-cp", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_draw(commands)
+    _add_doctor(commands)
     arguments = parser.parse_args(argv)
     try:
-        arguments.run(arguments)
+        return arguments.run(arguments)
     except ContextParallelError as error:
         print(f"megatron-cp: {error}", file=sys.stderr)
         return 2
-    return 0
+
+
+def _add_doctor(commands: Any) -> None:
+    parser = commands.add_parser(
+        "doctor",
+        help="what is installed, which kernel auto takes, and a parity check of all algorithms",
+        description="Examines this machine: alone with virtual ranks, or its real ranks with "
+        "torchrun --nproc-per-node P -m megatron_cp_plugin.cli doctor. Exit code 1 if an "
+        "algorithm's result is wrong.",
+    )
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.set_defaults(run=_doctor)
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.table import Table
+    from torch import distributed
+
+    from megatron_cp_plugin.doctor import examine
+
+    findings = examine(arguments.heads, arguments.kv_heads, arguments.head_dim)
+    if not distributed.is_initialized() or distributed.get_rank() == 0:
+        table = Table()
+        for header in ("", "what", "finding"):
+            table.add_column(header)
+        for finding in findings:
+            text = f"WRONG: {finding.text}" if finding.failed else finding.text
+            table.add_row(finding.topic, finding.name, text)
+        Console().print(table)
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
+    return int(any(finding.failed for finding in findings))
 
 
 def _add_draw(commands: Any) -> None:
@@ -56,7 +92,7 @@ def _add_draw(commands: Any) -> None:
     parser.set_defaults(run=_draw)
 
 
-def _draw(arguments: argparse.Namespace) -> None:
+def _draw(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     from megatron_cp_plugin.core.tiles import Mask
@@ -76,6 +112,7 @@ def _draw(arguments: argparse.Namespace) -> None:
     console.print(table(drawn))
     if arguments.output:
         console.print(f"wrote {arguments.output}")
+    return 0
 
 
 def _option(text: str) -> tuple[str, str]:

@@ -1,0 +1,184 @@
+"""What is installed, what `auto` would take, and whether the algorithms are right on these ranks.
+
+Under torchrun the check runs on the real ranks and their network; alone, on four virtual ranks of
+this process.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from math import lcm
+from platform import python_version
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_cp_plugin import functional, registry
+from megatron_cp_plugin.core.layout import shard
+from megatron_cp_plugin.core.topology import Topology
+from megatron_cp_plugin.core.virtual import run_virtual
+from megatron_cp_plugin.errors import ContextParallelError
+from megatron_cp_plugin.kernels import Problem, Statistics, kernel_names, resolve
+
+PACKAGES = (
+    "torch",
+    "megatron-core",
+    "flash-attn-4",
+    "flash-attn",
+    "fla-core",
+    "transformer-engine",
+    "triton",
+    "apex",
+)
+VIRTUAL_RANKS = 4
+TOKENS_PER_RANK = 32
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report.
+
+    Attributes: failed: whether the machine would compute something wrong.
+    """
+
+    topic: str
+    name: str
+    text: str
+    failed: bool = False
+
+
+def examine(heads: int = 32, kv_heads: int = 8, head_dim: int = 128) -> list[Finding]:
+    """Examines this machine; under torchrun a collective operation of all ranks.
+
+    Args: heads, kv_heads, head_dim: of the model that kernels are to serve.
+    """
+    device = _join()
+    return [
+        *_installed(),
+        *_kernels(device, heads, kv_heads, head_dim),
+        *_topology(),
+        *_parity(device),
+    ]
+
+
+def _join() -> torch.device:
+    """Joins the other processes of a torchrun, if any; returns the device to compute on."""
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if "WORLD_SIZE" in os.environ and not dist.is_initialized():
+        dist.init_process_group("nccl" if cuda else "gloo")
+    return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+
+
+def _installed() -> list[Finding]:
+    findings = [Finding("installed", "python", python_version())]
+    for package in PACKAGES:
+        try:
+            text = version(package)
+        except PackageNotFoundError:
+            text = "not installed"
+        findings.append(Finding("installed", package, text))
+    if torch.cuda.is_available():
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+        findings.append(Finding("installed", "NCCL", nccl))
+        findings.append(Finding("installed", "GPU", torch.cuda.get_device_name()))
+    return findings
+
+
+def _kernels(device: torch.device, heads: int, kv_heads: int, head_dim: int) -> list[Finding]:
+    findings = []
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    problem = Problem(device, dtype, heads, kv_heads, head_dim)
+    for name in kernel_names():
+        try:
+            resolve(name, problem)
+            text = "serves"
+        except ContextParallelError as error:
+            text = str(error)
+        findings.append(Finding("kernels", name, text))
+    shape = f"{dtype}, heads {heads}:{kv_heads}, head dim {head_dim}".removeprefix("torch.")
+    findings.append(Finding("kernels", "auto", f"{resolve('auto', problem).name} for {shape}"))
+    return findings
+
+
+def _topology() -> list[Finding]:
+    if not dist.is_initialized():
+        text = f"one process: {VIRTUAL_RANKS} virtual ranks; start with torchrun for real ones"
+        return [Finding("topology", "ranks", text)]
+    topology = Topology.of(None)
+    nodes = len(set(topology.nodes))
+    access = "yes" if topology.peer_access else "no"
+    return [
+        Finding("topology", "ranks", f"{topology.size} over {dist.get_backend()}, {nodes} node(s)"),
+        Finding("topology", "peer memory", access),
+    ]
+
+
+def _parity(device: torch.device) -> list[Finding]:
+    """Every softmax algorithm against the same kernel on the unsplit sequence."""
+    size = dist.get_world_size() if dist.is_initialized() else VIRTUAL_RANKS
+    heads = lcm(8, size)
+    half = device.type == "cuda"
+    dtype, bound = (torch.bfloat16, 2e-2) if half else (torch.float64, 1e-10)
+    generator = torch.Generator(device).manual_seed(0)
+    head_dim = 64
+    whole = [
+        torch.randn(
+            (1, TOKENS_PER_RANK * size, n, head_dim),
+            generator=generator,
+            device=device,
+            dtype=torch.float32,
+        ).to(dtype)
+        for n in (heads, heads // 2, heads // 2, heads)
+    ]
+    expected = _unsplit(whole)
+    findings = []
+    for name in registry.available("softmax"):
+        try:
+            error = max(_everywhere(partial(_error, name, whole, expected)))
+        except ContextParallelError as refusal:
+            findings.append(Finding("parity", name, f"refused: {refusal}"))
+            continue
+        verdict = f"error {error:.1e} (at most {bound:.0e})"
+        findings.append(Finding("parity", name, verdict, failed=not error <= bound))
+    return findings
+
+
+def _unsplit(whole: list[Tensor]) -> list[Tensor]:
+    q, k, v, dout = whole
+    kernel = resolve("auto", Problem(q.device, q.dtype, q.shape[2], k.shape[2], q.shape[3]))
+    scale = q.shape[3] ** -0.5
+    out, lse = kernel.forward(q, k, v, scale=scale, causal=True)
+    statistics = Statistics(lse, out=out)
+    return [out, *kernel.backward(dout, q, k, v, statistics, scale=scale, causal=True)]
+
+
+def _everywhere(body: Callable[[Topology], float]) -> list[float]:
+    """Results of all ranks."""
+    if not dist.is_initialized():
+        return run_virtual(VIRTUAL_RANKS, body)
+    topology = Topology.of(None)
+    results: list[float] = [0.0] * topology.size
+    dist.all_gather_object(results, body(topology))
+    return results
+
+
+def _error(name: str, whole: list[Tensor], expected: list[Tensor], topology: Topology) -> float:
+    """The greatest relative error of this rank's output and gradients; inf for NaN."""
+    layout = registry.layout_of(name, {})
+
+    def local(x: Tensor) -> Tensor:
+        return shard(x, 1, layout, topology.rank, topology.size)
+
+    q, k, v = (local(x).requires_grad_() for x in whole[:3])
+    out = functional.attention(q, k, v, algo=name, group=topology)
+    results = (out.detach(), *torch.autograd.grad(out, (q, k, v), local(whole[3])))
+    errors = []
+    for got, want in zip(results, expected, strict=True):
+        distance = (got.double() - local(want).double()).norm() / local(want).double().norm()
+        errors.append(float("inf") if distance.isnan() else distance.item())
+    return max(errors)
