@@ -25,12 +25,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_draw(commands)
     _add_doctor(commands)
+    _add_capabilities(commands)
     arguments = parser.parse_args(argv)
     try:
         return arguments.run(arguments)
     except ContextParallelError as error:
         print(f"megatron-cp: {error}", file=sys.stderr)
         return 2
+
+
+def _add_capabilities(commands: Any) -> None:
+    parser = commands.add_parser(
+        "capabilities",
+        help="what every algorithm serves, and which features of Megatron are refused",
+        description="Prints docs/capabilities.md.",
+    )
+    parser.set_defaults(run=_capabilities)
+
+
+def _capabilities(arguments: argparse.Namespace) -> int:
+    from megatron_cp_plugin.capabilities import markdown
+
+    print(markdown(), end="")
+    return 0
 
 
 def _add_doctor(commands: Any) -> None:

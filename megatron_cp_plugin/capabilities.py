@@ -1,0 +1,112 @@
+"""What runs: asked of the same code that decides at start-up, never written down beside it.
+
+`markdown()` is docs/capabilities.md; a test holds the two together, and runs every cell.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Literal, get_args, get_type_hints
+
+from megatron_cp_plugin import registry
+from megatron_cp_plugin.core.algorithm import Algorithm
+from megatron_cp_plugin.errors import ConfigError
+
+RANKS = 8  # of the questions below
+
+
+@dataclass(frozen=True)
+class Capability:
+    """One algorithm with its default options.
+
+    Attributes:
+        layouts: all that it can have, the default first. full: serves attention without a mask.
+        window: serves sliding windows. few_heads: serves fewer query heads than ranks.
+        few_kv_heads: serves fewer KV heads than ranks.
+    """
+
+    name: str
+    kind: registry.Kind
+    layouts: tuple[str, ...]
+    full: bool
+    window: bool
+    few_heads: bool
+    few_kv_heads: bool
+
+
+def capabilities() -> tuple[Capability, ...]:
+    """One entry for each registered algorithm, softmax attention first."""
+    names = (*registry.available("softmax"), *registry.available("linear"))
+    return tuple(_capability(name) for name in names)
+
+
+def _capability(name: str) -> Capability:
+    cls = registry.algorithm_class(name)
+    layouts = tuple(dict.fromkeys(_layouts(name)))
+    if not issubclass(cls, Algorithm):
+        # Linear attention sends states, whose number of heads does not matter.
+        return Capability(name, "linear", layouts, True, False, True, False)
+    return Capability(
+        name,
+        "softmax",
+        layouts,
+        full=_serves(cls, heads=2 * RANKS, kv_heads=2 * RANKS, causal=False),
+        window=cls.windows,
+        few_heads=_serves(cls, heads=RANKS // 2, kv_heads=RANKS // 2),
+        few_kv_heads=_serves(cls, heads=2 * RANKS, kv_heads=RANKS // 4),
+    )
+
+
+def _layouts(name: str) -> Iterator[str]:
+    """The default layout, then those of every choice of every option."""
+    yield registry.layout_of(name, {}).name
+    types = get_type_hints(registry.algorithm_class(name).Options)
+    for option in fields(registry.algorithm_class(name).Options):
+        choices = get_args(types[option.name])
+        for choice in choices if all(isinstance(c, str) for c in choices) else ():
+            yield registry.layout_of(name, {option.name: choice}).name
+
+
+def _serves(cls: type[Algorithm], *, heads: int, kv_heads: int, causal: bool = True) -> bool:
+    try:
+        cls.check(cls.Options(), size=RANKS, heads=heads, kv_heads=kv_heads, causal=causal)
+    except ConfigError:
+        return False
+    return True
+
+
+def markdown() -> str:
+    """The tables of algorithms and of refused Megatron features."""
+    from megatron_cp_plugin.integration.checks import FEATURES
+
+    lines = [
+        "# What runs",
+        "",
+        "Printed by `megatron-cp capabilities` from the code that decides at start-up; a test runs",
+        "every cell. H query heads, G KV heads, P ranks. The first layout is the default.",
+        "",
+        "| algorithm | attention | layouts | causal | full | window | H < P | G < P <= H |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in capabilities():
+        few_kv = "-" if row.kind == "linear" else _mark(row.few_kv_heads)
+        cells = [_mark(True), _mark(row.full), _mark(row.window), _mark(row.few_heads), few_kv]
+        layouts = ", ".join(row.layouts)
+        lines.append(f"| `{row.name}` | {row.kind} | {layouts} | {' | '.join(cells)} |")
+    lines += [
+        "",
+        "Sliding windows are those of the functional interface. Every algorithm takes any number of",
+        "ranks; through Megatron the sequence length must be a multiple of what the layout needs.",
+        "",
+        "## Features of Megatron that are refused",
+        "",
+        "Before training starts, on all ranks, in one line, whatever the algorithm.",
+        "",
+        "| feature | flag | why | instead |",
+        "| --- | --- | --- | --- |",
+    ]
+    lines += [f"| {f.name} | `{f.flag}` | {f.reason} | {f.instead} |" for f in FEATURES]
+    return "\n".join(lines) + "\n"
+
+
+def _mark(value: bool) -> Literal["yes", "no"]:
+    return "yes" if value else "no"
