@@ -94,7 +94,7 @@ def markdown() -> str:
         lines.append(f"| `{row.name}` | {row.kind} | {layouts} | {' | '.join(cells)} |")
     lines += [
         "",
-        "Sliding windows are those of the functional interface. Every algorithm takes any number of",
+        "Windows are those of the functional interface. Every algorithm takes any number of",
         "ranks; through Megatron the sequence length must be a multiple of what the layout needs.",
         "",
         "## Features of Megatron that are refused",
