@@ -67,7 +67,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--algos",
         default="all",
-        help="names, each with options: zigzag:backward=kv+gradients=model,ring",
+        help="names, each with options: zigzag:backward=kv:gradients=model,ring",
     )
     parser.add_argument("--rivals", default="installed", help="installed, none, or names")
     parser.add_argument("--kernel", default="auto", help="kernel of our algorithms")
@@ -247,9 +247,9 @@ def exposed_spans(events: Sequence[object]) -> list[dict[str, object]]:
 
 
 def ours(spec: str, bench: Bench) -> tuple[Attention, Layout]:
-    """One of our algorithms from `name:option=value+option=value`."""
-    name, _, text = spec.partition(":")
-    options: dict[str, Any] = dict(pair.split("=", 1) for pair in text.split("+") if pair)
+    """One of our algorithms from `name:option=value:option=value`."""
+    name, *pairs = spec.split(":")
+    options: dict[str, Any] = dict(pair.split("=", 1) for pair in pairs)
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return cp.attention(

@@ -78,8 +78,8 @@ class Bench:
 
     def ours(self, spec: str) -> tuple[Attention, Layout]:
         """One of our algorithms from `name:option=value`; `alone` is lasp on one rank."""
-        name, _, text = spec.partition(":")
-        options: dict[str, Any] = dict(pair.split("=", 1) for pair in text.split("+") if pair)
+        name, *pairs = spec.split(":")
+        options: dict[str, Any] = dict(pair.split("=", 1) for pair in pairs)
         group = None
         if name == "alone":
             name, group = "lasp", VirtualWorld(1).topology(0)

@@ -141,14 +141,14 @@ def command(args: argparse.Namespace, name: str, recompute: str, tokens: int) ->
             "recompute-method": "uniform",
             "recompute-num-layers": 1,
         }
-    algo, _, options = name.partition(":")
+    algo, *options = name.split(":")
     chosen: list[str] = []
     if algo == "te":
-        flags["cp-comm-type"] = options
+        flags["cp-comm-type"] = options[0]
     else:
         chosen = ["--context-parallel-algo", algo]
         if options:
-            chosen += ["--cp-options", *options.split("+")]
+            chosen += ["--cp-options", *options]
     return [
         *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(args.gpus)),
         str(ROOT / "scripts" / "pretrain_gpt.py"),
