@@ -16,6 +16,10 @@ class KernelUnavailableError(ContextParallelError):
     """A named attention kernel is not installed or cannot serve the problem."""
 
 
+class CommunicationError(RuntimeError):
+    """Another rank cannot be reached any more."""
+
+
 def nearest(name: str, choices: Iterable[str]) -> str:
     """Returns " (did you mean 'x'?)" for the choice closest to `name`, or "" if none is close."""
     close = get_close_matches(name, list(choices), n=1, cutoff=0.5)

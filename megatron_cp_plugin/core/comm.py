@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_cp_plugin.errors import CommunicationError
+
 Phase = Literal["forward", "backward"]
 Send = tuple[Tensor, int]
 Receive = tuple[Tensor, int]
@@ -253,12 +255,18 @@ class ProcessGroupCommunicator(Communicator):
         work = dist.all_to_all_single(out, x, group=self._group, async_op=True)
         return self._after([work], out)
 
-    @staticmethod
-    def _after[T](works: Sequence[dist.Work | None], result: T) -> Pending[T]:
+    def _after[T](self, works: Sequence[dist.Work | None], result: T) -> Pending[T]:
         def finish() -> T:
             for work in works:
                 assert work is not None  # every operation is asynchronous
-                work.wait()
+                try:
+                    work.wait()
+                except RuntimeError as error:
+                    reason = str(error).splitlines()[0]
+                    raise CommunicationError(
+                        f"rank {self.rank} of {self.size} lost the others on flow "
+                        f"{self.channel!r}; has one of them died? ({reason})"
+                    ) from error
             return result
 
         return Pending(finish)

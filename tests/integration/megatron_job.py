@@ -68,9 +68,9 @@ class Job:
 
 def run(*arguments: str, ranks: int = 1, program: Sequence[str] = (str(SCRIPT),)) -> Job:
     """Runs `python *program *arguments` in `ranks` processes."""
-    environment = _environment() | {
+    environment = process_environment() | {
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
+        "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
     }
@@ -82,8 +82,8 @@ def run(*arguments: str, ranks: int = 1, program: Sequence[str] = (str(SCRIPT),)
 def run_torchrun(*arguments: str, ranks: int) -> Job:
     """Runs `torchrun --nproc-per-node ranks *arguments`."""
     torchrun = (sys.executable, "-m", "torch.distributed.run")
-    options = (f"--nproc-per-node={ranks}", f"--master-port={_free_port()}")
-    return _finish([*torchrun, *options, *arguments], [_environment()])
+    options = (f"--nproc-per-node={ranks}", f"--master-port={free_port()}")
+    return _finish([*torchrun, *options, *arguments], [process_environment()])
 
 
 def _finish(command: Sequence[str], environments: Sequence[dict[str, str]]) -> Job:
@@ -124,12 +124,12 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> list[int]:
     return [process.wait() for process in processes]
 
 
-def _environment() -> dict[str, str]:
+def process_environment() -> dict[str, str]:
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC", "RANK"))}
     return inherited | {"OMP_NUM_THREADS": "1"}
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
