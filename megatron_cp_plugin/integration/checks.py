@@ -14,6 +14,7 @@ import torch
 
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.config import ContextParallelConfig
+from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.kernels import Problem, resolve
 from megatron_cp_plugin.kernels.linear import LinearProblem, resolve_linear
@@ -213,13 +214,16 @@ def check_settings(source: Any, config: ContextParallelConfig) -> None:
             )
 
 
-def check_arguments(args: Any, config: ContextParallelConfig, device: torch.device) -> None:
+def check_arguments(args: Any, config: ContextParallelConfig, device: torch.device) -> str | None:
     """Checks Megatron's arguments as parsed, before Megatron validates them.
 
     Args:
         args: Megatron's namespace.
         config: The run's configuration.
         device: Where the run computes.
+
+    Returns:
+        The name of the attention kernel; None where the arguments do not say enough.
 
     Raises:
         ContextParallelError: One line that says what is wrong, and what to do.
@@ -231,7 +235,8 @@ def check_arguments(args: Any, config: ContextParallelConfig, device: torch.devi
     _check_linear_layers(args, config)
     check_settings(args, config)
     _check_sequence(args, config)
-    _check_kernel(args, config, device)
+    _check_algorithms(args, config)
+    return _check_kernel(args, config, device)
 
 
 def _check_world(args: Any) -> None:
@@ -328,19 +333,34 @@ def _check_sequence(args: Any, config: ContextParallelConfig) -> None:
         )
 
 
-def _check_kernel(args: Any, config: ContextParallelConfig, device: torch.device) -> None:
+def _check_algorithms(args: Any, config: ContextParallelConfig) -> None:
+    heads, tensor = args.num_attention_heads, args.tensor_model_parallel_size
+    if heads is None:
+        return
+    for name in config.algorithms:
+        algorithm = registry.algorithm_class(name)
+        if issubclass(algorithm, Algorithm):
+            algorithm.check(
+                registry.read_options(name, dict(config.options_of(name))),
+                size=config.size,
+                heads=heads // tensor,
+                kv_heads=max(1, _kv_heads(args) // tensor),
+                causal=True,
+            )
+
+
+def _check_kernel(args: Any, config: ContextParallelConfig, device: torch.device) -> str | None:
     heads, tensor = args.num_attention_heads, args.tensor_model_parallel_size
     if heads is None or args.hidden_size is None:
-        return
+        return None
     head_dim = args.kv_channels or args.hidden_size // heads
     dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
     if registry.kind_of(config.algo) == "linear":
-        resolve_linear(
+        return resolve_linear(
             config.kernel, LinearProblem(device, dtype, heads // tensor, head_dim, head_dim)
-        )
-        return
+        ).name
     kv_heads = max(1, _kv_heads(args) // tensor)
-    resolve(config.kernel, Problem(device, dtype, heads // tensor, kv_heads, head_dim))
+    return resolve(config.kernel, Problem(device, dtype, heads // tensor, kv_heads, head_dim)).name
 
 
 def _kv_heads(args: Any) -> int:
@@ -358,12 +378,14 @@ def _divisors(value: int) -> str:
     return ", ".join(str(d) for d in range(1, value + 1) if value % d == 0)
 
 
-def describe(config: ContextParallelConfig) -> str:
-    """Returns one line that says what is in force."""
+def describe(config: ContextParallelConfig, kernel: str | None) -> str:
+    """Returns one line that says what is in force; `kernel` is what `check_arguments` gave."""
+    chosen = f" ({kernel})" if config.kernel == "auto" and kernel else ""
     options = " ".join(f"{name}={value}" for name, value in config.options)
     layers = f", layers {', '.join(config.layers)}" if config.layers else ""
     model = f", linear attention of {config.linear_model}" if config.linear_model else ""
     return (
         f"context parallelism by {config.algo}{' ' + options if options else ''} on "
-        f"{config.size} rank(s), {config.layout.name} layout, kernel {config.kernel}{layers}{model}"
+        f"{config.size} rank(s), {config.layout.name} layout, "
+        f"kernel {config.kernel}{chosen}{layers}{model}"
     )

@@ -68,10 +68,10 @@ class Hooks:
         from megatron_cp_plugin.integration.recompute import describe as describe_recompute
 
         config = self._flags.config(args.context_parallel_size)
-        check_arguments(args, config, self._device)
+        kernel = check_arguments(args, config, self._device)
         self._runtime = Runtime(config)
         if args.rank == 0:
-            for line in filter(None, (describe(config), describe_recompute(args, config))):
+            for line in filter(None, (describe(config, kernel), describe_recompute(args, config))):
                 print(f"megatron_cp_plugin: {line}", flush=True)
         # Recorded in checkpoints and in Megatron's list of arguments.
         args.context_parallel_algo = config.algo

@@ -3,20 +3,16 @@
 B batch, S query tokens, T key tokens, H query heads, G KV heads (G divides H), D head dim.
 """
 
-import logging
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cache
-from importlib import import_module
 
 import torch
 from torch import Tensor
 
 from megatron_cp_plugin.core.partial import delta_of
-from megatron_cp_plugin.errors import KernelUnavailableError, nearest
-
-log = logging.getLogger(__name__)
+from megatron_cp_plugin.kernels.choice import Kernel, choose, loader
 
 
 @dataclass(frozen=True)
@@ -104,20 +100,13 @@ class Statistics:
         return torch.where(square > 0, delta / square * wide, 0.0).to(dout.dtype)
 
 
-class SoftmaxKernel(ABC):
+class SoftmaxKernel(Kernel[Problem]):
     """Softmax attention of one tile.
 
-    Attributes:
-        name: as users give it.
-        rectangular_causal: takes causal tiles with T > S, bottom-right aligned.
+    Attributes: rectangular_causal: takes causal tiles with T > S, bottom-right aligned.
     """
 
-    name: str
     rectangular_causal: bool = False
-
-    @abstractmethod
-    def unsupported(self, problem: Problem) -> str | None:
-        """Why the kernel cannot serve the problem; None if it can."""
 
     @abstractmethod
     def forward(
@@ -151,22 +140,14 @@ class SoftmaxKernel(ABC):
         """
 
 
-def _load(module: str, name: str) -> Callable[[], SoftmaxKernel]:
-    @cache
-    def load() -> SoftmaxKernel:
-        return getattr(import_module(f"megatron_cp_plugin.kernels.{module}"), name)()
-
-    return load
-
-
 # In the order of preference of "auto", fastest first (docs/benchmarks.md has the measurements).
 _KERNELS: dict[str, Callable[[], SoftmaxKernel]] = {
-    "flash4": _load("flash4", "Flash4"),
-    "cudnn": _load("torch_flash", "CudnnAttention"),
-    "flash2": _load("flash2", "Flash2"),
-    "torch_flash": _load("torch_flash", "CudaFlashAttention"),
-    "torch_cpu": _load("torch_flash", "CpuFlashAttention"),
-    "reference": _load("reference", "Reference"),
+    "flash4": loader("flash4", "Flash4"),
+    "cudnn": loader("torch_flash", "CudnnAttention"),
+    "flash2": loader("flash2", "Flash2"),
+    "torch_flash": loader("torch_flash", "CudaFlashAttention"),
+    "torch_cpu": loader("torch_flash", "CpuFlashAttention"),
+    "reference": loader("reference", "Reference"),
 }
 
 
@@ -175,31 +156,10 @@ def kernel_names() -> tuple[str, ...]:
     return tuple(_KERNELS)
 
 
+@cache
 def resolve(name: str, problem: Problem) -> SoftmaxKernel:
     """The kernel of that name, or for "auto" the fastest one that serves the problem.
 
     Raises: KernelUnavailableError if the name is unknown, or the kernel cannot serve the problem.
     """
-    return _resolve(name, problem)
-
-
-@cache
-def _resolve(name: str, problem: Problem) -> SoftmaxKernel:
-    if name == "auto":
-        for candidate, load in _KERNELS.items():
-            reason = load().unsupported(problem)
-            if reason is None:
-                log.info("attention kernel: %s for %s", candidate, problem)
-                return load()
-            log.debug("attention kernel %s not taken: %s", candidate, reason)
-        raise AssertionError("the reference kernel serves every problem")
-    if name not in _KERNELS:
-        raise KernelUnavailableError(
-            f"unknown kernel {name!r}{nearest(name, _KERNELS)}: use auto or one of "
-            f"{', '.join(_KERNELS)}"
-        )
-    kernel = _KERNELS[name]()
-    reason = kernel.unsupported(problem)
-    if reason is not None:
-        raise KernelUnavailableError(f"kernel {name}: {reason}; use kernel auto")
-    return kernel
+    return choose("kernel", name, problem, _KERNELS)

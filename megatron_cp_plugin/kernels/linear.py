@@ -9,20 +9,16 @@ A pass over a run comes in three parts, so that states can travel while the midd
 the neighbours need, what needs nothing of them, and the rest.
 """
 
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from importlib import import_module
 
 import torch
 from torch import Tensor
 
 from megatron_cp_plugin.core.decay import Decay
-from megatron_cp_plugin.errors import KernelUnavailableError, nearest
-
-log = logging.getLogger(__name__)
+from megatron_cp_plugin.kernels.choice import Kernel, choose, loader
 
 
 @dataclass(frozen=True)
@@ -80,17 +76,11 @@ class BackwardPass(ABC):
         """
 
 
-class LinearKernel(ABC):
+class LinearKernel(Kernel[LinearProblem]):
     """Causal linear attention over one run of consecutive tokens.
 
     Attributes: name: as users give it.
     """
-
-    name: str
-
-    @abstractmethod
-    def unsupported(self, problem: LinearProblem) -> str | None:
-        """Why the kernel cannot serve the problem; None if it can."""
 
     @abstractmethod
     def forward(self, q: Tensor, k: Tensor, v: Tensor, decay: Decay) -> ForwardPass:
@@ -109,18 +99,10 @@ class LinearKernel(ABC):
         """Begins a backward. Args: dout: [B,C,H,E]; cache: of `ForwardPass.finish`."""
 
 
-def _load(module: str, name: str) -> Callable[[], LinearKernel]:
-    @cache
-    def load() -> LinearKernel:
-        return getattr(import_module(f"megatron_cp_plugin.kernels.{module}"), name)()
-
-    return load
-
-
 # In the order of preference of "auto", fastest first.
 _KERNELS: dict[str, Callable[[], LinearKernel]] = {
-    "fla": _load("fla", "FlaLinear"),
-    "chunked": _load("chunked", "Chunked"),
+    "fla": loader("fla", "FlaLinear"),
+    "chunked": loader("chunked", "Chunked"),
 }
 
 
@@ -135,21 +117,4 @@ def resolve_linear(name: str, problem: LinearProblem) -> LinearKernel:
 
     Raises: KernelUnavailableError if the name is unknown, or the kernel cannot serve the problem.
     """
-    if name == "auto":
-        for candidate, load in _KERNELS.items():
-            reason = load().unsupported(problem)
-            if reason is None:
-                log.info("linear-attention kernel: %s for %s", candidate, problem)
-                return load()
-            log.debug("linear-attention kernel %s not taken: %s", candidate, reason)
-        raise AssertionError("the chunked kernel serves every problem")
-    if name not in _KERNELS:
-        raise KernelUnavailableError(
-            f"unknown linear-attention kernel {name!r}{nearest(name, _KERNELS)}: use auto or one "
-            f"of {', '.join(_KERNELS)}"
-        )
-    kernel = _KERNELS[name]()
-    reason = kernel.unsupported(problem)
-    if reason is not None:
-        raise KernelUnavailableError(f"linear-attention kernel {name}: {reason}; use kernel auto")
-    return kernel
+    return choose("linear-attention kernel", name, problem, _KERNELS)

@@ -12,8 +12,13 @@ from megatron.training.arguments import add_megatron_arguments
 from megatron.training.models.gpt import GPTModelConfig
 
 from megatron_cp_plugin.config import ContextParallelConfig
-from megatron_cp_plugin.errors import ContextParallelError, KernelUnavailableError
-from megatron_cp_plugin.integration.checks import FEATURES, check_arguments, check_settings
+from megatron_cp_plugin.errors import ConfigError, ContextParallelError, KernelUnavailableError
+from megatron_cp_plugin.integration.checks import (
+    FEATURES,
+    check_arguments,
+    check_settings,
+    describe,
+)
 
 CPU = torch.device("cpu")
 
@@ -172,6 +177,22 @@ def test_heads(args: argparse.Namespace) -> None:
     args.tensor_model_parallel_size, args.world_size = 1, 4
     message = refusal(args, group_query_attention=True, num_query_groups=3)
     assert "num_attention_heads 8 must be divisible by num_query_groups, got 3" in message
+
+
+def test_heads_that_an_algorithm_cannot_split(args: argparse.Namespace) -> None:
+    args.world_size = args.context_parallel_size = 16
+    args.seq_length = 256
+    check_arguments(args, ContextParallelConfig("zigzag", 16), CPU)
+    with pytest.raises(ConfigError, match="ulysses") as error:
+        check_arguments(args, ContextParallelConfig("ulysses", 16), CPU)
+    assert "\n" not in str(error.value)
+    assert "8" in str(error.value)
+
+
+def test_the_chosen_kernel_is_said_at_start_up(args: argparse.Namespace) -> None:
+    config = ContextParallelConfig("zigzag", 4)
+    kernel = check_arguments(args, config, CPU)
+    assert describe(config, kernel).endswith("kernel auto (torch_cpu)")
 
 
 @pytest.mark.parametrize("kernel", ["cudnn", "flash5"])

@@ -1,0 +1,66 @@
+"""The choice of a kernel: by name, or the fastest one that serves a problem."""
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+from megatron_cp_plugin.errors import KernelUnavailableError, nearest
+
+log = logging.getLogger(__name__)
+
+
+class Kernel[P](ABC):
+    """A kernel that serves some problems of a kind P.
+
+    Attributes: name: as users give it.
+    """
+
+    name: str
+
+    @abstractmethod
+    def unsupported(self, problem: P) -> str | None:
+        """Why the kernel cannot serve the problem; None if it can."""
+
+
+def loader(module: str, name: str) -> Callable[[], Any]:
+    """Makes a kernel of this package on the first call; its packages are imported no earlier."""
+
+    @cache
+    def load() -> Any:
+        return getattr(import_module(f"megatron_cp_plugin.kernels.{module}"), name)()
+
+    return load
+
+
+def choose[P, K: Kernel](
+    kind: str, name: str, problem: P, kernels: Mapping[str, Callable[[], K]]
+) -> K:
+    """The kernel of that name, or for "auto" the first one that serves the problem.
+
+    Args:
+        kind: for messages, such as "kernel". kernels: loaders by name, fastest first; the last
+            one serves every problem.
+
+    Raises: KernelUnavailableError if the name is unknown, or the kernel cannot serve the problem.
+    """
+    if name == "auto":
+        for candidate, load in kernels.items():
+            reason = load().unsupported(problem)
+            if reason is None:
+                log.info("%s: %s for %s", kind, candidate, problem)
+                return load()
+            log.debug("%s %s not taken: %s", kind, candidate, reason)
+        raise AssertionError("the last kernel serves every problem")
+    if name not in kernels:
+        raise KernelUnavailableError(
+            f"unknown {kind} {name!r}{nearest(name, kernels)}: use auto or one of "
+            f"{', '.join(kernels)}"
+        )
+    kernel = kernels[name]()
+    reason = kernel.unsupported(problem)
+    if reason is not None:
+        raise KernelUnavailableError(f"{kind} {name}: {reason}; use kernel auto")
+    return kernel
