@@ -75,14 +75,18 @@ class PeerCommunicator(Communicator):
         if len(sources) > 1 or len(targets) > 1:
             raise ContextParallelError(
                 f"peer transport needs one source and one destination an exchange, got {sources} "
-                f"and {targets}: use transport nccl"
+                f"and {targets}: use transport group"
             )
         base = self._turn % self._slots * self._slot_bytes
         self._turn += 1
+        expected: dict[
+            int, int
+        ] = {}  # of this exchange, whatever is posted before it is waited for
         for source in sources:
             # Whatever read this slot before was queued before this on the current stream.
             self._received[source] += 1
-            self._write(current, source, self.rank, self._received[source])
+            expected[source] = self._received[source]
+            self._write(current, source, self.rank, expected[source])
         copied = torch.cuda.Event()
         for to in targets:
             self._sent[to] += 1
@@ -97,8 +101,8 @@ class PeerCommunicator(Communicator):
 
         def finish() -> None:
             now = torch.cuda.current_stream()
-            for source in sources:
-                self._await(now, self.size + source, self._received[source])
+            for source, count in expected.items():
+                self._await(now, self.size + source, count)
             if sends:  # which this closure keeps alive until they have been copied
                 now.wait_event(copied)
 
