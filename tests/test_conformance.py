@@ -188,3 +188,27 @@ def test_the_plan_computes_every_visible_pair_once(case: Case, size: int, causal
     assert sum(work.pairs * work.share for work in traces[0]) == visible_pairs(
         seq_len, Mask(causal)
     )
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 8])
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("rule", ["kv", "query"])
+@pytest.mark.parametrize(("algo", "causal"), [("zigzag", True), ("zigzag", False), ("ring", False)])
+def test_ring_bytes_by_hand(algo: str, causal: bool, rule: str, kv_heads: int, size: int) -> None:
+    """P-1 hops of K, V; back P-1 hops of K, V, dK, dV, or of Q, dO, dQ and two scalars a row."""
+    heads, tokens = 4, 4
+    expected = expected_attention(
+        seq_len=tokens * size,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=HEAD_DIM,
+        causal=causal,
+        dtype=torch.bfloat16,
+    )
+    case = Case(algo, (("backward", rule),))
+    _, log = run(case, expected, size, causal=causal, kernel="reference")
+    q, kv = tokens * heads * HEAD_DIM, tokens * kv_heads * HEAD_DIM
+    backward = {"kv": 2 * kv * (2 + 4), "query": q * (2 + 2 + 4) + 2 * tokens * heads * 4}[rule]
+    for rank in range(size):
+        assert log.bytes(rank=rank, phase="forward") == (size - 1) * 2 * kv * 2
+        assert log.bytes(rank=rank, phase="backward") == (size - 1) * backward

@@ -128,11 +128,10 @@ class Accumulator:
                 lse,
             )
             return
+        wide = torch.empty_like(self._like, dtype=self._wide), self._empty_lse()
         if self._whole(out):
-            wide = torch.empty_like(self._like, dtype=self._wide), self._empty_lse()
             merge_into(*wide, total_out, total_lse, out, lse)
         else:
-            wide = torch.empty_like(self._like, dtype=self._wide), self._empty_lse()
             _sum_into(wide[0], total_out)
             wide[1].copy_(total_lse)
             rows_out, rows_lse = wide[0][:, rows], wide[1][:, :, rows]
