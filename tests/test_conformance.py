@@ -43,7 +43,7 @@ def cases(size: int) -> Iterator[Case]:
             if size in (2, 5):
                 yield Case(algo, (("balanced", False), ("overlap", False)))
             if size in (2, 4):
-                yield Case(algo, (("last_step", "shared"),))
+                yield Case(algo, (("last_step", "owner"),))
         elif algo == "attention2d":
             yield Case(algo)
             if size in (4, 8):

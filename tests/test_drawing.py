@@ -26,10 +26,12 @@ def test_every_algorithm_can_be_drawn(algo: str, causal: bool, tmp_path: Path) -
 
 
 def test_who_waits_and_how_long() -> None:
-    drawn = picture("distflash", 8)
+    drawn = picture("distflash", 8, options={"last_step": "owner"})
     assert drawn.waiting == 4
     # Time in squares: half for the first step, one for each of four; work: P * P / 2 of them.
     assert drawn.idle_share == pytest.approx(1 - 32 / (8 * 4.5), abs=1e-3)
+    assert picture("distflash", 8).waiting == 0
+    assert picture("distflash", 8).idle_share == pytest.approx(0, abs=1e-12)
     assert picture("ring", 8).waiting == 28
     assert picture("zigzag", 8).idle_share == pytest.approx(0, abs=1e-12)
 
@@ -50,9 +52,12 @@ def test_names_of_several_ranks(owners: tuple[int, ...], text: str) -> None:
 
 
 def test_the_terminal_shows_workers_by_steps(capsys: pytest.CaptureFixture[str]) -> None:
-    assert draw("--algo", "distflash", "--size", "4", "--seq-len", "400") == 0
+    words = ["--algo", "distflash", "--size", "4", "--seq-len", "400"]
+    assert draw(*words, "--option", "last_step=owner") == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].rstrip() == "distflash · 4 ranks · causal attention · 400 tokens"
+    assert (
+        lines[0].rstrip() == "distflash, last_step=owner · 4 ranks · causal attention · 400 tokens"
+    )
     row = next(line for line in lines if line.startswith("│    0 "))
     assert row.replace("│", "").split() == ["0", "q0", "k0", "q3", "k0", "waits"]
     assert any("waiting in 2 of 12 worker-steps" in line for line in lines)

@@ -21,7 +21,7 @@ BLOCK = 6
 CASES = [
     Case("distflash"),
     Case("distflash", (("balanced", False),)),
-    Case("distflash", (("last_step", "shared"),)),
+    Case("distflash", (("last_step", "owner"),)),
     Case("ring", (("backward", "kv"),)),
     Case("zigzag", (("backward", "query"),)),
 ]
@@ -95,21 +95,21 @@ def run(
 @pytest.mark.parametrize("size", [8, 9])
 @pytest.mark.parametrize(("window", "steps"), [(1, 1), (2, 2), (6, 2), (7, 2), (8, 3), (13, 3)])
 def test_the_schedule_stops_where_the_window_ends(window: int, steps: int, size: int) -> None:
-    schedule = plan(size, BLOCK * size, Mask(window=window), balanced=True)
+    schedule = plan(size, BLOCK * size, Mask(window=window), balanced=True, last_step="owner")
     assert len(schedule.steps) == steps
     assert not schedule.has_helpers
 
 
 @pytest.mark.parametrize("window", [2, 4, 6])
 def test_no_more_keys_are_fetched_than_the_window_touches(window: int) -> None:
-    schedule = plan(4, BLOCK * 4, Mask(window=window), balanced=True)
+    schedule = plan(4, BLOCK * 4, Mask(window=window), balanced=True, last_step="owner")
     _, step = schedule.steps
     assert [task and task.tokens for task in step] == [None, *[window - 1] * 3]
 
 
 def test_helpers_fetch_no_more_queries_than_the_window_touches() -> None:
     """Rank 0 of 4 helps rank 3, of whose queries only the first two still see block 0."""
-    schedule = plan(4, BLOCK * 4, Mask(window=3 * BLOCK - 3), balanced=True)
+    schedule = plan(4, BLOCK * 4, Mask(window=3 * BLOCK - 3), balanced=True, last_step="owner")
     task = schedule.steps[1][0]
     assert task is not None
     assert (task.query_owner, task.part) == (3, slice(0, 2))

@@ -44,7 +44,7 @@ FIGURE_1 = """
 
 
 def balanced(size: int, tokens: int = 6) -> Schedule:
-    return plan(size, tokens * size, CAUSAL, balanced=True)
+    return plan(size, tokens * size, CAUSAL, balanced=True, last_step="owner")
 
 
 def test_eight_ranks_do_what_figure_1_shows() -> None:
@@ -61,7 +61,7 @@ def test_idle_fraction_is_that_of_the_paper(size: int) -> None:
     schedule = balanced(size)
     assert len(schedule.steps) == size // 2 + 1
     assert schedule.idle_fraction == (0 if size % 2 else Fraction(1, 2 * size))
-    ring = plan(size, 6 * size, CAUSAL, balanced=False)
+    ring = plan(size, 6 * size, CAUSAL, balanced=False, last_step="owner")
     assert len(ring.steps) == size
     assert ring.idle_fraction == Fraction(size**2 - size, 2 * size**2)
 
@@ -83,7 +83,7 @@ def test_a_shared_last_step_leaves_nobody_waiting(size: int) -> None:
 @pytest.mark.parametrize("size", range(2, 10))
 @pytest.mark.parametrize("with_helpers", [True, False])
 def test_full_attention_is_the_plain_ring(size: int, with_helpers: bool) -> None:
-    schedule = plan(size, 6 * size, Mask(causal=False), balanced=with_helpers)
+    schedule = plan(size, 6 * size, Mask(causal=False), balanced=with_helpers, last_step="owner")
     assert len(schedule.steps) == size
     assert schedule.waiting == 0
     assert not schedule.has_helpers
@@ -99,19 +99,26 @@ def test_full_attention_is_announced_once(caplog: pytest.LogCaptureFixture) -> N
     assert "full attention keeps all 4 ranks busy" in record.getMessage()
 
 
+@pytest.mark.parametrize("last_step", ["owner", "shared"])
 @pytest.mark.parametrize("size", range(1, 10))
-def test_traffic_is_the_closed_formula_for_equal_blocks(size: int) -> None:
+def test_traffic_is_the_closed_formula_for_equal_blocks(size: int, last_step: str) -> None:
     shape = Shape(batch=3, seq_len=6 * size, heads=8, kv_heads=2, head_dim=16)
     kv, query, row = 2 * 2 * 16 * 2, 8 * 16 * 2, 8 * 4
     helped = (size - 1) // 2
     for rank in range(size):
-        traffic = create("distflash", VirtualWorld(size).topology(rank), {}).traffic(
-            shape, CAUSAL, rank
-        )
+        topology = VirtualWorld(size).topology(rank)
+        algorithm = create("distflash", topology, {"last_step": last_step})
+        traffic = algorithm.traffic(shape, CAUSAL, rank)
         lends = min(size // 2, size - 1 - rank)
         owns = min(size // 2, rank)
-        is_helped = max(0, helped - (size - 1 - rank))
-        helps = max(0, helped - rank)
+        is_helped: Fraction | int = max(0, helped - (size - 1 - rank))
+        helps: Fraction | int = max(0, helped - rank)
+        if last_step == "shared" and size % 2 == 0:
+            half = Fraction(1, 2)
+            helps, is_helped = (
+                helps + half * (2 * rank < size),
+                is_helped + half * (2 * rank >= size),
+            )
         forward = lends * kv + is_helped * query + helps * (query + row)
         backward = (lends + owns) * kv + is_helped * 2 * (query + row) + helps * query
         assert traffic.forward_bytes == 3 * 6 * forward
