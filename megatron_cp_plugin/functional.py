@@ -190,7 +190,10 @@ def _cached_linear(
 
 
 def release() -> None:
-    """Forgets the groups and receive buffers that earlier calls made; all ranks call it."""
+    """Frees the receive buffers in peer memory that earlier calls made; process groups stay.
+
+    All ranks call it.
+    """
     _cached.cache_clear()
     _cached_linear.cache_clear()
     Topology.release()

@@ -3,13 +3,16 @@
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from functools import cache
 from socket import gethostname
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from megatron_cp_plugin.core.comm import Communicator, ProcessGroupCommunicator
+
+if TYPE_CHECKING:
+    from megatron_cp_plugin.core.peer import PeerCommunicator
 
 
 class Topology(ABC):
@@ -61,12 +64,18 @@ class Topology(ABC):
                 return _alone()
             group = dist.group.WORLD
             assert group is not None
-        return _of_group(group)
+        if group not in _topologies:
+            _topologies[group] = ProcessGroupTopology(group)
+        return _topologies[group]
 
     @staticmethod
     def release() -> None:
-        """Forgets what `of` made; see functional.release."""
-        _of_group.cache_clear()
+        """Gives back the receive buffers of all that `of` made; see functional.release."""
+        for topology in _topologies.values():
+            topology.drop_peer_channels()
+
+
+_topologies: dict[dist.ProcessGroup, "ProcessGroupTopology"] = {}
 
 
 def _alone() -> Topology:
@@ -74,11 +83,6 @@ def _alone() -> Topology:
     from megatron_cp_plugin.core.virtual import VirtualWorld
 
     return VirtualWorld(1).topology(0)
-
-
-@cache
-def _of_group(group: dist.ProcessGroup) -> Topology:
-    return ProcessGroupTopology(group)
 
 
 class ProcessGroupTopology(Topology):
@@ -89,6 +93,7 @@ class ProcessGroupTopology(Topology):
         self.size = dist.get_world_size(group)
         self._group = group
         self._channels: dict[str, Communicator] = {}
+        self._peer_channels: dict[str, PeerCommunicator] = {}
         self._subgroups: dict[tuple[int, ...], Topology] = {}
         self._nodes: tuple[int, ...] | None = None
         self._peer_access: bool | None = None
@@ -96,8 +101,7 @@ class ProcessGroupTopology(Topology):
     def channel(self, name: str) -> Communicator:
         if name not in self._channels:
             # The first flow uses the group that was given: no further connections or buffers.
-            taken = any(isinstance(c, ProcessGroupCommunicator) for c in self._channels.values())
-            group = self._new_group(range(self.size)) if taken else self._group
+            group = self._new_group(range(self.size)) if self._channels else self._group
             self._channels[name] = ProcessGroupCommunicator(name, group)
         return self._channels[name]
 
@@ -126,15 +130,21 @@ class ProcessGroupTopology(Topology):
 
     @property
     def peer_bytes(self) -> int:
-        return sum(getattr(channel, "held_bytes", 0) for channel in self._channels.values())
+        return sum(channel.held_bytes for channel in self._peer_channels.values())
 
     def peer_channel(self, name: str, slots: int) -> Communicator:
         from megatron_cp_plugin.core.peer import PeerCommunicator
 
-        key = f"peer {name}"
-        if key not in self._channels:
-            self._channels[key] = PeerCommunicator(name, self._group, slots)
-        return self._channels[key]
+        if name not in self._peer_channels:
+            self._peer_channels[name] = PeerCommunicator(name, self._group, slots)
+        return self._peer_channels[name]
+
+    def drop_peer_channels(self) -> None:
+        """Forgets them, here and in subgroups, so that their memory is free once nobody uses it."""
+        self._peer_channels.clear()
+        for topology in self._subgroups.values():
+            if isinstance(topology, ProcessGroupTopology):
+                topology.drop_peer_channels()
 
     def subgroup(self, ranks: Sequence[int], name: str) -> Topology:
         chosen = tuple(ranks)
