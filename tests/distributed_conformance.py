@@ -1,6 +1,7 @@
 """Conformance over real processes: every algorithm against float64, beside one device's kernel.
 
     torchrun --nproc-per-node 4 tests/distributed_conformance.py [--device cpu] [--kernels a,b]
+        [--captured]
 
 The error of each algorithm may be at most twice that of the same kernel on the whole sequence.
 Prints a table; exits 1 if a bound is broken.
@@ -43,8 +44,11 @@ def own_errors(kernel_name, expected: Expected, device, causal):
     ]
 
 
-def split_errors(case, kernel_name, expected: Expected, device, causal):
-    """The same of the algorithm: squared errors summed over ranks."""
+def split_errors(case, kernel_name, expected: Expected, device, causal, captured=False):
+    """The same of the algorithm: squared errors summed over ranks.
+
+    captured: of a step that was captured in a CUDA graph and replayed.
+    """
     rank, size = dist.get_rank(), dist.get_world_size()
     options = dict(case.options)
     layout = layout_of(case.algo, options)
@@ -53,8 +57,13 @@ def split_errors(case, kernel_name, expected: Expected, device, causal):
         return shard(x.to(device), 1, layout, rank, size)
 
     q, k, v = (local(x).requires_grad_() for x in (expected.q, expected.k, expected.v))
-    out = cp.attention(q, k, v, algo=case.algo, causal=causal, kernel=kernel_name, **options)
-    got = (out.detach(), *torch.autograd.grad(out, (q, k, v), local(expected.dout)))
+    dout = local(expected.dout)
+
+    def step():
+        out = cp.attention(q, k, v, algo=case.algo, causal=causal, kernel=kernel_name, **options)
+        return (out.detach(), *torch.autograd.grad(out, (q, k, v), dout))
+
+    got = replayed(step) if captured else step()
     squares = torch.stack(
         [
             (x.double() - local(getattr(expected, name))).square().sum()
@@ -63,6 +72,35 @@ def split_errors(case, kernel_name, expected: Expected, device, causal):
     )
     dist.all_reduce(squares)
     return squares.sqrt().tolist()
+
+
+def replayed(step):
+    """Results of a step that was captured in a CUDA graph and run again from it."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    dist.barrier()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        got = step()
+    for x in got:
+        x.fill_(float("nan"))
+    graph.replay()
+    torch.cuda.synchronize()
+    results = [x.clone() for x in got]
+    graph.reset()
+    return results
+
+
+def captured_cases(size):
+    """Those that a CUDA graph can hold: all over the process group."""
+    for case in cases(size):
+        group = case.algo in ("ring", "zigzag", "distflash")
+        yield Case(case.algo, (*case.options, ("transport", "group")) if group else case.options)
 
 
 def real_cases(size):
@@ -79,6 +117,7 @@ def main() -> int:
     parser.add_argument("--kernels", default="cudnn,torch_flash,flash4")
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--captured", action="store_true", help="steps captured in CUDA graphs")
     args = parser.parse_args()
     cuda = args.device == "cuda"
     if cuda:
@@ -106,9 +145,11 @@ def main() -> int:
                     if rank == 0:
                         print(f"SKIPPED {error}")
                     continue
-                for case in real_cases(size):
+                for case in captured_cases(size) if args.captured else real_cases(size):
                     try:
-                        errors = split_errors(case, kernel_name, expected, device, causal)
+                        errors = split_errors(
+                            case, kernel_name, expected, device, causal, args.captured
+                        )
                     except ConfigError as error:
                         if rank == 0:
                             print(f"REFUSED {case}: {error}")

@@ -38,24 +38,26 @@ def cases(size: int) -> Iterator[Case]:
         if algo in ("ring", "zigzag"):
             for rule in ("kv", "query"):
                 yield Case(algo, (("backward", rule),))
+                if algo == "zigzag" and size in (3, 4):
+                    yield Case(algo, (("backward", rule), ("chunks", 2)))
         elif algo == "distflash":
             yield Case(algo)
             if size in (2, 5):
                 yield Case(algo, (("balanced", False), ("overlap", False)))
             if size in (2, 4):
-                yield Case(algo, (("last_step", "owner"),))
+                yield Case(algo, (("last_step", "owner"), ("chunks", 2)))
         elif algo == "attention2d":
-            yield Case(algo)
+            yield Case(algo, (("chunks", 4),))
             if size in (4, 8):
                 yield Case(algo, (("variant", "no"), ("rows", 2)))
                 yield Case(algo, (("variant", "overlap"), ("rows", 2)))
         elif algo == "ulysses":
             if HEADS["MHA"][0] % size == 0:
-                yield Case(algo)
+                yield Case(algo, (("chunks", 4),))
         elif algo == "usp":
-            yield Case(algo, (("ulysses", 2),) if size % 2 == 0 else ())
+            yield Case(algo, (("ulysses", 2), ("chunks", 4)) if size % 2 == 0 else ())
         else:
-            yield Case(algo)
+            yield Case(algo, (("chunks", 4),))
 
 
 def run(

@@ -6,6 +6,7 @@ from megatron_cp_plugin.algorithms.gathered import GatherSchedule
 from megatron_cp_plugin.algorithms.grid import GridAlgorithm, GridSettings, Wire
 from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.core.layout import Zigzag
+from megatron_cp_plugin.core.pipeline import check_chunks
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.registry import register
@@ -35,12 +36,13 @@ class KvAllGather(GridAlgorithm):
         Attributes:
             gathered_mib: bound on the gathered K and V of a rank in MiB. More groups of heads are
                 made until it holds; if single heads are too large the call is refused.
-            chunks: number of groups of heads at least, if there are as many KV heads.
+            chunks: number of groups of heads at least, if there are as many KV heads; 0: 4, or
+                fewer where that would be too little work for each.
             gradients: dtype in which partial dK and dV travel; they are summed in float32.
         """
 
         gathered_mib: int = 1024
-        chunks: int = 4
+        chunks: int = 0
         gradients: Wire = "model"
 
     options: Options
@@ -63,6 +65,8 @@ class KvAllGather(GridAlgorithm):
     ) -> None:
         """See Algorithm.check."""
         assert isinstance(options, cls.Options)
-        for name, value in (("gathered_mib", options.gathered_mib), ("chunks", options.chunks)):
-            if value < 1:
-                raise ConfigError(f"allgather needs {name} >= 1, got {value}: leave it out")
+        check_chunks(cls.name, options.chunks)
+        if options.gathered_mib < 1:
+            raise ConfigError(
+                f"allgather needs gathered_mib >= 1, got {options.gathered_mib}: leave it out"
+            )

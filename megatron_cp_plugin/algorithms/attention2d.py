@@ -13,11 +13,10 @@ from megatron_cp_plugin.algorithms.grid import GridAlgorithm, GridSettings, Wire
 from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.core.grid import check_grid
 from megatron_cp_plugin.core.layout import Cyclic, Layout, Zigzag
+from megatron_cp_plugin.core.pipeline import check_chunks
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.registry import register
-
-_CHUNKS = 4
 
 
 @register("attention2d")
@@ -68,7 +67,8 @@ class Attention2D(GridAlgorithm):
             partials: dtype in which partial outputs travel: "model", that of q, in which kernels
                 give them, or "float32".
             gradients: dtype in which partial gradients travel; they are summed in float32.
-            chunks: of "zigzag": at most so many groups of heads, pipelined; 0: 4.
+            chunks: of "zigzag": at most so many groups of heads, pipelined; 0: 4, or fewer
+                where that would be too little work for each.
         """
 
         variant: Literal["zigzag", "no", "overlap"] = "zigzag"
@@ -92,7 +92,7 @@ class Attention2D(GridAlgorithm):
             cols=options.cols,
             partials=options.partials,
             gradients=options.gradients,
-            chunks=(options.chunks or _CHUNKS) if zigzag else 1,
+            chunks=options.chunks if zigzag else 1,
         )
         schedule = RingSchedule if options.variant == "overlap" else GatherSchedule
         self.schedule = schedule(topology, settings)
@@ -110,11 +110,7 @@ class Attention2D(GridAlgorithm):
         """See Algorithm.check."""
         assert isinstance(options, cls.Options)
         check_grid(cls.name, size, options.rows, options.cols)
-        if options.chunks < 0:
-            raise ConfigError(
-                f"attention2d needs chunks >= 0, got {options.chunks}: use 1 for no overlap, or 0 "
-                "for the default"
-            )
+        check_chunks(cls.name, options.chunks)
         if options.chunks > 1 and options.variant != "zigzag":
             raise ConfigError(
                 f"attention2d with variant {options.variant} takes no chunks, got "

@@ -18,7 +18,7 @@ from megatron_cp_plugin.algorithms.attention2d_blocks import (
     attend_alike,
     pair_of,
 )
-from megatron_cp_plugin.algorithms.grid import Flows, GridSchedule, shape_of
+from megatron_cp_plugin.algorithms.grid import Flows, GridSchedule
 from megatron_cp_plugin.core.algorithm import Call, Saved, Shape, Traffic, Work, attend_block
 from megatron_cp_plugin.core.comm import Communicator, Pending
 from megatron_cp_plugin.core.grid import Grid
@@ -42,7 +42,7 @@ class RingSchedule(GridSchedule):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Saved]:
         """See Algorithm.forward. Source: Attention2D, Algorithms 4, 5 and 6."""
-        flows = self.flows(shape_of(q, k, call))
+        flows = self.flows(Shape.of(q, k, call))
         row, column = self._rings(flows, call.seq_len)
         k, v = self.transpose(flows, (k, v), call.seq_len)
         wire = self.wire_dtype(self.settings.partials, q.dtype)
@@ -76,7 +76,7 @@ class RingSchedule(GridSchedule):
     def backward(self, dout: Tensor, saved: Saved, call: Call) -> tuple[Tensor, Tensor, Tensor]:
         """See Algorithm.backward. Source: Attention2D, Algorithms 8 to 11."""
         q, k, v, out, lse = saved
-        flows = self.flows(shape_of(q, k, call))
+        flows = self.flows(Shape.of(q, k, call))
         row, column = self._rings(flows, call.seq_len)
         wire = self.wire_dtype(self.settings.gradients, q.dtype)
         block: Block = (q, dout, lse, delta_of(dout, out))

@@ -13,6 +13,7 @@ from fractions import Fraction
 from functools import cache, cached_property, lru_cache
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from megatron_cp_plugin.core.algorithm import (
@@ -32,8 +33,8 @@ from megatron_cp_plugin.core.partial import (
     Accumulator,
     GradientSum,
     accumulation_dtype,
-    delta_of,
 )
+from megatron_cp_plugin.core.pipeline import HeadGroup, backward_groups, check_chunks
 from megatron_cp_plugin.core.tiles import Mask, Tile, plan_tiles
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ConfigError
@@ -261,6 +262,8 @@ class DistFlash(Algorithm):
             last_step: of an even number of ranks: "shared" by the owner of the queries and the rank
                 that would wait, or computed by the "owner" alone while half of the ranks wait (the
                 paper's rule; on 4 GPUs it takes 1.25 times as long).
+            chunks: groups of heads that the backward takes one after another, at most as many as
+                KV heads, to save memory; 0: two for long sequences, else one.
             transport: "group" (the process group's own, NCCL or gloo), "peer" (copy engines over
                 peer memory: GPUs of one node), or "auto", peer where that is possible.
         """
@@ -268,6 +271,7 @@ class DistFlash(Algorithm):
         balanced: bool = True
         overlap: bool = True
         last_step: LastStep = "shared"
+        chunks: int = 0
         transport: Literal["auto", "group", "peer"] = "auto"
 
     options: Options
@@ -293,7 +297,8 @@ class DistFlash(Algorithm):
         cls, options: Algorithm.Options, *, size: int, heads: int, kv_heads: int, causal: bool
     ) -> None:
         """See Algorithm.check: serves everything; says so where helpers have nothing to do."""
-        assert isinstance(options, DistFlash.Options)
+        assert isinstance(options, cls.Options)
+        check_chunks(cls.name, options.chunks)
         if options.balanced and not causal and size > 1:
             _say_that_nobody_helps(size)
 
@@ -323,8 +328,31 @@ class DistFlash(Algorithm):
     def backward(self, dout: Tensor, saved: Saved, call: Call) -> tuple[Tensor, Tensor, Tensor]:
         """See Algorithm.backward."""
         q, k, v, out, lse = saved
+        dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+        for group in self._backward_groups(Shape.of(q, k, call)):
+            self._differentiate(
+                dout[:, :, group.q],
+                q[:, :, group.q],
+                k[:, :, group.kv],
+                v[:, :, group.kv],
+                Statistics(lse, out=out).heads(group.q),
+                call,
+                (dq[:, :, group.q], dk[:, :, group.kv], dv[:, :, group.kv]),
+            )
+        return dq, dk, dv
+
+    def _differentiate(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        statistics: Statistics,
+        call: Call,
+        gradients: Block,
+    ) -> None:
+        """Writes dq, dk, dv of some heads to `gradients`."""
         schedule = self._schedule(call)
-        statistics = Statistics(lse, out=out)
         total = Gradients(GradientSum(q), GradientSum(k), GradientSum(v))
 
         def compute(task: Task, fetched: Block) -> Block:
@@ -347,10 +375,18 @@ class DistFlash(Algorithm):
             for own, gradient in zip(sums, results, strict=True):
                 own.add(task.part, gradient)
 
-        query = (q, dout, delta_of(dout, out), lse.contiguous()) if schedule.has_helpers else ()
-        lent = _Lent(kv=(k, v), query=query, returned_kv=(k, v), returned_query=(q,))
+        query: Block = ()
+        if schedule.has_helpers:
+            query = (q, dout, statistics.delta_for(dout), statistics.lse)
+        kv = k.contiguous(), v.contiguous()
+        lent = _Lent(kv=kv, query=query, returned_kv=kv, returned_query=(q,))
         self._follow(schedule, lent, compute, accept)
-        return total.dq.result(), total.dk.result(), total.dv.result()
+        for own, target in zip((total.dq, total.dk, total.dv), gradients, strict=True):
+            own.write(target)
+
+    def _backward_groups(self, shape: Shape) -> tuple[HeadGroup, ...]:
+        elements = shape.elements(self.topology.size)
+        return backward_groups(shape.heads, shape.kv_heads, self.options.chunks, elements)
 
     def _schedule(self, call: Call) -> Schedule:
         return self._plan(call.seq_len, call.mask, call.kernel.rectangular_causal)
@@ -468,6 +504,7 @@ class DistFlash(Algorithm):
             True: ((query, 1), (query + row, 2), (2 * query + 2 * row, 4), (query, 1)),
         }
         schedule = self._plan(shape.seq_len, mask, rectangular=False)
+        groups = len(self._backward_groups(shape))
         totals = [0, 0, 0, 0]
         for step in range(len(schedule.steps)):
             for task in schedule.exchanged(step):
@@ -479,7 +516,7 @@ class DistFlash(Algorithm):
                     sent += [(0, back), (2, back_again)]
                 for index, (per_token, messages) in sent:
                     totals[index] += shape.batch * task.tokens * per_token
-                    totals[index + 1] += messages
+                    totals[index + 1] += messages * (groups if index else 1)
         return Traffic(*totals)
 
     def trace(self, seq_len: int, mask: Mask) -> tuple[Work, ...]:

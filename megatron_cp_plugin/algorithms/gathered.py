@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.algorithms.grid import Flows, GridSchedule, shape_of
+from megatron_cp_plugin.algorithms.grid import Flows, GridSchedule
 from megatron_cp_plugin.core.algorithm import (
     Call,
     Gradients,
@@ -30,7 +30,7 @@ from megatron_cp_plugin.core.partial import (
     delta_of,
     merge_all_into,
 )
-from megatron_cp_plugin.core.pipeline import HeadGroup, head_groups, pipeline
+from megatron_cp_plugin.core.pipeline import HeadGroup, head_groups, pieces, pipeline
 from megatron_cp_plugin.core.tiles import Mask, Part, parts, plan_tiles
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.kernels.base import Statistics
@@ -225,7 +225,7 @@ class GatherSchedule(GridSchedule):
         return tuple(found)
 
     def _plan(self, q: Tensor, k: Tensor, call: Call) -> _Plan:
-        shape = shape_of(q, k, call)
+        shape = Shape.of(q, k, call)
         flows = self.flows(shape)
         queries = self._assembly(flows.row, call.seq_len)
         keys = self._assembly(flows.column_owners, call.seq_len)
@@ -245,7 +245,7 @@ class GatherSchedule(GridSchedule):
         Raises: ContextParallelError if it cannot be kept.
         """
         size = self.topology.size
-        chunks = self.settings.chunks if size > 1 else 1
+        chunks = pieces(self.settings.chunks, shape.flop(size)) if size > 1 else 1
         # Where only K and V travel, groups that share them would have nothing to wait for.
         share_kv = cols > 1
         groups = head_groups(shape.heads, shape.kv_heads, chunks, share_kv=share_kv)

@@ -30,7 +30,7 @@ class GridSettings:
             layout holds evenly spaced ones.
         rows, cols: R and C; 0: whatever moves fewer bytes.
         partials, gradients: dtype in which partial outputs and gradients travel.
-        chunks: head groups that are pipelined, at most.
+        chunks: head groups that are pipelined, at most; 0: what suits the work.
         gathered_bytes: bound on the gathered K and V; None: no bound.
     """
 
@@ -40,7 +40,7 @@ class GridSettings:
     cols: int = 0
     partials: Wire = "model"
     gradients: Wire = "model"
-    chunks: int = 1
+    chunks: int = 0
     gathered_bytes: int | None = None
 
 
@@ -191,19 +191,6 @@ class GridSchedule(ABC):
             moved.backward_bytes + self.length(owner, shape.seq_len) * token,
             moved.backward_messages + 2,
         )
-
-
-def shape_of(q: Tensor, k: Tensor, call: Call) -> Shape:
-    """The shape of the whole problem, from a rank's q [B,S,H,D] and k [B,S,G,D]."""
-    return Shape(
-        q.shape[0],
-        call.seq_len,
-        q.shape[2],
-        k.shape[2],
-        q.shape[3],
-        q.element_size(),
-        accumulation_dtype(q.dtype).itemsize,
-    )
 
 
 class GridAlgorithm(Algorithm):

@@ -19,7 +19,7 @@ from megatron_cp_plugin.core.assembly import Assembly, assemble, padded
 from megatron_cp_plugin.core.comm import Pending
 from megatron_cp_plugin.core.layout import Grouped, Layout
 from megatron_cp_plugin.core.partial import GradientSum, accumulation_dtype, delta_of
-from megatron_cp_plugin.core.pipeline import HeadGroup, head_groups, pipeline
+from megatron_cp_plugin.core.pipeline import HeadGroup, head_groups, pieces, pipeline
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ConfigError
@@ -66,12 +66,13 @@ class HeadSplit(Algorithm):
         """Options of all that split heads.
 
         Attributes:
-            chunks: groups of heads that are pipelined, at most.
+            chunks: groups of heads that are pipelined, at most; 0: 4, or fewer where that would be
+                too little work for each.
             keep: what is kept for the backward: q, k, v as "exchanged", or the "local" ones, which
                 are exchanged again. Local ones cost nothing where checkpointing recomputes them.
         """
 
-        chunks: int = 4
+        chunks: int = 0
         keep: Literal["exchanged", "local"] = "exchanged"
 
     options: Options
@@ -88,7 +89,7 @@ class HeadSplit(Algorithm):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Saved]:
         """See Algorithm.forward."""
-        split = self._split(q.shape[2], k.shape[2], call.seq_len)
+        split = self._split(Shape.of(q, k, call))
         out = torch.empty_like(q)
         lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulation_dtype(q.dtype))
         kept: list[Tensor] = []
@@ -109,7 +110,7 @@ class HeadSplit(Algorithm):
         """See Algorithm.backward."""
         exchanged = self.options.keep == "exchanged"
         like_k, out = saved[0 if exchanged else 1], saved[1 if exchanged else 3]
-        split = self._split(dout.shape[2], like_k.shape[2], call.seq_len)
+        split = self._split(Shape.of(dout, like_k, call))
         rows = [delta_of(dout, out)] if exchanged else [delta_of(dout, out), saved[4]]
         arriving_rows = [split.arrive_rows(x) for x in rows]
         batch, tokens, _, dim = dout.shape
@@ -153,7 +154,7 @@ class HeadSplit(Algorithm):
 
     def traffic(self, shape: Shape, mask: Mask, rank: int) -> Traffic:
         """See Algorithm.traffic: all-to-alls as stated by the class, and those of the ring."""
-        split = self._split(shape.heads, shape.kv_heads, shape.seq_len)
+        split = self._split(shape)
         others, groups = split.size - 1, len(split.groups)
         key_groups = sum(group.first for group in split.groups)
         # Each other rank of the team gets the heads that it computes.
@@ -179,7 +180,7 @@ class HeadSplit(Algorithm):
 
     def trace(self, seq_len: int, mask: Mask) -> tuple[Work, ...]:
         """See Algorithm.trace. Teams chosen by the number of heads are those of one head a rank."""
-        split = self._split(self.topology.size, self.topology.size, seq_len)
+        split = self._split(Shape(1, seq_len, self.topology.size, self.topology.size, 1))
         size = split.size
 
         def members(teams: tuple[int, ...]) -> tuple[int, ...]:
@@ -197,15 +198,17 @@ class HeadSplit(Algorithm):
             for place in range(size)
         )
 
-    def _split(self, heads: int, kv_heads: int, seq_len: int) -> "_Split":
-        size = self.degree(kv_heads)
+    def _split(self, shape: Shape) -> "_Split":
+        size = self.degree(shape.kv_heads)
         if size not in self._teams:
             self._teams[size] = _Team(self.topology, size, self.layout, self.ring_options)
         team = self._teams[size]
         total, layout = self.topology.size, self.layout
+        seq_len = shape.seq_len
         width = max(layout.length(rank, total, seq_len) for rank in range(total))
         order = assemble([layout.spans(rank, total, seq_len) for rank in team.members], width)
-        return _Split(team, order, heads, kv_heads, self.options.chunks)
+        chunks = pieces(self.options.chunks, shape.flop(total))
+        return _Split(team, order, shape.heads, shape.kv_heads, chunks)
 
 
 class _Split:
@@ -320,12 +323,4 @@ def check_heads(name: str, heads: int, degree: int) -> None:
             f"{name} needs query heads divisible by the {degree} ranks that split them, got "
             f"{heads} heads: the largest usable degree is {largest}; use that, or "
             f"--context-parallel-algo usp with ulysses={largest}"
-        )
-
-
-def check_chunks(name: str, options: HeadSplit.Options) -> None:
-    """Raises: ConfigError if there is not at least one group of heads."""
-    if options.chunks < 1:
-        raise ConfigError(
-            f"{name} needs chunks >= 1, got {options.chunks}: use 1 for no overlap, or leave it out"
         )

@@ -27,6 +27,7 @@ from megatron_cp_plugin.core.algorithm import (
 from megatron_cp_plugin.core.comm import Communicator, Pending
 from megatron_cp_plugin.core.layout import Contiguous, Layout, Zigzag
 from megatron_cp_plugin.core.partial import Accumulator, GradientSum, accumulation_dtype
+from megatron_cp_plugin.core.pipeline import HeadGroup, backward_groups, check_chunks
 from megatron_cp_plugin.core.tiles import Mask, Tile, plan_tiles
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ConfigError
@@ -101,6 +102,16 @@ class Ring(Algorithm):
 
     While a rank computes with one block the next one arrives; no rank ever holds more than two.
 
+    Kept for the backward: q, k, v, out and lse of the rank's own tokens. Beside these and its
+    results a rank holds at most, with elements of 2 bytes, q = 2*B*H*S*D bytes of queries,
+    kv = 4*B*G*S*D of keys and values and n groups of heads (`chunks`), rows of lse and delta aside,
+
+        forward   3q + 2kv
+        backward  "kv": 2q + 10kv, "query": 12q + 2kv;
+                  n > 1: (2q + 15kv) / n, (19q + 2kv) / n
+
+    and what kernels need within. With transport peer, receive buffers are kept between calls.
+
     Source: BurstAttention, Algorithms 1, 2 and 3. Differs: out and all gradients are summed in
     float32; blocks that are wholly in the causal future are not sent on; dQ travels on a flow of
     its own; a KV-rotating backward where that moves fewer bytes.
@@ -115,6 +126,9 @@ class Ring(Algorithm):
         Attributes:
             backward: what travels in the backward: "kv" (K, V, dK, dV), "query" (Q, dO, delta,
                 lse, dQ), or "auto", the one with fewer bytes for this ratio of heads.
+            chunks: groups of heads that the backward takes one after another, at most as many as
+                KV heads: less memory, and one group's last hop runs beside the next group's first
+                step; 0: two for long sequences, else one.
             gradients: dtype in which partial sums of gradients travel: "float32" or "model",
                 the dtype of q.
             transport: "group" (the process group's own, NCCL or gloo), "peer" (copy engines over
@@ -123,6 +137,7 @@ class Ring(Algorithm):
         """
 
         backward: Literal["auto", "kv", "query"] = "auto"
+        chunks: int = 0
         gradients: Literal["float32", "model"] = "float32"
         transport: Literal["auto", "group", "peer"] = "auto"
 
@@ -135,6 +150,14 @@ class Ring(Algorithm):
                 f"{self.name} transport peer needs GPUs of one node with access to each other's "
                 "memory, got ranks without it: use transport auto or group"
             )
+
+    @classmethod
+    def check(
+        cls, options: Algorithm.Options, *, size: int, heads: int, kv_heads: int, causal: bool
+    ) -> None:
+        """See Algorithm.check."""
+        assert isinstance(options, cls.Options)
+        check_chunks(cls.name, options.chunks)
 
     def _flow(self, name: str, tour: Tour, slots: int) -> Communicator:
         """The flow of messages of that name, by copy engines where wanted and possible."""
@@ -157,7 +180,7 @@ class Ring(Algorithm):
             attend_block(total, q, keys, values, tiles, call)
             return ()
 
-        self._circulate((k, v), self._tour(call, "kv"), visit)
+        self._circulate((k, v), self._tour(call, "kv"), visit, (), Pending(lambda: None)).wait()
         out, lse = total.result()
         return out, lse, (q, k, v, out, lse)
 
@@ -170,10 +193,26 @@ class Ring(Algorithm):
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, statistics: Statistics, call: Call
     ) -> tuple[Tensor, Tensor, Tensor]:
         """As `backward`, where either out or delta is at hand."""
-        if self.backward_rule(q.shape[2], k.shape[2], q.shape[3], q.dtype) == "kv":
-            return self._rotate_kv(dout, q, k, v, statistics, call)
-        statistics = Statistics(statistics.lse, delta=statistics.delta_for(dout))
-        return self._rotate_query(dout, q, k, v, statistics, call)
+        shape = Shape.of(q, k, call)
+        rotate = self._rotate_kv if self._rule(shape) == "kv" else self._rotate_query
+        dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+        coming_home: Pending[None] = Pending(lambda: None)
+        for group in self._backward_groups(shape):
+            coming_home = rotate(
+                dout[:, :, group.q],
+                q[:, :, group.q],
+                (k[:, :, group.kv], v[:, :, group.kv]),
+                statistics.heads(group.q),
+                call,
+                (dq[:, :, group.q], dk[:, :, group.kv], dv[:, :, group.kv]),
+                coming_home,
+            )
+        coming_home.wait()
+        return dq, dk, dv
+
+    def _backward_groups(self, shape: Shape) -> tuple[HeadGroup, ...]:
+        elements = shape.elements(self.topology.size)
+        return backward_groups(shape.heads, shape.kv_heads, self.options.chunks, elements)
 
     def backward_rule(
         self, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype
@@ -190,8 +229,21 @@ class Ring(Algorithm):
         return "kv" if sum(self._hop(shape, "kv")) <= sum(self._hop(shape, "query")) else "query"
 
     def _rotate_kv(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, statistics: Statistics, call: Call
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self,
+        dout: Tensor,
+        q: Tensor,
+        kv: Block,
+        statistics: Statistics,
+        call: Call,
+        gradients: Block,
+        before: Pending[None],
+    ) -> Pending[None]:
+        """K, V and their gradients travel.
+
+        Args: gradients: where dq, dk, dv go. before: see `_circulate`.
+
+        Returns: to be waited for until all of `gradients` is there.
+        """
         dq = GradientSum(q)
 
         def visit(block: Block, tiles: tuple[Tile, ...]) -> tuple[GradientSum, ...]:
@@ -200,24 +252,38 @@ class Ring(Algorithm):
             differentiate_block(sums, dout, q, keys, values, statistics, tiles, call)
             return sums.dk, sums.dv
 
-        dk, dv = self._circulate((k, v), self._tour(call, "kv"), visit)
-        return dq.result(), dk, dv
+        block = tuple(x.contiguous() for x in kv)
+        done = self._circulate(block, self._tour(call, "kv"), visit, gradients[1:], before)
+        dq.write(gradients[0])
+        return done
 
     def _rotate_query(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, statistics: Statistics, call: Call
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        dk, dv = GradientSum(k), GradientSum(v)
+        self,
+        dout: Tensor,
+        q: Tensor,
+        kv: Block,
+        statistics: Statistics,
+        call: Call,
+        gradients: Block,
+        before: Pending[None],
+    ) -> Pending[None]:
+        """Q, dO, delta, lse and dQ travel; otherwise as `_rotate_kv`."""
+        keys, values = kv
+        dk, dv = GradientSum(keys), GradientSum(values)
 
         def visit(block: Block, tiles: tuple[Tile, ...]) -> tuple[GradientSum, ...]:
             q, dout, delta, lse = block
             sums = Gradients(GradientSum(q), dk, dv)
-            differentiate_block(sums, dout, q, k, v, Statistics(lse, delta=delta), tiles, call)
+            other = Statistics(lse, delta=delta)
+            differentiate_block(sums, dout, q, keys, values, other, tiles, call)
             return (sums.dq,)
 
-        assert statistics.delta is not None
-        block = (q, dout, statistics.delta, statistics.lse.contiguous())
-        (dq,) = self._circulate(block, self._tour(call, "query"), visit)
-        return dq, dk.result(), dv.result()
+        rows = statistics.delta_for(dout), statistics.lse
+        block = tuple(x.contiguous() for x in (q, dout, *rows))
+        done = self._circulate(block, self._tour(call, "query"), visit, gradients[:1], before)
+        dk.write(gradients[1])
+        dv.write(gradients[2])
+        return done
 
     def _tour(self, call: Call, moving: Literal["kv", "query"]) -> Tour:
         return Tour(
@@ -229,13 +295,19 @@ class Ring(Algorithm):
             call.kernel.rectangular_causal,
         )
 
-    def _circulate(self, block: Block, tour: Tour, visit: Visit) -> tuple[Tensor, ...]:
+    def _circulate(
+        self, block: Block, tour: Tour, visit: Visit, sums_to: Block, before: Pending[None]
+    ) -> Pending[None]:
         """Sends the local block on its tour and computes with every block that comes by.
 
         `visit(block, tiles)` may return sums that belong to the block; they travel one step
         behind it, each stop adding its own.
 
-        Returns: the sums of the local block over all its stops.
+        Args:
+            sums_to: where the sums of the local block over all its stops go.
+            before: of an earlier tour; waited for once this one has something to compute.
+
+        Returns: to be waited for until the sums have come home.
         """
         rank = self.topology.rank
         blocks = self._flow("blocks", tour, slots=2)
@@ -248,9 +320,11 @@ class Ring(Algorithm):
             own: tuple[GradientSum, ...] = ()
             if held is not None:
                 own = visit(held, tour.tiles(tour.owner(rank, step), rank))
+            if step == 0:
+                before.wait()
             sums.after_stop(step, own)
             held = arriving.wait()
-        return sums.collect()
+        return sums.coming_home(sums_to)
 
     @staticmethod
     def _post_hop(
@@ -283,7 +357,8 @@ class Ring(Algorithm):
         """See Algorithm.traffic. Where every block visits every rank, of S = N/P tokens each:
 
         forward: P-1 hops of K, V; backward "kv": P-1 hops of K, V, dK, dV; backward "query": P-1
-        hops of Q, dO, dQ and of delta and lse.
+        hops of Q, dO, dQ and of delta and lse; as often, and as much smaller, as there are groups
+        of heads.
         """
         rule = self._rule(shape)
         size = self.topology.size
@@ -305,11 +380,12 @@ class Ring(Algorithm):
         block_tokens, sum_tokens, block_hops, sum_hops = sent(rule)
         block_bytes, sum_bytes = self._hop(shape, rule)
         tensors, sums = (2, 2) if rule == "kv" else (4, 1)
+        groups = len(self._backward_groups(shape))
         return Traffic(
             shape.batch * kv_tokens * 2 * shape.kv_heads * shape.head_dim * shape.element_bytes,
             2 * kv_hops,
             shape.batch * (block_tokens * block_bytes + sum_tokens * sum_bytes),
-            tensors * block_hops + sums * sum_hops,
+            groups * (tensors * block_hops + sums * sum_hops),
         )
 
     def trace(self, seq_len: int, mask: Mask) -> tuple[Work, ...]:
@@ -388,14 +464,16 @@ class _TravellingSums:
         )
         self._under_way = [travel, home]
 
-    def collect(self) -> tuple[Tensor, ...]:
-        """The sums of this rank's own block, in the dtype of the block."""
-        self._wait()
-        gathered = self._returned or (None,) * len(self._home)
-        return tuple(
-            total.result(plus=elsewhere)
-            for total, elsewhere in zip(self._home, gathered, strict=True)
-        )
+    def coming_home(self, targets: Block) -> Pending[None]:
+        """Until waited for, the sums of this rank's own block are not in `targets`."""
+
+        def finish() -> None:
+            self._wait()
+            gathered = self._returned or (None,) * len(targets)
+            for total, target, elsewhere in zip(self._home, targets, gathered, strict=True):
+                total.write(target, plus=elsewhere)
+
+        return Pending(finish)
 
     def _wait(self) -> None:
         for pending in self._under_way:

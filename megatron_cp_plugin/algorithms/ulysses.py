@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_cp_plugin.algorithms.head_split import HeadSplit, check_chunks, check_heads
+from megatron_cp_plugin.algorithms.head_split import HeadSplit, check_heads
 from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.core.layout import LAYOUTS, Layout
+from megatron_cp_plugin.core.pipeline import check_chunks
 from megatron_cp_plugin.registry import register
 
 
@@ -58,5 +59,5 @@ class Ulysses(HeadSplit):
     ) -> None:
         """See Algorithm.check."""
         assert isinstance(options, cls.Options)
-        check_chunks(cls.name, options)
+        check_chunks(cls.name, options.chunks)
         check_heads(cls.name, heads, size)

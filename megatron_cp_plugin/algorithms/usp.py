@@ -4,10 +4,11 @@ from dataclasses import dataclass
 from math import gcd
 from typing import Literal
 
-from megatron_cp_plugin.algorithms.head_split import HeadSplit, check_chunks, check_heads
+from megatron_cp_plugin.algorithms.head_split import HeadSplit, check_heads
 from megatron_cp_plugin.algorithms.ring import Ring
 from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.core.layout import LAYOUTS, Layout
+from megatron_cp_plugin.core.pipeline import check_chunks
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.registry import register
@@ -72,7 +73,7 @@ class Usp(HeadSplit):
     ) -> None:
         """See Algorithm.check."""
         assert isinstance(options, cls.Options)
-        check_chunks(cls.name, options)
+        check_chunks(cls.name, options.chunks)
         if options.ulysses < 0 or (options.ulysses and size % options.ulysses):
             allowed = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
             raise ConfigError(

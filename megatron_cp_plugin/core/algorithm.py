@@ -4,11 +4,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Self
 
 from torch import Tensor
 
 from megatron_cp_plugin.core.layout import Layout
-from megatron_cp_plugin.core.partial import Accumulator, GradientSum
+from megatron_cp_plugin.core.partial import Accumulator, GradientSum, accumulation_dtype
 from megatron_cp_plugin.core.tiles import Mask, Tile
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.kernels.base import SoftmaxKernel, Statistics
@@ -42,6 +43,21 @@ class Shape:
     head_dim: int
     element_bytes: int = 2
     wide_bytes: int = 4
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, call: Call) -> Self:
+        """The whole problem, from a rank's q [B,S,H,D] and k [B,S,G,D]."""
+        wide_bytes = accumulation_dtype(q.dtype).itemsize
+        batch, _, heads, dim = q.shape
+        return cls(batch, call.seq_len, heads, k.shape[2], dim, q.element_size(), wide_bytes)
+
+    def flop(self, size: int) -> int:
+        """FLOP of the forward of one of `size` ranks without a mask."""
+        return 4 * self.batch * self.heads * self.head_dim * self.seq_len**2 // size
+
+    def elements(self, size: int) -> int:
+        """Elements of q of the rank with most tokens, of `size`."""
+        return self.batch * -(-self.seq_len // size) * self.heads * self.head_dim
 
 
 @dataclass(frozen=True)

@@ -185,6 +185,10 @@ class GradientSum:
             return self._plus(self.held, plus, dtype)
         return self.held.to(dtype).contiguous()
 
+    def write(self, out: Tensor, plus: Tensor | None = None) -> None:
+        """out [B,S,heads,D] = the sum, and `plus` if there is one; out may be strided."""
+        _sum_into(out, self.held, plus)
+
     @property
     def held(self) -> Tensor:
         """The sum in whatever dtype it is, for whoever copies it elsewhere."""

@@ -69,6 +69,11 @@ class PeerCommunicator(Communicator):
         return self._slots * self._slot_bytes
 
     def _exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Pending[None]:
+        if torch.cuda.is_current_stream_capturing():
+            raise ContextParallelError(
+                "transport peer counts its messages, which a CUDA graph cannot do when it is "
+                "replayed: use transport group"
+            )
         current = torch.cuda.current_stream()
         sources = {source for _, source in receives}
         targets = {to for _, to in sends}

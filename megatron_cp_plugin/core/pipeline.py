@@ -4,6 +4,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatron_cp_plugin.core.comm import Pending
+from megatron_cp_plugin.errors import ConfigError
+
+_MOST_PIECES = 4
+_PIECE = 10**12  # FLOP: below that a piece costs more in launches than it hides
+_LARGE = 2**26
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,36 @@ def head_groups(
             )
         )
     return tuple(groups)
+
+
+def pieces(chunks: int, flop: int) -> int:
+    """Into how many pieces to split work that hides communication.
+
+    Args: chunks: as many; 0: what suits `flop`, that of a rank's forward without a mask.
+    """
+    return chunks or min(_MOST_PIECES, max(1, flop // _PIECE))
+
+
+def check_chunks(name: str, chunks: int) -> None:
+    """Raises: ConfigError if the number of pieces is negative."""
+    if chunks < 0:
+        raise ConfigError(
+            f"{name} needs chunks >= 0, got {chunks}: use 1 for a single piece, or leave it out"
+        )
+
+
+def backward_groups(heads: int, kv_heads: int, chunks: int, elements: int) -> tuple[HeadGroup, ...]:
+    """Groups of heads whose gradients are computed one after another, to save memory.
+
+    Blocks under way, sums and what kernels return are those of one group then.
+
+    Args:
+        chunks: how many groups at most; 0: one, or two where a rank's q has many elements, whose
+            kernels are as fast with half of the heads.
+        elements: of a rank's q.
+    """
+    wanted = chunks or (2 if elements >= _LARGE else 1)
+    return head_groups(heads, kv_heads, wanted, share_kv=False)
 
 
 def pipeline[I, X](

@@ -70,6 +70,14 @@ class Statistics:
             None if self.delta is None else self.delta[:, :, rows],
         )
 
+    def heads(self, heads: slice) -> "Statistics":
+        """The statistics of some query heads."""
+        return Statistics(
+            self.lse[:, heads],
+            None if self.out is None else self.out[:, :, heads],
+            None if self.delta is None else self.delta[:, heads],
+        )
+
     def flipped(self) -> "Statistics":
         """The statistics of the rows in reverse order."""
         return Statistics(

@@ -173,15 +173,15 @@ def create_layout(case: Case):
 def test_rows_inside_nodes_and_any_numbering(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks of a node need not be consecutive."""
     monkeypatch.setattr(VirtualTopology, "nodes", property(lambda self: (0, 1, 1, 0) * 2))
-    check(Case("attention2d", (("rows", 4),)), 8, seq_len=uneven(8))
-    check(Case("attention2d", (("rows", 2),)), 8, seq_len=32, causal=False)
+    check(Case("attention2d", (("rows", 4), ("chunks", 4))), 8, seq_len=uneven(8))
+    check(Case("attention2d", (("rows", 2), ("chunks", 4))), 8, seq_len=32, causal=False)
 
 
 ALL = [
     *(Case("attention2d", (("variant", variant), ("rows", 2))) for variant in VARIANTS),
-    Case("allgather"),
-    Case("ulysses"),
-    Case("usp", (("ulysses", 2),)),
+    Case("allgather", (("chunks", 4),)),
+    Case("ulysses", (("chunks", 4),)),
+    Case("usp", (("ulysses", 2), ("chunks", 4))),
 ]
 
 
@@ -210,8 +210,9 @@ def test_every_rank_makes_the_same_flows(case: Case, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("kv_heads", [1, 2, 4], ids=["MQA", "GQA", "MHA"])
 def test_allgather(size: int, kv_heads: int) -> None:
-    check(Case("allgather"), size, seq_len=uneven(size), kv_heads=kv_heads)
-    check(Case("allgather"), size, causal=False, seq_len=4 * size, kv_heads=kv_heads)
+    check(Case("allgather", (("chunks", 4),)), size, seq_len=uneven(size), kv_heads=kv_heads)
+    case = Case("allgather", (("chunks", 4),))
+    check(case, size, causal=False, seq_len=4 * size, kv_heads=kv_heads)
 
 
 def heads_for(size: int) -> int:
@@ -223,7 +224,7 @@ def heads_for(size: int) -> int:
 @pytest.mark.parametrize("size", SIZES)
 def test_ulysses(size: int, layout: str, keep: str) -> None:
     heads = heads_for(size)
-    case = Case("ulysses", (("layout", layout), ("keep", keep)))
+    case = Case("ulysses", (("layout", layout), ("keep", keep), ("chunks", 4)))
     for kv_heads in {1, heads, heads // 2 or 1} if heads % 2 == 0 else {1, heads, heads // 3}:
         check(case, size, seq_len=uneven(size), heads=heads, kv_heads=kv_heads)
         check(case, size, causal=False, seq_len=4 * size, heads=heads, kv_heads=kv_heads)
@@ -355,7 +356,7 @@ def test_refusals_name_what_works() -> None:
     assert "largest usable degree is 3" in refused("usp", 8, heads=6, kv_heads=6, ulysses=4)
     assert "use one of 1, 2, 3, 6" in refused("usp", 6, ulysses=4)
     assert "gathered_mib >= 1" in refused("allgather", 4, gathered_mib=0)
-    assert "chunks >= 1" in refused("ulysses", 4, chunks=0)
+    assert "chunks >= 0" in refused("ulysses", 4, chunks=-1)
 
 
 def test_the_bound_on_gathered_keys_makes_more_groups_or_refuses() -> None:

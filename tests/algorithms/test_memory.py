@@ -27,6 +27,7 @@ from megatron_cp_plugin.core.algorithm import Call
 from megatron_cp_plugin.core.comm import Communicator, Pending
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.virtual import VirtualTopology, VirtualWorld
+from megatron_cp_plugin.kernels import base
 from megatron_cp_plugin.kernels.base import SoftmaxKernel
 from megatron_cp_plugin.registry import create
 
@@ -131,7 +132,7 @@ def measure(monkeypatch, algo: str, size: int, heads: int, kv_heads: int, **opti
     monkeypatch.setattr(partial, "_sum_into", lambda *a: None)
     for module in (gathered, attention2d_blocks):
         monkeypatch.setattr(module, "merge_all_into", lambda *a: None)
-    for module in (gathered, attention2d_overlap, head_split):
+    for module in (gathered, attention2d_overlap, head_split, base):
         monkeypatch.setattr(module, "delta_of", lambda dout, out: rows_like(dout))
     algorithm = create(algo, Alone(VirtualWorld(size), range(size), 0, ""), options)
     q, dout = (torch.zeros(1, TOKENS, heads, DIM, dtype=torch.bfloat16) for _ in range(2))
@@ -218,3 +219,17 @@ def test_ulysses(monkeypatch, size: int, heads: int, kv_heads: int, chunks: int)
     is_within(
         peak.backward, (2 * (2 * heads + 2 * kv_heads) + 3 * (heads + 2 * kv_heads)) * head / chunks
     )
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 4])
+@pytest.mark.parametrize("kv_heads", [8, 4])
+@pytest.mark.parametrize("rule", ["kv", "query"])
+def test_rings(monkeypatch, rule: str, kv_heads: int, chunks: int) -> None:
+    peak = measure(monkeypatch, "zigzag", 4, 8, kv_heads, backward=rule, chunks=chunks)
+    q, kv = (heads * TOKENS * DIM * ELEMENT for heads in (8, 2 * kv_heads))
+    is_within(peak.forward, 3 * q + 2 * kv)
+    of_groups = {"kv": 2 * q + 10 * kv, "query": 12 * q + 2 * kv}
+    if chunks > 1:
+        of_groups = {"kv": 2 * q + 15 * kv, "query": 19 * q + 2 * kv}
+    is_within(peak.backward, of_groups[rule] / chunks)
+    assert peak.backward >= 0.8 * of_groups[rule] / chunks
