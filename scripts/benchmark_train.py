@@ -1,34 +1,49 @@
 """Times Megatron training steps per algorithm, beside Megatron over Transformer Engine.
 
-    python scripts/benchmark_train.py --shape llama7b --layers 4 --tokens 128K --gpus 4 \
-        --runs zigzag,te:p2p,te:a2a --recompute none,full
+    python scripts/benchmark_train.py --shape llama7b --layers 4 --tokens 32K,64K,128K --gpus 4 \
+        --runs zigzag,te:p2p,te:a2a --recompute none,full,full-twice
+    python scripts/benchmark_train.py --shape tnl-1b --tokens 32K,64K --per-gpu --longest \
+        --gpus 1,2,4 --runs lasp,lasp2 --recompute none,full
 
-Each run is one torchrun of scripts/pretrain_gpt.py on random data, batch 1, bf16, distributed
-optimizer; runs differ in nothing but the algorithm. `te:MODE` is Megatron's own path with
-`--cp-comm-type MODE`. Prints a table, writes markdown and JSON.
+Every combination of run, recompute and number of GPUs is one torchrun of benchmark_train_job.py,
+which measures all lengths: random data, batch 1, bf16, distributed optimizer. Runs differ in
+nothing but the algorithm. `te:MODE` is Megatron's own path with `--cp-comm-type MODE`. Jobs start
+ahead, as far as they need no GPU, while others measure; those of fewer GPUs go side by side.
+
+Prints a table, writes markdown and JSON. Running out of memory is a result. Without a GPU, the
+tiny shapes show that it works. A waiting job holds a CUDA context on each of its GPUs, about half a
+GiB that the next one's longest sequence lacks; `--ahead 1` keeps it to one.
+
+No rival computes linear attention by exchanging heads (Ulysses): none of ours does.
 """
 
 import argparse
 import json
 import os
-import re
+import socket
 import statistics
 import subprocess
 import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
 
+import torch
+from benchmark_train_job import Plan, Report, read_reports
 from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).resolve().parent.parent
 H200_DENSE_BF16_TFLOPS = 989.0
+UNITS = {"K": 1024, "M": 1024**2}
 
 
 @dataclass(frozen=True)
 class Model:
-    """A model's shape."""
+    """A model's shape. Attributes: linear: TransNormerLLM instead of softmax attention."""
 
     layers: int
     hidden: int
@@ -36,36 +51,70 @@ class Model:
     ffn: int
     kv_heads: int
     swiglu: bool
+    linear: bool = False
+    vocabulary: int = 32000
 
-    def flops(self, layers: int, tokens: int, vocabulary: int) -> float:
+    def flops(self, layers: int, tokens: int) -> float:
         """Of one training step without recompute: matrix products, and causal attention."""
         kv = self.hidden * self.kv_heads / self.heads
-        linear = layers * (
-            2 * self.hidden**2
+        products = layers * (
+            (3 if self.linear else 2) * self.hidden**2  # q, out; the gate
             + 2 * self.hidden * kv
             + (3 if self.swiglu else 2) * self.hidden * self.ffn
         )
-        linear += self.hidden * vocabulary
-        attention = layers * tokens * self.hidden  # 4 * N^2 / 2 a layer, forward
-        return 6.0 * tokens * linear + 6.0 * tokens * attention
+        products += self.hidden * self.vocabulary
+        # k v^T and q S; or 4 * N^2 / 2 a layer, forward.
+        width = 2 * self.hidden // self.heads if self.linear else tokens
+        attention = layers * width * self.hidden
+        return 6.0 * tokens * (products + attention)
 
 
-# GPT-3 shapes of Attention2D, Table 3; Llama-2-7B.
+# GPT-3 shapes of Attention2D, Table 3; Llama-2-7B; TransNormerLLM-385M, whose sizes are the
+# defaults of its published configuration, and -1B, the two that LASP measures.
 SHAPES = {
     "gpt3-760m": Model(24, 1536, 16, 6144, 16, False),
     "gpt3-2.7b": Model(32, 2560, 32, 10240, 32, False),
     "gpt3-13b": Model(40, 5120, 40, 20480, 40, False),
     "llama7b": Model(32, 4096, 32, 11008, 32, True),
+    "tnl-0.4b": Model(24, 1024, 8, 2816, 8, True, linear=True, vocabulary=64000),
+    "tnl-1b": Model(16, 2048, 16, 5632, 16, True, linear=True, vocabulary=64000),
+    "tiny": Model(2, 64, 4, 128, 2, True, vocabulary=256),
+    "tnl-tiny": Model(2, 64, 4, 128, 4, True, linear=True, vocabulary=256),
 }
-VOCABULARY = 32000
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+# full-twice: attention too, as Megatron does by itself.
+RECOMPUTE = {
+    "none": "",
+    "selective": "--recompute-granularity selective",
+    "full": FULL,
+    "full-twice": f"{FULL} --cp-recompute-attention",
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One torchrun. Attributes: devices: numbers of its GPUs. lengths: global tokens."""
+
+    name: str
+    recompute: str
+    devices: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+    @property
+    def slug(self) -> str:
+        """A name for files."""
+        name = self.name.replace(":", "_").replace("=", "_")
+        return f"{name}_{self.recompute}_{len(self.devices)}"
 
 
 @dataclass(frozen=True)
 class Row:
-    """One run. Medians over iterations; memory is the greatest of rank 0."""
+    """One run at one length. The median of the steps; memory is the greatest of any rank."""
 
     name: str
     recompute: str
+    gpus: int
+    tokens: int
     step_ms: float = 0.0
     tokens_per_s: float = 0.0
     mfu: float = 0.0
@@ -79,69 +128,105 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Times Megatron training steps per algorithm.")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="llama7b")
     parser.add_argument("--layers", type=int, help="fewer than the shape has; labelled scaled")
-    parser.add_argument("--tokens", default="128K")
-    parser.add_argument("--gpus", type=int, default=4)
+    parser.add_argument("--tokens", default="128K", help="lengths, comma-separated: 32K,64K,1M")
+    parser.add_argument("--per-gpu", action="store_true", help="--tokens are those of each GPU")
+    parser.add_argument(
+        "--longest",
+        action="store_true",
+        help="after the last length, double it until memory is exhausted",
+    )
+    parser.add_argument("--gpus", default="4", help="numbers of GPUs, comma-separated")
     parser.add_argument("--runs", default="zigzag,te:p2p")
-    parser.add_argument("--recompute", default="none", help="none, full: comma-separated")
-    parser.add_argument("--iters", type=int, default=8)
-    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument(
+        "--recompute", default="none", help=f"comma-separated, of {', '.join(RECOMPUTE)}"
+    )
+    parser.add_argument("--iters", type=int, default=5)
+    parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--kv-heads", type=int)
     parser.add_argument("--extra", default="", help="further flags of Megatron, for all runs")
-    parser.add_argument("--timeout", type=int, default=300, help="seconds a run")
+    parser.add_argument("--timeout", type=int, default=300, help="seconds a job may measure")
+    parser.add_argument("--ahead", type=int, default=4, help="jobs that start before their turn")
     parser.add_argument("--output", type=Path, default=Path("results/train"))
-    return parser.parse_args()
+    args = parser.parse_args()
+    for name, recompute in product(args.runs.split(","), args.recompute.split(",")):
+        if recompute not in RECOMPUTE:
+            parser.error(f"--recompute takes {', '.join(RECOMPUTE)}, got {recompute}")
+        if name.startswith("te:") and SHAPES[args.shape].linear:
+            parser.error(f"{args.shape} has linear attention, {name} is softmax attention")
+    return args
 
 
-def command(args: argparse.Namespace, name: str, recompute: str, tokens: int) -> list[str]:
-    """The torchrun of one contender."""
+def number(text: str) -> int:
+    """1024 from 1K."""
+    return int(text.rstrip("KM")) * UNITS.get(text[-1], 1)
+
+
+def plan_cases(args: argparse.Namespace) -> list[Case]:
+    """All torchruns, most GPUs first, those of few spread over the machine."""
+    sizes = sorted(map(int, args.gpus.split(",")), reverse=True)
+    load = [0] * sizes[0]
+    cases = []
+    for size, recompute, name in product(sizes, args.recompute.split(","), args.runs.split(",")):
+        if recompute == "full-twice" and name.startswith("te:"):
+            continue  # which is what its "full" does
+        places = [range(first, first + size) for first in range(0, sizes[0] - size + 1, size)]
+        place = min(places, key=lambda devices: max(load[device] for device in devices))
+        busy = max(load[device] for device in place)
+        for device in place:
+            load[device] = busy + 1
+        lengths = sorted(number(word) for word in args.tokens.split(","))
+        scale = size if args.per_gpu else 1
+        cases.append(Case(name, recompute, tuple(place), tuple(scale * n for n in lengths)))
+    return cases
+
+
+def command(args: argparse.Namespace, case: Case, gate: Path, port: int) -> list[str]:
+    """The torchrun of one case."""
     shape = SHAPES[args.shape]
+    size = len(case.devices)
     kv_heads = args.kv_heads or shape.kv_heads
+    plan = Plan(case.lengths, args.longest, args.warmup, args.iters, shape.vocabulary, str(gate))
     flags: dict[str, object] = {
-        "context-parallel-size": args.gpus,
+        "context-parallel-size": size,
         "num-layers": args.layers or shape.layers,
         "hidden-size": shape.hidden,
         "ffn-hidden-size": shape.ffn,
         "num-attention-heads": shape.heads,
-        "seq-length": tokens,
-        "max-position-embeddings": tokens,
-        "position-embedding-type": "rope",
-        "transformer-impl": "transformer_engine",
+        "seq-length": case.lengths[0],
+        "max-position-embeddings": case.lengths[0],
+        "position-embedding-type": "none" if shape.linear else "rope",
         "tokenizer-type": "NullTokenizer",
-        "vocab-size": VOCABULARY,
+        "vocab-size": shape.vocabulary,
         "micro-batch-size": 1,
         "global-batch-size": 1,
-        "train-iters": args.warmup + args.iters,
+        "train-iters": 10**6,  # the plan ends it
         "lr": 1e-4,
         "lr-decay-style": "constant",
         "attention-dropout": 0.0,
         "hidden-dropout": 0.0,
         "normalization": "RMSNorm",
-        "log-interval": 1,
+        "log-interval": 10**6,
         "eval-iters": 0,
-        "eval-interval": 1000,
+        "eval-interval": 10**7,
+        "dataloader-type": "external",
     }
     switches = [
-        "bf16",
         "mock-data",
         "use-distributed-optimizer",
         "disable-bias-linear",
         "untie-embeddings-and-output-weights",
         "no-gradient-accumulation-fusion",
         "no-create-attention-mask-in-dataloader",
-        "log-throughput",
     ]
+    if torch.cuda.is_available():
+        flags["transformer-impl"] = "transformer_engine"
+        switches.append("bf16")
     if shape.swiglu:
         switches.append("swiglu")
     if kv_heads != shape.heads:
         switches.append("group-query-attention")
         flags["num-query-groups"] = kv_heads
-    if recompute == "full":
-        flags |= {
-            "recompute-granularity": "full",
-            "recompute-method": "uniform",
-            "recompute-num-layers": 1,
-        }
-    algo, *options = name.split(":")
+    algo, *options = case.name.split(":")
     chosen: list[str] = []
     if algo == "te":
         flags["cp-comm-type"] = options[0]
@@ -149,64 +234,153 @@ def command(args: argparse.Namespace, name: str, recompute: str, tokens: int) ->
         chosen = ["--context-parallel-algo", algo]
         if options:
             chosen += ["--cp-options", *options]
+        if shape.linear:
+            chosen += ["--cp-linear-model", "transnormer"]
     return [
-        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(args.gpus)),
-        str(ROOT / "scripts" / "pretrain_gpt.py"),
+        *(sys.executable, "-m", "torch.distributed.run"),
+        *("--nproc-per-node", str(size), "--master-port", str(port)),
+        *(str(ROOT / "scripts" / "benchmark_train_job.py"), json.dumps(asdict(plan))),
         *(word for flag, value in flags.items() for word in (f"--{flag}", str(value))),
         *(f"--{switch}" for switch in switches),
         *chosen,
+        *RECOMPUTE[case.recompute].split(),
         *args.extra.split(),
     ]
 
 
-def run(args: argparse.Namespace, name: str, recompute: str, tokens: int) -> Row:
-    """Runs one contender and reads its log."""
-    args.output.mkdir(parents=True, exist_ok=True)
-    log_path = args.output / f"{name.replace(':', '_').replace('=', '_')}_{recompute}.log"
-    with log_path.open("w") as log:
-        try:
-            code = subprocess.run(
-                command(args, name, recompute, tokens),
+class Job:
+    """A torchrun that waits for its turn."""
+
+    def __init__(self, args: argparse.Namespace, case: Case, folder: Path, port: int) -> None:
+        self.case = case
+        self._gate = folder / f"gate_{case.slug}"
+        self._log = args.output / f"{case.slug}.log"
+        self._timeout = args.timeout
+        self._began: float | None = None
+        everything = ",".join(map(str, range(128)))
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", everything).split(",")
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                command(args, case, self._gate, port),
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                # Megatron's own path refuses to start without it on Hopper; ours sets it itself.
-                env={**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1"},
-                timeout=args.timeout,
-                check=False,
-            ).returncode
-        except subprocess.TimeoutExpired:
-            code = -1
-    text = log_path.read_text(errors="replace")
-    times = [float(t) for t in re.findall(r"elapsed time per iteration \(ms\): ([\d.]+)", text)]
-    losses = re.findall(r"lm loss: ([\d.E+-]+)", text)
-    memory = [float(m) for m in re.findall(r"max allocated: ([\d.]+)", text)]
-    if code or len(times) <= args.warmup:
-        return Row(name, recompute, note=f"failed (exit {code}), see {log_path.name}")
-    step_ms = statistics.median(times[args.warmup :])
+                env={
+                    **os.environ,
+                    # Megatron's own path refuses to start without it on Hopper.
+                    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+                    "CUDA_VISIBLE_DEVICES": ",".join(visible[device] for device in case.devices),
+                },
+            )
+
+    def go(self) -> None:
+        """Lets the job touch its GPUs."""
+        self._began = time.monotonic()
+        self._gate.touch()
+
+    @property
+    def going(self) -> bool:
+        return self._began is not None
+
+    @property
+    def finished(self) -> bool:
+        """Whether it has ended, by itself or because its time is over."""
+        if self._began is not None and time.monotonic() - self._began > self._timeout:
+            self.stop()
+        return self._process.poll() is not None
+
+    def stop(self) -> None:
+        """Ends it; torchrun ends its ranks."""
+        if self._process.poll() is None:
+            self._process.terminate()
+            self._process.wait()
+
+    def rows(self, args: argparse.Namespace) -> list[Row]:
+        """What it measured; a row without figures where it failed."""
+        case = self.case
+        reports = read_reports(self._log.read_text(errors="replace"))
+        rows = [row(args, case, report) for report in reports]
+        done = {report.tokens for report in reports}
+        missing = [tokens for tokens in case.lengths if tokens not in done]
+        exhausted = any(report.out_of_memory for report in reports)
+        if self._process.returncode == 0 or exhausted:
+            note = "out of memory"
+        else:
+            note = f"failed (exit {self._process.returncode}), see {self._log.name}"
+            missing = missing or [2 * max(done)]
+        size = len(case.devices)
+        return rows + [Row(case.name, case.recompute, size, n, note=note) for n in missing]
+
+
+def row(args: argparse.Namespace, case: Case, report: Report) -> Row:
+    """A report in the terms of the table."""
+    size = len(case.devices)
+    if report.out_of_memory:
+        return Row(case.name, case.recompute, size, report.tokens, note="out of memory")
+    step_ms = statistics.median(report.step_ms)
     shape = SHAPES[args.shape]
-    flops = shape.flops(args.layers or shape.layers, tokens, VOCABULARY)
+    flops = shape.flops(args.layers or shape.layers, report.tokens)
     return Row(
-        name,
-        recompute,
+        case.name,
+        case.recompute,
+        size,
+        report.tokens,
         step_ms,
-        tokens / step_ms * 1000,
-        flops / (step_ms / 1000) / args.gpus / (H200_DENSE_BF16_TFLOPS * 1e12),
-        max(memory, default=0.0) / 1024,
-        float(losses[-1]),
+        report.tokens / step_ms * 1000,
+        flops / (step_ms / 1000) / size / (H200_DENSE_BF16_TFLOPS * 1e12),
+        report.memory_bytes / 2**30,
+        report.loss,
     )
 
 
-HEADER = ["run", "recompute", "ms / step", "tokens / s", "MFU", "max allocated GiB", "last loss"]
+def run_all(args: argparse.Namespace, cases: Sequence[Case]) -> Iterator[Row]:
+    """Runs all cases; a job's turn comes when its GPUs are free and no earlier job wants them."""
+    ports = free_ports(len(cases))
+    waiting = list(zip(cases, ports, strict=True))
+    jobs: list[Job] = []
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            while waiting or jobs:
+                while waiting and sum(not job.going for job in jobs) < max(1, args.ahead):
+                    jobs.append(Job(args, waiting[0][0], Path(folder), waiting[0][1]))
+                    del waiting[0]
+                wanted: set[int] = set()
+                for job in jobs:
+                    if not job.going and wanted.isdisjoint(job.case.devices):
+                        job.go()
+                    wanted |= set(job.case.devices)
+                for job in [job for job in jobs if job.finished]:
+                    jobs.remove(job)
+                    yield from job.rows(args)
+                time.sleep(0.05)
+        finally:
+            for job in jobs:
+                job.stop()
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nothing listens on."""
+    sockets = [socket.socket() for _ in range(count)]
+    for one in sockets:
+        one.bind(("", 0))
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
+
+
+HEADER = ["run", "recompute", "GPUs", "tokens", "ms / step", "tokens / s"]
+HEADER += ["MFU", "max allocated GiB", "loss"]
 
 
 def cells(row: Row) -> list[str]:
     """A row as text."""
+    tokens = f"{row.tokens // 1024}K" if row.tokens % 1024 == 0 else str(row.tokens)
+    first = [row.name, row.recompute, str(row.gpus), tokens]
     if row.note:
-        return [row.name, row.recompute, row.note, "", "", "", ""]
+        return [*first, row.note, "", "", "", ""]
     return [
-        row.name,
-        row.recompute,
-        f"{row.step_ms:.0f}",
+        *first,
+        f"{row.step_ms:.1f}",
         f"{row.tokens_per_s:.0f}",
         f"{row.mfu:.3f}",
         f"{row.memory_gib:.1f}",
@@ -215,17 +389,18 @@ def cells(row: Row) -> list[str]:
 
 
 def main() -> int:
-    """Runs all contenders one after another."""
+    """Runs everything. Returns 1 if a job failed."""
     args = parse()
-    tokens = int(args.tokens.rstrip("K")) * (1024 if args.tokens.endswith("K") else 1)
+    args.output.mkdir(parents=True, exist_ok=True)
     shape = SHAPES[args.shape]
     scaled = f", scaled to {args.layers} layers" if args.layers else ""
-    title = f"{args.shape} shape{scaled}, {tokens // 1024}K tokens, CP {args.gpus}, bf16, batch 1"
+    kind = "bf16" if torch.cuda.is_available() else "float32 on a CPU"
+    title = f"{args.shape} shape{scaled}, {kind}, batch 1"
     rows = []
-    for recompute, name in product(args.recompute.split(","), args.runs.split(",")):
-        row = run(args, name, recompute, tokens)
+    for row in run_all(args, plan_cases(args)):
         rows.append(row)
         print(json.dumps(asdict(row)), flush=True)
+    rows.sort(key=lambda row: (row.gpus, row.tokens))
     table = Table(title=title)
     for header in HEADER:
         table.add_column(header, justify="right", no_wrap=True)
@@ -237,7 +412,7 @@ def main() -> int:
     (args.output / "table.md").write_text("\n".join(lines) + "\n")
     data = {"title": title, "shape": asdict(shape), "rows": [asdict(row) for row in rows]}
     (args.output / "rows.json").write_text(json.dumps(data, indent=1))
-    return 1 if any(row.note for row in rows) else 0
+    return 1 if any(row.note.startswith("failed") for row in rows) else 0
 
 
 if __name__ == "__main__":

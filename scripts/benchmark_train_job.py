@@ -1,0 +1,213 @@
+"""One job of benchmark_train.py: a model of Megatron, trained on sequences of several lengths.
+
+    torchrun --nproc-per-node 4 scripts/benchmark_train_job.py PLAN [flags of pretrain_gpt.py]
+
+Starting a job takes longer than measuring it, so one job measures all lengths. Megatron builds the
+model and trains as it always does; the data iterator changes the length and looks at the clock
+each time Megatron asks for a batch.
+"""
+
+import gc
+import importlib
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_cp_plugin.integration import launch
+
+REPORT = "benchmark_train_job: "
+OUT_OF_MEMORY = 3  # exit code
+# What kernels import on first use, in seconds.
+KERNEL_PACKAGES = ("flash_attn.cute", "fla.ops.common.chunk_h", "fla.ops.common.chunk_o")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a job measures.
+
+    Attributes:
+        lengths: global tokens, ascending. longest: after them, double until memory is exhausted.
+        gate: the job leaves its GPUs alone before this file exists.
+    """
+
+    lengths: tuple[int, ...]
+    longest: bool
+    warmup: int
+    iters: int
+    vocabulary: int
+    gate: str
+
+    def all_lengths(self) -> Iterator[int]:
+        """The lengths in their order."""
+        yield from self.lengths
+        tokens = self.lengths[-1]
+        while self.longest:
+            tokens *= 2
+            yield tokens
+
+
+@dataclass(frozen=True)
+class Report:
+    """One length. Attributes: step_ms: rank 0's. memory_bytes: the greatest of any rank."""
+
+    tokens: int
+    step_ms: tuple[float, ...] = ()
+    memory_bytes: int = 0
+    loss: float = 0.0
+    out_of_memory: bool = False
+
+    def say(self) -> None:
+        """Prints what `read_reports` reads."""
+        print(f"\n{REPORT}{json.dumps(asdict(self))}", flush=True)
+
+
+def read_reports(text: str) -> list[Report]:
+    """The reports in a job's output; one for each length, whichever rank ran out of memory."""
+    found: dict[int, Report] = {}
+    for line in text.splitlines():
+        if line.startswith(REPORT):
+            report = Report(**json.loads(line.removeprefix(REPORT)))
+            found.setdefault(report.tokens, report)
+    return list(found.values())
+
+
+class Clock:
+    """Gives Megatron its batches, one a step, and measures the steps between."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self.tokens = plan.lengths[0]
+        self._loss = torch.zeros(2)
+
+    def batches(self) -> Iterator[dict[str, Tensor]]:
+        """Batches of all lengths, the same random tokens on all ranks.
+
+        Raises: EndOfPlan after the last step.
+        """
+        for tokens in self._plan.all_lengths():
+            self.tokens = tokens
+            gc.collect()
+            torch.cuda.empty_cache()
+            batch = _batch(tokens, self._plan.vocabulary)
+            marks = []
+            for step in range(self._plan.warmup + self._plan.iters):
+                marks.append(_now())
+                if step == self._plan.warmup:
+                    torch.cuda.reset_peak_memory_stats()
+                yield dict(batch)
+            marks.append(_now())
+            times = [1000 * (end - start) for start, end in pairwise(marks)]
+            self._report(times[self._plan.warmup :])
+        raise EndOfPlan
+
+    def keep_loss(self, sum_of_losses: Any, losses: Tensor) -> Any:
+        """Calls a loss function of `forward_step` and keeps its sum and number of tokens."""
+        result = sum_of_losses(losses)
+        self._loss = result[2]["lm loss"]
+        return result
+
+    def _report(self, times: Sequence[float]) -> None:
+        memory = torch.tensor(torch.cuda.max_memory_allocated(), device="cuda")
+        loss = self._loss.double().clone()
+        dist.all_reduce(memory, dist.ReduceOp.MAX)
+        dist.all_reduce(loss)
+        if dist.get_rank() == 0:
+            total, tokens = loss.tolist()
+            Report(self.tokens, tuple(times), int(memory.item()), total / tokens).say()
+
+
+class EndOfPlan(Exception):  # noqa: N818  (nothing went wrong)
+    """All has been measured."""
+
+
+def _batch(tokens: int, vocabulary: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    text = torch.randint(vocabulary, (1, tokens + 1), generator=generator)
+    return {
+        "tokens": text[:, :-1].contiguous().cuda(),
+        "labels": text[:, 1:].contiguous().cuda(),
+        "loss_mask": torch.ones(1, tokens, device="cuda"),
+        "position_ids": torch.arange(tokens, device="cuda").unsqueeze(0),
+    }
+
+
+def _now() -> float:
+    torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a GPU's memory was exhausted: torch's, or what other libraries make of it."""
+    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error).lower()
+
+
+def main() -> NoReturn:
+    """Measures what the plan says."""
+    plan = Plan(**json.loads(sys.argv.pop(1)))
+    if torch.cuda.is_available():
+        # Some packages look at the present device when they are imported.
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        for package in KERNEL_PACKAGES:
+            with suppress(ImportError):
+                importlib.import_module(package)
+    with launch.one_line_errors():
+        sys.argv[1:] = launch.prepare(sys.argv[1:], run_file=True)
+        code = _train(plan)
+    # Ranks that did not run out of memory wait for the others: nobody tidies up.
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def _train(plan: Plan) -> int:
+    # Not before the plugin is in force.
+    from megatron.core.enums import ModelType
+    from megatron.training import pretrain
+    from megatron.training.argument_utils import (
+        gpt_config_from_args,
+        pretrain_cfg_container_from_args,
+    )
+    from megatron.training.arguments import parse_and_validate_args
+
+    from megatron_cp_plugin.integration.pretrain import forward_step
+
+    args = parse_and_validate_args(args_defaults={"dataloader_type": "external"})
+    config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+    clock = Clock(plan)
+
+    def provide(samples: list[int]) -> Any:
+        return clock.batches(), None, None
+
+    def step(data: Iterator[Any], model: Any) -> tuple[Tensor, Any]:
+        output, loss = forward_step(data, model)
+        return output, partial(clock.keep_loss, loss)
+
+    provide.is_distributed = True  # type: ignore[attr-defined]
+    while not Path(plan.gate).exists():
+        time.sleep(0.02)
+    try:
+        pretrain(config, provide, ModelType.encoder_or_decoder, step)
+    except EndOfPlan:
+        return 0
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        Report(clock.tokens, out_of_memory=True).say()
+        # torchrun ends the ranks that wait for this one.
+        return OUT_OF_MEMORY
+    raise AssertionError("Megatron stopped before the plan's end")
+
+
+if __name__ == "__main__":
+    main()

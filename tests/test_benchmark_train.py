@@ -1,0 +1,111 @@
+"""The benchmark of training steps: its plan, and a job of several lengths on the CPU platform."""
+
+import json
+import sys
+from argparse import Namespace
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
+import benchmark_train
+from benchmark_train_job import OUT_OF_MEMORY, Plan, is_out_of_memory, read_reports
+
+from tests.integration.megatron_job import run
+
+# The second length is more than memory holds.
+JOB = """
+import torch, benchmark_train_job as job
+batch = job._batch
+def limited(tokens, vocabulary):
+    if tokens > 64:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    return batch(tokens, vocabulary)
+job._batch = limited
+job.main()
+"""
+
+
+def arguments(monkeypatch: pytest.MonkeyPatch, words: str) -> Namespace:
+    monkeypatch.setattr(sys, "argv", ["benchmark_train.py", *words.split()])
+    return benchmark_train.parse()
+
+
+def test_jobs_are_spread_over_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = arguments(
+        monkeypatch,
+        "--gpus 1,2,4 --runs zigzag,te:p2p --recompute full,full-twice --tokens 2K,1K --per-gpu",
+    )
+    cases = benchmark_train.plan_cases(args)
+    assert [(case.name, case.recompute, case.devices) for case in cases] == [
+        ("zigzag", "full", (0, 1, 2, 3)),
+        ("te:p2p", "full", (0, 1, 2, 3)),
+        ("zigzag", "full-twice", (0, 1, 2, 3)),
+        ("zigzag", "full", (0, 1)),
+        ("te:p2p", "full", (2, 3)),
+        ("zigzag", "full-twice", (0, 1)),
+        ("zigzag", "full", (2,)),
+        ("te:p2p", "full", (3,)),
+        ("zigzag", "full-twice", (0,)),
+    ]
+    assert {case.lengths for case in cases if len(case.devices) == 4} == {(4096, 8192)}
+    assert {case.lengths for case in cases if len(case.devices) == 1} == {(1024, 2048)}
+
+
+@pytest.mark.parametrize(
+    "words", ["--recompute twice", "--shape tnl-1b --runs lasp,te:p2p", "--shape llama8b"]
+)
+def test_what_the_command_line_refuses(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: str
+) -> None:
+    with pytest.raises(SystemExit):
+        arguments(monkeypatch, words)
+    assert words.split()[-1].split(",")[-1] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("shape", "billions"), [("llama7b", 6.7384), ("tnl-0.4b", 0.4645), ("tnl-1b", 1.1512)]
+)
+def test_operations_of_a_weight_are_six_a_token(shape: str, billions: float) -> None:
+    """Parameters: Llama-2's as published; TransNormerLLM's with an output layer of its own."""
+    model = benchmark_train.SHAPES[shape]
+    embedding = model.hidden * model.vocabulary  # multiplies nothing
+    width = 2 * model.hidden // model.heads if model.linear else 1
+    attention = 6 * model.layers * model.hidden * width
+    weights = (model.flops(model.layers, 1) - attention) / 6 + embedding
+    assert weights / 1e9 == pytest.approx(billions, rel=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_job_measures_until_memory_is_exhausted(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    gate.touch()
+    plan = Plan((32, 64), longest=True, warmup=1, iters=2, vocabulary=256, gate=str(gate))
+    case = benchmark_train.Case("lasp", "full", (0,), plan.lengths)
+    args: Any = Namespace(
+        shape="tnl-tiny", layers=None, kv_heads=None, extra="", longest=True, warmup=1, iters=2
+    )
+    words = benchmark_train.command(args, case, gate, 0)
+    start = next(at for at, word in enumerate(words) if word.endswith("benchmark_train_job.py"))
+    assert json.loads(words[start + 1]) == json.loads(json.dumps(asdict(plan)))
+    program = ("-c", f"import sys; sys.path.insert(0, {str(Path(words[start]).parent)!r}){JOB}")
+    job = run(*words[start + 1 :], program=program)
+    assert [process.returncode for process in job.processes] == [OUT_OF_MEMORY], job.text[-3000:]
+    short, long, exhausted = read_reports(job.text)
+    assert (short.tokens, long.tokens, exhausted.tokens) == (32, 64, 128)
+    assert exhausted.out_of_memory
+    for report in (short, long):
+        assert not report.out_of_memory
+        assert len(report.step_ms) == plan.iters
+        assert min(report.step_ms) > 0
+        assert report.loss == pytest.approx(5.5, abs=0.3)  # untrained: log 256
+
+
+def test_out_of_memory_in_other_libraries() -> None:
+    assert is_out_of_memory(torch.OutOfMemoryError("x"))
+    assert is_out_of_memory(RuntimeError("NCCL error: Cuda failure 2 'out of memory'"))
+    assert not is_out_of_memory(RuntimeError("shapes do not fit"))
