@@ -64,42 +64,60 @@ class FlaLinear(LinearKernel):
 
 
 class _Forward(ForwardPass):
+    """The states of the segments first, for which queries are not read; then the outputs.
+
+    Keys and values are read twice, so that states travel while all outputs are computed, and what
+    comes from outside the run is added only as far as it lasts.
+    """
+
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, decay: Decay) -> None:
         from fla.ops.common.chunk_h import chunk_fwd_h
 
+        self._whole_q = q
         self._segments = _Segments(q, decay)
         self._q, self._k, self._v = (self._segments.fold(x) for x in (q, k, v))
-        self._before_chunks, ends = chunk_fwd_h(
+        # One chunk: the kernel writes none of the states between chunks.
+        _, ends = chunk_fwd_h(
             k=self._k,
             v=self._v,
             g_gamma=self._segments.log2_rates,
             output_final_state=True,
             chunk_size=_CHUNK,
+            split_size=self._segments.chunks * _CHUNK,
         )
         self._ends = self._segments.by_segment(ends)
         self.state = self._segments.after_all(self._ends)
 
     def intra(self) -> None:
+        from fla.ops.common.chunk_h import chunk_fwd_h
         from fla.ops.common.chunk_o import chunk_fwd_o
 
-        self._out = chunk_fwd_o(
+        self._before = self._segments.before_each(self._ends, None)
+        before_chunks, _ = chunk_fwd_h(
+            k=self._k,
+            v=self._v,
+            g_gamma=self._segments.log2_rates,
+            h0=self._before,
+            chunk_size=_CHUNK,
+        )
+        out = chunk_fwd_o(
             q=self._q,
             k=self._k,
             v=self._v,
-            h=self._before_chunks,
+            h=before_chunks,
             g_gamma=self._segments.log2_rates,
             scale=1.0,
             chunk_size=_CHUNK,
         )
-        del self._before_chunks
+        self._out = self._segments.unfold(out)
 
     def finish(self, incoming: Tensor | None) -> tuple[Tensor, Tensor | None]:
         from megatron_cp_plugin.kernels.decayed import add_decayed_
 
-        before = self._segments.before_each(self._ends, incoming)
-        if before is not None:
-            add_decayed_(self._out, self._q, before, self._segments.log2_rates)
-        return self._segments.unfold(self._out), before
+        if incoming is None:
+            return self._out, self._before
+        add_decayed_(self._out, self._whole_q, incoming, self._segments.log2_rates)
+        return self._out, self._segments.before_each(self._ends, incoming)
 
 
 class _Backward(BackwardPass):
