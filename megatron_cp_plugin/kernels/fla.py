@@ -89,26 +89,8 @@ class _Forward(ForwardPass):
         self.state = self._segments.after_all(self._ends)
 
     def intra(self) -> None:
-        from fla.ops.common.chunk_h import chunk_fwd_h
-        from fla.ops.common.chunk_o import chunk_fwd_o
-
         self._before = self._segments.before_each(self._ends, None)
-        before_chunks, _ = chunk_fwd_h(
-            k=self._k,
-            v=self._v,
-            g_gamma=self._segments.log2_rates,
-            h0=self._before,
-            chunk_size=_CHUNK,
-        )
-        out = chunk_fwd_o(
-            q=self._q,
-            k=self._k,
-            v=self._v,
-            h=before_chunks,
-            g_gamma=self._segments.log2_rates,
-            scale=1.0,
-            chunk_size=_CHUNK,
-        )
+        out = _outputs(self._q, self._k, self._v, self._before, self._segments.log2_rates)
         self._out = self._segments.unfold(out)
 
     def finish(self, incoming: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -118,6 +100,43 @@ class _Forward(ForwardPass):
             return self._out, self._before
         add_decayed_(self._out, self._whole_q, incoming, self._segments.log2_rates)
         return self._out, self._segments.before_each(self._ends, incoming)
+
+
+def _outputs(q: Tensor, k: Tensor, v: Tensor, before: Tensor | None, log2_rates: Tensor) -> Tensor:
+    """Linear attention of [B,C,H,D], [B,C,H,D], [B,C,H,E] -> [B,C,H,E], one pass over each.
+
+    fla's `fused_chunk_fwd` would cut D into blocks of 64 and add float32 outputs of each: its
+    kernel is called with one block.
+    """
+    from fla.ops.common.fused_chunk import fused_chunk_fwd_kernel
+
+    batch, tokens, heads, head_dim = q.shape
+    value_dim = v.shape[3]
+    out = torch.empty_like(v)
+
+    def grid(meta: dict[str, int]) -> tuple[int]:
+        return (-(-value_dim // meta["BV"]) * batch * heads,)
+
+    fused_chunk_fwd_kernel[grid](
+        q=q,
+        k=k,
+        v=v,
+        g=None,
+        g_gamma=log2_rates,
+        o=out,
+        h0=before,
+        ht=None,
+        cu_seqlens=None,
+        scale=1.0,
+        T=tokens,
+        B=batch,
+        H=heads,
+        K=head_dim,
+        V=value_dim,
+        BT=_CHUNK,
+        BK=1 << max(4, (head_dim - 1).bit_length()),
+    )
+    return out
 
 
 class _Backward(BackwardPass):
