@@ -76,6 +76,7 @@ class HeadSplit(Algorithm):
         keep: Literal["exchanged", "local"] = "exchanged"
 
     options: Options
+    windows = True
     ring_options = Ring.Options()
 
     def __init__(self, topology: Topology, options: Options) -> None:

@@ -83,7 +83,7 @@ def attend(
     if window is not None and not algorithm.windows:
         raise ContextParallelError(
             f"{algorithm.name} does not serve sliding windows, got window {window}: leave it out, "
-            "or use distflash, ring or zigzag"
+            "or use ring, zigzag, distflash, ulysses or usp"
         )
     scale = head_dim**-0.5 if scale is None else scale
     call = Call(seq_len, mask, scale, resolve(kernel, problem))

@@ -12,11 +12,12 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from megatron_cp_plugin.core.function import attend
 from megatron_cp_plugin.errors import ContextParallelError
-from megatron_cp_plugin.integration.checks import check_settings
+from megatron_cp_plugin.integration.checks import check_settings, window_of
 from megatron_cp_plugin.integration.runtime import Runtime
 
 _CAUSAL = {AttnMaskType.causal: True, AttnMaskType.no_mask: False}
@@ -73,6 +74,10 @@ class ContextParallelAttention(MegatronModule):
         self.layer_number = layer_number
         self._causal = is_causal(attn_mask_type)
         self._scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
+        windowed = is_layer_window_attention(
+            config.window_size, config.window_attn_skip_freq, layer_number
+        )
+        self._window = window_of(config.window_size) if windowed else None
         self._kernel = runtime.config.kernel
         self._cp_size = pg_collection.cp.size()
         self._algorithm = runtime.algorithm(pg_collection.cp)
@@ -102,7 +107,8 @@ class ContextParallelAttention(MegatronModule):
             [s,b,h*d] in the query's dtype.
 
         Raises:
-            ContextParallelError: A bias, packed sequences or another mask type is asked for.
+            ContextParallelError: A bias, packed sequences or another mask type is asked for, or a
+                window without a causal mask.
         """
         if attention_bias is not None:
             raise ContextParallelError("attention bias is not supported: leave attention_bias out")
@@ -119,6 +125,7 @@ class ContextParallelAttention(MegatronModule):
             seq_len=query.size(0) * self._cp_size,
             causal=causal,
             scale=self._scale,
+            window=self._window,
             kernel=self._kernel,
             site=self,
         )

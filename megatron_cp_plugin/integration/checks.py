@@ -6,7 +6,7 @@ and the documentation both come from it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,7 +92,6 @@ FEATURES: tuple[Feature, ...] = (
     _switch("packed sequences (RL)", "rl_use_sequence_packing", _PACKED),
     _switch("inter-document masking", "dataloader_inter_document_masking", _PACKED),
     _switch("resetting the attention mask at document ends", "reset_attention_mask", _PACKED),
-    _switch("sliding-window attention", "window_size", "windows are not connected to Megatron yet"),
     # What changes the scores.
     Feature(
         "attention sinks",
@@ -236,6 +235,7 @@ def check_arguments(args: Any, config: ContextParallelConfig, device: torch.devi
     check_settings(args, config)
     _check_sequence(args, config)
     _check_algorithms(args, config)
+    _check_window(args, config)
     return _check_kernel(args, config, device)
 
 
@@ -346,6 +346,50 @@ def _check_algorithms(args: Any, config: ContextParallelConfig) -> None:
                 heads=heads // tensor,
                 kv_heads=max(1, _kv_heads(args) // tensor),
                 causal=True,
+            )
+
+
+def window_of(window_size: Sequence[int] | None) -> int | None:
+    """Returns how many keys a query sees, its own included; None: all.
+
+    Args:
+        window_size: Megatron's: keys to the left and to the right of the query, -1 for all.
+
+    Raises:
+        ConfigError: Keys to the right are asked for, or a number has no meaning.
+    """
+    if window_size is None:
+        return None
+    left, right = window_size
+    if right != 0 or left < -1:
+        raise ConfigError(
+            f"--window-size needs LEFT,0 with LEFT >= 0, or -1 for all earlier tokens, got "
+            f"{left},{right}: causal attention sees no later tokens, use --window-size "
+            f"{max(left, -1)},0"
+        )
+    return None if left == -1 else left + 1
+
+
+def _check_window(args: Any, config: ContextParallelConfig) -> None:
+    window_size = Settings(args).window_size
+    if window_of(window_size) is None:
+        return
+    serving = [
+        name
+        for name in registry.available("softmax")
+        if getattr(registry.algorithm_class(name), "windows", False)
+    ]
+    got = f"got --window-size {','.join(map(str, window_size))}"
+    if not config.has_softmax_layers:
+        raise ConfigError(
+            f"{config.algo} computes linear attention, which has no sliding window, {got}: "
+            "leave it out"
+        )
+    for name in config.algorithms:
+        if registry.kind_of(name) == "softmax" and name not in serving:
+            raise ConfigError(
+                f"{name} does not serve sliding windows, {got}: leave it out, or use "
+                f"--context-parallel-algo {' or '.join(serving)}"
             )
 
 

@@ -25,7 +25,6 @@ CPU = torch.device("cpu")
 # A value for each setting that asks for the refused feature.
 ASKING: dict[str, Any] = {
     "attention_dropout": 0.1,
-    "window_size": (128, 0),
     "softmax_type": "learnable",
     "experimental_attention_variant": "dsa",
     "hybrid_layer_pattern": "M*",
@@ -132,6 +131,43 @@ def test_tokens_of_a_rank_under_sequence_parallelism(args: argparse.Namespace) -
     message = refusal(args, "ring", seq_length=68, **changes)
     assert "17 tokens" in message
     assert "use 64 or 72" in message
+
+
+@pytest.mark.parametrize(
+    ("algo", "window", "said"),
+    [
+        (
+            "allgather",
+            (127, 0),
+            "allgather does not serve sliding windows, got --window-size 127,0",
+        ),
+        (
+            "zigzag",
+            (127, 1),
+            "got 127,1: causal attention sees no later tokens, use --window-size 127,0",
+        ),
+        ("zigzag", (-2, 0), "needs LEFT,0 with LEFT >= 0, or -1 for all earlier tokens, got -2,0"),
+    ],
+)
+def test_windows_that_cannot_be_had(
+    args: argparse.Namespace, algo: str, window: tuple[int, int], said: str
+) -> None:
+    assert said in refusal(args, algo, window_size=window)
+
+
+@pytest.mark.parametrize("algo", ["ring", "zigzag", "distflash", "ulysses", "usp"])
+def test_windows_that_can_be_had(args: argparse.Namespace, algo: str) -> None:
+    args.window_size = (127, 0)
+    check_arguments(args, ContextParallelConfig(algo, 4), CPU)
+
+
+def test_linear_attention_has_no_window(args: argparse.Namespace) -> None:
+    args.window_size, args.position_embedding_type = (127, 0), "none"
+    config = ContextParallelConfig("lasp", 4, linear_model="transnormer")
+    with pytest.raises(ConfigError, match="lasp computes linear attention, which has no sliding"):
+        check_arguments(args, config, CPU)
+    args.window_size = (-1, 0)
+    check_arguments(args, config, CPU)
 
 
 def test_world_size(args: argparse.Namespace) -> None:

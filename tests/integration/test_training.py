@@ -82,6 +82,13 @@ def test_model_parallel_beside_context_parallel(split: str) -> None:
     assert_same_training(job.succeeded(), reference.succeeded())
 
 
+def test_sliding_windows() -> None:
+    """Of the first layer only, as in models that alternate."""
+    window = ("--window-size", "9,0", "--window-attn-skip-freq", "2")
+    reference = run(*ROPE, *window, "--context-parallel-algo", "megatron").succeeded()
+    assert_same_training(run(*ROPE, *window, *algo("zigzag", 2), ranks=2).succeeded(), reference)
+
+
 def test_checkpoint_is_megatrons(rope: Job, tmp_path: Path) -> None:
     saved = ("--save", str(tmp_path), "--save-interval", "2", "--exit-interval", "2")
     run(*ROPE, *algo("ring", 2), *saved, ranks=2).succeeded()
