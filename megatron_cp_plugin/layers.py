@@ -1,6 +1,7 @@
 """Which algorithm each layer of a model has: patterns such as "lasp2*7, attention2d"."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import get_args, get_type_hints
 
 from megatron_cp_plugin import registry
@@ -30,8 +31,16 @@ def parse_layers(text: str) -> tuple[str, ...]:
 
 
 def leading_algorithm(layers: Sequence[str]) -> str:
-    """The algorithm whose layout the model takes: the first of softmax attention, if any."""
-    return next((name for name in layers if registry.kind_of(name) == "softmax"), layers[0])
+    """The algorithm whose layout the model takes.
+
+    The first of softmax attention, if any, whose layout all the others can have.
+    """
+    names = [name for name in layers if registry.kind_of(name) == "softmax"] or layers
+    for name in names:
+        with suppress(ConfigError):
+            options_by_name(layers, name, ())
+            return name
+    return names[0]
 
 
 def options_by_name(layers: Sequence[str], algo: str, options: Options) -> Mapping[str, Options]:

@@ -229,7 +229,7 @@ def command(args: argparse.Namespace, case: Case, gate: Path, port: int) -> list
     algo, *options = case.name.split(":")
     chosen: list[str] = []
     if algo == "te":
-        flags["cp-comm-type"] = options[0]
+        flags |= {"context-parallel-algo": "megatron", "cp-comm-type": options[0]}
     else:
         chosen = ["--context-parallel-algo", algo]
         if options:

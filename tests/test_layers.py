@@ -35,6 +35,9 @@ def test_unknown_names() -> None:
 def test_layout_follows_softmax_attention() -> None:
     assert leading_algorithm(HYBRID) == "attention2d"
     assert leading_algorithm(("lasp", "lasp2")) == "lasp"
+    # The layout of ulysses can be chosen, that of zigzag cannot.
+    assert leading_algorithm(("ulysses", "zigzag")) == "zigzag"
+    assert leading_algorithm(("ring", "zigzag")) == "ring"  # neither way
     for algo, layout in (("zigzag", "zigzag"), ("ring", "contiguous")):
         options = options_by_name(("lasp2", algo), algo, ())
         assert options == {algo: (), "lasp2": (("layout", layout),)}

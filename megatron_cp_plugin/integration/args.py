@@ -10,6 +10,7 @@ from typing import NoReturn, override
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.config import LINEAR_MODELS, ContextParallelConfig
 from megatron_cp_plugin.errors import ConfigError
+from megatron_cp_plugin.integration.comm_type import CommType
 from megatron_cp_plugin.layers import leading_algorithm, parse_layers
 
 # The value of --context-parallel-algo that means "Megatron's own path, untouched".
@@ -25,8 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--context-parallel-algo",
         metavar="NAME",
         default=None,
-        help="context-parallel attention algorithm, such as ring or zigzag; megatron or no flag: "
-        "Megatron's own context parallelism",
+        help="context-parallel attention algorithm, such as ring or zigzag; Megatron's own "
+        "--cp-comm-type is another spelling of some; megatron, or neither flag: Megatron's own "
+        "context parallelism",
     )
     group.add_argument(
         "--cp-kernel",
@@ -85,7 +87,7 @@ class PluginFlags:
     Attributes:
         algo: None for Megatron's own path. layers: the algorithm of each layer, or (). kernel,
             options, linear_model, recompute_attention, platform, record: as in `add_arguments`.
-        given: whether the command line has any of the plugin's flags.
+        comm_type: the same in Megatron's spelling.
     """
 
     algo: str | None
@@ -96,11 +98,12 @@ class PluginFlags:
     recompute_attention: bool
     platform: str | None
     record: str | None
-    given: bool
+    comm_type: CommType
 
     def check(self) -> None:
-        """Raises ConfigError for an unknown algorithm or option, and for settings of none."""
+        """Raises ConfigError for an unknown algorithm or option, and for settings that clash."""
         if self.algo is not None:
+            self.comm_type.check(self.algo, self.layers, self.options)
             registry.layout_of(self.algo, dict(self.options))
             self.config(1).check_layers()
         settings = {
@@ -143,23 +146,36 @@ def split_flags(argv: Sequence[str]) -> tuple[PluginFlags, list[str]]:
         ConfigError: A flag of the plugin has no value or a value that is not allowed.
     """
     parser = add_arguments(OneLineParser(add_help=False, allow_abbrev=False))
-    known, rest = parser.parse_known_args(list(argv))
+    known, others = parser.parse_known_args(list(argv))
+    # Megatron's default is p2p, which must not be taken for something that the user asked for.
+    parser = OneLineParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--cp-comm-type", nargs="+", default=())
+    parser.add_argument("--hierarchical-context-parallel-sizes", nargs="+", type=int, default=())
+    theirs, rest = parser.parse_known_args(others)
+    comm_type = CommType(
+        tuple(theirs.cp_comm_type), tuple(theirs.hierarchical_context_parallel_sizes)
+    )
     layers = parse_layers(known.cp_layers) if known.cp_layers is not None else ()
     algo = known.context_parallel_algo
     if layers and algo == MEGATRON:
         raise ConfigError(f"--cp-layers needs algorithms of the plugin, got {algo}: leave one out")
+    options = tuple(_option(text) for text in known.cp_options or ())
     if layers and algo is None:
         algo = leading_algorithm(layers)
+    elif comm_type.types and algo is None:
+        algo, layers = comm_type.algo, comm_type.layers
+    if algo in (None, MEGATRON):
+        algo, rest, comm_type = None, others, CommType()
     flags = PluginFlags(
-        algo=None if algo == MEGATRON else algo,
+        algo=algo,
         kernel=known.cp_kernel or "auto",
-        options=tuple(_option(text) for text in known.cp_options or ()),
+        options=(*comm_type.options, *options),
         layers=layers,
         linear_model=known.cp_linear_model,
         recompute_attention=bool(known.cp_recompute_attention),
         platform=known.cp_platform,
         record=known.cp_record,
-        given=any(value is not None for value in vars(known).values()),
+        comm_type=comm_type,
     )
     return flags, rest
 

@@ -143,20 +143,8 @@ FEATURES: tuple[Feature, ...] = (
         "use rope, yarn, learned_absolute or none",
     ),
     # Other kinds of context parallelism.
-    Feature(
-        "Transformer Engine's context-parallel algorithm",
-        "cp_comm_type",
-        lambda settings: settings.cp_comm_type not in (None, ["p2p"], "p2p"),
-        "--context-parallel-algo chooses the algorithm",
-        "leave one of the two out",
-    ),
     _switch("hybrid context parallelism", "hybrid_context_parallel", _PACKED),
     _switch("dynamic context parallelism", "dynamic_context_parallel", _PACKED),
-    _switch(
-        "hierarchical context parallelism",
-        "hierarchical_context_parallel_sizes",
-        "--context-parallel-algo chooses the algorithm",
-    ),
     # Modes of the whole program.
     Feature(
         "CUDA graphs",

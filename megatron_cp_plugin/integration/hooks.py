@@ -67,6 +67,7 @@ class Hooks:
         from megatron_cp_plugin.integration.checks import check_arguments, describe
         from megatron_cp_plugin.integration.recompute import describe as describe_recompute
 
+        self._flags.comm_type.check_model(args)
         config = self._flags.config(args.context_parallel_size)
         kernel = check_arguments(args, config, self._device)
         self._runtime = Runtime(config)
@@ -104,6 +105,11 @@ class Hooks:
                 f"{type(model).__name__}: use a pretrain_gpt.py of Megatron-LM 0.19"
             )
         check_settings(model, self._runtime.config)
+        if model.cp_comm_type not in (None, "p2p"):  # Megatron's default
+            raise ContextParallelError(
+                f"the script sets cp_comm_type {model.cp_comm_type} by itself, which would be "
+                "ignored: give --cp-comm-type on the command line"
+            )
         base = model.transformer_layer_spec
         model.transformer_layer_spec = layer_spec_provider(base, self._runtime)
         model.pre_wrap_hooks.append(functools.partial(use_layout, runtime=self._runtime))

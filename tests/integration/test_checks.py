@@ -32,8 +32,6 @@ ASKING: dict[str, Any] = {
     "attention_backend": AttnBackend.local,
     "flash_attention_version": 3,
     "position_embedding_type": "mrope",
-    "cp_comm_type": ["a2a"],
-    "hierarchical_context_parallel_sizes": [2, 2],
     "cuda_graph_impl": "local",
     "yaml_cfg": "file.yaml",
 }
