@@ -289,3 +289,43 @@ def _adapt_megatron() -> None:
     # It warms up compiled functions with random numbers, as many as a rank has tokens: the model
     # would start from other weights for each context_parallel_size.
     megatron.training.initialize._warmup_jit_function = _nothing
+    _let_adam_resume()
+
+
+def _let_adam_resume() -> None:
+    """Lets Megatron's distributed optimizer load a checkpoint into torch's own Adam.
+
+    It was written for those of Apex and Transformer Engine, which need GPUs. torch's Adam counts
+    steps in the state of every parameter. Megatron reads the number there, where nothing is before
+    the first step; it gives all parameters one tensor with the number, which each of them would
+    count up; and of each parameter it looks for the number in the checkpoint, which has none, or
+    keeps the one from before.
+    """
+    from megatron.core.optimizer import distrib_optimizer
+
+    if distrib_optimizer.HAVE_APEX_OR_TE:
+        return
+    kind = distrib_optimizer.DistributedOptimizer
+    save, load = kind.state_dict, kind.load_state_dict
+    fill = kind._set_main_param_and_optimizer_states
+
+    def state_dict(self: Any) -> Any:
+        adam = self.optimizer
+        if isinstance(adam, (torch.optim.Adam, torch.optim.AdamW)) and not adam.state:
+            for parameter in (p for group in adam.param_groups for p in group["params"]):
+                moments = {key: torch.zeros_like(parameter) for key in self.optimizer_state_keys}
+                adam.state[parameter] = {"step": torch.tensor(0.0), **moments}
+        return save(self)
+
+    def load_state_dict(self: Any, state_dict: Any) -> None:
+        load(self, state_dict)
+        for state in self.optimizer.state.values():
+            if "step" in state:
+                state["step"] = state["step"].clone()
+
+    def fill_all_but_step(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
+        with torch.no_grad():  # float32 weights are views of the model's
+            fill(self, model_param, {**tensors, "step": None})  # None leaves it as it is
+
+    kind.state_dict, kind.load_state_dict = state_dict, load_state_dict
+    kind._set_main_param_and_optimizer_states = fill_all_but_step

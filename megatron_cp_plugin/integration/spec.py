@@ -73,8 +73,9 @@ def with_pattern(
         ContextParallelError: As `with_attention`.
     """
     transformer: Any = model_config.transformer
-    # Layers of two kinds cannot be stacked into one tensor of a checkpoint.
-    transformer.hetereogenous_dist_checkpoint = True
+    if runtime.config.has_linear_layers and runtime.config.has_softmax_layers:
+        # They have other parameters: they cannot be stacked into one tensor of a checkpoint.
+        transformer.hetereogenous_dist_checkpoint = True
     if isinstance(spec, TransformerBlockSubmodules):
         block, layers = spec, list(spec.layer_specs or [])
     else:

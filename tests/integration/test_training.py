@@ -89,13 +89,6 @@ def test_sliding_windows() -> None:
     assert_same_training(run(*ROPE, *window, *algo("zigzag", 2), ranks=2).succeeded(), reference)
 
 
-def test_checkpoint_is_megatrons(rope: Job, tmp_path: Path) -> None:
-    saved = ("--save", str(tmp_path), "--save-interval", "2", "--exit-interval", "2")
-    run(*ROPE, *algo("ring", 2), *saved, ranks=2).succeeded()
-    resumed = run(*ROPE, "--context-parallel-algo", "megatron", "--load", str(tmp_path))
-    assert resumed.succeeded().losses == pytest.approx(rope.losses[2:], rel=1e-5)
-
-
 def test_unmodified_script_of_a_checkout(rope: Job, checkout_script: Path) -> None:
     program = (*LAUNCHER, str(checkout_script))
     for name in ("zigzag", "ring"):

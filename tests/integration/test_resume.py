@@ -1,0 +1,141 @@
+"""Checkpoints: a run goes on at another split, and after a rank was killed, as if nothing had been.
+
+The reference is one run of Megatron's own attention on the whole sequence, never interrupted.
+"""
+
+import os
+import re
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from megatron_cp_plugin.integration.parity import Recording, Tolerances
+from tests.integration.megatron_job import TINY, Job
+from tests.integration.warm_job import WarmJob, run_warm
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+SAVED, STEPS = 5, 15
+MODEL = (*TINY, "--position-embedding-type", "rope", "--group-query-attention")
+MODEL = (*MODEL, "--num-query-groups", "2", "--swiglu", "--normalization", "RMSNorm")
+# The vocabulary is padded to the same size at every tensor-parallel size.
+MODEL = (*MODEL, "--train-iters", str(STEPS), "--make-vocab-size-divisible-by", "64")
+# The killed run was to be a long one.
+MODEL = (*MODEL, "--override-opt-param-scheduler")
+DISTRIBUTED = ("--use-distributed-optimizer",)
+# What Megatron needs to load a distributed optimizer at another TP or PP.
+RESHARDABLE = (*DISTRIBUTED, "--dist-ckpt-optim-fully-reshardable")
+
+
+@dataclass(frozen=True)
+class Curve:
+    losses: list[float]
+    grad_norms: list[float]
+
+
+def train(folder: Path, *flags: str, ranks: int = 1) -> tuple[Curve, Job]:
+    job = run_warm(folder, *MODEL, *flags, "--cp-record", str(folder), ranks=ranks).succeeded()
+    recording = Recording.load(folder)
+    return Curve(recording.losses()["lm loss"], recording.grad_norms()), job
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(folder: Path) -> Curve:
+    saving = ("--save", str(folder / "distributed"), "--save-interval", str(SAVED))
+    flags = ("--context-parallel-algo", "megatron", *DISTRIBUTED)
+    curve, _ = train(folder / "reference", *flags, *saving)
+    assert len(curve.losses) == STEPS
+    return curve
+
+
+@pytest.fixture(scope="module")
+def checkpoints(uninterrupted: Curve, folder: Path) -> dict[str, tuple[str, ...]]:
+    """What loads the checkpoints of iteration SAVED: of the reference, and of a split run."""
+    name = "reshardable"
+    flags = ("--context-parallel-algo", "zigzag", "--context-parallel-size", "2", *RESHARDABLE)
+    interval = ("--save-interval", str(SAVED), "--exit-interval", str(SAVED))
+    curve, _ = train(folder / "saving", *flags, *interval, "--save", str(folder / name), ranks=2)
+    assert len(curve.losses) == SAVED
+    step = ("--ckpt-step", str(SAVED))
+    return {
+        "distributed": ("--load", str(folder / "distributed"), *step, *DISTRIBUTED),
+        name: ("--load", str(folder / name), *step, *RESHARDABLE),
+    }
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "split", "ranks"),
+    [
+        ("distributed", "--context-parallel-algo ring --context-parallel-size 4", 4),
+        ("distributed", "--context-parallel-algo attention2d --context-parallel-size 2", 4),
+        ("reshardable", "--context-parallel-algo megatron", 1),
+        (
+            "reshardable",
+            "--context-parallel-algo ulysses --context-parallel-size 2 "
+            "--tensor-model-parallel-size 2",
+            4,
+        ),
+        (
+            "reshardable",
+            "--cp-comm-type p2p a2a --context-parallel-size 2 --pipeline-model-parallel-size 2",
+            4,
+        ),
+    ],
+)
+def test_resumes_at_another_split(
+    uninterrupted: Curve,
+    checkpoints: dict[str, tuple[str, ...]],
+    tmp_path: Path,
+    optimizer: str,
+    split: str,
+    ranks: int,
+) -> None:
+    curve, job = train(tmp_path, *split.split(), *checkpoints[optimizer], ranks=ranks)
+    assert_continues(curve, uninterrupted)
+    assert f"successfully loaded checkpoint from {checkpoints[optimizer][1]}" in job.text
+    # The algorithm is no part of a checkpoint.
+    assert not re.search(r"(?i)mismatch.*(algo|context)|(algo|context).*mismatch", job.text)
+
+
+def assert_continues(curve: Curve, uninterrupted: Curve) -> None:
+    bounds = Tolerances()
+    assert len(curve.losses) == STEPS - SAVED
+    assert curve.losses == pytest.approx(uninterrupted.losses[SAVED:], rel=bounds.loss)
+    assert curve.grad_norms == pytest.approx(uninterrupted.grad_norms[SAVED:], rel=bounds.grad_norm)
+
+
+def test_a_killed_rank_costs_the_steps_since_the_checkpoint(
+    uninterrupted: Curve, tmp_path: Path
+) -> None:
+    """kill -9 in mid-step: the others end, soon and with a reason; the run goes on."""
+    saving = ("--save", str(tmp_path), "--save-interval", str(SAVED))
+    split = ("--context-parallel-algo", "zigzag", "--context-parallel-size", "2")
+    job = WarmJob(tmp_path / "killed", (*MODEL, *saving, *split, "--train-iters", "100000"), 2)
+    try:
+        deadline = time.monotonic() + 120
+        while not re.search(rf"iteration +{SAVED + 1}/", job.text()):
+            assert all(rank.is_alive() for rank in job.ranks), job.text()[-3000:]
+            assert time.monotonic() < deadline, job.text()[-3000:]
+            time.sleep(0.01)
+        os.kill(job.ranks[1].pid, signal.SIGKILL)
+        job.ranks[0].join(60)
+        assert job.ranks[0].exitcode == 1
+    finally:
+        killed = job.finish()
+    # Megatron's own collectives may be the first to notice.
+    assert re.search(r"lost the others|Connection (reset|closed)", killed.text)
+    saved = int((tmp_path / "latest_checkpointed_iteration.txt").read_text())
+    last = max(map(int, re.findall(r"iteration +(\d+)/", killed.text)))
+    assert saved >= (last - 1) // SAVED * SAVED  # a checkpoint is written after the line is
+    loading = ("--load", str(tmp_path), "--ckpt-step", str(SAVED))
+    other = ("--context-parallel-algo", "ring", "--context-parallel-size", "2")
+    curve, _ = train(tmp_path / "resumed", *loading, *other, ranks=2)
+    assert_continues(curve, uninterrupted)
