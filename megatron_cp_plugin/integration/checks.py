@@ -162,11 +162,6 @@ FEATURES: tuple[Feature, ...] = (
     ),
     _switch("activation offloading", "fine_grained_activation_offloading", _UNTESTED),
     _switch("activation offloading", "cpu_offloading", _UNTESTED),
-    _switch(
-        "deterministic mode",
-        "deterministic_mode",
-        "the GPU kernels add gradients in no fixed order",
-    ),
     _switch("batch-invariant mode", "batch_invariant_mode", _KERNELS),
     _switch("quantization with ModelOpt", "restore_modelopt_state", _UNTESTED),
     _switch("quantization with ModelOpt", "modelopt_enabled", _UNTESTED),
@@ -387,12 +382,13 @@ def _check_kernel(args: Any, config: ContextParallelConfig, device: torch.device
         return None
     head_dim = args.kv_channels or args.hidden_size // heads
     dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
+    local, fixed = heads // tensor, bool(args.deterministic_mode)
     if registry.kind_of(config.algo) == "linear":
-        return resolve_linear(
-            config.kernel, LinearProblem(device, dtype, heads // tensor, head_dim, head_dim)
-        ).name
+        linear = LinearProblem(device, dtype, local, head_dim, head_dim, fixed)
+        return resolve_linear(config.kernel, linear).name
     kv_heads = max(1, _kv_heads(args) // tensor)
-    return resolve(config.kernel, Problem(device, dtype, heads // tensor, kv_heads, head_dim)).name
+    problem = Problem(device, dtype, local, kv_heads, head_dim, fixed)
+    return resolve(config.kernel, problem).name
 
 
 def _kv_heads(args: Any) -> int:

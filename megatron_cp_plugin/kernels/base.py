@@ -5,7 +5,7 @@ B batch, S query tokens, T key tokens, H query heads, G KV heads (G divides H), 
 
 from abc import abstractmethod
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 
 import torch
@@ -17,13 +17,17 @@ from megatron_cp_plugin.kernels.choice import Kernel, choose, loader
 
 @dataclass(frozen=True)
 class Problem:
-    """What a kernel has to serve."""
+    """What a kernel has to serve.
+
+    Attributes: deterministic: every run must give the same bits; default: torch's own setting.
+    """
 
     device: torch.device
     dtype: torch.dtype
     heads: int
     kv_heads: int
     head_dim: int
+    deterministic: bool = field(default_factory=torch.are_deterministic_algorithms_enabled)
 
 
 def gpu_reason(

@@ -5,20 +5,34 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import import_module
-from typing import Any
+from typing import Any, Protocol
 
 from megatron_cp_plugin.errors import KernelUnavailableError, nearest
 
 log = logging.getLogger(__name__)
 
 
+class AnyProblem(Protocol):
+    """What all problems say, whatever they are.
+
+    Attributes: deterministic: every run must give the same bits.
+    """
+
+    @property
+    def deterministic(self) -> bool: ...
+
+
 class Kernel[P](ABC):
     """A kernel that serves some problems of a kind P.
 
-    Attributes: name: as users give it.
+    Attributes:
+        name: as users give it.
+        deterministic: every run gives the same bits, gradients included, while
+            `torch.use_deterministic_algorithms(True)` is in force.
     """
 
     name: str
+    deterministic: bool = False
 
     @abstractmethod
     def unsupported(self, problem: P) -> str | None:
@@ -35,7 +49,7 @@ def loader(module: str, name: str) -> Callable[[], Any]:
     return load
 
 
-def choose[P, K: Kernel](
+def choose[P: AnyProblem, K: Kernel](
     kind: str, name: str, problem: P, kernels: Mapping[str, Callable[[], K]]
 ) -> K:
     """The kernel of that name, or for "auto" the first one that serves the problem.
@@ -48,7 +62,7 @@ def choose[P, K: Kernel](
     """
     if name == "auto":
         for candidate, load in kernels.items():
-            reason = load().unsupported(problem)
+            reason = _unsupported(load(), problem)
             if reason is None:
                 log.info("%s: %s for %s", kind, candidate, problem)
                 return load()
@@ -60,7 +74,13 @@ def choose[P, K: Kernel](
             f"{', '.join(kernels)}"
         )
     kernel = kernels[name]()
-    reason = kernel.unsupported(problem)
+    reason = _unsupported(kernel, problem)
     if reason is not None:
         raise KernelUnavailableError(f"{kind} {name}: {reason}; use kernel auto")
     return kernel
+
+
+def _unsupported[P: AnyProblem](kernel: Kernel[P], problem: P) -> str | None:
+    if problem.deterministic and not kernel.deterministic:
+        return "its results differ from run to run in the last bits, got deterministic mode"
+    return kernel.unsupported(problem)

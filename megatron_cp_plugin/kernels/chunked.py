@@ -27,6 +27,7 @@ class Chunked(LinearKernel):
     """Right products between chunks, left products within (LASP, equations 7 and 9)."""
 
     name = "chunked"
+    deterministic = True
 
     def unsupported(self, problem: LinearProblem) -> str | None:
         return None

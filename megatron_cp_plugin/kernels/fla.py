@@ -31,7 +31,11 @@ _SHORTEST_SEGMENT = 1024
 
 
 class FlaLinear(LinearKernel):
-    """fla.ops.common's chunk kernels, as in fla.ops.simple_gla."""
+    """fla.ops.common's chunk kernels, as in fla.ops.simple_gla.
+
+    Not deterministic: each process measures which block sizes to use, and they decide in which
+    order sums are formed.
+    """
 
     name = "fla"
 

@@ -12,6 +12,7 @@ class Flash2(SoftmaxKernel):
     """flash_attn.flash_attn_interface (2.7 and newer)."""
 
     name = "flash2"
+    deterministic = True
     rectangular_causal = True
 
     def unsupported(self, problem: Problem) -> str | None:
@@ -70,6 +71,6 @@ class Flash2(SoftmaxKernel):
             window_size_right=-1,
             softcap=0.0,
             alibi_slopes=None,
-            deterministic=False,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
         )
         return dq, dk, dv

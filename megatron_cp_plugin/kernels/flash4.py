@@ -12,12 +12,17 @@ class Flash4(SoftmaxKernel):
     """flash_attn.cute.interface (Hopper and newer)."""
 
     name = "flash4"
+    deterministic = True
     rectangular_causal = True
 
     def unsupported(self, problem: Problem) -> str | None:
         if find_spec("flash_attn") is None or find_spec("flash_attn.cute") is None:
             return "needs the package flash-attn-4, which is not installed"
-        return gpu_reason(problem, (64, 128), (9, 0))
+        reason = gpu_reason(problem, (64, 128), (9, 0))
+        if reason is not None or not problem.deterministic:
+            return reason
+        blackwell_12 = torch.cuda.get_device_capability(problem.device)[0] == 12
+        return "has no deterministic backward on compute capability 12" if blackwell_12 else None
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool
@@ -47,6 +52,15 @@ class Flash4(SoftmaxKernel):
             out, dlse = torch.zeros_like(dout), statistics.delta.neg()
         lse = statistics.lse.contiguous()
         dq, dk, dv, *_ = _flash_attn_bwd(
-            q, k, v, out, dout, lse, softmax_scale=scale, causal=causal, dlse=dlse
+            q,
+            k,
+            v,
+            out,
+            dout,
+            lse,
+            softmax_scale=scale,
+            causal=causal,
+            dlse=dlse,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
         )
         return dq, dk, dv

@@ -11,7 +11,7 @@ the neighbours need, what needs nothing of them, and the rest.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 
 import torch
@@ -23,13 +23,14 @@ from megatron_cp_plugin.kernels.choice import Kernel, choose, loader
 
 @dataclass(frozen=True)
 class LinearProblem:
-    """What a kernel has to serve."""
+    """What a kernel has to serve; `deterministic` as in `kernels.Problem`."""
 
     device: torch.device
     dtype: torch.dtype
     heads: int
     head_dim: int
     value_dim: int
+    deterministic: bool = field(default_factory=torch.are_deterministic_algorithms_enabled)
 
 
 class ForwardPass(ABC):

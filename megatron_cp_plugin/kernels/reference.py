@@ -14,6 +14,7 @@ class Reference(SoftmaxKernel):
     """Scores in float32 (float64 for float64)."""
 
     name = "reference"
+    deterministic = True
     rectangular_causal = True
 
     def unsupported(self, problem: Problem) -> str | None:

@@ -21,6 +21,7 @@ class CpuFlashAttention(SoftmaxKernel):
     """torch's CPU flash kernel: float64, float32, bfloat16, float16."""
 
     name = "torch_cpu"
+    deterministic = True
 
     def unsupported(self, problem: Problem) -> str | None:
         if problem.device.type != "cpu":
@@ -65,6 +66,7 @@ class CudaFlashAttention(SoftmaxKernel):
     """torch's own build of FlashAttention-2 (CUDA, compute capability 8.0 and newer)."""
 
     name = "torch_flash"
+    deterministic = True  # it looks at torch's setting itself
 
     def unsupported(self, problem: Problem) -> str | None:
         return gpu_reason(problem, range(8, 257, 8), (8, 0))
@@ -109,7 +111,10 @@ class CudaFlashAttention(SoftmaxKernel):
 
 
 class CudnnAttention(SoftmaxKernel):
-    """cuDNN's fused attention (CUDA, compute capability 9.0 and newer)."""
+    """cuDNN's fused attention (CUDA, compute capability 9.0 and newer).
+
+    Not deterministic: torch does not ask cuDNN for its deterministic backward.
+    """
 
     name = "cudnn"
 

@@ -9,6 +9,7 @@ import torch
 from megatron_cp_plugin.core.partial import delta_of
 from megatron_cp_plugin.errors import KernelUnavailableError
 from megatron_cp_plugin.kernels import Problem, SoftmaxKernel, Statistics, kernel_names, resolve
+from megatron_cp_plugin.kernels.linear import LinearProblem, resolve_linear
 from tests.oracle import expected_attention, relative_error
 
 CPU = torch.device("cpu")
@@ -137,3 +138,79 @@ def test_triton_kernels_in_the_interpreter():
     pytest.importorskip("triton")
     command = f"import os; os.environ['TRITON_INTERPRET'] = '1'\n{FUSED}"
     subprocess.run([sys.executable, "-c", command], check=True)
+
+
+@pytest.fixture
+def deterministic():
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def results(kernel, q, k, v, dout, *, causal):
+    """Outputs and gradients of one forward and both rules of backward."""
+    out, lse = kernel.forward(q, k, v, scale=q.shape[-1] ** -0.5, causal=causal)
+    found = [out, lse]
+    for statistics in (Statistics(lse, out=out), Statistics(lse, delta=delta_of(dout, out))):
+        found += kernel.backward(
+            dout, q, k, v, statistics, scale=q.shape[-1] ** -0.5, causal=causal
+        )
+    return found
+
+
+def check_same_bits(kernel, problem, *, tokens, causal, runs):
+    q, k, v, dout = (
+        torch.randn(2, tokens, heads, problem.head_dim, dtype=problem.dtype, device=problem.device)
+        for heads in (problem.heads, problem.kv_heads, problem.kv_heads, problem.heads)
+    )
+    first = results(kernel, q, k, v, dout, causal=causal)
+    for _ in range(runs):
+        for once, again in zip(first, results(kernel, q, k, v, dout, causal=causal), strict=True):
+            assert torch.equal(once, again)
+
+
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("kv_heads", [4, 1])
+@pytest.mark.parametrize("name", ["reference", "torch_cpu"])
+def test_cpu_kernels_repeat_to_the_bit(name, kv_heads, causal):
+    problem = Problem(CPU, torch.float32, 4, kv_heads, 16)
+    assert problem.deterministic
+    threads = torch.get_num_threads()
+    try:
+        # Threads are what would change the order of sums.
+        torch.set_num_threads(4)
+        check_same_bits(resolve(name, problem), problem, tokens=257, causal=causal, runs=5)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("kv_heads", [16, 4])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("name", GPU_KERNELS)
+def test_gpu_kernels_repeat_to_the_bit(name, head_dim, kv_heads, causal):
+    # Enough tokens for many blocks to add to one gradient at the same time.
+    problem = Problem(torch.device("cuda", 0), torch.bfloat16, 16, kv_heads, head_dim)
+    assert problem.deterministic
+    try:
+        kernel = resolve(name, problem)
+    except KernelUnavailableError as error:
+        if "deterministic mode" not in str(error):
+            pytest.skip(str(error))
+        assert name == "cudnn"
+        return
+    check_same_bits(kernel, problem, tokens=4096, causal=causal, runs=10)
+
+
+def test_deterministic_mode_takes_deterministic_kernels_only():
+    problem = Problem(CPU, torch.float32, 4, 2, 16, deterministic=True)
+    assert resolve("auto", problem).deterministic
+    with pytest.raises(KernelUnavailableError, match=r"cudnn: its results differ .* use kernel"):
+        resolve("cudnn", problem)
+    linear = LinearProblem(CPU, torch.bfloat16, 4, 16, 16, deterministic=True)
+    assert resolve_linear("auto", linear).name == "chunked"
+    with pytest.raises(KernelUnavailableError, match="fla: its results differ"):
+        resolve_linear("fla", linear)

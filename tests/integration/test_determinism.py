@@ -1,0 +1,44 @@
+"""Megatron's deterministic mode: two runs are equal to the bit."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_cp_plugin.integration.parity import Recording
+from tests.integration.megatron_job import TINY
+from tests.integration.warm_job import run_warm
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+# With two ranks, sums have two terms, and their order makes no difference.
+RANKS = 3
+MODEL = (*TINY, "--position-embedding-type", "none", "--num-layers", "5", "--deterministic-mode")
+MODEL = (*MODEL, "--context-parallel-size", str(RANKS), "--seq-length", "96")
+MODEL = (*MODEL, "--num-attention-heads", "6", "--hidden-size", "48")
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        "zigzag, attention2d, allgather, ulysses, usp",
+        "distflash, ring, lasp, lasp2, ulysses",
+    ],
+)
+def test_two_runs_are_equal_to_the_bit(layers: str, tmp_path: Path) -> None:
+    flags = [*MODEL, "--cp-layers", layers]
+    if "lasp" in layers:
+        flags += ["--cp-linear-model", "linear_transformer"]
+    runs = []
+    for name in ("once", "again"):
+        folder = tmp_path / name
+        run_warm(folder, *flags, "--cp-record", str(folder), ranks=RANKS).succeeded()
+        runs.append(Recording.load(folder))
+    once, again = runs
+    assert len(once.losses()["lm loss"]) == 3
+    assert once.losses() == again.losses()
+    assert once.grad_norms() == again.grad_norms()
+    for mine, theirs in zip(once.ranks, again.ranks, strict=True):
+        # Digests of all bytes of every weight and every gradient.
+        assert len(mine.gradients) >= 5 * 8
+        assert mine.weights == theirs.weights
+        assert mine.gradients == theirs.gradients
