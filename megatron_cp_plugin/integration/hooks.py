@@ -24,6 +24,7 @@ class Hooks:
     - `validate_args`: checks Megatron's arguments and makes the runtime;
     - `pretrain`: puts the plugin's attention and position embeddings into the model;
     - `get_batch_on_this_cp_rank`: cuts batches by the layout;
+    - `forward_step_calc_loss`: takes the mean loss over the whole sequence;
     - `checkpoint`: keeps attention from running again in the backward.
     """
 
@@ -34,10 +35,13 @@ class Hooks:
 
     def install(self) -> None:
         """Puts the hooks in force; call before the training script imports the names."""
+        import megatron.core.pipeline_parallel.schedules
         import megatron.core.utils
         import megatron.training
         import megatron.training.arguments
         import megatron.training.training
+
+        from megatron_cp_plugin.integration.loss import forward_step_calc_loss
 
         replace = _replace
         replace(self._validate_args, "validate_args", megatron.training.arguments)
@@ -48,6 +52,8 @@ class Hooks:
             megatron.core.utils,
             megatron.training.training,
         )
+        schedules = megatron.core.pipeline_parallel.schedules
+        replace(forward_step_calc_loss, "forward_step_calc_loss", schedules)
         if not self._flags.recompute_attention:
             self._install_recompute()
 

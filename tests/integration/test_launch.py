@@ -45,6 +45,7 @@ print("RESULT" + json.dumps({"rest": rest, "changed": changed}))
 
 MEGATRONS_OWN = [
     "megatron.core.datasets.utils.compile_helpers",
+    "megatron.core.pipeline_parallel.schedules.forward_step_calc_loss",
     "megatron.core.tensor_parallel.checkpoint",
     "megatron.core.tensor_parallel.random.checkpoint",
     "megatron.core.utils.get_batch_on_this_cp_rank",
