@@ -94,8 +94,8 @@ def markdown() -> str:
         lines.append(f"| `{row.name}` | {row.kind} | {layouts} | {' | '.join(cells)} |")
     lines += [
         "",
-        "Windows through Megatron: `--window-size LEFT,0`; `--window-attn-skip-freq` is served.",
-        "Every algorithm takes any number of ranks; through Megatron the sequence length must be a",
+        "Windows through Megatron: `--window-size LEFT,0`, and `--window-attn-skip-freq`. Every",
+        "algorithm takes any number of ranks; through Megatron the sequence length must be a",
         "multiple of what the layout needs.",
         "",
         "## Features of Megatron that are refused",

@@ -91,7 +91,8 @@ def _add_draw(commands: Any) -> None:
         "draw",
         help="draw an algorithm's schedule: workers x steps, and who waits",
         description="Draws the schedule of one attention forward from its plan: which rank "
-        "computes which queries (q) against which keys (k) in which step, and who waits.",
+        "computes which queries (q) against which keys (k) or states (S) in which step, and who "
+        "waits.",
     )
     parser.add_argument("--algo", required=True, metavar="NAME", help="such as distflash or zigzag")
     parser.add_argument("--size", required=True, type=int, metavar="P", help="number of ranks")

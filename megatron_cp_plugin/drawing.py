@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.core.algorithm import Work
+from megatron_cp_plugin.core.linear import LinearWork
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.virtual import VirtualWorld
 from megatron_cp_plugin.errors import ConfigError
@@ -35,8 +36,9 @@ class Cell:
 
     Attributes:
         text: which blocks meet, such as "q7 k2"; of several ranks and a part of the heads
-            "q0-3 k0,2 1/4 heads".
-        pairs: number of (query, key) pairs, times the share of the heads.
+            "q0-3 k0,2 1/4 heads"; queries and the state of ranks 0 to 6 "q7 S0-6".
+        pairs: number of (query, key) pairs, times the share of the heads; with linear attention,
+            of products of a token with a state.
         own: whether all queries are those of the rank itself.
     """
 
@@ -101,7 +103,7 @@ def picture(
         options: Of the algorithm; values may be text.
 
     Raises:
-        ConfigError: The algorithm, an option or a value is unknown, or it is linear attention.
+        ConfigError: The algorithm, an option or a value is unknown, or has no such window.
     """
     if size < 1:
         raise ConfigError(f"size must be 1 or more, got {size}: give the number of ranks")
@@ -110,13 +112,8 @@ def picture(
         seq_len = registry.layout_of(algo, options).multiple(size) * _TOKENS_PER_CHUNK
     if seq_len < 1:
         raise ConfigError(f"seq-len must be 1 or more, got {seq_len}: give the global tokens")
-    if registry.kind_of(algo) != "softmax":
-        raise ConfigError(
-            f"draw shows softmax attention, got {algo}, which is linear attention: use one of "
-            f"{', '.join(registry.available('softmax'))}"
-        )
-    algorithm = registry.create(algo, VirtualWorld(size).topology(0), options)
-    if mask.window is not None and not algorithm.windows:
+    topology = VirtualWorld(size).topology(0)
+    if mask.window is not None and not getattr(registry.algorithm_class(algo), "windows", False):
         raise ConfigError(
             f"{algo} does not serve sliding windows, got window {mask.window}: leave it out"
         )
@@ -125,7 +122,20 @@ def picture(
     if mask.window is not None:
         shape += f", window {mask.window}"
     title = f"{algo}{settings} · {size} ranks · {shape} · {seq_len} tokens"
+    if registry.kind_of(algo) == "linear":
+        states = registry.create_linear(algo, topology, options)
+        return Picture(title, size, _linear_steps(states.trace(seq_len, causal=mask.causal), size))
+    algorithm = registry.create(algo, topology, options)
     return Picture(title, size, _steps(algorithm.trace(seq_len, mask), size))
+
+
+def _linear_steps(trace: Sequence[LinearWork], size: int) -> tuple[tuple[Cell | None, ...], ...]:
+    count = 1 + max(work.step for work in trace)
+    cells: list[list[Cell | None]] = [[None] * size for _ in range(count)]
+    for work in trace:
+        met = f"S{_ranks(work.state_owners)}" if work.state_owners else f"k{work.host}"
+        cells[work.step][work.host] = Cell(f"q{work.host} {met}", work.products, own=True)
+    return tuple(map(tuple, cells))
 
 
 def _steps(trace: Sequence[Work], size: int) -> tuple[tuple[Cell | None, ...], ...]:

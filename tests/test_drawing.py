@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 import megatron_cp_plugin as cp
-from megatron_cp_plugin import cli
+from megatron_cp_plugin import cli, registry
 from megatron_cp_plugin.core.tiles import Mask, visible_pairs
+from megatron_cp_plugin.core.virtual import VirtualWorld
 from megatron_cp_plugin.drawing import _ranks, picture, save, table_width
 
 
@@ -41,6 +42,41 @@ def test_cells_name_the_blocks() -> None:
     assert [cell.text if cell else None for cell in first] == ["q0 k0", "q1 k1", "q2 k2"]
     assert [cell.text if cell else None for cell in second] == ["q2 k0", "q1 k0", "q2 k1"]
     assert [cell.own if cell else None for cell in second] == [False, True, True]
+
+
+def test_linear_attention_by_states(tmp_path: Path) -> None:
+    own, states = picture("lasp", 4, seq_len=64).steps
+    assert [cell.text if cell else None for cell in own] == ["q0 k0", "q1 k1", "q2 k2", "q3 k3"]
+    assert [cell.text if cell else None for cell in states] == [None, "q1 S0", "q2 S0-1", "q3 S0-2"]
+    # Of 3 products a token, rank 0 spares one.
+    drawn = picture("lasp2", 4, seq_len=64)
+    assert drawn.idle_share == pytest.approx(1 / 12)
+    save(drawn, tmp_path / "plan.svg")
+    assert "q3 S0-2" in (tmp_path / "plan.svg").read_text()
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_every_token_meets_the_states_of_all_that_it_sees(layout: str, causal: bool) -> None:
+    size, seq_len = 3, 24
+    algorithm = registry.create_linear("lasp2", VirtualWorld(size).topology(0), {"layout": layout})
+    held = [
+        [n for span in algorithm.layout.spans(rank, size, seq_len) for n in (span.start, span.stop)]
+        for rank in range(size)
+    ]
+    met: dict[int, set[int]] = {rank: set() for rank in range(size)}
+    for work in algorithm.trace(seq_len, causal=causal):
+        met[work.host] |= set(work.state_owners)
+        # A rank's own runs: the state and the output; else what came before a run.
+        runs = 1 if layout == "contiguous" else 2
+        assert work.products in ({2 * 8} if not work.state_owners else {8, 8 // runs})
+    for rank in range(size):
+        seen = {
+            other for other in range(size) if not causal or min(held[other]) < max(held[rank]) - 1
+        }
+        if layout == "contiguous":
+            seen -= {rank}
+        assert met[rank] == seen
 
 
 @pytest.mark.parametrize(
@@ -88,7 +124,7 @@ def test_a_png_is_written(tmp_path: Path) -> None:
     ("words", "said"),
     [
         (("--algo", "distflsh", "--size", "4"), "did you mean 'distflash'"),
-        (("--algo", "lasp", "--size", "4"), "lasp, which is linear attention"),
+        (("--algo", "lasp", "--size", "4", "--window", "8"), "lasp does not serve sliding"),
         (("--algo", "ring", "--size", "0"), "size must be 1 or more, got 0"),
         (("--algo", "ring", "--size", "2", "--seq-len", "0"), "seq-len must be 1 or more"),
         (("--algo", "ring", "--size", "2", "--option", "x"), "--option takes KEY=VALUE"),

@@ -64,6 +64,20 @@ class LinearShape:
 
 
 @dataclass(frozen=True)
+class LinearWork:
+    """What one rank computes in one step of the forward.
+
+    Attributes: step, host: when and where. state_owners: the ranks whose state meets the host's
+        queries; (): its own runs, each by itself. products: of a token with a state, D x E each.
+    """
+
+    step: int
+    host: int
+    state_owners: tuple[int, ...]
+    products: int
+
+
+@dataclass(frozen=True)
 class Route:
     """Which part of the way each run covers, for states that travel over the whole sequence.
 
@@ -105,6 +119,14 @@ class Route:
         return tuple(
             (*(place - stop if stop <= place else None for stop in stops), place)
             for place in places
+        )
+
+    def owners_before(self, place: int) -> tuple[int, ...]:
+        """Ranks with tokens before a place between runs."""
+        return tuple(
+            rank
+            for rank, runs in enumerate(self.runs)
+            if any(start < stop <= place for start, stop in runs)
         )
 
     @property
@@ -181,6 +203,23 @@ class LinearAlgorithm(ABC):
     @abstractmethod
     def traffic(self, shape: LinearShape, rank: int, *, causal: bool, final_state: bool) -> Traffic:
         """What `rank` sends, by closed formula; the tests hold it against the counters."""
+
+    def trace(self, seq_len: int, *, causal: bool) -> tuple[LinearWork, ...]:
+        """The forward's plan for all ranks: states travel while a rank is busy with its own runs.
+
+        A token makes one product for its rank's state and one for its output.
+        """
+        route = Route.of(self.layout, self.topology.size, seq_len)
+        work = []
+        for sweep, way in enumerate((route,) if causal else (route, route.flipped())):
+            for host, runs in enumerate(way.runs):
+                tokens = sum(stop - start for start, stop in runs)
+                work.append(LinearWork(2 * sweep, host, (), 2 * tokens))
+                reached = [(start, stop, way.owners_before(start)) for start, stop in runs]
+                owners = sorted({owner for _, _, before in reached for owner in before})
+                products = sum(stop - start for start, stop, before in reached if before)
+                work.append(LinearWork(2 * sweep + 1, host, tuple(owners), products))
+        return tuple(one for one in work if one.products)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, initial: Tensor | None, call: LinearCall
