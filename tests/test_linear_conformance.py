@@ -180,8 +180,11 @@ def test_bfloat16(case: Case, causal: bool) -> None:
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("case", tuple(cases()), ids=str)
-def test_bytes_are_those_of_the_formula(case: Case, size: int, causal: bool, states: bool) -> None:
-    expected = linear_expected(RATES["half"], 4 * size, causal=causal)
+@pytest.mark.parametrize("rates", ["half", "plain"])
+def test_bytes_are_those_of_the_formula(
+    case: Case, size: int, causal: bool, states: bool, rates: str
+) -> None:
+    expected = linear_expected(RATES[rates], 4 * size, causal=causal)
     _, log = run(case, expected, size, causal=causal, states=states, dtype=torch.bfloat16)
     batch, _, heads, head_dim = expected.q.shape
     shape = LinearShape(batch, heads, head_dim, expected.v.shape[3])
@@ -189,7 +192,9 @@ def test_bytes_are_those_of_the_formula(case: Case, size: int, causal: bool, sta
     def compare(topology: Topology) -> None:
         rank = topology.rank
         algorithm = create_linear(case.algo, topology, dict(case.options))
-        traffic = algorithm.traffic(shape, rank, causal=causal, final_state=states)
+        traffic = algorithm.traffic(
+            shape, rank, causal=causal, final_state=states, decays=rates != "plain"
+        )
         assert log.bytes(rank=rank, phase="forward") == traffic.forward_bytes
         assert log.messages(rank=rank, phase="forward") == traffic.forward_messages
         assert log.bytes(rank=rank, phase="backward") == traffic.backward_bytes

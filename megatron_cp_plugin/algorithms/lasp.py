@@ -114,9 +114,21 @@ class Lasp(LinearAlgorithm):
         self._states.exchange([], list(zip(parts, others, strict=True))).wait()
         return torch.stack([gradient, *parts]).sum(0)
 
-    def traffic(self, shape: LinearShape, rank: int, *, causal: bool, final_state: bool) -> Traffic:
+    def traffic(
+        self,
+        shape: LinearShape,
+        rank: int,
+        *,
+        causal: bool,
+        final_state: bool,
+        decays: bool = True,
+    ) -> Traffic:
         """See LinearAlgorithm.traffic: one state a hop, whatever the number of tokens."""
         last = self.topology.size - 1
+        if not causal and not decays:
+            # Along the chain, and from its end to all.
+            hops, back = (1 if rank < last else last), (1 if rank else last)
+            return Traffic(hops * shape.state_bytes, hops, back * shape.state_bytes, back)
         hops = int(rank < last) + (0 if causal else int(rank > 0))
         back = int(rank > 0) + (0 if causal else int(rank < last))
         if final_state:
@@ -189,13 +201,22 @@ class Lasp2(LinearAlgorithm):
         """See LinearAlgorithm.collect."""
         return self._states.all_gather(gradient).wait().sum(0)
 
-    def traffic(self, shape: LinearShape, rank: int, *, causal: bool, final_state: bool) -> Traffic:
+    def traffic(
+        self,
+        shape: LinearShape,
+        rank: int,
+        *,
+        causal: bool,
+        final_state: bool,
+        decays: bool = True,
+    ) -> Traffic:
         """See LinearAlgorithm.traffic: n states to each other rank, in each direction."""
         others = self.topology.size - 1
         runs = len(self.layout.spans(rank, self.topology.size, 2 * self.topology.size))
-        sweeps = 1 if causal else 2
+        total = not causal and not decays
+        sweeps = 1 if causal or total else 2
         bytes_ = sweeps * others * runs * shape.state_bytes
-        collecting = others if final_state else 0
+        collecting = others if final_state and not total else 0
         return Traffic(
             bytes_,
             sweeps * others,

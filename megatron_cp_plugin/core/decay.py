@@ -49,6 +49,11 @@ class Decay:
                 raise ConfigError(f"decay rates must be above 0 and at most 1, got {rate}")
         return Decay(tuple(map(float, rates)))
 
+    @property
+    def none(self) -> bool:
+        """Whether nothing decays: all rates are 1."""
+        return all(rate == 1 for rate in self.rates)
+
     def logarithms(self, device: torch.device) -> Tensor:
         """Natural logarithms of the rates: [H] float64."""
         return _logarithms(self.rates, device)

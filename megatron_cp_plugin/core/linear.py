@@ -201,11 +201,22 @@ class LinearAlgorithm(ABC):
         """The sum of all ranks' gradients [B,H,D,E], at least where the route begins."""
 
     @abstractmethod
-    def traffic(self, shape: LinearShape, rank: int, *, causal: bool, final_state: bool) -> Traffic:
-        """What `rank` sends, by closed formula; the tests hold it against the counters."""
+    def traffic(
+        self,
+        shape: LinearShape,
+        rank: int,
+        *,
+        causal: bool,
+        final_state: bool,
+        decays: bool = True,
+    ) -> Traffic:
+        """What `rank` sends, by closed formula; the tests hold it against the counters.
+
+        Args: decays: not all rates are 1, which matters where attention is not causal.
+        """
 
     def trace(self, seq_len: int, *, causal: bool) -> tuple[LinearWork, ...]:
-        """The forward's plan for all ranks: states travel while a rank is busy with its own runs.
+        """The forward's plan for all ranks, with decay. States travel while ranks do own runs.
 
         A token makes one product for its rank's state and one for its output.
         """
@@ -231,6 +242,9 @@ class LinearAlgorithm(ABC):
         Returns: out [B,S,H,E] in q's dtype, the final state if wanted, and what `backward` needs.
         """
         route = self._route(call)
+        if not call.causal and call.decay.none:
+            total = self._total(k, v, initial, None, route, call)
+            return _products(q, total), total if call.output_final_state else None, (q, k, v, total)
         out, final, cache = self._sweep(
             q, k, v, initial, route, call, output_final_state=call.output_final_state
         )
@@ -259,6 +273,12 @@ class LinearAlgorithm(ABC):
         assert k is not None
         assert v is not None
         route = self._route(call)
+        if not call.causal and call.decay.none:
+            assert cache is not None
+            dtotal = self._total(q, dout, None, dfinal, route.back(), call)
+            dq, dk = _products(dout, cache.mT), _products(v, dtotal.mT)
+            first = self.topology.rank == route.back().last_rank
+            return dq, dk, _products(k, dtotal), dtotal if first else None
         dq, dk, dv, dinitial = self._sweep_back(dout, q, k, v, cache, dfinal, route, call)
         if call.causal:
             return dq, dk, dv, dinitial
@@ -276,6 +296,27 @@ class LinearAlgorithm(ABC):
 
     def _route(self, call: LinearCall) -> Route:
         return Route.of(self.layout, self.topology.size, call.seq_len)
+
+    def _total(
+        self,
+        x: Tensor,
+        y: Tensor,
+        first: Tensor | None,
+        own: Tensor | None,
+        route: Route,
+        call: LinearCall,
+    ) -> Tensor:
+        """The sum of x y^T over all tokens, of `first`, and of all ranks' `own`: [B,H,D,E].
+
+        Where nothing decays and tokens see all others, one state serves every token.
+        """
+        runs = len(route.runs[self.topology.rank])
+        x, y = (_fold(z, runs) for z in (x, y))
+        states = _by_run(call.kernel.forward(x, x, y, call.decay).state, runs)
+        if own is not None:
+            states[0] += own
+        _, end = self.carry(states, first, route, call.decay, lambda: None, to_the_end=True)
+        return self.share(end, states[0], route)
 
     def _sweep(
         self,
@@ -326,6 +367,13 @@ class LinearAlgorithm(ABC):
         )
         dq, dk, dv = (_unfold(x, runs) for x in running.finish(_by_batch(arrived)))
         return dq, dk, dv, end if self.topology.rank == back.last_rank else None
+
+
+def _products(x: Tensor, state: Tensor) -> Tensor:
+    """state^T x of every token, in x's dtype: [B,S,H,D], [B,H,D,E] -> [B,S,H,E]."""
+    # Sums over many tokens overflow float16.
+    dtype = x.dtype if x.dtype == torch.bfloat16 else state.dtype
+    return torch.einsum("bshd,bhde->bshe", x.to(dtype), state.to(dtype)).to(x.dtype)
 
 
 def _fold(x: Tensor, runs: int) -> Tensor:
