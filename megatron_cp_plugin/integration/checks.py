@@ -384,7 +384,9 @@ def _check_kernel(args: Any, config: ContextParallelConfig, device: torch.device
     dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
     local, fixed = heads // tensor, bool(args.deterministic_mode)
     if registry.kind_of(config.algo) == "linear":
-        linear = LinearProblem(device, dtype, local, head_dim, head_dim, fixed)
+        # Linearized positions double the features of q and k.
+        features = head_dim * (2 if config.linear_model == "transnormer" else 1)
+        linear = LinearProblem(device, dtype, local, features, head_dim, fixed)
         return resolve_linear(config.kernel, linear).name
     kv_heads = max(1, _kv_heads(args) // tensor)
     problem = Problem(device, dtype, local, kv_heads, head_dim, fixed)

@@ -23,7 +23,11 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor
+from megatron.core.transformer.utils import (
+    ensure_metadata_has_dp_cp_group,
+    make_sharded_tensors_for_checkpoint,
+)
+from torch import Tensor, nn
 from torch.nn import functional
 
 from megatron_cp_plugin.core.decay import Decay
@@ -89,6 +93,7 @@ class LinearSelfAttention(MegatronModule):
         self._heads = config.num_attention_heads // tensor_size
         self._head_dim: int = config.kv_channels
         self._causal = is_causal(attn_mask_type)
+        self._runtime = runtime
         self._kernel = runtime.config.kernel
         self._cp_size = pg_collection.cp.size()
         self._algorithm = runtime.linear_algorithm(pg_collection.cp)
@@ -212,14 +217,88 @@ class LinearSelfAttention(MegatronModule):
         """The layer's attention, from the parts of the projection: [s,b,h,d] each and back."""
 
 
+class LinearizedPositions(MegatronModule):
+    """LRPE: features [x cos(n theta), x sin(n theta)] of a token at position n.
+
+    Products of two tokens' features depend on the distance of the tokens. There is one angle for
+    each channel, and it is learned.
+
+    Source: Linearized Relative Positional Encoding (Qin et al., 2023), as in TransNormerLLM's
+    published model: theta = 10000 ** (-2 i / width) for channel i of the whole width.
+
+    Attributes:
+        theta: [h,d] of this tensor-parallel rank.
+    """
+
+    def __init__(self, config: TransformerConfig, tp_group: torch.distributed.ProcessGroup) -> None:
+        """Builds the module.
+
+        Args:
+            config: Megatron's model configuration.
+            tp_group: Ranks among which the heads are split.
+        """
+        super().__init__(config=config)
+        self.tp_group = tp_group
+        heads, head_dim = config.num_attention_heads, config.kv_channels
+        channel = torch.arange(heads * head_dim, dtype=torch.float64)
+        theta = (10000 ** (-2 * channel / (heads * head_dim))).view(heads, head_dim)
+        mine = theta.chunk(tp_group.size())[tp_group.rank()]
+        if not config.use_cpu_initialization:
+            mine = mine.cuda()
+        self.theta = nn.Parameter(mine.to(config.params_dtype))
+        tensor_parallel.set_tensor_model_parallel_attributes(self.theta, True, 0, 1)
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Returns the features of x [s,b,h,d] at positions [s]: [s,b,h,2d]."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        angle = positions.to(wide)[:, None, None, None] * self.theta.to(wide)
+        return torch.cat((x * angle.cos(), x * angle.sin()), dim=-1).to(x.dtype)
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> Any:
+        """Returns the parameter for a distributed checkpoint, split by heads.
+
+        Args:
+            prefix: Of its key.
+            sharded_offsets: What modules around it have split already.
+            metadata: Holds the data- and context-parallel group.
+        """
+        return make_sharded_tensors_for_checkpoint(
+            {"theta": self.theta},
+            prefix,
+            {"theta": 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"],
+        )
+
+
 class TransNormerAttention(LinearSelfAttention):
     """TransNormerLLM's: decay by head and layer, output normalised and gated, no softmax.
 
+    The first layer has linearized positions (LRPE) besides.
+
     Source: TransNormerLLM (arXiv 2307.14995), sections 3.1 to 3.3, and its published model.
-    Differs: no rotation of q and k (LRPE) in the first layer.
     """
 
     _parts = 4
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        """As LinearSelfAttention's.
+
+        Args:
+            config: Megatron's model configuration.
+            args: See LinearSelfAttention.
+            kwargs: See LinearSelfAttention.
+        """
+        super().__init__(config, *args, **kwargs)
+        self.positions = None
+        if self.layer_number == 1:
+            self.positions = LinearizedPositions(config, self.pg_collection.tp)
 
     def _rates(self) -> tuple[float, ...]:
         return transnormer_rates(
@@ -228,7 +307,13 @@ class TransNormerAttention(LinearSelfAttention):
 
     def _combine(self, *parts: Tensor) -> Tensor:
         q, k, v, gate = parts
-        out = self._attend(functional.silu(q), functional.silu(k), v)
+        q, k = functional.silu(q), functional.silu(k)
+        if self.positions is not None:
+            group = self.pg_collection.cp
+            tokens = q.shape[0] * group.size()
+            places = self._runtime.positions(group, tokens, q.device)
+            q, k = self.positions(q, places), self.positions(k, places)
+        out = self._attend(q, k, v)
         return gate * self._normalised(out)
 
     def _normalised(self, x: Tensor) -> Tensor:

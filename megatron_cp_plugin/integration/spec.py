@@ -51,6 +51,10 @@ def layer_spec_provider(
             spec = base(model_config, vp_stage=vp_stage)
         else:
             spec = base(model_config)
+        if runtime.config.has_linear_layers:
+            # Layers with different parameters cannot be stacked into one tensor of a checkpoint;
+            # those of softmax attention are alike, whatever their algorithms.
+            model_config.transformer.hetereogenous_dist_checkpoint = True
         if len(runtime.config.algorithms) > 1:
             return with_pattern(spec, runtime, model_config, vp_stage)
         return with_attention(spec, runtime)
@@ -73,9 +77,6 @@ def with_pattern(
         ContextParallelError: As `with_attention`.
     """
     transformer: Any = model_config.transformer
-    if runtime.config.has_linear_layers and runtime.config.has_softmax_layers:
-        # They have other parameters: they cannot be stacked into one tensor of a checkpoint.
-        transformer.hetereogenous_dist_checkpoint = True
     if isinstance(spec, TransformerBlockSubmodules):
         block, layers = spec, list(spec.layer_specs or [])
     else:

@@ -152,6 +152,35 @@ def test_against_the_formula(
         torch.testing.assert_close(gradient, right, rtol=1e-4, atol=1e-5)
 
 
+def test_linearized_positions_of_the_first_layer(group: dist.ProcessGroup) -> None:
+    """LRPE by its defining form: a product of features is one of cosines of angle x distance."""
+    torch.manual_seed(0)
+    settings = config(use_cpu_initialization=True)
+    module = attention("transnormer", group, layer_number=1, config=settings)
+    theta = module.positions.theta
+    published = [10000 ** (-2 * channel / WIDTH) for channel in range(WIDTH)]
+    assert theta.flatten().tolist() == pytest.approx(published, rel=1e-6)
+    assert attention("transnormer", group, layer_number=2, config=settings).positions is None
+    x = torch.randn(TOKENS, BATCH, WIDTH, dtype=torch.float64, requires_grad=True)
+    out, _ = module(x)
+    q, k, v, gate = parts_of(module, x, 4)
+    q, k = q * torch.sigmoid(q), k * torch.sigmoid(k)
+    distance = torch.arange(TOKENS)[:, None] - torch.arange(TOKENS)[None, :]
+    angles = theta.double()[:, None, None, :] * distance[None, :, :, None]
+    scores = torch.einsum("bhsd,bhtd,hstd->bhst", q, k, angles.cos())
+    rates = torch.tensor(transnormer_rates(HEADS, 1, 3), dtype=torch.float64)
+    mixed = (scores * (rates[:, None, None] ** distance.abs()) * (distance >= 0)) @ v
+    squares = mixed.square().sum((1, 3), keepdim=True) / WIDTH
+    mixed = gate * mixed / (squares + 1e-5).sqrt()
+    want = mixed.permute(2, 0, 1, 3).flatten(2) @ module.linear_proj.weight.T
+    torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-6)
+    inputs = [x, *module.parameters()]
+    dout = torch.randn_like(out)
+    got = torch.autograd.grad(out, inputs, dout)
+    for gradient, right in zip(got, torch.autograd.grad(want, inputs, dout), strict=True):
+        torch.testing.assert_close(gradient, right, rtol=1e-4, atol=1e-5)
+
+
 def test_rates_are_those_of_the_published_model() -> None:
     slopes = [2.0**-n for n in range(1, 9)]
     first = transnormer_rates(8, 1, 24)
