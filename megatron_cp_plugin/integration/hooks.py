@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from megatron_cp_plugin.errors import ContextParallelError
+from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.integration.args import PluginFlags
 from megatron_cp_plugin.integration.runtime import Runtime
 
@@ -92,7 +94,8 @@ class Hooks:
             # Megatron demands a multiple of 2P of --seq-length, for its zigzag layout, but not of
             # --encoder-seq-length, its other name for the same quantity. The layout was checked.
             args.seq_length, args.encoder_seq_length = None, args.seq_length
-        return original(args, {} if defaults is None else defaults)
+        with _refusals_in_one_line():
+            return original(args, {} if defaults is None else defaults)
 
     def _pretrain(
         self, original: Callable[..., Any], cfg_container: Any, *args: Any, **kwargs: Any
@@ -149,6 +152,17 @@ def skip_built_helpers() -> None:
     import megatron.core.datasets.utils
 
     _replace(lambda original: None, "compile_helpers", megatron.core.datasets.utils)
+
+
+@contextmanager
+def _refusals_in_one_line() -> Iterator[None]:
+    """Turns what Megatron refuses by an assertion into an error of one line."""
+    try:
+        yield
+    except (AssertionError, ValueError) as error:
+        # Many of its assertions have no message, and speak for themselves.
+        why = " ".join(str(error).split()) or traceback.extract_tb(error.__traceback__)[-1].line
+        raise ConfigError(f"Megatron refuses these flags: {why}") from error
 
 
 def _replace(hook: Callable[..., Any], name: str, *modules: Any) -> None:

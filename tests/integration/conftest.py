@@ -12,6 +12,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=None,
         help="checkout of Megatron-LM (core_v0.19.0) whose pretrain_gpt.py is run unmodified",
     )
+    parser.addoption(
+        "--random-runs",
+        metavar="N",
+        type=int,
+        default=None,
+        help="how many random runs to try, others at each call; default: a few, always the same",
+    )
 
 
 @pytest.fixture(scope="session")

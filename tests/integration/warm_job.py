@@ -6,8 +6,11 @@ scripts/pretrain_gpt.py from the top.
 """
 
 import multiprocessing
+import os
+import signal
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from tests.integration.megatron_job import Job, Process, free_port
@@ -55,6 +58,9 @@ class WarmJob:
             time.sleep(0.02)
         for rank in self.ranks:
             rank.kill()
+            # And what it has started: Megatron writes checkpoints with the help of other processes.
+            with suppress(ProcessLookupError):
+                os.killpg(rank.pid, signal.SIGKILL)
             rank.join()
         codes = [rank.exitcode or 0 for rank in self.ranks]
         texts = [tuple(path.read_text() for path in logs) for logs in self._logs]
@@ -69,6 +75,7 @@ def run_warm(folder: Path, *arguments: str, ranks: int = 1) -> Job:
 def _run_rank(
     arguments: Sequence[str], environment: dict[str, str], stdout: Path, stderr: Path
 ) -> None:
+    os.setsid()
     from tests.integration import warm_rank
 
     warm_rank.main(arguments, environment, stdout, stderr)
