@@ -10,6 +10,8 @@ from typing import Literal, get_args, get_type_hints
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.errors import ConfigError
+from megatron_cp_plugin.kernels.base import kernels
+from megatron_cp_plugin.kernels.linear import linear_kernels
 
 RANKS = 8  # of the questions below
 
@@ -75,7 +77,7 @@ def _serves(cls: type[Algorithm], *, heads: int, kv_heads: int, causal: bool = T
 
 
 def markdown() -> str:
-    """The tables of algorithms and of refused Megatron features."""
+    """The tables of algorithms, of kernels and of refused Megatron features."""
     from megatron_cp_plugin.integration.checks import FEATURES
 
     lines = [
@@ -97,6 +99,18 @@ def markdown() -> str:
         "Windows through Megatron: `--window-size LEFT,0`, and `--window-attn-skip-freq`. Every",
         "algorithm takes any number of ranks; through Megatron the sequence length must be a",
         "multiple of what the layout needs.",
+        "",
+        "## Kernels",
+        "",
+        "In the order in which `kernel: auto` tries them. Repeats: with Megatron's",
+        "`--deterministic-mode` two runs are equal to the bit; the others are not taken then.",
+        "",
+        "| kernel | attention | repeats |",
+        "| --- | --- | --- |",
+    ]
+    for kind, found in (("softmax", kernels()), ("linear", linear_kernels())):
+        lines += [f"| `{k.name}` | {kind} | {_mark(k.deterministic)} |" for k in found]
+    lines += [
         "",
         "## Features of Megatron that are refused",
         "",

@@ -168,6 +168,11 @@ def kernel_names() -> tuple[str, ...]:
     return tuple(_KERNELS)
 
 
+def kernels() -> tuple[SoftmaxKernel, ...]:
+    """All kernels in the order of preference of "auto", whether they can run here or not."""
+    return tuple(load() for load in _KERNELS.values())
+
+
 @cache
 def resolve(name: str, problem: Problem) -> SoftmaxKernel:
     """The kernel of that name, or for "auto" the fastest one that serves the problem.

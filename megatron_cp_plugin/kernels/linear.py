@@ -112,6 +112,11 @@ def linear_kernel_names() -> tuple[str, ...]:
     return tuple(_KERNELS)
 
 
+def linear_kernels() -> tuple[LinearKernel, ...]:
+    """All kernels in the order of preference of "auto", whether they can run here or not."""
+    return tuple(load() for load in _KERNELS.values())
+
+
 @cache
 def resolve_linear(name: str, problem: LinearProblem) -> LinearKernel:
     """The kernel of that name, or for "auto" the fastest one that serves the problem.
