@@ -99,8 +99,8 @@ def replayed(step):
 def captured_cases(size):
     """Those that a CUDA graph can hold: all over the process group."""
     for case in cases(size):
-        group = case.algo in ("ring", "zigzag", "distflash")
-        yield Case(case.algo, (*case.options, ("transport", "group")) if group else case.options)
+        rings = case.algo in ("ring", "zigzag", "distflash", "usp")
+        yield Case(case.algo, (*case.options, ("transport", "group")) if rings else case.options)
 
 
 def real_cases(size):

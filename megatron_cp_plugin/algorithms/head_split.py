@@ -229,12 +229,14 @@ class _Split:
         self.kv_heads = lcm(kv_heads, team.size)
         self._copies = self.kv_heads // kv_heads
         self._team = team
-        alone = team.ring.topology.size == 1
+        # A ring would send shared KV heads once for each group. Otherwise sharing them is worth
+        # it only where there would be no second group.
+        share_kv = team.ring.topology.size == 1 and self.kv_heads == team.size
         self.groups = head_groups(
             heads // team.size,
             self.kv_heads // team.size,
             chunks if team.size > 1 else 1,
-            share_kv=alone,  # a ring would send them once for each group
+            share_kv=share_kv,
         )
 
     def arrivals(self, q: Tensor, k: Tensor, v: Tensor) -> Callable[[HeadGroup], Pending[Block]]:

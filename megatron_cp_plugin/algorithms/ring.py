@@ -5,9 +5,9 @@
 B batch, S local tokens, H query heads, G KV heads, D head dim, P ranks.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Literal
 
 import torch
@@ -26,8 +26,13 @@ from megatron_cp_plugin.core.algorithm import (
 )
 from megatron_cp_plugin.core.comm import Communicator, Pending
 from megatron_cp_plugin.core.layout import Contiguous, Layout, Zigzag
-from megatron_cp_plugin.core.partial import Accumulator, GradientSum, accumulation_dtype
-from megatron_cp_plugin.core.pipeline import HeadGroup, backward_groups, check_chunks
+from megatron_cp_plugin.core.partial import (
+    Accumulator,
+    GradientSum,
+    WholeGradient,
+    accumulation_dtype,
+)
+from megatron_cp_plugin.core.pipeline import HeadGroup, check_chunks, successive_groups
 from megatron_cp_plugin.core.tiles import Mask, Tile, plan_tiles
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ConfigError
@@ -36,6 +41,8 @@ from megatron_cp_plugin.registry import register
 
 Block = tuple[Tensor, ...]
 Visit = Callable[[Block, tuple[Tile, ...]], tuple[GradientSum, ...]]
+# Takes a sum, and what is to be added to it.
+Put = Callable[..., None]
 
 
 @dataclass(frozen=True)
@@ -106,9 +113,8 @@ class Ring(Algorithm):
     results a rank holds at most, with elements of 2 bytes, q = 2*B*H*S*D bytes of queries,
     kv = 4*B*G*S*D of keys and values and n groups of heads (`chunks`), rows of lse and delta aside,
 
-        forward   3q + 2kv
-        backward  "kv": 2q + 10kv, "query": 12q + 2kv;
-                  n > 1: (2q + 15kv) / n, (19q + 2kv) / n
+        forward   3q + 2kv; n > 1: (4q + 3kv) / n
+        backward  "kv": q + 9kv, "query": 11q + kv; n > 1: (2q + 15kv) / n, (19q + 2kv) / n
 
     and what kernels need within. With transport peer, receive buffers are kept between calls.
 
@@ -126,9 +132,9 @@ class Ring(Algorithm):
         Attributes:
             backward: what travels in the backward: "kv" (K, V, dK, dV), "query" (Q, dO, delta,
                 lse, dQ), or "auto", the one with fewer bytes for this ratio of heads.
-            chunks: groups of heads that the backward takes one after another, at most as many as
-                KV heads: less memory, and one group's last hop runs beside the next group's first
-                step; 0: two for long sequences, else one.
+            chunks: groups of heads that are computed one after another, at most as many as KV
+                heads: less memory, and in the backward one group's last hop runs beside the next
+                group's first step; 0: two for long sequences, else one.
             gradients: dtype in which partial sums of gradients travel: "float32" or "model",
                 the dtype of q.
             transport: "group" (the process group's own, NCCL or gloo), "peer" (copy engines over
@@ -173,6 +179,23 @@ class Ring(Algorithm):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Saved]:
         """See Algorithm.forward. Source: BurstAttention, Algorithm 3."""
+        groups = self._groups(Shape.of(q, k, call))
+        if len(groups) == 1:
+            out, lse = self._attend(q, (k, v), call)
+            return out, lse, (q, k, v, out, lse)
+        out = torch.empty_like(q)
+        lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulation_dtype(q.dtype))
+        for group in groups:
+            part, part_lse = self._attend(
+                q[:, :, group.q], (k[:, :, group.kv], v[:, :, group.kv]), call
+            )
+            out[:, :, group.q] = part
+            lse[:, group.q] = part_lse
+            del part, part_lse
+        return out, lse, (q, k, v, out, lse)
+
+    def _attend(self, q: Tensor, kv: Block, call: Call) -> tuple[Tensor, Tensor]:
+        """(out, lse) of some heads."""
         total = Accumulator(q)
 
         def visit(block: Block, tiles: tuple[Tile, ...]) -> tuple[GradientSum, ...]:
@@ -180,9 +203,9 @@ class Ring(Algorithm):
             attend_block(total, q, keys, values, tiles, call)
             return ()
 
-        self._circulate((k, v), self._tour(call, "kv"), visit, (), Pending(lambda: None)).wait()
-        out, lse = total.result()
-        return out, lse, (q, k, v, out, lse)
+        block = tuple(x.contiguous() for x in kv)
+        self._circulate(block, self._tour(call, "kv"), visit, (), Pending(lambda: None)).wait()
+        return total.result()
 
     def backward(self, dout: Tensor, saved: Saved, call: Call) -> tuple[Tensor, Tensor, Tensor]:
         """See Algorithm.backward. Source: BurstAttention, Algorithm 2; differs: see the class."""
@@ -195,24 +218,28 @@ class Ring(Algorithm):
         """As `backward`, where either out or delta is at hand."""
         shape = Shape.of(q, k, call)
         rotate = self._rotate_kv if self._rule(shape) == "kv" else self._rotate_query
-        dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+        gradients = [WholeGradient(x) for x in (q, k, v)]
         coming_home: Pending[None] = Pending(lambda: None)
-        for group in self._backward_groups(shape):
+        for group in self._groups(shape):
             coming_home = rotate(
                 dout[:, :, group.q],
                 q[:, :, group.q],
                 (k[:, :, group.kv], v[:, :, group.kv]),
                 statistics.heads(group.q),
                 call,
-                (dq[:, :, group.q], dk[:, :, group.kv], dv[:, :, group.kv]),
+                [
+                    partial(whole.put, heads)
+                    for whole, heads in zip(gradients, (group.q, group.kv, group.kv), strict=True)
+                ],
                 coming_home,
             )
         coming_home.wait()
+        dq, dk, dv = (gradient.whole for gradient in gradients)
         return dq, dk, dv
 
-    def _backward_groups(self, shape: Shape) -> tuple[HeadGroup, ...]:
+    def _groups(self, shape: Shape) -> tuple[HeadGroup, ...]:
         elements = shape.elements(self.topology.size)
-        return backward_groups(shape.heads, shape.kv_heads, self.options.chunks, elements)
+        return successive_groups(shape.heads, shape.kv_heads, self.options.chunks, elements)
 
     def backward_rule(
         self, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype
@@ -235,14 +262,14 @@ class Ring(Algorithm):
         kv: Block,
         statistics: Statistics,
         call: Call,
-        gradients: Block,
+        put: Sequence[Put],
         before: Pending[None],
     ) -> Pending[None]:
         """K, V and their gradients travel.
 
-        Args: gradients: where dq, dk, dv go. before: see `_circulate`.
+        Args: put: take the sums of dq, dk and dv. before: see `_circulate`.
 
-        Returns: to be waited for until all of `gradients` is there.
+        Returns: to be waited for until all sums have been taken.
         """
         dq = GradientSum(q)
 
@@ -253,8 +280,8 @@ class Ring(Algorithm):
             return sums.dk, sums.dv
 
         block = tuple(x.contiguous() for x in kv)
-        done = self._circulate(block, self._tour(call, "kv"), visit, gradients[1:], before)
-        dq.write(gradients[0])
+        done = self._circulate(block, self._tour(call, "kv"), visit, put[1:], before)
+        put[0](dq)
         return done
 
     def _rotate_query(
@@ -264,7 +291,7 @@ class Ring(Algorithm):
         kv: Block,
         statistics: Statistics,
         call: Call,
-        gradients: Block,
+        put: Sequence[Put],
         before: Pending[None],
     ) -> Pending[None]:
         """Q, dO, delta, lse and dQ travel; otherwise as `_rotate_kv`."""
@@ -280,9 +307,9 @@ class Ring(Algorithm):
 
         rows = statistics.delta_for(dout), statistics.lse
         block = tuple(x.contiguous() for x in (q, dout, *rows))
-        done = self._circulate(block, self._tour(call, "query"), visit, gradients[:1], before)
-        dk.write(gradients[1])
-        dv.write(gradients[2])
+        done = self._circulate(block, self._tour(call, "query"), visit, put[:1], before)
+        put[1](dk)
+        put[2](dv)
         return done
 
     def _tour(self, call: Call, moving: Literal["kv", "query"]) -> Tour:
@@ -296,7 +323,7 @@ class Ring(Algorithm):
         )
 
     def _circulate(
-        self, block: Block, tour: Tour, visit: Visit, sums_to: Block, before: Pending[None]
+        self, block: Block, tour: Tour, visit: Visit, put: Sequence[Put], before: Pending[None]
     ) -> Pending[None]:
         """Sends the local block on its tour and computes with every block that comes by.
 
@@ -304,10 +331,10 @@ class Ring(Algorithm):
         behind it, each stop adding its own.
 
         Args:
-            sums_to: where the sums of the local block over all its stops go.
+            put: take the sums of the local block, each with what other ranks added to it.
             before: of an earlier tour; waited for once this one has something to compute.
 
-        Returns: to be waited for until the sums have come home.
+        Returns: to be waited for until they have.
         """
         rank = self.topology.rank
         blocks = self._flow("blocks", tour, slots=2)
@@ -324,7 +351,7 @@ class Ring(Algorithm):
                 before.wait()
             sums.after_stop(step, own)
             held = arriving.wait()
-        return sums.coming_home(sums_to)
+        return sums.coming_home(put)
 
     @staticmethod
     def _post_hop(
@@ -380,10 +407,10 @@ class Ring(Algorithm):
         block_tokens, sum_tokens, block_hops, sum_hops = sent(rule)
         block_bytes, sum_bytes = self._hop(shape, rule)
         tensors, sums = (2, 2) if rule == "kv" else (4, 1)
-        groups = len(self._backward_groups(shape))
+        groups = len(self._groups(shape))
         return Traffic(
             shape.batch * kv_tokens * 2 * shape.kv_heads * shape.head_dim * shape.element_bytes,
-            2 * kv_hops,
+            groups * 2 * kv_hops,
             shape.batch * (block_tokens * block_bytes + sum_tokens * sum_bytes),
             groups * (tensors * block_hops + sums * sum_hops),
         )
@@ -464,14 +491,14 @@ class _TravellingSums:
         )
         self._under_way = [travel, home]
 
-    def coming_home(self, targets: Block) -> Pending[None]:
-        """Until waited for, the sums of this rank's own block are not in `targets`."""
+    def coming_home(self, put: Sequence[Put]) -> Pending[None]:
+        """Once waited for, this rank's own sums have been taken, with what came back for them."""
 
         def finish() -> None:
             self._wait()
-            gathered = self._returned or (None,) * len(targets)
-            for total, target, elsewhere in zip(self._home, targets, gathered, strict=True):
-                total.write(target, plus=elsewhere)
+            returned = self._returned or (None,) * len(put)
+            for take, total, elsewhere in zip(put, self._home, returned, strict=True):
+                take(total, elsewhere)
 
         return Pending(finish)
 

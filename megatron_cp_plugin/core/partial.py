@@ -214,6 +214,33 @@ class GradientSum:
         return self._total
 
 
+class WholeGradient:
+    """A gradient [B,S,heads,D] that is put together from groups of heads, one after another.
+
+    Its memory is taken when the first group is there, for that is when most is free again.
+    """
+
+    def __init__(self, like: Tensor) -> None:
+        """Args: like: [B,S,heads,D]; shape, dtype and device of the gradient."""
+        self._like = like
+        self._whole: Tensor | None = None
+
+    def put(self, heads: slice, total: GradientSum, plus: Tensor | None = None) -> None:
+        """Takes the sum of some heads, and `plus` [B,S,heads,D] if there is one."""
+        if heads == slice(0, self._like.shape[2]):
+            self._whole = total.result(plus=plus)
+            return
+        if self._whole is None:
+            self._whole = torch.empty_like(self._like)
+        total.write(self._whole[:, :, heads], plus)
+
+    @property
+    def whole(self) -> Tensor:
+        """All heads, contiguous; each must have been put."""
+        assert self._whole is not None
+        return self._whole
+
+
 def delta_of(dout: Tensor, out: Tensor) -> Tensor:
     """rowsum(dout * out): [B,S,H,D] twice -> [B,H,S] in float32 (float64 for float64)."""
     if out.is_cuda and out.dtype != torch.float64:

@@ -8,7 +8,7 @@ from megatron_cp_plugin.errors import ConfigError
 
 _MOST_PIECES = 4
 _PIECE = 10**12  # FLOP: below that a piece costs more in launches than it hides
-_LARGE = 2**26
+_LARGE = 2**27
 
 
 @dataclass(frozen=True)
@@ -82,13 +82,15 @@ def check_chunks(name: str, chunks: int) -> None:
         )
 
 
-def backward_groups(heads: int, kv_heads: int, chunks: int, elements: int) -> tuple[HeadGroup, ...]:
-    """Groups of heads whose gradients are computed one after another, to save memory.
+def successive_groups(
+    heads: int, kv_heads: int, chunks: int, elements: int
+) -> tuple[HeadGroup, ...]:
+    """Groups of heads that are computed one after another, to save memory.
 
     Blocks under way, sums and what kernels return are those of one group then.
 
     Args:
-        chunks: how many groups at most; 0: one, or two where a rank's q has many elements, whose
+        chunks: how many groups at most; 0: one, or two where a rank's q has so many elements that
             kernels are as fast with half of the heads.
         elements: of a rank's q.
     """
