@@ -318,11 +318,17 @@ def launch(
             _end(process)
     if process.returncode == 0:
         return ""
-    lines = log.read_text(errors="replace").splitlines()
-    for line in lines:
-        if line.startswith(_ERROR_PREFIX):
-            raise ConfigError(f"{run.label}, CP {run.cp}: {line.removeprefix(_ERROR_PREFIX)}")
+    if refused := refusal(log):
+        raise ConfigError(f"{run.label}, CP {run.cp}: {refused}")
     return f"exit code {process.returncode}"
+
+
+def refusal(log: Path) -> str:
+    """Returns the line in which the launcher refused a run, or the empty string."""
+    for line in log.read_text(errors="replace").splitlines():
+        if line.startswith(_ERROR_PREFIX):
+            return line.removeprefix(_ERROR_PREFIX)
+    return ""
 
 
 def check_is(recording: Recording, run: Run, iterations: int) -> list[str]:

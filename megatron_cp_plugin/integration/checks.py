@@ -77,6 +77,7 @@ def _switch(name: str, setting: str, reason: str) -> Feature:
 _ZIGZAG = "Megatron cuts it by its own zigzag layout"
 _PACKED = "no algorithm knows document boundaries yet"
 _KERNELS = "the attention kernels here do not compute it"
+_BY_RANK = "each rank does it with its own tokens, so the split would change the result"
 _UNTESTED = "never run together with the plugin"
 
 FEATURES: tuple[Feature, ...] = (
@@ -145,6 +146,15 @@ FEATURES: tuple[Feature, ...] = (
     # Other kinds of context parallelism.
     _switch("hybrid context parallelism", "hybrid_context_parallel", _PACKED),
     _switch("dynamic context parallelism", "dynamic_context_parallel", _PACKED),
+    # What depends on which tokens are together on a rank.
+    _switch("dropping tokens of full experts", "moe_expert_capacity_factor", _BY_RANK),
+    Feature(
+        "Sinkhorn routing",
+        "moe_router_load_balancing_type",
+        lambda settings: "sinkhorn" in (settings.moe_router_load_balancing_type or ()),
+        _BY_RANK,
+        "use aux_loss",
+    ),
     # Modes of the whole program.
     Feature(
         "CUDA graphs",

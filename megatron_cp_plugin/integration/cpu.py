@@ -15,6 +15,7 @@ Nothing here is imported, let alone installed, on a machine whose GPU is used.
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -274,9 +275,15 @@ def _seed(seed: int) -> None:
 
 
 def _adapt_megatron() -> None:
-    """Points Megatron's CUDA random states at the CPU generator, and keeps that undisturbed."""
+    """Points Megatron's CUDA random states at the CPU generator, and keeps that undisturbed.
+
+    Also makes two things work that Megatron has on GPUs only: experts that are spread over ranks,
+    and `--sequence-parallel`, for which it needs the norms of apex or Transformer Engine.
+    """
     import megatron.training.initialize
     from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.moe import token_dispatcher
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     def get_state(device: Any = "cuda", clone: bool = False, graph_safe: bool = False) -> Any:
         return torch.get_rng_state()
@@ -290,6 +297,26 @@ def _adapt_megatron() -> None:
     # would start from other weights for each context_parallel_size.
     megatron.training.initialize._warmup_jit_function = _nothing
     _let_adam_resume()
+
+    make_norm = WrappedTorchNorm.__new__
+
+    def norm(cls: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
+        plain = copy.copy(config)
+        plain.sequence_parallel = False
+        module = make_norm(cls, plain, *args, **kwargs)
+        for parameter in module.parameters():
+            # Megatron then sums the gradients over the ranks, each of which has some of the tokens.
+            parameter.sequence_parallel = config.sequence_parallel
+        return module
+
+    WrappedTorchNorm.__new__ = norm
+
+    def to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        # Megatron's own leaves a tensor that is there already a tensor, which no collective takes
+        # for sizes.
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    token_dispatcher.maybe_move_tensor_to_cpu = to_cpu
 
 
 def _let_adam_resume() -> None:

@@ -14,13 +14,15 @@ them and before its optimizer sees them.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import inspect
 import json
 import math
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -85,9 +87,12 @@ class Recorder:
             )
         result = original(*call.args, **call.kwargs)
         losses, skipped, grad_norm = result[0], result[1], result[5]
+        auxiliary = _auxiliary_losses()
         line = {
             "iteration": self._iteration,
-            "losses": {name: float(value) for name, value in losses.items()},
+            "losses": {name: float(v) for name, v in (losses | auxiliary).items()}
+            if losses
+            else {},
             "grad_norm": None if grad_norm is None else float(grad_norm),
             "skipped": bool(skipped),
             "seconds": time.perf_counter() - started,
@@ -102,13 +107,8 @@ class Recorder:
         def observed(*args: Any, **kwargs: Any) -> Any:
             weights = {name: _digest(p.detach()) for name, p in _parameters(model).items()}
             # A distributed optimizer would leave each rank with a part of the gradients.
-            kwargs["force_all_reduce"] = True
-            for chunk in model:
-                chunk.force_all_reduce = True
-            with record_communication() as log:
+            with _all_reduced(model), record_communication() as log:
                 result = forward_backward(*args, **kwargs)
-            for chunk in model:
-                chunk.force_all_reduce = False
             communication = {
                 f"{phase}_{direction}_bytes": log.bytes(phase=phase, direction=direction)
                 for phase in ("forward", "backward")
@@ -425,6 +425,47 @@ def _different_starts(reference: Recording, run: Recording) -> list[str]:
         if names:
             return [f"does not start from the weights of the reference: {_few(names)}"]
     return []
+
+
+@contextmanager
+def _all_reduced(model: Any) -> Iterator[None]:
+    """Lets every rank have all gradients, where it would get those that its optimizer needs.
+
+    Megatron's own switch for it, `force_all_reduce`, is not heeded by the reductions that a
+    pipeline schedule starts while others still compute.
+    """
+    groups = [
+        group
+        for chunk in model
+        for name in ("bucket_groups", "expert_parallel_bucket_groups")
+        for group in getattr(chunk, name, [])
+    ]
+    for group in groups:
+        group.start_grad_sync = functools.partial(_reduce_all, group.start_grad_sync)
+    try:
+        yield
+    finally:
+        for group in groups:
+            del group.start_grad_sync
+
+
+def _reduce_all(start_grad_sync: Callable[..., None], force_all_reduce: bool = False) -> None:
+    start_grad_sync(force_all_reduce=True)
+
+
+def _auxiliary_losses() -> dict[str, Tensor]:
+    """Returns what the routers of a mixture of experts add to the loss, summed over the layers."""
+    from megatron.core import parallel_state
+    from megatron.core.transformer.moe.moe_logging import MoEMetricsTracker, get_moe_metrics_tracker
+
+    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+        # Stages may have no experts, and then no part in the sum.
+        return {}
+    found = MoEMetricsTracker()
+    for name, entry in get_moe_metrics_tracker().metrics.items():
+        found._metrics[name] = replace(entry, values=entry.values.clone())
+    found._sync_metrics(list(found.metrics))
+    return {name: entry.values.sum() for name, entry in found.metrics.items()}
 
 
 def _parameters(model: Any) -> dict[str, torch.nn.Parameter]:

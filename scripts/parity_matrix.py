@@ -1,0 +1,639 @@
+#!/usr/bin/env python
+"""Trains with every algorithm in every combination with Megatron's own features, and tabulates.
+
+Each cell is a run of the parity harness (convergence_smoke.py) on CPU processes: losses and
+gradient norms of all iterations and every gradient of the first, against the same model, data and
+flags at context-parallel size 1 with Megatron's own attention (linear models: with their first
+algorithm). A cell passes, or the run is refused at start-up in one line; anything else is exit
+code 1.
+
+    python scripts/parity_matrix.py                          # all; writes docs/parity.md
+    python scripts/parity_matrix.py --only 'zigzag/*' '*/moe*'
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from convergence_smoke import (
+    Outcome,
+    Run,
+    Settings,
+    Variant,
+    judge,
+    parse_variants,
+    refusal,
+    run_file,
+)
+from omegaconf import DictConfig, OmegaConf
+
+from megatron_cp_plugin.integration.parity import Recording, Tolerances
+
+TABLE = Path(__file__).parents[1] / "docs" / "parity.md"
+ITERATIONS = 3
+
+SOFTMAX = "zigzag,ring,distflash,attention2d,allgather,ulysses,usp"
+# One of each family, for what takes many processes.
+FAMILIES = "zigzag,distflash,attention2d,ulysses"
+LINEAR = "lasp,lasp2,lasp2:layout=zigzag"
+
+# Samples are filled up with this token; where --null-tokenizer-pad-id says so, it has no loss.
+PAD = 125
+SEQ_LENGTH = 96  # divisible by 2 * 3 and 2 * 8
+
+# The weights are large enough for attention to be sharp: with Megatron's default of 0.02 it is
+# nearly uniform in a model this small, and the losses of a wrong one are the same to six digits.
+MODEL: dict[str, object] = {
+    "num_layers": 2,
+    "hidden_size": 64,
+    "ffn_hidden_size": 96,
+    "num_attention_heads": 8,
+    "group_query_attention": True,
+    "num_query_groups": 4,
+    "seq_length": SEQ_LENGTH,
+    "max_position_embeddings": SEQ_LENGTH,
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "disable_bias_linear": True,
+    "untie_embeddings_and_output_weights": True,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+    "init_method_std": 0.2,
+    "split": "100,0,0",
+    "tokenizer_type": "NullTokenizer",
+    "vocab_size": 127,
+    "micro_batch_size": 1,
+    "global_batch_size": 4,
+    "lr": 1e-3,
+    "min_lr": 1e-4,
+    "lr_decay_style": "constant",
+    "eval_interval": 1000,
+    "eval_iters": 0,
+    "log_interval": 1,
+    "seed": 1234,
+}
+GPT2: dict[str, object] = {
+    "group_query_attention": False,
+    "position_embedding_type": "learned_absolute",
+    "normalization": "LayerNorm",
+    "swiglu": False,
+    "disable_bias_linear": False,
+    "untie_embeddings_and_output_weights": False,
+}
+# With --eod-mask-loss, for without it Megatron's data set keeps the mask of the first sample that a
+# rank reads, padding included, and puts it on all others.
+PADDED: dict[str, object] = {"null_tokenizer_pad_id": PAD, "eod_mask_loss": True}
+PER_TOKEN: dict[str, object] = {"calculate_per_token_loss": True}
+OVERLAP: dict[str, object] = {
+    "use_distributed_optimizer": True,
+    "overlap_grad_reduce": True,
+    "overlap_param_gather": True,
+}
+INTERLEAVED: dict[str, object] = {
+    "num_layers": 4,
+    "pipeline_model_parallel_size": 2,
+    "num_layers_per_virtual_pipeline_stage": 1,
+}
+TP2: dict[str, object] = {"tensor_model_parallel_size": 2}
+SP: dict[str, object] = TP2 | {"sequence_parallel": True}
+PP2: dict[str, object] = {"pipeline_model_parallel_size": 2}
+MOE: dict[str, object] = {
+    "num_experts": 4,
+    "moe_router_topk": 2,
+    "moe_router_load_balancing_type": "aux_loss",
+    "moe_aux_loss_coeff": 0.1,
+}
+EP2: dict[str, object] = {
+    "expert_model_parallel_size": 2,
+    "moe_token_dispatcher_type": "alltoall",
+}
+RESET: dict[str, object] = {"reset_position_ids": True, "null_tokenizer_eod_id": 7}
+RECOMPUTE: dict[str, object] = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
+
+
+@dataclass(frozen=True)
+class Combination:
+    """A row of the table.
+
+    Attributes:
+        key: Names it on the command line.
+        about: Names it in the table.
+        megatron: Flags of Megatron that differ from `MODEL`.
+        cp: Context-parallel size.
+        algos: As for --algos of the harness.
+        dp: Data-parallel size. reference_dp: that of the reference.
+        context_parallel: Settings of the plugin; linear_model: the layers are linear attention.
+        tolerances: What counts as equal.
+    """
+
+    key: str
+    about: str
+    megatron: dict[str, object] = field(default_factory=dict)
+    cp: int = 4
+    algos: str = SOFTMAX
+    dp: int = 1
+    reference_dp: int = 1
+    context_parallel: dict[str, object] = field(default_factory=dict)
+    tolerances: Tolerances = field(default_factory=Tolerances)
+
+    @property
+    def config(self) -> DictConfig:
+        """The run file that the runs have in common."""
+        return OmegaConf.create(
+            {
+                "megatron": MODEL | self.megatron,
+                "context_parallel": {"platform": "cpu"} | self.context_parallel,
+            }
+        )
+
+    @property
+    def shards(self) -> int:
+        """Tensor times pipeline parallel ranks."""
+        settings = Settings(self.config, self.key, [])
+        tensor = settings.number("tensor_model_parallel_size", 1)
+        return tensor * settings.number("pipeline_model_parallel_size", 1)
+
+    @property
+    def variants(self) -> list[Variant]:
+        """The algorithms."""
+        return parse_variants(self.algos)
+
+    @property
+    def reference(self) -> Run:
+        """The run to be equal to."""
+        own_model = "linear_model" in self.context_parallel
+        variant = self.variants[0] if own_model else None
+        return Run(variant, 1, self.shards * self.reference_dp, is_reference=True)
+
+    def run(self, variant: Variant) -> Run:
+        """A cell's run."""
+        return Run(variant, self.cp, self.shards * self.dp * self.cp)
+
+
+def rounded(unit: float) -> Tolerances:
+    """What counts as equal in a dtype: 1, 5 and 20 roundings for losses, norms and gradients."""
+    return Tolerances(unit, 5 * unit, 20 * unit)
+
+
+def linear(
+    key: str, about: str, megatron: dict[str, object], model: str = "transnormer", **values: Any
+) -> Combination:
+    """A combination for linear attention; it has no grouped queries and rotates nothing."""
+    flags: dict[str, object] = {"group_query_attention": False, "position_embedding_type": "none"}
+    section: dict[str, object] = {"linear_model": model}
+    return Combination(
+        key, about, flags | megatron, algos=LINEAR, context_parallel=section, **values
+    )
+
+
+BF16: dict[str, object] = {"bf16": True}
+BF16_BOUND = rounded(2**-9)
+FP16_BOUND = rounded(2**-11)
+
+COMBINATIONS = (
+    # The model and the size.
+    Combination("rope-gqa", "RoPE, GQA 8:4, untied embeddings"),
+    Combination("gpt2", "learned positions, MHA, biases, tied embeddings", GPT2),
+    Combination(
+        "no-positions",
+        "no positions, MQA, QK norm",
+        {"position_embedding_type": "none", "num_query_groups": 1, "qk_layernorm": True},
+    ),
+    Combination(
+        "reset-positions", "positions from 0 in each document", GPT2 | RESET, algos=FAMILIES
+    ),
+    Combination("cp3", "3 ranks", cp=3),
+    Combination("cp8", "8 ranks", cp=8, algos=FAMILIES + ",usp"),
+    Combination("bf16", "bfloat16", BF16, tolerances=BF16_BOUND),
+    Combination(
+        "bf16-cp1",
+        "bfloat16, nothing split: rounding alone",
+        BF16,
+        cp=1,
+        algos="zigzag",
+        tolerances=BF16_BOUND,
+    ),
+    Combination(
+        "fp16",
+        "float16, loss scale 128",
+        {"fp16": True, "loss_scale": 128},
+        algos=FAMILIES,
+        tolerances=FP16_BOUND,
+    ),
+    Combination("recompute", "full recompute", RECOMPUTE, cp=2, algos=FAMILIES),
+    # The loss.
+    Combination("padded", "padding: ranks and whole samples without a token that counts", PADDED),
+    Combination("padded-per-token", "padding, loss per token", PADDED | PER_TOKEN),
+    Combination(
+        "padded-batch",
+        "padding, micro-batches of 2",
+        PADDED | {"micro_batch_size": 2},
+        algos=FAMILIES,
+    ),
+    Combination(
+        "eod-mask",
+        "no loss at ends of documents, which fill samples up",
+        {"null_tokenizer_eod_id": PAD, "eod_mask_loss": True},
+        algos=FAMILIES,
+    ),
+    # Other parallelism.
+    Combination("tp", "TP 2", TP2, cp=2, algos=FAMILIES),
+    Combination(
+        "tp-mqa",
+        "TP 2 with one KV head for both, QK norm",
+        TP2 | {"num_query_groups": 1, "qk_layernorm": True},
+        cp=2,
+        algos=FAMILIES,
+    ),
+    Combination("tp-sp", "TP 2, sequence parallel", SP, cp=2, algos=FAMILIES),
+    Combination("pp", "PP 2, 1F1B, tied embeddings", GPT2 | PP2, cp=2, algos=FAMILIES),
+    Combination("pp-interleaved", "PP 2, interleaved", INTERLEAVED, cp=2, algos=FAMILIES),
+    Combination("dp", "DP 2, padding", PADDED, cp=2, dp=2, reference_dp=2, algos=FAMILIES),
+    Combination(
+        "cp-for-dp", "CP 2 against DP 2, padding", PADDED, cp=2, reference_dp=2, algos=FAMILIES
+    ),
+    Combination(
+        "dp-overlap",
+        "DP 2, distributed optimizer, overlapped reductions and gathers",
+        OVERLAP,
+        cp=2,
+        dp=2,
+        reference_dp=2,
+        algos=FAMILIES,
+    ),
+    Combination(
+        "tp-pp",
+        "TP 2, sequence parallel, PP 2, distributed optimizer, overlapped, padding",
+        SP | PP2 | OVERLAP | PADDED,
+        cp=2,
+        algos=FAMILIES,
+    ),
+    Combination(
+        "tp-pp-per-token",
+        "the same, loss per token",
+        SP | PP2 | OVERLAP | PADDED | PER_TOKEN,
+        cp=2,
+        algos="zigzag,distflash",
+    ),
+    # Mixture of experts.
+    Combination("moe", "4 experts, auxiliary loss", MOE, algos=FAMILIES),
+    Combination(
+        "moe-ep",
+        "EP 2 over DP 2, auxiliary loss",
+        MOE | EP2,
+        cp=2,
+        dp=2,
+        reference_dp=2,
+        algos=FAMILIES,
+    ),
+    Combination(
+        "moe-ep-cp",
+        "EP 2 over CP 2, auxiliary and z-loss, padding",
+        MOE | EP2 | PADDED | {"moe_z_loss_coeff": 0.01},
+        cp=2,
+        reference_dp=2,
+        algos=FAMILIES,
+    ),
+    Combination(
+        "moe-ep-per-token",
+        "EP 2 over CP 2, auxiliary loss per sequence, z-loss, padding, loss per token",
+        MOE
+        | EP2
+        | PADDED
+        | PER_TOKEN
+        | {"moe_router_load_balancing_type": "seq_aux_loss", "moe_z_loss_coeff": 0.01},
+        cp=2,
+        reference_dp=2,
+        algos="zigzag,distflash",
+    ),
+    Combination(
+        "moe-global",
+        "4 experts, global auxiliary loss",
+        MOE | {"moe_router_load_balancing_type": "global_aux_loss"},
+        algos="zigzag,distflash",
+    ),
+    Combination(
+        "moe-bias",
+        "4 experts, sigmoid router balanced by a bias, micro-batches of 2",
+        MOE
+        | {
+            "moe_router_load_balancing_type": "none",
+            "moe_aux_loss_coeff": 0.0,
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+            "micro_batch_size": 2,
+        },
+        algos="zigzag,distflash",
+    ),
+    Combination(
+        "moe-tp",
+        "EP 2 over TP 2, sequence parallel, auxiliary loss",
+        MOE | EP2 | SP | {"expert_tensor_parallel_size": 1},
+        cp=2,
+        algos="zigzag,distflash",
+    ),
+    Combination(
+        "moe-drop",
+        "experts that drop tokens",
+        MOE | {"moe_expert_capacity_factor": 1.0},
+        algos="zigzag",
+    ),
+    # Linear attention.
+    linear("transnormer", "TransNormerLLM", {}),
+    linear("linear-transformer", "Linear Transformer", GPT2, model="linear_transformer"),
+    linear("transnormer-bf16", "TransNormerLLM, bfloat16", BF16, tolerances=BF16_BOUND),
+    linear("transnormer-padded", "TransNormerLLM, padding", PADDED),
+    linear("transnormer-tp", "TransNormerLLM, TP 2, sequence parallel", SP, cp=2),
+    linear("transnormer-pp", "TransNormerLLM, PP 2, interleaved", INTERLEAVED, cp=2),
+    linear("transnormer-moe", "TransNormerLLM, 4 experts, auxiliary loss", MOE),
+)
+
+
+def write_data(prefix: Path) -> None:
+    """Writes samples of SEQ_LENGTH tokens, of which few, some, all or none are more than padding.
+
+    One document is one sample: Megatron's loader adds the next one's first token as the last label.
+    """
+    # Imported on use: it takes seconds, and none of its warnings concerns a dataset.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    random = np.random.default_rng(0)
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
+    for number in range(64):
+        length = (SEQ_LENGTH, SEQ_LENGTH // 3, 4, 0)[number % 4]
+        tokens = np.full(SEQ_LENGTH, PAD, dtype=np.uint16)
+        tokens[:length] = random.integers(0, PAD, length)
+        builder.add_document(tokens, [SEQ_LENGTH])
+    builder.finalize(f"{prefix}.idx")
+
+
+class Trainer:
+    """Runs Megatron on CPU processes, by forked_runs.py.
+
+    Args:
+        timeout: Seconds for one run.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        self._timeout = timeout
+        self._server = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("forked_runs.py"))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            text=True,
+        )
+
+    def train(self, arguments: Sequence[str], ranks: int, log: Path) -> str:
+        """Trains; returns the empty string, or one line that says why it failed."""
+        job = {"arguments": arguments, "ranks": ranks, "log": str(log), "timeout": self._timeout}
+        assert self._server.stdin is not None
+        assert self._server.stdout is not None
+        self._server.stdin.write(json.dumps(job) + "\n")
+        self._server.stdin.flush()
+        codes = json.loads(self._server.stdout.readline())
+        return f"exit codes {codes}, log: {log}" if any(code != 0 for code in codes) else ""
+
+    def end(self) -> None:
+        """Ends the processes."""
+        self._server.communicate()
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What became of a cell; `refused` is the line that a run was refused with."""
+
+    combination: Combination
+    variant: Variant
+    outcome: Outcome
+    refused: str = ""
+
+    @property
+    def good(self) -> bool:
+        """Whether it passed or was refused."""
+        return bool(self.refused) or self.outcome.passed
+
+    @property
+    def verdict(self) -> str:
+        """One line."""
+        comparison = self.outcome.comparison
+        if self.refused:
+            return f"refused: {self.refused}"
+        if comparison is None:
+            return f"FAILED: {self.outcome.failure}"
+        errors = ", ".join(
+            f"{name} {worst.error:.1e}"
+            for name, worst in (
+                ("loss", comparison.loss),
+                ("grad norm", comparison.grad_norm),
+                ("gradient", comparison.gradient),
+            )
+        )
+        return f"equal: {errors}" if self.good else f"FAILED: {'; '.join(comparison.problems)}"
+
+
+class Matrix:
+    """Runs cells one after another; a reference serves all cells that have the same one.
+
+    Args:
+        folder: Where data and runs go.
+        trainer: Runs them.
+    """
+
+    def __init__(self, folder: Path, trainer: Trainer) -> None:
+        self._folder = folder
+        self._trainer = trainer
+        self._references: dict[str, Outcome] = {}
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_data(folder / "data")
+
+    def end(self) -> None:
+        """Ends the processes that ran the cells."""
+        self._trainer.end()
+
+    def cell(self, combination: Combination, variant: Variant) -> Cell:
+        """Runs a cell, and its reference before it if no other cell did."""
+        run = combination.run(variant)
+        reference = self._reference(combination)
+        if reference.recording is None or reference.failure:
+            failure = f"the reference failed: {reference.failure}"
+            return Cell(combination, variant, Outcome(run, failure=failure))
+        outcome, refused = self._train(combination, run, reference.recording)
+        return Cell(combination, variant, outcome, refused)
+
+    def _reference(self, combination: Combination) -> Outcome:
+        key = f"{OmegaConf.to_yaml(combination.config)} {combination.reference}"
+        if key not in self._references:
+            self._references[key], _ = self._train(combination, combination.reference, None)
+        return self._references[key]
+
+    def _train(
+        self, combination: Combination, run: Run, reference: Recording | None
+    ) -> tuple[Outcome, str]:
+        folder = self._folder / combination.key / run.folder
+        folder.mkdir(parents=True)
+        config = combination.config
+        config.megatron.data_path = [str(self._folder / "data")]
+        OmegaConf.save(run_file(config, run, ITERATIONS), folder / "run.yaml")
+        words = ["--config", str(folder / "run.yaml"), "--cp-record", str(folder / "recording")]
+        failure = self._trainer.train(words, run.processes, folder / "log.txt")
+        if failure:
+            return Outcome(run, failure=failure), refusal(folder / "log.txt")
+        return judge(run, folder, reference, combination.tolerances, ITERATIONS), ""
+
+
+def table(cells: Sequence[Cell]) -> str:
+    """Returns docs/parity.md: a combination a row, an algorithm a column."""
+    failed = [cell for cell in cells if not cell.good]
+    refused = list(dict.fromkeys(cell.refused for cell in cells if cell.refused))
+    versions = ", ".join(
+        f"{name} {importlib.metadata.version(name)}"
+        for name in ("megatron-core", "torch", "megatron-cp-plugin")
+    )
+    lines = [
+        "# Parity",
+        "",
+        f"Written by `scripts/parity_matrix.py` on {datetime.date.today()}: Python "
+        f"{platform.python_version()}, {versions}, CPU.",
+        "",
+        f"{len(cells)} cells: {len(cells) - len(failed)} equal to the unsplit model or refused, "
+        f"{len(failed)} failed.",
+        "",
+        "A cell trains a small GPT for three iterations with Megatron's own loop, the sequence",
+        "split over CP ranks, and compares with CP 1 and Megatron's own attention (linear models:",
+        "their first algorithm), all other flags the same. It says how far the worst loss of any",
+        "iteration / the worst gradient of any parameter is off, relative, for gradients in the",
+        "Euclidean or the maximum norm, whichever is worse. Gradient norms, auxiliary losses and",
+        "the equality of all replicas are checked too. The largest errors allowed:",
+        "",
+        "| dtype | losses | gradient norms | gradients |",
+        "| --- | --- | --- | --- |",
+        *(
+            f"| {name} | {bound.loss:.0e} | {bound.grad_norm:.0e} | {bound.gradient:.0e} |"
+            for name, bound in (
+                ("float32", Tolerances()),
+                ("bfloat16: 1, 5, 20 roundings of 2^-9", BF16_BOUND),
+                ("float16: 1, 5, 20 roundings of 2^-11", FP16_BOUND),
+            )
+        ),
+    ]
+    for title, is_linear in (("Softmax attention", False), ("Linear attention", True)):
+        part = [c for c in cells if ("linear_model" in c.combination.context_parallel) == is_linear]
+        if part:
+            lines += ["", f"## {title}", "", *_rows(part, refused)]
+    if refused:
+        lines += ["", "## Refused", ""]
+        lines += [f"{number}. {line}" for number, line in enumerate(refused, 1)]
+    lines += ["", "## What no split can reproduce", "", *_NO_PARITY]
+    return "\n".join(lines) + "\n"
+
+
+_NO_PARITY = (
+    "Dropout of hidden states (`--hidden-dropout`) and jitter of router inputs draw other numbers",
+    "for each split, with Megatron's own context parallelism as with this.",
+    "",
+    "The rows with padding use `--eod-mask-loss`: without it Megatron's data set (0.19.2) keeps",
+    "the loss mask of the first sample that a data-parallel rank reads, padding included, and puts",
+    "it on all later ones. That is the same for every CP size, but not for every DP size.",
+)
+
+
+def _rows(cells: Sequence[Cell], refused: Sequence[str]) -> list[str]:
+    algorithms = list(dict.fromkeys(cell.variant.label for cell in cells))
+    combinations = {cell.combination.key: cell.combination for cell in cells}
+    texts = {(c.combination.key, c.variant.label): _text(c, refused) for c in cells}
+    return [
+        f"| key | combination | CP | ranks | {' | '.join(algorithms)} |",
+        "| --- | --- | --- | --- |" + " --- |" * len(algorithms),
+        *(
+            f"| `{key}` | {row.about} | {row.cp} | {row.run(row.variants[0]).processes} | "
+            + " | ".join(texts.get((key, algorithm), "") for algorithm in algorithms)
+            + " |"
+            for key, row in combinations.items()
+        ),
+    ]
+
+
+def _text(cell: Cell, refused: Sequence[str]) -> str:
+    if cell.refused:
+        return f"refused ({refused.index(cell.refused) + 1})"
+    comparison = cell.outcome.comparison
+    if comparison is None:
+        return "**failed**"
+    errors = f"{comparison.loss.error:.0e} / {comparison.gradient.error:.0e}"
+    return errors if cell.good else f"**{errors}**"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the script; returns its exit code: 1 if a cell neither passed nor was refused."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        metavar="PATTERN",
+        help="run these cells, ALGORITHM/KEY with * for anything, and write no table",
+    )
+    parser.add_argument("--list", action="store_true", help="list the cells and end")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds for one run")
+    parser.add_argument(
+        "--runs", type=Path, default=Path("results", "parity"), metavar="DIR", help="%(default)s"
+    )
+    args = parser.parse_args(argv)
+    wanted = {
+        f"{variant.label}/{combination.key}": (combination, variant)
+        for combination in COMBINATIONS
+        for variant in combination.variants
+    }
+    if args.only:
+        wanted = {
+            name: cell
+            for name, cell in wanted.items()
+            if any(fnmatchcase(name, pattern) for pattern in args.only)
+        }
+    if not wanted:
+        parser.error(f"no cell matches {' '.join(args.only)}: see --list")
+    if args.list:
+        print("\n".join(wanted))
+        return 0
+    matrix = Matrix(args.runs.resolve(), Trainer(args.timeout))
+    cells = []
+    for name, (combination, variant) in wanted.items():
+        started = time.monotonic()
+        cell = matrix.cell(combination, variant)
+        cells.append(cell)
+        print(f"{name}: {cell.verdict} ({time.monotonic() - started:.0f} s)", flush=True)
+    matrix.end()
+    if not args.only:
+        TABLE.write_text(table(cells))
+    return 0 if all(cell.good for cell in cells) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
