@@ -462,15 +462,18 @@ class Matrix:
     Args:
         folder: Where data and runs go.
         trainer: Runs them.
+        keep: Leave what the folder holds, and do not run it again.
     """
 
-    def __init__(self, folder: Path, trainer: Trainer) -> None:
+    def __init__(self, folder: Path, trainer: Trainer, keep: bool) -> None:
         self._folder = folder
         self._trainer = trainer
         self._references: dict[str, Outcome] = {}
-        shutil.rmtree(folder, ignore_errors=True)
+        if not keep:
+            shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True, exist_ok=True)
-        write_data(folder / "data")
+        if not (folder / "data.idx").is_file():
+            write_data(folder / "data")
 
     def end(self) -> None:
         """Ends the processes that ran the cells."""
@@ -496,13 +499,16 @@ class Matrix:
         self, combination: Combination, run: Run, reference: Recording | None
     ) -> tuple[Outcome, str]:
         folder = self._folder / combination.key / run.folder
-        folder.mkdir(parents=True)
-        config = combination.config
-        config.megatron.data_path = [str(self._folder / "data")]
-        OmegaConf.save(run_file(config, run, ITERATIONS), folder / "run.yaml")
-        words = ["--config", str(folder / "run.yaml"), "--cp-record", str(folder / "recording")]
-        failure = self._trainer.train(words, run.processes, folder / "log.txt")
-        if failure:
+        result = folder / "result.txt"
+        if not result.is_file():
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+            config = combination.config
+            config.megatron.data_path = [str(self._folder / "data")]
+            OmegaConf.save(run_file(config, run, ITERATIONS), folder / "run.yaml")
+            words = ["--config", str(folder / "run.yaml"), "--cp-record", str(folder / "recording")]
+            result.write_text(self._trainer.train(words, run.processes, folder / "log.txt"))
+        if failure := result.read_text():
             return Outcome(run, failure=failure), refusal(folder / "log.txt")
         return judge(run, folder, reference, combination.tolerances, ITERATIONS), ""
 
@@ -605,6 +611,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--runs", type=Path, default=Path("results", "parity"), metavar="DIR", help="%(default)s"
     )
+    parser.add_argument(
+        "--keep", action="store_true", help="do not run again what an earlier call has run"
+    )
     args = parser.parse_args(argv)
     wanted = {
         f"{variant.label}/{combination.key}": (combination, variant)
@@ -622,7 +631,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.list:
         print("\n".join(wanted))
         return 0
-    matrix = Matrix(args.runs.resolve(), Trainer(args.timeout))
+    matrix = Matrix(args.runs.resolve(), Trainer(args.timeout), args.keep)
     cells = []
     for name, (combination, variant) in wanted.items():
         started = time.monotonic()

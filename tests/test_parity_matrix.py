@@ -1,0 +1,78 @@
+"""The matrix of parity runs: a few of its cells, and that a cell which fails is seen."""
+
+import importlib
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from megatron_cp_plugin.integration.parity import Comparison, Worst
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = ROOT / "scripts" / "parity_matrix.py"
+
+
+@pytest.fixture(scope="module")
+def matrix() -> ModuleType:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(SCRIPT.parent)
+        return importlib.import_module("parity_matrix")
+
+
+# Ranks and samples without a token that counts; the same by tokens; experts over the ranks, with
+# auxiliary losses and padding; and one that is refused.
+CELLS = {
+    "zigzag/padded": "equal",
+    "ring/padded-per-token": "equal",
+    "distflash/moe-ep-cp": "equal",
+    "zigzag/moe-drop": "refused: --context-parallel-algo zigzag does not serve dropping tokens",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_cells(tmp_path: Path) -> None:
+    command = [sys.executable, str(SCRIPT), "--runs", str(tmp_path), "--only", *CELLS]
+    job = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert job.returncode == 0, job.stdout + job.stderr
+    lines = dict(line.split(": ", 1) for line in job.stdout.splitlines())
+    assert lines.keys() == CELLS.keys()
+    for name, verdict in CELLS.items():
+        assert lines[name].startswith(verdict)
+
+
+def cell(matrix: ModuleType, key: str, error: float = 1e-7, problem: str = "") -> object:
+    combination = next(c for c in matrix.COMBINATIONS if c.key == key)
+    variant = combination.variants[0]
+    comparison = Comparison(Worst(error), Worst(error), Worst(error), {}, [problem] * bool(problem))
+    outcome = matrix.Outcome(combination.run(variant), comparison=comparison)
+    return matrix.Cell(combination, variant, outcome)
+
+
+def test_table(matrix: ModuleType) -> None:
+    passed = cell(matrix, "rope-gqa")
+    wrong = cell(matrix, "tp", error=0.5, problem="gradient is off")
+    refused = replace(
+        cell(matrix, "gpt2"), outcome=replace(passed.outcome, failure="exit code 2"), refused="no"
+    )
+    crashed = replace(cell(matrix, "pp"), outcome=matrix.Outcome(passed.outcome.run, failure="1"))
+    assert [c.good for c in (passed, wrong, refused, crashed)] == [True, False, True, False]
+    text = matrix.table([passed, wrong, refused, crashed])
+    assert "4 cells: 2 equal to the unsplit model or refused, 2 failed." in text
+    for row in (
+        "| `rope-gqa` | RoPE, GQA 8:4, untied embeddings | 4 | 4 | 1e-07 / 1e-07 |",
+        "| `tp` | TP 2 | 2 | 4 | **5e-01 / 5e-01** |",
+        "| 4 | 4 | refused (1) |",
+        "| 2 | 4 | **failed** |",
+        "1. no",
+    ):
+        assert row in text
+
+
+def test_keys_are_unique_and_samples_can_be_split(matrix: ModuleType) -> None:
+    keys = [combination.key for combination in matrix.COMBINATIONS]
+    assert len(set(keys)) == len(keys)
+    assert all(matrix.SEQ_LENGTH % (2 * c.cp) == 0 for c in matrix.COMBINATIONS)
