@@ -5,11 +5,12 @@ B batch, S local tokens, H query heads, G KV heads, D head dim, R rows, C column
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.algorithms.grid import Flows, GridSchedule
+from megatron_cp_plugin.algorithms.grid import Flows, GridSchedule, GridSettings
 from megatron_cp_plugin.core.algorithm import (
     Call,
     Gradients,
@@ -32,6 +33,7 @@ from megatron_cp_plugin.core.partial import (
 )
 from megatron_cp_plugin.core.pipeline import HeadGroup, head_groups, pieces, pipeline
 from megatron_cp_plugin.core.tiles import Mask, Part, parts, plan_tiles
+from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.kernels.base import Statistics
 
@@ -66,9 +68,14 @@ class GatherSchedule(GridSchedule):
     layout there is no transpose.
     """
 
+    def __init__(self, topology: Topology, settings: GridSettings) -> None:
+        super().__init__(topology, settings)
+        # Planned once: at short lengths a step of training is bound by the host.
+        self._plan = lru_cache(maxsize=256)(self._make_plan)
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Saved]:
         """See Algorithm.forward."""
-        plan = self._plan(q, k, call)
+        plan = self._plan(Shape.of(q, k, call), call.mask, call.kernel.rectangular_causal)
         flows, tokens = plan.flows, q.shape[1]
         k, v = self.transpose(flows, (k, v), call.seq_len)
         out = torch.empty_like(q)
@@ -115,7 +122,7 @@ class GatherSchedule(GridSchedule):
     def backward(self, dout: Tensor, saved: Saved, call: Call) -> tuple[Tensor, Tensor, Tensor]:
         """See Algorithm.backward."""
         q, k, v, out, lse = saved
-        plan = self._plan(q, k, call)
+        plan = self._plan(Shape.of(q, k, call), call.mask, call.kernel.rectangular_causal)
         flows, wire = plan.flows, self.wire_dtype(self.settings.gradients, q.dtype)
         dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
         statistics_of = self._statistics_gathering(plan, dout, out, lse)
@@ -224,14 +231,11 @@ class GatherSchedule(GridSchedule):
                 found.append(Work(0, host, row, owners, pairs))
         return tuple(found)
 
-    def _plan(self, q: Tensor, k: Tensor, call: Call) -> _Plan:
-        shape = Shape.of(q, k, call)
+    def _make_plan(self, shape: Shape, mask: Mask, rectangular: bool) -> _Plan:
         flows = self.flows(shape)
-        queries = self._assembly(flows.row, call.seq_len)
-        keys = self._assembly(flows.column_owners, call.seq_len)
-        tiles = plan_tiles(
-            queries.spans, keys.spans, call.mask, rectangular=call.kernel.rectangular_causal
-        )
+        queries = self._assembly(flows.row, shape.seq_len)
+        keys = self._assembly(flows.column_owners, shape.seq_len)
+        tiles = plan_tiles(queries.spans, keys.spans, mask, rectangular=rectangular)
         groups = self._groups(flows.grid.cols, shape)
         return _Plan(flows, queries, keys, parts(tiles, queries.tokens), groups)
 

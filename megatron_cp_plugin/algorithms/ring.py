@@ -73,13 +73,7 @@ class Tour:
 
     def tiles(self, owner: int, host: int) -> tuple[Tile, ...]:
         """What `host` computes with the owner's block."""
-        query, kv = (host, owner) if self.moving == "kv" else (owner, host)
-        return plan_tiles(
-            self.layout.spans(query, self.size, self.seq_len),
-            self.layout.spans(kv, self.size, self.seq_len),
-            self.mask,
-            rectangular=self.rectangular,
-        )
+        return _tiles(self, owner, host)
 
     def last(self, owner: int) -> int:
         """The last step at which the owner's block is of use."""
@@ -88,14 +82,34 @@ class Tour:
     @property
     def uniform(self) -> bool:
         """Whether equal blocks visit every rank: then all ranks do the same in every step."""
-        lengths = {self.layout.length(r, self.size, self.seq_len) for r in range(self.size)}
-        return len(lengths) == 1 and all(
+        return len(set(_lengths(self))) == 1 and all(
             self.last(owner) == self.size - 1 for owner in range(self.size)
         )
+
+    def length(self, owner: int) -> int:
+        """Number of tokens of the owner's block."""
+        return _lengths(self)[owner]
 
     def stops(self, owner: int, step: int) -> bool:
         """Whether the owner's block makes a stop at that step."""
         return step <= self.last(owner)
+
+
+# Planned once: at short lengths a step of training is bound by the host.
+@lru_cache(maxsize=4096)
+def _tiles(tour: Tour, owner: int, host: int) -> tuple[Tile, ...]:
+    query, kv = (host, owner) if tour.moving == "kv" else (owner, host)
+    return plan_tiles(
+        tour.layout.spans(query, tour.size, tour.seq_len),
+        tour.layout.spans(kv, tour.size, tour.seq_len),
+        tour.mask,
+        rectangular=tour.rectangular,
+    )
+
+
+@lru_cache(maxsize=256)
+def _lengths(tour: Tour) -> tuple[int, ...]:
+    return tuple(tour.layout.length(r, tour.size, tour.seq_len) for r in range(tour.size))
 
 
 @lru_cache(maxsize=4096)
@@ -436,7 +450,7 @@ def _buffers(
     owner = tour.owner(comm.rank, step)
     if step >= tour.size or not tour.stops(owner, step):
         return ()
-    tokens = tour.layout.length(owner, tour.size, tour.seq_len)
+    tokens = tour.length(owner)
     shapes = [
         (t.shape[0], tokens, *t.shape[2:]) if t.dim() == 4 else (*t.shape[:2], tokens) for t in like
     ]
