@@ -172,6 +172,17 @@ FEATURES: tuple[Feature, ...] = (
     ),
     _switch("activation offloading", "fine_grained_activation_offloading", _UNTESTED),
     _switch("activation offloading", "cpu_offloading", _UNTESTED),
+    Feature(
+        "recomputing the MLP of layers with biases",
+        "recompute_modules",
+        lambda settings: (
+            "mlp" in (settings.recompute_modules or ())
+            and settings.recompute_granularity != "full"
+            and settings.add_bias_linear is not False
+        ),
+        "Megatron's backward never ends: it recomputes for the bias, again and again",
+        "add --disable-bias-linear, or leave mlp out",
+    ),
     _switch("batch-invariant mode", "batch_invariant_mode", _KERNELS),
     _switch("quantization with ModelOpt", "restore_modelopt_state", _UNTESTED),
     _switch("quantization with ModelOpt", "modelopt_enabled", _UNTESTED),

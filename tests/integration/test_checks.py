@@ -34,6 +34,7 @@ ASKING: dict[str, Any] = {
     "position_embedding_type": "mrope",
     "cuda_graph_impl": "local",
     "yaml_cfg": "file.yaml",
+    "recompute_modules": ["core_attn", "mlp"],
 }
 # Not settings of Megatron 0.19, but of its development branch and of ModelOpt.
 ELSEWHERE = {"dynamic_context_parallel", "modelopt_enabled"}
