@@ -479,6 +479,10 @@ class Matrix:
         """Ends the processes that ran the cells."""
         self._trainer.end()
 
+    def holds(self, combination: Combination, variant: Variant) -> bool:
+        """Whether a cell was run."""
+        return self._result(combination, combination.run(variant)).is_file()
+
     def cell(self, combination: Combination, variant: Variant) -> Cell:
         """Runs a cell, and its reference before it if no other cell did."""
         run = combination.run(variant)
@@ -498,8 +502,8 @@ class Matrix:
     def _train(
         self, combination: Combination, run: Run, reference: Recording | None
     ) -> tuple[Outcome, str]:
-        folder = self._folder / combination.key / run.folder
-        result = folder / "result.txt"
+        result = self._result(combination, run)
+        folder = result.parent
         if not result.is_file():
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
@@ -512,9 +516,17 @@ class Matrix:
             return Outcome(run, failure=failure), refusal(folder / "log.txt")
         return judge(run, folder, reference, combination.tolerances, ITERATIONS), ""
 
+    def _result(self, combination: Combination, run: Run) -> Path:
+        return self._folder / combination.key / run.folder / "result.txt"
 
-def table(cells: Sequence[Cell]) -> str:
-    """Returns docs/parity.md: a combination a row, an algorithm a column."""
+
+def table(cells: Sequence[Cell], planned: int) -> str:
+    """Returns docs/parity.md: a combination a row, an algorithm a column.
+
+    Args:
+        cells: Those that were run.
+        planned: How many there are.
+    """
     failed = [cell for cell in cells if not cell.good]
     refused = list(dict.fromkeys(cell.refused for cell in cells if cell.refused))
     versions = ", ".join(
@@ -527,8 +539,8 @@ def table(cells: Sequence[Cell]) -> str:
         f"Written by `scripts/parity_matrix.py` on {datetime.date.today()}: Python "
         f"{platform.python_version()}, {versions}, CPU.",
         "",
-        f"{len(cells)} cells: {len(cells) - len(failed)} equal to the unsplit model or refused, "
-        f"{len(failed)} failed.",
+        f"{len(cells)} of {planned} cells run: {len(cells) - len(failed)} equal to the unsplit "
+        f"model or refused, {len(failed)} failed.",
         "",
         "A cell trains a small GPT for three iterations with Megatron's own loop, the sequence",
         "split over CP ranks, and compares with CP 1 and Megatron's own attention (linear models:",
@@ -604,7 +616,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--only",
         nargs="+",
         metavar="PATTERN",
-        help="run these cells, ALGORITHM/KEY with * for anything, and write no table",
+        help="run these cells, ALGORITHM/KEY with * for anything; no table without --keep",
     )
     parser.add_argument("--list", action="store_true", help="list the cells and end")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for one run")
@@ -612,10 +624,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--runs", type=Path, default=Path("results", "parity"), metavar="DIR", help="%(default)s"
     )
     parser.add_argument(
-        "--keep", action="store_true", help="do not run again what an earlier call has run"
+        "--keep",
+        action="store_true",
+        help="do not run again what an earlier call has run; the table has those cells too",
     )
     args = parser.parse_args(argv)
-    wanted = {
+    wanted = every = {
         f"{variant.label}/{combination.key}": (combination, variant)
         for combination in COMBINATIONS
         for variant in combination.variants
@@ -623,7 +637,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.only:
         wanted = {
             name: cell
-            for name, cell in wanted.items()
+            for name, cell in every.items()
             if any(fnmatchcase(name, pattern) for pattern in args.only)
         }
     if not wanted:
@@ -638,9 +652,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         cell = matrix.cell(combination, variant)
         cells.append(cell)
         print(f"{name}: {cell.verdict} ({time.monotonic() - started:.0f} s)", flush=True)
+    if args.keep or not args.only:
+        held = [matrix.cell(*cell) for cell in every.values() if matrix.holds(*cell)]
+        TABLE.write_text(table(held, len(every)))
     matrix.end()
-    if not args.only:
-        TABLE.write_text(table(cells))
     return 0 if all(cell.good for cell in cells) else 1
 
 

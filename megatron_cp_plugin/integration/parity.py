@@ -454,8 +454,12 @@ def _reduce_all(start_grad_sync: Callable[..., None], force_all_reduce: bool = F
 
 
 def _auxiliary_losses() -> dict[str, Tensor]:
-    """Returns what the routers of a mixture of experts add to the loss, summed over the layers."""
+    """Returns what the routers of a mixture of experts add to the loss of a micro-batch.
+
+    Summed over the layers, without its coefficient.
+    """
     from megatron.core import parallel_state
+    from megatron.core.num_microbatches_calculator import get_num_microbatches
     from megatron.core.transformer.moe.moe_logging import MoEMetricsTracker, get_moe_metrics_tracker
 
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:
@@ -465,7 +469,7 @@ def _auxiliary_losses() -> dict[str, Tensor]:
     for name, entry in get_moe_metrics_tracker().metrics.items():
         found._metrics[name] = replace(entry, values=entry.values.clone())
     found._sync_metrics(list(found.metrics))
-    return {name: entry.values.sum() for name, entry in found.metrics.items()}
+    return {n: entry.values.sum() / get_num_microbatches() for n, entry in found.metrics.items()}
 
 
 def _parameters(model: Any) -> dict[str, torch.nn.Parameter]:
