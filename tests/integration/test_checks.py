@@ -24,6 +24,7 @@ CPU = torch.device("cpu")
 
 # A value for each setting that asks for the refused feature.
 ASKING: dict[str, Any] = {
+    "moe_router_load_balancing_type": "sinkhorn",
     "attention_dropout": 0.1,
     "softmax_type": "learnable",
     "experimental_attention_variant": "dsa",
