@@ -118,6 +118,21 @@ def _last_step(tour: Tour, owner: int) -> int:
     return max(useful, default=0)
 
 
+@dataclass(frozen=True)
+class _Heads:
+    """What the backward of some heads starts from.
+
+    Attributes: put: take the sums of dq, dk and dv.
+    """
+
+    dout: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    statistics: Statistics
+    put: Sequence[Put]
+
+
 class Ring(Algorithm):
     """BurstAttention: GAO forward (Algorithm 1), either rule of backward, double-buffered.
 
@@ -235,18 +250,18 @@ class Ring(Algorithm):
         gradients = [WholeGradient(x) for x in (q, k, v)]
         coming_home: Pending[None] = Pending(lambda: None)
         for group in self._groups(shape):
-            coming_home = rotate(
+            own = _Heads(
                 dout[:, :, group.q],
                 q[:, :, group.q],
-                (k[:, :, group.kv], v[:, :, group.kv]),
+                k[:, :, group.kv],
+                v[:, :, group.kv],
                 statistics.heads(group.q),
-                call,
                 [
                     partial(whole.put, heads)
                     for whole, heads in zip(gradients, (group.q, group.kv, group.kv), strict=True)
                 ],
-                coming_home,
             )
+            coming_home = rotate(own, call, coming_home)
         coming_home.wait()
         dq, dk, dv = (gradient.whole for gradient in gradients)
         return dq, dk, dv
@@ -269,61 +284,42 @@ class Ring(Algorithm):
             return self.options.backward
         return "kv" if sum(self._hop(shape, "kv")) <= sum(self._hop(shape, "query")) else "query"
 
-    def _rotate_kv(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        kv: Block,
-        statistics: Statistics,
-        call: Call,
-        put: Sequence[Put],
-        before: Pending[None],
-    ) -> Pending[None]:
+    def _rotate_kv(self, own: _Heads, call: Call, before: Pending[None]) -> Pending[None]:
         """K, V and their gradients travel.
 
-        Args: put: take the sums of dq, dk and dv. before: see `_circulate`.
+        Args: before: see `_circulate`.
 
-        Returns: to be waited for until all sums have been taken.
+        Returns: to be waited for until all sums have been put.
         """
-        dq = GradientSum(q)
+        dq = GradientSum(own.q)
 
         def visit(block: Block, tiles: tuple[Tile, ...]) -> tuple[GradientSum, ...]:
-            keys, values = block
-            sums = Gradients(dq, GradientSum(keys), GradientSum(values))
-            differentiate_block(sums, dout, q, keys, values, statistics, tiles, call)
+            k, v = block
+            sums = Gradients(dq, GradientSum(k), GradientSum(v))
+            differentiate_block(sums, own.dout, own.q, k, v, own.statistics, tiles, call)
             return sums.dk, sums.dv
 
-        block = tuple(x.contiguous() for x in kv)
-        done = self._circulate(block, self._tour(call, "kv"), visit, put[1:], before)
-        put[0](dq)
+        block = own.k.contiguous(), own.v.contiguous()
+        done = self._circulate(block, self._tour(call, "kv"), visit, own.put[1:], before)
+        own.put[0](dq)
         return done
 
-    def _rotate_query(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        kv: Block,
-        statistics: Statistics,
-        call: Call,
-        put: Sequence[Put],
-        before: Pending[None],
-    ) -> Pending[None]:
+    def _rotate_query(self, own: _Heads, call: Call, before: Pending[None]) -> Pending[None]:
         """Q, dO, delta, lse and dQ travel; otherwise as `_rotate_kv`."""
-        keys, values = kv
-        dk, dv = GradientSum(keys), GradientSum(values)
+        dk, dv = GradientSum(own.k), GradientSum(own.v)
 
         def visit(block: Block, tiles: tuple[Tile, ...]) -> tuple[GradientSum, ...]:
             q, dout, delta, lse = block
             sums = Gradients(GradientSum(q), dk, dv)
             other = Statistics(lse, delta=delta)
-            differentiate_block(sums, dout, q, keys, values, other, tiles, call)
+            differentiate_block(sums, dout, q, own.k, own.v, other, tiles, call)
             return (sums.dq,)
 
-        rows = statistics.delta_for(dout), statistics.lse
-        block = tuple(x.contiguous() for x in (q, dout, *rows))
-        done = self._circulate(block, self._tour(call, "query"), visit, put[:1], before)
-        put[1](dk)
-        put[2](dv)
+        rows = own.statistics.delta_for(own.dout), own.statistics.lse
+        block = tuple(x.contiguous() for x in (own.q, own.dout, *rows))
+        done = self._circulate(block, self._tour(call, "query"), visit, own.put[:1], before)
+        own.put[1](dk)
+        own.put[2](dv)
         return done
 
     def _tour(self, call: Call, moving: Literal["kv", "query"]) -> Tour:
