@@ -16,11 +16,8 @@ from __future__ import annotations
 import argparse
 import datetime
 import importlib.metadata
-import json
-import os
 import platform
 import shutil
-import subprocess
 import sys
 import time
 import warnings
@@ -43,8 +40,10 @@ from convergence_smoke import (
 )
 from omegaconf import DictConfig, OmegaConf
 
+from megatron_cp_plugin.integration.forks import ForkedJob
 from megatron_cp_plugin.integration.parity import Recording, Tolerances
 
+SCRIPT = Path(__file__).with_name("pretrain_gpt.py")
 TABLE = Path(__file__).parents[1] / "docs" / "parity.md"
 ITERATIONS = 3
 
@@ -393,39 +392,6 @@ def write_data(prefix: Path) -> None:
     builder.finalize(f"{prefix}.idx")
 
 
-class Trainer:
-    """Runs Megatron on CPU processes, by forked_runs.py.
-
-    Args:
-        timeout: Seconds for one run.
-    """
-
-    def __init__(self, timeout: float) -> None:
-        self._timeout = timeout
-        self._server = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("forked_runs.py"))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            text=True,
-        )
-
-    def train(self, arguments: Sequence[str], ranks: int, log: Path) -> str:
-        """Trains; returns the empty string, or one line that says why it failed."""
-        job = {"arguments": arguments, "ranks": ranks, "log": str(log), "timeout": self._timeout}
-        assert self._server.stdin is not None
-        assert self._server.stdout is not None
-        self._server.stdin.write(json.dumps(job) + "\n")
-        self._server.stdin.flush()
-        codes = json.loads(self._server.stdout.readline())
-        return f"exit codes {codes}, log: {log}" if any(code != 0 for code in codes) else ""
-
-    def end(self) -> None:
-        """Ends the processes."""
-        self._server.communicate()
-
-
 @dataclass(frozen=True)
 class Cell:
     """What became of a cell; `refused` is the line that a run was refused with."""
@@ -464,23 +430,19 @@ class Matrix:
 
     Args:
         folder: Where data and runs go.
-        trainer: Runs them.
+        timeout: Seconds for one run.
         keep: Leave what the folder holds, and do not run it again.
     """
 
-    def __init__(self, folder: Path, trainer: Trainer, keep: bool) -> None:
+    def __init__(self, folder: Path, timeout: float, keep: bool) -> None:
         self._folder = folder
-        self._trainer = trainer
+        self._timeout = timeout
         self._references: dict[str, Outcome] = {}
         if not keep:
             shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True, exist_ok=True)
         if not (folder / "data.idx").is_file():
             write_data(folder / "data")
-
-    def end(self) -> None:
-        """Ends the processes that ran the cells."""
-        self._trainer.end()
 
     def holds(self, combination: Combination, variant: Variant) -> bool:
         """Whether a cell was run."""
@@ -514,7 +476,9 @@ class Matrix:
             config.megatron.data_path = [str(self._folder / "data")]
             OmegaConf.save(run_file(config, run, ITERATIONS), folder / "run.yaml")
             words = ["--config", str(folder / "run.yaml"), "--cp-record", str(folder / "recording")]
-            result.write_text(self._trainer.train(words, run.processes, folder / "log.txt"))
+            log = folder / "log.txt"
+            codes = ForkedJob(SCRIPT, words, [(log, log)] * run.processes).finish(self._timeout)
+            result.write_text(f"exit codes {codes}, log: {log}" if any(codes) else "")
         if failure := result.read_text():
             return Outcome(run, failure=failure), refusal(folder / "log.txt")
         return judge(run, folder, reference, combination.tolerances, ITERATIONS), ""
@@ -648,7 +612,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.list:
         print("\n".join(wanted))
         return 0
-    matrix = Matrix(args.runs.resolve(), Trainer(args.timeout), args.keep)
+    matrix = Matrix(args.runs.resolve(), args.timeout, args.keep)
     cells = []
     for name, (combination, variant) in wanted.items():
         started = time.monotonic()
@@ -658,7 +622,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.keep or not args.only:
         held = [matrix.cell(*cell) for cell in every.values() if matrix.holds(*cell)]
         TABLE.write_text(table(held, len(every)))
-    matrix.end()
     return 0 if all(cell.good for cell in cells) else 1
 
 

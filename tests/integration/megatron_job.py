@@ -2,7 +2,6 @@
 
 import os
 import re
-import socket
 import subprocess
 import sys
 import tempfile
@@ -10,6 +9,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from megatron_cp_plugin.integration.forks import ForkedJob, free_port
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "pretrain_gpt.py"
 LAUNCHER = ("-m", "megatron_cp_plugin.launch")
@@ -79,6 +80,36 @@ def run(*arguments: str, ranks: int = 1, program: Sequence[str] = (str(SCRIPT),)
     return _finish(command, places)
 
 
+class WarmJob:
+    """A job of `run` that has been started, in forks of a process that has imported Megatron.
+
+    Attributes:
+        ranks: Its processes.
+    """
+
+    def __init__(self, folder: Path, *arguments: str, ranks: int) -> None:
+        """Args: folder: for what the ranks print. arguments: of scripts/pretrain_gpt.py."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self._logs = [(folder / f"{r}.out", folder / f"{r}.err") for r in range(ranks)]
+        self._job = ForkedJob(SCRIPT, arguments, self._logs)
+        self.ranks = self._job.ranks
+
+    def text(self) -> str:
+        """What the ranks have printed so far."""
+        paths = (path for logs in self._logs for path in logs)
+        return "\n".join(path.read_text() for path in paths if path.exists())
+
+    def finish(self) -> Job:
+        codes = self._job.finish(TIMEOUT_S)
+        texts = [tuple(path.read_text() for path in logs) for logs in self._logs]
+        return Job(tuple(Process(c, out, err) for c, (out, err) in zip(codes, texts, strict=True)))
+
+
+def run_warm(folder: Path, *arguments: str, ranks: int = 1) -> Job:
+    """Runs scripts/pretrain_gpt.py in `ranks` processes; `folder` is for what they print."""
+    return WarmJob(folder, *arguments, ranks=ranks).finish()
+
+
 def run_torchrun(*arguments: str, ranks: int) -> Job:
     """Runs `torchrun --nproc-per-node ranks *arguments`."""
     torchrun = (sys.executable, "-m", "torch.distributed.run")
@@ -127,9 +158,3 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> list[int]:
 def process_environment() -> dict[str, str]:
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC", "RANK"))}
     return inherited | {"OMP_NUM_THREADS": "1"}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from megatron_cp_plugin.integration.parity import Recording
-from tests.integration.megatron_job import TINY
-from tests.integration.warm_job import run_warm
+from tests.integration.megatron_job import TINY, run_warm
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

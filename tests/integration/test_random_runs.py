@@ -21,8 +21,7 @@ from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration.args import split_flags
 from megatron_cp_plugin.integration.checks import check_arguments
 from megatron_cp_plugin.integration.parity import Recording
-from tests.integration.megatron_job import Job
-from tests.integration.warm_job import run_warm
+from tests.integration.megatron_job import Job, run_warm
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(0)]
 

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron_cp_plugin.integration.parity import Recording, Tolerances
-from tests.integration.megatron_job import TINY, Job
-from tests.integration.warm_job import WarmJob, run_warm
+from tests.integration.megatron_job import TINY, Job, WarmJob, run_warm
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -118,7 +117,8 @@ def test_a_killed_rank_costs_the_steps_since_the_checkpoint(
     """kill -9 in mid-step: the others end, soon and with a reason; the run goes on."""
     saving = ("--save", str(tmp_path), "--save-interval", str(SAVED))
     split = ("--context-parallel-algo", "zigzag", "--context-parallel-size", "2")
-    job = WarmJob(tmp_path / "killed", (*MODEL, *saving, *split, "--train-iters", "100000"), 2)
+    flags = (*MODEL, *saving, *split, "--train-iters", "100000")
+    job = WarmJob(tmp_path / "killed", *flags, ranks=2)
     try:
         deadline = time.monotonic() + 120
         while not re.search(rf"iteration +{SAVED + 1}/", job.text()):

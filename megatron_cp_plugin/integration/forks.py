@@ -1,0 +1,109 @@
+"""Runs Megatron jobs on the CPU in forks of one process that has imported Megatron.
+
+Importing Megatron takes longer than training a tiny model, and on a few cores the ranks of a job
+wait for each other's imports. A fork starts in a fraction of a second. Apart from that it is a
+process as any other, with its own torch.distributed, that runs a script from the top.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import runpy
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from multiprocessing import forkserver
+from pathlib import Path
+
+# What a rank may take to end by itself once another one has failed.
+GRACE_S = 30
+
+
+class ForkedJob:
+    """A job that has been started.
+
+    Attributes:
+        ranks: Its processes.
+    """
+
+    def __init__(
+        self, script: Path, arguments: Sequence[str], logs: Sequence[tuple[Path, Path]]
+    ) -> None:
+        """Starts one process for each of `logs`.
+
+        Args:
+            script: A training script that imports Megatron.
+            arguments: Its command line.
+            logs: For each rank the files that its stdout and its stderr are added to.
+        """
+        _start_server()
+        common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        common |= {"WORLD_SIZE": str(len(logs)), "LOCAL_WORLD_SIZE": str(len(logs))}
+        self.ranks = []
+        for rank, (stdout, stderr) in enumerate(logs):
+            place = common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            settings = (script, tuple(arguments), place, stdout, stderr)
+            process = multiprocessing.get_context("forkserver").Process(target=_run, args=settings)
+            process.start()
+            self.ranks.append(process)
+
+    def finish(self, timeout: float) -> list[int]:
+        """Waits for all ranks, and kills those that hang.
+
+        Args:
+            timeout: Seconds to wait; fewer once a rank has failed.
+
+        Returns:
+            The exit codes; -SIGKILL of a rank that had to be killed.
+        """
+        deadline = time.monotonic() + timeout
+        failed = False
+        try:
+            while any(rank.is_alive() for rank in self.ranks) and time.monotonic() < deadline:
+                if not failed and any(rank.exitcode for rank in self.ranks):
+                    failed, deadline = True, min(deadline, time.monotonic() + GRACE_S)
+                time.sleep(0.02)
+        finally:
+            for rank in self.ranks:
+                assert rank.pid is not None
+                rank.kill()
+                # And what it started: Megatron writes checkpoints by other processes.
+                with suppress(ProcessLookupError):
+                    os.killpg(rank.pid, signal.SIGKILL)
+                rank.join()
+        return [rank.exitcode or 0 for rank in self.ranks]
+
+
+def free_port() -> int:
+    """Returns the number of a TCP port that nothing listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _start_server() -> None:
+    """Starts the process to be forked, if there is none."""
+    # It imports this, and not we: it puts the CPU platform in force.
+    forkserver.set_forkserver_preload(["megatron_cp_plugin.integration.forked"])
+    threads = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    forkserver.ensure_running()
+    del os.environ["OMP_NUM_THREADS"]
+    if threads is not None:
+        os.environ["OMP_NUM_THREADS"] = threads
+
+
+def _run(
+    script: Path, arguments: Sequence[str], place: Mapping[str, str], stdout: Path, stderr: Path
+) -> None:
+    """One rank: does what `python script *arguments` would."""
+    os.setsid()
+    for path, descriptor in ((stdout, 1), (stderr, 2)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
+    os.environ.update(place)
+    sys.argv = [str(script), *arguments]
+    runpy.run_path(str(script), run_name="__main__")
