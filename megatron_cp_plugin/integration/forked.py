@@ -1,25 +1,32 @@
 """Imported by the process that `forks` forks: the CPU platform, and what training imports."""
 
+import importlib
 import sys
+import warnings
 
 from megatron_cp_plugin.integration import cpu
 
 
 def _import_megatron() -> None:
     cpu.install()
-
-    # What Megatron and the plugin import in functions, too.
-
-    import megatron_cp_plugin.algorithms
-    import megatron_cp_plugin.integration.checks
-    import megatron_cp_plugin.integration.hooks
-    import megatron_cp_plugin.integration.parity
-    import megatron_cp_plugin.integration.pretrain
-    import megatron_cp_plugin.integration.spec
-    import megatron_cp_plugin.integration.yaml_config  # noqa: F401
-
+    for name in (
+        "megatron_cp_plugin.integration.pretrain",
+        # And what is imported in functions.
+        "megatron.core.tokenizers.text",
+        "megatron_cp_plugin.algorithms",
+        "megatron_cp_plugin.integration.checks",
+        "megatron_cp_plugin.integration.hooks",
+        "megatron_cp_plugin.integration.parity",
+        "megatron_cp_plugin.integration.spec",
+        "megatron_cp_plugin.integration.yaml_config",
+        "torch._dynamo",
+    ):
+        importlib.import_module(name)
     # It takes names of Megatron, and has to do so after the plugin has replaced them: once a rank.
     del sys.modules["megatron_cp_plugin.integration.pretrain"]
 
 
-_import_megatron()
+with warnings.catch_warnings():
+    # Megatron says what is not installed.
+    warnings.simplefilter("ignore")
+    _import_megatron()
