@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.megatron_job import LAUNCHER, SCRIPT, TINY, Job, run, run_torchrun
+from tests.integration.megatron_job import LAUNCHER, SCRIPT, TINY, Job, run, run_torchrun, run_warm
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -34,8 +34,9 @@ def rope() -> Job:
 
 
 @pytest.fixture(scope="module")
-def learned() -> Job:
-    return run(*LEARNED, "--context-parallel-algo", "megatron").succeeded()
+def learned(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    folder = tmp_path_factory.mktemp("learned")
+    return run_warm(folder, *LEARNED, "--context-parallel-algo", "megatron").succeeded()
 
 
 def test_zigzag_on_four_ranks_with_a_run_file(rope: Job, tmp_path: Path) -> None:
@@ -61,32 +62,40 @@ def test_ring_through_the_launcher_beside_data_parallel_with_recompute(
     assert_same_training(job.succeeded(), rope)
 
 
-def test_ring_with_learned_positions_on_a_length_that_megatron_refuses(learned: Job) -> None:
-    assert_same_training(run(*LEARNED, *algo("ring", 4), ranks=4).succeeded(), learned)
+def test_ring_with_learned_positions_on_a_length_that_megatron_refuses(
+    learned: Job, tmp_path: Path
+) -> None:
+    job = run_warm(tmp_path, *LEARNED, *algo("ring", 4), ranks=4)
+    assert_same_training(job.succeeded(), learned)
 
 
-def test_zigzag_with_learned_positions(learned: Job) -> None:
-    assert_same_training(run(*LEARNED, *algo("zigzag", 2), ranks=2).succeeded(), learned)
+def test_zigzag_with_learned_positions(learned: Job, tmp_path: Path) -> None:
+    job = run_warm(tmp_path, *LEARNED, *algo("zigzag", 2), ranks=2)
+    assert_same_training(job.succeeded(), learned)
 
 
-def test_one_rank(learned: Job) -> None:
-    assert_same_training(run(*LEARNED, *algo("zigzag", 1)).succeeded(), learned)
+def test_one_rank(learned: Job, tmp_path: Path) -> None:
+    assert_same_training(run_warm(tmp_path, *LEARNED, *algo("zigzag", 1)).succeeded(), learned)
 
 
 @pytest.mark.parametrize(
     "split", ["--tensor-model-parallel-size", "--pipeline-model-parallel-size"]
 )
-def test_model_parallel_beside_context_parallel(split: str) -> None:
-    reference = run(*ROPE, split, "2", "--context-parallel-algo", "megatron", ranks=2)
-    job = run(*ROPE, split, "2", *algo("zigzag", 2), ranks=4)
+def test_model_parallel_beside_context_parallel(split: str, tmp_path: Path) -> None:
+    flags = (*ROPE, split, "2")
+    reference = run_warm(
+        tmp_path / "reference", *flags, "--context-parallel-algo", "megatron", ranks=2
+    )
+    job = run_warm(tmp_path / "split", *flags, *algo("zigzag", 2), ranks=4)
     assert_same_training(job.succeeded(), reference.succeeded())
 
 
-def test_sliding_windows() -> None:
+def test_sliding_windows(tmp_path: Path) -> None:
     """Of the first layer only, as in models that alternate."""
-    window = ("--window-size", "9,0", "--window-attn-skip-freq", "2")
-    reference = run(*ROPE, *window, "--context-parallel-algo", "megatron").succeeded()
-    assert_same_training(run(*ROPE, *window, *algo("zigzag", 2), ranks=2).succeeded(), reference)
+    flags = (*ROPE, "--window-size", "9,0", "--window-attn-skip-freq", "2")
+    reference = run_warm(tmp_path / "reference", *flags, "--context-parallel-algo", "megatron")
+    job = run_warm(tmp_path / "split", *flags, *algo("zigzag", 2), ranks=2)
+    assert_same_training(job.succeeded(), reference.succeeded())
 
 
 def test_unmodified_script_of_a_checkout(rope: Job, checkout_script: Path) -> None:
