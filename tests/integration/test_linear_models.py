@@ -28,7 +28,7 @@ from megatron_cp_plugin.integration.linear_models import (
     transnormer_rates,
 )
 from megatron_cp_plugin.integration.runtime import Runtime
-from tests.integration.megatron_job import TINY, Job, run
+from tests.integration.megatron_job import TINY, Job, run_warm
 
 HEADS, HEAD_DIM, TOKENS, BATCH = 4, 8, 12, 3
 WIDTH = HEADS * HEAD_DIM
@@ -288,29 +288,35 @@ def assert_same_training(job: Job, reference: Job) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("model", LINEAR_MODELS)
-def test_splitting_changes_no_loss(model: str) -> None:
-    whole = run(*model_flags(model, "lasp", 1)).succeeded()
-    assert_same_training(run(*model_flags(model, "lasp", 2), ranks=2).succeeded(), whole)
+def test_splitting_changes_no_loss(model: str, tmp_path: Path) -> None:
+    whole = run_warm(tmp_path / "whole", *model_flags(model, "lasp", 1)).succeeded()
+    split = run_warm(tmp_path / "split", *model_flags(model, "lasp", 2), ranks=2)
+    assert_same_training(split.succeeded(), whole)
     zigzag = (*model_flags(model, "lasp2", 2), "--cp-options", "layout=zigzag")
     distributed = (*zigzag, "--use-distributed-optimizer")
-    assert_same_training(run(*distributed, ranks=4).succeeded(), whole)
+    job = run_warm(tmp_path / "distributed", *distributed, ranks=4)
+    assert_same_training(job.succeeded(), whole)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_hybrid_and_its_checkpoint(tmp_path: Path) -> None:
     """Saved on one rank, loaded with other tensor, pipeline and context parallelism."""
-    saved = ("--save", str(tmp_path), "--save-interval", "2", "--ckpt-format", "torch_dist")
-    whole = run(*HYBRID, *saved, "--exit-interval", "2").succeeded()
+    checkpoints = str(tmp_path / "checkpoints")
+    saved = ("--save", checkpoints, "--save-interval", "2", "--ckpt-format", "torch_dist")
+    flags = (*HYBRID, *saved, "--exit-interval", "2")
+    whole = run_warm(tmp_path / "whole", *flags).succeeded()
     split = (*HYBRID, "--context-parallel-size", "2")
     recompute = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-    again = run(*split, *recompute.split(), "--exit-interval", "2", ranks=2).succeeded()
+    flags = (*split, *recompute.split(), "--exit-interval", "2")
+    again = run_warm(tmp_path / "again", *flags, ranks=2).succeeded()
     assert again.losses == pytest.approx(whole.losses, rel=1e-5)
-    loaded = ("--load", str(tmp_path), "--ckpt-format", "torch_dist")
-    reference = run(*HYBRID, *loaded).succeeded()
+    loaded = ("--load", checkpoints, "--ckpt-format", "torch_dist")
+    reference = run_warm(tmp_path / "reference", *HYBRID, *loaded).succeeded()
     assert len(reference.losses) == 1
     tensor = ("--tensor-model-parallel-size", "2", "--make-vocab-size-divisible-by", "64")
     pipeline = ("--pipeline-model-parallel-size", "2")
-    for other in ((*split, *tensor), (*HYBRID, *pipeline)):
-        job = run(*other, *loaded, ranks=4 if "--context-parallel-size" in other else 2)
+    others = {"tensor": ((*split, *tensor), 4), "pipeline": ((*HYBRID, *pipeline), 2)}
+    for name, (other, ranks) in others.items():
+        job = run_warm(tmp_path / name, *other, *loaded, ranks=ranks)
         assert job.succeeded().losses == pytest.approx(reference.losses, rel=1e-5)

@@ -13,7 +13,7 @@ from megatron_cp_plugin.integration.args import add_arguments, split_flags
 from megatron_cp_plugin.integration.parity import Recording
 from megatron_cp_plugin.integration.recompute import checkpoint, describe
 from megatron_cp_plugin.integration.yaml_config import yaml_to_argv
-from tests.integration.megatron_job import TINY, run
+from tests.integration.megatron_job import TINY, run_warm
 
 ALGO = ["--context-parallel-algo", "distflash"]
 
@@ -122,7 +122,7 @@ def test_training_gives_the_same_bits(tmp_path: Path) -> None:
             "--cp-record",
             str(tmp_path / name),
         ]
-        run(*words, ranks=4).succeeded()
+        run_warm(tmp_path / name, *words, ranks=4).succeeded()
         recordings[name] = Recording.load(tmp_path / name)
     want = recordings.pop("none")
     assert want.sent_bytes() > 0
