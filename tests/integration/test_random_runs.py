@@ -41,7 +41,6 @@ NUMBERS = {"rows": (0, 1, 2, 3, 4), "cols": (0, 1, 2, 3, 4), "ulysses": (0, 1, 2
 NUMBERS |= {"chunks": (-1, 0, 1, 2, 3, 4), "gathered_mib": (0, 1, 1024), "groups": (0, 1, 2)}
 ASKED_TOO_MUCH = (
     "--attention-dropout 0.1",
-    "--window-size 8,0",
     "--reset-attention-mask",
     "--position-embedding-type mrope",
     "--mtp-num-layers 1",
@@ -179,6 +178,8 @@ def runs(draw: st.DrawFn, most_ranks: int) -> Run:
         "--recompute-granularity full --recompute-method block --recompute-num-layers 1",
         "--recompute-granularity selective --recompute-modules core_attn mlp",
     )
+    if tensor > 1:
+        some("--sequence-parallel", none=1)
     if pipeline > 1:
         some("--num-layers-per-virtual-pipeline-stage 1")
     some("--use-distributed-optimizer", "--use-distributed-optimizer --overlap-grad-reduce")
@@ -189,6 +190,7 @@ def runs(draw: st.DrawFn, most_ranks: int) -> Run:
     some("--qk-layernorm", "--qk-l2-norm", none=5)
     some("--attention-output-gate", none=8)
     some("--apply-query-key-layer-scaling", none=6)
+    some("--window-size 8,0", "--window-size 8,0 --window-attn-skip-freq 2", none=8)
     some("--calculate-per-token-loss")
     some("--deterministic-mode", none=4)
     some("--eod-mask-loss", "--reset-position-ids", none=8)
