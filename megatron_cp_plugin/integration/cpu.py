@@ -97,6 +97,11 @@ def install() -> None:
         if hasattr(torch.optim.Optimizer, name):
             setattr(torch.optim.Optimizer, name, lambda self: None)
 
+    # While torch handles a function of a mode, the mode is not in force: nor would it be in any
+    # backward that runs in this one.
+    name = "has_torch_function"
+    setattr(torch.autograd, name, _StandIn(name, lambda tensors: False))
+
     # Megatron compiles its elementwise functions at import: seconds, and a C++ compiler on a CPU.
     torch.compile = _eager
     _adapt_megatron()

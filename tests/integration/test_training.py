@@ -79,10 +79,16 @@ def test_one_rank(learned: Job, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "split", ["--tensor-model-parallel-size", "--pipeline-model-parallel-size"]
+    "split",
+    [
+        "--tensor-model-parallel-size 2",
+        "--pipeline-model-parallel-size 2",
+        "--tensor-model-parallel-size 2 --sequence-parallel --recompute-granularity full "
+        "--recompute-method uniform --recompute-num-layers 1",
+    ],
 )
 def test_model_parallel_beside_context_parallel(split: str, tmp_path: Path) -> None:
-    flags = (*ROPE, split, "2")
+    flags = (*ROPE, *split.split())
     reference = run_warm(
         tmp_path / "reference", *flags, "--context-parallel-algo", "megatron", ranks=2
     )
