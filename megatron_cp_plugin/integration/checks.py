@@ -243,6 +243,37 @@ def check_arguments(args: Any, config: ContextParallelConfig, device: torch.devi
     return _check_kernel(args, config, device)
 
 
+def check_interleaving(args: Any) -> None:
+    """Checks the number of micro-batches of an interleaved pipeline.
+
+    Megatron does so in the first step only.
+
+    Args:
+        args: Megatron's namespace, validated.
+
+    Raises:
+        ConfigError: There are too few, or too few are left over.
+    """
+    stages = args.pipeline_model_parallel_size
+    settings = Settings(args)
+    if not settings.virtual_pipeline_model_parallel_size or settings.rampup_batch_size:
+        return
+    group = settings.microbatch_group_size_per_vp_stage or stages
+    samples = args.micro_batch_size * args.data_parallel_size
+    count = args.global_batch_size // samples
+    if stages <= group <= count and not 0 < count % group < stages:
+        return
+    if group < stages:
+        instead = f"--microbatch-group-size-per-virtual-pipeline-stage {stages}"
+    else:
+        instead = f"--global-batch-size {-(-count // group) * group * samples}"
+    raise ConfigError(
+        f"an interleaved pipeline of {stages} stages that takes {group} micro-batches at a time "
+        f"needs a multiple of them, and groups of at least {stages}, got {count} micro-batches: "
+        f"use {instead}"
+    )
+
+
 def _check_world(args: Any) -> None:
     sizes = {
         "context_parallel_size": args.context_parallel_size,

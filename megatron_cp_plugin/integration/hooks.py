@@ -72,7 +72,11 @@ class Hooks:
             _replace(checkpoint, "te_checkpoint", megatron.core.recompute)
 
     def _validate_args(self, original: Callable[..., Any], args: Any, defaults: Any = None) -> Any:
-        from megatron_cp_plugin.integration.checks import check_arguments, describe
+        from megatron_cp_plugin.integration.checks import (
+            check_arguments,
+            check_interleaving,
+            describe,
+        )
         from megatron_cp_plugin.integration.recompute import describe as describe_recompute
 
         self._flags.comm_type.check_model(args)
@@ -95,7 +99,9 @@ class Hooks:
             # --encoder-seq-length, its other name for the same quantity. The layout was checked.
             args.seq_length, args.encoder_seq_length = None, args.seq_length
         with _refusals_in_one_line():
-            return original(args, {} if defaults is None else defaults)
+            validated = original(args, {} if defaults is None else defaults)
+        check_interleaving(validated)
+        return validated
 
     def _pretrain(
         self, original: Callable[..., Any], cfg_container: Any, *args: Any, **kwargs: Any

@@ -16,6 +16,7 @@ from megatron_cp_plugin.errors import ConfigError, ContextParallelError, KernelU
 from megatron_cp_plugin.integration.checks import (
     FEATURES,
     check_arguments,
+    check_interleaving,
     check_settings,
     describe,
 )
@@ -179,6 +180,33 @@ def test_world_size(args: argparse.Namespace) -> None:
     assert "context_parallel_size 4 * tensor_model_parallel_size 2 = 8 must divide" in message
     assert "use context_parallel_size 1 or 2" in message
     assert "must be at least 1, got 0" in refusal(args, context_parallel_size=0)
+
+
+@pytest.mark.parametrize(
+    ("count", "group", "instead"),
+    [
+        (1, None, "--global-batch-size 8"),
+        (3, None, "--global-batch-size 16"),
+        (2, 1, "--microbatch-group-size-per-virtual-pipeline-stage 2"),
+        (4, 3, "--global-batch-size 24"),
+        (2, None, None),
+        (4, None, None),
+        (5, 3, None),
+    ],
+)
+def test_micro_batches_of_an_interleaved_pipeline(
+    args: argparse.Namespace, count: int, group: int | None, instead: str | None
+) -> None:
+    """2 stages; samples of 2 micro-batches on 2 data-parallel ranks."""
+    args.pipeline_model_parallel_size = args.virtual_pipeline_model_parallel_size = 2
+    args.micro_batch_size = args.data_parallel_size = 2
+    args.global_batch_size = 4 * count
+    args.microbatch_group_size_per_vp_stage = group
+    if instead is None:
+        check_interleaving(args)
+        return
+    with pytest.raises(ConfigError, match=f"got {count} micro-batches: use {instead}$"):
+        check_interleaving(args)
 
 
 def test_unknown_algorithm_names_the_nearest(args: argparse.Namespace) -> None:
