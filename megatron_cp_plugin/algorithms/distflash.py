@@ -263,7 +263,7 @@ class DistFlash(Algorithm):
                 that would wait, or computed by the "owner" alone while half of the ranks wait (the
                 paper's rule; on 4 GPUs it takes 1.25 times as long).
             chunks: groups of heads that the backward takes one after another, at most as many as
-                KV heads: two need a third less memory and 1 to 2% more time.
+                KV heads: two need less memory, and 1 to 2% more time.
             transport: "group" (the process group's own, NCCL or gloo), "peer" (copy engines over
                 peer memory: GPUs of one node), or "auto", peer where that is possible.
         """

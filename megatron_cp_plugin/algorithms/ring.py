@@ -270,16 +270,8 @@ class Ring(Algorithm):
         elements = shape.elements(self.topology.size)
         return successive_groups(shape.heads, shape.kv_heads, self.options.chunks, elements)
 
-    def backward_rule(
-        self, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype
-    ) -> Literal["kv", "query"]:
-        """What travels in the backward; with "auto" whatever moves fewer bytes a hop."""
-        shape = Shape(
-            1, 1, heads, kv_heads, head_dim, dtype.itemsize, accumulation_dtype(dtype).itemsize
-        )
-        return self._rule(shape)
-
     def _rule(self, shape: Shape) -> Literal["kv", "query"]:
+        """What travels in the backward; with "auto" whatever moves fewer bytes a hop."""
         if self.options.backward != "auto":
             return self.options.backward
         return "kv" if sum(self._hop(shape, "kv")) <= sum(self._hop(shape, "query")) else "query"
