@@ -26,6 +26,7 @@ from typing import Any
 import rivals
 import torch
 import torch.distributed as dist
+from lengths import tokens_of
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -79,12 +80,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, default=Path("results/attention"))
     parser.add_argument("--profile", help="contender whose second step is traced")
     return parser.parse_args(argv)
-
-
-def tokens_of(text: str) -> int:
-    """128K -> 131072."""
-    units = {"K": 1024, "M": 1024**2}
-    return int(text[:-1]) * units[text[-1]] if text[-1] in units else int(text)
 
 
 class Bench:

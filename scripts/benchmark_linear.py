@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lengths import tokens_of
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -33,7 +34,6 @@ from megatron_cp_plugin.registry import layout_of
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 CHECKED_TOKENS = 32768
 MAX_ERROR = 1e-2  # |x - fla's| / |fla's| of a bfloat16 output or gradient
-UNITS = {"K": 1024, "M": 1024**2}
 
 
 @dataclass(frozen=True)
@@ -176,11 +176,6 @@ def results(attention: Attention, tensors: Sequence[Tensor]) -> tuple[Tensor, ..
 def rates(name: str, heads: int) -> list[float]:
     """plain: 1 for all heads; slopes: exp(-8 h / H) of TransNormerLLM's first layer."""
     return [1.0 if name == "plain" else exp(-8 * head / heads) for head in range(heads)]
-
-
-def tokens_of(text: str) -> int:
-    """128K -> 131072."""
-    return int(text[:-1]) * UNITS[text[-1]] if text[-1] in UNITS else int(text)
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:

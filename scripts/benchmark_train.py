@@ -33,12 +33,12 @@ from pathlib import Path
 
 import torch
 from benchmark_train_job import Plan, Report, read_reports
+from lengths import tokens_of
 from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).resolve().parent.parent
 H200_DENSE_BF16_TFLOPS = 989.0
-UNITS = {"K": 1024, "M": 1024**2}
 
 
 @dataclass(frozen=True)
@@ -156,11 +156,6 @@ def parse() -> argparse.Namespace:
     return args
 
 
-def number(text: str) -> int:
-    """1024 from 1K."""
-    return int(text.rstrip("KM")) * UNITS.get(text[-1], 1)
-
-
 def plan_cases(args: argparse.Namespace) -> list[Case]:
     """All torchruns, most GPUs first, those of few spread over the machine."""
     sizes = sorted(map(int, args.gpus.split(",")), reverse=True)
@@ -174,7 +169,7 @@ def plan_cases(args: argparse.Namespace) -> list[Case]:
         busy = max(load[device] for device in place)
         for device in place:
             load[device] = busy + 1
-        lengths = sorted(number(word) for word in args.tokens.split(","))
+        lengths = sorted(tokens_of(word) for word in args.tokens.split(","))
         scale = size if args.per_gpu else 1
         cases.append(Case(name, recompute, tuple(place), tuple(scale * n for n in lengths)))
     return cases

@@ -1,8 +1,12 @@
-"""The unmodified script of a Megatron-LM checkout is tested where there is one."""
+"""Options of these tests, and what several of them need."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from torch import distributed as dist
+
+from megatron_cp_plugin.integration.forks import free_port
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -27,3 +31,14 @@ def checkout_script(request: pytest.FixtureRequest) -> Path:
     if folder is None:
         pytest.skip("needs --megatron-lm DIR, a checkout of Megatron-LM")
     return Path(folder) / "pretrain_gpt.py"
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[dist.ProcessGroup]:
+    """This process alone."""
+    address = f"tcp://127.0.0.1:{free_port()}"
+    dist.init_process_group("gloo", init_method=address, rank=0, world_size=1)
+    world = dist.group.WORLD
+    assert world is not None
+    yield world
+    dist.destroy_process_group()

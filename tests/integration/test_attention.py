@@ -1,8 +1,6 @@
 """The core-attention module against attention written out, and its place in layer specs."""
 
 import copy
-import socket
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -27,18 +25,6 @@ from megatron_cp_plugin.integration.spec import layer_spec_provider, with_attent
 from tests.oracle import expected_attention, relative_error
 
 HEADS, KV_HEADS, HEAD_DIM, TOKENS, BATCH = 4, 2, 8, 12, 3
-
-
-@pytest.fixture(scope="module")
-def group() -> Iterator[dist.ProcessGroup]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
-    world = dist.group.WORLD
-    assert world is not None
-    yield world
-    dist.destroy_process_group()
 
 
 @pytest.fixture

@@ -1,8 +1,6 @@
 """Layers of linear attention: against their formulas, in specs, and in Megatron's own loop."""
 
 import argparse
-import socket
-from collections.abc import Iterator
 from math import exp
 from pathlib import Path
 from typing import Any
@@ -32,18 +30,6 @@ from tests.integration.megatron_job import TINY, Job, run_warm
 
 HEADS, HEAD_DIM, TOKENS, BATCH = 4, 8, 12, 3
 WIDTH = HEADS * HEAD_DIM
-
-
-@pytest.fixture(scope="module")
-def group() -> Iterator[dist.ProcessGroup]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
-    world = dist.group.WORLD
-    assert world is not None
-    yield world
-    dist.destroy_process_group()
 
 
 class Projection(nn.Linear):
