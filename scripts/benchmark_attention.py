@@ -27,6 +27,7 @@ import rivals
 import torch
 import torch.distributed as dist
 from lengths import tokens_of
+from profiles import computing, device_spans, new_profiler
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -216,10 +217,8 @@ class Bench:
 
     def trace(self, step: Callable[[], object], row: Row) -> None:
         """Writes a profiler trace of one step of rank 0, and the time that kernels overlap."""
-        from torch.profiler import ProfilerActivity, profile
-
         self.align()
-        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        with new_profiler() as profiler:
             step()
             torch.cuda.synchronize()
         if self.rank == 0:
@@ -238,30 +237,6 @@ class Bench:
                 f"communication and launches {1 - busy / total:.2%}",
                 flush=True,
             )
-
-
-def device_spans(events: Sequence[Any]) -> list[tuple[str, float, float]]:
-    """Device activity of a profile: name, start and end in microseconds."""
-    rows = [
-        (event.name, event.time_range.start, event.time_range.end)
-        for event in events
-        if str(getattr(event, "device_type", "")).endswith("CUDA")
-        and not event.name.startswith(("Activity", "_Attention"))  # the profiler's own, autograd's
-    ]
-    return sorted(rows, key=lambda row: row[1])
-
-
-def computing(spans: Sequence[tuple[str, float, float]]) -> tuple[float, float]:
-    """(time in which some kernel computes, time from the first to the last of them), in us.
-
-    Copies between memories and NCCL's kernels do not compute.
-    """
-    kernels = [s for s in spans if not s[0].startswith(("Memcpy", "Memset", "nccl"))]
-    busy, reached = 0.0, kernels[0][1]
-    for _, start, end in kernels:
-        busy += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    return busy, reached - kernels[0][1]
 
 
 def ours(spec: str, bench: Bench) -> tuple[Attention, Layout]:

@@ -27,7 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import product
 from pathlib import Path
 
@@ -121,6 +121,7 @@ class Row:
     memory_gib: float = 0.0
     loss: float = 0.0
     note: str = ""
+    profile_ms: dict[str, float] = field(default_factory=dict)
 
 
 def parse() -> argparse.Namespace:
@@ -146,6 +147,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--extra", default="", help="further flags of Megatron, for all runs")
     parser.add_argument("--timeout", type=int, default=300, help="seconds a job may measure")
     parser.add_argument("--ahead", type=int, default=4, help="jobs that start before their turn")
+    parser.add_argument(
+        "--profile",
+        action="store_true",
+        help="what rank 0's GPU does in one more step of each length: to the log and the JSON",
+    )
     parser.add_argument("--output", type=Path, default=Path("results/train"))
     args = parser.parse_args()
     for name, recompute in product(args.runs.split(","), args.recompute.split(",")):
@@ -180,7 +186,15 @@ def command(args: argparse.Namespace, case: Case, gate: Path, port: int) -> list
     shape = SHAPES[args.shape]
     size = len(case.devices)
     kv_heads = args.kv_heads or shape.kv_heads
-    plan = Plan(case.lengths, args.longest, args.warmup, args.iters, shape.vocabulary, str(gate))
+    plan = Plan(
+        case.lengths,
+        args.longest,
+        args.warmup,
+        args.iters,
+        shape.vocabulary,
+        str(gate),
+        args.profile,
+    )
     flags: dict[str, object] = {
         "context-parallel-size": size,
         "num-layers": args.layers or shape.layers,
@@ -324,6 +338,7 @@ def row(args: argparse.Namespace, case: Case, report: Report) -> Row:
         flops / (step_ms / 1000) / size / (H200_DENSE_BF16_TFLOPS * 1e12),
         report.memory_bytes / 2**30,
         report.loss,
+        profile_ms=report.profile_ms,
     )
 
 

@@ -13,9 +13,9 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from profiles import Span, by_class, device_spans, longest, new_profiler
 from torch import Tensor
 
 from megatron_cp_plugin.integration import launch
@@ -40,6 +41,7 @@ class Plan:
     Attributes:
         lengths: global tokens, ascending. longest: after them, double until memory is exhausted.
         gate: the job leaves its GPUs alone before this file exists.
+        profile: rank 0 profiles one more step of each length.
     """
 
     lengths: tuple[int, ...]
@@ -48,6 +50,7 @@ class Plan:
     iters: int
     vocabulary: int
     gate: str
+    profile: bool = False
 
     def all_lengths(self) -> Iterator[int]:
         """The lengths in their order."""
@@ -60,13 +63,19 @@ class Plan:
 
 @dataclass(frozen=True)
 class Report:
-    """One length. Attributes: step_ms: rank 0's. memory_bytes: the greatest of any rank."""
+    """One length.
+
+    Attributes:
+        step_ms: rank 0's. memory_bytes: the greatest of any rank.
+        profile_ms: of one more step, rank 0's: milliseconds of each class of device activity.
+    """
 
     tokens: int
     step_ms: tuple[float, ...] = ()
     memory_bytes: int = 0
     loss: float = 0.0
     out_of_memory: bool = False
+    profile_ms: dict[str, float] = field(default_factory=dict)
 
     def say(self) -> None:
         """Prints what `read_reports` reads."""
@@ -109,7 +118,9 @@ class Clock:
                 yield dict(batch)
             marks.append(_now())
             times = [1000 * (end - start) for start, end in pairwise(marks)]
-            self._report(times[self._plan.warmup :])
+            memory = torch.cuda.max_memory_allocated()
+            spans = (yield from self._profiled(batch)) if self._plan.profile else []
+            self._report(times[self._plan.warmup :], memory, spans)
         dist.barrier()  # whoever ends first would look like a lost rank to the others
         raise EndOfPlan
 
@@ -119,14 +130,29 @@ class Clock:
         self._loss = result[2]["lm loss"]
         return result
 
-    def _report(self, times: Sequence[float]) -> None:
-        memory = torch.tensor(torch.cuda.max_memory_allocated(), device="cuda")
+    def _profiled(self, batch: dict[str, Tensor]) -> Generator[dict[str, Tensor], None, list[Span]]:
+        if dist.get_rank():
+            yield dict(batch)
+            return []
+        profiler = new_profiler()
+        with profiler:
+            yield dict(batch)
+            torch.cuda.synchronize()
+        return device_spans(profiler.events())
+
+    def _report(self, times: Sequence[float], held: int, spans: Sequence[Span]) -> None:
+        memory = torch.tensor(held, device="cuda")
         loss = self._loss.double().clone()
         dist.all_reduce(memory, dist.ReduceOp.MAX)
         dist.all_reduce(loss)
         if dist.get_rank() == 0:
             total, tokens = loss.tolist()
-            Report(self.tokens, tuple(times), int(memory.item()), total / tokens).say()
+            for line in longest(spans):
+                print(line)
+            profile = by_class(spans) if spans else {}
+            Report(
+                self.tokens, tuple(times), int(memory.item()), total / tokens, profile_ms=profile
+            ).say()
 
 
 class EndOfPlan(Exception):  # noqa: N818  (nothing went wrong)

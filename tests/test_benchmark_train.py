@@ -87,7 +87,14 @@ def test_a_job_measures_until_memory_is_exhausted(tmp_path: Path) -> None:
     plan = Plan((32, 64), longest=True, warmup=1, iters=2, vocabulary=256, gate=str(gate))
     case = benchmark_train.Case("lasp", "full", (0,), plan.lengths)
     args: Any = Namespace(
-        shape="tnl-tiny", layers=None, kv_heads=None, extra="", longest=True, warmup=1, iters=2
+        shape="tnl-tiny",
+        layers=None,
+        kv_heads=None,
+        extra="",
+        longest=True,
+        warmup=1,
+        iters=2,
+        profile=False,
     )
     words = benchmark_train.command(args, case, gate, 0)
     start = next(at for at, word in enumerate(words) if word.endswith("benchmark_train_job.py"))
