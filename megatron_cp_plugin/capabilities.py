@@ -3,7 +3,7 @@
 `markdown()` is docs/capabilities.md; a test holds the two together, and runs every cell.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from typing import Literal, get_args, get_type_hints
 
@@ -45,8 +45,8 @@ def _capability(name: str) -> Capability:
     cls = registry.algorithm_class(name)
     layouts = tuple(dict.fromkeys(_layouts(name)))
     if not issubclass(cls, Algorithm):
-        # Linear attention sends states, whose number of heads does not matter.
-        return Capability(name, "linear", layouts, True, False, True, False)
+        few = _asked(lambda: cls.check(cls.Options(), size=RANKS, heads=RANKS // 2))
+        return Capability(name, "linear", layouts, True, False, few, False)
     return Capability(
         name,
         "softmax",
@@ -69,8 +69,14 @@ def _layouts(name: str) -> Iterator[str]:
 
 
 def _serves(cls: type[Algorithm], *, heads: int, kv_heads: int, causal: bool = True) -> bool:
+    return _asked(
+        lambda: cls.check(cls.Options(), size=RANKS, heads=heads, kv_heads=kv_heads, causal=causal)
+    )
+
+
+def _asked(check: Callable[[], None]) -> bool:
     try:
-        cls.check(cls.Options(), size=RANKS, heads=heads, kv_heads=kv_heads, causal=causal)
+        check()
     except ConfigError:
         return False
     return True

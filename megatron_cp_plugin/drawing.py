@@ -133,8 +133,11 @@ def _linear_steps(trace: Sequence[LinearWork], size: int) -> tuple[tuple[Cell | 
     count = 1 + max(work.step for work in trace)
     cells: list[list[Cell | None]] = [[None] * size for _ in range(count)]
     for work in trace:
-        met = f"S{_ranks(work.state_owners)}" if work.state_owners else f"k{work.host}"
-        cells[work.step][work.host] = Cell(f"q{work.host} {met}", work.products, own=True)
+        whole = work.share == 1
+        owners = _ranks([work.host] if whole else range(size))
+        met = f"S{_ranks(work.state_owners)}" if work.state_owners else f"k{owners}"
+        text = f"q{owners} {met}" + ("" if whole else f" {work.share} heads")
+        cells[work.step][work.host] = Cell(text, float(work.products * work.share), own=whole)
     return tuple(map(tuple, cells))
 
 

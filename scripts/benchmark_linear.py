@@ -185,7 +185,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--decay", choices=["plain", "slopes"], default="plain")
-    parser.add_argument("--algos", default="alone,lasp,lasp2,lasp2:layout=zigzag")
+    parser.add_argument("--algos", default="alone,lasp,lasp2,lasp2:layout=zigzag,linear_ulysses")
     parser.add_argument("--iters", type=int, default=10)
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--net", choices=["default", "sockets"], default="default")

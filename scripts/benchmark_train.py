@@ -3,7 +3,7 @@
     python scripts/benchmark_train.py --shape llama7b --layers 4 --tokens 32K,64K,128K --gpus 4 \
         --runs zigzag,te:p2p,te:a2a --recompute none,full,full-twice
     python scripts/benchmark_train.py --shape tnl-1b --tokens 32K,64K --per-gpu --longest \
-        --gpus 1,2,4 --runs lasp,lasp2 --recompute none,full
+        --gpus 1,2,4 --runs lasp,lasp2,linear_ulysses --recompute none,full
 
 Every combination of run, recompute and number of GPUs is one torchrun of benchmark_train_job.py,
 which measures all lengths: random data, batch 1, bf16, distributed optimizer. Runs differ in
@@ -13,8 +13,6 @@ ahead, as far as they need no GPU, while others measure; those of fewer GPUs go 
 Prints a table, writes markdown and JSON. Running out of memory is a result. Without a GPU, the
 tiny shapes show that it works. A waiting job holds a CUDA context on each of its GPUs, about half a
 GiB that the next one's longest sequence lacks; `--ahead 1` keeps it to one.
-
-No rival computes linear attention by exchanging heads (Ulysses): none of ours does.
 """
 
 import argparse

@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from profiles import Span, by_class, device_spans, longest, new_profiler
+from profiles import Span, by_class, device_spans, gaps, longest, new_profiler
 from torch import Tensor
 
 from megatron_cp_plugin.integration import launch
@@ -147,7 +147,7 @@ class Clock:
         dist.all_reduce(loss)
         if dist.get_rank() == 0:
             total, tokens = loss.tolist()
-            for line in longest(spans):
+            for line in (*longest(spans), *(gaps(spans) if spans else ())):
                 print(line)
             profile = by_class(spans) if spans else {}
             Report(

@@ -50,7 +50,7 @@ ITERATIONS = 3
 SOFTMAX = "zigzag,ring,distflash,attention2d,allgather,ulysses,usp"
 # One of each family, for what takes many processes.
 FAMILIES = "zigzag,distflash,attention2d,ulysses"
-LINEAR = "lasp,lasp2,lasp2:layout=zigzag"
+LINEAR = "lasp,lasp2,lasp2:layout=zigzag,linear_ulysses"
 
 # Samples are filled up with this token; where --null-tokenizer-pad-id says so, it has no loss.
 PAD = 125

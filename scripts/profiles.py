@@ -42,12 +42,14 @@ def class_of(name: str) -> str:
     return "other"
 
 
-def computing(spans: Sequence[Span]) -> tuple[float, float]:
-    """(time in which some kernel computes, time from the first to the last of them), in us.
+def computes(span: Span) -> bool:
+    """Copies between memories and NCCL's kernels do not compute."""
+    return class_of(span[0]) not in ("communication", "copies")
 
-    Copies between memories and NCCL's kernels do not compute.
-    """
-    kernels = [s for s in spans if class_of(s[0]) not in ("communication", "copies")]
+
+def computing(spans: Sequence[Span]) -> tuple[float, float]:
+    """(time in which some kernel computes, time from the first to the last of them), in us."""
+    kernels = [s for s in spans if computes(s)]
     busy, reached = 0.0, kernels[0][1]
     for _, start, end in kernels:
         busy += max(0.0, end - max(start, reached))
@@ -65,6 +67,29 @@ def by_class(spans: Sequence[Span]) -> dict[str, float]:
         total[class_of(name)] += (end - start) / 1000
     busy, whole = computing(spans)
     return dict(total) | {"waiting": (whole - busy) / 1000}
+
+
+def gaps(spans: Sequence[Span], count: int = 40) -> list[str]:
+    """The longest times without computation: milliseconds, kernels before and after, what else
+    went on.
+    """
+    found: list[tuple[float, str]] = []
+    kernels = [s for s in spans if computes(s)]
+    before = kernels[0]
+    for kernel in kernels[1:]:
+        if kernel[1] > before[2]:
+            others = {
+                class_of(name)
+                for name, start, end in spans
+                if start < kernel[1] and end > before[2] and not computes((name, start, end))
+            }
+            beside = ", ".join(sorted(others)) or "nothing"
+            text = f"{before[0][:60]} -> {kernel[0][:60]} beside {beside}"
+            found.append(((kernel[1] - before[2]) / 1000, text))
+        if kernel[2] > before[2]:
+            before = kernel
+    found.sort(key=lambda gap: gap[0], reverse=True)
+    return [f"{ms:9.3f} {text}" for ms, text in found[:count]]
 
 
 def longest(spans: Sequence[Span], count: int = 40) -> list[str]:

@@ -49,7 +49,7 @@ def cases(size: int) -> Iterator[Case]:
         elif algo == "attention2d":
             yield Case(algo, (("chunks", 4),))
             if size in (4, 8):
-                yield Case(algo, (("variant", "no"), ("rows", 2)))
+                yield Case(algo, (("variant", "no"), ("rows", 2), ("chunks", 2)))
                 yield Case(algo, (("variant", "overlap"), ("rows", 2)))
         elif algo == "ulysses":
             if HEADS["MHA"][0] % size == 0:

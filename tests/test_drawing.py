@@ -55,6 +55,13 @@ def test_linear_attention_by_states(tmp_path: Path) -> None:
     assert "q3 S0-2" in (tmp_path / "plan.svg").read_text()
 
 
+def test_linear_attention_by_heads() -> None:
+    drawn = picture("linear_ulysses", 4, seq_len=64)
+    (step,) = drawn.steps
+    assert [cell.text if cell else None for cell in step] == ["q0-3 k0-3 1/4 heads"] * 4
+    assert drawn.idle_share == 0
+
+
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_every_token_meets_the_states_of_all_that_it_sees(layout: str, causal: bool) -> None:

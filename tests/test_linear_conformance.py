@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import megatron_cp_plugin as cp
-from megatron_cp_plugin.core.comm import CommunicationLog
+from megatron_cp_plugin.core.comm import CommunicationLog, Phase
 from megatron_cp_plugin.core.layout import shard, unshard
 from megatron_cp_plugin.core.linear import LinearShape
 from megatron_cp_plugin.core.topology import Topology
@@ -40,11 +40,17 @@ class Case:
 
 def cases() -> Iterator[Case]:
     for algo in cp.available("linear"):
-        if algo == "lasp2":
+        if algo in ("lasp2", "linear_ulysses"):
             yield Case(algo, (("layout", "contiguous"),))
             yield Case(algo, (("layout", "zigzag"),))
         else:
             yield Case(algo)
+
+
+def rates_for(algo: str, rates: str, size: int) -> tuple[float, ...]:
+    """Of 4 heads, or as many more as ranks that split them need."""
+    splits = algo == "linear_ulysses" and len(RATES[rates]) % size
+    return RATES[rates] * (size if splits else 1)
 
 
 @dataclass(frozen=True)
@@ -119,7 +125,7 @@ def assert_matches(
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("case", tuple(cases()), ids=str)
 def test_equals_the_recurrence(case: Case, size: int, rates: str, causal: bool) -> None:
-    expected = linear_expected(RATES[rates], 6 * size, causal=causal)
+    expected = linear_expected(rates_for(case.algo, rates, size), 6 * size, causal=causal)
     results, _ = run(case, expected, size, causal=causal, states=True)
     assert_matches(case, results, expected, bound=1e-9)
     for result in results:
@@ -136,7 +142,8 @@ def test_equals_the_recurrence(case: Case, size: int, rates: str, causal: bool) 
 @pytest.mark.parametrize("case", tuple(cases()), ids=str)
 def test_without_states(case: Case, size: int, causal: bool) -> None:
     """No initial state is one of zeros; the final one need not be asked for."""
-    drawn = linear_expected(RATES["slopes"], 4 * size, causal=causal, seed=1)
+    slopes = rates_for(case.algo, "slopes", size)
+    drawn = linear_expected(slopes, 4 * size, causal=causal, seed=1)
     results, _ = run(case, drawn, size, causal=causal)
     q, k, v = (x.clone().requires_grad_() for x in (drawn.q, drawn.k, drawn.v))
     rates = torch.tensor(drawn.rates, dtype=torch.float64)
@@ -151,7 +158,7 @@ def test_without_states(case: Case, size: int, causal: bool) -> None:
 @pytest.mark.parametrize("algo", cp.available("linear"))
 @pytest.mark.parametrize("size", [2, 3, 8])
 def test_ranks_with_unequally_many_tokens(algo: str, size: int) -> None:
-    expected = linear_expected(RATES["slopes"], 7 * size + size // 2 + 1)
+    expected = linear_expected(rates_for(algo, "slopes", size), 7 * size + size // 2 + 1)
     results, _ = run(Case(algo), expected, size, states=True)
     assert_matches(Case(algo), results, expected, bound=1e-9)
 
@@ -184,10 +191,9 @@ def test_bfloat16(case: Case, causal: bool) -> None:
 def test_bytes_are_those_of_the_formula(
     case: Case, size: int, causal: bool, states: bool, rates: str
 ) -> None:
-    expected = linear_expected(RATES[rates], 4 * size, causal=causal)
+    expected = linear_expected(rates_for(case.algo, rates, size), 4 * size, causal=causal)
     _, log = run(case, expected, size, causal=causal, states=states, dtype=torch.bfloat16)
-    batch, _, heads, head_dim = expected.q.shape
-    shape = LinearShape(batch, heads, head_dim, expected.v.shape[3])
+    shape = LinearShape(*expected.q.shape, expected.v.shape[3])
 
     def compare(topology: Topology) -> None:
         rank = topology.rank
@@ -203,28 +209,33 @@ def test_bytes_are_those_of_the_formula(
     run_virtual(size, compare)
 
 
-def test_bytes_do_not_grow_with_the_sequence() -> None:
+def test_bytes_against_the_length_of_the_sequence() -> None:
     """Table 1 of the paper: B*H*D*D elements a hop, against Ulysses and Megatron's SP."""
-    size, heads, head_dim = 4, 2, 8
+    size, heads, head_dim = 4, 4, 8
     state = heads * head_dim * head_dim
-    hidden = heads * head_dim
     for seq_len in (1024, 8192, 65536):
         generator = torch.Generator().manual_seed(0)
         x = torch.randn(1, seq_len, heads, head_dim, generator=generator)
 
-        def body(topology: Topology, x: Tensor = x) -> None:
-            local = shard(x, 1, layout_of("lasp", {}), topology.rank, size).requires_grad_()
-            out = cp.linear_attention(local, local, local, decay=0.5, algo="lasp", group=topology)
-            assert isinstance(out, Tensor)
-            out.sum().backward()
+        def sent(algo: str, rank: int, phase: Phase, x: Tensor = x) -> int:
+            def body(topology: Topology) -> None:
+                local = shard(x, 1, layout_of(algo, {}), topology.rank, size).requires_grad_()
+                out = cp.linear_attention(local, local, local, decay=0.5, algo=algo, group=topology)
+                assert isinstance(out, Tensor)
+                out.sum().backward()
 
-        with cp.record_communication() as log:
-            run_virtual(size, body)
+            with cp.record_communication() as log:
+                run_virtual(size, body)
+            return log.bytes(rank=rank, phase=phase)
+
         for rank in range(size):
-            assert log.bytes(rank=rank, phase="forward") == (4 * state if rank < size - 1 else 0)
-            assert log.bytes(rank=rank, phase="backward") == (4 * state if rank > 0 else 0)
-        ulysses = 4 * seq_len * hidden / size
-        megatron = 2 * seq_len * hidden + 4 * seq_len * hidden / size
+            assert sent("lasp", rank, "forward") == (4 * state if rank < size - 1 else 0)
+            assert sent("lasp", rank, "backward") == (4 * state if rank > 0 else 0)
+        hidden = seq_len * heads * head_dim
+        # Of 4 tensors, those of this rank's tokens whose heads are elsewhere.
+        ulysses = 4 * hidden // size
+        assert sent("linear_ulysses", 1, "forward") == 4 * ulysses * (size - 1) // size
+        megatron = 2 * hidden + ulysses
         assert state < ulysses < megatron
 
 
@@ -251,6 +262,15 @@ def test_wrong_calls_are_refused() -> None:
         cp.linear_attention(x, x, x, decay=1.0, initial_state=torch.zeros(1, 2, 4, 5))
     with pytest.raises(ContextParallelError, match="repeat the KV heads"):
         cp.linear_attention(x, x[:, :, :1], x[:, :, :1], decay=1.0)
+    with pytest.raises(
+        ConfigError, match=r"the 3 ranks that split them, got 2 heads: .*-algo lasp2"
+    ):
+        run_virtual(
+            3,
+            lambda topology: cp.linear_attention(
+                x, x, x, decay=1.0, algo="linear_ulysses", group=topology
+            ),
+        )
     with pytest.raises(ContextParallelError, match="one dtype"):
         cp.linear_attention(x, x, x.double(), decay=1.0)
 
@@ -269,7 +289,7 @@ def test_zigzag_needs_chunks_of_equal_length() -> None:
 
 def test_kinds_in_the_registry() -> None:
     assert set(cp.available()) == set(cp.available("softmax")) | set(cp.available("linear"))
-    assert {"lasp", "lasp2"} == set(cp.available("linear"))
+    assert {"lasp", "lasp2", "linear_ulysses"} == set(cp.available("linear"))
 
 
 @pytest.mark.gpu

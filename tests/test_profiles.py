@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
-from profiles import by_class, class_of, computing, longest
+from profiles import by_class, class_of, computing, gaps, longest
 
 SPANS = [
     ("flash_fwd", 0.0, 4000.0),
@@ -43,4 +43,12 @@ def test_the_longest_come_first():
     assert [line.split() for line in lines] == [
         ["6.000", "2", "flash_fwd"],
         ["5.000", "1", "ncclDevKernel_SendRecv"],
+    ]
+
+
+def test_gaps_name_what_is_around_them():
+    (line,) = gaps(SPANS)
+    assert line.split(maxsplit=1) == [
+        "3.000",
+        "nvjet_sm90_tst -> flash_fwd beside communication, copies",
     ]

@@ -5,9 +5,19 @@ from megatron_cp_plugin.algorithms import (
     attention2d,
     distflash,
     lasp,
+    linear_ulysses,
     ring,
     ulysses,
     usp,
 )
 
-__all__ = ["allgather", "attention2d", "distflash", "lasp", "ring", "ulysses", "usp"]
+__all__ = [
+    "allgather",
+    "attention2d",
+    "distflash",
+    "lasp",
+    "linear_ulysses",
+    "ring",
+    "ulysses",
+    "usp",
+]

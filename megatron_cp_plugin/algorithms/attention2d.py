@@ -59,16 +59,16 @@ class Attention2D(GridAlgorithm):
         """Options of attention2d.
 
         Attributes:
-            variant: "zigzag" is Megatron's own layout, without transposes, pipelined by heads;
-                "no" the paper's without overlap; "overlap" the paper's with rings in place of
-                collective operations. Both need the cyclic layout.
+            variant: "zigzag" is Megatron's own layout, without transposes; "no" the paper's with
+                collective operations, exactly so with chunks=1; "overlap" the paper's with rings
+                in their place. The paper's need the cyclic layout.
             rows, cols: R and C; 0: chosen so that forward and backward together move the fewest
                 bytes. Rows lie inside a node where they can ("zigzag" only).
             partials: dtype in which partial outputs travel: "model", that of q, in which kernels
                 give them, or "float32".
             gradients: dtype in which partial gradients travel; they are summed in float32.
-            chunks: of "zigzag": at most so many groups of heads, pipelined; 0: 4, or fewer
-                where that would be too little work for each.
+            chunks: at most so many groups of heads, pipelined; 0: 4, or fewer where that would be
+                too little work for each. "overlap" has none.
         """
 
         variant: Literal["zigzag", "no", "overlap"] = "zigzag"
@@ -84,15 +84,14 @@ class Attention2D(GridAlgorithm):
         super().__init__(topology, options)
         self.layout = self.layout_for(options)
         check_grid(self.name, topology.size, options.rows, options.cols)
-        zigzag = options.variant == "zigzag"
         settings = GridSettings(
             self.layout,
-            transposed=not zigzag,
+            transposed=options.variant != "zigzag",
             rows=options.rows,
             cols=options.cols,
             partials=options.partials,
             gradients=options.gradients,
-            chunks=options.chunks if zigzag else 1,
+            chunks=options.chunks,
         )
         schedule = RingSchedule if options.variant == "overlap" else GatherSchedule
         self.schedule = schedule(topology, settings)
@@ -111,8 +110,8 @@ class Attention2D(GridAlgorithm):
         assert isinstance(options, cls.Options)
         check_grid(cls.name, size, options.rows, options.cols)
         check_chunks(cls.name, options.chunks)
-        if options.chunks > 1 and options.variant != "zigzag":
+        if options.chunks > 1 and options.variant == "overlap":
             raise ConfigError(
-                f"attention2d with variant {options.variant} takes no chunks, got "
-                f"{options.chunks}: leave the option out, or use variant zigzag"
+                f"attention2d with variant overlap takes no chunks, got {options.chunks}: leave "
+                "the option out, or use variant zigzag or no"
             )

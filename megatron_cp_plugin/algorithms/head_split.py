@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_cp_plugin.algorithms.ring import Ring
 from megatron_cp_plugin.core.algorithm import Algorithm, Call, Saved, Shape, Traffic, Work
 from megatron_cp_plugin.core.assembly import Assembly, assemble, padded
-from megatron_cp_plugin.core.comm import Pending
+from megatron_cp_plugin.core.comm import Communicator, Pending
 from megatron_cp_plugin.core.layout import Grouped, Layout
 from megatron_cp_plugin.core.partial import GradientSum, accumulation_dtype, delta_of
 from megatron_cp_plugin.core.pipeline import HeadGroup, head_groups, pieces, pipeline
@@ -26,6 +26,55 @@ from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.kernels.base import Statistics
 
 Block = tuple[Tensor, ...]
+EVERYTHING = slice(None)
+
+
+class HeadExchange:
+    """All-to-alls inside a team of U ranks: their tokens' heads come to where they are computed.
+
+    Attributes:
+        size: U. order: of the team's tokens.
+    """
+
+    def __init__(self, inward: Communicator, outward: Communicator, order: Assembly) -> None:
+        """Args: inward, outward: flows of messages to where heads are computed, and back."""
+        self.size = inward.size
+        self.order = order
+        self._inward, self._outward = inward, outward
+
+    def come(self, x: Tensor, heads: slice = EVERYTHING) -> Pending[Tensor]:
+        """[B,S,U*h,D] -> [B,tokens of the team,those of this rank's h heads,D], contiguous."""
+        blocks = x.unflatten(2, (self.size, -1))[:, :, :, heads].movedim(2, 0)
+        coming = self._inward.all_to_all(padded(blocks, 2, self.order.width))
+        return coming.then(lambda received: self.order.join(received, 1).contiguous())
+
+    def leave(self, x: Tensor, target: Tensor, heads: slice = EVERYTHING) -> Pending[None]:
+        """Sends [B,tokens of the team,heads,D] back to where the tokens are: to those heads of
+        every rank's share in target [B,S,U*h,D].
+        """
+        under_way = self._outward.all_to_all(self.order.split(x, 1))
+        place = target.unflatten(2, (self.size, -1))[:, :, :, heads]
+
+        def finish(received: Tensor) -> None:
+            place.copy_(received.movedim(0, 2)[:, : place.shape[1]])
+
+        return under_way.then(finish)
+
+    def come_rows(self, x: Tensor) -> Pending[Tensor]:
+        """[B,U*h,S] -> [B,h,tokens of the team]."""
+        blocks = x.unflatten(1, (self.size, -1)).movedim(1, 0)
+        coming = self._inward.all_to_all(padded(blocks, 3, self.order.width))
+        return coming.then(lambda received: self.order.join(received, 2))
+
+    def leave_rows(self, x: Tensor, target: Tensor, heads: slice = EVERYTHING) -> Pending[None]:
+        """As `leave`, with x [B,heads,tokens of the team] and target [B,U*h,S]."""
+        under_way = self._outward.all_to_all(self.order.split(x, 2))
+        place = target.unflatten(1, (self.size, -1))[:, :, heads]
+
+        def finish(received: Tensor) -> None:
+            place.copy_(received.movedim(0, 1)[..., : place.shape[-1]])
+
+        return under_way.then(finish)
 
 
 class _Team:
@@ -99,8 +148,10 @@ class HeadSplit(Algorithm):
             part, part_lse, _ = split.ring.forward(*_triple(block), call)
             if self.options.keep == "exchanged":
                 kept.extend((*block, part_lse))
-            leaving = split.leave(part, group.q, out), split.leave_rows(part_lse, group.q, lse)
-            return _both(*leaving)
+            return _both(
+                split.exchange.leave(part, out, group.q),
+                split.exchange.leave_rows(part_lse, lse, group.q),
+            )
 
         pipeline(split.groups, split.arrivals(q, k, v), work)
         if self.options.keep == "local":
@@ -113,7 +164,7 @@ class HeadSplit(Algorithm):
         like_k, out = saved[0 if exchanged else 1], saved[1 if exchanged else 3]
         split = self._split(Shape.of(dout, like_k, call))
         rows = [delta_of(dout, out)] if exchanged else [delta_of(dout, out), saved[4]]
-        arriving_rows = [split.arrive_rows(x) for x in rows]
+        arriving_rows = [split.exchange.come_rows(x) for x in rows]
         batch, tokens, _, dim = dout.shape
         dq = torch.empty_like(dout)
         dk, dv = (dout.new_empty((batch, tokens, split.kv_heads, dim)) for _ in range(2))
@@ -137,7 +188,7 @@ class HeadSplit(Algorithm):
             delta, lse = (x[:, group.q].contiguous() for x in (all_rows[0], all_rows[-1]))
             statistics = Statistics(block[4] if exchanged else lse, delta=delta)
             group_dq, *of_keys = split.ring.differentiate(group_dout, q, k, v, statistics, call)
-            leaving = split.leave(group_dq, group.q, dq)
+            leaving = split.exchange.leave(group_dq, dq, group.q)
             if group.first:
                 key_sums[:] = GradientSum(k), GradientSum(v)
             for total, gradient in zip(key_sums, of_keys, strict=True):
@@ -145,7 +196,7 @@ class HeadSplit(Algorithm):
             if not group.last:
                 return leaving
             own = [
-                split.leave(total.result(), group.kv, target)
+                split.exchange.leave(total.result(), target, group.kv)
                 for total, target in zip(key_sums, (dk, dv), strict=True)
             ]
             return _both(leaving, _both(*own))
@@ -159,7 +210,7 @@ class HeadSplit(Algorithm):
         others, groups = split.size - 1, len(split.groups)
         key_groups = sum(group.first for group in split.groups)
         # Each other rank of the team gets the heads that it computes.
-        tokens = shape.batch * split.order.width * others
+        tokens = shape.batch * split.exchange.order.width * others
         head = shape.head_dim * shape.element_bytes
         q = shape.heads // split.size * head
         kv = 2 * split.kv_heads // split.size * head
@@ -216,8 +267,9 @@ class _Split:
     """One attention's heads, split among the ranks of a team.
 
     Attributes:
-        size: U. ring: computes a group of heads. order: of a team's tokens. kv_heads: those that
-        are sent, each to one rank; as many as G or a multiple. groups: of the heads of one rank.
+        size: U. ring: computes a group of heads. exchange: of tokens and heads. kv_heads: those
+        that are sent, each to one rank; as many as G or a multiple. groups: of the heads of one
+        rank.
     """
 
     def __init__(
@@ -225,10 +277,9 @@ class _Split:
     ) -> None:
         self.size = team.size
         self.ring = team.ring
-        self.order = order
+        self.exchange = HeadExchange(team.inward, team.outward, order)
         self.kv_heads = lcm(kv_heads, team.size)
         self._copies = self.kv_heads // kv_heads
-        self._team = team
         # A ring would send shared KV heads once for each group. Otherwise sharing them is worth
         # it only where there would be no second group.
         share_kv = team.ring.topology.size == 1 and self.kv_heads == team.size
@@ -246,8 +297,8 @@ class _Split:
         held: Block = ()
 
         def arrive(group: HeadGroup) -> Pending[Block]:
-            queries = self._come(q, group.q)
-            keys = [self._come(x, group.kv) for x in (k, v)] if group.first else []
+            queries = self.exchange.come(q, group.q)
+            keys = [self.exchange.come(x, group.kv) for x in (k, v)] if group.first else []
 
             def finish() -> Block:
                 nonlocal held
@@ -261,35 +312,7 @@ class _Split:
 
     def queries(self, x: Tensor) -> Callable[[HeadGroup], Pending[Block]]:
         """Posts the exchange of a group's heads of a tensor like q."""
-        return lambda group: self._come(x, group.q).then(lambda whole: (whole,))
-
-    def arrive_rows(self, x: Tensor) -> Pending[Tensor]:
-        """[B,H,S] -> [B,H/U,tokens of the team]."""
-        blocks = x.unflatten(1, (self.size, -1)).movedim(1, 0)
-        coming = self._team.inward.all_to_all(padded(blocks, 3, self.order.width))
-        return coming.then(lambda received: self.order.join(received, 2))
-
-    def leave(self, x: Tensor, heads: slice, target: Tensor) -> Pending[None]:
-        """Sends [B,tokens of the team,heads,D] back to where the tokens are: to those heads of
-        every rank's share in target [B,S,U*heads,D].
-        """
-        under_way = self._team.outward.all_to_all(self.order.split(x, 1))
-        place = target.unflatten(2, (self.size, -1))[:, :, :, heads]
-
-        def finish(received: Tensor) -> None:
-            place.copy_(received.movedim(0, 2)[:, : place.shape[1]])
-
-        return under_way.then(finish)
-
-    def leave_rows(self, x: Tensor, heads: slice, target: Tensor) -> Pending[None]:
-        """As `leave`, with x [B,heads,tokens of the team] and target [B,U*heads,S]."""
-        under_way = self._team.outward.all_to_all(self.order.split(x, 2))
-        place = target.unflatten(1, (self.size, -1))[:, :, heads]
-
-        def finish(received: Tensor) -> None:
-            place.copy_(received.movedim(0, 1)[..., : place.shape[-1]])
-
-        return under_way.then(finish)
+        return lambda group: self.exchange.come(x, group.q).then(lambda whole: (whole,))
 
     def summed(self, gradient: Tensor) -> Tensor:
         """The gradients [B,S,kv_heads,D] of sent KV heads, summed over copies: [B,S,G,D]."""
@@ -297,12 +320,6 @@ class _Split:
             return gradient
         wide = accumulation_dtype(gradient.dtype)
         return gradient.unflatten(2, (-1, self._copies)).sum(3, dtype=wide).to(gradient.dtype)
-
-    def _come(self, x: Tensor, heads: slice) -> Pending[Tensor]:
-        """[B,S,U*heads,D] -> [B,tokens of the team,those heads of this rank's share,D]."""
-        blocks = x.unflatten(2, (self.size, -1))[:, :, :, heads].movedim(2, 0)
-        coming = self._team.inward.all_to_all(padded(blocks, 2, self.order.width))
-        return coming.then(lambda received: self.order.join(received, 1).contiguous())
 
 
 def _triple(block: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -318,12 +335,15 @@ def _both(a: Pending[None], b: Pending[None]) -> Pending[None]:
     return Pending(finish)
 
 
-def check_heads(name: str, heads: int, degree: int) -> None:
-    """Raises: ConfigError if the heads cannot be split among `degree` ranks."""
+def check_heads(name: str, heads: int, degree: int, instead: str = "usp with ulysses={}") -> None:
+    """Raises: ConfigError if the heads cannot be split among `degree` ranks.
+
+    Args: instead: another algorithm; {}: the largest degree that can.
+    """
     if heads % degree:
         largest = max(n for n in range(1, degree) if heads % n == 0)
         raise ConfigError(
             f"{name} needs query heads divisible by the {degree} ranks that split them, got "
             f"{heads} heads: the largest usable degree is {largest}; use that, or "
-            f"--context-parallel-algo usp with ulysses={largest}"
+            f"--context-parallel-algo {instead.format(largest)}"
         )

@@ -17,14 +17,14 @@ from megatron_cp_plugin.core.algorithm import Algorithm, Traffic
 from megatron_cp_plugin.core.comm import Pending
 from megatron_cp_plugin.core.decay import Decay, combine
 from megatron_cp_plugin.core.layout import LAYOUTS, Contiguous, Layout
-from megatron_cp_plugin.core.linear import LinearAlgorithm, LinearShape, Meanwhile, Route
+from megatron_cp_plugin.core.linear import LinearShape, Meanwhile, Route, StatePassing
 from megatron_cp_plugin.core.streams import Beside
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.registry import register
 
 
 @register("lasp")
-class Lasp(LinearAlgorithm):
+class Lasp(StatePassing):
     """One state travels along the chain of ranks, its gradient back.
 
     Source: LASP, Algorithms 2 and 3. Differs: states are float32; within a rank's chunk the
@@ -48,7 +48,7 @@ class Lasp(LinearAlgorithm):
         *,
         to_the_end: bool,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """See LinearAlgorithm.carry. Source: LASP, Algorithm 2, lines 9 to 17.
+        """See StatePassing.carry. Source: LASP, Algorithm 2, lines 9 to 17.
 
         Differs: a rank passes the state on as soon as it comes, whether its own work is done or
         not.
@@ -94,7 +94,7 @@ class Lasp(LinearAlgorithm):
             self._states.exchange([], [])
 
     def share(self, end: Tensor | None, like: Tensor, route: Route) -> Tensor:
-        """See LinearAlgorithm.share."""
+        """See StatePassing.share."""
         others = [rank for rank in range(self.topology.size) if rank != route.last_rank]
         if end is not None:
             self._states.exchange([(end, rank) for rank in others], []).wait()
@@ -104,7 +104,7 @@ class Lasp(LinearAlgorithm):
         return end
 
     def collect(self, gradient: Tensor, route: Route) -> Tensor | None:
-        """See LinearAlgorithm.collect."""
+        """See StatePassing.collect."""
         start = route.back().last_rank
         if self.topology.rank != start:
             self._states.exchange([(gradient.contiguous(), start)], []).wait()
@@ -138,7 +138,7 @@ class Lasp(LinearAlgorithm):
 
 
 @register("lasp2")
-class Lasp2(LinearAlgorithm):
+class Lasp2(StatePassing):
     """All states in one all-gather, which the work within the runs hides.
 
     Serves the layouts of the softmax algorithms too: on zigzag a rank holds two runs, so that
@@ -175,7 +175,7 @@ class Lasp2(LinearAlgorithm):
         *,
         to_the_end: bool,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """See LinearAlgorithm.carry."""
+        """See StatePassing.carry."""
         gathering = self._states.all_gather(states)
         meanwhile()
         gathered = gathering.wait().flatten(0, 1)
@@ -193,12 +193,12 @@ class Lasp2(LinearAlgorithm):
         return arrived, None
 
     def share(self, end: Tensor | None, like: Tensor, route: Route) -> Tensor:
-        """See LinearAlgorithm.share: every rank has computed it."""
+        """See StatePassing.share: every rank has computed it."""
         assert end is not None
         return end
 
     def collect(self, gradient: Tensor, route: Route) -> Tensor | None:
-        """See LinearAlgorithm.collect."""
+        """See StatePassing.collect."""
         return self._states.all_gather(gradient).wait().sum(0)
 
     def traffic(

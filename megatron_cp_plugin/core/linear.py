@@ -3,14 +3,16 @@
 B batch, S local tokens, H heads, D head dim of q and k, E head dim of v, n runs of consecutive
 tokens that a rank holds. States are [B,H,D,E], float32 (float64 for float64).
 
-Runs compute on their own (kernels/linear.py); what an algorithm adds is the way of states from
-run to run. The gradient of a state goes the same way in the other direction, and so does
-everything where tokens see later ones: one function carries them all.
+Where states travel (`StatePassing`), runs compute on their own (kernels/linear.py); what an
+algorithm adds is the way of states from run to run. The gradient of a state goes the same way in
+the other direction, and so does everything where tokens see later ones: one function carries them
+all.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -49,12 +51,17 @@ class LinearCall:
 
 @dataclass(frozen=True)
 class LinearShape:
-    """What the volume of communication depends on. Attributes: wide_bytes: of states."""
+    """What the volume of communication depends on.
+
+    Attributes: seq_len: global N. element_bytes: of q, k, v. wide_bytes: of states.
+    """
 
     batch: int
+    seq_len: int
     heads: int
     head_dim: int
     value_dim: int
+    element_bytes: int = 2
     wide_bytes: int = 4
 
     @property
@@ -69,12 +76,14 @@ class LinearWork:
 
     Attributes: step, host: when and where. state_owners: the ranks whose state meets the host's
         queries; (): its own runs, each by itself. products: of a token with a state, D x E each.
+        share: of the heads; less than 1 where the host has some heads of all ranks' tokens.
     """
 
     step: int
     host: int
     state_owners: tuple[int, ...]
     products: int
+    share: Fraction = Fraction(1)
 
 
 @dataclass(frozen=True)
@@ -169,6 +178,56 @@ class LinearAlgorithm(ABC):
         """The layout that an instance with these options has."""
         return cls.layout
 
+    @classmethod  # noqa: B027  (most algorithms serve everything)
+    def check(cls, options: Algorithm.Options, *, size: int, heads: int) -> None:
+        """Raises: ConfigError if the algorithm cannot serve this; needs no processes."""
+
+    @abstractmethod
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, initial: Tensor | None, call: LinearCall
+    ) -> tuple[Tensor, Tensor | None, Saved]:
+        """Linear attention of the local queries.
+
+        Args: q, k: [B,S,H,D]; v: [B,S,H,E]; contiguous. initial: the state before the first token.
+
+        Returns: out [B,S,H,E] in q's dtype, the final state if wanted, and what `backward` needs.
+        """
+
+    @abstractmethod
+    def backward(
+        self, dout: Tensor, dfinal: Tensor | None, saved: Saved, call: LinearCall
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Gradients of the local shards, and of the initial state.
+
+        Args: dout: [B,S,H,E] contiguous. dfinal: this rank's gradient of the final state.
+
+        Returns: dq, dk, dv in the dtypes of q, k, v; dinitial [B,H,D,E], whose sum over ranks is
+        the whole one; None: 0.
+        """
+
+    @abstractmethod
+    def traffic(
+        self,
+        shape: LinearShape,
+        rank: int,
+        *,
+        causal: bool,
+        final_state: bool,
+        decays: bool = True,
+    ) -> Traffic:
+        """What `rank` sends, by closed formula; the tests hold it against the counters.
+
+        Args: decays: not all rates are 1, which matters where attention is not causal.
+        """
+
+    @abstractmethod
+    def trace(self, seq_len: int, *, causal: bool) -> tuple[LinearWork, ...]:
+        """The forward's plan for all ranks, with decay."""
+
+
+class StatePassing(LinearAlgorithm):
+    """Ranks compute their own runs and exchange states: the volume does not grow with N."""
+
     @abstractmethod
     def carry(
         self,
@@ -200,23 +259,8 @@ class LinearAlgorithm(ABC):
     def collect(self, gradient: Tensor, route: Route) -> Tensor | None:
         """The sum of all ranks' gradients [B,H,D,E], at least where the route begins."""
 
-    @abstractmethod
-    def traffic(
-        self,
-        shape: LinearShape,
-        rank: int,
-        *,
-        causal: bool,
-        final_state: bool,
-        decays: bool = True,
-    ) -> Traffic:
-        """What `rank` sends, by closed formula; the tests hold it against the counters.
-
-        Args: decays: not all rates are 1, which matters where attention is not causal.
-        """
-
     def trace(self, seq_len: int, *, causal: bool) -> tuple[LinearWork, ...]:
-        """The forward's plan for all ranks, with decay. States travel while ranks do own runs.
+        """See LinearAlgorithm.trace. States travel while ranks do their own runs.
 
         A token makes one product for its rank's state and one for its output.
         """
@@ -235,12 +279,7 @@ class LinearAlgorithm(ABC):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, initial: Tensor | None, call: LinearCall
     ) -> tuple[Tensor, Tensor | None, Saved]:
-        """Linear attention of the local queries.
-
-        Args: q, k: [B,S,H,D]; v: [B,S,H,E]; contiguous. initial: the state before the first token.
-
-        Returns: out [B,S,H,E] in q's dtype, the final state if wanted, and what `backward` needs.
-        """
+        """See LinearAlgorithm.forward."""
         route = self._route(call)
         if not call.causal and call.decay.none:
             total = self._total(k, v, initial, None, route, call)
@@ -262,12 +301,7 @@ class LinearAlgorithm(ABC):
     def backward(
         self, dout: Tensor, dfinal: Tensor | None, saved: Saved, call: LinearCall
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Gradients of the local shards, and of the initial state on the rank of the first token.
-
-        Args: dout: [B,S,H,E] contiguous. dfinal: this rank's gradient of the final state.
-
-        Returns: dq, dk, dv in the dtypes of q, k, v; dinitial, None on the other ranks.
-        """
+        """See LinearAlgorithm.backward: dinitial is the first token's rank's alone."""
         q, k, v, cache, *later = saved
         assert q is not None
         assert k is not None
@@ -493,6 +527,7 @@ def _check(
             f"initial_state needs the shape [B,H,D,E] = {state}, got {tuple(initial_state.shape)}"
         )
     rank, size = algorithm.topology.rank, algorithm.topology.size
+    algorithm.check(algorithm.options, size=size, heads=q.shape[2])
     lengths = [len(span) for span in algorithm.layout.spans(rank, size, seq_len)]
     if q.shape[1] != sum(lengths):
         raise ContextParallelError(

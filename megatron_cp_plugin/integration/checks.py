@@ -374,14 +374,13 @@ def _check_algorithms(args: Any, config: ContextParallelConfig) -> None:
         return
     for name in config.algorithms:
         algorithm = registry.algorithm_class(name)
+        options = registry.read_options(name, dict(config.options_of(name)))
+        local = heads // tensor
         if issubclass(algorithm, Algorithm):
-            algorithm.check(
-                registry.read_options(name, dict(config.options_of(name))),
-                size=config.size,
-                heads=heads // tensor,
-                kv_heads=max(1, _kv_heads(args) // tensor),
-                causal=True,
-            )
+            kv_heads = max(1, _kv_heads(args) // tensor)
+            algorithm.check(options, size=config.size, heads=local, kv_heads=kv_heads, causal=True)
+        else:
+            algorithm.check(options, size=config.size, heads=local)
 
 
 def window_of(window_size: Sequence[int] | None) -> int | None:

@@ -1,0 +1,155 @@
+"""Ulysses for linear attention: what LASP compares itself with.
+
+B batch, S local tokens, H heads, D, E head dims of q and k, and of v, P ranks.
+"""
+
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Literal
+
+from torch import Tensor
+
+from megatron_cp_plugin.algorithms.head_split import HeadExchange, check_heads
+from megatron_cp_plugin.algorithms.lasp import Lasp2
+from megatron_cp_plugin.core.algorithm import Algorithm, Traffic
+from megatron_cp_plugin.core.assembly import assemble
+from megatron_cp_plugin.core.decay import Decay
+from megatron_cp_plugin.core.layout import LAYOUTS, Layout
+from megatron_cp_plugin.core.linear import (
+    LinearAlgorithm,
+    LinearCall,
+    LinearShape,
+    LinearWork,
+    Saved,
+)
+from megatron_cp_plugin.core.topology import Topology
+from megatron_cp_plugin.registry import register
+
+
+@register("linear_ulysses")
+class LinearUlysses(LinearAlgorithm):
+    """All-to-alls give each rank H/P heads of all tokens, and their results go back the same way.
+
+    With S = N/P tokens a rank and elements of e bytes, a rank sends 2 * B*S*H*(P-1)/P * (D+E) * e,
+    forward and backward alike: more the longer the sequence, where lasp2 sends (P-1) * B*H*D*E
+    float32. Kept for the backward: q, k, v and states as they were exchanged.
+
+    It is not pipelined: linear attention is too fast to hide an exchange of its inputs.
+
+    Source: DeepSpeed-Ulysses, as in LASP, section 4.1.
+    """
+
+    @dataclass(frozen=True)
+    class Options(Algorithm.Options):
+        """Options of linear_ulysses. Attributes: layout: which tokens each rank holds."""
+
+        layout: Literal["contiguous", "zigzag"] = "contiguous"
+
+    options: Options
+
+    def __init__(self, topology: Topology, options: Options) -> None:
+        super().__init__(topology, options)
+        self._inward, self._outward = topology.channel("inward"), topology.channel("outward")
+        self._states = topology.channel("states")
+        self._whole = Lasp2(topology.subgroup([topology.rank], "alone"), Lasp2.Options())
+
+    @classmethod
+    def layout_for(cls, options: Algorithm.Options) -> Layout:
+        """See LinearAlgorithm.layout_for."""
+        assert isinstance(options, cls.Options)
+        return LAYOUTS[options.layout]
+
+    @classmethod
+    def check(cls, options: Algorithm.Options, *, size: int, heads: int) -> None:
+        """See LinearAlgorithm.check."""
+        check_heads(cls.name, heads, size, "lasp2")
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, initial: Tensor | None, call: LinearCall
+    ) -> tuple[Tensor, Tensor | None, Saved]:
+        """See LinearAlgorithm.forward."""
+        exchange, mine = self._exchange(call.seq_len), self._heads(q.shape[2])
+        inputs = [x.wait() for x in [exchange.come(x) for x in (q, k, v)]]
+        if initial is not None:
+            initial = initial[:, mine].contiguous()
+        part, final, saved = self._whole.forward(*_triple(inputs), initial, _of(call, mine))
+        out = q.new_empty((*q.shape[:3], v.shape[3]))
+        leaving = exchange.leave(part, out)
+        if final is not None:
+            final = self._states.all_gather(final).wait().movedim(0, 1).flatten(1, 2)
+        leaving.wait()
+        return out, final, saved
+
+    def backward(
+        self, dout: Tensor, dfinal: Tensor | None, saved: Saved, call: LinearCall
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """See LinearAlgorithm.backward: dinitial is 0 but for this rank's heads."""
+        exchange, mine = self._exchange(call.seq_len), self._heads(dout.shape[2])
+        arriving = exchange.come(dout)
+        if dfinal is not None:
+            by_rank = dfinal.unflatten(1, (self.topology.size, -1)).movedim(1, 0)
+            dfinal = self._states.all_to_all(by_rank.contiguous()).wait().sum(0)
+        *parts, own = self._whole.backward(arriving.wait(), dfinal, saved, _of(call, mine))
+        shapes = [(*dout.shape[:3], part.shape[3]) for part in _triple(parts)]
+        gradients = [dout.new_empty(shape) for shape in shapes]
+        leaving = [
+            exchange.leave(part, gradient)
+            for part, gradient in zip(_triple(parts), gradients, strict=True)
+        ]
+        for one in leaving:
+            one.wait()
+        assert own is not None
+        dinitial = own.new_zeros((own.shape[0], dout.shape[2], *own.shape[2:]))
+        dinitial[:, mine] = own
+        return *_triple(gradients), dinitial
+
+    def traffic(
+        self,
+        shape: LinearShape,
+        rank: int,
+        *,
+        causal: bool,
+        final_state: bool,
+        decays: bool = True,
+    ) -> Traffic:
+        """See LinearAlgorithm.traffic: what the class states, and the final state's heads."""
+        size = self.topology.size
+        tokens = shape.batch * self._width(shape.seq_len) * (size - 1)
+        width = 2 * shape.heads // size * (shape.head_dim + shape.value_dim)
+        bytes_ = tokens * width * shape.element_bytes
+        bytes_ += final_state * (size - 1) * shape.state_bytes // size
+        messages = (4 + final_state) * (size - 1)
+        return Traffic(bytes_, messages, bytes_, messages)
+
+    def trace(self, seq_len: int, *, causal: bool) -> tuple[LinearWork, ...]:
+        """See LinearAlgorithm.trace."""
+        size = self.topology.size
+        return tuple(
+            LinearWork(sweep, host, (), 2 * seq_len, Fraction(1, size))
+            for sweep in range(1 if causal else 2)
+            for host in range(size)
+        )
+
+    def _exchange(self, seq_len: int) -> HeadExchange:
+        size = self.topology.size
+        spans = [self.layout.spans(rank, size, seq_len) for rank in range(size)]
+        return HeadExchange(self._inward, self._outward, assemble(spans, self._width(seq_len)))
+
+    def _width(self, seq_len: int) -> int:
+        size = self.topology.size
+        return max(self.layout.length(rank, size, seq_len) for rank in range(size))
+
+    def _heads(self, heads: int) -> slice:
+        """The heads that this rank computes."""
+        share = heads // self.topology.size
+        return slice(self.topology.rank * share, (self.topology.rank + 1) * share)
+
+
+def _of(call: LinearCall, heads: slice) -> LinearCall:
+    """The same attention of some heads."""
+    return replace(call, decay=Decay(call.decay.rates[heads]))
+
+
+def _triple(x: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = x
+    return q, k, v
