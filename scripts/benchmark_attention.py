@@ -27,7 +27,7 @@ import rivals
 import torch
 import torch.distributed as dist
 from lengths import tokens_of
-from profiles import computing, device_spans, new_profiler
+from profiles import computing, device_spans, gaps, longest, new_profiler
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -224,9 +224,9 @@ class Bench:
         if self.rank == 0:
             self.args.output.mkdir(parents=True, exist_ok=True)
             safe = row.name.replace(":", "_").replace("=", "_")
-            text = profiler.key_averages().table(sort_by="cuda_time_total", row_limit=25)
-            (self.args.output / f"profile_{safe}.txt").write_text(text)
             spans = device_spans(profiler.events())
+            lines = [*longest(spans), *gaps(spans)]
+            (self.args.output / f"profile_{safe}.txt").write_text("\n".join(lines) + "\n")
             busy, total = computing(spans)
             (self.args.output / f"timeline_{safe}.json").write_text(
                 json.dumps({"computing_us": busy, "total_us": total, "spans": spans})
