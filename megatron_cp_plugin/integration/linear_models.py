@@ -16,10 +16,6 @@ from typing import Any
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.mappings import (
-    copy_to_tensor_model_parallel_region,
-    reduce_from_tensor_model_parallel_region,
-)
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -28,12 +24,15 @@ from megatron.core.transformer.utils import (
     make_sharded_tensors_for_checkpoint,
 )
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from megatron_cp_plugin.core.decay import Decay
 from megatron_cp_plugin.core.linear import attend_linearly
+from megatron_cp_plugin.core.partial import accumulation_dtype
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration.attention import is_causal
+from megatron_cp_plugin.integration.gated_norm import gated_norm
 from megatron_cp_plugin.integration.runtime import Runtime
 
 
@@ -250,9 +249,8 @@ class LinearizedPositions(MegatronModule):
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         """Returns the features of x [s,b,h,d] at positions [s]: [s,b,h,2d]."""
-        wide = torch.promote_types(x.dtype, torch.float32)
-        angle = positions.to(wide)[:, None, None, None] * self.theta.to(wide)
-        return torch.cat((x * angle.cos(), x * angle.sin()), dim=-1).to(x.dtype)
+        features: Tensor = _Positioned.apply(x, self.theta, positions)
+        return features
 
     def sharded_state_dict(
         self,
@@ -275,6 +273,39 @@ class LinearizedPositions(MegatronModule):
             tp_group=self.tp_group,
             dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"],
         )
+
+
+class _Positioned(torch.autograd.Function):
+    """LRPE's features. They are kept, and attention keeps them anyway; angles are made twice."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, theta: Tensor, positions: Tensor) -> Tensor:
+        tokens, batch, heads, head_dim = x.shape
+        # In the order that attention takes, so that it makes no copy.
+        features = x.new_empty(batch, tokens, heads, 2 * head_dim).transpose(0, 1)
+        angle = _angles(theta, positions, x.dtype)
+        torch.mul(x, angle.cos(), out=features[..., :head_dim])
+        torch.mul(x, angle.sin(), out=features[..., head_dim:])
+        ctx.save_for_backward(features, theta, positions)
+        return features
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dfeatures: Tensor) -> tuple[Tensor | None, ...]:
+        features, theta, positions = ctx.saved_tensors
+        angle = _angles(theta, positions, features.dtype)
+        x_cos, x_sin = features.chunk(2, dim=-1)
+        dcos, dsin = dfeatures.to(angle.dtype).chunk(2, dim=-1)
+        dx = torch.addcmul(dcos * angle.cos(), dsin, angle.sin()).to(features.dtype)
+        dangle = torch.addcmul(dsin * x_cos, dcos, x_sin, value=-1).sum(1)
+        dtheta = (dangle * positions[:, None, None]).sum(0)
+        return dx, dtheta.to(theta.dtype), None
+
+
+def _angles(theta: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
+    """Of all tokens: [h,d], [s] -> [s,1,h,d], in float32 for dtypes below."""
+    wide = accumulation_dtype(dtype)
+    return positions.to(wide)[:, None, None, None] * theta.to(wide)
 
 
 class TransNormerAttention(LinearSelfAttention):
@@ -314,20 +345,7 @@ class TransNormerAttention(LinearSelfAttention):
             places = self._runtime.positions(group, tokens, q.device)
             q, k = self.positions(q, places), self.positions(k, places)
         out = self._attend(q, k, v)
-        return gate * self._normalised(out)
-
-    def _normalised(self, x: Tensor) -> Tensor:
-        """x / rms(x) over all heads of a token, those of other tensor-parallel ranks included."""
-        wide = x.float()
-        squares = wide.square().sum((-2, -1), keepdim=True)
-        # Each rank's gradient of the total counts.
-        total = copy_to_tensor_model_parallel_region(
-            reduce_from_tensor_model_parallel_region(squares, self.pg_collection.tp),
-            self.pg_collection.tp,
-        )
-        width = self.config.num_attention_heads * self._head_dim
-        scale = torch.rsqrt(total / width + self.config.layernorm_epsilon)
-        return (wide * scale).to(x.dtype)
+        return gated_norm(out, gate, self.config.layernorm_epsilon, self.pg_collection.tp)
 
 
 class LinearTransformerAttention(LinearSelfAttention):

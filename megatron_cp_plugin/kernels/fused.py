@@ -1,4 +1,4 @@
-"""Triton kernels for what happens between attention kernels: merging and summing, one pass each.
+"""Triton kernels for what is around attention kernels: merges, sums, products; one pass each.
 
 Every tensor is read once and written once, whatever its dtype and strides (the head dim is
 contiguous); all arithmetic is float32.
@@ -222,3 +222,83 @@ def delta_of(dout: Tensor, out: Tensor) -> Tensor:
             DIM=triton.next_power_of_2(dim),
         )
     return delta
+
+
+@triton.jit
+def _product_kernel(  # type: ignore[no-untyped-def]
+    out_ptr,
+    a_ptr,
+    b_ptr,
+    scale_ptr,
+    x_ptr,
+    share_ptr,
+    tokens,
+    heads,
+    rows,
+    dim,
+    out_b,
+    out_s,
+    out_h,
+    a_b,
+    a_s,
+    a_h,
+    b_b,
+    b_s,
+    b_h,
+    x_b,
+    x_s,
+    x_h,
+    ROWS: tl.constexpr,
+    DIM: tl.constexpr,
+    LESS: tl.constexpr,
+):
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    column = tl.arange(0, DIM)
+    head = row % heads
+    token = (row // heads) % tokens
+    batch = row // (heads * tokens)
+    live = row < rows
+    inside = live[:, None] & (column < dim)[None, :]
+    a_at = (batch * a_b + token * a_s + head * a_h)[:, None] + column[None, :]
+    b_at = (batch * b_b + token * b_s + head * b_h)[:, None] + column[None, :]
+    a = tl.load(a_ptr + a_at, inside, 0.0).to(tl.float32)
+    b = tl.load(b_ptr + b_at, inside, 0.0).to(tl.float32)
+    product = a * b * tl.load(scale_ptr + row // heads, live, 0.0)[:, None]
+    if LESS:
+        x_at = (batch * x_b + token * x_s + head * x_h)[:, None] + column[None, :]
+        x = tl.load(x_ptr + x_at, inside, 0.0).to(tl.float32)
+        product -= x * tl.load(share_ptr + row // heads, live, 0.0)[:, None]
+    out_at = (batch * out_b + token * out_s + head * out_h)[:, None] + column[None, :]
+    tl.store(out_ptr + out_at, product.to(out_ptr.dtype.element_ty), inside)
+
+
+def product_into(
+    out: Tensor, a: Tensor, b: Tensor, scale: Tensor, less: tuple[Tensor, Tensor] | None = None
+) -> None:
+    """out = a * b * scale - x * share in float32, with less = (x, share) or without.
+
+    Args: out, a, b, x: [B,S,H,D], any strides but 1 of the last; scale, share: [B,S] float32.
+    """
+    batch, tokens, heads, dim = out.shape
+    rows = batch * tokens * heads
+    x, share = less or (a, scale)
+    if rows:
+        _product_kernel[(triton.cdiv(rows, _ROWS),)](
+            out,
+            a,
+            b,
+            scale.contiguous(),
+            x,
+            share.contiguous(),
+            tokens,
+            heads,
+            rows,
+            dim,
+            *out.stride()[:3],
+            *a.stride()[:3],
+            *b.stride()[:3],
+            *x.stride()[:3],
+            ROWS=_ROWS,
+            DIM=triton.next_power_of_2(dim),
+            LESS=less is not None,
+        )

@@ -130,6 +130,15 @@ fused.sum_into(total, a, None)
 assert torch.equal(total, a.float())
 delta = torch.einsum("bshd,bshd->bhs", a.float(), b.float())
 torch.testing.assert_close(fused.delta_of(a, b), delta)
+x = torch.randn(2, 5, 3, 4, 8).bfloat16()[:, :, :, 1]
+scale, share = torch.rand(2, 5), torch.rand(2, 5)
+out = torch.full((5, 2, 3, 8), torch.nan).transpose(0, 1)
+product = a.float() * x.float() * scale[..., None, None]
+fused.product_into(out, a, x, scale)
+torch.testing.assert_close(out, product)
+fused.product_into(out, a, x, scale, (b, share))
+less = product - b.float() * share[..., None, None]
+torch.testing.assert_close(out, less)
 """
 
 

@@ -1,0 +1,62 @@
+"""gate * x / rms(x) against autograd of its formula, heads whole and split among ranks."""
+
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_cp_plugin.integration.gated_norm import gated_norm
+from tests.oracle import relative_error
+
+TOKENS, BATCH, HEADS, HEAD_DIM, EPSILON = 5, 3, 4, 6, 0.1
+
+
+def inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """x in attention's order, a gate among other projections, and the gradient of the output."""
+    torch.manual_seed(0)
+    x = torch.randn(BATCH, TOKENS, HEADS, HEAD_DIM).to(dtype).transpose(0, 1)
+    gate = torch.randn(TOKENS, BATCH, HEADS, 4, HEAD_DIM).to(dtype)[:, :, :, 3]
+    return x, gate, torch.randn(TOKENS, BATCH, HEADS, HEAD_DIM).to(dtype)
+
+
+def expected(x: Tensor, gate: Tensor, dout: Tensor) -> tuple[Tensor, ...]:
+    """The output and both gradients in float64."""
+    x, gate = (y.detach().double().requires_grad_() for y in (x, gate))
+    out = gate * x / (x.square().mean((2, 3), keepdim=True) + EPSILON).sqrt()
+    return (out, *torch.autograd.grad(out, (x, gate), dout.double()))
+
+
+def computed(x: Tensor, gate: Tensor, dout: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, ...]:
+    x, gate = x.detach().requires_grad_(), gate.detach().requires_grad_()
+    out = gated_norm(x, gate, EPSILON, group)
+    return (out, *torch.autograd.grad(out, (x, gate), dout))
+
+
+def test_gradients_by_finite_differences(group: dist.ProcessGroup) -> None:
+    x, gate, _ = (y.requires_grad_() for y in inputs(torch.float64))
+    assert torch.autograd.gradcheck(lambda x, gate: gated_norm(x, gate, EPSILON, group), (x, gate))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [(torch.float64, 1e-14), (torch.float32, 3e-7), (torch.bfloat16, 3e-3)]
+)
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_heads_split_among_ranks(size: int, dtype: torch.dtype, bound: float) -> None:
+    store = dist.HashStore()
+    tensors = inputs(dtype)
+
+    def rank(number: int) -> tuple[Tensor, ...]:
+        group = dist.ProcessGroup(store, number, size)
+        gloo = dist.ProcessGroupGloo(store, number, size, timedelta(seconds=30))
+        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+        return computed(*(x.chunk(size, dim=2)[number] for x in tensors), group)
+
+    with ThreadPoolExecutor(size) as threads:
+        ranks = list(threads.map(rank, range(size)))
+    for parts, want in zip(zip(*ranks, strict=True), expected(*tensors), strict=True):
+        got = torch.cat(parts, dim=2)
+        assert got.dtype == dtype
+        assert relative_error(got, want) < bound
