@@ -12,14 +12,18 @@ from megatron_cp_plugin.integration.gated_norm import gated_norm
 from tests.oracle import relative_error
 
 TOKENS, BATCH, HEADS, HEAD_DIM, EPSILON = 5, 3, 4, 6, 0.1
+BOUNDS = pytest.mark.parametrize(
+    ("dtype", "bound"), [(torch.float64, 1e-14), (torch.float32, 3e-7), (torch.bfloat16, 3e-3)]
+)
 
 
-def inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def inputs(dtype: torch.dtype, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor]:
     """x in attention's order, a gate among other projections, and the gradient of the output."""
     torch.manual_seed(0)
-    x = torch.randn(BATCH, TOKENS, HEADS, HEAD_DIM).to(dtype).transpose(0, 1)
-    gate = torch.randn(TOKENS, BATCH, HEADS, 4, HEAD_DIM).to(dtype)[:, :, :, 3]
-    return x, gate, torch.randn(TOKENS, BATCH, HEADS, HEAD_DIM).to(dtype)
+    x = torch.randn(BATCH, TOKENS, HEADS, HEAD_DIM).to(device, dtype)
+    mixed = torch.randn(TOKENS, BATCH, HEADS, 4, HEAD_DIM).to(device, dtype)
+    dout = torch.randn(TOKENS, BATCH, HEADS, HEAD_DIM).to(device, dtype)
+    return x.transpose(0, 1), mixed[:, :, :, 3], dout
 
 
 def expected(x: Tensor, gate: Tensor, dout: Tensor) -> tuple[Tensor, ...]:
@@ -40,9 +44,7 @@ def test_gradients_by_finite_differences(group: dist.ProcessGroup) -> None:
     assert torch.autograd.gradcheck(lambda x, gate: gated_norm(x, gate, EPSILON, group), (x, gate))
 
 
-@pytest.mark.parametrize(
-    ("dtype", "bound"), [(torch.float64, 1e-14), (torch.float32, 3e-7), (torch.bfloat16, 3e-3)]
-)
+@BOUNDS
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_heads_split_among_ranks(size: int, dtype: torch.dtype, bound: float) -> None:
     store = dist.HashStore()
@@ -59,4 +61,12 @@ def test_heads_split_among_ranks(size: int, dtype: torch.dtype, bound: float) ->
     for parts, want in zip(zip(*ranks, strict=True), expected(*tensors), strict=True):
         got = torch.cat(parts, dim=2)
         assert got.dtype == dtype
+        assert relative_error(got, want) < bound
+
+
+@pytest.mark.gpu
+@BOUNDS
+def test_on_a_gpu(group: dist.ProcessGroup, dtype: torch.dtype, bound: float) -> None:
+    tensors = inputs(dtype, "cuda")
+    for got, want in zip(computed(*tensors, group), expected(*tensors), strict=True):
         assert relative_error(got, want) < bound
