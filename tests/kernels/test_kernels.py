@@ -149,6 +149,39 @@ def test_triton_kernels_in_the_interpreter():
     subprocess.run([sys.executable, "-c", command], check=True)
 
 
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize(
+    ("name", "constants"),
+    [
+        ("merge", {}),
+        ("sum", {"TWO": True}),
+        ("sum", {"TWO": False}),
+        ("delta", {}),
+        ("product", {"LESS": True}),
+        ("product", {"LESS": False}),
+    ],
+)
+def test_triton_kernels_compile_for_gpus(name, constants, capability, tmp_path, monkeypatch):
+    """As far as machine code, without a GPU."""
+    triton = pytest.importorskip("triton")
+    compiler = pytest.importorskip("triton.backends.compiler")
+    from megatron_cp_plugin.kernels import fused
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
+    kernel = getattr(fused, f"_{name}_kernel")
+    constants = {"ROWS": 16, "DIM": 128} | constants
+    float32 = ("lse_ptr", "a_lse_ptr", "b_lse_ptr", "delta_ptr", "scale_ptr", "share_ptr")
+    types = dict.fromkeys(kernel.arg_names, "i32")
+    types |= {argument: "*bf16" for argument in types if argument.endswith("_ptr")}
+    types |= {argument: "*fp32" for argument in float32 if argument in types}
+    types |= dict.fromkeys(constants, "constexpr")
+    source = triton.compiler.ASTSource(kernel, types, constants)
+    compiled = triton.compile(source, target=compiler.GPUTarget("cuda", capability, 32))
+    assert f"sm_{capability}" in compiled.asm["ptx"]
+    assert len(compiled.asm["cubin"]) > 0
+
+
 @pytest.fixture
 def deterministic():
     torch.use_deterministic_algorithms(True)
