@@ -1,13 +1,15 @@
 """The few names of Megatron that are replaced, so that an unmodified training script is served.
 
-Installed by the launcher only when an algorithm of the plugin is chosen. Everything else goes
-through Megatron's own seams: a layer spec provider and a hook on the model configuration.
+Installed by the launcher only when an algorithm of the plugin is chosen. Megatron 0.16 to 0.20 have
+them all, though not always in the same modules.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
+import inspect
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,12 +21,15 @@ from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.integration.args import PluginFlags
 from megatron_cp_plugin.integration.runtime import Runtime
 
+_VERSIONS = "use Megatron 0.16 to 0.20"
+
 
 class Hooks:
     """Serves one process's run. Replaces, wherever scripts import them from:
 
     - `validate_args`: checks Megatron's arguments and makes the runtime;
-    - `pretrain`: puts the plugin's attention and position embeddings into the model;
+    - the constructor of `GPTModel`: puts the plugin's attention and position embeddings into it;
+    - `setup_model_and_optimizer`: refuses models of other kinds;
     - `get_batch_on_this_cp_rank`: cuts batches by the layout;
     - `forward_step_calc_loss`: takes the mean loss over the whole sequence;
     - `checkpoint`: keeps attention from running again in the backward.
@@ -36,40 +41,55 @@ class Hooks:
         self._runtime: Runtime | None = None
 
     def install(self) -> None:
-        """Puts the hooks in force; call before the training script imports the names."""
-        import megatron.core.pipeline_parallel.schedules
-        import megatron.core.utils
-        import megatron.training
-        import megatron.training.arguments
-        import megatron.training.training
+        """Puts the hooks in force; call before the training script imports the names.
+
+        Raises:
+            ContextParallelError: This Megatron is older than 0.16, or has not all of them.
+        """
+        import megatron.core
+        from megatron.core.models.gpt import GPTModel
 
         from megatron_cp_plugin.integration.loss import forward_step_calc_loss
 
-        replace = _replace
-        replace(self._validate_args, "validate_args", megatron.training.arguments)
-        replace(self._pretrain, "pretrain", megatron.training.training, megatron.training)
-        replace(
+        version = megatron.core.__version__
+        if tuple(int(part) for part in version.split(".")[:2]) < (0, 16):
+            raise ContextParallelError(f"Megatron {version} is too old: {_VERSIONS}")
+        _replace_names(
+            self._validate_args,
+            "validate_args",
+            "megatron.training.arguments",
+            "megatron.training.initialize",
+        )
+        _replace(self._build_model, "__init__", GPTModel)
+        _replace_names(
+            self._set_up_model, "setup_model_and_optimizer", "megatron.training.training"
+        )
+        _replace_names(
             self._get_batch,
             "get_batch_on_this_cp_rank",
-            megatron.core.utils,
-            megatron.training.training,
+            "megatron.core.utils",
+            "megatron.training.utils",
+            "megatron.training.training",
         )
-        schedules = megatron.core.pipeline_parallel.schedules
-        replace(forward_step_calc_loss, "forward_step_calc_loss", schedules)
+        schedules = "megatron.core.pipeline_parallel.schedules"
+        _replace_names(forward_step_calc_loss, "forward_step_calc_loss", schedules)
         if not self._flags.recompute_attention:
             self._install_recompute()
 
     def _install_recompute(self) -> None:
-        import megatron.core.recompute
-        import megatron.core.tensor_parallel.random
-
         from megatron_cp_plugin.integration.recompute import checkpoint
 
-        tensor_parallel = megatron.core.tensor_parallel
-        _replace(checkpoint, "checkpoint", tensor_parallel.random, tensor_parallel)
-        if megatron.core.recompute.te_checkpoint is not None:
-            # What Megatron uses with FP8 and FP4; it is imported by name.
-            _replace(checkpoint, "te_checkpoint", megatron.core.recompute)
+        _replace_names(
+            checkpoint,
+            "checkpoint",
+            "megatron.core.tensor_parallel.random",
+            "megatron.core.tensor_parallel",
+        )
+        # What Megatron uses with FP8 and FP4; it is imported by name.
+        for name in ("megatron.core.recompute", "megatron.core.transformer.transformer_block"):
+            module = _module(name)
+            if getattr(module, "te_checkpoint", None) is not None:
+                _replace(checkpoint, "te_checkpoint", module)
 
     def _validate_args(self, original: Callable[..., Any], args: Any, defaults: Any = None) -> Any:
         from megatron_cp_plugin.integration.checks import (
@@ -103,48 +123,55 @@ class Hooks:
         check_interleaving(validated)
         return validated
 
-    def _pretrain(
-        self, original: Callable[..., Any], cfg_container: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        from megatron.training.models.gpt import GPTModelConfig
-
+    def _build_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         from megatron_cp_plugin.integration.checks import check_settings
         from megatron_cp_plugin.integration.rope import use_layout
-        from megatron_cp_plugin.integration.spec import layer_spec_provider
+        from megatron_cp_plugin.integration.spec import with_plugin
 
-        model = getattr(cfg_container, "model", None)
-        if not isinstance(model, GPTModelConfig) or self._runtime is None:
+        if self._runtime is None:
             raise ContextParallelError(
-                f"--context-parallel-algo {self._flags.algo} needs a script that calls "
-                "parse_and_validate_args and passes a GPTModelConfig to pretrain, got "
-                f"{type(model).__name__}: use a pretrain_gpt.py of Megatron-LM 0.19"
+                f"--context-parallel-algo {self._flags.algo} needs a script that lets Megatron "
+                "validate its arguments before it builds a model: call parse_and_validate_args or "
+                "pretrain first"
             )
-        check_settings(model, self._runtime.config)
-        if model.cp_comm_type not in (None, "p2p"):  # Megatron's default
+        call = inspect.signature(original).bind(*args, **kwargs)
+        model, config = call.args[0], call.arguments["config"]
+        check_settings(config, self._runtime.config)
+        if config.cp_comm_type not in (None, "p2p"):  # Megatron's default
             raise ContextParallelError(
-                f"the script sets cp_comm_type {model.cp_comm_type} by itself, which would be "
+                f"the script sets cp_comm_type {config.cp_comm_type} by itself, which would be "
                 "ignored: give --cp-comm-type on the command line"
             )
-        base = model.transformer_layer_spec
-        model.transformer_layer_spec = layer_spec_provider(base, self._runtime)
-        model.pre_wrap_hooks.append(functools.partial(use_layout, runtime=self._runtime))
-        return original(cfg_container, *args, **kwargs)
+        spec = call.arguments["transformer_layer_spec"]
+        stage = call.arguments.get("vp_stage")
+        call.arguments["transformer_layer_spec"] = with_plugin(spec, config, stage, self._runtime)
+        original(*call.args, **call.kwargs)
+        use_layout(model, self._runtime)
+
+    def _set_up_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        from megatron.core.models.gpt import GPTModel
+        from megatron.core.utils import unwrap_model
+
+        result = original(*args, **kwargs)
+        for model in unwrap_model(result[0]):
+            if not isinstance(model, GPTModel):
+                raise ContextParallelError(
+                    f"--context-parallel-algo {self._flags.algo} serves GPTModel, got "
+                    f"{type(model).__name__}: use pretrain_gpt.py or a script that builds a "
+                    "GPTModel"
+                )
+        return result
 
     def _get_batch(
-        self,
-        original: Callable[..., Any],
-        batch: dict[str, Any],
-        is_hybrid_cp: bool = False,
-        cp_group: Any = None,
-        *args: Any,
-        **kwargs: Any,
+        self, original: Callable[..., Any], batch: dict[str, Any], *args: Any, **kwargs: Any
     ) -> dict[str, Any]:
         from megatron.core import parallel_state
 
         from megatron_cp_plugin.integration.batch import shard_batch
 
         assert self._runtime is not None
-        group = parallel_state.get_context_parallel_group() if cp_group is None else cp_group
+        given = inspect.signature(original).bind(batch, *args, **kwargs).arguments.get("cp_group")
+        group = parallel_state.get_context_parallel_group() if given is None else given
         return shard_batch(batch, group, self._runtime)
 
 
@@ -171,12 +198,35 @@ def _refusals_in_one_line() -> Iterator[None]:
         raise ConfigError(f"Megatron refuses these flags: {why}") from error
 
 
-def _replace(hook: Callable[..., Any], name: str, *modules: Any) -> None:
-    original = getattr(modules[0], name)
+def _module(name: str) -> Any:
+    """Returns a module of Megatron; None where this version has none of that name."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise
+        return None
+
+
+def _replace_names(hook: Callable[..., Any], name: str, *places: str) -> None:
+    """Replaces a function in those of the modules that have it."""
+    modules = [module for module in map(_module, places) if hasattr(module, name)]
+    if not modules:
+        from megatron.core import __version__ as version
+
+        raise ContextParallelError(
+            f"Megatron {version} has no {places[0]}.{name}, which the plugin has to replace: "
+            f"{_VERSIONS}"
+        )
+    _replace(hook, name, *modules)
+
+
+def _replace(hook: Callable[..., Any], name: str, *places: Any) -> None:
+    original = getattr(places[0], name)
 
     @functools.wraps(original)
     def replacement(*args: Any, **kwargs: Any) -> Any:
         return hook(original, *args, **kwargs)
 
-    for module in modules:
-        setattr(module, name, replacement)
+    for place in places:
+        setattr(place, name, replacement)

@@ -76,7 +76,7 @@ class LinearSelfAttention(MegatronModule):
             cp_comm_type: Transformer Engine's algorithm, without meaning here.
             pg_collection: Must hold the groups `tp` and `cp`.
             pp_layer_offset: Layers in earlier pipeline stages, without meaning here.
-            name: Of the module.
+            name: Of the module; Megatron gives none before 0.18.
             runtime: The run's layout and algorithm.
 
         Raises:
@@ -113,7 +113,7 @@ class LinearSelfAttention(MegatronModule):
             is_expert=False,
             tp_comm_buffer_name="qkv",
             tp_group=pg_collection.tp,
-            name=f"{name}.linear_qkv" if name is not None else None,
+            **_named(name, "linear_qkv"),
         )
         self.linear_proj = submodules.linear_proj(
             width,
@@ -126,7 +126,7 @@ class LinearSelfAttention(MegatronModule):
             is_expert=False,
             tp_comm_buffer_name="proj",
             tp_group=pg_collection.tp,
-            name=f"{name}.linear_proj" if name is not None else None,
+            **_named(name, "linear_proj"),
         )
 
     def forward(
@@ -402,6 +402,11 @@ def _slopes(heads: int) -> list[float]:
     # Those of the power of 2 below, then every other one of the power of 2 above.
     below = 2 ** int(log2(heads))
     return _slopes(below) + _slopes(2 * below)[::2][: heads - below]
+
+
+def _named(module: str | None, part: str) -> dict[str, str]:
+    """The argument that names a projection, for the versions of Megatron that take it."""
+    return {} if module is None else {"name": f"{module}.{part}"}
 
 
 def _check_model(config: TransformerConfig, runtime: Runtime) -> None:

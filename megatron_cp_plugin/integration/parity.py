@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib.util
 import inspect
 import json
 import math
@@ -64,8 +65,15 @@ class Recorder:
         self._iteration = 0
 
     def install(self) -> None:
-        """Wraps Megatron's `train_step`; call before the training loop starts."""
+        """Wraps Megatron's `train_step`; call before the training loop starts.
+
+        Raises:
+            ContextParallelError: This Megatron keeps the losses of routers elsewhere.
+        """
         from megatron.training import training
+
+        if importlib.util.find_spec("megatron.core.transformer.moe.moe_logging") is None:
+            raise ContextParallelError("--cp-record needs Megatron 0.18 or later: leave it out")
 
         original = training.train_step
         signature = inspect.signature(original)

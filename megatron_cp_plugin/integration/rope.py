@@ -61,20 +61,19 @@ class LayoutRotaryEmbedding(nn.Module):
         return self.embedding.get_rotary_seq_len(*args, **kwargs)
 
 
-def use_layout(chunks: list[Any], runtime: Runtime) -> list[Any]:
-    """Makes the rotary embeddings of built model chunks follow the layout (a `pre_wrap_hook`).
+def use_layout(model: nn.Module, runtime: Runtime) -> None:
+    """Makes the rotary embedding of a GPT model, if it has one, follow the layout.
 
     Raises:
-        ContextParallelError: A chunk has another kind of rotary embedding.
+        ContextParallelError: It is of another kind.
     """
-    for chunk in chunks:
-        embedding = getattr(chunk, "rotary_pos_emb", None)
-        if embedding is None:
-            continue
-        if not isinstance(embedding, (RotaryEmbedding, YarnRotaryEmbedding)):
-            raise ContextParallelError(
-                f"{runtime.config.algo} serves rope and yarn, got {type(embedding).__name__}: "
-                "use --position-embedding-type rope"
-            )
-        chunk.rotary_pos_emb = LayoutRotaryEmbedding(embedding, runtime, chunk.pg_collection.cp)
-    return chunks
+    embedding = getattr(model, "rotary_pos_emb", None)
+    if embedding is None:
+        return
+    if not isinstance(embedding, (RotaryEmbedding, YarnRotaryEmbedding)):
+        raise ContextParallelError(
+            f"{runtime.config.algo} serves rope and yarn, got {type(embedding).__name__}: "
+            "use --position-embedding-type rope"
+        )
+    group: Any = model.pg_collection
+    model.rotary_pos_emb = LayoutRotaryEmbedding(embedding, runtime, group.cp)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -16,8 +14,8 @@ from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
     get_num_layers_to_build,
 )
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
-from megatron.training.models.gpt import GPTModelConfig, default_layer_spec
 
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.errors import ContextParallelError
@@ -31,58 +29,49 @@ from megatron_cp_plugin.integration.runtime import Runtime
 type LayerSpec = ModuleSpec | TransformerBlockSubmodules
 
 
-def layer_spec_provider(
-    base: LayerSpec | Callable[..., LayerSpec] | None, runtime: Runtime
-) -> Callable[..., LayerSpec]:
-    """Returns a `GPTModelConfig.transformer_layer_spec` with the plugin's attention.
+def with_plugin(
+    spec: LayerSpec, config: TransformerConfig, vp_stage: int | None, runtime: Runtime
+) -> LayerSpec:
+    """Returns a copy of a model's layer or block spec with the plugin's attention.
 
     Args:
-        base: The spec of the model as it would be built without the plugin; None: Megatron's
-            default for the model configuration.
-        runtime: The run's layout and algorithm.
+        spec: Of all layers, or the block's.
+        config: Of the model; linear layers change how its checkpoints are laid out.
+        vp_stage: Virtual pipeline stage.
+        runtime: The run's layout and algorithms.
+
+    Raises:
+        ContextParallelError: As `with_attention`.
     """
-
-    def provide(model_config: GPTModelConfig, vp_stage: int | None = None) -> LayerSpec:
-        if base is None:
-            spec = default_layer_spec(model_config, vp_stage)
-        elif isinstance(base, (ModuleSpec, TransformerBlockSubmodules)):
-            spec = base
-        elif "vp_stage" in inspect.signature(base).parameters:
-            spec = base(model_config, vp_stage=vp_stage)
-        else:
-            spec = base(model_config)
-        if runtime.config.has_linear_layers:
-            # Layers with different parameters cannot be stacked into one tensor of a checkpoint;
-            # those of softmax attention are alike, whatever their algorithms.
-            model_config.transformer.hetereogenous_dist_checkpoint = True
-        if len(runtime.config.algorithms) > 1:
-            return with_pattern(spec, runtime, model_config, vp_stage)
-        return with_attention(spec, runtime)
-
-    return provide
+    if runtime.config.has_linear_layers:
+        # Layers with different parameters cannot be stacked into one tensor of a checkpoint;
+        # those of softmax attention are alike, whatever their algorithms.
+        config.hetereogenous_dist_checkpoint = True
+    if len(runtime.config.algorithms) > 1:
+        return with_pattern(spec, config, vp_stage, runtime)
+    return with_attention(spec, runtime)
 
 
 def with_pattern(
-    spec: LayerSpec, runtime: Runtime, model_config: GPTModelConfig, vp_stage: int | None
+    spec: LayerSpec, config: TransformerConfig, vp_stage: int | None, runtime: Runtime
 ) -> TransformerBlockSubmodules:
     """Returns the block spec of this pipeline stage, each layer with its own algorithm.
 
     Args:
         spec: Of all layers, or the block's.
-        runtime: The run's layout and algorithms.
-        model_config: Of the model.
+        config: Of the model.
         vp_stage: Virtual pipeline stage.
+        runtime: The run's layout and algorithms.
 
     Raises:
         ContextParallelError: As `with_attention`.
     """
-    transformer: Any = model_config.transformer
     if isinstance(spec, TransformerBlockSubmodules):
         block, layers = spec, list(spec.layer_specs or [])
     else:
         block = TransformerBlockSubmodules(layer_norm=LayerNormImpl)
-        layers = [spec] * get_num_layers_to_build(transformer, vp_stage)
-    first = get_transformer_layer_offset(transformer, vp_stage) + 1
+        layers = [spec] * get_num_layers_to_build(config, vp_stage)
+    first = get_transformer_layer_offset(config, vp_stage) + 1
     served: list[Any] = [
         with_attention(layer, runtime.serving(runtime.config.algo_of_layer(number)))
         for number, layer in enumerate(layers, first)

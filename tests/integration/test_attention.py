@@ -21,7 +21,7 @@ from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration import spec as spec_module
 from megatron_cp_plugin.integration.attention import ContextParallelAttention
 from megatron_cp_plugin.integration.runtime import Runtime
-from megatron_cp_plugin.integration.spec import layer_spec_provider, with_attention
+from megatron_cp_plugin.integration.spec import with_attention, with_plugin
 from tests.oracle import expected_attention, relative_error
 
 HEADS, KV_HEADS, HEAD_DIM, TOKENS, BATCH = 4, 2, 8, 12, 3
@@ -207,21 +207,13 @@ def test_other_attention_is_refused(runtime: Runtime) -> None:
         with_attention(with_attention(get_gpt_layer_local_spec(), runtime), runtime)
 
 
-def test_provider_builds_on_the_users_own_spec(runtime: Runtime) -> None:
-    seen = []
-
-    def of_stage(model_config: Any, vp_stage: int | None = None) -> ModuleSpec:
-        seen.append((model_config, vp_stage))
-        return get_gpt_layer_local_spec(normalization="RMSNorm")
-
-    def of_model(model_config: Any) -> ModuleSpec:
-        return of_stage(model_config)
-
-    model: Any = object()
-    for base in (of_stage, of_model, get_gpt_layer_local_spec()):
-        spec = layer_spec_provider(base, runtime)(model, vp_stage=1)
-        assert core_of(spec).module is ContextParallelAttention
-    assert seen == [(model, 1), (model, None)]
+@pytest.mark.parametrize("algo", ["zigzag", "lasp2"])
+def test_checkpoints_of_linear_layers_are_not_stacked(algo: str) -> None:
+    linear = {"linear_model": "transnormer"} if algo == "lasp2" else {}
+    served = Runtime(ContextParallelConfig(algo, 1, **linear))
+    model = config(num_query_groups=HEADS)
+    with_plugin(get_gpt_layer_local_spec(), model, None, served)
+    assert model.hetereogenous_dist_checkpoint == (algo == "lasp2")
 
 
 def test_specs_can_be_copied(runtime: Runtime) -> None:

@@ -4,12 +4,16 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from megatron.core.models.gpt import GPTModel
 
-from megatron_cp_plugin.errors import ConfigError
-from megatron_cp_plugin.integration import cpu, launch
+from megatron_cp_plugin.errors import ConfigError, ContextParallelError
+from megatron_cp_plugin.integration import cpu, hooks, launch
+from megatron_cp_plugin.integration.args import split_flags
+from megatron_cp_plugin.integration.hooks import Hooks
 from tests.integration.megatron_job import LAUNCHER, TINY, Job, run
 
 # Prints which names of Megatron, torch and torch.cuda are others after `prepare`.
@@ -30,7 +34,7 @@ def names():
                 modules[name + "." + key] = value
     return {
         n + "." + k: id(v) for n, m in modules.items() for k, v in vars(m).items()
-        if not k.startswith("__")
+        if not k.startswith("__") or k == "__init__"
     }
 
 if GPU:
@@ -45,14 +49,14 @@ print("RESULT" + json.dumps({"rest": rest, "changed": changed}))
 
 MEGATRONS_OWN = [
     "megatron.core.datasets.utils.compile_helpers",
+    "megatron.core.models.gpt.gpt_model.GPTModel.__init__",
     "megatron.core.pipeline_parallel.schedules.forward_step_calc_loss",
     "megatron.core.tensor_parallel.checkpoint",
     "megatron.core.tensor_parallel.random.checkpoint",
     "megatron.core.utils.get_batch_on_this_cp_rank",
     "megatron.training.arguments.validate_args",
-    "megatron.training.pretrain",
     "megatron.training.training.get_batch_on_this_cp_rank",
-    "megatron.training.training.pretrain",
+    "megatron.training.training.setup_model_and_optimizer",
 ]
 
 
@@ -154,11 +158,38 @@ def test_launcher_without_a_script(arguments: list[str], message: str) -> None:
     assert message in refused(run(*arguments, program=LAUNCHER))
 
 
-def test_script_that_does_not_train_a_gpt_the_usual_way(tmp_path: Path) -> None:
+def test_script_that_builds_a_model_before_its_arguments_are_checked(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
-    script.write_text(
-        "from megatron.training import pretrain\n"
-        "pretrain(object(), None, None, None, model_provider=print)\n"
-    )
+    script.write_text("from megatron.core.models.gpt import GPTModel\nGPTModel(None, None, 1, 1)\n")
     job = run(*TINY, "--context-parallel-algo", "ring", program=(*LAUNCHER, str(script)))
-    assert "passes a GPTModelConfig to pretrain, got NoneType" in refused(job)
+    assert "needs a script that lets Megatron validate its arguments before" in refused(job)
+
+
+def test_model_of_another_kind_is_refused() -> None:
+    of_ring = Hooks(split_flags(["--context-parallel-algo", "ring"])[0], torch.device("cpu"))
+
+    def set_up(*models: Any) -> Any:
+        return of_ring._set_up_model(lambda: (list(models), "adam", "schedule"))
+
+    gpt, other = object.__new__(GPTModel), torch.nn.Linear(1, 1)
+    assert set_up(gpt) == ([gpt], "adam", "schedule")
+    with pytest.raises(ContextParallelError, match="ring serves GPTModel, got Linear"):
+        set_up(gpt, other)
+
+
+def test_a_megatron_that_is_too_old_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    import megatron.core
+
+    constructor = GPTModel.__init__
+    monkeypatch.setattr(megatron.core, "__version__", "0.15.3")
+    with pytest.raises(ContextParallelError, match=r"Megatron 0\.15\.3 is too old: use"):
+        Hooks(split_flags(["--context-parallel-algo", "ring"])[0], torch.device("cpu")).install()
+    assert GPTModel.__init__ is constructor
+
+
+def test_megatron_without_a_name_that_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    import megatron.core.utils
+
+    monkeypatch.delattr(megatron.core.utils, "get_batch_on_this_cp_rank")
+    with pytest.raises(ContextParallelError, match=r"has no megatron\.core\.utils\.get_batch"):
+        hooks._replace_names(print, "get_batch_on_this_cp_rank", "megatron.core.utils", "none.such")

@@ -116,14 +116,15 @@ def test_packed_rotary_is_refused() -> None:
 
 
 @pytest.mark.parametrize("kind", [RotaryEmbedding, YarnRotaryEmbedding])
-def test_embeddings_of_model_chunks_are_replaced(kind: type[nn.Module]) -> None:
+def test_the_embedding_of_a_model_is_replaced(kind: type[nn.Module]) -> None:
     group = Group(1, 3)
     with_rope: Any = nn.Module()
     with_rope.rotary_pos_emb = kind.__new__(kind)
     nn.Module.__init__(with_rope.rotary_pos_emb)
     with_rope.pg_collection = SimpleNamespace(cp=group)
     without = nn.Module()
-    assert use_layout([with_rope, without], runtime("zigzag")) == [with_rope, without]
+    for model in (with_rope, without):
+        use_layout(model, runtime("zigzag"))
     assert isinstance(with_rope.rotary_pos_emb, LayoutRotaryEmbedding)
     assert not hasattr(without, "rotary_pos_emb")
 
@@ -132,4 +133,4 @@ def test_other_rotary_embeddings_are_refused() -> None:
     chunk: Any = nn.Module()
     chunk.rotary_pos_emb = nn.Linear(1, 1)
     with pytest.raises(ContextParallelError, match="got Linear"):
-        use_layout([chunk], runtime("zigzag"))
+        use_layout(chunk, runtime("zigzag"))

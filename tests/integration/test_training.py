@@ -104,8 +104,28 @@ def test_sliding_windows(tmp_path: Path) -> None:
     assert_same_training(job.succeeded(), reference.succeeded())
 
 
-def test_unmodified_script_of_a_checkout(rope: Job, checkout_script: Path) -> None:
+@pytest.mark.parametrize(
+    ("algorithm", "more"),
+    [
+        ("zigzag", ""),
+        (
+            "ring",
+            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        ),
+        ("attention2d", "--use-distributed-optimizer --overlap-grad-reduce"),
+    ],
+)
+def test_unmodified_script_of_a_checkout(checkout_script: Path, algorithm: str, more: str) -> None:
+    """Of any version: its own Megatron is the reference."""
+    program, flags = (*LAUNCHER, str(checkout_script)), (*ROPE, *more.split())
+    reference = run(*flags, "--context-parallel-algo", "megatron", program=program)
+    job = run(*flags, *algo(algorithm, 4), ranks=4, program=program)
+    assert_same_training(job.succeeded(), reference.succeeded())
+
+
+def test_unmodified_script_with_linear_attention(checkout_script: Path) -> None:
     program = (*LAUNCHER, str(checkout_script))
-    for name in ("zigzag", "ring"):
-        job = run(*ROPE, *algo(name, 4), ranks=4, program=program)
-        assert_same_training(job.succeeded(), rope)
+    flags = (*TINY, "--position-embedding-type", "none", "--cp-linear-model", "transnormer")
+    reference = run(*flags, *algo("lasp2", 1), program=program)
+    job = run(*flags, *algo("lasp2", 4), ranks=4, program=program)
+    assert_same_training(job.succeeded(), reference.succeeded())
