@@ -124,6 +124,7 @@ EP2: dict[str, object] = {
     "moe_token_dispatcher_type": "alltoall",
 }
 RESET: dict[str, object] = {"reset_position_ids": True, "null_tokenizer_eod_id": 7}
+MTP: dict[str, object] = {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.5}
 RECOMPUTE: dict[str, object] = {
     "recompute_granularity": "full",
     "recompute_method": "uniform",
@@ -206,6 +207,18 @@ def linear(
     )
 
 
+def hybrid(key: str, about: str, layers: str, algo: str, **flags: object) -> Combination:
+    """A combination for a stack of 3 linear layers and one of softmax attention with RoPE."""
+    return Combination(
+        key,
+        about,
+        {"group_query_attention": False, "num_layers": 4, **flags},
+        cp=2 if flags else 4,
+        algos=algo,
+        context_parallel={"linear_model": "transnormer", "layers": layers},
+    )
+
+
 # Small steps: Adam turns the rounding of a gradient near zero into a whole step the other way,
 # which a sharp model would amplify from iteration to iteration.
 SMALL_STEPS: dict[str, object] = {"lr": 1e-5, "min_lr": 1e-6}
@@ -257,6 +270,22 @@ COMBINATIONS = (
         "eod-mask",
         "no loss at ends of documents, which fill samples up",
         {"null_tokenizer_eod_id": PAD, "eod_mask_loss": True},
+        algos=FAMILIES,
+    ),
+    # Multi-token prediction: the harness compares its losses too.
+    Combination("mtp", "2 more tokens predicted, padding", MTP | PADDED),
+    Combination(
+        "mtp-cp3",
+        "2 more tokens predicted, 3 ranks, full recompute",
+        MTP | RECOMPUTE,
+        cp=3,
+        algos="zigzag,distflash",
+    ),
+    Combination(
+        "mtp-tp",
+        "2 more tokens predicted, TP 2, sequence parallel, distributed optimizer",
+        MTP | SP | OVERLAP,
+        cp=2,
         algos=FAMILIES,
     ),
     # Other parallelism.
@@ -369,6 +398,24 @@ COMBINATIONS = (
     linear("transnormer-tp", "TransNormerLLM, TP 2, sequence parallel", SP, cp=2),
     linear("transnormer-pp", "TransNormerLLM, PP 2, interleaved", INTERLEAVED, cp=2),
     linear("transnormer-moe", "TransNormerLLM, 4 experts, auxiliary loss", MOE),
+    linear("transnormer-mtp", "TransNormerLLM, 2 more tokens predicted, padding", MTP | PADDED),
+    # Stacks of both kinds, on each layout.
+    hybrid("hybrid", "lasp2*3, attention2d", "lasp2*3, attention2d", "lasp2:layout=zigzag"),
+    hybrid("hybrid-contiguous", "lasp*3, distflash", "lasp*3, distflash", "lasp"),
+    hybrid(
+        "hybrid-pp",
+        "lasp2*3, zigzag, PP 2, distributed optimizer, overlapped",
+        "lasp2*3, zigzag",
+        "lasp2:layout=zigzag",
+        **PP2 | OVERLAP,
+    ),
+    hybrid(
+        "hybrid-ulysses",
+        "linear_ulysses*3, ring, TP 2, sequence parallel",
+        "linear_ulysses*3, ring",
+        "linear_ulysses",
+        **SP,
+    ),
 )
 
 

@@ -120,7 +120,17 @@ FEATURES: tuple[Feature, ...] = (
     ),
     _switch("hybrid models (Mamba)", "hybrid_layer_pattern", _ZIGZAG),
     _switch("hybrid models (Mamba)", "is_hybrid_model", _ZIGZAG),
-    _switch("multi-token prediction", "mtp_num_layers", _ZIGZAG),
+    Feature(
+        "a loss per token with multi-token prediction",
+        "calculate_per_token_loss",
+        lambda settings: bool(
+            settings.mtp_num_layers
+            and settings.calculate_per_token_loss
+            and (settings.context_parallel_size or 1) > 1
+        ),
+        "Megatron weighs it by the tokens of each rank",
+        "leave --calculate-per-token-loss out",
+    ),
     _switch("FP8 attention", "fp8_dot_product_attention", _KERNELS),
     _switch("FP8 attention", "fp8_multi_head_attention", _KERNELS),
     _switch("Kitchen attention", "use_kitchen_attention", "it is another core attention"),

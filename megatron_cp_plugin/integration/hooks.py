@@ -31,6 +31,7 @@ class Hooks:
     - the constructor of `GPTModel`: puts the plugin's attention and position embeddings into it;
     - `setup_model_and_optimizer`: refuses models of other kinds;
     - `get_batch_on_this_cp_rank`: cuts batches by the layout;
+    - `roll_tensor`: shifts tokens for multi-token prediction by the layout;
     - `forward_step_calc_loss`: takes the mean loss over the whole sequence;
     - `checkpoint`: keeps attention from running again in the backward.
     """
@@ -70,6 +71,12 @@ class Hooks:
             "megatron.core.utils",
             "megatron.training.utils",
             "megatron.training.training",
+        )
+        _replace_names(
+            self._roll,
+            "roll_tensor",
+            "megatron.core.transformer.multi_token_prediction",
+            "megatron.core.models.gpt.gpt_model",
         )
         schedules = "megatron.core.pipeline_parallel.schedules"
         _replace_names(forward_step_calc_loss, "forward_step_calc_loss", schedules)
@@ -126,7 +133,7 @@ class Hooks:
     def _build_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         from megatron_cp_plugin.integration.checks import check_settings
         from megatron_cp_plugin.integration.rope import use_layout
-        from megatron_cp_plugin.integration.spec import with_plugin
+        from megatron_cp_plugin.integration.spec import with_multi_token, with_plugin
 
         if self._runtime is None:
             raise ContextParallelError(
@@ -145,6 +152,8 @@ class Hooks:
         spec = call.arguments["transformer_layer_spec"]
         stage = call.arguments.get("vp_stage")
         call.arguments["transformer_layer_spec"] = with_plugin(spec, config, stage, self._runtime)
+        more = call.arguments.get("mtp_block_spec")
+        call.arguments["mtp_block_spec"] = with_multi_token(more, config, self._runtime)
         original(*call.args, **call.kwargs)
         use_layout(model, self._runtime)
 
@@ -173,6 +182,12 @@ class Hooks:
         given = inspect.signature(original).bind(batch, *args, **kwargs).arguments.get("cp_group")
         group = parallel_state.get_context_parallel_group() if given is None else given
         return shard_batch(batch, group, self._runtime)
+
+    def _roll(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        from megatron_cp_plugin.integration.multi_token import roll_tensor
+
+        assert self._runtime is not None
+        return roll_tensor(original, self._runtime, *args, **kwargs)
 
 
 def skip_built_helpers() -> None:

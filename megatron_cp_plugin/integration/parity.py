@@ -462,13 +462,14 @@ def _reduce_all(start_grad_sync: Callable[..., None], force_all_reduce: bool = F
 
 
 def _auxiliary_losses() -> dict[str, Tensor]:
-    """Returns what the routers of a mixture of experts add to the loss of a micro-batch.
+    """Returns what is added to the loss of a micro-batch, without its coefficient.
 
-    Summed over the layers, without its coefficient.
+    By the routers of a mixture of experts, summed over the layers, and by multi-token prediction.
     """
     from megatron.core import parallel_state
     from megatron.core.num_microbatches_calculator import get_num_microbatches
     from megatron.core.transformer.moe.moe_logging import MoEMetricsTracker, get_moe_metrics_tracker
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:
         # Stages may have no experts, and then no part in the sum.
@@ -477,7 +478,17 @@ def _auxiliary_losses() -> dict[str, Tensor]:
     for name, entry in get_moe_metrics_tracker().metrics.items():
         found._metrics[name] = replace(entry, values=entry.values.clone())
     found._sync_metrics(list(found.metrics))
-    return {n: entry.values.sum() / get_num_microbatches() for n, entry in found.metrics.items()}
+    sums = {name: entry.values.sum() for name, entry in found.metrics.items()}
+    tracker = MTPLossLoggingHelper.tracker
+    # The second is its name in Megatron 0.18.
+    values = tracker.get("loss_values", tracker.get("values"))
+    if values is not None:
+        values = values.clone()
+        torch.distributed.all_reduce(
+            values, group=tracker["avg_group"], op=torch.distributed.ReduceOp.AVG
+        )
+        sums |= {f"mtp_{number} loss": value for number, value in enumerate(values, 1)}
+    return {name: total / get_num_microbatches() for name, total in sums.items()}
 
 
 def _parameters(model: Any) -> dict[str, torch.nn.Parameter]:

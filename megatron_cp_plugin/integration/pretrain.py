@@ -37,7 +37,6 @@ _NOT_HERE = (
     "fim_data",
     "logits_load_dir",
     "dataloader_inter_document_masking",
-    "mtp_num_layers",
     "overlap_moe_expert_parallel_comm",
     "hybrid_context_parallel",
     "hybrid_layer_pattern",
@@ -58,6 +57,11 @@ def run() -> None:
                 f"this script does not serve {flag}: leave it out, or start Megatron's own script "
                 "with python -m megatron_cp_plugin.launch"
             )
+    if args.mtp_num_layers and args.pipeline_model_parallel_size > 1:
+        raise ConfigError(
+            "this script does not serve --mtp-num-layers in a pipeline: start Megatron's own "
+            "script with python -m megatron_cp_plugin.launch"
+        )
     config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
     build_datasets.is_distributed = True  # type: ignore[attr-defined]
     pretrain(config, build_datasets, ModelType.encoder_or_decoder, forward_step)

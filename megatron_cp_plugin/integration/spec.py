@@ -79,6 +79,33 @@ def with_pattern(
     return replace(block, layer_specs=served)
 
 
+def with_multi_token(spec: Any, config: TransformerConfig, runtime: Runtime) -> Any:
+    """Returns a copy of the spec of multi-token prediction with the last layer's algorithm.
+
+    Args:
+        spec: Megatron's MultiTokenPredictionBlockSubmodules, or a ModuleSpec of them; None: the
+            model, or this stage of it, predicts one token.
+        config: Of the model.
+        runtime: The run's layout and algorithms.
+
+    Raises:
+        ContextParallelError: As `with_attention`.
+    """
+    if spec is None:
+        return None
+    if isinstance(spec, ModuleSpec):
+        return replace(spec, submodules=with_multi_token(spec.submodules, config, runtime))
+    served = runtime.serving(runtime.config.algo_of_layer(config.num_layers))
+    layers = []
+    for layer in spec.layer_specs:
+        parts = layer.submodules
+        # Its name before Megatron 0.17.
+        name = "mtp_model_layer" if hasattr(parts, "mtp_model_layer") else "transformer_layer"
+        inner = with_attention(getattr(parts, name), served)
+        layers.append(replace(layer, submodules=replace(parts, **{name: inner})))
+    return replace(spec, layer_specs=layers)
+
+
 def with_attention(spec: LayerSpec, runtime: Runtime) -> LayerSpec:
     """Returns a copy of a layer or block spec with one algorithm's attention in each layer.
 

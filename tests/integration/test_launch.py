@@ -53,6 +53,7 @@ MEGATRONS_OWN = [
     "megatron.core.pipeline_parallel.schedules.forward_step_calc_loss",
     "megatron.core.tensor_parallel.checkpoint",
     "megatron.core.tensor_parallel.random.checkpoint",
+    "megatron.core.transformer.multi_token_prediction.roll_tensor",
     "megatron.core.utils.get_batch_on_this_cp_rank",
     "megatron.training.arguments.validate_args",
     "megatron.training.training.get_batch_on_this_cp_rank",

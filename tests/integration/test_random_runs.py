@@ -43,7 +43,6 @@ ASKED_TOO_MUCH = (
     "--attention-dropout 0.1",
     "--reset-attention-mask",
     "--position-embedding-type mrope",
-    "--mtp-num-layers 1",
     "--multi-latent-attention",
     "--qk-clip",
     "--softmax-type learnable",
@@ -192,6 +191,7 @@ def runs(draw: st.DrawFn, most_ranks: int) -> Run:
     some("--apply-query-key-layer-scaling", none=6)
     some("--window-size 8,0", "--window-size 8,0 --window-attn-skip-freq 2", none=8)
     some("--calculate-per-token-loss")
+    some("--mtp-num-layers 1", "--mtp-num-layers 2", none=6)
     some("--deterministic-mode", none=4)
     some("--eod-mask-loss", "--reset-position-ids", none=8)
     some("--accumulate-allreduce-grads-in-fp32", none=4)

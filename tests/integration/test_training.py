@@ -129,3 +129,12 @@ def test_unmodified_script_with_linear_attention(checkout_script: Path) -> None:
     reference = run(*flags, *algo("lasp2", 1), program=program)
     job = run(*flags, *algo("lasp2", 4), ranks=4, program=program)
     assert_same_training(job.succeeded(), reference.succeeded())
+
+
+def test_unmodified_script_with_multi_token_prediction(checkout_script: Path) -> None:
+    """In a pipeline, whose last stage embeds tokens too."""
+    program = (*LAUNCHER, str(checkout_script))
+    flags = (*ROPE, *"--mtp-num-layers 1 --pipeline-model-parallel-size 2".split())
+    reference = run(*flags, "--context-parallel-algo", "megatron", ranks=2, program=program)
+    job = run(*flags, *algo("distflash", 2), ranks=4, program=program)
+    assert_same_training(job.succeeded(), reference.succeeded())

@@ -1,0 +1,91 @@
+"""Multi-token prediction: what is shifted along the sequence, whatever the layout.
+
+Megatron's `roll_tensor` knows its own zigzag layout only, and counts the tokens of each rank, by
+which the losses of a rank are then divided; the mean of such means is not that of the sequence
+where ranks have unequally many tokens that count, and the last one always has fewer.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_cp_plugin.errors import ContextParallelError
+from megatron_cp_plugin.integration.runtime import Runtime
+
+_PER_RANK = "_counts_for_all_ranks"
+
+
+def roll_tensor(
+    original: Callable[..., Any], runtime: Runtime, *args: Any, **kwargs: Any
+) -> tuple[Tensor | None, Tensor | None]:
+    """Takes the place of Megatron's function of this name.
+
+    Args:
+        original: Megatron's.
+        runtime: The run's layout.
+        args, kwargs: A tensor [..., S] of this rank's tokens, such as ids, labels or the loss mask;
+            shifts and dims, both -1; cp_group; packed_seq_params, None.
+
+    Returns:
+        What the next token has, 0 for the last token of the sequence; and the sum of the result
+        over all ranks, divided by their number. A loss mask, which is known by its floating dtype,
+        counts each token once for every rank: divided by its sum, the losses of a rank are a part
+        of the mean over the sequence, as Megatron averages gradients over the ranks, and the sum is
+        below one only if there is no token at all.
+
+    Raises:
+        ContextParallelError: Another shift, or packed sequences.
+    """
+    from megatron.core import parallel_state
+
+    call = inspect.signature(original).bind(*args, **kwargs)
+    call.apply_defaults()
+    given = call.arguments
+    tensor, group = given["tensor"], given["cp_group"]
+    if group is None:
+        group = parallel_state.get_context_parallel_group()
+    if tensor is None or group.size() == 1:
+        return original(*args, **kwargs)
+    if given["packed_seq_params"] is not None:
+        raise ContextParallelError("packed sequences are not supported")
+    if given["shifts"] != -1 or given["dims"] not in (-1, tensor.dim() - 1):
+        raise ContextParallelError(
+            f"tokens are shifted by one to the left along the last dimension, got shifts "
+            f"{given['shifts']} along {given['dims']}"
+        )
+    is_mask = tensor.is_floating_point()
+    if is_mask and not hasattr(tensor, _PER_RANK):
+        tensor = tensor * group.size()
+    rolled, total = next_tokens(tensor, group, runtime)
+    if is_mask:
+        setattr(rolled, _PER_RANK, True)
+    return rolled, total / group.size()
+
+
+def next_tokens(
+    tensor: Tensor, group: dist.ProcessGroup, runtime: Runtime
+) -> tuple[Tensor, Tensor]:
+    """Gives each token what the one after it in the sequence has.
+
+    Args:
+        tensor: [..., S], of this rank's tokens.
+        group: The context-parallel group.
+        runtime: The run's layout.
+
+    Returns:
+        [..., S], 0 for the last token of the sequence; the sum over all ranks [].
+    """
+    local = tensor.contiguous()
+    parts = [torch.empty_like(local) for _ in range(group.size())]
+    dist.all_gather(parts, local, group=group)
+    count = local.size(-1) * group.size()
+    whole = local.new_zeros((*local.shape[:-1], count + 1))
+    whole[..., runtime.order(group, count, local.device)] = torch.cat(parts, dim=-1)
+    following = runtime.positions(group, count, local.device) + 1
+    return whole[..., following], whole[..., 1:].sum()

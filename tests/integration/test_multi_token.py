@@ -1,0 +1,104 @@
+"""What multi-token prediction shifts along the sequence, against the unsplit sequence."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.transformer import multi_token_prediction as megatron
+from torch import Tensor
+
+from megatron_cp_plugin.config import ContextParallelConfig
+from megatron_cp_plugin.errors import ContextParallelError
+from megatron_cp_plugin.integration.multi_token import roll_tensor
+from megatron_cp_plugin.integration.runtime import Runtime
+
+TOKENS, BATCH = 24, 2
+LAYOUTS = {"zigzag": ("zigzag", ()), "contiguous": ("ring", ())}
+LAYOUTS["cyclic"] = ("attention2d", (("variant", "no"),))
+
+
+def on_ranks(size: int, layout: str, body: Callable[..., Any]) -> list[Any]:
+    """Runs body(group, runtime, cut) on ranks of their own; cut takes a rank's part of [b, N]."""
+    store = dist.HashStore()
+    algo, options = LAYOUTS[layout]
+
+    def rank(number: int) -> Any:
+        group = dist.ProcessGroup(store, number, size)
+        gloo = dist.ProcessGroupGloo(store, number, size, timedelta(seconds=30))
+        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+        runtime = Runtime(ContextParallelConfig(algo, size, options=options))
+        mine = runtime.positions(group, TOKENS, torch.device("cpu"))
+        return body(group, runtime, lambda whole: whole[:, mine])
+
+    with ThreadPoolExecutor(size) as threads:
+        return list(threads.map(rank, range(size)))
+
+
+def roll(tensor: Tensor, group: dist.ProcessGroup, runtime: Runtime) -> tuple[Tensor, Tensor]:
+    """As Megatron calls it."""
+    rolled, total = roll_tensor(
+        megatron.roll_tensor, runtime, tensor, shifts=-1, dims=-1, cp_group=group
+    )
+    assert rolled is not None
+    assert total is not None
+    return rolled, total
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_tokens_of_the_next_positions(size: int, layout: str) -> None:
+    ids = torch.randint(1, 100, (BATCH, TOKENS), generator=torch.Generator().manual_seed(0))
+    want = torch.cat((ids[:, 1:], torch.zeros_like(ids[:, :1])), dim=1)
+
+    def body(group: dist.ProcessGroup, runtime: Runtime, cut: Any) -> bool:
+        return torch.equal(roll(cut(ids), group, runtime)[0], cut(want))
+
+    assert all(on_ranks(size, layout, body))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("size", [1, 3, 4])
+@pytest.mark.parametrize("counting", [0, 3, 5, TOKENS])
+def test_losses_are_parts_of_the_mean_over_the_sequence(
+    size: int, layout: str, counting: int
+) -> None:
+    """Twice shifted, as for the second token; also with fewer tokens that count than ranks."""
+    losses = torch.rand(BATCH, TOKENS, dtype=torch.float64)
+    mask = torch.zeros(BATCH, TOKENS)
+    mask[0, :counting] = 1.0
+    shifted = torch.nn.functional.pad(mask[:, 2:], (0, 2))
+    want = (losses * shifted).sum() / shifted.sum().clamp(min=1)
+
+    def body(group: dist.ProcessGroup, runtime: Runtime, cut: Any) -> Tensor:
+        once, _ = roll(cut(mask), group, runtime)
+        twice, tokens = roll(once, group, runtime)
+        # As Megatron divides.
+        return (twice * cut(losses)).sum() / tokens.clamp(min=1)
+
+    parts = on_ranks(size, layout, body)
+    torch.testing.assert_close(torch.stack(parts).mean(), want)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"shifts": 1}, "got shifts 1 along -1"),
+        ({"dims": 0}, "got shifts -1 along 0"),
+        ({"packed_seq_params": object()}, "packed sequences"),
+    ],
+)
+def test_what_megatron_never_asks_for_is_refused(arguments: dict[str, Any], message: str) -> None:
+    def body(group: dist.ProcessGroup, runtime: Runtime, cut: Any) -> None:
+        with pytest.raises(ContextParallelError, match=message):
+            roll_tensor(
+                megatron.roll_tensor,
+                runtime,
+                cut(torch.zeros(BATCH, TOKENS)),
+                **({"cp_group": group} | arguments),
+            )
+
+    on_ranks(2, "zigzag", body)
