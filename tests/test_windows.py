@@ -5,6 +5,7 @@ import torch
 
 import megatron_cp_plugin as cp
 from megatron_cp_plugin import cli
+from megatron_cp_plugin.algorithms.allgather import KvAllGather
 from megatron_cp_plugin.algorithms.distflash import plan
 from megatron_cp_plugin.core.algorithm import Shape
 from megatron_cp_plugin.core.comm import CommunicationLog
@@ -18,12 +19,18 @@ from tests.oracle import Expected, expected_attention
 from tests.test_conformance import Case, assert_matches
 
 BLOCK = 6
+EVEN = ("ulysses", "usp", "attention2d")
 CASES = [
     Case("distflash"),
     Case("distflash", (("balanced", False),)),
     Case("distflash", (("last_step", "owner"),)),
     Case("ring", (("backward", "kv"),)),
     Case("zigzag", (("backward", "query"),)),
+    Case("allgather", (("chunks", 2),)),
+    Case("attention2d", (("rows", 2),)),
+    Case("attention2d", (("rows", 1),)),
+    Case("attention2d", (("variant", "no"), ("rows", 2))),
+    Case("attention2d", (("variant", "overlap"), ("cols", 2))),
     Case("ulysses"),
     Case("usp", (("ulysses", 2),)),
     Case("usp", (("ulysses", 2), ("ring", "ring"))),
@@ -34,8 +41,8 @@ CASES = [
 @pytest.mark.parametrize("window", [1, 5, 6, 7, 16, 100])
 @pytest.mark.parametrize(
     ("case", "size"),
-    # 4 heads, and teams of 2, do not divide among 5 ranks.
-    [(c, n) for c in CASES for n in (2, 4, 5) if n < 5 or c.algo not in ("ulysses", "usp")],
+    # 4 heads, teams of 2 and two rows or columns do not divide among 5 ranks.
+    [(c, n) for c in CASES for n in (2, 4, 5) if n < 5 or c.algo not in EVEN],
     ids=str,
 )
 def test_equals_unsplit_attention(case: Case, size: int, window: int, kernel: str) -> None:
@@ -122,23 +129,24 @@ def test_helpers_fetch_no_more_queries_than_the_window_touches() -> None:
     assert (task.query_owner, task.part) == (3, slice(0, 2))
 
 
-def test_other_algorithms_refuse() -> None:
+def test_every_algorithm_takes_a_window_and_one_that_does_not_refuses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     q = torch.ones(1, 8, 2, 8)
-    refused = 0
     for algo in cp.available("softmax"):
-        if algo in ("distflash", "ring", "ulysses", "usp", "zigzag"):
-            cp.attention(q, q, q, algo=algo, window=4)
-            continue
-        with pytest.raises(ContextParallelError, match=f"{algo} does not serve sliding windows"):
-            cp.attention(q, q, q, algo=algo, window=4)
-        refused += 1
-    assert refused
+        cp.attention(q, q, q, algo=algo, window=4)
+    monkeypatch.setattr(KvAllGather, "windows", False)
+    with pytest.raises(ContextParallelError, match="allgather does not serve sliding windows"):
+        cp.attention(q, q, q, algo="allgather", window=4)
 
 
-def test_a_windowed_schedule_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_windowed_schedule_is_drawn(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     words = ["draw", "--algo", "distflash", "--size", "8", "--seq-len", "64", "--window", "8"]
     assert cli.main(words) == 0
     assert "causal attention, window 8 · 64 tokens" in capsys.readouterr().out
     words[2] = "allgather"
+    monkeypatch.setattr(KvAllGather, "windows", False)
     assert cli.main(words) == 2
     assert "allgather does not serve sliding windows" in capsys.readouterr().err

@@ -196,6 +196,7 @@ class GridSchedule(ABC):
 class GridAlgorithm(Algorithm):
     """An algorithm that is one schedule on a grid; subclasses choose which, and its settings."""
 
+    windows = True
     schedule: GridSchedule
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Saved]:
@@ -207,7 +208,7 @@ class GridAlgorithm(Algorithm):
         return self.schedule.backward(dout, saved, call)
 
     def traffic(self, shape: Shape, mask: Mask, rank: int) -> Traffic:
-        """See Algorithm.traffic. The mask saves nothing: whole blocks are gathered."""
+        """See Algorithm.traffic. A mask saves pairs, but no bytes: whole blocks are gathered."""
         return self.schedule.traffic(shape, rank)
 
     def trace(self, seq_len: int, mask: Mask) -> tuple[Work, ...]:

@@ -156,9 +156,9 @@ def attend_block(
     """Adds attention of a block of queries over a block of keys to `total`, tile by tile."""
     for tile in tiles:
         out, lse = call.kernel.forward(
-            _taken(q, tile.q, tile),
-            _taken(k, tile.kv, tile),
-            _taken(v, tile.kv, tile),
+            taken(q, tile.q, tile),
+            taken(k, tile.kv, tile),
+            taken(v, tile.kv, tile),
             scale=call.scale,
             causal=tile.causal,
         )
@@ -167,7 +167,7 @@ def attend_block(
         total.add(tile.q, out, lse)
 
 
-def _taken(x: Tensor, tokens: slice, tile: Tile) -> Tensor:
+def taken(x: Tensor, tokens: slice, tile: Tile) -> Tensor:
     """Some tokens of [B,S,heads,D], in the order in which a tile takes them."""
     return x[:, tokens].flip(1) if tile.reverse else x[:, tokens]
 
@@ -195,10 +195,10 @@ def differentiate_block(
     for tile in tiles:
         rows = statistics.rows(tile.q)
         dq, dk, dv = call.kernel.backward(
-            _taken(dout, tile.q, tile),
-            _taken(q, tile.q, tile),
-            _taken(k, tile.kv, tile),
-            _taken(v, tile.kv, tile),
+            taken(dout, tile.q, tile),
+            taken(q, tile.q, tile),
+            taken(k, tile.kv, tile),
+            taken(v, tile.kv, tile),
             rows.flipped() if tile.reverse else rows,
             scale=call.scale,
             causal=tile.causal,

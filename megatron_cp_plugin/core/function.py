@@ -82,8 +82,7 @@ def attend(
     mask = Mask(causal, window)
     if window is not None and not algorithm.windows:
         raise ContextParallelError(
-            f"{algorithm.name} does not serve sliding windows, got window {window}: leave it out, "
-            "or use ring, zigzag, distflash, ulysses or usp"
+            f"{algorithm.name} does not serve sliding windows, got window {window}: leave it out"
         )
     scale = head_dim**-0.5 if scale is None else scale
     call = Call(seq_len, mask, scale, resolve(kernel, problem))

@@ -11,6 +11,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.arguments import add_megatron_arguments
 from megatron.training.models.gpt import GPTModelConfig
 
+from megatron_cp_plugin import registry
 from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError, KernelUnavailableError
 from megatron_cp_plugin.integration.checks import (
@@ -139,11 +140,6 @@ def test_tokens_of_a_rank_under_sequence_parallelism(args: argparse.Namespace) -
     ("algo", "window", "said"),
     [
         (
-            "allgather",
-            (127, 0),
-            "allgather does not serve sliding windows, got --window-size 127,0",
-        ),
-        (
             "zigzag",
             (127, 1),
             "got 127,1: causal attention sees no later tokens, use --window-size 127,0",
@@ -157,7 +153,16 @@ def test_windows_that_cannot_be_had(
     assert said in refusal(args, algo, window_size=window)
 
 
-@pytest.mark.parametrize("algo", ["ring", "zigzag", "distflash", "ulysses", "usp"])
+def test_windows_of_an_algorithm_that_serves_none(
+    args: argparse.Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry.algorithm_class("usp"), "windows", False)
+    said = refusal(args, "usp", window_size=(127, 0))
+    assert said.startswith("usp does not serve sliding windows, got --window-size 127,0: leave it")
+    assert "usp" not in said.split("use --context-parallel-algo")[1]
+
+
+@pytest.mark.parametrize("algo", registry.available("softmax"))
 def test_windows_that_can_be_had(args: argparse.Namespace, algo: str) -> None:
     args.window_size = (127, 0)
     check_arguments(args, ContextParallelConfig(algo, 4), CPU)

@@ -96,11 +96,12 @@ def test_model_parallel_beside_context_parallel(split: str, tmp_path: Path) -> N
     assert_same_training(job.succeeded(), reference.succeeded())
 
 
-def test_sliding_windows(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["zigzag", "allgather"])
+def test_sliding_windows(name: str, tmp_path: Path) -> None:
     """Of the first layer only, as in models that alternate."""
     flags = (*ROPE, "--window-size", "9,0", "--window-attn-skip-freq", "2")
     reference = run_warm(tmp_path / "reference", *flags, "--context-parallel-algo", "megatron")
-    job = run_warm(tmp_path / "split", *flags, *algo("zigzag", 2), ranks=2)
+    job = run_warm(tmp_path / "split", *flags, *algo(name, 2), ranks=2)
     assert_same_training(job.succeeded(), reference.succeeded())
 
 
