@@ -30,6 +30,7 @@ def attention(
     kernel: str = "auto",
     seq_len: int | None = None,
     window: int | None = None,
+    sink: Tensor | None = None,
     **options: object,
 ) -> Tensor:
     """Softmax attention over a sequence that is split among the ranks of a group.
@@ -44,6 +45,8 @@ def attention(
         kernel: "auto" or a kernel's name.
         seq_len: global length; needed only where ranks hold unequally many tokens.
         window: queries see only the last so many keys, the one at their own position included.
+        sink: [H], differentiable: for each head the score of a key without a value that every
+            query sees. The ranks' gradients of it add up to the whole one.
         options: of the algorithm.
 
     Returns: out [B,S,H,D] in q's dtype; differentiable.
@@ -63,6 +66,7 @@ def attention(
         scale=scale,
         kernel=kernel,
         window=window,
+        sink=sink,
     )
 
 

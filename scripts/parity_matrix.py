@@ -125,6 +125,11 @@ EP2: dict[str, object] = {
 }
 RESET: dict[str, object] = {"reset_position_ids": True, "null_tokenizer_eod_id": 7}
 MTP: dict[str, object] = {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.5}
+SINKS: dict[str, object] = {
+    "softmax_type": "learnable",
+    "window_size": "8,0",
+    "window_attn_skip_freq": 2,
+}
 RECOMPUTE: dict[str, object] = {
     "recompute_granularity": "full",
     "recompute_method": "uniform",
@@ -237,6 +242,14 @@ COMBINATIONS = (
     ),
     Combination(
         "reset-positions", "positions from 0 in each document", GPT2 | RESET, algos=FAMILIES
+    ),
+    Combination("sinks", "learnable sinks, window of 9 tokens in every other layer", SINKS),
+    Combination(
+        "sinks-tp",
+        "sinks, TP 2, full recompute",
+        SINKS | TP2 | RECOMPUTE,
+        cp=2,
+        algos=FAMILIES,
     ),
     Combination("cp3", "3 ranks", cp=3),
     Combination("cp8", "8 ranks", cp=8, algos=FAMILIES + ",usp"),

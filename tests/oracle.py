@@ -21,9 +21,16 @@ class Expected:
 
 
 def naive_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, window: int | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    scale: float,
+    window: int | None = None,
+    sink: Tensor | None = None,
 ) -> Tensor:
-    """[B,N,H,D], [B,N,G,D] -> [B,N,H,D], by the definition, head by head."""
+    """[B,N,H,D], [B,N,G,D] -> [B,N,H,D], by the definition, head by head; sink: [H]."""
     heads_per_kv = q.shape[2] // k.shape[2]
     out = []
     for head in range(q.shape[2]):
@@ -35,6 +42,10 @@ def naive_attention(
             if window is not None:
                 age = position[:, None] - position[None, :]
                 scores = scores.masked_fill(age >= window, -torch.inf)
+        if sink is not None:
+            column = sink[head].expand(*scores.shape[:2], 1)
+            out.append(torch.softmax(torch.cat((scores, column), -1), -1)[..., :-1] @ values)
+            continue
         out.append(torch.softmax(scores, -1) @ values)
     return torch.stack(out, 2)
 

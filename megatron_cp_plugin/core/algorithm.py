@@ -129,7 +129,8 @@ class Algorithm(ABC):
 
         Args: q: [B,S,H,D]; k, v: [B,S,G,D]; contiguous, local shards in the order of `layout`.
 
-        Returns: out [B,S,H,D], lse [B,H,S], and what `backward` needs: local tensors only.
+        Returns: out [B,S,H,D], lse [B,H,S], and what `backward` needs: local tensors only, of
+        which out is the very one that is returned (attention sinks change it in place).
         """
 
     @abstractmethod

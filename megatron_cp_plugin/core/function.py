@@ -9,6 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_cp_plugin.core.algorithm import Algorithm, Call
 from megatron_cp_plugin.core.comm import communicating_in
+from megatron_cp_plugin.core.partial import delta_of
 from megatron_cp_plugin.core.recompute import computed_once
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ContextParallelError
@@ -22,6 +23,7 @@ class _Attention(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        sink: Tensor | None,
         algorithm: Algorithm,
         call: Call,
         site: Hashable | None,
@@ -29,21 +31,54 @@ class _Attention(torch.autograd.Function):
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
 
         def compute() -> tuple[Tensor, ...]:
-            out, _, saved = algorithm.forward(q, k, v, call)
-            return (out, *saved)
+            out, lse, saved = algorithm.forward(q, k, v, call)
+            if sink is None:
+                return (out, *saved)
+            return (out, *saved, _let_sink(out, lse, sink))
 
         with communicating_in("forward"):
-            out, *saved = computed_once(site, (q, k, v), compute)
+            inputs = (q, k, v) if sink is None else (q, k, v, sink)
+            out, *saved = computed_once(site, inputs, compute)
+        ctx.algorithm, ctx.call, ctx.sink_dtype = algorithm, call, None
+        if sink is not None:
+            ctx.sink_dtype = sink.dtype
+            saved.append(out)
         ctx.save_for_backward(*saved)
-        ctx.algorithm, ctx.call = algorithm, call
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        dout, saved, dsink = dout.contiguous(), ctx.saved_tensors, None
+        if ctx.sink_dtype is not None:
+            *saved, margin, out = saved
+            dsink = -(torch.sigmoid(-margin) * delta_of(dout, out)).sum((0, 2)).to(ctx.sink_dtype)
+            dout = (dout * _weights(margin)).to(dout.dtype)
         with communicating_in("backward"):
-            gradients = ctx.algorithm.backward(dout.contiguous(), ctx.saved_tensors, ctx.call)
-        return (*gradients, None, None, None)
+            gradients = ctx.algorithm.backward(dout, tuple(saved), ctx.call)
+        return (*gradients, dsink, None, None, None)
+
+
+def _let_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
+    """Gives a key without a value its share of a softmax; out is changed in place.
+
+    With the share 1 - w of that key, w = sigmoid(lse - sink), the output is w out. Of its scores'
+    gradients w p (dp - rowsum(dout w out)) every backward makes p (w dp - rowsum(w dout w out)) if
+    it is given w dout, and w out for the out that it kept; lse stays.
+
+    Args:
+        out: [B,S,H,D], the very tensor that an algorithm has saved. lse: [B,H,S]. sink: [H].
+
+    Returns: lse - sink [B,H,S].
+    """
+    margin = lse - sink.to(lse.dtype)[:, None]
+    out.mul_(_weights(margin))
+    return margin
+
+
+def _weights(margin: Tensor) -> Tensor:
+    """lse - sink [B,H,S] -> the share of the keys that have values [B,S,H,1]."""
+    return torch.sigmoid(margin).transpose(1, 2).unsqueeze(-1)
 
 
 def attend(
@@ -57,6 +92,7 @@ def attend(
     scale: float | None = None,
     kernel: str = "auto",
     window: int | None = None,
+    sink: Tensor | None = None,
     site: Hashable | None = None,
 ) -> Tensor:
     """Attention of the local queries over the keys of all ranks; differentiable.
@@ -64,7 +100,8 @@ def attend(
     Args:
         q: [B,S,H,D]; k, v: [B,S,G,D] with G dividing H: this rank's shards, in the order of
             algorithm.layout. seq_len: global N. scale: of the scores, default D**-0.5. window: as
-            in Mask. site: as in `recompute.computed_once`.
+            in Mask. sink: [H], for each head the score of a key without a value that every query
+            sees; its gradient is that of this rank's queries. site: as in `computed_once`.
 
     Returns: out [B,S,H,D] in q's dtype. Raises: ContextParallelError if shapes or dtypes do not
     fit; KernelUnavailableError if the kernel cannot serve them.
@@ -84,9 +121,13 @@ def attend(
         raise ContextParallelError(
             f"{algorithm.name} does not serve sliding windows, got window {window}: leave it out"
         )
+    if sink is not None and sink.shape != (heads,):
+        raise ContextParallelError(
+            f"a sink is one number for each of the {heads} query heads, got {tuple(sink.shape)}"
+        )
     scale = head_dim**-0.5 if scale is None else scale
     call = Call(seq_len, mask, scale, resolve(kernel, problem))
-    return _Attention.apply(q, k, v, algorithm, call, site)
+    return _Attention.apply(q, k, v, sink, algorithm, call, site)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, algorithm: Algorithm, seq_len: int) -> None:

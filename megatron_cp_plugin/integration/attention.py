@@ -8,12 +8,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import is_layer_window_attention
-from torch import Tensor
+from megatron.core.transformer.utils import (
+    ensure_metadata_has_dp_cp_group,
+    is_layer_window_attention,
+    make_sharded_tensors_for_checkpoint,
+)
+from torch import Tensor, nn
 
 from megatron_cp_plugin.core.function import attend
 from megatron_cp_plugin.errors import ContextParallelError
@@ -26,8 +31,11 @@ _CAUSAL = {AttnMaskType.causal: True, AttnMaskType.no_mask: False}
 class ContextParallelAttention(MegatronModule):
     """Takes the place of DotProductAttention or TEDotProductAttention in a layer spec.
 
-    Has no parameters, so checkpoints are the same with and without it.
+    Has the parameters of what it replaces, so checkpoints are the same with and without it: none,
+    but with `--softmax-type learnable` softmax_offset [h].
     """
+
+    softmax_offset: Tensor | None
 
     def __init__(
         self,
@@ -81,6 +89,43 @@ class ContextParallelAttention(MegatronModule):
         self._kernel = runtime.config.kernel
         self._cp_size = pg_collection.cp.size()
         self._algorithm = runtime.algorithm(pg_collection.cp)
+        self._make_sinks(config, config.num_attention_heads // pg_collection.tp.size())
+
+    def _make_sinks(self, config: TransformerConfig, heads: int) -> None:
+        kind = config.softmax_type
+        if kind == "vanilla":
+            self.softmax_offset = None
+            return
+        device = torch.cuda.current_device()
+        if kind == "off-by-one":
+            self.softmax_offset = torch.zeros(heads, device=device, dtype=config.params_dtype)
+            return
+        offset = nn.Parameter(torch.empty(heads, device=device, dtype=config.params_dtype))
+        if config.perform_initialization:
+            config.init_method(offset)
+        self.softmax_offset = offset
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> Any:
+        """Returns the parameter for a distributed checkpoint, if there is one, split by heads.
+
+        Args:
+            prefix: Of its key.
+            sharded_offsets: What modules around it have split already.
+            metadata: Holds the data- and context-parallel group.
+        """
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"],
+        )
 
     def forward(
         self,
@@ -126,6 +171,7 @@ class ContextParallelAttention(MegatronModule):
             causal=causal,
             scale=self._scale,
             window=self._window,
+            sink=self.softmax_offset,
             kernel=self._kernel,
             site=self,
         )

@@ -94,13 +94,6 @@ FEATURES: tuple[Feature, ...] = (
     _switch("inter-document masking", "dataloader_inter_document_masking", _PACKED),
     _switch("resetting the attention mask at document ends", "reset_attention_mask", _PACKED),
     # What changes the scores.
-    Feature(
-        "attention sinks",
-        "softmax_type",
-        _other_than("softmax_type", "vanilla"),
-        _KERNELS,
-        "leave --softmax-type out",
-    ),
     _switch("QK clipping", "qk_clip", "it needs the largest score, which the kernels keep"),
     _switch(
         "logging the largest attention logit",
@@ -354,6 +347,10 @@ def _check_linear_layers(args: Any, config: ContextParallelConfig) -> None:
         if getattr(args, flag, False):
             name = flag.replace("_", "-")
             raise ConfigError(f"{model} does not serve --{name}: leave it out")
+    if Settings(args).softmax_type not in (None, "vanilla") and not config.has_softmax_layers:
+        raise ConfigError(
+            f"{model} has no softmax, got --softmax-type {args.softmax_type}: leave it out"
+        )
     rotary = args.position_embedding_type in ("rope", "yarn")
     if rotary and not config.has_softmax_layers:
         raise ConfigError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import random
 import runpy
 import signal
 import socket
@@ -79,10 +80,19 @@ class ForkedJob:
 
 
 def free_port() -> int:
-    """Returns the number of a TCP port that nothing listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Returns the number of a TCP port that nothing listens on.
+
+    Below those that systems give to sockets which ask for none in particular: such a one may be
+    taken before the job that is to have it has started.
+    """
+    while True:
+        port = random.SystemRandom().randrange(20000, 32000)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            return port
 
 
 def _start_server() -> None:

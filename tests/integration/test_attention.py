@@ -22,7 +22,7 @@ from megatron_cp_plugin.integration import spec as spec_module
 from megatron_cp_plugin.integration.attention import ContextParallelAttention
 from megatron_cp_plugin.integration.runtime import Runtime
 from megatron_cp_plugin.integration.spec import with_attention, with_plugin
-from tests.oracle import expected_attention, relative_error
+from tests.oracle import expected_attention, naive_attention, relative_error
 
 HEADS, KV_HEADS, HEAD_DIM, TOKENS, BATCH = 4, 2, 8, 12, 3
 
@@ -156,6 +156,34 @@ def test_what_it_cannot_compute_is_refused_when_called(
     q = torch.randn(TOKENS, 1, HEADS, HEAD_DIM)
     with pytest.raises(ContextParallelError, match=message):
         attention(group, runtime)(q, q, q, None, **changes)
+
+
+@pytest.mark.parametrize("kind", ["vanilla", "off-by-one", "learnable"])
+def test_sinks_are_those_of_megatron(
+    group: dist.ProcessGroup, runtime: Runtime, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same numbers from the same seed, under the same name in checkpoints."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    model = config(softmax_type=kind, init_method_std=0.5, params_dtype=torch.float64)
+    groups = ProcessGroupCollection(tp=group, cp=group)
+    torch.manual_seed(0)
+    theirs: Any = DotProductAttention(model, 1, AttnMaskType.causal, "self", pg_collection=groups)
+    torch.manual_seed(0)
+    ours = attention(group, runtime, config=model)
+    saved = [module.sharded_state_dict("core.", metadata={"dp_cp_group": group})
+             for module in (theirs, ours)]  # fmt: skip
+    assert list(saved[0]) == list(saved[1]) == ["core.softmax_offset"] * (kind == "learnable")
+    if kind == "vanilla":
+        assert ours.softmax_offset is None
+        return
+    assert torch.equal(ours.softmax_offset, theirs.softmax_offset)
+    q, k, v = (
+        torch.randn(BATCH, TOKENS, h, HEAD_DIM).double() for h in (HEADS, KV_HEADS, KV_HEADS)
+    )
+    out = ours(*(x.transpose(0, 1) for x in (q, k, v)), None).detach()
+    sink = theirs.softmax_offset.detach()
+    want = naive_attention(q, k, v, causal=True, scale=HEAD_DIM**-0.5, sink=sink)
+    assert relative_error(out.transpose(0, 1).flatten(2), want.flatten(2)) < 1e-12
 
 
 def core_of(spec: ModuleSpec) -> Any:

@@ -28,7 +28,6 @@ CPU = torch.device("cpu")
 ASKING: dict[str, Any] = {
     "moe_router_load_balancing_type": "sinkhorn",
     "attention_dropout": 0.1,
-    "softmax_type": "learnable",
     "experimental_attention_variant": "dsa",
     "hybrid_layer_pattern": "M*",
     "attention_backend": AttnBackend.local,

@@ -45,7 +45,6 @@ ASKED_TOO_MUCH = (
     "--position-embedding-type mrope",
     "--multi-latent-attention",
     "--qk-clip",
-    "--softmax-type learnable",
     "--cuda-graph-impl local",
     "--context-parallel-algo zigzga",
     "--cp-kernel cudnn",
@@ -189,6 +188,7 @@ def runs(draw: st.DrawFn, most_ranks: int) -> Run:
     some("--qk-layernorm", "--qk-l2-norm", none=5)
     some("--attention-output-gate", none=8)
     some("--apply-query-key-layer-scaling", none=6)
+    some("--softmax-type learnable", "--softmax-type off-by-one", none=6)
     some("--window-size 8,0", "--window-size 8,0 --window-attn-skip-freq 2", none=8)
     some("--calculate-per-token-loss")
     some("--mtp-num-layers 1", "--mtp-num-layers 2", none=6)

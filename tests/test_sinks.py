@@ -1,0 +1,107 @@
+"""Attention sinks: a key without a value in every softmax, the same for every algorithm."""
+
+import pytest
+import torch
+from torch import Tensor
+
+import megatron_cp_plugin as cp
+from megatron_cp_plugin.core.function import attend
+from megatron_cp_plugin.core.layout import shard, unshard
+from megatron_cp_plugin.core.recompute import Checkpointed
+from megatron_cp_plugin.core.topology import Topology
+from megatron_cp_plugin.core.virtual import run_virtual
+from megatron_cp_plugin.errors import ContextParallelError
+from megatron_cp_plugin.registry import create, layout_of
+from tests.oracle import naive_attention, relative_error
+from tests.test_conformance import Case
+
+HEADS, KV_HEADS, HEAD_DIM, TOKENS = 4, 2, 8, 24
+CASES = [
+    Case("allgather"),
+    Case("attention2d", (("rows", 2),)),
+    Case("attention2d", (("variant", "no"),)),
+    Case("attention2d", (("variant", "overlap"),)),
+    Case("distflash"),
+    Case("ring", (("backward", "kv"),)),
+    Case("ulysses"),
+    Case("ulysses", (("keep", "local"),)),
+    Case("usp", (("ulysses", 2),)),
+    Case("zigzag", (("backward", "query"),)),
+]
+
+
+def inputs(dtype: torch.dtype = torch.float64) -> tuple[list[Tensor], Tensor]:
+    """q, k, v and sinks, of which one is hardly seen and one takes nearly everything; dout."""
+    torch.manual_seed(0)
+    shapes = [(2, TOKENS, heads, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
+    q, k, v, dout = (torch.randn(shape, dtype=torch.float64).to(dtype) for shape in shapes)
+    return [q, k, v, torch.tensor([0.0, -30.0, 1.5, 9.0], dtype=dtype)], dout
+
+
+def expected(window: int | None, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
+    """out, dq, dk, dv, dsink of the unsplit sequence in float64."""
+    tensors, dout = inputs(dtype)
+    q, k, v, sink = (x.double().requires_grad_() for x in tensors)
+    scale = HEAD_DIM**-0.5
+    out = naive_attention(q, k, v, causal=True, scale=scale, window=window, sink=sink)
+    return (out.detach(), *torch.autograd.grad(out, (q, k, v, sink), dout.double()))
+
+
+@pytest.mark.parametrize("recomputed", [False, True], ids=["", "recomputed"])
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_equals_unsplit_attention(
+    case: Case, size: int, window: int | None, recomputed: bool
+) -> None:
+    if size == 1 and case.options and case.options[0][0] in ("rows", "ulysses"):
+        pytest.skip("two rows, or teams of two, need two ranks")
+    tensors, dout = inputs()
+    layout = layout_of(case.algo, dict(case.options))
+
+    def body(topology: Topology) -> tuple[Tensor, ...]:
+        q, k, v, own_dout = (shard(x, 1, layout, topology.rank, size) for x in (*tensors[:3], dout))
+        leaves = [x.clone().requires_grad_() for x in (q, k, v, tensors[3])]
+
+        def attention(q: Tensor, k: Tensor, v: Tensor, sink: Tensor) -> Tensor:
+            algorithm = create(case.algo, topology, dict(case.options))
+            return attend(
+                q,
+                k,
+                v,
+                algorithm=algorithm,
+                seq_len=TOKENS,
+                window=window,
+                sink=sink,
+                site="a layer",
+            )
+
+        if recomputed:
+            function = Checkpointed(attention)
+            out = torch.utils.checkpoint.checkpoint(function, *leaves, use_reentrant=False)
+        else:
+            out = attention(*leaves)
+        return (out.detach(), *torch.autograd.grad(out, leaves, own_dout))
+
+    ranks = run_virtual(size, body)
+    *want, dsink = expected(window)
+    for index, whole in enumerate(want):
+        got = unshard([result[index] for result in ranks], 1, layout)
+        assert relative_error(got, whole) < 1e-10
+    assert relative_error(torch.stack([result[4] for result in ranks]).sum(0), dsink) < 1e-10
+
+
+def test_in_bfloat16() -> None:
+    tensors, dout = inputs(torch.bfloat16)
+    leaves = [x.requires_grad_() for x in tensors]
+    out = cp.attention(*leaves[:3], algo="zigzag", sink=leaves[3])
+    got = (out.detach(), *torch.autograd.grad(out, leaves, dout))
+    for x, want in zip(got, expected(None, torch.bfloat16), strict=True):
+        assert x.dtype == torch.bfloat16
+        assert relative_error(x, want) < 2e-2
+
+
+def test_a_sink_for_each_head() -> None:
+    (q, k, v, sink), _ = inputs()
+    with pytest.raises(ContextParallelError, match=r"each of the 4 query heads, got \(2,\)"):
+        cp.attention(q, k, v, algo="zigzag", sink=sink[:2])
