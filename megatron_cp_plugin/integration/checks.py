@@ -54,7 +54,7 @@ class Feature:
         return _FLAGS.get(self.setting, "--" + self.setting.replace("_", "-"))
 
 
-_FLAGS = {"fp8": "--fp8-format", "is_hybrid_model": "--hybrid-layer-pattern"}
+_FLAGS = {"fp8": "--fp8-format"}
 
 
 def _on(setting: str) -> Callable[[Settings], bool]:
@@ -111,8 +111,21 @@ FEATURES: tuple[Feature, ...] = (
         "experimental_attention_variant",
         _ZIGZAG,
     ),
-    _switch("hybrid models (Mamba)", "hybrid_layer_pattern", _ZIGZAG),
-    _switch("hybrid models (Mamba)", "is_hybrid_model", _ZIGZAG),
+    Feature(
+        "layers other than attention, MLP and MoE in a hybrid model",
+        "hybrid_layer_pattern",
+        # Attention, MLP, MoE; ends of pipeline stages and of what predicts one more token.
+        lambda settings: not set(settings.hybrid_layer_pattern or "") <= set("*-E|/"),
+        _UNTESTED,
+        "use *, - and E",
+    ),
+    Feature(
+        "hybrid models by their former flag",
+        "hybrid_override_pattern",
+        _on("hybrid_override_pattern"),
+        _UNTESTED,
+        "use --hybrid-layer-pattern",
+    ),
     Feature(
         "a loss per token with multi-token prediction",
         "calculate_per_token_loss",
@@ -239,6 +252,12 @@ def check_arguments(args: Any, config: ContextParallelConfig, device: torch.devi
     _check_world(args)
     _check_heads(args)
     _check_linear_layers(args, config)
+    if len(config.algorithms) > 1 and Settings(args).hybrid_layer_pattern:
+        raise ConfigError(
+            f"all attention layers of a hybrid model have one algorithm, got --cp-layers "
+            f"{', '.join(config.layers)} and --hybrid-layer-pattern {args.hybrid_layer_pattern}: "
+            "leave one of the two out"
+        )
     check_settings(args, config)
     _check_sequence(args, config)
     _check_algorithms(args, config)

@@ -28,7 +28,8 @@ class Hooks:
     """Serves one process's run. Replaces, wherever scripts import them from:
 
     - `validate_args`: checks Megatron's arguments and makes the runtime;
-    - the constructor of `GPTModel`: puts the plugin's attention and position embeddings into it;
+    - the constructors of `GPTModel` and `HybridModel`: put the plugin's attention and position
+      embeddings into the model;
     - `setup_model_and_optimizer`: refuses models of other kinds;
     - `get_batch_on_this_cp_rank`: cuts batches by the layout;
     - `roll_tensor`: shifts tokens for multi-token prediction by the layout;
@@ -48,7 +49,6 @@ class Hooks:
             ContextParallelError: This Megatron is older than 0.16, or has not all of them.
         """
         import megatron.core
-        from megatron.core.models.gpt import GPTModel
 
         from megatron_cp_plugin.integration.loss import forward_step_calc_loss
 
@@ -61,7 +61,8 @@ class Hooks:
             "megatron.training.arguments",
             "megatron.training.initialize",
         )
-        _replace(self._build_model, "__init__", GPTModel)
+        for model in _models():
+            _replace(self._build_model, "__init__", model)
         _replace_names(
             self._set_up_model, "setup_model_and_optimizer", "megatron.training.training"
         )
@@ -133,7 +134,7 @@ class Hooks:
     def _build_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         from megatron_cp_plugin.integration.checks import check_settings
         from megatron_cp_plugin.integration.rope import use_layout
-        from megatron_cp_plugin.integration.spec import with_multi_token, with_plugin
+        from megatron_cp_plugin.integration.spec import with_hybrid, with_multi_token, with_plugin
 
         if self._runtime is None:
             raise ContextParallelError(
@@ -149,25 +150,27 @@ class Hooks:
                 f"the script sets cp_comm_type {config.cp_comm_type} by itself, which would be "
                 "ignored: give --cp-comm-type on the command line"
             )
-        spec = call.arguments["transformer_layer_spec"]
-        stage = call.arguments.get("vp_stage")
-        call.arguments["transformer_layer_spec"] = with_plugin(spec, config, stage, self._runtime)
-        more = call.arguments.get("mtp_block_spec")
-        call.arguments["mtp_block_spec"] = with_multi_token(more, config, self._runtime)
+        given, runtime = call.arguments, self._runtime
+        if "hybrid_stack_spec" in given:
+            given["hybrid_stack_spec"] = with_hybrid(given["hybrid_stack_spec"], config, runtime)
+        else:
+            spec, stage = given["transformer_layer_spec"], given.get("vp_stage")
+            given["transformer_layer_spec"] = with_plugin(spec, config, stage, runtime)
+            more = given.get("mtp_block_spec")
+            given["mtp_block_spec"] = with_multi_token(more, config, runtime)
         original(*call.args, **call.kwargs)
         use_layout(model, self._runtime)
 
     def _set_up_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        from megatron.core.models.gpt import GPTModel
         from megatron.core.utils import unwrap_model
 
-        result = original(*args, **kwargs)
+        result, served = original(*args, **kwargs), _models()
         for model in unwrap_model(result[0]):
-            if not isinstance(model, GPTModel):
+            if not isinstance(model, served):
+                names = " and ".join(kind.__name__ for kind in served)
                 raise ContextParallelError(
-                    f"--context-parallel-algo {self._flags.algo} serves GPTModel, got "
-                    f"{type(model).__name__}: use pretrain_gpt.py or a script that builds a "
-                    "GPTModel"
+                    f"--context-parallel-algo {self._flags.algo} serves {names}, got "
+                    f"{type(model).__name__}: use pretrain_gpt.py or another script that builds one"
                 )
         return result
 
@@ -211,6 +214,14 @@ def _refusals_in_one_line() -> Iterator[None]:
         # Many of its assertions have no message, and speak for themselves.
         why = " ".join(str(error).split()) or traceback.extract_tb(error.__traceback__)[-1].line
         raise ConfigError(f"Megatron refuses these flags: {why}") from error
+
+
+def _models() -> tuple[type, ...]:
+    """The classes of models that are served."""
+    from megatron.core.models.gpt import GPTModel
+
+    hybrid = _module("megatron.core.models.hybrid.hybrid_model")  # since Megatron 0.18
+    return (GPTModel,) if hybrid is None else (GPTModel, hybrid.HybridModel)
 
 
 def _module(name: str) -> Any:

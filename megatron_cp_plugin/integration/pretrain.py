@@ -23,7 +23,11 @@ from megatron.core.utils import (
     get_batch_on_this_tp_rank,
 )
 from megatron.training import get_args, get_timers, pretrain
-from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.argument_utils import (
+    gpt_config_from_args,
+    hybrid_config_from_args,
+    pretrain_cfg_container_from_args,
+)
 from megatron.training.arguments import parse_and_validate_args
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 from torch import Tensor
@@ -39,7 +43,6 @@ _NOT_HERE = (
     "dataloader_inter_document_masking",
     "overlap_moe_expert_parallel_comm",
     "hybrid_context_parallel",
-    "hybrid_layer_pattern",
 )
 
 
@@ -62,7 +65,8 @@ def run() -> None:
             "this script does not serve --mtp-num-layers in a pipeline: start Megatron's own "
             "script with python -m megatron_cp_plugin.launch"
         )
-    config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+    model = hybrid_config_from_args if args.hybrid_layer_pattern else gpt_config_from_args
+    config = pretrain_cfg_container_from_args(args, model(args))
     build_datasets.is_distributed = True  # type: ignore[attr-defined]
     pretrain(config, build_datasets, ModelType.encoder_or_decoder, forward_step)
 

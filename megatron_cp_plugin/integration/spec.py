@@ -106,6 +106,19 @@ def with_multi_token(spec: Any, config: TransformerConfig, runtime: Runtime) -> 
     return replace(spec, layer_specs=layers)
 
 
+def with_hybrid(spec: ModuleSpec, config: TransformerConfig, runtime: Runtime) -> ModuleSpec:
+    """Returns a copy of a HybridModel's stack spec with the plugin's attention.
+
+    Raises:
+        ContextParallelError: As `with_attention`.
+    """
+    if runtime.config.has_linear_layers:
+        config.hetereogenous_dist_checkpoint = True
+    stack: Any = spec.submodules
+    layer = with_attention(stack.attention_layer, runtime)
+    return replace(spec, submodules=replace(stack, attention_layer=layer))
+
+
 def with_attention(spec: LayerSpec, runtime: Runtime) -> LayerSpec:
     """Returns a copy of a layer or block spec with one algorithm's attention in each layer.
 

@@ -50,6 +50,7 @@ print("RESULT" + json.dumps({"rest": rest, "changed": changed}))
 MEGATRONS_OWN = [
     "megatron.core.datasets.utils.compile_helpers",
     "megatron.core.models.gpt.gpt_model.GPTModel.__init__",
+    "megatron.core.models.hybrid.hybrid_model.HybridModel.__init__",
     "megatron.core.pipeline_parallel.schedules.forward_step_calc_loss",
     "megatron.core.tensor_parallel.checkpoint",
     "megatron.core.tensor_parallel.random.checkpoint",
@@ -174,7 +175,7 @@ def test_model_of_another_kind_is_refused() -> None:
 
     gpt, other = object.__new__(GPTModel), torch.nn.Linear(1, 1)
     assert set_up(gpt) == ([gpt], "adam", "schedule")
-    with pytest.raises(ContextParallelError, match="ring serves GPTModel, got Linear"):
+    with pytest.raises(ContextParallelError, match="ring serves GPTModel and HybridModel, got Lin"):
         set_up(gpt, other)
 
 

@@ -11,6 +11,7 @@ from tests.integration.megatron_job import LAUNCHER, SCRIPT, TINY, Job, run, run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
+HYBRID = Path(__file__).with_name("hybrid_job.py")
 ROPE = (*TINY, "--position-embedding-type", "rope", "--group-query-attention")
 ROPE = (*ROPE, "--num-query-groups", "2", "--swiglu", "--normalization", "RMSNorm")
 # 68 tokens: divisible by 4 ranks, but not by 2 * 4, which Megatron demands of --seq-length.
@@ -93,6 +94,28 @@ def test_model_parallel_beside_context_parallel(split: str, tmp_path: Path) -> N
         tmp_path / "reference", *flags, "--context-parallel-algo", "megatron", ranks=2
     )
     job = run_warm(tmp_path / "split", *flags, *algo("zigzag", 2), ranks=4)
+    assert_same_training(job.succeeded(), reference.succeeded())
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern"),
+    [("distflash", "**-/*-/*-"), ("attention2d", "*-|*-")],
+)
+def test_hybrid_model(name: str, pattern: str) -> None:
+    """Of attention and MLP layers, with two more tokens predicted or in two pipeline stages."""
+    words = "--position-embedding-type rope --normalization RMSNorm --spec hybrid_job stack"
+    stages = 1 + pattern.count("|")
+    flags = [*TINY, *words.split(), "--hybrid-layer-pattern", pattern]
+    flags += [
+        "--pipeline-model-parallel-size",
+        str(stages),
+        "--untie-embeddings-and-output-weights",
+    ]
+    if "/" in pattern:
+        flags += ["--mtp-num-layers", str(pattern.count("/"))]
+    program = (*LAUNCHER, str(HYBRID))
+    reference = run(*flags, "--context-parallel-algo", "megatron", ranks=stages, program=program)
+    job = run(*flags, *algo(name, 2), ranks=2 * stages, program=program)
     assert_same_training(job.succeeded(), reference.succeeded())
 
 
