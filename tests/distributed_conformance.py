@@ -21,6 +21,7 @@ import torch.distributed as dist
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.core.layout import shard
 from megatron_cp_plugin.core.topology import Topology
+from megatron_cp_plugin.core.virtual import VirtualWorld
 from megatron_cp_plugin.errors import ConfigError, KernelUnavailableError
 from megatron_cp_plugin.kernels import Problem, Statistics, resolve
 from megatron_cp_plugin.registry import layout_of
@@ -30,21 +31,36 @@ from tests.test_conformance import Case, cases
 NAMES = ("out", "dq", "dk", "dv")
 
 
-def own_errors(kernel_name, expected: Expected, device, causal):
-    """Squared errors of the kernel on the whole sequence."""
+def settings_of(heads, tokens, device):
+    """What is computed: arguments of `cp.attention` by name."""
+    return {
+        "causal": {"causal": True},
+        "full": {"causal": False},
+        "window": {"causal": True, "window": tokens // 3},
+        "sinks": {"causal": True, "sink": torch.linspace(-1, 4, heads, device=device)},
+    }
+
+
+def own_errors(kernel_name, expected: Expected, device, setting):
+    """Errors of the kernel on the whole sequence; windows and sinks as one rank computes them."""
     q, k, v, dout = (x.to(device) for x in (expected.q, expected.k, expected.v, expected.dout))
-    problem = Problem(device, q.dtype, q.shape[2], k.shape[2], q.shape[3])
-    kernel = resolve(kernel_name, problem)
-    scale = q.shape[3] ** -0.5
-    out, lse = kernel.forward(q, k, v, scale=scale, causal=causal)
-    gradients = kernel.backward(dout, q, k, v, Statistics(lse, out=out), scale=scale, causal=causal)
+    if setting.keys() == {"causal"}:
+        problem = Problem(device, q.dtype, q.shape[2], k.shape[2], q.shape[3])
+        kernel, scale = resolve(kernel_name, problem), q.shape[3] ** -0.5
+        out, lse = kernel.forward(q, k, v, scale=scale, **setting)
+        statistics = Statistics(lse, out=out)
+        gradients = kernel.backward(dout, q, k, v, statistics, scale=scale, **setting)
+    else:
+        alone, leaves = VirtualWorld(1).topology(0), [x.requires_grad_() for x in (q, k, v)]
+        out = cp.attention(*leaves, algo="ring", group=alone, kernel=kernel_name, **setting)
+        gradients = torch.autograd.grad(out, leaves, dout)
     return [
         (got.double() - getattr(expected, name).to(device)).norm().item()
-        for name, got in zip(NAMES, (out, *gradients), strict=True)
+        for name, got in zip(NAMES, (out.detach(), *gradients), strict=True)
     ]
 
 
-def split_errors(case, kernel_name, expected: Expected, device, causal, captured=False):
+def split_errors(case, kernel_name, expected: Expected, device, setting, captured=False):
     """The same of the algorithm: squared errors summed over ranks.
 
     captured: of a step that was captured in a CUDA graph and replayed.
@@ -60,7 +76,7 @@ def split_errors(case, kernel_name, expected: Expected, device, causal, captured
     dout = local(expected.dout)
 
     def step():
-        out = cp.attention(q, k, v, algo=case.algo, causal=causal, kernel=kernel_name, **options)
+        out = cp.attention(q, k, v, algo=case.algo, kernel=kernel_name, **setting, **options)
         return (out.detach(), *torch.autograd.grad(out, (q, k, v), dout))
 
     got = replayed(step) if captured else step()
@@ -129,18 +145,18 @@ def main() -> int:
     worst = 0.0
     for kernel_name in args.kernels.split(","):
         for heads, kv_heads in ((8, 8), (8, 2)):
-            for causal in (True, False):
+            for mask, setting in settings_of(heads, args.tokens, device).items():
                 expected = expected_attention(
                     seq_len=args.tokens,
                     heads=heads,
                     kv_heads=kv_heads,
                     head_dim=args.head_dim,
-                    causal=causal,
+                    **setting,
                     dtype=torch.bfloat16 if cuda else torch.float32,
                     device=device,
                 )
                 try:
-                    own = own_errors(kernel_name, expected, device, causal)
+                    own = own_errors(kernel_name, expected, device, setting)
                 except KernelUnavailableError as error:
                     if rank == 0:
                         print(f"SKIPPED {error}")
@@ -148,7 +164,7 @@ def main() -> int:
                 for case in captured_cases(size) if args.captured else real_cases(size):
                     try:
                         errors = split_errors(
-                            case, kernel_name, expected, device, causal, args.captured
+                            case, kernel_name, expected, device, setting, args.captured
                         )
                     except ConfigError as error:
                         if rank == 0:
@@ -160,7 +176,6 @@ def main() -> int:
                     bad = not all(ratio <= 2.0 for ratio in ratios)
                     broken += bad
                     if rank == 0:
-                        mask = "causal" if causal else "full"
                         text = " ".join(f"{n} {r:.2f}" for n, r in zip(NAMES, ratios, strict=True))
                         verdict = "BROKEN" if bad else "ok"
                         print(

@@ -59,6 +59,7 @@ def expected_attention(
     head_dim: int,
     causal: bool,
     window: int | None = None,
+    sink: Tensor | None = None,
     scale: float | None = None,
     dtype: torch.dtype = torch.float64,
     device: torch.device | str = "cpu",
@@ -75,7 +76,8 @@ def expected_attention(
     q, k, v, dout = random(heads), random(kv_heads), random(kv_heads), random(heads)
     wide = [x.double().requires_grad_() for x in (q, k, v)]
     scale = head_dim**-0.5 if scale is None else scale
-    out = naive_attention(*wide, causal=causal, scale=scale, window=window)
+    sink = None if sink is None else sink.double()
+    out = naive_attention(*wide, causal=causal, scale=scale, window=window, sink=sink)
     dq, dk, dv = torch.autograd.grad(out, wide, dout.double())
     return Expected(q, k, v, dout, out.detach(), dq, dk, dv)
 
