@@ -13,6 +13,21 @@ _ROWS = 16
 
 
 @triton.jit
+def _rows(tokens, heads, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The rows [ROWS] of a program, in the order batch, token, head, and where they are."""
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    head = row % heads
+    token = (row // heads) % tokens
+    return row, row // (heads * tokens), token, head
+
+
+@triton.jit
+def _places(batch, token, head, column, by_b, by_s, by_h):  # type: ignore[no-untyped-def]
+    """Offsets [ROWS,DIM] into a tensor [B,S,H,D] with these strides, and 1 of the last."""
+    return (batch * by_b + token * by_s + head * by_h)[:, None] + column[None, :]
+
+
+@triton.jit
 def _merge_kernel(  # type: ignore[no-untyped-def]
     out_ptr,
     lse_ptr,
@@ -45,11 +60,8 @@ def _merge_kernel(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     DIM: tl.constexpr,
 ):
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    row, batch, token, head = _rows(tokens, heads, ROWS)
     column = tl.arange(0, DIM)
-    head = row % heads
-    token = (row // heads) % tokens
-    batch = row // (heads * tokens)
     live = row < rows
     inside = live[:, None] & (column < dim)[None, :]
 
@@ -64,12 +76,12 @@ def _merge_kernel(  # type: ignore[no-untyped-def]
     empty = total == 0.0
     scale = tl.where(empty, 0.0, 1.0 / tl.where(empty, 1.0, total))
 
-    a_at = (batch * a_b + token * a_s + head * a_h)[:, None] + column[None, :]
-    b_at = (batch * b_b + token * b_s + head * b_h)[:, None] + column[None, :]
+    a_at = _places(batch, token, head, column, a_b, a_s, a_h)
+    b_at = _places(batch, token, head, column, b_b, b_s, b_h)
     a = tl.load(a_ptr + a_at, inside, 0.0).to(tl.float32)
     b = tl.load(b_ptr + b_at, inside, 0.0).to(tl.float32)
     merged = a * (a_weight * scale)[:, None] + b * (b_weight * scale)[:, None]
-    out_at = (batch * out_b + token * out_s + head * out_h)[:, None] + column[None, :]
+    out_at = _places(batch, token, head, column, out_b, out_s, out_h)
     tl.store(out_ptr + out_at, merged.to(out_ptr.dtype.element_ty), inside)
     lse = tl.where(empty, nothing, high + tl.log(tl.where(empty, 1.0, total)))
     tl.store(lse_ptr + batch * lse_b + head * lse_h + token * lse_s, lse, live)
@@ -129,18 +141,15 @@ def _sum_kernel(  # type: ignore[no-untyped-def]
     DIM: tl.constexpr,
     TWO: tl.constexpr,
 ):
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    row, batch, token, head = _rows(tokens, heads, ROWS)
     column = tl.arange(0, DIM)
-    head = row % heads
-    token = (row // heads) % tokens
-    batch = row // (heads * tokens)
     inside = (row < rows)[:, None] & (column < dim)[None, :]
-    a_at = (batch * a_b + token * a_s + head * a_h)[:, None] + column[None, :]
+    a_at = _places(batch, token, head, column, a_b, a_s, a_h)
     total = tl.load(a_ptr + a_at, inside, 0.0).to(tl.float32)
     if TWO:
-        b_at = (batch * b_b + token * b_s + head * b_h)[:, None] + column[None, :]
+        b_at = _places(batch, token, head, column, b_b, b_s, b_h)
         total += tl.load(b_ptr + b_at, inside, 0.0).to(tl.float32)
-    out_at = (batch * out_b + token * out_s + head * out_h)[:, None] + column[None, :]
+    out_at = _places(batch, token, head, column, out_b, out_s, out_h)
     tl.store(out_ptr + out_at, total.to(out_ptr.dtype.element_ty), inside)
 
 
@@ -188,15 +197,12 @@ def _delta_kernel(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     DIM: tl.constexpr,
 ):
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    row, batch, token, head = _rows(tokens, heads, ROWS)
     column = tl.arange(0, DIM)
-    head = row % heads
-    token = (row // heads) % tokens
-    batch = row // (heads * tokens)
     live = row < rows
     inside = live[:, None] & (column < dim)[None, :]
-    dout_at = (batch * dout_b + token * dout_s + head * dout_h)[:, None] + column[None, :]
-    out_at = (batch * out_b + token * out_s + head * out_h)[:, None] + column[None, :]
+    dout_at = _places(batch, token, head, column, dout_b, dout_s, dout_h)
+    out_at = _places(batch, token, head, column, out_b, out_s, out_h)
     dout = tl.load(dout_ptr + dout_at, inside, 0.0).to(tl.float32)
     out = tl.load(out_ptr + out_at, inside, 0.0).to(tl.float32)
     tl.store(delta_ptr + (batch * heads + head) * tokens + token, tl.sum(dout * out, 1), live)
@@ -252,23 +258,20 @@ def _product_kernel(  # type: ignore[no-untyped-def]
     DIM: tl.constexpr,
     LESS: tl.constexpr,
 ):
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    row, batch, token, head = _rows(tokens, heads, ROWS)
     column = tl.arange(0, DIM)
-    head = row % heads
-    token = (row // heads) % tokens
-    batch = row // (heads * tokens)
     live = row < rows
     inside = live[:, None] & (column < dim)[None, :]
-    a_at = (batch * a_b + token * a_s + head * a_h)[:, None] + column[None, :]
-    b_at = (batch * b_b + token * b_s + head * b_h)[:, None] + column[None, :]
+    a_at = _places(batch, token, head, column, a_b, a_s, a_h)
+    b_at = _places(batch, token, head, column, b_b, b_s, b_h)
     a = tl.load(a_ptr + a_at, inside, 0.0).to(tl.float32)
     b = tl.load(b_ptr + b_at, inside, 0.0).to(tl.float32)
     product = a * b * tl.load(scale_ptr + row // heads, live, 0.0)[:, None]
     if LESS:
-        x_at = (batch * x_b + token * x_s + head * x_h)[:, None] + column[None, :]
+        x_at = _places(batch, token, head, column, x_b, x_s, x_h)
         x = tl.load(x_ptr + x_at, inside, 0.0).to(tl.float32)
         product -= x * tl.load(share_ptr + row // heads, live, 0.0)[:, None]
-    out_at = (batch * out_b + token * out_s + head * out_h)[:, None] + column[None, :]
+    out_at = _places(batch, token, head, column, out_b, out_s, out_h)
     tl.store(out_ptr + out_at, product.to(out_ptr.dtype.element_ty), inside)
 
 
