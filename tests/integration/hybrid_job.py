@@ -17,6 +17,7 @@ from megatron.core.transformer.multi_token_prediction import (
 )
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_layer import MoETransformerLayer
 
 _local = get_gpt_layer_local_spec(normalization="RMSNorm")
 _ahead = get_mtp_layer_spec(_local, use_transformer_engine=False)
@@ -36,6 +37,15 @@ stack = ModuleSpec(
             MLPLayer,
             submodules=replace(
                 _local.submodules,
+                input_layernorm=IdentityOp,
+                self_attention=IdentityOp,
+                self_attn_bda=IdentityFuncOp,
+            ),
+        ),
+        moe_layer=ModuleSpec(
+            MoETransformerLayer,
+            submodules=replace(
+                get_gpt_layer_local_spec(num_experts=4, normalization="RMSNorm").submodules,
                 input_layernorm=IdentityOp,
                 self_attention=IdentityOp,
                 self_attn_bda=IdentityFuncOp,

@@ -99,10 +99,10 @@ def test_model_parallel_beside_context_parallel(split: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     ("name", "pattern"),
-    [("distflash", "**-/*-/*-"), ("attention2d", "*-|*-")],
+    [("distflash", "*E*-/*-/*-"), ("attention2d", "*-|*-")],
 )
 def test_hybrid_model(name: str, pattern: str) -> None:
-    """Of attention and MLP layers, with two more tokens predicted or in two pipeline stages."""
+    """Of attention, MLP and MoE; with two more tokens predicted, or in two pipeline stages."""
     words = "--position-embedding-type rope --normalization RMSNorm --spec hybrid_job stack"
     stages = 1 + pattern.count("|")
     flags = [*TINY, *words.split(), "--hybrid-layer-pattern", pattern]
@@ -111,6 +111,8 @@ def test_hybrid_model(name: str, pattern: str) -> None:
         str(stages),
         "--untie-embeddings-and-output-weights",
     ]
+    if "E" in pattern:
+        flags += "--num-experts 4 --moe-router-topk 2 --disable-bias-linear".split()
     if "/" in pattern:
         flags += ["--mtp-num-layers", str(pattern.count("/"))]
     program = (*LAUNCHER, str(HYBRID))
