@@ -24,6 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="megatron-cp", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_draw(commands)
+    _add_plan(commands)
     _add_doctor(commands)
     _add_capabilities(commands)
     arguments = parser.parse_args(argv)
@@ -130,6 +131,85 @@ def _draw(arguments: argparse.Namespace) -> int:
     console.print(table(drawn))
     if arguments.output:
         console.print(f"wrote {arguments.output}")
+    return 0
+
+
+def _add_plan(commands: Any) -> None:
+    parser = commands.add_parser(
+        "plan",
+        help="what an attention layer of your model sends with each algorithm, and who waits",
+        description="For every algorithm of softmax attention, with its default options: bytes "
+        "and messages of the rank that sends most in one layer, forward and backward, and the "
+        "share of the forward in which ranks wait; with --bandwidth also what computing and "
+        "sending take at least, each alone. By formulas: nothing runs.",
+    )
+    parser.add_argument("--size", required=True, type=int, metavar="P", help="number of ranks")
+    parser.add_argument("--seq-len", required=True, type=int, metavar="N", help="global tokens")
+    parser.add_argument("--heads", required=True, type=int, metavar="H")
+    parser.add_argument("--kv-heads", type=int, metavar="G", help="default: as many as heads")
+    parser.add_argument("--head-dim", type=int, default=128, metavar="D")
+    parser.add_argument("--batch", type=int, default=1, metavar="B")
+    parser.add_argument("--mask", choices=("causal", "full"), default="causal")
+    parser.add_argument("--window", type=int, metavar="W", help="sliding window of W tokens")
+    parser.add_argument("--bandwidth", type=float, metavar="GB/S", help="what a rank can send")
+    parser.add_argument(
+        "--tflops", type=float, default=600.0, help="of a rank's kernel; default 600, an H200's"
+    )
+    parser.set_defaults(run=_plan)
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.table import Table
+
+    from megatron_cp_plugin.core.algorithm import Shape
+    from megatron_cp_plugin.core.tiles import Mask
+    from megatron_cp_plugin.costs import cost
+    from megatron_cp_plugin.registry import available
+
+    heads, kv_heads = arguments.heads, arguments.kv_heads or arguments.heads
+    for name in ("size", "seq_len", "heads", "head_dim", "batch", "tflops"):
+        if getattr(arguments, name) <= 0:
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(f"{flag} must be more than 0, got {getattr(arguments, name)}")
+    if kv_heads < 1 or heads % kv_heads:
+        raise ConfigError(f"--kv-heads must divide the {heads} heads, got {kv_heads}")
+    shape = Shape(arguments.batch, arguments.seq_len, heads, kv_heads, arguments.head_dim)
+    mask = Mask(arguments.mask == "causal", arguments.window)
+    table = Table(
+        title=f"one layer, {heads}:{kv_heads} heads, {shape.seq_len} tokens, {arguments.size} ranks"
+    )
+    headers = ["algorithm", "layout", "forward MiB", "backward MiB", "messages", "waits"]
+    if arguments.bandwidth:
+        headers += ["computes ms", "sends ms"]
+    for header in headers:
+        table.add_column(header, justify="left" if header in headers[:2] else "right")
+    refused = []
+    for algo in available("softmax"):
+        try:
+            found = cost(algo, arguments.size, shape, mask)
+        except ConfigError as error:
+            refused.append(f"{algo}: {error}")
+            continue
+        grid = f" {found.grid[0]}x{found.grid[1]}" if found.grid and algo == "attention2d" else ""
+        cells = [
+            algo + grid,
+            found.layout,
+            f"{found.forward_bytes / 2**20:.1f}",
+            f"{found.backward_bytes / 2**20:.1f}",
+            str(found.messages),
+            f"{found.idle:.1%}",
+        ]
+        if arguments.bandwidth:
+            rates = arguments.tflops * 1e12, arguments.bandwidth * 1e9
+            least = found.least_seconds(arguments.size, *rates)
+            cells += [f"{seconds * 1e3:.2f}" for seconds in least]
+        table.add_row(*cells)
+    console = Console()
+    console = Console(width=max(console.width, 110))
+    console.print(table)
+    for line in refused:
+        console.print(line)
     return 0
 
 

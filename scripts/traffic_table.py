@@ -14,11 +14,8 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
-from megatron_cp_plugin import registry
-from megatron_cp_plugin.algorithms.grid import GridAlgorithm
 from megatron_cp_plugin.core.algorithm import Shape
-from megatron_cp_plugin.core.tiles import Mask
-from megatron_cp_plugin.core.virtual import VirtualWorld
+from megatron_cp_plugin.costs import Cost, cost
 from megatron_cp_plugin.errors import ConfigError
 
 SIZES = (4, 8, 16, 32, 64)
@@ -47,30 +44,12 @@ LINES = (
 )
 
 
-@dataclass(frozen=True)
-class Sent:
-    """What the rank that sends most sends.
-
-    Attributes: forward_bytes, backward_bytes: of that rank. grid: rows and columns, if any.
-    """
-
-    forward_bytes: int
-    backward_bytes: int
-    grid: tuple[int, int] | None = None
-
-
-def sent(line: Line, size: int, shape: Shape, *, causal: bool = True) -> Sent | None:
-    """Bytes by formula; None where the algorithm cannot serve that many ranks."""
-    algorithm = registry.create(line.algo, VirtualWorld(size).topology(0), dict(line.options))
-    heads, kv_heads = shape.heads, shape.kv_heads
+def sent(line: Line, size: int, shape: Shape) -> Cost | None:
+    """What the rank that sends most sends; None where the algorithm cannot serve that many."""
     try:
-        algorithm.check(algorithm.options, size=size, heads=heads, kv_heads=kv_heads, causal=causal)
+        return cost(line.algo, size, shape, options=dict(line.options))
     except ConfigError:
         return None
-    each = [algorithm.traffic(shape, Mask(causal), rank) for rank in range(size)]
-    most = max(each, key=lambda traffic: traffic.forward_bytes + traffic.backward_bytes)
-    grid = algorithm.schedule.grid_shape(shape) if isinstance(algorithm, GridAlgorithm) else None
-    return Sent(most.forward_bytes, most.backward_bytes, grid)
 
 
 def cell(line: Line, size: int, shape: Shape) -> str:

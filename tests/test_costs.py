@@ -1,0 +1,81 @@
+"""What `megatron-cp plan` says of each algorithm."""
+
+import pytest
+
+from megatron_cp_plugin import cli
+from megatron_cp_plugin.core.algorithm import Shape
+from megatron_cp_plugin.core.tiles import Mask
+from megatron_cp_plugin.costs import cost
+from megatron_cp_plugin.errors import ConfigError
+from megatron_cp_plugin.registry import available
+
+SHAPE = Shape(1, 4096, 32, 8, 128)
+
+
+@pytest.mark.parametrize("size", [2, 3, 5, 8])
+def test_an_unbalanced_ring_waits_and_the_others_do_not(size: int) -> None:
+    """P^2 / 2 blocks in P - 1/2 block times of P ranks: the first step has half blocks only."""
+    shape = Shape(1, 2 * 3 * 5 * 16 * 8, 30, 30, 64)
+    assert cost("ring", size, shape).idle == pytest.approx((size - 1) / (2 * size - 1), 1e-3)
+    for algo in ("zigzag", "attention2d", "allgather"):
+        assert cost(algo, size, shape).idle == pytest.approx(0, abs=1e-3)
+
+
+def test_least_times() -> None:
+    found = cost("zigzag", 4, SHAPE, Mask(causal=False))
+    assert found.forward_flop == 4 * 4096**2 * 32 * 128
+    # K and V of 1024 tokens, 8 heads, bfloat16, to the next rank, three times.
+    assert found.forward_bytes == 3 * 2 * 1024 * 8 * 128 * 2
+    computing, sending = found.least_seconds(4, flops=1e12, bandwidth=1e9)
+    assert computing == pytest.approx(3.5 * found.forward_flop / 4 / 1e12)
+    assert sending == (found.forward_bytes + found.backward_bytes) / 1e9
+
+
+def test_a_window_leaves_less_to_compute_and_to_send() -> None:
+    whole, windowed = (cost("distflash", 8, SHAPE, mask) for mask in (None, Mask(window=64)))
+    assert windowed.forward_flop < whole.forward_flop / 10
+    assert windowed.forward_bytes < whole.forward_bytes
+    gathered = cost("allgather", 8, SHAPE, Mask(window=64))
+    assert gathered.forward_bytes == cost("allgather", 8, SHAPE).forward_bytes  # whole blocks
+
+
+def test_what_cannot_be_served_is_refused() -> None:
+    with pytest.raises(ConfigError, match="the largest usable degree is 6"):
+        cost("ulysses", 8, Shape(1, 4096, 12, 12, 64))
+
+
+def test_plan_has_a_line_for_every_algorithm(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "plan --size 8 --seq-len 4096 --heads 12 --kv-heads 4 --bandwidth 25"
+    assert cli.main(words.split()) == 0
+    out = capsys.readouterr().out
+    assert "one layer, 12:4 heads, 4096 tokens, 8 ranks" in out
+    for algo in available("softmax"):
+        assert algo in out
+    assert "ulysses: ulysses needs query heads divisible by the 8 ranks" in out
+    found = cost("zigzag", 8, Shape(1, 4096, 12, 4, 128))
+    (line,) = [line for line in out.splitlines() if line.startswith("│ zigzag ")]
+    cells = [cell.strip() for cell in line.strip("│").split("│")]
+    computing, sending = found.least_seconds(8, 600e12, 25e9)
+    assert cells == [
+        "zigzag",
+        "zigzag",
+        f"{found.forward_bytes / 2**20:.1f}",
+        f"{found.backward_bytes / 2**20:.1f}",
+        str(found.messages),
+        "0.0%",
+        f"{computing * 1e3:.2f}",
+        f"{sending * 1e3:.2f}",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--size 4 --seq-len 0 --heads 4", "--seq-len must be more than 0, got 0"),
+        ("--size 4 --seq-len 64 --heads 4 --kv-heads 3", "--kv-heads must divide the 4 heads"),
+        ("--size 4 --seq-len 64 --heads 4 --mask full --window 3", "needs causal attention"),
+    ],
+)
+def test_plan_refuses(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", *words.split()]) == 2
+    assert message in capsys.readouterr().err
