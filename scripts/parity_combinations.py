@@ -1,0 +1,395 @@
+"""The rows of the parity matrix: which flags of Megatron are combined with which algorithms."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from convergence_smoke import Run, Settings, Variant, parse_variants
+from omegaconf import DictConfig, OmegaConf
+
+from megatron_cp_plugin.integration.parity import Tolerances
+
+SOFTMAX = "zigzag,ring,distflash,attention2d,allgather,ulysses,usp"
+# One of each family, for what takes many processes.
+FAMILIES = "zigzag,distflash,attention2d,ulysses"
+LINEAR = "lasp,lasp2,lasp2:layout=zigzag,linear_ulysses"
+
+# Samples are filled up with this token; where --null-tokenizer-pad-id says so, it has no loss.
+PAD = 125
+SEQ_LENGTH = 96  # divisible by 2 * 3 and 2 * 8
+
+# The weights are large enough for attention to be sharp: with Megatron's default of 0.02 it is
+# nearly uniform in a model this small, and the losses of a wrong one are the same to six digits.
+MODEL: dict[str, object] = {
+    "num_layers": 2,
+    "hidden_size": 64,
+    "ffn_hidden_size": 96,
+    "num_attention_heads": 8,
+    "group_query_attention": True,
+    "num_query_groups": 4,
+    "seq_length": SEQ_LENGTH,
+    "max_position_embeddings": SEQ_LENGTH,
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "disable_bias_linear": True,
+    "untie_embeddings_and_output_weights": True,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+    "init_method_std": 0.2,
+    "split": "100,0,0",
+    "tokenizer_type": "NullTokenizer",
+    "vocab_size": 127,
+    "micro_batch_size": 1,
+    "global_batch_size": 4,
+    "lr": 1e-3,
+    "min_lr": 1e-4,
+    "lr_decay_style": "constant",
+    "eval_interval": 1000,
+    "eval_iters": 0,
+    "log_interval": 1,
+    "seed": 1234,
+}
+GPT2: dict[str, object] = {
+    "group_query_attention": False,
+    "position_embedding_type": "learned_absolute",
+    "normalization": "LayerNorm",
+    "swiglu": False,
+    "disable_bias_linear": False,
+    "untie_embeddings_and_output_weights": False,
+}
+# With --eod-mask-loss, for without it Megatron's data set keeps the mask of the first sample that a
+# rank reads, padding included, and puts it on all others.
+PADDED: dict[str, object] = {"null_tokenizer_pad_id": PAD, "eod_mask_loss": True}
+PER_TOKEN: dict[str, object] = {"calculate_per_token_loss": True}
+OVERLAP: dict[str, object] = {
+    "use_distributed_optimizer": True,
+    "overlap_grad_reduce": True,
+    "overlap_param_gather": True,
+}
+INTERLEAVED: dict[str, object] = {
+    "num_layers": 4,
+    "pipeline_model_parallel_size": 2,
+    "num_layers_per_virtual_pipeline_stage": 1,
+}
+TP2: dict[str, object] = {"tensor_model_parallel_size": 2}
+SP: dict[str, object] = TP2 | {"sequence_parallel": True}
+PP2: dict[str, object] = {"pipeline_model_parallel_size": 2}
+MOE: dict[str, object] = {
+    "num_experts": 4,
+    "moe_router_topk": 2,
+    "moe_router_load_balancing_type": "aux_loss",
+    "moe_aux_loss_coeff": 0.1,
+}
+EP2: dict[str, object] = {
+    "expert_model_parallel_size": 2,
+    "moe_token_dispatcher_type": "alltoall",
+}
+RESET: dict[str, object] = {"reset_position_ids": True, "null_tokenizer_eod_id": 7}
+MTP: dict[str, object] = {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.5}
+SINKS: dict[str, object] = {
+    "softmax_type": "learnable",
+    "window_size": "8,0",
+    "window_attn_skip_freq": 2,
+}
+RECOMPUTE: dict[str, object] = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
+
+
+@dataclass(frozen=True)
+class Combination:
+    """A row of the table.
+
+    Attributes:
+        key: Names it on the command line.
+        about: Names it in the table.
+        megatron: Flags of Megatron that differ from `MODEL`.
+        cp: Context-parallel size.
+        algos: As for --algos of the harness.
+        dp: Data-parallel size. reference_dp: that of the reference.
+        context_parallel: Settings of the plugin; linear_model: the layers are linear attention.
+        tolerances: What counts as equal.
+    """
+
+    key: str
+    about: str
+    megatron: dict[str, object] = field(default_factory=dict)
+    cp: int = 4
+    algos: str = SOFTMAX
+    dp: int = 1
+    reference_dp: int = 1
+    context_parallel: dict[str, object] = field(default_factory=dict)
+    tolerances: Tolerances = field(default_factory=Tolerances)
+
+    @property
+    def config(self) -> DictConfig:
+        """The run file that the runs have in common."""
+        return OmegaConf.create(
+            {
+                "megatron": MODEL | self.megatron,
+                "context_parallel": {"platform": "cpu"} | self.context_parallel,
+            }
+        )
+
+    @property
+    def shards(self) -> int:
+        """Tensor times pipeline parallel ranks."""
+        settings = Settings(self.config, self.key, [])
+        tensor = settings.number("tensor_model_parallel_size", 1)
+        return tensor * settings.number("pipeline_model_parallel_size", 1)
+
+    @property
+    def variants(self) -> list[Variant]:
+        """The algorithms."""
+        return parse_variants(self.algos)
+
+    @property
+    def reference(self) -> Run:
+        """The run to be equal to."""
+        own_model = "linear_model" in self.context_parallel
+        variant = self.variants[0] if own_model else None
+        return Run(variant, 1, self.shards * self.reference_dp, is_reference=True)
+
+    def run(self, variant: Variant) -> Run:
+        """A cell's run."""
+        return Run(variant, self.cp, self.shards * self.dp * self.cp)
+
+
+def rounded(unit: float) -> Tolerances:
+    """What counts as equal in a dtype: 1, 5 and 20 roundings for losses, norms and gradients."""
+    return Tolerances(unit, 5 * unit, 20 * unit)
+
+
+def linear(
+    key: str, about: str, megatron: dict[str, object], model: str = "transnormer", **values: Any
+) -> Combination:
+    """A combination for linear attention; it has no grouped queries and rotates nothing."""
+    flags: dict[str, object] = {"group_query_attention": False, "position_embedding_type": "none"}
+    section: dict[str, object] = {"linear_model": model}
+    return Combination(
+        key, about, flags | megatron, algos=LINEAR, context_parallel=section, **values
+    )
+
+
+def hybrid(key: str, about: str, layers: str, algo: str, **flags: object) -> Combination:
+    """A combination for a stack of 3 linear layers and one of softmax attention with RoPE."""
+    return Combination(
+        key,
+        about,
+        {"group_query_attention": False, "num_layers": 4, **flags},
+        cp=2 if flags else 4,
+        algos=algo,
+        context_parallel={"linear_model": "transnormer", "layers": layers},
+    )
+
+
+# Small steps: Adam turns the rounding of a gradient near zero into a whole step the other way,
+# which a sharp model would amplify from iteration to iteration.
+SMALL_STEPS: dict[str, object] = {"lr": 1e-5, "min_lr": 1e-6}
+BF16: dict[str, object] = SMALL_STEPS | {"bf16": True}
+BF16_BOUND = rounded(2**-9)
+FP16_BOUND = rounded(2**-11)
+
+COMBINATIONS = (
+    # The model and the size.
+    Combination("rope-gqa", "RoPE, GQA 8:4, untied embeddings"),
+    Combination("gpt2", "learned positions, MHA, biases, tied embeddings", GPT2),
+    Combination(
+        "no-positions",
+        "no positions, MQA, QK norm",
+        {"position_embedding_type": "none", "num_query_groups": 1, "qk_layernorm": True},
+    ),
+    Combination(
+        "reset-positions", "positions from 0 in each document", GPT2 | RESET, algos=FAMILIES
+    ),
+    Combination("sinks", "learnable sinks, window of 9 tokens in every other layer", SINKS),
+    Combination(
+        "sinks-tp",
+        "sinks, TP 2, full recompute",
+        SINKS | TP2 | RECOMPUTE,
+        cp=2,
+        algos=FAMILIES,
+    ),
+    Combination("cp3", "3 ranks", cp=3),
+    Combination("cp8", "8 ranks", cp=8, algos=FAMILIES + ",usp"),
+    Combination("bf16", "bfloat16", BF16, tolerances=BF16_BOUND),
+    Combination(
+        "bf16-cp1",
+        "bfloat16, nothing split: rounding alone",
+        BF16,
+        cp=1,
+        algos="zigzag",
+        tolerances=BF16_BOUND,
+    ),
+    Combination(
+        "fp16",
+        "float16, loss scale 128",
+        SMALL_STEPS | {"fp16": True, "loss_scale": 128},
+        algos=FAMILIES,
+        tolerances=FP16_BOUND,
+    ),
+    Combination("recompute", "full recompute", RECOMPUTE, cp=2, algos=FAMILIES),
+    # The loss.
+    Combination("padded", "padding: ranks and whole samples without a token that counts", PADDED),
+    Combination("padded-per-token", "padding, loss per token", PADDED | PER_TOKEN),
+    Combination(
+        "padded-batch",
+        "padding, micro-batches of 2",
+        PADDED | {"micro_batch_size": 2},
+        algos=FAMILIES,
+    ),
+    Combination(
+        "eod-mask",
+        "no loss at ends of documents, which fill samples up",
+        {"null_tokenizer_eod_id": PAD, "eod_mask_loss": True},
+        algos=FAMILIES,
+    ),
+    # Multi-token prediction: the harness compares its losses too.
+    Combination("mtp", "2 more tokens predicted, padding", MTP | PADDED),
+    Combination(
+        "mtp-cp3",
+        "2 more tokens predicted, 3 ranks, full recompute",
+        MTP | RECOMPUTE,
+        cp=3,
+        algos="zigzag,distflash",
+    ),
+    Combination(
+        "mtp-tp",
+        "2 more tokens predicted, TP 2, sequence parallel, distributed optimizer",
+        MTP | SP | OVERLAP,
+        cp=2,
+        algos=FAMILIES,
+    ),
+    # Other parallelism.
+    Combination("tp", "TP 2", TP2, cp=2, algos=FAMILIES),
+    Combination(
+        "tp-mqa",
+        "TP 2 with one KV head for both, QK norm",
+        TP2 | {"num_query_groups": 1, "qk_layernorm": True},
+        cp=2,
+        algos=FAMILIES,
+    ),
+    Combination("tp-sp", "TP 2, sequence parallel", SP, cp=2, algos=FAMILIES),
+    Combination("pp", "PP 2, 1F1B, tied embeddings", GPT2 | PP2, cp=2, algos=FAMILIES),
+    Combination("pp-interleaved", "PP 2, interleaved", INTERLEAVED, cp=2, algos=FAMILIES),
+    Combination("dp", "DP 2, padding", PADDED, cp=2, dp=2, reference_dp=2, algos=FAMILIES),
+    Combination(
+        "cp-for-dp", "CP 2 against DP 2, padding", PADDED, cp=2, reference_dp=2, algos=FAMILIES
+    ),
+    Combination(
+        "dp-overlap",
+        "DP 2, distributed optimizer, overlapped reductions and gathers",
+        OVERLAP,
+        cp=2,
+        dp=2,
+        reference_dp=2,
+        algos=FAMILIES,
+    ),
+    Combination(
+        "tp-pp",
+        "TP 2, sequence parallel, PP 2, distributed optimizer, overlapped, padding",
+        SP | PP2 | OVERLAP | PADDED,
+        cp=2,
+        algos=FAMILIES,
+    ),
+    Combination(
+        "tp-pp-per-token",
+        "the same, loss per token",
+        SP | PP2 | OVERLAP | PADDED | PER_TOKEN,
+        cp=2,
+        algos="zigzag,distflash",
+    ),
+    # Mixture of experts.
+    Combination("moe", "4 experts, auxiliary loss", MOE, algos=FAMILIES),
+    Combination(
+        "moe-ep",
+        "EP 2 over DP 2, auxiliary loss",
+        MOE | EP2,
+        cp=2,
+        dp=2,
+        reference_dp=2,
+        algos=FAMILIES,
+    ),
+    Combination(
+        "moe-ep-cp",
+        "EP 2 over CP 2, auxiliary and z-loss, padding",
+        MOE | EP2 | PADDED | {"moe_z_loss_coeff": 0.01},
+        cp=2,
+        reference_dp=2,
+        algos=FAMILIES,
+    ),
+    Combination(
+        "moe-ep-per-token",
+        "EP 2 over CP 2, auxiliary loss per sequence, z-loss, padding, loss per token",
+        MOE
+        | EP2
+        | PADDED
+        | PER_TOKEN
+        | {"moe_router_load_balancing_type": "seq_aux_loss", "moe_z_loss_coeff": 0.01},
+        cp=2,
+        reference_dp=2,
+        algos="zigzag,distflash",
+    ),
+    Combination(
+        "moe-global",
+        "4 experts, global auxiliary loss",
+        MOE | {"moe_router_load_balancing_type": "global_aux_loss"},
+        algos="zigzag,distflash",
+    ),
+    Combination(
+        "moe-bias",
+        "4 experts, sigmoid router balanced by a bias, micro-batches of 2",
+        MOE
+        | {
+            "moe_router_load_balancing_type": "none",
+            "moe_aux_loss_coeff": 0.0,
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+            "micro_batch_size": 2,
+        },
+        algos="zigzag,distflash",
+    ),
+    Combination(
+        "moe-tp",
+        "EP 2 over TP 2, sequence parallel, auxiliary loss",
+        MOE | EP2 | SP | {"expert_tensor_parallel_size": 1},
+        cp=2,
+        algos="zigzag,distflash",
+    ),
+    Combination(
+        "moe-drop",
+        "experts that drop tokens",
+        MOE | {"moe_expert_capacity_factor": 1.0},
+        algos="zigzag",
+    ),
+    # Linear attention.
+    linear("transnormer", "TransNormerLLM", {}),
+    linear("linear-transformer", "Linear Transformer", GPT2, model="linear_transformer"),
+    linear("transnormer-bf16", "TransNormerLLM, bfloat16", BF16, tolerances=BF16_BOUND),
+    linear("transnormer-padded", "TransNormerLLM, padding", PADDED),
+    linear("transnormer-tp", "TransNormerLLM, TP 2, sequence parallel", SP, cp=2),
+    linear("transnormer-pp", "TransNormerLLM, PP 2, interleaved", INTERLEAVED, cp=2),
+    linear("transnormer-moe", "TransNormerLLM, 4 experts, auxiliary loss", MOE),
+    linear("transnormer-mtp", "TransNormerLLM, 2 more tokens predicted, padding", MTP | PADDED),
+    # Stacks of both kinds, on each layout.
+    hybrid("hybrid", "lasp2*3, attention2d", "lasp2*3, attention2d", "lasp2:layout=zigzag"),
+    hybrid("hybrid-contiguous", "lasp*3, distflash", "lasp*3, distflash", "lasp"),
+    hybrid(
+        "hybrid-pp",
+        "lasp2*3, zigzag, PP 2, distributed optimizer, overlapped",
+        "lasp2*3, zigzag",
+        "lasp2:layout=zigzag",
+        **PP2 | OVERLAP,
+    ),
+    hybrid(
+        "hybrid-ulysses",
+        "linear_ulysses*3, ring, TP 2, sequence parallel",
+        "linear_ulysses*3, ring",
+        "linear_ulysses",
+        **SP,
+    ),
+)
