@@ -19,256 +19,39 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
-import math
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
+from convergence_report import draw, show, write_report
+from convergence_runs import (
+    Outcome,
+    Run,
+    Settings,
+    parse_sizes,
+    parse_variants,
+    plan,
+    run_file,
+)
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
-from megatron_cp_plugin import registry
-from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.integration.args import MEGATRON
-from megatron_cp_plugin.integration.parity import Comparison, Recording, Tolerances, compare
+from megatron_cp_plugin.integration.parity import Recording, Tolerances, compare
 from megatron_cp_plugin.integration.yaml_config import load_run_file
 
 LAUNCHER = Path(__file__).with_name("pretrain_gpt.py")
 # How the launcher begins the line that says what is wrong with a run's settings.
 _ERROR_PREFIX = "megatron_cp_plugin: error: "
 _LOG_TAIL = 30
-
-
-@dataclass(frozen=True)
-class Variant:
-    """An algorithm with options, as in `--algos ring,zigzag:backward=kv`."""
-
-    algo: str
-    options: tuple[tuple[str, str], ...] = ()
-
-    @property
-    def label(self) -> str:
-        """The words that it was made of."""
-        return ":".join([self.algo, *(f"{name}={value}" for name, value in self.options)])
-
-
-@dataclass(frozen=True)
-class Run:
-    """One training run.
-
-    Attributes:
-        variant: The algorithm; None for Megatron's own path.
-        cp: context_parallel_size.
-        processes: World size.
-        is_reference: Whether the others are compared with it.
-    """
-
-    variant: Variant | None
-    cp: int
-    processes: int
-    is_reference: bool = False
-
-    @property
-    def label(self) -> str:
-        """For tables: the algorithm."""
-        name = self.variant.label if self.variant else "Megatron"
-        return f"{name} (reference)" if self.is_reference else name
-
-    @property
-    def algo(self) -> str:
-        """The name for --context-parallel-algo."""
-        return self.variant.algo if self.variant else MEGATRON
-
-    @property
-    def folder(self) -> str:
-        """Name of the folder for what the run writes."""
-        if self.is_reference or self.variant is None:
-            return f"reference-cp{self.cp}"
-        return f"{self.variant.label.replace(':', '-')}-cp{self.cp}"
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What became of a run; `failure` is one line if it did not finish."""
-
-    run: Run
-    recording: Recording | None = None
-    comparison: Comparison | None = None
-    failure: str = ""
-
-    @property
-    def passed(self) -> bool:
-        """Whether it finished and, unless it is the reference, equals the reference."""
-        return not self.failure and (self.comparison is None or self.comparison.passed)
-
-
-def parse_variants(text: str) -> list[Variant]:
-    """Reads `ring,zigzag:backward=kv`.
-
-    Raises:
-        ConfigError: An algorithm or an option does not exist, or one is named twice.
-    """
-    variants = []
-    for word in filter(None, (w.strip() for w in text.split(","))):
-        algo, *pairs = word.split(":")
-        options = []
-        for pair in pairs:
-            name, equals, value = pair.partition("=")
-            if not equals:
-                raise ConfigError(f"--algos: write NAME:OPTION=VALUE, got {word!r}")
-            options.append((name, value))
-        registry.layout_of(algo, dict(options))
-        variants.append(Variant(algo, tuple(options)))
-    if not variants:
-        raise ConfigError(f"--algos needs a name, got {text!r}: {', '.join(registry.available())}")
-    if len(set(variants)) != len(variants):
-        raise ConfigError(f"--algos names an algorithm twice: {text}")
-    return variants
-
-
-def parse_sizes(text: str) -> list[int]:
-    """Reads `1,2,4`.
-
-    Raises:
-        ConfigError: It is not a list of different positive whole numbers.
-    """
-    words = [word.strip() for word in text.split(",")]
-    if not all(word.isdecimal() and int(word) > 0 for word in words):
-        raise ConfigError(f"--cp takes whole numbers from 1, such as 1,2,4, got {text!r}")
-    sizes = [int(word) for word in words]
-    if len(set(sizes)) != len(sizes):
-        raise ConfigError(f"--cp names a size twice: {text}")
-    return sizes
-
-
-class Settings:
-    """Megatron's settings of a run file, as far as the harness has to know them.
-
-    Args:
-        config: The run file.
-        path: Its name, for errors.
-        extra: Flags of Megatron that override it.
-    """
-
-    def __init__(self, config: DictConfig, path: str, extra: Sequence[str]) -> None:
-        try:
-            section = OmegaConf.to_container(config, resolve=True)
-        except OmegaConfBaseException as error:
-            raise ConfigError(f"{path}: {str(error).splitlines()[0]}") from None
-        assert isinstance(section, dict)
-        megatron = section.get("megatron")
-        if not isinstance(megatron, dict):
-            raise ConfigError(f"{path}: the section megatron is missing or no mapping")
-        self._values = {str(key).replace("-", "_"): value for key, value in megatron.items()}
-        self._path = path
-        parser = _Parser(add_help=False, allow_abbrev=False)
-        for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "seq_length"):
-            parser.add_argument(_flag(name), type=int)
-        for name in ("bf16", "fp16"):
-            parser.add_argument(_flag(name), action="store_true", default=None)
-        for name in ("train_iters", "context_parallel_size", "context_parallel_algo", "cp_record"):
-            parser.add_argument(_flag(name), action=_Refused)
-        given, _ = parser.parse_known_args(list(extra))
-        self._values.update({k: v for k, v in vars(given).items() if v is not None})
-
-    def number(self, name: str, default: int | None = None) -> int:
-        """Returns a positive whole number."""
-        value = self._values.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(
-                f"{self._path}: megatron.{name} must be a whole number, got {value!r}"
-            )
-        return value
-
-    @property
-    def half(self) -> str:
-        """bf16, fp16 or the empty string for float32."""
-        return next((name for name in ("bf16", "fp16") if self._values.get(name)), "")
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> Any:
-        raise ConfigError(message)
-
-
-class _Refused(argparse.Action):
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        raise ConfigError(
-            f"{self.option_strings[0]} cannot follow --: the harness sets it "
-            f"(--iters, --cp, --algos and --output say what)"
-        )
-
-
-def plan(
-    variants: Sequence[Variant],
-    sizes: Sequence[int],
-    settings: Settings,
-    dp: int,
-    own_model: bool = False,
-) -> list[Run]:
-    """Lists the runs, the reference first.
-
-    Args:
-        variants: The algorithms.
-        sizes: Of the context-parallel group.
-        settings: Of the run file.
-        dp: Data-parallel size.
-        own_model: Megatron's own path does not have the model.
-
-    Raises:
-        ConfigError: A sequence cannot be split that way.
-    """
-    shards = settings.number("tensor_model_parallel_size", 1)
-    shards *= settings.number("pipeline_model_parallel_size", 1)
-    runs = [Run(variants[0] if own_model else None, 1, shards * dp, is_reference=True)]
-    for variant in variants:
-        for cp in sizes:
-            if own_model and (variant, cp) == (variants[0], 1):
-                continue
-            config = ContextParallelConfig(variant.algo, cp, options=variant.options)
-            config.check_sequence(settings.number("seq_length"))
-            runs.append(Run(variant, cp, shards * dp * cp))
-    return runs
-
-
-def run_file(config: DictConfig, run: Run, iterations: int) -> DictConfig:
-    """Returns the run file of one run: the given one with another algorithm, size and length.
-
-    Options that the given file sets for its own algorithm are kept for that algorithm alone.
-    """
-    made = config.copy()
-    for name in ("context_parallel_size", "train_iters", "save"):
-        for key in [k for k in made.megatron if str(k).replace("-", "_") == name]:
-            del made.megatron[key]
-    made.megatron.context_parallel_size = run.cp
-    made.megatron.train_iters = iterations
-    given = made.get("context_parallel") or {}
-    section = {"algo": run.algo}
-    if "platform" in given:
-        section["platform"] = given["platform"]
-    # They say what the model is.
-    section.update({key: given[key] for key in ("layers", "linear_model") if key in given})
-    if run.variant is not None:
-        if "kernel" in given:
-            section["kernel"] = given["kernel"]
-        if given.get("algo") == run.algo:
-            section = {**given, **section}
-        section.update(run.variant.options)
-    made.context_parallel = section
-    return made
 
 
 def launch(
@@ -374,114 +157,6 @@ def judge(
     comparison = compare(reference, recording, tolerances)
     comparison.problems[:0] = problems
     return Outcome(run, recording, comparison)
-
-
-def show(outcomes: Sequence[Outcome], tolerances: Tolerances, console: Console) -> None:
-    """Prints the table, and one line for every problem."""
-    reference = outcomes[0].run.variant
-    what = f"{reference.label} (CP 1)" if reference else "Megatron's own attention"
-    table = Table(title=f"Relative errors against {what} on the unsplit sequence")
-    table.add_column("algorithm", no_wrap=True)
-    table.add_column("CP", justify="right")
-    table.add_column("first loss", justify="right")
-    table.add_column("last loss", justify="right")
-    table.add_column(f"losses\n(≤ {tolerances.loss:g})", justify="right")
-    table.add_column(f"grad norms\n(≤ {tolerances.grad_norm:g})", justify="right")
-    table.add_column(f"gradients\n(≤ {tolerances.gradient:g})", justify="right")
-    table.add_column("sent per rank\nand iteration", justify="right")
-    table.add_column("ms per\niteration", justify="right")
-    table.add_column("", justify="left")
-    for outcome in outcomes:
-        cells = [escape(outcome.run.label), str(outcome.run.cp)]
-        recording, comparison = outcome.recording, outcome.comparison
-        if recording is None:
-            table.add_row(*cells, *[""] * 7, "[red]failed[/]")
-            continue
-        losses = next(iter(recording.losses().values()), [math.nan])
-        cells += [f"{losses[0]:.5f}", f"{losses[-1]:.5f}"]
-        if comparison is None:
-            cells += ["", "", ""]
-        else:
-            worst = (comparison.loss, comparison.grad_norm, comparison.gradient)
-            cells += [f"{w.error:.1e}" for w in worst]
-        cells.append(_size(recording.sent_bytes()) if outcome.run.cp > 1 else "")
-        cells.append(f"{recording.seconds() * 1e3:.0f}")
-        verdict = "" if comparison is None else "[green]equal[/]"
-        table.add_row(*cells, verdict if outcome.passed else "[red]DIFFERENT[/]")
-    console.print(table)
-    for outcome in outcomes:
-        problems = outcome.comparison.problems if outcome.comparison else []
-        for problem in [outcome.failure] if outcome.failure else problems:
-            text = f"{outcome.run.label}, CP {outcome.run.cp}: {problem}"
-            console.print(text, style="red", markup=False, highlight=False, soft_wrap=True)
-
-
-def write_report(
-    outcomes: Sequence[Outcome], tolerances: Tolerances, about: Mapping[str, object], path: Path
-) -> None:
-    """Writes everything that was measured as JSON."""
-    runs = []
-    for outcome in outcomes:
-        row: dict[str, object] = {
-            "algorithm": outcome.run.label,
-            "context_parallel_size": outcome.run.cp,
-            "processes": outcome.run.processes,
-            "passed": outcome.passed,
-            "failure": outcome.failure,
-        }
-        if outcome.recording is not None:
-            recording = outcome.recording
-            row["settings"] = recording.settings
-            row["losses"] = recording.losses()
-            row["grad_norms"] = recording.grad_norms()
-            row["seconds_per_iteration"] = recording.seconds()
-            row["communication_by_rank"] = [rank.communication for rank in recording.ranks]
-        if outcome.comparison is not None:
-            row["comparison"] = outcome.comparison.as_dict()
-        runs.append(row)
-    passed = all(outcome.passed for outcome in outcomes)
-    report = {**about, "passed": passed, "tolerances": asdict(tolerances), "runs": runs}
-    path.write_text(json.dumps(_plain(report), indent=2, allow_nan=False) + "\n")
-
-
-def draw(outcomes: Sequence[Outcome], tolerances: Tolerances, title: str, path: Path) -> None:
-    """Draws the loss curves, and their distances from the reference."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-    from matplotlib.ticker import MaxNLocator
-
-    finished = [(o.run, o.recording) for o in outcomes if o.recording is not None]
-    curves = [(run, next(iter(rec.losses().values()), [])) for run, rec in finished]
-    if not curves:
-        return
-    figure, (top, bottom) = pyplot.subplots(
-        2, 1, figsize=(8, 7), sharex=True, height_ratios=(3, 2), layout="constrained"
-    )
-    reference, expected = curves[0]
-    top.plot(
-        range(1, len(expected) + 1), expected, color="0.75", linewidth=6, label=reference.label
-    )
-    for number, (run, losses) in enumerate(curves[1:]):
-        steps = range(1, len(losses) + 1)
-        style: dict[str, Any] = {"color": f"C{number}", "linewidth": 1.4}
-        style["linestyle"] = ("-", "--", ":", "-.")[number % 4]
-        top.plot(steps, losses, label=f"{run.label}, CP {run.cp}", **style)
-        errors = [
-            # A logarithmic axis has no zero: exactly equal is drawn at the bottom.
-            max(abs(got - want) / abs(want), 1e-9) if want else math.nan
-            for got, want in zip(losses, expected, strict=False)
-        ]
-        bottom.plot(steps[: len(errors)], errors, marker=".", **style)
-    bottom.axhline(tolerances.loss, color="0.4", linestyle="--", linewidth=1)
-    bottom.annotate("allowed", (1, tolerances.loss * 0.8), va="top", color="0.4")
-    bottom.set(yscale="log", ylabel="relative distance", xlabel="iteration")
-    bottom.xaxis.set_major_locator(MaxNLocator(integer=True))
-    top.set(ylabel="loss", title=title)
-    top.legend()
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -633,28 +308,6 @@ def _print_tail(log: Path, console: Console) -> None:
     lines = lines[: next(ends, len(lines))][-_LOG_TAIL:]
     console.print(f"the last lines of {log}:", style="red", soft_wrap=True)
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
-
-
-def _plain(value: Any) -> Any:
-    """Returns a value with NaN and infinities as text: JSON has none of them."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-
-def _size(count: int) -> str:
-    size = float(count)
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.3g} {unit}"
-        size /= 1024
-    return f"{size:.3g} GiB"
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from convergence_smoke import Run, Settings, Variant, parse_variants
+from convergence_runs import Run, Settings, Variant, parse_variants
 from omegaconf import DictConfig, OmegaConf
 
 from megatron_cp_plugin.integration.parity import Tolerances

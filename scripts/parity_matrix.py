@@ -27,14 +27,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 import numpy as np
-from convergence_smoke import (
-    Outcome,
-    Run,
-    Variant,
-    judge,
-    refusal,
-    run_file,
-)
+from convergence_runs import Outcome, Run, Variant, run_file
+from convergence_smoke import judge, refusal
 from omegaconf import OmegaConf
 from parity_combinations import (
     BF16_BOUND,

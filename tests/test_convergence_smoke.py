@@ -1,6 +1,7 @@
 """The parity harness: it must pass equal runs and catch every kind of wrong one."""
 
 import copy
+import importlib
 import importlib.util
 import json
 import math
@@ -9,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -31,14 +33,14 @@ SCRIPT = ROOT / "scripts" / "convergence_smoke.py"
 
 @pytest.fixture(scope="module")
 def harness() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("convergence_smoke", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    # Dataclasses look their module up there.
-    sys.modules["convergence_smoke"] = module
-    spec.loader.exec_module(module)
-    return module
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(SCRIPT.parent)
+        return importlib.import_module("convergence_smoke")
+
+
+def variant(*settings: Any) -> Any:
+    """An algorithm with options; call after the harness has been imported."""
+    return sys.modules["convergence_runs"].Variant(*settings)
 
 
 def recording(ranks: int = 1, algo: str = "zigzag", sent: int = 100) -> Recording:
@@ -243,7 +245,7 @@ def test_incomplete_recordings_are_refused(tmp_path: Path) -> None:
 
 
 def test_run_that_fell_back_is_seen(harness: ModuleType) -> None:
-    run = harness.Run(harness.Variant("zigzag"), 2, 2)
+    run = harness.Run(variant("zigzag"), 2, 2)
     assert harness.check_is(recording(2), run, 3) == []
     assert "was 'megatron'" in harness.check_is(recording(2, algo="megatron"), run, 3)[0]
     assert "recorded [3] iterations, not 4" in harness.check_is(recording(2), run, 4)[0]
@@ -276,7 +278,7 @@ def test_run_file_of_one_run(harness: ModuleType) -> None:
             harness.run_file(config, harness.Run(*run), 7), resolve=True
         )
 
-    ring = made(harness.Variant("ring"), 4, 4)
+    ring = made(variant("ring"), 4, 4)
     assert ring["megatron"] == {
         "num_layers": 2,
         "lr_decay_iters": 7,
@@ -290,10 +292,10 @@ def test_run_file_of_one_run(harness: ModuleType) -> None:
         "platform": "cpu",
         "backward": "kv",
     }
-    forced = made(harness.Variant("ring", (("backward", "query"),)), 4, 4)["context_parallel"]
+    forced = made(variant("ring", (("backward", "query"),)), 4, 4)["context_parallel"]
     assert forced["backward"] == "query"
     # The options of ring are not those of zigzag, and Megatron's own path has no kernel of ours.
-    zigzag = made(harness.Variant("zigzag"), 4, 4)["context_parallel"]
+    zigzag = made(variant("zigzag"), 4, 4)["context_parallel"]
     assert zigzag == {"algo": "zigzag", "kernel": "reference", "platform": "cpu"}
     assert made(None, 1, 1)["context_parallel"] == {"algo": "megatron", "platform": "cpu"}
 
@@ -328,7 +330,7 @@ def test_plan_of_a_model_that_megatron_has_not(harness: ModuleType) -> None:
 def test_run_files_keep_what_the_model_is(harness: ModuleType) -> None:
     config = OmegaConf.create(RUN_FILE)
     config.context_parallel.linear_model = "transnormer"
-    run = harness.Run(harness.Variant("lasp"), 1, 1, is_reference=True)
+    run = harness.Run(variant("lasp"), 1, 1, is_reference=True)
     section = OmegaConf.to_container(harness.run_file(config, run, 3))["context_parallel"]
     assert section["linear_model"] == "transnormer"
     assert section["algo"] == "lasp"
@@ -461,7 +463,7 @@ def test_settings_error_of_a_run_is_passed_on(harness: ModuleType, tmp_path: Pat
         "print('megatron_cp_plugin: error: no such thing', file=sys.stderr)\n"
         "sys.exit(2)\n"
     )
-    run = harness.Run(harness.Variant("ring"), 1, 1)
+    run = harness.Run(variant("ring"), 1, 1)
     (tmp_path / "run").mkdir()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(harness, "LAUNCHER", launcher)

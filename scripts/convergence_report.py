@@ -1,0 +1,143 @@
+"""What the convergence harness says of its runs: a table, a picture and all numbers."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from convergence_runs import Outcome
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from megatron_cp_plugin.integration.parity import Tolerances
+
+
+def show(outcomes: Sequence[Outcome], tolerances: Tolerances, console: Console) -> None:
+    """Prints the table, and one line for every problem."""
+    reference = outcomes[0].run.variant
+    what = f"{reference.label} (CP 1)" if reference else "Megatron's own attention"
+    table = Table(title=f"Relative errors against {what} on the unsplit sequence")
+    table.add_column("algorithm", no_wrap=True)
+    table.add_column("CP", justify="right")
+    table.add_column("first loss", justify="right")
+    table.add_column("last loss", justify="right")
+    table.add_column(f"losses\n(≤ {tolerances.loss:g})", justify="right")
+    table.add_column(f"grad norms\n(≤ {tolerances.grad_norm:g})", justify="right")
+    table.add_column(f"gradients\n(≤ {tolerances.gradient:g})", justify="right")
+    table.add_column("sent per rank\nand iteration", justify="right")
+    table.add_column("ms per\niteration", justify="right")
+    table.add_column("", justify="left")
+    for outcome in outcomes:
+        cells = [escape(outcome.run.label), str(outcome.run.cp)]
+        recording, comparison = outcome.recording, outcome.comparison
+        if recording is None:
+            table.add_row(*cells, *[""] * 7, "[red]failed[/]")
+            continue
+        losses = next(iter(recording.losses().values()), [math.nan])
+        cells += [f"{losses[0]:.5f}", f"{losses[-1]:.5f}"]
+        if comparison is None:
+            cells += ["", "", ""]
+        else:
+            worst = (comparison.loss, comparison.grad_norm, comparison.gradient)
+            cells += [f"{w.error:.1e}" for w in worst]
+        cells.append(_size(recording.sent_bytes()) if outcome.run.cp > 1 else "")
+        cells.append(f"{recording.seconds() * 1e3:.0f}")
+        verdict = "" if comparison is None else "[green]equal[/]"
+        table.add_row(*cells, verdict if outcome.passed else "[red]DIFFERENT[/]")
+    console.print(table)
+    for outcome in outcomes:
+        problems = outcome.comparison.problems if outcome.comparison else []
+        for problem in [outcome.failure] if outcome.failure else problems:
+            text = f"{outcome.run.label}, CP {outcome.run.cp}: {problem}"
+            console.print(text, style="red", markup=False, highlight=False, soft_wrap=True)
+
+
+def write_report(
+    outcomes: Sequence[Outcome], tolerances: Tolerances, about: Mapping[str, object], path: Path
+) -> None:
+    """Writes everything that was measured as JSON."""
+    runs = []
+    for outcome in outcomes:
+        row: dict[str, object] = {
+            "algorithm": outcome.run.label,
+            "context_parallel_size": outcome.run.cp,
+            "processes": outcome.run.processes,
+            "passed": outcome.passed,
+            "failure": outcome.failure,
+        }
+        if outcome.recording is not None:
+            recording = outcome.recording
+            row["settings"] = recording.settings
+            row["losses"] = recording.losses()
+            row["grad_norms"] = recording.grad_norms()
+            row["seconds_per_iteration"] = recording.seconds()
+            row["communication_by_rank"] = [rank.communication for rank in recording.ranks]
+        if outcome.comparison is not None:
+            row["comparison"] = outcome.comparison.as_dict()
+        runs.append(row)
+    passed = all(outcome.passed for outcome in outcomes)
+    report = {**about, "passed": passed, "tolerances": asdict(tolerances), "runs": runs}
+    path.write_text(json.dumps(_plain(report), indent=2, allow_nan=False) + "\n")
+
+
+def draw(outcomes: Sequence[Outcome], tolerances: Tolerances, title: str, path: Path) -> None:
+    """Draws the loss curves, and their distances from the reference."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    from matplotlib.ticker import MaxNLocator
+
+    finished = [(o.run, o.recording) for o in outcomes if o.recording is not None]
+    curves = [(run, next(iter(rec.losses().values()), [])) for run, rec in finished]
+    if not curves:
+        return
+    figure, (top, bottom) = pyplot.subplots(
+        2, 1, figsize=(8, 7), sharex=True, height_ratios=(3, 2), layout="constrained"
+    )
+    reference, expected = curves[0]
+    top.plot(
+        range(1, len(expected) + 1), expected, color="0.75", linewidth=6, label=reference.label
+    )
+    for number, (run, losses) in enumerate(curves[1:]):
+        steps = range(1, len(losses) + 1)
+        style: dict[str, Any] = {"color": f"C{number}", "linewidth": 1.4}
+        style["linestyle"] = ("-", "--", ":", "-.")[number % 4]
+        top.plot(steps, losses, label=f"{run.label}, CP {run.cp}", **style)
+        errors = [
+            # A logarithmic axis has no zero: exactly equal is drawn at the bottom.
+            max(abs(got - want) / abs(want), 1e-9) if want else math.nan
+            for got, want in zip(losses, expected, strict=False)
+        ]
+        bottom.plot(steps[: len(errors)], errors, marker=".", **style)
+    bottom.axhline(tolerances.loss, color="0.4", linestyle="--", linewidth=1)
+    bottom.annotate("allowed", (1, tolerances.loss * 0.8), va="top", color="0.4")
+    bottom.set(yscale="log", ylabel="relative distance", xlabel="iteration")
+    bottom.xaxis.set_major_locator(MaxNLocator(integer=True))
+    top.set(ylabel="loss", title=title)
+    top.legend()
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def _plain(value: Any) -> Any:
+    """Returns a value with NaN and infinities as text: JSON has none of them."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _size(count: int) -> str:
+    size = float(count)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.3g} {unit}"
+        size /= 1024
+    return f"{size:.3g} GiB"

@@ -1,0 +1,240 @@
+"""What the convergence harness runs: algorithms, sizes, and the run file of each run."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from megatron_cp_plugin import registry
+from megatron_cp_plugin.config import ContextParallelConfig
+from megatron_cp_plugin.errors import ConfigError
+from megatron_cp_plugin.integration.args import MEGATRON
+from megatron_cp_plugin.integration.parity import Comparison, Recording
+
+
+@dataclass(frozen=True)
+class Variant:
+    """An algorithm with options, as in `--algos ring,zigzag:backward=kv`."""
+
+    algo: str
+    options: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def label(self) -> str:
+        """The words that it was made of."""
+        return ":".join([self.algo, *(f"{name}={value}" for name, value in self.options)])
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run.
+
+    Attributes:
+        variant: The algorithm; None for Megatron's own path.
+        cp: context_parallel_size.
+        processes: World size.
+        is_reference: Whether the others are compared with it.
+    """
+
+    variant: Variant | None
+    cp: int
+    processes: int
+    is_reference: bool = False
+
+    @property
+    def label(self) -> str:
+        """For tables: the algorithm."""
+        name = self.variant.label if self.variant else "Megatron"
+        return f"{name} (reference)" if self.is_reference else name
+
+    @property
+    def algo(self) -> str:
+        """The name for --context-parallel-algo."""
+        return self.variant.algo if self.variant else MEGATRON
+
+    @property
+    def folder(self) -> str:
+        """Name of the folder for what the run writes."""
+        if self.is_reference or self.variant is None:
+            return f"reference-cp{self.cp}"
+        return f"{self.variant.label.replace(':', '-')}-cp{self.cp}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a run; `failure` is one line if it did not finish."""
+
+    run: Run
+    recording: Recording | None = None
+    comparison: Comparison | None = None
+    failure: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """Whether it finished and, unless it is the reference, equals the reference."""
+        return not self.failure and (self.comparison is None or self.comparison.passed)
+
+
+def parse_variants(text: str) -> list[Variant]:
+    """Reads `ring,zigzag:backward=kv`.
+
+    Raises:
+        ConfigError: An algorithm or an option does not exist, or one is named twice.
+    """
+    variants = []
+    for word in filter(None, (w.strip() for w in text.split(","))):
+        algo, *pairs = word.split(":")
+        options = []
+        for pair in pairs:
+            name, equals, value = pair.partition("=")
+            if not equals:
+                raise ConfigError(f"--algos: write NAME:OPTION=VALUE, got {word!r}")
+            options.append((name, value))
+        registry.layout_of(algo, dict(options))
+        variants.append(Variant(algo, tuple(options)))
+    if not variants:
+        raise ConfigError(f"--algos needs a name, got {text!r}: {', '.join(registry.available())}")
+    if len(set(variants)) != len(variants):
+        raise ConfigError(f"--algos names an algorithm twice: {text}")
+    return variants
+
+
+def parse_sizes(text: str) -> list[int]:
+    """Reads `1,2,4`.
+
+    Raises:
+        ConfigError: It is not a list of different positive whole numbers.
+    """
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isdecimal() and int(word) > 0 for word in words):
+        raise ConfigError(f"--cp takes whole numbers from 1, such as 1,2,4, got {text!r}")
+    sizes = [int(word) for word in words]
+    if len(set(sizes)) != len(sizes):
+        raise ConfigError(f"--cp names a size twice: {text}")
+    return sizes
+
+
+class Settings:
+    """Megatron's settings of a run file, as far as the harness has to know them.
+
+    Args:
+        config: The run file.
+        path: Its name, for errors.
+        extra: Flags of Megatron that override it.
+    """
+
+    def __init__(self, config: DictConfig, path: str, extra: Sequence[str]) -> None:
+        try:
+            section = OmegaConf.to_container(config, resolve=True)
+        except OmegaConfBaseException as error:
+            raise ConfigError(f"{path}: {str(error).splitlines()[0]}") from None
+        assert isinstance(section, dict)
+        megatron = section.get("megatron")
+        if not isinstance(megatron, dict):
+            raise ConfigError(f"{path}: the section megatron is missing or no mapping")
+        self._values = {str(key).replace("-", "_"): value for key, value in megatron.items()}
+        self._path = path
+        parser = _Parser(add_help=False, allow_abbrev=False)
+        for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "seq_length"):
+            parser.add_argument(_flag(name), type=int)
+        for name in ("bf16", "fp16"):
+            parser.add_argument(_flag(name), action="store_true", default=None)
+        for name in ("train_iters", "context_parallel_size", "context_parallel_algo", "cp_record"):
+            parser.add_argument(_flag(name), action=_Refused)
+        given, _ = parser.parse_known_args(list(extra))
+        self._values.update({k: v for k, v in vars(given).items() if v is not None})
+
+    def number(self, name: str, default: int | None = None) -> int:
+        """Returns a positive whole number."""
+        value = self._values.get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(
+                f"{self._path}: megatron.{name} must be a whole number, got {value!r}"
+            )
+        return value
+
+    @property
+    def half(self) -> str:
+        """bf16, fp16 or the empty string for float32."""
+        return next((name for name in ("bf16", "fp16") if self._values.get(name)), "")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> Any:
+        raise ConfigError(message)
+
+
+class _Refused(argparse.Action):
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        raise ConfigError(
+            f"{self.option_strings[0]} cannot follow --: the harness sets it "
+            f"(--iters, --cp, --algos and --output say what)"
+        )
+
+
+def plan(
+    variants: Sequence[Variant],
+    sizes: Sequence[int],
+    settings: Settings,
+    dp: int,
+    own_model: bool = False,
+) -> list[Run]:
+    """Lists the runs, the reference first.
+
+    Args:
+        variants: The algorithms.
+        sizes: Of the context-parallel group.
+        settings: Of the run file.
+        dp: Data-parallel size.
+        own_model: Megatron's own path does not have the model.
+
+    Raises:
+        ConfigError: A sequence cannot be split that way.
+    """
+    shards = settings.number("tensor_model_parallel_size", 1)
+    shards *= settings.number("pipeline_model_parallel_size", 1)
+    runs = [Run(variants[0] if own_model else None, 1, shards * dp, is_reference=True)]
+    for variant in variants:
+        for cp in sizes:
+            if own_model and (variant, cp) == (variants[0], 1):
+                continue
+            config = ContextParallelConfig(variant.algo, cp, options=variant.options)
+            config.check_sequence(settings.number("seq_length"))
+            runs.append(Run(variant, cp, shards * dp * cp))
+    return runs
+
+
+def run_file(config: DictConfig, run: Run, iterations: int) -> DictConfig:
+    """Returns the run file of one run: the given one with another algorithm, size and length.
+
+    Options that the given file sets for its own algorithm are kept for that algorithm alone.
+    """
+    made = config.copy()
+    for name in ("context_parallel_size", "train_iters", "save"):
+        for key in [k for k in made.megatron if str(k).replace("-", "_") == name]:
+            del made.megatron[key]
+    made.megatron.context_parallel_size = run.cp
+    made.megatron.train_iters = iterations
+    given = made.get("context_parallel") or {}
+    section = {"algo": run.algo}
+    if "platform" in given:
+        section["platform"] = given["platform"]
+    # They say what the model is.
+    section.update({key: given[key] for key in ("layers", "linear_model") if key in given})
+    if run.variant is not None:
+        if "kernel" in given:
+            section["kernel"] = given["kernel"]
+        if given.get("algo") == run.algo:
+            section = {**given, **section}
+        section.update(run.variant.options)
+    made.context_parallel = section
+    return made
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
