@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
@@ -118,14 +119,7 @@ class ContextParallelAttention(MegatronModule):
             sharded_offsets: What modules around it have split already.
             metadata: Holds the data- and context-parallel group.
         """
-        return make_sharded_tensors_for_checkpoint(
-            self.state_dict(prefix="", keep_vars=True),
-            prefix,
-            {"softmax_offset": 0},
-            sharded_offsets,
-            tp_group=self.tp_group,
-            dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"],
-        )
+        return sharded_by_heads(self, prefix, sharded_offsets, self.tp_group, metadata)
 
     def forward(
         self,
@@ -176,6 +170,33 @@ class ContextParallelAttention(MegatronModule):
             site=self,
         )
         return out.transpose(0, 1).flatten(2)
+
+
+def sharded_by_heads(
+    module: nn.Module,
+    prefix: str,
+    sharded_offsets: tuple[tuple[int, int, int], ...],
+    tp_group: dist.ProcessGroup,
+    metadata: dict[str, Any] | None,
+) -> Any:
+    """Returns a module's parameters [h, ...] for a distributed checkpoint.
+
+    Args:
+        module: All of its parameters are split by heads.
+        prefix: Of their keys.
+        sharded_offsets: What modules around it have split already.
+        tp_group: The tensor-parallel group.
+        metadata: Holds the data- and context-parallel group.
+    """
+    parameters = module.state_dict(prefix="", keep_vars=True)
+    return make_sharded_tensors_for_checkpoint(
+        parameters,
+        prefix,
+        dict.fromkeys(parameters, 0),
+        sharded_offsets,
+        tp_group=tp_group,
+        dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"],
+    )
 
 
 def is_causal(mask_type: AttnMaskType) -> bool:

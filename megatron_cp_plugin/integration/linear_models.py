@@ -19,10 +19,6 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import (
-    ensure_metadata_has_dp_cp_group,
-    make_sharded_tensors_for_checkpoint,
-)
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
@@ -31,7 +27,7 @@ from megatron_cp_plugin.core.decay import Decay
 from megatron_cp_plugin.core.linear import attend_linearly
 from megatron_cp_plugin.core.partial import accumulation_dtype
 from megatron_cp_plugin.errors import ContextParallelError
-from megatron_cp_plugin.integration.attention import is_causal
+from megatron_cp_plugin.integration.attention import is_causal, sharded_by_heads
 from megatron_cp_plugin.integration.gated_norm import gated_norm
 from megatron_cp_plugin.integration.runtime import Runtime
 
@@ -265,14 +261,7 @@ class LinearizedPositions(MegatronModule):
             sharded_offsets: What modules around it have split already.
             metadata: Holds the data- and context-parallel group.
         """
-        return make_sharded_tensors_for_checkpoint(
-            {"theta": self.theta},
-            prefix,
-            {"theta": 0},
-            sharded_offsets,
-            tp_group=self.tp_group,
-            dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"],
-        )
+        return sharded_by_heads(self, prefix, sharded_offsets, self.tp_group, metadata)
 
 
 class _Positioned(torch.autograd.Function):
