@@ -9,7 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.core.algorithm import Call, Gradients, differentiate_block, taken
+from megatron_cp_plugin.core.algorithm import (
+    Call,
+    Gradients,
+    attend_tile,
+    differentiate_block,
+    differentiate_tile,
+)
 from megatron_cp_plugin.core.comm import Communicator, Pending
 from megatron_cp_plugin.core.partial import GradientSum, accumulation_dtype, merge_all_into
 from megatron_cp_plugin.core.tiles import Tile
@@ -104,21 +110,17 @@ class Keys:
         for tile, members in alike(tiles_of):
             count = len(members)
             rows = queries.statistics.rows(tile.q)
-            if tile.reverse:
-                rows = rows.flipped()
             assert rows.delta is not None
             k, v = _batched([self._pairs[member] for member in members], tile)
-            dq, dk, dv = call.kernel.backward(
-                _repeated(taken(queries.dout, tile.q, tile), count),
-                _repeated(taken(queries.q, tile.q, tile), count),
+            dq, dk, dv = differentiate_tile(
+                _repeated(queries.dout[:, tile.q], count),
+                _repeated(queries.q[:, tile.q], count),
                 k,
                 v,
                 Statistics(_repeated(rows.lse, count), delta=_repeated(rows.delta, count)),
-                scale=call.scale,
-                causal=tile.causal,
+                tile,
+                call,
             )
-            if tile.reverse:
-                dq, dk, dv = dq.flip(1), dk.flip(1), dv.flip(1)
             wide = accumulation_dtype(dq.dtype)
             queries.dq.add(tile.q, dq.unflatten(0, (count, batch)).sum(0, dtype=wide))
             for member, of_k, of_v in zip(members, dk.chunk(count), dv.chunk(count), strict=True):
@@ -142,13 +144,9 @@ def alike(
 
 def attend_alike(q: Tensor, keys: Sequence[Pair], tile: Tile, call: Call) -> Pair:
     """The same tile against several blocks in one kernel call, merged."""
-    rows, count = taken(q, tile.q, tile), len(keys)
+    rows, count = q[:, tile.q], len(keys)
     k, v = _batched(keys, tile)
-    outs, lses = call.kernel.forward(
-        _repeated(rows, count), k, v, scale=call.scale, causal=tile.causal
-    )
-    if tile.reverse:
-        outs, lses = outs.flip(1), lses.flip(2)
+    outs, lses = attend_tile(_repeated(rows, count), k, v, tile, call)
     if count == 1:
         return outs, lses
     wide = accumulation_dtype(q.dtype)
@@ -162,10 +160,10 @@ def _batched(keys: Sequence[Pair], tile: Tile) -> Pair:
     """What a tile sees of several blocks [B,S,G,D], one after the other along the batch."""
     if len(keys) == 1:
         k, v = keys[0]
-        return taken(k, tile.kv, tile), taken(v, tile.kv, tile)
+        return k[:, tile.kv], v[:, tile.kv]
     return (
-        torch.cat([taken(k, tile.kv, tile) for k, _ in keys]),
-        torch.cat([taken(v, tile.kv, tile) for _, v in keys]),
+        torch.cat([k[:, tile.kv] for k, _ in keys]),
+        torch.cat([v[:, tile.kv] for _, v in keys]),
     )
 
 

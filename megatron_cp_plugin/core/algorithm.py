@@ -156,21 +156,15 @@ def attend_block(
 ) -> None:
     """Adds attention of a block of queries over a block of keys to `total`, tile by tile."""
     for tile in tiles:
-        out, lse = call.kernel.forward(
-            taken(q, tile.q, tile),
-            taken(k, tile.kv, tile),
-            taken(v, tile.kv, tile),
-            scale=call.scale,
-            causal=tile.causal,
-        )
-        if tile.reverse:
-            out, lse = out.flip(1), lse.flip(2)
-        total.add(tile.q, out, lse)
+        total.add(tile.q, *attend_tile(q[:, tile.q], k[:, tile.kv], v[:, tile.kv], tile, call))
 
 
-def taken(x: Tensor, tokens: slice, tile: Tile) -> Tensor:
-    """Some tokens of [B,S,heads,D], in the order in which a tile takes them."""
-    return x[:, tokens].flip(1) if tile.reverse else x[:, tokens]
+def attend_tile(q: Tensor, k: Tensor, v: Tensor, tile: Tile, call: Call) -> tuple[Tensor, Tensor]:
+    """One kernel call: (out, lse) of a tile's rows [B,rows,H,D] over its columns [B,cols,G,D]."""
+    if tile.reverse:
+        q, k, v = q.flip(1), k.flip(1), v.flip(1)
+    out, lse = call.kernel.forward(q, k, v, scale=call.scale, causal=tile.causal)
+    return (out.flip(1), lse.flip(2)) if tile.reverse else (out, lse)
 
 
 @dataclass(frozen=True)
@@ -194,18 +188,34 @@ def differentiate_block(
 ) -> None:
     """Adds the gradients of `attend_block`; `statistics` are those of all rows of q."""
     for tile in tiles:
-        rows = statistics.rows(tile.q)
-        dq, dk, dv = call.kernel.backward(
-            taken(dout, tile.q, tile),
-            taken(q, tile.q, tile),
-            taken(k, tile.kv, tile),
-            taken(v, tile.kv, tile),
-            rows.flipped() if tile.reverse else rows,
-            scale=call.scale,
-            causal=tile.causal,
+        dq, dk, dv = differentiate_tile(
+            dout[:, tile.q],
+            q[:, tile.q],
+            k[:, tile.kv],
+            v[:, tile.kv],
+            statistics.rows(tile.q),
+            tile,
+            call,
         )
-        if tile.reverse:
-            dq, dk, dv = dq.flip(1), dk.flip(1), dv.flip(1)
         sums.dq.add(tile.q, dq)
         sums.dk.add(tile.kv, dk)
         sums.dv.add(tile.kv, dv)
+
+
+def differentiate_tile(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    statistics: Statistics,
+    tile: Tile,
+    call: Call,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One kernel call: the gradients of `attend_tile`; `statistics` are those of its rows."""
+    if tile.reverse:
+        dout, q, k, v = dout.flip(1), q.flip(1), k.flip(1), v.flip(1)
+        statistics = statistics.flipped()
+    dq, dk, dv = call.kernel.backward(
+        dout, q, k, v, statistics, scale=call.scale, causal=tile.causal
+    )
+    return (dq.flip(1), dk.flip(1), dv.flip(1)) if tile.reverse else (dq, dk, dv)
