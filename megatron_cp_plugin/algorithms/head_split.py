@@ -145,7 +145,7 @@ class HeadSplit(Algorithm):
         kept: list[Tensor] = []
 
         def work(group: HeadGroup, block: Block) -> Pending[None]:
-            part, part_lse, _ = split.ring.forward(*_triple(block), call)
+            part, part_lse, _ = split.ring.forward(*triple(block), call)
             if self.options.keep == "exchanged":
                 kept.extend((*block, part_lse))
             return _both(
@@ -169,7 +169,7 @@ class HeadSplit(Algorithm):
         dq = torch.empty_like(dout)
         dk, dv = (dout.new_empty((batch, tokens, split.kv_heads, dim)) for _ in range(2))
         douts = split.queries(dout)
-        inputs = None if exchanged else split.arrivals(*_triple(saved[:3]))
+        inputs = None if exchanged else split.arrivals(*triple(saved[:3]))
         key_sums: list[GradientSum] = []
         all_rows: list[Tensor] = []
 
@@ -322,7 +322,8 @@ class _Split:
         return gradient.unflatten(2, (-1, self._copies)).sum(3, dtype=wide).to(gradient.dtype)
 
 
-def _triple(block: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+def triple(block: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """A block that is three tensors, as that."""
     q, k, v = block
     return q, k, v
 

@@ -9,7 +9,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from megatron_cp_plugin.algorithms.head_split import HeadExchange, check_heads
+from megatron_cp_plugin.algorithms.head_split import HeadExchange, check_heads, triple
 from megatron_cp_plugin.algorithms.lasp import Lasp2
 from megatron_cp_plugin.core.algorithm import Algorithm, Traffic
 from megatron_cp_plugin.core.assembly import assemble
@@ -72,7 +72,7 @@ class LinearUlysses(LinearAlgorithm):
         inputs = [x.wait() for x in [exchange.come(x) for x in (q, k, v)]]
         if initial is not None:
             initial = initial[:, mine].contiguous()
-        part, final, saved = self._whole.forward(*_triple(inputs), initial, _of(call, mine))
+        part, final, saved = self._whole.forward(*triple(inputs), initial, _of(call, mine))
         out = q.new_empty((*q.shape[:3], v.shape[3]))
         leaving = exchange.leave(part, out)
         if final is not None:
@@ -90,18 +90,18 @@ class LinearUlysses(LinearAlgorithm):
             by_rank = dfinal.unflatten(1, (self.topology.size, -1)).movedim(1, 0)
             dfinal = self._states.all_to_all(by_rank.contiguous()).wait().sum(0)
         *parts, own = self._whole.backward(arriving.wait(), dfinal, saved, _of(call, mine))
-        shapes = [(*dout.shape[:3], part.shape[3]) for part in _triple(parts)]
+        shapes = [(*dout.shape[:3], part.shape[3]) for part in triple(parts)]
         gradients = [dout.new_empty(shape) for shape in shapes]
         leaving = [
             exchange.leave(part, gradient)
-            for part, gradient in zip(_triple(parts), gradients, strict=True)
+            for part, gradient in zip(triple(parts), gradients, strict=True)
         ]
         for one in leaving:
             one.wait()
         assert own is not None
         dinitial = own.new_zeros((own.shape[0], dout.shape[2], *own.shape[2:]))
         dinitial[:, mine] = own
-        return *_triple(gradients), dinitial
+        return *triple(gradients), dinitial
 
     def traffic(
         self,
@@ -148,8 +148,3 @@ class LinearUlysses(LinearAlgorithm):
 def _of(call: LinearCall, heads: slice) -> LinearCall:
     """The same attention of some heads."""
     return replace(call, decay=Decay(call.decay.rates[heads]))
-
-
-def _triple(x: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = x
-    return q, k, v
