@@ -252,12 +252,7 @@ def check_arguments(args: Any, config: ContextParallelConfig, device: torch.devi
     _check_world(args)
     _check_heads(args)
     _check_linear_layers(args, config)
-    if len(config.algorithms) > 1 and Settings(args).hybrid_layer_pattern:
-        raise ConfigError(
-            f"all attention layers of a hybrid model have one algorithm, got --cp-layers "
-            f"{', '.join(config.layers)} and --hybrid-layer-pattern {args.hybrid_layer_pattern}: "
-            "leave one of the two out"
-        )
+    _check_hybrid_model(args, config)
     check_settings(args, config)
     _check_sequence(args, config)
     _check_algorithms(args, config)
@@ -375,6 +370,15 @@ def _check_linear_layers(args: Any, config: ContextParallelConfig) -> None:
         raise ConfigError(
             f"{model} rotates nothing, got --position-embedding-type "
             f"{args.position_embedding_type}: use none or learned_absolute"
+        )
+
+
+def _check_hybrid_model(args: Any, config: ContextParallelConfig) -> None:
+    if len(config.algorithms) > 1 and Settings(args).hybrid_layer_pattern:
+        raise ConfigError(
+            f"all attention layers of a hybrid model have one algorithm, got --cp-layers "
+            f"{', '.join(config.layers)} and --hybrid-layer-pattern {args.hybrid_layer_pattern}: "
+            "leave one of the two out"
         )
 
 

@@ -134,7 +134,7 @@ class Hooks:
     def _build_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         from megatron_cp_plugin.integration.checks import check_settings
         from megatron_cp_plugin.integration.rope import use_layout
-        from megatron_cp_plugin.integration.spec import with_hybrid, with_multi_token, with_plugin
+        from megatron_cp_plugin.integration.spec import with_multi_token, with_plugin
 
         if self._runtime is None:
             raise ContextParallelError(
@@ -151,13 +151,10 @@ class Hooks:
                 "ignored: give --cp-comm-type on the command line"
             )
         given, runtime = call.arguments, self._runtime
-        if "hybrid_stack_spec" in given:
-            given["hybrid_stack_spec"] = with_hybrid(given["hybrid_stack_spec"], config, runtime)
-        else:
-            spec, stage = given["transformer_layer_spec"], given.get("vp_stage")
-            given["transformer_layer_spec"] = with_plugin(spec, config, stage, runtime)
-            more = given.get("mtp_block_spec")
-            given["mtp_block_spec"] = with_multi_token(more, config, runtime)
+        name = "hybrid_stack_spec" if "hybrid_stack_spec" in given else "transformer_layer_spec"
+        given[name] = with_plugin(given[name], config, given.get("vp_stage"), runtime)
+        if given.get("mtp_block_spec") is not None:
+            given["mtp_block_spec"] = with_multi_token(given["mtp_block_spec"], config, runtime)
         original(*call.args, **call.kwargs)
         use_layout(model, self._runtime)
 

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional
 
+from megatron_cp_plugin.core.layout import unshard
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration.runtime import Runtime
 
@@ -84,8 +86,7 @@ def next_tokens(
     local = tensor.contiguous()
     parts = [torch.empty_like(local) for _ in range(group.size())]
     dist.all_gather(parts, local, group=group)
-    count = local.size(-1) * group.size()
-    whole = local.new_zeros((*local.shape[:-1], count + 1))
-    whole[..., runtime.order(group, count, local.device)] = torch.cat(parts, dim=-1)
-    following = runtime.positions(group, count, local.device) + 1
-    return whole[..., following], whole[..., 1:].sum()
+    whole = unshard(parts, -1, runtime.config.layout)
+    following = functional.pad(whole[..., 1:], (0, 1))
+    mine = runtime.positions(group, whole.size(-1), whole.device)
+    return following[..., mine], following.sum()

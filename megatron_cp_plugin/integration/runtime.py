@@ -72,12 +72,6 @@ class Runtime:
             self._positions[key] = positions(self._layout, *key)
         return self._positions[key]
 
-    def order(self, group: dist.ProcessGroup, seq_len: int, device: torch.device) -> Tensor:
-        """Returns the global positions of the tokens of all ranks, rank by rank, int64 [N]."""
-        size = group.size()
-        parts = [positions(self._layout, rank, size, seq_len, device) for rank in range(size)]
-        return torch.cat(parts)
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Runtime:
         """Layer specs, which carry the runtime, may be copied; process groups may not."""
         return self

@@ -32,10 +32,10 @@ type LayerSpec = ModuleSpec | TransformerBlockSubmodules
 def with_plugin(
     spec: LayerSpec, config: TransformerConfig, vp_stage: int | None, runtime: Runtime
 ) -> LayerSpec:
-    """Returns a copy of a model's layer or block spec with the plugin's attention.
+    """Returns a copy of a model's spec with the plugin's attention.
 
     Args:
-        spec: Of all layers, or the block's.
+        spec: Of all layers, the block's or a HybridModel's stack's.
         config: Of the model; linear layers change how its checkpoints are laid out.
         vp_stage: Virtual pipeline stage.
         runtime: The run's layout and algorithms.
@@ -83,16 +83,13 @@ def with_multi_token(spec: Any, config: TransformerConfig, runtime: Runtime) -> 
     """Returns a copy of the spec of multi-token prediction with the last layer's algorithm.
 
     Args:
-        spec: Megatron's MultiTokenPredictionBlockSubmodules, or a ModuleSpec of them; None: the
-            model, or this stage of it, predicts one token.
+        spec: Megatron's MultiTokenPredictionBlockSubmodules, or a ModuleSpec of them.
         config: Of the model.
         runtime: The run's layout and algorithms.
 
     Raises:
         ContextParallelError: As `with_attention`.
     """
-    if spec is None:
-        return None
     if isinstance(spec, ModuleSpec):
         return replace(spec, submodules=with_multi_token(spec.submodules, config, runtime))
     served = runtime.serving(runtime.config.algo_of_layer(config.num_layers))
@@ -106,23 +103,11 @@ def with_multi_token(spec: Any, config: TransformerConfig, runtime: Runtime) -> 
     return replace(spec, layer_specs=layers)
 
 
-def with_hybrid(spec: ModuleSpec, config: TransformerConfig, runtime: Runtime) -> ModuleSpec:
-    """Returns a copy of a HybridModel's stack spec with the plugin's attention.
-
-    Raises:
-        ContextParallelError: As `with_attention`.
-    """
-    if runtime.config.has_linear_layers:
-        config.hetereogenous_dist_checkpoint = True
-    stack: Any = spec.submodules
-    layer = with_attention(stack.attention_layer, runtime)
-    return replace(spec, submodules=replace(stack, attention_layer=layer))
-
-
 def with_attention(spec: LayerSpec, runtime: Runtime) -> LayerSpec:
-    """Returns a copy of a layer or block spec with one algorithm's attention in each layer.
+    """Returns a copy of a spec with one algorithm's attention in each layer.
 
-    Works for local and for Transformer Engine specs.
+    Works for specs of a layer, of a block and of a HybridModel's stack, local or Transformer
+    Engine's.
 
     Raises:
         ContextParallelError: A layer's attention is not Megatron's plain self attention.
@@ -131,6 +116,9 @@ def with_attention(spec: LayerSpec, runtime: Runtime) -> LayerSpec:
         layers = [with_attention(layer, runtime) for layer in spec.layer_specs or []]
         return replace(spec, layer_specs=layers)
     layer: Any = getattr(spec, "submodules", None)
+    if hasattr(layer, "attention_layer"):  # one for all such layers of the stack
+        attention_layer = with_attention(layer.attention_layer, runtime)
+        return replace(spec, submodules=replace(layer, attention_layer=attention_layer))
     attention: Any = getattr(layer, "self_attention", None)
     module = getattr(attention, "module", attention)
     if not isinstance(module, type) or not issubclass(module, SelfAttention):
