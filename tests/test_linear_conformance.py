@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import megatron_cp_plugin as cp
-from megatron_cp_plugin.core.comm import CommunicationLog, Phase
+from megatron_cp_plugin.core.comm import CommunicationLog
 from megatron_cp_plugin.core.layout import shard, unshard
 from megatron_cp_plugin.core.linear import LinearShape
 from megatron_cp_plugin.core.topology import Topology
@@ -217,7 +217,7 @@ def test_bytes_against_the_length_of_the_sequence() -> None:
         generator = torch.Generator().manual_seed(0)
         x = torch.randn(1, seq_len, heads, head_dim, generator=generator)
 
-        def sent(algo: str, rank: int, phase: Phase, x: Tensor = x) -> int:
+        def sent(algo: str, x: Tensor = x) -> CommunicationLog:
             def body(topology: Topology) -> None:
                 local = shard(x, 1, layout_of(algo, {}), topology.rank, size).requires_grad_()
                 out = cp.linear_attention(local, local, local, decay=0.5, algo=algo, group=topology)
@@ -226,15 +226,17 @@ def test_bytes_against_the_length_of_the_sequence() -> None:
 
             with cp.record_communication() as log:
                 run_virtual(size, body)
-            return log.bytes(rank=rank, phase=phase)
+            return log
 
+        log = sent("lasp")
         for rank in range(size):
-            assert sent("lasp", rank, "forward") == (4 * state if rank < size - 1 else 0)
-            assert sent("lasp", rank, "backward") == (4 * state if rank > 0 else 0)
+            assert log.bytes(rank=rank, phase="forward") == (4 * state if rank < size - 1 else 0)
+            assert log.bytes(rank=rank, phase="backward") == (4 * state if rank > 0 else 0)
         hidden = seq_len * heads * head_dim
         # Of 4 tensors, those of this rank's tokens whose heads are elsewhere.
         ulysses = 4 * hidden // size
-        assert sent("linear_ulysses", 1, "forward") == 4 * ulysses * (size - 1) // size
+        exchanged = sent("linear_ulysses").bytes(rank=1, phase="forward")
+        assert exchanged == 4 * ulysses * (size - 1) // size
         megatron = 2 * hidden + ulysses
         assert state < ulysses < megatron
 

@@ -1,14 +1,12 @@
 """gate * x / rms(x) against autograd of its formula, heads whole and split among ranks."""
 
-from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
-
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_cp_plugin.integration.gated_norm import gated_norm
+from tests.integration.ranks import on_ranks
 from tests.oracle import relative_error
 
 TOKENS, BATCH, HEADS, HEAD_DIM, EPSILON = 5, 3, 4, 6, 0.1
@@ -47,17 +45,12 @@ def test_gradients_by_finite_differences(group: dist.ProcessGroup) -> None:
 @BOUNDS
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_heads_split_among_ranks(size: int, dtype: torch.dtype, bound: float) -> None:
-    store = dist.HashStore()
     tensors = inputs(dtype)
 
-    def rank(number: int) -> tuple[Tensor, ...]:
-        group = dist.ProcessGroup(store, number, size)
-        gloo = dist.ProcessGroupGloo(store, number, size, timedelta(seconds=30))
-        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
-        return computed(*(x.chunk(size, dim=2)[number] for x in tensors), group)
+    def body(group: dist.ProcessGroup) -> tuple[Tensor, ...]:
+        return computed(*(x.chunk(size, dim=2)[group.rank()] for x in tensors), group)
 
-    with ThreadPoolExecutor(size) as threads:
-        ranks = list(threads.map(rank, range(size)))
+    ranks = on_ranks(size, body)
     for parts, want in zip(zip(*ranks, strict=True), expected(*tensors), strict=True):
         got = torch.cat(parts, dim=2)
         assert got.dtype == dtype

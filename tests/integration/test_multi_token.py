@@ -1,8 +1,6 @@
 """What multi-token prediction shifts along the sequence, against the unsplit sequence."""
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -15,27 +13,23 @@ from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration.multi_token import roll_tensor
 from megatron_cp_plugin.integration.runtime import Runtime
+from tests.integration.ranks import on_ranks
 
 TOKENS, BATCH = 24, 2
 LAYOUTS = {"zigzag": ("zigzag", ()), "contiguous": ("ring", ())}
 LAYOUTS["cyclic"] = ("attention2d", (("variant", "no"),))
 
 
-def on_ranks(size: int, layout: str, body: Callable[..., Any]) -> list[Any]:
+def with_layout(size: int, layout: str, body: Callable[..., Any]) -> list[Any]:
     """Runs body(group, runtime, cut) on ranks of their own; cut takes a rank's part of [b, N]."""
-    store = dist.HashStore()
     algo, options = LAYOUTS[layout]
 
-    def rank(number: int) -> Any:
-        group = dist.ProcessGroup(store, number, size)
-        gloo = dist.ProcessGroupGloo(store, number, size, timedelta(seconds=30))
-        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+    def rank(group: dist.ProcessGroup) -> Any:
         runtime = Runtime(ContextParallelConfig(algo, size, options=options))
         mine = runtime.positions(group, TOKENS, torch.device("cpu"))
         return body(group, runtime, lambda whole: whole[:, mine])
 
-    with ThreadPoolExecutor(size) as threads:
-        return list(threads.map(rank, range(size)))
+    return on_ranks(size, rank)
 
 
 def roll(tensor: Tensor, group: dist.ProcessGroup, runtime: Runtime) -> tuple[Tensor, Tensor]:
@@ -57,7 +51,7 @@ def test_tokens_of_the_next_positions(size: int, layout: str) -> None:
     def body(group: dist.ProcessGroup, runtime: Runtime, cut: Any) -> bool:
         return torch.equal(roll(cut(ids), group, runtime)[0], cut(want))
 
-    assert all(on_ranks(size, layout, body))
+    assert all(with_layout(size, layout, body))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -79,7 +73,7 @@ def test_losses_are_parts_of_the_mean_over_the_sequence(
         # As Megatron divides.
         return (twice * cut(losses)).sum() / tokens.clamp(min=1)
 
-    parts = on_ranks(size, layout, body)
+    parts = with_layout(size, layout, body)
     torch.testing.assert_close(torch.stack(parts).mean(), want)
 
 
@@ -101,4 +95,4 @@ def test_what_megatron_never_asks_for_is_refused(arguments: dict[str, Any], mess
                 **({"cp_group": group} | arguments),
             )
 
-    on_ranks(2, "zigzag", body)
+    with_layout(2, "zigzag", body)

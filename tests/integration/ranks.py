@@ -1,0 +1,22 @@
+"""Ranks with process groups of their own, as threads of the test."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+
+def on_ranks[T](size: int, body: Callable[[dist.ProcessGroup], T]) -> list[T]:
+    """Returns what body(group) returned on each rank, over gloo."""
+    store = dist.HashStore()
+
+    def rank(number: int) -> T:
+        group = dist.ProcessGroup(store, number, size)
+        gloo = dist.ProcessGroupGloo(store, number, size, timedelta(seconds=30))
+        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+        return body(group)
+
+    with ThreadPoolExecutor(size) as threads:
+        return list(threads.map(rank, range(size)))
