@@ -26,6 +26,13 @@ TINY = tuple(
     "--hidden-dropout 0 --init-method-std 0.2 --cp-platform cpu".split()
 )
 
+# The same on GPUs, where neither apex nor Transformer Engine need be installed.
+TINY_ON_GPUS = (
+    *TINY[: TINY.index("--cp-platform")],
+    *"--transformer-impl local --no-gradient-accumulation-fusion --no-rope-fusion".split(),
+    *"--no-masked-softmax-fusion --no-persist-layer-norm".split(),
+)
+
 _LINE = re.compile(r"iteration +\d+/.*lm loss: ([\d.E+-]+) .*grad norm: ([\d.]+) ")
 
 
@@ -112,9 +119,13 @@ def run_warm(folder: Path, *arguments: str, ranks: int = 1) -> Job:
 
 def run_torchrun(*arguments: str, ranks: int) -> Job:
     """Runs `torchrun --nproc-per-node ranks *arguments`."""
-    torchrun = (sys.executable, "-m", "torch.distributed.run")
+    return _finish(torchrun(*arguments, ranks=ranks), [process_environment()])
+
+
+def torchrun(*arguments: str, ranks: int) -> list[str]:
+    """The command."""
     options = (f"--nproc-per-node={ranks}", f"--master-port={free_port()}")
-    return _finish([*torchrun, *options, *arguments], [process_environment()])
+    return [sys.executable, "-m", "torch.distributed.run", *options, *arguments]
 
 
 def _finish(command: Sequence[str], environments: Sequence[dict[str, str]]) -> Job:
@@ -157,4 +168,5 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> list[int]:
 
 def process_environment() -> dict[str, str]:
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC", "RANK"))}
-    return inherited | {"OMP_NUM_THREADS": "1"}
+    # Megatron refuses to start on Hopper with more connections.
+    return inherited | {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}

@@ -1,30 +1,28 @@
 """Megatron's deterministic mode: two runs are equal to the bit."""
 
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from megatron_cp_plugin.integration.parity import Recording
-from tests.integration.megatron_job import TINY, run_warm
+from tests.integration.megatron_job import (
+    SCRIPT,
+    TINY,
+    TINY_ON_GPUS,
+    process_environment,
+    run_warm,
+    torchrun,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
-
-ROOT = Path(__file__).parents[2]
 
 # With two ranks, sums have two terms, and their order makes no difference.
 RANKS = 3
 MODEL = (*TINY, "--position-embedding-type", "none", "--num-layers", "5", "--deterministic-mode")
 MODEL = (*MODEL, "--context-parallel-size", str(RANKS), "--seq-length", "96")
 MODEL = (*MODEL, "--num-attention-heads", "6", "--hidden-size", "48")
-# What needs apex or Transformer Engine is off.
-SWITCHES = (
-    "--bf16 --deterministic-mode --transformer-impl local --no-gradient-accumulation-fusion "
-    "--no-masked-softmax-fusion --no-rope-fusion --no-persist-layer-norm"
-).split()
 
 
 @pytest.mark.parametrize(
@@ -51,7 +49,7 @@ def test_two_runs_on_gpus_are_equal_to_the_bit(tmp_path: Path) -> None:
     gpus = torch.cuda.device_count()
     if gpus < 2:
         pytest.skip(f"needs two GPUs, found {gpus}")
-    flags = [*TINY[: TINY.index("--cp-platform")], *SWITCHES, "--seq-length", str(4096 * gpus)]
+    flags = [*TINY_ON_GPUS, "--bf16", "--deterministic-mode", "--seq-length", str(4096 * gpus)]
     flags += ["--context-parallel-size", str(gpus), "--num-layers", "5", "--hidden-size", "512"]
     flags += ["--cp-layers", "zigzag, attention2d, allgather, ulysses, usp"]
     flags += ["--max-position-embeddings", str(4096 * gpus)]
@@ -59,13 +57,8 @@ def test_two_runs_on_gpus_are_equal_to_the_bit(tmp_path: Path) -> None:
     for name in ("once", "again"):
         folder = tmp_path / name
         subprocess.run(
-            [
-                *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-                *("--nproc-per-node", str(gpus), "scripts/pretrain_gpt.py", *flags),
-                *("--cp-record", str(folder)),
-            ],
-            cwd=ROOT,
-            env={**os.environ, "NCCL_ALGO": "Ring", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
+            torchrun(str(SCRIPT), *flags, "--cp-record", str(folder), ranks=gpus),
+            env=process_environment() | {"NCCL_ALGO": "Ring", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
             check=True,
         )
         runs.append(Recording.load(folder))
