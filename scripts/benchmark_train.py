@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
 
@@ -119,7 +119,7 @@ class Row:
     memory_gib: float = 0.0
     loss: float = 0.0
     note: str = ""
-    profile_ms: dict[str, float] = field(default_factory=dict)
+    profile_ms: tuple[dict[str, float], ...] = ()
 
 
 def parse() -> argparse.Namespace:
@@ -148,7 +148,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--profile",
         action="store_true",
-        help="what rank 0's GPU does in one more step of each length: to the log and the JSON",
+        help="what the GPUs do in one more step of each length: to the JSON, rank 0's to the log",
     )
     parser.add_argument("--output", type=Path, default=Path("results/train"))
     args = parser.parse_args()

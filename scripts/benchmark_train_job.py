@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -41,7 +41,7 @@ class Plan:
     Attributes:
         lengths: global tokens, ascending. longest: after them, double until memory is exhausted.
         gate: the job leaves its GPUs alone before this file exists.
-        profile: rank 0 profiles one more step of each length.
+        profile: all ranks profile one more step of each length.
     """
 
     lengths: tuple[int, ...]
@@ -67,7 +67,7 @@ class Report:
 
     Attributes:
         step_ms: rank 0's. memory_bytes: the greatest of any rank.
-        profile_ms: of one more step, rank 0's: milliseconds of each class of device activity.
+        profile_ms: of one more step, of each rank: milliseconds of each class of device activity.
     """
 
     tokens: int
@@ -75,7 +75,7 @@ class Report:
     memory_bytes: int = 0
     loss: float = 0.0
     out_of_memory: bool = False
-    profile_ms: dict[str, float] = field(default_factory=dict)
+    profile_ms: tuple[dict[str, float], ...] = ()
 
     def say(self) -> None:
         """Prints what `read_reports` reads."""
@@ -131,9 +131,6 @@ class Clock:
         return result
 
     def _profiled(self, batch: dict[str, Tensor]) -> Generator[dict[str, Tensor], None, list[Span]]:
-        if dist.get_rank():
-            yield dict(batch)
-            return []
         profiler = new_profiler()
         with profiler:
             yield dict(batch)
@@ -145,13 +142,16 @@ class Clock:
         loss = self._loss.double().clone()
         dist.all_reduce(memory, dist.ReduceOp.MAX)
         dist.all_reduce(loss)
+        profiles: list[Any] = [None] * (dist.get_world_size() if spans else 0)
+        if spans:
+            dist.all_gather_object(profiles, by_class(spans))
         if dist.get_rank() == 0:
             total, tokens = loss.tolist()
             for line in (*longest(spans), *(gaps(spans) if spans else ())):
                 print(line)
-            profile = by_class(spans) if spans else {}
+            held = int(memory.item())
             Report(
-                self.tokens, tuple(times), int(memory.item()), total / tokens, profile_ms=profile
+                self.tokens, tuple(times), held, total / tokens, profile_ms=tuple(profiles)
             ).say()
 
 

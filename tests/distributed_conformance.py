@@ -51,7 +51,10 @@ def own_errors(kernel_name, expected: Expected, device, setting):
         statistics = Statistics(lse, out=out)
         gradients = kernel.backward(dout, q, k, v, statistics, scale=scale, **setting)
     else:
-        alone, leaves = VirtualWorld(1).topology(0), [x.requires_grad_() for x in (q, k, v)]
+        alone, leaves = (
+            VirtualWorld(1).topology(0),
+            [x.detach().requires_grad_() for x in (q, k, v)],
+        )
         out = cp.attention(*leaves, algo="ring", group=alone, kernel=kernel_name, **setting)
         gradients = torch.autograd.grad(out, leaves, dout)
     return [

@@ -173,9 +173,11 @@ def test_a_killed_rank_on_gpus(algo: str, tmp_path: Path) -> None:
 
     chosen = ("--context-parallel-algo", algo)
     log = tmp_path / "killed.log"
+    # Enough steps to be killed in; with many more Megatron would give the data in another order.
+    killed = (*flags, *chosen, *saving, "--train-iters", "200")
     with log.open("w") as output:
         job = subprocess.Popen(
-            torchrun(str(SCRIPT), *flags, *chosen, *saving, "--train-iters", "100000", ranks=gpus),
+            torchrun(str(SCRIPT), *killed, ranks=gpus),
             env=process_environment(),
             stdout=output,
             stderr=subprocess.STDOUT,
