@@ -13,6 +13,7 @@ from megatron_cp_plugin.core.comm import communicating_in
 from megatron_cp_plugin.core.decay import Decay
 from megatron_cp_plugin.core.function import attend
 from megatron_cp_plugin.core.linear import LinearAlgorithm, attend_linearly
+from megatron_cp_plugin.core.tiles import document_starts
 from megatron_cp_plugin.core.topology import Topology
 
 Group = dist.ProcessGroup | Topology | None
@@ -30,6 +31,7 @@ def attention(
     kernel: str = "auto",
     seq_len: int | None = None,
     window: int | None = None,
+    cu_seqlens: Sequence[int] | Tensor | None = None,
     sink: Tensor | None = None,
     **options: object,
 ) -> Tensor:
@@ -45,6 +47,9 @@ def attention(
         kernel: "auto" or a kernel's name.
         seq_len: global length; needed only where ranks hold unequally many tokens.
         window: queries see only the last so many keys, the one at their own position included.
+        cu_seqlens: cumulative lengths of documents, 0, n1, n1 + n2, ..., seq_len, of any length:
+            queries see keys of their own document only, in every entry of the batch alike. A
+            tensor on a GPU is copied to the host at every call.
         sink: [H], differentiable: for each head the score of a key without a value that every
             query sees. The ranks' gradients of it add up to the whole one.
         options: of the algorithm.
@@ -56,6 +61,9 @@ def attention(
     algorithm = _algorithm(algo, group, options)
     if seq_len is None:
         seq_len = q.shape[1] * algorithm.topology.size
+    if isinstance(cu_seqlens, Tensor):
+        cu_seqlens = cu_seqlens.tolist()
+    documents = () if cu_seqlens is None else document_starts(cu_seqlens, seq_len)
     return attend(
         q,
         k,
@@ -66,6 +74,7 @@ def attention(
         scale=scale,
         kernel=kernel,
         window=window,
+        documents=documents,
         sink=sink,
     )
 

@@ -1,5 +1,6 @@
 """Independent oracles: attention written out over the whole sequence, gradients by autograd."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +29,7 @@ def naive_attention(
     causal: bool,
     scale: float,
     window: int | None = None,
+    cu_seqlens: Sequence[int] | None = None,
     sink: Tensor | None = None,
 ) -> Tensor:
     """[B,N,H,D], [B,N,G,D] -> [B,N,H,D], by the definition, head by head; sink: [H]."""
@@ -42,6 +44,10 @@ def naive_attention(
             if window is not None:
                 age = position[:, None] - position[None, :]
                 scores = scores.masked_fill(age >= window, -torch.inf)
+        if cu_seqlens is not None:
+            lengths = torch.tensor(cu_seqlens, device=q.device).diff()
+            document = torch.repeat_interleave(torch.arange(len(lengths), device=q.device), lengths)
+            scores = scores.masked_fill(document[:, None] != document[None, :], -torch.inf)
         if sink is not None:
             column = sink[head].expand(*scores.shape[:2], 1)
             out.append(torch.softmax(torch.cat((scores, column), -1), -1)[..., :-1] @ values)
@@ -59,6 +65,7 @@ def expected_attention(
     head_dim: int,
     causal: bool,
     window: int | None = None,
+    cu_seqlens: Sequence[int] | None = None,
     sink: Tensor | None = None,
     scale: float | None = None,
     dtype: torch.dtype = torch.float64,
@@ -77,7 +84,9 @@ def expected_attention(
     wide = [x.double().requires_grad_() for x in (q, k, v)]
     scale = head_dim**-0.5 if scale is None else scale
     sink = None if sink is None else sink.double()
-    out = naive_attention(*wide, causal=causal, scale=scale, window=window, sink=sink)
+    out = naive_attention(
+        *wide, causal=causal, scale=scale, window=window, cu_seqlens=cu_seqlens, sink=sink
+    )
     dq, dk, dv = torch.autograd.grad(out, wide, dout.double())
     return Expected(q, k, v, dout, out.detach(), dq, dk, dv)
 

@@ -99,7 +99,7 @@ class Algorithm(ABC):
 
     Attributes:
         name: set by the registry. layout: which tokens each rank holds; serves batch slicing,
-        RoPE and attention alike. windows: whether it serves masks with a window.
+        RoPE and attention alike. windows: whether it serves masks with a window or documents.
     """
 
     name: str = ""

@@ -92,6 +92,7 @@ def attend(
     scale: float | None = None,
     kernel: str = "auto",
     window: int | None = None,
+    documents: tuple[int, ...] = (),
     sink: Tensor | None = None,
     site: Hashable | None = None,
 ) -> Tensor:
@@ -99,9 +100,10 @@ def attend(
 
     Args:
         q: [B,S,H,D]; k, v: [B,S,G,D] with G dividing H: this rank's shards, in the order of
-            algorithm.layout. seq_len: global N. scale: of the scores, default D**-0.5. window: as
-            in Mask. sink: [H], for each head the score of a key without a value that every query
-            sees; its gradient is that of this rank's queries. site: as in `computed_once`.
+            algorithm.layout. seq_len: global N. scale: of the scores, default D**-0.5. window,
+            documents: as in Mask. sink: [H], for each head the score of a key without a value that
+            every query sees; its gradient is that of this rank's queries. site: as in
+            `computed_once`.
 
     Returns: out [B,S,H,D] in q's dtype. Raises: ContextParallelError if shapes or dtypes do not
     fit; KernelUnavailableError if the kernel cannot serve them.
@@ -116,11 +118,12 @@ def attend(
         kv_heads=k.shape[2],
         causal=causal,
     )
-    mask = Mask(causal, window)
-    if window is not None and not algorithm.windows:
-        raise ContextParallelError(
-            f"{algorithm.name} does not serve sliding windows, got window {window}: leave it out"
-        )
+    mask = Mask(causal, window, documents)
+    if not algorithm.windows and mask != Mask(causal):
+        got = f"sliding windows, got window {window}"
+        if documents:
+            got = f"documents, got {len(documents) + 1} of them"
+        raise ContextParallelError(f"{algorithm.name} does not serve {got}: leave it out")
     if sink is not None and sink.shape != (heads,):
         raise ContextParallelError(
             f"a sink is one number for each of the {heads} query heads, got {tuple(sink.shape)}"

@@ -7,6 +7,7 @@ staircase: row i sees the first n(i) local keys. n is piecewise constant or grow
 a few rectangles and triangles cover it exactly.
 """
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -24,10 +25,13 @@ class Mask:
     Attributes:
         causal: those at its own position and before; else all.
         window: of those only the last so many, its own included; None: all. Causal only.
+        documents: of those only the ones of its own document: the positions, ascending, at which
+            a document other than the first one begins.
     """
 
     causal: bool = True
     window: int | None = None
+    documents: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.window is not None and (self.window < 1 or not self.causal):
@@ -36,6 +40,20 @@ class Mask:
                 f"a window is 1 or more and needs causal attention, got {self.window} with {shape} "
                 "attention: leave window out"
             )
+
+
+def document_starts(cu_seqlens: Sequence[int], seq_len: int) -> tuple[int, ...]:
+    """`Mask.documents` of cumulative lengths (0, n1, n1 + n2, ..., N); empty documents are none.
+
+    Raises: ContextParallelError unless the lengths ascend from 0 to seq_len.
+    """
+    descends = any(a > b for a, b in pairwise(cu_seqlens))
+    if descends or [*cu_seqlens[:1], *cu_seqlens[-1:]] != [0, seq_len]:
+        few = ", ".join(map(str, cu_seqlens[:8])) + (", ..." if len(cu_seqlens) > 8 else "")
+        raise ContextParallelError(
+            f"cu_seqlens needs ascending numbers from 0 to seq_len = {seq_len}, got {few}"
+        )
+    return tuple(sorted(set(cu_seqlens) - {0, seq_len}))
 
 
 @dataclass(frozen=True)
@@ -97,16 +115,25 @@ def plan_tiles(
 
     Returns: tiles; () if no query sees any key. Raises: ValueError if spans are not ascending.
     """
-    return _plan(tuple(q_spans), tuple(kv_spans), mask, rectangular)
+    return _planned_once(tuple(q_spans), tuple(kv_spans), mask, rectangular)
 
 
 @lru_cache(maxsize=4096)
+def _planned_once(
+    q_spans: tuple[Span, ...], kv_spans: tuple[Span, ...], mask: Mask, rectangular: bool
+) -> tuple[Tile, ...]:
+    return _plan(q_spans, kv_spans, mask, rectangular)
+
+
 def _plan(
     q_spans: tuple[Span, ...], kv_spans: tuple[Span, ...], mask: Mask, rectangular: bool
 ) -> tuple[Tile, ...]:
     rows, cols = (sum(map(len, spans)) for spans in (q_spans, kv_spans))
     if not rows or not cols:
         return ()
+    if mask.documents:
+        q_spans, kv_spans = (tuple(filter(len, spans)) for spans in (q_spans, kv_spans))
+        return tuple(_within_documents(q_spans, kv_spans, mask, rectangular))
     if mask.window is not None:
         return tuple(_windowed(q_spans, kv_spans, mask.window, rectangular))
     if not mask.causal:
@@ -123,6 +150,59 @@ def _plan(
             shifted = Span(kv_span.start + late, kv_span.stop + late)
             tiles += _cover(_staircase([q_span], [shifted]), rectangular, q_local, kv_local)
     return tuple(tiles)
+
+
+def _within_documents(
+    q_spans: tuple[Span, ...], kv_spans: tuple[Span, ...], mask: Mask, rectangular: bool
+) -> Iterator[Tile]:
+    inside = replace(mask, documents=())
+    edges = (0, *mask.documents, max(q_spans[-1].stop, kv_spans[-1].stop))
+    for queries, rows_before, keys, cols_before in _ordered(q_spans, kv_spans):
+        # Only documents that reach into both hold pairs.
+        first = bisect_right(mask.documents, max(queries[0].start, keys[0].start))
+        last = bisect_left(mask.documents, min(queries[-1].stop, keys[-1].stop))
+        for start, stop in pairwise(edges[first : last + 2]):
+            rows, mine = _between(queries, start, stop)
+            cols, seen = _between(keys, start, stop)
+            for tile in _plan(mine, seen, inside, rectangular):
+                q = _moved(tile.q, rows_before + rows)
+                yield replace(tile, q=q, kv=_moved(tile.kv, cols_before + cols))
+
+
+_Spans = tuple[Span, ...]
+
+
+def _ordered(q_spans: _Spans, kv_spans: _Spans) -> Iterator[tuple[_Spans, int, _Spans, int]]:
+    """Queries, rows before them, keys, columns before them: what is in the order of positions."""
+    if all(span.step == 1 for span in (*q_spans, *kv_spans)):
+        yield q_spans, 0, kv_spans, 0
+        return
+    for q, rows in _placed(q_spans):
+        for kv, cols in _placed(kv_spans):
+            yield (q,), rows, (kv,), cols
+
+
+def _placed(spans: Sequence[Span]) -> Iterator[tuple[Span, int]]:
+    """Spans that are not empty, each with the number of rows before it."""
+    rows = 0
+    for span in spans:
+        if len(span):
+            yield span, rows
+        rows += len(span)
+
+
+def _between(spans: Sequence[Span], start: int, stop: int) -> tuple[int, tuple[Span, ...]]:
+    """The positions in [start, stop), and the number of those before them."""
+    before, inside = 0, []
+    for span in spans:
+        skipped = min(max(0, -(-(start - span.start) // span.step)), len(span))
+        before += skipped
+        inside.append(Span(span.start + skipped * span.step, min(stop, span.stop), span.step))
+    return before, tuple(span for span in inside if len(span))
+
+
+def _moved(inner: slice, offset: int) -> slice:
+    return slice(inner.start + offset, inner.stop + offset, inner.step)
 
 
 def _ascending(spans: Sequence[Span]) -> list[Span]:
@@ -272,10 +352,17 @@ def _within(outer: slice, start: int, stop: int) -> slice:
 
 def visible_pairs(seq_len: int, mask: Mask) -> int:
     """Number of (query, key) pairs of the whole sequence that the mask lets through."""
+    return sum(
+        _pairs(stop - start, mask) for start, stop in pairwise((0, *mask.documents, seq_len))
+    )
+
+
+def _pairs(tokens: int, mask: Mask) -> int:
+    """Of one document."""
     if not mask.causal:
-        return seq_len * seq_len
-    window = min(mask.window or seq_len, seq_len)
-    return window * (window + 1) // 2 + (seq_len - window) * window
+        return tokens * tokens
+    window = min(mask.window or tokens, tokens)
+    return window * (window + 1) // 2 + (tokens - window) * window
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,210 @@
+"""Document masks: packed documents of any length, on every layout."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import megatron_cp_plugin as cp
+from megatron_cp_plugin.algorithms.allgather import KvAllGather
+from megatron_cp_plugin.core.algorithm import Shape
+from megatron_cp_plugin.core.comm import CommunicationLog
+from megatron_cp_plugin.core.layout import Contiguous, Cyclic, Layout, Zigzag, shard
+from megatron_cp_plugin.core.tiles import Mask, document_starts, plan_tiles, visible_pairs
+from megatron_cp_plugin.core.topology import Topology
+from megatron_cp_plugin.core.virtual import run_virtual
+from megatron_cp_plugin.errors import ContextParallelError
+from megatron_cp_plugin.registry import create, layout_of
+from tests.oracle import Expected, expected_attention
+from tests.test_conformance import Case, assert_matches
+from tests.test_windows import CASES, EVEN
+
+BLOCK = 6
+# Cumulative lengths of documents, as parts of the whole: in the middle of chunks and at their
+# edges, of one token, empty, a single one.
+PACKINGS = {
+    "halves": lambda n: [0, n // 2, n],
+    "odd": lambda n: [0, 1, n // 3, n // 3 + 1, n - 5, n - 5, n],
+    "tokens": lambda n: list(range(n + 1)),
+    "one": lambda n: [0, n],
+}
+
+
+@pytest.mark.parametrize("kernel", ["torch_cpu", "reference"])
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize(
+    ("case", "size"),
+    [(c, n) for c in CASES for n in (2, 4, 5) if n < 5 or c.algo not in EVEN],
+    ids=str,
+)
+def test_equals_unsplit_attention(case: Case, size: int, packing: str, kernel: str) -> None:
+    seq_len = BLOCK * size + size // 2
+    check(case, size, kernel, seq_len, PACKINGS[packing](seq_len), causal=True)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_token_of_its_document(case: Case) -> None:
+    """Without a causal mask."""
+    check(case, 4, "reference", 26, [0, 3, 14, 26], causal=False)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_with_a_window(case: Case) -> None:
+    check(case, 4, "reference", 26, [0, 3, 14, 26], causal=True, window=7)
+
+
+def check(
+    case: Case,
+    size: int,
+    kernel: str,
+    seq_len: int,
+    cu_seqlens: list[int],
+    *,
+    causal: bool,
+    window: int | None = None,
+) -> None:
+    """Output, gradients, bytes, messages and pairs of an algorithm."""
+    expected = expected_attention(
+        batch=2,
+        seq_len=seq_len,
+        heads=4,
+        kv_heads=2,
+        head_dim=8,
+        causal=causal,
+        window=window,
+        cu_seqlens=cu_seqlens,
+    )
+    results, log = run(case, expected, size, kernel, cu_seqlens, causal=causal, window=window)
+    assert_matches(case, results, expected, bound=1e-10)
+    shape = Shape(2, seq_len, 4, 2, 8, element_bytes=8, wide_bytes=8)
+    mask = Mask(causal, window, document_starts(cu_seqlens, seq_len))
+
+    def compare(topology: Topology) -> None:
+        algorithm = create(case.algo, topology, dict(case.options))
+        traffic = algorithm.traffic(shape, mask, topology.rank)
+        for phase in ("forward", "backward"):
+            sent = log.bytes(rank=topology.rank, phase=phase)
+            assert sent == getattr(traffic, f"{phase}_bytes")
+            messages = log.messages(rank=topology.rank, phase=phase)
+            assert messages == getattr(traffic, f"{phase}_messages")
+        pairs = sum(work.pairs * work.share for work in algorithm.trace(seq_len, mask))
+        assert pairs == visible_pairs(seq_len, mask)
+
+    run_virtual(size, compare)
+
+
+def run(
+    case: Case,
+    expected: Expected,
+    size: int,
+    kernel: str,
+    cu_seqlens: list[int],
+    *,
+    causal: bool,
+    window: int | None,
+) -> tuple[list[tuple[torch.Tensor, ...]], CommunicationLog]:
+    options = dict(case.options)
+    layout = layout_of(case.algo, options)
+
+    def body(topology: Topology) -> tuple[torch.Tensor, ...]:
+        q, k, v, dout = (
+            shard(x, 1, layout, topology.rank, size)
+            for x in (expected.q, expected.k, expected.v, expected.dout)
+        )
+        for x in (q, k, v):
+            x.requires_grad_()
+        out = cp.attention(
+            q,
+            k,
+            v,
+            algo=case.algo,
+            group=topology,
+            kernel=kernel,
+            seq_len=expected.q.shape[1],
+            causal=causal,
+            window=window,
+            cu_seqlens=torch.tensor(cu_seqlens),
+            **options,
+        )
+        return (out.detach(), *torch.autograd.grad(out, (q, k, v), dout))
+
+    with cp.record_communication() as log:
+        results = run_virtual(size, body)
+    return results, log
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.sampled_from([Contiguous(), Zigzag(), Cyclic()]),
+    st.integers(1, 5),
+    st.integers(1, 40),
+    st.lists(st.integers(0, 40), max_size=8),
+    st.one_of(st.none(), st.integers(1, 12)),
+    st.booleans(),
+    st.booleans(),
+)
+def test_tiles_cover_every_pair_once(
+    layout: Layout,
+    size: int,
+    seq_len: int,
+    starts: list[int],
+    window: int | None,
+    causal: bool,
+    rectangular: bool,
+) -> None:
+    documents = tuple(sorted({start for start in starts if 0 < start < seq_len}))
+    mask = Mask(causal, window if causal else None, documents)
+    document = [sum(start <= token for start in documents) for token in range(seq_len)]
+    found: dict[tuple[int, int], int] = {}
+    for owner in range(size):
+        for other in range(size):
+            q_spans, kv_spans = (layout.spans(r, size, seq_len) for r in (owner, other))
+            rows, cols = ([p for s in spans for p in s.positions] for spans in (q_spans, kv_spans))
+            for tile in plan_tiles(q_spans, kv_spans, mask, rectangular=rectangular):
+                mine, seen = rows[tile.q], cols[tile.kv]
+                assert (len(mine), len(seen)) == (tile.rows, tile.cols)
+                if tile.reverse:
+                    mine, seen = mine[::-1], seen[::-1]
+                for i, x in enumerate(mine):
+                    last = i + tile.cols - tile.rows if tile.causal else tile.cols - 1
+                    for y in seen[: last + 1]:
+                        found[x, y] = found.get((x, y), 0) + 1
+    visible = {
+        (x, y): 1
+        for x in range(seq_len)
+        for y in range(seq_len)
+        if document[x] == document[y]
+        and (not mask.causal or y <= x)
+        and (mask.window is None or x - y < mask.window)
+    }
+    assert found == visible
+    assert sum(found.values()) == visible_pairs(seq_len, mask)
+
+
+def test_a_document_of_many_ranks_costs_no_further_kernel_calls() -> None:
+    """Off the diagonal two blocks share one document at most."""
+    spans = [Contiguous().spans(rank, 4, 400) for rank in range(4)]
+    mask = Mask(documents=(30, 150, 160, 390))
+    tiles = plan_tiles(spans[2], spans[1], mask, rectangular=True)
+    assert [(tile.q, tile.kv) for tile in tiles] == [(slice(0, 100), slice(60, 100))]
+    assert not plan_tiles(spans[2], spans[0], mask, rectangular=True)
+
+
+@pytest.mark.parametrize(
+    "cu_seqlens", [[], [0], [1, 8], [0, 7], [0, 5, 3, 8], [0, 9]], ids=lambda x: str(x)
+)
+def test_lengths_that_are_none_are_refused(cu_seqlens: list[int]) -> None:
+    q = torch.ones(1, 8, 2, 8)
+    with pytest.raises(ContextParallelError, match="ascending numbers from 0 to seq_len = 8, got"):
+        cp.attention(q, q, q, algo="ring", cu_seqlens=cu_seqlens)
+
+
+def test_every_algorithm_takes_documents_and_one_that_does_not_refuses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    q = torch.ones(1, 8, 2, 8)
+    for algo in cp.available("softmax"):
+        cp.attention(q, q, q, algo=algo, cu_seqlens=[0, 3, 8])
+    monkeypatch.setattr(KvAllGather, "windows", False)
+    with pytest.raises(ContextParallelError, match="does not serve documents, got 2 of them"):
+        cp.attention(q, q, q, algo="allgather", cu_seqlens=[0, 3, 8])
