@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from megatron_cp_plugin.core.function import attend
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration.checks import check_settings, window_of
+from megatron_cp_plugin.integration.documents import DocumentMask
 from megatron_cp_plugin.integration.runtime import Runtime
 
 _CAUSAL = {AttnMaskType.causal: True, AttnMaskType.no_mask: False}
@@ -140,36 +141,46 @@ class ContextParallelAttention(MegatronModule):
             attention_mask: Ignored: the mask follows from the mask type and the layout.
             attn_mask_type: causal or no_mask; default: the constructor's.
             attention_bias: Must be None.
-            packed_seq_params: Must be None.
+            packed_seq_params: A `DocumentMask`, or None.
 
         Returns:
             [s,b,h*d] in the query's dtype.
 
         Raises:
-            ContextParallelError: A bias, packed sequences or another mask type is asked for, or a
-                window without a causal mask.
+            ContextParallelError: A bias or another mask type is asked for, a window without a
+                causal mask, or documents of another number of tokens.
         """
         if attention_bias is not None:
             raise ContextParallelError("attention bias is not supported: leave attention_bias out")
-        if packed_seq_params is not None:
-            raise ContextParallelError(
-                "packed sequences are not supported: train on sequences of seq_length tokens"
-            )
+        seq_len = query.size(0) * self._cp_size
+        documents = self._documents(packed_seq_params, seq_len)
         causal = self._causal if attn_mask_type is None else is_causal(attn_mask_type)
         out = attend(
             query.transpose(0, 1),
             key.transpose(0, 1),
             value.transpose(0, 1),
             algorithm=self._algorithm,
-            seq_len=query.size(0) * self._cp_size,
+            seq_len=seq_len,
             causal=causal,
             scale=self._scale,
             window=self._window,
+            documents=documents,
             sink=self.softmax_offset,
             kernel=self._kernel,
             site=self,
         )
         return out.transpose(0, 1).flatten(2)
+
+    @staticmethod
+    def _documents(packed: Any, seq_len: int) -> tuple[int, ...]:
+        if packed is None:
+            return ()
+        if not isinstance(packed, DocumentMask) or packed.seq_len != seq_len:
+            raise ContextParallelError(
+                f"packed sequences are served through GPTModel and HybridModel, whose documents "
+                f"fill the sequence, got {packed} for {seq_len} tokens"
+            )
+        return packed.starts
 
 
 def sharded_by_heads(

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration.runtime import Runtime
+
+_OF_DOCUMENTS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
 
 
 def shard_batch(
@@ -18,24 +19,17 @@ def shard_batch(
 
     Args:
         batch: Tensors [b, N, ...]; `attention_mask` [b, 1, N, N]; None where a pipeline stage
-            has no use for a key.
+            has no use for a key. What tells of documents stays as it is.
         group: The context-parallel group.
         runtime: The run's layout.
 
     Returns:
         The same dict.
-
-    Raises:
-        ContextParallelError: The batch holds packed sequences.
     """
-    if batch.get("cu_seqlens") is not None:
-        raise ContextParallelError(
-            "packed sequences are not supported: train on sequences of seq_length tokens"
-        )
     if group.size() == 1:
         return batch
     for key, value in batch.items():
-        if not isinstance(value, torch.Tensor):
+        if not isinstance(value, torch.Tensor) or key in _OF_DOCUMENTS:
             continue
         dim = 2 if key == "attention_mask" else 1
         local = runtime.positions(group, value.size(dim), value.device)

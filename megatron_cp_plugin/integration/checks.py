@@ -75,7 +75,7 @@ def _switch(name: str, setting: str, reason: str) -> Feature:
 
 
 _ZIGZAG = "Megatron cuts it by its own zigzag layout"
-_PACKED = "no algorithm knows document boundaries yet"
+_PACKED = "its documents are cut and padded for Megatron's own layout"
 _KERNELS = "the attention kernels here do not compute it"
 _BY_RANK = "each rank does it with its own tokens, so the split would change the result"
 _UNTESTED = "never run together with the plugin"
@@ -91,8 +91,33 @@ FEATURES: tuple[Feature, ...] = (
     # What decides which tokens see which.
     _switch("packed sequences (SFT)", "sft", _PACKED),
     _switch("packed sequences (RL)", "rl_use_sequence_packing", _PACKED),
-    _switch("inter-document masking", "dataloader_inter_document_masking", _PACKED),
-    _switch("resetting the attention mask at document ends", "reset_attention_mask", _PACKED),
+    Feature(
+        "resetting the attention mask at document ends",
+        "reset_attention_mask",
+        _on("reset_attention_mask"),
+        "it makes a mask of N x N",
+        "use --dataloader-inter-document-masking",
+    ),
+    Feature(
+        "documents with multi-token prediction",
+        "dataloader_inter_document_masking",
+        lambda settings: (
+            bool(settings.dataloader_inter_document_masking) and bool(settings.mtp_num_layers)
+        ),
+        "the tokens after a document's last one would have to be left out",
+        "leave one of them out",
+    ),
+    Feature(
+        "documents of several samples in a pipeline",
+        "micro_batch_size",
+        lambda settings: (
+            bool(settings.dataloader_inter_document_masking)
+            and (settings.micro_batch_size or 1) > 1
+            and (settings.pipeline_model_parallel_size or 1) > 1
+        ),
+        "Megatron makes one sequence of them, and its stages expect several",
+        "use --micro-batch-size 1",
+    ),
     # What changes the scores.
     _switch("QK clipping", "qk_clip", "it needs the largest score, which the kernels keep"),
     _switch(
@@ -352,6 +377,11 @@ def _check_linear_layers(args: Any, config: ContextParallelConfig) -> None:
         return
     model = f"--cp-linear-model {config.linear_model}"
     heads = args.num_attention_heads
+    if Settings(args).dataloader_inter_document_masking:
+        raise ConfigError(
+            f"{model} carries its state on across documents, got "
+            "--dataloader-inter-document-masking: leave it out"
+        )
     if heads is not None and _kv_heads(args) != heads:
         raise ConfigError(
             f"{model} has no grouped queries, got num_query_groups {_kv_heads(args)} for {heads} "

@@ -29,7 +29,7 @@ class Hooks:
 
     - `validate_args`: checks Megatron's arguments and makes the runtime;
     - the constructors of `GPTModel` and `HybridModel`: put the plugin's attention and position
-      embeddings into the model;
+      embeddings into the model, and document masks in the place of packed sequences;
     - `setup_model_and_optimizer`: refuses models of other kinds;
     - `get_batch_on_this_cp_rank`: cuts batches by the layout;
     - `roll_tensor`: shifts tokens for multi-token prediction by the layout;
@@ -133,6 +133,7 @@ class Hooks:
 
     def _build_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         from megatron_cp_plugin.integration.checks import check_settings
+        from megatron_cp_plugin.integration.documents import serve_documents
         from megatron_cp_plugin.integration.rope import use_layout
         from megatron_cp_plugin.integration.spec import with_multi_token, with_plugin
 
@@ -157,6 +158,7 @@ class Hooks:
             given["mtp_block_spec"] = with_multi_token(given["mtp_block_spec"], config, runtime)
         original(*call.args, **call.kwargs)
         use_layout(model, self._runtime)
+        serve_documents(model, self._runtime)
 
     def _set_up_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         from megatron.core.utils import unwrap_model

@@ -15,9 +15,11 @@ from megatron.core import mpu
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import ModelType
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.utils import (
+    flatten_batch_for_packed_sequences,
     get_attr_wrapped_model,
     get_batch_on_this_cp_rank,
     get_batch_on_this_tp_rank,
@@ -34,13 +36,13 @@ from torch import Tensor
 
 from megatron_cp_plugin.errors import ConfigError
 
-_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
+_OF_DOCUMENTS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
+_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids", *_OF_DOCUMENTS)
 # Flags of Megatron that mean something to its own pretrain_gpt.py and nothing to this program.
 _NOT_HERE = (
     "sft",
     "fim_data",
     "logits_load_dir",
-    "dataloader_inter_document_masking",
     "overlap_moe_expert_parallel_comm",
     "hybrid_context_parallel",
 )
@@ -88,8 +90,23 @@ def forward_step(data_iterator: Iterator[Any], model: Any) -> tuple[Tensor, Any]
         batch["attention_mask"],
         labels=batch["labels"],
         loss_mask=batch["loss_mask"],
+        packed_seq_params=_packed(batch),
     )
     return output, partial(sum_of_losses, batch["loss_mask"])
+
+
+def _packed(batch: dict[str, Any]) -> PackedSeqParams | None:
+    """What Megatron's models are told of the documents of a batch."""
+    if batch["cu_seqlens"] is None:
+        return None
+    bounds, longest = batch["cu_seqlens"].squeeze(0), int(batch["max_seqlen"])
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=bounds,
+        cu_seqlens_kv=bounds,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
 
 
 def sum_of_losses(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -139,6 +156,7 @@ def build_datasets(num_samples: list[int], vp_stage: int | None = None) -> Any:
         reset_position_ids=args.reset_position_ids,
         reset_attention_mask=args.reset_attention_mask,
         eod_mask_loss=args.eod_mask_loss,
+        inter_document_masking=args.dataloader_inter_document_masking,
         create_attention_mask=args.create_attention_mask_in_dataloader,
         mid_level_dataset_surplus=args.mid_level_dataset_surplus,
         context_parallel_size=args.context_parallel_size,
@@ -147,18 +165,20 @@ def build_datasets(num_samples: list[int], vp_stage: int | None = None) -> Any:
 
     def needed() -> bool:
         first_tensor_rank = mpu.get_tensor_model_parallel_rank() == 0
-        return first_tensor_rank and is_first_or_last_pipeline_stage(vp_stage)
+        used = is_first_or_last_pipeline_stage(vp_stage) or config.inter_document_masking
+        return first_tensor_rank and used
 
     kind = MockGPTDataset if args.mock_data else GPTDataset
     return BlendedMegatronDatasetBuilder(kind, num_samples, needed, config).build()
 
 
 def _next_batch(data_iterator: Iterator[Any], vp_stage: int | None) -> dict[str, Any]:
-    """Returns this rank's part of the next micro-batch; all None inside the pipeline."""
+    """Returns this rank's part of the next micro-batch; inside the pipeline its documents only."""
     nothing: dict[str, Any] = dict.fromkeys(_KEYS)
-    if not is_first_or_last_pipeline_stage(vp_stage):
-        return nothing
     args = get_args()
+    has_documents = args.dataloader_inter_document_masking
+    if not is_first_or_last_pipeline_stage(vp_stage) and not has_documents:
+        return nothing
     tensor_rank = mpu.get_tensor_model_parallel_rank()
     batch = dict(nothing)
     if tensor_rank == 0:
@@ -168,7 +188,7 @@ def _next_batch(data_iterator: Iterator[Any], vp_stage: int | None) -> dict[str,
                 batch[key] = sample[key].cuda(non_blocking=True)
     batch = get_batch_on_this_tp_rank(
         batch,
-        has_cu_seqlens=False,
+        has_cu_seqlens=has_documents,
         is_hybrid_cp=False,
         create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
         broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
@@ -182,5 +202,6 @@ def _next_batch(data_iterator: Iterator[Any], vp_stage: int | None) -> dict[str,
         is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
         is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
     )
+    batch = flatten_batch_for_packed_sequences(batch)
     cp_group = mpu.get_context_parallel_group()
     return nothing | get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=cp_group)

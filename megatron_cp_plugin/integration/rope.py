@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
@@ -40,7 +41,8 @@ class LayoutRotaryEmbedding(nn.Module):
         Args:
             max_seq_len: Tokens of the whole sequence.
             offset: Added to every position.
-            packed_seq: Must be False.
+            packed_seq: Must be False; positions count from the beginning of each of the runtime's
+                documents.
             cp_group: Must be None or the group of the run.
 
         Returns:
@@ -48,17 +50,35 @@ class LayoutRotaryEmbedding(nn.Module):
         """
         if packed_seq or cp_group not in (None, self._group):
             raise ContextParallelError("packed sequences and dynamic groups are not supported")
+        if self._runtime.documents:
+            return self._angles(max_seq_len, offset)
         key = (max_seq_len, offset)
         if key not in self._tables:
-            whole = self.embedding.get_emb(max_seq_len, offset)
-            angles = whole[0] if isinstance(whole, tuple) else whole
-            angles = angles[self._runtime.positions(self._group, max_seq_len, angles.device)]
-            self._tables[key] = (angles, *whole[1:]) if isinstance(whole, tuple) else angles
+            self._tables[key] = self._angles(max_seq_len, offset)
         return self._tables[key]
 
-    def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> int:
-        """Returns the length of the whole sequence, as the wrapped embedding does."""
-        return self.embedding.get_rotary_seq_len(*args, **kwargs)
+    def _angles(self, seq_len: int, offset: int) -> Any:
+        whole = self.embedding.get_emb(seq_len, offset)
+        angles = whole[0] if isinstance(whole, tuple) else whole
+        positions = self._runtime.positions(self._group, seq_len, angles.device)
+        if self._runtime.documents:
+            starts = torch.tensor((0, *self._runtime.documents), device=angles.device)
+            positions = positions - starts[torch.bucketize(positions, starts, right=True) - 1]
+        angles = angles[positions]
+        return (angles, *whole[1:]) if isinstance(whole, tuple) else angles
+
+    def get_rotary_seq_len(
+        self,
+        inference_context: Any,
+        transformer: Any,
+        transformer_input: Any,
+        transformer_config: Any,
+        packed_seq_params: Any = None,
+    ) -> int:
+        """Returns the length of the whole sequence, documents or not."""
+        return self.embedding.get_rotary_seq_len(
+            inference_context, transformer, transformer_input, transformer_config
+        )
 
 
 def use_layout(model: nn.Module, runtime: Runtime) -> None:

@@ -22,10 +22,13 @@ class Runtime:
 
     Attributes:
         config: The run's configuration.
+        documents: Where documents begin in the micro-batch whose forward runs, as in
+            `core.tiles.Mask`. Not for what may be computed again in the backward.
     """
 
     def __init__(self, config: ContextParallelConfig) -> None:
         self.config = config
+        self.documents: tuple[int, ...] = ()
         self._layout = config.layout
         self._algorithms: dict[dist.ProcessGroup, Algorithm] = {}
         self._linear: dict[dist.ProcessGroup, LinearAlgorithm] = {}

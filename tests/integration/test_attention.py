@@ -20,6 +20,7 @@ from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration import spec as spec_module
 from megatron_cp_plugin.integration.attention import ContextParallelAttention
+from megatron_cp_plugin.integration.documents import DocumentMask
 from megatron_cp_plugin.integration.runtime import Runtime
 from megatron_cp_plugin.integration.spec import with_attention, with_plugin
 from tests.oracle import expected_attention, naive_attention, relative_error
@@ -148,6 +149,7 @@ def test_what_it_cannot_compute_is_refused_when_built(
         ({"attn_mask_type": AttnMaskType.arbitrary}, "got arbitrary"),
         ({"attention_bias": torch.zeros(1)}, "attention bias"),
         ({"packed_seq_params": object()}, "packed sequences"),
+        ({"packed_seq_params": DocumentMask(seq_len=1)}, "got DocumentMask"),
     ],
 )
 def test_what_it_cannot_compute_is_refused_when_called(

@@ -36,9 +36,15 @@ ASKING: dict[str, Any] = {
     "cuda_graph_impl": "local",
     "yaml_cfg": "file.yaml",
     "recompute_modules": ["core_attn", "mlp"],
+    "micro_batch_size": 2,
 }
 # What is refused only beside another setting.
-BESIDE: dict[str, dict[str, Any]] = {"calculate_per_token_loss": {"mtp_num_layers": 1}}
+DOCUMENTS = {"dataloader_inter_document_masking": True}
+BESIDE: dict[str, dict[str, Any]] = {
+    "calculate_per_token_loss": {"mtp_num_layers": 1},
+    "dataloader_inter_document_masking": {"mtp_num_layers": 1},
+    "micro_batch_size": {**DOCUMENTS, "pipeline_model_parallel_size": 2, "world_size": 8},
+}
 # Not settings of Megatron 0.19, but of its development branch and of ModelOpt.
 ELSEWHERE = {"dynamic_context_parallel", "modelopt_enabled"}
 
@@ -165,6 +171,14 @@ def test_windows_of_an_algorithm_that_serves_none(
 def test_windows_that_can_be_had(args: argparse.Namespace, algo: str) -> None:
     args.window_size = (127, 0)
     check_arguments(args, ContextParallelConfig(algo, 4), CPU)
+
+
+def test_linear_attention_knows_no_documents(args: argparse.Namespace) -> None:
+    args.dataloader_inter_document_masking = True
+    check_arguments(args, ContextParallelConfig("zigzag", 4), CPU)
+    config = ContextParallelConfig("lasp", 4, linear_model="transnormer")
+    with pytest.raises(ConfigError, match="carries its state on across documents, got --dataload"):
+        check_arguments(args, config, CPU)
 
 
 def test_linear_attention_has_no_window(args: argparse.Namespace) -> None:

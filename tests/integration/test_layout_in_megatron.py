@@ -67,11 +67,12 @@ def test_batch_of_one_rank_is_left_alone() -> None:
     assert shard_batch({"tokens": tokens}, group, runtime("zigzag"))["tokens"] is tokens
 
 
-def test_packed_batch_is_refused() -> None:
-    batch = {"tokens": torch.zeros(1, N), "cu_seqlens": torch.tensor([0, N])}
+def test_what_tells_of_documents_is_not_cut() -> None:
+    batch = {"tokens": torch.arange(N).view(1, N), "cu_seqlens": torch.tensor([[0, 5, N]])}
     group: Any = Group(0, 2)
-    with pytest.raises(ContextParallelError, match="packed sequences"):
-        shard_batch(batch, group, runtime("zigzag"))
+    local = shard_batch(dict(batch), group, runtime("zigzag"))
+    assert local["tokens"].numel() < N
+    assert local["cu_seqlens"] is batch["cu_seqlens"]
 
 
 class Angles(nn.Module):
@@ -103,6 +104,19 @@ def test_rotary_positions(layout: str, scale: float | None) -> None:
     with_offset = embedding(N, 5)
     angles = with_offset if scale is None else with_offset[0]
     assert angles.flatten().tolist() == [p + 5 for p in EXPECTED[layout]]
+
+
+@pytest.mark.parametrize("layout", EXPECTED)
+def test_positions_count_from_the_beginning_of_a_document(layout: str) -> None:
+    inner: Any = Angles(None)
+    group: Any = Group(1, 3)
+    run = runtime(layout)
+    embedding = LayoutRotaryEmbedding(inner, run, group)
+    for documents in ((4, 5, 9), (3,), ()):
+        run.documents = documents
+        starts = [max(s for s in (0, *documents) if s <= p) for p in EXPECTED[layout]]
+        want = [p - start for p, start in zip(EXPECTED[layout], starts, strict=True)]
+        assert embedding(N).flatten().tolist() == want
 
 
 def test_packed_rotary_is_refused() -> None:

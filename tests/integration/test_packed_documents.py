@@ -1,0 +1,171 @@
+"""--dataloader-inter-document-masking, against Megatron's own attention with a mask of N x N."""
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import nn
+
+from megatron_cp_plugin.config import ContextParallelConfig
+from megatron_cp_plugin.errors import ContextParallelError
+from megatron_cp_plugin.integration.documents import serve_documents
+from megatron_cp_plugin.integration.parity import Recording, Tolerances, compare
+from megatron_cp_plugin.integration.runtime import Runtime
+from tests.integration.megatron_job import LAUNCHER, TINY, run, run_warm
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+DOCUMENTS = "--dataloader-inter-document-masking"
+END = 126  # of a document: the last id of --vocab-size 127
+LENGTHS = (1, 2, 3, 5, 9, 17, 40, 90)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """A model, and a data set of documents that end in the middle of chunks, and fill many."""
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    folder = tmp_path_factory.mktemp("documents")
+    rng = random.Random(0)
+    builder = IndexedDatasetBuilder(str(folder / "data.bin"), dtype=np.int32)
+    for _ in range(400):
+        text = [rng.randrange(END) for _ in range(rng.choice(LENGTHS))]
+        builder.add_document(np.array([*text, END]), [len(text) + 1])
+    builder.finalize(str(folder / "data.idx"))
+    flags = [*TINY, "--swiglu", "--group-query-attention", "--num-query-groups", "2"]
+    data = ["--data-path", str(folder / "data"), "--split", "1,0,0"]
+    place = flags.index("--mock-data")
+    return [*flags[:place], *data, "--data-cache-path", str(folder / "cache"), *flags[place + 1 :]]
+
+
+def train(folder: Path, *flags: str, ranks: int = 1) -> Recording:
+    run_warm(folder, *flags, "--cp-record", str(folder), ranks=ranks).succeeded()
+    return Recording.load(folder)
+
+
+# Runs with as many stages start from the same weights.
+REFERENCES = {
+    "rotary": "--position-embedding-type rope",
+    "stages": "--position-embedding-type learned_absolute --pipeline-model-parallel-size 2",
+}
+
+
+@pytest.fixture(scope="module")
+def references(model: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Recording]:
+    """Megatron's own attention, whose mask ends where documents end."""
+    own = "--context-parallel-algo megatron --reset-attention-mask --reset-position-ids".split()
+    return {
+        kind: train(
+            tmp_path_factory.mktemp(kind),
+            *model,
+            *own,
+            *flags.split(),
+            ranks=1 + (kind == "stages"),
+        )
+        for kind, flags in REFERENCES.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags", "ranks"),
+    [
+        ("rotary", "--context-parallel-algo ring", 1),
+        ("rotary", "--context-parallel-algo ring --context-parallel-size 4", 4),
+        (
+            "rotary",
+            "--context-parallel-algo zigzag --context-parallel-size 4 --micro-batch-size 2 "
+            "--recompute-granularity full --recompute-method uniform "
+            "--recompute-num-layers 1",
+            4,
+        ),
+        (
+            "rotary",
+            "--context-parallel-algo attention2d --cp-options variant=no --context-parallel-size 4",
+            4,
+        ),
+        (
+            "stages",
+            "--cp-layers distflash,ulysses --context-parallel-size 2",
+            4,
+        ),
+    ],
+)
+def test_equals_a_mask_of_all_pairs(
+    model: list[str],
+    references: dict[str, Recording],
+    tmp_path: Path,
+    kind: str,
+    flags: str,
+    ranks: int,
+) -> None:
+    words = f"{REFERENCES[kind]} {DOCUMENTS} {flags}".split()
+    comparison = compare(
+        references[kind], train(tmp_path, *model, *words, ranks=ranks), Tolerances()
+    )
+    assert comparison.passed, comparison.problems
+
+
+@pytest.mark.parametrize("algorithm", ["zigzag", "ulysses"])
+def test_unmodified_script_of_a_checkout(
+    checkout_script: Path, model: list[str], algorithm: str
+) -> None:
+    """Megatron's own needs Transformer Engine for documents; the mask of N x N does not."""
+    if DOCUMENTS.removeprefix("--").replace("-", "_") not in checkout_script.read_text():
+        pytest.skip(f"{checkout_script} has no {DOCUMENTS}")
+    program = (*LAUNCHER, str(checkout_script))
+    flags = (*model, *REFERENCES["rotary"].split())
+    own = "--context-parallel-algo megatron --reset-attention-mask --reset-position-ids".split()
+    reference = run(*flags, *own, program=program).succeeded()
+    split = ("--context-parallel-algo", algorithm, "--context-parallel-size", "4")
+    job = run(*flags, DOCUMENTS, *split, ranks=4, program=program).succeeded()
+    assert len(job.losses) == 3
+    assert job.losses == pytest.approx(reference.losses, rel=Tolerances().loss)
+
+
+def test_documents_change_the_losses(
+    model: list[str], references: dict[str, Recording], tmp_path: Path
+) -> None:
+    """So that the check can fail."""
+    words = f"{REFERENCES['rotary']} --context-parallel-algo ring".split()
+    comparison = compare(references["rotary"], train(tmp_path, *model, *words), Tolerances())
+    assert comparison.loss.error > 1e-3
+    assert comparison.gradient.error > 1e-1
+
+
+def test_sequences_that_the_model_cannot_take_are_refused() -> None:
+    model = Model()
+    serve_documents(model, Runtime(ContextParallelConfig("ring", 1)))
+    bounds = torch.tensor([0, 3, 8], dtype=torch.int32)
+    packed = PackedSeqParams("thd", bounds, bounds)
+    for wrong in (
+        replace(packed, qkv_format="sbhd"),
+        replace(packed, cu_seqlens_kv=torch.tensor([0, 2, 8], dtype=torch.int32)),
+        replace(packed, cp_group=object()),
+    ):
+        with pytest.raises(ContextParallelError, match="served as one flat sequence"):
+            model(1, packed_seq_params=wrong)
+
+
+def test_the_model_gets_a_mask_and_the_runtime_is_told() -> None:
+    runtime = Runtime(ContextParallelConfig("ring", 1))
+    model = Model()
+    serve_documents(model, runtime)
+    bounds = torch.tensor([0, 3, 3, 8], dtype=torch.int32)
+    mask = model(1, PackedSeqParams("thd", bounds, bounds, tokens_per_sample=4))
+    assert (mask.qkv_format, mask.starts, mask.seq_len) == ("bshd", (3,), 8)
+    assert mask.tokens_per_sample == 4
+    assert runtime.documents == (3,)
+    assert model(1) is None
+    assert runtime.documents == ()
+
+
+class Model(nn.Module):
+    """Takes packed_seq_params as models of Megatron do."""
+
+    def forward(self, tokens: int, packed_seq_params: Any = None) -> Any:
+        return packed_seq_params
