@@ -48,6 +48,8 @@ def train(folder: Path, *flags: str, ranks: int = 1) -> Recording:
     return Recording.load(folder)
 
 
+# Megatron's own attention, with a mask of N x N that ends where documents end.
+OWN = "--context-parallel-algo megatron --reset-attention-mask --reset-position-ids"
 # Runs with as many stages start from the same weights.
 REFERENCES = {
     "rotary": "--position-embedding-type rope",
@@ -57,17 +59,12 @@ REFERENCES = {
 
 @pytest.fixture(scope="module")
 def references(model: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Recording]:
-    """Megatron's own attention, whose mask ends where documents end."""
-    own = "--context-parallel-algo megatron --reset-attention-mask --reset-position-ids".split()
+    """`OWN` for each of `REFERENCES`."""
     return {
         kind: train(
-            tmp_path_factory.mktemp(kind),
-            *model,
-            *own,
-            *flags.split(),
-            ranks=1 + (kind == "stages"),
+            tmp_path_factory.mktemp(kind), *model, *OWN.split(), *flags.split(), ranks=stages
         )
-        for kind, flags in REFERENCES.items()
+        for stages, (kind, flags) in enumerate(REFERENCES.items(), start=1)
     }
 
 
@@ -117,12 +114,21 @@ def test_unmodified_script_of_a_checkout(
     """Megatron's own needs Transformer Engine for documents; the mask of N x N does not."""
     if DOCUMENTS.removeprefix("--").replace("-", "_") not in checkout_script.read_text():
         pytest.skip(f"{checkout_script} has no {DOCUMENTS}")
-    program = (*LAUNCHER, str(checkout_script))
-    flags = (*model, *REFERENCES["rotary"].split())
-    own = "--context-parallel-algo megatron --reset-attention-mask --reset-position-ids".split()
-    reference = run(*flags, *own, program=program).succeeded()
-    split = ("--context-parallel-algo", algorithm, "--context-parallel-size", "4")
-    job = run(*flags, DOCUMENTS, *split, ranks=4, program=program).succeeded()
+    flags = [*model, *REFERENCES["rotary"].split()]
+    assert_same_losses(checkout_script, flags, algorithm, size=4)
+
+
+def test_hybrid_model(model: list[str]) -> None:
+    words = "--position-embedding-type rope --normalization RMSNorm --spec hybrid_job stack"
+    flags = [*model, *words.split(), "--hybrid-layer-pattern", "*-*-"]
+    assert_same_losses(Path(__file__).with_name("hybrid_job.py"), flags, "zigzag", size=2)
+
+
+def assert_same_losses(script: Path, flags: list[str], algorithm: str, size: int) -> None:
+    program = (*LAUNCHER, str(script))
+    reference = run(*flags, *OWN.split(), program=program).succeeded()
+    split = ("--context-parallel-algo", algorithm, "--context-parallel-size", str(size))
+    job = run(*flags, DOCUMENTS, *split, ranks=size, program=program).succeeded()
     assert len(job.losses) == 3
     assert job.losses == pytest.approx(reference.losses, rel=Tolerances().loss)
 
