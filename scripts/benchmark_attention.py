@@ -74,13 +74,31 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rivals", default="installed", help="installed, none, or names")
     parser.add_argument("--kernel", default="auto", help="kernel of our algorithms")
     parser.add_argument("--full", action="store_true", help="no causal mask")
+    parser.add_argument(
+        "--documents",
+        metavar="TOKENS",
+        help="causal within packed documents of random lengths, this long in the mean; no rivals",
+    )
     parser.add_argument("--iters", type=int, default=7)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--net", choices=["default", "sockets"], default="default")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--output", type=Path, default=Path("results/attention"))
     parser.add_argument("--profile", help="contender whose second step is traced")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.documents:
+        if args.full:
+            parser.error("--documents are causal: leave --full out")
+        args.rivals = "none"
+    return args
+
+
+def packed(tokens: int, mean: int) -> tuple[int, ...]:
+    """Bounds of documents of random lengths, always the same ones, that fill the sequence."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.empty(2 * tokens // mean + 8).exponential_(1 / mean, generator=generator)
+    bounds = lengths.ceil().long().cumsum(0)
+    return (0, *bounds[bounds < tokens].tolist(), tokens)
 
 
 class Bench:
@@ -111,6 +129,9 @@ class Bench:
             for n in (heads, kv_heads, kv_heads, heads)
         ]
         self.reference: list[Tensor] = []
+        self.cu_seqlens: tuple[int, ...] | None = None
+        if self.args.documents:
+            self.cu_seqlens = packed(tokens, tokens_of(self.args.documents))
 
     def time_ms(self, body: Callable[[], object]) -> float:
         """Median time of a call; the maximum over ranks."""
@@ -149,15 +170,20 @@ class Bench:
         q, k, v, dout = self.whole
         scale = self.args.head_dim**-0.5
 
+        bounds = self.cu_seqlens
+
         def forward() -> tuple[Tensor, Tensor]:
+            if bounds is not None:
+                return kernel.forward_packed(q, k, v, bounds, scale=scale)
             return kernel.forward(q, k, v, scale=scale, causal=self.causal)
 
         out, lse = forward()
 
         def backward() -> tuple[Tensor, ...]:
-            return kernel.backward(
-                dout, q, k, v, Statistics(lse, out=out), scale=scale, causal=self.causal
-            )
+            statistics = Statistics(lse, out=out)
+            if bounds is not None:
+                return kernel.backward_packed(dout, q, k, v, statistics, bounds, scale=scale)
+            return kernel.backward(dout, q, k, v, statistics, scale=scale, causal=self.causal)
 
         if not self.reference:
             self.reference = [out, *backward()]
@@ -246,7 +272,14 @@ def ours(spec: str, bench: Bench) -> tuple[Attention, Layout]:
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return cp.attention(
-            q, k, v, algo=name, causal=bench.causal, kernel=bench.args.kernel, **options
+            q,
+            k,
+            v,
+            algo=name,
+            causal=bench.causal,
+            cu_seqlens=bench.cu_seqlens,
+            kernel=bench.args.kernel,
+            **options,
         )
 
     return attention, layout_of(name, options)
@@ -418,6 +451,8 @@ def main() -> None:
     if bench.rank == 0:
         found = environment(args)
         mask = "causal" if bench.causal else "full"
+        if args.documents:
+            mask += f", documents of {args.documents} tokens in the mean"
         title = (
             f"attention, {mask}, head dim {args.head_dim}, {bench.size} x "
             f"{found.get('gpu', 'CPU')}{', ' + network if network else ''}"

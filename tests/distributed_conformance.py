@@ -37,6 +37,7 @@ def settings_of(heads, tokens, device):
         "causal": {"causal": True},
         "full": {"causal": False},
         "window": {"causal": True, "window": tokens // 3},
+        "documents": {"causal": True, "cu_seqlens": (0, 5, tokens // 3, tokens - 7, tokens)},
         "sinks": {"causal": True, "sink": torch.linspace(-1, 4, heads, device=device)},
     }
 

@@ -166,8 +166,9 @@ def test_tiles_cover_every_pair_once(
                 if tile.reverse:
                     mine, seen = mine[::-1], seen[::-1]
                 for i, x in enumerate(mine):
+                    first = max((start for start in tile.squares if start <= i), default=0)
                     last = i + tile.cols - tile.rows if tile.causal else tile.cols - 1
-                    for y in seen[: last + 1]:
+                    for y in seen[first : last + 1]:
                         found[x, y] = found.get((x, y), 0) + 1
     visible = {
         (x, y): 1
@@ -188,6 +189,15 @@ def test_a_document_of_many_ranks_costs_no_further_kernel_calls() -> None:
     tiles = plan_tiles(spans[2], spans[1], mask, rectangular=True)
     assert [(tile.q, tile.kv) for tile in tiles] == [(slice(0, 100), slice(60, 100))]
     assert not plan_tiles(spans[2], spans[0], mask, rectangular=True)
+
+
+def test_whole_documents_are_one_kernel_call() -> None:
+    (span,) = Contiguous().spans(1, 4, 400)
+    mask = Mask(documents=(30, 130, 131, 150, 190, 390))
+    (tile,) = plan_tiles([span], [span], mask)
+    assert (tile.q, tile.kv, tile.causal) == (slice(0, 100), slice(0, 100), True)
+    assert tile.squares == (0, 30, 31, 50, 90, 100)
+    assert tile.area == sum(n * (n + 1) // 2 for n in (30, 1, 19, 40, 10))
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,8 @@ class Tile:
             equals cols this is the ordinary causal square.
         reverse: rows and columns are taken in reverse order, so that causal means j >= i instead:
             the lower edge of a window, with kernels that know only the upper one.
+        squares: instead of one causal square, several along the diagonal, in which rows and columns
+            [squares[i], squares[i + 1]) meet: whole documents, one after the other.
     """
 
     q: slice
@@ -75,12 +77,15 @@ class Tile:
     cols: int
     causal: bool
     reverse: bool = False
+    squares: tuple[int, ...] = ()
 
     @property
     def area(self) -> int:
         """Number of (query, key) pairs that the tile computes."""
         if not self.causal:
             return self.rows * self.cols
+        if self.squares:
+            return sum((b - a) * (b - a + 1) // 2 for a, b in pairwise(self.squares))
         return self.rows * (self.cols - self.rows) + self.rows * (self.rows + 1) // 2
 
 
@@ -133,7 +138,7 @@ def _plan(
         return ()
     if mask.documents:
         q_spans, kv_spans = (tuple(filter(len, spans)) for spans in (q_spans, kv_spans))
-        return tuple(_within_documents(q_spans, kv_spans, mask, rectangular))
+        return tuple(_joined(_within_documents(q_spans, kv_spans, mask, rectangular)))
     if mask.window is not None:
         return tuple(_windowed(q_spans, kv_spans, mask.window, rectangular))
     if not mask.causal:
@@ -167,6 +172,41 @@ def _within_documents(
             for tile in _plan(mine, seen, inside, rectangular):
                 q = _moved(tile.q, rows_before + rows)
                 yield replace(tile, q=q, kv=_moved(tile.kv, cols_before + cols))
+
+
+def _joined(tiles: Iterator[Tile]) -> Iterator[Tile]:
+    """Makes one tile of causal squares that follow each other."""
+    joined: Tile | None = None
+    for tile in tiles:
+        if joined is not None and _follows(joined, tile):
+            rows = joined.rows + tile.rows
+            joined = replace(
+                joined,
+                q=slice(joined.q.start, tile.q.stop),
+                kv=slice(joined.kv.start, tile.kv.stop),
+                rows=rows,
+                cols=rows,
+                causal=True,
+                squares=(*(joined.squares or (0, joined.rows)), rows),
+            )
+            continue
+        if joined is not None:
+            yield joined
+        joined = tile
+    if joined is not None:
+        yield joined
+
+
+def _follows(before: Tile, tile: Tile) -> bool:
+    return all(
+        # A document of one token is as good as causal.
+        (one.causal or one.rows == 1)
+        and one.rows == one.cols
+        and not one.reverse
+        and one.q.step in (None, 1)
+        and one.kv.step in (None, 1)
+        for one in (before, tile)
+    ) and (before.q.stop, before.kv.stop) == (tile.q.start, tile.kv.start)
 
 
 _Spans = tuple[Span, ...]

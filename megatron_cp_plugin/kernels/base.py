@@ -6,7 +6,8 @@ B batch, S query tokens, T key tokens, H query heads, G KV heads (G divides H), 
 from abc import abstractmethod
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -90,6 +91,14 @@ class Statistics:
             None if self.delta is None else self.delta.flip(2),
         )
 
+    def flattened(self) -> "Statistics":
+        """With one batch entry after the other: lse and delta [H,B*S], out [B*S,H,D]."""
+        return Statistics(
+            self.lse.transpose(0, 1).flatten(1),
+            None if self.out is None else self.out.flatten(0, 1),
+            None if self.delta is None else self.delta.transpose(0, 1).flatten(1),
+        )
+
     def delta_for(self, dout: Tensor) -> Tensor:
         """delta [B,H,S], computed from out if it is not there."""
         if self.delta is not None:
@@ -150,6 +159,70 @@ class SoftmaxKernel(Kernel[Problem]):
 
         Returns: dq [B,S,H,D], dk [B,T,G,D], dv [B,T,G,D].
         """
+
+    def forward_packed(
+        self, q: Tensor, k: Tensor, v: Tensor, bounds: tuple[int, ...], *, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Causal attention within documents: one call for each, unless the kernel can do better.
+
+        Args: q: [B,S,H,D]; k, v: [B,S,G,D]. bounds: 0, ..., S: where documents begin and end.
+
+        Returns: as `forward`.
+        """
+        pieces = [
+            self.forward(q[:, a:b], k[:, a:b], v[:, a:b], scale=scale, causal=True)
+            for a, b in pairwise(bounds)
+        ]
+        outs, lses = zip(*pieces, strict=True)
+        return torch.cat(outs, 1), torch.cat(lses, 2)
+
+    def backward_packed(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        statistics: Statistics,
+        bounds: tuple[int, ...],
+        *,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of `forward_packed`; otherwise as `backward`."""
+        pieces = [
+            self.backward(
+                dout[:, a:b],
+                q[:, a:b],
+                k[:, a:b],
+                v[:, a:b],
+                statistics.rows(slice(a, b)),
+                scale=scale,
+                causal=True,
+            )
+            for a, b in pairwise(bounds)
+        ]
+        dq, dk, dv = (torch.cat(gradients, 1) for gradients in zip(*pieces, strict=True))
+        return dq, dk, dv
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Documents as kernels for sequences of different lengths take them.
+
+    Attributes: cu_seqlens: int32 [documents + 1]. longest: tokens of the longest document.
+    """
+
+    cu_seqlens: Tensor
+    longest: int
+
+    @staticmethod
+    @lru_cache(maxsize=64)  # all layers and passes of a micro-batch have the same
+    def of(bounds: tuple[int, ...], batch: int, device: torch.device) -> "Packed":
+        """The documents of all entries of a batch, one entry after the other."""
+        starts = [n * bounds[-1] + start for n in range(batch) for start in bounds[:-1]]
+        return Packed(
+            torch.tensor([*starts, batch * bounds[-1]], dtype=torch.int32, device=device),
+            max(b - a for a, b in pairwise(bounds)),
+        )
 
 
 # In the order of preference of "auto", fastest first (docs/benchmarks.md has the measurements).

@@ -7,7 +7,7 @@ scaled_dot_product_attention does not return lse.
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.kernels.base import Problem, SoftmaxKernel, Statistics, gpu_reason
+from megatron_cp_plugin.kernels.base import Packed, Problem, SoftmaxKernel, Statistics, gpu_reason
 
 _aten = torch.ops.aten
 
@@ -90,24 +90,59 @@ class CudaFlashAttention(SoftmaxKernel):
         scale: float,
         causal: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
-        return _aten._flash_attention_backward(
-            dout,
-            q,
-            k,
-            v,
-            statistics.out_for(dout),
-            statistics.lse.contiguous(),
-            None,
-            None,
-            q.shape[1],
-            k.shape[1],
+        tensors = dout, q, k, v, statistics.out_for(dout), statistics.lse.contiguous()
+        return self._backward(
+            tensors, (None, None, q.shape[1], k.shape[1]), scale=scale, causal=causal
+        )
+
+    def forward_packed(
+        self, q: Tensor, k: Tensor, v: Tensor, bounds: tuple[int, ...], *, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        documents = Packed.of(bounds, q.shape[0], q.device)
+        out, lse, *_ = _aten._flash_attention_forward(
+            q.flatten(0, 1),
+            k.flatten(0, 1),
+            v.flatten(0, 1),
+            *(documents.cu_seqlens, documents.cu_seqlens, documents.longest, documents.longest),
             0.0,
-            causal,
-            no_dropout,
-            no_dropout,
+            True,
+            False,
             scale=scale,
         )
+        return out.view(q.shape), lse.unflatten(1, (q.shape[0], -1)).transpose(0, 1)
+
+    def backward_packed(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        statistics: Statistics,
+        bounds: tuple[int, ...],
+        *,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        documents, batch = Packed.of(bounds, q.shape[0], q.device), q.shape[0]
+        out, lse = statistics.out_for(dout), statistics.flattened().lse
+        tensors = (*(x.flatten(0, 1) for x in (dout, q, k, v, out)), lse.contiguous())
+        lengths = documents.cu_seqlens, documents.cu_seqlens, documents.longest, documents.longest
+        gradients = self._backward(tensors, lengths, scale=scale, causal=True)
+        dq, dk, dv = (x.unflatten(0, (batch, -1)) for x in gradients)
+        return dq, dk, dv
+
+    def _backward(
+        self,
+        tensors: tuple[Tensor, ...],
+        lengths: tuple[Tensor | None, Tensor | None, int, int],
+        *,
+        scale: float,
+        causal: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        no_dropout = torch.zeros(2, dtype=torch.uint64, device=tensors[0].device)
+        dq, dk, dv = _aten._flash_attention_backward(
+            *tensors, *lengths, 0.0, causal, no_dropout, no_dropout, scale=scale
+        )
+        return dq, dk, dv
 
 
 class CudnnAttention(SoftmaxKernel):

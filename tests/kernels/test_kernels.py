@@ -20,10 +20,15 @@ def problem_of(q, k):
     return Problem(q.device, q.dtype, q.shape[2], k.shape[2], q.shape[3])
 
 
-def check(kernel: SoftmaxKernel, expected, bound: float, *, causal: bool, device=CPU):
+def check(kernel: SoftmaxKernel, expected, bound: float, *, causal=True, bounds=(), device=CPU):
+    """bounds: of documents."""
     q, k, v, dout = (x.to(device) for x in (expected.q, expected.k, expected.v, expected.dout))
-    scale = q.shape[-1] ** -0.5
-    out, lse = kernel.forward(q, k, v, scale=scale, causal=causal)
+    forward, backward, settings = kernel.forward, kernel.backward, {"causal": causal}
+    if bounds:
+        forward, backward, settings = kernel.forward_packed, kernel.backward_packed, {}
+    settings["scale"] = q.shape[-1] ** -0.5
+    positional = (bounds,) if bounds else ()
+    out, lse = forward(q, k, v, *positional, **settings)
     assert lse.shape == (q.shape[0], q.shape[2], q.shape[1])
     assert relative_error(out.cpu(), expected.out) < bound
     # A strided lse and, besides out, delta alone: both rules of backward.
@@ -32,7 +37,7 @@ def check(kernel: SoftmaxKernel, expected, bound: float, *, causal: bool, device
         Statistics(strided, out=out),
         Statistics(strided, delta=delta_of(dout, out)),
     ):
-        gradients = kernel.backward(dout, q, k, v, statistics, scale=scale, causal=causal)
+        gradients = backward(dout, q, k, v, statistics, *positional, **settings)
         for got, want in zip(gradients, (expected.dq, expected.dk, expected.dv), strict=True):
             assert got.dtype == q.dtype
             assert relative_error(got.cpu(), want) < bound
@@ -52,27 +57,41 @@ def test_cpu_kernels(name, dtype, bound, causal, kv_heads):
     check(kernel, expected, bound, causal=causal)
 
 
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("name", ["reference", "torch_cpu"])
+def test_cpu_kernels_with_documents(name, batch):
+    bounds = (0, 1, 20, 21, 64, 65)
+    expected = expected_attention(
+        batch=batch, seq_len=65, heads=4, kv_heads=2, head_dim=16, causal=True, cu_seqlens=bounds
+    )
+    kernel = resolve(name, problem_of(expected.q, expected.k))
+    check(kernel, expected, 1e-12, bounds=bounds)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kv_heads", [8, 2])
-@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("shape", ["causal", "full", "documents"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("name", GPU_KERNELS)
-def test_gpu_kernels(name, head_dim, causal, kv_heads):
+def test_gpu_kernels(name, head_dim, shape, kv_heads):
+    settings = {"causal": shape != "full"}
+    bounds = (0, 1, 130, 131, 384, 512) if shape == "documents" else ()
     expected = expected_attention(
         batch=2,
         seq_len=512,
         heads=8,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        causal=causal,
+        cu_seqlens=bounds or None,
         dtype=torch.bfloat16,
+        **settings,
     )
     problem = Problem(torch.device("cuda", 0), torch.bfloat16, 8, kv_heads, head_dim)
     try:
         kernel = resolve(name, problem)
     except KernelUnavailableError as error:
         pytest.skip(str(error))
-    check(kernel, expected, 1e-2, causal=causal, device=problem.device)
+    check(kernel, expected, 1e-2, bounds=bounds, device=problem.device, **settings)
 
 
 @pytest.mark.parametrize("name", kernel_names())
