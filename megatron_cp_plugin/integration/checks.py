@@ -76,6 +76,7 @@ def _switch(name: str, setting: str, reason: str) -> Feature:
 
 _ZIGZAG = "Megatron cuts it by its own zigzag layout"
 _PACKED = "its documents are cut and padded for Megatron's own layout"
+_OTHER_GROUPS = "it takes other groups of ranks from sample to sample"
 _KERNELS = "the attention kernels here do not compute it"
 _BY_RANK = "each rank does it with its own tokens, so the split would change the result"
 _UNTESTED = "never run together with the plugin"
@@ -185,8 +186,8 @@ FEATURES: tuple[Feature, ...] = (
         "use rope, yarn, learned_absolute or none",
     ),
     # Other kinds of context parallelism.
-    _switch("hybrid context parallelism", "hybrid_context_parallel", _PACKED),
-    _switch("dynamic context parallelism", "dynamic_context_parallel", _PACKED),
+    _switch("hybrid context parallelism", "hybrid_context_parallel", _OTHER_GROUPS),
+    _switch("dynamic context parallelism", "dynamic_context_parallel", _OTHER_GROUPS),
     # What depends on which tokens are together on a rank.
     _switch("dropping tokens of full experts", "moe_expert_capacity_factor", _BY_RANK),
     Feature(
