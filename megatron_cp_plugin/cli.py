@@ -6,9 +6,12 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
+
+if TYPE_CHECKING:
+    from megatron_cp_plugin.core.tiles import Mask
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -86,6 +89,31 @@ def _doctor(arguments: argparse.Namespace) -> int:
     return int(any(finding.failed for finding in findings))
 
 
+def _add_mask(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--mask", choices=("causal", "full"), default="causal")
+    parser.add_argument("--window", type=int, metavar="W", help="sliding window of W tokens")
+    parser.add_argument(
+        "--documents",
+        type=int,
+        metavar="T",
+        help="packed documents of random lengths, T tokens in the mean; needs --seq-len",
+    )
+
+
+def _mask(arguments: argparse.Namespace) -> Mask:
+    from megatron_cp_plugin.core.tiles import Mask, random_documents
+
+    documents: tuple[int, ...] = ()
+    if arguments.documents is not None:
+        if arguments.documents < 1 or arguments.seq_len is None:
+            raise ConfigError(
+                f"--documents needs a mean of 1 or more and --seq-len, got {arguments.documents} "
+                f"and {arguments.seq_len}"
+            )
+        documents = random_documents(arguments.seq_len, arguments.documents)
+    return Mask(arguments.mask == "causal", arguments.window, documents)
+
+
 def _add_draw(commands: Any) -> None:
     """Each subcommand adds its own parser and the function that runs it."""
     parser = commands.add_parser(
@@ -98,8 +126,7 @@ def _add_draw(commands: Any) -> None:
     parser.add_argument("--algo", required=True, metavar="NAME", help="such as distflash or zigzag")
     parser.add_argument("--size", required=True, type=int, metavar="P", help="number of ranks")
     parser.add_argument("--seq-len", type=int, metavar="N", help="global tokens")
-    parser.add_argument("--mask", choices=("causal", "full"), default="causal")
-    parser.add_argument("--window", type=int, metavar="W", help="sliding window of W tokens")
+    _add_mask(parser)
     parser.add_argument(
         "--option",
         action="append",
@@ -114,14 +141,13 @@ def _add_draw(commands: Any) -> None:
 def _draw(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from megatron_cp_plugin.core.tiles import Mask
     from megatron_cp_plugin.drawing import picture, save, table, table_width
 
     drawn = picture(
         arguments.algo,
         arguments.size,
         seq_len=arguments.seq_len,
-        mask=Mask(arguments.mask == "causal", arguments.window),
+        mask=_mask(arguments),
         options=dict(_option(text) for text in arguments.option),
     )
     if arguments.output:
@@ -149,8 +175,7 @@ def _add_plan(commands: Any) -> None:
     parser.add_argument("--kv-heads", type=int, metavar="G", help="default: as many as heads")
     parser.add_argument("--head-dim", type=int, default=128, metavar="D")
     parser.add_argument("--batch", type=int, default=1, metavar="B")
-    parser.add_argument("--mask", choices=("causal", "full"), default="causal")
-    parser.add_argument("--window", type=int, metavar="W", help="sliding window of W tokens")
+    _add_mask(parser)
     parser.add_argument("--bandwidth", type=float, metavar="GB/S", help="what a rank can send")
     parser.add_argument(
         "--tflops", type=float, default=600.0, help="of a rank's kernel; default 600, an H200's"
@@ -163,7 +188,6 @@ def _plan(arguments: argparse.Namespace) -> int:
     from rich.table import Table
 
     from megatron_cp_plugin.core.algorithm import Shape
-    from megatron_cp_plugin.core.tiles import Mask
     from megatron_cp_plugin.costs import cost
     from megatron_cp_plugin.registry import available
 
@@ -175,10 +199,11 @@ def _plan(arguments: argparse.Namespace) -> int:
     if kv_heads < 1 or heads % kv_heads:
         raise ConfigError(f"--kv-heads must divide the {heads} heads, got {kv_heads}")
     shape = Shape(arguments.batch, arguments.seq_len, heads, kv_heads, arguments.head_dim)
-    mask = Mask(arguments.mask == "causal", arguments.window)
-    table = Table(
-        title=f"one layer, {heads}:{kv_heads} heads, {shape.seq_len} tokens, {arguments.size} ranks"
-    )
+    mask = _mask(arguments)
+    title = f"one layer, {heads}:{kv_heads} heads, {shape.seq_len} tokens, {arguments.size} ranks"
+    if mask.documents:
+        title += f", {len(mask.documents) + 1} documents"
+    table = Table(title=title)
     headers = ["algorithm", "layout", "forward MiB", "backward MiB", "messages", "waits"]
     if arguments.bandwidth:
         headers += ["computes ms", "sends ms"]

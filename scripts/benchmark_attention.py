@@ -34,6 +34,7 @@ from torch import Tensor
 
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.core.layout import Layout, Zigzag, shard
+from megatron_cp_plugin.core.tiles import random_documents
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.kernels import Problem, kernel_names, resolve
@@ -93,14 +94,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def packed(tokens: int, mean: int) -> tuple[int, ...]:
-    """Bounds of documents of random lengths, always the same ones, that fill the sequence."""
-    generator = torch.Generator().manual_seed(0)
-    lengths = torch.empty(2 * tokens // mean + 8).exponential_(1 / mean, generator=generator)
-    bounds = lengths.ceil().long().cumsum(0)
-    return (0, *bounds[bounds < tokens].tolist(), tokens)
-
-
 class Bench:
     """One process group, and the tensors of one problem at a time."""
 
@@ -131,7 +124,8 @@ class Bench:
         self.reference: list[Tensor] = []
         self.cu_seqlens: tuple[int, ...] | None = None
         if self.args.documents:
-            self.cu_seqlens = packed(tokens, tokens_of(self.args.documents))
+            starts = random_documents(tokens, tokens_of(self.args.documents))
+            self.cu_seqlens = (0, *starts, tokens)
 
     def time_ms(self, body: Callable[[], object]) -> float:
         """Median time of a call; the maximum over ranks."""

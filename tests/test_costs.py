@@ -4,7 +4,7 @@ import pytest
 
 from megatron_cp_plugin import cli
 from megatron_cp_plugin.core.algorithm import Shape
-from megatron_cp_plugin.core.tiles import Mask
+from megatron_cp_plugin.core.tiles import Mask, random_documents
 from megatron_cp_plugin.costs import cost
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.registry import available
@@ -66,6 +66,22 @@ def test_plan_has_a_line_for_every_algorithm(capsys: pytest.CaptureFixture[str])
         f"{computing * 1e3:.2f}",
         f"{sending * 1e3:.2f}",
     ]
+
+
+def test_documents_leave_less_to_do_and_ranks_waiting() -> None:
+    mask = Mask(documents=random_documents(SHAPE.seq_len, SHAPE.seq_len // 16))
+    whole, packed = (cost("distflash", 8, SHAPE, given) for given in (None, mask))
+    assert packed.forward_flop < whole.forward_flop / 4
+    assert packed.forward_bytes < whole.forward_bytes / 4
+    assert packed.idle > 0.2
+    assert cost("ulysses", 8, SHAPE, mask).idle == 0  # every rank has all documents
+
+
+def test_random_documents_are_as_long_as_asked() -> None:
+    starts = random_documents(10**6, 1000)
+    assert 900 < len(starts) < 1100
+    assert starts == random_documents(10**6, 1000)
+    assert random_documents(1, 5) == ()
 
 
 @pytest.mark.parametrize(

@@ -132,6 +132,11 @@ def test_a_png_is_written(tmp_path: Path) -> None:
     [
         (("--algo", "distflsh", "--size", "4"), "did you mean 'distflash'"),
         (("--algo", "lasp", "--size", "4", "--window", "8"), "lasp does not serve sliding"),
+        (
+            ("--algo", "lasp", "--size", "4", "--seq-len", "64", "--documents", "9"),
+            "lasp does not serve documents, got",
+        ),
+        (("--algo", "ring", "--size", "2", "--documents", "9"), "--documents needs a mean of 1"),
         (("--algo", "ring", "--size", "0"), "size must be 1 or more, got 0"),
         (("--algo", "ring", "--size", "2", "--seq-len", "0"), "seq-len must be 1 or more"),
         (("--algo", "ring", "--size", "2", "--option", "x"), "--option takes KEY=VALUE"),

@@ -11,8 +11,9 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import pairwise
-from math import lcm
+from itertools import accumulate, pairwise, takewhile
+from math import ceil, lcm
+from random import Random
 
 from megatron_cp_plugin.core.layout import Span
 from megatron_cp_plugin.errors import ContextParallelError
@@ -54,6 +55,13 @@ def document_starts(cu_seqlens: Sequence[int], seq_len: int) -> tuple[int, ...]:
             f"cu_seqlens needs ascending numbers from 0 to seq_len = {seq_len}, got {few}"
         )
     return tuple(sorted(set(cu_seqlens) - {0, seq_len}))
+
+
+def random_documents(seq_len: int, mean: int) -> tuple[int, ...]:
+    """`Mask.documents` of random lengths, exponentially distributed, always the same ones."""
+    source = Random(0)
+    lengths = (ceil(source.expovariate(1 / mean)) for _ in range(seq_len))
+    return tuple(takewhile(lambda start: start < seq_len, accumulate(lengths)))
 
 
 @dataclass(frozen=True)
