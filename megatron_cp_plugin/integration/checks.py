@@ -69,6 +69,12 @@ def _other_than(setting: str, *allowed: object) -> Callable[[Settings], bool]:
     return asked
 
 
+def _documents(settings: Settings) -> str | None:
+    """The flag that packs documents into a sequence, if it is given."""
+    given = [name for name in ("sft", "dataloader_inter_document_masking") if _on(name)(settings)]
+    return "--" + given[0].replace("_", "-") if given else None
+
+
 def _switch(name: str, setting: str, reason: str) -> Feature:
     flag = Feature(name, setting, _on(setting), reason, "").flag
     return Feature(name, setting, _on(setting), reason, f"leave {flag} out")
@@ -90,7 +96,6 @@ FEATURES: tuple[Feature, ...] = (
         "add --attention-dropout 0",
     ),
     # What decides which tokens see which.
-    _switch("packed sequences (SFT)", "sft", _PACKED),
     _switch("packed sequences (RL)", "rl_use_sequence_packing", _PACKED),
     Feature(
         "resetting the attention mask at document ends",
@@ -101,10 +106,8 @@ FEATURES: tuple[Feature, ...] = (
     ),
     Feature(
         "documents with multi-token prediction",
-        "dataloader_inter_document_masking",
-        lambda settings: (
-            bool(settings.dataloader_inter_document_masking) and bool(settings.mtp_num_layers)
-        ),
+        "mtp_num_layers",
+        lambda settings: bool(settings.mtp_num_layers) and _documents(settings) is not None,
         "the tokens after a document's last one would have to be left out",
         "leave one of them out",
     ),
@@ -112,7 +115,7 @@ FEATURES: tuple[Feature, ...] = (
         "documents of several samples in a pipeline",
         "micro_batch_size",
         lambda settings: (
-            bool(settings.dataloader_inter_document_masking)
+            _documents(settings) is not None
             and (settings.micro_batch_size or 1) > 1
             and (settings.pipeline_model_parallel_size or 1) > 1
         ),
@@ -280,6 +283,7 @@ def check_arguments(args: Any, config: ContextParallelConfig, device: torch.devi
     _check_linear_layers(args, config)
     _check_hybrid_model(args, config)
     check_settings(args, config)
+    _check_documents(args)
     _check_sequence(args, config)
     _check_algorithms(args, config)
     _check_window(args, config)
@@ -378,10 +382,10 @@ def _check_linear_layers(args: Any, config: ContextParallelConfig) -> None:
         return
     model = f"--cp-linear-model {config.linear_model}"
     heads = args.num_attention_heads
-    if Settings(args).dataloader_inter_document_masking:
+    documents = _documents(Settings(args))
+    if documents is not None:
         raise ConfigError(
-            f"{model} carries its state on across documents, got "
-            "--dataloader-inter-document-masking: leave it out"
+            f"{model} carries its state on across documents, got {documents}: leave it out"
         )
     if heads is not None and _kv_heads(args) != heads:
         raise ConfigError(
@@ -401,6 +405,18 @@ def _check_linear_layers(args: Any, config: ContextParallelConfig) -> None:
         raise ConfigError(
             f"{model} rotates nothing, got --position-embedding-type "
             f"{args.position_embedding_type}: use none or learned_absolute"
+        )
+
+
+def _check_documents(args: Any) -> None:
+    from megatron.core import __version__ as version
+    from megatron.core import utils
+
+    flag = _documents(Settings(args))
+    if flag is not None and not hasattr(utils, "flatten_batch_for_packed_sequences"):
+        raise ConfigError(
+            f"Megatron {version} cuts packed documents by its own layout, got {flag}: use Megatron "
+            "0.19 or later"
         )
 
 

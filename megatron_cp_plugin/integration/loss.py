@@ -4,6 +4,9 @@ Without `--calculate-per-token-loss` Megatron divides each rank's sum of losses 
 number of tokens that count, and averages the gradients over the ranks. That is the mean over the
 sequence where all context-parallel ranks have equally many such tokens; with padding or another
 loss mask it is not, and the gradients are not those of the unsplit sequence.
+
+When it evaluates, Megatron may average the ranks' own means (`--sft`): there each rank reports the
+whole sequence's.
 """
 
 from __future__ import annotations
@@ -37,8 +40,11 @@ def forward_step_calc_loss(
     from megatron.core import parallel_state
 
     group = parallel_state.get_context_parallel_group()
-    if loss_func is not None and not config.calculate_per_token_loss and group.size() > 1:
-        loss_func = mean_over_sequence(loss_func, group)
+    if loss_func is not None and group.size() > 1:
+        if not config.calculate_per_token_loss:
+            loss_func = mean_over_sequence(loss_func, group)
+        if not torch.is_grad_enabled():
+            loss_func = reporting_for_all(loss_func, group)
     return original(model, output, loss_func, config, *args, **kwargs)
 
 
@@ -63,3 +69,28 @@ def mean_over_sequence(loss_func: Callable[..., Any], group: Any) -> Callable[..
         return loss * factor, tokens, report
 
     return scaled
+
+
+def reporting_for_all(loss_func: Callable[..., Any], group: Any) -> Callable[..., Any]:
+    """Returns a loss function that reports sums over all ranks.
+
+    Args:
+        loss_func: As in `mean_over_sequence`; reports pairs of a sum and a number of tokens [2].
+            What it reports in another form stays as it is.
+        group: The context-parallel group.
+    """
+
+    def summed(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.numel() != 2:
+            return value
+        total = value.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    def reporting(*args: Any, **kwargs: Any) -> Any:
+        outputs = loss_func(*args, **kwargs)
+        if not isinstance(outputs, tuple) or not isinstance(outputs[-1], dict):
+            return outputs
+        return (*outputs[:-1], {name: summed(value) for name, value in outputs[-1].items()})
+
+    return reporting

@@ -31,6 +31,7 @@ from megatron.training.argument_utils import (
     pretrain_cfg_container_from_args,
 )
 from megatron.training.arguments import parse_and_validate_args
+from megatron.training.datasets.sft_dataset import SFTDataset
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 from torch import Tensor
 
@@ -40,7 +41,6 @@ _OF_DOCUMENTS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
 _KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids", *_OF_DOCUMENTS)
 # Flags of Megatron that mean something to its own pretrain_gpt.py and nothing to this program.
 _NOT_HERE = (
-    "sft",
     "fim_data",
     "logits_load_dir",
     "overlap_moe_expert_parallel_comm",
@@ -165,18 +165,25 @@ def build_datasets(num_samples: list[int], vp_stage: int | None = None) -> Any:
 
     def needed() -> bool:
         first_tensor_rank = mpu.get_tensor_model_parallel_rank() == 0
-        used = is_first_or_last_pipeline_stage(vp_stage) or config.inter_document_masking
+        used = is_first_or_last_pipeline_stage(vp_stage) or _has_documents()
         return first_tensor_rank and used
 
-    kind = MockGPTDataset if args.mock_data else GPTDataset
+    kind: type = MockGPTDataset if args.mock_data else GPTDataset
+    if args.sft:
+        kind = SFTDataset
     return BlendedMegatronDatasetBuilder(kind, num_samples, needed, config).build()
+
+
+def _has_documents() -> bool:
+    args = get_args()
+    return bool(args.sft or args.dataloader_inter_document_masking)
 
 
 def _next_batch(data_iterator: Iterator[Any], vp_stage: int | None) -> dict[str, Any]:
     """Returns this rank's part of the next micro-batch; inside the pipeline its documents only."""
     nothing: dict[str, Any] = dict.fromkeys(_KEYS)
     args = get_args()
-    has_documents = args.dataloader_inter_document_masking
+    has_documents = _has_documents()
     if not is_first_or_last_pipeline_stage(vp_stage) and not has_documents:
         return nothing
     tensor_rank = mpu.get_tensor_model_parallel_rank()

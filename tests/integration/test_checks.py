@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core import utils as megatron_utils
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.arguments import add_megatron_arguments
@@ -37,12 +38,13 @@ ASKING: dict[str, Any] = {
     "yaml_cfg": "file.yaml",
     "recompute_modules": ["core_attn", "mlp"],
     "micro_batch_size": 2,
+    "mtp_num_layers": 1,
 }
 # What is refused only beside another setting.
 DOCUMENTS = {"dataloader_inter_document_masking": True}
 BESIDE: dict[str, dict[str, Any]] = {
     "calculate_per_token_loss": {"mtp_num_layers": 1},
-    "dataloader_inter_document_masking": {"mtp_num_layers": 1},
+    "mtp_num_layers": DOCUMENTS,
     "micro_batch_size": {**DOCUMENTS, "pipeline_model_parallel_size": 2, "world_size": 8},
 }
 # Not settings of Megatron 0.19, but of its development branch and of ModelOpt.
@@ -173,12 +175,16 @@ def test_windows_that_can_be_had(args: argparse.Namespace, algo: str) -> None:
     check_arguments(args, ContextParallelConfig(algo, 4), CPU)
 
 
-def test_linear_attention_knows_no_documents(args: argparse.Namespace) -> None:
-    args.dataloader_inter_document_masking = True
+@pytest.mark.parametrize("flag", ["sft", "dataloader_inter_document_masking"])
+def test_documents(args: argparse.Namespace, flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    setattr(args, flag, True)
     check_arguments(args, ContextParallelConfig("zigzag", 4), CPU)
     config = ContextParallelConfig("lasp", 4, linear_model="transnormer")
-    with pytest.raises(ConfigError, match="carries its state on across documents, got --dataload"):
+    word = "--" + flag.replace("_", "-")
+    with pytest.raises(ConfigError, match=f"carries its state on across documents, got {word}"):
         check_arguments(args, config, CPU)
+    monkeypatch.delattr(megatron_utils, "flatten_batch_for_packed_sequences")
+    assert f"got {word}: use Megatron 0.19 or later" in refusal(args)
 
 
 def test_linear_attention_has_no_window(args: argparse.Namespace) -> None:

@@ -142,7 +142,8 @@ def test_wrong_flags_are_refused_before_anything_is_in_force(
 
 
 def test_flag_that_only_megatrons_own_script_serves() -> None:
-    assert "this script does not serve --sft: leave it out" in refused(run(*TINY, "--sft"))
+    said = refused(run(*TINY, "--logits-load-dir", "x"))
+    assert "this script does not serve --logits-load-dir: leave it out" in said
 
 
 def test_broken_run_file(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_cp_plugin.integration import loss
-from megatron_cp_plugin.integration.loss import mean_over_sequence
+from megatron_cp_plugin.integration.loss import mean_over_sequence, reporting_for_all
 
 
 class Group:
@@ -60,3 +60,16 @@ def test_a_loss_function_that_returns_no_sum_is_left_alone() -> None:
     group: Any = Group([1, 2])
     assert mean_over_sequence(loss_func, group)(3, non_loss_data=True) is outputs
     assert given_to == [((3,), {"non_loss_data": True})]
+
+
+def test_reports_are_sums_over_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loss.dist, "all_reduce", lambda tensor, group: tensor.mul_(group.size()))
+    group: Any = Group([1, 2, 3])
+    report = {"lm loss": torch.tensor([2.0, 5.0]), "a mean": torch.tensor(4.0), "a name": "x"}
+    outputs = (torch.tensor(2.0), torch.tensor(5), report)
+    *others, got = reporting_for_all(lambda: outputs, group)()
+    assert others == list(outputs[:2])
+    assert got["lm loss"].tolist() == [6.0, 15.0]
+    assert report["lm loss"].tolist() == [2.0, 5.0]
+    assert (got["a mean"].item(), got["a name"]) == (4.0, "x")
+    assert reporting_for_all(lambda: outputs[0], group)() is outputs[0]

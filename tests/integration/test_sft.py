@@ -1,0 +1,114 @@
+"""--sft: packed conversations.
+
+The reference is a ring of one rank; that it masks documents rightly is tested in
+test_packed_documents.py. Megatron's data set pads conversations to a multiple of twice the number
+of ranks, and what follows a conversation is a label only without padding: the lengths here need
+none.
+"""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from megatron_cp_plugin.integration.parity import Tolerances
+from tests.integration.megatron_job import LAUNCHER, SCRIPT, TINY, Job, run
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+WORDS = [f"w{number}" for number in range(120)]
+TEMPLATE = "{% for message in messages %}{{ message['content'] + ' </s> ' }}{% endfor %}"
+# Stands for the package of that name, of which Megatron needs one function.
+DATASETS = """
+import json
+
+
+def load_dataset(kind, data_files, split):
+    with open(data_files) as lines:
+        return [json.loads(line) for line in lines]
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Conversations of 8, 16 or 24 tokens, several to a line; a tokenizer; a package."""
+    folder = tmp_path_factory.mktemp("sft")
+    rng = random.Random(0)
+
+    def conversation() -> list[dict[str, str]]:
+        tokens = 8 * rng.randrange(1, 4)
+        words = [2, 1, tokens - 6]  # and one after each turn
+        return [
+            {"role": role, "content": " ".join(rng.choices(WORDS, k=count))}
+            for role, count in zip(("system", "user", "assistant"), words, strict=True)
+        ]
+
+    lines = [
+        json.dumps({"messages": [turn for _ in range(count) for turn in conversation()]})
+        for count in rng.choices(range(1, 6), k=40)
+    ]
+    (folder / "data.jsonl").write_text("\n".join(lines))
+    vocabulary = {word: number for number, word in enumerate(("<pad>", "<unk>", "</s>", *WORDS))}
+    model = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    model.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=model, pad_token="<pad>", unk_token="<unk>", eos_token="</s>"
+    )
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder / "tokenizer")
+    (folder / "packages").mkdir()
+    (folder / "packages" / "datasets.py").write_text(DATASETS)
+    return folder
+
+
+def flags(folder: Path) -> list[str]:
+    words = list(TINY)
+    for flag, values in (("--mock-data", 0), ("--tokenizer-type", 1), ("--vocab-size", 1)):
+        place = words.index(flag)
+        del words[place : place + 1 + values]
+    words += ["--sft", "--sft-tokenizer-prompt-format", "default", "--seq-length", "128"]
+    words += ["--tokenizer-type", "SFTTokenizer", "--tokenizer-model", str(folder / "tokenizer")]
+    words += ["--data-path", str(folder / "data.jsonl"), "--split", "8,2,0"]
+    words += ["--eval-iters", "2", "--position-embedding-type", "rope"]
+    return words
+
+
+def train(script: Path, folder: Path, algorithm: str, size: int) -> tuple[Job, str]:
+    program = (str(script),) if script == SCRIPT else (*LAUNCHER, str(script))
+    words = [*flags(folder), "--context-parallel-algo", algorithm]
+    words += ["--context-parallel-size", str(size)]
+    job = run(*words, ranks=size, program=program).succeeded()
+    (evaluated,) = {
+        line.split("lm loss value:")[1].split()[0]
+        for line in job.text.splitlines()
+        if "validation loss at" in line
+    }
+    return job, evaluated
+
+
+def assert_same_at_any_size(script: Path, folder: Path, algorithm: str) -> None:
+    alone, evaluated_alone = train(script, folder, "ring", 1)
+    split, evaluated = train(script, folder, algorithm, 4)
+    bounds = Tolerances()
+    assert len(alone.losses) == 3
+    assert split.losses == pytest.approx(alone.losses, rel=bounds.loss)
+    assert split.grad_norms == pytest.approx(alone.grad_norms, abs=2e-3)  # as printed
+    assert float(evaluated) == pytest.approx(float(evaluated_alone), rel=bounds.loss)
+
+
+@pytest.mark.parametrize("algorithm", ["zigzag", "distflash"])
+def test_conversations(folder: Path, algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(folder / "packages"))
+    assert_same_at_any_size(SCRIPT, folder, algorithm)
+
+
+def test_unmodified_script_of_a_checkout(
+    checkout_script: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "flatten_batch_for_packed_sequences" not in checkout_script.read_text():
+        pytest.skip(f"{checkout_script} is older than Megatron 0.19")
+    monkeypatch.setenv("PYTHONPATH", str(folder / "packages"))
+    assert_same_at_any_size(checkout_script, folder, "ulysses")
