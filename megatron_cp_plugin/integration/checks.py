@@ -105,13 +105,6 @@ FEATURES: tuple[Feature, ...] = (
         "use --dataloader-inter-document-masking",
     ),
     Feature(
-        "documents with multi-token prediction",
-        "mtp_num_layers",
-        lambda settings: bool(settings.mtp_num_layers) and _documents(settings) is not None,
-        "the tokens after a document's last one would have to be left out",
-        "leave one of them out",
-    ),
-    Feature(
         "documents of several samples in a pipeline",
         "micro_batch_size",
         lambda settings: (

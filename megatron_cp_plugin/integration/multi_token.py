@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from megatron_cp_plugin.core.layout import unshard
 from megatron_cp_plugin.errors import ContextParallelError
+from megatron_cp_plugin.integration.documents import DocumentMask
 from megatron_cp_plugin.integration.runtime import Runtime
 
 _PER_RANK = "_counts_for_all_ranks"
@@ -32,17 +33,17 @@ def roll_tensor(
         original: Megatron's.
         runtime: The run's layout.
         args, kwargs: A tensor [..., S] of this rank's tokens, such as ids, labels or the loss mask;
-            shifts and dims, both -1; cp_group; packed_seq_params, None.
+            shifts and dims, both -1; cp_group; packed_seq_params, None or a `DocumentMask`.
 
     Returns:
-        What the next token has, 0 for the last token of the sequence; and the sum of the result
-        over all ranks, divided by their number. A loss mask, which is known by its floating dtype,
-        counts each token once for every rank: divided by its sum, the losses of a rank are a part
-        of the mean over the sequence, as Megatron averages gradients over the ranks, and the sum is
-        below one only if there is no token at all.
+        What the next token has, 0 for the last token of the sequence or of a document; and the sum
+        of the result over all ranks, divided by their number. A loss mask, which is known by its
+        floating dtype, counts each token once for every rank: divided by its sum, the losses of a
+        rank are a part of the mean over the sequence, as Megatron averages gradients over the
+        ranks, and the sum is below one only if there is no token at all.
 
     Raises:
-        ContextParallelError: Another shift, or packed sequences.
+        ContextParallelError: Another shift, or packed sequences of another kind.
     """
     from megatron.core import parallel_state
 
@@ -52,10 +53,13 @@ def roll_tensor(
     tensor, group = given["tensor"], given["cp_group"]
     if group is None:
         group = parallel_state.get_context_parallel_group()
-    if tensor is None or group.size() == 1:
+    packed = given["packed_seq_params"]
+    if tensor is None or (group.size() == 1 and packed is None):
         return original(*args, **kwargs)
-    if given["packed_seq_params"] is not None:
-        raise ContextParallelError("packed sequences are not supported")
+    if packed is not None and not isinstance(packed, DocumentMask):
+        raise ContextParallelError(
+            f"packed sequences are served through GPTModel and HybridModel, got {packed}"
+        )
     if given["shifts"] != -1 or given["dims"] not in (-1, tensor.dim() - 1):
         raise ContextParallelError(
             f"tokens are shifted by one to the left along the last dimension, got shifts "
@@ -64,14 +68,14 @@ def roll_tensor(
     is_mask = tensor.is_floating_point()
     if is_mask and not hasattr(tensor, _PER_RANK):
         tensor = tensor * group.size()
-    rolled, total = next_tokens(tensor, group, runtime)
+    rolled, total = next_tokens(tensor, group, runtime, packed.starts if packed else ())
     if is_mask:
         setattr(rolled, _PER_RANK, True)
     return rolled, total / group.size()
 
 
 def next_tokens(
-    tensor: Tensor, group: dist.ProcessGroup, runtime: Runtime
+    tensor: Tensor, group: dist.ProcessGroup, runtime: Runtime, documents: tuple[int, ...] = ()
 ) -> tuple[Tensor, Tensor]:
     """Gives each token what the one after it in the sequence has.
 
@@ -79,14 +83,17 @@ def next_tokens(
         tensor: [..., S], of this rank's tokens.
         group: The context-parallel group.
         runtime: The run's layout.
+        documents: Where documents other than the first one begin.
 
     Returns:
-        [..., S], 0 for the last token of the sequence; the sum over all ranks [].
+        [..., S], 0 for the last token of the sequence and of each document; the sum over all
+        ranks [].
     """
     local = tensor.contiguous()
     parts = [torch.empty_like(local) for _ in range(group.size())]
     dist.all_gather(parts, local, group=group)
     whole = unshard(parts, -1, runtime.config.layout)
     following = functional.pad(whole[..., 1:], (0, 1))
+    following[..., [start - 1 for start in documents]] = 0
     mine = runtime.positions(group, whole.size(-1), whole.device)
     return following[..., mine], following.sum()

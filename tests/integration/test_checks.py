@@ -38,13 +38,11 @@ ASKING: dict[str, Any] = {
     "yaml_cfg": "file.yaml",
     "recompute_modules": ["core_attn", "mlp"],
     "micro_batch_size": 2,
-    "mtp_num_layers": 1,
 }
 # What is refused only beside another setting.
 DOCUMENTS = {"dataloader_inter_document_masking": True}
 BESIDE: dict[str, dict[str, Any]] = {
     "calculate_per_token_loss": {"mtp_num_layers": 1},
-    "mtp_num_layers": DOCUMENTS,
     "micro_batch_size": {**DOCUMENTS, "pipeline_model_parallel_size": 2, "world_size": 8},
 }
 # Not settings of Megatron 0.19, but of its development branch and of ModelOpt.

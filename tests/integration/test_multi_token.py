@@ -6,11 +6,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import multi_token_prediction as megatron
 from torch import Tensor
 
 from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.errors import ContextParallelError
+from megatron_cp_plugin.integration.documents import DocumentMask
 from megatron_cp_plugin.integration.multi_token import roll_tensor
 from megatron_cp_plugin.integration.runtime import Runtime
 from tests.integration.ranks import on_ranks
@@ -50,6 +52,27 @@ def test_tokens_of_the_next_positions(size: int, layout: str) -> None:
 
     def body(group: dist.ProcessGroup, runtime: Runtime, cut: Any) -> bool:
         return torch.equal(roll(cut(ids), group, runtime)[0], cut(want))
+
+    assert all(with_layout(size, layout, body))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_nothing_follows_the_end_of_a_document(size: int, layout: str) -> None:
+    """As Megatron shifts packed sequences that are not split."""
+    ids = torch.randint(1, 100, (BATCH, TOKENS), generator=torch.Generator().manual_seed(0))
+    starts = (1, 5, 6, 17)
+    bounds = torch.tensor([0, *starts, TOKENS], dtype=torch.int32)
+    want, _ = megatron.roll_tensor(ids, packed_seq_params=PackedSeqParams("thd", bounds, bounds))
+    mask = DocumentMask(seq_len=TOKENS, starts=starts)
+
+    def body(group: dist.ProcessGroup, runtime: Runtime, cut: Any) -> bool:
+        rolled, total = roll_tensor(
+            megatron.roll_tensor, runtime, cut(ids), cp_group=group, packed_seq_params=mask
+        )
+        assert total is not None
+        assert total * size == want.sum()
+        return torch.equal(rolled, cut(want))
 
     assert all(with_layout(size, layout, body))
 

@@ -133,6 +133,18 @@ def assert_same_losses(script: Path, flags: list[str], algorithm: str, size: int
     assert job.losses == pytest.approx(reference.losses, rel=Tolerances().loss)
 
 
+def test_more_tokens_are_predicted_within_a_document(model: list[str], tmp_path: Path) -> None:
+    """The reference is one rank, whose shifts are those of Megatron (test_multi_token.py)."""
+    words = f"{REFERENCES['rotary']} {DOCUMENTS} --mtp-num-layers 2".split()
+    alone = train(tmp_path / "alone", *model, *words, *"--context-parallel-algo ring".split())
+    split = "--context-parallel-algo zigzag --context-parallel-size 4".split()
+    comparison = compare(
+        alone, train(tmp_path / "split", *model, *words, *split, ranks=4), Tolerances()
+    )
+    assert comparison.passed, comparison.problems
+    assert "mtp_1 loss" in alone.losses()
+
+
 def test_documents_change_the_losses(
     model: list[str], references: dict[str, Recording], tmp_path: Path
 ) -> None:
