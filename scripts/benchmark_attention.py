@@ -291,11 +291,12 @@ def measure(bench: Bench, tokens: int, heads: str) -> list[Row]:
     bench.problem(tokens, n_heads, kv_heads)
     dtype = bench.whole[0].dtype
     device = torch.device(bench.device)
-    problem = Problem(device, dtype, n_heads, kv_heads, args.head_dim)
+    packed = bool(args.documents)
+    problem = Problem(device, dtype, n_heads, kv_heads, args.head_dim, documents=packed)
     best = resolve("auto", problem)
     others = [
         resolve(name, problem)
-        for name in (("cudnn",) if bench.cuda else ())
+        for name in (("cudnn",) if bench.cuda and not packed else ())
         if name in kernel_names() and name != best.name
     ]
     rows = [

@@ -110,7 +110,8 @@ def attend(
     """
     _check(q, k, v, algorithm, seq_len)
     heads, head_dim = q.shape[2:]
-    problem = Problem(q.device, q.dtype, heads, k.shape[2], head_dim)
+    shape = q.device, q.dtype, heads, k.shape[2], head_dim
+    problem = Problem(*shape, documents=bool(documents))
     algorithm.check(
         algorithm.options,
         size=algorithm.topology.size,

@@ -510,7 +510,8 @@ def _check_kernel(args: Any, config: ContextParallelConfig, device: torch.device
         linear = LinearProblem(device, dtype, local, features, head_dim, fixed)
         return resolve_linear(config.kernel, linear).name
     kv_heads = max(1, _kv_heads(args) // tensor)
-    problem = Problem(device, dtype, local, kv_heads, head_dim, fixed)
+    packed = _documents(Settings(args)) is not None
+    problem = Problem(device, dtype, local, kv_heads, head_dim, fixed, packed)
     return resolve(config.kernel, problem).name
 
 

@@ -20,7 +20,9 @@ from megatron_cp_plugin.kernels.choice import Kernel, choose, loader
 class Problem:
     """What a kernel has to serve.
 
-    Attributes: deterministic: every run must give the same bits; default: torch's own setting.
+    Attributes:
+        deterministic: every run must give the same bits; default: torch's own setting.
+        documents: lengths are those of documents, ever new ones.
     """
 
     device: torch.device
@@ -29,6 +31,7 @@ class Problem:
     kv_heads: int
     head_dim: int
     deterministic: bool = field(default_factory=torch.are_deterministic_algorithms_enabled)
+    documents: bool = False
 
 
 def gpu_reason(

@@ -148,12 +148,15 @@ class CudaFlashAttention(SoftmaxKernel):
 class CudnnAttention(SoftmaxKernel):
     """cuDNN's fused attention (CUDA, compute capability 9.0 and newer).
 
-    Not deterministic: torch does not ask cuDNN for its deterministic backward.
+    Not deterministic: torch does not ask cuDNN for its deterministic backward. Not for documents:
+    it makes a plan for each new length, which takes longer than computing with it.
     """
 
     name = "cudnn"
 
     def unsupported(self, problem: Problem) -> str | None:
+        if problem.documents:
+            return "makes a plan for every new length, and documents have ever new ones"
         return gpu_reason(problem, range(8, 129, 8), (9, 0))
 
     def forward(

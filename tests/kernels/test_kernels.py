@@ -86,7 +86,8 @@ def test_gpu_kernels(name, head_dim, shape, kv_heads):
         dtype=torch.bfloat16,
         **settings,
     )
-    problem = Problem(torch.device("cuda", 0), torch.bfloat16, 8, kv_heads, head_dim)
+    shape = torch.device("cuda", 0), torch.bfloat16, 8, kv_heads, head_dim
+    problem = Problem(*shape, documents=bool(bounds))
     try:
         kernel = resolve(name, problem)
     except KernelUnavailableError as error:
@@ -119,6 +120,12 @@ def test_auto_on_cpu_takes_the_flash_kernel():
 def test_an_unknown_kernel_is_named_with_the_nearest_one():
     with pytest.raises(KernelUnavailableError, match=r"'cudn' \(did you mean 'cudnn'\?\)"):
         resolve("cudn", Problem(CPU, torch.float32, 4, 2, 16))
+
+
+def test_cudnn_does_not_take_documents():
+    shape = torch.device("cuda", 0), torch.bfloat16, 4, 2, 64
+    with pytest.raises(KernelUnavailableError, match="kernel cudnn: makes a plan for every new"):
+        resolve("cudnn", Problem(*shape, documents=True))
 
 
 def test_a_kernel_that_cannot_serve_says_why():
