@@ -16,6 +16,8 @@ from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.integration.args import MEGATRON
 from megatron_cp_plugin.integration.parity import Comparison, Recording
 
+_DOCUMENTS = "dataloader_inter_document_masking"
+
 
 @dataclass(frozen=True)
 class Variant:
@@ -213,6 +215,8 @@ def run_file(config: DictConfig, run: Run, iterations: int) -> DictConfig:
     """Returns the run file of one run: the given one with another algorithm, size and length.
 
     Options that the given file sets for its own algorithm are kept for that algorithm alone.
+    Megatron's own attention, which needs Transformer Engine for packed documents, gets a mask of
+    all pairs that ends where documents do.
     """
     made = config.copy()
     for name in ("context_parallel_size", "train_iters", "save"):
@@ -220,6 +224,10 @@ def run_file(config: DictConfig, run: Run, iterations: int) -> DictConfig:
             del made.megatron[key]
     made.megatron.context_parallel_size = run.cp
     made.megatron.train_iters = iterations
+    for key in [k for k in made.megatron if str(k).replace("-", "_") == _DOCUMENTS]:
+        if run.variant is None and made.megatron[key]:
+            del made.megatron[key]
+            made.megatron.reset_attention_mask = made.megatron.reset_position_ids = True
     given = made.get("context_parallel") or {}
     section = {"algo": run.algo}
     if "platform" in given:

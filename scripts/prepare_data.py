@@ -1,7 +1,8 @@
 #!/usr/bin/env python
 """Turns text files into the indexed dataset that Megatron's GPTDataset reads.
 
-A token is a byte (0 to 255); every file is a document and ends in the end-of-document token 256.
+A token is a byte (0 to 255); every file, or with --document-bytes every piece of one, is a document
+and ends in the end-of-document token 256.
 Train on it with
 
     --data-path PREFIX --tokenizer-type NullTokenizer --vocab-size 257
@@ -86,13 +87,16 @@ def fingerprint(files: Iterable[Path]) -> str:
     return digest.hexdigest()
 
 
-def write_dataset(files: Sequence[Path], prefix: Path, progress: Progress) -> dict[str, object]:
+def write_dataset(
+    files: Sequence[Path], prefix: Path, progress: Progress, document_bytes: int | None = None
+) -> dict[str, object]:
     """Writes PREFIX.bin, PREFIX.idx and, last, PREFIX.json, which says what is in them.
 
     Args:
         files: Text files in the order of their documents; empty ones are left out.
         prefix: Path of the dataset without its suffix.
         progress: Display that shows how many bytes were read.
+        document_bytes: Of a document at most; longer files are cut.
 
     Returns:
         What was written to PREFIX.json.
@@ -114,8 +118,9 @@ def write_dataset(files: Sequence[Path], prefix: Path, progress: Progress) -> di
     for file in files:
         text = np.frombuffer(file.read_bytes(), dtype=np.uint8)
         progress.advance(task, len(text))
-        if len(text):
-            document = np.append(text.astype(np.uint16), np.uint16(END_OF_DOCUMENT))
+        length = document_bytes or max(len(text), 1)
+        for piece in (text[start : start + length] for start in range(0, len(text), length)):
+            document = np.append(piece.astype(np.uint16), np.uint16(END_OF_DOCUMENT))
             builder.add_document(document, [len(document)])
             documents += 1
             tokens += len(document)
@@ -127,13 +132,16 @@ def write_dataset(files: Sequence[Path], prefix: Path, progress: Progress) -> di
         "tokens": tokens,
         "vocab_size": VOCAB_SIZE,
         "end_of_document": END_OF_DOCUMENT,
+        "document_bytes": document_bytes,
         "fingerprint": fingerprint(files),
     }
     manifest_path.write_text(json.dumps(manifest, indent=2) + "\n")
     return manifest
 
 
-def read_current(files: Sequence[Path], prefix: Path) -> dict[str, object] | None:
+def read_current(
+    files: Sequence[Path], prefix: Path, document_bytes: int | None
+) -> dict[str, object] | None:
     """Returns the manifest of the dataset at `prefix` if it was made from these very files."""
     if not all(_with_suffix(prefix, s).is_file() for s in (".bin", ".idx", ".json")):
         return None
@@ -141,7 +149,8 @@ def read_current(files: Sequence[Path], prefix: Path) -> dict[str, object] | Non
         manifest = json.loads(_with_suffix(prefix, ".json").read_text())
     except ValueError:
         return None
-    if not isinstance(manifest, dict) or manifest.get("fingerprint") != fingerprint(files):
+    made_from = {"fingerprint": fingerprint(files), "document_bytes": document_bytes}
+    if not isinstance(manifest, dict) or not made_from.items() <= manifest.items():
         return None
     return manifest
 
@@ -165,12 +174,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         default=list(TEXT_SUFFIXES),
         help="endings of the files taken from a folder (default: %(default)s)",
     )
+    parser.add_argument(
+        "--document-bytes",
+        type=int,
+        metavar="N",
+        help="cut files into documents of N bytes and a rest (default: a file is a document)",
+    )
     parser.add_argument("--force", action="store_true", help="write even if nothing changed")
     args = parser.parse_args(argv)
     console = Console(soft_wrap=True)
     try:
+        if args.document_bytes is not None and args.document_bytes < 1:
+            raise ConfigError(f"--document-bytes must be 1 or more, got {args.document_bytes}")
         files = find_files(args.paths, args.suffix) if args.paths else stdlib_files()
-        manifest = None if args.force else read_current(files, args.output)
+        manifest = None if args.force else read_current(files, args.output, args.document_bytes)
         made = manifest is None
         if manifest is None:
             with Progress(
@@ -180,7 +197,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 TimeRemainingColumn(),
                 console=console,
             ) as progress:
-                manifest = write_dataset(files, args.output, progress)
+                manifest = write_dataset(files, args.output, progress, args.document_bytes)
     except (ConfigError, OSError) as error:
         print(f"prepare_data: {error}", file=sys.stderr)
         return 2

@@ -327,6 +327,18 @@ def test_plan_of_a_model_that_megatron_has_not(harness: ModuleType) -> None:
     assert len({run.folder for run in runs}) == len(runs)
 
 
+def test_the_reference_of_packed_documents_has_a_mask_of_all_pairs(harness: ModuleType) -> None:
+    config = OmegaConf.create(RUN_FILE)
+    config.megatron["dataloader-inter-document-masking"] = True
+    runs = harness.Run(None, 1, 1, is_reference=True), harness.Run(variant("ring"), 4, 4)
+    own, ring = (harness.run_file(config, run, 3).megatron for run in runs)
+    assert own.reset_attention_mask
+    assert own.reset_position_ids
+    assert "dataloader-inter-document-masking" not in own
+    assert ring["dataloader-inter-document-masking"]
+    assert "reset_attention_mask" not in ring
+
+
 def test_run_files_keep_what_the_model_is(harness: ModuleType) -> None:
     config = OmegaConf.create(RUN_FILE)
     config.context_parallel.linear_model = "transnormer"

@@ -71,6 +71,21 @@ def test_files_keep_the_given_order_and_count_once(
     assert [d[0] for d in documents(tmp_path / "x")] == [0, ord("p")]
 
 
+def test_files_are_cut_into_documents(
+    prepare_data: ModuleType, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [str(corpus), "--output", str(tmp_path / "x")]
+    assert prepare_data.main(words) == 0
+    assert prepare_data.main([*words, "--document-bytes", "100"]) == 0
+    assert [len(document) for document in documents(tmp_path / "x")] == [9, 8, 101, 101, 57]
+    assert b"".join(bytes(d[:-1]) for d in documents(tmp_path / "x")[2:]) == bytes(range(256))
+    capsys.readouterr()
+    assert prepare_data.main([*words, "--document-bytes", "100"]) == 0
+    assert "up to date" in capsys.readouterr().out
+    assert prepare_data.main([*words, "--document-bytes", "0"]) == 2
+    assert "--document-bytes must be 1 or more, got 0" in capsys.readouterr().err
+
+
 def test_made_again_only_if_the_files_changed(
     prepare_data: ModuleType, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
