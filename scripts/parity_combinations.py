@@ -87,6 +87,12 @@ EP2: dict[str, object] = {
     "moe_token_dispatcher_type": "alltoall",
 }
 RESET: dict[str, object] = {"reset_position_ids": True, "null_tokenizer_eod_id": 7}
+# Ends the documents of the data set that has some.
+END_OF_DOCUMENT = 124
+DOCUMENTS: dict[str, object] = {
+    "dataloader_inter_document_masking": True,
+    "null_tokenizer_eod_id": END_OF_DOCUMENT,
+}
 MTP: dict[str, object] = {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.5}
 SINKS: dict[str, object] = {
     "softmax_type": "learnable",
@@ -134,6 +140,11 @@ class Combination:
                 "context_parallel": {"platform": "cpu"} | self.context_parallel,
             }
         )
+
+    @property
+    def data(self) -> str:
+        """Which data set: samples that are more or less padded, or short documents."""
+        return "documents" if DOCUMENTS.items() <= self.megatron.items() else "samples"
 
     @property
     def shards(self) -> int:
@@ -246,6 +257,44 @@ COMBINATIONS = (
         "eod-mask",
         "no loss at ends of documents, which fill samples up",
         {"null_tokenizer_eod_id": PAD, "eod_mask_loss": True},
+        algos=FAMILIES,
+    ),
+    # Packed documents; the reference has a mask of all pairs, which Megatron gives neither to
+    # layers with a window nor to virtual stages between the first and the last one.
+    Combination("documents", "packed documents of 1 to 90 tokens", DOCUMENTS),
+    Combination(
+        "documents-cp3",
+        "packed documents, 3 ranks, micro-batches of 2, loss per token",
+        DOCUMENTS | PER_TOKEN | {"micro_batch_size": 2},
+        cp=3,
+        algos="zigzag,distflash",
+    ),
+    Combination(
+        "documents-sp",
+        "packed documents, TP 2 with sequence parallelism, full recompute",
+        DOCUMENTS | SP | RECOMPUTE,
+        cp=2,
+        algos=FAMILIES,
+    ),
+    Combination("documents-pp", "packed documents, PP 2", DOCUMENTS | PP2, cp=2, algos=FAMILIES),
+    Combination(
+        "documents-sinks",
+        "packed documents, learnable sinks",
+        DOCUMENTS | {"softmax_type": "learnable"},
+        algos=FAMILIES,
+    ),
+    Combination(
+        "documents-moe",
+        "packed documents, mixture of experts",
+        DOCUMENTS | MOE,
+        algos=FAMILIES,
+    ),
+    Combination(
+        "documents-dp",
+        "packed documents, DP 2, distributed optimizer, overlap",
+        DOCUMENTS | OVERLAP,
+        cp=2,
+        dp=2,
         algos=FAMILIES,
     ),
     # Multi-token prediction: the harness compares its losses too.

@@ -21,7 +21,7 @@ import shutil
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -33,6 +33,7 @@ from omegaconf import OmegaConf
 from parity_combinations import (
     BF16_BOUND,
     COMBINATIONS,
+    END_OF_DOCUMENT,
     FP16_BOUND,
     PAD,
     SEQ_LENGTH,
@@ -47,23 +48,36 @@ TABLE = Path(__file__).parents[1] / "docs" / "parity.md"
 ITERATIONS = 3
 
 
-def write_data(prefix: Path) -> None:
-    """Writes samples of SEQ_LENGTH tokens, of which few, some, all or none are more than padding.
+def samples() -> Iterator[np.ndarray]:
+    """SEQ_LENGTH tokens each, of which few, some, all or none are more than padding.
 
     One document is one sample: Megatron's loader adds the next one's first token as the last label.
     """
+    random = np.random.default_rng(0)
+    for number in range(64):
+        length = (SEQ_LENGTH, SEQ_LENGTH // 3, 4, 0)[number % 4]
+        tokens = np.full(SEQ_LENGTH, PAD, dtype=np.uint16)
+        tokens[:length] = random.integers(0, PAD, length)
+        yield tokens
+
+
+def documents() -> Iterator[np.ndarray]:
+    """A few tokens each, and the one that ends a document."""
+    random = np.random.default_rng(0)
+    for length in random.choice((0, 1, 4, 10, 17, 40, 89), 400):
+        yield np.append(random.integers(0, END_OF_DOCUMENT, length), END_OF_DOCUMENT)
+
+
+def write_data(prefix: Path, content: Iterable[np.ndarray]) -> None:
+    """Writes a data set of documents."""
     # Imported on use: it takes seconds, and none of its warnings concerns a dataset.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-    random = np.random.default_rng(0)
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
-    for number in range(64):
-        length = (SEQ_LENGTH, SEQ_LENGTH // 3, 4, 0)[number % 4]
-        tokens = np.full(SEQ_LENGTH, PAD, dtype=np.uint16)
-        tokens[:length] = random.integers(0, PAD, length)
-        builder.add_document(tokens, [SEQ_LENGTH])
+    for document in content:
+        builder.add_document(document.astype(np.uint16), [len(document)])
     builder.finalize(f"{prefix}.idx")
 
 
@@ -116,8 +130,9 @@ class Matrix:
         if not keep:
             shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True, exist_ok=True)
-        if not (folder / "data.idx").is_file():
-            write_data(folder / "data")
+        for name, content in (("samples", samples), ("documents", documents)):
+            if not (folder / f"{name}.idx").is_file():
+                write_data(folder / name, content())
 
     def holds(self, combination: Combination, variant: Variant) -> bool:
         """Whether a cell was run."""
@@ -148,7 +163,7 @@ class Matrix:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
             config = combination.config
-            config.megatron.data_path = [str(self._folder / "data")]
+            config.megatron.data_path = [str(self._folder / combination.data)]
             OmegaConf.save(run_file(config, run, ITERATIONS), folder / "run.yaml")
             words = ["--config", str(folder / "run.yaml"), "--cp-record", str(folder / "recording")]
             log = folder / "log.txt"

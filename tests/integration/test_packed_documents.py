@@ -133,16 +133,36 @@ def assert_same_losses(script: Path, flags: list[str], algorithm: str, size: int
     assert job.losses == pytest.approx(reference.losses, rel=Tolerances().loss)
 
 
-def test_more_tokens_are_predicted_within_a_document(model: list[str], tmp_path: Path) -> None:
-    """The reference is one rank, whose shifts are those of Megatron (test_multi_token.py)."""
-    words = f"{REFERENCES['rotary']} {DOCUMENTS} --mtp-num-layers 2".split()
-    alone = train(tmp_path / "alone", *model, *words, *"--context-parallel-algo ring".split())
-    split = "--context-parallel-algo zigzag --context-parallel-size 4".split()
-    comparison = compare(
-        alone, train(tmp_path / "split", *model, *words, *split, ranks=4), Tolerances()
+@pytest.mark.parametrize(
+    ("algorithm", "stages", "flags"),
+    [
+        # Whose shifts on one rank are those of Megatron: test_multi_token.py.
+        ("zigzag", 1, "--mtp-num-layers 2"),
+        ("ulysses", 1, "--window-size 9,0 --window-attn-skip-freq 2 --softmax-type learnable"),
+        (
+            "zigzag",
+            2,
+            "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 "
+            "--num-layers 4 --global-batch-size 4",
+        ),
+    ],
+)
+def test_where_megatron_has_no_mask_of_all_pairs(
+    model: list[str], tmp_path: Path, algorithm: str, stages: int, flags: str
+) -> None:
+    """For other tokens than the next one, with windows, and in the middle of a pipeline.
+
+    The reference is a ring of one rank.
+    """
+    words = [*model, *f"{REFERENCES['rotary']} {DOCUMENTS} {flags}".split()]
+    ring, split = ("--context-parallel-algo", "ring"), ("--context-parallel-algo", algorithm)
+    alone = train(tmp_path / "alone", *words, *ring, ranks=stages)
+    run = train(
+        tmp_path / "split", *words, *split, "--context-parallel-size", "2", ranks=2 * stages
     )
+    comparison = compare(alone, run, Tolerances())
     assert comparison.passed, comparison.problems
-    assert "mtp_1 loss" in alone.losses()
+    assert ("mtp_1 loss" in alone.losses()) == ("--mtp" in flags)
 
 
 def test_documents_change_the_losses(
