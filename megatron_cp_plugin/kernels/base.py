@@ -227,6 +227,16 @@ class Packed:
             max(b - a for a, b in pairwise(bounds)),
         )
 
+    @property
+    def settings(self) -> dict[str, Tensor | int]:
+        """By the names that flash-attn's functions have for them."""
+        return {
+            "cu_seqlens_q": self.cu_seqlens,
+            "cu_seqlens_k": self.cu_seqlens,
+            "max_seqlen_q": self.longest,
+            "max_seqlen_k": self.longest,
+        }
+
 
 # In the order of preference of "auto", fastest first (docs/benchmarks.md has the measurements).
 _KERNELS: dict[str, Callable[[], SoftmaxKernel]] = {

@@ -1,11 +1,12 @@
 """flash-attn 2, through the functions that its own autograd Function calls."""
 
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.kernels.base import Problem, SoftmaxKernel, Statistics, gpu_reason
+from megatron_cp_plugin.kernels.base import Packed, Problem, SoftmaxKernel, Statistics, gpu_reason
 
 
 class Flash2(SoftmaxKernel):
@@ -26,17 +27,7 @@ class Flash2(SoftmaxKernel):
         from flash_attn.flash_attn_interface import _flash_attn_forward
 
         out, lse, *_ = _flash_attn_forward(
-            q,
-            k,
-            v,
-            dropout_p=0.0,
-            softmax_scale=scale,
-            causal=causal,
-            window_size_left=-1,
-            window_size_right=-1,
-            softcap=0.0,
-            alibi_slopes=None,
-            return_softmax=False,
+            q, k, v, softmax_scale=scale, causal=causal, return_softmax=False, **_PLAIN
         )
         return out, lse
 
@@ -64,13 +55,68 @@ class Flash2(SoftmaxKernel):
             dq,
             dk,
             dv,
-            dropout_p=0.0,
             softmax_scale=scale,
             causal=causal,
-            window_size_left=-1,
-            window_size_right=-1,
-            softcap=0.0,
-            alibi_slopes=None,
             deterministic=torch.are_deterministic_algorithms_enabled(),
+            **_PLAIN,
         )
         return dq, dk, dv
+
+    def forward_packed(
+        self, q: Tensor, k: Tensor, v: Tensor, bounds: tuple[int, ...], *, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        from flash_attn.flash_attn_interface import _flash_attn_varlen_forward
+
+        out, lse, *_ = _flash_attn_varlen_forward(
+            q.flatten(0, 1),
+            k.flatten(0, 1),
+            v.flatten(0, 1),
+            softmax_scale=scale,
+            causal=True,
+            return_softmax=False,
+            **_PLAIN,
+            **Packed.of(bounds, q.shape[0], q.device).settings,
+        )
+        return out.view(q.shape), lse.unflatten(1, (q.shape[0], -1)).transpose(0, 1)
+
+    def backward_packed(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        statistics: Statistics,
+        bounds: tuple[int, ...],
+        *,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        from flash_attn.flash_attn_interface import _flash_attn_varlen_backward
+
+        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+        _flash_attn_varlen_backward(
+            dout.flatten(0, 1),
+            q.flatten(0, 1),
+            k.flatten(0, 1),
+            v.flatten(0, 1),
+            statistics.out_for(dout).flatten(0, 1),
+            statistics.flattened().lse.contiguous(),
+            dq.flatten(0, 1),
+            dk.flatten(0, 1),
+            dv.flatten(0, 1),
+            softmax_scale=scale,
+            causal=True,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+            **_PLAIN,
+            **Packed.of(bounds, q.shape[0], q.device).settings,
+        )
+        return dq, dk, dv
+
+
+# What no tile here has.
+_PLAIN: dict[str, Any] = {
+    "dropout_p": 0.0,
+    "window_size_left": -1,
+    "window_size_right": -1,
+    "softcap": 0.0,
+    "alibi_slopes": None,
+}

@@ -58,7 +58,7 @@ class Flash4(SoftmaxKernel):
             softmax_scale=scale,
             causal=True,
             return_lse=True,
-            **_lengths(Packed.of(bounds, q.shape[0], q.device)),
+            **Packed.of(bounds, q.shape[0], q.device).settings,
         )
         return out.view(q.shape), lse.unflatten(1, (q.shape[0], -1)).transpose(0, 1)
 
@@ -82,7 +82,7 @@ class Flash4(SoftmaxKernel):
             statistics.flattened(),
             softmax_scale=scale,
             causal=True,
-            **_lengths(Packed.of(bounds, batch, q.device)),
+            **Packed.of(bounds, batch, q.device).settings,
         )
         dq, dk, dv = (x.unflatten(0, (batch, -1)) for x in gradients)
         return dq, dk, dv
@@ -109,14 +109,3 @@ class Flash4(SoftmaxKernel):
             q, k, v, out, dout, lse, dlse=dlse, deterministic=deterministic, **settings
         )
         return dq, dk, dv
-
-
-def _lengths(documents: Packed) -> dict[str, Any]:
-    """Settings of the kernels for documents that follow each other."""
-    bounds, longest = documents.cu_seqlens, documents.longest
-    return {
-        "cu_seqlens_q": bounds,
-        "cu_seqlens_k": bounds,
-        "max_seqlen_q": longest,
-        "max_seqlen_k": longest,
-    }

@@ -66,11 +66,81 @@ def _flash_attn_backward(
     return statistics.delta
 
 
+def _flash_attn_varlen_forward(
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    dropout_p,
+    softmax_scale,
+    causal,
+    window_size_left,
+    window_size_right,
+    softcap,
+    alibi_slopes,
+    return_softmax,
+):
+    bounds = bounds_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    assert (dropout_p, window_size_left, window_size_right, softcap) == (0.0, -1, -1, 0.0)
+    assert causal
+    out, lse = Reference().forward_packed(
+        *(x.unsqueeze(0) for x in (q, k, v)), bounds, scale=softmax_scale
+    )
+    return out[0], lse[0], None, None
+
+
+def _flash_attn_varlen_backward(
+    dout,
+    q,
+    k,
+    v,
+    out,
+    softmax_lse,
+    dq,
+    dk,
+    dv,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    dropout_p,
+    softmax_scale,
+    causal,
+    window_size_left,
+    window_size_right,
+    softcap,
+    alibi_slopes,
+    deterministic,
+    rng_state=None,
+    zero_tensors=False,
+):
+    bounds = bounds_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    assert softmax_lse.is_contiguous()
+    assert causal
+    dout, q, k, v, out, lse = (x.unsqueeze(0) for x in (dout, q, k, v, out, softmax_lse))
+    statistics = Statistics(lse, delta=delta_of(dout, out))
+    gradients = Reference().backward_packed(dout, q, k, v, statistics, bounds, scale=softmax_scale)
+    for buffer, gradient in zip((dq, dk, dv), gradients, strict=True):
+        buffer.copy_(gradient[0])
+
+
+def bounds_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k):
+    assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
+    assert cu_seqlens_q.tolist() == cu_seqlens_k.tolist()
+    assert max_seqlen_q == max_seqlen_k == cu_seqlens_q.diff().max()
+    return tuple(cu_seqlens_q.tolist())
+
+
 @pytest.fixture
 def flash_attn(monkeypatch):
     package, interface = ModuleType("flash_attn"), ModuleType("flash_attn.flash_attn_interface")
     interface._flash_attn_forward = _flash_attn_forward
     interface._flash_attn_backward = _flash_attn_backward
+    interface._flash_attn_varlen_forward = _flash_attn_varlen_forward
+    interface._flash_attn_varlen_backward = _flash_attn_varlen_backward
     monkeypatch.setitem(sys.modules, "flash_attn", package)
     monkeypatch.setitem(sys.modules, "flash_attn.flash_attn_interface", interface)
 
@@ -90,6 +160,25 @@ def test_forward_and_backward(given, causal):
         else Statistics(strided, delta=delta_of(dout, out))
     )
     gradients = Flash2().backward(dout, q, k, v, statistics, scale=0.25, causal=causal)
+    for got, want in zip(gradients, (expected.dq, expected.dk, expected.dv), strict=True):
+        assert relative_error(got, want) < 1e-12
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("given", ["out", "delta"])
+@pytest.mark.usefixtures("flash_attn")
+def test_documents(given, batch):
+    bounds = (0, 1, 12, 30, 33)
+    expected = expected_attention(
+        batch=batch, seq_len=33, heads=4, kv_heads=2, head_dim=16, causal=True, cu_seqlens=bounds
+    )
+    q, k, v, dout = expected.q, expected.k, expected.v, expected.dout
+    out, lse = Flash2().forward_packed(q, k, v, bounds, scale=0.25)
+    assert relative_error(out, expected.out) < 1e-12
+    statistics = Statistics(lse, out=out)
+    if given == "delta":
+        statistics = Statistics(lse, delta=delta_of(dout, out))
+    gradients = Flash2().backward_packed(dout, q, k, v, statistics, bounds, scale=0.25)
     for got, want in zip(gradients, (expected.dq, expected.dk, expected.dv), strict=True):
         assert relative_error(got, want) < 1e-12
 
