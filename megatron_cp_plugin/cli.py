@@ -101,7 +101,8 @@ def _add_mask(parser: argparse.ArgumentParser) -> None:
 
 
 def _mask(arguments: argparse.Namespace) -> Mask:
-    from megatron_cp_plugin.core.tiles import Mask, random_documents
+    from megatron_cp_plugin.core.documents import random_documents
+    from megatron_cp_plugin.core.tiles import Mask
 
     documents: tuple[int, ...] = ()
     if arguments.documents is not None:

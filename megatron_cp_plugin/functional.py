@@ -11,9 +11,9 @@ from megatron_cp_plugin.core import layout as layouts
 from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.core.comm import communicating_in
 from megatron_cp_plugin.core.decay import Decay
+from megatron_cp_plugin.core.documents import document_starts
 from megatron_cp_plugin.core.function import attend
 from megatron_cp_plugin.core.linear import LinearAlgorithm, attend_linearly
-from megatron_cp_plugin.core.tiles import document_starts
 from megatron_cp_plugin.core.topology import Topology
 
 Group = dist.ProcessGroup | Topology | None

@@ -33,8 +33,8 @@ from rich.table import Table
 from torch import Tensor
 
 import megatron_cp_plugin as cp
+from megatron_cp_plugin.core.documents import random_documents
 from megatron_cp_plugin.core.layout import Layout, Zigzag, shard
-from megatron_cp_plugin.core.tiles import random_documents
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.kernels import Problem, kernel_names, resolve

@@ -9,8 +9,9 @@ import megatron_cp_plugin as cp
 from megatron_cp_plugin.algorithms.allgather import KvAllGather
 from megatron_cp_plugin.core.algorithm import Shape
 from megatron_cp_plugin.core.comm import CommunicationLog
+from megatron_cp_plugin.core.documents import document_starts
 from megatron_cp_plugin.core.layout import Contiguous, Cyclic, Layout, Zigzag, shard
-from megatron_cp_plugin.core.tiles import Mask, document_starts, plan_tiles, visible_pairs
+from megatron_cp_plugin.core.tiles import Mask, plan_tiles, visible_pairs
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.core.virtual import run_virtual
 from megatron_cp_plugin.errors import ContextParallelError

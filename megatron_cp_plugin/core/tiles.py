@@ -7,14 +7,13 @@ staircase: row i sees the first n(i) local keys. n is piecewise constant or grow
 a few rectangles and triangles cover it exactly.
 """
 
-from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import accumulate, pairwise, takewhile
-from math import ceil, lcm
-from random import Random
+from itertools import pairwise
+from math import lcm
 
+from megatron_cp_plugin.core.documents import Spans, pieces
 from megatron_cp_plugin.core.layout import Span
 from megatron_cp_plugin.errors import ContextParallelError
 
@@ -26,8 +25,7 @@ class Mask:
     Attributes:
         causal: those at its own position and before; else all.
         window: of those only the last so many, its own included; None: all. Causal only.
-        documents: of those only the ones of its own document: the positions, ascending, at which
-            a document other than the first one begins.
+        documents: of those only the ones of its own document; as of `document_starts`.
     """
 
     causal: bool = True
@@ -41,27 +39,6 @@ class Mask:
                 f"a window is 1 or more and needs causal attention, got {self.window} with {shape} "
                 "attention: leave window out"
             )
-
-
-def document_starts(cu_seqlens: Sequence[int], seq_len: int) -> tuple[int, ...]:
-    """`Mask.documents` of cumulative lengths (0, n1, n1 + n2, ..., N); empty documents are none.
-
-    Raises: ContextParallelError unless the lengths ascend from 0 to seq_len.
-    """
-    descends = any(a > b for a, b in pairwise(cu_seqlens))
-    if descends or [*cu_seqlens[:1], *cu_seqlens[-1:]] != [0, seq_len]:
-        few = ", ".join(map(str, cu_seqlens[:8])) + (", ..." if len(cu_seqlens) > 8 else "")
-        raise ContextParallelError(
-            f"cu_seqlens needs ascending numbers from 0 to seq_len = {seq_len}, got {few}"
-        )
-    return tuple(sorted(set(cu_seqlens) - {0, seq_len}))
-
-
-def random_documents(seq_len: int, mean: int) -> tuple[int, ...]:
-    """`Mask.documents` of random lengths, exponentially distributed, always the same ones."""
-    source = Random(0)
-    lengths = (ceil(source.expovariate(1 / mean)) for _ in range(seq_len))
-    return tuple(takewhile(lambda start: start < seq_len, accumulate(lengths)))
 
 
 @dataclass(frozen=True)
@@ -133,14 +110,12 @@ def plan_tiles(
 
 @lru_cache(maxsize=4096)
 def _planned_once(
-    q_spans: tuple[Span, ...], kv_spans: tuple[Span, ...], mask: Mask, rectangular: bool
+    q_spans: Spans, kv_spans: Spans, mask: Mask, rectangular: bool
 ) -> tuple[Tile, ...]:
     return _plan(q_spans, kv_spans, mask, rectangular)
 
 
-def _plan(
-    q_spans: tuple[Span, ...], kv_spans: tuple[Span, ...], mask: Mask, rectangular: bool
-) -> tuple[Tile, ...]:
+def _plan(q_spans: Spans, kv_spans: Spans, mask: Mask, rectangular: bool) -> tuple[Tile, ...]:
     rows, cols = (sum(map(len, spans)) for spans in (q_spans, kv_spans))
     if not rows or not cols:
         return ()
@@ -166,20 +141,13 @@ def _plan(
 
 
 def _within_documents(
-    q_spans: tuple[Span, ...], kv_spans: tuple[Span, ...], mask: Mask, rectangular: bool
+    q_spans: Spans, kv_spans: Spans, mask: Mask, rectangular: bool
 ) -> Iterator[Tile]:
     inside = replace(mask, documents=())
-    edges = (0, *mask.documents, max(q_spans[-1].stop, kv_spans[-1].stop))
-    for queries, rows_before, keys, cols_before in _ordered(q_spans, kv_spans):
-        # Only documents that reach into both hold pairs.
-        first = bisect_right(mask.documents, max(queries[0].start, keys[0].start))
-        last = bisect_left(mask.documents, min(queries[-1].stop, keys[-1].stop))
-        for start, stop in pairwise(edges[first : last + 2]):
-            rows, mine = _between(queries, start, stop)
-            cols, seen = _between(keys, start, stop)
-            for tile in _plan(mine, seen, inside, rectangular):
-                q = _moved(tile.q, rows_before + rows)
-                yield replace(tile, q=q, kv=_moved(tile.kv, cols_before + cols))
+    for piece in pieces(q_spans, kv_spans, mask.documents):
+        for tile in _plan(piece.q, piece.kv, inside, rectangular):
+            q, kv = _moved(tile.q, piece.rows), _moved(tile.kv, piece.cols)
+            yield replace(tile, q=q, kv=kv)
 
 
 def _joined(tiles: Iterator[Tile]) -> Iterator[Tile]:
@@ -215,38 +183,6 @@ def _follows(before: Tile, tile: Tile) -> bool:
         and one.kv.step in (None, 1)
         for one in (before, tile)
     ) and (before.q.stop, before.kv.stop) == (tile.q.start, tile.kv.start)
-
-
-_Spans = tuple[Span, ...]
-
-
-def _ordered(q_spans: _Spans, kv_spans: _Spans) -> Iterator[tuple[_Spans, int, _Spans, int]]:
-    """Queries, rows before them, keys, columns before them: what is in the order of positions."""
-    if all(span.step == 1 for span in (*q_spans, *kv_spans)):
-        yield q_spans, 0, kv_spans, 0
-        return
-    for q, rows in _placed(q_spans):
-        for kv, cols in _placed(kv_spans):
-            yield (q,), rows, (kv,), cols
-
-
-def _placed(spans: Sequence[Span]) -> Iterator[tuple[Span, int]]:
-    """Spans that are not empty, each with the number of rows before it."""
-    rows = 0
-    for span in spans:
-        if len(span):
-            yield span, rows
-        rows += len(span)
-
-
-def _between(spans: Sequence[Span], start: int, stop: int) -> tuple[int, tuple[Span, ...]]:
-    """The positions in [start, stop), and the number of those before them."""
-    before, inside = 0, []
-    for span in spans:
-        skipped = min(max(0, -(-(start - span.start) // span.step)), len(span))
-        before += skipped
-        inside.append(Span(span.start + skipped * span.step, min(stop, span.stop), span.step))
-    return before, tuple(span for span in inside if len(span))
 
 
 def _moved(inner: slice, offset: int) -> slice:

@@ -15,7 +15,7 @@ from typing import Any
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import nn
 
-from megatron_cp_plugin.core.tiles import document_starts
+from megatron_cp_plugin.core.documents import document_starts
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration.runtime import Runtime
 

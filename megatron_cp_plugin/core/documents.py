@@ -1,0 +1,90 @@
+"""Documents that are packed into one sequence: where they begin, and what blocks have of each."""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise, takewhile
+from math import ceil
+from random import Random
+
+from megatron_cp_plugin.core.layout import Span
+from megatron_cp_plugin.errors import ContextParallelError
+
+Spans = tuple[Span, ...]
+
+
+def document_starts(cu_seqlens: Sequence[int], seq_len: int) -> tuple[int, ...]:
+    """Where documents other than the first one begin, from cumulative lengths (0, n1, n1 + n2,
+    ..., N); empty documents are none.
+
+    Raises: ContextParallelError unless the lengths ascend from 0 to seq_len.
+    """
+    descends = any(a > b for a, b in pairwise(cu_seqlens))
+    if descends or [*cu_seqlens[:1], *cu_seqlens[-1:]] != [0, seq_len]:
+        few = ", ".join(map(str, cu_seqlens[:8])) + (", ..." if len(cu_seqlens) > 8 else "")
+        raise ContextParallelError(
+            f"cu_seqlens needs ascending numbers from 0 to seq_len = {seq_len}, got {few}"
+        )
+    return tuple(sorted(set(cu_seqlens) - {0, seq_len}))
+
+
+def random_documents(seq_len: int, mean: int) -> tuple[int, ...]:
+    """`document_starts` of lengths that are exponentially distributed, always the same ones."""
+    source = Random(0)
+    lengths = (ceil(source.expovariate(1 / mean)) for _ in range(seq_len))
+    return tuple(takewhile(lambda start: start < seq_len, accumulate(lengths)))
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What two blocks have of a document.
+
+    Attributes: q, kv: positions of its queries and keys. rows, cols: of the blocks before them.
+    """
+
+    q: Spans
+    kv: Spans
+    rows: int
+    cols: int
+
+
+def pieces(q_spans: Spans, kv_spans: Spans, starts: Sequence[int]) -> Iterator[Piece]:
+    """What a block of queries and one of keys have of each document that reaches into both.
+
+    Args: q_spans, kv_spans: positions, no span of them empty. starts: of `document_starts`.
+    """
+    edges = (0, *starts, max(q_spans[-1].stop, kv_spans[-1].stop))
+    for queries, rows_before, keys, cols_before in _in_order(q_spans, kv_spans):
+        first = bisect_right(starts, max(queries[0].start, keys[0].start))
+        last = bisect_left(starts, min(queries[-1].stop, keys[-1].stop))
+        for start, stop in pairwise(edges[first : last + 2]):
+            rows, q = _between(queries, start, stop)
+            cols, kv = _between(keys, start, stop)
+            if q and kv:
+                yield Piece(q, kv, rows_before + rows, cols_before + cols)
+
+
+def _in_order(q_spans: Spans, kv_spans: Spans) -> Iterator[tuple[Spans, int, Spans, int]]:
+    """Parts of the blocks in the order of positions: queries, rows before them, keys, columns
+    before them.
+    """
+    if all(span.step == 1 for span in (*q_spans, *kv_spans)):
+        yield q_spans, 0, kv_spans, 0
+        return
+    rows = 0
+    for q in q_spans:
+        cols = 0
+        for kv in kv_spans:
+            yield (q,), rows, (kv,), cols
+            cols += len(kv)
+        rows += len(q)
+
+
+def _between(spans: Spans, start: int, stop: int) -> tuple[int, Spans]:
+    """The number of positions before `start`, and those in [start, stop)."""
+    before, inside = 0, []
+    for span in spans:
+        skipped = min(max(0, -(-(start - span.start) // span.step)), len(span))
+        before += skipped
+        inside.append(Span(span.start + skipped * span.step, min(stop, span.stop), span.step))
+    return before, tuple(span for span in inside if len(span))
