@@ -55,12 +55,10 @@ def pieces(q_spans: Spans, kv_spans: Spans, starts: Sequence[int]) -> Iterator[P
     """
     edges = (0, *starts, max(q_spans[-1].stop, kv_spans[-1].stop))
     for queries, rows_before, keys, cols_before in _in_order(q_spans, kv_spans):
-        first = bisect_right(starts, max(queries[0].start, keys[0].start))
-        last = bisect_left(starts, min(queries[-1].stop, keys[-1].stop))
-        for start, stop in pairwise(edges[first : last + 2]):
-            rows, q = _between(queries, start, stop)
-            cols, kv = _between(keys, start, stop)
-            if q and kv:
+        for number in sorted(_reached(queries, starts) & _reached(keys, starts)):
+            rows, q = _between(queries, edges[number], edges[number + 1])
+            cols, kv = _between(keys, edges[number], edges[number + 1])
+            if q and kv:  # positions with a step may lie on both sides of a short document
                 yield Piece(q, kv, rows_before + rows, cols_before + cols)
 
 
@@ -78,6 +76,14 @@ def _in_order(q_spans: Spans, kv_spans: Spans) -> Iterator[tuple[Spans, int, Spa
             yield (q,), rows, (kv,), cols
             cols += len(kv)
         rows += len(q)
+
+
+def _reached(spans: Spans, starts: Sequence[int]) -> set[int]:
+    """Numbers of the documents that spans reach into."""
+    found: set[int] = set()
+    for span in spans:
+        found.update(range(bisect_right(starts, span.start), bisect_left(starts, span.stop) + 1))
+    return found
 
 
 def _between(spans: Spans, start: int, stop: int) -> tuple[int, Spans]:
