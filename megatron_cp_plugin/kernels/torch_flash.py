@@ -149,7 +149,7 @@ class CudnnAttention(SoftmaxKernel):
     """cuDNN's fused attention (CUDA, compute capability 9.0 and newer).
 
     Not deterministic: torch does not ask cuDNN for its deterministic backward. Not for documents:
-    it makes a plan for each new length, which takes longer than computing with it.
+    it makes a plan for each new length, which takes some tenths of a second.
     """
 
     name = "cudnn"
