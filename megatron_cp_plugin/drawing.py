@@ -113,12 +113,8 @@ def picture(
     if seq_len < 1:
         raise ConfigError(f"seq-len must be 1 or more, got {seq_len}: give the global tokens")
     topology = VirtualWorld(size).topology(0)
-    got = f"sliding windows, got window {mask.window}"
-    if mask.documents:
-        got = f"documents, got {len(mask.documents) + 1} of them"
-    special = mask.window is not None or mask.documents
-    if special and not getattr(registry.algorithm_class(algo), "windows", False):
-        raise ConfigError(f"{algo} does not serve {got}: leave it out")
+    if mask.special and not getattr(registry.algorithm_class(algo), "windows", False):
+        raise ConfigError(f"{algo} does not serve {mask.special}: leave it out")
     settings = "".join(f", {name}={value}" for name, value in options.items())
     shape = "causal attention" if mask.causal else "full attention"
     if mask.window is not None:

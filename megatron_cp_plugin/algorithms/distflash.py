@@ -8,7 +8,7 @@ B batch, S local tokens, H query heads, G KV heads, D head dim, P ranks.
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache, cached_property, lru_cache
 from typing import Literal
@@ -215,14 +215,7 @@ class _Block:
         offset = rows[0] if fetches_queries else cols[0]
         # Tiles count from where their block is held: the local one whole, the other as fetched.
         q_shift, kv_shift = (-first, cols[0]) if fetches_queries else (rows[0], -first)
-        moved = tuple(
-            replace(
-                tile,
-                q=slice(tile.q.start + q_shift, tile.q.stop + q_shift),
-                kv=slice(tile.kv.start + kv_shift, tile.kv.stop + kv_shift),
-            )
-            for tile in tiles
-        )
+        moved = tuple(tile.moved(q_shift, kv_shift) for tile in tiles)
         part = slice(offset + first, offset + last)
         return Task(query_owner, key_owner, host, part, moved)
 

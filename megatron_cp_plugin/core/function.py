@@ -120,11 +120,8 @@ def attend(
         causal=causal,
     )
     mask = Mask(causal, window, documents)
-    if not algorithm.windows and mask != Mask(causal):
-        got = f"sliding windows, got window {window}"
-        if documents:
-            got = f"documents, got {len(documents) + 1} of them"
-        raise ContextParallelError(f"{algorithm.name} does not serve {got}: leave it out")
+    if mask.special and not algorithm.windows:
+        raise ContextParallelError(f"{algorithm.name} does not serve {mask.special}: leave it out")
     if sink is not None and sink.shape != (heads,):
         raise ContextParallelError(
             f"a sink is one number for each of the {heads} query heads, got {tuple(sink.shape)}"

@@ -7,11 +7,12 @@ staircase: row i sees the first n(i) local keys. n is piecewise constant or grow
 a few rectangles and triangles cover it exactly.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import lcm
+from typing import Self
 
 from megatron_cp_plugin.core.documents import Spans, pieces
 from megatron_cp_plugin.core.layout import Span
@@ -40,6 +41,13 @@ class Mask:
                 "attention: leave window out"
             )
 
+    @property
+    def special(self) -> str:
+        """What not every algorithm serves, as an error has it; empty if there is nothing."""
+        if self.documents:
+            return f"documents, got {len(self.documents) + 1} of them"
+        return "" if self.window is None else f"sliding windows, got window {self.window}"
+
 
 @dataclass(frozen=True)
 class Tile:
@@ -63,6 +71,12 @@ class Tile:
     causal: bool
     reverse: bool = False
     squares: tuple[int, ...] = ()
+
+    def moved(self, rows: int, cols: int) -> Self:
+        """The same tile of blocks that have so many rows and columns more before it."""
+        q = slice(self.q.start + rows, self.q.stop + rows, self.q.step)
+        kv = slice(self.kv.start + cols, self.kv.stop + cols, self.kv.step)
+        return replace(self, q=q, kv=kv)
 
     @property
     def area(self) -> int:
@@ -108,13 +122,6 @@ def plan_tiles(
     return _planned_once(tuple(q_spans), tuple(kv_spans), mask, rectangular)
 
 
-@lru_cache(maxsize=4096)
-def _planned_once(
-    q_spans: Spans, kv_spans: Spans, mask: Mask, rectangular: bool
-) -> tuple[Tile, ...]:
-    return _plan(q_spans, kv_spans, mask, rectangular)
-
-
 def _plan(q_spans: Spans, kv_spans: Spans, mask: Mask, rectangular: bool) -> tuple[Tile, ...]:
     rows, cols = (sum(map(len, spans)) for spans in (q_spans, kv_spans))
     if not rows or not cols:
@@ -140,37 +147,44 @@ def _plan(q_spans: Spans, kv_spans: Spans, mask: Mask, rectangular: bool) -> tup
     return tuple(tiles)
 
 
+# Called within itself too, for each document, with what need not be kept.
+_planned_once = lru_cache(maxsize=4096)(_plan)
+
+
 def _within_documents(
     q_spans: Spans, kv_spans: Spans, mask: Mask, rectangular: bool
 ) -> Iterator[Tile]:
     inside = replace(mask, documents=())
     for piece in pieces(q_spans, kv_spans, mask.documents):
         for tile in _plan(piece.q, piece.kv, inside, rectangular):
-            q, kv = _moved(tile.q, piece.rows), _moved(tile.kv, piece.cols)
-            yield replace(tile, q=q, kv=kv)
+            yield tile.moved(piece.rows, piece.cols)
 
 
-def _joined(tiles: Iterator[Tile]) -> Iterator[Tile]:
+def _joined(tiles: Iterable[Tile]) -> Iterator[Tile]:
     """Makes one tile of causal squares that follow each other."""
-    joined: Tile | None = None
+    run: list[Tile] = []
     for tile in tiles:
-        if joined is not None and _follows(joined, tile):
-            rows = joined.rows + tile.rows
-            joined = replace(
-                joined,
-                q=slice(joined.q.start, tile.q.stop),
-                kv=slice(joined.kv.start, tile.kv.stop),
-                rows=rows,
-                cols=rows,
-                causal=True,
-                squares=(*(joined.squares or (0, joined.rows)), rows),
-            )
-            continue
-        if joined is not None:
-            yield joined
-        joined = tile
-    if joined is not None:
-        yield joined
+        if run and not _follows(run[-1], tile):
+            yield _as_one(run)
+            run = []
+        run.append(tile)
+    if run:
+        yield _as_one(run)
+
+
+def _as_one(run: Sequence[Tile]) -> Tile:
+    first, last = run[0], run[-1]
+    if first is last:
+        return first
+    squares = (0, *accumulate(tile.rows for tile in run))
+    return Tile(
+        slice(first.q.start, last.q.stop),
+        slice(first.kv.start, last.kv.stop),
+        squares[-1],
+        squares[-1],
+        causal=True,
+        squares=squares,
+    )
 
 
 def _follows(before: Tile, tile: Tile) -> bool:
@@ -183,10 +197,6 @@ def _follows(before: Tile, tile: Tile) -> bool:
         and one.kv.step in (None, 1)
         for one in (before, tile)
     ) and (before.q.stop, before.kv.stop) == (tile.q.start, tile.kv.start)
-
-
-def _moved(inner: slice, offset: int) -> slice:
-    return slice(inner.start + offset, inner.stop + offset, inner.step)
 
 
 def _ascending(spans: Sequence[Span]) -> list[Span]:

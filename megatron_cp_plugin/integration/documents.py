@@ -1,9 +1,9 @@
 """Documents that are packed into one sequence: Megatron's packed_seq_params as a document mask.
 
-Megatron (from 0.19, `--dataloader-inter-document-masking`) flattens a micro-batch into one sequence
-and tells the model where documents begin, in a form ("thd") that makes its own parts cut tokens and
-angles by documents. Here tokens follow the run's layout, whatever the documents are: the model gets
-the boundaries in a form that all but attention ignore.
+Megatron (from 0.19, `--dataloader-inter-document-masking` and `--sft`) flattens a micro-batch into
+one sequence and tells the model where documents begin, in a form ("thd") that makes its own parts
+cut tokens and angles by documents. Here tokens follow the run's layout, whatever the documents are:
+the model gets the boundaries in a form that all but attention ignore.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ B batch, S query tokens, T key tokens, H query heads, G KV heads (G divides H), 
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from itertools import pairwise
@@ -110,7 +110,7 @@ class Statistics:
         return delta_of(dout, self.out)
 
     def out_for(self, dout: Tensor) -> Tensor:
-        """out [B,S,H,D], or a stand-in with the same rowsum(dout * out).
+        """out, or a stand-in with the same rowsum(dout * out); in dout's shape, flattened or not.
 
         Kernels that compute delta themselves use `out` for nothing else, so that
         out' = delta * dout / |dout|^2 (0 where dout is 0) gives the same gradients.
@@ -120,7 +120,7 @@ class Statistics:
         assert self.delta is not None
         wide = dout.to(self.delta.dtype)
         square = wide.square().sum(-1, keepdim=True)
-        delta = self.delta.transpose(1, 2).unsqueeze(-1)
+        delta = self.delta.transpose(-2, -1).unsqueeze(-1)
         return torch.where(square > 0, delta / square * wide, 0.0).to(dout.dtype)
 
 
@@ -228,14 +228,66 @@ class Packed:
         )
 
     @property
+    def lengths(self) -> tuple[Tensor, Tensor, int, int]:
+        """Of queries, keys, the longest of queries and of keys."""
+        return self.cu_seqlens, self.cu_seqlens, self.longest, self.longest
+
+    @property
     def settings(self) -> dict[str, Tensor | int]:
-        """By the names that flash-attn's functions have for them."""
-        return {
-            "cu_seqlens_q": self.cu_seqlens,
-            "cu_seqlens_k": self.cu_seqlens,
-            "max_seqlen_q": self.longest,
-            "max_seqlen_k": self.longest,
-        }
+        """`lengths` by the names that flash-attn's functions have for them."""
+        names = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
+        return dict(zip(names, self.lengths, strict=True))
+
+
+class PackingKernel(SoftmaxKernel):
+    """A kernel that takes several documents in one call, one after the other: T tokens in all."""
+
+    @abstractmethod
+    def forward_flat(
+        self, q: Tensor, k: Tensor, v: Tensor, documents: Packed, *, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Causal attention within documents: q [T,H,D]; k, v [T,G,D] -> out [T,H,D], lse [H,T]."""
+
+    @abstractmethod
+    def backward_flat(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        statistics: Statistics,
+        documents: Packed,
+        *,
+        scale: float,
+    ) -> Sequence[Tensor]:
+        """dq [T,H,D], dk, dv [T,G,D] of `forward_flat`; statistics are flattened too."""
+
+    def forward_packed(
+        self, q: Tensor, k: Tensor, v: Tensor, bounds: tuple[int, ...], *, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """See SoftmaxKernel.forward_packed."""
+        documents = Packed.of(bounds, q.shape[0], q.device)
+        flat = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
+        out, lse = self.forward_flat(*flat, documents, scale=scale)
+        return out.view(q.shape), lse.unflatten(1, (q.shape[0], -1)).transpose(0, 1)
+
+    def backward_packed(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        statistics: Statistics,
+        bounds: tuple[int, ...],
+        *,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See SoftmaxKernel.backward_packed."""
+        documents = Packed.of(bounds, q.shape[0], q.device)
+        flat = dout.flatten(0, 1), q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
+        gradients = self.backward_flat(*flat, statistics.flattened(), documents, scale=scale)
+        dq, dk, dv = (x.unflatten(0, (q.shape[0], -1)) for x in gradients)
+        return dq, dk, dv
 
 
 # In the order of preference of "auto", fastest first (docs/benchmarks.md has the measurements).

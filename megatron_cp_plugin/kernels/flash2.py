@@ -1,15 +1,16 @@
 """flash-attn 2, through the functions that its own autograd Function calls."""
 
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.kernels.base import Packed, Problem, SoftmaxKernel, Statistics, gpu_reason
+from megatron_cp_plugin.kernels.base import Packed, PackingKernel, Problem, Statistics, gpu_reason
 
 
-class Flash2(SoftmaxKernel):
+class Flash2(PackingKernel):
     """flash_attn.flash_attn_interface (2.7 and newer)."""
 
     name = "flash2"
@@ -44,8 +45,51 @@ class Flash2(SoftmaxKernel):
     ) -> tuple[Tensor, Tensor, Tensor]:
         from flash_attn.flash_attn_interface import _flash_attn_backward
 
+        return self._differentiate(
+            _flash_attn_backward, dout, q, k, v, statistics, softmax_scale=scale, causal=causal
+        )
+
+    def forward_flat(
+        self, q: Tensor, k: Tensor, v: Tensor, documents: Packed, *, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        from flash_attn.flash_attn_interface import _flash_attn_varlen_forward
+
+        settings = {"softmax_scale": scale, "causal": True, **documents.settings}
+        out, lse, *_ = _flash_attn_varlen_forward(
+            q, k, v, return_softmax=False, **settings, **_PLAIN
+        )
+        return out, lse
+
+    def backward_flat(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        statistics: Statistics,
+        documents: Packed,
+        *,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        from flash_attn.flash_attn_interface import _flash_attn_varlen_backward
+
+        settings = {"softmax_scale": scale, "causal": True, **documents.settings}
+        return self._differentiate(
+            _flash_attn_varlen_backward, dout, q, k, v, statistics, **settings
+        )
+
+    @staticmethod
+    def _differentiate(
+        function: Callable[..., object],
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        statistics: Statistics,
+        **settings: Any,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-        _flash_attn_backward(
+        function(
             dout,
             q,
             k,
@@ -55,59 +99,9 @@ class Flash2(SoftmaxKernel):
             dq,
             dk,
             dv,
-            softmax_scale=scale,
-            causal=causal,
             deterministic=torch.are_deterministic_algorithms_enabled(),
+            **settings,
             **_PLAIN,
-        )
-        return dq, dk, dv
-
-    def forward_packed(
-        self, q: Tensor, k: Tensor, v: Tensor, bounds: tuple[int, ...], *, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        from flash_attn.flash_attn_interface import _flash_attn_varlen_forward
-
-        out, lse, *_ = _flash_attn_varlen_forward(
-            q.flatten(0, 1),
-            k.flatten(0, 1),
-            v.flatten(0, 1),
-            softmax_scale=scale,
-            causal=True,
-            return_softmax=False,
-            **_PLAIN,
-            **Packed.of(bounds, q.shape[0], q.device).settings,
-        )
-        return out.view(q.shape), lse.unflatten(1, (q.shape[0], -1)).transpose(0, 1)
-
-    def backward_packed(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        statistics: Statistics,
-        bounds: tuple[int, ...],
-        *,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        from flash_attn.flash_attn_interface import _flash_attn_varlen_backward
-
-        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-        _flash_attn_varlen_backward(
-            dout.flatten(0, 1),
-            q.flatten(0, 1),
-            k.flatten(0, 1),
-            v.flatten(0, 1),
-            statistics.out_for(dout).flatten(0, 1),
-            statistics.flattened().lse.contiguous(),
-            dq.flatten(0, 1),
-            dk.flatten(0, 1),
-            dv.flatten(0, 1),
-            softmax_scale=scale,
-            causal=True,
-            deterministic=torch.are_deterministic_algorithms_enabled(),
-            **_PLAIN,
-            **Packed.of(bounds, q.shape[0], q.device).settings,
         )
         return dq, dk, dv
 

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.kernels.base import Packed, Problem, SoftmaxKernel, Statistics, gpu_reason
+from megatron_cp_plugin.kernels.base import Packed, PackingKernel, Problem, Statistics, gpu_reason
 
 
-class Flash4(SoftmaxKernel):
+class Flash4(PackingKernel):
     """flash_attn.cute.interface (Hopper and newer)."""
 
     name = "flash4"
@@ -28,10 +28,7 @@ class Flash4(SoftmaxKernel):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool
     ) -> tuple[Tensor, Tensor]:
-        from flash_attn.cute.interface import _flash_attn_fwd
-
-        out, lse, *_ = _flash_attn_fwd(q, k, v, softmax_scale=scale, causal=causal, return_lse=True)
-        return out, lse
+        return self._forward(q, k, v, softmax_scale=scale, causal=causal)
 
     def backward(
         self,
@@ -46,46 +43,30 @@ class Flash4(SoftmaxKernel):
     ) -> tuple[Tensor, Tensor, Tensor]:
         return self._backward(dout, q, k, v, statistics, softmax_scale=scale, causal=causal)
 
-    def forward_packed(
-        self, q: Tensor, k: Tensor, v: Tensor, bounds: tuple[int, ...], *, scale: float
+    def forward_flat(
+        self, q: Tensor, k: Tensor, v: Tensor, documents: Packed, *, scale: float
     ) -> tuple[Tensor, Tensor]:
-        from flash_attn.cute.interface import _flash_attn_fwd
+        return self._forward(q, k, v, softmax_scale=scale, causal=True, **documents.settings)
 
-        out, lse, *_ = _flash_attn_fwd(
-            q.flatten(0, 1),
-            k.flatten(0, 1),
-            v.flatten(0, 1),
-            softmax_scale=scale,
-            causal=True,
-            return_lse=True,
-            **Packed.of(bounds, q.shape[0], q.device).settings,
-        )
-        return out.view(q.shape), lse.unflatten(1, (q.shape[0], -1)).transpose(0, 1)
-
-    def backward_packed(
+    def backward_flat(
         self,
         dout: Tensor,
         q: Tensor,
         k: Tensor,
         v: Tensor,
         statistics: Statistics,
-        bounds: tuple[int, ...],
+        documents: Packed,
         *,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        batch = q.shape[0]
-        gradients = self._backward(
-            dout.flatten(0, 1),
-            q.flatten(0, 1),
-            k.flatten(0, 1),
-            v.flatten(0, 1),
-            statistics.flattened(),
-            softmax_scale=scale,
-            causal=True,
-            **Packed.of(bounds, batch, q.device).settings,
-        )
-        dq, dk, dv = (x.unflatten(0, (batch, -1)) for x in gradients)
-        return dq, dk, dv
+        settings = {"softmax_scale": scale, "causal": True, **documents.settings}
+        return self._backward(dout, q, k, v, statistics, **settings)
+
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> tuple[Tensor, Tensor]:
+        from flash_attn.cute.interface import _flash_attn_fwd
+
+        out, lse, *_ = _flash_attn_fwd(q, k, v, return_lse=True, **settings)
+        return out, lse
 
     def _backward(
         self,

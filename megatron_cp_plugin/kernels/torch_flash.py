@@ -7,7 +7,14 @@ scaled_dot_product_attention does not return lse.
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.kernels.base import Packed, Problem, SoftmaxKernel, Statistics, gpu_reason
+from megatron_cp_plugin.kernels.base import (
+    Packed,
+    PackingKernel,
+    Problem,
+    SoftmaxKernel,
+    Statistics,
+    gpu_reason,
+)
 
 _aten = torch.ops.aten
 
@@ -62,7 +69,7 @@ class CpuFlashAttention(SoftmaxKernel):
         return _swap(dq), _swap(dk), _swap(dv)
 
 
-class CudaFlashAttention(SoftmaxKernel):
+class CudaFlashAttention(PackingKernel):
     """torch's own build of FlashAttention-2 (CUDA, compute capability 8.0 and newer)."""
 
     name = "torch_flash"
@@ -74,8 +81,9 @@ class CudaFlashAttention(SoftmaxKernel):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool
     ) -> tuple[Tensor, Tensor]:
+        lengths = None, None, q.shape[1], k.shape[1]
         out, lse, *_ = _aten._flash_attention_forward(
-            q, k, v, None, None, q.shape[1], k.shape[1], 0.0, causal, False, scale=scale
+            q, k, v, *lengths, 0.0, causal, False, scale=scale
         )
         return out, lse
 
@@ -90,59 +98,59 @@ class CudaFlashAttention(SoftmaxKernel):
         scale: float,
         causal: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        tensors = dout, q, k, v, statistics.out_for(dout), statistics.lse.contiguous()
-        return self._backward(
-            tensors, (None, None, q.shape[1], k.shape[1]), scale=scale, causal=causal
-        )
+        lengths = None, None, q.shape[1], k.shape[1]
+        return _differentiate(dout, q, k, v, statistics, lengths, scale=scale, causal=causal)
 
-    def forward_packed(
-        self, q: Tensor, k: Tensor, v: Tensor, bounds: tuple[int, ...], *, scale: float
+    def forward_flat(
+        self, q: Tensor, k: Tensor, v: Tensor, documents: Packed, *, scale: float
     ) -> tuple[Tensor, Tensor]:
-        documents = Packed.of(bounds, q.shape[0], q.device)
         out, lse, *_ = _aten._flash_attention_forward(
-            q.flatten(0, 1),
-            k.flatten(0, 1),
-            v.flatten(0, 1),
-            *(documents.cu_seqlens, documents.cu_seqlens, documents.longest, documents.longest),
-            0.0,
-            True,
-            False,
-            scale=scale,
+            q, k, v, *documents.lengths, 0.0, True, False, scale=scale
         )
-        return out.view(q.shape), lse.unflatten(1, (q.shape[0], -1)).transpose(0, 1)
+        return out, lse
 
-    def backward_packed(
+    def backward_flat(
         self,
         dout: Tensor,
         q: Tensor,
         k: Tensor,
         v: Tensor,
         statistics: Statistics,
-        bounds: tuple[int, ...],
+        documents: Packed,
         *,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        documents, batch = Packed.of(bounds, q.shape[0], q.device), q.shape[0]
-        out, lse = statistics.out_for(dout), statistics.flattened().lse
-        tensors = (*(x.flatten(0, 1) for x in (dout, q, k, v, out)), lse.contiguous())
-        lengths = documents.cu_seqlens, documents.cu_seqlens, documents.longest, documents.longest
-        gradients = self._backward(tensors, lengths, scale=scale, causal=True)
-        dq, dk, dv = (x.unflatten(0, (batch, -1)) for x in gradients)
-        return dq, dk, dv
+        lengths = documents.lengths
+        return _differentiate(dout, q, k, v, statistics, lengths, scale=scale, causal=True)
 
-    def _backward(
-        self,
-        tensors: tuple[Tensor, ...],
-        lengths: tuple[Tensor | None, Tensor | None, int, int],
-        *,
-        scale: float,
-        causal: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        no_dropout = torch.zeros(2, dtype=torch.uint64, device=tensors[0].device)
-        dq, dk, dv = _aten._flash_attention_backward(
-            *tensors, *lengths, 0.0, causal, no_dropout, no_dropout, scale=scale
-        )
-        return dq, dk, dv
+
+def _differentiate(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    statistics: Statistics,
+    lengths: tuple[Tensor | None, Tensor | None, int, int],
+    *,
+    scale: float,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
+    dq, dk, dv = _aten._flash_attention_backward(
+        dout,
+        q,
+        k,
+        v,
+        statistics.out_for(dout),
+        statistics.lse.contiguous(),
+        *lengths,
+        0.0,
+        causal,
+        no_dropout,
+        no_dropout,
+        scale=scale,
+    )
+    return dq, dk, dv
 
 
 class CudnnAttention(SoftmaxKernel):
