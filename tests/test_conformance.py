@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -61,9 +62,12 @@ def cases(size: int) -> Iterator[Case]:
 
 
 def run(
-    case: Case, expected: Expected, size: int, *, causal: bool, kernel: str = "auto"
+    case: Case, expected: Expected, size: int, *, kernel: str = "auto", **mask: Any
 ) -> tuple[list[tuple[Tensor, ...]], CommunicationLog]:
-    """(out, dq, dk, dv) of every virtual rank, and what they sent."""
+    """(out, dq, dk, dv) of every virtual rank, and what they sent.
+
+    mask: causal, window, cu_seqlens of `cp.attention`.
+    """
     options: Mapping[str, object] = dict(case.options)
     layout = layout_of(case.algo, options)
     seq_len = expected.q.shape[1]
@@ -80,9 +84,9 @@ def run(
             v,
             algo=case.algo,
             group=topology,
-            causal=causal,
             kernel=kernel,
             seq_len=seq_len,
+            **mask,
             **options,
         )
         return (out.detach(), *torch.autograd.grad(out, (q, k, v), mine[3]))
@@ -100,6 +104,24 @@ def assert_matches(
         whole = unshard([result[index] for result in results], 1, layout)
         error = relative_error(whole, getattr(expected, name))
         assert error <= bound, f"{case}: {name} is off by {error:.1e}"
+
+
+def assert_plan_is_kept(
+    case: Case, size: int, shape: Shape, mask: Mask, log: CommunicationLog
+) -> None:
+    """Ranks sent what the formulas say; the plan computes the pairs that the mask lets through."""
+
+    def compare(topology: Topology) -> None:
+        algorithm, rank = create(case.algo, topology, dict(case.options)), topology.rank
+        traffic = algorithm.traffic(shape, mask, rank)
+        assert log.bytes(rank=rank, phase="forward") == traffic.forward_bytes
+        assert log.messages(rank=rank, phase="forward") == traffic.forward_messages
+        assert log.bytes(rank=rank, phase="backward") == traffic.backward_bytes
+        assert log.messages(rank=rank, phase="backward") == traffic.backward_messages
+        pairs = sum(work.pairs * work.share for work in algorithm.trace(shape.seq_len, mask))
+        assert pairs == visible_pairs(shape.seq_len, mask)
+
+    run_virtual(size, compare)
 
 
 ALL_CASES = [
@@ -166,16 +188,7 @@ def test_bytes_are_those_of_the_formula(case: Case, size: int, causal: bool, hea
     )
     _, log = run(case, expected, size, causal=causal, kernel="reference")
     shape = Shape(2, seq_len, n_heads, kv_heads, HEAD_DIM)
-
-    def compare(topology: Topology) -> None:
-        rank = topology.rank
-        traffic = create(case.algo, topology, dict(case.options)).traffic(shape, Mask(causal), rank)
-        assert log.bytes(rank=rank, phase="forward") == traffic.forward_bytes
-        assert log.messages(rank=rank, phase="forward") == traffic.forward_messages
-        assert log.bytes(rank=rank, phase="backward") == traffic.backward_bytes
-        assert log.messages(rank=rank, phase="backward") == traffic.backward_messages
-
-    run_virtual(size, compare)
+    assert_plan_is_kept(case, size, shape, Mask(causal), log)
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])

@@ -8,16 +8,12 @@ from hypothesis import strategies as st
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.algorithms.allgather import KvAllGather
 from megatron_cp_plugin.core.algorithm import Shape
-from megatron_cp_plugin.core.comm import CommunicationLog
 from megatron_cp_plugin.core.documents import document_starts
-from megatron_cp_plugin.core.layout import Contiguous, Cyclic, Layout, Zigzag, shard
+from megatron_cp_plugin.core.layout import Contiguous, Cyclic, Layout, Zigzag
 from megatron_cp_plugin.core.tiles import Mask, plan_tiles, visible_pairs
-from megatron_cp_plugin.core.topology import Topology
-from megatron_cp_plugin.core.virtual import run_virtual
 from megatron_cp_plugin.errors import ContextParallelError
-from megatron_cp_plugin.registry import create, layout_of
-from tests.oracle import Expected, expected_attention
-from tests.test_conformance import Case, assert_matches
+from tests.oracle import expected_attention
+from tests.test_conformance import Case, assert_matches, assert_plan_is_kept, run
 from tests.test_windows import CASES, EVEN
 
 BLOCK = 6
@@ -75,63 +71,19 @@ def check(
         window=window,
         cu_seqlens=cu_seqlens,
     )
-    results, log = run(case, expected, size, kernel, cu_seqlens, causal=causal, window=window)
+    results, log = run(
+        case,
+        expected,
+        size,
+        kernel=kernel,
+        causal=causal,
+        window=window,
+        cu_seqlens=torch.tensor(cu_seqlens),
+    )
     assert_matches(case, results, expected, bound=1e-10)
     shape = Shape(2, seq_len, 4, 2, 8, element_bytes=8, wide_bytes=8)
     mask = Mask(causal, window, document_starts(cu_seqlens, seq_len))
-
-    def compare(topology: Topology) -> None:
-        algorithm = create(case.algo, topology, dict(case.options))
-        traffic = algorithm.traffic(shape, mask, topology.rank)
-        for phase in ("forward", "backward"):
-            sent = log.bytes(rank=topology.rank, phase=phase)
-            assert sent == getattr(traffic, f"{phase}_bytes")
-            messages = log.messages(rank=topology.rank, phase=phase)
-            assert messages == getattr(traffic, f"{phase}_messages")
-        pairs = sum(work.pairs * work.share for work in algorithm.trace(seq_len, mask))
-        assert pairs == visible_pairs(seq_len, mask)
-
-    run_virtual(size, compare)
-
-
-def run(
-    case: Case,
-    expected: Expected,
-    size: int,
-    kernel: str,
-    cu_seqlens: list[int],
-    *,
-    causal: bool,
-    window: int | None,
-) -> tuple[list[tuple[torch.Tensor, ...]], CommunicationLog]:
-    options = dict(case.options)
-    layout = layout_of(case.algo, options)
-
-    def body(topology: Topology) -> tuple[torch.Tensor, ...]:
-        q, k, v, dout = (
-            shard(x, 1, layout, topology.rank, size)
-            for x in (expected.q, expected.k, expected.v, expected.dout)
-        )
-        for x in (q, k, v):
-            x.requires_grad_()
-        out = cp.attention(
-            q,
-            k,
-            v,
-            algo=case.algo,
-            group=topology,
-            kernel=kernel,
-            seq_len=expected.q.shape[1],
-            causal=causal,
-            window=window,
-            cu_seqlens=torch.tensor(cu_seqlens),
-            **options,
-        )
-        return (out.detach(), *torch.autograd.grad(out, (q, k, v), dout))
-
-    with cp.record_communication() as log:
-        results = run_virtual(size, body)
-    return results, log
+    assert_plan_is_kept(case, size, shape, mask, log)
 
 
 @settings(max_examples=300, deadline=None)

@@ -8,15 +8,10 @@ from megatron_cp_plugin import cli
 from megatron_cp_plugin.algorithms.allgather import KvAllGather
 from megatron_cp_plugin.algorithms.distflash import plan
 from megatron_cp_plugin.core.algorithm import Shape
-from megatron_cp_plugin.core.comm import CommunicationLog
-from megatron_cp_plugin.core.layout import shard
-from megatron_cp_plugin.core.tiles import Mask, visible_pairs
-from megatron_cp_plugin.core.topology import Topology
-from megatron_cp_plugin.core.virtual import run_virtual
+from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ContextParallelError
-from megatron_cp_plugin.registry import create, layout_of
-from tests.oracle import Expected, expected_attention
-from tests.test_conformance import Case, assert_matches
+from tests.oracle import expected_attention
+from tests.test_conformance import Case, assert_matches, assert_plan_is_kept, run
 
 BLOCK = 6
 EVEN = ("ulysses", "usp", "attention2d")
@@ -56,54 +51,10 @@ def test_equals_unsplit_attention(case: Case, size: int, window: int, kernel: st
         causal=True,
         window=window,
     )
-    results, log = run(case, expected, size, window, kernel)
+    results, log = run(case, expected, size, kernel=kernel, window=window)
     assert_matches(case, results, expected, bound=1e-10)
     shape = Shape(2, expected.q.shape[1], 4, 2, 8, element_bytes=8, wide_bytes=8)
-
-    def compare(topology: Topology) -> None:
-        algorithm = create(case.algo, topology, dict(case.options))
-        mask = Mask(window=window)
-        traffic = algorithm.traffic(shape, mask, topology.rank)
-        for phase in ("forward", "backward"):
-            sent = log.bytes(rank=topology.rank, phase=phase)
-            assert sent == getattr(traffic, f"{phase}_bytes")
-            messages = log.messages(rank=topology.rank, phase=phase)
-            assert messages == getattr(traffic, f"{phase}_messages")
-        pairs = sum(work.pairs * work.share for work in algorithm.trace(shape.seq_len, mask))
-        assert pairs == visible_pairs(shape.seq_len, mask)
-
-    run_virtual(size, compare)
-
-
-def run(
-    case: Case, expected: Expected, size: int, window: int, kernel: str
-) -> tuple[list[tuple[torch.Tensor, ...]], CommunicationLog]:
-    options = dict(case.options)
-    layout = layout_of(case.algo, options)
-
-    def body(topology: Topology) -> tuple[torch.Tensor, ...]:
-        q, k, v, dout = (
-            shard(x, 1, layout, topology.rank, size)
-            for x in (expected.q, expected.k, expected.v, expected.dout)
-        )
-        for x in (q, k, v):
-            x.requires_grad_()
-        out = cp.attention(
-            q,
-            k,
-            v,
-            algo=case.algo,
-            group=topology,
-            kernel=kernel,
-            seq_len=expected.q.shape[1],
-            window=window,
-            **options,
-        )
-        return (out.detach(), *torch.autograd.grad(out, (q, k, v), dout))
-
-    with cp.record_communication() as log:
-        results = run_virtual(size, body)
-    return results, log
+    assert_plan_is_kept(case, size, shape, Mask(window=window), log)
 
 
 @pytest.mark.parametrize("size", [8, 9])
