@@ -70,7 +70,7 @@ class Lasp(StatePassing):
         with beside:
             end = own
             if arrived is not None:
-                weights = decay.weights(((stop - start, 0),), own)
+                weights = decay.weights(((stop - start, 0),), own.dtype, own.device)
                 (end,) = combine(torch.stack((arrived, own)), weights)
             self._pass_on(end, chain[place + 1 :])
         self._sit_out(len(chain) - place - 2)
@@ -187,7 +187,8 @@ class Lasp2(StatePassing):
             gathered = torch.cat((gathered, first.unsqueeze(0)))
         else:
             distances = tuple(row[:-1] for row in distances)
-        arrived = combine(gathered, decay.weights(distances, gathered))
+        weights = decay.weights(distances, gathered.dtype, gathered.device)
+        arrived = combine(gathered, weights)
         if to_the_end:
             return arrived[:-1], arrived[-1]
         return arrived, None

@@ -62,9 +62,9 @@ class Decay:
         """rate ** exponent of every head: exponents [...], not negative -> [..., H] float64."""
         return torch.exp(exponents.unsqueeze(-1) * self.logarithms(exponents.device))
 
-    def weights(self, distances: Distances, like: Tensor) -> Tensor:
-        """rate ** distance [rows, columns, H] in like's dtype and device; 0 where it is None."""
-        return _weights(self.rates, distances, like.device, like.dtype)
+    def weights(self, distances: Distances, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """rate ** distance [H, rows, columns]; 0 where it is None."""
+        return _weights(self.rates, distances, device, dtype)
 
 
 @lru_cache(maxsize=1024)
@@ -76,10 +76,19 @@ def _logarithms(rates: tuple[float, ...], device: torch.device) -> Tensor:
 def _weights(
     rates: tuple[float, ...], distances: Distances, device: torch.device, dtype: torch.dtype
 ) -> Tensor:
-    powers = [[[0.0 if n is None else rate**n for rate in rates] for n in row] for row in distances]
+    powers = [[[0.0 if n is None else rate**n for n in row] for row in distances] for rate in rates]
     return torch.tensor(powers, dtype=dtype, device=device)
 
 
 def combine(states: Tensor, weights: Tensor) -> Tensor:
-    """Weighted sums of states: [M,B,H,D,E] with weights [N,M,H] -> [N,B,H,D,E], contiguous."""
-    return torch.einsum("nmh,mbhde->nbhde", weights, states).contiguous()
+    """Weighted sums of states: [M,B,H,D,E] with weights [H,N,M] -> [N,B,H,D,E], contiguous."""
+    _, batch, heads, *dims = states.shape
+    rows = weights.shape[1]
+    sums = states.new_empty((rows, batch, heads, *dims))
+    # One call, and nothing put in order for it: there are many of these, and all are short.
+    torch.bmm(
+        weights.expand(batch, -1, -1, -1).flatten(0, 1),
+        states.flatten(3).flatten(1, 2).transpose(0, 1),
+        out=sums.view(rows, batch * heads, -1).transpose(0, 1),
+    )
+    return sums

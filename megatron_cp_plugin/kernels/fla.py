@@ -318,11 +318,12 @@ class _Segments:
 
     def after_all(self, states: Tensor) -> Tensor:
         """The state behind the last segment, if none came before the first: [B,H,D,E]."""
-        return self._carried(states, None, [self._count], forwards=True)[0]
+        behind = range(self._count, self._count + 1)
+        return self._carried(states, None, behind, forwards=True)[0]
 
     def before_all(self, dstates: Tensor) -> Tensor:
         """The gradient of the state before the first segment, from all of them: [B,H,D,E]."""
-        return self._carried(dstates, None, [-1], forwards=False)[0]
+        return self._carried(dstates, None, range(-1, 0), forwards=False)[0]
 
     def before_each(self, states: Tensor, incoming: Tensor | None) -> Tensor | None:
         """States before the segments [B*n,H,D,E], given the one before the first."""
@@ -335,25 +336,41 @@ class _Segments:
     def _each(self, states: Tensor, outer: Tensor | None, *, forwards: bool) -> Tensor | None:
         if self._count == 1:
             return outer
-        carried = self._carried(states, outer, list(range(self._count)), forwards=forwards)
+        carried = self._carried(states, outer, range(self._count), forwards=forwards)
         return carried.transpose(0, 1).flatten(0, 1)
 
     def _carried(
-        self, states: Tensor, outer: Tensor | None, places: list[int], *, forwards: bool
+        self, states: Tensor, outer: Tensor | None, places: range, *, forwards: bool
     ) -> Tensor:
         """What reaches segments from the ones before (behind) them and from outside."""
         if self._count == 1 and outer is None:
             return states
-        sources = list(range(self._count))
+        sources = [*range(self._count)]
         if outer is not None:
             states = torch.cat((states, outer.unsqueeze(0)))
             sources.append(-1 if forwards else self._count)
-        sign = 1 if forwards else -1
-        gaps = [[sign * (place - source) - 1 for source in sources] for place in places]
-        distances = tuple(
-            tuple(gap * self._length if gap >= 0 else None for gap in row) for row in gaps
+        weights = _weights(
+            self._decay, self._length, tuple(sources), places, forwards, states.device
         )
-        return combine(states, self._decay.weights(distances, states))
+        return combine(states, weights)
+
+
+# Kept here too: at short lengths a step is bound by the host, to which the distances between all
+# segments are longer work than a kernel's launch.
+@lru_cache(maxsize=4096)
+def _weights(
+    decay: Decay,
+    length: int,
+    sources: tuple[int, ...],
+    places: range,
+    forwards: bool,
+    device: torch.device,
+) -> Tensor:
+    """What is left of the states of `sources` at `places`, segments of that length apart."""
+    sign = 1 if forwards else -1
+    gaps = [[sign * (place - source) - 1 for source in sources] for place in places]
+    distances = tuple(tuple(gap * length if gap >= 0 else None for gap in row) for row in gaps)
+    return decay.weights(distances, torch.float32, device)
 
 
 @lru_cache(maxsize=1024)
