@@ -175,6 +175,7 @@ def _add_plan(commands: Any) -> None:
     parser.add_argument("--heads", required=True, type=int, metavar="H")
     parser.add_argument("--kv-heads", type=int, metavar="G", help="default: as many as heads")
     parser.add_argument("--head-dim", type=int, default=128, metavar="D")
+    parser.add_argument("--value-dim", type=int, metavar="E", help="of values; default: D")
     parser.add_argument("--batch", type=int, default=1, metavar="B")
     _add_mask(parser)
     parser.add_argument("--bandwidth", type=float, metavar="GB/S", help="what a rank can send")
@@ -193,13 +194,22 @@ def _plan(arguments: argparse.Namespace) -> int:
     from megatron_cp_plugin.registry import available
 
     heads, kv_heads = arguments.heads, arguments.kv_heads or arguments.heads
-    for name in ("size", "seq_len", "heads", "head_dim", "batch", "tflops"):
+    if arguments.value_dim is None:
+        arguments.value_dim = arguments.head_dim
+    for name in ("size", "seq_len", "heads", "head_dim", "value_dim", "batch", "tflops"):
         if getattr(arguments, name) <= 0:
             flag = "--" + name.replace("_", "-")
             raise ConfigError(f"{flag} must be more than 0, got {getattr(arguments, name)}")
     if kv_heads < 1 or heads % kv_heads:
         raise ConfigError(f"--kv-heads must divide the {heads} heads, got {kv_heads}")
-    shape = Shape(arguments.batch, arguments.seq_len, heads, kv_heads, arguments.head_dim)
+    shape = Shape(
+        arguments.batch,
+        arguments.seq_len,
+        heads,
+        kv_heads,
+        arguments.head_dim,
+        value_dim=arguments.value_dim,
+    )
     mask = _mask(arguments)
     title = f"one layer, {heads}:{kv_heads} heads, {shape.seq_len} tokens, {arguments.size} ranks"
     if mask.documents:

@@ -89,6 +89,9 @@ def cost(
         most.backward_bytes,
         most.forward_messages + most.backward_messages,
         picture(algo, size, seq_len=shape.seq_len, mask=mask, options=options).idle_share,
-        4 * shape.batch * shape.heads * shape.head_dim * visible_pairs(shape.seq_len, mask),
+        2
+        * shape.batch
+        * (shape.query_width + shape.out_width)
+        * visible_pairs(shape.seq_len, mask),
         algorithm.schedule.grid_shape(shape) if isinstance(algorithm, GridAlgorithm) else None,
     )

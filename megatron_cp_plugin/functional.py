@@ -40,7 +40,8 @@ def attention(
     A collective operation: all ranks of the group call it with the same settings.
 
     Args:
-        q: [B,S,H,D]; k, v: [B,S,G,D], G dividing H; this rank's shards as `shard` gives them.
+        q: [B,S,H,D]; k: [B,S,G,D]; v: [B,S,G,E], G dividing H; this rank's shards as `shard` gives
+            them.
         algo: a name of `available()`.
         group: process group of the context-parallel ranks; None: all processes.
         scale: of the scores, default D**-0.5.

@@ -26,7 +26,7 @@ from typing import Any
 import rivals
 import torch
 import torch.distributed as dist
-from lengths import tokens_of
+from lengths import head_dims_of, tokens_of
 from profiles import computing, device_spans, gaps, longest, new_profiler
 from rich.console import Console
 from rich.table import Table
@@ -66,7 +66,13 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--tokens", default="32K,64K,128K", help="global sequence lengths")
     parser.add_argument("--heads", default="32:32,32:8", help="query heads : KV heads")
-    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument(
+        "--head-dim",
+        type=head_dims_of,
+        default=(128, 128),
+        metavar="DIM[:DIM]",
+        help="192:128: values of another one, as in multi-latent attention",
+    )
     parser.add_argument(
         "--algos",
         default="all",
@@ -109,17 +115,11 @@ class Bench:
         """Draws the whole q, k, v and dout, the same on every rank."""
         generator = torch.Generator(self.device).manual_seed(0)
         dtype = torch.bfloat16 if self.cuda else torch.float32
+        dim, value_dim = self.args.head_dim
+        shapes = (heads, dim), (kv_heads, dim), (kv_heads, value_dim), (heads, value_dim)
         self.whole: list[Tensor] = [
-            torch.randn(
-                1,
-                tokens,
-                n,
-                self.args.head_dim,
-                generator=generator,
-                device=self.device,
-                dtype=dtype,
-            )
-            for n in (heads, kv_heads, kv_heads, heads)
+            torch.randn(1, tokens, *shape, generator=generator, device=self.device, dtype=dtype)
+            for shape in shapes
         ]
         self.reference: list[Tensor] = []
         self.cu_seqlens: tuple[int, ...] | None = None
@@ -162,7 +162,7 @@ class Bench:
     def limit(self, row: Row, kernel: SoftmaxKernel) -> Row:
         """One GPU's kernel on the whole sequence; its result is what others are held against."""
         q, k, v, dout = self.whole
-        scale = self.args.head_dim**-0.5
+        scale = self.args.head_dim[0] ** -0.5
 
         bounds = self.cu_seqlens
 
@@ -292,7 +292,9 @@ def measure(bench: Bench, tokens: int, heads: str) -> list[Row]:
     dtype = bench.whole[0].dtype
     device = torch.device(bench.device)
     packed = bool(args.documents)
-    problem = Problem(device, dtype, n_heads, kv_heads, args.head_dim, documents=packed)
+    dim, value_dim = args.head_dim
+    shape = device, dtype, n_heads, kv_heads, dim
+    problem = Problem(*shape, documents=packed, value_dim=value_dim)
     best = resolve("auto", problem)
     others = [
         resolve(name, problem)
@@ -448,8 +450,9 @@ def main() -> None:
         mask = "causal" if bench.causal else "full"
         if args.documents:
             mask += f", documents of {args.documents} tokens in the mean"
+        dims = " and ".join(map(str, dict.fromkeys(args.head_dim)))
         title = (
-            f"attention, {mask}, head dim {args.head_dim}, {bench.size} x "
+            f"attention, {mask}, head dim {dims}, {bench.size} x "
             f"{found.get('gpu', 'CPU')}{', ' + network if network else ''}"
         )
         report(rows, title, args.output, found)

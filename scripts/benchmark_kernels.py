@@ -1,6 +1,6 @@
 """Times the attention kernels, and the merges between them, on one GPU.
 
-    python scripts/benchmark_kernels.py --tokens 8K,32K
+    python scripts/benchmark_kernels.py --tokens 8K,32K --head-dims 128,192:128
 
 What `kernel="auto"` prefers follows this table (docs/benchmarks.md).
 """
@@ -8,8 +8,10 @@ What `kernel="auto"` prefers follows this table (docs/benchmarks.md).
 import argparse
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import product
 
 import torch
+from lengths import head_dims_of, tokens_of
 from rich.console import Console
 from rich.table import Table
 from triton.testing import do_bench
@@ -25,19 +27,22 @@ def milliseconds(body: Callable[[], object]) -> float:
     return do_bench(body, warmup=50, rep=300, return_mode="median")
 
 
-def kernel_rows(tokens: int, heads: int, kv_heads: int, dim: int) -> list[Sequence[str]]:
+def kernel_rows(
+    tokens: int, heads: int, kv_heads: int, dim: int, value_dim: int
+) -> list[Sequence[str]]:
     """One row a kernel and mask."""
     device = torch.device("cuda", 0)
     rows: list[Sequence[str]] = []
     q, k, v, dout = (
-        torch.randn(1, tokens, n, dim, device=device, dtype=torch.bfloat16)
-        for n in (heads, kv_heads, kv_heads, heads)
+        torch.randn(1, tokens, n, width, device=device, dtype=torch.bfloat16)
+        for n, width in ((heads, dim), (kv_heads, dim), (kv_heads, value_dim), (heads, value_dim))
     )
     for name in kernel_names():
         if name == "reference":
             continue
         try:
-            kernel = resolve(name, Problem(device, q.dtype, heads, kv_heads, dim))
+            shape = device, q.dtype, heads, kv_heads, dim
+            kernel = resolve(name, Problem(*shape, value_dim=value_dim))
         except KernelUnavailableError as error:
             rows.append((name, str(error)[:60], "", "", "", ""))
             continue
@@ -56,15 +61,16 @@ def kernel_rows(tokens: int, heads: int, kv_heads: int, dim: int) -> list[Sequen
                     causal=causal,
                 )
             )
-            flops = 4 * tokens**2 * heads * dim / (2 if causal else 1)
+            # Of one product with a dim of 1.
+            flops = 2 * tokens**2 * heads / (2 if causal else 1)
             rows.append(
                 (
                     name,
                     "causal" if causal else "full",
                     f"{forward:.3f}",
-                    f"{flops / forward / 1e9:.0f}",
+                    f"{flops * (dim + value_dim) / forward / 1e9:.0f}",
                     f"{backward:.3f}",
-                    f"{2.5 * flops / backward / 1e9:.0f}",
+                    f"{flops * (3 * dim + 2 * value_dim) / backward / 1e9:.0f}",
                 )
             )
     return rows
@@ -93,24 +99,24 @@ def merge_rows(tokens: int, heads: int, dim: int) -> list[Sequence[str]]:
 
 
 def main() -> None:
-    """Prints one table a length and ratio of heads."""
+    """Prints one table a ratio of heads, length and head dim."""
     parser = argparse.ArgumentParser(description="Times attention kernels on one GPU.")
     parser.add_argument("--tokens", default="8K,32K")
     parser.add_argument("--heads", default="32:32,32:8")
-    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--head-dims", default="128", help="192:128: values of another one")
     args = parser.parse_args()
-    for heads in args.heads.split(","):
+    lists = (args.heads.split(","), args.tokens.split(","), args.head_dims.split(","))
+    for heads, tokens, dims in product(*lists):
         n_heads, kv_heads = map(int, heads.split(":"))
-        for tokens in args.tokens.split(","):
-            length = int(tokens.rstrip("K")) * (1024 if tokens.endswith("K") else 1)
-            table = Table(title=f"{tokens} tokens, heads {heads}, head dim {args.head_dim}")
-            for header in ("kernel", "mask", "forward ms", "TFLOP/s", "backward ms", "TFLOP/s"):
-                table.add_column(header)
-            for row in kernel_rows(length, n_heads, kv_heads, args.head_dim):
-                table.add_row(*row)
-            for row in merge_rows(length, n_heads, args.head_dim):
-                table.add_row(*row)
-            Console(width=120).print(table)
+        length, (dim, value_dim) = tokens_of(tokens), head_dims_of(dims)
+        table = Table(title=f"{tokens} tokens, heads {heads}, head dim {dims}")
+        for header in ("kernel", "mask", "forward ms", "TFLOP/s", "backward ms", "TFLOP/s"):
+            table.add_column(header)
+        for row in kernel_rows(length, n_heads, kv_heads, dim, value_dim):
+            table.add_row(*row)
+        for row in merge_rows(length, n_heads, value_dim):
+            table.add_row(*row)
+        Console(width=120).print(table)
 
 
 if __name__ == "__main__":

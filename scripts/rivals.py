@@ -41,8 +41,12 @@ def installed() -> tuple[str, ...]:
     return tuple(found)
 
 
-def make(name: str, heads: int, kv_heads: int, head_dim: int, causal: bool) -> Attention:
+def make(
+    name: str, heads: int, kv_heads: int, head_dims: tuple[int, int], causal: bool
+) -> Attention:
     """A rival's attention over the default process group.
+
+    Args: head_dims: of q and k, and of v.
 
     Raises: ConfigError if the name is unknown.
     """
@@ -50,18 +54,18 @@ def make(name: str, heads: int, kv_heads: int, head_dim: int, causal: bool) -> A
     if name not in NAMES:
         raise ConfigError(f"unknown rival {name!r}: use one of {', '.join(NAMES)}")
     if package == "te":
-        return _transformer_engine(mode, heads, kv_heads, head_dim, causal)
+        return _transformer_engine(mode, heads, kv_heads, head_dims, causal)
     return _ring_flash_attn(causal)
 
 
 def _transformer_engine(
-    mode: str, heads: int, kv_heads: int, head_dim: int, causal: bool
+    mode: str, heads: int, kv_heads: int, head_dims: tuple[int, int], causal: bool
 ) -> Attention:
     import transformer_engine.pytorch as te
 
     module = te.DotProductAttention(
         heads,
-        head_dim,
+        head_dims,
         num_gqa_groups=kv_heads,
         attn_mask_type="causal" if causal else "no_mask",
         qkv_format="bshd",
@@ -71,7 +75,7 @@ def _transformer_engine(
     module.set_context_parallel_group(dist.group.WORLD, ranks, torch.cuda.Stream(), mode)
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return module(q, k, v).view(q.shape)
+        return module(q, k, v).view(*q.shape[:3], head_dims[1])
 
     return attention
 

@@ -46,7 +46,8 @@ def own_errors(kernel_name, expected: Expected, device, setting):
     """Errors of the kernel on the whole sequence; windows and sinks as one rank computes them."""
     q, k, v, dout = (x.to(device) for x in (expected.q, expected.k, expected.v, expected.dout))
     if setting.keys() == {"causal"}:
-        problem = Problem(device, q.dtype, q.shape[2], k.shape[2], q.shape[3])
+        shape = device, q.dtype, q.shape[2], k.shape[2], q.shape[3]
+        problem = Problem(*shape, value_dim=v.shape[3])
         kernel, scale = resolve(kernel_name, problem), q.shape[3] ** -0.5
         out, lse = kernel.forward(q, k, v, scale=scale, **setting)
         statistics = Statistics(lse, out=out)
@@ -137,6 +138,7 @@ def main() -> int:
     parser.add_argument("--kernels", default="cudnn,torch_flash,flash4")
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--value-dim", type=int, help="of v and out; default: --head-dim")
     parser.add_argument("--captured", action="store_true", help="steps captured in CUDA graphs")
     args = parser.parse_args()
     cuda = args.device == "cuda"
@@ -155,6 +157,7 @@ def main() -> int:
                     heads=heads,
                     kv_heads=kv_heads,
                     head_dim=args.head_dim,
+                    value_dim=args.value_dim,
                     **setting,
                     dtype=torch.bfloat16 if cuda else torch.float32,
                     device=device,

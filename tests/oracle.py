@@ -32,7 +32,7 @@ def naive_attention(
     cu_seqlens: Sequence[int] | None = None,
     sink: Tensor | None = None,
 ) -> Tensor:
-    """[B,N,H,D], [B,N,G,D] -> [B,N,H,D], by the definition, head by head; sink: [H]."""
+    """[B,N,H,D], [B,N,G,D], [B,N,G,E] -> [B,N,H,E], by the definition, head by head; sink: [H]."""
     heads_per_kv = q.shape[2] // k.shape[2]
     out = []
     for head in range(q.shape[2]):
@@ -63,6 +63,7 @@ def expected_attention(
     heads: int,
     kv_heads: int,
     head_dim: int,
+    value_dim: int | None = None,
     causal: bool,
     window: int | None = None,
     cu_seqlens: Sequence[int] | None = None,
@@ -72,15 +73,20 @@ def expected_attention(
     device: torch.device | str = "cpu",
     seed: int = 0,
 ) -> Expected:
-    """Random inputs in `dtype`, and everything else in float64 from exactly those inputs."""
+    """Random inputs in `dtype`, and everything else in float64 from exactly those inputs.
+
+    Args: value_dim: of v and out; None: head_dim.
+    """
     generator = torch.Generator(device).manual_seed(seed)
 
-    def random(n_heads: int) -> Tensor:
-        shape = (batch, seq_len, n_heads, head_dim)
+    def random(n_heads: int, dim: int) -> Tensor:
+        shape = (batch, seq_len, n_heads, dim)
         x = torch.randn(shape, generator=generator, dtype=torch.float64, device=device)
         return x.to(dtype)
 
-    q, k, v, dout = random(heads), random(kv_heads), random(kv_heads), random(heads)
+    of_values = value_dim or head_dim
+    q, k = random(heads, head_dim), random(kv_heads, head_dim)
+    v, dout = random(kv_heads, of_values), random(heads, of_values)
     wide = [x.double().requires_grad_() for x in (q, k, v)]
     scale = head_dim**-0.5 if scale is None else scale
     sink = None if sink is None else sink.double()

@@ -191,6 +191,38 @@ def test_bytes_are_those_of_the_formula(case: Case, size: int, causal: bool, hea
     assert_plan_is_kept(case, size, shape, Mask(causal), log)
 
 
+@pytest.mark.parametrize(("heads", "value_dim"), [("MHA", 5), ("GQA", 12)])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize(("case", "size"), ALL_CASES)
+def test_values_of_another_width(
+    case: Case, size: int, causal: bool, heads: str, value_dim: int
+) -> None:
+    """As in multi-latent attention: results, bytes and messages."""
+    n_heads, kv_heads = HEADS[heads]
+    seq_len = layout_of(case.algo, dict(case.options)).multiple(size) * 2
+    expected = expected_attention(
+        seq_len=seq_len,
+        heads=n_heads,
+        kv_heads=kv_heads,
+        head_dim=HEAD_DIM,
+        value_dim=value_dim,
+        causal=causal,
+    )
+    results, log = run(case, expected, size, causal=causal)
+    assert_matches(case, results, expected, bound=1e-10)
+    shape = Shape(
+        1,
+        seq_len,
+        n_heads,
+        kv_heads,
+        HEAD_DIM,
+        element_bytes=8,
+        wide_bytes=8,
+        value_dim=value_dim,
+    )
+    assert_plan_is_kept(case, size, shape, Mask(causal), log)
+
+
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize(("case", "size"), ALL_CASES)
 def test_the_plan_computes_every_visible_pair_once(case: Case, size: int, causal: bool) -> None:

@@ -151,7 +151,8 @@ def attend_alike(q: Tensor, keys: Sequence[Pair], tile: Tile, call: Call) -> Pai
         return outs, lses
     wide = accumulation_dtype(q.dtype)
     batch, tokens, heads, _ = rows.shape
-    out, lse = torch.empty_like(rows, dtype=wide), q.new_empty((batch, heads, tokens), dtype=wide)
+    out = q.new_empty((batch, tokens, heads, outs.shape[3]), dtype=wide)
+    lse = q.new_empty((batch, heads, tokens), dtype=wide)
     merge_all_into(out, lse, outs.unflatten(0, (count, batch)), lses.unflatten(0, (count, batch)))
     return out, lse
 

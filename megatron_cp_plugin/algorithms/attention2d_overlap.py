@@ -42,12 +42,12 @@ class RingSchedule(GridSchedule):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Saved]:
         """See Algorithm.forward. Source: Attention2D, Algorithms 4, 5 and 6."""
-        flows = self.flows(Shape.of(q, k, call))
+        flows = self.flows(Shape.of(q, k, v, call))
         row, column = self._rings(flows, call.seq_len)
         k, v = self.transpose(flows, (k, v), call.seq_len)
         wire = self.wire_dtype(self.settings.partials, q.dtype)
         arriving = row.hop(flows.queries, (q,), 0) if row.size > 1 else None
-        total = Accumulator(q)
+        total = Accumulator(q, v.shape[3])
         keys: dict[int, Pair] = {}
         for member, pair in _arriving_keys(flows.keys, column, (k, v)):
             keys[member] = pair
@@ -62,7 +62,7 @@ class RingSchedule(GridSchedule):
                 arriving = row.hop(flows.queries, held, step)
             (queries,) = held
             owner = row.owners[row.member(flows.queries.rank, step)]
-            partial = Accumulator(queries)
+            partial = Accumulator(queries, v.shape[3])
             for tile, members in alike(self._tiles(owner, other, call) for other in column.owners):
                 partial.add(tile.q, *attend_alike(queries, [keys[m] for m in members], tile, call))
             if merged is not None:
@@ -76,7 +76,7 @@ class RingSchedule(GridSchedule):
     def backward(self, dout: Tensor, saved: Saved, call: Call) -> tuple[Tensor, Tensor, Tensor]:
         """See Algorithm.backward. Source: Attention2D, Algorithms 8 to 11."""
         q, k, v, out, lse = saved
-        flows = self.flows(Shape.of(q, k, call))
+        flows = self.flows(Shape.of(q, k, v, call))
         row, column = self._rings(flows, call.seq_len)
         wire = self.wire_dtype(self.settings.gradients, q.dtype)
         block: Block = (q, dout, lse, delta_of(dout, out))
@@ -138,11 +138,11 @@ class RingSchedule(GridSchedule):
         element, wide = shape.element_bytes, shape.wide_bytes
         partial = self.wire_bytes(self.settings.partials, shape)
         gradient = self.wire_bytes(self.settings.gradients, shape)
-        q, kv = shape.heads * shape.head_dim, 2 * shape.kv_heads * shape.head_dim
+        q, out, kv = shape.query_width, shape.out_width, shape.kv_width
         row_bytes = shape.heads * wide
-        forward = sent * q * element + passed_on * (q * partial + row_bytes) + keys * kv * element
+        forward = sent * q * element + passed_on * (out * partial + row_bytes) + keys * kv * element
         backward = (
-            sent * 2 * (q * element + row_bytes)
+            sent * ((q + out) * element + 2 * row_bytes)
             + passed_on * q * gradient
             + kv * (keys * element + key_sums * gradient)
         )

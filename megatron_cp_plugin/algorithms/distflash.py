@@ -297,7 +297,8 @@ class DistFlash(Algorithm):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Saved]:
         """See Algorithm.forward."""
-        total = Accumulator(q)
+        total = Accumulator(q, v.shape[3])
+        out_like = q.new_empty((q.shape[0], 0, q.shape[2], v.shape[3]))
         lse_like = q.new_empty((q.shape[0], q.shape[2], 0), dtype=accumulation_dtype(q.dtype))
 
         def compute(task: Task, fetched: Block) -> Block:
@@ -305,7 +306,7 @@ class DistFlash(Algorithm):
                 keys, values = fetched or (k, v)
                 attend_block(total, q, keys, values, task.tiles, call)
                 return ()
-            partial = Accumulator(fetched[0])
+            partial = Accumulator(fetched[0], v.shape[3])
             attend_block(partial, fetched[0], k, v, task.tiles, call)
             out, lse = partial.result()
             return out.contiguous(), lse.contiguous()
@@ -313,7 +314,7 @@ class DistFlash(Algorithm):
         def accept(task: Task, results: Block) -> None:
             total.add(task.part, *results)
 
-        lent = _Lent(kv=(k, v), query=(q,), returned_kv=(), returned_query=(q, lse_like))
+        lent = _Lent(kv=(k, v), query=(q,), returned_kv=(), returned_query=(out_like, lse_like))
         self._follow(self._schedule(call), lent, compute, accept)
         out, lse = total.result()
         return out, lse, (q, k, v, out, lse)
@@ -487,13 +488,13 @@ class DistFlash(Algorithm):
         Without helpers floor(P/2) becomes P-1 and h becomes 0. With a shared last step of an even
         P, ranks p < P/2 help and ranks p >= P/2 are helped once more, with half of the rows.
         """
-        kv = 2 * shape.kv_heads * shape.head_dim * shape.element_bytes
-        query = shape.heads * shape.head_dim * shape.element_bytes
+        kv = shape.kv_width * shape.element_bytes
+        query, out = (x * shape.element_bytes for x in (shape.query_width, shape.out_width))
         row = shape.heads * shape.wide_bytes
         # Bytes per token and messages: lent and given back, forward and backward.
         costs = {
             False: ((kv, 2), (0, 0), (kv, 2), (kv, 2)),
-            True: ((query, 1), (query + row, 2), (2 * query + 2 * row, 4), (query, 1)),
+            True: ((query, 1), (out + row, 2), (query + out + 2 * row, 4), (query, 1)),
         }
         schedule = self._plan(shape.seq_len, mask, rectangular=False)
         chunks = self.options.chunks

@@ -75,10 +75,10 @@ class GatherSchedule(GridSchedule):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Saved]:
         """See Algorithm.forward."""
-        plan = self._plan(Shape.of(q, k, call), call.mask, call.kernel.rectangular_causal)
+        plan = self._plan(Shape.of(q, k, v, call), call.mask, call.kernel.rectangular_causal)
         flows, tokens = plan.flows, q.shape[1]
         k, v = self.transpose(flows, (k, v), call.seq_len)
-        out = torch.empty_like(q)
+        out = q.new_empty((*q.shape[:3], v.shape[3]))
         lse = q.new_empty((q.shape[0], q.shape[2], tokens), dtype=accumulation_dtype(q.dtype))
         wire = self.wire_dtype(self.settings.partials, q.dtype)
         keys_of = self._key_gathering(plan, k, v)
@@ -96,7 +96,7 @@ class GatherSchedule(GridSchedule):
             lses = own_lse.unsqueeze(0) if alone else _blocks(plan.queries, own_lse, 2)
             for part in plan.parts:
                 rows = queries[:, part.rows]
-                total = Accumulator(rows)
+                total = Accumulator(rows, values.shape[3])
                 attend_block(total, rows, keys, values, part.tiles, call)
                 part_out, part_lse = total.result(outs.dtype)
                 plan.queries.place(outs, 1, part.rows, part_out)
@@ -122,7 +122,7 @@ class GatherSchedule(GridSchedule):
     def backward(self, dout: Tensor, saved: Saved, call: Call) -> tuple[Tensor, Tensor, Tensor]:
         """See Algorithm.backward."""
         q, k, v, out, lse = saved
-        plan = self._plan(Shape.of(q, k, call), call.mask, call.kernel.rectangular_causal)
+        plan = self._plan(Shape.of(q, k, v, call), call.mask, call.kernel.rectangular_causal)
         flows, wire = plan.flows, self.wire_dtype(self.settings.gradients, q.dtype)
         dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
         statistics_of = self._statistics_gathering(plan, dout, out, lse)
@@ -177,16 +177,16 @@ class GatherSchedule(GridSchedule):
                     plan.keys.place(target.unsqueeze(0), 1, everything, total.held)
                 key_sums.clear()
                 return Pending(lambda: None)
-            batch, _, heads, dim = own[0].shape
-            shape = (plan.keys.members, 2, batch, plan.keys.width, heads, dim)
+            widths = k.shape[3], v.shape[3]
+            shape = (plan.keys.members, k.shape[0], plan.keys.width, group.kv_heads, sum(widths))
             blocks = k.new_empty(shape, dtype=wire)
-            for index, total in enumerate(key_sums):
-                plan.keys.place(blocks[:, index], 1, everything, total.held)
+            for block, total in zip(blocks.split(widths, -1), key_sums, strict=True):
+                plan.keys.place(block, 1, everything, total.held)
             key_sums.clear()
             scattered = _sum_scatter(flows.key_gradients, blocks)
 
             def finish() -> None:
-                for target, total in zip(own, scattered.wait(), strict=True):
+                for target, total in zip(own, scattered.wait().split(widths, -1), strict=True):
                     target.copy_(total[:, : target.shape[1]])
 
             return Pending(finish)
@@ -206,10 +206,9 @@ class GatherSchedule(GridSchedule):
         element, wide = shape.element_bytes, shape.wide_bytes
         partial = self.wire_bytes(self.settings.partials, shape)
         gradient = self.wire_bytes(self.settings.gradients, shape)
-        q = shape.heads * shape.head_dim
-        kv = 2 * shape.kv_heads * shape.head_dim
-        forward = others * (q * (element + partial) + shape.heads * wide)
-        backward = others * (q * (2 * element + gradient) + 2 * shape.heads * wide)
+        q, out, kv = shape.query_width, shape.out_width, shape.kv_width
+        forward = others * (q * element + out * partial + shape.heads * wide)
+        backward = others * ((q + out) * element + q * gradient + 2 * shape.heads * wide)
         tokens = shape.batch * self.width(shape.seq_len)
         return Traffic(
             tokens * (forward + column_others * kv * element),
@@ -257,7 +256,8 @@ class GatherSchedule(GridSchedule):
         if bound is None or cols == size:
             return groups
         tokens = self.width(shape.seq_len) * (size // cols)
-        head = 2 * shape.batch * tokens * shape.head_dim * shape.element_bytes
+        width = shape.head_dim + shape.value_dim
+        head = shape.batch * tokens * width * shape.element_bytes
 
         def held(groups: tuple[HeadGroup, ...]) -> int:
             # One group is computed with while the next one arrives, or is put in order.
@@ -323,11 +323,15 @@ def _blocks(order: Assembly, like: Tensor, dim: int, dtype: torch.dtype | None =
 
 
 def _gather(comm: Communicator, order: Assembly, own: Block) -> Pending[Block]:
-    """Gathers and assembles tensors [B,S,heads,D] of equal shape, in one message to each rank."""
+    """Gathers and assembles tensors [B,S,heads,...], in one message to each rank.
+
+    They travel and are put in order as one tensor, of which the results are views.
+    """
     if order.members == 1:
         return Pending(lambda: own)
-    arriving = comm.all_gather(padded(torch.stack(own), 2, order.width))
-    return arriving.then(lambda gathered: tuple(order.join(gathered, 2)))
+    widths = [x.shape[3] for x in own]
+    arriving = comm.all_gather(padded(torch.cat(own, -1), 1, order.width))
+    return arriving.then(lambda gathered: order.join(gathered, 1).split(widths, -1))
 
 
 def _sum_scatter(comm: Communicator, blocks: Tensor) -> Pending[Tensor]:

@@ -184,7 +184,7 @@ class GridSchedule(ABC):
         owner = column_major(rows, cols).key_owners[rank]
         if owner == rank:
             return moved
-        token = shape.batch * 2 * shape.kv_heads * shape.head_dim * shape.element_bytes
+        token = shape.batch * shape.kv_width * shape.element_bytes
         return Traffic(
             moved.forward_bytes + self.length(rank, shape.seq_len) * token,
             moved.forward_messages + 2,

@@ -10,7 +10,6 @@ from fractions import Fraction
 from math import lcm
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from megatron_cp_plugin.algorithms.ring import Ring
@@ -139,8 +138,8 @@ class HeadSplit(Algorithm):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Saved]:
         """See Algorithm.forward."""
-        split = self._split(Shape.of(q, k, call))
-        out = torch.empty_like(q)
+        split = self._split(Shape.of(q, k, v, call))
+        out = q.new_empty((*q.shape[:3], v.shape[3]))
         lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulation_dtype(q.dtype))
         kept: list[Tensor] = []
 
@@ -156,27 +155,30 @@ class HeadSplit(Algorithm):
         pipeline(split.groups, split.arrivals(q, k, v), work)
         if self.options.keep == "local":
             return out, lse, (q, k, v, out, lse)
-        return out, lse, (k.new_empty((0, *k.shape[1:])), out, *kept)
+        return out, lse, (*(x.new_empty((0, *x.shape[1:])) for x in (q, k, v)), out, *kept)
 
     def backward(self, dout: Tensor, saved: Saved, call: Call) -> tuple[Tensor, Tensor, Tensor]:
         """See Algorithm.backward."""
         exchanged = self.options.keep == "exchanged"
-        like_k, out = saved[0 if exchanged else 1], saved[1 if exchanged else 3]
-        split = self._split(Shape.of(dout, like_k, call))
+        q, k, v, out = saved[:4]  # but for out empty, if they are kept exchanged
+        split = self._split(replace(Shape.of(q, k, v, call), batch=len(dout)))
         rows = [delta_of(dout, out)] if exchanged else [delta_of(dout, out), saved[4]]
         arriving_rows = [split.exchange.come_rows(x) for x in rows]
-        batch, tokens, _, dim = dout.shape
-        dq = torch.empty_like(dout)
-        dk, dv = (dout.new_empty((batch, tokens, split.kv_heads, dim)) for _ in range(2))
+        dq, dk, dv = (
+            dout.new_empty((*dout.shape[:2], heads, x.shape[3]))
+            for heads, x in zip(
+                (q.shape[2], split.kv_heads, split.kv_heads), (q, k, v), strict=True
+            )
+        )
         douts = split.queries(dout)
-        inputs = None if exchanged else split.arrivals(*triple(saved[:3]))
+        inputs = None if exchanged else split.arrivals(q, k, v)
         key_sums: list[GradientSum] = []
         all_rows: list[Tensor] = []
 
         def arrive(group: HeadGroup) -> Pending[Block]:
             coming = douts(group)
             if inputs is None:
-                start = 2 + 4 * split.groups.index(group)
+                start = 4 + 4 * split.groups.index(group)
                 return coming.then(lambda block: (*block, *saved[start : start + 4]))
             others = inputs(group)
             return coming.then(lambda block: (*block, *others.wait()))
@@ -211,9 +213,10 @@ class HeadSplit(Algorithm):
         key_groups = sum(group.first for group in split.groups)
         # Each other rank of the team gets the heads that it computes.
         tokens = shape.batch * split.exchange.order.width * others
-        head = shape.head_dim * shape.element_bytes
-        q = shape.heads // split.size * head
-        kv = 2 * split.kv_heads // split.size * head
+        q = shape.query_width // split.size * shape.element_bytes
+        out = shape.out_width // split.size * shape.element_bytes
+        sent = replace(shape, kv_heads=split.kv_heads)
+        kv = sent.kv_width // split.size * shape.element_bytes
         row = shape.heads // split.size * shape.wide_bytes
         local = self.options.keep == "local"
         ring = split.ring.traffic(
@@ -222,9 +225,9 @@ class HeadSplit(Algorithm):
             rank // split.size,
         )
         return Traffic(
-            tokens * (2 * q + kv + row) + groups * ring.forward_bytes,
+            tokens * (q + out + kv + row) + groups * ring.forward_bytes,
             others * (3 * groups + 2 * key_groups) + groups * ring.forward_messages,
-            tokens * (2 * q + kv + row + local * (q + kv + row)) + groups * ring.backward_bytes,
+            tokens * (q + out + kv + row + local * (q + kv + row)) + groups * ring.backward_bytes,
             others * (2 * groups + 2 * key_groups + 1)
             + others * local * (groups + 2 * key_groups + 1)
             + groups * ring.backward_messages,

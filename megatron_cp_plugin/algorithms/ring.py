@@ -208,11 +208,11 @@ class Ring(Algorithm):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Saved]:
         """See Algorithm.forward. Source: BurstAttention, Algorithm 3."""
-        groups = self._groups(Shape.of(q, k, call))
+        groups = self._groups(Shape.of(q, k, v, call))
         if len(groups) == 1:
             out, lse = self._attend(q, (k, v), call)
             return out, lse, (q, k, v, out, lse)
-        out = torch.empty_like(q)
+        out = q.new_empty((*q.shape[:3], v.shape[3]))
         lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulation_dtype(q.dtype))
         for group in groups:
             part, part_lse = self._attend(
@@ -225,7 +225,7 @@ class Ring(Algorithm):
 
     def _attend(self, q: Tensor, kv: Block, call: Call) -> tuple[Tensor, Tensor]:
         """(out, lse) of some heads."""
-        total = Accumulator(q)
+        total = Accumulator(q, kv[1].shape[3])
 
         def visit(block: Block, tiles: tuple[Tile, ...]) -> tuple[GradientSum, ...]:
             keys, values = block
@@ -245,7 +245,7 @@ class Ring(Algorithm):
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, statistics: Statistics, call: Call
     ) -> tuple[Tensor, Tensor, Tensor]:
         """As `backward`, where either out or delta is at hand."""
-        shape = Shape.of(q, k, call)
+        shape = Shape.of(q, k, v, call)
         rotate = self._rotate_kv if self._rule(shape) == "kv" else self._rotate_query
         gradients = [WholeGradient(x) for x in (q, k, v)]
         coming_home: Pending[None] = Pending(lambda: None)
@@ -376,11 +376,10 @@ class Ring(Algorithm):
         """Bytes per batch entry and token of one hop in the backward: (blocks, sums)."""
         sum_bytes = shape.wide_bytes if self.options.gradients == "float32" else shape.element_bytes
         if moving == "kv":
-            elements = 2 * shape.kv_heads * shape.head_dim
-            return elements * shape.element_bytes, elements * sum_bytes
-        elements = shape.heads * shape.head_dim
+            return shape.kv_width * shape.element_bytes, shape.kv_width * sum_bytes
+        both = shape.query_width + shape.out_width
         statistics = 2 * shape.heads * shape.wide_bytes
-        return 2 * elements * shape.element_bytes + statistics, elements * sum_bytes
+        return both * shape.element_bytes + statistics, shape.query_width * sum_bytes
 
     def traffic(self, shape: Shape, mask: Mask, rank: int) -> Traffic:
         """See Algorithm.traffic. Where every block visits every rank, of S = N/P tokens each:
@@ -411,7 +410,7 @@ class Ring(Algorithm):
         tensors, sums = (2, 2) if rule == "kv" else (4, 1)
         groups = len(self._groups(shape))
         return Traffic(
-            shape.batch * kv_tokens * 2 * shape.kv_heads * shape.head_dim * shape.element_bytes,
+            shape.batch * kv_tokens * shape.kv_width * shape.element_bytes,
             groups * 2 * kv_hops,
             shape.batch * (block_tokens * block_bytes + sum_tokens * sum_bytes),
             groups * (tensors * block_hops + sums * sum_hops),

@@ -34,6 +34,7 @@ class Shape:
 
     Attributes:
         seq_len: global. element_bytes: of q, k, v and out. wide_bytes: of lse and of float32 sums.
+        value_dim: E, the head dim of v and out; 0: that of q and k.
     """
 
     batch: int
@@ -43,21 +44,43 @@ class Shape:
     head_dim: int
     element_bytes: int = 2
     wide_bytes: int = 4
+    value_dim: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.value_dim:
+            object.__setattr__(self, "value_dim", self.head_dim)
 
     @classmethod
-    def of(cls, q: Tensor, k: Tensor, call: Call) -> Self:
-        """The whole problem, from a rank's q [B,S,H,D] and k [B,S,G,D]."""
-        wide_bytes = accumulation_dtype(q.dtype).itemsize
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Self:
+        """The whole problem, from a rank's q [B,S,H,D], k [B,S,G,D] and v [B,S,G,E]."""
         batch, _, heads, dim = q.shape
-        return cls(batch, call.seq_len, heads, k.shape[2], dim, q.element_size(), wide_bytes)
+        wide_bytes = accumulation_dtype(q.dtype).itemsize
+        element_bytes, kv_heads = q.element_size(), k.shape[2]
+        return cls(batch, call.seq_len, heads, kv_heads, dim, element_bytes, wide_bytes, v.shape[3])
+
+    @property
+    def query_width(self) -> int:
+        """Elements of a token's q, and of its dq: HD."""
+        return self.heads * self.head_dim
+
+    @property
+    def out_width(self) -> int:
+        """Elements of a token's out, and of its dout: HE."""
+        return self.heads * self.value_dim
+
+    @property
+    def kv_width(self) -> int:
+        """Elements of a token's k and v, and of dk and dv: GD + GE."""
+        return self.kv_heads * (self.head_dim + self.value_dim)
 
     def flop(self, size: int) -> int:
         """FLOP of the forward of one of `size` ranks without a mask."""
-        return 4 * self.batch * self.heads * self.head_dim * self.seq_len**2 // size
+        width = self.query_width + self.out_width
+        return 2 * self.batch * width * self.seq_len**2 // size
 
     def elements(self, size: int) -> int:
         """Elements of q of the rank with most tokens, of `size`."""
-        return self.batch * -(-self.seq_len // size) * self.heads * self.head_dim
+        return self.batch * -(-self.seq_len // size) * self.query_width
 
 
 @dataclass(frozen=True)
@@ -94,7 +117,8 @@ Saved = tuple[Tensor, ...]
 class Algorithm(ABC):
     """Softmax attention over a sequence that is split among the ranks of a topology.
 
-    B batch, S local tokens, H query heads, G KV heads, D head dim. Subclasses are made by
+    B batch, S local tokens, H query heads, G KV heads, D head dim, E that of values and outputs,
+    which formulas of subclasses take to be D. Subclasses are made by
     `registry.create` with a topology and an instance of their own `Options`.
 
     Attributes:
@@ -127,9 +151,10 @@ class Algorithm(ABC):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Saved]:
         """Attention of the local queries over all keys.
 
-        Args: q: [B,S,H,D]; k, v: [B,S,G,D]; contiguous, local shards in the order of `layout`.
+        Args: q: [B,S,H,D]; k: [B,S,G,D]; v: [B,S,G,E]; contiguous, local shards in the order of
+            `layout`.
 
-        Returns: out [B,S,H,D], lse [B,H,S], and what `backward` needs: local tensors only, of
+        Returns: out [B,S,H,E], lse [B,H,S], and what `backward` needs: local tensors only, of
         which out is the very one that is returned (attention sinks change it in place).
         """
 
@@ -137,9 +162,9 @@ class Algorithm(ABC):
     def backward(self, dout: Tensor, saved: Saved, call: Call) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of the local shards.
 
-        Args: dout: [B,S,H,D] contiguous. saved: of `forward`.
+        Args: dout: [B,S,H,E] contiguous. saved: of `forward`.
 
-        Returns: dq [B,S,H,D], dk, dv [B,S,G,D], in the dtypes of q, k, v.
+        Returns: dq [B,S,H,D], dk [B,S,G,D], dv [B,S,G,E], in the dtypes of q, k, v.
         """
 
     @abstractmethod
@@ -160,7 +185,7 @@ def attend_block(
 
 
 def attend_tile(q: Tensor, k: Tensor, v: Tensor, tile: Tile, call: Call) -> tuple[Tensor, Tensor]:
-    """One kernel call: (out, lse) of a tile's rows [B,rows,H,D] over its columns [B,cols,G,D]."""
+    """One kernel call: (out, lse) of a tile's rows [B,rows,H,E] over its columns [B,cols,G,D]."""
     if tile.squares:
         return call.kernel.forward_packed(q, k, v, tile.squares, scale=call.scale)
     if tile.reverse:

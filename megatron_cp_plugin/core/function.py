@@ -67,7 +67,7 @@ def _let_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
     it is given w dout, and w out for the out that it kept; lse stays.
 
     Args:
-        out: [B,S,H,D], the very tensor that an algorithm has saved. lse: [B,H,S]. sink: [H].
+        out: [B,S,H,E], the very tensor that an algorithm has saved. lse: [B,H,S]. sink: [H].
 
     Returns: lse - sink [B,H,S].
     """
@@ -99,19 +99,19 @@ def attend(
     """Attention of the local queries over the keys of all ranks; differentiable.
 
     Args:
-        q: [B,S,H,D]; k, v: [B,S,G,D] with G dividing H: this rank's shards, in the order of
-            algorithm.layout. seq_len: global N. scale: of the scores, default D**-0.5. window,
-            documents: as in Mask. sink: [H], for each head the score of a key without a value that
-            every query sees; its gradient is that of this rank's queries. site: as in
+        q: [B,S,H,D]; k: [B,S,G,D]; v: [B,S,G,E], with G dividing H: this rank's shards, in the
+            order of algorithm.layout. seq_len: global N. scale: of the scores, default D**-0.5.
+            window, documents: as in Mask. sink: [H], for each head the score of a key without a
+            value that every query sees; its gradient is that of this rank's queries. site: as in
             `computed_once`.
 
-    Returns: out [B,S,H,D] in q's dtype. Raises: ContextParallelError if shapes or dtypes do not
+    Returns: out [B,S,H,E] in q's dtype. Raises: ContextParallelError if shapes or dtypes do not
     fit; KernelUnavailableError if the kernel cannot serve them.
     """
     _check(q, k, v, algorithm, seq_len)
     heads, head_dim = q.shape[2:]
     shape = q.device, q.dtype, heads, k.shape[2], head_dim
-    problem = Problem(*shape, documents=bool(documents))
+    problem = Problem(*shape, documents=bool(documents), value_dim=v.shape[3])
     algorithm.check(
         algorithm.options,
         size=algorithm.topology.size,
@@ -133,10 +133,12 @@ def attend(
 
 def _check(q: Tensor, k: Tensor, v: Tensor, algorithm: Algorithm, seq_len: int) -> None:
     shapes = f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    if q.dim() != 4 or k.dim() != 4 or k.shape != v.shape:
-        raise ContextParallelError(f"attention needs q [B,S,H,D] and k, v [B,S,G,D], {shapes}")
+    if q.dim() != 4 or k.dim() != 4 or v.dim() != 4 or k.shape[:3] != v.shape[:3]:
+        raise ContextParallelError(
+            f"attention needs q [B,S,H,D], k [B,S,G,D] and v [B,S,G,E], {shapes}"
+        )
     if q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
-        raise ContextParallelError(f"q, k, v need equal batch, tokens and head dim, {shapes}")
+        raise ContextParallelError(f"q and k need equal batch, tokens and head dim, {shapes}")
     if q.shape[2] % k.shape[2]:
         raise ContextParallelError(f"query heads must be a multiple of KV heads, {shapes}")
     if not q.dtype == k.dtype == v.dtype:

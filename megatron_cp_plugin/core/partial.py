@@ -1,7 +1,7 @@
 """Merging of partial attention outputs, and sums of partial gradients, without losing precision.
 
-B batch, S local tokens, H query heads, D head dim. A partial is attention over a part of the keys:
-out [B,S,H,D] and lse [B,H,S], the natural log of its softmax denominator.
+B batch, S local tokens, H query heads, D head dim, E that of values. A partial is attention over a
+part of the keys: out [B,S,H,E] and lse [B,H,S], the natural log of its softmax denominator.
 
 Source: AttnFix (Attention2D, Algorithm 2); the same as rescale (DISTFLASHATTN, Algorithm 2) and
 GAO (BurstAttention, Algorithm 1, lines 13-16). Differs: rows that no key is visible to.
@@ -82,22 +82,23 @@ class Accumulator:
     copied to float32 only to be read again. Rows without any partial end as out 0, lse -inf.
     """
 
-    def __init__(self, q: Tensor) -> None:
-        """Args: q: [B,S,H,D]; shape, dtype and device of the output to come."""
+    def __init__(self, q: Tensor, value_dim: int) -> None:
+        """Args: q: [B,S,H,D]. value_dim: E of the output to come, which is else like q."""
         self._like = q
+        self._shape = (*q.shape[:3], value_dim)
         self._wide = accumulation_dtype(q.dtype)
         self._total: tuple[Tensor, Tensor] | None = None
         self._owned = False  # whether _total is a wide buffer of ours, free to be written
         self._last: tuple[slice, Tensor, Tensor] | None = None
 
     def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
-        """Merges a partial of some rows: out [B,rows,H,D], lse [B,H,rows]."""
+        """Merges a partial of some rows: out [B,rows,H,E], lse [B,H,rows]."""
         if self._last is not None:
             self._settle(*self._last)
         self._last = (rows, out, lse)
 
     def result(self, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-        """Returns: out [B,S,H,D] in `dtype` (default: q's), lse [B,H,S] float32 or float64."""
+        """Returns: out [B,S,H,E] in `dtype` (default: q's), lse [B,H,S] float32 or float64."""
         dtype = dtype or self._like.dtype
         if self._last is not None and not self._whole(self._last[1]):
             self._settle(*self._last)
@@ -108,7 +109,7 @@ class Accumulator:
         _, last_out, last_lse = self._last
         if self._total is None:
             return last_out.to(dtype), last_lse
-        out, lse = torch.empty_like(self._like, dtype=dtype), self._empty_lse()
+        out, lse = self._like.new_empty(self._shape, dtype=dtype), self._empty_lse()
         merge_into(out, lse, *self._total, last_out, last_lse)
         return out, lse
 
@@ -128,7 +129,7 @@ class Accumulator:
                 lse,
             )
             return
-        wide = torch.empty_like(self._like, dtype=self._wide), self._empty_lse()
+        wide = self._like.new_empty(self._shape, dtype=self._wide), self._empty_lse()
         if self._whole(out):
             merge_into(*wide, total_out, total_lse, out, lse)
         else:
@@ -141,7 +142,7 @@ class Accumulator:
     def _nothing(self) -> tuple[Tensor, Tensor]:
         self._owned = True
         self._total = (
-            torch.zeros_like(self._like, dtype=self._wide),
+            self._like.new_zeros(self._shape, dtype=self._wide),
             self._empty_lse().fill_(-torch.inf),
         )
         return self._total

@@ -23,6 +23,7 @@ class Problem:
     Attributes:
         deterministic: every run must give the same bits; default: torch's own setting.
         documents: lengths are those of documents, ever new ones.
+        value_dim: head dim of v and out; 0: that of q and k.
     """
 
     device: torch.device
@@ -32,6 +33,11 @@ class Problem:
     head_dim: int
     deterministic: bool = field(default_factory=torch.are_deterministic_algorithms_enabled)
     documents: bool = False
+    value_dim: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.value_dim:
+            object.__setattr__(self, "value_dim", self.head_dim)
 
 
 def gpu_reason(
@@ -45,15 +51,23 @@ def gpu_reason(
         return f"runs on cuda, got tensors on {problem.device.type}"
     if problem.dtype not in (torch.float16, torch.bfloat16):
         return f"takes float16 and bfloat16, got {problem.dtype}"
-    if problem.head_dim not in head_dims:
-        if isinstance(head_dims, range):
-            taken = f"divisible by {head_dims.step} up to {head_dims[-1]}"
-        else:
-            taken = ", ".join(map(str, head_dims))
-        return f"takes head dims {taken}, got {problem.head_dim}"
+    for dim in (problem.head_dim, problem.value_dim):
+        if dim not in head_dims:
+            if isinstance(head_dims, range):
+                taken = f"divisible by {head_dims.step} up to {head_dims[-1]}"
+            else:
+                taken = ", ".join(map(str, head_dims))
+            return f"takes head dims {taken}, got {dim}"
     if torch.cuda.get_device_capability(problem.device) < capability:
         return f"needs compute capability {'.'.join(map(str, capability))}"
     return None
+
+
+def equal_dims_reason(problem: Problem) -> str | None:
+    """Why a kernel for values as wide as keys cannot serve a problem; None if it can."""
+    if problem.value_dim == problem.head_dim:
+        return None
+    return f"takes values as wide as keys, got head dims {problem.head_dim}, {problem.value_dim}"
 
 
 @dataclass(frozen=True)
@@ -62,7 +76,7 @@ class Statistics:
 
     Attributes:
         lse: [B,H,S] over all keys, natural log.
-        out: [B,S,H,D] over all keys, or None.
+        out: [B,S,H,E] over all keys, or None.
         delta: rowsum(dout * out) [B,H,S], or None.
     """
 
@@ -136,12 +150,12 @@ class SoftmaxKernel(Kernel[Problem]):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool
     ) -> tuple[Tensor, Tensor]:
-        """Attention of q [B,S,H,D] over k, v [B,T,G,D].
+        """Attention of q [B,S,H,D] over k [B,T,G,D], v [B,T,G,E].
 
         Args:
             causal: row i sees column j iff j <= i + T - S; S equals T unless `rectangular_causal`.
 
-        Returns: out [B,S,H,D] in q's dtype, lse [B,H,S] float32 (float64 for float64), natural log.
+        Returns: out [B,S,H,E] in q's dtype, lse [B,H,S] float32 (float64 for float64), natural log.
         """
 
     @abstractmethod
@@ -158,9 +172,9 @@ class SoftmaxKernel(Kernel[Problem]):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients that this tile contributes; `statistics` are those of the merged forward.
 
-        Args: dout: [B,S,H,D].
+        Args: dout: [B,S,H,E].
 
-        Returns: dq [B,S,H,D], dk [B,T,G,D], dv [B,T,G,D].
+        Returns: dq [B,S,H,D], dk [B,T,G,D], dv [B,T,G,E].
         """
 
     def forward_packed(
@@ -168,7 +182,8 @@ class SoftmaxKernel(Kernel[Problem]):
     ) -> tuple[Tensor, Tensor]:
         """Causal attention within documents: one call for each, unless the kernel can do better.
 
-        Args: q: [B,S,H,D]; k, v: [B,S,G,D]. bounds: 0, ..., S: where documents begin and end.
+        Args: q: [B,S,H,D]; k: [B,S,G,D]; v: [B,S,G,E]. bounds: 0, ..., S: where documents begin
+            and end.
 
         Returns: as `forward`.
         """
@@ -246,7 +261,9 @@ class PackingKernel(SoftmaxKernel):
     def forward_flat(
         self, q: Tensor, k: Tensor, v: Tensor, documents: Packed, *, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """Causal attention within documents: q [T,H,D]; k, v [T,G,D] -> out [T,H,D], lse [H,T]."""
+        """Causal attention within documents: q [T,H,D]; k [T,G,D]; v [T,G,E] -> out [T,H,E], lse
+        [H,T].
+        """
 
     @abstractmethod
     def backward_flat(
@@ -260,7 +277,7 @@ class PackingKernel(SoftmaxKernel):
         *,
         scale: float,
     ) -> Sequence[Tensor]:
-        """dq [T,H,D], dk, dv [T,G,D] of `forward_flat`; statistics are flattened too."""
+        """dq [T,H,D], dk [T,G,D], dv [T,G,E] of `forward_flat`; statistics are flattened too."""
 
     def forward_packed(
         self, q: Tensor, k: Tensor, v: Tensor, bounds: tuple[int, ...], *, scale: float
@@ -269,7 +286,9 @@ class PackingKernel(SoftmaxKernel):
         documents = Packed.of(bounds, q.shape[0], q.device)
         flat = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
         out, lse = self.forward_flat(*flat, documents, scale=scale)
-        return out.view(q.shape), lse.unflatten(1, (q.shape[0], -1)).transpose(0, 1)
+        return out.unflatten(0, (q.shape[0], -1)), lse.unflatten(1, (q.shape[0], -1)).transpose(
+            0, 1
+        )
 
     def backward_packed(
         self,

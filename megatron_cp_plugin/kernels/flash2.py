@@ -7,7 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.kernels.base import Packed, PackingKernel, Problem, Statistics, gpu_reason
+from megatron_cp_plugin.kernels.base import (
+    Packed,
+    PackingKernel,
+    Problem,
+    Statistics,
+    equal_dims_reason,
+    gpu_reason,
+)
 
 
 class Flash2(PackingKernel):
@@ -20,7 +27,7 @@ class Flash2(PackingKernel):
     def unsupported(self, problem: Problem) -> str | None:
         if find_spec("flash_attn") is None or find_spec("flash_attn.flash_attn_interface") is None:
             return "needs the package flash-attn (version 2), which is not installed"
-        return gpu_reason(problem, range(8, 257, 8), (8, 0))
+        return equal_dims_reason(problem) or gpu_reason(problem, range(8, 257, 8), (8, 0))
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool

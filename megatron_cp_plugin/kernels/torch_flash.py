@@ -13,6 +13,7 @@ from megatron_cp_plugin.kernels.base import (
     Problem,
     SoftmaxKernel,
     Statistics,
+    equal_dims_reason,
     gpu_reason,
 )
 
@@ -33,7 +34,7 @@ class CpuFlashAttention(SoftmaxKernel):
     def unsupported(self, problem: Problem) -> str | None:
         if problem.device.type != "cpu":
             return f"runs on cpu, got tensors on {problem.device.type}"
-        return None
+        return equal_dims_reason(problem)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool
@@ -76,7 +77,7 @@ class CudaFlashAttention(PackingKernel):
     deterministic = True  # it looks at torch's setting itself
 
     def unsupported(self, problem: Problem) -> str | None:
-        return gpu_reason(problem, range(8, 257, 8), (8, 0))
+        return equal_dims_reason(problem) or gpu_reason(problem, range(8, 257, 8), (8, 0))
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool
@@ -165,7 +166,7 @@ class CudnnAttention(SoftmaxKernel):
     def unsupported(self, problem: Problem) -> str | None:
         if problem.documents:
             return "makes a plan for every new length, and documents have ever new ones"
-        return gpu_reason(problem, range(8, 129, 8), (9, 0))
+        return gpu_reason(problem, range(8, 257, 8), (9, 0))
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool

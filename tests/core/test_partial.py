@@ -25,7 +25,7 @@ def test_any_split_of_the_keys_in_any_order_gives_the_whole(lengths, random):
     q, k, v = random_qkv(sum(lengths))
     pieces = list(zip(k.split(lengths, 1), v.split(lengths, 1), strict=True))
     random.shuffle(pieces)
-    total = Accumulator(q)
+    total = Accumulator(q, q.shape[3])
     for keys, values in pieces:
         total.add(slice(0, TOKENS), *Reference().forward(q, keys, values, scale=0.5, causal=False))
     out, _ = total.result()
@@ -45,7 +45,7 @@ def naive_attention_over(q, k, v):
 def test_partials_of_some_rows(ranges, dtype):
     """Each row ends as the merge of just the partials that cover it."""
     q, k, v = random_qkv(len(ranges) or 1, dtype)
-    total = Accumulator(q)
+    total = Accumulator(q, q.shape[3])
     seen = torch.zeros(TOKENS, k.shape[1], dtype=torch.bool)
     for index, (start, length) in enumerate(ranges):
         rows, keys = slice(start, min(start + length, TOKENS)), slice(index, index + 1)
@@ -68,7 +68,7 @@ def test_partials_of_some_rows(ranges, dtype):
 def test_one_partial_is_the_output_itself():
     q, k, v = random_qkv(3, torch.bfloat16)
     out, lse = Reference().forward(q, k, v, scale=1.0, causal=False)
-    total = Accumulator(q)
+    total = Accumulator(q, q.shape[3])
     total.add(slice(0, TOKENS), out, lse)
     assert total.result()[0] is out
 
@@ -79,7 +79,7 @@ def test_partials_are_not_written_to():
     parts = [Reference().forward(q, k[:, i : i + 1], v[:, i : i + 1], scale=1.0, causal=False)
              for i in range(4)]  # fmt: skip
     before = [(out.clone(), lse.clone()) for out, lse in parts]
-    total = Accumulator(q)
+    total = Accumulator(q, q.shape[3])
     for part in parts:
         total.add(slice(0, TOKENS), *part)
     total.result()

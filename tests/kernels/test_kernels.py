@@ -16,8 +16,9 @@ CPU = torch.device("cpu")
 GPU_KERNELS = ("flash4", "cudnn", "torch_flash", "flash2")
 
 
-def problem_of(q, k):
-    return Problem(q.device, q.dtype, q.shape[2], k.shape[2], q.shape[3])
+def problem_of(expected):
+    q, k, v = expected.q, expected.k, expected.v
+    return Problem(q.device, q.dtype, *(q.shape[2], k.shape[2], q.shape[3]), value_dim=v.shape[3])
 
 
 def check(kernel: SoftmaxKernel, expected, bound: float, *, causal=True, bounds=(), device=CPU):
@@ -53,8 +54,28 @@ def test_cpu_kernels(name, dtype, bound, causal, kv_heads):
     expected = expected_attention(
         batch=2, seq_len=65, heads=4, kv_heads=kv_heads, head_dim=16, causal=causal, dtype=dtype
     )
-    kernel = resolve(name, problem_of(expected.q, expected.k))
+    kernel = resolve(name, problem_of(expected))
     check(kernel, expected, bound, causal=causal)
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("bounds", [(), (0, 1, 20, 65)], ids=["causal", "documents"])
+def test_values_of_another_width(bounds, kv_heads):
+    expected = expected_attention(
+        batch=2,
+        seq_len=65,
+        heads=4,
+        kv_heads=kv_heads,
+        head_dim=16,
+        value_dim=24,
+        causal=True,
+        cu_seqlens=bounds or None,
+    )
+    problem = problem_of(expected)
+    assert resolve("auto", problem).name == "reference"
+    check(resolve("reference", problem), expected, 1e-12, bounds=bounds)
+    with pytest.raises(KernelUnavailableError, match="torch_cpu: takes values as wide as keys"):
+        resolve("torch_cpu", problem)
 
 
 @pytest.mark.parametrize("batch", [1, 2])
@@ -64,16 +85,19 @@ def test_cpu_kernels_with_documents(name, batch):
     expected = expected_attention(
         batch=batch, seq_len=65, heads=4, kv_heads=2, head_dim=16, causal=True, cu_seqlens=bounds
     )
-    kernel = resolve(name, problem_of(expected.q, expected.k))
+    kernel = resolve(name, problem_of(expected))
     check(kernel, expected, 1e-12, bounds=bounds)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kv_heads", [8, 2])
 @pytest.mark.parametrize("shape", ["causal", "full", "documents"])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    "dims", [(64, 64), (96, 96), (128, 128), (192, 192), (256, 256), (192, 128), (64, 128)]
+)
 @pytest.mark.parametrize("name", GPU_KERNELS)
-def test_gpu_kernels(name, head_dim, shape, kv_heads):
+def test_gpu_kernels(name, dims, shape, kv_heads):
+    head_dim, value_dim = dims
     settings = {"causal": shape != "full"}
     bounds = (0, 1, 130, 131, 384, 512) if shape == "documents" else ()
     expected = expected_attention(
@@ -82,12 +106,13 @@ def test_gpu_kernels(name, head_dim, shape, kv_heads):
         heads=8,
         kv_heads=kv_heads,
         head_dim=head_dim,
+        value_dim=value_dim,
         cu_seqlens=bounds or None,
         dtype=torch.bfloat16,
         **settings,
     )
     shape = torch.device("cuda", 0), torch.bfloat16, 8, kv_heads, head_dim
-    problem = Problem(*shape, documents=bool(bounds))
+    problem = Problem(*shape, documents=bool(bounds), value_dim=value_dim)
     try:
         kernel = resolve(name, problem)
     except KernelUnavailableError as error:
@@ -257,7 +282,7 @@ def test_cpu_kernels_repeat_to_the_bit(name, kv_heads, causal):
 @pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("kv_heads", [16, 4])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 @pytest.mark.parametrize("name", GPU_KERNELS)
 def test_gpu_kernels_repeat_to_the_bit(name, head_dim, kv_heads, causal):
     # Enough tokens for many blocks to add to one gradient at the same time.
