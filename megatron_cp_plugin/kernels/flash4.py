@@ -5,13 +5,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from megatron_cp_plugin.kernels.base import Packed, PackingKernel, Problem, Statistics, gpu_reason
 
-# Those with right results on an H200. With 40, 72 and 80, of which it says nothing, gradients are
-# wrong by 100%; 112 it does not compile (4.0.0b36).
-_HEAD_DIMS = (64, 96, 128, 192, 256)
-_BEYOND_HOPPER = ((64, 64), (128, 128))
+# Head dims of keys and values with right results on an H200, and those tried elsewhere. Others are
+# filled up with zeros to one of these: with 40, 72 and 80 the kernels give wrong gradients without
+# a word, 112 they do not compile (4.0.0b36).
+_HOPPER = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
+_ELSEWHERE = ((64, 64), (128, 128))
 
 
 class Flash4(PackingKernel):
@@ -24,15 +26,12 @@ class Flash4(PackingKernel):
     def unsupported(self, problem: Problem) -> str | None:
         if find_spec("flash_attn") is None or find_spec("flash_attn.cute") is None:
             return "needs the package flash-attn-4, which is not installed"
-        reason = gpu_reason(problem, _HEAD_DIMS, (9, 0))
+        reason = gpu_reason(problem, range(8, 257, 8), (9, 0))
         if reason is not None:
             return reason
         capability, _ = torch.cuda.get_device_capability(problem.device)
-        dims = problem.head_dim, problem.value_dim
-        if capability != 9 and dims not in _BEYOND_HOPPER:
-            return f"was tried on Hopper only with head dims {dims[0]}, {dims[1]}"
-        if dims[0] != dims[1] and problem.heads != problem.kv_heads:
-            return "takes values as wide as keys where query heads share them"
+        if capability != 9 and max(problem.head_dim, problem.value_dim) > 128:
+            return f"was tried on Hopper only with head dim {problem.head_dim}"
         if problem.deterministic and capability == 12:
             return "has no deterministic backward on compute capability 12"
         return None
@@ -77,8 +76,10 @@ class Flash4(PackingKernel):
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> tuple[Tensor, Tensor]:
         from flash_attn.cute.interface import _flash_attn_fwd
 
-        out, lse, *_ = _flash_attn_fwd(q, k, v, return_lse=True, **settings)
-        return out, lse
+        dim, value_dim = _served_dims(q, k, v)
+        wide = _filled(q, dim), _filled(k, dim), _filled(v, value_dim)
+        out, lse, *_ = _flash_attn_fwd(*wide, return_lse=True, **settings)
+        return _cut(out, v.shape[-1]), lse
 
     def _backward(
         self,
@@ -98,7 +99,30 @@ class Flash4(PackingKernel):
             out, dlse = torch.zeros_like(dout), statistics.delta.neg().contiguous()
         deterministic = torch.are_deterministic_algorithms_enabled()
         lse = statistics.lse.contiguous()
+        dim, value_dim = _served_dims(q, k, v)
+        wide = _filled(q, dim), _filled(k, dim), *(_filled(x, value_dim) for x in (v, out, dout))
         dq, dk, dv, *_ = _flash_attn_bwd(
-            q, k, v, out, dout, lse, dlse=dlse, deterministic=deterministic, **settings
+            *wide, lse, dlse=dlse, deterministic=deterministic, **settings
         )
-        return dq, dk, dv
+        return _cut(dq, q.shape[-1]), _cut(dk, k.shape[-1]), _cut(dv, v.shape[-1])
+
+
+def _served_dims(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int]:
+    """The head dims of keys and values that the kernels are called with."""
+    shared = q.shape[-2] != k.shape[-2]  # backward then takes values as wide as keys
+    on_hopper = torch.cuda.get_device_capability(q.device)[0] == 9
+    return next(
+        (dim, value_dim)
+        for dim, value_dim in (_HOPPER if on_hopper else _ELSEWHERE)
+        if dim >= q.shape[-1] and value_dim >= v.shape[-1] and not (shared and dim != value_dim)
+    )
+
+
+def _filled(x: Tensor, dim: int) -> Tensor:
+    """x with zeros behind each row, up to `dim`."""
+    return x if x.shape[-1] == dim else pad(x, (0, dim - x.shape[-1]))
+
+
+def _cut(x: Tensor, dim: int) -> Tensor:
+    """The first `dim` of each row."""
+    return x if x.shape[-1] == dim else x[..., :dim].contiguous()

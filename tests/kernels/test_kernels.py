@@ -93,7 +93,7 @@ def test_cpu_kernels_with_documents(name, batch):
 @pytest.mark.parametrize("kv_heads", [8, 2])
 @pytest.mark.parametrize("shape", ["causal", "full", "documents"])
 @pytest.mark.parametrize(
-    "dims", [(64, 64), (96, 96), (128, 128), (192, 192), (256, 256), (192, 128), (64, 128)]
+    "dims", [(64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (40, 72)]
 )
 @pytest.mark.parametrize("name", GPU_KERNELS)
 def test_gpu_kernels(name, dims, shape, kv_heads):

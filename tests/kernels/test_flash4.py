@@ -1,0 +1,77 @@
+"""The flash-attn 4 adapter over a stand-in that computes with the written-out reference.
+
+What is tested is with which head dims the adapter calls it, and what becomes of the results.
+"""
+
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+
+from megatron_cp_plugin.core.partial import delta_of
+from megatron_cp_plugin.kernels import Statistics
+from megatron_cp_plugin.kernels.flash4 import Flash4
+from megatron_cp_plugin.kernels.reference import Reference
+from tests.oracle import expected_attention, relative_error
+
+
+@pytest.fixture
+def called(monkeypatch):
+    """Head dims of queries and values of every call of the stand-in."""
+    dims = []
+
+    def forward(q, k, v, *, return_lse, softmax_scale, causal):
+        assert return_lse
+        dims.append((q.shape[-1], v.shape[-1]))
+        return Reference().forward(q, k, v, scale=softmax_scale, causal=causal)
+
+    def backward(q, k, v, out, dout, lse, *, dlse, deterministic, softmax_scale, causal):
+        assert not deterministic
+        assert out.shape == dout.shape
+        dims.append((q.shape[-1], v.shape[-1]))
+        delta = delta_of(dout, out) - (0 if dlse is None else dlse)
+        statistics = Statistics(lse, delta=delta)
+        return Reference().backward(dout, q, k, v, statistics, scale=softmax_scale, causal=causal)
+
+    interface = ModuleType("flash_attn.cute.interface")
+    interface._flash_attn_fwd, interface._flash_attn_bwd = forward, backward
+    for name in ("flash_attn", "flash_attn.cute"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", interface)
+    return dims
+
+
+@pytest.mark.parametrize(
+    ("capability", "dims", "kv_heads", "served"),
+    [
+        (9, (64, 64), 1, (64, 64)),
+        (9, (80, 80), 1, (96, 96)),
+        (9, (8, 72), 2, (96, 96)),
+        (9, (112, 112), 2, (128, 128)),
+        (9, (192, 128), 2, (192, 128)),
+        (9, (192, 128), 1, (192, 192)),
+        (9, (136, 40), 2, (192, 128)),
+        (10, (96, 96), 1, (128, 128)),
+        (10, (40, 40), 1, (64, 64)),
+    ],
+)
+def test_head_dims_are_filled_up(called, monkeypatch, capability, dims, kv_heads, served):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
+    head_dim, value_dim = dims
+    expected = expected_attention(
+        seq_len=9, heads=2, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim, causal=True
+    )
+    settings = {"scale": head_dim**-0.5, "causal": True}
+    inputs = expected.q, expected.k, expected.v
+    out, lse = Flash4().forward(*inputs, **settings)
+    delta = delta_of(expected.dout, out)
+    found = [out]
+    for statistics in (Statistics(lse, out=out), Statistics(lse, delta=delta)):
+        found += Flash4().backward(expected.dout, *inputs, statistics, **settings)
+    assert called == [served] * 3
+    gradients = expected.dq, expected.dk, expected.dv
+    for got, want in zip(found, (expected.out, *gradients, *gradients), strict=True):
+        assert got.shape == want.shape
+        assert got.is_contiguous() or served == dims
+        assert relative_error(got, want) < 1e-12
