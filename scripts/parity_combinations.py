@@ -99,6 +99,23 @@ SINKS: dict[str, object] = {
     "window_size": "8,0",
     "window_attn_skip_freq": 2,
 }
+# Heads of dim 12 in q and k, of which 4 are rotated, and 8 in v.
+MLA: dict[str, object] = {
+    "multi_latent_attention": True,
+    "group_query_attention": False,
+    "kv_lora_rank": 16,
+    "qk_head_dim": 8,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 8,
+    "rope_type": "rope",
+}
+YARN: dict[str, object] = {
+    "rope_type": "yarn",
+    "rotary_scaling_factor": 4.0,
+    "mscale_all_dim": 0.5,
+    "q_lora_rank": 24,
+    "qk_layernorm": True,
+}
 RECOMPUTE: dict[str, object] = {
     "recompute_granularity": "full",
     "recompute_method": "uniform",
@@ -244,6 +261,43 @@ COMBINATIONS = (
         tolerances=FP16_BOUND,
     ),
     Combination("recompute", "full recompute", RECOMPUTE, cp=2, algos=FAMILIES),
+    # Multi-latent attention.
+    Combination("mla", "multi-latent attention with RoPE", MLA),
+    Combination("mla-yarn", "multi-latent attention with YaRN, QK norm", MLA | YARN),
+    Combination(
+        "mla-sinks",
+        "multi-latent attention, learnable sinks, window of 9 tokens in every other layer",
+        MLA | SINKS,
+        algos=FAMILIES,
+    ),
+    Combination(
+        "mla-tp",
+        "multi-latent attention with YaRN, TP 2, sequence parallel, full recompute",
+        MLA | YARN | SP | RECOMPUTE,
+        cp=2,
+        algos=FAMILIES,
+    ),
+    Combination(
+        "mla-pp",
+        "multi-latent attention, PP 2, interleaved, up-projections recomputed",
+        MLA
+        | INTERLEAVED
+        | {"recompute_granularity": "selective", "recompute_modules": "mla_up_proj"},
+        cp=2,
+        algos=FAMILIES,
+    ),
+    Combination(
+        "mla-moe-mtp",
+        "multi-latent attention with YaRN, mixture of experts, 2 more tokens predicted",
+        MLA | YARN | MOE | MTP,
+        algos=FAMILIES,
+    ),
+    Combination(
+        "mla-documents",
+        "multi-latent attention, packed documents",
+        MLA | DOCUMENTS,
+        algos="zigzag",
+    ),
     # The loss.
     Combination("padded", "padding: ranks and whole samples without a token that counts", PADDED),
     Combination("padded-per-token", "padding, loss per token", PADDED | PER_TOKEN),

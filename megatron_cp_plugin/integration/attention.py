@@ -1,7 +1,7 @@
 """Megatron's core attention, split over the context-parallel ranks.
 
 Shapes in Megatron's order: s local tokens, b batch, h query heads and g KV heads of this
-tensor-parallel rank, d head dim.
+tensor-parallel rank, d head dim of q and k, e of v.
 """
 
 from __future__ import annotations
@@ -49,6 +49,8 @@ class ContextParallelAttention(MegatronModule):
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
         *,
         runtime: Runtime,
     ) -> None:
@@ -64,6 +66,8 @@ class ContextParallelAttention(MegatronModule):
             softmax_scale: Of the scores; default 1 / sqrt(d).
             cp_comm_type: Transformer Engine's algorithm, without meaning here.
             pg_collection: Must hold the groups `tp` and `cp`.
+            k_channels: d, where it is not the configuration's.
+            v_channels: e, which the values that come have too.
             runtime: The run's layout and algorithm.
 
         Raises:
@@ -83,7 +87,8 @@ class ContextParallelAttention(MegatronModule):
         self.tp_group = pg_collection.tp
         self.layer_number = layer_number
         self._causal = is_causal(attn_mask_type)
-        self._scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
+        head_dim = config.kv_channels if k_channels is None else k_channels
+        self._scale = softmax_scale if softmax_scale is not None else head_dim**-0.5
         windowed = is_layer_window_attention(
             config.window_size, config.window_attn_skip_freq, layer_number
         )
@@ -137,14 +142,14 @@ class ContextParallelAttention(MegatronModule):
         Args:
             query: [s,b,h,d].
             key: [s,b,g,d].
-            value: [s,b,g,d].
+            value: [s,b,g,e].
             attention_mask: Ignored: the mask follows from the mask type and the layout.
             attn_mask_type: causal or no_mask; default: the constructor's.
             attention_bias: Must be None.
             packed_seq_params: A `DocumentMask`, or None.
 
         Returns:
-            [s,b,h*d] in the query's dtype.
+            [s,b,h*e] in the query's dtype.
 
         Raises:
             ContextParallelError: A bias or another mask type is asked for, a window without a

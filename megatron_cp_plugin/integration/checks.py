@@ -75,6 +75,23 @@ def _documents(settings: Settings) -> str | None:
     return "--" + given[0].replace("_", "-") if given else None
 
 
+def _latent(settings: Settings) -> bool:
+    """Whether layers have multi-latent attention."""
+    return bool(settings.multi_latent_attention) or "+" in (settings.hybrid_layer_pattern or "")
+
+
+def _fused_latent_positions(settings: Settings) -> bool:
+    """Whether the positions of multi-latent attention are cut in a fused kernel."""
+    # Megatron fuses nothing with position embeddings of another type; a model has no such setting.
+    rotary = settings.position_embedding_type in (None, "rope")
+    return (
+        _latent(settings)
+        and bool(settings.apply_rope_fusion)
+        and (rotary or bool(settings.use_rotary_position_embeddings))
+        and (settings.context_parallel_size or 1) > 1
+    )
+
+
 def _switch(name: str, setting: str, reason: str) -> Feature:
     flag = Feature(name, setting, _on(setting), reason, "").flag
     return Feature(name, setting, _on(setting), reason, f"leave {flag} out")
@@ -123,11 +140,28 @@ FEATURES: tuple[Feature, ...] = (
         "it needs the largest score, which the kernels keep",
     ),
     # Attention of another kind.
-    _switch(
-        "multi-latent attention",
+    Feature(
+        "multi-latent attention with fused RoPE",
         "multi_latent_attention",
-        "its fused RoPE is cut by Megatron's own zigzag layout",
+        _fused_latent_positions,
+        _ZIGZAG,
+        "add --no-rope-fusion",
     ),
+    Feature(
+        "packed documents with multi-latent attention",
+        "multi_latent_attention",
+        lambda settings: _latent(settings) and _documents(settings) is not None,
+        "Megatron drops the dimension of samples and cuts positions by its own layout",
+        "leave --sft and --dataloader-inter-document-masking out",
+    ),
+    Feature(
+        "position embeddings of the model beside those of multi-latent attention",
+        "position_embedding_type",
+        lambda settings: _latent(settings) and settings.position_embedding_type == "yarn",
+        "Megatron's layers take no others than their own",
+        "use --position-embedding-type rope --rope-type yarn",
+    ),
+    _switch("a cache of latents", "cache_mla_latents", "it is for inference"),
     _switch(
         "experimental attention variants (DSA, gated delta net)",
         "experimental_attention_variant",
@@ -136,10 +170,10 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         "layers other than attention, MLP and MoE in a hybrid model",
         "hybrid_layer_pattern",
-        # Attention, MLP, MoE; ends of pipeline stages and of what predicts one more token.
-        lambda settings: not set(settings.hybrid_layer_pattern or "") <= set("*-E|/"),
+        # Attention of both kinds, MLP, MoE; ends of stages and of what predicts one more token.
+        lambda settings: not set(settings.hybrid_layer_pattern or "") <= set("*+-E|/"),
         _UNTESTED,
-        "use *, - and E",
+        "use *, +, - and E",
     ),
     Feature(
         "hybrid models by their former flag",
@@ -242,7 +276,8 @@ def check_settings(source: Any, config: ContextParallelConfig) -> None:
         config: The run's configuration.
 
     Raises:
-        ConfigError: One of `FEATURES` is asked for.
+        ConfigError: One of `FEATURES` is asked for, or multi-latent attention of an algorithm of
+            linear attention.
     """
     settings = Settings(source)
     for feature in FEATURES:
@@ -253,6 +288,12 @@ def check_settings(source: Any, config: ContextParallelConfig) -> None:
                 f"--context-parallel-algo {config.algo} does not serve {feature.name}, got "
                 f"{feature.flag} {got} ({feature.reason}): {feature.instead}"
             )
+    if _latent(settings) and config.has_linear_layers:
+        raise ConfigError(
+            f"--cp-linear-model {config.linear_model} makes q, k and v of another kind, got "
+            "--multi-latent-attention: leave it out, or use algorithms of softmax attention for "
+            "all layers"
+        )
 
 
 def check_arguments(args: Any, config: ContextParallelConfig, device: torch.device) -> str | None:
@@ -501,7 +542,7 @@ def _check_kernel(args: Any, config: ContextParallelConfig, device: torch.device
     heads, tensor = args.num_attention_heads, args.tensor_model_parallel_size
     if heads is None or args.hidden_size is None:
         return None
-    head_dim = args.kv_channels or args.hidden_size // heads
+    head_dim, value_dim = head_dims(args)
     dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
     local, fixed = heads // tensor, bool(args.deterministic_mode)
     if registry.kind_of(config.algo) == "linear":
@@ -511,8 +552,21 @@ def _check_kernel(args: Any, config: ContextParallelConfig, device: torch.device
         return resolve_linear(config.kernel, linear).name
     kv_heads = max(1, _kv_heads(args) // tensor)
     packed = _documents(Settings(args)) is not None
-    problem = Problem(device, dtype, local, kv_heads, head_dim, fixed, packed)
+    shape = device, dtype, local, kv_heads, head_dim
+    problem = Problem(*shape, fixed, documents=packed, value_dim=value_dim)
     return resolve(config.kernel, problem).name
+
+
+def head_dims(args: Any) -> tuple[int, int]:
+    """Returns the head dim of q and k, and that of v.
+
+    Args:
+        args: Megatron's namespace, as parsed or validated, with the size of the model in it.
+    """
+    if _latent(Settings(args)):
+        return args.qk_head_dim + args.qk_pos_emb_head_dim, args.v_head_dim
+    head_dim = args.kv_channels or args.hidden_size // args.num_attention_heads
+    return head_dim, head_dim
 
 
 def _kv_heads(args: Any) -> int:

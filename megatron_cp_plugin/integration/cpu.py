@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import inspect
 import os
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -282,8 +284,9 @@ def _seed(seed: int) -> None:
 def _adapt_megatron() -> None:
     """Points Megatron's CUDA random states at the CPU generator, and keeps that undisturbed.
 
-    Also makes two things work that Megatron has on GPUs only: experts that are spread over ranks,
-    and `--sequence-parallel`, for which it needs the norms of apex or Transformer Engine.
+    Also makes three things work that Megatron has on GPUs only: experts that are spread over ranks,
+    `--sequence-parallel`, for which it needs the norms of apex or Transformer Engine, and
+    `--multi-latent-attention`, for which it needs Transformer Engine's attention.
     """
     import megatron.training.initialize
     from megatron.core.tensor_parallel import random
@@ -322,6 +325,37 @@ def _adapt_megatron() -> None:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
     token_dispatcher.maybe_move_tensor_to_cpu = to_cpu
+    _let_attention_take_latent_heads()
+
+
+def _let_attention_take_latent_heads() -> None:
+    """Lets Megatron's own attention be built by multi-latent attention.
+
+    What it computes has no need of equal head dims: only its output is given the wrong shape.
+    """
+    from megatron.core.transformer import multi_latent_attention
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    if not isinstance(multi_latent_attention.TELinear, type):
+        # Megatron 0.16 asks whether something is one, even where there are none.
+        multi_latent_attention.TELinear = type("TELinear", (), {})
+    build = DotProductAttention.__init__
+    if "v_channels" in inspect.signature(build).parameters:
+        return
+
+    @functools.wraps(build)
+    def built(
+        self: Any,
+        *args: Any,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        build(self, *args, **kwargs)
+        if v_channels is not None:
+            self.hidden_size_per_partition = self.num_attention_heads_per_partition * v_channels
+
+    DotProductAttention.__init__ = built
 
 
 def _let_adam_resume() -> None:

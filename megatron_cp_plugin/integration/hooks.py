@@ -31,6 +31,7 @@ class Hooks:
     - the constructors of `GPTModel` and `HybridModel`: put the plugin's attention and position
       embeddings into the model, and document masks in the place of packed sequences;
     - `setup_model_and_optimizer`: refuses models of other kinds;
+    - `YarnRotaryEmbedding._set_cos_sin_cache`: makes no table that nobody reads;
     - `get_batch_on_this_cp_rank`: cuts batches by the layout;
     - `roll_tensor`: shifts tokens for multi-token prediction by the layout;
     - `forward_step_calc_loss`: takes the mean loss over the whole sequence;
@@ -51,6 +52,7 @@ class Hooks:
         import megatron.core
 
         from megatron_cp_plugin.integration.loss import forward_step_calc_loss
+        from megatron_cp_plugin.integration.rope import set_cos_sin_cache
 
         version = megatron.core.__version__
         if tuple(int(part) for part in version.split(".")[:2]) < (0, 16):
@@ -63,6 +65,10 @@ class Hooks:
         )
         for model in _models():
             _replace(self._build_model, "__init__", model)
+        yarn = importlib.import_module(
+            "megatron.core.models.common.embeddings.yarn_rotary_pos_embedding"
+        )
+        _replace(set_cos_sin_cache, "_set_cos_sin_cache", yarn.YarnRotaryEmbedding)
         _replace_names(
             self._set_up_model, "setup_model_and_optimizer", "megatron.training.training"
         )

@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.core.recompute import Checkpointed
+from megatron_cp_plugin.integration.checks import head_dims
 
 
 def checkpoint(original: Callable[..., Any], function: Callable[..., Any], *args: Any) -> Any:
@@ -44,10 +45,10 @@ def describe(args: Any, config: ContextParallelConfig) -> str | None:
     if None in (args.seq_length, args.num_attention_heads, args.hidden_size):
         return f"recompute ({granularity}): attention runs once, its output and lse are kept"
     heads = args.num_attention_heads // args.tensor_model_parallel_size
-    head_dim = args.kv_channels or args.hidden_size // args.num_attention_heads
+    _, value_dim = head_dims(args)
     tokens = args.micro_batch_size * args.seq_length // config.size
-    # out [B,S,H,D] in the model's dtype, lse [B,H,S] in float32.
-    row_bytes = head_dim * (2 if args.bf16 or args.fp16 else 4) + 4
+    # out [B,S,H,E] in the model's dtype, lse [B,H,S] in float32.
+    row_bytes = value_dim * (2 if args.bf16 or args.fp16 else 4) + 4
     return (
         f"recompute ({granularity}): attention runs once, its output and lse are kept, "
         f"{tokens * heads * row_bytes / 2**20:.3g} MiB for each layer and micro-batch; "

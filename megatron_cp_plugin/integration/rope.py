@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
+from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 from torch import Tensor, nn
 
 from megatron_cp_plugin.errors import ContextParallelError
@@ -81,19 +83,44 @@ class LayoutRotaryEmbedding(nn.Module):
         )
 
 
+def set_cos_sin_cache(
+    original: Callable[..., None], embedding: YarnRotaryEmbedding, *args: Any, **kwargs: Any
+) -> None:
+    """Takes the place of YarnRotaryEmbedding's method of this name, which builds a table.
+
+    Megatron cuts the table by its own layout, and fails where the original length of the model is
+    no multiple of 2P. Only fused kernels of multi-latent attention read it, which are refused where
+    there is something to cut.
+
+    Args:
+        original: Megatron's.
+        embedding: Whose table it is.
+        args, kwargs: As Megatron's.
+    """
+    if embedding.cp_group is None or embedding.cp_group.size() == 1:
+        original(embedding, *args, **kwargs)
+
+
 def use_layout(model: nn.Module, runtime: Runtime) -> None:
-    """Makes the rotary embedding of a GPT model, if it has one, follow the layout.
+    """Makes the rotary embeddings of a model follow the layout.
+
+    There is none, one for the whole model, or one in each layer of multi-latent attention.
 
     Raises:
-        ContextParallelError: It is of another kind.
+        ContextParallelError: One is of another kind.
     """
-    embedding = getattr(model, "rotary_pos_emb", None)
-    if embedding is None:
-        return
-    if not isinstance(embedding, (RotaryEmbedding, YarnRotaryEmbedding)):
-        raise ContextParallelError(
-            f"{runtime.config.algo} serves rope and yarn, got {type(embedding).__name__}: "
-            "use --position-embedding-type rope"
-        )
-    group: Any = model.pg_collection
-    model.rotary_pos_emb = LayoutRotaryEmbedding(embedding, runtime, group.cp)
+    owners = [m for m in model.modules() if isinstance(m, MultiLatentAttention)]
+    for owner in (model, *owners):
+        embedding = getattr(owner, "rotary_pos_emb", None)
+        if embedding is None:
+            continue
+        if not isinstance(embedding, (RotaryEmbedding, YarnRotaryEmbedding)):
+            raise ContextParallelError(
+                f"{runtime.config.algo} serves rope and yarn, got {type(embedding).__name__}: "
+                "use --position-embedding-type rope"
+            )
+        group: Any = owner.pg_collection
+        if owner is not model and group.cp.size() == 1:
+            # Nothing to cut, and its fused kernels ask the embedding for more than angles.
+            continue
+        owner.rotary_pos_emb = LayoutRotaryEmbedding(embedding, runtime, group.cp)

@@ -8,6 +8,8 @@ from typing import Any
 from megatron.core.extensions.transformer_engine import TEDotProductAttention
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
     LayerNormImpl,
@@ -110,23 +112,25 @@ def with_attention(spec: LayerSpec, runtime: Runtime) -> LayerSpec:
     Engine's.
 
     Raises:
-        ContextParallelError: A layer's attention is not Megatron's plain self attention.
+        ContextParallelError: A layer's attention is neither Megatron's plain self attention nor,
+            for an algorithm of softmax attention, its multi-latent one.
     """
     if isinstance(spec, TransformerBlockSubmodules):
         layers = [with_attention(layer, runtime) for layer in spec.layer_specs or []]
         return replace(spec, layer_specs=layers)
     layer: Any = getattr(spec, "submodules", None)
-    if hasattr(layer, "attention_layer"):  # one for all such layers of the stack
-        attention_layer = with_attention(layer.attention_layer, runtime)
-        return replace(spec, submodules=replace(layer, attention_layer=attention_layer))
+    linear = registry.kind_of(runtime.config.algo) == "linear"
+    if hasattr(layer, "attention_layer"):
+        return replace(spec, submodules=_stack(layer, runtime, latent=not linear))
     attention: Any = getattr(layer, "self_attention", None)
     module = getattr(attention, "module", attention)
-    if not isinstance(module, type) or not issubclass(module, SelfAttention):
+    served = (SelfAttention,) if linear else (SelfAttention, MLASelfAttention)
+    if not isinstance(module, type) or not issubclass(module, served):
         raise ContextParallelError(
-            f"{runtime.config.algo} serves layers with SelfAttention, got "
+            f"{runtime.config.algo} serves layers with {' or '.join(map(_name, served))}, got "
             f"{_name(module)}: leave --spec out or use another model"
         )
-    if registry.kind_of(runtime.config.algo) == "linear":
+    if linear:
         return replace(spec, submodules=replace(layer, self_attention=_linear(attention, runtime)))
     core = attention.submodules.core_attention
     module = getattr(core, "module", core)
@@ -139,6 +143,25 @@ def with_attention(spec: LayerSpec, runtime: Runtime) -> LayerSpec:
     submodules = replace(attention.submodules, core_attention=ours)
     attention = replace(attention, submodules=submodules)
     return replace(spec, submodules=replace(layer, self_attention=attention))
+
+
+def _stack(layers: Any, runtime: Runtime, latent: bool) -> Any:
+    """The kinds of layers of a HybridModel's stack, of which its pattern then takes some.
+
+    Args:
+        layers: Megatron's HybridStackSubmodules.
+        runtime: The run's layout and algorithm.
+        latent: Whether layers with multi-latent attention are served; otherwise they are left as
+            they are, and `check_settings` refuses a model that has some.
+    """
+    kinds = ("attention_layer", "mla_layer") if latent else ("attention_layer",)
+    given = {kind: getattr(layers, kind, IdentityOp) for kind in kinds}
+    served: dict[str, Any] = {
+        kind: with_attention(layer, runtime)
+        for kind, layer in given.items()
+        if layer is not IdentityOp
+    }
+    return replace(layers, **served)
 
 
 def _linear(attention: Any, runtime: Runtime) -> Any:

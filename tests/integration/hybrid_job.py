@@ -19,20 +19,23 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_layer import MoETransformerLayer
 
+
+def _alone(layer: ModuleSpec) -> ModuleSpec:
+    """The attention of a layer, without its MLP."""
+    parts = replace(
+        layer.submodules, pre_mlp_layernorm=IdentityOp, mlp=IdentityOp, mlp_bda=IdentityFuncOp
+    )
+    return replace(layer, submodules=parts)
+
+
 _local = get_gpt_layer_local_spec(normalization="RMSNorm")
+_latent = get_gpt_layer_local_spec(normalization="RMSNorm", multi_latent_attention=True)
 _ahead = get_mtp_layer_spec(_local, use_transformer_engine=False)
 stack = ModuleSpec(
     HybridStack,
     submodules=HybridStackSubmodules(
-        attention_layer=replace(
-            _local,
-            submodules=replace(
-                _local.submodules,
-                pre_mlp_layernorm=IdentityOp,
-                mlp=IdentityOp,
-                mlp_bda=IdentityFuncOp,
-            ),
-        ),
+        attention_layer=_alone(_local),
+        mla_layer=_alone(_latent),
         mlp_layer=ModuleSpec(
             MLPLayer,
             submodules=replace(

@@ -10,9 +10,13 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
     get_gpt_layer_local_spec,
 )
+from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.experimental_attention_variant.dsa import DSAttention
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -21,6 +25,7 @@ from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration import spec as spec_module
 from megatron_cp_plugin.integration.attention import ContextParallelAttention
 from megatron_cp_plugin.integration.documents import DocumentMask
+from megatron_cp_plugin.integration.linear_models import TransNormerAttention
 from megatron_cp_plugin.integration.runtime import Runtime
 from megatron_cp_plugin.integration.spec import with_attention, with_plugin
 from tests.oracle import expected_attention, naive_attention, relative_error
@@ -117,6 +122,16 @@ def test_mask_type_of_the_constructor_is_the_default(
     causal = attention(group, runtime)
     assert torch.equal(full(q, k, k, None), causal(q, k, k, None, AttnMaskType.no_mask))
     assert not torch.equal(full(q, k, k, None), causal(q, k, k, None))
+
+
+def test_heads_of_latent_attention(group: dist.ProcessGroup, runtime: Runtime) -> None:
+    """Its values have another head dim, and neither is the configuration's."""
+    q, k = (torch.randn(TOKENS, BATCH, HEADS, 24).double() for _ in range(2))
+    v = torch.randn(TOKENS, BATCH, HEADS, 12).double()
+    out = attention(group, runtime, k_channels=24, v_channels=12)(q, k, v, None)
+    want = naive_attention(*(x.transpose(0, 1) for x in (q, k, v)), causal=True, scale=24**-0.5)
+    assert out.shape == (TOKENS, BATCH, HEADS * 12)
+    assert relative_error(out, want.transpose(0, 1).flatten(2)) < 1e-10
 
 
 def test_nothing_is_saved_in_checkpoints(group: dist.ProcessGroup, runtime: Runtime) -> None:
@@ -224,10 +239,43 @@ def test_transformer_engine_spec(runtime: Runtime, monkeypatch: pytest.MonkeyPat
     assert core_of(with_attention(spec, runtime)).module is ContextParallelAttention
 
 
+def linear_runtime() -> Runtime:
+    return Runtime(ContextParallelConfig("lasp2", 1, linear_model="transnormer"))
+
+
+def test_latent_layer_spec(runtime: Runtime) -> None:
+    spec = get_gpt_layer_local_spec(multi_latent_attention=True)
+    swapped = with_attention(spec, runtime)
+    assert core_of(swapped).module is ContextParallelAttention
+    assert core_of(spec) is DotProductAttention
+    assert swapped.submodules.self_attention.module is MLASelfAttention
+    with pytest.raises(ContextParallelError, match=r"with SelfAttention, got MLASelfAttention"):
+        with_attention(spec, linear_runtime())
+
+
+def test_spec_of_a_stack(runtime: Runtime) -> None:
+    """A hybrid model's: of the kinds of attention that it has, its pattern takes one."""
+    layers = {
+        "attention_layer": get_gpt_layer_local_spec(),
+        "mla_layer": get_gpt_layer_local_spec(multi_latent_attention=True),
+    }
+    stack = ModuleSpec(HybridStack, submodules=HybridStackSubmodules(**layers))
+    swapped = with_attention(stack, runtime).submodules
+    for layer in (swapped.attention_layer, swapped.mla_layer):
+        assert core_of(layer).module is ContextParallelAttention
+    served = with_attention(stack, linear_runtime()).submodules
+    assert served.mla_layer is layers["mla_layer"]
+    assert served.attention_layer.submodules.self_attention.module is TransNormerAttention
+    assert swapped.dsa_layer is IdentityOp
+    alone = ModuleSpec(HybridStack, submodules=HybridStackSubmodules(mla_layer=layers["mla_layer"]))
+    assert with_attention(alone, runtime).submodules.attention_layer is IdentityOp
+
+
 def test_other_attention_is_refused(runtime: Runtime) -> None:
-    mla = get_gpt_layer_local_spec(multi_latent_attention=True)
-    with pytest.raises(ContextParallelError, match="got MLASelfAttention"):
-        with_attention(mla, runtime)
+    sparse = get_gpt_layer_local_spec(multi_latent_attention=True)
+    sparse.submodules.self_attention.submodules.core_attention = DSAttention
+    with pytest.raises(ContextParallelError, match="got DSAttention"):
+        with_attention(sparse, runtime)
     spec = get_gpt_layer_local_spec()
     spec.submodules.self_attention.submodules.core_attention = torch.nn.Identity
     with pytest.raises(ContextParallelError, match="got Identity"):

@@ -15,6 +15,7 @@ from megatron.training.models.gpt import GPTModelConfig
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError, KernelUnavailableError
+from megatron_cp_plugin.integration import checks
 from megatron_cp_plugin.integration.checks import (
     FEATURES,
     check_arguments,
@@ -39,11 +40,23 @@ ASKING: dict[str, Any] = {
     "recompute_modules": ["core_attn", "mlp"],
     "micro_batch_size": 2,
 }
-# What is refused only beside another setting.
+# What is refused only beside another setting, or by another value than `ASKING` has, by the
+# feature's name.
 DOCUMENTS = {"dataloader_inter_document_masking": True}
+LATENT = {"multi_latent_attention": True, "apply_rope_fusion": False}
 BESIDE: dict[str, dict[str, Any]] = {
-    "calculate_per_token_loss": {"mtp_num_layers": 1},
-    "micro_batch_size": {**DOCUMENTS, "pipeline_model_parallel_size": 2, "world_size": 8},
+    "a loss per token with multi-token prediction": {"mtp_num_layers": 1},
+    "documents of several samples in a pipeline": {
+        **DOCUMENTS,
+        "pipeline_model_parallel_size": 2,
+        "world_size": 8,
+    },
+    "multi-latent attention with fused RoPE": {"apply_rope_fusion": True},
+    "packed documents with multi-latent attention": {**DOCUMENTS, **LATENT},
+    "position embeddings of the model beside those of multi-latent attention": {
+        **LATENT,
+        "position_embedding_type": "yarn",
+    },
 }
 # Not settings of Megatron 0.19, but of its development branch and of ModelOpt.
 ELSEWHERE = {"dynamic_context_parallel", "modelopt_enabled"}
@@ -86,8 +99,8 @@ def test_a_plain_model_passes(args: argparse.Namespace, algo: str, size: int) ->
 @pytest.mark.parametrize("feature", FEATURES, ids=lambda feature: feature.setting)
 def test_every_refused_feature_is_named(args: argparse.Namespace, feature: Any) -> None:
     value = ASKING.get(feature.setting, True)
-    vars(args).update({feature.setting: value} | BESIDE.get(feature.setting, {}))
-    message = refusal(args)
+    vars(args).update({feature.setting: value} | BESIDE.get(feature.name, {}))
+    message, value = refusal(args), getattr(args, feature.setting)
     assert feature.name in message
     assert f"got {feature.flag} {getattr(value, 'name', value)}" in message
     assert message.endswith(feature.instead)
@@ -183,6 +196,66 @@ def test_documents(args: argparse.Namespace, flag: str, monkeypatch: pytest.Monk
         check_arguments(args, config, CPU)
     monkeypatch.delattr(megatron_utils, "flatten_batch_for_packed_sequences")
     assert f"got {word}: use Megatron 0.19 or later" in refusal(args)
+
+
+@pytest.fixture
+def latent(args: argparse.Namespace) -> argparse.Namespace:
+    vars(args).update(LATENT, qk_head_dim=16, qk_pos_emb_head_dim=8, v_head_dim=12)
+    return args
+
+
+@pytest.mark.parametrize("algo", registry.available("softmax"))
+def test_latent_attention(latent: argparse.Namespace, algo: str) -> None:
+    check_arguments(latent, ContextParallelConfig(algo, 4), CPU)
+    latent.multi_latent_attention, latent.hybrid_layer_pattern = False, "+-E/+"
+    check_arguments(latent, ContextParallelConfig(algo, 4), CPU)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"context_parallel_size": 1},
+        # Megatron fuses rotary position embeddings only.
+        {"position_embedding_type": "none"},
+        {"multi_latent_attention": False},
+    ],
+)
+def test_fused_positions_that_are_not_cut(
+    latent: argparse.Namespace, changes: dict[str, Any]
+) -> None:
+    latent.apply_rope_fusion = True
+    assert refusal(latent).endswith("add --no-rope-fusion")
+    vars(latent).update(changes)
+    check_arguments(latent, ContextParallelConfig("zigzag", latent.context_parallel_size), CPU)
+
+
+def test_linear_attention_has_no_latents(latent: argparse.Namespace) -> None:
+    latent.position_embedding_type = "none"
+    config = ContextParallelConfig("lasp", 4, linear_model="transnormer")
+    with pytest.raises(ConfigError, match=r"--cp-linear-model transnormer makes .* leave it out"):
+        check_arguments(latent, config, CPU)
+    mixed = ContextParallelConfig(
+        "ring", 4, layers=("lasp", "ring"), linear_model="linear_transformer"
+    )
+    with pytest.raises(ConfigError, match="got --multi-latent-attention"):
+        check_arguments(latent, mixed, CPU)
+
+
+def test_the_kernel_is_asked_for_the_dims_of_latent_attention(
+    latent: argparse.Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    real = checks.resolve
+
+    def resolve(kernel: str, problem: Any) -> Any:
+        asked.append((problem.heads, problem.kv_heads, problem.head_dim, problem.value_dim))
+        return real(kernel, problem)
+
+    monkeypatch.setattr(checks, "resolve", resolve)
+    check_arguments(latent, ContextParallelConfig("zigzag", 4), CPU)
+    latent.multi_latent_attention = False
+    check_arguments(latent, ContextParallelConfig("zigzag", 4), CPU)
+    assert asked == [(8, 8, 24, 12), (8, 8, 8, 8)]
 
 
 def test_linear_attention_has_no_window(args: argparse.Namespace) -> None:

@@ -49,6 +49,8 @@ print("RESULT" + json.dumps({"rest": rest, "changed": changed}))
 
 MEGATRONS_OWN = [
     "megatron.core.datasets.utils.compile_helpers",
+    "megatron.core.models.common.embeddings.yarn_rotary_pos_embedding.YarnRotaryEmbedding."
+    "_set_cos_sin_cache",
     "megatron.core.models.gpt.gpt_model.GPTModel.__init__",
     "megatron.core.models.hybrid.hybrid_model.HybridModel.__init__",
     "megatron.core.pipeline_parallel.schedules.forward_step_calc_loss",

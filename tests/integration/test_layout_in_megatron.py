@@ -1,5 +1,6 @@
 """Batches, position embeddings and attention take the tokens that the layout names."""
 
+from functools import partial, partialmethod
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,12 +8,17 @@ import pytest
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import nn
 
 from megatron_cp_plugin.core.layout import LAYOUTS
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration.batch import shard_batch
-from megatron_cp_plugin.integration.rope import LayoutRotaryEmbedding, use_layout
+from megatron_cp_plugin.integration.rope import (
+    LayoutRotaryEmbedding,
+    set_cos_sin_cache,
+    use_layout,
+)
 from megatron_cp_plugin.integration.runtime import Runtime
 
 N = 24
@@ -106,6 +112,28 @@ def test_rotary_positions(layout: str, scale: float | None) -> None:
     assert angles.flatten().tolist() == [p + 5 for p in EXPECTED[layout]]
 
 
+def test_yarn_of_a_length_that_its_ranks_do_not_divide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron fails to cut a table of the original 4096 positions for 2 * 3 pieces."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    ours = partialmethod(partial(set_cos_sin_cache, YarnRotaryEmbedding._set_cos_sin_cache))
+    monkeypatch.setattr(YarnRotaryEmbedding, "_set_cos_sin_cache", ours)
+    made = [
+        YarnRotaryEmbedding(
+            8,
+            original_max_position_embeddings=4096,
+            use_cpu_initialization=True,
+            cp_group=Group(0, size),
+        )
+        for size in (3, 1)
+    ]
+    assert [hasattr(yarn, "cos_cached") for yarn in made] == [False, True]
+    group: Any = Group(1, 3)
+    angles, scale = LayoutRotaryEmbedding(made[0], runtime("contiguous"), group)(N)
+    want, want_scale = made[1](N)
+    assert scale == want_scale
+    assert torch.equal(angles, want[EXPECTED["contiguous"]])
+
+
 @pytest.mark.parametrize("layout", EXPECTED)
 def test_positions_count_from_the_beginning_of_a_document(layout: str) -> None:
     inner: Any = Angles(None)
@@ -129,18 +157,41 @@ def test_packed_rotary_is_refused() -> None:
         embedding(N, cp_group=Group(0, 2))
 
 
-@pytest.mark.parametrize("kind", [RotaryEmbedding, YarnRotaryEmbedding])
+def owner(kind: type[nn.Module], embedding: type[nn.Module], group: Group) -> Any:
+    """A module with a rotary embedding, neither of them built."""
+    made: Any = kind.__new__(kind)
+    nn.Module.__init__(made)
+    made.rotary_pos_emb = embedding.__new__(embedding)
+    nn.Module.__init__(made.rotary_pos_emb)
+    made.pg_collection = SimpleNamespace(cp=group)
+    return made
+
+
+KINDS = pytest.mark.parametrize("kind", [RotaryEmbedding, YarnRotaryEmbedding])
+
+
+@KINDS
 def test_the_embedding_of_a_model_is_replaced(kind: type[nn.Module]) -> None:
-    group = Group(1, 3)
-    with_rope: Any = nn.Module()
-    with_rope.rotary_pos_emb = kind.__new__(kind)
-    nn.Module.__init__(with_rope.rotary_pos_emb)
-    with_rope.pg_collection = SimpleNamespace(cp=group)
+    with_rope = owner(nn.Module, kind, Group(1, 3))
     without = nn.Module()
     for model in (with_rope, without):
         use_layout(model, runtime("zigzag"))
     assert isinstance(with_rope.rotary_pos_emb, LayoutRotaryEmbedding)
     assert not hasattr(without, "rotary_pos_emb")
+
+
+@KINDS
+@pytest.mark.parametrize("size", [1, 3])
+def test_the_embeddings_of_latent_attention_are_replaced(kind: type[nn.Module], size: int) -> None:
+    """Wherever its layers are; one rank has nothing to cut."""
+    layers = [owner(MLASelfAttention, kind, Group(0, size)) for _ in range(2)]
+    model = nn.ModuleDict({"decoder": nn.ModuleList(layers[:1]), "mtp": layers[1]})
+    use_layout(model, runtime("zigzag"))
+    for layer in layers:
+        assert type(layer.rotary_pos_emb) is (LayoutRotaryEmbedding if size > 1 else kind)
+        layer.rotary_pos_emb = nn.Linear(1, 1)
+    with pytest.raises(ContextParallelError, match="got Linear"):
+        use_layout(model, runtime("zigzag"))
 
 
 def test_other_rotary_embeddings_are_refused() -> None:

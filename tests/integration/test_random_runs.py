@@ -43,7 +43,7 @@ ASKED_TOO_MUCH = (
     "--attention-dropout 0.1",
     "--reset-attention-mask",
     "--position-embedding-type mrope",
-    "--multi-latent-attention",
+    "--multi-latent-attention --cache-mla-latents",
     "--qk-clip",
     "--cuda-graph-impl local",
     "--context-parallel-algo zigzga",
@@ -128,6 +128,22 @@ def choices(draw: st.DrawFn, size: int, layers: int) -> list[str]:
 
 
 @st.composite
+def latents(draw: st.DrawFn) -> list[str]:
+    """Multi-latent attention, of sizes that two tensor-parallel ranks can split."""
+    words = ["--multi-latent-attention", "--rope-type", draw(st.sampled_from(["rope", "yarn"]))]
+    for name, sizes in {
+        "kv-lora-rank": (8, 16),
+        "qk-head-dim": (4, 8, 16),
+        "qk-pos-emb-head-dim": (4, 8),
+        "v-head-dim": (4, 8, 12, 32),
+        "q-lora-rank": (0, 12),
+    }.items():
+        size = draw(st.sampled_from(sizes))
+        words += [f"--{name}", str(size)] if size else []
+    return [*words, "--rotary-scaling-factor", str(draw(st.sampled_from([1, 4])))]
+
+
+@st.composite
 def runs(draw: st.DrawFn, most_ranks: int) -> Run:
     def some(*flags: str, none: int = 2) -> None:
         """Adds one of the flags, or none of them."""
@@ -160,9 +176,14 @@ def runs(draw: st.DrawFn, most_ranks: int) -> Run:
     model += ["--tensor-model-parallel-size", str(tensor)]
     model += ["--pipeline-model-parallel-size", str(pipeline)]
     some("--position-embedding-type rope", "--position-embedding-type none", none=1)
+    latent = draw(st.sampled_from([False] * 5 + [True]))
+    if latent:
+        model += draw(latents())
     if "rope" in model:
-        some("--rotary-percent 0.5", "--rotary-interleaved", "--rotary-base 500", none=3)
-    if draw(st.booleans()):
+        some("--rotary-percent 0.5", "--rotary-base 500", none=3)
+        if not latent:
+            some("--rotary-interleaved", none=6)
+    if not latent and draw(st.booleans()):
         fitting = [n for n in (1, 2, 3, 4, 6) if heads % n == 0]
         groups = draw(st.sampled_from([2, 3, 5] if rarely() else fitting))
         model += ["--group-query-attention", "--num-query-groups", str(groups)]
@@ -185,8 +206,9 @@ def runs(draw: st.DrawFn, most_ranks: int) -> Run:
     some("--normalization RMSNorm")
     some("--untie-embeddings-and-output-weights")
     some("--disable-bias-linear", "--add-qkv-bias")
-    some("--qk-layernorm", "--qk-l2-norm", none=5)
-    some("--attention-output-gate", none=8)
+    some("--qk-layernorm", none=5)
+    if not latent:
+        some("--qk-l2-norm", "--attention-output-gate", none=8)
     some("--apply-query-key-layer-scaling", none=6)
     some("--softmax-type learnable", "--softmax-type off-by-one", none=6)
     some("--window-size 8,0", "--window-size 8,0 --window-attn-skip-freq 2", none=8)

@@ -60,6 +60,13 @@ def test_the_old_flag_for_selective_counts() -> None:
     assert line.startswith("recompute (selective): attention runs once")
 
 
+def test_the_memory_of_latent_attention_is_that_of_its_values() -> None:
+    dims = {"qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 96}
+    settings = arguments(multi_latent_attention=True, **dims)
+    kept = 131072 / 4 * 16 * (96 * 2 + 4) / 2**20
+    assert f"are kept, {kept:.3g} MiB" in str(describe(settings, ContextParallelConfig("ring", 4)))
+
+
 def test_running_twice_is_said() -> None:
     line = describe(arguments(), ContextParallelConfig("ring", 4, recompute_attention=True))
     assert line == "recompute (full): attention and its communication run twice"

@@ -99,10 +99,10 @@ def test_model_parallel_beside_context_parallel(split: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     ("name", "pattern"),
-    [("distflash", "*E*-/*-/*-"), ("attention2d", "*-|*-")],
+    [("distflash", "*E*-/*-/*-"), ("attention2d", "*-|*-"), ("ring", "+E+-/+-")],
 )
 def test_hybrid_model(name: str, pattern: str) -> None:
-    """Of attention, MLP and MoE; with two more tokens predicted, or in two pipeline stages."""
+    """Of attention, MLP and MoE; with more tokens predicted, or in two pipeline stages."""
     words = "--position-embedding-type rope --normalization RMSNorm --spec hybrid_job stack"
     stages = 1 + pattern.count("|")
     flags = [*TINY, *words.split(), "--hybrid-layer-pattern", pattern]
@@ -113,6 +113,10 @@ def test_hybrid_model(name: str, pattern: str) -> None:
     ]
     if "E" in pattern:
         flags += "--num-experts 4 --moe-router-topk 2 --disable-bias-linear".split()
+    if "+" in pattern:
+        flags += (
+            "--kv-lora-rank 16 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 12".split()
+        )
     if "/" in pattern:
         flags += ["--mtp-num-layers", str(pattern.count("/"))]
     program = (*LAUNCHER, str(HYBRID))
@@ -154,6 +158,16 @@ def test_unmodified_script_with_linear_attention(checkout_script: Path) -> None:
     flags = (*TINY, "--position-embedding-type", "none", "--cp-linear-model", "transnormer")
     reference = run(*flags, *algo("lasp2", 1), program=program)
     job = run(*flags, *algo("lasp2", 4), ranks=4, program=program)
+    assert_same_training(job.succeeded(), reference.succeeded())
+
+
+def test_unmodified_script_with_latent_attention(checkout_script: Path) -> None:
+    program = (*LAUNCHER, str(checkout_script))
+    flags = [*TINY, *"--multi-latent-attention --position-embedding-type rope".split()]
+    flags += "--q-lora-rank 12 --kv-lora-rank 16 --qk-head-dim 16 --qk-pos-emb-head-dim 8".split()
+    flags += "--v-head-dim 12 --rotary-scaling-factor 4 --tensor-model-parallel-size 2".split()
+    reference = run(*flags, "--context-parallel-algo", "megatron", ranks=2, program=program)
+    job = run(*flags, *algo("ring", 2), ranks=4, program=program)
     assert_same_training(job.succeeded(), reference.succeeded())
 
 

@@ -1,0 +1,72 @@
+"""--multi-latent-attention: losses and all gradients are those of Megatron's own attention."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_cp_plugin.integration.parity import Recording, Tolerances, compare
+from tests.integration.megatron_job import TINY, run_warm
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+# Heads of three dims: 24 of q and k, of which 8 are rotated, and 12 of v.
+LATENT = (
+    *TINY,
+    *"--multi-latent-attention --kv-lora-rank 16 --qk-head-dim 16 --qk-pos-emb-head-dim 8".split(),
+    *"--v-head-dim 12 --position-embedding-type rope --normalization RMSNorm".split(),
+)
+YARN = "--rope-type yarn --rotary-scaling-factor 4 --mscale-all-dim 0.5 --q-lora-rank 12"
+# Runs with the same parts of the model on each rank start from the same weights.
+REFERENCES = {
+    "layers": ("--rope-type rope --num-layers 4", 1),
+    "tensor": (
+        f"{YARN} --qk-layernorm --tensor-model-parallel-size 2 --sequence-parallel "
+        "--mtp-num-layers 1",
+        2,
+    ),
+    "stages": (f"{YARN} --pipeline-model-parallel-size 2 --softmax-type learnable", 2),
+}
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+SELECTIVE = "--recompute-granularity selective --recompute-modules mla_up_proj"
+
+
+def train(folder: Path, flags: str, ranks: int) -> Recording:
+    words = (*flags.split(), "--cp-record", str(folder))
+    run_warm(folder, *LATENT, *words, ranks=ranks).succeeded()
+    return Recording.load(folder)
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Recording]:
+    """Each of `REFERENCES` with Megatron's own attention."""
+    return {
+        kind: train(tmp_path_factory.mktemp(kind), f"{flags} --context-parallel-algo megatron", n)
+        for kind, (flags, n) in REFERENCES.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags", "size"),
+    [
+        ("layers", "--cp-layers zigzag,attention2d,allgather,usp", 4),
+        ("layers", f"--cp-layers ring,distflash,ulysses,ring {SELECTIVE}", 4),
+        (
+            "layers",
+            f"--context-parallel-algo attention2d --cp-options variant=no {FULL} "
+            "--micro-batch-size 2",
+            4,
+        ),
+        ("layers", f"--context-parallel-algo zigzag {FULL} --cp-recompute-attention", 1),
+        ("tensor", f"--context-parallel-algo zigzag {FULL}", 2),
+        ("stages", f"--cp-layers distflash,ulysses {SELECTIVE} core_attn", 2),
+    ],
+)
+def test_equals_megatron(
+    references: dict[str, Recording], tmp_path: Path, kind: str, flags: str, size: int
+) -> None:
+    same, shards = REFERENCES[kind]
+    words = f"{same} {flags} --context-parallel-size {size}"
+    comparison = compare(references[kind], train(tmp_path, words, shards * size), Tolerances())
+    assert comparison.passed, comparison.problems
+    # Gradients of K are far smaller than those of V, and are seen apart.
+    assert any("linear_kv_up_proj.weight[key]" in name for name in comparison.gradients)
