@@ -221,9 +221,12 @@ def _plan(arguments: argparse.Namespace) -> int:
     for header in headers:
         table.add_column(header, justify="left" if header in headers[:2] else "right")
     refused = []
-    for algo in available("softmax"):
+    rows: list[tuple[str, dict[str, object]]] = [(algo, {}) for algo in available("softmax")]
+    if mask.documents:
+        rows.append(("zigzag", {"layout": "documents"}))
+    for algo, options in rows:
         try:
-            found = cost(algo, arguments.size, shape, mask)
+            found = cost(algo, arguments.size, shape, mask, options)
         except ConfigError as error:
             refused.append(f"{algo}: {error}")
             continue

@@ -62,9 +62,7 @@ def attention(
     algorithm = _algorithm(algo, group, options)
     if seq_len is None:
         seq_len = q.shape[1] * algorithm.topology.size
-    if isinstance(cu_seqlens, Tensor):
-        cu_seqlens = cu_seqlens.tolist()
-    documents = () if cu_seqlens is None else document_starts(cu_seqlens, seq_len)
+    documents = _documents(cu_seqlens, seq_len)
     return attend(
         q,
         k,
@@ -138,16 +136,25 @@ def linear_attention(
     return out if final_state is None else (out, final_state)
 
 
-def shard(x: Tensor, dim: int, *, algo: str, group: Group = None, **options: object) -> Tensor:
+def shard(
+    x: Tensor,
+    dim: int,
+    *,
+    algo: str,
+    group: Group = None,
+    cu_seqlens: Sequence[int] | Tensor | None = None,
+    **options: object,
+) -> Tensor:
     """This rank's part of a whole tensor, in the algorithm's layout.
 
-    Args: x: the whole tensor, the same on all ranks; N tokens along `dim`.
+    Args: x: the whole tensor, the same on all ranks; N tokens along `dim`. cu_seqlens: as in
+        `attention`; needed where the layout follows the documents.
 
     Returns: S tokens along `dim`, contiguous; differentiable (the gradient is this rank's part).
     Raises: ConfigError for an unknown name or option.
     """
     topology = _topology(group)
-    layout = registry.layout_of(algo, options)
+    layout = registry.layout_of(algo, options).within(_documents(cu_seqlens, x.shape[dim]))
     return layouts.shard(x, dim, layout, topology.rank, topology.size)
 
 
@@ -158,19 +165,20 @@ def unshard(
     algo: str,
     group: Group = None,
     seq_len: int | None = None,
+    cu_seqlens: Sequence[int] | Tensor | None = None,
     **options: object,
 ) -> Tensor:
     """The whole tensor of all ranks' parts, in global order: the inverse of `shard`.
 
-    Args: x: S tokens along `dim`. seq_len: as in `attention`.
+    Args: x: S tokens along `dim`. seq_len, cu_seqlens: as in `attention` and `shard`.
 
     Returns: N tokens along `dim`, the same on all ranks. Not differentiable.
     Raises: ConfigError for an unknown name or option.
     """
     topology = _topology(group)
     size = topology.size
-    layout = registry.layout_of(algo, options)
     total = x.shape[dim] * size if seq_len is None else seq_len
+    layout = registry.layout_of(algo, options).within(_documents(cu_seqlens, total))
     moved = x.detach().movedim(dim, 0).contiguous()
     lengths = [layout.length(rank, size, total) for rank in range(size)]
     parts = [moved.new_empty((length, *moved.shape[1:])) for length in lengths]
@@ -181,6 +189,12 @@ def unshard(
         ).wait()
     parts[topology.rank] = moved
     return layouts.unshard(parts, 0, layout).movedim(0, dim)
+
+
+def _documents(cu_seqlens: Sequence[int] | Tensor | None, seq_len: int) -> tuple[int, ...]:
+    if isinstance(cu_seqlens, Tensor):
+        cu_seqlens = cu_seqlens.tolist()
+    return () if cu_seqlens is None else document_starts(cu_seqlens, seq_len)
 
 
 def _topology(group: Group) -> Topology:

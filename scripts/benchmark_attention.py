@@ -123,9 +123,10 @@ class Bench:
         ]
         self.reference: list[Tensor] = []
         self.cu_seqlens: tuple[int, ...] | None = None
+        self.documents: tuple[int, ...] = ()
         if self.args.documents:
-            starts = random_documents(tokens, tokens_of(self.args.documents))
-            self.cu_seqlens = (0, *starts, tokens)
+            self.documents = random_documents(tokens, tokens_of(self.args.documents))
+            self.cu_seqlens = (0, *self.documents, tokens)
 
     def time_ms(self, body: Callable[[], object]) -> float:
         """Median time of a call; the maximum over ranks."""
@@ -276,7 +277,7 @@ def ours(spec: str, bench: Bench) -> tuple[Attention, Layout]:
             **options,
         )
 
-    return attention, layout_of(name, options)
+    return attention, layout_of(name, options).within(bench.documents)
 
 
 def theirs(name: str, bench: Bench, heads: int, kv_heads: int) -> tuple[Attention, Layout]:

@@ -317,6 +317,12 @@ COMBINATIONS = (
     # layers with a window nor to virtual stages between the first and the last one.
     Combination("documents", "packed documents of 1 to 90 tokens", DOCUMENTS),
     Combination(
+        "documents-layout",
+        "packed documents, a layout that follows them",
+        DOCUMENTS,
+        algos="zigzag:layout=documents",
+    ),
+    Combination(
         "documents-cp3",
         "packed documents, 3 ranks, micro-batches of 2, loss per token",
         DOCUMENTS | PER_TOKEN | {"micro_batch_size": 2},

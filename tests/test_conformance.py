@@ -11,7 +11,8 @@ from torch import Tensor
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.core.algorithm import Shape
 from megatron_cp_plugin.core.comm import CommunicationLog
-from megatron_cp_plugin.core.layout import shard, unshard
+from megatron_cp_plugin.core.documents import document_starts
+from megatron_cp_plugin.core.layout import Layout, shard, unshard
 from megatron_cp_plugin.core.tiles import Mask, visible_pairs
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.core.virtual import run_virtual
@@ -69,7 +70,7 @@ def run(
     mask: causal, window, cu_seqlens of `cp.attention`.
     """
     options: Mapping[str, object] = dict(case.options)
-    layout = layout_of(case.algo, options)
+    layout = layout_for(case, expected, mask.get("cu_seqlens"))
     seq_len = expected.q.shape[1]
 
     def body(topology: Topology) -> tuple[Tensor, ...]:
@@ -96,10 +97,22 @@ def run(
     return results, log
 
 
-def assert_matches(
-    case: Case, results: list[tuple[Tensor, ...]], expected: Expected, bound: float
-) -> None:
+def layout_for(case: Case, expected: Expected, cu_seqlens: Tensor | None = None) -> Layout:
+    """The layout of a problem, which may follow its documents."""
     layout = layout_of(case.algo, dict(case.options))
+    if cu_seqlens is None:
+        return layout
+    return layout.within(document_starts(cu_seqlens.tolist(), expected.q.shape[1]))
+
+
+def assert_matches(
+    case: Case,
+    results: list[tuple[Tensor, ...]],
+    expected: Expected,
+    bound: float,
+    cu_seqlens: Tensor | None = None,
+) -> None:
+    layout = layout_for(case, expected, cu_seqlens)
     for index, name in enumerate(("out", "dq", "dk", "dv")):
         whole = unshard([result[index] for result in results], 1, layout)
         error = relative_error(whole, getattr(expected, name))

@@ -14,8 +14,16 @@ from megatron_cp_plugin.core.tiles import Mask, plan_tiles, visible_pairs
 from megatron_cp_plugin.errors import ContextParallelError
 from tests.oracle import expected_attention
 from tests.test_conformance import Case, assert_matches, assert_plan_is_kept, run
-from tests.test_windows import CASES, EVEN
+from tests.test_windows import CASES as STATIC
+from tests.test_windows import EVEN
 
+CASES = [
+    *STATIC,
+    *(
+        Case("zigzag", (("layout", "documents"), ("backward", rule), ("chunks", chunks)))
+        for rule, chunks in (("kv", 1), ("query", 2))
+    ),
+]
 BLOCK = 6
 # Cumulative lengths of documents, as parts of the whole: in the middle of chunks and at their
 # edges, of one token, empty, a single one.
@@ -24,6 +32,7 @@ PACKINGS = {
     "odd": lambda n: [0, 1, n // 3, n // 3 + 1, n - 5, n - 5, n],
     "tokens": lambda n: list(range(n + 1)),
     "one": lambda n: [0, n],
+    "long and short": lambda n: [0, 2, 3, n - 6, n - 4, n],
 }
 
 
@@ -71,16 +80,10 @@ def check(
         window=window,
         cu_seqlens=cu_seqlens,
     )
-    results, log = run(
-        case,
-        expected,
-        size,
-        kernel=kernel,
-        causal=causal,
-        window=window,
-        cu_seqlens=torch.tensor(cu_seqlens),
-    )
-    assert_matches(case, results, expected, bound=1e-10)
+    lengths = torch.tensor(cu_seqlens)
+    mask_settings = {"causal": causal, "window": window, "cu_seqlens": lengths}
+    results, log = run(case, expected, size, kernel=kernel, **mask_settings)
+    assert_matches(case, results, expected, bound=1e-10, cu_seqlens=lengths)
     shape = Shape(2, seq_len, 4, 2, 8, element_bytes=8, wide_bytes=8)
     mask = Mask(causal, window, document_starts(cu_seqlens, seq_len))
     assert_plan_is_kept(case, size, shape, mask, log)

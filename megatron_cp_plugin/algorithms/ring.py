@@ -25,6 +25,7 @@ from megatron_cp_plugin.core.algorithm import (
     differentiate_block,
 )
 from megatron_cp_plugin.core.comm import Communicator, Pending
+from megatron_cp_plugin.core.document_layout import PerDocument
 from megatron_cp_plugin.core.layout import Contiguous, Layout, Zigzag
 from megatron_cp_plugin.core.partial import (
     Accumulator,
@@ -315,14 +316,13 @@ class Ring(Algorithm):
         return done
 
     def _tour(self, call: Call, moving: Literal["kv", "query"]) -> Tour:
-        return Tour(
-            self.layout,
-            self.topology.size,
-            call.seq_len,
-            call.mask,
-            moving,
-            call.kernel.rectangular_causal,
-        )
+        return self._way(call.seq_len, call.mask, moving, call.kernel.rectangular_causal)
+
+    def _way(
+        self, seq_len: int, mask: Mask, moving: Literal["kv", "query"], rectangular: bool
+    ) -> Tour:
+        layout = self.layout.within(mask.documents)
+        return Tour(layout, self.topology.size, seq_len, mask, moving, rectangular)
 
     def _circulate(
         self, block: Block, tour: Tour, visit: Visit, put: Sequence[Put], before: Pending[None]
@@ -393,11 +393,11 @@ class Ring(Algorithm):
 
         def sent(moving: Literal["kv", "query"]) -> tuple[int, int, int, int]:
             """Tokens of blocks, of sums, and messages of each that this rank passes on."""
-            tour = Tour(self.layout, size, shape.seq_len, mask, moving, rectangular=False)
+            tour = self._way(shape.seq_len, mask, moving, rectangular=False)
             blocks = sums = block_hops = sum_hops = 0
             for step in range(size):
                 owner = tour.owner(rank, step)
-                tokens = self.layout.length(owner, size, shape.seq_len)
+                tokens = tour.length(owner)
                 if step < tour.last(owner):
                     blocks, block_hops = blocks + tokens, block_hops + 1
                 if step and tour.stops(owner, step):
@@ -419,7 +419,7 @@ class Ring(Algorithm):
     def trace(self, seq_len: int, mask: Mask) -> tuple[Work, ...]:
         """See Algorithm.trace."""
         size = self.topology.size
-        tour = Tour(self.layout, size, seq_len, mask, "kv", rectangular=True)
+        tour = self._way(seq_len, mask, "kv", rectangular=True)
         work = []
         for step in range(size):
             for host in range(size):
@@ -518,6 +518,29 @@ class BurstRing(Ring):
 
 @register("zigzag")
 class ZigzagRing(Ring):
-    """The ring on chunks p and 2P-1-p: equal causal work; Megatron's own layout."""
+    """The ring on chunks p and 2P-1-p: equal causal work; Megatron's own layout.
 
-    layout = Zigzag()
+    With layout=documents packed documents have equal work too.
+    """
+
+    @dataclass(frozen=True)
+    class Options(Ring.Options):
+        """Options of zigzag.
+
+        Attributes: layout: "zigzag", or "documents": each long document by zigzag, short ones
+            whole, on a rank each (`core.document_layout.PerDocument`).
+        """
+
+        layout: Literal["zigzag", "documents"] = "zigzag"
+
+    options: Options
+
+    def __init__(self, topology: Topology, options: Options) -> None:
+        super().__init__(topology, options)
+        self.layout = self.layout_for(options)
+
+    @classmethod
+    def layout_for(cls, options: Algorithm.Options) -> Layout:
+        """See Algorithm.layout_for."""
+        assert isinstance(options, cls.Options)
+        return PerDocument() if options.layout == "documents" else Zigzag()

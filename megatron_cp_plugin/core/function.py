@@ -108,7 +108,7 @@ def attend(
     Returns: out [B,S,H,E] in q's dtype. Raises: ContextParallelError if shapes or dtypes do not
     fit; KernelUnavailableError if the kernel cannot serve them.
     """
-    _check(q, k, v, algorithm, seq_len)
+    _check(q, k, v, algorithm, seq_len, documents)
     heads, head_dim = q.shape[2:]
     shape = q.device, q.dtype, heads, k.shape[2], head_dim
     problem = Problem(*shape, documents=bool(documents), value_dim=v.shape[3])
@@ -131,7 +131,14 @@ def attend(
     return _Attention.apply(q, k, v, sink, algorithm, call, site)
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, algorithm: Algorithm, seq_len: int) -> None:
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    algorithm: Algorithm,
+    seq_len: int,
+    documents: tuple[int, ...],
+) -> None:
     shapes = f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4 or k.shape[:3] != v.shape[:3]:
         raise ContextParallelError(
@@ -146,7 +153,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, algorithm: Algorithm, seq_len: int) 
             f"q, k, v need one dtype, got {q.dtype}, {k.dtype}, {v.dtype}: cast them first"
         )
     rank, size = algorithm.topology.rank, algorithm.topology.size
-    expected = algorithm.layout.length(rank, size, seq_len)
+    expected = algorithm.layout.within(documents).length(rank, size, seq_len)
     if q.shape[1] != expected:
         raise ContextParallelError(
             f"rank {rank} of {size} holds {expected} of {seq_len} tokens ({algorithm.layout.name} "

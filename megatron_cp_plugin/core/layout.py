@@ -54,6 +54,10 @@ class Layout(ABC):
         """Number of tokens that `rank` holds."""
         return sum(map(len, self.spans(rank, size, seq_len)))
 
+    def within(self, documents: tuple[int, ...]) -> "Layout":
+        """The layout of a sequence of documents, as of `document_starts`; for most the same."""
+        return self
+
 
 class Contiguous(Layout):
     """Rank p holds the p-th of P consecutive chunks."""

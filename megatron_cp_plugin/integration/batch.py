@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_cp_plugin.core.documents import document_starts
 from megatron_cp_plugin.integration.runtime import Runtime
 
 _OF_DOCUMENTS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
@@ -28,10 +29,23 @@ def shard_batch(
     """
     if group.size() == 1:
         return batch
+    documents: tuple[int, ...] = ()
+    if runtime.follows_documents:
+        documents = runtime.cut = _documents_of(batch)
     for key, value in batch.items():
         if not isinstance(value, torch.Tensor) or key in _OF_DOCUMENTS:
             continue
         dim = 2 if key == "attention_mask" else 1
-        local = runtime.positions(group, value.size(dim), value.device)
+        local = runtime.positions(group, value.size(dim), value.device, documents)
         batch[key] = value.index_select(dim, local)
     return batch
+
+
+def _documents_of(batch: dict[str, Any]) -> tuple[int, ...]:
+    """Where documents begin, as the model will be told: those of padded lengths if there are."""
+    padded = batch.get("cu_seqlens_padded")
+    lengths = batch.get("cu_seqlens") if padded is None else padded
+    if lengths is None:
+        return ()
+    bounds = lengths.flatten().tolist()
+    return document_starts(bounds, bounds[-1])

@@ -48,6 +48,13 @@ def serve_documents(model: nn.Module, runtime: Runtime) -> None:
             mask = _mask_of(packed)
             call.arguments["packed_seq_params"] = mask
             runtime.documents = mask.starts
+        if runtime.cut not in (None, runtime.documents):
+            raise ContextParallelError(
+                f"a batch was cut by {len(runtime.cut or ()) + 1} documents, and the model got "
+                f"{len(runtime.documents) + 1} others: let both have the same cu_seqlens, or leave "
+                "the option layout=documents out"
+            )
+        runtime.cut = None
         return call.args, call.kwargs
 
     model.register_forward_pre_hook(enter, with_kwargs=True)

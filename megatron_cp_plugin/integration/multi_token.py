@@ -92,8 +92,8 @@ def next_tokens(
     local = tensor.contiguous()
     parts = [torch.empty_like(local) for _ in range(group.size())]
     dist.all_gather(parts, local, group=group)
-    whole = unshard(parts, -1, runtime.config.layout)
+    whole = unshard(parts, -1, runtime.config.layout.within(documents))
     following = functional.pad(whole[..., 1:], (0, 1))
     following[..., [start - 1 for start in documents]] = 0
-    mine = runtime.positions(group, whole.size(-1), whole.device)
+    mine = runtime.positions(group, whole.size(-1), whole.device, documents)
     return following[..., mine], following.sum()

@@ -62,9 +62,10 @@ class LayoutRotaryEmbedding(nn.Module):
     def _angles(self, seq_len: int, offset: int) -> Any:
         whole = self.embedding.get_emb(seq_len, offset)
         angles = whole[0] if isinstance(whole, tuple) else whole
-        positions = self._runtime.positions(self._group, seq_len, angles.device)
-        if self._runtime.documents:
-            starts = torch.tensor((0, *self._runtime.documents), device=angles.device)
+        documents = self._runtime.documents
+        positions = self._runtime.positions(self._group, seq_len, angles.device, documents)
+        if documents:
+            starts = torch.tensor((0, *documents), device=angles.device)
             positions = positions - starts[torch.bucketize(positions, starts, right=True) - 1]
         angles = angles[positions]
         return (angles, *whole[1:]) if isinstance(whole, tuple) else angles

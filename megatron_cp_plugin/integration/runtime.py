@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.core.algorithm import Algorithm
+from megatron_cp_plugin.core.document_layout import PerDocument
 from megatron_cp_plugin.core.layout import positions
 from megatron_cp_plugin.core.linear import LinearAlgorithm
 from megatron_cp_plugin.core.topology import Topology
@@ -24,11 +25,14 @@ class Runtime:
         config: The run's configuration.
         documents: Where documents begin in the micro-batch whose forward runs, as in
             `core.tiles.Mask`. Not for what may be computed again in the backward.
+        cut: The same of the batch that was cut last, where the layout follows documents; None
+            once the model has taken it.
     """
 
     def __init__(self, config: ContextParallelConfig) -> None:
         self.config = config
         self.documents: tuple[int, ...] = ()
+        self.cut: tuple[int, ...] | None = None
         self._layout = config.layout
         self._algorithms: dict[dist.ProcessGroup, Algorithm] = {}
         self._linear: dict[dist.ProcessGroup, LinearAlgorithm] = {}
@@ -68,9 +72,29 @@ class Runtime:
             self._by_algo[algo] = Runtime(config)
         return self._by_algo[algo]
 
-    def positions(self, group: dist.ProcessGroup, seq_len: int, device: torch.device) -> Tensor:
-        """Returns the global positions of this rank's tokens, int64 [S], in local order."""
+    @property
+    def follows_documents(self) -> bool:
+        """Whether it depends on the documents which tokens a rank holds."""
+        return isinstance(self._layout, PerDocument)
+
+    def positions(
+        self,
+        group: dist.ProcessGroup,
+        seq_len: int,
+        device: torch.device,
+        documents: tuple[int, ...] = (),
+    ) -> Tensor:
+        """Returns the global positions of this rank's tokens, int64 [S], in local order.
+
+        Args:
+            group: The context-parallel group.
+            seq_len: Tokens of the whole sequence.
+            device: Of the result.
+            documents: Where documents begin in this sequence.
+        """
         key = (group.rank(), group.size(), seq_len, device)
+        if documents and self.follows_documents:
+            return positions(self._layout.within(documents), *key)
         if key not in self._positions:
             self._positions[key] = positions(self._layout, *key)
         return self._positions[key]

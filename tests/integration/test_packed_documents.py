@@ -23,6 +23,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 DOCUMENTS = "--dataloader-inter-document-masking"
 END = 126  # of a document: the last id of --vocab-size 127
 LENGTHS = (1, 2, 3, 5, 9, 17, 40, 90)
+# A layout that follows the documents.
+FOLLOWS = "--context-parallel-algo zigzag --cp-options layout=documents"
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +84,12 @@ def references(model: list[str], tmp_path_factory: pytest.TempPathFactory) -> di
         ),
         (
             "rotary",
+            f"{FOLLOWS} --context-parallel-size 4 --micro-batch-size 2 --calculate-per-token-loss",
+            4,
+        ),
+        ("stages", f"{FOLLOWS} --context-parallel-size 2", 4),
+        (
+            "rotary",
             "--context-parallel-algo attention2d --cp-options variant=no --context-parallel-size 4",
             4,
         ),
@@ -107,7 +115,9 @@ def test_equals_a_mask_of_all_pairs(
     assert comparison.passed, comparison.problems
 
 
-@pytest.mark.parametrize("algorithm", ["zigzag", "ulysses"])
+@pytest.mark.parametrize(
+    "algorithm", ["zigzag", "ulysses", "zigzag --cp-options layout=documents"]
+)
 def test_unmodified_script_of_a_checkout(
     checkout_script: Path, model: list[str], algorithm: str
 ) -> None:
@@ -127,7 +137,8 @@ def test_hybrid_model(model: list[str]) -> None:
 def assert_same_losses(script: Path, flags: list[str], algorithm: str, size: int) -> None:
     program = (*LAUNCHER, str(script))
     reference = run(*flags, *OWN.split(), program=program).succeeded()
-    split = ("--context-parallel-algo", algorithm, "--context-parallel-size", str(size))
+    words = f"--context-parallel-algo {algorithm} --context-parallel-size {size}"
+    split = words.split()
     job = run(*flags, DOCUMENTS, *split, ranks=size, program=program).succeeded()
     assert len(job.losses) == 3
     assert job.losses == pytest.approx(reference.losses, rel=Tolerances().loss)
@@ -138,12 +149,13 @@ def assert_same_losses(script: Path, flags: list[str], algorithm: str, size: int
     [
         # Whose shifts on one rank are those of Megatron: test_multi_token.py.
         ("zigzag", 1, "--mtp-num-layers 2"),
+        ("zigzag", 1, "--mtp-num-layers 2 --cp-options layout=documents"),
         ("ulysses", 1, "--window-size 9,0 --window-attn-skip-freq 2 --softmax-type learnable"),
         (
             "zigzag",
             2,
             "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 "
-            "--num-layers 4 --global-batch-size 4",
+            "--num-layers 4 --global-batch-size 4 --cp-options layout=documents",
         ),
     ],
 )
@@ -156,13 +168,20 @@ def test_where_megatron_has_no_mask_of_all_pairs(
     """
     words = [*model, *f"{REFERENCES['rotary']} {DOCUMENTS} {flags}".split()]
     ring, split = ("--context-parallel-algo", "ring"), ("--context-parallel-algo", algorithm)
-    alone = train(tmp_path / "alone", *words, *ring, ranks=stages)
+    alone = train(tmp_path / "alone", *_without_options(words), *ring, ranks=stages)
     run = train(
         tmp_path / "split", *words, *split, "--context-parallel-size", "2", ranks=2 * stages
     )
     comparison = compare(alone, run, Tolerances())
     assert comparison.passed, comparison.problems
     assert ("mtp_1 loss" in alone.losses()) == ("--mtp" in flags)
+
+
+def _without_options(words: list[str]) -> list[str]:
+    if "--cp-options" not in words:
+        return words
+    place = words.index("--cp-options")
+    return words[:place] + words[place + 2 :]
 
 
 def test_documents_change_the_losses(
@@ -200,6 +219,21 @@ def test_the_model_gets_a_mask_and_the_runtime_is_told() -> None:
     assert runtime.documents == (3,)
     assert model(1) is None
     assert runtime.documents == ()
+
+
+def test_a_batch_that_was_cut_by_other_documents_is_refused() -> None:
+    """Whoever cuts batches and whoever calls the model must mean the same documents."""
+    runtime = Runtime(ContextParallelConfig("zigzag", 2, options=(("layout", "documents"),)))
+    model = Model()
+    serve_documents(model, runtime)
+    bounds = torch.tensor([0, 3, 8], dtype=torch.int32)
+    packed = PackedSeqParams("thd", bounds, bounds)
+    for cut in ((), (2,)):
+        runtime.cut = cut
+        with pytest.raises(ContextParallelError, match=r"a batch was cut by .* documents, and the"):
+            model(1, packed)
+    runtime.cut = (3,)
+    assert model(1, packed).starts == (3,)
 
 
 class Model(nn.Module):

@@ -78,7 +78,7 @@ def flags(folder: Path) -> list[str]:
 
 def train(script: Path, folder: Path, algorithm: str, size: int) -> tuple[Job, str]:
     program = (str(script),) if script == SCRIPT else (*LAUNCHER, str(script))
-    words = [*flags(folder), "--context-parallel-algo", algorithm]
+    words = [*flags(folder), *f"--context-parallel-algo {algorithm}".split()]
     words += ["--context-parallel-size", str(size)]
     job = run(*words, ranks=size, program=program).succeeded()
     (evaluated,) = {
@@ -99,7 +99,7 @@ def assert_same_at_any_size(script: Path, folder: Path, algorithm: str) -> None:
     assert float(evaluated) == pytest.approx(float(evaluated_alone), rel=bounds.loss)
 
 
-@pytest.mark.parametrize("algorithm", ["zigzag", "distflash"])
+@pytest.mark.parametrize("algorithm", ["zigzag --cp-options layout=documents", "distflash"])
 def test_conversations(folder: Path, algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(folder / "packages"))
     assert_same_at_any_size(SCRIPT, folder, algorithm)
