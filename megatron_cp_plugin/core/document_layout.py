@@ -28,8 +28,8 @@ class PerDocument(Layout):
 
     Attributes: documents: as of `document_starts`.
 
-    Source: zigzag within documents is Transformer Engine's, for documents padded to multiples of
-    2P; whole short documents are WLB-LLM's and others'.
+    Source: zigzag within each document, as Transformer Engine has it for documents that are padded
+    to multiples of 2P. Differs: nothing is padded; short documents stay whole.
     """
 
     documents: tuple[int, ...] = ()
