@@ -115,8 +115,8 @@ def _lengths(tour: Tour) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4096)
 def _last_step(tour: Tour, owner: int) -> int:
-    useful = [s for s in range(tour.size) if tour.tiles(owner, tour.host(owner, s))]
-    return max(useful, default=0)
+    steps = range(tour.size - 1, 0, -1)
+    return next((s for s in steps if tour.tiles(owner, tour.host(owner, s))), 0)
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
 """Documents that are packed into one sequence: where they begin, and what blocks have of each."""
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, pairwise, takewhile
 from math import ceil
 from random import Random
@@ -48,18 +49,16 @@ class Piece:
     cols: int
 
 
-def pieces(q_spans: Spans, kv_spans: Spans, starts: Sequence[int]) -> Iterator[Piece]:
+def pieces(q_spans: Spans, kv_spans: Spans, starts: tuple[int, ...]) -> Iterator[Piece]:
     """What a block of queries and one of keys have of each document that reaches into both.
 
     Args: q_spans, kv_spans: positions, no span of them empty. starts: of `document_starts`.
     """
-    edges = (0, *starts, max(q_spans[-1].stop, kv_spans[-1].stop))
     for queries, rows_before, keys, cols_before in _in_order(q_spans, kv_spans):
-        for number in sorted(_reached(queries, starts) & _reached(keys, starts)):
-            rows, q = _between(queries, edges[number], edges[number + 1])
-            cols, kv = _between(keys, edges[number], edges[number + 1])
-            if q and kv:  # positions with a step may lie on both sides of a short document
-                yield Piece(q, kv, rows_before + rows, cols_before + cols)
+        of_queries, of_keys = _by_document(queries, starts), _by_document(keys, starts)
+        for number in sorted(of_queries.keys() & of_keys.keys()):
+            (rows, q), (cols, kv) = of_queries[number], of_keys[number]
+            yield Piece(q, kv, rows_before + rows, cols_before + cols)
 
 
 def _in_order(q_spans: Spans, kv_spans: Spans) -> Iterator[tuple[Spans, int, Spans, int]]:
@@ -78,19 +77,19 @@ def _in_order(q_spans: Spans, kv_spans: Spans) -> Iterator[tuple[Spans, int, Spa
         rows += len(q)
 
 
-def _reached(spans: Spans, starts: Sequence[int]) -> set[int]:
-    """Numbers of the documents that spans reach into."""
-    found: set[int] = set()
+@lru_cache(maxsize=1024)  # a block meets every other one
+def _by_document(spans: Spans, starts: tuple[int, ...]) -> dict[int, tuple[int, Spans]]:
+    """What a block has of each document: how many rows before it, and its positions."""
+    found: dict[int, tuple[int, Spans]] = {}
+    edges = (*starts, spans[-1].stop)
+    row = 0
     for span in spans:
-        found.update(range(bisect_right(starts, span.start), bisect_left(starts, span.stop) + 1))
+        first, number = span.start, bisect_right(starts, span.start)
+        while first < span.stop:
+            stop = min(span.stop, edges[number])
+            part = Span(first, stop, span.step)
+            if len(part):  # positions with a step may lie on both sides of a short document
+                before, others = found.get(number, (row, ()))
+                found[number] = before, (*others, part)
+            row, first, number = row + len(part), first + len(part) * span.step, number + 1
     return found
-
-
-def _between(spans: Spans, start: int, stop: int) -> tuple[int, Spans]:
-    """The number of positions before `start`, and those in [start, stop)."""
-    before, inside = 0, []
-    for span in spans:
-        skipped = min(max(0, -(-(start - span.start) // span.step)), len(span))
-        before += skipped
-        inside.append(Span(span.start + skipped * span.step, min(stop, span.stop), span.step))
-    return before, tuple(span for span in inside if len(span))

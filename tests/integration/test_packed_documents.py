@@ -115,9 +115,7 @@ def test_equals_a_mask_of_all_pairs(
     assert comparison.passed, comparison.problems
 
 
-@pytest.mark.parametrize(
-    "algorithm", ["zigzag", "ulysses", "zigzag --cp-options layout=documents"]
-)
+@pytest.mark.parametrize("algorithm", ["zigzag", "ulysses", "zigzag --cp-options layout=documents"])
 def test_unmodified_script_of_a_checkout(
     checkout_script: Path, model: list[str], algorithm: str
 ) -> None:
