@@ -67,6 +67,17 @@ def options_by_name(layers: Sequence[str], algo: str, options: Options) -> Mappi
     return chosen
 
 
+def layout_option(name: str, layout: str) -> tuple[str, str] | None:
+    """The option, and its value, by which an algorithm gets a layout; None if there is none."""
+    for option, kind in get_type_hints(registry.algorithm_class(name).Options).items():
+        found = {
+            choice: registry.layout_of(name, {option: choice}).name for choice in get_args(kind)
+        }
+        if len(set(found.values())) > 1:
+            return next(((option, choice) for choice in found if found[choice] == layout), None)
+    return None
+
+
 def _layouts(name: str) -> tuple[str, ...]:
     """The layouts that an algorithm can be given by its option of that name."""
     hints = get_type_hints(registry.algorithm_class(name).Options)

@@ -24,7 +24,6 @@ from megatron_cp_plugin.integration.parity import (
     Tolerances,
     compare,
     gradient_error,
-    split_projection,
 )
 
 ROOT = Path(__file__).parents[1]
@@ -196,19 +195,6 @@ def test_ranks_that_disagree() -> None:
         run.ranks[1].iterations[2] = replace(run.ranks[1].iterations[2], grad_norm=0.6)
 
     assert problems(drift) == ["ranks 0 and 1 recorded different gradient norms"]
-
-
-def test_fused_projection_is_split_by_group() -> None:
-    # Two groups of two query heads of size 2: rows q q q q k k v v, twice.
-    rows = torch.arange(16.0)[:, None].expand(16, 3)
-    parts = split_projection("qkv", rows, 2, 2, 2)
-    assert {name: part[:, 0].tolist() for name, part in parts.items()} == {
-        "qkv[query]": [0, 1, 2, 3, 8, 9, 10, 11],
-        "qkv[key]": [4, 5, 12, 13],
-        "qkv[value]": [6, 7, 14, 15],
-    }
-    # A projection with something else in it, such as an output gate, stays whole.
-    assert split_projection("qkv", rows, 1, 2, 2).keys() == {"qkv"}
 
 
 def write(recorded: Recording, folder: Path) -> None:

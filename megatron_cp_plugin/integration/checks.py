@@ -7,7 +7,7 @@ and the documentation both come from it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from megatron_cp_plugin import registry
 from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.errors import ConfigError
+from megatron_cp_plugin.integration import gated_delta_net
 from megatron_cp_plugin.kernels import Problem, resolve
 from megatron_cp_plugin.kernels.linear import LinearProblem, resolve_linear
 
@@ -97,7 +98,13 @@ def _switch(name: str, setting: str, reason: str) -> Feature:
     return Feature(name, setting, _on(setting), reason, f"leave {flag} out")
 
 
+def _beside_gated_delta_net(name: str, setting: str, reason: str) -> Feature:
+    feature = _switch(f"{name} with gated delta net layers", setting, reason)
+    return replace(feature, asked=lambda s: feature.asked(s) and gated_delta_net.is_asked(s))
+
+
 _ZIGZAG = "Megatron cuts it by its own zigzag layout"
+_STATE = "their state goes on across documents"
 _PACKED = "its documents are cut and padded for Megatron's own layout"
 _OTHER_GROUPS = "it takes other groups of ranks from sample to sample"
 _KERNELS = "the attention kernels here do not compute it"
@@ -162,10 +169,17 @@ FEATURES: tuple[Feature, ...] = (
         "use --position-embedding-type rope --rope-type yarn",
     ),
     _switch("a cache of latents", "cache_mla_latents", "it is for inference"),
-    _switch(
-        "experimental attention variants (DSA, gated delta net)",
+    Feature(
+        "experimental attention variants other than gated delta net (DSA)",
         "experimental_attention_variant",
+        _other_than("experimental_attention_variant", *gated_delta_net.VARIANTS),
         _ZIGZAG,
+        "leave --experimental-attention-variant out",
+    ),
+    _beside_gated_delta_net("packed documents", "dataloader_inter_document_masking", _STATE),
+    _beside_gated_delta_net("packed conversations", "sft", _STATE),
+    _beside_gated_delta_net(
+        "multi-token prediction", "mtp_num_layers", "Megatron builds no model of both"
     ),
     Feature(
         "layers other than attention, MLP and MoE in a hybrid model",
@@ -317,6 +331,7 @@ def check_arguments(args: Any, config: ContextParallelConfig, device: torch.devi
     _check_linear_layers(args, config)
     _check_hybrid_model(args, config)
     check_settings(args, config)
+    gated_delta_net.check_arguments(args, config)
     _check_documents(args)
     _check_sequence(args, config)
     _check_algorithms(args, config)

@@ -17,6 +17,7 @@ from torch import nn
 
 from megatron_cp_plugin.core.documents import document_starts
 from megatron_cp_plugin.errors import ContextParallelError
+from megatron_cp_plugin.integration import gated_delta_net
 from megatron_cp_plugin.integration.runtime import Runtime
 
 
@@ -37,6 +38,7 @@ class DocumentMask(PackedSeqParams):
 def serve_documents(model: nn.Module, runtime: Runtime) -> None:
     """Makes a model of Megatron take packed_seq_params, and tells the runtime of them."""
     parameters = inspect.signature(model.forward)
+    recurrent = gated_delta_net.has_layers(model)
 
     def enter(
         module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -45,6 +47,11 @@ def serve_documents(model: nn.Module, runtime: Runtime) -> None:
         runtime.documents = ()
         packed = call.arguments.get("packed_seq_params")
         if packed is not None:
+            if recurrent:
+                raise ContextParallelError(
+                    "gated delta net layers carry their state on across documents, got packed "
+                    "sequences: leave packed_seq_params out"
+                )
             mask = _mask_of(packed)
             call.arguments["packed_seq_params"] = mask
             runtime.documents = mask.starts

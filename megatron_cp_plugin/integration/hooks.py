@@ -106,6 +106,7 @@ class Hooks:
                 _replace(checkpoint, "te_checkpoint", module)
 
     def _validate_args(self, original: Callable[..., Any], args: Any, defaults: Any = None) -> Any:
+        from megatron_cp_plugin.integration import gated_delta_net
         from megatron_cp_plugin.integration.checks import (
             check_arguments,
             check_interleaving,
@@ -118,7 +119,14 @@ class Hooks:
         kernel = check_arguments(args, config, self._device)
         self._runtime = Runtime(config)
         if args.rank == 0:
-            for line in filter(None, (describe(config, kernel), describe_recompute(args, config))):
+            for line in filter(
+                None,
+                (
+                    describe(config, kernel),
+                    gated_delta_net.describe(args),
+                    describe_recompute(args, config),
+                ),
+            ):
                 print(f"megatron_cp_plugin: {line}", flush=True)
         # Recorded in checkpoints and in Megatron's list of arguments.
         args.context_parallel_algo = config.algo

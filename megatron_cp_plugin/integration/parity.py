@@ -32,6 +32,7 @@ from torch import Tensor
 
 from megatron_cp_plugin.core.comm import record_communication
 from megatron_cp_plugin.errors import ContextParallelError
+from megatron_cp_plugin.integration.weight_parts import rows_of_weights
 
 # The position of a rank's model shard: (pipeline, tensor, expert) parallel rank.
 Shard = tuple[int, int, int]
@@ -506,7 +507,7 @@ def _parameters(model: Any) -> dict[str, torch.nn.Parameter]:
 
 def _gradients(model: Any) -> dict[str, Tensor]:
     """Returns copies of the finalized gradients; Q, K and V of a fused projection apart."""
-    projections = _fused_projections(model)
+    rows = rows_of_weights(model)
     found = {}
     for name, parameter in _parameters(model).items():
         gradient = getattr(parameter, "main_grad", None)
@@ -516,94 +517,11 @@ def _gradients(model: Any) -> dict[str, Tensor]:
                 f"leave the FSDP flags out"
             )
         gradient = gradient.detach().to("cpu", copy=True)
-        if name in projections:
-            found.update(_split_rows(name, gradient, projections[name]))
+        if name in rows:
+            found.update(rows[name].split(name, gradient))
         else:
             found[name] = gradient
     return found
-
-
-def split_projection(
-    name: str, weight: Tensor, groups: int, heads: int, head_dim: int
-) -> dict[str, Tensor]:
-    """Splits the rows of Megatron's fused projection into those for Q, K and V.
-
-    Gradients of Q and K are often far smaller than those of V: in the error of the whole tensor an
-    error in them would be lost.
-
-    Args:
-        name: The parameter's name.
-        weight: [groups * (heads + 2) * head_dim, hidden], by group: the query heads, K, V.
-        groups: KV heads of this rank.
-        heads: Query heads of a group.
-        head_dim: Size of a head.
-
-    Returns:
-        By name of the part, or the whole if the shape is another one.
-    """
-    parts = {"query": heads * head_dim, "key": head_dim, "value": head_dim}
-    return _split_rows(name, weight, _Rows(groups, parts))
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """What the rows of a projection's weight are: `groups` times the parts one after another."""
-
-    groups: int
-    parts: Mapping[str, int]
-
-
-def _split_rows(name: str, weight: Tensor, rows: _Rows) -> dict[str, Tensor]:
-    """Returns the rows of each part by name, or the whole if the shape is another one."""
-    sizes = list(rows.parts.values())
-    if weight.shape[0] != rows.groups * sum(sizes):
-        return {name: weight}
-    parts = weight.unflatten(0, (rows.groups, sum(sizes))).split(sizes, 1)
-    return {
-        f"{name}[{label}]": part.flatten(0, 1).contiguous()
-        for label, part in zip(rows.parts, parts, strict=True)
-    }
-
-
-def _fused_projections(model: Any) -> dict[str, _Rows]:
-    """Returns what the rows of every fused projection's weight are.
-
-    Of the weights only: a bias of K moves all scores of a query alike, so its gradient is nothing
-    but rounding, and has no relative error.
-    """
-    from megatron.core.transformer.attention import SelfAttention
-    from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
-    from megatron.core.utils import unwrap_model
-
-    found = {}
-    for index, chunk in enumerate(model):
-        prefix = f"chunk{index}." if len(model) > 1 else ""
-        for name, module in unwrap_model(chunk).named_modules():
-            rows: dict[str, _Rows] = {}
-            if isinstance(module, SelfAttention):
-                groups = module.num_query_groups_per_partition
-                size = module.hidden_size_per_attention_head
-                query = module.num_attention_heads_per_partition // groups * size
-                rows["linear_qkv"] = _Rows(groups, {"query": query, "key": size, "value": size})
-            elif isinstance(module, MultiLatentAttention):
-                rows = _latent_projections(module)
-            found.update({f"{prefix}{name}.{part}.weight": rows[part] for part in rows})
-    return found
-
-
-def _latent_projections(module: Any) -> dict[str, _Rows]:
-    """Those of multi-latent attention; where tensor parallelism splits latents they stay whole."""
-    config, heads = module.config, module.num_attention_heads_per_partition
-    positions = {"positions": config.qk_pos_emb_head_dim}
-    query = _Rows(heads, {"query": config.qk_head_dim} | positions)
-    latents = {"latents": config.kv_lora_rank} | positions
-    return {
-        "linear_q_proj": query,
-        "linear_q_up_proj": query,
-        "linear_kv_up_proj": _Rows(heads, {"key": config.qk_head_dim, "value": config.v_head_dim}),
-        "linear_kv_down_proj": _Rows(1, latents),
-        "linear_qkv_down_proj": _Rows(1, {"query": config.q_lora_rank or 0} | latents),
-    }
 
 
 def _digest(tensor: Tensor) -> str:

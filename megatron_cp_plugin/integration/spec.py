@@ -21,6 +21,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.errors import ContextParallelError
+from megatron_cp_plugin.integration import gated_delta_net
 from megatron_cp_plugin.integration.attention import ContextParallelAttention
 from megatron_cp_plugin.integration.linear_models import (
     LinearAttentionSubmodules,
@@ -109,11 +110,12 @@ def with_attention(spec: LayerSpec, runtime: Runtime) -> LayerSpec:
     """Returns a copy of a spec with one algorithm's attention in each layer.
 
     Works for specs of a layer, of a block and of a HybridModel's stack, local or Transformer
-    Engine's.
+    Engine's. Layers of gated delta net stay as they are.
 
     Raises:
         ContextParallelError: A layer's attention is neither Megatron's plain self attention nor,
-            for an algorithm of softmax attention, its multi-latent one.
+            for an algorithm of softmax attention, its multi-latent one; or it is gated delta net
+            and the layout another one than Megatron's.
     """
     if isinstance(spec, TransformerBlockSubmodules):
         layers = [with_attention(layer, runtime) for layer in spec.layer_specs or []]
@@ -124,6 +126,9 @@ def with_attention(spec: LayerSpec, runtime: Runtime) -> LayerSpec:
         return replace(spec, submodules=_stack(layer, runtime, latent=not linear))
     attention: Any = getattr(layer, "self_attention", None)
     module = getattr(attention, "module", attention)
+    if isinstance(module, type) and gated_delta_net.is_layer(module):
+        gated_delta_net.check_layout(runtime.config)
+        return spec
     served = (SelfAttention,) if linear else (SelfAttention, MLASelfAttention)
     if not isinstance(module, type) or not issubclass(module, served):
         raise ContextParallelError(

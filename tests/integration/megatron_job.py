@@ -94,11 +94,11 @@ class WarmJob:
         ranks: Its processes.
     """
 
-    def __init__(self, folder: Path, *arguments: str, ranks: int) -> None:
-        """Args: folder: for what the ranks print. arguments: of scripts/pretrain_gpt.py."""
+    def __init__(self, folder: Path, *arguments: str, ranks: int, script: Path = SCRIPT) -> None:
+        """Args: folder: for what the ranks print. arguments: of the script."""
         folder.mkdir(parents=True, exist_ok=True)
         self._logs = [(folder / f"{r}.out", folder / f"{r}.err") for r in range(ranks)]
-        self._job = ForkedJob(SCRIPT, arguments, self._logs)
+        self._job = ForkedJob(script, arguments, self._logs)
         self.ranks = self._job.ranks
 
     def text(self) -> str:
@@ -112,9 +112,9 @@ class WarmJob:
         return Job(tuple(Process(c, out, err) for c, (out, err) in zip(codes, texts, strict=True)))
 
 
-def run_warm(folder: Path, *arguments: str, ranks: int = 1) -> Job:
-    """Runs scripts/pretrain_gpt.py in `ranks` processes; `folder` is for what they print."""
-    return WarmJob(folder, *arguments, ranks=ranks).finish()
+def run_warm(folder: Path, *arguments: str, ranks: int = 1, script: Path = SCRIPT) -> Job:
+    """Runs a script, by default our own, in `ranks` processes; `folder` is for what they print."""
+    return WarmJob(folder, *arguments, ranks=ranks, script=script).finish()
 
 
 def run_torchrun(*arguments: str, ranks: int) -> Job:

@@ -39,10 +39,12 @@ ASKING: dict[str, Any] = {
     "yaml_cfg": "file.yaml",
     "recompute_modules": ["core_attn", "mlp"],
     "micro_batch_size": 2,
+    "mtp_num_layers": 1,
 }
 # What is refused only beside another setting, or by another value than `ASKING` has, by the
 # feature's name.
 DOCUMENTS = {"dataloader_inter_document_masking": True}
+GATED = {"experimental_attention_variant": "gated_delta_net"}
 LATENT = {"multi_latent_attention": True, "apply_rope_fusion": False}
 BESIDE: dict[str, dict[str, Any]] = {
     "a loss per token with multi-token prediction": {"mtp_num_layers": 1},
@@ -51,6 +53,9 @@ BESIDE: dict[str, dict[str, Any]] = {
         "pipeline_model_parallel_size": 2,
         "world_size": 8,
     },
+    "packed documents with gated delta net layers": GATED,
+    "packed conversations with gated delta net layers": GATED,
+    "multi-token prediction with gated delta net layers": GATED,
     "multi-latent attention with fused RoPE": {"apply_rope_fusion": True},
     "packed documents with multi-latent attention": {**DOCUMENTS, **LATENT},
     "position embeddings of the model beside those of multi-latent attention": {

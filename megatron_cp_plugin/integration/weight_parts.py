@@ -1,0 +1,103 @@
+"""Weights whose rows are for different things, for the parity harness.
+
+Gradients of Q and K are often far smaller than those of V: in the error of a whole fused projection
+an error in them would be lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from megatron_cp_plugin.integration import gated_delta_net
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What the rows of a weight are.
+
+    Attributes:
+        groups: So often do the parts follow one another.
+        parts: Rows of each by name, in their order.
+    """
+
+    groups: int
+    parts: Mapping[str, int]
+
+    def split(self, name: str, weight: Tensor) -> dict[str, Tensor]:
+        """Returns the rows of each part by name, or the whole if the shape is another one.
+
+        Args:
+            name: The parameter's name.
+            weight: [groups * sum of the parts, ...].
+        """
+        sizes = list(self.parts.values())
+        if weight.shape[0] != self.groups * sum(sizes):
+            return {name: weight}
+        parts = weight.unflatten(0, (self.groups, sum(sizes))).split(sizes, 1)
+        return {
+            f"{name}[{label}]": part.flatten(0, 1).contiguous()
+            for label, part in zip(self.parts, parts, strict=True)
+        }
+
+
+def rows_of_weights(model: Any) -> dict[str, Rows]:
+    """Returns what the rows of every fused weight of this rank are, by the parameter's name.
+
+    Of the weights only: a bias of K moves all scores of a query alike, so its gradient is nothing
+    but rounding, and has no relative error.
+
+    Args:
+        model: Megatron's list of model chunks.
+    """
+    from megatron.core.transformer.attention import SelfAttention
+    from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
+    from megatron.core.utils import unwrap_model
+
+    found = {}
+    for index, chunk in enumerate(model):
+        prefix = f"chunk{index}." if len(model) > 1 else ""
+        for name, module in unwrap_model(chunk).named_modules():
+            rows: dict[str, Rows] = {}
+            if isinstance(module, SelfAttention):
+                rows = _of_self_attention(module)
+            elif isinstance(module, MultiLatentAttention):
+                rows = _of_latent_attention(module)
+            elif gated_delta_net.is_layer(module):
+                rows = _of_delta_net(module)
+            found.update({f"{prefix}{name}.{part}.weight": rows[part] for part in rows})
+    return found
+
+
+def _of_self_attention(module: Any) -> dict[str, Rows]:
+    groups, size = module.num_query_groups_per_partition, module.hidden_size_per_attention_head
+    query = module.num_attention_heads_per_partition // groups * size
+    gated = getattr(module.config, "attention_output_gate", False)
+    queries = {"query": query, "gate": query} if gated else {"query": query}
+    return {"linear_qkv": Rows(groups, {**queries, "key": size, "value": size})}
+
+
+def _of_latent_attention(module: Any) -> dict[str, Rows]:
+    """Where tensor parallelism splits latents they stay whole."""
+    config, heads = module.config, module.num_attention_heads_per_partition
+    positions = {"positions": config.qk_pos_emb_head_dim}
+    query = Rows(heads, {"query": config.qk_head_dim} | positions)
+    latents = {"latents": config.kv_lora_rank} | positions
+    return {
+        "linear_q_proj": query,
+        "linear_q_up_proj": query,
+        "linear_kv_up_proj": Rows(heads, {"key": config.qk_head_dim, "value": config.v_head_dim}),
+        "linear_kv_down_proj": Rows(1, latents),
+        "linear_qkv_down_proj": Rows(1, {"query": config.q_lora_rank or 0} | latents),
+    }
+
+
+def _of_delta_net(module: Any) -> dict[str, Rows]:
+    keys, values = module.qk_dim_local_tp, module.v_dim_local_tp
+    heads = module.num_v_heads_local_tp
+    convolved = {"query": keys, "key": keys, "value": values}
+    projected = {**convolved, "gate": values, "beta": heads, "alpha": heads}
+    return {"conv1d": Rows(1, convolved), "in_proj": Rows(1, projected)}

@@ -1,0 +1,21 @@
+"""Weights whose rows are for different things."""
+
+import torch
+
+from megatron_cp_plugin.integration.weight_parts import Rows
+
+
+def test_a_fused_projection_is_split_by_group() -> None:
+    # Two groups of two query heads of size 2: rows q q q q k k v v, twice.
+    weight = torch.arange(16.0)[:, None].expand(16, 3)
+    parts = Rows(2, {"query": 4, "key": 2, "value": 2}).split("qkv", weight)
+    assert {name: part[:, 0].tolist() for name, part in parts.items()} == {
+        "qkv[query]": [0, 1, 2, 3, 8, 9, 10, 11],
+        "qkv[key]": [4, 5, 12, 13],
+        "qkv[value]": [6, 7, 14, 15],
+    }
+
+
+def test_what_has_something_else_in_it_stays_whole() -> None:
+    weight = torch.zeros(16, 3)
+    assert Rows(1, {"query": 4, "key": 2, "value": 2}).split("qkv", weight).keys() == {"qkv"}
