@@ -63,6 +63,14 @@ def gpu_reason(
     return None
 
 
+def wide_heads_reason(problem: Problem) -> str | None:
+    """Why a GPU kernel is not known to serve wide heads on this device; None if it is."""
+    widest = max(problem.head_dim, problem.value_dim)
+    if widest <= 128 or torch.cuda.get_device_capability(problem.device)[0] == 9:
+        return None
+    return f"was tried with head dims above 128 on Hopper only, got {widest}"
+
+
 def equal_dims_reason(problem: Problem) -> str | None:
     """Why a kernel for values as wide as keys cannot serve a problem; None if it can."""
     if problem.value_dim == problem.head_dim:

@@ -7,7 +7,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megatron_cp_plugin.kernels.base import Packed, PackingKernel, Problem, Statistics, gpu_reason
+from megatron_cp_plugin.kernels.base import (
+    Packed,
+    PackingKernel,
+    Problem,
+    Statistics,
+    gpu_reason,
+    wide_heads_reason,
+)
 
 # Head dims of keys and values with right results on an H200, and those tried elsewhere. Others are
 # filled up with zeros to one of these: with 40, 72 and 80 the kernels give wrong gradients without
@@ -26,15 +33,11 @@ class Flash4(PackingKernel):
     def unsupported(self, problem: Problem) -> str | None:
         if find_spec("flash_attn") is None or find_spec("flash_attn.cute") is None:
             return "needs the package flash-attn-4, which is not installed"
-        reason = gpu_reason(problem, range(8, 257, 8), (9, 0))
-        if reason is not None:
+        reason = gpu_reason(problem, range(8, 257, 8), (9, 0)) or wide_heads_reason(problem)
+        if reason is not None or not problem.deterministic:
             return reason
-        capability, _ = torch.cuda.get_device_capability(problem.device)
-        if capability != 9 and max(problem.head_dim, problem.value_dim) > 128:
-            return f"was tried on Hopper only with head dim {problem.head_dim}"
-        if problem.deterministic and capability == 12:
-            return "has no deterministic backward on compute capability 12"
-        return None
+        blackwell_12 = torch.cuda.get_device_capability(problem.device)[0] == 12
+        return "has no deterministic backward on compute capability 12" if blackwell_12 else None
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool

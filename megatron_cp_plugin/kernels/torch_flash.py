@@ -15,6 +15,7 @@ from megatron_cp_plugin.kernels.base import (
     Statistics,
     equal_dims_reason,
     gpu_reason,
+    wide_heads_reason,
 )
 
 _aten = torch.ops.aten
@@ -166,7 +167,7 @@ class CudnnAttention(SoftmaxKernel):
     def unsupported(self, problem: Problem) -> str | None:
         if problem.documents:
             return "makes a plan for every new length, and documents have ever new ones"
-        return gpu_reason(problem, range(8, 257, 8), (9, 0))
+        return gpu_reason(problem, range(8, 257, 8), (9, 0)) or wide_heads_reason(problem)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from megatron_cp_plugin.core.partial import delta_of
-from megatron_cp_plugin.kernels import Statistics
+from megatron_cp_plugin.kernels import Problem, Statistics
 from megatron_cp_plugin.kernels.flash4 import Flash4
 from megatron_cp_plugin.kernels.reference import Reference
+from megatron_cp_plugin.kernels.torch_flash import CudnnAttention
 from tests.oracle import expected_attention, relative_error
 
 
@@ -40,6 +41,22 @@ def called(monkeypatch):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", interface)
     return dims
+
+
+@pytest.mark.parametrize("name", ["flash4", "cudnn"])
+@pytest.mark.usefixtures("called")
+def test_wide_heads_are_served_where_they_were_tried(name, monkeypatch):
+    monkeypatch.setattr("megatron_cp_plugin.kernels.flash4.find_spec", lambda name: True)
+    shape = torch.device("cuda", 0), torch.bfloat16, 4, 4, 192
+    for capability, reason in (
+        (9, None),
+        (10, "was tried with head dims above 128 on Hopper only"),
+    ):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, n=capability: (n, 0))
+        kernel = Flash4() if name == "flash4" else CudnnAttention()
+        assert (kernel.unsupported(Problem(*shape)) or "").startswith(reason or "")
+        assert (kernel.unsupported(Problem(*shape)) is None) == (reason is None)
+        assert kernel.unsupported(Problem(*shape[:4], 128)) is None
 
 
 @pytest.mark.parametrize(
