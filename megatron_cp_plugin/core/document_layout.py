@@ -101,7 +101,7 @@ class _Hand:
                 merged[-1] = Span(merged[-1].start, stop)
             else:
                 merged.append(Span(start, stop))
-        return tuple(merged)
+        return tuple(merged) or (Span(0, 0),)
 
 
 def _split(edges: tuple[int, int], ranks: Sequence[_Hand]) -> None:
