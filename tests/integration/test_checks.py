@@ -17,12 +17,12 @@ from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError, KernelUnavailableError
 from megatron_cp_plugin.integration import checks
 from megatron_cp_plugin.integration.checks import (
-    FEATURES,
     check_arguments,
     check_interleaving,
     check_settings,
     describe,
 )
+from megatron_cp_plugin.integration.features import FEATURES
 
 CPU = torch.device("cpu")
 

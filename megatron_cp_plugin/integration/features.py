@@ -1,0 +1,273 @@
+"""Features of Megatron that no algorithm here serves: the one list of them.
+
+The start-up checks and the documentation both come from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron_cp_plugin.integration import gated_delta_net
+
+
+class Settings:
+    """Megatron's settings by name; None where this version of Megatron has none of that name."""
+
+    def __init__(self, source: Any) -> None:
+        self._source = source
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source, name, None)
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A feature of Megatron that is refused.
+
+    Attributes:
+        name: As a user would call it.
+        setting: The setting that asks for it, named like its flag.
+        asked: Whether settings ask for it.
+        reason: Why it is refused.
+        instead: What to do.
+    """
+
+    name: str
+    setting: str
+    asked: Callable[[Settings], bool]
+    reason: str
+    instead: str
+
+    @property
+    def flag(self) -> str:
+        """The command-line flag of the setting."""
+        return _FLAGS.get(self.setting, "--" + self.setting.replace("_", "-"))
+
+
+_FLAGS = {"fp8": "--fp8-format"}
+
+
+def _on(setting: str) -> Callable[[Settings], bool]:
+    return lambda settings: bool(getattr(settings, setting))
+
+
+def _other_than(setting: str, *allowed: object) -> Callable[[Settings], bool]:
+    def asked(settings: Settings) -> bool:
+        value = getattr(settings, setting)
+        return value is not None and getattr(value, "name", value) not in allowed
+
+    return asked
+
+
+def packs_documents(settings: Settings) -> str | None:
+    """The flag that packs documents into a sequence, if it is given."""
+    given = [name for name in ("sft", "dataloader_inter_document_masking") if _on(name)(settings)]
+    return "--" + given[0].replace("_", "-") if given else None
+
+
+def is_latent(settings: Settings) -> bool:
+    """Whether layers have multi-latent attention."""
+    return bool(settings.multi_latent_attention) or "+" in (settings.hybrid_layer_pattern or "")
+
+
+def _fused_latent_positions(settings: Settings) -> bool:
+    """Whether the positions of multi-latent attention are cut in a fused kernel."""
+    # Megatron fuses nothing with position embeddings of another type; a model has no such setting.
+    rotary = settings.position_embedding_type in (None, "rope")
+    return (
+        is_latent(settings)
+        and bool(settings.apply_rope_fusion)
+        and (rotary or bool(settings.use_rotary_position_embeddings))
+        and (settings.context_parallel_size or 1) > 1
+    )
+
+
+def _switch(name: str, setting: str, reason: str) -> Feature:
+    flag = Feature(name, setting, _on(setting), reason, "").flag
+    return Feature(name, setting, _on(setting), reason, f"leave {flag} out")
+
+
+def _beside_gated_delta_net(name: str, setting: str, reason: str) -> Feature:
+    feature = _switch(f"{name} with gated delta net layers", setting, reason)
+    return replace(feature, asked=lambda s: feature.asked(s) and gated_delta_net.is_asked(s))
+
+
+_ZIGZAG = "Megatron cuts it by its own zigzag layout"
+_STATE = "their state goes on across documents"
+_PACKED = "its documents are cut and padded for Megatron's own layout"
+_OTHER_GROUPS = "it takes other groups of ranks from sample to sample"
+_KERNELS = "the attention kernels here do not compute it"
+_BY_RANK = "each rank does it with its own tokens, so the split would change the result"
+_UNTESTED = "never run together with the plugin"
+
+FEATURES: tuple[Feature, ...] = (
+    Feature(
+        "attention dropout",
+        "attention_dropout",
+        lambda settings: (settings.attention_dropout or 0) > 0,
+        _KERNELS,
+        "add --attention-dropout 0",
+    ),
+    # What decides which tokens see which.
+    _switch("packed sequences (RL)", "rl_use_sequence_packing", _PACKED),
+    Feature(
+        "resetting the attention mask at document ends",
+        "reset_attention_mask",
+        _on("reset_attention_mask"),
+        "it makes a mask of N x N",
+        "use --dataloader-inter-document-masking",
+    ),
+    Feature(
+        "documents of several samples in a pipeline",
+        "micro_batch_size",
+        lambda settings: (
+            packs_documents(settings) is not None
+            and (settings.micro_batch_size or 1) > 1
+            and (settings.pipeline_model_parallel_size or 1) > 1
+        ),
+        "Megatron makes one sequence of them, and its stages expect several",
+        "use --micro-batch-size 1",
+    ),
+    # What changes the scores.
+    _switch("QK clipping", "qk_clip", "it needs the largest score, which the kernels keep"),
+    _switch(
+        "logging the largest attention logit",
+        "log_max_attention_logit",
+        "it needs the largest score, which the kernels keep",
+    ),
+    # Attention of another kind.
+    Feature(
+        "multi-latent attention with fused RoPE",
+        "multi_latent_attention",
+        _fused_latent_positions,
+        _ZIGZAG,
+        "add --no-rope-fusion",
+    ),
+    Feature(
+        "packed documents with multi-latent attention",
+        "multi_latent_attention",
+        lambda settings: is_latent(settings) and packs_documents(settings) is not None,
+        "Megatron drops the dimension of samples and cuts positions by its own layout",
+        "leave --sft and --dataloader-inter-document-masking out",
+    ),
+    Feature(
+        "position embeddings of the model beside those of multi-latent attention",
+        "position_embedding_type",
+        lambda settings: is_latent(settings) and settings.position_embedding_type == "yarn",
+        "Megatron's layers take no others than their own",
+        "use --position-embedding-type rope --rope-type yarn",
+    ),
+    _switch("a cache of latents", "cache_mla_latents", "it is for inference"),
+    Feature(
+        "experimental attention variants other than gated delta net (DSA)",
+        "experimental_attention_variant",
+        _other_than("experimental_attention_variant", *gated_delta_net.VARIANTS),
+        _ZIGZAG,
+        "leave --experimental-attention-variant out",
+    ),
+    _beside_gated_delta_net("packed documents", "dataloader_inter_document_masking", _STATE),
+    _beside_gated_delta_net("packed conversations", "sft", _STATE),
+    _beside_gated_delta_net(
+        "multi-token prediction", "mtp_num_layers", "Megatron builds no model of both"
+    ),
+    Feature(
+        "layers other than attention, MLP and MoE in a hybrid model",
+        "hybrid_layer_pattern",
+        # Attention of both kinds, MLP, MoE; ends of stages and of what predicts one more token.
+        lambda settings: not set(settings.hybrid_layer_pattern or "") <= set("*+-E|/"),
+        _UNTESTED,
+        "use *, +, - and E",
+    ),
+    Feature(
+        "hybrid models by their former flag",
+        "hybrid_override_pattern",
+        _on("hybrid_override_pattern"),
+        _UNTESTED,
+        "use --hybrid-layer-pattern",
+    ),
+    Feature(
+        "a loss per token with multi-token prediction",
+        "calculate_per_token_loss",
+        lambda settings: bool(
+            settings.mtp_num_layers
+            and settings.calculate_per_token_loss
+            and (settings.context_parallel_size or 1) > 1
+        ),
+        "Megatron weighs it by the tokens of each rank",
+        "leave --calculate-per-token-loss out",
+    ),
+    _switch("FP8 attention", "fp8_dot_product_attention", _KERNELS),
+    _switch("FP8 attention", "fp8_multi_head_attention", _KERNELS),
+    _switch("Kitchen attention", "use_kitchen_attention", "it is another core attention"),
+    Feature(
+        "choice of Megatron's attention kernel",
+        "attention_backend",
+        _other_than("attention_backend", "auto"),
+        "it would be ignored or take the plugin's place",
+        "choose a kernel with --cp-kernel",
+    ),
+    _switch(
+        "choice of Transformer Engine's attention kernel",
+        "flash_attention_version",
+        "it would be ignored",
+    ),
+    Feature(
+        "position embeddings of this type",
+        "position_embedding_type",
+        _other_than("position_embedding_type", "rope", "yarn", "learned_absolute", "none"),
+        _ZIGZAG,
+        "use rope, yarn, learned_absolute or none",
+    ),
+    # Other kinds of context parallelism.
+    _switch("hybrid context parallelism", "hybrid_context_parallel", _OTHER_GROUPS),
+    _switch("dynamic context parallelism", "dynamic_context_parallel", _OTHER_GROUPS),
+    # What depends on which tokens are together on a rank.
+    _switch("dropping tokens of full experts", "moe_expert_capacity_factor", _BY_RANK),
+    Feature(
+        "Sinkhorn routing",
+        "moe_router_load_balancing_type",
+        lambda settings: "sinkhorn" in (settings.moe_router_load_balancing_type or ()),
+        _BY_RANK,
+        "use aux_loss",
+    ),
+    # Modes of the whole program.
+    Feature(
+        "CUDA graphs",
+        "cuda_graph_impl",
+        _other_than("cuda_graph_impl", "none"),
+        _UNTESTED,
+        "leave --cuda-graph-impl out",
+    ),
+    _switch("CUDA graphs", "enable_cuda_graph", _UNTESTED),
+    _switch("CUDA graphs", "external_cuda_graph", _UNTESTED),
+    _switch(
+        "overlap of expert-parallel communication",
+        "overlap_moe_expert_parallel_comm",
+        _UNTESTED,
+    ),
+    _switch("activation offloading", "fine_grained_activation_offloading", _UNTESTED),
+    _switch("activation offloading", "cpu_offloading", _UNTESTED),
+    Feature(
+        "recomputing the MLP of layers with biases",
+        "recompute_modules",
+        lambda settings: (
+            "mlp" in (settings.recompute_modules or ())
+            and settings.recompute_granularity != "full"
+            and settings.add_bias_linear is not False
+        ),
+        "Megatron's backward never ends: it recomputes for the bias, again and again",
+        "add --disable-bias-linear, or leave mlp out",
+    ),
+    _switch("batch-invariant mode", "batch_invariant_mode", _KERNELS),
+    _switch("quantization with ModelOpt", "restore_modelopt_state", _UNTESTED),
+    _switch("quantization with ModelOpt", "modelopt_enabled", _UNTESTED),
+    Feature(
+        "Megatron's own YAML configuration",
+        "yaml_cfg",
+        _on("yaml_cfg"),
+        "it takes the place of all command-line flags",
+        "use scripts/pretrain_gpt.py --config",
+    ),
+)
