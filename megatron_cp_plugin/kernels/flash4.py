@@ -17,7 +17,7 @@ from megatron_cp_plugin.kernels.base import (
 )
 
 # Head dims of keys and values with right results on an H200, and those tried elsewhere. Others are
-# filled up with zeros to one of these: with 40, 72 and 80 the kernels give wrong gradients without
+# filled up with zeros to one of these: with 40, 72 and 80 the kernels give wrong results without
 # a word, 112 they do not compile (4.0.0b36).
 _HOPPER = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 _ELSEWHERE = ((64, 64), (128, 128))
