@@ -3,15 +3,16 @@
 `markdown()` is docs/capabilities.md; a test holds the two together, and runs every cell.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
-from typing import Literal, get_args, get_type_hints
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
 
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.kernels.base import kernels
 from megatron_cp_plugin.kernels.linear import linear_kernels
+from megatron_cp_plugin.layers import layout_choices
 
 RANKS = 8  # of the questions below
 
@@ -43,7 +44,8 @@ def capabilities() -> tuple[Capability, ...]:
 
 def _capability(name: str) -> Capability:
     cls = registry.algorithm_class(name)
-    layouts = tuple(dict.fromkeys(_layouts(name)))
+    default = registry.layout_of(name, {}).name
+    layouts = tuple(dict.fromkeys((default, *(layout for layout, *_ in layout_choices(name)))))
     if not issubclass(cls, Algorithm):
         few = _asked(lambda: cls.check(cls.Options(), size=RANKS, heads=RANKS // 2))
         return Capability(name, "linear", layouts, True, False, few, False)
@@ -56,16 +58,6 @@ def _capability(name: str) -> Capability:
         few_heads=_serves(cls, heads=RANKS // 2, kv_heads=RANKS // 2),
         few_kv_heads=_serves(cls, heads=2 * RANKS, kv_heads=RANKS // 4),
     )
-
-
-def _layouts(name: str) -> Iterator[str]:
-    """The default layout, then those of every choice of every option."""
-    yield registry.layout_of(name, {}).name
-    types = get_type_hints(registry.algorithm_class(name).Options)
-    for option in fields(registry.algorithm_class(name).Options):
-        choices = get_args(types[option.name])
-        for choice in choices if all(isinstance(c, str) for c in choices) else ():
-            yield registry.layout_of(name, {option.name: choice}).name
 
 
 def _serves(cls: type[Algorithm], *, heads: int, kv_heads: int, causal: bool = True) -> bool:

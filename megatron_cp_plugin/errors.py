@@ -24,3 +24,9 @@ def nearest(name: str, choices: Iterable[str]) -> str:
     """Returns " (did you mean 'x'?)" for the choice closest to `name`, or "" if none is close."""
     close = get_close_matches(name, list(choices), n=1, cutoff=0.5)
     return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def near_multiples(value: int, step: int) -> str:
+    """The multiples of `step` next to `value`, as an error proposes them."""
+    below = value - value % step
+    return f"{below} or {below + step}" if below else str(step)

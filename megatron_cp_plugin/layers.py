@@ -1,6 +1,6 @@
 """Which algorithm each layer of a model has: patterns such as "lasp2*7, attention2d"."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import get_args, get_type_hints
 
@@ -67,15 +67,13 @@ def options_by_name(layers: Sequence[str], algo: str, options: Options) -> Mappi
     return chosen
 
 
-def layout_option(name: str, layout: str) -> tuple[str, str] | None:
-    """The option, and its value, by which an algorithm gets a layout; None if there is none."""
+def layout_choices(name: str) -> Iterator[tuple[str, str, str]]:
+    """(layout, option, choice) for all choices of the options that decide an algorithm's layout."""
     for option, kind in get_type_hints(registry.algorithm_class(name).Options).items():
-        found = {
-            choice: registry.layout_of(name, {option: choice}).name for choice in get_args(kind)
-        }
-        if len(set(found.values())) > 1:
-            return next(((option, choice) for choice in found if found[choice] == layout), None)
-    return None
+        choices = [choice for choice in get_args(kind) if isinstance(choice, str)]
+        layouts = [registry.layout_of(name, {option: choice}).name for choice in choices]
+        if len(set(layouts)) > 1:
+            yield from ((x, option, choice) for x, choice in zip(layouts, choices, strict=True))
 
 
 def _layouts(name: str) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
-from megatron_cp_plugin.core.layout import Layout, Span, Zigzag
+from megatron_cp_plugin.core.layout import Layout, Span, Zigzag, joined
 
 # A document is split if it is more than this part of a rank's share of the work: whole ones keep
 # ranks apart by at most about that much, and each split one costs kernel calls in every step.
@@ -87,21 +87,15 @@ class _Hand:
     def __init__(self, room: int) -> None:
         self.room = room
         self.work = 0
-        self._edges: list[tuple[int, int]] = []
+        self._spans: list[Span] = []
 
     def take(self, start: int, stop: int, work: int) -> None:
         self.room -= stop - start
         self.work += work
-        self._edges.append((start, stop))
+        self._spans.append(Span(start, stop))
 
     def spans(self) -> tuple[Span, ...]:
-        merged: list[Span] = []
-        for start, stop in sorted(edges for edges in self._edges if edges[0] < edges[1]):
-            if merged and merged[-1].stop == start:
-                merged[-1] = Span(merged[-1].start, stop)
-            else:
-                merged.append(Span(start, stop))
-        return tuple(merged) or (Span(0, 0),)
+        return joined(filter(len, self._spans)) or (Span(0, 0),)
 
 
 def _split(edges: tuple[int, int], ranks: Sequence[_Hand]) -> None:

@@ -5,7 +5,7 @@ at the end apply it to tensors.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,6 +33,17 @@ def chunk_bounds(index: int, chunks: int, seq_len: int) -> tuple[int, int]:
     size, rest = divmod(seq_len, chunks)
     start = index * size + min(index, rest)
     return start, start + size + (index < rest)
+
+
+def joined(spans: Iterable[Span]) -> tuple[Span, ...]:
+    """Spans without gaps in ascending order, those that touch each other as one."""
+    found: list[Span] = []
+    for span in sorted(spans, key=lambda span: span.start):
+        if found and found[-1].stop == span.start:
+            found[-1] = Span(found[-1].start, span.stop)
+        else:
+            found.append(span)
+    return tuple(found)
 
 
 class Layout(ABC):
@@ -117,14 +128,7 @@ class Grouped(Layout):
 
     def spans(self, rank: int, size: int, seq_len: int) -> tuple[Span, ...]:
         ranks = range(rank * self.members, (rank + 1) * self.members)
-        single = [s for r in ranks for s in self.parts.spans(r, size * self.members, seq_len)]
-        merged: list[Span] = []
-        for span in sorted(single, key=lambda span: span.start):
-            if merged and merged[-1].stop == span.start:
-                merged[-1] = Span(merged[-1].start, span.stop)
-            else:
-                merged.append(span)
-        return tuple(merged)
+        return joined(s for r in ranks for s in self.parts.spans(r, size * self.members, seq_len))
 
     def multiple(self, size: int) -> int:
         return self.parts.multiple(size * self.members)

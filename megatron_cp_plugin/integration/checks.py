@@ -10,7 +10,7 @@ import torch
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.core.algorithm import Algorithm
-from megatron_cp_plugin.errors import ConfigError
+from megatron_cp_plugin.errors import ConfigError, near_multiples
 from megatron_cp_plugin.integration import gated_delta_net
 from megatron_cp_plugin.integration.features import FEATURES, Settings, is_latent, packs_documents
 from megatron_cp_plugin.kernels import Problem, resolve
@@ -140,7 +140,8 @@ def _check_heads(args: Any) -> None:
     if heads % tensor:
         raise ConfigError(
             f"num_attention_heads must be divisible by tensor_model_parallel_size {tensor}, got "
-            f"{heads}: use {_near(heads, tensor)} heads or another tensor_model_parallel_size"
+            f"{heads}: use {near_multiples(heads, tensor)} heads or another "
+            "tensor_model_parallel_size"
         )
     groups = _kv_heads(args)
     if heads % groups:
@@ -225,7 +226,7 @@ def _check_sequence(args: Any, config: ContextParallelConfig) -> None:
         raise ConfigError(
             f"--sequence-parallel needs the {local} tokens of a context-parallel rank divisible by "
             f"tensor_model_parallel_size {tensor}, got seq_length {seq_length}: "
-            f"use {_near(seq_length, step)}"
+            f"use {near_multiples(seq_length, step)}"
         )
 
 
@@ -323,11 +324,6 @@ def _kv_heads(args: Any) -> int:
     """Returns the number of KV heads of the whole model; Megatron ignores it without the switch."""
     grouped = args.group_query_attention and args.num_query_groups
     return int(args.num_query_groups if grouped else args.num_attention_heads)
-
-
-def _near(value: int, step: int) -> str:
-    below = value - value % step
-    return f"{below} or {below + step}" if below else str(step)
 
 
 def _divisors(value: int) -> str:

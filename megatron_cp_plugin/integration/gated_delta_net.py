@@ -14,8 +14,8 @@ from torch import nn
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.core.layout import Zigzag
-from megatron_cp_plugin.errors import ConfigError
-from megatron_cp_plugin.layers import layout_option
+from megatron_cp_plugin.errors import ConfigError, near_multiples
+from megatron_cp_plugin.layers import layout_choices
 
 # The second is its name after Megatron 0.19.
 VARIANTS = ("gated_delta_net", "gdn")
@@ -75,9 +75,11 @@ def check_layout(config: ContextParallelConfig) -> None:
         if registry.layout_of(name, {}).name == Zigzag.name
     ]
     choices = [f"--context-parallel-algo {' or '.join(default)}"]
-    option = layout_option(config.algo, Zigzag.name)
-    if option is not None:
-        choices.insert(0, f"--cp-options {'='.join(option)}")
+    choices[:0] = [
+        f"--cp-options {option}={choice}"
+        for found, option, choice in layout_choices(config.algo)
+        if found == Zigzag.name
+    ]
     raise ConfigError(
         f"Megatron splits gated delta net layers by its own {Zigzag.name} layout, got the {layout} "
         f"layout of {config.algo}: use {', or '.join(choices)}"
@@ -123,19 +125,14 @@ def _check_heads(args: Any, size: int) -> None:
         if heads % ranks:
             raise ConfigError(
                 f"gated delta net layers need {name} divisible by tensor_model_parallel_size * "
-                f"context_parallel_size = {ranks}, got {heads}: use {_near(heads, ranks)}, or "
-                "fewer ranks"
+                f"context_parallel_size = {ranks}, got {heads}: use "
+                f"{near_multiples(heads, ranks)}, or fewer ranks"
             )
     if values % keys:
         raise ConfigError(
             f"gated delta net layers need linear_num_value_heads divisible by linear_num_key_heads "
-            f"{keys}, got {values}: use {_near(values, keys)}"
+            f"{keys}, got {values}: use {near_multiples(values, keys)}"
         )
-
-
-def _near(value: int, step: int) -> str:
-    below = value - value % step
-    return f"{below} or {below + step}" if below else str(step)
 
 
 def _check_installed(size: int) -> None:

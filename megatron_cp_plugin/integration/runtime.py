@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -37,7 +38,6 @@ class Runtime:
         self._algorithms: dict[dist.ProcessGroup, Algorithm] = {}
         self._linear: dict[dist.ProcessGroup, LinearAlgorithm] = {}
         self._by_algo: dict[str, Runtime] = {}
-        self._positions: dict[tuple[int, int, int, torch.device], Tensor] = {}
 
     def algorithm(self, group: dist.ProcessGroup) -> Algorithm:
         """Returns the algorithm over a context-parallel group, made on first use.
@@ -92,13 +92,13 @@ class Runtime:
             device: Of the result.
             documents: Where documents begin in this sequence.
         """
-        key = (group.rank(), group.size(), seq_len, device)
-        if documents and self.follows_documents:
-            return positions(self._layout.within(documents), *key)
-        if key not in self._positions:
-            self._positions[key] = positions(self._layout, *key)
-        return self._positions[key]
+        layout = self._layout.within(documents)
+        return _positions(layout, group.rank(), group.size(), seq_len, device)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Runtime:
         """Layer specs, which carry the runtime, may be copied; process groups may not."""
         return self
+
+
+# All tensors of a batch, and the angles of its positions, ask for the same ones.
+_positions = lru_cache(maxsize=16)(positions)
