@@ -80,6 +80,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
+def add_algorithm(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Makes Megatron's parser take `algorithm_flag`, and returns it."""
+    parser.add_argument("--context-parallel-algo", help=argparse.SUPPRESS)
+    return parser
+
+
+def algorithm_flag(algo: str) -> tuple[str, str]:
+    """What Megatron's command line says of the plugin.
+
+    A process that reads the same command line without the plugin in force, such as a worker that
+    a script starts, is refused by Megatron's parser instead of training without the algorithm.
+    """
+    return "--context-parallel-algo", algo
+
+
 @dataclass(frozen=True)
 class PluginFlags:
     """The plugin's flags as given on one command line.

@@ -180,10 +180,15 @@ class ContextParallelAttention(MegatronModule):
     def _documents(packed: Any, seq_len: int) -> tuple[int, ...]:
         if packed is None:
             return ()
-        if not isinstance(packed, DocumentMask) or packed.seq_len != seq_len:
+        if not isinstance(packed, DocumentMask):
             raise ContextParallelError(
-                f"packed sequences are served through GPTModel and HybridModel, whose documents "
-                f"fill the sequence, got {packed} for {seq_len} tokens"
+                f"packed sequences are served through GPTModel and HybridModel, got "
+                f"{type(packed).__name__}: give packed_seq_params to the model"
+            )
+        if packed.seq_len != seq_len:
+            raise ContextParallelError(
+                f"documents need to fill the {seq_len} tokens of the whole sequence, got "
+                f"cu_seqlens that end at {packed.seq_len}"
             )
         return packed.starts
 

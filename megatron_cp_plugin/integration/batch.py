@@ -1,51 +1,244 @@
-"""Cuts a batch to the tokens that a rank holds under the run's layout."""
+"""Cuts a batch to the tokens that a rank holds under the run's layout, and knows what it has cut.
+
+A script may cut its batches by itself, or import the function that does it before it is replaced.
+Its model would train on tokens at wrong positions, and no shape tells. So what is cut here is
+marked, and a model takes nothing without the mark (`integration.inputs`).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_cp_plugin.core.documents import document_starts
+from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration.runtime import Runtime
 
 _OF_DOCUMENTS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
+_OF_TOKENS = ("tokens", "labels", "loss_mask", "position_ids")
+_MARK = "_cut_by_megatron_cp_plugin"
 
 
-def shard_batch(
-    batch: dict[str, Any], group: dist.ProcessGroup, runtime: Runtime
-) -> dict[str, Any]:
-    """Keeps this rank's part of every tensor of a batch, position ids included.
+@dataclass(frozen=True)
+class Cut:
+    """One cutting of a batch.
+
+    Attributes:
+        documents: Where documents begin, as in `core.tiles.Mask`, if the layout follows them.
+    """
+
+    documents: tuple[int, ...] | None
+
+
+@dataclass(frozen=True)
+class _Mark:
+    """What a tensor is that was cut: which key of which batch; `version` of its contents."""
+
+    key: str
+    cut: Cut
+    version: int | None
+
+
+class Batches:
+    """Cuts the batches of one run.
+
+    Attributes:
+        runtime: Has the run's layout.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
+        self._agreed: set[bool] = set()
+        self._last: dict[str, Tensor] = {}
+        self._last_cut = Cut(None)
+        self._checks: list[Callable[[], None]] = []
+
+    def shard(self, batch: dict[str, Any], group: dist.ProcessGroup) -> dict[str, Any]:
+        """Keeps this rank's part of every tensor of a batch, position ids included.
+
+        The first batch of training, and of evaluation, is compared over the group.
+
+        Args:
+            batch: Tensors [b, N, ...] of whole samples, the same on all ranks of the group;
+                `attention_mask` [b, 1, N, N]; None where a pipeline stage has no use for a key.
+                What tells of documents stays as it is.
+            group: The context-parallel group.
+
+        Returns:
+            The same dict.
+
+        Raises:
+            ContextParallelError: The batch is not whole; on all ranks, if it is the first one.
+        """
+        if group.size() == 1:
+            return batch
+        self.finish_checks()
+        whole = {key: batch[key] for key in _OF_TOKENS if isinstance(batch.get(key), Tensor)}
+        if whole:
+            self._check_whole(whole, group)
+        follows = self.runtime.follows_documents
+        documents = _documents_of(batch) if follows else ()
+        for key, value in batch.items():
+            if not isinstance(value, Tensor) or key in _OF_DOCUMENTS:
+                continue
+            dim = 2 if key == "attention_mask" else 1
+            local = self.runtime.positions(group, value.size(dim), value.device, documents)
+            batch[key] = value.index_select(dim, local)
+        self._last = {key: batch[key] for key in whole}
+        self._last_cut = Cut(documents if follows else None)
+        for key, tensor in self._last.items():
+            setattr(tensor, _MARK, _Mark(key, self._last_cut, _version(tensor)))
+        return batch
+
+    def cut_of(self, key: str, tensor: Tensor) -> Cut | None:
+        """Returns which cutting a tensor comes from; None: from none, or it was changed since.
+
+        Args:
+            key: What it should be, such as "tokens".
+            tensor: What `shard` gave, or a copy of what it gave last, which is found by comparing
+                elements (on a GPU the host waits).
+        """
+        mark = getattr(tensor, _MARK, None)
+        if isinstance(mark, _Mark):
+            return mark.cut if (mark.key, mark.version) == (key, _version(tensor)) else None
+        last = self._last.get(key)
+        if last is None or (last.shape, last.device) != (tensor.shape, tensor.device):
+            return None
+        return self._last_cut if torch.equal(last.to(tensor.dtype), tensor) else None
+
+    @property
+    def any(self) -> bool:
+        """Whether a batch was cut at all."""
+        return bool(self._last)
+
+    def finish_checks(self) -> None:
+        """Ends the checks of earlier batches; on a GPU the host may wait until those were cut.
+
+        Raises:
+            ContextParallelError: One was not whole.
+        """
+        while self._checks:
+            self._checks.pop(0)()
+
+    def _check_whole(self, whole: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
+        lengths = {key: tensor.size(1) for key, tensor in whole.items()}
+        fault = None
+        if len(set(lengths.values())) > 1:
+            fault = (
+                f"a batch needs equally many tokens under all keys, got {lengths}: give whole "
+                "samples to get_batch_on_this_cp_rank"
+            )
+        ids = whole.get("position_ids")
+        fits = _later(_count_up(ids)) if ids is not None else None
+        training = torch.is_grad_enabled()
+        if training in self._agreed:
+            if fault:
+                raise ContextParallelError(fault)
+            if fits:
+                self._checks.append(lambda: _refuse_positions(fits, ids))
+            return
+        if fits and not fits():
+            fault = fault or _unordered(ids)
+        agree(fault, group)
+        sums = {key: [*tensor.shape, _checksum(tensor)] for key, tensor in whole.items()}
+        every: list[dict[str, list[int]]] = [{} for _ in range(group.size())]
+        dist.all_gather_object(every, sums, group=group)
+        for rank, other in enumerate(every):
+            different = [key for key in _OF_TOKENS if other.get(key) != every[0].get(key)]
+            if different:
+                raise ContextParallelError(
+                    f"ranks of a context-parallel group need the same whole samples before they "
+                    f"are cut, got other {' and '.join(different)} on rank {rank} than on rank 0: "
+                    "read them by data-parallel rank, and let get_batch_on_this_cp_rank cut them"
+                )
+        self._agreed.add(training)
+
+
+def agree(fault: str | None, group: dist.ProcessGroup) -> None:
+    """Lets all ranks of a group fail where one of them does; a collective operation.
 
     Args:
-        batch: Tensors [b, N, ...]; `attention_mask` [b, 1, N, N]; None where a pipeline stage
-            has no use for a key. What tells of documents stays as it is.
+        fault: What is wrong on this rank; None: nothing.
         group: The context-parallel group.
-        runtime: The run's layout.
 
-    Returns:
-        The same dict.
+    Raises:
+        ContextParallelError: Something is wrong on some rank; the same on all of them.
     """
-    if group.size() == 1:
-        return batch
-    documents: tuple[int, ...] = ()
-    if runtime.follows_documents:
-        documents = runtime.cut = _documents_of(batch)
-    for key, value in batch.items():
-        if not isinstance(value, torch.Tensor) or key in _OF_DOCUMENTS:
-            continue
-        dim = 2 if key == "attention_mask" else 1
-        local = runtime.positions(group, value.size(dim), value.device, documents)
-        batch[key] = value.index_select(dim, local)
-    return batch
+    faults: list[str | None] = [None] * group.size()
+    dist.all_gather_object(faults, fault, group=group)
+    for rank, found in enumerate(faults):
+        if found:
+            everywhere = all(faults)
+            raise ContextParallelError(found if everywhere else f"{found} (rank {rank})")
 
 
-def _documents_of(batch: dict[str, Any]) -> tuple[int, ...]:
+def _version(tensor: Tensor) -> int | None:
+    """How often a tensor was changed in place; None where torch does not count."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def _count_up(position_ids: Tensor) -> Tensor:
+    """Whether position ids [b, N] begin with 0, and go on by one or begin again: bool []."""
+    following, before = position_ids[:, 1:], position_ids[:, :-1]
+    steps = (following == before + 1) | (following == 0)
+    return steps.all() & (position_ids[:, :1] == 0).all()
+
+
+def _later(flag: Tensor) -> Callable[[], bool]:
+    """Starts to copy a flag [] to the host; the function that is returned waits for it."""
+    if not flag.is_cuda:
+        return lambda: bool(flag)
+    host = torch.empty((), dtype=torch.bool, pin_memory=True)
+    host.copy_(flag, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+
+    def value() -> bool:
+        copied.synchronize()
+        return bool(host)
+
+    return value
+
+
+def _refuse_positions(fits: Callable[[], bool], position_ids: Tensor | None) -> None:
+    if not fits():
+        assert position_ids is not None
+        raise ContextParallelError(_unordered(position_ids))
+
+
+def _unordered(position_ids: Tensor | None) -> str:
+    assert position_ids is not None
+    for row in position_ids.tolist():
+        for index, position in enumerate(row):
+            if position not in (0, row[index - 1] + 1) or (not index and position):
+                around = ", ".join(map(str, row[max(0, index - 2) : index + 2]))
+                return (
+                    "position_ids of a batch must count up from 0, and may begin again, before it "
+                    f"is cut, got {around} from token {max(0, index - 2)} on: give whole samples "
+                    "to get_batch_on_this_cp_rank, which cuts them"
+                )
+    raise AssertionError("position ids in order were refused")
+
+
+def _checksum(tensor: Tensor) -> int:
+    """A number that depends on all elements and their order."""
+    bits = tensor.detach().contiguous().flatten()
+    if bits.is_floating_point():
+        bits = bits.float().view(torch.int32)
+    weights = torch.arange(1, bits.numel() + 1, device=bits.device)
+    return int((bits.to(torch.int64) * weights).sum())
+
+
+def _documents_of(batch: Mapping[str, Any]) -> tuple[int, ...]:
     """Where documents begin, as the model will be told: those of padded lengths if there are."""
     padded = batch.get("cu_seqlens_padded")
     lengths = batch.get("cu_seqlens") if padded is None else padded
     if lengths is None:
         return ()
-    bounds = lengths.flatten().tolist()
+    bounds: Sequence[int] = lengths.flatten().tolist()
     return document_starts(bounds, bounds[-1])

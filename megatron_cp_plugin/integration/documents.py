@@ -8,17 +8,13 @@ the model gets the boundaries in a form that all but attention ignore.
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
-from typing import Any
 
 from megatron.core.packed_seq_params import PackedSeqParams
-from torch import nn
+from torch import Tensor
 
 from megatron_cp_plugin.core.documents import document_starts
 from megatron_cp_plugin.errors import ContextParallelError
-from megatron_cp_plugin.integration import gated_delta_net
-from megatron_cp_plugin.integration.runtime import Runtime
 
 
 @dataclass
@@ -35,50 +31,43 @@ class DocumentMask(PackedSeqParams):
     starts: tuple[int, ...] = ()
 
 
-def serve_documents(model: nn.Module, runtime: Runtime) -> None:
-    """Makes a model of Megatron take packed_seq_params, and tells the runtime of them."""
-    parameters = inspect.signature(model.forward)
-    recurrent = gated_delta_net.has_layers(model)
-
-    def enter(
-        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        call = parameters.bind(*args, **kwargs)
-        runtime.documents = ()
-        packed = call.arguments.get("packed_seq_params")
-        if packed is not None:
-            if recurrent:
-                raise ContextParallelError(
-                    "gated delta net layers carry their state on across documents, got packed "
-                    "sequences: leave packed_seq_params out"
-                )
-            mask = _mask_of(packed)
-            call.arguments["packed_seq_params"] = mask
-            runtime.documents = mask.starts
-        if runtime.cut not in (None, runtime.documents):
-            raise ContextParallelError(
-                f"a batch was cut by {len(runtime.cut or ()) + 1} documents, and the model got "
-                f"{len(runtime.documents) + 1} others: let both have the same cu_seqlens, or leave "
-                "the option layout=documents out"
-            )
-        runtime.cut = None
-        return call.args, call.kwargs
-
-    model.register_forward_pre_hook(enter, with_kwargs=True)
-
-
-def _mask_of(packed: PackedSeqParams) -> DocumentMask:
+def document_mask(packed: PackedSeqParams | None, *, recurrent: bool) -> DocumentMask | None:
     """Copies the boundaries to the host, which waits for the GPU once a micro-batch.
 
+    Args:
+        packed: What a model was given.
+        recurrent: Whether it has layers whose state goes on across documents.
+
     Raises:
-        ContextParallelError: Queries and keys differ, or the group is not that of the run.
+        ContextParallelError: Queries and keys differ, documents are padded, the group is not that
+            of the run, or layers are recurrent.
     """
-    lengths = packed.cu_seqlens_q
-    alike = lengths is packed.cu_seqlens_kv or lengths.equal(packed.cu_seqlens_kv)
-    if packed.qkv_format != "thd" or not alike or packed.cp_group is not None:
+    if packed is None:
+        return None
+    if recurrent:
         raise ContextParallelError(
-            "packed sequences are served as one flat sequence of documents (thd) over the whole "
-            f"context-parallel group, got {packed.qkv_format} with a group or keys of their own"
+            "gated delta net layers carry their state on across documents, got packed sequences: "
+            "leave packed_seq_params out"
+        )
+    lengths = packed.cu_seqlens_q
+    if packed.qkv_format != "thd" or lengths is None:
+        raise ContextParallelError(
+            f"packed sequences are served in the format thd with cu_seqlens_q, got "
+            f"{packed.qkv_format}{'' if lengths is not None else ' without it'}"
+        )
+    names = ("cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+    for name in names:
+        other: Tensor | None = getattr(packed, name, None)
+        if other is not None and other is not lengths and not other.equal(lengths):
+            raise ContextParallelError(
+                f"packed sequences are served with the same lengths for queries, keys and padding, "
+                f"got {name} that differ from cu_seqlens_q: give the padded lengths as all of "
+                "them, and mask the loss of the padding"
+            )
+    if packed.cp_group is not None:
+        raise ContextParallelError(
+            "packed sequences are served over the context-parallel group of the run, got another "
+            "cp_group: leave it out"
         )
     bounds = lengths.tolist()
     mask = DocumentMask(seq_len=bounds[-1], starts=document_starts(bounds, bounds[-1]))

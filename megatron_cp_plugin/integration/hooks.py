@@ -6,6 +6,7 @@ them all, though not always in the same modules.
 
 from __future__ import annotations
 
+import argparse
 import functools
 import importlib
 import importlib.util
@@ -18,7 +19,8 @@ from typing import Any
 import torch
 
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
-from megatron_cp_plugin.integration.args import PluginFlags
+from megatron_cp_plugin.integration.args import PluginFlags, add_algorithm
+from megatron_cp_plugin.integration.batch import Batches
 from megatron_cp_plugin.integration.runtime import Runtime
 
 _VERSIONS = "use Megatron 0.16 to 0.20"
@@ -27,12 +29,14 @@ _VERSIONS = "use Megatron 0.16 to 0.20"
 class Hooks:
     """Serves one process's run. Replaces, wherever scripts import them from:
 
+    - `add_megatron_arguments`: takes the flag that other processes of the run refuse;
     - `validate_args`: checks Megatron's arguments and makes the runtime;
     - the constructors of `GPTModel` and `HybridModel`: put the plugin's attention and position
-      embeddings into the model, and document masks in the place of packed sequences;
+      embeddings into the model, refuse tensors that the plugin has not cut, and put document
+      masks in the place of packed sequences;
     - `setup_model_and_optimizer`: refuses models of other kinds;
     - `YarnRotaryEmbedding._set_cos_sin_cache`: makes no table that nobody reads;
-    - `get_batch_on_this_cp_rank`: cuts batches by the layout;
+    - `get_batch_on_this_cp_rank`: cuts batches by the layout, and marks them;
     - `roll_tensor`: shifts tokens for multi-token prediction by the layout;
     - `forward_step_calc_loss`: takes the mean loss over the whole sequence;
     - `checkpoint`: keeps attention from running again in the backward.
@@ -42,6 +46,7 @@ class Hooks:
         self._flags = flags
         self._device = device
         self._runtime: Runtime | None = None
+        self._batches: Batches | None = None
 
     def install(self) -> None:
         """Puts the hooks in force; call before the training script imports the names.
@@ -51,12 +56,12 @@ class Hooks:
         """
         import megatron.core
 
-        from megatron_cp_plugin.integration.loss import forward_step_calc_loss
         from megatron_cp_plugin.integration.rope import set_cos_sin_cache
 
         version = megatron.core.__version__
         if tuple(int(part) for part in version.split(".")[:2]) < (0, 16):
             raise ContextParallelError(f"Megatron {version} is too old: {_VERSIONS}")
+        _replace_names(self._add_arguments, "add_megatron_arguments", "megatron.training.arguments")
         _replace_names(
             self._validate_args,
             "validate_args",
@@ -86,7 +91,7 @@ class Hooks:
             "megatron.core.models.gpt.gpt_model",
         )
         schedules = "megatron.core.pipeline_parallel.schedules"
-        _replace_names(forward_step_calc_loss, "forward_step_calc_loss", schedules)
+        _replace_names(self._calc_loss, "forward_step_calc_loss", schedules)
         if not self._flags.recompute_attention:
             self._install_recompute()
 
@@ -105,6 +110,11 @@ class Hooks:
             if getattr(module, "te_checkpoint", None) is not None:
                 _replace(checkpoint, "te_checkpoint", module)
 
+    def _add_arguments(
+        self, original: Callable[..., Any], parser: argparse.ArgumentParser
+    ) -> argparse.ArgumentParser:
+        return add_algorithm(original(parser))
+
     def _validate_args(self, original: Callable[..., Any], args: Any, defaults: Any = None) -> Any:
         from megatron_cp_plugin.integration import gated_delta_net
         from megatron_cp_plugin.integration.checks import (
@@ -118,6 +128,7 @@ class Hooks:
         config = self._flags.config(args.context_parallel_size)
         kernel = check_arguments(args, config, self._device)
         self._runtime = Runtime(config)
+        self._batches = Batches(self._runtime)
         if args.rank == 0:
             for line in filter(
                 None,
@@ -143,15 +154,26 @@ class Hooks:
         with _refusals_in_one_line():
             validated = original(args, {} if defaults is None else defaults)
         check_interleaving(validated)
+        if config.size > 1:
+            validated.cp_comm_type = [self._comm_type]
         return validated
+
+    @property
+    def _comm_type(self) -> str:
+        """What model configurations say that are made from the arguments.
+
+        Transformer Engine refuses it, so that its own context parallelism never takes the place
+        of ours where such a configuration reaches a process without the hooks.
+        """
+        return f"megatron_cp_plugin.{self._flags.algo}"
 
     def _build_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         from megatron_cp_plugin.integration.checks import check_settings
-        from megatron_cp_plugin.integration.documents import serve_documents
+        from megatron_cp_plugin.integration.inputs import serve_inputs
         from megatron_cp_plugin.integration.rope import use_layout
         from megatron_cp_plugin.integration.spec import with_multi_token, with_plugin
 
-        if self._runtime is None:
+        if self._runtime is None or self._batches is None:
             raise ContextParallelError(
                 f"--context-parallel-algo {self._flags.algo} needs a script that lets Megatron "
                 "validate its arguments before it builds a model: call parse_and_validate_args or "
@@ -160,7 +182,7 @@ class Hooks:
         call = inspect.signature(original).bind(*args, **kwargs)
         model, config = call.args[0], call.arguments["config"]
         check_settings(config, self._runtime.config)
-        if config.cp_comm_type not in (None, "p2p"):  # Megatron's default
+        if config.cp_comm_type not in (None, "p2p", self._comm_type):  # p2p: Megatron's default
             raise ContextParallelError(
                 f"the script sets cp_comm_type {config.cp_comm_type} by itself, which would be "
                 "ignored: give --cp-comm-type on the command line"
@@ -172,7 +194,7 @@ class Hooks:
             given["mtp_block_spec"] = with_multi_token(given["mtp_block_spec"], config, runtime)
         original(*call.args, **call.kwargs)
         use_layout(model, self._runtime)
-        serve_documents(model, self._runtime)
+        serve_inputs(model, self._batches, model.pg_collection.cp)
 
     def _set_up_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         from megatron.core.utils import unwrap_model
@@ -192,12 +214,17 @@ class Hooks:
     ) -> dict[str, Any]:
         from megatron.core import parallel_state
 
-        from megatron_cp_plugin.integration.batch import shard_batch
-
-        assert self._runtime is not None
+        assert self._batches is not None
         given = inspect.signature(original).bind(batch, *args, **kwargs).arguments.get("cp_group")
         group = parallel_state.get_context_parallel_group() if given is None else given
-        return shard_batch(batch, group, self._runtime)
+        return self._batches.shard(batch, group)
+
+    def _calc_loss(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        from megatron_cp_plugin.integration.loss import forward_step_calc_loss
+
+        assert self._batches is not None
+        self._batches.finish_checks()
+        return forward_step_calc_loss(original, *args, **kwargs)
 
     def _roll(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         from megatron_cp_plugin.integration.multi_token import roll_tensor

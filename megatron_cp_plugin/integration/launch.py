@@ -20,6 +20,7 @@ from megatron_cp_plugin.integration.args import (
     PLATFORMS,
     OneLineParser,
     add_arguments,
+    algorithm_flag,
     split_flags,
 )
 
@@ -106,6 +107,7 @@ def prepare(argv: Sequence[str], run_file: bool = False) -> list[str]:
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         device = torch.device("cpu") if platform == "cpu" else torch.device("cuda", local_rank)
         Hooks(flags, device).install()
+        rest = [*rest, *algorithm_flag(flags.algo)]
     return rest
 
 

@@ -26,14 +26,11 @@ class Runtime:
         config: The run's configuration.
         documents: Where documents begin in the micro-batch whose forward runs, as in
             `core.tiles.Mask`. Not for what may be computed again in the backward.
-        cut: The same of the batch that was cut last, where the layout follows documents; None
-            once the model has taken it.
     """
 
     def __init__(self, config: ContextParallelConfig) -> None:
         self.config = config
         self.documents: tuple[int, ...] = ()
-        self.cut: tuple[int, ...] | None = None
         self._layout = config.layout
         self._algorithms: dict[dist.ProcessGroup, Algorithm] = {}
         self._linear: dict[dist.ProcessGroup, LinearAlgorithm] = {}

@@ -163,8 +163,8 @@ def test_what_it_cannot_compute_is_refused_when_built(
     [
         ({"attn_mask_type": AttnMaskType.arbitrary}, "got arbitrary"),
         ({"attention_bias": torch.zeros(1)}, "attention bias"),
-        ({"packed_seq_params": object()}, "packed sequences"),
-        ({"packed_seq_params": DocumentMask(seq_len=1)}, "got DocumentMask"),
+        ({"packed_seq_params": object()}, "got object: give packed_seq_params to the model"),
+        ({"packed_seq_params": DocumentMask(seq_len=1)}, "cu_seqlens that end at 1"),
     ],
 )
 def test_what_it_cannot_compute_is_refused_when_called(

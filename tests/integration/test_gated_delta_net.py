@@ -18,12 +18,14 @@ from torch import nn
 
 from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
+from megatron_cp_plugin.integration.batch import Batches
 from megatron_cp_plugin.integration.checks import check_arguments
-from megatron_cp_plugin.integration.documents import serve_documents
+from megatron_cp_plugin.integration.inputs import serve_inputs
 from megatron_cp_plugin.integration.parity import Comparison, Recording, Tolerances, compare
 from megatron_cp_plugin.integration.runtime import Runtime
 from megatron_cp_plugin.integration.spec import with_attention
 from tests.integration.megatron_job import TINY, run_warm
+from tests.integration.ranks import ALONE
 
 slow = pytest.mark.slow
 JOB = Path(__file__).with_name("gated_delta_net_job.py")
@@ -245,7 +247,7 @@ def test_documents_that_a_script_packs_by_itself() -> None:
             return packed_seq_params
 
     model = Model()
-    serve_documents(model, Runtime(ContextParallelConfig("zigzag", 1)))
+    serve_inputs(model, Batches(Runtime(ContextParallelConfig("zigzag", 1))), ALONE)
     assert model(1) is None
     bounds = torch.tensor([0, 3, 8], dtype=torch.int32)
     with pytest.raises(ContextParallelError, match="carry their state on across documents"):

@@ -58,6 +58,7 @@ MEGATRONS_OWN = [
     "megatron.core.tensor_parallel.random.checkpoint",
     "megatron.core.transformer.multi_token_prediction.roll_tensor",
     "megatron.core.utils.get_batch_on_this_cp_rank",
+    "megatron.training.arguments.add_megatron_arguments",
     "megatron.training.arguments.validate_args",
     "megatron.training.training.get_batch_on_this_cp_rank",
     "megatron.training.training.setup_model_and_optimizer",
@@ -81,7 +82,7 @@ def test_without_an_algorithm_nothing_of_megatron_changes() -> None:
 
 def test_an_algorithm_replaces_these_names_and_no_others() -> None:
     changed, rest = difference("--lr 1 --context-parallel-algo ring", gpu=True)
-    assert rest == ["--lr", "1"]
+    assert rest == ["--lr", "1", "--context-parallel-algo", "ring"]
     assert changed == MEGATRONS_OWN
 
 

@@ -13,13 +13,14 @@ from torch import nn
 
 from megatron_cp_plugin.core.layout import LAYOUTS
 from megatron_cp_plugin.errors import ContextParallelError
-from megatron_cp_plugin.integration.batch import shard_batch
+from megatron_cp_plugin.integration.batch import Batches
 from megatron_cp_plugin.integration.rope import (
     LayoutRotaryEmbedding,
     set_cos_sin_cache,
     use_layout,
 )
 from megatron_cp_plugin.integration.runtime import Runtime
+from tests.integration.ranks import ALONE, Place, on_ranks
 
 N = 24
 # Written out by hand: the tokens of rank 1 of 3.
@@ -30,22 +31,14 @@ EXPECTED = {
 }
 
 
-class Group:
-    """Stands for a process group that is asked only for its rank and size."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self._place = rank, size
-
-    def rank(self) -> int:
-        return self._place[0]
-
-    def size(self) -> int:
-        return self._place[1]
-
-
 def runtime(layout: str) -> Runtime:
     config: Any = SimpleNamespace(algo="any", layout=LAYOUTS[layout])
     return Runtime(config)
+
+
+def shard(layout: str, batch: dict[str, Any], size: int, rank: int) -> dict[str, Any]:
+    """What a rank has of a batch."""
+    return on_ranks(size, lambda group: Batches(runtime(layout)).shard(dict(batch), group))[rank]
 
 
 @pytest.mark.parametrize("layout", EXPECTED)
@@ -58,8 +51,7 @@ def test_batch(layout: str) -> None:
         "loss_mask": None,
         "cu_seqlens": None,
     }
-    group: Any = Group(1, 3)
-    local = shard_batch(batch, group, runtime(layout))
+    local = shard(layout, batch, 3, 1)
     assert local["position_ids"][0].tolist() == EXPECTED[layout]
     assert local["tokens"][1].tolist() == [N + p for p in EXPECTED[layout]]
     assert torch.equal(local["labels"], local["tokens"] + 1)
@@ -69,16 +61,57 @@ def test_batch(layout: str) -> None:
 
 def test_batch_of_one_rank_is_left_alone() -> None:
     tokens = torch.arange(N).view(1, N)
-    group: Any = Group(0, 1)
-    assert shard_batch({"tokens": tokens}, group, runtime("zigzag"))["tokens"] is tokens
+    assert Batches(runtime("zigzag")).shard({"tokens": tokens}, ALONE)["tokens"] is tokens
 
 
 def test_what_tells_of_documents_is_not_cut() -> None:
     batch = {"tokens": torch.arange(N).view(1, N), "cu_seqlens": torch.tensor([[0, 5, N]])}
-    group: Any = Group(0, 2)
-    local = shard_batch(dict(batch), group, runtime("zigzag"))
+    local = shard("zigzag", batch, 2, 0)
     assert local["tokens"].numel() < N
     assert local["cu_seqlens"] is batch["cu_seqlens"]
+
+
+@pytest.mark.parametrize(
+    ("ids", "got"),
+    [
+        ([*range(12, 24)], "12, 13 from token 0"),
+        ([*range(6), *range(18, 24)], "4, 5, 18, 19 from token 4"),
+        ([1, 2, 3, 0], "1, 2 from token 0"),
+        ([0, 1, 1, 2], "0, 1, 1, 2 from token 0"),
+        ([0, 2, 4, 6], "0, 2, 4 from token 0"),
+    ],
+)
+def test_a_batch_that_is_not_whole(ids: list[int], got: str) -> None:
+    """The first one is refused on all ranks; a later one before its loss, where it is seen."""
+    right = torch.arange(len(ids))[None]
+
+    def rank(group: Any) -> None:
+        batches, mine = Batches(runtime("contiguous")), torch.tensor([ids])
+        if group.rank():
+            mine = right
+        for _ in range(2):
+            with pytest.raises(ContextParallelError, match=f"got {got} on.*rank 0"):
+                batches.shard({"position_ids": mine}, group)
+        batches.shard({"position_ids": right}, group)
+        batches.finish_checks()
+        batches.shard({"position_ids": mine}, group)
+        if group.rank():
+            batches.finish_checks()
+        else:
+            with pytest.raises(ContextParallelError, match=f"got {got}"):
+                batches.finish_checks()
+
+    on_ranks(2, rank)
+
+
+def test_positions_that_begin_again_are_those_of_a_whole_batch() -> None:
+    ids = torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2], [*range(8)]])
+    assert shard("contiguous", {"position_ids": ids}, 2, 1)["position_ids"][0].tolist() == [
+        1,
+        0,
+        1,
+        2,
+    ]
 
 
 class Angles(nn.Module):
@@ -99,7 +132,7 @@ class Angles(nn.Module):
 @pytest.mark.parametrize("scale", [None, 1.5], ids=["rope", "yarn"])
 def test_rotary_positions(layout: str, scale: float | None) -> None:
     inner: Any = Angles(scale)
-    group: Any = Group(1, 3)
+    group: Any = Place(1, 3)
     embedding = LayoutRotaryEmbedding(inner, runtime(layout), group)
     got = embedding(N)
     angles = got if scale is None else got[0]
@@ -122,12 +155,12 @@ def test_yarn_of_a_length_that_its_ranks_do_not_divide(monkeypatch: pytest.Monke
             8,
             original_max_position_embeddings=4096,
             use_cpu_initialization=True,
-            cp_group=Group(0, size),
+            cp_group=Place(0, size),
         )
         for size in (3, 1)
     ]
     assert [hasattr(yarn, "cos_cached") for yarn in made] == [False, True]
-    group: Any = Group(1, 3)
+    group: Any = Place(1, 3)
     angles, scale = LayoutRotaryEmbedding(made[0], runtime("contiguous"), group)(N)
     want, want_scale = made[1](N)
     assert scale == want_scale
@@ -137,7 +170,7 @@ def test_yarn_of_a_length_that_its_ranks_do_not_divide(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("layout", EXPECTED)
 def test_positions_count_from_the_beginning_of_a_document(layout: str) -> None:
     inner: Any = Angles(None)
-    group: Any = Group(1, 3)
+    group: Any = Place(1, 3)
     run = runtime(layout)
     embedding = LayoutRotaryEmbedding(inner, run, group)
     for documents in ((4, 5, 9), (3,), ()):
@@ -149,15 +182,15 @@ def test_positions_count_from_the_beginning_of_a_document(layout: str) -> None:
 
 def test_packed_rotary_is_refused() -> None:
     inner: Any = Angles(None)
-    group: Any = Group(0, 2)
+    group: Any = Place(0, 2)
     embedding = LayoutRotaryEmbedding(inner, runtime("zigzag"), group)
     with pytest.raises(ContextParallelError, match="packed"):
         embedding(N, packed_seq=True)
     with pytest.raises(ContextParallelError, match="packed"):
-        embedding(N, cp_group=Group(0, 2))
+        embedding(N, cp_group=Place(0, 2))
 
 
-def owner(kind: type[nn.Module], embedding: type[nn.Module], group: Group) -> Any:
+def owner(kind: type[nn.Module], embedding: type[nn.Module], group: Place) -> Any:
     """A module with a rotary embedding, neither of them built."""
     made: Any = kind.__new__(kind)
     nn.Module.__init__(made)
@@ -172,7 +205,7 @@ KINDS = pytest.mark.parametrize("kind", [RotaryEmbedding, YarnRotaryEmbedding])
 
 @KINDS
 def test_the_embedding_of_a_model_is_replaced(kind: type[nn.Module]) -> None:
-    with_rope = owner(nn.Module, kind, Group(1, 3))
+    with_rope = owner(nn.Module, kind, Place(1, 3))
     without = nn.Module()
     for model in (with_rope, without):
         use_layout(model, runtime("zigzag"))
@@ -184,7 +217,7 @@ def test_the_embedding_of_a_model_is_replaced(kind: type[nn.Module]) -> None:
 @pytest.mark.parametrize("size", [1, 3])
 def test_the_embeddings_of_latent_attention_are_replaced(kind: type[nn.Module], size: int) -> None:
     """Wherever its layers are; one rank has nothing to cut."""
-    layers = [owner(MLASelfAttention, kind, Group(0, size)) for _ in range(2)]
+    layers = [owner(MLASelfAttention, kind, Place(0, size)) for _ in range(2)]
     model = nn.ModuleDict({"decoder": nn.ModuleList(layers[:1]), "mtp": layers[1]})
     use_layout(model, runtime("zigzag"))
     for layer in layers:

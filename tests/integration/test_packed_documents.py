@@ -13,10 +13,12 @@ from torch import nn
 
 from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.errors import ContextParallelError
-from megatron_cp_plugin.integration.documents import serve_documents
+from megatron_cp_plugin.integration.batch import Batches
+from megatron_cp_plugin.integration.inputs import serve_inputs
 from megatron_cp_plugin.integration.parity import Recording, Tolerances, compare
 from megatron_cp_plugin.integration.runtime import Runtime
 from tests.integration.megatron_job import LAUNCHER, TINY, run, run_warm
+from tests.integration.ranks import ALONE, on_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -184,50 +186,68 @@ def test_documents_change_the_losses(
     assert comparison.gradient.error > 1e-1
 
 
-def test_sequences_that_the_model_cannot_take_are_refused() -> None:
-    model = Model()
-    serve_documents(model, Runtime(ContextParallelConfig("ring", 1)))
+def served(algo: str = "ring", size: int = 1, **options: str) -> tuple[nn.Module, Batches]:
+    """A model that takes packed_seq_params, and what cuts its batches."""
+    config = ContextParallelConfig(algo, size, options=tuple(options.items()))
+    model, batches = Model(), Batches(Runtime(config))
+    serve_inputs(model, batches, ALONE)
+    return model, batches
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"qkv_format": "sbhd"}, "in the format thd with cu_seqlens_q, got sbhd"),
+        ({"cu_seqlens_q": None}, "got thd without it"),
+        ({"cu_seqlens_kv": [0, 2, 8]}, "got cu_seqlens_kv that differ from cu_seqlens_q"),
+        ({"cu_seqlens_q_padded": [0, 4, 8]}, "got cu_seqlens_q_padded that differ"),
+        ({"cp_group": object()}, "got another cp_group: leave it out"),
+    ],
+)
+def test_sequences_that_the_model_cannot_take_are_refused(
+    change: dict[str, Any], message: str
+) -> None:
+    model, _ = served()
     bounds = torch.tensor([0, 3, 8], dtype=torch.int32)
-    packed = PackedSeqParams("thd", bounds, bounds)
-    for wrong in (
-        replace(packed, qkv_format="sbhd"),
-        replace(packed, cu_seqlens_kv=torch.tensor([0, 2, 8], dtype=torch.int32)),
-        replace(packed, cp_group=object()),
-    ):
-        with pytest.raises(ContextParallelError, match="served as one flat sequence"):
-            model(1, packed_seq_params=wrong)
+    values = {k: torch.tensor(v).int() if isinstance(v, list) else v for k, v in change.items()}
+    with pytest.raises(ContextParallelError, match=message):
+        model(packed_seq_params=replace(PackedSeqParams("thd", bounds, bounds), **values))
 
 
 def test_the_model_gets_a_mask_and_the_runtime_is_told() -> None:
-    runtime = Runtime(ContextParallelConfig("ring", 1))
-    model = Model()
-    serve_documents(model, runtime)
+    model, batches = served()
     bounds = torch.tensor([0, 3, 3, 8], dtype=torch.int32)
-    mask = model(1, PackedSeqParams("thd", bounds, bounds, tokens_per_sample=4))
+    packed = PackedSeqParams("thd", bounds, bounds, bounds.clone(), tokens_per_sample=4)
+    mask = model(packed_seq_params=packed)
     assert (mask.qkv_format, mask.starts, mask.seq_len) == ("bshd", (3,), 8)
     assert mask.tokens_per_sample == 4
-    assert runtime.documents == (3,)
-    assert model(1) is None
-    assert runtime.documents == ()
+    assert batches.runtime.documents == (3,)
+    assert model() is None
+    assert batches.runtime.documents == ()
 
 
 def test_a_batch_that_was_cut_by_other_documents_is_refused() -> None:
     """Whoever cuts batches and whoever calls the model must mean the same documents."""
-    runtime = Runtime(ContextParallelConfig("zigzag", 2, options=(("layout", "documents"),)))
-    model = Model()
-    serve_documents(model, runtime)
-    bounds = torch.tensor([0, 3, 8], dtype=torch.int32)
+    config = ContextParallelConfig("zigzag", 2, options=(("layout", "documents"),))
+    bounds = torch.tensor([0, 6, 16], dtype=torch.int32)
     packed = PackedSeqParams("thd", bounds, bounds)
-    for cut in ((), (2,)):
-        runtime.cut = cut
-        with pytest.raises(ContextParallelError, match=r"a batch was cut by .* documents, and the"):
-            model(1, packed)
-    runtime.cut = (3,)
-    assert model(1, packed).starts == (3,)
+
+    def rank(group: Any) -> None:
+        model, batches = Model(), Batches(Runtime(config))
+        serve_inputs(model, batches, group)
+        for cut in ([0, 16], [0, 4, 16]):
+            batch = {"tokens": torch.arange(16)[None], "cu_seqlens": torch.tensor([cut])}
+            with pytest.raises(ContextParallelError, match=r"was cut by . documents, and the"):
+                model(batches.shard(batch, group)["tokens"], packed_seq_params=packed)
+        batch = {"tokens": torch.arange(16)[None], "cu_seqlens": bounds[None]}
+        tokens = batches.shard(batch, group)["tokens"]
+        assert model(tokens, packed_seq_params=packed).starts == (6,)
+
+    on_ranks(2, rank)
 
 
 class Model(nn.Module):
     """Takes packed_seq_params as models of Megatron do."""
 
-    def forward(self, tokens: int, packed_seq_params: Any = None) -> Any:
+    def forward(self, input_ids: Any = None, packed_seq_params: Any = None) -> Any:
         return packed_seq_params

@@ -1,0 +1,108 @@
+"""What a model of Megatron is given: known to be cut by the run's layout, or refused."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron_cp_plugin.errors import ContextParallelError
+from megatron_cp_plugin.integration import gated_delta_net
+from megatron_cp_plugin.integration.batch import Batches, Cut, agree
+from megatron_cp_plugin.integration.documents import document_mask
+
+# Arguments of a model that hold tokens, and the keys of a batch that they come from.
+_ARGUMENTS = {
+    "input_ids": "tokens",
+    "position_ids": "position_ids",
+    "labels": "labels",
+    "loss_mask": "loss_mask",
+}
+_REMEDY = (
+    "give whole samples to megatron.core.utils.get_batch_on_this_cp_rank, imported after the "
+    "plugin is in force, and its results to the model as they are"
+)
+
+
+def serve_inputs(model: nn.Module, batches: Batches, group: dist.ProcessGroup) -> None:
+    """Makes a model refuse what `batches` has not cut, and take packed_seq_params as a mask.
+
+    In its first call for training, and for evaluation, the context-parallel ranks compare notes,
+    so that all of them refuse what one of them does; later a rank refuses by itself.
+
+    Args:
+        model: GPTModel or HybridModel, whose forward pass raises ContextParallelError then.
+        batches: What was cut; its runtime is told where documents begin in what comes next.
+        group: The context-parallel group.
+    """
+    runtime = batches.runtime
+    parameters = inspect.signature(model.forward)
+    recurrent = gated_delta_net.has_layers(model)
+    agreed: set[bool] = set()
+
+    def enter(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        call = parameters.bind(*args, **kwargs)
+        given, fault = call.arguments, None
+        try:
+            cuts = _cuts(given, batches) if group.size() > 1 else []
+            mask = document_mask(given.get("packed_seq_params"), recurrent=recurrent)
+            runtime.documents = mask.starts if mask else ()
+            _check_documents(cuts, runtime.documents)
+        except ContextParallelError as error:
+            fault = str(error)
+        if torch.is_grad_enabled() not in agreed and group.size() > 1:
+            agree(fault, group)
+            agreed.add(torch.is_grad_enabled())
+        if fault:
+            raise ContextParallelError(fault)
+        if mask:
+            given["packed_seq_params"] = mask
+        return call.args, call.kwargs
+
+    model.register_forward_pre_hook(enter, with_kwargs=True)
+
+
+def _cuts(given: Mapping[str, Any], batches: Batches) -> list[Cut]:
+    """What the tensors that a model is given were cut from."""
+    config = batches.runtime.config
+    found = []
+    for name, key in _ARGUMENTS.items():
+        tensor = given.get(name)
+        if not isinstance(tensor, Tensor):
+            continue
+        cut = batches.cut_of(key, tensor)
+        if cut is None:
+            got = (
+                "that it has not cut, or that was changed since" if batches.any else "and cut none"
+            )
+            raise ContextParallelError(
+                f"{config.algo} needs batches that the plugin cuts by the {config.layout.name} "
+                f"layout, got {name} {list(tensor.shape)} {got}: {_REMEDY}"
+            )
+        found.append(cut)
+    if given.get("decoder_input") is not None and given.get("position_ids") is None:
+        raise ContextParallelError(
+            f"{config.algo} needs to know the tokens of decoder_input, got no position_ids "
+            f"beside it: {_REMEDY}"
+        )
+    if any(cut is not found[0] for cut in found):
+        raise ContextParallelError(
+            f"a model takes tensors of one batch, got those of several: {_REMEDY}"
+        )
+    return found
+
+
+def _check_documents(cuts: list[Cut], documents: tuple[int, ...]) -> None:
+    for cut in cuts[:1]:
+        if cut.documents not in (None, documents):
+            raise ContextParallelError(
+                f"a batch was cut by {len(cut.documents or ()) + 1} documents, and the model got "
+                f"{len(documents) + 1} others: let both have the same cu_seqlens, or leave the "
+                "option layout=documents out"
+            )
