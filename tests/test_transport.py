@@ -1,17 +1,153 @@
-"""Which way messages may go: refusals that need no GPU."""
+"""Which way messages may go, and what the virtual peer memory sees; none of it needs a GPU."""
+
+import json
 
 import pytest
 import torch
 
 import megatron_cp_plugin as cp
-from megatron_cp_plugin.core.virtual import run_virtual
+from megatron_cp_plugin.core.topology import Topology
+from megatron_cp_plugin.core.virtual import VirtualPeerCommunicator, run_virtual
 from megatron_cp_plugin.errors import ConfigError
+from tests import stress_transport
+
+
+def attend(topology: Topology, **settings):
+    """Forward and backward of a small problem."""
+    q = torch.randn(1, 8, 2, 8, requires_grad=True)
+    out = cp.attention(q, q, q, group=topology, **settings)
+    return torch.autograd.grad(out.sum(), q)
 
 
 def test_peer_transport_without_peer_access_is_refused():
-    def body(topology):
-        q = torch.randn(1, 4, 2, 8)
-        cp.attention(q, q, q, algo="zigzag", group=topology, transport="peer")
-
     with pytest.raises(ConfigError, match="zigzag transport peer needs GPUs of one node"):
-        run_virtual(2, body)
+        run_virtual(2, lambda topology: attend(topology, algo="zigzag", transport="peer"))
+
+
+def test_one_process_has_one_topology():
+    """It is the key of caches."""
+    assert Topology.of(None) is Topology.of(None)
+
+
+def channels(topology: Topology, *slots: int):
+    return [topology.peer_channel("blocks", count) for count in slots]
+
+
+def test_channels_of_one_name_have_the_slots_that_were_asked_for():
+    """Each with memory and turns of its own."""
+
+    def body(topology: Topology):
+        one, two = channels(topology, 1, 2)
+        assert topology.peer_channel("blocks", 2) is two
+        other = 1 - topology.rank
+        got = []
+        for channel, value in ((one, 1.0), (two, 2.0), (two, 3.0)):
+            described = [((4,), torch.float32)]
+            (buffer,) = channel.buffers(described, torch.device("cpu"))
+            sent = torch.full((4,), value + topology.rank)
+            channel.exchange([(sent, other)], [(buffer, other)]).wait()
+            got.append(buffer)
+        return torch.stack(got)
+
+    for rank, got in enumerate(run_virtual(2, body, peer_access=True)):
+        assert got[:, 0].tolist() == [1.0 + 1 - rank, 2.0 + 1 - rank, 3.0 + 1 - rank]
+
+
+def test_memory_of_subgroups_counts():
+    def body(topology: Topology):
+        attend(topology, algo="usp", ulysses=2, kernel="reference")
+        inner = topology.subgroup(range(topology.rank % 2, 4, 2), "ring")
+        return topology.peer_bytes, inner.peer_bytes
+
+    for whole, inner in run_virtual(4, body, peer_access=True):
+        assert whole == inner > 0
+
+
+@pytest.mark.parametrize(("algo", "name"), [("zigzag", "blocks"), ("distflash", "fetches")])
+def test_one_slot_too_few_is_seen(algo: str, name: str, monkeypatch: pytest.MonkeyPatch):
+    """Blocks are overwritten while they are read or sent on: NaN, or an error."""
+    original = VirtualPeerCommunicator.__init__
+
+    def with_fewer(self, channel, world, members, rank, slots):
+        original(self, channel, world, members, rank, slots - (channel == name))
+
+    settings = {"algo": algo, "transport": "peer", "causal": algo == "distflash"}
+
+    def body(topology: Topology):
+        return attend(topology, **settings)[0].isfinite().all().item()
+
+    assert all(run_virtual(4, body, peer_access=True))
+    monkeypatch.setattr(VirtualPeerCommunicator, "__init__", with_fewer)
+    try:
+        fine = all(run_virtual(4, body, peer_access=True, timeout_s=5))
+    except RuntimeError as error:
+        fine = "before it waited for it" not in str(error)
+    assert not fine
+
+
+def test_a_message_that_is_changed_too_early_is_seen():
+    def body(topology: Topology):
+        (channel,) = channels(topology, 2)
+        other = 1 - topology.rank
+        (buffer,) = channel.buffers([((4,), torch.float32)], torch.device("cpu"))
+        sent = torch.zeros(4)
+        pending = channel.exchange([(sent, other)], [(buffer, other)])
+        sent[2] = 1
+        pending.wait()
+
+    with pytest.raises(RuntimeError, match="changed what it sent in turn 0"):
+        run_virtual(2, body, peer_access=True)
+
+
+def test_a_block_that_is_read_too_late_is_not_there():
+    def body(topology: Topology):
+        (channel,) = channels(topology, 2)
+        other = 1 - topology.rank
+        received = []
+        for turn in range(3):
+            (buffer,) = channel.buffers([((4,), torch.bfloat16)], torch.device("cpu"))
+            sent = torch.full((4,), float(turn), dtype=torch.bfloat16)
+            pending = channel.exchange([(sent, other)], [(buffer, other)])
+            if turn == 2:
+                assert received[0].isnan().all()
+                assert received[1].eq(1).all()
+            pending.wait()
+            received.append(buffer)
+
+    run_virtual(2, body, peer_access=True)
+
+
+def test_ranks_that_make_room_in_different_turns_are_seen():
+    def body(topology: Topology):
+        (channel,) = channels(topology, 2)
+        if topology.rank:
+            channel.exchange([], []).wait()
+        channel.buffers([((4,), torch.float32)], torch.device("cpu"))
+
+    with pytest.raises(RuntimeError, match="makes room in turn and of bytes"):
+        run_virtual(2, body, peer_access=True)
+
+
+def test_stress_finds_nothing_and_a_planted_fault(tmp_path, monkeypatch, capsys):
+    """The stress test for GPUs, on threads; the fault is one wrong number in one message."""
+    words = ["--virtual", "2", "--rounds", "6", "--minutes", "1", "--json", str(tmp_path / "x")]
+    assert stress_transport.main(words) == 0
+    found = json.loads((tmp_path / "x").read_text())
+    assert found["passed"]
+    assert found["cases"] >= 6
+    assert found["wrong_elements"] == 0
+    original = VirtualPeerCommunicator._post
+
+    def faulty(self, slot, sends, receives):
+        pending = original(self, slot, sends, receives)
+        if self._turn == 5 and receives and self.rank == 1:
+            return pending.then(lambda _: receives[0][0].view(-1)[0].mul_(3))
+        return pending
+
+    monkeypatch.setattr(VirtualPeerCommunicator, "_post", faulty)
+    assert stress_transport.main(words) == 1
+    found = json.loads((tmp_path / "x").read_text())
+    assert not found["passed"]
+    assert found["wrong_elements"] > 0
+    assert found["failures"]
+    assert "wrong elements" in capsys.readouterr().out.splitlines()[-1]

@@ -2,17 +2,16 @@
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from socket import gethostname
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from megatron_cp_plugin.core.comm import Communicator, ProcessGroupCommunicator
-
-if TYPE_CHECKING:
-    from megatron_cp_plugin.core.peer import PeerCommunicator
+from megatron_cp_plugin.core.peer import PeerCommunicator, SlottedCommunicator
+from megatron_cp_plugin.errors import ContextParallelError
 
 
 class Topology(ABC):
@@ -24,8 +23,11 @@ class Topology(ABC):
     Attributes: rank, size: within the group.
     """
 
-    rank: int
-    size: int
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+        self._peer_channels: dict[tuple[str, int], SlottedCommunicator] = {}
+        self._subgroups: dict[tuple[int, ...], Topology] = {}
 
     @abstractmethod
     def channel(self, name: str) -> Communicator:
@@ -36,18 +38,49 @@ class Topology(ABC):
     def peer_access(self) -> bool:
         """Whether every rank's GPU can write to every other's memory. A collective operation."""
 
-    @abstractmethod
     def peer_channel(self, name: str, slots: int) -> Communicator:
-        """Like `channel`, by copy engines: see core.peer. Needs `peer_access`."""
+        """Like `channel`, by copy engines and in so many slots: see core.peer.
+
+        Raises: ContextParallelError without `peer_access`.
+        """
+        if not self.peer_access:
+            raise ContextParallelError(
+                "transport peer needs GPUs of one node with access to each other's memory, got "
+                "ranks without it: use transport auto or group"
+            )
+        if (name, slots) not in self._peer_channels:
+            self._peer_channels[name, slots] = self._make_peer_channel(name, slots)
+        return self._peer_channels[name, slots]
+
+    @abstractmethod
+    def _make_peer_channel(self, name: str, slots: int) -> SlottedCommunicator: ...
 
     @property
-    @abstractmethod
     def peer_bytes(self) -> int:
-        """Memory that peer channels hold beside what torch's allocator knows of."""
+        """Memory that peer channels hold, here and in subgroups, beside torch's allocator's."""
+        own = sum(channel.held_bytes for channel in self._peer_channels.values())
+        return own + sum(topology.peer_bytes for topology in self._subgroups.values())
+
+    def drop_peer_channels(self) -> None:
+        """Forgets them, here and in subgroups, so that their memory is free once nobody uses it."""
+        self._peer_channels.clear()
+        for topology in self._subgroups.values():
+            topology.drop_peer_channels()
+
+    def subgroup(self, ranks: Sequence[int], name: str) -> "Topology":
+        """The topology of some of the ranks (of this group), which must include this rank.
+
+        All ranks ask for subgroups of one size at a time, which do not overlap.
+        """
+        chosen = tuple(ranks)
+        if chosen == tuple(range(self.size)):
+            return self
+        if chosen not in self._subgroups:
+            self._subgroups[chosen] = self._make_subgroup(chosen, name)
+        return self._subgroups[chosen]
 
     @abstractmethod
-    def subgroup(self, ranks: Sequence[int], name: str) -> "Topology":
-        """The topology of some of the ranks (of this group), which must include this rank."""
+    def _make_subgroup(self, ranks: tuple[int, ...], name: str) -> "Topology": ...
 
     @property
     @abstractmethod
@@ -78,8 +111,9 @@ class Topology(ABC):
 _topologies: dict[dist.ProcessGroup, "ProcessGroupTopology"] = {}
 
 
+@cache
 def _alone() -> Topology:
-    """One rank, which needs no network."""
+    """One rank, which needs no network: always the same, for it is the key of what is cached."""
     from megatron_cp_plugin.core.virtual import VirtualWorld
 
     return VirtualWorld(1).topology(0)
@@ -88,13 +122,12 @@ def _alone() -> Topology:
 class ProcessGroupTopology(Topology):
     """Over a torch.distributed process group."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.rank = dist.get_rank(group)
-        self.size = dist.get_world_size(group)
+    def __init__(self, group: dist.ProcessGroup, make: "JointMaking | None" = None) -> None:
+        """Args: make: makes the further groups; None: the ranks of each do, when they need it."""
+        super().__init__(dist.get_rank(group), dist.get_world_size(group))
         self._group = group
+        self._make = make
         self._channels: dict[str, Communicator] = {}
-        self._peer_channels: dict[str, PeerCommunicator] = {}
-        self._subgroups: dict[tuple[int, ...], Topology] = {}
         self._nodes: tuple[int, ...] | None = None
         self._peer_access: bool | None = None
 
@@ -128,33 +161,13 @@ class ProcessGroupTopology(Topology):
         dist.all_gather_object(answers, reached, group=self._group)
         return all(answers)
 
-    @property
-    def peer_bytes(self) -> int:
-        return sum(channel.held_bytes for channel in self._peer_channels.values())
+    def _make_peer_channel(self, name: str, slots: int) -> SlottedCommunicator:
+        return PeerCommunicator(name, self._group, slots)
 
-    def peer_channel(self, name: str, slots: int) -> Communicator:
-        from megatron_cp_plugin.core.peer import PeerCommunicator
-
-        if name not in self._peer_channels:
-            self._peer_channels[name] = PeerCommunicator(name, self._group, slots)
-        return self._peer_channels[name]
-
-    def drop_peer_channels(self) -> None:
-        """Forgets them, here and in subgroups, so that their memory is free once nobody uses it."""
-        self._peer_channels.clear()
-        for topology in self._subgroups.values():
-            if isinstance(topology, ProcessGroupTopology):
-                topology.drop_peer_channels()
-
-    def subgroup(self, ranks: Sequence[int], name: str) -> Topology:
-        chosen = tuple(ranks)
-        if chosen == tuple(range(self.size)):
-            return self
-        if chosen not in self._subgroups:
-            self._subgroups[chosen] = (
-                ProcessGroupTopology(self._new_group(chosen)) if len(chosen) > 1 else _alone()
-            )
-        return self._subgroups[chosen]
+    def _make_subgroup(self, ranks: tuple[int, ...], name: str) -> Topology:
+        if len(ranks) == 1:
+            return _alone()
+        return ProcessGroupTopology(self._new_group(ranks), self._make)
 
     @property
     def nodes(self) -> tuple[int, ...]:
@@ -166,11 +179,47 @@ class ProcessGroupTopology(Topology):
 
     def _new_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
         world_ranks = dist.get_process_group_ranks(self._group)
-        # Other context-parallel groups of the same job make theirs at another time, or never.
+        members = [world_ranks[rank] for rank in ranks]
+        if self._make is not None:
+            return self._make(members)
         group = dist.new_group(
-            [world_ranks[rank] for rank in ranks],
-            backend=dist.get_backend(self._group),
-            use_local_synchronization=True,
+            members, backend=dist.get_backend(self._group), use_local_synchronization=True
         )
         assert isinstance(group, dist.ProcessGroup)  # this rank is a member
         return group
+
+
+class JointMaking:
+    """Makes process groups by all ranks of the job together, in one order on all of them.
+
+    Ranks that make unequally many groups by themselves disagree about the names of later ones,
+    and hang in the next `torch.distributed.new_group`. So all ranks of the job call an instance
+    equally often, each for a group of its own, and all take part in making each other's.
+    """
+
+    def __init__(self, new_group: Callable[[list[int]], object]) -> None:
+        """Args: new_group: as `torch.distributed.new_group`, for a list of world ranks."""
+        self._new_group = new_group
+        self._done = False
+
+    def __call__(self, members: Sequence[int]) -> dist.ProcessGroup:
+        """The group of those world ranks, which must include this one.
+
+        Raises: ContextParallelError after `end`.
+        """
+        if self._done:
+            raise ContextParallelError(
+                f"process groups are made at set-up by all ranks together, got another one of "
+                f"ranks {', '.join(map(str, members))} now: all attention layers need the heads "
+                "of the model's configuration"
+            )
+        wanted: list[tuple[int, ...]] = [()] * dist.get_world_size()
+        dist.all_gather_object(wanted, tuple(members))
+        made = {ranks: self._new_group(list(ranks)) for ranks in sorted(set(wanted))}
+        group = made[tuple(members)]
+        assert isinstance(group, dist.ProcessGroup)
+        return group
+
+    def end(self) -> None:
+        """From now on another group is an error; some ranks would wait for others in vain."""
+        self._done = True

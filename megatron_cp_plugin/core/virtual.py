@@ -12,20 +12,33 @@ import torch
 from torch import Tensor
 
 from megatron_cp_plugin.core.comm import Communicator, Pending, Receive, Send
+from megatron_cp_plugin.core.peer import SlottedCommunicator
 from megatron_cp_plugin.core.topology import Topology
-from megatron_cp_plugin.errors import ContextParallelError
 
 Address = tuple[str, int, int, int]  # channel, number of the operation, from, to
 
+_NAN = 0xFF  # a byte; so many of them are NaN in every floating dtype
+
 
 class VirtualWorld:
-    """Mailboxes of `size` virtual ranks, on nodes of `ranks_per_node` of them (default: one)."""
+    """Mailboxes of `size` virtual ranks.
+
+    Args:
+        timeout_s: how long a rank waits for a message. ranks_per_node: default: all on one node.
+        peer_access: whether there are peer channels, see `VirtualPeerCommunicator`.
+    """
 
     def __init__(
-        self, size: int, timeout_s: float = 30.0, ranks_per_node: int | None = None
+        self,
+        size: int,
+        timeout_s: float = 30.0,
+        ranks_per_node: int | None = None,
+        *,
+        peer_access: bool = False,
     ) -> None:
         self.size = size
         self.ranks_per_node = ranks_per_node or size
+        self.peer_access = peer_access
         self.failed = Event()
         self._timeout_s = timeout_s
         self._lock = Lock()
@@ -63,8 +76,7 @@ class VirtualTopology(Topology):
     def __init__(
         self, world: VirtualWorld, members: Sequence[int], global_rank: int, path: str
     ) -> None:
-        self.rank = list(members).index(global_rank)
-        self.size = len(members)
+        super().__init__(list(members).index(global_rank), len(members))
         self._world = world
         self._members = tuple(members)
         self._global_rank = global_rank
@@ -81,16 +93,14 @@ class VirtualTopology(Topology):
 
     @property
     def peer_access(self) -> bool:
-        return False
+        return self._world.peer_access and self.size > 1
 
-    @property
-    def peer_bytes(self) -> int:
-        return 0
+    def _make_peer_channel(self, name: str, slots: int) -> SlottedCommunicator:
+        return VirtualPeerCommunicator(
+            f"{self._path}{name}", self._world, self._members, self._global_rank, slots
+        )
 
-    def peer_channel(self, name: str, slots: int) -> Communicator:
-        raise ContextParallelError("transport peer needs CUDA devices, got virtual ranks")
-
-    def subgroup(self, ranks: Sequence[int], name: str) -> Topology:
+    def _make_subgroup(self, ranks: tuple[int, ...], name: str) -> Topology:
         members = [self._members[rank] for rank in ranks]
         return VirtualTopology(self._world, members, self._global_rank, f"{self._path}{name}/")
 
@@ -149,18 +159,89 @@ class _VirtualCommunicator(Communicator):
         return self._world.take((self.channel, turn, self._members[source], self.global_rank))
 
 
+class VirtualPeerCommunicator(SlottedCommunicator):
+    """As over peer memory, at its worst: what is read too late or changed too early is seen.
+
+    A slot is NaN from the moment when an exchange that receives into it is posted; its messages
+    are there once that is waited for. What is sent must be the same when it is waited for as when
+    it was posted. Ranks that do not make room in the same turn are an error.
+    """
+
+    def __init__(
+        self,
+        channel: str,
+        world: VirtualWorld,
+        members: Sequence[int],
+        global_rank: int,
+        slots: int,
+    ) -> None:
+        rank = list(members).index(global_rank)
+        super().__init__(channel, rank, len(members), global_rank, slots)
+        self._world = world
+        self._members = members
+        self._slab = torch.empty(0, dtype=torch.uint8)
+
+    def _grow(self, slot_bytes: int) -> None:
+        mine = torch.tensor([self._turn, slot_bytes])
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        for rank in others:
+            self._world.post(self._address("room", 0, self.rank, rank), mine)
+        for rank in others:
+            theirs = self._world.take(self._address("room", 0, rank, self.rank))
+            if not torch.equal(mine, theirs):
+                raise RuntimeError(
+                    f"on {self.channel!r} rank {self.rank} makes room in turn and of bytes "
+                    f"{mine.tolist()}, rank {rank} {theirs.tolist()}"
+                )
+        self._slab = torch.full((self._slots * slot_bytes,), _NAN, dtype=torch.uint8)
+
+    def _post(self, slot: int, sends: Sequence[Send], receives: Sequence[Receive]) -> Pending[None]:
+        turn = self._turn
+        posted = [(tensor, _bits(tensor).clone()) for tensor, _ in sends]
+        for (_, to), (_, bits) in zip(sends, posted, strict=True):
+            self._world.post(self._address("blocks", turn, self.rank, to), bits)
+        if receives:
+            start = slot * self._slot_bytes
+            self._slab[start : start + self._slot_bytes] = _NAN
+
+        def finish() -> None:
+            for buffer, source in receives:
+                message = self._world.take(self._address("blocks", turn, source, self.rank))
+                _bits(buffer).copy_(message)
+            for tensor, bits in posted:
+                if not torch.equal(_bits(tensor), bits):
+                    raise RuntimeError(
+                        f"rank {self.rank} changed what it sent in turn {turn} on "
+                        f"{self.channel!r} before it waited for it"
+                    )
+
+        return Pending(finish)
+
+    def _address(self, what: str, turn: int, source: int, to: int) -> Address:
+        flow = f"{self.channel}, {what} in {self._slots} slots"
+        return flow, turn, self._members[source], self._members[to]
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """The bytes of a contiguous tensor, as a view."""
+    assert tensor.is_contiguous(), "messages are contiguous tensors"
+    return tensor.detach().view(-1).view(torch.uint8)
+
+
 def run_virtual[T](
     size: int,
     body: Callable[[Topology], T],
     timeout_s: float = 30.0,
     ranks_per_node: int | None = None,
+    *,
+    peer_access: bool = False,
 ) -> list[T]:
-    """Runs body(topology) on `size` virtual ranks, each a thread.
+    """Runs body(topology) on `size` virtual ranks, each a thread; other settings: VirtualWorld.
 
     Returns: the results by rank. Raises: the first error of any rank; RuntimeError if messages
     were sent that nobody received.
     """
-    world = VirtualWorld(size, timeout_s, ranks_per_node)
+    world = VirtualWorld(size, timeout_s, ranks_per_node, peer_access=peer_access)
     results: dict[int, T] = {}
     errors: list[BaseException] = []
 

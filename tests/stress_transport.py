@@ -1,0 +1,471 @@
+"""Stress of the peer transport: random calls, delays and streams, compared to the bit.
+
+    torchrun --nproc-per-node 2 tests/stress_transport.py --minutes 9 --seed 0 [--json FILE]
+    python tests/stress_transport.py --virtual 3 --minutes 0.1
+
+Rounds of several calls back to back, forwards and backwards of different algorithms mixed, each on
+a random stream behind random delays, other ones on each rank. Every result must be that of the same
+call over the process group, made before without delays. Some calls are captured in a CUDA graph
+over the process group and replayed; over peer memory capture must be refused. `--virtual` does the
+same on threads of one process, whose slots are poisoned (core.virtual), and needs no GPU.
+
+Prints wrong results and one line at the end; exits 1 if there is a wrong element, or no case ran.
+"""
+
+import argparse
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from random import Random
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import megatron_cp_plugin as cp
+from megatron_cp_plugin.core.topology import Topology
+from megatron_cp_plugin.core.virtual import run_virtual
+from megatron_cp_plugin.errors import ContextParallelError, KernelUnavailableError
+from megatron_cp_plugin.kernels import Problem, resolve
+
+NAMES = ("out", "dq", "dk", "dv")
+HEADS = ((8, 8), (8, 4), (8, 2), (8, 1), (16, 4), (12, 6), (4, 4))
+HEAD_DIMS = (64, 128)
+# Of the whole run, beyond --minutes; what hangs longer than that does not end by itself.
+GRACE_S = 45
+DELAY_CYCLES = 4_000_000
+DELAY_S = 0.003
+
+
+@dataclass(frozen=True)
+class Call:
+    """One attention, forward and backward. Attributes: tokens: of a rank. seed: of its inputs."""
+
+    algo: str
+    options: tuple[tuple[str, object], ...]
+    kernel: str
+    causal: bool
+    batch: int
+    tokens: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    seed: int
+
+    @property
+    def has_transport(self) -> bool:
+        return self.algo != "allgather"
+
+
+@dataclass
+class Report:
+    """What one rank found."""
+
+    cases: int = 0
+    rounds: int = 0
+    captured: int = 0
+    wrong_elements: int = 0
+    peer_bytes: int = 0
+    refused: list[str] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+
+
+def draw(random: Random, kernels: Sequence[str], shortest: int, longest: int) -> Call:
+    """A random call whose blocks visit every rank, so that they can travel over peer memory."""
+    heads, kv_heads = random.choice(HEADS)
+    algo = random.choice(("zigzag", "zigzag", "distflash", "distflash", "ring", "allgather"))
+    options: dict[str, object] = {}
+    if algo in ("zigzag", "ring"):
+        options["backward"] = random.choice(("kv", "query", "auto"))
+        options["gradients"] = random.choice(("float32", "model"))
+        options["chunks"] = random.choice((1, 2))
+    elif algo == "distflash":
+        options["balanced"] = random.random() < 0.75
+        options["overlap"] = random.random() < 0.75
+        options["last_step"] = random.choice(("shared", "owner"))
+        options["chunks"] = random.choice((1, 2))
+    else:
+        options["chunks"] = random.choice((1, 2))
+    return Call(
+        algo,
+        tuple(options.items()),
+        random.choice(kernels),
+        causal=algo != "ring" and random.random() < 0.7,
+        batch=random.choice((1, 1, 2)),
+        tokens=2 * random.randint(shortest // 2, longest // 2),  # of which zigzag makes two chunks
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=random.choice(HEAD_DIMS),
+        seed=random.getrandbits(32),
+    )
+
+
+class Stress:
+    """One rank's part of a run."""
+
+    def __init__(
+        self,
+        topology: Topology,
+        device: torch.device,
+        *,
+        seed: int,
+        kernels: Sequence[str],
+        shortest: int,
+        longest: int,
+    ) -> None:
+        self.topology = topology
+        self.device = device
+        self.cuda = device.type == "cuda"
+        # What all ranks draw alike, and what each draws for itself.
+        self.random = Random(seed)
+        self.own = Random(f"{seed} {topology.rank}")
+        self.kernels, self.lengths = kernels, (shortest, longest)
+        self.report = Report()
+        self.control = topology.channel("control")
+        self.sides = [torch.cuda.Stream() for _ in range(2)] if self.cuda else []
+
+    def run(self, deadline: float, rounds: int | None = None) -> Report:
+        """Rounds until the time is over on rank 0 (of `time.monotonic`), or so many."""
+        while self.report.rounds != rounds and self._goes_on(time.monotonic() < deadline):
+            self.round()
+            if self.cuda and self.report.rounds % 20 == 1:
+                self.capture()
+            if self.cuda and self.report.rounds % 100 == 0:
+                self._release()
+        self.report.peer_bytes = self.topology.peer_bytes
+        if self.cuda:
+            self.check_refusals()
+        return self.report
+
+    def round(self) -> None:
+        """Several calls in flight at once, then the comparison of all."""
+        calls = [self.draw() for _ in range(self.random.randint(1, 4))]
+        inputs = [self.inputs(call) for call in calls]
+        expected = [self.quiet(call, given) for call, given in zip(calls, inputs, strict=True)]
+        ready = None
+        if self.cuda:
+            ready = torch.cuda.Event()
+            ready.record()
+        outs: dict[int, tuple[Tensor, list[Tensor]]] = {}
+        got: dict[int, tuple[Tensor, ...]] = {}
+        for index, backward in self.order(len(calls)):
+            with self.anywhere(ready):
+                if backward:
+                    out, leaves = outs[index]
+                    gradients = torch.autograd.grad(out, leaves, inputs[index][3])
+                    got[index] = (out.detach(), *gradients)
+                else:
+                    leaves = [x.detach().requires_grad_() for x in inputs[index][:3]]
+                    outs[index] = self.attend(calls[index], leaves, "peer"), leaves
+        self._synchronize()
+        for index, call in enumerate(calls):
+            self.compare(call, expected[index], got[index])
+        self.report.rounds += 1
+
+    def order(self, count: int) -> Iterator[tuple[int, bool]]:
+        """(call, whether its backward) in an order that all ranks draw alike."""
+        waiting = list(range(count))
+        running: list[int] = []
+        while waiting or running:
+            if waiting and (not running or self.random.random() < 0.6):
+                running.append(waiting.pop(0))
+                yield running[-1], False
+            else:
+                yield running.pop(self.random.randrange(len(running))), True
+
+    def draw(self) -> Call:
+        return draw(self.random, self.kernels, *self.lengths)
+
+    def inputs(self, call: Call) -> list[Tensor]:
+        """q, k, v, dout of this rank."""
+        seed = (call.seed << 8) + self.topology.rank
+        generator = torch.Generator(self.device).manual_seed(seed)
+        dtype = torch.bfloat16 if self.cuda else torch.float32
+        heads = (call.heads, call.kv_heads, call.kv_heads, call.heads)
+        return [
+            torch.randn(
+                (call.batch, call.tokens, h, call.head_dim),
+                generator=generator,
+                device=self.device,
+                dtype=dtype,
+            )
+            for h in heads
+        ]
+
+    def attend(self, call: Call, leaves: Sequence[Tensor], transport: str) -> Tensor:
+        options = dict(call.options)
+        if call.has_transport:
+            options["transport"] = transport
+        q, k, v = leaves
+        return cp.attention(
+            q,
+            k,
+            v,
+            algo=call.algo,
+            group=self.topology,
+            causal=call.causal,
+            kernel=call.kernel,
+            **options,
+        )
+
+    def quiet(self, call: Call, given: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """(out, dq, dk, dv) over the process group."""
+        leaves = [x.detach().requires_grad_() for x in given[:3]]
+        out = self.attend(call, leaves, "group")
+        return (out.detach(), *torch.autograd.grad(out, leaves, given[3]))
+
+    def compare(
+        self, call: Call, expected: Sequence[Tensor], got: Sequence[Tensor], how: str = "peer"
+    ) -> None:
+        """Counts the elements that are not the same bits, or not numbers."""
+        self.report.cases += 1
+        for name, want, have in zip(NAMES, expected, got, strict=True):
+            bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[want.element_size()]
+            differ = want.contiguous().view(bits) != have.contiguous().view(bits)
+            wrong = int((differ | ~have.isfinite()).sum())
+            if wrong:
+                self.report.wrong_elements += wrong
+                self.report.failures.append(
+                    f"rank {self.topology.rank} round {self.report.rounds} {how} {name}: "
+                    f"{wrong} of {want.numel()} wrong: {call}"
+                )
+                print(f"WRONG {self.report.failures[-1]}", flush=True)
+
+    def anywhere(self, ready: "torch.cuda.Event | None") -> AbstractContextManager[object]:
+        """A random stream of this rank's own choice, with delays before what is queued next."""
+        if self.own.random() < 0.3:
+            time.sleep(self.own.random() * DELAY_S)
+        if not self.cuda:
+            return nullcontext()
+        streams = [torch.cuda.default_stream(), *self.sides]
+        copying = [getattr(c, "_stream", None) for c in self._peer_channels()]
+        for stream in (*streams, *filter(None, copying)):
+            if self.own.random() < 0.3:
+                with torch.cuda.stream(stream):
+                    torch.cuda._sleep(self.own.randrange(10_000, DELAY_CYCLES))
+        chosen = self.own.choice(streams)
+        assert ready is not None
+        chosen.wait_event(ready)
+        return torch.cuda.stream(chosen)
+
+    def capture(self) -> None:
+        """A call over the process group, captured once and replayed with other inputs."""
+        call = self.draw()
+        given = self.inputs(call)
+        leaves = [x.detach().clone().requires_grad_() for x in given[:3]]
+        dout = given[3].clone()
+
+        def step() -> tuple[Tensor, ...]:
+            out = self.attend(call, leaves, "group")
+            return (out.detach(), *torch.autograd.grad(out, leaves, dout))
+
+        side = self.sides[0]
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(2):
+                step()
+        torch.cuda.current_stream().wait_stream(side)
+        self._meet()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            results = step()
+        for seed in (call.seed + 1, call.seed + 2):
+            other = self.inputs(Call(**(vars(call) | {"seed": seed})))
+            expected = self.quiet(call, other)
+            with torch.no_grad():
+                for target, x in zip((*leaves, dout), other, strict=True):
+                    target.copy_(x)
+            for x in results:
+                x.fill_(float("nan"))
+            graph.replay()
+            torch.cuda.synchronize()
+            self.compare(call, expected, results, "replayed")
+        graph.reset()
+        self.report.captured += 1
+
+    def check_refusals(self) -> None:
+        """Capture over peer memory ends with an error of one line."""
+        for algo in ("zigzag", "distflash"):
+            call = Call(algo, (), self.kernels[0], True, 1, 512 * 2, 8, 4, 64, 0)
+            leaves = self.inputs(call)[:3]
+            # Room and kernels are there then.
+            self.attend(call, leaves, "peer")
+            self._meet()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                try:
+                    self.attend(call, leaves, "peer")
+                except ContextParallelError as error:
+                    self.report.refused.append(str(error))
+            torch.cuda.synchronize()
+
+    def _goes_on(self, mine: bool) -> bool:
+        flag = torch.tensor([int(mine)], device=self.device)
+        return bool(self.control.all_gather(flag).wait()[0].item())
+
+    def _peer_channels(self) -> list[object]:
+        return list(self.topology._peer_channels.values())
+
+    def _release(self) -> None:
+        """Receive buffers are made anew."""
+        self._meet()
+        cp.release()
+        self._meet()
+
+    def _synchronize(self) -> None:
+        if self.cuda:
+            torch.cuda.synchronize()
+
+    def _meet(self) -> None:
+        """All ranks have come here, and their GPUs have finished."""
+        self._synchronize()
+        self._goes_on(True)
+        self._synchronize()
+
+
+def serving(kernels: Sequence[str], device: torch.device) -> list[str]:
+    """Those of the kernels that serve all problems here."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    found = []
+    for kernel in kernels:
+        try:
+            for heads, kv_heads in HEADS:
+                for dim in HEAD_DIMS:
+                    resolve(kernel, Problem(device, dtype, heads, kv_heads, dim))
+        except KernelUnavailableError as error:
+            print(f"without {kernel}: {error}", flush=True)
+        else:
+            found.append(kernel)
+    return found
+
+
+def total(reports: Sequence[Report]) -> Report:
+    """Of all ranks."""
+    first = reports[0]
+    return Report(
+        first.cases,
+        first.rounds,
+        first.captured,
+        sum(r.wrong_elements for r in reports),
+        min(r.peer_bytes for r in reports),
+        [line for r in reports for line in r.refused],
+        [line for r in reports for line in r.failures],
+    )
+
+
+def conclude(report: Report, size: int, seconds: float, cuda: bool, path: Path | None) -> int:
+    """Prints one line, writes the file; the exit status."""
+    problems = []
+    if report.wrong_elements:
+        problems.append(f"{report.wrong_elements} wrong elements")
+    if not report.cases or not report.peer_bytes:
+        problems.append("no case ran over peer memory")
+    if cuda and (
+        len(report.refused) != 2 * size or any("transport group" not in x for x in report.refused)
+    ):
+        problems.append(f"capture over peer memory was refused {len(report.refused)} times")
+    verdict = "; ".join(problems) or "0 wrong elements"
+    print(
+        f"stress: {report.cases} cases in {report.rounds} rounds on {size} ranks, "
+        f"{report.captured} captured, {seconds:.0f} s: {verdict}",
+        flush=True,
+    )
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        content = vars(report) | {"ranks": size, "seconds": seconds, "passed": not problems}
+        path.write_text(json.dumps(content, indent=1) + "\n")
+    return 1 if problems else 0
+
+
+def end_if_hung(seconds: float, status: Callable[[], str]) -> threading.Timer:
+    """Ends this process after so many seconds, with what it was at."""
+
+    def end() -> None:
+        print(f"stress: hung, {status()}", flush=True)
+        os._exit(3)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    return timer
+
+
+def on_threads(args: argparse.Namespace) -> int:
+    began = time.monotonic()
+    torch.set_num_threads(1)
+
+    def body(topology: Topology) -> Report:
+        device = torch.device("cpu")
+        settings = {"kernels": ["auto"], "shortest": 8, "longest": 64}
+        stress = Stress(topology, device, seed=args.seed, **settings)
+        return stress.run(began + 60 * args.minutes, args.rounds)
+
+    reports = run_virtual(args.virtual, body, peer_access=True)
+    seconds = time.monotonic() - began
+    return conclude(total(reports), args.virtual, seconds, False, args.json)
+
+
+def on_gpus(args: argparse.Namespace) -> int:
+    began = time.monotonic()
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    device = torch.device("cuda", torch.cuda.current_device())
+    # Kernels whose results repeat; torch would also fill what is not written yet, which takes time.
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    dist.init_process_group("nccl", timeout=timedelta(minutes=3))
+    topology = Topology.of(None)
+    if not topology.peer_access:
+        print("stress: needs GPUs with access to each other's memory, got none", flush=True)
+        return 1
+    kernels = serving(args.kernels.split(","), device)
+    if not kernels:
+        return 1
+    stress = Stress(
+        topology,
+        device,
+        seed=args.seed,
+        kernels=kernels,
+        shortest=args.shortest,
+        longest=args.longest,
+    )
+    timer = end_if_hung(
+        60 * args.minutes + GRACE_S,
+        lambda: f"rank {topology.rank}, round {stress.report.rounds}, {stress.report.cases} cases",
+    )
+    report = stress.run(began + 60 * args.minutes, args.rounds)
+    reports = [report] * topology.size
+    dist.all_gather_object(reports, report)
+    status = 0
+    if topology.rank == 0:
+        seconds = time.monotonic() - began
+        status = conclude(total(reports), topology.size, seconds, True, args.json)
+    timer.cancel()
+    dist.destroy_process_group()
+    return status
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--minutes", type=float, default=9.0, help="of the whole run")
+    parser.add_argument("--rounds", type=int, help="at most")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kernels", default="torch_flash,flash4,auto")
+    parser.add_argument("--shortest", type=int, default=512, help="tokens of a rank, at least")
+    parser.add_argument("--longest", type=int, default=8192, help="tokens of a rank, at most")
+    parser.add_argument("--json", type=Path, help="file for the results")
+    parser.add_argument("--virtual", type=int, metavar="P", help="threads in place of GPUs")
+    args = parser.parse_args(argv)
+    return on_threads(args) if args.virtual else on_gpus(args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
