@@ -46,6 +46,7 @@ log = logging.getLogger(__name__)
 Block = tuple[Tensor, ...]
 LastStep = Literal["owner", "shared"]
 
+_FLOWS = ("fetches", "returns")
 _LAYOUT = Contiguous()
 
 
@@ -276,8 +277,20 @@ class DistFlash(Algorithm):
                 "distflash transport peer needs GPUs of one node with access to each other's "
                 "memory, got ranks without it: use transport auto or group"
             )
-        self._fetches = self._flow("fetches")
-        self._returns = self._flow("returns")
+
+    def make_flows(self, shape: Shape) -> None:
+        """See Algorithm.make_flows; all ranks of a job make them, whoever has peer access."""
+        if self.options.transport != "peer":
+            for name in _FLOWS:
+                self.topology.channel(name)
+
+    @cached_property
+    def _fetches(self) -> Communicator:
+        return self._flow(_FLOWS[0])
+
+    @cached_property
+    def _returns(self) -> Communicator:
+        return self._flow(_FLOWS[1])
 
     def _flow(self, name: str) -> Communicator:
         """A flow of messages; by copy engines, where a block is read until the next but one."""

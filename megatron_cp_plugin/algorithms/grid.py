@@ -146,7 +146,10 @@ class GridSchedule(ABC):
         to, source = flows.key_holder, flows.key_owner
         if back:
             to, source = source, to
-        if flows.transposes is None or to == flows.rank:
+        if flows.transposes is None:
+            return x
+        if to == flows.rank:
+            flows.transposes.exchange([], []).wait()
             return x
         owner = flows.rank if back else source
         tokens = self.length(owner, seq_len)
@@ -198,6 +201,10 @@ class GridAlgorithm(Algorithm):
 
     windows = True
     schedule: GridSchedule
+
+    def make_flows(self, shape: Shape) -> None:
+        """See Algorithm.make_flows."""
+        self.schedule.flows(shape)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Saved]:
         """See Algorithm.forward."""

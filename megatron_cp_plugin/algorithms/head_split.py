@@ -136,6 +136,10 @@ class HeadSplit(Algorithm):
     def degree(self, kv_heads: int) -> int:
         """U, for a number of KV heads."""
 
+    def make_flows(self, shape: Shape) -> None:
+        """See Algorithm.make_flows."""
+        self._split(shape).ring.make_flows(shape)
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Saved]:
         """See Algorithm.forward."""
         split = self._split(Shape.of(q, k, v, call))

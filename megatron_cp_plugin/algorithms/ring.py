@@ -40,6 +40,8 @@ from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.kernels.base import Statistics
 from megatron_cp_plugin.registry import register
 
+_FLOWS = ("blocks", "gradients")
+
 Block = tuple[Tensor, ...]
 Visit = Callable[[Block, tuple[Tile, ...]], tuple[GradientSum, ...]]
 # Takes a sum, and what is to be added to it.
@@ -195,6 +197,12 @@ class Ring(Algorithm):
         assert isinstance(options, cls.Options)
         check_chunks(cls.name, options.chunks)
 
+    def make_flows(self, shape: Shape) -> None:
+        """See Algorithm.make_flows; some calls need them even where there is peer access."""
+        if self.options.transport != "peer":
+            for name in _FLOWS:
+                self.topology.channel(name)
+
     def _flow(self, name: str, tour: Tour, slots: int) -> Communicator:
         """The flow of messages of that name, by copy engines where wanted and possible."""
         wanted = self.options.transport
@@ -339,9 +347,10 @@ class Ring(Algorithm):
         Returns: to be waited for until they have.
         """
         rank = self.topology.rank
-        blocks = self._flow("blocks", tour, slots=2)
+        of_blocks, of_sums = _FLOWS
+        blocks = self._flow(of_blocks, tour, slots=2)
         sums = _TravellingSums(
-            self._flow("gradients", tour, slots=1), tour, block, self._sum_dtype(block[0].dtype)
+            self._flow(of_sums, tour, slots=1), tour, block, self._sum_dtype(block[0].dtype)
         )
         held: Block | None = block
         for step in range(tour.size):

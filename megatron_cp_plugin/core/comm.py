@@ -130,7 +130,9 @@ class Pending[T]:
 
 
 class Communicator(ABC):
-    """One flow of messages among P ranks. Operations are posted in the same order by all ranks.
+    """One flow of messages among P ranks.
+
+    All ranks post the same operations in the same order, also those in which they do nothing.
 
     Attributes: rank, size: within the group. global_rank: for the log. channel: name of the flow.
     """
@@ -216,17 +218,22 @@ class Communicator(ABC):
 
 
 class ProcessGroupCommunicator(Communicator):
-    """Over a torch.distributed process group (NCCL, gloo)."""
+    """Over a torch.distributed process group (NCCL, gloo), whose ranks connect when it is used."""
 
     def __init__(self, channel: str, group: dist.ProcessGroup) -> None:
         super().__init__(channel, dist.get_rank(group), dist.get_world_size(group), dist.get_rank())
         self._group = group
         self._ranks = dist.get_process_group_ranks(group)
-        if dist.get_backend(group) == "nccl" and self.size > 1:
-            # A first operation that only some ranks take part in would never connect the others.
-            dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
+        self._connected = dist.get_backend(group) != "nccl" or self.size == 1
+
+    def _connect(self) -> None:
+        """All ranks post every operation, but a first one in which some do nothing would not do."""
+        if not self._connected:
+            dist.all_reduce(torch.zeros(1, device="cuda"), group=self._group)
+            self._connected = True
 
     def _exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Pending[None]:
+        self._connect()
         ops = [
             dist.P2POp(dist.isend, tensor, self._ranks[to], self._group) for tensor, to in sends
         ] + [
@@ -236,6 +243,7 @@ class ProcessGroupCommunicator(Communicator):
         return self._after(dist.batch_isend_irecv(ops) if ops else [], None)
 
     def _all_gather(self, x: Tensor) -> Pending[Tensor]:
+        self._connect()
         out = x.new_empty((self.size, *x.shape))
         # all_gather_into_tensor takes dim 0 concatenated, and no tensor without dimensions.
         work = dist.all_gather_into_tensor(
@@ -244,6 +252,7 @@ class ProcessGroupCommunicator(Communicator):
         return self._after([work], out)
 
     def _reduce_scatter(self, x: Tensor) -> Pending[Tensor]:
+        self._connect()
         out = torch.empty_like(x[0])
         work = dist.reduce_scatter_tensor(
             out.view(-1), x.view(-1), group=self._group, async_op=True
@@ -251,6 +260,7 @@ class ProcessGroupCommunicator(Communicator):
         return self._after([work], out)
 
     def _all_to_all(self, x: Tensor) -> Pending[Tensor]:
+        self._connect()
         out = torch.empty_like(x)
         work = dist.all_to_all_single(out, x, group=self._group, async_op=True)
         return self._after([work], out)

@@ -90,13 +90,15 @@ class Topology(ABC):
     @staticmethod
     def of(group: dist.ProcessGroup | None) -> "Topology":
         """Topology of a process group; None: all processes, or this one where there is no
-        process group.
+        process group. Its ranks alone make further groups, when they need them.
         """
         if group is None:
             if not dist.is_initialized():
                 return _alone()
             group = dist.group.WORLD
             assert group is not None
+        if dist.get_world_size(group) == 1:
+            return _alone()
         if group not in _topologies:
             _topologies[group] = ProcessGroupTopology(group)
         return _topologies[group]

@@ -31,9 +31,9 @@ class Hooks:
 
     - `add_megatron_arguments`: takes the flag that other processes of the run refuse;
     - `validate_args`: checks Megatron's arguments and makes the runtime;
-    - the constructors of `GPTModel` and `HybridModel`: put the plugin's attention and position
-      embeddings into the model, refuse tensors that the plugin has not cut, and put document
-      masks in the place of packed sequences;
+    - the constructors of `GPTModel` and `HybridModel`: make process groups, put the plugin's
+      attention and position embeddings into the model, refuse tensors that the plugin has not cut,
+      and put document masks in the place of packed sequences;
     - `setup_model_and_optimizer`: refuses models of other kinds;
     - `YarnRotaryEmbedding._set_cos_sin_cache`: makes no table that nobody reads;
     - `get_batch_on_this_cp_rank`: cuts batches by the layout, and marks them;
@@ -47,6 +47,7 @@ class Hooks:
         self._device = device
         self._runtime: Runtime | None = None
         self._batches: Batches | None = None
+        self._args: Any = None
 
     def install(self) -> None:
         """Puts the hooks in force; call before the training script imports the names.
@@ -156,6 +157,7 @@ class Hooks:
         check_interleaving(validated)
         if config.size > 1:
             validated.cp_comm_type = [self._comm_type]
+        self._args = validated
         return validated
 
     @property
@@ -169,6 +171,7 @@ class Hooks:
 
     def _build_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         from megatron_cp_plugin.integration.checks import check_settings
+        from megatron_cp_plugin.integration.groups import set_up_groups
         from megatron_cp_plugin.integration.inputs import serve_inputs
         from megatron_cp_plugin.integration.rope import use_layout
         from megatron_cp_plugin.integration.spec import with_multi_token, with_plugin
@@ -188,6 +191,7 @@ class Hooks:
                 "ignored: give --cp-comm-type on the command line"
             )
         given, runtime = call.arguments, self._runtime
+        set_up_groups(runtime, self._args, config, given.get("pg_collection"))
         name = "hybrid_stack_spec" if "hybrid_stack_spec" in given else "transformer_layer_spec"
         given[name] = with_plugin(given[name], config, given.get("vp_stage"), runtime)
         if given.get("mtp_block_spec") is not None:

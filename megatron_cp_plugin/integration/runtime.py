@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -12,11 +13,11 @@ from torch import Tensor
 
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.config import ContextParallelConfig
-from megatron_cp_plugin.core.algorithm import Algorithm
+from megatron_cp_plugin.core.algorithm import Algorithm, Shape
 from megatron_cp_plugin.core.document_layout import PerDocument
 from megatron_cp_plugin.core.layout import positions
 from megatron_cp_plugin.core.linear import LinearAlgorithm
-from megatron_cp_plugin.core.topology import Topology
+from megatron_cp_plugin.core.topology import JointMaking, ProcessGroupTopology, Topology
 
 
 class Runtime:
@@ -35,23 +36,47 @@ class Runtime:
         self._algorithms: dict[dist.ProcessGroup, Algorithm] = {}
         self._linear: dict[dist.ProcessGroup, LinearAlgorithm] = {}
         self._by_algo: dict[str, Runtime] = {}
+        self._topologies: dict[dist.ProcessGroup, Topology] = {}
+
+    def set_up(
+        self, group: dist.ProcessGroup, shape: Shape, new_group: Callable[[list[int]], object]
+    ) -> None:
+        """Makes all process groups that the run's algorithms need.
+
+        All ranks of the job call it together, whatever algorithms their pipeline stages have.
+        Does nothing for a group that has been set up.
+
+        Args:
+            group: The context-parallel group.
+            shape: Of the model's attention, see `Algorithm.make_flows`.
+            new_group: As `torch.distributed.new_group`, for a list of world ranks.
+        """
+        if group in self._topologies or group.size() == 1:
+            return
+        make = JointMaking(new_group)
+        self._topologies[group] = ProcessGroupTopology(group, make)
+        for algo in self.config.algorithms:
+            served = self.serving(algo)
+            if registry.kind_of(algo) == "softmax":
+                served.algorithm(group).make_flows(shape)
+            else:
+                served.linear_algorithm(group)
+        make.end()
 
     def algorithm(self, group: dist.ProcessGroup) -> Algorithm:
-        """Returns the algorithm over a context-parallel group, made on first use.
+        """Returns the algorithm over a context-parallel group.
 
-        Making one is a collective operation of the group's ranks.
+        Where `set_up` has not made it, making one is a collective operation of the group's ranks.
         """
         if group not in self._algorithms:
-            config = self.config
-            topology = Topology.of(group)
+            config, topology = self.config, self._topology(group)
             self._algorithms[group] = registry.create(config.algo, topology, dict(config.options))
         return self._algorithms[group]
 
     def linear_algorithm(self, group: dist.ProcessGroup) -> LinearAlgorithm:
         """Returns the algorithm of linear attention over a group; otherwise as `algorithm`."""
         if group not in self._linear:
-            config = self.config
-            topology = Topology.of(group)
+            config, topology = self.config, self._topology(group)
             self._linear[group] = registry.create_linear(
                 config.algo, topology, dict(config.options)
             )
@@ -67,7 +92,11 @@ class Runtime:
                 # The kernel that was chosen computes attention of the other kind.
                 config = replace(config, kernel="auto")
             self._by_algo[algo] = Runtime(config)
+            self._by_algo[algo]._topologies = self._topologies
         return self._by_algo[algo]
+
+    def _topology(self, group: dist.ProcessGroup) -> Topology:
+        return self._topologies.get(group) or Topology.of(group)
 
     @property
     def follows_documents(self) -> bool:

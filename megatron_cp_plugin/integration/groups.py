@@ -1,0 +1,76 @@
+"""Process groups of context parallelism, made at set-up as Megatron makes its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import yaml
+from megatron.core import parallel_state
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_cp_plugin.core.algorithm import Shape
+from megatron_cp_plugin.core.partial import accumulation_dtype
+from megatron_cp_plugin.integration.features import Settings, is_latent
+from megatron_cp_plugin.integration.runtime import Runtime
+
+
+def set_up_groups(runtime: Runtime, args: Any, config: TransformerConfig, groups: Any) -> None:
+    """Makes all process groups that the run's algorithms need, by all ranks of the job.
+
+    Args:
+        runtime: Of the run.
+        args: Megatron's namespace, validated.
+        config: Of the model.
+        groups: The model's ProcessGroupCollection; None: Megatron's own groups.
+    """
+    own = parallel_state.get_context_parallel_group() if groups is None else groups.cp
+    runtime.set_up(own, _shape(config, runtime, own.size()), _new_group(args))
+
+
+def _shape(config: TransformerConfig, runtime: Runtime, size: int) -> Shape:
+    """What attention layers compute on a tensor-parallel rank, of any length that suits all."""
+    heads = config.num_attention_heads // config.tensor_model_parallel_size
+    kv_heads = (
+        config.num_query_groups or config.num_attention_heads
+    ) // config.tensor_model_parallel_size
+    head_dim = value_dim = config.kv_channels
+    if is_latent(Settings(config)):
+        kv_heads = heads
+        head_dim, value_dim = config.qk_head_dim + config.qk_pos_emb_head_dim, config.v_head_dim
+    dtype = config.params_dtype
+    return Shape(
+        1,
+        runtime.config.layout.multiple(size),
+        heads,
+        max(1, kv_heads),
+        head_dim,
+        dtype.itemsize,
+        accumulation_dtype(dtype).itemsize,
+        value_dim,
+    )
+
+
+def _new_group(args: Any) -> Callable[[list[int]], object]:
+    """Makes a group with the timeout and the NCCL options that context-parallel groups have."""
+    options: dict[str, dict[str, Any]] = {}
+    if args.nccl_communicator_config_path is not None:
+        text = Path(args.nccl_communicator_config_path).read_text()
+        options = yaml.safe_load(text) or {}
+    if "cp" in (args.high_priority_stream_groups or ()):
+        options.setdefault("cp", {})["is_high_priority_stream"] = True
+    timeout = timedelta(minutes=args.distributed_timeout_minutes)
+
+    def new_group(ranks: list[int]) -> object:
+        # Megatron keeps a list of the groups whose timeouts it changes after the first step. Torch
+        # changes the options of a group, so that each needs its own.
+        return parallel_state.create_group(
+            ranks,
+            timeout=timeout,
+            pg_options=parallel_state.get_nccl_options("cp", options),
+            group_desc="CONTEXT_PARALLEL_GROUP",
+        )
+
+    return new_group
