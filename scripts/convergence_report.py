@@ -16,6 +16,8 @@ from rich.table import Table
 
 from megatron_cp_plugin.integration.parity import Tolerances
 
+_LINEAR_TO = 1e-9
+
 
 def show(outcomes: Sequence[Outcome], tolerances: Tolerances, console: Console) -> None:
     """Prints the table, and one line for every problem."""
@@ -43,8 +45,9 @@ def show(outcomes: Sequence[Outcome], tolerances: Tolerances, console: Console) 
         if comparison is None:
             cells += ["", "", ""]
         else:
-            worst = (comparison.loss, comparison.grad_norm, comparison.gradient)
-            cells += [f"{w.error:.1e}" for w in worst]
+            gradient = max(comparison.gradient.error, comparison.later_gradient.error)
+            errors = (comparison.loss.error, comparison.grad_norm.error, gradient)
+            cells += [f"{error:.1e}" if error else "0" for error in errors]
         cells.append(_size(recording.sent_bytes()) if outcome.run.cp > 1 else "")
         cells.append(f"{recording.seconds() * 1e3:.0f}")
         verdict = "" if comparison is None else "[green]equal[/]"
@@ -110,14 +113,16 @@ def draw(outcomes: Sequence[Outcome], tolerances: Tolerances, title: str, path: 
         style["linestyle"] = ("-", "--", ":", "-.")[number % 4]
         top.plot(steps, losses, label=f"{run.label}, CP {run.cp}", **style)
         errors = [
-            # A logarithmic axis has no zero: exactly equal is drawn at the bottom.
-            max(abs(got - want) / abs(want), 1e-9) if want else math.nan
+            abs(got - want) / abs(want) if want else math.nan
             for got, want in zip(losses, expected, strict=False)
         ]
         bottom.plot(steps[: len(errors)], errors, marker=".", **style)
     bottom.axhline(tolerances.loss, color="0.4", linestyle="--", linewidth=1)
     bottom.annotate("allowed", (1, tolerances.loss * 0.8), va="top", color="0.4")
-    bottom.set(yscale="log", ylabel="relative distance", xlabel="iteration")
+    # Linear from 0 to less than one rounding of float32, so that exactly equal is drawn as 0.
+    bottom.set_yscale("symlog", linthresh=_LINEAR_TO, linscale=0.5)
+    bottom.set_ylim(bottom=-_LINEAR_TO / 2)
+    bottom.set(ylabel="relative distance", xlabel="iteration")
     bottom.xaxis.set_major_locator(MaxNLocator(integer=True))
     top.set(ylabel="loss", title=title)
     top.legend()

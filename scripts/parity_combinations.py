@@ -43,8 +43,10 @@ MODEL: dict[str, object] = {
     "vocab_size": 127,
     "micro_batch_size": 1,
     "global_batch_size": 4,
-    "lr": 1e-3,
-    "min_lr": 1e-4,
+    # Adam turns the rounding of a gradient that is all but zero into a whole step, the wrong way in
+    # one run of two: with steps of 1e-3 gradients of the third iteration are off by up to 1.4e-4.
+    "lr": 1e-4,
+    "min_lr": 1e-5,
     "lr_decay_style": "constant",
     "eval_interval": 1000,
     "eval_iters": 0,
@@ -188,8 +190,11 @@ class Combination:
 
 
 def rounded(unit: float) -> Tolerances:
-    """What counts as equal in a dtype: 1, 5 and 20 roundings for losses, norms and gradients."""
-    return Tolerances(unit, 5 * unit, 20 * unit)
+    """What counts as equal in a dtype: 1, 5 and 20 roundings for losses, norms and gradients.
+
+    40 for gradients of later iterations: weights that differ by a hair are rounded apart too.
+    """
+    return Tolerances(unit, 5 * unit, 20 * unit, 40 * unit)
 
 
 def linear(
@@ -215,8 +220,7 @@ def hybrid(key: str, about: str, layers: str, algo: str, **flags: object) -> Com
     )
 
 
-# Small steps: Adam turns the rounding of a gradient near zero into a whole step the other way,
-# which a sharp model would amplify from iteration to iteration.
+# For the same reason smaller steps still where rounding is coarser.
 SMALL_STEPS: dict[str, object] = {"lr": 1e-5, "min_lr": 1e-6}
 BF16: dict[str, object] = SMALL_STEPS | {"bf16": True}
 BF16_BOUND = rounded(2**-9)

@@ -47,7 +47,8 @@ def test_cells(tmp_path: Path) -> None:
 def cell(matrix: ModuleType, key: str, error: float = 1e-7, problem: str = "") -> object:
     combination = next(c for c in matrix.COMBINATIONS if c.key == key)
     variant = combination.variants[0]
-    comparison = Comparison(Worst(error), Worst(error), Worst(error), {}, [problem] * bool(problem))
+    worst = [Worst(error)] * 4
+    comparison = Comparison(*worst, problems=[problem] * bool(problem))
     outcome = matrix.Outcome(combination.run(variant), comparison=comparison)
     return matrix.Cell(combination, variant, outcome)
 
@@ -63,8 +64,8 @@ def test_table(matrix: ModuleType) -> None:
     text = matrix.table([passed, wrong, refused, crashed], 5)
     assert "4 of 5 cells run: 2 equal to the unsplit model or refused, 2 failed." in text
     for row in (
-        "| `rope-gqa` | RoPE, GQA 8:4, untied embeddings | 4 | 4 | 1e-07 / 1e-07 |",
-        "| `tp` | TP 2 | 2 | 4 | **5e-01 / 5e-01** |",
+        "| `rope-gqa` | RoPE, GQA 8:4, untied embeddings | 4 | 4 | 1e-07 / 1e-07 / 1e-07 |",
+        "| `tp` | TP 2 | 2 | 4 | **5e-01 / 5e-01 / 5e-01** |",
         "| 4 | 4 | refused (1) |",
         "| 2 | 4 | **failed** |",
         "1. no",

@@ -74,8 +74,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--cp-record",
         metavar="DIR",
         default=None,
-        help="write losses of all iterations and gradients of the first one into a folder, for "
-        "comparison with another run",
+        help="write losses of all iterations and gradients of the first, the middle and the last "
+        "one into a folder, for comparison with another run",
     )
     return parser
 

@@ -3,10 +3,10 @@
 `--cp-record DIR` makes every rank write into DIR
 
 - `rank00000.jsonl`: one line an iteration with losses, gradient norm and seconds;
-- `rank00000.json`: what the run is, and digests of this rank's parameters and gradients at the
-  first iteration;
-- `rank00000.pt`: the gradients themselves, of the first rank of each model shard, with Q, K and V
-  of a fused projection apart.
+- `rank00000.json`: what the run is, digests of this rank's parameters at the start, and of its
+  gradients at the first, the middle and the last iteration;
+- `rank00000.1.pt`: the gradients themselves at iteration 1, of the first rank of each model shard,
+  with Q, K and V of a fused projection apart; likewise for the other two iterations.
 
 A recording does not change the run: gradients are copied after Megatron has reduced and finalized
 them and before its optimizer sees them.
@@ -64,6 +64,9 @@ class Recorder:
         self._folder = Path(folder)
         self._algo = algo
         self._iteration = 0
+        self._recorded: set[int] = set()
+        self._content: dict[str, Any] = {}
+        self._recording_s = 0.0
 
     def install(self) -> None:
         """Wraps Megatron's `train_step`; call before the training loop starts.
@@ -88,9 +91,9 @@ class Recorder:
         self._iteration += 1
         started = time.perf_counter()
         if self._iteration == 1:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            # Lines are appended: those of an earlier run must not stay.
-            self._path(".jsonl").unlink(missing_ok=True)
+            self._begin()
+        self._recording_s = 0.0
+        if self._iteration in self._recorded:
             call.arguments["forward_backward_func"] = self._observed(
                 call.arguments["forward_backward_func"], call.arguments["model"]
             )
@@ -104,36 +107,49 @@ class Recorder:
             else {},
             "grad_norm": None if grad_norm is None else float(grad_norm),
             "skipped": bool(skipped),
-            "seconds": time.perf_counter() - started,
+            "seconds": time.perf_counter() - started - self._recording_s,
         }
         with self._path(".jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
         return result
 
+    def _begin(self) -> None:
+        from megatron.training import get_args
+
+        args = get_args()
+        last = (args.train_iters or 1) - args.iteration  # a run may go on from a checkpoint
+        self._recorded = {1, (last + 1) // 2, last}
+        self._folder.mkdir(parents=True, exist_ok=True)
+        # Those of an earlier run must not stay.
+        for path in self._folder.glob(f"{self._path('.').name}*"):
+            path.unlink()
+
     def _observed(self, forward_backward: Callable[..., Any], model: Any) -> Callable[..., Any]:
-        """Wraps the pass through the model of the first iteration."""
+        """Wraps the pass through the model of an iteration whose gradients are recorded."""
 
         def observed(*args: Any, **kwargs: Any) -> Any:
-            weights = {name: _digest(p.detach()) for name, p in _parameters(model).items()}
+            if self._iteration == 1:
+                started = time.perf_counter()
+                weights = {name: _digest(p.detach()) for name, p in _parameters(model).items()}
+                self._content["weights"] = weights
+                self._recording_s += time.perf_counter() - started
             # A distributed optimizer would leave each rank with a part of the gradients.
             with _all_reduced(model), record_communication() as log:
                 result = forward_backward(*args, **kwargs)
-            communication = {
-                f"{phase}_{direction}_bytes": log.bytes(phase=phase, direction=direction)
-                for phase in ("forward", "backward")
-                for direction in ("sent", "received")
-            }
-            self._write_state(weights, _gradients(model), communication)
+            started = time.perf_counter()
+            if self._iteration == 1:
+                self._content["communication"] = {
+                    f"{phase}_{direction}_bytes": log.bytes(phase=phase, direction=direction)
+                    for phase in ("forward", "backward")
+                    for direction in ("sent", "received")
+                }
+            self._write_state(_gradients(model))
+            self._recording_s += time.perf_counter() - started
             return result
 
         return observed
 
-    def _write_state(
-        self,
-        weights: Mapping[str, str],
-        gradients: Mapping[str, Tensor],
-        communication: Mapping[str, int],
-    ) -> None:
+    def _write_state(self, gradients: Mapping[str, Tensor]) -> None:
         from megatron.core import parallel_state as state
         from megatron.training import get_args
 
@@ -148,18 +164,14 @@ class Recorder:
             # Experts differ between ranks that are replicas for everything else.
             first = first or state.get_expert_data_parallel_rank() == 0
         if first:
-            torch.save(dict(gradients), self._path(".pt"))
+            torch.save(dict(gradients), self._path(f".{self._iteration}.pt"))
         settings = {name: getattr(args, name) for name in _SETTINGS}
         settings["context_parallel_algo"] = self._algo
         settings["params_dtype"] = str(args.params_dtype).removeprefix("torch.")
-        content = {
-            "settings": settings,
-            "shard": shard,
-            "weights": weights,
-            "gradients": {name: _digest(gradient) for name, gradient in gradients.items()},
-            "communication": communication,
-        }
-        self._path(".json").write_text(json.dumps(content) + "\n")
+        self._content |= {"settings": settings, "shard": shard}
+        digests = {name: _digest(gradient) for name, gradient in gradients.items()}
+        self._content.setdefault("gradients", {})[self._iteration] = digests
+        self._path(".json").write_text(json.dumps(self._content) + "\n")
 
     def _path(self, suffix: str) -> Path:
         return self._folder / f"rank{torch.distributed.get_rank():05d}{suffix}"
@@ -178,12 +190,17 @@ class Iteration:
 
 @dataclass(frozen=True)
 class RankRecording:
-    """What one rank recorded; `gradients` holds digests by parameter name, as `weights` does."""
+    """What one rank recorded.
+
+    Attributes:
+        weights: Digests by parameter name.
+        gradients: Digests by iteration and parameter name.
+    """
 
     settings: dict[str, Any]
     shard: Shard
     weights: dict[str, str]
-    gradients: dict[str, str]
+    gradients: dict[int, dict[str, str]]
     communication: dict[str, int]
     iterations: list[Iteration]
 
@@ -194,11 +211,11 @@ class Recording:
 
     Attributes:
         ranks: By global rank.
-        gradients: Gradients of the first iteration, by model shard and parameter name.
+        gradients: By iteration, model shard and parameter name.
     """
 
     ranks: list[RankRecording]
-    gradients: dict[Shard, dict[str, Tensor]]
+    gradients: dict[int, dict[Shard, dict[str, Tensor]]]
 
     @classmethod
     def load(cls, folder: str | Path) -> Self:
@@ -214,24 +231,31 @@ class Recording:
                 f"no recording in {folder}: the run ended before its first iteration did"
             )
         ranks = []
-        gradients: dict[Shard, dict[str, Tensor]] = {}
+        gradients: dict[int, dict[Shard, dict[str, Tensor]]] = {}
         for path in paths:
             content = json.loads(path.read_text())
             shard = (content["shard"][0], content["shard"][1], content["shard"][2])
             lines = path.with_suffix(".jsonl").read_text().splitlines()
             content.update(
-                shard=shard, iterations=[Iteration(**json.loads(line)) for line in lines]
+                shard=shard,
+                gradients={int(step): digests for step, digests in content["gradients"].items()},
+                iterations=[Iteration(**json.loads(line)) for line in lines],
             )
             ranks.append(RankRecording(**content))
-            tensors = path.with_suffix(".pt")
-            if tensors.is_file() and shard not in gradients:
-                gradients[shard] = torch.load(tensors, map_location="cpu", weights_only=True)
+            for step in content["gradients"]:
+                tensors = path.with_suffix(f".{step}.pt")
+                found = gradients.setdefault(step, {})
+                if tensors.is_file() and shard not in found:
+                    found[shard] = torch.load(tensors, map_location="cpu", weights_only=True)
         world = ranks[0].settings["world_size"]
         if len(ranks) != world:
             raise ContextParallelError(f"{folder} holds {len(ranks)} of {world} ranks")
-        missing = {rank.shard for rank in ranks} - gradients.keys()
-        if missing:
-            raise ContextParallelError(f"{folder} holds no gradients of shards {sorted(missing)}")
+        shards = {rank.shard for rank in ranks}
+        for step, found in gradients.items():
+            if missing := shards - found.keys():
+                raise ContextParallelError(
+                    f"{folder} holds no gradients of shards {sorted(missing)} at iteration {step}"
+                )
         return cls(ranks, gradients)
 
     @property
@@ -273,11 +297,14 @@ class Tolerances:
         grad_norm: Of the gradient norm of every iteration.
         gradient: Of every parameter's gradient at the first iteration: the larger of the relative
             errors in the Euclidean and in the maximum norm.
+        later_gradient: The same at later iterations, where rounding has made the weights of the
+            two runs different, by up to two steps of Adam where a gradient is all but zero.
     """
 
     loss: float = 1e-5
     grad_norm: float = 1e-4
     gradient: float = 1e-4
+    later_gradient: float = 1e-4
 
 
 @dataclass(frozen=True)
@@ -298,8 +325,8 @@ class Comparison:
     """How far a run is from its reference.
 
     Attributes:
-        loss, grad_norm, gradient: The largest relative errors.
-        gradients: Relative error of every parameter's gradient.
+        loss, grad_norm, gradient, later_gradient: The largest relative errors.
+        gradients: Relative error of every parameter's gradient, by name and iteration.
         problems: One line for each error above its tolerance and for everything that makes the
             runs incomparable; empty if the run passed.
     """
@@ -307,6 +334,7 @@ class Comparison:
     loss: Worst
     grad_norm: Worst
     gradient: Worst
+    later_gradient: Worst
     gradients: dict[str, float] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
@@ -348,15 +376,16 @@ def compare(reference: Recording, run: Recording, tolerances: Tolerances) -> Com
     skipped = [i.iteration for i in run.ranks[0].iterations if i.skipped]
     if skipped:
         problems.append(f"iterations {skipped} were skipped: gradients not finite")
-    gradient, gradients = _compare_gradients(reference, run, problems)
+    gradient, later_gradient, gradients = _compare_gradients(reference, run, problems)
     for what, worst, allowed in (
         ("loss", loss, tolerances.loss),
         ("grad norm", grad_norm, tolerances.grad_norm),
         ("gradient", gradient, tolerances.gradient),
+        ("gradient", later_gradient, tolerances.later_gradient),
     ):
         if worst.error > allowed:
             problems.append(f"{what} is off by {worst.error:.1e} (allowed {allowed:g}): {worst.at}")
-    return Comparison(loss, grad_norm, gradient, gradients, problems)
+    return Comparison(loss, grad_norm, gradient, later_gradient, gradients, problems)
 
 
 def gradient_error(got: Tensor, want: Tensor) -> float:
@@ -379,30 +408,45 @@ def gradient_error(got: Tensor, want: Tensor) -> float:
 
 def _compare_gradients(
     reference: Recording, run: Recording, problems: list[str]
-) -> tuple[Worst, dict[str, float]]:
-    worst = Worst()
+) -> tuple[Worst, Worst, dict[str, float]]:
+    """Returns the worst error at the first iteration, that at later ones, and all by label."""
+    worst, later = Worst(), Worst()
     errors: dict[str, float] = {}
-    if reference.gradients.keys() != run.gradients.keys():
-        problems.append("the runs split the model differently: give both the same TP, PP and EP")
-    total = 0.0
-    for shard in sorted(reference.gradients.keys() & run.gradients.keys()):
-        want, got = reference.gradients[shard], run.gradients[shard]
-        for name in sorted(want.keys() ^ got.keys()):
-            problems.append(f"only one of the runs has a gradient of {name}")
-        for name in sorted(want.keys() & got.keys()):
-            label = name if len(reference.gradients) == 1 else f"{name} {_label(shard)}"
-            if want[name].shape != got[name].shape:
-                problems.append(
-                    f"gradient of {label} has shape {tuple(got[name].shape)}, "
-                    f"not {tuple(want[name].shape)}"
-                )
-                continue
-            total += want[name].double().norm().item()
-            errors[label] = gradient_error(got[name], want[name])
-            worst = worst.or_worse(errors[label], label)
-    if total == 0.0:
-        problems.append("the reference has no gradient that is not zero: nothing was compared")
-    return worst, errors
+    wanted, recorded = sorted(reference.gradients), sorted(run.gradients)
+    if wanted != recorded:
+        problems.append(f"recorded the gradients of iterations {recorded}, not {wanted}")
+    for step in sorted(reference.gradients.keys() & run.gradients.keys()):
+        at_reference, at_run = reference.gradients[step], run.gradients[step]
+        if at_reference.keys() != at_run.keys():
+            problems.append(
+                "the runs split the model differently: give both the same TP, PP and EP"
+            )
+        total = 0.0
+        for shard in sorted(at_reference.keys() & at_run.keys()):
+            want, got = at_reference[shard], at_run[shard]
+            for name in sorted(want.keys() ^ got.keys()):
+                problems.append(f"only one of the runs has a gradient of {name}")
+            for name in sorted(want.keys() & got.keys()):
+                label = name if len(at_reference) == 1 else f"{name} {_label(shard)}"
+                label += f", iteration {step}"
+                if want[name].shape != got[name].shape:
+                    problems.append(
+                        f"gradient of {label} has shape {tuple(got[name].shape)}, "
+                        f"not {tuple(want[name].shape)}"
+                    )
+                    continue
+                total += want[name].double().norm().item()
+                errors[label] = gradient_error(got[name], want[name])
+                if step == 1:
+                    worst = worst.or_worse(errors[label], label)
+                else:
+                    later = later.or_worse(errors[label], label)
+        if total == 0.0:
+            problems.append(
+                f"the reference has no gradient that is not zero at iteration {step}: "
+                "nothing was compared"
+            )
+    return worst, later, errors
 
 
 def _disagreements(run: Recording) -> list[str]:
@@ -411,10 +455,11 @@ def _disagreements(run: Recording) -> list[str]:
     first: dict[Shard, tuple[int, RankRecording]] = {}
     for number, rank in enumerate(run.ranks):
         other_number, other = first.setdefault(rank.shard, (number, rank))
-        for what, mine, theirs in (
-            ("weight", rank.weights, other.weights),
-            ("gradient", rank.gradients, other.gradients),
-        ):
+        digests = [("weight", rank.weights, other.weights)]
+        for step in sorted(rank.gradients.keys() | other.gradients.keys()):
+            mine, theirs = rank.gradients.get(step, {}), other.gradients.get(step, {})
+            digests.append((f"iteration {step} gradient", mine, theirs))
+        for what, mine, theirs in digests:
             names = sorted(n for n in mine.keys() | theirs.keys() if mine.get(n) != theirs.get(n))
             if names:
                 found.append(
