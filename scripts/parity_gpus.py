@@ -1,0 +1,537 @@
+#!/usr/bin/env python
+"""Trains with every algorithm on two GPUs, among Transformer Engine's layers, and tabulates.
+
+The reference is Megatron with Transformer Engine's own attention at context-parallel size 1, with
+the same weights, data and flags. In float32 (without TF32) runs are held to the bounds of the other
+parity harnesses. In bfloat16 the yardstick is Transformer Engine's own p2p at CP 2: it rounds too,
+and a run may be off by so many times what it is off, in the losses and in the gradient of every
+parameter. Linear attention, which Transformer Engine has not, is compared with lasp2 at CP 1, in
+bfloat16 with the bounds of parity_matrix.py.
+
+    python scripts/parity_gpus.py --output results/parity_gpus      # two GPUs, about six minutes
+    python scripts/parity_gpus.py --only 'bf16/*' --output results/parity_gpus
+    python scripts/parity_gpus.py --table results/parity_gpus/rows.json    # into docs/parity.md
+
+Many small jobs share the GPUs, since starting one takes longer than training. Exit code 1: a run
+failed or is further off than allowed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import math
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import prepare_data
+import torch
+from convergence_runs import Run, run_file
+from convergence_smoke import check_is, launch
+from omegaconf import OmegaConf
+from parity_combinations import (
+    BF16_BOUND,
+    DOCUMENTS,
+    EP2,
+    FAMILIES,
+    MOE,
+    RECOMPUTE,
+    SOFTMAX,
+    Combination,
+)
+from parity_matrix import ON_GPUS, TABLE
+
+from megatron_cp_plugin.errors import ContextParallelError
+from megatron_cp_plugin.integration.parity import Recording, Tolerances, compare
+
+ITERATIONS = 10
+# How many times the yardstick's error is allowed. Errors of a gradient are sums over thousands of
+# roundings, which vary little; those of ten losses do.
+GRADIENT_FACTOR, LOSS_FACTOR = 2.0, 3.0
+UNBOUNDED = Tolerances(math.inf, math.inf, math.inf, math.inf)
+
+# Heads of the size that kernels are made for; otherwise small, for most time is spent on starting.
+MODEL: dict[str, object] = {
+    "num_layers": 4,
+    "hidden_size": 512,
+    "ffn_hidden_size": 1024,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "seq_length": 4096,
+    "max_position_embeddings": 4096,
+    "vocab_size": prepare_data.VOCAB_SIZE,
+    "global_batch_size": 2,
+    # Queries and keys of about unit size, as with the weights of the small models.
+    "init_method_std": 0.05,
+    "lr": 1e-5,
+    "min_lr": 1e-6,
+    "transformer_impl": "transformer_engine",
+    # Needs apex.
+    "gradient_accumulation_fusion": False,
+}
+BF16: dict[str, object] = {"bf16": True}
+FP8: dict[str, object] = BF16 | {"fp8_format": "hybrid", "fp8_recipe": "tensorwise"}
+NO_ROPE_FUSION: dict[str, object] = {"apply_rope_fusion": False}
+MLA: dict[str, object] = NO_ROPE_FUSION | {
+    "multi_latent_attention": True,
+    "group_query_attention": False,
+    "q_lora_rank": 256,
+    "kv_lora_rank": 128,
+    "qk_head_dim": 128,
+    "qk_pos_emb_head_dim": 64,
+    "v_head_dim": 128,
+    "rope_type": "rope",
+}
+GATED_DELTA_NET: dict[str, object] = {
+    "experimental_attention_variant": "gated_delta_net",
+    "linear_attention_freq": 2,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "attention_output_gate": True,
+    "qk_layernorm": True,
+    "rotary_percent": 0.5,
+}
+# The mask of packed documents that the reference needs is taken by Megatron's own modules alone.
+LOCAL: dict[str, object] = NO_ROPE_FUSION | {
+    "transformer_impl": "local",
+    "masked_softmax_fusion": False,
+    "no_persist_layer_norm": True,
+}
+TRANSNORMER = "lasp2,lasp,linear_ulysses"
+LINEAR: dict[str, object] = {"group_query_attention": False, "position_embedding_type": "none"}
+# Nothing is rounded to ten bits where all else is float32.
+NO_TF32 = {"NVIDIA_TF32_OVERRIDE": "0"}
+
+
+# Transformer Engine's own split; p2p is Megatron's default.
+P2P = Run(None, 2, 2)
+
+
+@dataclass(frozen=True)
+class GpuCombination(Combination):
+    """A row of the table. Attributes: yardstick: None if runs are held to the tolerances."""
+
+    yardstick: Run | None = P2P
+
+
+def row(
+    key: str,
+    about: str,
+    algos: str,
+    *flags: Mapping[str, object],
+    plugin: Mapping[str, object] | None = None,
+    **values: Any,
+) -> GpuCombination:
+    """A row of two context-parallel GPUs. Args: plugin: settings of the plugin."""
+    section = {"platform": "cuda", **(plugin or {})}
+    megatron = dict(MODEL)
+    for some in flags:
+        megatron |= some
+    return GpuCombination(
+        key, about, megatron, cp=2, algos=algos, context_parallel=section, **values
+    )
+
+
+ROWS = (
+    row(
+        "bf16",
+        "bfloat16",
+        f"{SOFTMAX},attention2d:variant=no,attention2d:variant=overlap",
+        BF16,
+    ),
+    row("fp32", "float32", SOFTMAX, yardstick=None),
+    row("fp8", "FP8 layers, one scale a tensor", FAMILIES, FP8),
+    row("moe-ep", "bfloat16, EP 2 over CP 2", FAMILIES, BF16, MOE, EP2, reference_dp=2),
+    row("moe-ep-fp32", "EP 2 over CP 2", FAMILIES, MOE, EP2, reference_dp=2, yardstick=None),
+    row("recompute", "bfloat16, full recompute", FAMILIES, BF16, RECOMPUTE),
+    row(
+        "linear",
+        "bfloat16, TransNormerLLM",
+        TRANSNORMER,
+        BF16,
+        LINEAR,
+        plugin={"linear_model": "transnormer"},
+        yardstick=None,
+        tolerances=BF16_BOUND,
+    ),
+    row(
+        "linear-fp32",
+        "float32, TransNormerLLM, kernel chunked",
+        TRANSNORMER,
+        LINEAR,
+        plugin={"linear_model": "transnormer", "kernel": "chunked"},
+        yardstick=None,
+    ),
+    row("mla", "bfloat16, multi-latent attention", "zigzag,ulysses", BF16, MLA),
+    row("delta-net", "bfloat16, gated delta net", "zigzag,allgather", BF16, GATED_DELTA_NET),
+    row(
+        "documents",
+        "float32, packed documents, Megatron's own modules",
+        "zigzag,zigzag:layout=documents,distflash",
+        LOCAL,
+        DOCUMENTS | {"null_tokenizer_eod_id": prepare_data.END_OF_DOCUMENT},
+        yardstick=None,
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run. Attributes: role: reference, yardstick, or the algorithm with its options."""
+
+    combination: GpuCombination
+    role: str
+    run: Run
+
+    @property
+    def name(self) -> str:
+        """For the command line."""
+        return f"{self.combination.key}/{self.role}"
+
+    @property
+    def folder(self) -> str:
+        """For what the run writes."""
+        return self.name.replace(":", "-")
+
+    def environment(self, number: int, gpus: int) -> dict[str, str]:
+        """What the processes need; jobs of one process take the GPUs in turn."""
+        # Megatron's own path refuses to start without it on Hopper.
+        found = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+        if not self.combination.megatron.get("bf16"):
+            found |= NO_TF32
+        if self.run.processes == 1 and gpus > 1:
+            found["CUDA_VISIBLE_DEVICES"] = str(number % gpus)
+        return found
+
+
+def jobs_of(combination: GpuCombination) -> list[Job]:
+    """The runs of a row, those that the others are judged by first."""
+    jobs = [Job(combination, "reference", combination.reference)]
+    if combination.yardstick:
+        jobs.append(Job(combination, "yardstick", combination.yardstick))
+    return jobs + [Job(combination, v.label, combination.run(v)) for v in combination.variants]
+
+
+def train(job: Job, number: int, folder: Path, gpus: int, timeout: float) -> str:
+    """Runs a job; returns the empty string, or one line that says why it failed."""
+    place = folder / job.folder
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir(parents=True)
+    config = job.combination.config
+    config.megatron.data_path = [str(folder / "text")]
+    # Jobs that start at once would write into one cache.
+    config.megatron.data_cache_path = str(place / "cache")
+    OmegaConf.save(run_file(config, job.run, ITERATIONS), place / "run.yaml")
+    environment = job.environment(number, gpus)
+    started = time.monotonic()
+    try:
+        failure = launch(job.run, place, [], timeout, lambda done: None, environment)
+    except ContextParallelError as error:
+        failure = str(error)
+    spent = time.monotonic() - started
+    print(f"{job.name}: {failure or 'trained'} ({spent:.0f} s)", flush=True)
+    return failure
+
+
+def measure(job: Job, folder: Path, failure: str, reference: Recording | None) -> dict[str, Any]:
+    """What a finished run is, and how far from its reference, in plain types."""
+    found: dict[str, Any] = {"role": job.role, "failure": failure, "problems": []}
+    if failure:
+        return found
+    try:
+        recording = Recording.load(folder / job.folder / "recording")
+    except ContextParallelError as error:
+        return found | {"failure": str(error)}
+    found["losses"] = recording.losses()
+    found["problems"] = check_is(recording, job.run, ITERATIONS)
+    if job.role == "reference":
+        return found
+    if reference is None:
+        return found | {"failure": "the reference failed"}
+    fixed = job.combination.tolerances if job.combination.yardstick is None else UNBOUNDED
+    comparison = compare(reference, recording, fixed)
+    found["problems"] += comparison.problems
+    wanted = reference.losses()
+    found["loss_error"] = max(
+        _relative(got, want)
+        for name in wanted
+        for got, want in zip(recording.losses().get(name, [math.nan]), wanted[name], strict=False)
+    )
+    found["gradient_errors"] = (
+        comparison.gradients
+        if job.combination.yardstick is None
+        else euclidean_errors(reference, recording)
+    )
+    return found
+
+
+def euclidean_errors(reference: Recording, run: Recording) -> dict[str, float]:
+    """Relative error in the Euclidean norm of every gradient that both runs have, by its name."""
+    found = {}
+    for step in sorted(reference.gradients.keys() & run.gradients.keys()):
+        wanted, shards = reference.gradients[step], run.gradients[step]
+        for shard in sorted(wanted.keys() & shards.keys()):
+            for name in wanted[shard].keys() & shards[shard].keys():
+                want, got = wanted[shard][name].double(), shards[shard][name].double()
+                size, off = want.norm().item(), (got - want).norm().item()
+                label = f"{name} {shard}, iteration {step}"
+                found[label] = off / size if size else math.inf if off else 0.0
+    return found
+
+
+def _relative(got: float, want: float) -> float:
+    return abs(got - want) / abs(want) if want else math.inf if got else 0.0
+
+
+def judge(run: Mapping[str, Any], yardstick: Mapping[str, Any] | None) -> list[str]:
+    """Says what is wrong with a measured run; nothing, if it is as near as it has to be.
+
+    Args:
+        run: As `measure` gave it, of an algorithm.
+        yardstick: The same of the yardstick; None if the run was held to tolerances.
+    """
+    if run["failure"]:
+        return [run["failure"]]
+    problems = list(run["problems"])
+    if yardstick is None:
+        return problems
+    if yardstick["failure"] or yardstick["problems"]:
+        return [*problems, "the yardstick failed"]
+    loss, allowed = run["loss_error"], LOSS_FACTOR * yardstick["loss_error"]
+    # Not `>`: NaN is above everything.
+    if not loss <= allowed:
+        problems.append(f"a loss is off by {loss:.1e} (allowed {allowed:.1e})")
+    ratio, at = worst_ratio(run, yardstick)
+    if not ratio <= GRADIENT_FACTOR:
+        off = run["gradient_errors"][at]
+        problems.append(f"gradient is off by {off:.1e}, {ratio:.1f} times the yardstick: {at}")
+    return problems
+
+
+def worst_ratio(run: Mapping[str, Any], yardstick: Mapping[str, Any]) -> tuple[float, str]:
+    """How many times the yardstick's error a gradient's error is at most, and which gradient's.
+
+    A gradient that the yardstick happens to have nearly right counts as its median one.
+    """
+    errors = yardstick["gradient_errors"]
+    median = sorted(errors.values())[len(errors) // 2]
+    worst, at = -math.inf, ""
+    for name, error in run["gradient_errors"].items():
+        base = max(errors.get(name, 0.0), median)
+        ratio = error / base if base else math.inf if error else 0.0
+        if math.isnan(ratio) or ratio > worst:
+            worst, at = (math.inf if math.isnan(ratio) else ratio), name
+    return worst, at
+
+
+def section(report: Mapping[str, Any]) -> str:
+    """Returns the part of docs/parity.md on GPUs.
+
+    Args:
+        report: What rows.json holds.
+    """
+    about = report["about"]
+    lines = [
+        ON_GPUS,
+        "",
+        f"Written by `scripts/parity_gpus.py` on {about['date']}, commit {about['commit']}: "
+        f"{about['versions']}, {about['device']}.",
+        "",
+        f"A run trains a GPT of 4 layers with heads of dim 128 for {ITERATIONS} iterations of two",
+        "sequences of 4096 tokens at CP 2, among Transformer Engine's layers, and is compared with",
+        "Transformer Engine's own attention at CP 1 (linear attention: lasp2 at CP 1): the worst",
+        "loss of any iteration / the worst gradient of any parameter at iterations 1, 5, 10,",
+        "relative. In float32, TF32 off, the bounds are those above. In bfloat16 gradients are in",
+        f"the Euclidean norm, and no loss may be off by more than {LOSS_FACTOR:g} times, no",
+        f"gradient by more than {GRADIENT_FACTOR:g} times what Transformer Engine's p2p at CP 2",
+        "is off; in brackets how many times that the worst gradient is. Linear attention has the",
+        "bounds above in bfloat16 too.",
+        "",
+        "| key | combination | p2p | algorithms |",
+        "| --- | --- | --- | --- |",
+    ]
+    for one in report["rows"]:
+        stick = one["yardstick"]
+        found = "" if stick is None else _errors(stick)
+        runs = ", ".join(f"{run['role']} {_cell(run, stick)}" for run in one["runs"])
+        lines.append(f"| `{one['key']}` | {one['about']} | {found} | {runs} |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(run: Mapping[str, Any], yardstick: Mapping[str, Any] | None) -> str:
+    if "gradient_errors" not in run:
+        return "**failed**"
+    text = _errors(run)
+    if yardstick is not None and yardstick.get("gradient_errors"):
+        text += f" ({worst_ratio(run, yardstick)[0]:.1f})"
+    return f"**{text}**" if judge(run, yardstick) else text
+
+
+def _errors(run: Mapping[str, Any]) -> str:
+    if "gradient_errors" not in run:
+        return "**failed**"
+    return f"{run['loss_error']:.0e} / {max(run['gradient_errors'].values()):.0e}"
+
+
+def describe(commit: str) -> dict[str, str]:
+    """What the numbers were measured with."""
+    packages = "torch", "megatron-core", "transformer-engine"
+    versions = [f"Python {platform.python_version()}"]
+    for name in packages:
+        try:
+            versions.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            versions.append(f"no {name}")
+    if not commit:
+        words = ["git", "rev-parse", "--short", "HEAD"]
+        result = subprocess.run(words, cwd=TABLE.parent, capture_output=True, text=True)
+        commit = result.stdout.strip() or "unknown"
+    count = torch.cuda.device_count()
+    device = f"{count} x {torch.cuda.get_device_name()}" if count else "no GPU"
+    date = str(datetime.date.today())
+    return {"date": date, "commit": commit, "versions": ", ".join(versions), "device": device}
+
+
+class Collector:
+    """Measures each row when its runs have ended, and writes what there is so far."""
+
+    def __init__(self, jobs: Sequence[Job], folder: Path, output: Path, commit: str) -> None:
+        self._jobs = jobs
+        self._folder = folder
+        self._output = output
+        self._failures: dict[str, str] = {}
+        self._report: dict[str, Any] = {"about": describe(commit), "rows": []}
+        self.good = True
+
+    def add(self, job: Job, failure: str) -> None:
+        """Takes note of a run that has ended."""
+        self._failures[job.name] = failure
+        if failure:
+            log = self._folder / job.folder / "log.txt"
+            if log.is_file():
+                shutil.copy(log, self._output / f"{job.folder.replace('/', '_')}.log")
+        mine = [one for one in self._jobs if one.combination.key == job.combination.key]
+        if all(one.name in self._failures for one in mine):
+            self._finish(mine)
+
+    def _finish(self, jobs: Sequence[Job]) -> None:
+        combination, reference = jobs[0].combination, None
+        runs: list[dict[str, Any]] = []
+        for job in jobs:
+            runs.append(measure(job, self._folder, self._failures[job.name], reference))
+            if job.role == "reference" and not runs[0]["failure"]:
+                reference = Recording.load(self._folder / job.folder / "recording")
+        stick = next((run for run in runs if run["role"] == "yardstick"), None)
+        others = [run for run in runs if run["role"] not in ("reference", "yardstick")]
+        for run in runs:
+            judged = run in others
+            problems = judge(run, stick) if judged else [run["failure"], *run["problems"]]
+            problems = [problem for problem in problems if problem]
+            self.good &= not problems
+            name = f"{combination.key}/{run['role']}"
+            errors = _cell(run, stick) if judged and not run["failure"] else ""
+            print(f"{name}: {'; '.join(problems) or f'as it should be {errors}'}", flush=True)
+        self._report["rows"].append(
+            {
+                "key": combination.key,
+                "about": combination.about,
+                "reference": runs[0],
+                "yardstick": stick,
+                "runs": others,
+            }
+        )
+        order = [row.key for row in ROWS]
+        self._report["rows"].sort(key=lambda row: order.index(row["key"]))
+        # NaN and infinities are written as Python's json module reads them.
+        (self._output / "rows.json").write_text(json.dumps(self._report, indent=1) + "\n")
+        (self._output / "rows.md").write_text(section(self._report))
+        # Gradients take some hundred MiB a row.
+        shutil.rmtree(self._folder / combination.key)
+
+
+def run_all(args: argparse.Namespace, jobs: Sequence[Job]) -> bool:
+    """Runs all jobs, several at once; returns whether all are as they should be."""
+    args.output.mkdir(parents=True, exist_ok=True)
+    gpus = torch.cuda.device_count()
+    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(args.jobs) as pool:
+        folder = Path(name)
+        prepare_data.main(["--output", str(folder / "text"), "--document-bytes", "700"])
+        collector = Collector(jobs, folder, args.output, args.commit)
+        waiting: dict[Future[str], Job] = {
+            pool.submit(train, job, number, folder, gpus, args.timeout): job
+            for number, job in enumerate(jobs)
+        }
+        for ended in as_completed(waiting):
+            collector.add(waiting[ended], ended.result())
+    return collector.good
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the script; returns its exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        metavar="PATTERN",
+        help="run these, KEY/ALGORITHM with * for anything, and what they are judged by",
+    )
+    parser.add_argument("--list", action="store_true", help="list the runs and end")
+    parser.add_argument("--jobs", type=int, default=10, help="at once; default: %(default)s")
+    parser.add_argument("--timeout", type=float, default=240.0, help="seconds for one run")
+    parser.add_argument("--commit", default="", help="for the table; default: what git says")
+    parser.add_argument("--output", type=Path, default=Path("results", "parity_gpus"))
+    parser.add_argument(
+        "--table", type=Path, metavar="FILE", help="put a rows.json into docs/parity.md and end"
+    )
+    args = parser.parse_args(argv)
+    if args.table:
+        cells, _, _ = TABLE.read_text().partition(ON_GPUS)
+        TABLE.write_text(f"{cells.rstrip()}\n\n{section(json.loads(args.table.read_text()))}")
+        return 0
+    wanted = [
+        job
+        for combination in ROWS
+        for job in jobs_of(combination)
+        if not args.only or any(fnmatchcase(job.name, pattern) for pattern in args.only)
+    ]
+    keys = {job.combination.key for job in wanted}
+    names = {job.name for job in wanted}
+    judges = ("reference", "yardstick")
+    jobs = [
+        job
+        for combination in ROWS
+        if combination.key in keys
+        for job in jobs_of(combination)
+        if job.name in names or job.role in judges
+    ]
+    if not jobs:
+        parser.error(f"no run matches {' '.join(args.only)}: see --list")
+    if args.list:
+        print("\n".join(job.name for job in jobs))
+        return 0
+    most = max(job.run.processes for job in jobs)
+    if torch.cuda.device_count() < most and any(
+        j.combination.config.context_parallel.platform == "cuda" for j in jobs
+    ):
+        parser.error(f"needs {most} GPUs, got {torch.cuda.device_count()}: see --only")
+    return 0 if run_all(args, jobs) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,158 @@
+"""The parity runs of GPUs, as far as they can be tested without one."""
+
+import argparse
+import importlib
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from megatron.training.arguments import add_megatron_arguments
+from omegaconf import OmegaConf
+
+from megatron_cp_plugin.integration.args import add_arguments, split_flags
+from megatron_cp_plugin.integration.checks import check_arguments
+from megatron_cp_plugin.integration.yaml_config import yaml_to_argv
+
+SCRIPT = Path(__file__).parents[1] / "scripts" / "parity_gpus.py"
+
+
+@pytest.fixture(scope="module")
+def gpus() -> ModuleType:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(SCRIPT.parent)
+        return importlib.import_module("parity_gpus")
+
+
+def parser() -> argparse.ArgumentParser:
+    return add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+
+
+def test_run_files_are_accepted(
+    gpus: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By Megatron's parser and by the start-up checks, so that no GPU is asked in vain."""
+    monkeypatch.setattr("megatron.core.ssm.gated_delta_net.HAVE_FLA", True)
+    names = set()
+    for job in (job for row in gpus.ROWS for job in gpus.jobs_of(row)):
+        names.add(job.name)
+        config = job.combination.config
+        config.megatron.data_path = ["text"]
+        made = gpus.run_file(config, job.run, gpus.ITERATIONS)
+        OmegaConf.save(made, tmp_path / "run.yaml")
+        argv = yaml_to_argv(str(tmp_path / "run.yaml"), add_arguments(parser()))
+        flags, rest = split_flags(argv)
+        assert flags.platform == "cuda"
+        flags.check()
+        args = parser().parse_args(rest)
+        args.world_size = job.run.processes
+        assert (flags.algo is None) == (job.run.variant is None)
+        if flags.algo is not None:
+            config = flags.config(args.context_parallel_size)
+            check_arguments(args, config, torch.device("cpu" if flags.kernel == "auto" else "cuda"))
+    assert {f"bf16/{algo}" for algo in gpus.SOFTMAX.split(",")} < names
+    assert "fp8/yardstick" in names
+
+
+def measured(loss: float, **gradients: float) -> dict[str, Any]:
+    return {
+        "role": "zigzag",
+        "failure": "",
+        "problems": [],
+        "loss_error": loss,
+        "gradient_errors": gradients,
+    }
+
+
+STICK = measured(1e-4, a=1e-2, b=2e-2, c=3e-2)
+
+
+@pytest.mark.parametrize(
+    ("run", "said"),
+    [
+        (measured(2.9e-4, a=3.9e-2, b=3.9e-2, c=5.9e-2), ""),
+        # Half the median one: allowed what the median one is.
+        (measured(1e-4, a=4.2e-2, b=1e-2, c=1e-2), "off by 4.2e-02, 2.1 times the yardstick: a"),
+        (measured(1e-4, a=1e-2, b=1e-2, c=6.3e-2), "off by 6.3e-02, 2.1 times the yardstick: c"),
+        (measured(1e-4, a=math.nan, b=1e-2, c=1e-2), "inf times the yardstick: a"),
+        (measured(3.1e-4, a=1e-2), "a loss is off by 3.1e-04 (allowed 3.0e-04)"),
+        (measured(math.nan, a=1e-2), "a loss is off by nan"),
+        (measured(0.0, a=0.0) | {"problems": ["one"]}, "one"),
+        (measured(0.0, a=0.0) | {"failure": "exit code 1"}, "exit code 1"),
+    ],
+)
+def test_runs_are_held_to_the_yardstick(gpus: ModuleType, run: dict[str, Any], said: str) -> None:
+    found = gpus.judge(run, STICK)
+    assert len(found) == bool(said)
+    assert said in "".join(found)
+
+
+def test_a_yardstick_that_failed_measures_nothing(gpus: ModuleType) -> None:
+    run = measured(0.0, a=0.0)
+    broken = {"role": "yardstick", "failure": "exit code 1", "problems": []}
+    assert gpus.judge(run, broken) == ["the yardstick failed"]
+    assert gpus.judge(run, STICK | {"problems": ["diverged"]}) == ["the yardstick failed"]
+    assert gpus.judge(run, None) == []
+
+
+def report(*runs: dict[str, Any]) -> dict[str, Any]:
+    about = {"date": "2026-11-22", "commit": "abc", "versions": "torch 2", "device": "2 x H200"}
+    row = {"key": "bf16", "about": "bfloat16", "yardstick": STICK, "runs": runs}
+    failed = row | {"key": "fp8", "runs": [{"role": "ring", "failure": "x", "problems": []}]}
+    fixed = row | {"key": "fp32", "yardstick": None}
+    return {"about": about, "rows": [row, failed, fixed]}
+
+
+def test_the_table_goes_into_the_page(
+    gpus: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = tmp_path / "parity.md"
+    page.write_text("# Parity\n\nof CPUs\n")
+    monkeypatch.setattr(gpus, "TABLE", page)
+    rows = tmp_path / "rows.json"
+    for error in (1e-2, 9e-2):
+        rows.write_text(json.dumps(report(measured(1e-5, a=error))))
+        assert gpus.main(["--table", str(rows)]) == 0
+    text = page.read_text()
+    assert text.startswith("# Parity\n\nof CPUs\n\n## On GPUs\n\n")
+    assert text.count(gpus.ON_GPUS) == 1
+    assert "on 2026-11-22, commit abc: torch 2, 2 x H200." in text
+    assert "| `bf16` | bfloat16 | 1e-04 / 3e-02 | zigzag **1e-05 / 9e-02 (4.5)** |" in text
+    assert "ring **failed** |" in text
+    assert "| `fp32` | bfloat16 |  | zigzag 1e-05 / 9e-02 |" in text
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_rows_are_trained_and_judged(
+    gpus: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row on CPU processes, whose yardstick is another algorithm."""
+    megatron = gpus.MODEL | gpus.LOCAL
+    megatron |= {"num_layers": 1, "hidden_size": 64, "ffn_hidden_size": 64, "seq_length": 128}
+    row = gpus.GpuCombination(
+        "tiny",
+        "a test",
+        megatron,
+        2,
+        "zigzag",
+        yardstick=gpus.Run(importlib.import_module("convergence_runs").Variant("ring"), 2, 2),
+    )
+    monkeypatch.setattr(gpus, "ROWS", (row, replace(row, key="fixed", yardstick=None)))
+    monkeypatch.setattr(gpus, "ITERATIONS", 4)
+    words = ["--output", str(tmp_path), "--jobs", "2", "--commit", "abc"]
+    assert gpus.main([*words, "--only", "*/zigzag"]) == 0
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert [one["key"] for one in rows] == ["tiny", "fixed"]
+    for one in rows:
+        (run,) = one["runs"]
+        steps = {name.rsplit(" ", 1)[1] for name in run["gradient_errors"]}
+        assert steps == {"1", "2", "4"}
+        assert 0 < max(run["gradient_errors"].values()) < 1e-4
+        assert run["loss_error"] < 1e-5
+        assert not run["problems"]
+    assert "commit abc" in (tmp_path / "rows.md").read_text()
