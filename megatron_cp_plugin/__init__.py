@@ -10,7 +10,14 @@ Importing this needs torch alone and changes nothing.
 """
 
 from megatron_cp_plugin.core.comm import record_communication
-from megatron_cp_plugin.functional import attention, linear_attention, release, shard, unshard
+from megatron_cp_plugin.functional import (
+    attention,
+    check_layout,
+    linear_attention,
+    release,
+    shard,
+    unshard,
+)
 from megatron_cp_plugin.registry import available, register
 
 __version__ = "0.1.0"
@@ -18,6 +25,7 @@ __version__ = "0.1.0"
 __all__ = [
     "attention",
     "available",
+    "check_layout",
     "linear_attention",
     "record_communication",
     "register",

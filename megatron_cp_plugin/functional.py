@@ -1,7 +1,8 @@
 """The functional interface: torch alone, no Megatron."""
 
+import os
 from collections.abc import Sequence
-from functools import cache
+from functools import lru_cache
 
 import torch.distributed as dist
 from torch import Tensor
@@ -13,8 +14,12 @@ from megatron_cp_plugin.core.comm import communicating_in
 from megatron_cp_plugin.core.decay import Decay
 from megatron_cp_plugin.core.documents import document_starts
 from megatron_cp_plugin.core.function import attend
+from megatron_cp_plugin.core.layout import Layout
+from megatron_cp_plugin.core.layout_check import describe_mismatch
+from megatron_cp_plugin.core.lengths import agreed_length
 from megatron_cp_plugin.core.linear import LinearAlgorithm, attend_linearly
 from megatron_cp_plugin.core.topology import Topology
+from megatron_cp_plugin.errors import ContextParallelError
 
 Group = dist.ProcessGroup | Topology | None
 
@@ -37,7 +42,9 @@ def attention(
 ) -> Tensor:
     """Softmax attention over a sequence that is split among the ranks of a group.
 
-    A collective operation: all ranks of the group call it with the same settings.
+    A collective operation: all ranks of the group call it with the same settings. Of what they hold
+    their numbers of tokens are compared, in one small message at the first call with a new one;
+    `check_layout` tells whether they are the right tokens.
 
     Args:
         q: [B,S,H,D]; k: [B,S,G,D]; v: [B,S,G,E], G dividing H; this rank's shards as `shard` gives
@@ -59,10 +66,10 @@ def attention(
     Raises: ConfigError for an unknown name or option, ContextParallelError for shapes that do not
     fit, KernelUnavailableError if the kernel cannot serve them.
     """
-    algorithm = _algorithm(algo, group, options)
-    if seq_len is None:
-        seq_len = q.shape[1] * algorithm.topology.size
-    documents = _documents(cu_seqlens, seq_len)
+    algorithm = _algorithm(algo, _topology(group), tuple(sorted(options.items())))
+    seq_len, documents = _sequence(
+        algorithm.topology, algorithm.layout, q.shape[1], seq_len, cu_seqlens
+    )
     return attend(
         q,
         k,
@@ -96,7 +103,8 @@ def linear_attention(
     """Linear attention with decay over a sequence that is split among the ranks of a group.
 
     With a head's rate l: kv_s = l kv_{s-1} + k_s v_s^T and o_s = kv_s^T q_s; nothing is scaled or
-    normalised. A collective operation: all ranks of the group call it with the same settings.
+    normalised. A collective operation: all ranks of the group call it with the same settings. What
+    they hold is compared as in `attention`.
 
     Args:
         q, k: [B,S,H,D]; v: [B,S,H,E]: this rank's shards as `shard` gives them.
@@ -118,9 +126,8 @@ def linear_attention(
     Raises: ConfigError for an unknown name or option or a rate out of range, ContextParallelError
     for shapes that do not fit, KernelUnavailableError if the kernel cannot serve them.
     """
-    algorithm = _cached_linear(algo, _topology(group), tuple(sorted(options.items())))
-    if seq_len is None:
-        seq_len = q.shape[1] * algorithm.topology.size
+    algorithm = _linear_algorithm(algo, _topology(group), tuple(sorted(options.items())))
+    seq_len, _ = _sequence(algorithm.topology, algorithm.layout, q.shape[1], seq_len, None)
     out, final_state = attend_linearly(
         q,
         k,
@@ -155,6 +162,7 @@ def shard(
     """
     topology = _topology(group)
     layout = registry.layout_of(algo, options).within(_documents(cu_seqlens, x.shape[dim]))
+    topology.lengths.unequal |= x.shape[dim] % topology.size > 0
     return layouts.shard(x, dim, layout, topology.rank, topology.size)
 
 
@@ -173,14 +181,21 @@ def unshard(
     Args: x: S tokens along `dim`. seq_len, cu_seqlens: as in `attention` and `shard`.
 
     Returns: N tokens along `dim`, the same on all ranks. Not differentiable.
-    Raises: ConfigError for an unknown name or option.
+    Raises: ConfigError for an unknown name or option, ContextParallelError if the ranks' numbers of
+    tokens do not fit.
     """
     topology = _topology(group)
     size = topology.size
-    total = x.shape[dim] * size if seq_len is None else seq_len
-    layout = registry.layout_of(algo, options).within(_documents(cu_seqlens, total))
+    layout = registry.layout_of(algo, options)
+    total, documents = _sequence(topology, layout, x.shape[dim], seq_len, cu_seqlens)
+    layout = layout.within(documents)
     moved = x.detach().movedim(dim, 0).contiguous()
     lengths = [layout.length(rank, size, total) for rank in range(size)]
+    if x.shape[dim] != lengths[topology.rank]:
+        raise ContextParallelError(
+            f"rank {topology.rank} of {size} holds {lengths[topology.rank]} of {total} tokens "
+            f"({layout.name} layout), got {x.shape[dim]}: shard with cp.shard"
+        )
     parts = [moved.new_empty((length, *moved.shape[1:])) for length in lengths]
     others = [rank for rank in range(size) if rank != topology.rank]
     with communicating_in("forward"):
@@ -191,6 +206,57 @@ def unshard(
     return layouts.unshard(parts, 0, layout).movedim(0, dim)
 
 
+def check_layout(
+    positions: Tensor,
+    *,
+    algo: str,
+    group: Group = None,
+    seq_len: int | None = None,
+    cu_seqlens: Sequence[int] | Tensor | None = None,
+    **options: object,
+) -> None:
+    """Checks that every rank holds the tokens that the layout gives it; one small message.
+
+    `attention` sees how many tokens a rank holds, not which. A collective operation, which copies
+    the positions to the host: for start-up and for tests, not for every step.
+
+    Args:
+        positions: of this rank's tokens in the whole sequence, counted from 0 and through all
+            documents, in their local order: integers [S] or [B,S].
+        algo, group, seq_len, cu_seqlens, options: as in `attention`, of either kind.
+
+    Raises: ContextParallelError on all ranks, with the same words: which rank is the first with
+    other tokens, what it has, and whose tokens they look like.
+    """
+    topology = _topology(group)
+    layout = registry.layout_of(algo, options)
+    tokens = positions.shape[-1] if positions.dim() else 0
+    total, documents = _sequence(topology, layout, tokens, seq_len, cu_seqlens)
+    layout, size = layout.within(documents), topology.size
+    found = topology.gather(describe_mismatch(positions, layout, topology.rank, size, total))
+    for rank, mismatch in enumerate(found):
+        if mismatch is not None:
+            raise ContextParallelError(
+                f"{algo} on {size} ranks needs the {layout.name} layout of {total} tokens, got "
+                f"others on rank {rank}: {mismatch}; shard with cp.shard(..., algo={algo!r})"
+            )
+
+
+def _sequence(
+    topology: Topology,
+    layout: Layout,
+    tokens: int,
+    seq_len: int | None,
+    cu_seqlens: Sequence[int] | Tensor | None,
+) -> tuple[int, tuple[int, ...]]:
+    """The global length and where documents begin, once the ranks agree on their tokens."""
+    if seq_len is not None:
+        documents = _documents(cu_seqlens, seq_len)
+        return agreed_length(topology, layout.within(documents), tokens, seq_len), documents
+    seq_len = agreed_length(topology, layout, tokens, None)
+    return seq_len, _documents(cu_seqlens, seq_len)
+
+
 def _documents(cu_seqlens: Sequence[int] | Tensor | None, seq_len: int) -> tuple[int, ...]:
     if isinstance(cu_seqlens, Tensor):
         cu_seqlens = cu_seqlens.tolist()
@@ -198,20 +264,24 @@ def _documents(cu_seqlens: Sequence[int] | Tensor | None, seq_len: int) -> tuple
 
 
 def _topology(group: Group) -> Topology:
-    return group if isinstance(group, Topology) else Topology.of(group)
+    if isinstance(group, Topology):
+        return group
+    processes = os.environ.get("WORLD_SIZE", "1")
+    if group is None and processes != "1" and not dist.is_initialized():
+        raise ContextParallelError(
+            f"{processes} processes (WORLD_SIZE) need a process group to split a sequence, got "
+            "none: call torch.distributed.init_process_group first, or pass group="
+        )
+    return Topology.of(group)
 
 
-def _algorithm(algo: str, group: Group, options: dict[str, object]) -> Algorithm:
-    return _cached(algo, _topology(group), tuple(sorted(options.items())))
-
-
-@cache
-def _cached(algo: str, topology: Topology, options: tuple[tuple[str, object], ...]) -> Algorithm:
+@lru_cache(maxsize=256)
+def _algorithm(algo: str, topology: Topology, options: tuple[tuple[str, object], ...]) -> Algorithm:
     return registry.create(algo, topology, dict(options))
 
 
-@cache
-def _cached_linear(
+@lru_cache(maxsize=256)
+def _linear_algorithm(
     algo: str, topology: Topology, options: tuple[tuple[str, object], ...]
 ) -> LinearAlgorithm:
     return registry.create_linear(algo, topology, dict(options))
@@ -222,6 +292,6 @@ def release() -> None:
 
     All ranks call it.
     """
-    _cached.cache_clear()
-    _cached_linear.cache_clear()
+    _algorithm.cache_clear()
+    _linear_algorithm.cache_clear()
     Topology.release()

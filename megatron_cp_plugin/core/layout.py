@@ -47,7 +47,10 @@ def joined(spans: Iterable[Span]) -> tuple[Span, ...]:
 
 
 class Layout(ABC):
-    """Assignment of global positions to ranks. Spans of one rank are disjoint and ascending."""
+    """Assignment of global positions to ranks. Spans of one rank are disjoint and ascending.
+
+    Layouts are values: two of one kind and of the same fields are equal.
+    """
 
     name: str
 
@@ -70,6 +73,7 @@ class Layout(ABC):
         return self
 
 
+@dataclass(frozen=True)
 class Contiguous(Layout):
     """Rank p holds the p-th of P consecutive chunks."""
 
@@ -82,6 +86,7 @@ class Contiguous(Layout):
         return size
 
 
+@dataclass(frozen=True)
 class Zigzag(Layout):
     """Rank p holds chunks p and 2P-1-p of 2P: equal causal work for every rank.
 
@@ -99,6 +104,7 @@ class Zigzag(Layout):
         return 2 * size
 
 
+@dataclass(frozen=True)
 class Cyclic(Layout):
     """Rank p holds positions p, p + P, p + 2P, ... (Attention2D, section 3.2)."""
 

@@ -3,15 +3,16 @@
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, cached_property
 from socket import gethostname
 
 import torch
 import torch.distributed as dist
 
 from megatron_cp_plugin.core.comm import Communicator, ProcessGroupCommunicator
+from megatron_cp_plugin.core.lengths import Lengths
 from megatron_cp_plugin.core.peer import PeerCommunicator, SlottedCommunicator
-from megatron_cp_plugin.errors import ContextParallelError
+from megatron_cp_plugin.errors import CommunicationError, ContextParallelError
 
 
 class Topology(ABC):
@@ -86,6 +87,18 @@ class Topology(ABC):
     @abstractmethod
     def nodes(self) -> tuple[int, ...]:
         """The node of each rank: ranks with the same number share one. A collective operation."""
+
+    @abstractmethod
+    def gather[T](self, mine: T) -> list[T]:
+        """What each rank gave, by rank: small picklable objects, for checks.
+
+        A collective operation; not among the messages that `record_communication` counts.
+        """
+
+    @cached_property
+    def lengths(self) -> Lengths:
+        """What these ranks know of each other's numbers of tokens."""
+        return Lengths()
 
     @staticmethod
     def of(group: dist.ProcessGroup | None) -> "Topology":
@@ -178,6 +191,17 @@ class ProcessGroupTopology(Topology):
             dist.all_gather_object(hosts, gethostname(), group=self._group)
             self._nodes = tuple(hosts.index(host) for host in hosts)
         return self._nodes
+
+    def gather[T](self, mine: T) -> list[T]:
+        gathered = [mine] * self.size
+        try:
+            dist.all_gather_object(gathered, mine, group=self._group)
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            raise CommunicationError(
+                f"rank {self.rank} of {self.size} lost the others; has one of them died? ({reason})"
+            ) from error
+        return gathered
 
     def _new_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
         world_ranks = dist.get_process_group_ranks(self._group)

@@ -4,6 +4,7 @@ For tests and for trying an algorithm in a notebook; nothing here is fast.
 """
 
 from collections.abc import Callable, Sequence
+from pickle import dumps, loads
 from queue import Empty, SimpleQueue
 from threading import Event, Lock, Thread
 from time import monotonic
@@ -86,6 +87,14 @@ class VirtualTopology(Topology):
         return _VirtualCommunicator(
             f"{self._path}{name}", self._world, self._members, self._global_rank
         )
+
+    def gather[T](self, mine: T) -> list[T]:
+        message = torch.frombuffer(bytearray(dumps(mine)), dtype=torch.uint8)
+        name = f"{self._path}gather"
+        for to in self._members:
+            self._world.post((name, 0, self._global_rank, to), message)
+        sources = ((name, 0, source, self._global_rank) for source in self._members)
+        return [loads(self._world.take(address).numpy().tobytes()) for address in sources]
 
     @property
     def nodes(self) -> tuple[int, ...]:
