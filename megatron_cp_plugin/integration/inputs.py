@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron_cp_plugin.core.layout_check import describe_mismatch
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration import gated_delta_net
 from megatron_cp_plugin.integration.batch import Batches, Cut, agree
@@ -50,7 +51,7 @@ def serve_inputs(model: nn.Module, batches: Batches, group: dist.ProcessGroup) -
         call = parameters.bind(*args, **kwargs)
         given, fault = call.arguments, None
         try:
-            cuts = _cuts(given, batches) if group.size() > 1 else []
+            cuts = _cuts(given, batches, group) if group.size() > 1 else []
             mask = document_mask(given.get("packed_seq_params"), recurrent=recurrent)
             runtime.documents = mask.starts if mask else ()
             _check_documents(cuts, runtime.documents)
@@ -68,7 +69,7 @@ def serve_inputs(model: nn.Module, batches: Batches, group: dist.ProcessGroup) -
     model.register_forward_pre_hook(enter, with_kwargs=True)
 
 
-def _cuts(given: Mapping[str, Any], batches: Batches) -> list[Cut]:
+def _cuts(given: Mapping[str, Any], batches: Batches, group: dist.ProcessGroup) -> list[Cut]:
     """What the tensors that a model is given were cut from."""
     config = batches.runtime.config
     found = []
@@ -96,6 +97,16 @@ def _cuts(given: Mapping[str, Any], batches: Batches) -> list[Cut]:
             f"a model takes tensors of one batch, got those of several: {_REMEDY}"
         )
     return found
+
+
+def _whose(position_ids: Any, batches: Batches, group: dist.ProcessGroup) -> str:
+    """What position ids [b, S] say of the tokens beside them, in brackets."""
+    if not isinstance(position_ids, Tensor) or batches.runtime.follows_documents:
+        return ""
+    layout, size = batches.runtime.config.layout, group.size()
+    tokens = position_ids.size(1) * size
+    mismatch = describe_mismatch(position_ids, layout, group.rank(), size, tokens)
+    return f" ({mismatch})" if mismatch else ""
 
 
 def _check_documents(cuts: list[Cut], documents: tuple[int, ...]) -> None:
