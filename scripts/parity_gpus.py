@@ -113,8 +113,6 @@ LOCAL: dict[str, object] = NO_ROPE_FUSION | {
 }
 TRANSNORMER = "lasp2,lasp,linear_ulysses"
 LINEAR: dict[str, object] = {"group_query_attention": False, "position_embedding_type": "none"}
-# Nothing is rounded to ten bits where all else is float32.
-NO_TF32 = {"NVIDIA_TF32_OVERRIDE": "0"}
 
 
 # Transformer Engine's own split; p2p is Megatron's default.
@@ -179,6 +177,15 @@ ROWS = (
     row("mla", "bfloat16, multi-latent attention", "zigzag,ulysses", BF16, MLA),
     row("delta-net", "bfloat16, gated delta net", "zigzag,allgather", BF16, GATED_DELTA_NET),
     row(
+        "delta-net-fp32",
+        "float32, gated delta net, deterministic",
+        "zigzag,allgather",
+        GATED_DELTA_NET,
+        # Computes gated delta net in torch: the kernels do not take float32.
+        {"deterministic_mode": True},
+        yardstick=None,
+    ),
+    row(
         "documents",
         "float32, packed documents, Megatron's own modules",
         "zigzag,zigzag:layout=documents,distflash",
@@ -212,7 +219,8 @@ class Job:
         # Megatron's own path refuses to start without it on Hopper.
         found = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
         if not self.combination.megatron.get("bf16"):
-            found |= NO_TF32
+            # Nothing is rounded to ten bits where all else is float32.
+            found["NVIDIA_TF32_OVERRIDE"] = "0"
         if self.run.processes == 1 and gpus > 1:
             found["CUDA_VISIBLE_DEVICES"] = str(number % gpus)
         return found
