@@ -1,7 +1,6 @@
 """DISTFLASHATTN's schedule: who does what, how much idles, what travels, in which order."""
 
 import logging
-from collections.abc import Sequence
 from fractions import Fraction
 
 import pytest
@@ -11,18 +10,12 @@ from torch import Tensor
 from megatron_cp_plugin.algorithms import distflash
 from megatron_cp_plugin.algorithms.distflash import Schedule, plan
 from megatron_cp_plugin.core.algorithm import Algorithm, Call, Shape
-from megatron_cp_plugin.core.comm import (
-    Communicator,
-    Described,
-    Pending,
-    Receive,
-    Send,
-    record_communication,
-)
+from megatron_cp_plugin.core.comm import record_communication
 from megatron_cp_plugin.core.layout import shard, unshard
+from megatron_cp_plugin.core.peer import SlottedCommunicator
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
-from megatron_cp_plugin.core.virtual import VirtualTopology, VirtualWorld, run_virtual
+from megatron_cp_plugin.core.virtual import VirtualWorld, run_virtual
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.kernels.base import Statistics
 from megatron_cp_plugin.kernels.reference import Reference
@@ -125,51 +118,6 @@ def test_traffic_is_the_closed_formula_for_equal_blocks(size: int, last_step: st
         assert traffic.backward_bytes == 3 * 6 * backward
 
 
-class _Slots(Communicator):
-    """What core.peer demands: slots of equal size on all ranks, used in turn, one peer each way.
-
-    A slot is overwritten as soon as the exchange that reuses it is posted.
-    """
-
-    def __init__(self, inner: Communicator, slots: int) -> None:
-        super().__init__(inner.channel, inner.rank, inner.size, inner.global_rank)
-        self.inner = inner
-        self.slabs = [torch.empty(0, dtype=torch.uint8)] * slots
-        self.turn = 0
-        self.growth: list[tuple[int, int]] = []
-
-    def reserve(self, like: Sequence[Described]) -> None:
-        needed = sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in like)
-        if needed > len(self.slabs[0]):
-            self.growth.append((self.turn, needed))
-            self.slabs = [torch.empty(needed, dtype=torch.uint8) for _ in self.slabs]
-
-    def buffers(self, like: Sequence[Described], device: torch.device) -> tuple[Tensor, ...]:
-        self.reserve(like)
-        slab = self.slabs[self.turn % len(self.slabs)].fill_(255)  # NaN
-        sizes = [torch.Size(shape).numel() * dtype.itemsize for shape, dtype in like]
-        pieces = slab[: sum(sizes)].split(sizes)
-        return tuple(
-            piece.view(dtype).view(shape)
-            for piece, (shape, dtype) in zip(pieces, like, strict=True)
-        )
-
-    def _exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Pending[None]:
-        assert len({to for _, to in sends}) <= 1
-        assert len({source for _, source in receives}) <= 1
-        self.turn += 1
-        return self.inner._exchange(sends, receives)
-
-    _all_gather = _reduce_scatter = _all_to_all = None  # type: ignore[assignment]
-
-
-class _PeerTopology(VirtualTopology):
-    peer_access = True  # type: ignore[assignment]
-
-    def peer_channel(self, name: str, slots: int) -> Communicator:
-        return _Slots(self.channel(name), slots)
-
-
 @pytest.mark.parametrize("last_step", ["owner", "shared"])
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("size", range(1, 8))
@@ -179,8 +127,7 @@ def test_copy_engines_find_what_they_need(size: int, overlap: bool, last_step: s
     )
     seq_len = expected.q.shape[1]
 
-    def body(topology: VirtualTopology) -> tuple[Algorithm, tuple[Tensor, ...]]:
-        topology.__class__ = _PeerTopology
+    def body(topology: Topology) -> tuple[Algorithm, tuple[Tensor, ...]]:
         options = {"overlap": overlap, "last_step": last_step}
         algorithm = create("distflash", topology, options)
         q, k, v, dout = (
@@ -191,14 +138,15 @@ def test_copy_engines_find_what_they_need(size: int, overlap: bool, last_step: s
         out, _, saved = algorithm.forward(q, k, v, call)
         return algorithm, (out, *algorithm.backward(dout, saved, call))
 
-    results = run_virtual(size, body)
+    results = run_virtual(size, body, peer_access=True)
     for index, name in enumerate(("out", "dq", "dk", "dv")):
         whole = unshard([tensors[index] for _, tensors in results], 1, results[0][0].layout)
         assert relative_error(whole, getattr(expected, name)) < 1e-12, name
     for name in ("_fetches", "_returns"):
         flows = [getattr(algorithm, name) for algorithm, _ in results]
-        assert all(isinstance(flow, _Slots) for flow in flows)
-        assert len({(flow.turn, tuple(flow.growth)) for flow in flows}) == 1
+        if size > 1:
+            assert all(isinstance(flow, SlottedCommunicator) for flow in flows)
+            assert len({(flow._turn, flow.held_bytes) for flow in flows}) == 1
 
 
 def test_peer_transport_without_peer_access_is_refused() -> None:

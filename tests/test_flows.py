@@ -1,0 +1,95 @@
+"""What all ranks must do alike, or some would wait for the others for ever."""
+
+from collections import defaultdict
+
+import pytest
+
+from megatron_cp_plugin.core.algorithm import Shape
+from megatron_cp_plugin.core.comm import Communicator
+from megatron_cp_plugin.core.virtual import VirtualTopology, _VirtualCommunicator, run_virtual
+from megatron_cp_plugin.registry import create
+from tests import test_conformance as softmax
+from tests import test_linear_conformance as linear
+from tests.linear_oracle import linear_expected
+from tests.oracle import expected_attention
+
+OPERATIONS = ("exchange", "all_gather", "reduce_scatter", "all_to_all")
+
+Journal = dict[tuple[str, tuple[int, ...]], dict[int, list[str]]]
+
+
+@pytest.fixture
+def posted(monkeypatch: pytest.MonkeyPatch) -> Journal:
+    """The operations that each rank posts, by flow of messages; with those that send nothing."""
+    journal: Journal = defaultdict(lambda: defaultdict(list))
+
+    def noting(name: str, original):
+        def post(self: Communicator, *args):
+            if isinstance(self, _VirtualCommunicator) and self.size > 1:
+                journal[self.channel, tuple(self._members)][self.global_rank].append(name)
+            return original(self, *args)
+
+        return post
+
+    for name in OPERATIONS:
+        monkeypatch.setattr(Communicator, name, noting(name, getattr(Communicator, name)))
+    return journal
+
+
+def assert_alike(posted: Journal) -> None:
+    assert posted
+    for (flow, members), by_rank in posted.items():
+        assert sorted(by_rank) == sorted(members), flow
+        assert all(operations == by_rank[members[0]] for operations in by_rank.values()), flow
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize(
+    ("case", "size"), [(case, size) for size in (3, 4) for case in softmax.cases(size)], ids=str
+)
+def test_every_rank_posts_every_operation(case, size: int, causal: bool, posted: Journal) -> None:
+    """The first one in a flow connects its ranks."""
+    expected = expected_attention(
+        seq_len=7 * size + 1, heads=4, kv_heads=2, head_dim=8, causal=causal
+    )
+    softmax.run(case, expected, size, causal=causal, peer_access=False)
+    assert_alike(posted)
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("case", tuple(linear.cases()), ids=str)
+def test_so_it_is_with_linear_attention(case, size: int, causal: bool, posted: Journal) -> None:
+    rates = linear.rates_for(case.algo, next(iter(linear.RATES)), size)
+    expected = linear_expected(rates, 6 * size, causal=causal)
+    linear.run(case, expected, size, causal=causal, states=True)
+    assert_alike(posted)
+
+
+@pytest.mark.parametrize("case", tuple(softmax.cases(4)), ids=str)
+@pytest.mark.parametrize("kv_heads", [4, 1])
+def test_no_call_needs_a_flow_that_was_not_made(
+    case, kv_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`make_flows` makes all of them, whichever transport a call then takes."""
+    asked: dict[int, set[tuple[str, str]]] = defaultdict(set)
+    channel = VirtualTopology.channel
+
+    def note(self: VirtualTopology, name: str) -> Communicator:
+        if self.size > 1:
+            asked[self._global_rank].add((self._path, name))
+        return channel(self, name)
+
+    monkeypatch.setattr(VirtualTopology, "channel", note)
+    shape = Shape(1, 8, 4, kv_heads, 8, element_bytes=8, wide_bytes=8)
+
+    def body(topology: VirtualTopology) -> None:
+        create(case.algo, topology, dict(case.options)).make_flows(shape)
+
+    run_virtual(4, body, peer_access=True)
+    made = {rank: set(flows) for rank, flows in asked.items()}
+    assert len(made) == 4
+    expected = expected_attention(seq_len=29, heads=4, kv_heads=kv_heads, head_dim=8, causal=True)
+    for peer_access in (False, True):
+        softmax.run(case, expected, 4, causal=True, peer_access=peer_access)
+    assert asked == made
