@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from random import Random
@@ -141,7 +141,6 @@ class Stress:
                 self.capture()
             if self.cuda and self.report.rounds % 100 == 0:
                 self._release()
-        self.report.peer_bytes = self.topology.peer_bytes
         if self.cuda:
             self.check_refusals()
         return self.report
@@ -170,6 +169,7 @@ class Stress:
         for index, call in enumerate(calls):
             self.compare(call, expected[index], got[index])
         self.report.rounds += 1
+        self.report.peer_bytes = max(self.report.peer_bytes, self.topology.peer_bytes)
 
     def order(self, count: int) -> Iterator[tuple[int, bool]]:
         """(call, whether its backward) in an order that all ranks draw alike."""
@@ -279,7 +279,7 @@ class Stress:
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             results = step()
         for seed in (call.seed + 1, call.seed + 2):
-            other = self.inputs(Call(**(vars(call) | {"seed": seed})))
+            other = self.inputs(replace(call, seed=seed))
             expected = self.quiet(call, other)
             with torch.no_grad():
                 for target, x in zip((*leaves, dout), other, strict=True):
