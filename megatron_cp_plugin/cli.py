@@ -30,6 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_plan(commands)
     _add_doctor(commands)
     _add_capabilities(commands)
+    _add_hooks(commands)
     arguments = parser.parse_args(argv)
     try:
         return arguments.run(arguments)
@@ -49,6 +50,35 @@ def _add_capabilities(commands: Any) -> None:
 
 def _capabilities(arguments: argparse.Namespace) -> int:
     from megatron_cp_plugin.capabilities import markdown
+
+    print(markdown(), end="")
+    return 0
+
+
+def _add_hooks(commands: Any) -> None:
+    parser = commands.add_parser(
+        "hooks",
+        help="what is replaced and taken for granted of Megatron, and whether yours has it",
+        description="Prints patches/README.md.",
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="hold the installed Megatron against it instead; exit code 2 if something is missing",
+    )
+    parser.set_defaults(run=_hooks)
+
+
+def _hooks(arguments: argparse.Namespace) -> int:
+    if arguments.check:
+        from megatron_cp_plugin.integration.compat import report
+
+        version, problems = report()
+        for line in problems:
+            print(line)
+        print(f"Megatron {version}: {len(problems)} difference(s) from what the plugin expects")
+        return 2 if problems else 0
+    from megatron_cp_plugin.integration.contract_page import markdown
 
     print(markdown(), end="")
     return 0

@@ -7,7 +7,6 @@ Takes any flag of Megatron-LM after the run file, and overrides the file by it.
 
 import sys
 
-from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration import launch
 
 
@@ -16,13 +15,8 @@ def main() -> None:
     with launch.one_line_errors():
         sys.argv[1:] = launch.prepare(sys.argv[1:], run_file=True)
         # Not before: the plugin must be in force when Megatron's names are imported.
-        try:
-            from megatron_cp_plugin.integration.pretrain import run
-        except ImportError as error:
-            raise ContextParallelError(
-                f"this script needs Megatron 0.19 or later ({error}): start the pretrain_gpt.py of "
-                "your Megatron-LM with python -m megatron_cp_plugin.launch"
-            ) from error
+        from megatron_cp_plugin.integration.pretrain import run
+
         run()
 
 

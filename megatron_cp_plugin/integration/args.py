@@ -77,6 +77,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="write losses of all iterations and gradients of the first, the middle and the last "
         "one into a folder, for comparison with another run",
     )
+    group.add_argument(
+        "--cp-allow-untested-megatron",
+        action="store_true",
+        default=None,
+        help="run a version of Megatron that nobody has run with the plugin, if it has all that "
+        "`megatron-cp hooks` lists; default: it is refused",
+    )
     return parser
 
 
@@ -101,7 +108,8 @@ class PluginFlags:
 
     Attributes:
         algo: None for Megatron's own path. layers: the algorithm of each layer, or (). kernel,
-            options, linear_model, recompute_attention, platform, record: as in `add_arguments`.
+            options, linear_model, recompute_attention, platform, record,
+            allow_untested_megatron: as in `add_arguments`.
         comm_type: the same in Megatron's spelling.
     """
 
@@ -113,6 +121,7 @@ class PluginFlags:
     recompute_attention: bool
     platform: str | None
     record: str | None
+    allow_untested_megatron: bool
     comm_type: CommType
 
     def check(self) -> None:
@@ -190,6 +199,7 @@ def split_flags(argv: Sequence[str]) -> tuple[PluginFlags, list[str]]:
         recompute_attention=bool(known.cp_recompute_attention),
         platform=known.cp_platform,
         record=known.cp_record,
+        allow_untested_megatron=bool(known.cp_allow_untested_megatron),
         comm_type=comm_type,
     )
     return flags, rest

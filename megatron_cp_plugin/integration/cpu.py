@@ -16,8 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
-import inspect
 import os
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +25,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from megatron_cp_plugin.errors import ConfigError
+from megatron_cp_plugin.integration import compat
 
 # What Megatron's command line must say on a CPU: (option, value or None for a switch, why).
 _FLAGS: tuple[tuple[str, str | None, str], ...] = (
@@ -80,8 +79,15 @@ def _value_of(option: str, argv: Sequence[str]) -> str | None:
     return found
 
 
-def install() -> None:
-    """Puts the CPU platform in force for the rest of this process; a second call does nothing."""
+def install(allow_untested: bool = False) -> None:
+    """Puts the CPU platform in force for the rest of this process; a second call does nothing.
+
+    Args:
+        allow_untested: Whether the version of Megatron may be one that nobody ran.
+
+    Raises:
+        ContextParallelError: It is such a version, or not as `contract` says.
+    """
     if isinstance(torch.cuda.is_available, _StandIn):
         return
     for name, stand_in in _cuda_functions().items():
@@ -106,6 +112,7 @@ def install() -> None:
 
     # Megatron compiles its elementwise functions at import: seconds, and a C++ compiler on a CPU.
     torch.compile = _eager
+    compat.check("cpu", allow_untested=allow_untested)
     _adapt_megatron()
     _OnCpu().__enter__()
 
@@ -288,27 +295,18 @@ def _adapt_megatron() -> None:
     `--sequence-parallel`, for which it needs the norms of apex or Transformer Engine, and
     `--multi-latent-attention`, for which it needs Transformer Engine's attention.
     """
-    import megatron.training.initialize
-    from megatron.core.tensor_parallel import random
-    from megatron.core.transformer.moe import token_dispatcher
-    from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-    def get_state(device: Any = "cuda", clone: bool = False, graph_safe: bool = False) -> Any:
+    def get_state(
+        original: Any, device: Any = "cuda", clone: bool = False, graph_safe: bool = False
+    ) -> Any:
         return torch.get_rng_state()
 
-    def set_state(new_state: Any, device: Any = -1, graph_safe: bool = False) -> None:
+    def set_state(
+        original: Any, new_state: Any, device: Any = -1, graph_safe: bool = False
+    ) -> None:
         torch.set_rng_state(new_state)
 
-    random._get_cuda_rng_state = get_state
-    random._set_cuda_rng_state = set_state
-    # It warms up compiled functions with random numbers, as many as a rank has tokens: the model
-    # would start from other weights for each context_parallel_size.
-    megatron.training.initialize._warmup_jit_function = _nothing
-    _let_adam_resume()
-
-    make_norm = WrappedTorchNorm.__new__
-
-    def norm(cls: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
+    def norm(make_norm: Any, cls: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
         plain = copy.copy(config)
         plain.sequence_parallel = False
         module = make_norm(cls, plain, *args, **kwargs)
@@ -317,34 +315,37 @@ def _adapt_megatron() -> None:
             parameter.sequence_parallel = config.sequence_parallel
         return module
 
-    WrappedTorchNorm.__new__ = norm
-
-    def to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    def to_cpu(
+        original: Any, tensor: Any, as_numpy: bool = False, record_stream: bool = False
+    ) -> Any:
         # Megatron's own leaves a tensor that is there already a tensor, which no collective takes
         # for sizes.
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
-    token_dispatcher.maybe_move_tensor_to_cpu = to_cpu
-    _let_attention_take_latent_heads()
+    hooks: dict[str, Callable[..., Any]] = {
+        "_get_cuda_rng_state": get_state,
+        "_set_cuda_rng_state": set_state,
+        # It warms up compiled functions with random numbers, as many as a rank has tokens: the
+        # model would start from other weights for each context_parallel_size.
+        "_warmup_jit_function": _nothing,
+        "WrappedTorchNorm.__new__": norm,
+        "maybe_move_tensor_to_cpu": to_cpu,
+    }
+    compat.replace(hooks | _taking_latent_heads() | _resuming_adam(), "cpu")
 
 
-def _let_attention_take_latent_heads() -> None:
+def _taking_latent_heads() -> dict[str, Callable[..., Any]]:
     """Lets Megatron's own attention be built by multi-latent attention.
 
     What it computes has no need of equal head dims: only its output is given the wrong shape.
     """
     from megatron.core.transformer import multi_latent_attention
-    from megatron.core.transformer.dot_product_attention import DotProductAttention
 
     if not isinstance(multi_latent_attention.TELinear, type):
-        # Megatron 0.16 asks whether something is one, even where there are none.
         multi_latent_attention.TELinear = type("TELinear", (), {})
-    build = DotProductAttention.__init__
-    if "v_channels" in inspect.signature(build).parameters:
-        return
 
-    @functools.wraps(build)
     def built(
+        build: Any,
         self: Any,
         *args: Any,
         k_channels: int | None = None,
@@ -355,10 +356,10 @@ def _let_attention_take_latent_heads() -> None:
         if v_channels is not None:
             self.hidden_size_per_partition = self.num_attention_heads_per_partition * v_channels
 
-    DotProductAttention.__init__ = built
+    return {"DotProductAttention.__init__": built}
 
 
-def _let_adam_resume() -> None:
+def _resuming_adam() -> dict[str, Callable[..., Any]]:
     """Lets Megatron's distributed optimizer load a checkpoint into torch's own Adam.
 
     It was written for those of Apex and Transformer Engine, which need GPUs. torch's Adam counts
@@ -370,28 +371,29 @@ def _let_adam_resume() -> None:
     from megatron.core.optimizer import distrib_optimizer
 
     if distrib_optimizer.HAVE_APEX_OR_TE:
-        return
-    kind = distrib_optimizer.DistributedOptimizer
-    save, load = kind.state_dict, kind.load_state_dict
-    fill = kind._set_main_param_and_optimizer_states
+        return {}
 
-    def state_dict(self: Any) -> Any:
+    def state_dict(save: Any, self: Any) -> Any:
         adam = self.optimizer
         if isinstance(adam, (torch.optim.Adam, torch.optim.AdamW)) and not adam.state:
             for parameter in (p for group in adam.param_groups for p in group["params"]):
-                moments = {key: torch.zeros_like(parameter) for key in self.optimizer_state_keys}
+                moments = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
                 adam.state[parameter] = {"step": torch.tensor(0.0), **moments}
         return save(self)
 
-    def load_state_dict(self: Any, state_dict: Any) -> None:
+    def load_state_dict(load: Any, self: Any, state_dict: Any) -> None:
         load(self, state_dict)
         for state in self.optimizer.state.values():
             if "step" in state:
                 state["step"] = state["step"].clone()
 
-    def fill_all_but_step(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
+    def fill_all_but_step(fill: Any, self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
         with torch.no_grad():  # float32 weights are views of the model's
             fill(self, model_param, {**tensors, "step": None})  # None leaves it as it is
 
-    kind.state_dict, kind.load_state_dict = state_dict, load_state_dict
-    kind._set_main_param_and_optimizer_states = fill_all_but_step
+    hooks: dict[str, Callable[..., Any]] = {
+        "state_dict": state_dict,
+        "load_state_dict": load_state_dict,
+        "_set_main_param_and_optimizer_states": fill_all_but_step,
+    }
+    return {f"DistributedOptimizer.{name}": hook for name, hook in hooks.items()}

@@ -10,15 +10,24 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_cp_plugin.integration import gated_delta_net
+from megatron_cp_plugin.integration.contract import SETTINGS
+
+_SETTINGS = frozenset(setting.name for setting in SETTINGS)
 
 
 class Settings:
-    """Megatron's settings by name; None where this version of Megatron has none of that name."""
+    """Megatron's settings by name, those that `contract.SETTINGS` lists.
+
+    None where the source, or this version of Megatron, has none of that name; the table, which is
+    checked at start-up, says where that may be.
+    """
 
     def __init__(self, source: Any) -> None:
         self._source = source
 
     def __getattr__(self, name: str) -> Any:
+        if name not in _SETTINGS:
+            raise KeyError(f"{name} is not in contract.SETTINGS")
         return getattr(self._source, name, None)
 
 

@@ -1,14 +1,11 @@
-"""The few names of Megatron that are replaced, so that an unmodified training script is served.
+"""What takes the place of names of Megatron, so that an unmodified training script is served.
 
-Installed by the launcher only when an algorithm of the plugin is chosen. Megatron 0.16 to 0.20 have
-them all, though not always in the same modules.
+Installed by the launcher only when an algorithm of the plugin is chosen. `contract` has the names.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
-import importlib
 import importlib.util
 import inspect
 import traceback
@@ -19,28 +16,14 @@ from typing import Any
 import torch
 
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
+from megatron_cp_plugin.integration import compat
 from megatron_cp_plugin.integration.args import PluginFlags, add_algorithm
 from megatron_cp_plugin.integration.batch import Batches
 from megatron_cp_plugin.integration.runtime import Runtime
 
-_VERSIONS = "use Megatron 0.16 to 0.20"
-
 
 class Hooks:
-    """Serves one process's run. Replaces, wherever scripts import them from:
-
-    - `add_megatron_arguments`: takes the flag that other processes of the run refuse;
-    - `validate_args`: checks Megatron's arguments and makes the runtime;
-    - the constructors of `GPTModel` and `HybridModel`: make process groups, put the plugin's
-      attention and position embeddings into the model, refuse tensors that the plugin has not cut,
-      and put document masks in the place of packed sequences;
-    - `setup_model_and_optimizer`: refuses models of other kinds;
-    - `YarnRotaryEmbedding._set_cos_sin_cache`: makes no table that nobody reads;
-    - `get_batch_on_this_cp_rank`: cuts batches by the layout, and marks them;
-    - `roll_tensor`: shifts tokens for multi-token prediction by the layout;
-    - `forward_step_calc_loss`: takes the mean loss over the whole sequence;
-    - `checkpoint`: keeps attention from running again in the backward.
-    """
+    """Serves one process's run: what takes the place of the names that `contract` lists."""
 
     def __init__(self, flags: PluginFlags, device: torch.device) -> None:
         self._flags = flags
@@ -53,63 +36,26 @@ class Hooks:
         """Puts the hooks in force; call before the training script imports the names.
 
         Raises:
-            ContextParallelError: This Megatron is older than 0.16, or has not all of them.
+            ContextParallelError: This Megatron was never run, or is not as `contract` says.
         """
-        import megatron.core
-
+        compat.check("algorithm", allow_untested=self._flags.allow_untested_megatron)
+        from megatron_cp_plugin.integration.recompute import checkpoint
         from megatron_cp_plugin.integration.rope import set_cos_sin_cache
 
-        version = megatron.core.__version__
-        if tuple(int(part) for part in version.split(".")[:2]) < (0, 16):
-            raise ContextParallelError(f"Megatron {version} is too old: {_VERSIONS}")
-        _replace_names(self._add_arguments, "add_megatron_arguments", "megatron.training.arguments")
-        _replace_names(
-            self._validate_args,
-            "validate_args",
-            "megatron.training.arguments",
-            "megatron.training.initialize",
-        )
-        for model in _models():
-            _replace(self._build_model, "__init__", model)
-        yarn = importlib.import_module(
-            "megatron.core.models.common.embeddings.yarn_rotary_pos_embedding"
-        )
-        _replace(set_cos_sin_cache, "_set_cos_sin_cache", yarn.YarnRotaryEmbedding)
-        _replace_names(
-            self._set_up_model, "setup_model_and_optimizer", "megatron.training.training"
-        )
-        _replace_names(
-            self._get_batch,
-            "get_batch_on_this_cp_rank",
-            "megatron.core.utils",
-            "megatron.training.utils",
-            "megatron.training.training",
-        )
-        _replace_names(
-            self._roll,
-            "roll_tensor",
-            "megatron.core.transformer.multi_token_prediction",
-            "megatron.core.models.gpt.gpt_model",
-        )
-        schedules = "megatron.core.pipeline_parallel.schedules"
-        _replace_names(self._calc_loss, "forward_step_calc_loss", schedules)
+        hooks: dict[str, Callable[..., Any]] = {
+            "add_megatron_arguments": self._add_arguments,
+            "validate_args": self._validate_args,
+            "GPTModel.__init__": self._build_model,
+            "HybridModel.__init__": self._build_model,
+            "setup_model_and_optimizer": self._set_up_model,
+            "get_batch_on_this_cp_rank": self._get_batch,
+            "roll_tensor": self._roll,
+            "YarnRotaryEmbedding._set_cos_sin_cache": set_cos_sin_cache,
+            "forward_step_calc_loss": self._calc_loss,
+        }
         if not self._flags.recompute_attention:
-            self._install_recompute()
-
-    def _install_recompute(self) -> None:
-        from megatron_cp_plugin.integration.recompute import checkpoint
-
-        _replace_names(
-            checkpoint,
-            "checkpoint",
-            "megatron.core.tensor_parallel.random",
-            "megatron.core.tensor_parallel",
-        )
-        # What Megatron uses with FP8 and FP4; it is imported by name.
-        for name in ("megatron.core.recompute", "megatron.core.transformer.transformer_block"):
-            module = _module(name)
-            if getattr(module, "te_checkpoint", None) is not None:
-                _replace(checkpoint, "te_checkpoint", module)
+            hooks |= {"checkpoint": checkpoint, "te_checkpoint": checkpoint}
+        compat.replace(hooks, "algorithm")
 
     def _add_arguments(
         self, original: Callable[..., Any], parser: argparse.ArgumentParser
@@ -125,6 +71,7 @@ class Hooks:
         )
         from megatron_cp_plugin.integration.recompute import describe as describe_recompute
 
+        compat.check_args(args)
         self._flags.comm_type.check_model(args)
         config = self._flags.config(args.context_parallel_size)
         kernel = check_arguments(args, config, self._device)
@@ -154,6 +101,7 @@ class Hooks:
             args.seq_length, args.encoder_seq_length = None, args.seq_length
         with _refusals_in_one_line():
             validated = original(args, {} if defaults is None else defaults)
+        compat.check_args(validated, "validated args")
         check_interleaving(validated)
         if config.size > 1:
             validated.cp_comm_type = [self._comm_type]
@@ -242,11 +190,8 @@ def skip_built_helpers() -> None:
 
     Megatron runs `make` at every start; the wheel has the compiled helpers and no Makefile.
     """
-    if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None:
-        return
-    import megatron.core.datasets.utils
-
-    _replace(lambda original: None, "compile_helpers", megatron.core.datasets.utils)
+    if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None:
+        compat.replace({"compile_helpers": lambda original: None}, "any")
 
 
 @contextmanager
@@ -264,39 +209,8 @@ def _models() -> tuple[type, ...]:
     """The classes of models that are served."""
     from megatron.core.models.gpt import GPTModel
 
-    hybrid = _module("megatron.core.models.hybrid.hybrid_model")  # since Megatron 0.18
-    return (GPTModel,) if hybrid is None else (GPTModel, hybrid.HybridModel)
+    if compat.running_version()[0] < (0, 18):
+        return (GPTModel,)
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
 
-
-def _module(name: str) -> Any:
-    """Returns a module of Megatron; None where this version has none of that name."""
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise
-        return None
-
-
-def _replace_names(hook: Callable[..., Any], name: str, *places: str) -> None:
-    """Replaces a function in those of the modules that have it."""
-    modules = [module for module in map(_module, places) if hasattr(module, name)]
-    if not modules:
-        from megatron.core import __version__ as version
-
-        raise ContextParallelError(
-            f"Megatron {version} has no {places[0]}.{name}, which the plugin has to replace: "
-            f"{_VERSIONS}"
-        )
-    _replace(hook, name, *modules)
-
-
-def _replace(hook: Callable[..., Any], name: str, *places: Any) -> None:
-    original = getattr(places[0], name)
-
-    @functools.wraps(original)
-    def replacement(*args: Any, **kwargs: Any) -> Any:
-        return hook(original, *args, **kwargs)
-
-    for place in places:
-        setattr(place, name, replacement)
+    return (GPTModel, HybridModel)

@@ -82,7 +82,11 @@ def prepare(argv: Sequence[str], run_file: bool = False) -> list[str]:
     if platform == "cpu":
         from megatron_cp_plugin.integration import cpu
 
-        cpu.install()
+        cpu.install(flags.allow_untested_megatron)
+    if run_file:
+        from megatron_cp_plugin.integration import compat
+
+        compat.check("script", allow_untested=flags.allow_untested_megatron)
     if path is not None:
         words = _read_run_file(path) + words
     flags, rest = split_flags(words)
@@ -100,7 +104,8 @@ def prepare(argv: Sequence[str], run_file: bool = False) -> list[str]:
     if flags.record is not None:
         from megatron_cp_plugin.integration.parity import Recorder
 
-        Recorder(flags.record, flags.algo or MEGATRON).install()
+        algo, allow_untested = flags.algo or MEGATRON, flags.allow_untested_megatron
+        Recorder(flags.record, algo, allow_untested).install()
     if flags.algo is not None:
         if platform == "cuda":
             _allow_one_connection()

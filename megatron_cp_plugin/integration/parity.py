@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import importlib.util
 import inspect
 import json
 import math
@@ -32,6 +31,8 @@ from torch import Tensor
 
 from megatron_cp_plugin.core.comm import record_communication
 from megatron_cp_plugin.errors import ContextParallelError
+from megatron_cp_plugin.integration import compat
+from megatron_cp_plugin.integration.contract import TRAIN_STEP
 from megatron_cp_plugin.integration.weight_parts import rows_of_weights
 
 # The position of a rank's model shard: (pipeline, tensor, expert) parallel rank.
@@ -58,9 +59,11 @@ class Recorder:
     Args:
         folder: Where to write; made if missing.
         algo: Name of the context-parallel algorithm in force.
+        allow_untested: Whether the version of Megatron may be one that nobody ran.
     """
 
-    def __init__(self, folder: str | Path, algo: str) -> None:
+    def __init__(self, folder: str | Path, algo: str, allow_untested: bool = False) -> None:
+        self._allow_untested = allow_untested
         self._folder = Path(folder)
         self._algo = algo
         self._iteration = 0
@@ -72,22 +75,13 @@ class Recorder:
         """Wraps Megatron's `train_step`; call before the training loop starts.
 
         Raises:
-            ContextParallelError: This Megatron keeps the losses of routers elsewhere.
+            ContextParallelError: This Megatron is older than 0.18, or not as `contract` says.
         """
-        from megatron.training import training
+        compat.check("record", allow_untested=self._allow_untested)
+        compat.replace({"train_step": self._step}, "record")
 
-        if importlib.util.find_spec("megatron.core.transformer.moe.moe_logging") is None:
-            raise ContextParallelError("--cp-record needs Megatron 0.18 or later: leave it out")
-
-        original = training.train_step
-        signature = inspect.signature(original)
-
-        def train_step(*args: Any, **kwargs: Any) -> Any:
-            return self._step(original, signature.bind(*args, **kwargs))
-
-        training.train_step = train_step
-
-    def _step(self, original: Callable[..., Any], call: inspect.BoundArguments) -> Any:
+    def _step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        call = inspect.signature(original).bind(*args, **kwargs)
         self._iteration += 1
         started = time.perf_counter()
         if self._iteration == 1:
@@ -98,7 +92,9 @@ class Recorder:
                 call.arguments["forward_backward_func"], call.arguments["model"]
             )
         result = original(*call.args, **call.kwargs)
-        losses, skipped, grad_norm = result[0], result[1], result[5]
+        losses, skipped, grad_norm = (
+            result[TRAIN_STEP.index(name)] for name in ("loss_reduced", "skipped_iter", "grad_norm")
+        )
         auxiliary = _auxiliary_losses()
         line = {
             "iteration": self._iteration,

@@ -58,6 +58,7 @@ _ELSEWHERE = {
     "cp_platform": "write context_parallel.platform",
     "cp_recompute_attention": "write context_parallel.recompute_attention",
     "cp_record": "give it on the command line",
+    "cp_allow_untested_megatron": "give it on the command line",
     "help": "give it on the command line",
     "yaml_cfg": "write Megatron's settings under megatron",
 }

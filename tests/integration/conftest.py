@@ -17,6 +17,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="checkout of Megatron-LM (core_v0.19.0) whose pretrain_gpt.py is run unmodified",
     )
     parser.addoption(
+        "--megatron-core",
+        metavar="DIR",
+        default=None,
+        help="folder with a package megatron of another version, such as a wheel of megatron-core "
+        "unpacked or a checkout, to be held against what the plugin takes for granted",
+    )
+    parser.addoption(
         "--random-runs",
         metavar="N",
         type=int,

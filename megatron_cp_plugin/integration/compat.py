@@ -1,0 +1,258 @@
+"""Holds the running Megatron against `contract`, and replaces names of Megatron from it."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import functools
+import importlib
+import inspect
+import re
+import sys
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import fields
+from types import ModuleType
+from typing import Any
+
+from megatron_cp_plugin.errors import ContextParallelError
+from megatron_cp_plugin.integration.contract import (
+    NAMES,
+    SETTINGS,
+    SINCE,
+    VERSIONS,
+    Name,
+    Part,
+    Place,
+    Version,
+)
+
+_ALLOW = "--cp-allow-untested-megatron"
+
+
+def check(*parts: Part, allow_untested: bool) -> None:
+    """Checks the running Megatron at start-up, before any of its names is replaced.
+
+    Args:
+        parts: What of the plugin the run needs.
+        allow_untested: Whether the version may be one that nobody ran.
+
+    Raises:
+        ContextParallelError: The version was never run, or Megatron is not as the table says.
+    """
+    version, text = running_version()
+    if not allow_untested and version not in map(_version, VERSIONS):
+        raise ContextParallelError(
+            f"Megatron {text} was never run with this plugin: use {_choices()}, or add {_ALLOW} to "
+            "run it if all that the plugin takes for granted is there"
+        )
+    for part in parts:
+        first, name, instead = SINCE.get(part, ((0, 0), "", ""))
+        if version < first:
+            raise ContextParallelError(
+                f"{name} needs Megatron {first[0]}.{first[1]} or later, got {text}: {instead}"
+            )
+    _refuse(problems(*parts))
+
+
+def check_args(args: Any, place: Place = "args") -> None:
+    """Checks that Megatron's command line has the settings that the plugin reads.
+
+    Args:
+        args: Megatron's namespace.
+        place: Whether it is as parsed or as validated.
+
+    Raises:
+        ContextParallelError: A setting is missing; it would read as if nobody had asked for it.
+    """
+    _refuse(_missing_settings(place, vars(args)))
+
+
+def running_version() -> tuple[Version, str]:
+    """Returns the version of the Megatron that is imported: its first two numbers, and all."""
+    import megatron.core
+
+    text: str = megatron.core.__version__
+    return _version(text), text
+
+
+def problems(*parts: Part) -> list[str]:
+    """Returns what of the running Megatron is not as the table says, one line each.
+
+    Args:
+        parts: What of the plugin to look at.
+    """
+    version, _ = running_version()
+    rows = [row for row in NAMES if row.part in ("any", *parts) and row.is_in(version)]
+    found = [line for row in rows for line in _problems_of(row)]
+    if "algorithm" in parts:
+        configuration = importlib.import_module("megatron.core.transformer.transformer_config")
+        places: dict[Place, str] = {
+            "config": "TransformerConfig",
+            "latent config": "MLATransformerConfig",
+        }
+        for place, kind in places.items():
+            config = getattr(configuration, kind, None)  # itself a row of the table
+            if config is not None:
+                found += _missing_settings(place, {field.name for field in fields(config)})
+    return list(dict.fromkeys(found))
+
+
+def report() -> tuple[str, list[str]]:
+    """Returns the version of the running Megatron, and all that is not as the table says."""
+    from megatron.training.arguments import add_megatron_arguments
+
+    version, text = running_version()
+    parts: tuple[Part, ...] = ("algorithm", "cpu", "record", "script")
+    had = [part for part in parts if version >= SINCE.get(part, ((0, 0),))[0]]
+    parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    there = {action.dest for action in parser._actions} | {"rank", "world_size"}
+    return text, problems(*had) + _missing_settings("args", there)
+
+
+def replace(hooks: Mapping[str, Callable[..., Any]], part: Part) -> None:
+    """Replaces names of Megatron, wherever its modules have imported them.
+
+    Args:
+        hooks: The functions that take their places, by `Name.name`; each is given Megatron's own
+            before the arguments.
+        part: What of the plugin is to be in force.
+    """
+    version, _ = running_version()
+    rows = {row.name: row for row in NAMES if row.replaced and row.part == part}
+    for name, hook in hooks.items():
+        if rows[name].is_in(version):
+            _replace(rows[name], hook)
+
+
+def _replace(row: Name, hook: Callable[..., Any]) -> None:
+    owner, name = _owner(row)
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        return hook(original, *args, **kwargs)
+
+    setattr(owner, name, replacement)
+    if not isinstance(owner, ModuleType):
+        return
+    for module in _loaded_modules():
+        for alias, value in list(vars(module).items()):
+            if value is original:
+                setattr(module, alias, replacement)
+
+
+def _loaded_modules() -> Iterator[ModuleType]:
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] == "megatron" and isinstance(module, ModuleType):
+            yield module
+
+
+def _owner(row: Name) -> tuple[Any, str]:
+    """Returns the module or class that has a name, and the name in it."""
+    owner: Any = importlib.import_module(row.module)
+    *path, name = row.name.split(".")
+    for part in path:
+        owner = getattr(owner, part)
+    return owner, name
+
+
+def _problems_of(row: Name) -> Iterator[str]:
+    try:
+        owner, name = _owner(row)
+        if not isinstance(owner, (type, ModuleType)):
+            return  # Megatron's stand-in for a class of Transformer Engine, which is not installed.
+        found = getattr(owner, name)
+    except (ImportError, AttributeError):
+        yield f"{row.path} is missing"
+        return
+    if row.parameters or row.first:
+        yield from _wrong_parameters(row, found)
+    kind = owner if isinstance(owner, type) else found
+    if row.attributes and isinstance(kind, type):
+        names = _names_in_methods(kind)
+        yield from (
+            f"{row.module}.{kind.__name__} has no attribute {attribute}"
+            for attribute in row.attributes
+            if attribute not in names
+        )
+    if row.returned and not _returns(found, row.returned):
+        want = ", ".join(name or "..." for name in row.returned)
+        yield f"{row.path} does not return ({want}, ...)"
+
+
+def _wrong_parameters(row: Name, function: Any) -> Iterator[str]:
+    has = tuple(inspect.signature(function).parameters)
+    if has[: len(row.first)] != row.first:
+        yield f"{row.path} takes ({', '.join(has)}), not ({', '.join(row.first)}, ...)"
+    yield from (
+        f"{row.path} has no parameter {parameter}"
+        for parameter in row.parameters
+        if parameter not in has
+    )
+    if row.closed:
+        yield from (
+            f"{row.path} has another parameter {parameter}"
+            for parameter in has
+            if parameter not in row.parameters
+        )
+
+
+def _names_in_methods(kind: type) -> set[str]:
+    """The names of attributes in the methods of a class and of Megatron's classes below it."""
+    bases = [base for base in kind.__mro__ if base.__module__.partition(".")[0] == "megatron"]
+    members = [member for base in bases for member in vars(base).values()]
+    codes = (getattr(inspect.unwrap(m), "__code__", None) for m in members if callable(m))
+    return {name for code in codes if code is not None for name in code.co_names}
+
+
+def _returns(function: Any, names: tuple[str, ...]) -> bool:
+    """Whether one of a function's return statements has variables of these names."""
+    source = textwrap.dedent(inspect.getsource(inspect.unwrap(function)))
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Return) and isinstance(node.value, ast.Tuple):
+            got = [e.id if isinstance(e, ast.Name) else "" for e in node.value.elts]
+            if len(got) >= len(names) and all(
+                name in ("", other) for name, other in zip(names, got, strict=False)
+            ):
+                return True
+    return False
+
+
+def _missing_settings(place: Place, there: Iterable[str]) -> list[str]:
+    version, _ = running_version()
+    names = set(there)
+    return [
+        f"{setting.name} is missing in its {_PLACES[place]}"
+        for setting in SETTINGS
+        if setting.is_in(version, place) and setting.name not in names
+    ]
+
+
+_PLACES: dict[Place, str] = {
+    "args": "command-line arguments",
+    "validated args": "validated arguments",
+    "config": "TransformerConfig",
+    "latent config": "MLATransformerConfig",
+}
+
+
+def _refuse(found: list[str]) -> None:
+    if not found:
+        return
+    _, text = running_version()
+    more = f" (and {len(found) - 1} more: megatron-cp hooks --check)" if len(found) > 1 else ""
+    raise ContextParallelError(
+        f"Megatron {text} is not as the plugin takes it to be: {found[0]}{more}: use {_choices()}"
+    )
+
+
+def _choices() -> str:
+    return f"{', '.join(VERSIONS[:-1])} or {VERSIONS[-1]}"
+
+
+def _version(text: str) -> Version:
+    found = re.match(r"(\d+)\.(\d+)", text)
+    if found is None:
+        raise ContextParallelError(f"Megatron's version must begin with two numbers, got {text}")
+    return int(found[1]), int(found[2])

@@ -1,0 +1,331 @@
+"""The table of what the plugin takes for granted of Megatron, and a Megatron that differs."""
+
+import argparse
+import ast
+import dataclasses
+import enum
+import inspect
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import megatron.core
+import pytest
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training import training
+from megatron.training.arguments import add_megatron_arguments
+
+from megatron_cp_plugin.cli import main
+from megatron_cp_plugin.errors import ContextParallelError
+from megatron_cp_plugin.integration import compat, contract
+from megatron_cp_plugin.integration.args import split_flags
+from megatron_cp_plugin.integration.contract import NAMES, SETTINGS, VERSIONS, Name
+from megatron_cp_plugin.integration.contract_page import markdown
+from megatron_cp_plugin.integration.features import Settings
+from megatron_cp_plugin.integration.hooks import Hooks
+from megatron_cp_plugin.integration.parity import Recorder
+
+ROOT = Path(__file__).parents[2]
+PARTS = ("algorithm", "cpu", "record", "script")
+VERSION, _ = compat.running_version()
+ROWS = [row for row in NAMES if row.is_in(VERSION)]
+WITHOUT_TE = "TEDotProductAttention"  # no class where Transformer Engine is not installed
+
+
+def refusal(body: Callable[[], Any]) -> str:
+    with pytest.raises(ContextParallelError) as error:
+        body()
+    message = str(error.value)
+    assert "\n" not in message
+    return message
+
+
+def check(*parts: contract.Part) -> None:
+    compat.check(*parts, allow_untested=False)
+
+
+def test_megatron_is_as_the_table_says(request: pytest.FixtureRequest) -> None:
+    """Of the version that is installed, or of the one that --megatron-core names."""
+    folder = request.config.getoption("--megatron-core")
+    if folder is None:
+        assert compat.report() == (megatron.core.__version__, [])
+        return
+    path = os.pathsep.join((str(Path(folder).resolve()), str(ROOT)))
+    command = [sys.executable, "-m", "megatron_cp_plugin.cli", "hooks", "--check"]
+    done = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_page_is_what_the_table_says() -> None:
+    page = (ROOT / "patches" / "README.md").read_text()
+    assert page == markdown(), "run: megatron-cp hooks > patches/README.md"
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.part}-{row.name}")
+def test_a_name_that_is_gone_is_named(row: Name, monkeypatch: pytest.MonkeyPatch) -> None:
+    if row.name.startswith(WITHOUT_TE):
+        pytest.skip("needs Transformer Engine")
+    owner, name = compat._owner(row)
+    if isinstance(owner, enum.EnumMeta):
+        left = enum.Enum(owner.__name__, [m for m in owner.__members__ if m != name])
+        monkeypatch.setattr(sys.modules[row.module], owner.__name__, left)
+    else:
+        holders = owner.__mro__ if isinstance(owner, type) else (owner,)
+        holder = next(holder for holder in holders if name in vars(holder))
+        monkeypatch.delattr(holder, name)
+        if hasattr(owner, name):
+            # That of a base class, which fits or is said not to.
+            has = inspect.signature(getattr(owner, name)).parameters
+            assert compat.problems(row.part) or {*row.first, *row.parameters} <= set(has)
+            return
+    assert f"{row.path} is missing" in compat.problems(row.part)
+    said = refusal(lambda: check(row.part))
+    assert said.startswith(f"Megatron {megatron.core.__version__} is not as the plugin takes it")
+
+
+@pytest.mark.parametrize(
+    ("row", "parameter"),
+    [(row, name) for row in ROWS for name in (*row.first, *row.parameters)],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_a_parameter_that_is_gone_is_named(
+    row: Name, parameter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if row.name.startswith(WITHOUT_TE):
+        pytest.skip("needs Transformer Engine")
+    owner, name = compat._owner(row)
+    signature = inspect.signature(getattr(owner, name))
+    left = [p for p in signature.parameters.values() if p.name != parameter]
+    monkeypatch.setattr(owner, name, stand_in(signature.replace(parameters=left)))
+    assert any(parameter in line for line in compat.problems(row.part) if row.path in line)
+
+
+def stand_in(signature: inspect.Signature) -> Callable[..., None]:
+    def function(*args: Any, **kwargs: Any) -> None: ...
+
+    function.__signature__ = signature  # type: ignore[attr-defined]
+    return staticmethod(function)
+
+
+def test_a_parameter_that_the_plugin_does_not_take_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    real = DotProductAttention.forward
+
+    def forward(self: Any, *args: Any, sparsity: Any = None) -> None: ...
+
+    signature = inspect.signature(real)
+    more = inspect.signature(forward).parameters["sparsity"]
+    forward.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=[*signature.parameters.values(), more]
+    )
+    monkeypatch.setattr(DotProductAttention, "forward", forward)
+    assert "DotProductAttention.forward has another parameter sparsity" in refusal(
+        lambda: check("algorithm")
+    )
+
+
+@pytest.mark.parametrize("row", [r for r in ROWS if r.attributes], ids=lambda row: row.name)
+def test_an_attribute_that_is_gone_is_named(row: Name) -> None:
+    renamed = dataclasses.replace(row, attributes=("renamed_since",))
+    (line,) = compat._problems_of(renamed)
+    assert line.endswith(f"{row.name.partition('.')[0]} has no attribute renamed_since")
+
+
+def test_a_gradient_norm_that_is_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def train_step(forward_backward_func: Any, model: Any) -> Any:
+        loss_reduced, skipped_iter, exit_code, norm_of_weights, grad_norm = {}, 0, 0, 1.0, 2.0
+        return loss_reduced, skipped_iter, False, False, exit_code, norm_of_weights, grad_norm
+
+    monkeypatch.setattr(training, "train_step", train_step)
+    said = refusal(Recorder(tmp_path, "ring").install)
+    assert "train_step does not return (loss_reduced, skipped_iter, ..., ..., ..., grad_n" in said
+    assert training.train_step is train_step
+
+
+def test_models_that_are_not_returned_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    def set_up() -> Any:
+        model = optimizer = None
+        return optimizer, model
+
+    monkeypatch.setattr(training, "setup_model_and_optimizer", set_up)
+    assert "setup_model_and_optimizer does not return (model, ...)" in refusal(
+        lambda: check("algorithm")
+    )
+
+
+@pytest.fixture(scope="module")
+def parsed() -> argparse.Namespace:
+    words = "--num-layers 2 --hidden-size 64 --num-attention-heads 8 --seq-length 64 "
+    words += "--attention-dropout 0 --position-embedding-type rope"
+    parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    args = parser.parse_args(words.split())
+    args.rank, args.world_size = 1, 1
+    return args
+
+
+READ = [s.name for s in SETTINGS if s.is_in(VERSION, "args")]
+
+
+@pytest.mark.parametrize("name", READ)
+def test_a_flag_that_is_gone_is_named(name: str, parsed: argparse.Namespace) -> None:
+    flags, _ = split_flags(["--context-parallel-algo", "ring"])
+    args = argparse.Namespace(**{k: v for k, v in vars(parsed).items() if k != name})
+    hooks = Hooks(flags, torch.device("cpu"))
+    said = refusal(lambda: hooks._validate_args(lambda args, defaults: args, args))
+    assert f": {name} is missing in its command-line arguments: use 0.16.1" in said
+
+
+def test_a_validated_flag_that_is_gone_is_named(parsed: argparse.Namespace) -> None:
+    flags, _ = split_flags(["--context-parallel-algo", "ring"])
+    args = argparse.Namespace(**vars(parsed), data_parallel_size=1, params_dtype=torch.float32)
+    hooks = Hooks(flags, torch.device("cpu"))
+    said = refusal(lambda: hooks._validate_args(lambda args, defaults: args, args))
+    assert "virtual_pipeline_model_parallel_size is missing in its validated arguments" in said
+
+
+def test_a_field_of_the_configuration_that_is_gone_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    left = dict(TransformerConfig.__dataclass_fields__)
+    del left["fp8_dot_product_attention"]
+    monkeypatch.setattr(TransformerConfig, "__dataclass_fields__", left)
+    said = refusal(lambda: check("algorithm"))
+    assert "fp8_dot_product_attention is missing in its TransformerConfig" in said
+
+
+def test_settings_that_are_not_in_the_table_cannot_be_read() -> None:
+    settings = Settings(argparse.Namespace(no_such_setting=True))
+    assert settings.qk_clip is None
+    with pytest.raises(KeyError, match="no_such_setting is not in"):
+        settings.no_such_setting  # noqa: B018
+
+
+@pytest.mark.parametrize("version", ["0.15.3", "0.21.0", "0.22.0rc1", "1.0.0"])
+def test_versions_that_nobody_ran(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(megatron.core, "__version__", version)
+    assert refusal(lambda: check("algorithm")) == (
+        f"Megatron {version} was never run with this plugin: use {', '.join(VERSIONS[:-1])} or "
+        f"{VERSIONS[-1]}, or add --cp-allow-untested-megatron to run it if all that the plugin "
+        "takes for granted is there"
+    )
+
+
+def test_an_untested_version_that_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is held against the table all the same."""
+    monkeypatch.setattr(megatron.core, "__version__", "0.21.0")
+    flags, rest = split_flags(["--context-parallel-algo", "ring", "--cp-allow-untested-megatron"])
+    assert flags.allow_untested_megatron
+    assert rest == []
+    compat.check("algorithm", allow_untested=True)
+    monkeypatch.delattr(megatron.core.utils, "get_batch_on_this_cp_rank")
+    said = refusal(Hooks(flags, torch.device("cpu")).install)
+    assert ": megatron.core.utils.get_batch_on_this_cp_rank is missing" in said
+
+
+@pytest.mark.parametrize("version", [*VERSIONS, "0.19.7", "0.20.0+d98e8a64d", "0.20.0rc1"])
+def test_versions_that_are_served(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(megatron.core, "__version__", version)
+    monkeypatch.setattr(compat, "problems", lambda *parts: [])
+    check("algorithm")
+
+
+@pytest.mark.parametrize(
+    ("part", "said"),
+    [
+        ("record", "--cp-record needs Megatron 0.18 or later, got 0.17.1: leave it out"),
+        ("script", "this script needs Megatron 0.19 or later, got 0.17.1: start the pretrain_gpt"),
+    ],
+)
+def test_what_a_version_cannot_have(
+    part: contract.Part, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(megatron.core, "__version__", "0.17.1")
+    assert refusal(lambda: check(part)).startswith(said)
+
+
+def test_the_command_lists_all_differences(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["hooks", "--check"]) == 0
+    monkeypatch.delattr(megatron.core.utils, "get_batch_on_this_cp_rank")
+    monkeypatch.delattr(training, "train_step")
+    capsys.readouterr()
+    assert main(["hooks", "--check"]) == 2
+    assert capsys.readouterr().out.splitlines() == [
+        "megatron.core.utils.get_batch_on_this_cp_rank is missing",
+        "megatron.training.training.train_step is missing",
+        f"Megatron {megatron.core.__version__}: 2 difference(s) from what the plugin expects",
+    ]
+
+
+# The table is whole: everything that the code imports of Megatron or reads of its arguments.
+
+
+def sources() -> Iterator[tuple[Path, ast.Module]]:
+    for path in sorted((ROOT / "megatron_cp_plugin" / "integration").glob("*.py")):
+        yield path, ast.parse(path.read_text())
+
+
+def test_every_import_of_megatron_is_in_the_table() -> None:
+    modules = {row.module for row in NAMES}
+    known = {row.path for row in NAMES} | {
+        f"{row.module}.{row.name.partition('.')[0]}" for row in NAMES
+    }
+    # The same by another name of Megatron's.
+    aliases = {
+        "megatron.core.models.gpt.GPTModel": "megatron.core.models.gpt.gpt_model.GPTModel",
+        "megatron.core.mpu": "megatron.core.parallel_state",
+    }
+    known.add("megatron.core.__version__")
+    for path, tree in sources():
+        found: dict[str, str] = {}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "megatron":
+                for alias in node.names:
+                    name = f"{node.module}.{alias.name}"
+                    found[alias.asname or alias.name] = aliases.get(name, name)
+        for local, name in found.items():
+            if name not in modules:
+                assert name in known, (path.name, name)
+                continue
+            for node in ast.walk(tree):
+                if isinstance(node, ast.Attribute) and ast.unparse(node.value) == local:
+                    assert f"{name}.{node.attr}" in known, (path.name, name, node.attr)
+
+
+def test_every_argument_that_is_read_is_in_the_table() -> None:
+    known = {setting.name for setting in SETTINGS}
+    own = {"context_parallel_algo", "cp_kernel", "cp_options", "cp_layers", "cp_linear_model"}
+    places = {"args", "validated", "settings", "Settings(args)", "Settings(source)", "get_args()"}
+    read = {
+        (path.name, node.attr)
+        for path, tree in sources()
+        if path.name not in ("args.py", "yaml_config.py")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in places
+    }
+    assert {name for _, name in read} >= {"seq_length", "mmap_bin_files", "window_size"}
+    assert {(path, name) for path, name in read if name not in known | own} == set()
+
+
+def test_every_setting_of_the_configuration_that_is_read_is_in_the_table() -> None:
+    known = {s.name for s in SETTINGS if {"config", "latent config"} & set(s.places)}
+    megatrons = ("attention", "linear_models", "loss", "spec", "weight_parts")
+    read = {
+        (path.name, node.attr)
+        for path, tree in sources()
+        if path.stem in megatrons
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("config", "self.config")
+    }
+    assert {name for _, name in read} >= {"window_size", "kv_lora_rank", "params_dtype"}
+    assert {(path, name) for path, name in read if name not in known} == set()
