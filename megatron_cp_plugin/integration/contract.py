@@ -779,18 +779,20 @@ SETTINGS: tuple[Setting, ...] = (
     *_settings("data_parallel_size", "validated args"),
     *_settings(
         "check_for_nan_in_loss_and_grad create_attention_mask_in_dataloader data_cache_path "
-        "distributed_timeout_minutes encoder_seq_length eod_mask_loss fim_data global_batch_size group_query_attention "
-        "high_priority_stream_groups hybrid_override_pattern micro_batch_size mid_level_dataset_surplus mmap_bin_files "
-        "mock_data nccl_communicator_config_path num_dataset_builder_threads position_embedding_type rampup_batch_size rank "
-        "recompute_activations reset_attention_mask reset_position_ids rl_use_sequence_packing "
-        "seed seq_length sft spec split train_iters use_rotary_position_embeddings world_size "
-        "yaml_cfg",
+        "distributed_timeout_minutes encoder_seq_length eod_mask_loss fim_data global_batch_size "
+        "group_query_attention high_priority_stream_groups hybrid_override_pattern "
+        "micro_batch_size mid_level_dataset_surplus mmap_bin_files mock_data "
+        "nccl_communicator_config_path num_dataset_builder_threads position_embedding_type "
+        "rampup_batch_size rank recompute_activations reset_attention_mask reset_position_ids "
+        "rl_use_sequence_packing seed seq_length sft spec split train_iters "
+        "use_rotary_position_embeddings world_size yaml_cfg",
         "args",
     ),
     *_settings("hybrid_layer_pattern", "args", since=(0, 17)),
     *_settings("dataloader_inter_document_masking logits_load_dir", "args", since=(0, 19)),
-    # Of ModelOpt, of a model's builder, and of versions that nobody ran.
+    # Of ModelOpt, of a model's builder, of versions that nobody ran, and there once a model is.
     *_settings(
-        "modelopt_enabled restore_modelopt_state dynamic_context_parallel", "nowhere for sure"
+        "modelopt_enabled restore_modelopt_state dynamic_context_parallel iteration",
+        "nowhere for sure",
     ),
 )

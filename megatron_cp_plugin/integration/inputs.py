@@ -79,12 +79,13 @@ def _cuts(given: Mapping[str, Any], batches: Batches, group: dist.ProcessGroup) 
             continue
         cut = batches.cut_of(key, tensor)
         if cut is None:
-            got = (
+            why = (
                 "that it has not cut, or that was changed since" if batches.any else "and cut none"
             )
+            whose = _whose(given.get("position_ids"), batches, group)
             raise ContextParallelError(
                 f"{config.algo} needs batches that the plugin cuts by the {config.layout.name} "
-                f"layout, got {name} {list(tensor.shape)} {got}: {_REMEDY}"
+                f"layout, got {name} {list(tensor.shape)} {why}{whose}: {_REMEDY}"
             )
         found.append(cut)
     if given.get("decoder_input") is not None and given.get("position_ids") is None:
