@@ -5,8 +5,6 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 
-PRETRAIN = Path(__file__).parents[2] / "scripts" / "pretrain_gpt.py"
-
 
 def make_group_of_all() -> None:
     """By all ranks, in the ordinary way; prints the size, minutes and name of each other one."""
@@ -27,6 +25,10 @@ def make_group_of_all() -> None:
 
 
 if __name__ == "__main__":
-    sys.argv[0] = str(PRETRAIN)
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    if "--hybrid-layer-pattern" in sys.argv:
+        runpy.run_path(str(Path(__file__).with_name("hybrid_job.py")), run_name="__main__")
+    else:
+        from megatron_cp_plugin.integration import pretrain
+
+        pretrain.run()
     make_group_of_all()
