@@ -50,7 +50,9 @@ def attention(
         q: [B,S,H,D]; k: [B,S,G,D]; v: [B,S,G,E], G dividing H; this rank's shards as `shard` gives
             them.
         algo: a name of `available()`.
-        group: process group of the context-parallel ranks; None: all processes.
+        group: process group of the context-parallel ranks; None: all processes. At first use its
+            ranks alone make further groups. Unless all ranks of the job make equally many, call
+            `torch.distributed.new_group` for other groups before, or it hangs.
         scale: of the scores, default D**-0.5.
         kernel: "auto" or a kernel's name.
         seq_len: global length; needed only where ranks hold unequally many tokens.

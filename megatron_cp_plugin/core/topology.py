@@ -103,7 +103,7 @@ class Topology(ABC):
     @staticmethod
     def of(group: dist.ProcessGroup | None) -> "Topology":
         """Topology of a process group; None: all processes, or this one where there is no
-        process group. Its ranks alone make further groups, when they need them.
+        process group. Its ranks alone make further groups, when they need them: see JointMaking.
         """
         if group is None:
             if not dist.is_initialized():

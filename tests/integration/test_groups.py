@@ -1,15 +1,25 @@
 """Process groups: made by all ranks of the job together, as Megatron makes its own."""
 
 import re
+from argparse import Namespace
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from megatron.core import parallel_state
 
 import megatron_cp_plugin
+from megatron_cp_plugin.config import ContextParallelConfig
+from megatron_cp_plugin.core.algorithm import Shape
+from megatron_cp_plugin.core.topology import JointMaking
+from megatron_cp_plugin.errors import ContextParallelError
+from megatron_cp_plugin.integration import groups
+from megatron_cp_plugin.integration.runtime import Runtime
 from tests.integration.megatron_job import TINY, run_warm
 
-pytestmark = pytest.mark.slow
-
+slow = pytest.mark.slow
 JOB = Path(__file__).with_name("new_group_job.py")
 LAUNCH = Path(megatron_cp_plugin.__file__).with_name("launch.py")
 # Torch's own timeout is 30 minutes.
@@ -26,24 +36,88 @@ def groups_after(folder: Path, flags: str) -> list[list[str]]:
     return [groups.split(", ") for groups in found.values()]
 
 
+@slow
 def test_stages_of_different_algorithms(tmp_path: Path) -> None:
     """The first stage's one flow takes the given group; the second stage's two need another one."""
     flags = "--cp-layers lasp2,zigzag --cp-linear-model transnormer"
-    groups = groups_after(tmp_path, flags)
-    for of_rank in groups:
+    found = groups_after(tmp_path, flags)
+    for of_rank in found:
         # What was given has the flow of lasp2, and zigzag two others.
         assert of_rank.count("2 3 CONTEXT_PARALLEL_GROUP") == 3
 
 
+@slow
 def test_interleaved_stages_and_groups_of_some_ranks(tmp_path: Path) -> None:
     flags = "--num-layers 4 --num-layers-per-virtual-pipeline-stage 1 "
-    groups = groups_after(tmp_path, flags + "--cp-layers zigzag,attention2d,usp,allgather")
-    assert len({of_rank.count("2 3 CONTEXT_PARALLEL_GROUP") for of_rank in groups}) == 1
+    found = groups_after(tmp_path, flags + "--cp-layers zigzag,attention2d,usp,allgather")
+    assert len({of_rank.count("2 3 CONTEXT_PARALLEL_GROUP") for of_rank in found}) == 1
 
 
+@slow
 def test_a_stage_without_attention(tmp_path: Path) -> None:
     flags = "--position-embedding-type rope --normalization RMSNorm --spec hybrid_job stack "
     flags += "--hybrid-layer-pattern *-|-- --untie-embeddings-and-output-weights "
-    groups = groups_after(tmp_path, flags + "--context-parallel-algo distflash")
-    for of_rank in groups:
+    found = groups_after(tmp_path, flags + "--context-parallel-algo distflash")
+    for of_rank in found:
         assert of_rank.count("2 3 CONTEXT_PARALLEL_GROUP") == 2
+
+
+def test_settings_of_a_group_are_those_of_megatron(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run's timeout, and the options for context parallelism; each group has its own object."""
+    file = tmp_path / "nccl.yaml"
+    file.write_text("cp: {max_ctas: 8}\ntp: {max_ctas: 4}\n")
+    made: list[dict[str, Any]] = []
+    monkeypatch.setattr(
+        parallel_state, "create_group", lambda ranks, **given: made.append({"ranks": ranks} | given)
+    )
+    monkeypatch.setattr(
+        parallel_state, "get_nccl_options", lambda name, options: dict(options.get(name, {}))
+    )
+    args = Namespace(
+        nccl_communicator_config_path=str(file),
+        high_priority_stream_groups=["cp"],
+        distributed_timeout_minutes=7,
+    )
+    new_group = groups._new_group(args)
+    for ranks in ([0, 2], [1, 3]):
+        new_group(ranks)
+    assert [settings["ranks"] for settings in made] == [[0, 2], [1, 3]]
+    for settings in made:
+        assert settings["timeout"] == timedelta(minutes=7)
+        assert settings["pg_options"] == {"max_ctas": 8, "is_high_priority_stream": True}
+    assert made[0]["pg_options"] is not made[1]["pg_options"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"num_query_groups": 4}, Shape(1, 8, 4, 2, 16)),
+        ({"num_query_groups": 1}, Shape(1, 8, 4, 1, 16)),
+        (
+            {
+                "multi_latent_attention": True,
+                "qk_head_dim": 24,
+                "qk_pos_emb_head_dim": 8,
+                "v_head_dim": 20,
+            },
+            Shape(1, 8, 4, 4, 32, value_dim=20),
+        ),
+    ],
+    ids=["GQA", "MQA", "latent"],
+)
+def test_shape_of_the_attention_of_a_tensor_parallel_rank(
+    settings: dict[str, Any], expected: Shape
+) -> None:
+    common = {"num_attention_heads": 8, "tensor_model_parallel_size": 2, "kv_channels": 16}
+    common |= {"num_query_groups": 8, "params_dtype": torch.bfloat16}
+    runtime = Runtime(ContextParallelConfig("zigzag", 4))
+    assert groups._shape(Namespace(**(common | settings)), runtime, 4) == expected
+
+
+def test_a_group_that_was_not_made_at_set_up_is_refused() -> None:
+    make = JointMaking(lambda ranks: None)
+    make.end()
+    with pytest.raises(ContextParallelError, match=r"all ranks together, got .* 0, 1 "):
+        make([0, 1])
