@@ -77,6 +77,7 @@ MODEL: dict[str, object] = {
     "init_method_std": 0.05,
     "lr": 1e-5,
     "min_lr": 1e-6,
+    "num_workers": 0,
     "transformer_impl": "transformer_engine",
     # Needs apex.
     "gradient_accumulation_fusion": False,
@@ -216,8 +217,9 @@ class Job:
 
     def environment(self, number: int, gpus: int) -> dict[str, str]:
         """What the processes need; jobs of one process take the GPUs in turn."""
-        # Megatron's own path refuses to start without it on Hopper.
-        found = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+        # Megatron's own path refuses to start without the first on Hopper. The second: torch would
+        # start a compiler for each core in each process.
+        found = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
         if not self.combination.megatron.get("bf16"):
             # Nothing is rounded to ten bits where all else is float32.
             found["NVIDIA_TF32_OVERRIDE"] = "0"

@@ -28,15 +28,15 @@ def gpus() -> ModuleType:
         return importlib.import_module("parity_gpus")
 
 
-def parser() -> argparse.ArgumentParser:
-    return add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
-
-
 def test_run_files_are_accepted(
     gpus: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By Megatron's parser and by the start-up checks, so that no GPU is asked in vain."""
     monkeypatch.setattr("megatron.core.ssm.gated_delta_net.HAVE_FLA", True)
+    parser, both = (
+        add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)) for _ in range(2)
+    )
+    add_arguments(both)
     names = set()
     for job in (job for row in gpus.ROWS for job in gpus.jobs_of(row)):
         names.add(job.name)
@@ -44,11 +44,11 @@ def test_run_files_are_accepted(
         config.megatron.data_path = ["text"]
         made = gpus.run_file(config, job.run, gpus.ITERATIONS)
         OmegaConf.save(made, tmp_path / "run.yaml")
-        argv = yaml_to_argv(str(tmp_path / "run.yaml"), add_arguments(parser()))
+        argv = yaml_to_argv(str(tmp_path / "run.yaml"), both)
         flags, rest = split_flags(argv)
         assert flags.platform == "cuda"
         flags.check()
-        args = parser().parse_args(rest)
+        args = parser.parse_args(rest)
         args.world_size = job.run.processes
         assert (flags.algo is None) == (job.run.variant is None)
         if flags.algo is not None:
