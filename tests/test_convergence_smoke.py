@@ -1,5 +1,6 @@
 """The parity harness: it must pass equal runs and catch every kind of wrong one."""
 
+import argparse
 import copy
 import importlib
 import importlib.util
@@ -20,6 +21,7 @@ from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.integration.parity import (
     Iteration,
     RankRecording,
+    Recorder,
     Recording,
     Tolerances,
     compare,
@@ -242,6 +244,30 @@ def test_recording_is_read_back(tmp_path: Path) -> None:
     assert compare(recording(), loaded, Tolerances()).passed
     assert loaded.losses() == {"lm loss": [5.0, 2.5, 5.0 / 3]}
     assert loaded.seconds() == 0.1
+
+
+@pytest.mark.parametrize(
+    ("train_iters", "done", "recorded"),
+    [(20, 0, {1, 10, 20}), (3, 0, {1, 2, 3}), (1, 0, {1}), (15, 5, {1, 5, 10}), (None, 0, {1})],
+)
+def test_a_recording_begins_anew(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    train_iters: int | None,
+    done: int,
+    recorded: set[int],
+) -> None:
+    """By the rank's own files: others may have begun before it."""
+    args = argparse.Namespace(train_iters=train_iters, iteration=done)
+    monkeypatch.setattr("megatron.training.get_args", lambda: args)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    for suffix in (".jsonl", ".json", ".3.pt"):
+        for rank in (1, 2, 10):
+            (tmp_path / f"rank{rank:05d}{suffix}").touch()
+    recorder = Recorder(tmp_path, "ring")
+    recorder._begin()
+    assert recorder._recorded == recorded
+    assert {path.name[:9] for path in tmp_path.iterdir()} == {"rank00002", "rank00010"}
 
 
 def test_incomplete_recordings_are_refused(tmp_path: Path) -> None:

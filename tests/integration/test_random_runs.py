@@ -7,6 +7,7 @@ call, and goes on after a failure.
 import argparse
 import re
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration.args import split_flags
 from megatron_cp_plugin.integration.checks import check_arguments
 from megatron_cp_plugin.integration.parity import Recording
+from megatron_cp_plugin.layers import options_by_name
 from tests.integration.megatron_job import Job, run_warm
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(0)]
@@ -96,11 +98,22 @@ def options(draw: st.DrawFn, algo: str) -> list[str]:
     return ["--cp-options", *words] if words else []
 
 
+def beside(first: str) -> list[str]:
+    """The other algorithms of softmax attention that can have the layout of one of them."""
+    found = []
+    for name in set(registry.available("softmax")) - {first}:
+        with suppress(ContextParallelError):
+            options_by_name((first, name), first, ())
+            found.append(name)
+    return sorted(found)
+
+
 @st.composite
-def choices(draw: st.DrawFn, size: int, layers: int) -> list[str]:
+def choices(draw: st.DrawFn, size: int, layers: int, stages: int) -> list[str]:
     """The plugin's flags."""
     algos = st.sampled_from(registry.available("softmax"))
-    kind = draw(st.sampled_from(["algo"] * 4 + ["layers", "linear", "comm type"]))
+    kinds = ["algo"] * 4 + ["layers", "linear", "comm type"] + ["stages"] * (3 if stages > 1 else 0)
+    kind = draw(st.sampled_from(kinds))
     words: list[str] = []
     if kind == "algo":
         algo = draw(algos)
@@ -108,6 +121,13 @@ def choices(draw: st.DrawFn, size: int, layers: int) -> list[str]:
     elif kind == "layers":
         names = draw(st.lists(algos, min_size=1, max_size=3))
         words += ["--cp-layers", ", ".join(names)]
+    elif kind == "stages":
+        # Other algorithms on each pipeline stage, or from layer to layer.
+        count, each = draw(st.sampled_from([(stages, max(1, layers // stages)), (layers, 1)]))
+        first = draw(algos)
+        others = st.lists(st.sampled_from(beside(first)), min_size=count - 1, max_size=count - 1)
+        names = [first, *draw(others)]
+        words += ["--cp-layers", ", ".join(f"{name}*{each}" for name in names)]
     elif kind == "linear":
         linear = st.sampled_from(registry.available("linear"))
         names = draw(st.lists(st.one_of(linear, algos), min_size=1, max_size=2))
@@ -217,7 +237,7 @@ def runs(draw: st.DrawFn, most_ranks: int) -> Run:
     some("--deterministic-mode", none=4)
     some("--eod-mask-loss", "--reset-position-ids", none=8)
     some("--accumulate-allreduce-grads-in-fp32", none=4)
-    choice = draw(choices(size, layers))
+    choice = draw(choices(size, layers, pipeline))
     if "--recompute-granularity" in model and draw(st.booleans()):
         choice.append("--cp-recompute-attention")
     if rarely():
