@@ -394,7 +394,7 @@ def _cell(run: Mapping[str, Any], yardstick: Mapping[str, Any] | None) -> str:
 def _errors(run: Mapping[str, Any]) -> str:
     if "gradient_errors" not in run:
         return "**failed**"
-    return f"{run['loss_error']:.0e} / {max(run['gradient_errors'].values()):.0e}"
+    return f"{run['loss_error']:.0e} / {max(run['gradient_errors'].values(), default=math.nan):.0e}"
 
 
 def describe(commit: str) -> dict[str, str]:
