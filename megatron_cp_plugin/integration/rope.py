@@ -15,6 +15,9 @@ from torch import Tensor, nn
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration.runtime import Runtime
 
+# Training and evaluation have one length each; what comes in ever new lengths is not kept.
+_TABLES = 4
+
 
 class LayoutRotaryEmbedding(nn.Module):
     """A rotary embedding of Megatron whose table is cut by the layout instead of zigzag."""
@@ -56,6 +59,8 @@ class LayoutRotaryEmbedding(nn.Module):
             return self._angles(max_seq_len, offset)
         key = (max_seq_len, offset)
         if key not in self._tables:
+            if len(self._tables) == _TABLES:
+                del self._tables[next(iter(self._tables))]
             self._tables[key] = self._angles(max_seq_len, offset)
         return self._tables[key]
 

@@ -1,5 +1,6 @@
 """Batches, position embeddings and attention take the tokens that the layout names."""
 
+import weakref
 from functools import partial, partialmethod
 from types import SimpleNamespace
 from typing import Any
@@ -143,6 +144,15 @@ def test_rotary_positions(layout: str, scale: float | None) -> None:
     with_offset = embedding(N, 5)
     angles = with_offset if scale is None else with_offset[0]
     assert angles.flatten().tolist() == [p + 5 for p in EXPECTED[layout]]
+
+
+def test_tables_of_ever_new_lengths_are_freed() -> None:
+    inner: Any = Angles(None)
+    group: Any = Group(1, 3)
+    embedding = LayoutRotaryEmbedding(inner, runtime("contiguous"), group)
+    tables = [weakref.ref(embedding(3 * length)) for length in range(1, 20)]
+    assert embedding(3 * 19) is tables[-1]()
+    assert sum(table() is not None for table in tables) <= 4
 
 
 def test_yarn_of_a_length_that_its_ranks_do_not_divide(monkeypatch: pytest.MonkeyPatch) -> None:
