@@ -1,9 +1,10 @@
 """The functional interface: torch alone, no Megatron."""
 
 import os
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, wraps
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -24,6 +25,22 @@ from megatron_cp_plugin.errors import ContextParallelError
 Group = dist.ProcessGroup | Topology | None
 
 
+def _not_compiled[**P, R](function: Callable[P, R]) -> Callable[P, R]:
+    """The function as torch.compile leaves it alone: a break between two graphs.
+
+    Nothing of it could be one: it plans in Python, and messages travel while kernels run.
+    """
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.compiler.is_dynamo_compiling():
+            return torch.compiler.disable(function)(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return call
+
+
+@_not_compiled
 def attention(
     q: Tensor,
     k: Tensor,
@@ -44,7 +61,12 @@ def attention(
 
     A collective operation: all ranks of the group call it with the same settings. Of what they hold
     their numbers of tokens are compared, in one small message at the first call with a new one;
-    `check_layout` tells whether they are the right tokens.
+    `check_layout` tells whether they are the right tokens. Whether q, and whether k or v, require
+    gradients is the same on all ranks too: gradients that nobody wants do not travel with
+    `allgather`, `attention2d` (but for its variant overlap), `ring`, `zigzag`, `ulysses` and `usp`.
+
+    As torch's scaled_dot_product_attention, under torch.autocast it takes q, k and v in autocast's
+    dtype. torch.compile makes a break between two graphs of it.
 
     Args:
         q: [B,S,H,D]; k: [B,S,G,D]; v: [B,S,G,E], G dividing H; this rank's shards as `shard` gives
@@ -87,6 +109,7 @@ def attention(
     )
 
 
+@_not_compiled
 def linear_attention(
     q: Tensor,
     k: Tensor,
@@ -106,7 +129,7 @@ def linear_attention(
 
     With a head's rate l: kv_s = l kv_{s-1} + k_s v_s^T and o_s = kv_s^T q_s; nothing is scaled or
     normalised. A collective operation: all ranks of the group call it with the same settings. What
-    they hold is compared as in `attention`.
+    they hold is compared, and autocast and torch.compile are served, as in `attention`.
 
     Args:
         q, k: [B,S,H,D]; v: [B,S,H,E]: this rank's shards as `shard` gives them.
@@ -145,6 +168,7 @@ def linear_attention(
     return out if final_state is None else (out, final_state)
 
 
+@_not_compiled
 def shard(
     x: Tensor,
     dim: int,
@@ -168,6 +192,7 @@ def shard(
     return layouts.shard(x, dim, layout, topology.rank, topology.size)
 
 
+@_not_compiled
 def unshard(
     x: Tensor,
     dim: int,
@@ -208,6 +233,7 @@ def unshard(
     return layouts.unshard(parts, 0, layout).movedim(0, dim)
 
 
+@_not_compiled
 def check_layout(
     positions: Tensor,
     *,

@@ -1,7 +1,9 @@
 """The functional interface: what the ranks hold, and what a call must not do beside its work."""
 
+import gc
 import json
 import re
+import weakref
 from pathlib import Path
 
 import pytest
@@ -155,3 +157,174 @@ def test_wrong_tokens_are_named_on_all_ranks(algo, wrong):
     assert f"got others on rank {wrong[0]}: token " in messages[0]
     assert f"these are the tokens of rank {wrong[0]} in the cyclic layout" in messages[0]
     assert "\n" not in messages[0]
+
+
+@pytest.mark.parametrize("backward_inside", [False, True], ids=["outside", "inside"])
+@pytest.mark.parametrize("algo", ["zigzag", "allgather", "lasp2"])
+def test_autocast_is_casting_by_hand(algo, backward_inside):
+    """As torch's own attention: inputs in autocast's dtype, everything within as it is written."""
+
+    def whole():
+        generator = torch.Generator().manual_seed(0)
+        return [torch.randn(1, 64, 2, 8, generator=generator) for _ in range(3)]
+
+    def call(topology, inputs):
+        parts = [cp.shard(x, 1, algo=algo, group=topology) for x in inputs]
+        if algo == "lasp2":
+            return cp.linear_attention(*parts, algo=algo, group=topology, decay=0.9)
+        return cp.attention(*parts, algo=algo, group=topology, kernel="reference")
+
+    def body(topology, autocast):
+        inputs = [x.requires_grad_() for x in whole()]
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            out = call(topology, inputs if autocast else [x.bfloat16() for x in inputs])
+            if backward_inside:
+                out.float().square().sum().backward()
+        if not backward_inside:
+            out.float().square().sum().backward()
+        return (out.detach(), *(x.grad for x in inputs))
+
+    by_hand = run_virtual(2, lambda topology: body(topology, False))
+    got = run_virtual(2, lambda topology: body(topology, True))
+    for results, expected in zip(got, by_hand, strict=True):
+        for x, y in zip(results, expected, strict=True):
+            assert x.dtype == y.dtype
+            assert torch.equal(x, y)
+
+
+def test_autocast_leaves_float64():
+    x = torch.randn(1, 8, 2, 8, dtype=torch.float64)
+    expected = cp.attention(x, x, x, algo="zigzag", kernel="reference")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(cp.attention(x, x, x, algo="zigzag", kernel="reference"), expected)
+
+
+def test_groups_that_are_no_more_are_forgotten():
+    """Who calls with ever new groups does not keep all of them in memory."""
+    x = torch.randn(1, 4, 2, 8)
+    seen = weakref.WeakSet()
+    for _ in range(300):
+        topology = VirtualWorld(1).topology(0)
+        seen.add(topology)
+        cp.attention(x, x, x, algo="zigzag", group=topology)
+        cp.linear_attention(x, x, x, algo="lasp", decay=0.5, group=topology)
+    del topology
+    gc.collect()
+    assert len(seen) <= 256
+
+
+WANTED = {"q": (True, False, False), "k": (False, True, False), "kv": (False, True, True)}
+# Which algorithms send less then; where keys and values travel, gradients of queries do not.
+SAVING = {
+    "q": {"allgather", "attention2d", "ring", "ulysses", "usp", "zigzag"},
+    "k": {"attention2d", "ulysses", "usp"},
+    "kv": {"attention2d", "ulysses", "usp"},
+}
+
+
+def sent_in_backward(algo, wanted, **options):
+    """Gradients that are wanted, and the bytes that rank 1 sends in the backward for them."""
+    generator = torch.Generator().manual_seed(0)
+    whole = [
+        torch.randn(1, 64, heads, 8, generator=generator, dtype=torch.float64)
+        for heads in (4, 2, 2, 4)
+    ]
+
+    def body(topology):
+        *inputs, dout = (cp.shard(x, 1, algo=algo, group=topology) for x in whole)
+        for x, want in zip(inputs, wanted, strict=True):
+            x.requires_grad_(want)
+        cp.attention(*inputs, algo=algo, group=topology, **options).backward(dout)
+        return [x.grad for x in inputs]
+
+    with cp.record_communication() as log:
+        results = run_virtual(RANKS, body)
+    return results, log.bytes(rank=1, phase="backward")
+
+
+@pytest.mark.parametrize("only", WANTED)
+@pytest.mark.parametrize("algo", cp.available("softmax"))
+def test_gradients_of_some_inputs(algo, only):
+    wanted = WANTED[only]
+    everything, all_bytes = sent_in_backward(algo, (True, True, True))
+    results, sent = sent_in_backward(algo, wanted)
+    for got, expected in zip(results, everything, strict=True):
+        for x, y, want in zip(got, expected, wanted, strict=True):
+            assert (x is not None) == want
+            if want:
+                torch.testing.assert_close(x, y, rtol=0, atol=1e-12)
+    assert (sent < all_bytes) == (algo in SAVING[only])
+
+
+TOKENS, HEADS, KV_HEADS, DIM, WIDE = 16, 4, 2, 8, 8
+QUERY, KV = TOKENS * HEADS * DIM * WIDE, 2 * TOKENS * KV_HEADS * DIM * WIDE
+ROWS = 2 * TOKENS * HEADS * WIDE  # lse and delta
+
+
+@pytest.mark.parametrize(
+    ("options", "only", "hop"),
+    [
+        ({"backward": "kv"}, "q", KV),
+        ({"backward": "kv"}, "kv", 2 * KV),
+        ({"backward": "query"}, "q", 3 * QUERY + ROWS),
+        ({"backward": "query"}, "kv", 2 * QUERY + ROWS),
+        # The fewest bytes: queries only where the gradients of keys and values make up for it.
+        ({"backward": "auto"}, "q", KV),
+        ({"backward": "auto"}, "kv", 2 * KV),
+        ({"backward": "auto", "chunks": 2}, "q", KV),
+    ],
+    ids=str,
+)
+def test_gradients_that_nobody_wants_do_not_go_round_the_ring(options, only, hop):
+    _, sent = sent_in_backward("zigzag", WANTED[only], **options)
+    assert sent == (RANKS - 1) * hop
+
+
+def test_only_sinks_are_trained():
+    x = torch.randn(1, 64, 2, 8, dtype=torch.float64)
+
+    def body(topology, wanted):
+        own = cp.shard(x, 1, algo="zigzag", group=topology).requires_grad_(wanted)
+        sink = torch.zeros(2, dtype=torch.float64, requires_grad=True)
+        cp.attention(own, own, own, algo="zigzag", group=topology, sink=sink).sum().backward()
+        return sink.grad
+
+    expected = run_virtual(2, lambda topology: body(topology, True))
+    with cp.record_communication() as log:
+        got = run_virtual(2, lambda topology: body(topology, False))
+    assert all(torch.equal(x, y) for x, y in zip(got, expected, strict=True))
+    assert not log.bytes(phase="backward")
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_attention_is_a_break_between_two_graphs(size):
+    """torch.compile neither traces into the planner nor compiles anew for every length."""
+    graphs = []
+
+    def backend(module, inputs):
+        graphs.append({str(n.target) for n in module.graph.nodes if n.op.startswith("call")})
+        return module.forward
+
+    def layer(x, algo, topology):
+        q = cp.shard(x.mul(2), 1, algo=algo, group=topology)
+        if algo == "lasp":
+            return cp.linear_attention(q, q, q, algo=algo, group=topology, decay=0.5).relu()
+        return cp.attention(q, q, q, algo=algo, group=topology).relu()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, backend=backend)
+
+    def body(topology):
+        for tokens in range(16, 96, 16):
+            for algo in ("zigzag", "lasp"):
+                x = torch.randn(1, tokens, 2, 8, requires_grad=True)
+                found = []
+                for function in (compiled, layer):
+                    out = function(x, algo, topology)
+                    found.append((out, *torch.autograd.grad(out.sum(), x)))
+                assert all(torch.equal(got, want) for got, want in zip(*found, strict=True))
+
+    run_virtual(size, body)
+    assert all(names in ({"mul"}, {"relu"}) for names in graphs)
+    # For the first length, and once for all others.
+    assert len(graphs) <= 8 * size

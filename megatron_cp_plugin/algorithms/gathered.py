@@ -158,8 +158,9 @@ class GatherSchedule(GridSchedule):
                     call,
                 )
                 plan.queries.place(blocks, 1, part.rows, sums.dq.held)
-            queries_done = None if alone else _sum_scatter(flows.outputs, blocks)
-            keys_done = scatter_keys(group) if group.last else None
+            travels = call.dq and not alone
+            queries_done = _sum_scatter(flows.outputs, blocks) if travels else None
+            keys_done = scatter_keys(group) if group.last and call.dkv else None
 
             def finish() -> None:
                 if queries_done is not None:

@@ -194,7 +194,11 @@ class HeadSplit(Algorithm):
             delta, lse = (x[:, group.q].contiguous() for x in (all_rows[0], all_rows[-1]))
             statistics = Statistics(block[4] if exchanged else lse, delta=delta)
             group_dq, *of_keys = split.ring.differentiate(group_dout, q, k, v, statistics, call)
-            leaving = split.exchange.leave(group_dq, dq, group.q)
+            leaving: Pending[None] = Pending(lambda: None)
+            if call.dq:
+                leaving = split.exchange.leave(group_dq, dq, group.q)
+            if not call.dkv:
+                return leaving
             if group.first:
                 key_sums[:] = GradientSum(k), GradientSum(v)
             for total, gradient in zip(key_sums, of_keys, strict=True):

@@ -255,7 +255,8 @@ class Ring(Algorithm):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """As `backward`, where either out or delta is at hand."""
         shape = Shape.of(q, k, v, call)
-        rotate = self._rotate_kv if self._rule(shape) == "kv" else self._rotate_query
+        rule = self._rule(shape, dq=call.dq, dkv=call.dkv)
+        rotate = self._rotate_kv if rule == "kv" else self._rotate_query
         gradients = [WholeGradient(x) for x in (q, k, v)]
         coming_home: Pending[None] = Pending(lambda: None)
         for group in self._groups(shape):
@@ -272,18 +273,27 @@ class Ring(Algorithm):
             )
             coming_home = rotate(own, call, coming_home)
         coming_home.wait()
-        dq, dk, dv = (gradient.whole for gradient in gradients)
+        dq, dk, dv = (
+            gradient.whole if wanted else x
+            for gradient, wanted, x in zip(
+                gradients, (call.dq, call.dkv, call.dkv), (q, k, v), strict=True
+            )
+        )
         return dq, dk, dv
 
     def _groups(self, shape: Shape) -> tuple[HeadGroup, ...]:
         elements = shape.elements(self.topology.size)
         return successive_groups(shape.heads, shape.kv_heads, self.options.chunks, elements)
 
-    def _rule(self, shape: Shape) -> Literal["kv", "query"]:
-        """What travels in the backward; with "auto" whatever moves fewer bytes a hop."""
+    def _rule(self, shape: Shape, *, dq: bool = True, dkv: bool = True) -> Literal["kv", "query"]:
+        """What travels in the backward; with "auto" whatever moves fewer bytes a hop.
+
+        Args: dq, dkv: as in Call; the gradients of what travels do so only if they are wanted.
+        """
         if self.options.backward != "auto":
             return self.options.backward
-        return "kv" if sum(self._hop(shape, "kv")) <= sum(self._hop(shape, "query")) else "query"
+        (kv, kv_sums), (query, query_sums) = (self._hop(shape, x) for x in ("kv", "query"))
+        return "kv" if kv + dkv * kv_sums <= query + dq * query_sums else "query"
 
     def _rotate_kv(self, own: _Heads, call: Call, before: Pending[None]) -> Pending[None]:
         """K, V and their gradients travel.
@@ -298,10 +308,10 @@ class Ring(Algorithm):
             k, v = block
             sums = Gradients(dq, GradientSum(k), GradientSum(v))
             differentiate_block(sums, own.dout, own.q, k, v, own.statistics, tiles, call)
-            return sums.dk, sums.dv
+            return (sums.dk, sums.dv) if call.dkv else ()
 
-        block = own.k.contiguous(), own.v.contiguous()
-        done = self._circulate(block, self._tour(call, "kv"), visit, own.put[1:], before)
+        block, put = (own.k.contiguous(), own.v.contiguous()), own.put[1:] if call.dkv else ()
+        done = self._circulate(block, self._tour(call, "kv"), visit, put, before)
         own.put[0](dq)
         return done
 
@@ -314,11 +324,12 @@ class Ring(Algorithm):
             sums = Gradients(GradientSum(q), dk, dv)
             other = Statistics(lse, delta=delta)
             differentiate_block(sums, dout, q, own.k, own.v, other, tiles, call)
-            return (sums.dq,)
+            return (sums.dq,) if call.dq else ()
 
         rows = own.statistics.delta_for(own.dout), own.statistics.lse
         block = tuple(x.contiguous() for x in (own.q, own.dout, *rows))
-        done = self._circulate(block, self._tour(call, "query"), visit, own.put[:1], before)
+        put = own.put[:1] if call.dq else ()
+        done = self._circulate(block, self._tour(call, "query"), visit, put, before)
         own.put[1](dk)
         own.put[2](dv)
         return done

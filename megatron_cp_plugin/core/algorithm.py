@@ -19,13 +19,16 @@ from megatron_cp_plugin.kernels.base import SoftmaxKernel, Statistics
 class Call:
     """One attention over the whole split sequence.
 
-    Attributes: seq_len: global. scale: of the scores. kernel: computes the tiles.
+    Attributes: seq_len: global. scale: of the scores. kernel: computes the tiles. dq, dkv: whether
+        the gradient of q, and those of k and v, are wanted; the same on all ranks.
     """
 
     seq_len: int
     mask: Mask
     scale: float
     kernel: SoftmaxKernel
+    dq: bool = True
+    dkv: bool = True
 
 
 @dataclass(frozen=True)
@@ -170,7 +173,8 @@ class Algorithm(ABC):
 
         Args: dout: [B,S,H,E] contiguous. saved: of `forward`.
 
-        Returns: dq [B,S,H,D], dk [B,S,G,D], dv [B,S,G,E], in the dtypes of q, k, v.
+        Returns: dq [B,S,H,D], dk [B,S,G,D], dv [B,S,G,E], in the dtypes of q, k, v; whatever
+        tensors in place of those that the call does not want, which need not travel.
         """
 
     @abstractmethod

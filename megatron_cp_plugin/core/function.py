@@ -1,6 +1,7 @@
 """The one autograd Function of all softmax algorithms."""
 
 from collections.abc import Hashable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_cp_plugin.core.algorithm import Algorithm, Call
+from megatron_cp_plugin.core.autocast import as_written, cast_inputs
 from megatron_cp_plugin.core.comm import communicating_in
 from megatron_cp_plugin.core.partial import delta_of
 from megatron_cp_plugin.core.recompute import computed_once
@@ -36,7 +38,7 @@ class _Attention(torch.autograd.Function):
                 return (out, *saved)
             return (out, *saved, _let_sink(out, lse, sink))
 
-        with communicating_in("forward"):
+        with communicating_in("forward"), as_written(q.device):
             inputs = (q, k, v) if sink is None else (q, k, v, sink)
             out, *saved = computed_once(site, inputs, compute)
         ctx.algorithm, ctx.call, ctx.sink_dtype = algorithm, call, None
@@ -49,14 +51,23 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        dout, saved, dsink = dout.contiguous(), ctx.saved_tensors, None
-        if ctx.sink_dtype is not None:
-            *saved, margin, out = saved
-            dsink = -(torch.sigmoid(-margin) * delta_of(dout, out)).sum((0, 2)).to(ctx.sink_dtype)
-            dout = (dout * _weights(margin)).to(dout.dtype)
-        with communicating_in("backward"):
-            gradients = ctx.algorithm.backward(dout, tuple(saved), ctx.call)
-        return (*gradients, dsink, None, None, None)
+        with communicating_in("backward"), as_written(dout.device):
+            return (*_differentiate(ctx, dout.contiguous()), None, None, None)
+
+
+def _differentiate(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+    """dq, dk, dv and dsink, None where nobody wants them."""
+    saved, dsink = ctx.saved_tensors, None
+    if ctx.sink_dtype is not None:
+        *saved, margin, out = saved
+        dsink = -(torch.sigmoid(-margin) * delta_of(dout, out)).sum((0, 2)).to(ctx.sink_dtype)
+        dout = (dout * _weights(margin)).to(dout.dtype)
+    of_q, of_k, of_v = wanted = ctx.needs_input_grad[:3]
+    if not any(wanted):
+        return None, None, None, dsink
+    call = replace(ctx.call, dq=of_q, dkv=of_k or of_v)
+    gradients = ctx.algorithm.backward(dout, tuple(saved), call)
+    return (*(x if want else None for x, want in zip(gradients, wanted, strict=True)), dsink)
 
 
 def _let_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
@@ -105,9 +116,14 @@ def attend(
             value that every query sees; its gradient is that of this rank's queries. site: as in
             `computed_once`.
 
+    Under autocast q, k and v are taken in its dtype. Gradients that nobody wants, of q or of k and
+    v, do not travel where the algorithm can do without (`Algorithm.backward`); so all ranks want
+    the same ones.
+
     Returns: out [B,S,H,E] in q's dtype. Raises: ContextParallelError if shapes or dtypes do not
     fit; KernelUnavailableError if the kernel cannot serve them.
     """
+    q, k, v = cast_inputs(q, k, v)
     _check(q, k, v, algorithm, seq_len, documents)
     heads, head_dim = q.shape[2:]
     shape = q.device, q.dtype, heads, k.shape[2], head_dim

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_cp_plugin.core.algorithm import Algorithm, Traffic
+from megatron_cp_plugin.core.autocast import as_written, cast_inputs
 from megatron_cp_plugin.core.comm import communicating_in
 from megatron_cp_plugin.core.decay import Decay, Distances
 from megatron_cp_plugin.core.layout import Layout
@@ -449,7 +450,7 @@ class _LinearAttention(torch.autograd.Function):
             return (out, final, *saved)
 
         inputs = (q, k, v) if initial is None else (q, k, v, initial)
-        with communicating_in("forward"):
+        with communicating_in("forward"), as_written(q.device):
             out, final, *saved = computed_once(site, inputs, compute)
         assert out is not None
         ctx.save_for_backward(*saved)
@@ -459,7 +460,7 @@ class _LinearAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor, dfinal: Tensor | None) -> tuple[Tensor | None, ...]:
-        with communicating_in("backward"):
+        with communicating_in("backward"), as_written(dout.device):
             dq, dk, dv, dinitial = ctx.algorithm.backward(
                 dout.contiguous(), dfinal, ctx.saved_tensors, ctx.call
             )
@@ -489,12 +490,15 @@ def attend_linearly(
         output_final_state: the state after the last token is wanted.
         site: as in `recompute.computed_once`.
 
+    Under autocast q, k and v are taken in its dtype.
+
     Returns: out [B,S,H,E] in q's dtype; the final state, the same on all ranks, or None. Gradients
     are those of the sum of all ranks' losses, so that of initial_state, summed over the ranks, is
     whole.
     Raises: ContextParallelError if shapes or dtypes do not fit; KernelUnavailableError if the
     kernel cannot serve them.
     """
+    q, k, v = cast_inputs(q, k, v)
     _check(q, k, v, initial_state, algorithm, seq_len)
     problem = LinearProblem(q.device, q.dtype, q.shape[2], q.shape[3], v.shape[3])
     call = LinearCall(seq_len, causal, decay, resolve_linear(kernel, problem), output_final_state)
