@@ -87,14 +87,14 @@ def _hooks(arguments: argparse.Namespace) -> int:
 def _add_doctor(commands: Any) -> None:
     parser = commands.add_parser(
         "doctor",
-        help="what is installed, which kernel auto takes, and a parity check of all algorithms",
+        help="what is installed, which kernel auto takes, and a check of kernels and algorithms",
         description="Examines this machine: alone with virtual ranks, or its real ranks with "
-        "torchrun --nproc-per-node P -m megatron_cp_plugin.cli doctor. Exit code 1 if an "
-        "algorithm's result is wrong.",
+        "torchrun --nproc-per-node P -m megatron_cp_plugin.cli doctor. Kernels and algorithms are "
+        "held against attention in float64. Exit code 1 if a result is wrong.",
     )
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=8)
-    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--head-dim", type=int, nargs="+", default=[128], metavar="D")
     parser.set_defaults(run=_doctor)
 
 

@@ -1,11 +1,11 @@
-"""What is installed, what `auto` would take, and whether the algorithms are right on these ranks.
+"""What is installed, what `auto` would take, and whether kernels and algorithms are right here.
 
 Under torchrun the check runs on the real ranks and their network; alone, on four virtual ranks of
 this process.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -22,6 +22,8 @@ from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.core.virtual import run_virtual
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.kernels import Problem, Statistics, kernel_names, resolve
+from megatron_cp_plugin.kernels.reference import Reference
+from megatron_cp_plugin.kernels.selfcheck import accuracy
 
 PACKAGES = (
     "torch",
@@ -50,18 +52,19 @@ class Finding:
     failed: bool = False
 
 
-def examine(heads: int = 32, kv_heads: int = 8, head_dim: int = 128) -> list[Finding]:
+def examine(heads: int = 32, kv_heads: int = 8, head_dims: Sequence[int] = (128,)) -> list[Finding]:
     """Examines this machine; under torchrun a collective operation of all ranks.
 
-    Args: heads, kv_heads, head_dim: of the model that kernels are to serve.
+    Args: heads, kv_heads, head_dims: of the models that kernels are to serve.
     """
     device = _join()
-    return [
-        *_installed(),
-        *_kernels(device, heads, kv_heads, head_dim),
-        *_topology(),
-        *_parity(device),
-    ]
+    findings = _installed()
+    for head_dim in head_dims:
+        findings += _kernels(device, heads, kv_heads, head_dim)
+    findings += _topology()
+    for head_dim in head_dims:
+        findings += _parity(device, head_dim)
+    return findings
 
 
 def _join() -> torch.device:
@@ -90,16 +93,20 @@ def _installed() -> list[Finding]:
 
 
 def _kernels(device: torch.device, heads: int, kv_heads: int, head_dim: int) -> list[Finding]:
+    """Every kernel that serves a model, against attention in float64."""
     findings = []
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     problem = Problem(device, dtype, heads, kv_heads, head_dim)
     for name in kernel_names():
         try:
-            resolve(name, problem)
-            text = "serves"
+            found = accuracy(resolve(name, problem), problem)
         except ContextParallelError as error:
-            text = str(error)
-        findings.append(Finding("kernels", name, text))
+            findings.append(Finding("kernels", name, str(error)))
+            continue
+        text = f"head dim {head_dim}: error {found.error:.1e} (at most {found.bound:.0e})"
+        if not found.right:
+            text += f" in {found.where}"
+        findings.append(Finding("kernels", name, text, failed=not found.right))
     shape = f"{dtype}, heads {heads}:{kv_heads}, head dim {head_dim}".removeprefix("torch.")
     findings.append(Finding("kernels", "auto", f"{resolve('auto', problem).name} for {shape}"))
     return findings
@@ -118,14 +125,13 @@ def _topology() -> list[Finding]:
     ]
 
 
-def _parity(device: torch.device) -> list[Finding]:
-    """Every softmax algorithm against the same kernel on the unsplit sequence."""
+def _parity(device: torch.device, head_dim: int) -> list[Finding]:
+    """Every softmax algorithm against attention over the unsplit sequence in float64."""
     size = dist.get_world_size() if dist.is_initialized() else VIRTUAL_RANKS
     heads = lcm(8, size)
     half = device.type == "cuda"
     dtype, bound = (torch.bfloat16, 2e-2) if half else (torch.float64, 1e-10)
     generator = torch.Generator(device).manual_seed(0)
-    head_dim = 64
     whole = [
         torch.randn(
             (1, TOKENS_PER_RANK * size, n, head_dim),
@@ -143,15 +149,14 @@ def _parity(device: torch.device) -> list[Finding]:
         except ContextParallelError as refusal:
             findings.append(Finding("parity", name, f"refused: {refusal}"))
             continue
-        verdict = f"error {error:.1e} (at most {bound:.0e})"
+        verdict = f"head dim {head_dim}: error {error:.1e} (at most {bound:.0e})"
         findings.append(Finding("parity", name, verdict, failed=not error <= bound))
     return findings
 
 
 def _unsplit(whole: list[Tensor]) -> list[Tensor]:
-    q, k, v, dout = whole
-    kernel = resolve("auto", Problem(q.device, q.dtype, q.shape[2], k.shape[2], q.shape[3]))
-    scale = q.shape[3] ** -0.5
+    q, k, v, dout = (x.double() for x in whole)
+    kernel, scale = Reference(), q.shape[3] ** -0.5
     out, lse = kernel.forward(q, k, v, scale=scale, causal=True)
     statistics = Statistics(lse, out=out)
     return [out, *kernel.backward(dout, q, k, v, statistics, scale=scale, causal=True)]

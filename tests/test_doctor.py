@@ -6,6 +6,7 @@ import torch
 from megatron_cp_plugin import doctor, registry
 from megatron_cp_plugin.algorithms.ring import ZigzagRing
 from megatron_cp_plugin.cli import main
+from megatron_cp_plugin.kernels.torch_flash import CpuFlashAttention
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="virtual ranks of one process check the CPU path"
@@ -33,5 +34,29 @@ def test_a_wrong_gradient_is_noticed(monkeypatch, capsys):
         return dq, dk * 1.001, dv
 
     monkeypatch.setattr(ZigzagRing, "backward", wrong)
-    assert main(["doctor"]) == 1
-    assert "WRONG: error 1.0e-03" in capsys.readouterr().out
+    assert main(["doctor", "--head-dim", "16"]) == 1
+    assert "WRONG: head dim 16: error 1.0e-03" in capsys.readouterr().out
+
+
+def kernels_of(findings):
+    return {f.name: f for f in findings if f.topic == "kernels" and f.text.startswith("head dim")}
+
+
+def test_kernels_are_checked_with_the_model_s_head_dims(monkeypatch, capsys):
+    right = CpuFlashAttention.forward
+
+    def wrong(self, q, k, v, *, scale, causal):
+        out, lse = right(self, q, k, v, scale=scale, causal=causal)
+        return (out.roll(1, 3), lse) if q.shape[3] == 40 else (out, lse)
+
+    assert set(kernels_of(doctor.examine(head_dims=(16,)))) == {"torch_cpu", "reference"}
+    monkeypatch.setattr(CpuFlashAttention, "forward", wrong)
+    assert main(["doctor", "--head-dim", "16"]) == 0
+    assert main(["doctor", "--head-dim", "16", "40"]) == 1
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "WRONG: head dim 40: error" in printed
+    assert "WRONG: head dim 16" not in printed
+    assert not kernels_of(doctor.examine(head_dims=(40,)))["reference"].failed
+    # What runs on such a kernel is wrong too: the algorithms are not held against itself.
+    findings = parity_of(doctor.examine(head_dims=(40,)))
+    assert all(finding.failed for finding in findings.values())

@@ -15,6 +15,7 @@ from megatron_cp_plugin.integration import gated_delta_net
 from megatron_cp_plugin.integration.features import FEATURES, Settings, is_latent, packs_documents
 from megatron_cp_plugin.kernels import Problem, resolve
 from megatron_cp_plugin.kernels.linear import LinearProblem, resolve_linear
+from megatron_cp_plugin.kernels.selfcheck import check_kernel
 
 
 def check_settings(source: Any, config: ContextParallelConfig) -> None:
@@ -305,7 +306,11 @@ def _check_kernel(args: Any, config: ContextParallelConfig, device: torch.device
     packed = packs_documents(Settings(args)) is not None
     shape = device, dtype, local, kv_heads, head_dim
     problem = Problem(*shape, fixed, documents=packed, value_dim=value_dim)
-    return resolve(config.kernel, problem).name
+    kernel = resolve(config.kernel, problem)
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            check_kernel(kernel, problem)
+    return kernel.name
 
 
 def head_dims(args: Any) -> tuple[int, int]:

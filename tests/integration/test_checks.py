@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -23,6 +24,8 @@ from megatron_cp_plugin.integration.checks import (
     describe,
 )
 from megatron_cp_plugin.integration.features import FEATURES
+from megatron_cp_plugin.kernels.selfcheck import check_kernel
+from megatron_cp_plugin.kernels.torch_flash import CpuFlashAttention
 
 CPU = torch.device("cpu")
 
@@ -366,3 +369,39 @@ def test_kernel_that_cannot_serve(args: argparse.Namespace, kernel: str) -> None
     with pytest.raises(KernelUnavailableError, match=kernel) as error:
         check_arguments(args, config, CPU)
     assert "\n" not in str(error.value)
+
+
+class TwiceTheKeys(CpuFlashAttention):
+    """Computes wrong gradients of keys that several query heads share."""
+
+    name = "twice"
+
+    def backward(self, dout: Any, q: Any, k: Any, *rest: Any, **settings: Any) -> Any:
+        dq, dk, dv = super().backward(dout, q, k, *rest, **settings)
+        return dq, dk * (2 if q.shape[2] > k.shape[2] else 1), dv
+
+
+def test_a_wrong_kernel_is_refused_on_gpus(
+    args: argparse.Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What runs is checked with the heads and the dtype of the model, before it is built."""
+    checked = []
+
+    def check_here(kernel: Any, problem: Any) -> None:
+        checked.append(problem)
+        check_kernel(kernel, dataclasses.replace(problem, device=CPU))
+
+    monkeypatch.setattr(checks, "resolve", lambda name, problem: TwiceTheKeys())
+    monkeypatch.setattr(checks, "check_kernel", check_here)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    config, device = ContextParallelConfig("zigzag", 4), torch.device("cuda", 1)
+    assert check_arguments(args, config, CPU) == "twice"
+    assert not checked
+    args.bf16 = True
+    assert check_arguments(args, config, device) == "twice"
+    args.group_query_attention, args.num_query_groups = True, 2
+    with pytest.raises(KernelUnavailableError, match=r"8:2 heads of 8 in bfloat16: dk") as error:
+        check_arguments(args, config, device)
+    assert "\n" not in str(error.value)
+    assert [(p.heads, p.kv_heads, p.head_dim) for p in checked] == [(8, 8, 8), (8, 2, 8)]
+    assert {(p.device, p.dtype) for p in checked} == {(device, torch.bfloat16)}

@@ -1,0 +1,180 @@
+"""Whether a kernel is right on this device: a small problem against attention in float64.
+
+A kernel may compile and run with head dims, or on devices, for which it computes something else.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_cp_plugin.core.partial import delta_of
+from megatron_cp_plugin.errors import KernelUnavailableError
+from megatron_cp_plugin.kernels.base import (
+    Problem,
+    SoftmaxKernel,
+    Statistics,
+    kernel_names,
+    resolve,
+)
+from megatron_cp_plugin.kernels.reference import Reference
+
+# Relative errors of outputs and gradients, in the norm: of rounding, with some room.
+_BOUNDS = {torch.float64: 1e-12, torch.float32: 2e-6}
+_HALF_BOUND = 1e-2
+_TOKENS = 192  # a block of keys of the kernels for GPUs, and a part of one
+_DOCUMENTS = (0, 1, 130, 131, _TOKENS)
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """How far a kernel is from attention in float64.
+
+    Attributes: error: the greatest relative one; inf for NaN. bound: what is right. where: such as
+        "dk of a full tile".
+    """
+
+    error: float
+    bound: float
+    where: str
+
+    @property
+    def right(self) -> bool:
+        """Whether the kernel computes attention."""
+        return self.error <= self.bound
+
+
+def check_kernel(kernel: SoftmaxKernel, problem: Problem) -> None:
+    """Runs a kernel forward and backward on a small problem; the reference has none to pass.
+
+    Raises: KernelUnavailableError, in one line, if its results are wrong, or there are none.
+    """
+    if isinstance(kernel, Reference):
+        return
+    found = accuracy(kernel, problem)
+    if found.right:
+        return
+    raise KernelUnavailableError(
+        f"kernel {kernel.name} computes something else than attention here with "
+        f"{_described(problem)}: {found.where} is off by {found.error:.1e}, at most "
+        f"{found.bound:.0e} is right; use kernel {_other(kernel, problem)}"
+    )
+
+
+def accuracy(kernel: SoftmaxKernel, problem: Problem) -> Accuracy:
+    """The greatest error over causal and full tiles, and documents if the problem has them.
+
+    As many query heads a KV head as the problem has; outputs, lse, and gradients by out and by
+    delta.
+
+    Raises: KernelUnavailableError if the kernel fails.
+    """
+    try:
+        errors = {
+            f"{name} of {tile}": _distance(got, want)
+            for tile, results in _results(kernel, problem)
+            for name, got, want in results
+        }
+    except Exception as error:
+        reason = next(iter(str(error).splitlines()), "")
+        raise KernelUnavailableError(
+            f"kernel {kernel.name} fails here with {_described(problem)}: use kernel "
+            f"{_other(kernel, problem)} ({type(error).__name__}: {reason})"
+        ) from error
+    where = max(errors, key=lambda name: errors[name])
+    return Accuracy(errors[where], _BOUNDS.get(problem.dtype, _HALF_BOUND), where)
+
+
+Results = list[tuple[str, Tensor, Tensor]]
+
+
+def _results(kernel: SoftmaxKernel, problem: Problem) -> Iterator[tuple[str, Results]]:
+    """What the kernel and the reference make of each kind of tile."""
+    yield "a causal tile", _tile(kernel, problem, _TOKENS, causal=True)
+    yield "a full tile", _tile(kernel, problem, _TOKENS // 3, causal=False)
+    if kernel.rectangular_causal:
+        yield "a rectangular causal tile", _tile(kernel, problem, _TOKENS // 3, causal=True)
+    if problem.documents:
+        yield "documents", _tile(kernel, problem, _TOKENS, causal=True, bounds=_DOCUMENTS)
+
+
+def _tile(
+    kernel: SoftmaxKernel,
+    problem: Problem,
+    rows: int,
+    *,
+    causal: bool,
+    bounds: tuple[int, ...] = (),
+) -> Results:
+    """(name, result, reference) of one tile of `rows` queries and all keys."""
+    q, k, v, dout = _inputs(problem, rows)
+    scale = problem.head_dim**-0.5
+
+    def forward(kernel: SoftmaxKernel, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        if bounds:
+            return kernel.forward_packed(q, k, v, bounds, scale=scale)
+        return kernel.forward(q, k, v, scale=scale, causal=causal)
+
+    def backward(
+        kernel: SoftmaxKernel, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, found: Statistics
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if bounds:
+            return kernel.backward_packed(dout, q, k, v, found, bounds, scale=scale)
+        return kernel.backward(dout, q, k, v, found, scale=scale, causal=causal)
+
+    wide = q.double(), k.double(), v.double()
+    want_out, want_lse = forward(Reference(), *wide)
+    want = backward(Reference(), dout.double(), *wide, Statistics(want_lse, out=want_out))
+    out, lse = forward(kernel, q, k, v)
+    results = [("out", out, want_out), ("lse", lse, want_lse)]
+    for statistics in (Statistics(lse, out=out), Statistics(lse, delta=delta_of(dout, out))):
+        got = backward(kernel, dout, q, k, v, statistics)
+        rule = "" if statistics.delta is None else " by delta"
+        results += [
+            (f"{name}{rule}", x, y)
+            for name, x, y in zip(("dq", "dk", "dv"), got, want, strict=True)
+        ]
+    return results
+
+
+def _inputs(problem: Problem, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q, k, v and dout; nothing is drawn from the generators of the training run."""
+    generator = torch.Generator().manual_seed(0)
+    kv_heads = min(2, problem.kv_heads)
+    heads = kv_heads * problem.heads // problem.kv_heads
+    dim, value_dim = problem.head_dim, problem.value_dim
+
+    def random(tokens: int, heads: int, dim: int) -> Tensor:
+        x = torch.randn((1, tokens, heads, dim), generator=generator, dtype=torch.float64)
+        return x.to(problem.device, problem.dtype)
+
+    q, k = random(rows, heads, dim), random(_TOKENS, kv_heads, dim)
+    return q, k, random(_TOKENS, kv_heads, value_dim), random(rows, heads, value_dim)
+
+
+def _distance(got: Tensor, want: Tensor) -> float:
+    error = ((got.double() - want).norm() / want.norm()).item()
+    return float("inf") if error != error else error
+
+
+def _described(problem: Problem) -> str:
+    dims = f"{problem.head_dim}"
+    if problem.value_dim != problem.head_dim:
+        dims += f" and {problem.value_dim}"
+    dtype = str(problem.dtype).removeprefix("torch.")
+    return f"{problem.heads}:{problem.kv_heads} heads of {dims} in {dtype}"
+
+
+def _other(kernel: SoftmaxKernel, problem: Problem) -> str:
+    """The next kernel that serves the problem; the reference serves all."""
+    others = (name for name in kernel_names() if name != kernel.name)
+    return next(name for name in others if _serves(name, problem))
+
+
+def _serves(name: str, problem: Problem) -> bool:
+    try:
+        resolve(name, problem)
+    except KernelUnavailableError:
+        return False
+    return True

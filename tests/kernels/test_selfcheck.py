@@ -1,0 +1,133 @@
+"""A kernel that computes something else is found before it trains a model."""
+
+import pytest
+import torch
+
+from megatron_cp_plugin.errors import KernelUnavailableError
+from megatron_cp_plugin.kernels import Problem, Statistics, resolve
+from megatron_cp_plugin.kernels.selfcheck import accuracy, check_kernel
+from megatron_cp_plugin.kernels.torch_flash import CpuFlashAttention
+
+CPU = torch.device("cpu")
+
+
+class Planted(CpuFlashAttention):
+    """Right but for one thing."""
+
+    name = "planted"
+
+    def __init__(self, fault):
+        self.fault = fault
+
+    def forward(self, q, k, v, *, scale, causal):
+        if self.fault == "crash":
+            raise RuntimeError("no image for this device\nand more lines")
+        out, lse = super().forward(q, k, v, scale=scale, causal=causal)
+        if self.fault == "lse":
+            lse = lse + 0.1
+        if self.fault == "head dim" and q.shape[3] == 72:
+            out = torch.roll(out, 1, 3)
+        if self.fault == "full" and not causal:
+            out = out * 1.02
+        return out, lse
+
+    def backward(self, dout, q, k, v, statistics, *, scale, causal):
+        if self.fault == "delta" and statistics.delta is not None:
+            statistics = Statistics(statistics.lse, delta=statistics.delta * 0.9)
+        settings = {"scale": scale, "causal": causal}
+        dq, dk, dv = super().backward(dout, q, k, v, statistics, **settings)
+        if self.fault == "nan":
+            dv[0, -1, -1, -1] = float("nan")
+        if self.fault == "shared heads" and q.shape[2] != k.shape[2]:
+            dk = dk / 2
+        return dq, dk, dv
+
+    def forward_packed(self, q, k, v, bounds, *, scale):
+        if self.fault == "documents":
+            return self.forward(q, k, v, scale=scale, causal=True)
+        return super().forward_packed(q, k, v, bounds, scale=scale)
+
+
+def problem(dtype=torch.float32, heads=8, kv_heads=2, head_dim=72, **others):
+    return Problem(CPU, dtype, heads, kv_heads, head_dim, **others)
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (8, 8), (8, 2), (3, 1)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_right_kernels_pass(dtype, heads, kv_heads, documents):
+    asked = problem(dtype, heads, kv_heads, 24, documents=documents)
+    check_kernel(resolve("torch_cpu", asked), asked)
+    assert accuracy(resolve("reference", asked), asked).right
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("fault", "where"),
+    [
+        ("lse", "a causal tile"),
+        ("head dim", "a causal tile"),
+        ("full", "a full tile"),
+        ("delta", " by delta of a "),
+        ("nan", "dv of a causal tile is off by inf"),
+        ("shared heads", "dk"),
+        ("documents", " of documents is off by"),
+    ],
+)
+def test_wrong_kernels_are_named(fault, where, dtype):
+    asked = problem(dtype, documents=fault == "documents")
+    found = accuracy(Planted(fault), asked)
+    assert not found.right
+    with pytest.raises(KernelUnavailableError) as refusal:
+        check_kernel(Planted(fault), asked)
+    text = str(refusal.value)
+    kind = str(dtype).removeprefix("torch.")
+    assert text.startswith(
+        "kernel planted computes something else than attention here with 8:2 heads of 72 in "
+        f"{kind}: "
+    )
+    assert where in text
+    assert text.endswith("; use kernel torch_cpu")
+    assert "\n" not in text
+
+
+def test_faults_elsewhere_do_not_matter():
+    """A run with other head dims, without grouped heads and documents, may have that kernel."""
+    for fault in ("head dim", "shared heads", "documents"):
+        check_kernel(Planted(fault), problem(head_dim=64, kv_heads=8))
+
+
+def test_a_kernel_that_fails():
+    with pytest.raises(KernelUnavailableError) as refusal:
+        check_kernel(Planted("crash"), problem())
+    assert str(refusal.value) == (
+        "kernel planted fails here with 8:2 heads of 72 in float32: use kernel torch_cpu "
+        "(RuntimeError: no image for this device)"
+    )
+
+
+def test_values_of_another_width():
+    asked = problem(value_dim=40)
+    assert accuracy(resolve("reference", asked), asked).right
+
+
+def test_nothing_is_drawn_from_the_run_s_generator():
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    check_kernel(resolve("torch_cpu", problem()), problem())
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_heads", [8, 2])
+@pytest.mark.parametrize("dims", [(64, 64), (72, 72), (96, 96), (128, 128), (192, 128), (256, 256)])
+@pytest.mark.parametrize("name", ["flash4", "cudnn", "torch_flash", "flash2"])
+def test_kernels_for_gpus(name, dims, kv_heads):
+    device = torch.device("cuda", 0)
+    shape = device, torch.bfloat16, 8, kv_heads, dims[0]
+    asked = Problem(*shape, documents=name != "cudnn", value_dim=dims[1])
+    try:
+        kernel = resolve(name, asked)
+    except KernelUnavailableError as error:
+        pytest.skip(str(error))
+    check_kernel(kernel, asked)
