@@ -1,6 +1,7 @@
 """What runs: asked of the same code that decides at start-up, never written down beside it.
 
-`markdown()` is docs/capabilities.md; a test holds the two together, and runs every cell.
+`markdown()` is docs/capabilities.md; a test holds the two together, and tests run every cell of
+the table of algorithms.
 """
 
 from collections.abc import Callable
@@ -81,8 +82,9 @@ def markdown() -> str:
     lines = [
         "# What runs",
         "",
-        "Printed by `megatron-cp capabilities` from the code that decides at start-up; a test runs",
-        "every cell. H query heads, G KV heads, P ranks. The first layout is the default.",
+        "Printed by `megatron-cp capabilities` from the code that decides at start-up; tests run",
+        "every cell of this table. H query heads, G KV heads, P ranks. The first layout is the",
+        "default.",
         "",
         "| algorithm | attention | layouts | causal | full | window | H < P | G < P <= H |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",

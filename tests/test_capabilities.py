@@ -7,13 +7,32 @@ import torch
 
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.capabilities import RANKS, capabilities, markdown
-from megatron_cp_plugin.core.layout import LAYOUTS, shard, unshard
+from megatron_cp_plugin.core.layout import LAYOUTS, positions
 from megatron_cp_plugin.core.virtual import run_virtual
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
-from megatron_cp_plugin.registry import layout_of
+from megatron_cp_plugin.layers import layout_choices
+from tests.linear_oracle import linear_expected, recurrence
 from tests.oracle import expected_attention, relative_error
 
-SOFTMAX = [row for row in capabilities() if row.kind == "softmax"]
+SEQ_LEN = 4 * RANKS
+
+ROWS = capabilities()
+PROBLEMS = {
+    "causal": {},
+    "full": {"causal": False},
+    "few_heads": {"heads": RANKS // 2, "kv_heads": RANKS // 2},
+    "few_kv_heads": {"heads": 2 * RANKS, "kv_heads": RANKS // 4},
+}
+# Linear attention has as many KV heads as query heads: the table has a dash there.
+CELLS = [
+    pytest.param(row, cell, id=f"{row.name}-{cell}")
+    for row in ROWS
+    for cell in PROBLEMS
+    if row.kind == "softmax" or cell != "few_kv_heads"
+]
+LAYOUT_CELLS = [
+    pytest.param(row, layout, id=f"{row.name}-{layout}") for row in ROWS for layout in row.layouts
+]
 
 
 def test_the_document_is_what_the_code_says():
@@ -28,50 +47,63 @@ def test_every_algorithm_has_a_row():
     assert all(set(row.layouts) <= {*LAYOUTS, "documents"} for row in capabilities())
 
 
-def run(name, *, heads, kv_heads, causal=True):
-    """The greatest error of the output on RANKS virtual ranks."""
-    expected = expected_attention(
-        seq_len=2 * RANKS, heads=heads, kv_heads=kv_heads, head_dim=4, causal=causal
-    )
-    layout = layout_of(name, {})
+def run(row, *, heads=2 * RANKS, kv_heads=2 * RANKS, causal=True, window=None, layout=None):
+    """The greatest error of the output on RANKS virtual ranks. layout: other than the default."""
+    mask = {"causal": causal} if window is None else {"causal": causal, "window": window}
+    options = {}
+    for name, option, choice in layout_choices(row.name):
+        if layout == name:
+            options = {option: choice}
+    documents = {"cu_seqlens": (0, 5, 2 * RANKS, SEQ_LEN)} if layout == "documents" else {}
+    settings = {"algo": row.name, **options, **documents}
+    if row.kind == "softmax":
+        problem = {"seq_len": SEQ_LEN, "heads": heads, "kv_heads": kv_heads, "head_dim": 4}
+        expected = expected_attention(**problem, **mask, **documents)
+        whole, want = (expected.q, expected.k, expected.v), expected.out
+    else:
+        rates = torch.linspace(0.5, 1, heads, dtype=torch.float64)
+        drawn = linear_expected(tuple(rates.tolist()), SEQ_LEN, causal=causal)
+        whole = drawn.q, drawn.k, drawn.v
+        want, _ = recurrence(*whole, rates, torch.zeros_like(drawn.initial), causal=causal)
 
     def body(topology):
-        mine = [
-            shard(x, 1, layout, topology.rank, RANKS) for x in (expected.q, expected.k, expected.v)
-        ]
-        return cp.attention(*mine, algo=name, group=topology, causal=causal)
+        group = {"group": topology, **settings}
+        # Positions first: whatever the layout is called, it is the one of that name.
+        held = cp.shard(torch.arange(SEQ_LEN), 0, **group)
+        mine = [cp.shard(x, 1, **group) for x in whole]
+        if row.kind == "softmax":
+            out = cp.attention(*mine, **mask, **group)
+        else:
+            out = cp.linear_attention(*mine, decay=rates, **mask, **group)
+        return held, cp.unshard(out, 1, **group)
 
-    return relative_error(unshard(run_virtual(RANKS, body), 1, layout), expected.out)
+    results = run_virtual(RANKS, body)
+    name = layout or row.layouts[0]
+    if name in LAYOUTS:
+        for rank, (held, _) in enumerate(results):
+            assert torch.equal(held, positions(LAYOUTS[name], rank, RANKS, SEQ_LEN))
+    return max(relative_error(out, want) for _, out in results)
 
 
-@pytest.mark.parametrize("row", SOFTMAX, ids=lambda row: row.name)
-@pytest.mark.parametrize(
-    ("cell", "problem"),
-    [
-        ("full", {"heads": 2 * RANKS, "kv_heads": 2 * RANKS, "causal": False}),
-        ("few_heads", {"heads": RANKS // 2, "kv_heads": RANKS // 2}),
-        ("few_kv_heads", {"heads": 2 * RANKS, "kv_heads": RANKS // 4}),
-    ],
-)
-def test_cells(row, cell, problem):
-    if getattr(row, cell):
-        assert run(row.name, **problem) < 1e-10
+@pytest.mark.parametrize(("row", "cell"), CELLS)
+def test_cells(row, cell):
+    if cell == "causal" or getattr(row, cell):
+        assert run(row, **PROBLEMS[cell]) < 1e-10
     else:
         with pytest.raises(ConfigError):
-            run(row.name, **problem)
+            run(row, **PROBLEMS[cell])
 
 
-@pytest.mark.parametrize("row", SOFTMAX, ids=lambda row: row.name)
+@pytest.mark.parametrize(("row", "layout"), LAYOUT_CELLS)
+def test_layouts(row, layout):
+    assert run(row, layout=layout) < 1e-10
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_windows(row):
-    q = torch.randn(1, 16, 2, 4, dtype=torch.float64)
-    if not row.window:
-        with pytest.raises(ContextParallelError, match="sliding windows"):
-            cp.attention(q, q, q, algo=row.name, window=4)
+    if row.window:
+        assert run(row, window=4) < 1e-10
         return
-    out = cp.attention(q, q, q, algo=row.name, window=4)
-    scores = torch.einsum("bshd,bthd->bhst", q, q) / 2
-    position = torch.arange(16)
-    distance = position[:, None] - position[None, :]
-    scores = scores.masked_fill((distance < 0) | (distance >= 4), -torch.inf)
-    expected = torch.einsum("bhst,bthd->bshd", scores.softmax(-1), q)
-    assert relative_error(out, expected) < 1e-12
+    refusal = "sliding windows" if row.kind == "softmax" else "no option 'window'"
+    with pytest.raises(ContextParallelError, match=refusal):
+        run(row, window=4)
