@@ -9,14 +9,16 @@ import torch
 from torch import Tensor
 
 import megatron_cp_plugin as cp
-from megatron_cp_plugin.core.algorithm import Shape
+from megatron_cp_plugin import registry
+from megatron_cp_plugin.algorithms.ring import Ring
+from megatron_cp_plugin.core.algorithm import Algorithm, Shape
 from megatron_cp_plugin.core.comm import CommunicationLog
 from megatron_cp_plugin.core.documents import document_starts
-from megatron_cp_plugin.core.layout import Layout, shard, unshard
+from megatron_cp_plugin.core.layout import Contiguous, Layout, shard, unshard
 from megatron_cp_plugin.core.tiles import Mask, visible_pairs
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.core.virtual import run_virtual
-from megatron_cp_plugin.registry import create, layout_of
+from megatron_cp_plugin.registry import create, layout_of, option_names
 from tests.oracle import Expected, expected_attention, relative_error
 
 HEADS = {"MHA": (4, 4), "GQA": (4, 2), "MQA": (4, 1)}
@@ -59,7 +61,7 @@ def cases(size: int) -> Iterator[Case]:
         elif algo == "usp":
             yield Case(algo, (("ulysses", 2), ("chunks", 4)) if size % 2 == 0 else ())
         else:
-            yield Case(algo, (("chunks", 4),))
+            yield Case(algo, (("chunks", 4),) if "chunks" in option_names(algo) else ())
 
 
 def run(
@@ -150,6 +152,28 @@ ALL_CASES = [
     for case in cases(size)
     if size in (1, 2, 3, 4, 5, 8) or case.algo == "distflash"
 ]
+
+
+class Plain(Ring):
+    """As somebody else may register it: an algorithm without any options."""
+
+    layout = Contiguous()
+    Options = Algorithm.Options  # type: ignore[assignment]
+
+    def __init__(self, topology: Topology, options: Algorithm.Options) -> None:
+        super().__init__(topology, Ring.Options())
+
+    @classmethod
+    def check(cls, options: Algorithm.Options, **problem: Any) -> None:
+        """It serves everything."""
+
+
+def test_an_algorithm_without_options_is_run_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_algorithms", dict(registry._algorithms))
+    cp.register("plain")(Plain)
+    (case,) = (case for case in cases(3) if case.algo == "plain")
+    test_equals_unsplit_attention(case, 3, True, "GQA")
+    test_bytes_are_those_of_the_formula(case, 3, True, "GQA")
 
 
 @pytest.mark.parametrize("heads", HEADS)
