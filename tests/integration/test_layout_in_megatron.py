@@ -148,7 +148,7 @@ def test_rotary_positions(layout: str, scale: float | None) -> None:
 
 def test_tables_of_ever_new_lengths_are_freed() -> None:
     inner: Any = Angles(None)
-    group: Any = Group(1, 3)
+    group: Any = Place(1, 3)
     embedding = LayoutRotaryEmbedding(inner, runtime("contiguous"), group)
     tables = [weakref.ref(embedding(3 * length)) for length in range(1, 20)]
     assert embedding(3 * 19) is tables[-1]()
