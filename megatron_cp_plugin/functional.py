@@ -77,7 +77,9 @@ def attention(
             `torch.distributed.new_group` for other groups before, or it hangs.
         scale: of the scores, default D**-0.5.
         kernel: "auto" or a kernel's name.
-        seq_len: global length; needed only where ranks hold unequally many tokens.
+        seq_len: global length; needed only where ranks hold unequally many tokens. If it is not
+            given there, all ranks raise ContextParallelError; where others than `shard` made such
+            shards, after equal ones, some may wait for the group's timeout, CommunicationError.
         window: queries see only the last so many keys, the one at their own position included.
         cu_seqlens: cumulative lengths of documents, 0, n1, n1 + n2, ..., seq_len, of any length:
             queries see keys of their own document only, in every entry of the batch alike. A
@@ -142,7 +144,7 @@ def linear_attention(
         initial_state: kv_0 [B,H,D,E], the same on all ranks; None: 0.
         output_final_state: return kv_N too.
         kernel: "auto" or a name of `kernels.linear.linear_kernel_names`.
-        seq_len: global length; needed only where ranks hold unequally many tokens.
+        seq_len: global length; needed only where ranks hold unequally many tokens, as there.
         options: of the algorithm.
 
     Returns: out [B,S,H,E] in q's dtype; with `output_final_state` also kv_N [B,H,D,E] float32

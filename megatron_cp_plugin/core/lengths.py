@@ -65,8 +65,8 @@ def agreed_length(topology: Topology, layout: Layout, tokens: int, seq_len: int 
         held = topology.gather((tokens, expected, seq_len))
     except CommunicationError as error:
         raise CommunicationError(
-            f"{error}: numbers of tokens were compared, {tokens} here; ranks that hold another one "
-            "may have gone on, pass seq_len= where they are unequal"
+            f"{error}; numbers of tokens were to be compared, {tokens} here: pass seq_len= if they "
+            "are unequal"
         ) from error
     lengths.unequal |= len({tokens for tokens, *_ in held}) > 1
     _check(held, layout)
