@@ -111,6 +111,20 @@ def test_values_of_another_width():
     assert accuracy(resolve("reference", asked), asked).right
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_the_backward_of_deterministic_runs_is_the_one_that_is_checked(deterministic):
+    found = []
+
+    class Asked(CpuFlashAttention):
+        def backward(self, *tensors, **settings):
+            found.append(torch.are_deterministic_algorithms_enabled())
+            return super().backward(*tensors, **settings)
+
+    check_kernel(Asked(), problem(deterministic=deterministic))
+    assert set(found) == {deterministic}
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
 def test_nothing_is_drawn_from_the_run_s_generator():
     torch.manual_seed(0)
     before = torch.get_rng_state()
