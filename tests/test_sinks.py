@@ -90,7 +90,7 @@ def test_equals_unsplit_attention(
             out = attention(*leaves)
         return (out.detach(), *torch.autograd.grad(out, leaves, own_dout))
 
-    ranks = run_virtual(size, body)
+    ranks = run_virtual(size, body, peer_access=True)
     *want, dsink = expected(window)
     for index, whole in enumerate(want):
         got = unshard([result[index] for result in ranks], 1, layout)

@@ -158,7 +158,7 @@ def test_one_round_of_forward_communication(algo: str, keep: bool) -> None:
     with cp.record_communication() as once:
         want = run_virtual(size, lambda topology: body(topology, no_checkpoint))
     with cp.record_communication() as log:
-        got = run_virtual(size, lambda topology: body(topology, reentrant))
+        got = run_virtual(size, lambda topology: body(topology, reentrant), peer_access=True)
     rounds = 1 if keep else 2
     assert [runs for _, runs in got] == [rounds] * size
     assert all(same(g, w) for (g, _), (w, _) in zip(got, want, strict=True))
@@ -368,7 +368,7 @@ def test_linear_attention_runs_once(algo: str, keep: bool) -> None:
     with cp.record_communication() as once:
         want = run_virtual(2, lambda topology: body(topology, no_checkpoint))
     with cp.record_communication() as log:
-        got = run_virtual(2, lambda topology: body(topology, reentrant))
+        got = run_virtual(2, lambda topology: body(topology, reentrant), peer_access=True)
     assert all(same(g, w) for g, w in zip(got, want, strict=True))
     rounds = 1 if keep else 2
     assert log.bytes(phase="forward") == rounds * once.bytes(phase="forward") > 0
