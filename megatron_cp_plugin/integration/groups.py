@@ -59,7 +59,7 @@ def _new_group(args: Any) -> Callable[[list[int]], object]:
     if args.nccl_communicator_config_path is not None:
         text = Path(args.nccl_communicator_config_path).read_text()
         options = yaml.safe_load(text) or {}
-    if "cp" in (args.high_priority_stream_groups or ()):
+    if "cp" in (Settings(args).high_priority_stream_groups or ()):
         options.setdefault("cp", {})["is_high_priority_stream"] = True
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
 
