@@ -117,6 +117,21 @@ def test_a_block_that_is_read_too_late_is_not_there():
     run_virtual(2, body, peer_access=True)
 
 
+def test_a_send_that_is_not_waited_for_is_seen():
+    """Its memory would be free, and written to, before it is copied."""
+
+    def body(topology: Topology):
+        (channel,) = channels(topology, 2)
+        (buffer,) = channel.buffers([((4,), torch.float32)], torch.device("cpu"))
+        if topology.rank:
+            channel.exchange([(torch.zeros(4), 0)], [])
+        else:
+            channel.exchange([], [(buffer, 1)]).wait()
+
+    with pytest.raises(RuntimeError, match="sends that were not waited for"):
+        run_virtual(2, body, peer_access=True)
+
+
 def test_ranks_that_make_room_in_different_turns_are_seen():
     def body(topology: Topology):
         (channel,) = channels(topology, 2)

@@ -41,6 +41,7 @@ class VirtualWorld:
         self.ranks_per_node = ranks_per_node or size
         self.peer_access = peer_access
         self.failed = Event()
+        self.under_way: set[Address] = set()  # sends over peer channels, until they are waited for
         self._timeout_s = timeout_s
         self._lock = Lock()
         self._mailboxes: dict[Address, SimpleQueue[Tensor]] = {}
@@ -172,8 +173,8 @@ class VirtualPeerCommunicator(SlottedCommunicator):
     """As over peer memory, at its worst: what is read too late or changed too early is seen.
 
     A slot is NaN from the moment when an exchange that receives into it is posted; its messages
-    are there once that is waited for. What is sent must be the same when it is waited for as when
-    it was posted. Ranks that do not make room in the same turn are an error.
+    are there once that is waited for. What is sent must be waited for, and be the same then as
+    when it was posted. Ranks that do not make room in the same turn are an error.
     """
 
     def __init__(
@@ -207,6 +208,8 @@ class VirtualPeerCommunicator(SlottedCommunicator):
     def _post(self, slot: int, sends: Sequence[Send], receives: Sequence[Receive]) -> Pending[None]:
         turn = self._turn
         posted = [(tensor, _bits(tensor).clone()) for tensor, _ in sends]
+        addresses = {self._address("blocks", turn, self.rank, to) for _, to in sends}
+        self._world.under_way.update(addresses)
         for (_, to), (_, bits) in zip(sends, posted, strict=True):
             self._world.post(self._address("blocks", turn, self.rank, to), bits)
         if receives:
@@ -217,6 +220,7 @@ class VirtualPeerCommunicator(SlottedCommunicator):
             for buffer, source in receives:
                 message = self._world.take(self._address("blocks", turn, source, self.rank))
                 _bits(buffer).copy_(message)
+            self._world.under_way.difference_update(addresses)
             for tensor, bits in posted:
                 if not torch.equal(_bits(tensor), bits):
                     raise RuntimeError(
@@ -248,7 +252,7 @@ def run_virtual[T](
     """Runs body(topology) on `size` virtual ranks, each a thread; other settings: VirtualWorld.
 
     Returns: the results by rank. Raises: the first error of any rank; RuntimeError if messages
-    were sent that nobody received.
+    were sent that nobody received, or sends over peer channels were not waited for.
     """
     world = VirtualWorld(size, timeout_s, ranks_per_node, peer_access=peer_access)
     results: dict[int, T] = {}
@@ -271,4 +275,6 @@ def run_virtual[T](
         raise next((e for e in errors if not isinstance(e, TimeoutError)), errors[0])
     if world.unread():
         raise RuntimeError(f"messages that nobody received: {world.unread()}")
+    if world.under_way:
+        raise RuntimeError(f"sends that were not waited for: {sorted(world.under_way)}")
     return [results[rank] for rank in range(size)]
