@@ -112,7 +112,7 @@ def beside(first: str) -> list[str]:
 def choices(draw: st.DrawFn, size: int, layers: int, stages: int) -> list[str]:
     """The plugin's flags."""
     algos = st.sampled_from(registry.available("softmax"))
-    kinds = ["algo"] * 4 + ["layers", "linear", "comm type"] + ["stages"] * (3 if stages > 1 else 0)
+    kinds = ["algo"] * 4 + ["layers", "linear", "comm type"] + ["stages"] * (6 if stages > 1 else 0)
     kind = draw(st.sampled_from(kinds))
     words: list[str] = []
     if kind == "algo":
@@ -174,7 +174,7 @@ def runs(draw: st.DrawFn, most_ranks: int) -> Run:
 
     sizes = [
         (size, tensor, pipeline, data)
-        for size in (3, 2, 4, 4, 6, 8, 1)
+        for size in (3, 2, 2, 2, 4, 4, 6, 8, 1)
         for tensor in (1, 2)
         for pipeline in (1, 2)
         for data in (1, 2)
