@@ -104,6 +104,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
     from torch import distributed
 
     from megatron_cp_plugin.doctor import examine
+    from megatron_cp_plugin.functional import release
 
     findings = examine(arguments.heads, arguments.kv_heads, arguments.head_dim)
     if not distributed.is_initialized() or distributed.get_rank() == 0:
@@ -116,6 +117,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
         Console().print(table)
     if distributed.is_initialized():
         distributed.destroy_process_group()
+        release()
     return int(any(finding.failed for finding in findings))
 
 

@@ -458,6 +458,7 @@ def main() -> None:
         )
         report(rows, title, args.output, found)
     dist.destroy_process_group()
+    cp.release()
 
 
 if __name__ == "__main__":

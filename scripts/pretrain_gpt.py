@@ -12,7 +12,7 @@ from megatron_cp_plugin.integration import launch
 
 def main() -> None:
     """Runs the training program with the plugin in force."""
-    with launch.one_line_errors():
+    with launch.whole_program():
         sys.argv[1:] = launch.prepare(sys.argv[1:], run_file=True)
         # Not before: the plugin must be in force when Megatron's names are imported.
         from megatron_cp_plugin.integration.pretrain import run

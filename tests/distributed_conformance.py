@@ -193,6 +193,7 @@ def main() -> int:
     if rank == 0:
         print(f"{ran - broken} passed, {broken} failed, worst ratio {worst:.2f} (bound 2)")
     dist.destroy_process_group()
+    cp.release()
     return 1 if broken or not ran else 0
 
 

@@ -121,6 +121,8 @@ class Topology(ABC):
         """Gives back the receive buffers of all that `of` made; see functional.release."""
         for topology in _topologies.values():
             topology.drop_peer_channels()
+        if not dist.is_initialized():
+            _topologies.clear()
 
 
 _topologies: dict[dist.ProcessGroup, "ProcessGroupTopology"] = {}

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import os
 import runpy
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -29,7 +32,7 @@ _USAGE = "torchrun ... -m megatron_cp_plugin.launch /path/to/pretrain_gpt.py [fl
 
 def main() -> None:
     """Runs a training script, unmodified, as the main program of this process."""
-    with one_line_errors():
+    with whole_program():
         if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
             raise ConfigError(f"the first argument must be a training script: {_USAGE}")
         script = Path(sys.argv[1])
@@ -39,6 +42,41 @@ def main() -> None:
         sys.path[0] = str(script.resolve().parent)
         sys.argv = [str(script), *prepare(sys.argv[2:])]
         runpy.run_path(str(script), run_name="__main__")
+
+
+@contextmanager
+def whole_program() -> Iterator[None]:
+    """Runs the body as all that this process does; where there is no accelerator, ends the process.
+
+    Errors of the plugin become one line, as in `one_line_errors`.
+    """
+    code: str | int | None = None
+    try:
+        with one_line_errors():
+            yield
+    except SystemExit as end:
+        code = end.code
+    if torch.accelerator.is_available():
+        sys.exit(code)
+    _end(code)
+
+
+def _end(code: str | int | None) -> NoReturn:
+    """Does what `sys.exit(code)` does, except that Python is not finalized.
+
+    A thread of gloo that waits for the GIL, to let go of a tensor, when Python is finalized aborts
+    the process after a right result (torch 2.11 to 2.15, pytorch/pytorch#190489). Such threads live
+    until nobody holds their process group, and Megatron holds some to the end.
+    """
+    if code is not None and not isinstance(code, int):
+        print(code, file=sys.stderr)
+        code = 1
+    # The rest of an orderly end: threads, exit handlers, buffers.
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code or 0)
 
 
 @contextmanager

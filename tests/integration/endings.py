@@ -1,0 +1,135 @@
+"""Runs many jobs in a row and counts how they end: python tests/integration/endings.py --jobs 200
+
+Jobs of 2 to 5 ranks, two at a time: every other one trains with Megatron, the others use the
+functional interface. The ranks are forks of this process, which has imported Megatron, and end as
+any Python program does. Their main threads give the GIL away only when they wait, so that threads
+of gloo are late more often than by chance. Exits 1 if a rank of any job ends with another code
+than 0.
+"""
+
+import argparse
+import os
+import runpy
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass
+from itertools import cycle, islice
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+# Ranks run on one core or less each.
+os.environ["OMP_NUM_THREADS"] = "1"
+
+from megatron_cp_plugin.integration import forked  # noqa: F401  (imports what training imports)
+from megatron_cp_plugin.integration.forks import free_port
+from tests.integration.megatron_job import SCRIPT, TINY
+
+FUNCTIONAL = Path(__file__).parent / "functional_job.py"
+ALGOS = ("zigzag", "ring", "distflash", "ulysses", "usp", "allgather")
+TIMEOUT_S = 120
+
+
+@dataclass(frozen=True)
+class Program:
+    """What a rank runs: a script and its command line."""
+
+    script: Path
+    arguments: tuple[str, ...]
+
+
+@dataclass
+class Job:
+    """A job under way, or ended when it has a code for each rank."""
+
+    program: Program
+    folder: Path
+    pids: tuple[int, ...]
+    started: float
+    codes: dict[int, int]
+
+
+def programs(number):
+    """That many of them with their numbers of ranks."""
+    sizes, algos = cycle((2, 3, 4, 5)), cycle(ALGOS)
+    for index, size, algo in islice(zip(range(number), sizes, algos, strict=False), number):
+        heads = "--num-attention-heads", str(size), "--hidden-size", str(8 * size)
+        flags = "--context-parallel-algo", algo, "--context-parallel-size", str(size)
+        lengths = "--seq-length", "120", "--max-position-embeddings", "120"
+        train = Program(SCRIPT, (*TINY, *heads, *lengths, *flags))
+        yield size, Program(FUNCTIONAL, (algo,)) if index // 4 % 2 else train
+
+
+def start(program, size, folder):
+    """Returns the started job; in its ranks None, with all set for the program."""
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    place |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+    pids = []
+    for rank in range(size):
+        pid = os.fork()
+        if pid == 0:
+            for name, descriptor in (("out", 1), ("err", 2)):
+                os.dup2(os.open(folder / f"{rank}.{name}", os.O_WRONLY | os.O_CREAT), descriptor)
+            os.environ.update(place, RANK=str(rank), LOCAL_RANK=str(rank))
+            sys.argv = [str(program.script), *program.arguments]
+            return None
+        pids.append(pid)
+    return Job(program, folder, tuple(pids), time.monotonic(), {})
+
+
+def run_all(number, at_once):
+    """Runs the jobs and returns the exit code; in ranks the script that they are to run."""
+    waiting = programs(number)
+    running, endings, folders = [], Counter(), tempfile.TemporaryDirectory()
+    started = 0
+    while True:
+        while len(running) < at_once and (following := next(waiting, None)):
+            folder = Path(folders.name, str(started))
+            folder.mkdir()
+            job = start(following[1], following[0], folder)
+            if job is None:
+                folders._finalizer.detach()  # the folder is the other process's
+                return following[1].script
+            running.append(job)
+            started += 1
+        if not running:
+            break
+        time.sleep(0.05)
+        for job in running:
+            if time.monotonic() - job.started > TIMEOUT_S:
+                for pid in set(job.pids) - set(job.codes):
+                    os.kill(pid, signal.SIGKILL)
+            for pid in set(job.pids) - set(job.codes):
+                ended, status = os.waitpid(pid, os.WNOHANG)
+                if ended:
+                    job.codes[pid] = os.waitstatus_to_exitcode(status)
+        for job in [job for job in running if len(job.codes) == len(job.pids)]:
+            running.remove(job)
+            codes = [job.codes[pid] for pid in job.pids]
+            endings["ended with 0" if not any(codes) else f"ended with {codes}"] += 1
+            if any(codes):
+                errors = [path.read_text().strip() for path in sorted(job.folder.glob("*.err"))]
+                last = [text.splitlines()[-1] for text in errors if text]
+                print(job.program.script.name, job.program.arguments[-4:], codes, last, flush=True)
+    for ending, count in sorted(endings.items()):
+        print(f"{count} of {number} jobs {ending}")
+    return int(set(endings) != {"ended with 0"})
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--jobs", type=int, default=200)
+    parser.add_argument("--at-once", type=int, default=2)
+    arguments = parser.parse_args()
+    sys.setswitchinterval(1000)
+    result = run_all(arguments.jobs, arguments.at_once)
+    if isinstance(result, int):
+        return result
+    runpy.run_path(str(result), run_name="__main__")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

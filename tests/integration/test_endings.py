@@ -1,0 +1,113 @@
+"""How processes end: with the code that they deserve, whatever threads of gloo still do."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.integration.megatron_job import process_environment, run
+
+# Both ranks of a gloo group in one process. Once the all-gather is posted the main thread keeps the
+# GIL until Python is finalized, while gloo's threads wait for it to let go of the tensors. In a
+# real job that happens by chance. The handler is registered first, so that it runs last.
+ALL_GATHER_AT_THE_END = """
+import atexit
+
+def all_gather():
+    sys.setswitchinterval(1000)
+    for group in groups.values():
+        group.allgather([[torch.empty(1 << 20) for _ in (0, 1)]], [torch.ones(1 << 20)])
+    end = time.monotonic() + 1
+    while time.monotonic() < end:
+        pass
+
+atexit.register(all_gather)
+
+import sys, threading, time
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+from megatron_cp_plugin.integration import launch
+
+store, groups = dist.HashStore(), {}
+
+def join(rank):
+    groups[rank] = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=30))
+
+threads = [threading.Thread(target=join, args=(rank,)) for rank in (0, 1)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+launch.main()
+"""
+
+# What is printed is buffered, for it goes to a pipe.
+PROGRAM = """
+import atexit, sys, threading, time
+from megatron_cp_plugin.errors import ConfigError
+from megatron_cp_plugin.integration.launch import whole_program
+
+def work():
+    time.sleep(0.5)
+    print("thread ends")
+
+with whole_program():
+    atexit.register(print, "handler runs")
+    threading.Thread(target=work).start()
+    {last}
+"""
+
+# Runs a job in this process and prints how many threads of gloo it left.
+COUNT_THREADS = """
+import runpy, sys
+from pathlib import Path
+
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+print(sum("gloo" in name for name in names), "threads of gloo")
+"""
+
+
+def test_a_job_ends_with_0_while_gloo_lets_go_of_tensors(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.touch()
+    program = ("-c", ALL_GATHER_AT_THE_END, str(script))
+    run("--cp-platform", "cpu", program=program).succeeded()
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="Python ends the process there")
+def test_an_end_has_its_code_and_its_last_words() -> None:
+    endings = {
+        "pass": (0, ""),
+        "sys.exit()": (0, ""),
+        "sys.exit(3)": (3, ""),
+        "sys.exit('why')": (1, "why\n"),
+        "raise ConfigError('why')": (2, "megatron_cp_plugin: error: why\n"),
+    }
+    processes = {
+        last: subprocess.Popen(
+            [sys.executable, "-c", PROGRAM.format(last=last)],
+            env=process_environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for last in (*endings, "raise ValueError('why')")
+    }
+    found = {last: (*p.communicate(timeout=120), p.returncode) for last, p in processes.items()}
+    *_, traceback, code = found.pop("raise ValueError('why')")
+    assert code == 1
+    assert traceback.endswith("ValueError: why\n")
+    said = "thread ends\nhandler runs\n"
+    assert found == {last: (said, error, code) for last, (code, error) in endings.items()}
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads as Linux does")
+def test_the_functional_interface_leaves_no_thread_of_gloo() -> None:
+    script = Path(__file__).parent / "functional_job.py"
+    job = run(str(script), "zigzag", ranks=2, program=("-c", COUNT_THREADS)).succeeded()
+    assert [process.stdout for process in job.processes] == ["0 threads of gloo\n"] * 2
