@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -69,6 +70,7 @@ def check_arguments(args: Any, config: ContextParallelConfig, device: torch.devi
     check_settings(args, config)
     gated_delta_net.check_arguments(args, config)
     _check_documents(args)
+    _check_sharding(args, config)
     _check_sequence(args, config)
     _check_algorithms(args, config)
     _check_window(args, config)
@@ -203,6 +205,21 @@ def _check_documents(args: Any) -> None:
         raise ConfigError(
             f"Megatron {version} cuts packed documents by its own layout, got {flag}: use Megatron "
             "0.19 or later"
+        )
+
+
+def _check_sharding(args: Any, config: ContextParallelConfig) -> None:
+    if not Settings(args).use_megatron_fsdp:
+        return
+    if config.has_linear_layers:
+        raise ConfigError(
+            f"--cp-linear-model {config.linear_model} was never run with Megatron-FSDP, got "
+            "--use-megatron-fsdp: use --use-torch-fsdp2"
+        )
+    if find_spec("einops") is None:
+        raise ConfigError(
+            "--use-megatron-fsdp needs the package einops, got none: pip install einops, or use "
+            "--use-torch-fsdp2"
         )
 
 

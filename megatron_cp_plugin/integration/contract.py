@@ -503,6 +503,8 @@ NAMES: tuple[Name, ...] = (
     ),
     Name(f"{_CORE}.utils", "flatten_batch_for_packed_sequences", first=("batch",), since=(0, 19)),
     Name(f"{_CORE}.utils", "unwrap_model", first=("model",)),
+    # It imports MegatronFSDP, if einops is installed; nothing but that wrapper is opened besides.
+    Name(f"{_CORE}.distributed.fsdp.mcore_fsdp_adapter", "HAVE_MEGATRON_FSDP"),
     # Helpers of layers.
     Name(f"{_LAYERS}.identity_op", "IdentityOp"),
     Name(f"{_LAYERS}.module", "MegatronModule", parameters=("config",)),
@@ -784,7 +786,7 @@ SETTINGS: tuple[Setting, ...] = (
         "micro_batch_size mid_level_dataset_surplus mmap_bin_files mock_data "
         "nccl_communicator_config_path num_dataset_builder_threads position_embedding_type "
         "rampup_batch_size rank recompute_activations reset_attention_mask reset_position_ids "
-        "rl_use_sequence_packing seed seq_length sft spec split train_iters "
+        "rl_use_sequence_packing seed seq_length sft spec split train_iters use_megatron_fsdp "
         "use_rotary_position_embeddings world_size yaml_cfg",
         "args",
     ),

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, override
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
 from megatron_cp_plugin.errors import ConfigError
@@ -39,6 +40,11 @@ _FLAGS: tuple[tuple[str, str | None, str], ...] = (
     ("--no-bias-dropout-fusion", None, "CUDA kernel"),
     ("--no-rope-fusion", None, "CUDA kernel"),
     ("--no-persist-layer-norm", None, "CUDA kernel"),
+    (
+        "--no-gradient-reduce-div-fusion",
+        None,
+        "Megatron-FSDP would ask gloo for what only NCCL has",
+    ),
 )
 
 
@@ -105,6 +111,14 @@ def install(allow_untested: bool = False) -> None:
         if hasattr(torch.optim.Optimizer, name):
             setattr(torch.optim.Optimizer, name, lambda self: None)
 
+    # Megatron's wrapper of torch's FSDP2 asks for a mesh of GPUs.
+    make_mesh = DeviceMesh.from_group
+
+    def mesh_on_cpu(group: Any, device_type: str, *args: Any, **kwargs: Any) -> Any:
+        return make_mesh(group, _on_cpu(device_type), *args, **kwargs)
+
+    setattr(DeviceMesh, "from_group", staticmethod(mesh_on_cpu))  # noqa: B010  (mypy)
+
     # While torch handles a function of a mode, the mode is not in force: nor would it be in any
     # backward that runs in this one.
     name = "has_torch_function"
@@ -162,7 +176,7 @@ def _on_cpu(device: Any) -> Any:
     if isinstance(device, int):
         return torch.device("cpu")
     if isinstance(device, str) and device.partition(":")[0] == "cuda":
-        return torch.device("cpu")
+        return "cpu"
     if isinstance(device, torch.device) and device.type == "cuda":
         return torch.device("cpu")
     return device

@@ -241,6 +241,17 @@ FEATURES: tuple[Feature, ...] = (
         _BY_RANK,
         "use aux_loss",
     ),
+    Feature(
+        "attention sinks split by tensor parallelism in Megatron-FSDP",
+        "use_megatron_fsdp",
+        lambda settings: (
+            bool(settings.use_megatron_fsdp)
+            and settings.softmax_type == "learnable"
+            and (settings.tensor_model_parallel_size or 1) > 1
+        ),
+        "it knows which parameters are split by the names of Megatron's own classes",
+        "use --use-torch-fsdp2",
+    ),
     # Modes of the whole program.
     Feature(
         "CUDA graphs",

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
 
@@ -132,9 +133,11 @@ def prepare(argv: Sequence[str], run_file: bool = False) -> list[str]:
     if platform == "cpu":
         rest, added = cpu.complete_flags(rest)
         _say(f"CPU platform in force ({why}); added {' '.join(added) or 'no flags'}")
-    elif flags.algo is None and flags.record is None and not run_file:
-        # A GPU is there and Megatron's own path is asked for: nothing is touched.
-        return rest
+    if flags.algo is None:
+        _check_own_path(rest)
+        if platform == "cuda" and flags.record is None and not run_file:
+            # A GPU is there and Megatron's own path is asked for: nothing is touched.
+            return rest
 
     from megatron_cp_plugin.integration.hooks import Hooks, skip_built_helpers
 
@@ -146,7 +149,7 @@ def prepare(argv: Sequence[str], run_file: bool = False) -> list[str]:
         Recorder(flags.record, algo, allow_untested).install()
     if flags.algo is not None:
         if platform == "cuda":
-            _allow_one_connection()
+            _allow_one_connection(rest)
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         device = torch.device("cpu") if platform == "cpu" else torch.device("cuda", local_rank)
         Hooks(flags, device).install()
@@ -192,10 +195,39 @@ def _platform(wanted: str) -> tuple[str, str]:
     return wanted, f"--cp-platform {wanted}"
 
 
-def _allow_one_connection() -> None:
-    """Sets what Megatron demands for context parallelism before the Blackwell architecture."""
+def _check_own_path(argv: Sequence[str]) -> None:
+    """Refuses Megatron's own context parallelism without Transformer Engine, as Megatron does.
+
+    It does so when a layer is built, in hundreds of lines. A `--spec` may have other attention.
+    """
+    parser = OneLineParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--context-parallel-size", type=int, default=1)
+    parser.add_argument("--transformer-impl", default=None)
+    parser.add_argument("--spec", nargs="*", default=None)
+    given, _ = parser.parse_known_args(list(argv))
+    if given.context_parallel_size < 2 or given.spec is not None:
+        return
+    if given.transformer_impl == "local":
+        got = "--transformer-impl local"
+    elif find_spec("transformer_engine") is None:
+        got = "none installed"
+    else:
+        return
+    raise ConfigError(
+        f"Megatron's own context parallelism needs the attention of Transformer Engine, got {got} "
+        f"and context_parallel_size {given.context_parallel_size}: use --context-parallel-algo "
+        "zigzag, or --context-parallel-size 1"
+    )
+
+
+def _allow_one_connection(argv: Sequence[str]) -> None:
+    """Sets what Megatron demands for context parallelism before the Blackwell architecture.
+
+    With sharded data parallelism it demands anything else.
+    """
     name = "CUDA_DEVICE_MAX_CONNECTIONS"
-    if name not in os.environ:
+    sharded = {"--use-torch-fsdp2", "--use-megatron-fsdp", "--use-custom-fsdp"}
+    if name not in os.environ and sharded.isdisjoint(argv):
         os.environ[name] = "1"
         _say(f"{name} set to 1, as Megatron demands")
 

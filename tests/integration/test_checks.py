@@ -51,6 +51,11 @@ GATED = {"experimental_attention_variant": "gated_delta_net"}
 LATENT = {"multi_latent_attention": True, "apply_rope_fusion": False}
 BESIDE: dict[str, dict[str, Any]] = {
     "a loss per token with multi-token prediction": {"mtp_num_layers": 1},
+    "attention sinks split by tensor parallelism in Megatron-FSDP": {
+        "softmax_type": "learnable",
+        "tensor_model_parallel_size": 2,
+        "world_size": 8,
+    },
     "documents of several samples in a pipeline": {
         **DOCUMENTS,
         "pipeline_model_parallel_size": 2,
@@ -345,6 +350,22 @@ def test_heads(args: argparse.Namespace) -> None:
     args.tensor_model_parallel_size, args.world_size = 1, 4
     message = refusal(args, group_query_attention=True, num_query_groups=3)
     assert "num_attention_heads 8 must be divisible by num_query_groups, got 3" in message
+
+
+def test_megatron_fsdp_without_einops(
+    args: argparse.Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks, "find_spec", lambda name: None)
+    assert refusal(args, use_megatron_fsdp=True) == (
+        "--use-megatron-fsdp needs the package einops, got none: pip install einops, or use "
+        "--use-torch-fsdp2"
+    )
+    monkeypatch.setattr(checks, "find_spec", lambda name: name)
+    check_arguments(args, ContextParallelConfig("zigzag", 4), CPU)
+    linear = ContextParallelConfig("lasp", 4, linear_model="transnormer")
+    args.position_embedding_type = "none"
+    with pytest.raises(ConfigError, match="transnormer was never run with Megatron-FSDP, got"):
+        check_arguments(args, linear, CPU)
 
 
 def test_heads_that_an_algorithm_cannot_split(args: argparse.Namespace) -> None:

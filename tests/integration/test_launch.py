@@ -1,6 +1,7 @@
 """The launcher: what it replaces of Megatron, and how it ends a run that cannot start."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 from megatron.core.models.gpt import GPTModel
 
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
-from megatron_cp_plugin.integration import cpu, launch
+from megatron_cp_plugin.integration import cpu, hooks, launch
 from megatron_cp_plugin.integration.args import split_flags
 from megatron_cp_plugin.integration.hooks import Hooks
 from tests.integration.megatron_job import LAUNCHER, TINY, Job, run
@@ -143,6 +144,10 @@ def refused(job: Job) -> str:
         ("--context-parallel-algo ring --context-parallel-size 3",
          "context_parallel_size 3 must divide the number of processes, got 2: "
          "start a multiple of 3 processes, or use context_parallel_size 1 or 2"),
+        ("--context-parallel-algo megatron --context-parallel-size 2",
+         "Megatron's own context parallelism needs the attention of Transformer Engine, got "
+         "--transformer-impl local and context_parallel_size 2: use --context-parallel-algo "
+         "zigzag, or --context-parallel-size 1"),
     ],
 )  # fmt: skip
 def test_all_ranks_refuse_with_one_line_and_exit_code_2(arguments: str, message: str) -> None:
@@ -204,6 +209,63 @@ def test_model_of_another_kind_is_refused() -> None:
     assert set_up(gpt) == ([gpt], "adam", "schedule")
     with pytest.raises(ContextParallelError, match="ring serves GPTModel and HybridModel, got Lin"):
         set_up(gpt, other)
+
+
+def test_the_inner_wrapper_of_megatron_fsdp_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.distributed.fsdp import mcore_fsdp_adapter
+
+    class Wrapper(torch.nn.Module):
+        def __init__(self, module: torch.nn.Module) -> None:
+            super().__init__()
+            self.module = module
+
+    monkeypatch.setattr(mcore_fsdp_adapter, "HAVE_MEGATRON_FSDP", True)
+    monkeypatch.setattr(mcore_fsdp_adapter, "MegatronFSDP", Wrapper, raising=False)
+    gpt = GPTModel.__new__(GPTModel)
+    torch.nn.Module.__init__(gpt)
+    of_ring = Hooks(split_flags(["--context-parallel-algo", "ring"])[0], torch.device("cpu"))
+    models = [Wrapper(gpt)]
+    assert of_ring._set_up_model(lambda: (models,)) == (models,)
+
+
+@pytest.mark.parametrize(
+    ("flag", "set_to"), [("", "1"), ("--use-torch-fsdp2", None), ("--use-megatron-fsdp", None)]
+)
+def test_connections_that_megatron_demands(
+    flag: str, set_to: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One with context parallelism; with sharded data parallelism anything else."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(Hooks, "install", lambda self: None)
+    monkeypatch.setattr(hooks, "skip_built_helpers", lambda: None)
+    # To be taken back, whatever is set.
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "2")
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
+    launch.prepare(["--context-parallel-algo", "ring", *flag.split()])
+    assert os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == set_to
+
+
+@pytest.mark.parametrize(
+    ("flags", "installed", "got"),
+    [
+        ("--context-parallel-size 4", False, "none installed"),
+        ("--context-parallel-size 4 --transformer-impl local", True, "--transformer-impl local"),
+        ("--context-parallel-size=4", True, None),
+        ("--context-parallel-size 4 --spec some stack", False, None),
+        ("--context-parallel-size 1", False, None),
+        ("", False, None),
+    ],
+)
+def test_megatrons_own_path_on_gpus(
+    flags: str, installed: bool, got: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(launch, "find_spec", lambda name: name if installed else None)
+    if got is None:
+        assert launch.prepare(flags.split()) == flags.split()
+        return
+    with pytest.raises(ConfigError, match=f"Transformer Engine, got {got} and context_parallel_s"):
+        launch.prepare(flags.split())
 
 
 def test_a_megatron_that_is_too_old_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

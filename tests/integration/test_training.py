@@ -125,6 +125,28 @@ def test_hybrid_model(name: str, pattern: str) -> None:
     assert_same_training(job.succeeded(), reference.succeeded())
 
 
+@pytest.mark.parametrize(
+    "sharding",
+    [
+        "--use-torch-fsdp2 --ckpt-format torch_dist",
+        "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params "
+        "--use-distributed-optimizer --ckpt-format fsdp_dtensor",
+    ],
+    ids=["torch", "megatron"],
+)
+def test_sharded_data_parallelism(
+    sharding: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Data parallel 2 x context parallel 2 against neither."""
+    if "--use-megatron-fsdp" in sharding:
+        pytest.importorskip("einops")
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    flags = (*ROPE, "--untie-embeddings-and-output-weights")
+    reference = run_warm(tmp_path / "reference", *flags, "--context-parallel-algo", "megatron")
+    job = run_warm(tmp_path / "split", *flags, *sharding.split(), *algo("zigzag", 2), ranks=4)
+    assert_same_training(job.succeeded(), reference.succeeded())
+
+
 @pytest.mark.parametrize("name", ["zigzag", "allgather"])
 def test_sliding_windows(name: str, tmp_path: Path) -> None:
     """Of the first layer only, as in models that alternate."""
