@@ -96,6 +96,9 @@ MLA: dict[str, object] = NO_ROPE_FUSION | {
     "rope_type": "rope",
 }
 GATED_DELTA_NET: dict[str, object] = {
+    # Before it makes weights Megatron draws numbers for each token of a rank; with more tokens the
+    # generator that the convolution's weights come from would stand elsewhere at CP 2 than at 1.
+    "seq_length": 512,
     "experimental_attention_variant": "gated_delta_net",
     "linear_attention_freq": 2,
     "linear_key_head_dim": 64,
