@@ -107,7 +107,7 @@ _LAYERS = "megatron.core.transformer"
 _EMBEDDINGS = "megatron.core.models.common.embeddings"
 _TRAINING = "megatron.training"
 
-# Wraps around attention; its keyword arguments are those of Megatron's classes.
+# Parameters of Megatron's attention, which the plugin's own classes take.
 _CORE_ATTENTION = (
     "self",
     "config",

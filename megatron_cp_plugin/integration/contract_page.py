@@ -87,9 +87,9 @@ setting, exit code 2 on every rank. The list is `FEATURES` in
 _PARTS: dict[Part, str] = {
     "algorithm": "With an algorithm of the plugin",
     "any": "In every run that the plugin has a part in",
-    "record": "With `--cp-record`",
+    "record": "With `--cp-record`, from Megatron 0.18 on",
     "cpu": "On the CPU platform",
-    "script": "By `scripts/pretrain_gpt.py`",
+    "script": "By `scripts/pretrain_gpt.py`, from Megatron 0.19 on",
 }
 
 
