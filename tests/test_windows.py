@@ -7,7 +7,7 @@ import megatron_cp_plugin as cp
 from megatron_cp_plugin import cli
 from megatron_cp_plugin.algorithms.allgather import KvAllGather
 from megatron_cp_plugin.algorithms.distflash import plan
-from megatron_cp_plugin.core.algorithm import Shape
+from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ContextParallelError
 from tests.oracle import expected_attention

@@ -7,7 +7,7 @@ B batch, S local tokens, H query heads, G KV heads, D head dim, P ranks.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache, cached_property, lru_cache
@@ -20,13 +20,10 @@ from megatron_cp_plugin.core.algorithm import (
     Call,
     Gradients,
     Saved,
-    Shape,
-    Traffic,
-    Work,
     attend_block,
     differentiate_block,
 )
-from megatron_cp_plugin.core.comm import Communicator, Described, Pending, Receive, Send
+from megatron_cp_plugin.core.comm import Communicator, Described, Pending, Phase, Receive, Send
 from megatron_cp_plugin.core.layout import Contiguous, Span
 from megatron_cp_plugin.core.partial import (
     Accumulator,
@@ -35,6 +32,8 @@ from megatron_cp_plugin.core.partial import (
     accumulation_dtype,
 )
 from megatron_cp_plugin.core.pipeline import check_chunks, head_groups
+from megatron_cp_plugin.core.placement import BlockPlacement, Place
+from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask, Tile, plan_tiles
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ConfigError
@@ -47,6 +46,29 @@ Block = tuple[Tensor, ...]
 LastStep = Literal["owner", "shared"]
 
 _LAYOUT = Contiguous()
+
+
+@dataclass(frozen=True)
+class HelpedPlacement(BlockPlacement):
+    """Blocks of contiguous tokens, straight from their owners.
+
+    Attributes: helping: ranks compute for others where they would wait. shared: of an even number
+        of ranks the last step is computed half by the owner of the queries and half by a helper.
+    """
+
+    helping: bool = True
+    shared: bool = True
+
+    def place(self, query: int, key: int) -> Iterator[Place]:
+        """See BlockPlacement.place. Source: DISTFLASHATTN, Algorithm 2."""
+        distance = (query - key) % self.size
+        if self.helping and self.shared and distance and 2 * distance == self.size:
+            yield Place(query, distance, part=(1, 2))
+            yield Place(key, distance, part=(0, 2))
+        elif self.helping and 2 * distance > self.size:
+            yield Place(key, self.size - distance)
+        else:
+            yield Place(query, distance)
 
 
 @dataclass(frozen=True)
@@ -381,6 +403,34 @@ class DistFlash(Algorithm):
         self._follow(schedule, lent, compute, accept)
         return total
 
+    def placement(self, shape: Shape, mask: Mask, phase: Phase) -> HelpedPlacement:
+        """See Algorithm.placement.
+
+        With causal masking and S = N/P tokens each, let e and w be the bytes of an element and of
+        a float32, h = floor((P-1)/2) the number of steps with helpers, and for rank p = 0..P-1
+
+            lends KV to      kv(p)  = min(floor(P/2), P-1-p) ranks,
+            owns             own(p) = min(floor(P/2), p) tasks with KV of others,
+            is helped in     q(p)   = max(0, h - (P-1-p)) tasks,
+            helps in         o(p)   = max(0, h - p) tasks.
+
+        Bytes that p sends, each times B*S:
+
+            forward   kv(p) * 2GDe + q(p) * HDe + o(p) * (HDe + Hw)
+            backward  kv(p) * 2GDe + own(p) * 2GDe + q(p) * (2HDe + 2Hw) + o(p) * HDe
+
+        Without helpers floor(P/2) becomes P-1 and h becomes 0. With a shared last step of an even
+        P, ranks p < P/2 help and ranks p >= P/2 are helped once more, with half of the rows.
+        """
+        chunks = 1 if phase == "forward" else self.options.chunks
+        return HelpedPlacement(
+            self.layout,
+            self.topology.size,
+            head_groups(shape.heads, shape.kv_heads, chunks, share_kv=False),
+            helping=self.options.balanced and mask.causal,
+            shared=self.options.last_step == "shared",
+        )
+
     def _schedule(self, call: Call) -> Schedule:
         return self._plan(call.seq_len, call.mask, call.kernel.rectangular_causal)
 
@@ -468,60 +518,6 @@ class DistFlash(Algorithm):
             returned = lent.returned_query if helps else lent.returned_kv
             self._fetches.reserve(_described(lent_block, tokens))
             self._returns.reserve(_described(returned, tokens))
-
-    def traffic(self, shape: Shape, mask: Mask, rank: int) -> Traffic:
-        """See Algorithm.traffic: a sum over the schedule, whatever the lengths of the blocks.
-
-        With causal masking and S = N/P tokens each, let e and w be the bytes of an element and of
-        a float32, h = floor((P-1)/2) the number of steps with helpers, and for rank p = 0..P-1
-
-            lends KV to      kv(p)  = min(floor(P/2), P-1-p) ranks,
-            owns             own(p) = min(floor(P/2), p) tasks with KV of others,
-            is helped in     q(p)   = max(0, h - (P-1-p)) tasks,
-            helps in         o(p)   = max(0, h - p) tasks.
-
-        Bytes that p sends, each times B*S:
-
-            forward   kv(p) * 2GDe + q(p) * HDe + o(p) * (HDe + Hw)
-            backward  kv(p) * 2GDe + own(p) * 2GDe + q(p) * (2HDe + 2Hw) + o(p) * HDe
-
-        Without helpers floor(P/2) becomes P-1 and h becomes 0. With a shared last step of an even
-        P, ranks p < P/2 help and ranks p >= P/2 are helped once more, with half of the rows.
-        """
-        kv = shape.kv_width * shape.element_bytes
-        query, out = (x * shape.element_bytes for x in (shape.query_width, shape.out_width))
-        row = shape.heads * shape.wide_bytes
-        # Bytes per token and messages: lent and given back, forward and backward.
-        costs = {
-            False: ((kv, 2), (0, 0), (kv, 2), (kv, 2)),
-            True: ((query, 1), (out + row, 2), (query + out + 2 * row, 4), (query, 1)),
-        }
-        schedule = self._plan(shape.seq_len, mask, rectangular=False)
-        chunks = self.options.chunks
-        groups = len(head_groups(shape.heads, shape.kv_heads, chunks, share_kv=False))
-        totals = [0, 0, 0, 0]
-        for step in range(len(schedule.steps)):
-            for task in schedule.exchanged(step):
-                lent, back, lent_again, back_again = costs[task.helps]
-                sent = []
-                if task.source == rank:
-                    sent += [(0, lent), (2, lent_again)]
-                if task.host == rank:
-                    sent += [(0, back), (2, back_again)]
-                for index, (per_token, messages) in sent:
-                    totals[index] += shape.batch * task.tokens * per_token
-                    totals[index + 1] += messages * (groups if index else 1)
-        return Traffic(*totals)
-
-    def trace(self, seq_len: int, mask: Mask) -> tuple[Work, ...]:
-        """See Algorithm.trace."""
-        schedule = self._plan(seq_len, mask, rectangular=True)
-        return tuple(
-            Work(step, task.host, (task.query_owner,), (task.key_owner,), task.pairs)
-            for step, tasks in enumerate(schedule.steps)
-            for task in tasks
-            if task
-        )
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@
 B batch, S local tokens, H query heads, G KV heads, D head dim, P ranks.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Literal
@@ -18,13 +18,10 @@ from megatron_cp_plugin.core.algorithm import (
     Call,
     Gradients,
     Saved,
-    Shape,
-    Traffic,
-    Work,
     attend_block,
     differentiate_block,
 )
-from megatron_cp_plugin.core.comm import Communicator, Pending
+from megatron_cp_plugin.core.comm import Communicator, Pending, Phase
 from megatron_cp_plugin.core.document_layout import PerDocument
 from megatron_cp_plugin.core.layout import Contiguous, Layout, Zigzag
 from megatron_cp_plugin.core.partial import (
@@ -34,6 +31,8 @@ from megatron_cp_plugin.core.partial import (
     accumulation_dtype,
 )
 from megatron_cp_plugin.core.pipeline import HeadGroup, check_chunks, successive_groups
+from megatron_cp_plugin.core.placement import BlockPlacement, Place
+from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask, Tile, plan_tiles
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ConfigError
@@ -44,6 +43,21 @@ Block = tuple[Tensor, ...]
 Visit = Callable[[Block, tuple[Tile, ...]], tuple[GradientSum, ...]]
 # Takes a sum, and what is to be added to it.
 Put = Callable[..., None]
+
+
+@dataclass(frozen=True)
+class RingPlacement(BlockPlacement):
+    """Blocks go round the ring; every rank computes with what it is lent by its neighbour.
+
+    Attributes: travelling: what goes round, K and V or the queries.
+    """
+
+    travelling: Literal["kv", "query"] = "kv"
+    relay = True
+
+    def place(self, query: int, key: int) -> Iterator[Place]:
+        """See BlockPlacement.place: as many steps after the first as the blocks are apart."""
+        yield Place(query if self.travelling == "kv" else key, (query - key) % self.size)
 
 
 @dataclass(frozen=True)
@@ -209,7 +223,7 @@ class Ring(Algorithm):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Saved]:
         """See Algorithm.forward. Source: BurstAttention, Algorithm 3."""
-        groups = self._groups(Shape.of(q, k, v, call))
+        groups = self._groups(Shape.of(q, k, v, call.seq_len))
         if len(groups) == 1:
             out, lse = self._attend(q, (k, v), call)
             return out, lse, (q, k, v, out, lse)
@@ -246,7 +260,7 @@ class Ring(Algorithm):
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, statistics: Statistics, call: Call
     ) -> tuple[Tensor, Tensor, Tensor]:
         """As `backward`, where either out or delta is at hand."""
-        shape = Shape.of(q, k, v, call)
+        shape = Shape.of(q, k, v, call.seq_len)
         rotate = self._rotate_kv if self._rule(shape) == "kv" else self._rotate_query
         gradients = [WholeGradient(x) for x in (q, k, v)]
         coming_home: Pending[None] = Pending(lambda: None)
@@ -270,6 +284,16 @@ class Ring(Algorithm):
     def _groups(self, shape: Shape) -> tuple[HeadGroup, ...]:
         elements = shape.elements(self.topology.size)
         return successive_groups(shape.heads, shape.kv_heads, self.options.chunks, elements)
+
+    def placement(self, shape: Shape, mask: Mask, phase: Phase) -> "RingPlacement":
+        """See Algorithm.placement."""
+        return RingPlacement(
+            self.layout,
+            self.topology.size,
+            self._groups(shape),
+            wide_gradients=self.options.gradients == "float32",
+            travelling="kv" if phase == "forward" else self._rule(shape),
+        )
 
     def _rule(self, shape: Shape) -> Literal["kv", "query"]:
         """What travels in the backward; with "auto" whatever moves fewer bytes a hop."""
@@ -380,54 +404,6 @@ class Ring(Algorithm):
         both = shape.query_width + shape.out_width
         statistics = 2 * shape.heads * shape.wide_bytes
         return both * shape.element_bytes + statistics, shape.query_width * sum_bytes
-
-    def traffic(self, shape: Shape, mask: Mask, rank: int) -> Traffic:
-        """See Algorithm.traffic. Where every block visits every rank, of S = N/P tokens each:
-
-        forward: P-1 hops of K, V; backward "kv": P-1 hops of K, V, dK, dV; backward "query": P-1
-        hops of Q, dO, dQ and of delta and lse; as often, and as much smaller, as there are groups
-        of heads.
-        """
-        rule = self._rule(shape)
-        size = self.topology.size
-
-        def sent(moving: Literal["kv", "query"]) -> tuple[int, int, int, int]:
-            """Tokens of blocks, of sums, and messages of each that this rank passes on."""
-            tour = self._way(shape.seq_len, mask, moving, rectangular=False)
-            blocks = sums = block_hops = sum_hops = 0
-            for step in range(size):
-                owner = tour.owner(rank, step)
-                tokens = tour.length(owner)
-                if step < tour.last(owner):
-                    blocks, block_hops = blocks + tokens, block_hops + 1
-                if step and tour.stops(owner, step):
-                    sums, sum_hops = sums + tokens, sum_hops + 1
-            return blocks, sums, block_hops, sum_hops
-
-        kv_tokens, _, kv_hops, _ = sent("kv")
-        block_tokens, sum_tokens, block_hops, sum_hops = sent(rule)
-        block_bytes, sum_bytes = self._hop(shape, rule)
-        tensors, sums = (2, 2) if rule == "kv" else (4, 1)
-        groups = len(self._groups(shape))
-        return Traffic(
-            shape.batch * kv_tokens * shape.kv_width * shape.element_bytes,
-            groups * 2 * kv_hops,
-            shape.batch * (block_tokens * block_bytes + sum_tokens * sum_bytes),
-            groups * (tensors * block_hops + sums * sum_hops),
-        )
-
-    def trace(self, seq_len: int, mask: Mask) -> tuple[Work, ...]:
-        """See Algorithm.trace."""
-        size = self.topology.size
-        tour = self._way(seq_len, mask, "kv", rectangular=True)
-        work = []
-        for step in range(size):
-            for host in range(size):
-                owner = tour.owner(host, step)
-                pairs = sum(tile.area for tile in tour.tiles(owner, host))
-                if pairs:
-                    work.append(Work(step, host, (host,), (owner,), pairs))
-        return tuple(work)
 
 
 def _buffers(

@@ -35,6 +35,14 @@ class HeadGroup:
         """Number of KV heads."""
         return self.kv.stop - self.kv.start
 
+    def within(self, outer: "HeadGroup") -> "HeadGroup":
+        """These heads of some heads, as heads of the whole."""
+        q, kv = (
+            slice(whole.start + part.start, whole.start + part.stop)
+            for part, whole in ((self.q, outer.q), (self.kv, outer.kv))
+        )
+        return HeadGroup(q, kv, self.first, self.last)
+
 
 def head_groups(
     heads: int, kv_heads: int, chunks: int, *, share_kv: bool = True

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_cp_plugin.algorithms import distflash
 from megatron_cp_plugin.algorithms.distflash import Schedule, plan
-from megatron_cp_plugin.core.algorithm import Algorithm, Call, Shape
+from megatron_cp_plugin.core.algorithm import Algorithm, Call
 from megatron_cp_plugin.core.comm import (
     Communicator,
     Described,
@@ -20,6 +20,7 @@ from megatron_cp_plugin.core.comm import (
     record_communication,
 )
 from megatron_cp_plugin.core.layout import shard, unshard
+from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.core.virtual import VirtualTopology, VirtualWorld, run_virtual

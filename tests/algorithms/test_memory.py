@@ -25,6 +25,7 @@ from megatron_cp_plugin.algorithms import (
 from megatron_cp_plugin.core import partial
 from megatron_cp_plugin.core.algorithm import Call
 from megatron_cp_plugin.core.comm import Communicator, Pending
+from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.virtual import VirtualTopology, VirtualWorld
 from megatron_cp_plugin.kernels import base
@@ -235,3 +236,11 @@ def test_rings(monkeypatch, rule: str, kv_heads: int, chunks: int) -> None:
     for measured, formula in ((peak.forward, forward), (peak.backward, backward[rule])):
         is_within(measured, formula)
         assert measured >= 0.9 * formula
+    if chunks > 1:
+        return
+    # Of that the plan knows what messages take; the rest is what kernels return and sums need.
+    algorithm = create("zigzag", VirtualWorld(4).topology(0), {"backward": rule})
+    shape = Shape(1, 4 * TOKENS, 8, kv_heads, DIM)
+    kernels = {"kv": q + 3 * kv, "query": 3 * q + kv}[rule]
+    for phase, formula in (("forward", forward - 3 * q), ("backward", backward[rule] - kernels)):
+        is_within(algorithm.plan(shape, Mask(), phase).buffer_bytes(0, shape), formula)
