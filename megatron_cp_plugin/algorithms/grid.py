@@ -15,12 +15,13 @@ from torch import Tensor
 
 from megatron_cp_plugin.core.algorithm import Algorithm, Call, Saved
 from megatron_cp_plugin.core.comm import Phase
+from megatron_cp_plugin.core.derive import plan_of
 from megatron_cp_plugin.core.grid import Grid, cheapest, column_major, row_major
 from megatron_cp_plugin.core.layout import Layout
 from megatron_cp_plugin.core.partial import accumulation_dtype
 from megatron_cp_plugin.core.pipeline import head_groups
-from megatron_cp_plugin.core.placement import BlockPlacement, Place, Problem, plan_of
-from megatron_cp_plugin.core.plan import PHASES
+from megatron_cp_plugin.core.placement import BlockPlacement, Place
+from megatron_cp_plugin.core.plan import PHASES, Setting
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
@@ -184,7 +185,7 @@ class GridSchedule(ABC):
             plans = (
                 plan_of(
                     replace(self.placement(grid, shape, phase), groups=whole),
-                    Problem(shape.seq_len, Mask(), phase),
+                    Setting(shape.seq_len, Mask(), phase),
                 )
                 for phase in PHASES
             )

@@ -3,14 +3,16 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from torch import Tensor
 
 from megatron_cp_plugin.core.comm import Phase
+from megatron_cp_plugin.core.derive import plan_of
 from megatron_cp_plugin.core.layout import Layout
 from megatron_cp_plugin.core.partial import Accumulator, GradientSum
-from megatron_cp_plugin.core.placement import Placement, Problem, plan_of
-from megatron_cp_plugin.core.plan import PHASES, Plan
+from megatron_cp_plugin.core.placement import Placement
+from megatron_cp_plugin.core.plan import PHASES, Plan, Setting
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask, Tile
 from megatron_cp_plugin.core.topology import Topology
@@ -66,6 +68,8 @@ class Algorithm(ABC):
     def __init__(self, topology: Topology, options: Options) -> None:
         self.topology = topology
         self.options = options
+        # Looked up once a pass: at short lengths a step of training is bound by the host.
+        self._plan = lru_cache(maxsize=64)(self._make_plan)
 
     @classmethod
     def layout_for(cls, options: Options) -> Layout:
@@ -104,8 +108,11 @@ class Algorithm(ABC):
         self, shape: Shape, mask: Mask, phase: Phase = "forward", *, rectangular: bool = True
     ) -> Plan:
         """What all ranks compute and move in one pass. Args: rectangular: as in `plan_tiles`."""
-        problem = Problem(shape.seq_len, mask, phase, rectangular)
-        return plan_of(self.placement(shape, mask, phase), problem)
+        return self._plan(shape, mask, phase, rectangular)
+
+    def _make_plan(self, shape: Shape, mask: Mask, phase: Phase, rectangular: bool) -> Plan:
+        setting = Setting(shape.seq_len, mask, phase, rectangular)
+        return plan_of(self.placement(shape, mask, phase), setting)
 
     def traffic(self, shape: Shape, mask: Mask, rank: int) -> Traffic:
         """What `rank` sends."""

@@ -44,6 +44,12 @@ class HeadGroup:
         return HeadGroup(q, kv, self.first, self.last)
 
 
+def together(groups: Sequence[HeadGroup]) -> HeadGroup:
+    """The heads of successive groups as one."""
+    q, kv = groups[-1].q.stop, groups[-1].kv.stop
+    return HeadGroup(slice(0, q), slice(0, kv), first=True, last=True)
+
+
 def head_groups(
     heads: int, kv_heads: int, chunks: int, *, share_kv: bool = True
 ) -> tuple[HeadGroup, ...]:

@@ -15,7 +15,7 @@ from megatron_cp_plugin.core.assembly import assemble
 from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.documents import Spans
 from megatron_cp_plugin.core.layout import rows_of
-from megatron_cp_plugin.core.pipeline import HeadGroup
+from megatron_cp_plugin.core.pipeline import HeadGroup, together
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask, Tile, plan_tiles
 
@@ -25,6 +25,18 @@ Tensors = tuple[str, ...]
 RESULTS = frozenset(("out", "dq", "dk", "dv"))
 OF_KEYS = frozenset(("k", "v", "dk", "dv"))
 OF_ROWS = frozenset(("lse", "delta"))
+
+
+class Setting(NamedTuple):
+    """What a plan depends on beside the placement.
+
+    Attributes: seq_len: global. rectangular: as in `plan_tiles`.
+    """
+
+    seq_len: int
+    mask: Mask
+    phase: Phase
+    rectangular: bool = True
 
 
 class Block(NamedTuple):
@@ -112,18 +124,21 @@ class Plan:
 
     Attributes:
         spans: positions that each rank owns. rectangular: as in `plan_tiles`.
-        steps: number of steps with computations. shares: into how many the heads are split among
-            ranks. heads: those of one share.
+        groups: of heads of a share, one after another; each takes equally many of the `steps`.
+        relay: results for a block go from rank to rank, each adding its own.
+        kept: what ranks have from the forward. shares: into how many the heads are split among
+            ranks.
     """
 
     phase: Phase
     mask: Mask
     rectangular: bool
     spans: tuple[Spans, ...]
+    groups: tuple[HeadGroup, ...]
     steps: int
-    heads: HeadGroup
     computes: tuple[Compute, ...]
     moves: tuple[Move, ...]
+    relay: bool
     kept: tuple[Kept, ...] = ()
     shares: int = 1
 
@@ -131,6 +146,11 @@ class Plan:
     def size(self) -> int:
         """Number of ranks."""
         return len(self.spans)
+
+    @property
+    def heads(self) -> HeadGroup:
+        """All heads of a share."""
+        return together(self.groups)
 
     def tiles(self, compute: Compute) -> tuple[Tile, ...]:
         """What is computed; rows and columns count from the first ones of the two blocks.

@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_cp_plugin.core.algorithm import Algorithm
+from megatron_cp_plugin.core.derive import plan_of
 from megatron_cp_plugin.core.layout import LAYOUTS
 from megatron_cp_plugin.core.pipeline import head_groups
-from megatron_cp_plugin.core.placement import BlockPlacement, Place, Problem
-from megatron_cp_plugin.core.plan import PHASES, Move, Plan
+from megatron_cp_plugin.core.placement import BlockPlacement, Place
+from megatron_cp_plugin.core.plan import PHASES, Move, Plan, Setting
 from megatron_cp_plugin.core.plan_check import PlanError, check
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
@@ -120,7 +121,7 @@ def test_any_placement_gives_a_correct_plan() -> None:
         placement = _Everywhere(LAYOUTS["zigzag"], size, head_groups(4, 2, 2))
         for mask in (Mask(), Mask(False), Mask(documents=(3, 17))):
             for phase in PHASES:
-                check(placement.derive(Problem(5 * size + 1, mask, phase)))
+                check(plan_of(placement, Setting(5 * size + 1, mask, phase)))
 
 
 def changed(plan: Plan, *, drop: Move | None = None, **of_first: object) -> Plan:

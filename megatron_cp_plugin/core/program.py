@@ -1,0 +1,152 @@
+"""One rank's part of a plan, step by step. Made once for each plan and rank."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from megatron_cp_plugin.core.pipeline import HeadGroup
+from megatron_cp_plugin.core.plan import Move, Plan
+from megatron_cp_plugin.core.tiles import Tile
+
+# The owner of a block, and whether it is one of keys; else it is one of queries.
+BlockId = tuple[int, bool]
+
+
+class Task(NamedTuple):
+    """A computation of this rank; tiles count from the first row of a block as the rank has it."""
+
+    query: BlockId
+    key: BlockId
+    tiles: tuple[Tile, ...]
+    heads: HeadGroup
+
+
+class Exchange(NamedTuple):
+    """What a rank sends and receives at a time. Attributes: any: whether any rank does."""
+
+    sends: tuple[Move, ...]
+    receives: tuple[Move, ...]
+    any: bool
+
+
+class Turn(NamedTuple):
+    """What a rank does in one step.
+
+    Attributes:
+        heads: of the group; first, last: step of it. inputs: posted before the computation.
+        results: posted after it. dropped: blocks that are not needed after it.
+    """
+
+    heads: HeadGroup
+    first: bool
+    last: bool
+    inputs: Exchange
+    tasks: tuple[Task, ...]
+    results: Exchange
+    dropped: tuple[BlockId, ...]
+
+
+@dataclass(frozen=True)
+class Program:
+    """What a rank does in a pass.
+
+    Attributes:
+        sent: whether its block of queries (false), of keys (true), goes to others. awaited:
+            whether results for them come from others.
+        receivable: where ranks receive unequally much, what one exchange of inputs (false), of
+            results (true), brings at most to any rank: a move of each kind, with the most tokens.
+        one_peer: no rank has more than one source, and one target, in an exchange.
+    """
+
+    turns: tuple[Turn, ...]
+    sent: frozenset[bool]
+    awaited: frozenset[bool]
+    receivable: tuple[tuple[bool, tuple[Move, ...]], ...]
+    one_peer: bool
+
+
+@lru_cache(maxsize=256)
+def program(plan: Plan, rank: int) -> Program:
+    """What `rank` does."""
+    each = plan.steps // len(plan.groups)
+    exchanges = _exchanges(plan, rank)
+    tasks: list[list[Task]] = [[] for _ in range(plan.steps)]
+    last_use: dict[tuple[int, BlockId], int] = {}  # by group of heads
+    held: dict[BlockId, int] = {}  # the first row that this rank has of a block
+    for move in plan.moves:
+        if rank in (move.source, move.target) and not move.result:
+            block = move.block.owners[0], move.of_keys
+            used = move.needed if move.target == rank else move.posted
+            last_use[used // each, block] = max(used, last_use.get((used // each, block), 0))
+            if move.target == rank:
+                held[block] = move.block.start
+    for compute in plan.computes:
+        tiles = plan.tiles(compute) if compute.host == rank else ()
+        if tiles:
+            query, key = (compute.queries.owners[0], False), (compute.keys.owners[0], True)
+            rows = compute.queries.start - held.get(query, 0)
+            cols = compute.keys.start - held.get(key, 0)
+            if rows or cols:
+                tiles = tuple(tile.moved(rows, cols) for tile in tiles)
+            tasks[compute.step].append(Task(query, key, tiles, compute.heads))
+            for block in (query, key):
+                group = compute.step // each
+                last_use[group, block] = max(compute.step, last_use.get((group, block), 0))
+    turns = []
+    for step in range(plan.steps):
+        group = step // each
+        turns.append(
+            Turn(
+                plan.groups[group],
+                first=step % each == 0,
+                last=step % each == each - 1,
+                inputs=exchanges.get((False, step), _NOTHING),
+                tasks=tuple(tasks[step]),
+                results=exchanges.get((True, step), _NOTHING),
+                dropped=tuple(block for (_, block), use in last_use.items() if use == step),
+            )
+        )
+    own = [move for move in plan.moves if move.block.owners[0] == rank]
+    return Program(
+        tuple(turns),
+        frozenset(move.of_keys for move in own if move.source == rank and not move.result),
+        frozenset(move.of_keys for move in own if move.target == rank and move.result),
+        *_all_exchanges(plan),
+    )
+
+
+_NOTHING = Exchange((), (), any=False)
+
+
+def _exchanges(plan: Plan, rank: int) -> dict[tuple[bool, int], Exchange]:
+    """By kind, results or inputs, and step."""
+    found: dict[tuple[bool, int], tuple[list[Move], list[Move]]] = {}
+    for move in plan.moves:
+        sends, receives = found.setdefault((move.result, move.posted), ([], []))
+        if move.source == rank:
+            sends.append(move)
+        if move.target == rank:
+            receives.append(move)
+    return {at: Exchange(tuple(s), tuple(r), any=True) for at, (s, r) in found.items()}
+
+
+def _all_exchanges(plan: Plan) -> tuple[tuple[tuple[bool, tuple[Move, ...]], ...], bool]:
+    """`receivable` and `one_peer` of a program."""
+    received: dict[tuple[bool, int, int], list[Move]] = {}
+    peers: dict[tuple[bool, int, int, bool], set[int]] = {}
+    for move in plan.moves:
+        at = move.result, move.posted
+        received.setdefault((*at, move.target), []).append(move)
+        peers.setdefault((*at, move.source, True), set()).add(move.target)
+        peers.setdefault((*at, move.target, False), set()).add(move.source)
+    largest: dict[tuple[object, ...], tuple[Move, ...]] = {}
+    for (result, _, _), moves in received.items():
+        kind = result, *((move.messages, move.heads, move.wide) for move in moves)
+        before = largest.get(kind, moves)
+        pairs = zip(before, moves, strict=True)
+        largest[kind] = tuple(max(pair, key=lambda move: move.tokens) for pair in pairs)
+    found = tuple((moves[0].result, moves) for moves in largest.values())
+    sizes = {tuple(move.tokens for move in moves) for moves in received.values()}
+    everywhere = len(received) == plan.size * len({at[:2] for at in received})
+    one_peer = all(len(others) == 1 for others in peers.values())
+    return () if len(sizes) == 1 and everywhere else found, one_peer
