@@ -87,7 +87,11 @@ class PointToPoint(Algorithm):
         # A sum that is passed on is read at once; what goes straight back may be merged only when
         # the next has come.
         results = ("sums", 1) if plan.relay else ("returns", 2)
-        return Channels(self._channel(plan, "fetches", 2), self._channel(plan, *results))
+        channels = self._channel(plan, "fetches", 2), self._channel(plan, *results)
+        if not program(plan, self.topology.rank).slow:
+            return Channels(*channels, *channels)
+        slow = (self.topology.channel(f"{name} between nodes") for name in ("fetches", "sums"))
+        return Channels(*channels, *slow)
 
     def _channel(self, plan: Plan, name: str, slots: int) -> Communicator:
         wanted, topology = self.options.transport, self.topology

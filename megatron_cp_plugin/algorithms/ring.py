@@ -5,8 +5,10 @@
 B batch, S local tokens, H query heads, G KV heads, D head dim, P ranks.
 """
 
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 from megatron_cp_plugin.algorithms.point_to_point import PointToPoint
@@ -19,6 +21,7 @@ from megatron_cp_plugin.core.placement import BlockPlacement, Place
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
+from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.registry import register
 
 Travelling = Literal["kv", "query"]
@@ -40,6 +43,58 @@ class RingPlacement(BlockPlacement):
     def place(self, query: int, key: int) -> Iterator[Place]:
         """See BlockPlacement.place: after as many hops as the blocks are apart."""
         yield Place(query if self.travelling == "kv" else key, (query - key) % self.size)
+
+
+@dataclass(frozen=True)
+class StraightPlacement(RingPlacement):
+    """The same pairs in the same steps, but blocks and gradients go straight from rank to rank.
+
+    No rank passes on what it does not own, so that with a causal mask on a contiguous layout the
+    busiest one sends about half as much.
+    """
+
+    relay = False
+
+
+@dataclass(frozen=True)
+class DoubleRingPlacement(RingPlacement):
+    """Rings inside nodes, and rings of the ranks that have the same place in their nodes.
+
+    A block goes once to each other node, during all the steps in which it is passed on inside one:
+    so every network card of a node is used, and each carries a block a node, not one a step.
+
+    Source: LoongTrain, Double-Ring-Attention. Differs: gradients are summed inside a node and sent
+    straight home.
+
+    Attributes: nodes: of each rank; equally many ranks on each.
+    """
+
+    nodes: tuple[int, ...] = ()
+
+    def place(self, query: int, key: int) -> Iterator[Place]:
+        """See BlockPlacement.place."""
+        (of_query, first), (of_key, second) = self._places[query], self._places[key]
+        outer = (of_query - of_key) % (self.size // self.lag)
+        inner = (first - second) % self.lag
+        yield Place(query if self.travelling == "kv" else key, outer * self.lag + inner)
+
+    def leg(self, host: int) -> int:
+        """See BlockPlacement.leg: the node."""
+        return self.nodes[host]
+
+    @property
+    def lag(self) -> int:
+        """See BlockPlacement.lag: as many steps as a node has ranks."""
+        return self.nodes.count(self.nodes[0])
+
+    @cached_property
+    def _places(self) -> tuple[tuple[int, int], ...]:
+        """Of each rank the number of its node, and its place in there."""
+        numbers = list(dict.fromkeys(self.nodes))
+        return tuple(
+            (numbers.index(node), self.nodes[:rank].count(node))
+            for rank, node in enumerate(self.nodes)
+        )
 
 
 class Ring(PointToPoint):
@@ -64,6 +119,8 @@ class Ring(PointToPoint):
     of its own; a KV-rotating backward where that moves fewer bytes.
     """
 
+    name = "ring"
+
     @dataclass(frozen=True)
     class Options(PointToPoint.Options):
         """Options of the ring.
@@ -76,24 +133,43 @@ class Ring(PointToPoint):
                 group's first step; 0: two for long sequences, else one.
             gradients: dtype in which partial sums of gradients travel: "float32" or "model",
                 the dtype of q.
+            route: "ring", from each rank to the next; "straight", from the owner to whoever needs
+                it, and gradients straight back, as kernels give them; or "double": rings inside
+                nodes, and between nodes every block once to each, where a ring would send a block
+                over one link from node to node in every step.
             transport: see PointToPoint.
         """
 
         backward: Literal["auto", "kv", "query"] = "auto"
         gradients: Literal["float32", "model"] = "float32"
+        route: Literal["ring", "straight", "double"] = "ring"
 
     options: Options
+
+    def __init__(self, topology: Topology, options: Options) -> None:
+        super().__init__(topology, options)
+        ranks = Counter(topology.nodes if options.route == "double" else ())
+        if len(set(ranks.values())) > 1:
+            raise ConfigError(
+                f"{self.name} route double needs as many ranks on one node as on another, got "
+                f"{', '.join(map(str, ranks.values()))}: use route ring"
+            )
 
     def placement(self, shape: Shape, mask: Mask, phase: Phase) -> RingPlacement:
         """See Algorithm.placement."""
         size, chunks = self.topology.size, self.options.chunks
-        return RingPlacement(
+        ring = RingPlacement(
             self.layout,
             size,
             successive_groups(shape.heads, shape.kv_heads, chunks, shape.elements(size)),
             wide_gradients=self.options.gradients == "float32",
             travelling="kv" if phase == "forward" else self._travelling(shape),
         )
+        if self.options.route == "straight":
+            return StraightPlacement(**vars(replace(ring, wide_gradients=False)))
+        if self.options.route == "double":
+            return DoubleRingPlacement(**vars(ring), nodes=self.topology.nodes)
+        return ring
 
     def _travelling(self, shape: Shape) -> Travelling:
         """What travels in the backward; with "auto" whatever moves fewer bytes a hop."""

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import zip_longest
 from typing import Literal, NamedTuple
 
 from megatron_cp_plugin.core.derive_heads import with_teams
@@ -18,7 +19,7 @@ from megatron_cp_plugin.core.plan import (
     Move,
     Plan,
     Setting,
-    Tensors,
+    TensorNames,
 )
 from megatron_cp_plugin.core.tiles import plan_tiles, sees
 
@@ -109,12 +110,17 @@ class _Derivation:
         visits[place.host].add(place.step, *rows)
 
     def _cut(self, visits: dict[int, _Visit]) -> None:
-        """Leaves out what the mask makes needless; a relay goes on to the last that needs it."""
-        if not self.placement.masked:
+        """Leaves out what the mask makes needless; a leg goes on to the last that needs it."""
+        placement = self.placement
+        if not placement.masked:
             return
-        needed = [visit.first for visit in visits.values() if visit.start < visit.stop]
+        last: dict[int, int] = {}  # by leg
+        for visit in visits.values():
+            if visit.start < visit.stop:
+                leg = placement.leg(visit.rank)
+                last[leg] = max(visit.first, last.get(leg, -1))
         for visit in list(visits.values()):
-            relayed = self.placement.relay and visit.first <= max(needed, default=-1)
+            relayed = placement.relay and visit.first <= last.get(placement.leg(visit.rank), -1)
             if visit.start == visit.stop and not relayed:
                 del visits[visit.rank]
 
@@ -183,31 +189,48 @@ class _Derivation:
     def _inputs(self) -> Iterator[Move]:
         for (side, owner), visits in self.visits.items():
             for messages in self._messages(side, results=False):
-                source = self._home(side, owner)
-                since: int | None = None  # from when a relay's last holder has the block
-                for visit in sorted(visits.values(), key=lambda visit: visit.first):
-                    posted = visit.first - 1
-                    if self.placement.relay:
-                        posted = 0 if since is None else since
+                for source, posted, visit in self._sources(self._home(side, owner), visits):
                     yield self._move(
                         posted, visit.first, source, visit.rank, messages, owner, visit
                     )
-                    if self.placement.relay:
-                        source, since = visit.rank, visit.first
+
+    def _sources(self, home: int, visits: dict[int, _Visit]) -> Iterator[tuple[int, int, _Visit]]:
+        """From whom, and when, every rank gets a block: as soon as the other one has it."""
+        placement = self.placement
+        source = head = home, 0  # of the leg: a rank, and since when it has the block
+        leg = placement.leg(home)
+        for visit in sorted(visits.values(), key=lambda visit: visit.first):
+            if not placement.relay:
+                yield home, visit.first - 1, visit
+                continue
+            has = visit.rank, visit.first
+            if placement.leg(visit.rank) == leg:
+                yield *source, visit
+            else:
+                yield *head, visit
+                leg, head = placement.leg(visit.rank), has
+            source = has
 
     def _results(self) -> Iterator[Move]:
+        placement = self.placement
         for (side, owner), visits in self.visits.items():
             home = self._home(side, owner)
-            ordered = sorted(visits.values(), key=lambda visit: visit.first)
-            while ordered and ordered[0].start == ordered[0].stop and self.placement.masked:
-                del ordered[0]
+            legs: dict[int, list[_Visit]] = {}
+            for visit in sorted(visits.values(), key=lambda visit: visit.first):
+                leg = legs.setdefault(placement.leg(visit.rank) if placement.relay else -1, [])
+                # Nothing is sent before there is something to add.
+                if leg or visit.start < visit.stop or not placement.masked:
+                    leg.append(visit)
             for messages in self._messages(side, results=True):
-                for index, visit in enumerate(ordered):
-                    target, needed = home, visit.last + 1
-                    posted = visit.last
-                    if self.placement.relay and index + 1 < len(ordered):
-                        target, needed = ordered[index + 1].rank, ordered[index + 1].last
-                    yield self._move(posted, needed, visit.rank, target, messages, owner, visit)
+                for number, leg in legs.items():
+                    lag = 1 if number in (-1, placement.leg(home)) else placement.lag
+                    for visit, after in zip_longest(leg, leg[1:] if placement.relay else ()):
+                        target, needed = home, visit.last + lag
+                        if after is not None:
+                            target, needed = after.rank, after.last
+                        yield self._move(
+                            visit.last, needed, visit.rank, target, messages, owner, visit
+                        )
 
     def _move(
         self,
@@ -215,7 +238,7 @@ class _Derivation:
         needed: int,
         source: int,
         target: int,
-        messages: tuple[Tensors, ...],
+        messages: tuple[TensorNames, ...],
         owner: int,
         visit: _Visit,
     ) -> Move:
@@ -231,14 +254,14 @@ class _Derivation:
         )
 
     @property
-    def _wide(self) -> Tensors:
+    def _wide(self) -> TensorNames:
         partials = ("out",) if self.placement.wide_partials else ()
         return (*partials, "dq", "dk", "dv") if self.placement.wide_gradients else partials
 
     def _home(self, side: Side, owner: int) -> int:
         return owner if side == "queries" else self.placement.key_home(owner)
 
-    def _messages(self, side: Side, *, results: bool) -> Iterator[tuple[Tensors, ...]]:
+    def _messages(self, side: Side, *, results: bool) -> Iterator[tuple[TensorNames, ...]]:
         """What travels of a block, in one go each: the tensors by message."""
         forward, assembled = self.setting.phase == "forward", self.placement.assembled
         if results and forward:
@@ -284,7 +307,7 @@ class _Derivation:
         needed: int,
         source: int,
         target: int,
-        messages: tuple[Tensors, ...],
+        messages: tuple[TensorNames, ...],
         owner: int,
     ) -> Move:
         tokens = self.lengths[owner]
@@ -303,5 +326,5 @@ def _touched(
     )
 
 
-def _packed(tensors: Tensors, assembled: bool) -> tuple[Tensors, ...]:
+def _packed(tensors: TensorNames, assembled: bool) -> tuple[TensorNames, ...]:
     return (tensors,) if assembled else tuple((name,) for name in tensors)

@@ -6,7 +6,16 @@ from itertools import accumulate
 
 from megatron_cp_plugin.core.pipeline import HeadGroup
 from megatron_cp_plugin.core.placement import HeadPlacement
-from megatron_cp_plugin.core.plan import OF_ROWS, RESULTS, Block, Compute, Kept, Move, Plan, Tensors
+from megatron_cp_plugin.core.plan import (
+    OF_ROWS,
+    RESULTS,
+    Block,
+    Compute,
+    Kept,
+    Move,
+    Plan,
+    TensorNames,
+)
 
 
 def with_teams(placement: HeadPlacement, between: Plan) -> Plan:
@@ -54,8 +63,9 @@ class _Teams:
         """The all-to-alls: those of the next group of heads while one is computed."""
         between, exchanges = self.between, self.placement.exchanges
         each = between.steps // len(between.groups)
-        # Sums that go round between the teams come home one step after the last computation.
-        late = int(any(move.result for move in between.moves))
+        # Sums that go round between the teams come home some steps after the last computation.
+        results = (move for move in between.moves if move.result and move.posted < each)
+        late = max((move.needed for move in results), default=each - 1) - (each - 1)
         starts = list(accumulate((count * each for _, count in exchanges), initial=0))
         for index, (group, _) in enumerate(exchanges):
             start, last = starts[index], starts[index + 1] - 1 + late
@@ -79,7 +89,7 @@ class _Teams:
     def _block(self, block: Block) -> Block:
         return block._replace(owners=self._ranks(block.owners))
 
-    def _inputs(self, group: HeadGroup, index: int) -> Iterator[tuple[Tensors, ...]]:
+    def _inputs(self, group: HeadGroup, index: int) -> Iterator[tuple[TensorNames, ...]]:
         again = self.between.phase == "forward" or not self.placement.keep
         if self.between.phase == "backward":
             if not index:
@@ -90,7 +100,7 @@ class _Teams:
             if group.first:
                 yield (("k",), ("v",))
 
-    def _results(self, group: HeadGroup) -> Iterator[tuple[Tensors, ...]]:
+    def _results(self, group: HeadGroup) -> Iterator[tuple[TensorNames, ...]]:
         if self.between.phase == "forward":
             yield (("out",), ("lse",))
             return
@@ -99,7 +109,7 @@ class _Teams:
             yield (("dk",), ("dv",))
 
     def _all_to_all(
-        self, posted: int, needed: int, messages: tuple[Tensors, ...], heads: HeadGroup
+        self, posted: int, needed: int, messages: tuple[TensorNames, ...], heads: HeadGroup
     ) -> Iterator[Move]:
         back = messages[0][0] in RESULTS
         width = max(self.lengths)

@@ -6,6 +6,7 @@ B batch, S local tokens, H query heads, G KV heads, D head dim, E that of values
 """
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from megatron_cp_plugin.core.comm import Communicator, Described, Pending
 from megatron_cp_plugin.core.partial import accumulation_dtype
 from megatron_cp_plugin.core.pipeline import HeadGroup
-from megatron_cp_plugin.core.plan import OF_KEYS, OF_ROWS, RESULTS, Move, Plan
+from megatron_cp_plugin.core.plan import OF_KEYS, OF_ROWS, RESULTS, Move, Plan, TensorNames
 from megatron_cp_plugin.core.program import BlockId, Exchange, Program, Task, Turn, program
 
 Tensors = tuple[Tensor, ...]
@@ -22,10 +23,14 @@ Arrived = tuple[tuple[Move, Tensors], ...]
 
 
 class Channels(NamedTuple):
-    """Where messages go: inputs of computations, and results."""
+    """Where messages go: inputs of computations, and results; those that may take several steps
+    on channels of their own, so that no other waits for them.
+    """
 
     inputs: Communicator
     results: Communicator
+    slow_inputs: Communicator
+    slow_results: Communicator
 
 
 class Pass(ABC):
@@ -36,6 +41,7 @@ class Pass(ABC):
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         self.q, self.k, self.v = q, k, v
+        self._described: dict[tuple[tuple[TensorNames, ...], int, bool], list[Described]] = {}
 
     @abstractmethod
     def open(self, heads: HeadGroup, sent: frozenset[bool]) -> None:
@@ -69,7 +75,11 @@ class Pass(ABC):
 
     def describe(self, move: Move) -> list[Described]:
         """Shapes and dtypes of the tensors of a move."""
-        return [self._describe(name, move) for message in move.messages for name in message]
+        kind = move.messages, move.tokens, move.wide  # groups have equally many heads
+        if kind not in self._described:
+            names = (name for message in move.messages for name in message)
+            self._described[kind] = [self._describe(name, move) for name in names]
+        return self._described[kind]
 
     def _describe(self, name: str, move: Move) -> Described:
         batch, wide = self.q.shape[0], accumulation_dtype(self.q.dtype)
@@ -90,7 +100,7 @@ def follow(plan: Plan, channels: Channels, work: Pass, *, overlap: bool = True) 
     run = _Run(plan, parts, channels, work)
     for turn in parts.turns:
         run.step(turn, overlap=overlap)
-    run.take_results()
+    run.take_results(None)
 
 
 class _Run:
@@ -102,8 +112,11 @@ class _Run:
         self._held: dict[BlockId, Tensors] = {}
         self._dropped: tuple[BlockId, ...] = ()
         self._earlier: dict[BlockId, Tensors] = {}  # sums of ranks before this one
-        self._inputs: Pending[Arrived] | None = None
-        self._results: Pending[Arrived] | None = None
+        # Results for the own block that have come, by the first head and whether it is of keys.
+        self._came: Counter[tuple[int, bool]] = Counter()
+        # What is under way, by the step that needs it.
+        self._inputs: dict[int, list[Pending[Arrived]]] = {}
+        self._results: dict[int, list[Pending[Arrived]]] = {}
         for of_results, moves in parts.receivable:
             channel = channels.results if of_results else channels.inputs
             channel.reserve([tensor for move in moves for tensor in work.describe(move)])
@@ -113,48 +126,63 @@ class _Run:
         work = self._work
         if turn.first:
             work.open(turn.heads, self._parts.sent)
-        self._take_inputs()
+        self._take_inputs(turn.step)
         if overlap:
-            self._inputs = self._post(self._channels.inputs, turn.inputs)
+            self._post_inputs(turn)
         for task in turn.tasks:
             work.compute(task, self._held.get(task.query), self._held.get(task.key))
         self._dropped = turn.dropped
-        self.take_results()
-        self._results = self._post(self._channels.results, turn.results)
+        self.take_results(turn.step)
+        for exchange in turn.results:
+            channel = self._channels.slow_results if exchange.slow else self._channels.results
+            self._results.setdefault(exchange.needed, []).append(self._post(channel, exchange))
         if not overlap or (turn.last and not self._relay):
-            self.take_results()  # straight to their owner, whose sums of these heads end here
+            self.take_results(None)  # straight to their owner, whose sums of these heads end here
         if turn.last:
             for of_keys in (False, True):
-                if not self._relay or of_keys not in self._parts.awaited:
+                if not self._relay or not self._parts.awaited[of_keys]:
                     work.close(turn.heads, of_keys, None)
         if not overlap:
-            self._inputs = self._post(self._channels.inputs, turn.inputs)
+            self._post_inputs(turn)
 
-    def take_results(self) -> None:
-        """Waits for the results that were posted last, and adds them where they belong."""
-        if self._results is None:
-            return
-        for move, tensors in self._results.wait():
-            (owner,) = move.block.owners
-            if owner != self._rank:
-                self._earlier[owner, move.of_keys] = tensors
-            elif self._relay:
-                self._work.close(move.heads, move.of_keys, tensors)
-            else:
-                self._work.accept(move, tensors)
-        self._results = None
+    def take_results(self, step: int | None) -> None:
+        """Waits for the results that a step needs, or all, and adds them where they belong."""
+        for needed in sorted(self._results) if step is None else (step,):
+            for pending in self._results.pop(needed, ()):
+                for move, tensors in pending.wait():
+                    self._take(move, tensors)
 
-    def _take_inputs(self) -> None:
-        arrived = () if self._inputs is None else self._inputs.wait()
-        self._inputs = None
+    def _take(self, move: Move, tensors: Tensors) -> None:
+        (owner,) = move.block.owners
+        if owner != self._rank:
+            self._earlier[owner, move.of_keys] = tensors
+        elif self._is_last(move):
+            self._work.close(move.heads, move.of_keys, tensors)
+        else:
+            self._work.accept(move, tensors)
+
+    def _is_last(self, move: Move) -> bool:
+        """Whether a relay's results for the own block, of some heads, are complete with this."""
+        if not self._relay:
+            return False
+        group = move.heads.q.start, move.of_keys
+        self._came[group] += 1
+        return self._came[group] == self._parts.awaited[move.of_keys]
+
+    def _take_inputs(self, step: int) -> None:
+        arrived = [pending.wait() for pending in self._inputs.pop(step, ())]
         for block in self._dropped:  # which others have by now
             self._held.pop(block, None)
-        for move, tensors in arrived:
-            self._held[move.block.owners[0], move.of_keys] = tensors
+        for each in arrived:
+            for move, tensors in each:
+                self._held[move.block.owners[0], move.of_keys] = tensors
 
-    def _post(self, channel: Communicator, exchange: Exchange) -> Pending[Arrived] | None:
-        if not exchange.any:
-            return None
+    def _post_inputs(self, turn: Turn) -> None:
+        for exchange in turn.inputs:
+            channel = self._channels.slow_inputs if exchange.slow else self._channels.inputs
+            self._inputs.setdefault(exchange.needed, []).append(self._post(channel, exchange))
+
+    def _post(self, channel: Communicator, exchange: Exchange) -> Pending[Arrived]:
         sends = [(x, move.target) for move in exchange.sends for x in self._sent(move)]
         described = [self._work.describe(move) for move in exchange.receives]
         buffers = channel.buffers([tensor for each in described for tensor in each], self._device)
@@ -177,4 +205,6 @@ class _Run:
 
 def _rows(x: Tensor, rows: slice) -> Tensor:
     """Some tokens of [B,S,heads,D] or [B,H,S], contiguous."""
+    if rows == slice(0, x.shape[1 if x.dim() == 4 else 2]):
+        return x.contiguous()
     return (x[:, rows] if x.dim() == 4 else x[:, :, rows]).contiguous()

@@ -94,8 +94,8 @@ class Backward(Pass):
         super().__init__(q, k, v)
         self._dout, self._all, self._call = dout, statistics, call
         self._whole = WholeGradient(q), WholeGradient(k), WholeGradient(v)
-        # Of the own block: dq (false), dk and dv (true) of each group of heads that is not closed.
-        self._sums: dict[tuple[HeadGroup, bool], tuple[GradientSum, ...]] = {}
+        # Of the own block, by the first head of groups that are not closed: dq; dk and dv (true).
+        self._sums: dict[tuple[int, bool], tuple[GradientSum, ...]] = {}
         self._found: dict[BlockId, tuple[GradientSum, ...]] = {}  # of blocks of other ranks
 
     def open(self, heads: HeadGroup, sent: frozenset[bool]) -> None:
@@ -107,8 +107,8 @@ class Backward(Pass):
             lse, delta = self._statistics.lse, self._statistics.delta_for(self._queries[1])
             self._queries += (delta, lse)
             self._statistics = Statistics(lse, self._statistics.out, delta)
-        self._sums[heads, False] = (GradientSum(self._queries[0]),)
-        self._sums[heads, True] = tuple(map(GradientSum, self._keys))
+        self._sums[heads.q.start, False] = (GradientSum(self._queries[0]),)
+        self._sums[heads.q.start, True] = tuple(map(GradientSum, self._keys))
 
     def own(self, of_keys: bool) -> Tensors:
         """See Pass.own."""
@@ -118,13 +118,13 @@ class Backward(Pass):
         """See Pass.compute."""
         (q, dout), (k, v), statistics = self._queries[:2], self._keys, self._statistics
         if queries is None:
-            (dq,) = self._sums[task.heads, False]
+            (dq,) = self._sums[task.heads.q.start, False]
         else:
             q, dout, delta, lse = queries
             statistics = Statistics(lse, delta=delta)
             (dq,) = self._found.setdefault(task.query, (GradientSum(q),))
         if keys is None:
-            dk, dv = self._sums[task.heads, True]
+            dk, dv = self._sums[task.heads.q.start, True]
         else:
             k, v = keys
             dk, dv = self._found.setdefault(task.key, (GradientSum(k), GradientSum(v)))
@@ -144,12 +144,14 @@ class Backward(Pass):
     def accept(self, move: Move, results: Tensors) -> None:
         """See Pass.accept."""
         rows = slice(move.block.start, move.block.stop)
-        for total, result in zip(self._sums[move.heads, move.of_keys], results, strict=True):
+        for total, result in zip(
+            self._sums[move.heads.q.start, move.of_keys], results, strict=True
+        ):
             total.add(rows, result)
 
     def close(self, heads: HeadGroup, of_keys: bool, others: Tensors | None) -> None:
         """See Pass.close."""
-        sums = self._sums.pop((heads, of_keys))
+        sums = self._sums.pop((heads.q.start, of_keys))
         wholes = self._whole[1:] if of_keys else self._whole[:1]
         part = heads.kv if of_keys else heads.q
         for whole, total, other in zip(wholes, sums, others or (None,) * len(sums), strict=True):

@@ -54,6 +54,19 @@ class BlockPlacement(ABC):
     def place(self, query: int, key: int) -> Iterable[Place]:
         """Where and when the queries of one rank meet the keys of another, whatever the mask."""
 
+    def leg(self, host: int) -> int:
+        """Which part of a relay a rank belongs to.
+
+        The first rank of a leg gets a block from the first one of the leg before, and has `lag`
+        steps for it; the last rank of a leg sends its sum to the block's owner.
+        """
+        return 0
+
+    @property
+    def lag(self) -> int:
+        """Steps that messages between legs may take."""
+        return 1
+
     def key_home(self, owner: int) -> int:
         """The rank that has a block of keys before any computation; others get it from there."""
         return owner

@@ -21,7 +21,7 @@ from megatron_cp_plugin.core.tiles import Mask, Tile, plan_tiles
 
 PHASES: tuple[Phase, ...] = ("forward", "backward")
 # Names of tensors: q, k, v, dout, lse, delta are inputs, the others results.
-Tensors = tuple[str, ...]
+TensorNames = tuple[str, ...]
 RESULTS = frozenset(("out", "dq", "dk", "dv"))
 OF_KEYS = frozenset(("k", "v", "dk", "dv"))
 OF_ROWS = frozenset(("lse", "delta"))
@@ -67,7 +67,7 @@ class Compute(NamedTuple):
 
 
 class Move(NamedTuple):
-    """Tensors of a block that go from one rank to another.
+    """TensorNames of a block that go from one rank to another.
 
     Inputs of a computation are sent before the computation of step `posted` and must be there
     before that of step `needed`. Results, which are partial outputs or sums of gradients, are sent
@@ -84,7 +84,7 @@ class Move(NamedTuple):
     needed: int
     source: int
     target: int
-    messages: tuple[Tensors, ...]
+    messages: tuple[TensorNames, ...]
     block: Block
     tokens: int
     heads: HeadGroup
@@ -106,7 +106,7 @@ class Kept(NamedTuple):
     """What a rank still has from the forward, beside the tensors of its own tokens."""
 
     rank: int
-    tensors: Tensors
+    tensors: TensorNames
     owners: tuple[int, ...]
     share: int = 0
 

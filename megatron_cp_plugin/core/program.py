@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import itemgetter
 from typing import NamedTuple
 
 from megatron_cp_plugin.core.pipeline import HeadGroup
@@ -22,27 +23,32 @@ class Task(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """What a rank sends and receives at a time. Attributes: any: whether any rank does."""
+    """What a rank sends and receives at a time; it may be nothing where other ranks do.
 
+    Attributes: needed: in which step it must be there. slow: it may take several steps.
+    """
+
+    needed: int
+    slow: bool
     sends: tuple[Move, ...]
     receives: tuple[Move, ...]
-    any: bool
 
 
 class Turn(NamedTuple):
     """What a rank does in one step.
 
     Attributes:
-        heads: of the group; first, last: step of it. inputs: posted before the computation.
-        results: posted after it. dropped: blocks that are not needed after it.
+        step: its number. heads: of the group; first, last: step of it. inputs: posted before the
+            computation. results: posted after it. dropped: blocks that are not needed after it.
     """
 
+    step: int
     heads: HeadGroup
     first: bool
     last: bool
-    inputs: Exchange
+    inputs: tuple[Exchange, ...]
     tasks: tuple[Task, ...]
-    results: Exchange
+    results: tuple[Exchange, ...]
     dropped: tuple[BlockId, ...]
 
 
@@ -51,18 +57,20 @@ class Program:
     """What a rank does in a pass.
 
     Attributes:
-        sent: whether its block of queries (false), of keys (true), goes to others. awaited:
-            whether results for them come from others.
+        sent: whether its block of queries (false), of keys (true), goes to others. awaited: how
+            often results for them come from others, for each group of heads.
         receivable: where ranks receive unequally much, what one exchange of inputs (false), of
             results (true), brings at most to any rank: a move of each kind, with the most tokens.
-        one_peer: no rank has more than one source, and one target, in an exchange.
+        one_peer: no rank has more than one source, and one target, in an exchange. slow: whether
+            any exchange is.
     """
 
     turns: tuple[Turn, ...]
     sent: frozenset[bool]
-    awaited: frozenset[bool]
+    awaited: tuple[int, int]
     receivable: tuple[tuple[bool, tuple[Move, ...]], ...]
     one_peer: bool
+    slow: bool
 
 
 @lru_cache(maxsize=256)
@@ -97,56 +105,60 @@ def program(plan: Plan, rank: int) -> Program:
         group = step // each
         turns.append(
             Turn(
+                step,
                 plan.groups[group],
                 first=step % each == 0,
                 last=step % each == each - 1,
-                inputs=exchanges.get((False, step), _NOTHING),
+                inputs=exchanges.get((False, step), ()),
                 tasks=tuple(tasks[step]),
-                results=exchanges.get((True, step), _NOTHING),
+                results=exchanges.get((True, step), ()),
                 dropped=tuple(block for (_, block), use in last_use.items() if use == step),
             )
         )
     own = [move for move in plan.moves if move.block.owners[0] == rank]
+    awaited = [move.of_keys for move in own if move.target == rank and move.result]
     return Program(
         tuple(turns),
         frozenset(move.of_keys for move in own if move.source == rank and not move.result),
-        frozenset(move.of_keys for move in own if move.target == rank and move.result),
+        (awaited.count(False) // len(plan.groups), awaited.count(True) // len(plan.groups)),
         *_all_exchanges(plan),
     )
 
 
-_NOTHING = Exchange((), (), any=False)
-
-
-def _exchanges(plan: Plan, rank: int) -> dict[tuple[bool, int], Exchange]:
-    """By kind, results or inputs, and step."""
-    found: dict[tuple[bool, int], tuple[list[Move], list[Move]]] = {}
+def _exchanges(plan: Plan, rank: int) -> dict[tuple[bool, int], tuple[Exchange, ...]]:
+    """By kind, results or inputs, and step in which they are posted."""
+    found: dict[tuple[bool, int, int], tuple[list[Move], list[Move]]] = {}
     for move in plan.moves:
-        sends, receives = found.setdefault((move.result, move.posted), ([], []))
+        sends, receives = found.setdefault((move.result, move.posted, move.needed), ([], []))
         if move.source == rank:
             sends.append(move)
         if move.target == rank:
             receives.append(move)
-    return {at: Exchange(tuple(s), tuple(r), any=True) for at, (s, r) in found.items()}
+    exchanges: dict[tuple[bool, int], tuple[Exchange, ...]] = {}
+    for (result, posted, needed), (sends, receives) in sorted(found.items(), key=itemgetter(0)):
+        exchange = Exchange(needed, needed > posted + 1, tuple(sends), tuple(receives))
+        exchanges[result, posted] = (*exchanges.get((result, posted), ()), exchange)
+    return exchanges
 
 
-def _all_exchanges(plan: Plan) -> tuple[tuple[tuple[bool, tuple[Move, ...]], ...], bool]:
-    """`receivable` and `one_peer` of a program."""
-    received: dict[tuple[bool, int, int], list[Move]] = {}
-    peers: dict[tuple[bool, int, int, bool], set[int]] = {}
+def _all_exchanges(plan: Plan) -> tuple[tuple[tuple[bool, tuple[Move, ...]], ...], bool, bool]:
+    """`receivable`, `one_peer` and `slow` of a program."""
+    received: dict[tuple[bool, int, int, int], list[Move]] = {}
+    peers: dict[tuple[bool, int, int, int, bool], set[int]] = {}
     for move in plan.moves:
-        at = move.result, move.posted
+        at = move.result, move.posted, move.needed
         received.setdefault((*at, move.target), []).append(move)
         peers.setdefault((*at, move.source, True), set()).add(move.target)
         peers.setdefault((*at, move.target, False), set()).add(move.source)
     largest: dict[tuple[object, ...], tuple[Move, ...]] = {}
-    for (result, _, _), moves in received.items():
+    for (result, *_), moves in received.items():
         kind = result, *((move.messages, move.heads, move.wide) for move in moves)
         before = largest.get(kind, moves)
         pairs = zip(before, moves, strict=True)
         largest[kind] = tuple(max(pair, key=lambda move: move.tokens) for pair in pairs)
     found = tuple((moves[0].result, moves) for moves in largest.values())
     sizes = {tuple(move.tokens for move in moves) for moves in received.values()}
-    everywhere = len(received) == plan.size * len({at[:2] for at in received})
+    everywhere = len(received) == plan.size * len({at[:3] for at in received})
     one_peer = all(len(others) == 1 for others in peers.values())
-    return () if len(sizes) == 1 and everywhere else found, one_peer
+    slow = any(needed > posted + 1 for _, posted, needed, _ in received)
+    return () if len(sizes) == 1 and everywhere else found, one_peer, slow
