@@ -77,44 +77,21 @@ class Program:
 def program(plan: Plan, rank: int) -> Program:
     """What `rank` does."""
     each = plan.steps // len(plan.groups)
-    exchanges = _exchanges(plan, rank)
-    tasks: list[list[Task]] = [[] for _ in range(plan.steps)]
-    last_use: dict[tuple[int, BlockId], int] = {}  # by group of heads
-    held: dict[BlockId, int] = {}  # the first row that this rank has of a block
-    for move in plan.moves:
-        if rank in (move.source, move.target) and not move.result:
-            block = move.block.owners[0], move.of_keys
-            used = move.needed if move.target == rank else move.posted
-            last_use[used // each, block] = max(used, last_use.get((used // each, block), 0))
-            if move.target == rank:
-                held[block] = move.block.start
-    for compute in plan.computes:
-        tiles = plan.tiles(compute) if compute.host == rank else ()
-        if tiles:
-            query, key = (compute.queries.owners[0], False), (compute.keys.owners[0], True)
-            rows = compute.queries.start - held.get(query, 0)
-            cols = compute.keys.start - held.get(key, 0)
-            if rows or cols:
-                tiles = tuple(tile.moved(rows, cols) for tile in tiles)
-            tasks[compute.step].append(Task(query, key, tiles, compute.heads))
-            for block in (query, key):
-                group = compute.step // each
-                last_use[group, block] = max(compute.step, last_use.get((group, block), 0))
-    turns = []
-    for step in range(plan.steps):
-        group = step // each
-        turns.append(
-            Turn(
-                step,
-                plan.groups[group],
-                first=step % each == 0,
-                last=step % each == each - 1,
-                inputs=exchanges.get((False, step), ()),
-                tasks=tuple(tasks[step]),
-                results=exchanges.get((True, step), ()),
-                dropped=tuple(block for (_, block), use in last_use.items() if use == step),
-            )
+    exchanges, tasks = _exchanges(plan, rank), _tasks(plan, rank)
+    last_use = _last_uses(plan, rank)
+    turns = (
+        Turn(
+            step,
+            plan.groups[step // each],
+            first=step % each == 0,
+            last=step % each == each - 1,
+            inputs=exchanges.get((False, step), ()),
+            tasks=tasks.get(step, ()),
+            results=exchanges.get((True, step), ()),
+            dropped=last_use.get(step, ()),
         )
+        for step in range(plan.steps)
+    )
     own = [move for move in plan.moves if move.block.owners[0] == rank]
     awaited = [move.of_keys for move in own if move.target == rank and move.result]
     return Program(
@@ -123,6 +100,51 @@ def program(plan: Plan, rank: int) -> Program:
         (awaited.count(False) // len(plan.groups), awaited.count(True) // len(plan.groups)),
         *_all_exchanges(plan),
     )
+
+
+def _tasks(plan: Plan, rank: int) -> dict[int, tuple[Task, ...]]:
+    """By step."""
+    first_row = {
+        _block_of(move): move.block.start
+        for move in plan.moves
+        if move.target == rank and not move.result
+    }
+    tasks: dict[int, tuple[Task, ...]] = {}
+    for compute in plan.computes:
+        if compute.host == rank and (tiles := plan.tiles(compute)):
+            query, key = (compute.queries.owners[0], False), (compute.keys.owners[0], True)
+            rows = compute.queries.start - first_row.get(query, 0)
+            cols = compute.keys.start - first_row.get(key, 0)
+            if rows or cols:
+                tiles = tuple(tile.moved(rows, cols) for tile in tiles)
+            task = Task(query, key, tiles, compute.heads)
+            tasks[compute.step] = (*tasks.get(compute.step, ()), task)
+    return tasks
+
+
+def _last_uses(plan: Plan, rank: int) -> dict[int, tuple[BlockId, ...]]:
+    """Blocks of others by the step, in each group of heads, in which they are last of use."""
+    each = plan.steps // len(plan.groups)
+    last: dict[tuple[int, BlockId], int] = {}
+
+    def use(block: BlockId, step: int) -> None:
+        last[step // each, block] = max(step, last.get((step // each, block), 0))
+
+    for move in plan.moves:
+        if rank in (move.source, move.target) and not move.result:
+            use(_block_of(move), move.needed if move.target == rank else move.posted)
+    for compute in plan.computes:
+        if compute.host == rank:
+            use((compute.queries.owners[0], False), compute.step)
+            use((compute.keys.owners[0], True), compute.step)
+    dropped: dict[int, tuple[BlockId, ...]] = {}
+    for (_, block), step in last.items():
+        dropped[step] = (*dropped.get(step, ()), block)
+    return dropped
+
+
+def _block_of(move: Move) -> BlockId:
+    return move.block.owners[0], move.of_keys
 
 
 def _exchanges(plan: Plan, rank: int) -> dict[tuple[bool, int], tuple[Exchange, ...]]:
