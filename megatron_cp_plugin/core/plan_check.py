@@ -7,6 +7,7 @@ that post messages in the order of the plan never wait for each other in a circl
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
@@ -185,6 +186,40 @@ def _by[X](items: Iterable[X], step: Callable[[X], int]) -> dict[int, list[X]]:
     for item in items:
         found[step(item)].append(item)
     return found
+
+
+def check_slots(plan: Plan, slots: int) -> None:
+    """Checks that inputs fit into `slots` buffers a rank, used in turns by its exchanges.
+
+    A block may be computed with, or sent on, until another one comes into its buffer.
+
+    Raises: PlanError.
+    """
+    inputs = [move for move in plan.moves if not move.result]
+    turns = {posted: turn for turn, posted in enumerate(sorted({m.posted for m in inputs}))}
+    for rank in range(plan.size):
+        received = _by(
+            (move for move in inputs if move.target == rank),
+            lambda move: turns[move.posted] % slots,
+        )
+        until: dict[tuple[tuple[int, ...], bool, int], int] = {}  # the last step with the block
+        for moves in received.values():
+            ordered = sorted(moves, key=lambda move: move.posted)
+            for move, after in zip_longest(ordered, ordered[1:]):
+                last = plan.steps if after is None else after.posted - 1
+                until[move.block.owners, move.of_keys, move.heads.q.start] = last
+        for compute in plan.computes:
+            for block, of_keys in ((compute.queries, False), (compute.keys, True)):
+                last = until.get((block.owners, of_keys, compute.heads.q.start), plan.steps)
+                if compute.host == rank and compute.step > last:
+                    raise PlanError(
+                        f"rank {rank} needs a block of rank {block.owners[0]} in step "
+                        f"{compute.step}, but its buffer is given on after step {last}"
+                    )
+        for move in inputs:
+            kept = until.get((move.block.owners, move.of_keys, move.heads.q.start), plan.steps)
+            if move.source == rank and move.needed - 1 > kept:
+                raise PlanError(f"rank {rank} sends on what its buffer has no more: {move}")
 
 
 def _results_of(plan: Plan, compute: Compute) -> Iterator[tuple[str, Block]]:

@@ -14,7 +14,7 @@ from megatron_cp_plugin.core.layout import LAYOUTS
 from megatron_cp_plugin.core.pipeline import head_groups
 from megatron_cp_plugin.core.placement import BlockPlacement, Place
 from megatron_cp_plugin.core.plan import PHASES, Move, Plan, Setting
-from megatron_cp_plugin.core.plan_check import PlanError, check
+from megatron_cp_plugin.core.plan_check import PlanError, check, check_slots
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.virtual import VirtualWorld
@@ -107,6 +107,19 @@ def test_nodes_of_any_numbering() -> None:
     assert {move.of_keys for move in inside} == {False}
     shape = Shape(1, 40, 4, 4, 8)
     assert plan.sent(0, shape, nodes).bytes == 3 * 5 * 2 * 4 * 8 * 2 < plan.sent(0, shape).bytes
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 7, 8])
+@pytest.mark.parametrize("name", ["ring", "zigzag", "distflash"])
+def test_two_buffers_are_enough_and_one_is_not(name: str, size: int) -> None:
+    shape = Shape(1, 5 * size + 1, 4, 2, 8)
+    for mask in (Mask(), Mask(False), Mask(window=9)):
+        for phase in PHASES:
+            plan = algorithm(name, size, chunks=2).plan(shape, mask, phase)
+            check_slots(plan, 2)
+            if plan.steps > 2 * len(plan.groups):
+                with pytest.raises(PlanError, match="buffer"):
+                    check_slots(plan, 1)
 
 
 class _Everywhere(BlockPlacement):
