@@ -200,7 +200,7 @@ def _add_plan(commands: Any) -> None:
         description="For every algorithm of softmax attention, with its default options: bytes "
         "and messages of the rank that sends most in one layer, forward and backward, and the "
         "share of the forward in which ranks wait; with --bandwidth also what computing and "
-        "sending take at least, each alone. By formulas: nothing runs.",
+        "sending take at least, each alone. By their plans: nothing runs.",
     )
     parser.add_argument("--size", required=True, type=int, metavar="P", help="number of ranks")
     parser.add_argument("--seq-len", required=True, type=int, metavar="N", help="global tokens")
@@ -221,7 +221,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.table import Table
 
-    from megatron_cp_plugin.core.algorithm import Shape
+    from megatron_cp_plugin.core.shape import Shape
     from megatron_cp_plugin.costs import cost
     from megatron_cp_plugin.registry import available
 

@@ -1,4 +1,4 @@
-"""What an attention layer costs with each algorithm, by the formulas that the tests hold it to.
+"""What an attention layer costs with each algorithm, by its plan.
 
 Nothing runs and no processes are needed.
 """
@@ -10,10 +10,9 @@ from dataclasses import dataclass
 
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.algorithms.grid import GridAlgorithm
-from megatron_cp_plugin.core.algorithm import Shape
+from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask, visible_pairs
 from megatron_cp_plugin.core.virtual import VirtualWorld
-from megatron_cp_plugin.drawing import picture
 
 # A flash kernel's backward computes five products where its forward computes two.
 _BACKWARD = 2.5
@@ -88,7 +87,7 @@ def cost(
         most.forward_bytes,
         most.backward_bytes,
         most.forward_messages + most.backward_messages,
-        picture(algo, size, seq_len=shape.seq_len, mask=mask, options=options).idle_share,
+        algorithm.plan(shape, mask).idle,
         2
         * shape.batch
         * (shape.query_width + shape.out_width)

@@ -1,20 +1,22 @@
 """Pictures of a schedule: workers x steps, which queries against which keys, and who waits.
 
-Drawn from an algorithm's plan (`Algorithm.trace`), so no process group and no tensor is needed.
+Drawn from an algorithm's plan, so no process group and no tensor is needed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_cp_plugin import registry
-from megatron_cp_plugin.core.algorithm import Work
 from megatron_cp_plugin.core.linear import LinearWork
+from megatron_cp_plugin.core.plan import Compute, Plan
+from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.virtual import VirtualWorld
 from megatron_cp_plugin.errors import ConfigError
@@ -126,7 +128,9 @@ def picture(
         states = registry.create_linear(algo, topology, options)
         return Picture(title, size, _linear_steps(states.trace(seq_len, causal=mask.causal), size))
     algorithm = registry.create(algo, topology, options)
-    return Picture(title, size, _steps(algorithm.trace(seq_len, mask), size))
+    # As many heads as ranks: every algorithm can divide them.
+    plan = algorithm.plan(Shape(1, seq_len, size, size, 1), mask)
+    return Picture(title, size, _steps(plan))
 
 
 def _linear_steps(trace: Sequence[LinearWork], size: int) -> tuple[tuple[Cell | None, ...], ...]:
@@ -141,28 +145,28 @@ def _linear_steps(trace: Sequence[LinearWork], size: int) -> tuple[tuple[Cell | 
     return tuple(map(tuple, cells))
 
 
-def _steps(trace: Sequence[Work], size: int) -> tuple[tuple[Cell | None, ...], ...]:
-    by_place: dict[tuple[int, int], list[Work]] = {}
-    for work in trace:
-        by_place.setdefault((work.step, work.host), []).append(work)
-    count = max((work.step for work in trace), default=-1) + 1
+def _steps(plan: Plan) -> tuple[tuple[Cell | None, ...], ...]:
+    found: dict[tuple[int, int], list[Compute]] = {}
+    for compute in plan.computes:
+        if plan.tiles(compute):
+            found.setdefault((compute.step, compute.host), []).append(compute)
+    count = max((step for step, _ in found), default=-1) + 1
     return tuple(
-        tuple(_cell(host, by_place.get((step, host), [])) for host in range(size))
+        tuple(_cell(plan, host, found.get((step, host), [])) for host in range(plan.size))
         for step in range(count)
     )
 
 
-def _cell(host: int, works: Sequence[Work]) -> Cell | None:
-    if not works:
+def _cell(plan: Plan, host: int, computes: Sequence[Compute]) -> Cell | None:
+    if not computes:
         return None
-    blocks = dict.fromkeys(map(_blocks, works))
-    own = all(set(work.query_owners) == {host} for work in works)
-    return Cell(", ".join(blocks), sum(float(work.pairs * work.share) for work in works), own)
-
-
-def _blocks(work: Work) -> str:
-    heads = "" if work.share == 1 else f" {work.share} heads"
-    return f"q{_ranks(work.query_owners)} k{_ranks(work.key_owners)}{heads}"
+    share = Fraction(computes[0].heads.heads, plan.heads.heads * plan.shares)
+    heads = "" if share == 1 else f" {share} heads"
+    keys: dict[tuple[int, ...], list[int]] = {}
+    for compute in computes:
+        keys.setdefault(compute.queries.owners, []).extend(compute.keys.owners)
+    text = ", ".join(f"q{_ranks(q)} k{_ranks(k)}{heads}" for q, k in keys.items())
+    return Cell(text, float(sum(map(plan.pairs, computes))), own=set(keys) == {(host,)})
 
 
 def _ranks(owners: Sequence[int]) -> str:

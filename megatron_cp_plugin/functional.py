@@ -63,7 +63,7 @@ def attention(
     their numbers of tokens are compared, in one small message at the first call with a new one;
     `check_layout` tells whether they are the right tokens. Whether q, and whether k or v, require
     gradients is the same on all ranks too: gradients that nobody wants do not travel with
-    `allgather`, `attention2d` (but for its variant overlap), `ring`, `zigzag`, `ulysses` and `usp`.
+    all algorithms but `attention2d`'s variant overlap.
 
     As torch's scaled_dot_product_attention, under torch.autocast it takes q, k and v in autocast's
     dtype. torch.compile makes a break between two graphs of it.

@@ -2,8 +2,8 @@
 
     python scripts/traffic_table.py [--markdown] [--heads 32] [--kv-heads 32 8]
 
-From the closed formulas of the algorithms, which the tests hold against counted messages; so no
-processes are needed. The unit is a whole Q, B * N * H * D elements: what counts is whether a line
+From the plans of the algorithms, which the tests hold against counted messages; so no processes
+are needed. The unit is a whole Q, B * N * H * D elements: what counts is whether a line
 falls from left to right.
 """
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
-from megatron_cp_plugin.core.algorithm import Shape
+from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.costs import Cost, cost
 from megatron_cp_plugin.errors import ConfigError
 

@@ -11,10 +11,11 @@ from torch import Tensor
 import megatron_cp_plugin as cp
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.algorithms.ring import Ring
-from megatron_cp_plugin.core.algorithm import Algorithm, Shape
+from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.core.comm import CommunicationLog
 from megatron_cp_plugin.core.documents import document_starts
 from megatron_cp_plugin.core.layout import Contiguous, Layout, shard, unshard
+from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask, visible_pairs
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.core.virtual import run_virtual
@@ -131,7 +132,7 @@ def assert_matches(
 def assert_plan_is_kept(
     case: Case, size: int, shape: Shape, mask: Mask, log: CommunicationLog
 ) -> None:
-    """Ranks sent what the formulas say; the plan computes the pairs that the mask lets through."""
+    """Ranks sent what their plan says; it computes the pairs that the mask lets through."""
 
     def compare(topology: Topology) -> None:
         algorithm, rank = create(case.algo, topology, dict(case.options)), topology.rank
@@ -140,8 +141,8 @@ def assert_plan_is_kept(
         assert log.messages(rank=rank, phase="forward") == traffic.forward_messages
         assert log.bytes(rank=rank, phase="backward") == traffic.backward_bytes
         assert log.messages(rank=rank, phase="backward") == traffic.backward_messages
-        pairs = sum(work.pairs * work.share for work in algorithm.trace(shape.seq_len, mask))
-        assert pairs == visible_pairs(shape.seq_len, mask)
+        plan = algorithm.plan(shape, mask)
+        assert sum(map(plan.pairs, plan.computes)) == visible_pairs(shape.seq_len, mask)
 
     run_virtual(size, compare)
 
@@ -273,13 +274,12 @@ def test_values_of_another_width(
 def test_the_plan_computes_every_visible_pair_once(case: Case, size: int, causal: bool) -> None:
     seq_len = 7 * size + 1
     options = dict(case.options)
-    traces = run_virtual(
-        size, lambda topology: create(case.algo, topology, options).trace(seq_len, Mask(causal))
+    shape, mask = Shape(1, seq_len, 4, 4, HEAD_DIM), Mask(causal)
+    plans = run_virtual(
+        size, lambda topology: create(case.algo, topology, options).plan(shape, mask)
     )
-    assert all(trace == traces[0] for trace in traces)
-    assert sum(work.pairs * work.share for work in traces[0]) == visible_pairs(
-        seq_len, Mask(causal)
-    )
+    assert all((p.computes, p.moves) == (plans[0].computes, plans[0].moves) for p in plans)
+    assert sum(map(plans[0].pairs, plans[0].computes)) == visible_pairs(seq_len, mask)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 8])

@@ -3,8 +3,8 @@
 import pytest
 
 from megatron_cp_plugin import cli
-from megatron_cp_plugin.core.algorithm import Shape
 from megatron_cp_plugin.core.documents import random_documents
+from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.costs import cost
 from megatron_cp_plugin.errors import ConfigError

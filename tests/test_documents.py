@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.algorithms.allgather import KvAllGather
-from megatron_cp_plugin.core.algorithm import Shape
 from megatron_cp_plugin.core.documents import document_starts
 from megatron_cp_plugin.core.layout import Contiguous, Cyclic, Layout, Zigzag
+from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask, plan_tiles, visible_pairs
 from megatron_cp_plugin.errors import ContextParallelError
 from tests.oracle import expected_attention

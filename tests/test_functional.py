@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import megatron_cp_plugin as cp
-from megatron_cp_plugin.core.algorithm import Shape
 from megatron_cp_plugin.core.layout import LAYOUTS, positions
+from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.virtual import VirtualTopology, VirtualWorld, run_virtual
 from megatron_cp_plugin.errors import ContextParallelError
@@ -216,9 +216,9 @@ def test_groups_that_are_no_more_are_forgotten():
 WANTED = {"q": (True, False, False), "k": (False, True, False), "kv": (False, True, True)}
 # Which algorithms send less then; where keys and values travel, gradients of queries do not.
 SAVING = {
-    "q": {"allgather", "attention2d", "ring", "ulysses", "usp", "zigzag"},
-    "k": {"attention2d", "ulysses", "usp"},
-    "kv": {"attention2d", "ulysses", "usp"},
+    "q": {"allgather", "attention2d", "distflash", "ring", "ulysses", "usp", "zigzag"},
+    "k": {"attention2d", "distflash", "ulysses", "usp"},
+    "kv": {"attention2d", "distflash", "ulysses", "usp"},
 }
 
 

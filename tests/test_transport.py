@@ -63,7 +63,7 @@ def test_memory_of_subgroups_counts():
         assert whole == inner > 0
 
 
-@pytest.mark.parametrize(("algo", "name"), [("zigzag", "blocks"), ("distflash", "fetches")])
+@pytest.mark.parametrize(("algo", "name"), [("zigzag", "fetches"), ("distflash", "fetches")])
 def test_one_slot_too_few_is_seen(algo: str, name: str, monkeypatch: pytest.MonkeyPatch):
     """Blocks are overwritten while they are read or sent on: NaN, or an error."""
     original = VirtualPeerCommunicator.__init__

@@ -6,10 +6,12 @@ import torch
 import megatron_cp_plugin as cp
 from megatron_cp_plugin import cli
 from megatron_cp_plugin.algorithms.allgather import KvAllGather
-from megatron_cp_plugin.algorithms.distflash import plan
-from megatron_cp_plugin.core.algorithm import Shape
+from megatron_cp_plugin.core.plan import Block, Plan
+from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
+from megatron_cp_plugin.core.virtual import VirtualWorld
 from megatron_cp_plugin.errors import ContextParallelError
+from megatron_cp_plugin.registry import create
 from tests.oracle import expected_attention
 from tests.test_conformance import Case, assert_matches, assert_plan_is_kept, run
 
@@ -59,25 +61,29 @@ def test_equals_unsplit_attention(case: Case, size: int, window: int, kernel: st
 
 @pytest.mark.parametrize("size", [8, 9])
 @pytest.mark.parametrize(("window", "steps"), [(1, 1), (2, 2), (6, 2), (7, 2), (8, 3), (13, 3)])
-def test_the_schedule_stops_where_the_window_ends(window: int, steps: int, size: int) -> None:
-    schedule = plan(size, BLOCK * size, Mask(window=window), balanced=True, last_step="owner")
-    assert len(schedule.steps) == steps
-    assert not schedule.has_helpers
+def test_the_plan_stops_where_the_window_ends(window: int, steps: int, size: int) -> None:
+    plan = distflash(size, window)
+    assert plan.steps == steps
+    assert not any(move.result for move in plan.moves)
+
+
+def distflash(size: int, window: int) -> Plan:
+    algorithm = create("distflash", VirtualWorld(size).topology(0), {"last_step": "owner"})
+    return algorithm.plan(Shape(1, BLOCK * size, 1, 1, 8), Mask(window=window))
 
 
 @pytest.mark.parametrize("window", [2, 4, 6])
 def test_no_more_keys_are_fetched_than_the_window_touches(window: int) -> None:
-    schedule = plan(4, BLOCK * 4, Mask(window=window), balanced=True, last_step="owner")
-    _, step = schedule.steps
-    assert [task and task.tokens for task in step] == [None, *[window - 1] * 3]
+    moves = distflash(4, window).moves
+    assert sorted(move.target for move in moves) == [1, 2, 3]
+    assert {move.tokens for move in moves} == {window - 1}
 
 
 def test_helpers_fetch_no_more_queries_than_the_window_touches() -> None:
     """Rank 0 of 4 helps rank 3, of whose queries only the first two still see block 0."""
-    schedule = plan(4, BLOCK * 4, Mask(window=3 * BLOCK - 3), balanced=True, last_step="owner")
-    task = schedule.steps[1][0]
-    assert task is not None
-    assert (task.query_owner, task.part) == (3, slice(0, 2))
+    moves = distflash(4, 3 * BLOCK - 3).moves
+    (fetched,) = (move for move in moves if move.target == 0 and not move.result)
+    assert fetched.block == Block((3,), 0, 2)
 
 
 def test_every_algorithm_takes_a_window_and_one_that_does_not_refuses(

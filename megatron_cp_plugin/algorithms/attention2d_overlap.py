@@ -18,11 +18,13 @@ from megatron_cp_plugin.algorithms.attention2d_blocks import (
     attend_alike,
     pair_of,
 )
-from megatron_cp_plugin.algorithms.grid import Flows, GridSchedule
-from megatron_cp_plugin.core.algorithm import Call, Saved, Shape, Traffic, Work, attend_block
-from megatron_cp_plugin.core.comm import Communicator, Pending
+from megatron_cp_plugin.algorithms.grid import Flows, GridRingPlacement, GridSchedule
+from megatron_cp_plugin.core.algorithm import Call, Saved, attend_block
+from megatron_cp_plugin.core.comm import Communicator, Pending, Phase
 from megatron_cp_plugin.core.grid import Grid
 from megatron_cp_plugin.core.partial import Accumulator, GradientSum, delta_of
+from megatron_cp_plugin.core.pipeline import head_groups
+from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask, Tile, plan_tiles
 from megatron_cp_plugin.kernels.base import Statistics
 
@@ -42,7 +44,7 @@ class RingSchedule(GridSchedule):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Saved]:
         """See Algorithm.forward. Source: Attention2D, Algorithms 4, 5 and 6."""
-        flows = self.flows(Shape.of(q, k, v, call))
+        flows = self.flows(Shape.of(q, k, v, call.seq_len))
         row, column = self._rings(flows, call.seq_len)
         k, v = self.transpose(flows, (k, v), call.seq_len)
         wire = self.wire_dtype(self.settings.partials, q.dtype)
@@ -76,7 +78,7 @@ class RingSchedule(GridSchedule):
     def backward(self, dout: Tensor, saved: Saved, call: Call) -> tuple[Tensor, Tensor, Tensor]:
         """See Algorithm.backward. Source: Attention2D, Algorithms 8 to 11."""
         q, k, v, out, lse = saved
-        flows = self.flows(Shape.of(q, k, v, call))
+        flows = self.flows(Shape.of(q, k, v, call.seq_len))
         row, column = self._rings(flows, call.seq_len)
         wire = self.wire_dtype(self.settings.gradients, q.dtype)
         block: Block = (q, dout, lse, delta_of(dout, out))
@@ -116,71 +118,17 @@ class RingSchedule(GridSchedule):
         dq = own.dq.result(plus=returned)
         return (dq, *self.transpose(flows, gradients, call.seq_len, back=True))
 
-    def moved(self, rows: int, cols: int, shape: Shape, rank: int) -> Traffic:
-        """See GridSchedule.moved.
-
-        Hops of blocks of S tokens: forward C-1 of Q, C-1 of out and lse, R-1 of K and V; backward
-        C-1 of Q, dO, lse and delta, C-1 of dQ, R-1 of K and V, R-1 of dK and dV.
-        """
-        grid = self._grid(rows, cols)
-        members, column = grid.row(rank), grid.column(rank)
-        row_ring = self._ring(members, shape.seq_len)
-        column_ring = self._ring(tuple(grid.key_owners[r] for r in column), shape.seq_len)
-        place, column_place = members.index(rank), column.index(rank)
-        sent, passed_on = (
-            row_ring.tokens(place, range(cols - 1)),
-            row_ring.tokens(place, range(1, cols)),
+    def placement(self, grid: Grid, shape: Shape, phase: Phase) -> GridRingPlacement:
+        """See GridSchedule.placement."""
+        return GridRingPlacement(
+            self.settings.layout,
+            self.topology.size,
+            head_groups(shape.heads, shape.kv_heads, 1),
+            wide_partials=self.settings.partials == "float32",
+            wide_gradients=self.settings.gradients == "float32",
+            grid=grid,
+            backward=phase == "backward",
         )
-        keys, key_sums = (
-            column_ring.tokens(column_place, range(rows - 1)),
-            column_ring.tokens(column_place, range(1, rows)),
-        )
-        element, wide = shape.element_bytes, shape.wide_bytes
-        partial = self.wire_bytes(self.settings.partials, shape)
-        gradient = self.wire_bytes(self.settings.gradients, shape)
-        q, out, kv = shape.query_width, shape.out_width, shape.kv_width
-        row_bytes = shape.heads * wide
-        forward = sent * q * element + passed_on * (out * partial + row_bytes) + keys * kv * element
-        backward = (
-            sent * ((q + out) * element + 2 * row_bytes)
-            + passed_on * q * gradient
-            + kv * (keys * element + key_sums * gradient)
-        )
-        return Traffic(
-            shape.batch * forward,
-            3 * (cols - 1) + 2 * (rows - 1),
-            shape.batch * backward,
-            5 * (cols - 1) + 4 * (rows - 1),
-        )
-
-    def work(self, grid: Grid, seq_len: int, mask: Mask) -> tuple[Work, ...]:
-        """See Algorithm.trace."""
-        found = []
-        for host in range(self.topology.size):
-            column = grid.column(host)
-            owners = tuple(grid.key_owners[rank] for rank in column)
-            row = grid.row(host)
-            for step in range(grid.rows):
-                owner = owners[(column.index(host) + step) % grid.rows]
-                found.append(self._work(step, host, host, (owner,), seq_len, mask))
-            for step in range(1, grid.cols):
-                query_owner = row[(row.index(host) + step) % grid.cols]
-                last = grid.rows - 1
-                found.append(self._work(last + step, host, query_owner, owners, seq_len, mask))
-        return tuple(work for work in found if work.pairs)
-
-    def _work(
-        self,
-        step: int,
-        host: int,
-        query_owner: int,
-        key_owners: tuple[int, ...],
-        seq_len: int,
-        mask: Mask,
-    ) -> Work:
-        tiles = (self._plan(query_owner, owner, seq_len, mask, True) for owner in key_owners)
-        pairs = sum(tile.area for found in tiles for tile in found)
-        return Work(step, host, (query_owner,), key_owners, pairs)
 
     def _rings(self, flows: Flows, seq_len: int) -> tuple[Ring, Ring]:
         return self._ring(flows.row, seq_len), self._ring(flows.column_owners, seq_len)

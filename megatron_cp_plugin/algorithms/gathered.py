@@ -10,19 +10,16 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.algorithms.grid import Flows, GridSchedule, GridSettings
+from megatron_cp_plugin.algorithms.grid import Flows, GatheredPlacement, GridSchedule, GridSettings
 from megatron_cp_plugin.core.algorithm import (
     Call,
     Gradients,
     Saved,
-    Shape,
-    Traffic,
-    Work,
     attend_block,
     differentiate_block,
 )
 from megatron_cp_plugin.core.assembly import Assembly, assemble, padded
-from megatron_cp_plugin.core.comm import Communicator, Pending
+from megatron_cp_plugin.core.comm import Communicator, Pending, Phase
 from megatron_cp_plugin.core.grid import Grid
 from megatron_cp_plugin.core.partial import (
     Accumulator,
@@ -32,6 +29,7 @@ from megatron_cp_plugin.core.partial import (
     merge_all_into,
 )
 from megatron_cp_plugin.core.pipeline import HeadGroup, head_groups, pieces, pipeline
+from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask, Part, parts, plan_tiles
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ContextParallelError
@@ -75,7 +73,9 @@ class GatherSchedule(GridSchedule):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Saved]:
         """See Algorithm.forward."""
-        plan = self._plan(Shape.of(q, k, v, call), call.mask, call.kernel.rectangular_causal)
+        plan = self._plan(
+            Shape.of(q, k, v, call.seq_len), call.mask, call.kernel.rectangular_causal
+        )
         flows, tokens = plan.flows, q.shape[1]
         k, v = self.transpose(flows, (k, v), call.seq_len)
         out = q.new_empty((*q.shape[:3], v.shape[3]))
@@ -122,7 +122,9 @@ class GatherSchedule(GridSchedule):
     def backward(self, dout: Tensor, saved: Saved, call: Call) -> tuple[Tensor, Tensor, Tensor]:
         """See Algorithm.backward."""
         q, k, v, out, lse = saved
-        plan = self._plan(Shape.of(q, k, v, call), call.mask, call.kernel.rectangular_causal)
+        plan = self._plan(
+            Shape.of(q, k, v, call.seq_len), call.mask, call.kernel.rectangular_causal
+        )
         flows, wire = plan.flows, self.wire_dtype(self.settings.gradients, q.dtype)
         dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
         statistics_of = self._statistics_gathering(plan, dout, out, lse)
@@ -195,41 +197,16 @@ class GatherSchedule(GridSchedule):
         pipeline(plan.groups, arrive, work)
         return (dq, *self.transpose(flows, (dk, dv), call.seq_len, back=True))
 
-    def moved(self, rows: int, cols: int, shape: Shape, rank: int) -> Traffic:
-        """See GridSchedule.moved. Each rank sends, with S tokens a rank and n groups of heads:
-
-        forward: Q, out and lse to C-1 ranks, K and V to R-1; backward: Q, dO, dQ, delta and lse to
-        C-1, K, V, dK and dV to R-1.
-        """
-        groups = self._groups(cols, shape)
-        key_groups = sum(group.first for group in groups)
-        others, column_others = cols - 1, rows - 1
-        element, wide = shape.element_bytes, shape.wide_bytes
-        partial = self.wire_bytes(self.settings.partials, shape)
-        gradient = self.wire_bytes(self.settings.gradients, shape)
-        q, out, kv = shape.query_width, shape.out_width, shape.kv_width
-        forward = others * (q * element + out * partial + shape.heads * wide)
-        backward = others * ((q + out) * element + q * gradient + 2 * shape.heads * wide)
-        tokens = shape.batch * self.width(shape.seq_len)
-        return Traffic(
-            tokens * (forward + column_others * kv * element),
-            others * 3 * len(groups) + column_others * key_groups,
-            tokens * (backward + column_others * kv * (element + gradient)),
-            others * (2 * len(groups) + 1) + column_others * 2 * key_groups,
+    def placement(self, grid: Grid, shape: Shape, phase: Phase) -> GatheredPlacement:
+        """See GridSchedule.placement."""
+        return GatheredPlacement(
+            self.settings.layout,
+            self.topology.size,
+            self._groups(grid.cols, shape),
+            wide_partials=self.settings.partials == "float32",
+            wide_gradients=self.settings.gradients == "float32",
+            grid=grid,
         )
-
-    def work(self, grid: Grid, seq_len: int, mask: Mask) -> tuple[Work, ...]:
-        """See Algorithm.trace."""
-        found = []
-        for host in range(self.topology.size):
-            row = grid.row(host)
-            owners = tuple(grid.key_owners[rank] for rank in grid.column(host))
-            queries, keys = self._assembly(row, seq_len), self._assembly(owners, seq_len)
-            tiles = plan_tiles(queries.spans, keys.spans, mask, rectangular=True)
-            pairs = sum(tile.area for tile in tiles)
-            if pairs:
-                found.append(Work(0, host, row, owners, pairs))
-        return tuple(found)
 
     def _make_plan(self, shape: Shape, mask: Mask, rectangular: bool) -> _Plan:
         flows = self.flows(shape)

@@ -5,16 +5,24 @@ columns. Queries meet in rows, keys in columns.
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.core.algorithm import Algorithm, Call, Saved, Shape, Traffic, Work
+from megatron_cp_plugin.core.algorithm import Algorithm, Call, Saved
+from megatron_cp_plugin.core.comm import Phase
+from megatron_cp_plugin.core.derive import plan_of
 from megatron_cp_plugin.core.grid import Grid, cheapest, column_major, row_major
 from megatron_cp_plugin.core.layout import Layout
 from megatron_cp_plugin.core.partial import accumulation_dtype
+from megatron_cp_plugin.core.pipeline import head_groups
+from megatron_cp_plugin.core.placement import BlockPlacement, Place
+from megatron_cp_plugin.core.plan import PHASES, Setting
+from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
 
@@ -42,6 +50,60 @@ class GridSettings:
     gradients: Wire = "model"
     chunks: int = 0
     gathered_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class GridPlacement(BlockPlacement):
+    """Queries of a row of ranks meet the keys of a column on the rank where they cross."""
+
+    grid: Grid = field(kw_only=True)
+    masked = False
+
+    def key_home(self, owner: int) -> int:
+        """See BlockPlacement.key_home: a rank of the column that gathers the keys."""
+        return self.grid.key_owners.index(owner)
+
+    def crossing(self, query: int, key: int) -> int:
+        """The rank in the row of the queries and the column of the keys."""
+        return self.grid.crossing(query, self.key_home(key))
+
+    def place(self, query: int, key: int) -> Iterator[Place]:
+        """See BlockPlacement.place."""
+        yield Place(self.crossing(query, key), 0)
+
+
+@dataclass(frozen=True)
+class GatheredPlacement(GridPlacement):
+    """Everything is gathered first, and computed in one step."""
+
+    assembled = True
+
+
+@dataclass(frozen=True)
+class GridRingPlacement(GridPlacement):
+    """Blocks go round rings: keys in the columns first, then queries in the rows.
+
+    So a rank computes its own queries with every block of keys as it comes, and then the queries
+    of others with all of them. In the backward the last block of queries comes while sums of dK
+    and dV go round.
+    """
+
+    backward: bool = False
+    relay = True
+
+    def place(self, query: int, key: int) -> Iterator[Place]:
+        """See BlockPlacement.place. Source: Attention2D, Algorithms 4 to 11."""
+        rank = self.crossing(query, key)
+        row, column = self.grid.row(rank), self.grid.column(rank)
+        rows, cols = len(column), len(row)
+        of_query = (row.index(query) - row.index(rank)) % cols
+        of_key = (column.index(self.key_home(key)) - column.index(rank)) % rows
+        if not of_query:
+            yield Place(rank, of_key)
+        elif self.backward and of_query == cols - 1:
+            yield Place(rank, rows + cols - 2 + (of_key - 1) % rows)
+        else:
+            yield Place(rank, rows - 1 + of_query)
 
 
 class Flows:
@@ -94,6 +156,8 @@ class GridSchedule(ABC):
         self.topology = topology
         self.settings = settings
         self._flows: dict[tuple[int, int], Flows] = {}
+        # Chosen once: at short lengths a step of training is bound by the host.
+        self._grid_shape = lru_cache(maxsize=256)(self._cheapest)
 
     @abstractmethod
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Saved]:
@@ -104,39 +168,42 @@ class GridSchedule(ABC):
         """See Algorithm.backward."""
 
     @abstractmethod
-    def moved(self, rows: int, cols: int, shape: Shape, rank: int) -> Traffic:
-        """What a rank sends on a grid of R x C, without transposes."""
-
-    @abstractmethod
-    def work(self, grid: Grid, seq_len: int, mask: Mask) -> tuple[Work, ...]:
-        """See Algorithm.trace."""
-
-    def traffic(self, shape: Shape, rank: int) -> Traffic:
-        """See Algorithm.traffic."""
-        rows, cols = self.grid_shape(shape)
-        return self._with_transposes(self.moved(rows, cols, shape, rank), rows, cols, shape, rank)
-
-    def trace(self, seq_len: int, mask: Mask) -> tuple[Work, ...]:
-        """See Algorithm.trace. A grid that is chosen by bytes is that of equally many heads."""
-        return self.work(self._grid(*self.grid_shape(Shape(1, seq_len, 1, 1, 1))), seq_len, mask)
+    def placement(self, grid: Grid, shape: Shape, phase: Phase) -> GridPlacement:
+        """Of a grid of ranks."""
 
     def grid_shape(self, shape: Shape) -> tuple[int, int]:
         """R and C: as set, or what moves the fewest bytes in forward and backward together."""
+        return self._grid_shape(shape)
+
+    def _cheapest(self, shape: Shape) -> tuple[int, int]:
+        whole = head_groups(shape.heads, shape.kv_heads, 1)
+        # The last rank but one is not on the diagonal, where nothing is to be transposed.
+        rank = max(0, self.topology.size - 2)
 
         def cost(rows: int, cols: int) -> int:
-            # The last rank but one is not on the diagonal, where nothing is to be transposed.
-            rank = max(0, self.topology.size - 2)
-            moved = self.moved(rows, cols, shape, rank)
-            total = self._with_transposes(moved, rows, cols, shape, rank)
-            return total.forward_bytes + total.backward_bytes
+            grid = self._grid(rows, cols, (0,) * self.topology.size)
+            plans = (
+                plan_of(
+                    replace(self.placement(grid, shape, phase), groups=whole),
+                    Setting(shape.seq_len, Mask(), phase),
+                )
+                for phase in PHASES
+            )
+            return sum(plan.sent(rank, shape).bytes for plan in plans)
 
         return cheapest(self.topology.size, self.settings.rows, self.settings.cols, cost)
+
+    def grid(self, shape: Shape) -> Grid:
+        """The grid for a problem; a collective operation the first time."""
+        rows, cols = self.grid_shape(shape)
+        alone = rows == 1 or cols == 1
+        return self._grid(rows, cols, (0,) * (rows * cols) if alone else self.topology.nodes)
 
     def flows(self, shape: Shape) -> Flows:
         """The grid for a problem; a collective operation the first time."""
         key = self.grid_shape(shape)
         if key not in self._flows:
-            self._flows[key] = Flows(self._grid(*key), self.topology)
+            self._flows[key] = Flows(self.grid(shape), self.topology)
         return self._flows[key]
 
     def transpose(
@@ -165,35 +232,14 @@ class GridSchedule(ABC):
         """The dtype that a setting means for a model's dtype."""
         return dtype if wire == "model" else accumulation_dtype(dtype)
 
-    def wire_bytes(self, wire: Wire, shape: Shape) -> int:
-        """Bytes of an element that travels."""
-        return shape.element_bytes if wire == "model" else shape.wide_bytes
-
     def length(self, rank: int, seq_len: int) -> int:
         """Number of tokens of a rank."""
         return self.settings.layout.length(rank, self.topology.size, seq_len)
 
-    def _grid(self, rows: int, cols: int) -> Grid:
+    def _grid(self, rows: int, cols: int, nodes: Sequence[int]) -> Grid:
         if self.settings.transposed:
             return column_major(rows, cols)
-        alone = rows == 1 or cols == 1
-        return row_major(rows, cols, (0,) * self.topology.size if alone else self.topology.nodes)
-
-    def _with_transposes(
-        self, moved: Traffic, rows: int, cols: int, shape: Shape, rank: int
-    ) -> Traffic:
-        if not self.settings.transposed or rows == 1 or cols == 1:
-            return moved
-        owner = column_major(rows, cols).key_owners[rank]
-        if owner == rank:
-            return moved
-        token = shape.batch * shape.kv_width * shape.element_bytes
-        return Traffic(
-            moved.forward_bytes + self.length(rank, shape.seq_len) * token,
-            moved.forward_messages + 2,
-            moved.backward_bytes + self.length(owner, shape.seq_len) * token,
-            moved.backward_messages + 2,
-        )
+        return row_major(rows, cols, nodes)
 
 
 class GridAlgorithm(Algorithm):
@@ -214,10 +260,6 @@ class GridAlgorithm(Algorithm):
         """See Algorithm.backward."""
         return self.schedule.backward(dout, saved, call)
 
-    def traffic(self, shape: Shape, mask: Mask, rank: int) -> Traffic:
-        """See Algorithm.traffic. A mask saves pairs, but no bytes: whole blocks are gathered."""
-        return self.schedule.traffic(shape, rank)
-
-    def trace(self, seq_len: int, mask: Mask) -> tuple[Work, ...]:
-        """See Algorithm.trace."""
-        return self.schedule.trace(seq_len, mask)
+    def placement(self, shape: Shape, mask: Mask, phase: Phase) -> GridPlacement:
+        """See Algorithm.placement."""
+        return self.schedule.placement(self.schedule.grid(shape), shape, phase)

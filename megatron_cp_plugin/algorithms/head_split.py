@@ -6,19 +6,20 @@ B batch, S local tokens, H query heads, G KV heads, D head dim, P ranks, U ranks
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from math import lcm
 from typing import Literal
 
 from torch import Tensor
 
 from megatron_cp_plugin.algorithms.ring import Ring
-from megatron_cp_plugin.core.algorithm import Algorithm, Call, Saved, Shape, Traffic, Work
+from megatron_cp_plugin.core.algorithm import Algorithm, Call, Saved
 from megatron_cp_plugin.core.assembly import Assembly, assemble, padded
-from megatron_cp_plugin.core.comm import Communicator, Pending
+from megatron_cp_plugin.core.comm import Communicator, Pending, Phase
 from megatron_cp_plugin.core.layout import Grouped, Layout
 from megatron_cp_plugin.core.partial import GradientSum, accumulation_dtype, delta_of
 from megatron_cp_plugin.core.pipeline import HeadGroup, head_groups, pieces, pipeline
+from megatron_cp_plugin.core.placement import HeadPlacement
+from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ConfigError
@@ -142,7 +143,7 @@ class HeadSplit(Algorithm):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Saved]:
         """See Algorithm.forward."""
-        split = self._split(Shape.of(q, k, v, call))
+        split = self._split(Shape.of(q, k, v, call.seq_len))
         out = q.new_empty((*q.shape[:3], v.shape[3]))
         lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulation_dtype(q.dtype))
         kept: list[Tensor] = []
@@ -165,7 +166,7 @@ class HeadSplit(Algorithm):
         """See Algorithm.backward."""
         exchanged = self.options.keep == "exchanged"
         q, k, v, out = saved[:4]  # but for out empty, if they are kept exchanged
-        split = self._split(replace(Shape.of(q, k, v, call), batch=len(dout)))
+        split = self._split(replace(Shape.of(q, k, v, call.seq_len), batch=len(dout)))
         rows = [delta_of(dout, out)] if exchanged else [delta_of(dout, out), saved[4]]
         arriving_rows = [split.exchange.come_rows(x) for x in rows]
         dq, dk, dv = (
@@ -214,51 +215,23 @@ class HeadSplit(Algorithm):
         pipeline(split.groups, arrive, work)
         return dq, split.summed(dk), split.summed(dv)
 
-    def traffic(self, shape: Shape, mask: Mask, rank: int) -> Traffic:
-        """See Algorithm.traffic: all-to-alls as stated by the class, and those of the ring."""
+    def placement(self, shape: Shape, mask: Mask, phase: Phase) -> HeadPlacement:
+        """See Algorithm.placement."""
         split = self._split(shape)
-        others, groups = split.size - 1, len(split.groups)
-        key_groups = sum(group.first for group in split.groups)
-        # Each other rank of the team gets the heads that it computes.
-        tokens = shape.batch * split.exchange.order.width * others
-        q = shape.query_width // split.size * shape.element_bytes
-        out = shape.out_width // split.size * shape.element_bytes
-        sent = replace(shape, kv_heads=split.kv_heads)
-        kv = sent.kv_width // split.size * shape.element_bytes
-        row = shape.heads // split.size * shape.wide_bytes
-        local = self.options.keep == "local"
-        ring = split.ring.traffic(
-            replace(shape, heads=split.groups[0].heads, kv_heads=split.groups[0].kv_heads),
-            mask,
-            rank // split.size,
-        )
-        return Traffic(
-            tokens * (q + out + kv + row) + groups * ring.forward_bytes,
-            others * (3 * groups + 2 * key_groups) + groups * ring.forward_messages,
-            tokens * (q + out + kv + row + local * (q + kv + row)) + groups * ring.backward_bytes,
-            others * (2 * groups + 2 * key_groups + 1)
-            + others * local * (groups + 2 * key_groups + 1)
-            + groups * ring.backward_messages,
-        )
-
-    def trace(self, seq_len: int, mask: Mask) -> tuple[Work, ...]:
-        """See Algorithm.trace. Teams chosen by the number of heads are those of one head a rank."""
-        split = self._split(Shape(1, seq_len, self.topology.size, self.topology.size, 1))
-        size = split.size
-
-        def members(teams: tuple[int, ...]) -> tuple[int, ...]:
-            return tuple(team * size + place for team in teams for place in range(size))
-
-        return tuple(
-            replace(
-                work,
-                host=work.host * size + place,
-                query_owners=members(work.query_owners),
-                key_owners=members(work.key_owners),
-                share=Fraction(1, size),
-            )
-            for work in split.ring.trace(seq_len, mask)
-            for place in range(size)
+        groups: list[HeadGroup] = []
+        exchanges: list[tuple[HeadGroup, int]] = []
+        first = split.groups[0]
+        of_group = replace(shape, heads=first.heads, kv_heads=first.kv_heads)
+        between = split.ring.placement(of_group, mask, phase)
+        for group in split.groups:
+            groups += (inner.within(group) for inner in between.groups)
+            exchanges.append((group, len(between.groups)))
+        return HeadPlacement(
+            self.layout,
+            split.size,
+            replace(between, groups=tuple(groups)),
+            tuple(exchanges),
+            keep=self.options.keep == "exchanged",
         )
 
     def _split(self, shape: Shape) -> "_Split":

@@ -1,164 +1,59 @@
-"""Ring attention: blocks travel from rank to rank, every rank computes what it sees of them.
+"""Ring attention: blocks go from rank to rank, and every rank computes what it sees of them.
 
-`ring` is BurstAttention (contiguous layout), `zigzag` the same schedule with a balanced layout.
+`ring` is BurstAttention (contiguous layout), `zigzag` the same with a balanced layout.
 
 B batch, S local tokens, H query heads, G KV heads, D head dim, P ranks.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import lru_cache, partial
+from collections import Counter
+from dataclasses import dataclass, replace
 from typing import Literal
 
-import torch
-from torch import Tensor
-
-from megatron_cp_plugin.core.algorithm import (
-    Algorithm,
-    Call,
-    Gradients,
-    Saved,
-    Shape,
-    Traffic,
-    Work,
-    attend_block,
-    differentiate_block,
+from megatron_cp_plugin.algorithms.point_to_point import PointToPoint
+from megatron_cp_plugin.algorithms.ring_routes import (
+    DoubleRingPlacement,
+    RingPlacement,
+    StraightPlacement,
+    Travelling,
 )
-from megatron_cp_plugin.core.comm import Communicator, Pending
+from megatron_cp_plugin.core.algorithm import Algorithm
+from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.document_layout import PerDocument
 from megatron_cp_plugin.core.layout import Contiguous, Layout, Zigzag
-from megatron_cp_plugin.core.partial import (
-    Accumulator,
-    GradientSum,
-    WholeGradient,
-    accumulation_dtype,
-)
-from megatron_cp_plugin.core.pipeline import HeadGroup, check_chunks, successive_groups
-from megatron_cp_plugin.core.tiles import Mask, Tile, plan_tiles
+from megatron_cp_plugin.core.pipeline import successive_groups
+from megatron_cp_plugin.core.shape import Shape
+from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ConfigError
-from megatron_cp_plugin.kernels.base import Statistics
 from megatron_cp_plugin.registry import register
 
-_FLOWS = ("blocks", "gradients")
 
-Block = tuple[Tensor, ...]
-Visit = Callable[[Block, tuple[Tile, ...]], tuple[GradientSum, ...]]
-# Takes a sum, and what is to be added to it.
-Put = Callable[..., None]
-
-
-@dataclass(frozen=True)
-class Tour:
-    """The way of every rank's block around the ring, and what is computed at each stop.
-
-    KV blocks go up (rank r to r + 1), query blocks down, so that under a causal mask on a
-    contiguous layout the ranks that need a block come first. A block goes no further than its
-    last stop with something to compute; what it gathered goes home from there.
-
-    Attributes: moving: what travels; the other one stays.
-    """
-
-    layout: Layout
-    size: int
-    seq_len: int
-    mask: Mask
-    moving: Literal["kv", "query"]
-    rectangular: bool
-
-    def host(self, owner: int, step: int) -> int:
-        """The rank at which the owner's block is at a step."""
-        return (owner + step if self.moving == "kv" else owner - step) % self.size
-
-    def owner(self, host: int, step: int) -> int:
-        """Whose block is at a rank at a step."""
-        return (host - step if self.moving == "kv" else host + step) % self.size
-
-    def tiles(self, owner: int, host: int) -> tuple[Tile, ...]:
-        """What `host` computes with the owner's block."""
-        return _tiles(self, owner, host)
-
-    def last(self, owner: int) -> int:
-        """The last step at which the owner's block is of use."""
-        return _last_step(self, owner)
-
-    @property
-    def uniform(self) -> bool:
-        """Whether equal blocks visit every rank: then all ranks do the same in every step."""
-        return len(set(_lengths(self))) == 1 and all(
-            self.last(owner) == self.size - 1 for owner in range(self.size)
-        )
-
-    def length(self, owner: int) -> int:
-        """Number of tokens of the owner's block."""
-        return _lengths(self)[owner]
-
-    def stops(self, owner: int, step: int) -> bool:
-        """Whether the owner's block makes a stop at that step."""
-        return step <= self.last(owner)
-
-
-# Planned once: at short lengths a step of training is bound by the host.
-@lru_cache(maxsize=4096)
-def _tiles(tour: Tour, owner: int, host: int) -> tuple[Tile, ...]:
-    query, kv = (host, owner) if tour.moving == "kv" else (owner, host)
-    return plan_tiles(
-        tour.layout.spans(query, tour.size, tour.seq_len),
-        tour.layout.spans(kv, tour.size, tour.seq_len),
-        tour.mask,
-        rectangular=tour.rectangular,
-    )
-
-
-@lru_cache(maxsize=256)
-def _lengths(tour: Tour) -> tuple[int, ...]:
-    return tuple(tour.layout.length(r, tour.size, tour.seq_len) for r in range(tour.size))
-
-
-@lru_cache(maxsize=4096)
-def _last_step(tour: Tour, owner: int) -> int:
-    steps = range(tour.size - 1, 0, -1)
-    return next((s for s in steps if tour.tiles(owner, tour.host(owner, s))), 0)
-
-
-@dataclass(frozen=True)
-class _Heads:
-    """What the backward of some heads starts from.
-
-    Attributes: put: take the sums of dq, dk and dv.
-    """
-
-    dout: Tensor
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    statistics: Statistics
-    put: Sequence[Put]
-
-
-class Ring(Algorithm):
+class Ring(PointToPoint):
     """BurstAttention: GAO forward (Algorithm 1), either rule of backward, double-buffered.
 
     While a rank computes with one block the next one arrives; no rank ever holds more than two.
+    Where every block visits every rank there are P-1 hops of K, V; backward "kv" P-1 hops of K, V,
+    dK, dV; backward "query" P-1 hops of Q, dO, dQ and of delta and lse.
 
     Kept for the backward: q, k, v, out and lse of the rank's own tokens. Beside these and its
     results a rank holds at most, with elements of 2 bytes, q = 2*B*H*S*D bytes of queries,
     kv = 4*B*G*S*D of keys and values and n groups of heads (`chunks`), rows of lse and delta aside,
 
         forward   3q + 2kv; n > 1: (4q + 3kv) / n
-        backward  "kv": q + 9kv, "query": 11q + kv; n > 1: (2q + 15kv) / n, (19q + 2kv) / n
+        backward  "kv": 1.5q + 7kv, n > 1: (2.5q + 9kv) / n
+                  "query": 9q + 1.5kv, n > 1: (12q + 2.5kv) / n
 
     and what kernels need within. With transport peer, receive buffers are kept between calls.
 
     Source: BurstAttention, Algorithms 1, 2 and 3. Differs: out and all gradients are summed in
-    float32; blocks that are wholly in the causal future are not sent on; dQ travels on a flow of
-    its own; a KV-rotating backward where that moves fewer bytes.
+    float32; blocks that are wholly in the causal future are not sent on; dQ travels on a channel
+    of its own; a KV-rotating backward where that moves fewer bytes.
     """
 
-    windows = True
+    name = "ring"
 
     @dataclass(frozen=True)
-    class Options(Algorithm.Options):
+    class Options(PointToPoint.Options):
         """Options of the ring.
 
         Attributes:
@@ -169,364 +64,53 @@ class Ring(Algorithm):
                 group's first step; 0: two for long sequences, else one.
             gradients: dtype in which partial sums of gradients travel: "float32" or "model",
                 the dtype of q.
-            transport: "group" (the process group's own, NCCL or gloo), "peer" (copy engines over
-                peer memory: GPUs of one node, equal blocks that visit every rank), or "auto",
-                peer where that is possible.
+            route: "ring", from each rank to the next; "straight", from the owner to whoever needs
+                it, and gradients straight back, as kernels give them; or "double": rings inside
+                nodes, and between nodes every block once to each, where a ring would send a block
+                over one link from node to node in every step.
+            transport: see PointToPoint.
         """
 
         backward: Literal["auto", "kv", "query"] = "auto"
-        chunks: int = 0
         gradients: Literal["float32", "model"] = "float32"
-        transport: Literal["auto", "group", "peer"] = "auto"
+        route: Literal["ring", "straight", "double"] = "ring"
 
     options: Options
 
     def __init__(self, topology: Topology, options: Options) -> None:
         super().__init__(topology, options)
-        if options.transport == "peer" and topology.size > 1 and not topology.peer_access:
+        ranks = Counter(topology.nodes if options.route == "double" else ())
+        if len(set(ranks.values())) > 1:
             raise ConfigError(
-                f"{self.name} transport peer needs GPUs of one node with access to each other's "
-                "memory, got ranks without it: use transport auto or group"
+                f"{self.name} route double needs as many ranks on one node as on another, got "
+                f"{', '.join(map(str, ranks.values()))}: use route ring"
             )
 
-    @classmethod
-    def check(
-        cls, options: Algorithm.Options, *, size: int, heads: int, kv_heads: int, causal: bool
-    ) -> None:
-        """See Algorithm.check."""
-        assert isinstance(options, cls.Options)
-        check_chunks(cls.name, options.chunks)
-
-    def make_flows(self, shape: Shape) -> None:
-        """See Algorithm.make_flows; some calls need them even where there is peer access."""
-        if self.options.transport != "peer":
-            for name in _FLOWS:
-                self.topology.channel(name)
-
-    def _flow(self, name: str, tour: Tour, slots: int) -> Communicator:
-        """The flow of messages of that name, by copy engines where wanted and possible."""
-        wanted = self.options.transport
-        if wanted != "group" and self.topology.peer_access and tour.uniform:
-            return self.topology.peer_channel(name, slots)
-        if wanted == "peer" and tour.size > 1:
-            raise ConfigError(
-                f"{self.name} transport peer needs equal blocks that visit every rank, got "
-                f"{tour.seq_len} tokens on the {tour.layout.name} layout: use transport auto"
-            )
-        return self.topology.channel(name)
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Saved]:
-        """See Algorithm.forward. Source: BurstAttention, Algorithm 3."""
-        groups = self._groups(Shape.of(q, k, v, call))
-        if len(groups) == 1:
-            out, lse = self._attend(q, (k, v), call)
-            return out, lse, (q, k, v, out, lse)
-        out = q.new_empty((*q.shape[:3], v.shape[3]))
-        lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulation_dtype(q.dtype))
-        for group in groups:
-            part, part_lse = self._attend(
-                q[:, :, group.q], (k[:, :, group.kv], v[:, :, group.kv]), call
-            )
-            out[:, :, group.q] = part
-            lse[:, group.q] = part_lse
-            del part, part_lse
-        return out, lse, (q, k, v, out, lse)
-
-    def _attend(self, q: Tensor, kv: Block, call: Call) -> tuple[Tensor, Tensor]:
-        """(out, lse) of some heads."""
-        total = Accumulator(q, kv[1].shape[3])
-
-        def visit(block: Block, tiles: tuple[Tile, ...]) -> tuple[GradientSum, ...]:
-            keys, values = block
-            attend_block(total, q, keys, values, tiles, call)
-            return ()
-
-        block = tuple(x.contiguous() for x in kv)
-        self._circulate(block, self._tour(call, "kv"), visit, (), Pending(lambda: None)).wait()
-        return total.result()
-
-    def backward(self, dout: Tensor, saved: Saved, call: Call) -> tuple[Tensor, Tensor, Tensor]:
-        """See Algorithm.backward. Source: BurstAttention, Algorithm 2; differs: see the class."""
-        q, k, v, out, lse = saved
-        return self.differentiate(dout, q, k, v, Statistics(lse, out=out), call)
-
-    def differentiate(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, statistics: Statistics, call: Call
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """As `backward`, where either out or delta is at hand."""
-        shape = Shape.of(q, k, v, call)
-        rule = self._rule(shape, dq=call.dq, dkv=call.dkv)
-        rotate = self._rotate_kv if rule == "kv" else self._rotate_query
-        gradients = [WholeGradient(x) for x in (q, k, v)]
-        coming_home: Pending[None] = Pending(lambda: None)
-        for group in self._groups(shape):
-            own = _Heads(
-                dout[:, :, group.q],
-                q[:, :, group.q],
-                k[:, :, group.kv],
-                v[:, :, group.kv],
-                statistics.heads(group.q),
-                [
-                    partial(whole.put, heads)
-                    for whole, heads in zip(gradients, (group.q, group.kv, group.kv), strict=True)
-                ],
-            )
-            coming_home = rotate(own, call, coming_home)
-        coming_home.wait()
-        dq, dk, dv = (
-            gradient.whole if wanted else x
-            for gradient, wanted, x in zip(
-                gradients, (call.dq, call.dkv, call.dkv), (q, k, v), strict=True
-            )
+    def placement(self, shape: Shape, mask: Mask, phase: Phase) -> RingPlacement:
+        """See Algorithm.placement."""
+        size, chunks = self.topology.size, self.options.chunks
+        ring = RingPlacement(
+            self.layout,
+            size,
+            successive_groups(shape.heads, shape.kv_heads, chunks, shape.elements(size)),
+            wide_gradients=self.options.gradients == "float32",
+            travelling="kv" if phase == "forward" else self._travelling(shape),
         )
-        return dq, dk, dv
+        if self.options.route == "straight":
+            return StraightPlacement(**vars(replace(ring, wide_gradients=False)))
+        if self.options.route == "double":
+            return DoubleRingPlacement(**vars(ring), nodes=self.topology.nodes)
+        return ring
 
-    def _groups(self, shape: Shape) -> tuple[HeadGroup, ...]:
-        elements = shape.elements(self.topology.size)
-        return successive_groups(shape.heads, shape.kv_heads, self.options.chunks, elements)
-
-    def _rule(self, shape: Shape, *, dq: bool = True, dkv: bool = True) -> Literal["kv", "query"]:
-        """What travels in the backward; with "auto" whatever moves fewer bytes a hop.
-
-        Args: dq, dkv: as in Call; the gradients of what travels do so only if they are wanted.
-        """
+    def _travelling(self, shape: Shape) -> Travelling:
+        """What travels in the backward; with "auto" whatever moves fewer bytes a hop."""
         if self.options.backward != "auto":
             return self.options.backward
-        (kv, kv_sums), (query, query_sums) = (self._hop(shape, x) for x in ("kv", "query"))
-        return "kv" if kv + dkv * kv_sums <= query + dq * query_sums else "query"
-
-    def _rotate_kv(self, own: _Heads, call: Call, before: Pending[None]) -> Pending[None]:
-        """K, V and their gradients travel.
-
-        Args: before: see `_circulate`.
-
-        Returns: to be waited for until all sums have been put.
-        """
-        dq = GradientSum(own.q)
-
-        def visit(block: Block, tiles: tuple[Tile, ...]) -> tuple[GradientSum, ...]:
-            k, v = block
-            sums = Gradients(dq, GradientSum(k), GradientSum(v))
-            differentiate_block(sums, own.dout, own.q, k, v, own.statistics, tiles, call)
-            return (sums.dk, sums.dv) if call.dkv else ()
-
-        block, put = (own.k.contiguous(), own.v.contiguous()), own.put[1:] if call.dkv else ()
-        done = self._circulate(block, self._tour(call, "kv"), visit, put, before)
-        own.put[0](dq)
-        return done
-
-    def _rotate_query(self, own: _Heads, call: Call, before: Pending[None]) -> Pending[None]:
-        """Q, dO, delta, lse and dQ travel; otherwise as `_rotate_kv`."""
-        dk, dv = GradientSum(own.k), GradientSum(own.v)
-
-        def visit(block: Block, tiles: tuple[Tile, ...]) -> tuple[GradientSum, ...]:
-            q, dout, delta, lse = block
-            sums = Gradients(GradientSum(q), dk, dv)
-            other = Statistics(lse, delta=delta)
-            differentiate_block(sums, dout, q, own.k, own.v, other, tiles, call)
-            return (sums.dq,) if call.dq else ()
-
-        rows = own.statistics.delta_for(own.dout), own.statistics.lse
-        block = tuple(x.contiguous() for x in (own.q, own.dout, *rows))
-        put = own.put[:1] if call.dq else ()
-        done = self._circulate(block, self._tour(call, "query"), visit, put, before)
-        own.put[1](dk)
-        own.put[2](dv)
-        return done
-
-    def _tour(self, call: Call, moving: Literal["kv", "query"]) -> Tour:
-        return self._way(call.seq_len, call.mask, moving, call.kernel.rectangular_causal)
-
-    def _way(
-        self, seq_len: int, mask: Mask, moving: Literal["kv", "query"], rectangular: bool
-    ) -> Tour:
-        layout = self.layout.within(mask.documents)
-        return Tour(layout, self.topology.size, seq_len, mask, moving, rectangular)
-
-    def _circulate(
-        self, block: Block, tour: Tour, visit: Visit, put: Sequence[Put], before: Pending[None]
-    ) -> Pending[None]:
-        """Sends the local block on its tour and computes with every block that comes by.
-
-        `visit(block, tiles)` may return sums that belong to the block; they travel one step
-        behind it, each stop adding its own.
-
-        Args:
-            put: take the sums of the local block, each with what other ranks added to it.
-            before: of an earlier tour; waited for once this one has something to compute.
-
-        Returns: to be waited for until they have.
-        """
-        rank = self.topology.rank
-        of_blocks, of_sums = _FLOWS
-        blocks = self._flow(of_blocks, tour, slots=2)
-        sums = _TravellingSums(
-            self._flow(of_sums, tour, slots=1), tour, block, self._sum_dtype(block[0].dtype)
-        )
-        held: Block | None = block
-        for step in range(tour.size):
-            arriving = self._post_hop(blocks, held, tour, step, block)
-            own: tuple[GradientSum, ...] = ()
-            if held is not None:
-                own = visit(held, tour.tiles(tour.owner(rank, step), rank))
-            if step == 0:
-                before.wait()
-            sums.after_stop(step, own)
-            held = arriving.wait()
-        return sums.coming_home(put)
-
-    @staticmethod
-    def _post_hop(
-        comm: Communicator, held: Block | None, tour: Tour, step: int, like: Block
-    ) -> Pending[Block | None]:
-        """Posts this step's hop: the held block goes on, the next one comes, if they do."""
-        rank = comm.rank
-        incoming = _buffers(comm, like, tour, step + 1)
-        goes_on = held is not None and step < tour.last(tour.owner(rank, step))
-        hop = comm.exchange(
-            [(tensor, tour.host(rank, 1)) for tensor in held or ()] if goes_on else [],
-            [(tensor, tour.owner(rank, 1)) for tensor in incoming],
-        )
-        return hop.then(lambda _: incoming or None)
-
-    def _sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return accumulation_dtype(dtype) if self.options.gradients == "float32" else dtype
-
-    def _hop(self, shape: Shape, moving: Literal["kv", "query"]) -> tuple[int, int]:
-        """Bytes per batch entry and token of one hop in the backward: (blocks, sums)."""
-        sum_bytes = shape.wide_bytes if self.options.gradients == "float32" else shape.element_bytes
-        if moving == "kv":
-            return shape.kv_width * shape.element_bytes, shape.kv_width * sum_bytes
-        both = shape.query_width + shape.out_width
-        statistics = 2 * shape.heads * shape.wide_bytes
-        return both * shape.element_bytes + statistics, shape.query_width * sum_bytes
-
-    def traffic(self, shape: Shape, mask: Mask, rank: int) -> Traffic:
-        """See Algorithm.traffic. Where every block visits every rank, of S = N/P tokens each:
-
-        forward: P-1 hops of K, V; backward "kv": P-1 hops of K, V, dK, dV; backward "query": P-1
-        hops of Q, dO, dQ and of delta and lse; as often, and as much smaller, as there are groups
-        of heads.
-        """
-        rule = self._rule(shape)
-        size = self.topology.size
-
-        def sent(moving: Literal["kv", "query"]) -> tuple[int, int, int, int]:
-            """Tokens of blocks, of sums, and messages of each that this rank passes on."""
-            tour = self._way(shape.seq_len, mask, moving, rectangular=False)
-            blocks = sums = block_hops = sum_hops = 0
-            for step in range(size):
-                owner = tour.owner(rank, step)
-                tokens = tour.length(owner)
-                if step < tour.last(owner):
-                    blocks, block_hops = blocks + tokens, block_hops + 1
-                if step and tour.stops(owner, step):
-                    sums, sum_hops = sums + tokens, sum_hops + 1
-            return blocks, sums, block_hops, sum_hops
-
-        kv_tokens, _, kv_hops, _ = sent("kv")
-        block_tokens, sum_tokens, block_hops, sum_hops = sent(rule)
-        block_bytes, sum_bytes = self._hop(shape, rule)
-        tensors, sums = (2, 2) if rule == "kv" else (4, 1)
-        groups = len(self._groups(shape))
-        return Traffic(
-            shape.batch * kv_tokens * shape.kv_width * shape.element_bytes,
-            groups * 2 * kv_hops,
-            shape.batch * (block_tokens * block_bytes + sum_tokens * sum_bytes),
-            groups * (tensors * block_hops + sums * sum_hops),
-        )
-
-    def trace(self, seq_len: int, mask: Mask) -> tuple[Work, ...]:
-        """See Algorithm.trace."""
-        size = self.topology.size
-        tour = self._way(seq_len, mask, "kv", rectangular=True)
-        work = []
-        for step in range(size):
-            for host in range(size):
-                owner = tour.owner(host, step)
-                pairs = sum(tile.area for tile in tour.tiles(owner, host))
-                if pairs:
-                    work.append(Work(step, host, (host,), (owner,), pairs))
-        return tuple(work)
-
-
-def _buffers(
-    comm: Communicator, like: Block, tour: Tour, step: int, dtype: torch.dtype | None = None
-) -> Block:
-    """Empty tensors for the block that stops here at a step; none where none does."""
-    owner = tour.owner(comm.rank, step)
-    if step >= tour.size or not tour.stops(owner, step):
-        return ()
-    tokens = tour.length(owner)
-    shapes = [
-        (t.shape[0], tokens, *t.shape[2:]) if t.dim() == 4 else (*t.shape[:2], tokens) for t in like
-    ]
-    described = [(shape, dtype or t.dtype) for shape, t in zip(shapes, like, strict=True)]
-    return comm.buffers(described, like[0].device)
-
-
-class _TravellingSums:
-    """Sums that belong to the travelling blocks, one step behind them, and back home at last."""
-
-    def __init__(self, comm: Communicator, tour: Tour, like: Block, dtype: torch.dtype) -> None:
-        self._comm = comm
-        self._tour = tour
-        self._like = like
-        self._dtype = dtype
-        self._home: tuple[GradientSum, ...] = ()
-        self._before: Block = ()  # of earlier stops, for the block that this rank holds next
-        self._returned: Block = ()
-        self._under_way: list[Pending[None]] = []
-
-    def after_stop(self, step: int, own: tuple[GradientSum, ...]) -> None:
-        """Adds what earlier stops gathered for the same block and sends the sum on."""
-        if step == 0:
-            self._home = own
-            return
-        if not self._home:
-            return
-        self._wait()
-        comm, tour = self._comm, self._tour
-        owner = tour.owner(comm.rank, step)
-        sums: Block = ()
-        if own:
-            earlier = self._before or (None,) * len(own)
-            sums = tuple(
-                mine.result(self._dtype, plus=before)
-                for mine, before in zip(own, earlier, strict=True)
-            )
-        gathered = self._like[: len(self._home)]
-        self._before = _buffers(comm, gathered, tour, step + 1, self._dtype)
-        goes_on = step < tour.last(owner)
-        travel = comm.exchange(
-            [(t, tour.host(comm.rank, 1)) for t in sums] if goes_on else [],
-            [(t, tour.owner(comm.rank, 1)) for t in self._before],
-        )
-        returning: Block = ()
-        if step == tour.last(comm.rank):
-            described = [(tuple(t.shape), self._dtype) for t in gathered]
-            returning = self._returned = comm.buffers(described, gathered[0].device)
-        home = comm.exchange(
-            [(t, owner) for t in sums] if not goes_on else [],
-            [(t, tour.host(comm.rank, step)) for t in returning],
-        )
-        self._under_way = [travel, home]
-
-    def coming_home(self, put: Sequence[Put]) -> Pending[None]:
-        """Once waited for, this rank's own sums have been taken, with what came back for them."""
-
-        def finish() -> None:
-            self._wait()
-            returned = self._returned or (None,) * len(put)
-            for take, total, elsewhere in zip(put, self._home, returned, strict=True):
-                take(total, elsewhere)
-
-        return Pending(finish)
-
-    def _wait(self) -> None:
-        for pending in self._under_way:
-            pending.wait()
-        self._under_way = []
+        wide = self.options.gradients == "float32"
+        e, g = shape.element_bytes, shape.wide_bytes if wide else shape.element_bytes
+        of_queries = (shape.query_width + shape.out_width) * e + shape.query_width * g
+        rows = 2 * shape.heads * shape.wide_bytes
+        return "kv" if shape.kv_width * (e + g) <= of_queries + rows else "query"
 
 
 @register("ring")

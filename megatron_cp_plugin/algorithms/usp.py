@@ -40,13 +40,14 @@ class Usp(HeadSplit):
             ulysses: U; 0: as many ranks as the KV heads allow without being copied, which is the
                 largest common divisor of ranks and KV heads.
             ring: the layout and schedule between teams: "zigzag" or "ring".
-            backward, gradients, transport: of the ring, see there.
+            backward, gradients, route, transport: of the ring, see there.
         """
 
         ulysses: int = 0
         ring: Literal["zigzag", "ring"] = "zigzag"
         backward: Literal["auto", "kv", "query"] = "auto"
         gradients: Literal["float32", "model"] = "float32"
+        route: Literal["ring", "straight", "double"] = "ring"
         transport: Literal["auto", "group", "peer"] = "auto"
 
     options: Options
@@ -54,7 +55,10 @@ class Usp(HeadSplit):
     def __init__(self, topology: Topology, options: Options) -> None:
         super().__init__(topology, options)
         self.ring_options = Ring.Options(
-            backward=options.backward, gradients=options.gradients, transport=options.transport
+            backward=options.backward,
+            gradients=options.gradients,
+            route=options.route,
+            transport=options.transport,
         )
 
     def degree(self, kv_heads: int) -> int:

@@ -3,13 +3,17 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fractions import Fraction
-from typing import Self
+from functools import lru_cache
 
 from torch import Tensor
 
+from megatron_cp_plugin.core.comm import Phase
+from megatron_cp_plugin.core.derive import plan_of
 from megatron_cp_plugin.core.layout import Layout
-from megatron_cp_plugin.core.partial import Accumulator, GradientSum, accumulation_dtype
+from megatron_cp_plugin.core.partial import Accumulator, GradientSum
+from megatron_cp_plugin.core.placement import Placement
+from megatron_cp_plugin.core.plan import PHASES, Plan, Setting
+from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask, Tile
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.kernels.base import SoftmaxKernel, Statistics
@@ -32,61 +36,6 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Shape:
-    """What the volume of communication depends on.
-
-    Attributes:
-        seq_len: global. element_bytes: of q, k, v and out. wide_bytes: of lse and of float32 sums.
-        value_dim: E, the head dim of v and out; 0: that of q and k.
-    """
-
-    batch: int
-    seq_len: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    element_bytes: int = 2
-    wide_bytes: int = 4
-    value_dim: int = 0
-
-    def __post_init__(self) -> None:
-        if not self.value_dim:
-            object.__setattr__(self, "value_dim", self.head_dim)
-
-    @classmethod
-    def of(cls, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Self:
-        """The whole problem, from a rank's q [B,S,H,D], k [B,S,G,D] and v [B,S,G,E]."""
-        batch, _, heads, dim = q.shape
-        wide_bytes = accumulation_dtype(q.dtype).itemsize
-        element_bytes, kv_heads = q.element_size(), k.shape[2]
-        return cls(batch, call.seq_len, heads, kv_heads, dim, element_bytes, wide_bytes, v.shape[3])
-
-    @property
-    def query_width(self) -> int:
-        """Elements of a token's q, and of its dq: HD."""
-        return self.heads * self.head_dim
-
-    @property
-    def out_width(self) -> int:
-        """Elements of a token's out, and of its dout: HE."""
-        return self.heads * self.value_dim
-
-    @property
-    def kv_width(self) -> int:
-        """Elements of a token's k and v, and of dk and dv: GD + GE."""
-        return self.kv_heads * (self.head_dim + self.value_dim)
-
-    def flop(self, size: int) -> int:
-        """FLOP of the forward of one of `size` ranks without a mask."""
-        width = self.query_width + self.out_width
-        return 2 * self.batch * width * self.seq_len**2 // size
-
-    def elements(self, size: int) -> int:
-        """Elements of q of the rank with most tokens, of `size`."""
-        return self.batch * -(-self.seq_len // size) * self.query_width
-
-
-@dataclass(frozen=True)
 class Traffic:
     """What one rank sends in one attention layer."""
 
@@ -94,24 +43,6 @@ class Traffic:
     forward_messages: int
     backward_bytes: int
     backward_messages: int
-
-
-@dataclass(frozen=True)
-class Work:
-    """What one rank computes in one step of the forward.
-
-    Attributes:
-        step, host: when and where. query_owners, key_owners: whose blocks meet.
-        pairs: number of (query, key) pairs computed; a step without work has no Work.
-        share: of the heads, for which they are computed.
-    """
-
-    step: int
-    host: int
-    query_owners: tuple[int, ...]
-    key_owners: tuple[int, ...]
-    pairs: int
-    share: Fraction = Fraction(1)
 
 
 Saved = tuple[Tensor, ...]
@@ -140,6 +71,8 @@ class Algorithm(ABC):
     def __init__(self, topology: Topology, options: Options) -> None:
         self.topology = topology
         self.options = options
+        # Looked up once a pass: at short lengths a step of training is bound by the host.
+        self._plan = lru_cache(maxsize=64)(self._make_plan)
 
     @classmethod
     def layout_for(cls, options: Options) -> Layout:
@@ -178,12 +111,23 @@ class Algorithm(ABC):
         """
 
     @abstractmethod
-    def traffic(self, shape: Shape, mask: Mask, rank: int) -> Traffic:
-        """What `rank` sends, by closed formula; the tests hold it against the counters."""
+    def placement(self, shape: Shape, mask: Mask, phase: Phase) -> Placement:
+        """Which rank computes what, in which order, and from whom it gets the rest, in a pass."""
 
-    @abstractmethod
-    def trace(self, seq_len: int, mask: Mask) -> tuple[Work, ...]:
-        """The forward's plan for all ranks: who computes what in which step."""
+    def plan(
+        self, shape: Shape, mask: Mask, phase: Phase = "forward", *, rectangular: bool = True
+    ) -> Plan:
+        """What all ranks compute and move in one pass. Args: rectangular: as in `plan_tiles`."""
+        return self._plan(shape, mask, phase, rectangular)
+
+    def _make_plan(self, shape: Shape, mask: Mask, phase: Phase, rectangular: bool) -> Plan:
+        setting = Setting(shape.seq_len, mask, phase, rectangular)
+        return plan_of(self.placement(shape, mask, phase), setting)
+
+    def traffic(self, shape: Shape, mask: Mask, rank: int) -> Traffic:
+        """What `rank` sends."""
+        forward, backward = (self.plan(shape, mask, phase).sent(rank, shape) for phase in PHASES)
+        return Traffic(*forward, *backward)
 
 
 def attend_block(

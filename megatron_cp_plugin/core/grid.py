@@ -37,6 +37,10 @@ class Grid:
         column = self._places[rank][1]
         return tuple(sorted(row[column] for row in self.ranks))
 
+    def crossing(self, a: int, b: int) -> int:
+        """The rank in the row of one rank and the column of another."""
+        return self.ranks[self._places[a][0]][self._places[b][1]]
+
     @cached_property
     def _places(self) -> dict[int, tuple[int, int]]:
         return {

@@ -46,6 +46,20 @@ def joined(spans: Iterable[Span]) -> tuple[Span, ...]:
     return tuple(found)
 
 
+def rows_of(spans: tuple[Span, ...], start: int, stop: int) -> tuple[Span, ...]:
+    """Positions of rows [start, stop) of a block."""
+    if not start and stop >= sum(map(len, spans)):
+        return spans
+    found = []
+    for span in spans:
+        first, last = max(start, 0), min(stop, len(span))
+        if first < last:
+            positions = span.positions[first:last]
+            found.append(Span(positions.start, positions.stop, span.step))
+        start, stop = start - len(span), stop - len(span)
+    return tuple(found)
+
+
 class Layout(ABC):
     """Assignment of global positions to ranks. Spans of one rank are disjoint and ascending.
 

@@ -35,6 +35,20 @@ class HeadGroup:
         """Number of KV heads."""
         return self.kv.stop - self.kv.start
 
+    def within(self, outer: "HeadGroup") -> "HeadGroup":
+        """These heads of some heads, as heads of the whole."""
+        q, kv = (
+            slice(whole.start + part.start, whole.start + part.stop)
+            for part, whole in ((self.q, outer.q), (self.kv, outer.kv))
+        )
+        return HeadGroup(q, kv, self.first, self.last)
+
+
+def together(groups: Sequence[HeadGroup]) -> HeadGroup:
+    """The heads of successive groups as one."""
+    q, kv = groups[-1].q.stop, groups[-1].kv.stop
+    return HeadGroup(slice(0, q), slice(0, kv), first=True, last=True)
+
 
 def head_groups(
     heads: int, kv_heads: int, chunks: int, *, share_kv: bool = True

@@ -122,6 +122,28 @@ def plan_tiles(
     return _planned_once(tuple(q_spans), tuple(kv_spans), mask, rectangular)
 
 
+def sees(q_spans: Sequence[Span], kv_spans: Sequence[Span], mask: Mask) -> bool:
+    """Whether any query of a block sees any key of another: whether `plan_tiles` has a tile."""
+    q_spans, kv_spans = (tuple(filter(len, spans)) for spans in (q_spans, kv_spans))
+    if not q_spans or not kv_spans:
+        return False
+    if mask.documents:
+        inside = replace(mask, documents=())
+        found = pieces(q_spans, kv_spans, mask.documents)
+        return any(sees(piece.q, piece.kv, inside) for piece in found)
+    if not mask.causal:
+        return True
+    if any(span.step > 1 for span in (*q_spans, *kv_spans)):
+        return bool(plan_tiles(q_spans, kv_spans, mask))
+    if mask.window is None:
+        return kv_spans[0].start < q_spans[-1].stop
+    return any(
+        max(q.start, kv.start) < min(q.stop, kv.stop + mask.window - 1)
+        for q in q_spans
+        for kv in kv_spans
+    )
+
+
 def _plan(q_spans: Spans, kv_spans: Spans, mask: Mask, rectangular: bool) -> tuple[Tile, ...]:
     rows, cols = (sum(map(len, spans)) for spans in (q_spans, kv_spans))
     if not rows or not cols:

@@ -11,8 +11,8 @@ import yaml
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_cp_plugin.core.algorithm import Shape
 from megatron_cp_plugin.core.partial import accumulation_dtype
+from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.integration.features import Settings, is_latent
 from megatron_cp_plugin.integration.runtime import Runtime
 

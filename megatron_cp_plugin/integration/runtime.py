@@ -13,10 +13,11 @@ from torch import Tensor
 
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.config import ContextParallelConfig
-from megatron_cp_plugin.core.algorithm import Algorithm, Shape
+from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.core.document_layout import PerDocument
 from megatron_cp_plugin.core.layout import positions
 from megatron_cp_plugin.core.linear import LinearAlgorithm
+from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.topology import JointMaking, ProcessGroupTopology, Topology
 
 

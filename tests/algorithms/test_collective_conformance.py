@@ -1,7 +1,7 @@
 """attention2d, allgather, ulysses, usp: what they compute, move and keep, over all grids and teams.
 
 One run serves all questions: out and gradients against unsplit attention in float64, bytes and
-messages against the closed formulas, the plan against the mask.
+messages against the plan, the plan against the mask.
 """
 
 from collections.abc import Iterator
@@ -9,8 +9,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from megatron_cp_plugin.core.algorithm import Algorithm, Call, Shape
+from megatron_cp_plugin.core.algorithm import Algorithm, Call
 from megatron_cp_plugin.core.layout import shard
+from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask, visible_pairs
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.core.virtual import VirtualTopology, run_virtual
@@ -59,8 +60,8 @@ def check(
         assert log.messages(rank=rank, phase="forward") == traffic.forward_messages
         assert log.bytes(rank=rank, phase="backward") == traffic.backward_bytes
         assert log.messages(rank=rank, phase="backward") == traffic.backward_messages
-        trace = algorithm.trace(seq_len, Mask(causal))
-        assert sum(w.pairs * w.share for w in trace) == visible_pairs(seq_len, Mask(causal))
+        plan = algorithm.plan(shape, Mask(causal))
+        assert sum(map(plan.pairs, plan.computes)) == visible_pairs(seq_len, Mask(causal))
 
     run_virtual(size, compare)
 

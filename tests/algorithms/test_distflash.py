@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from megatron_cp_plugin.algorithms import distflash
-from megatron_cp_plugin.algorithms.distflash import Schedule, plan
-from megatron_cp_plugin.core.algorithm import Algorithm, Call, Shape
-from megatron_cp_plugin.core.comm import record_communication
-from megatron_cp_plugin.core.layout import shard, unshard
-from megatron_cp_plugin.core.peer import SlottedCommunicator
+from megatron_cp_plugin.core.algorithm import Call
+from megatron_cp_plugin.core.comm import Communicator, record_communication
+from megatron_cp_plugin.core.plan import Compute, Plan
+from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.core.virtual import VirtualWorld, run_virtual
@@ -20,7 +19,6 @@ from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.kernels.base import Statistics
 from megatron_cp_plugin.kernels.reference import Reference
 from megatron_cp_plugin.registry import create
-from tests.oracle import expected_attention, relative_error
 
 CAUSAL = Mask(causal=True)
 # Figure 1 (b): queries and keys by worker and step, counted from 1; "" waits.
@@ -36,50 +34,80 @@ FIGURE_1 = """
 """
 
 
-def balanced(size: int, tokens: int = 6) -> Schedule:
-    return plan(size, tokens * size, CAUSAL, balanced=True, last_step="owner")
+def plan_of(size: int, mask: Mask = CAUSAL, tokens: int = 6, **options: object) -> Plan:
+    algorithm = create("distflash", VirtualWorld(size).topology(0), options)
+    return algorithm.plan(Shape(1, tokens * size, 1, 1, 8), mask)
+
+
+def balanced(size: int) -> Plan:
+    return plan_of(size, last_step="owner")
+
+
+def steps(plan: Plan) -> list[list[Compute | None]]:
+    """What every rank computes in every step; None: it waits."""
+    found: list[list[Compute | None]] = [[None] * plan.size for _ in range(plan.steps)]
+    for compute in plan.computes:
+        assert found[compute.step][compute.host] is None
+        found[compute.step][compute.host] = compute
+    return found
+
+
+def idle_fraction(plan: Plan) -> Fraction:
+    """Worker-steps without work, as a fraction of the ring's P * P.
+
+    This is how the paper counts (section 3.2): every tile is one unit, the causal ones of the first
+    step too, and the ring's worker-steps are the measure of both schedules. Of its own
+    P * (P/2 + 1) worker-steps the balanced one wastes 1 / (P + 2) where P is even.
+    """
+    waiting = sum(compute is None for step in steps(plan) for compute in step)
+    return Fraction(waiting, plan.size**2)
 
 
 def test_eight_ranks_do_what_figure_1_shows() -> None:
     rows = [line.split() for line in FIGURE_1.strip().splitlines()]
     drawn = [
-        [f"{t.query_owner + 1}{t.key_owner + 1}" if t else "--" for t in tasks]
-        for tasks in balanced(8).steps
+        [f"{c.queries.owners[0] + 1}{c.keys.owners[0] + 1}" if c else "--" for c in step]
+        for step in steps(balanced(8))
     ]
     assert list(map(list, zip(*drawn, strict=True))) == rows
 
 
 @pytest.mark.parametrize("size", range(1, 17))
 def test_idle_fraction_is_that_of_the_paper(size: int) -> None:
-    schedule = balanced(size)
-    assert len(schedule.steps) == size // 2 + 1
-    assert schedule.idle_fraction == (0 if size % 2 else Fraction(1, 2 * size))
-    ring = plan(size, 6 * size, CAUSAL, balanced=False, last_step="owner")
-    assert len(ring.steps) == size
-    assert ring.idle_fraction == Fraction(size**2 - size, 2 * size**2)
+    plan = balanced(size)
+    assert plan.steps == size // 2 + 1
+    assert idle_fraction(plan) == (0 if size % 2 else Fraction(1, 2 * size))
+    ring = plan_of(size, balanced=False, last_step="owner")
+    assert ring.steps == size
+    assert idle_fraction(ring) == Fraction(size**2 - size, 2 * size**2)
 
 
 @pytest.mark.parametrize("size", range(2, 17))
 def test_every_step_after_the_first_has_equal_work(size: int) -> None:
-    for tasks in balanced(size).steps[1:]:
-        assert {task.pairs for task in tasks if task} == {36}
+    plan = balanced(size)
+    for step in steps(plan)[1:]:
+        assert {plan.pairs(compute) for compute in step if compute} == {36}
 
 
 @pytest.mark.parametrize("size", range(2, 17, 2))
 def test_a_shared_last_step_leaves_nobody_waiting(size: int) -> None:
-    schedule = plan(size, 6 * size, CAUSAL, balanced=True, last_step="shared")
-    assert schedule.waiting == 0
-    work = [sum(tasks[rank].pairs for tasks in schedule.steps) for rank in range(size)]
+    plan = plan_of(size, last_step="shared")
+    assert idle_fraction(plan) == 0
+    work = [sum(plan.pairs(c) for c in plan.computes if c.host == rank) for rank in range(size)]
     assert len(set(work)) == 1
+
+
+def has_helpers(plan: Plan) -> bool:
+    return any(move.result for move in plan.moves)
 
 
 @pytest.mark.parametrize("size", range(2, 10))
 @pytest.mark.parametrize("with_helpers", [True, False])
 def test_full_attention_is_the_plain_ring(size: int, with_helpers: bool) -> None:
-    schedule = plan(size, 6 * size, Mask(causal=False), balanced=with_helpers, last_step="owner")
-    assert len(schedule.steps) == size
-    assert schedule.waiting == 0
-    assert not schedule.has_helpers
+    plan = plan_of(size, Mask(causal=False), balanced=with_helpers, last_step="owner")
+    assert plan.steps == size
+    assert idle_fraction(plan) == 0
+    assert not has_helpers(plan)
 
 
 def test_full_attention_is_announced_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -118,37 +146,6 @@ def test_traffic_is_the_closed_formula_for_equal_blocks(size: int, last_step: st
         assert traffic.backward_bytes == 3 * 6 * backward
 
 
-@pytest.mark.parametrize("last_step", ["owner", "shared"])
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("size", range(1, 8))
-def test_copy_engines_find_what_they_need(size: int, overlap: bool, last_step: str) -> None:
-    expected = expected_attention(
-        seq_len=5 * size + size // 2, heads=4, kv_heads=1, head_dim=8, causal=True
-    )
-    seq_len = expected.q.shape[1]
-
-    def body(topology: Topology) -> tuple[Algorithm, tuple[Tensor, ...]]:
-        options = {"overlap": overlap, "last_step": last_step}
-        algorithm = create("distflash", topology, options)
-        q, k, v, dout = (
-            shard(x, 1, algorithm.layout, topology.rank, size)
-            for x in (expected.q, expected.k, expected.v, expected.dout)
-        )
-        call = Call(seq_len, CAUSAL, 8**-0.5, Reference())
-        out, _, saved = algorithm.forward(q, k, v, call)
-        return algorithm, (out, *algorithm.backward(dout, saved, call))
-
-    results = run_virtual(size, body, peer_access=True)
-    for index, name in enumerate(("out", "dq", "dk", "dv")):
-        whole = unshard([tensors[index] for _, tensors in results], 1, results[0][0].layout)
-        assert relative_error(whole, getattr(expected, name)) < 1e-12, name
-    for name in ("_fetches", "_returns"):
-        flows = [getattr(algorithm, name) for algorithm, _ in results]
-        if size > 1:
-            assert all(isinstance(flow, SlottedCommunicator) for flow in flows)
-            assert len({(flow._turn, flow.held_bytes) for flow in flows}) == 1
-
-
 def test_peer_transport_without_peer_access_is_refused() -> None:
     with pytest.raises(ConfigError, match="distflash transport peer needs GPUs of one node"):
         create("distflash", VirtualWorld(2).topology(0), {"transport": "peer"})
@@ -185,21 +182,24 @@ def journals(overlap: bool) -> list[tuple[list[str], list[str]]]:
     """What each of 5 ranks posts, waits for and computes, in order: (forward, backward)."""
 
     def body(topology: Topology) -> tuple[list[str], list[str]]:
-        algorithm = create("distflash", topology, {"overlap": overlap})
         entries: list[str] = []
-        for name in ("fetches", "returns"):
-            channel = getattr(algorithm, f"_{name}")
+        make = topology.channel
 
-            def exchange(sends, receives, channel=channel, name=name):  # type: ignore[no-untyped-def]
+        def noted(name: str) -> Communicator:
+            channel = make(name)
+
+            def exchange(sends, receives):  # type: ignore[no-untyped-def]
                 pending = type(channel).exchange(channel, sends, receives)
                 if not receives:
                     return pending
                 entries.append(f"post {name}")
-                finish = pending._finish
-                pending._finish = lambda: (entries.append(f"wait {name}"), finish())[1]
-                return pending
+                return pending.then(lambda result: entries.append(f"wait {name}") or result)
 
-            channel.exchange = exchange
+            channel.exchange = exchange  # type: ignore[method-assign]
+            return channel
+
+        topology.channel = noted  # type: ignore[method-assign]
+        algorithm = create("distflash", topology, {"overlap": overlap})
         q, k, v, dout = (torch.randn(1, 4, 2, 8) for _ in range(4))
         call = Call(20, CAUSAL, 1.0, _Journal(entries))
         saved = algorithm.forward(q, k, v, call)[2]

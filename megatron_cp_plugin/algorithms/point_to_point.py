@@ -1,0 +1,131 @@
+"""Algorithms that send blocks from rank to rank, as their placement says."""
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Literal
+
+from torch import Tensor
+
+from megatron_cp_plugin.core.algorithm import Algorithm, Call, Saved
+from megatron_cp_plugin.core.comm import Communicator
+from megatron_cp_plugin.core.execute import Channels, follow
+from megatron_cp_plugin.core.passes import Backward, Forward
+from megatron_cp_plugin.core.pipeline import check_chunks
+from megatron_cp_plugin.core.plan import Plan
+from megatron_cp_plugin.core.program import program
+from megatron_cp_plugin.core.shape import Shape
+from megatron_cp_plugin.core.tiles import Mask
+from megatron_cp_plugin.core.topology import Topology
+from megatron_cp_plugin.errors import ConfigError
+from megatron_cp_plugin.kernels.base import Statistics
+
+
+class PointToPoint(Algorithm):
+    """Attention by a plan that `core.execute` follows; subclasses say where blocks meet.
+
+    Attributes: overlap: messages travel during computations.
+    """
+
+    windows = True
+    overlap = True
+
+    @dataclass(frozen=True)
+    class Options(Algorithm.Options):
+        """Options of all of them.
+
+        Attributes:
+            chunks: groups of heads that are computed one after another.
+            transport: "group" (the process group's own, NCCL or gloo), "peer" (copy engines over
+                peer memory: GPUs of one node, of which each exchanges with one other at a time), or
+                "auto", peer where that is possible.
+        """
+
+        chunks: int = 0
+        transport: Literal["auto", "group", "peer"] = "auto"
+
+    options: Options
+
+    def __init__(self, topology: Topology, options: Options) -> None:
+        super().__init__(topology, options)
+        if options.transport == "peer" and topology.size > 1 and not topology.peer_access:
+            raise ConfigError(
+                f"{self.name} transport peer needs GPUs of one node with access to each other's "
+                "memory, got ranks without it: use transport auto or group"
+            )
+
+    @classmethod
+    def check(
+        cls, options: Algorithm.Options, *, size: int, heads: int, kv_heads: int, causal: bool
+    ) -> None:
+        """See Algorithm.check."""
+        assert isinstance(options, cls.Options)
+        check_chunks(cls.name, options.chunks)
+
+    def make_flows(self, shape: Shape) -> None:
+        """See Algorithm.make_flows; some calls need them even where there is peer access."""
+        if self.options.transport != "peer":
+            for name, _ in self._channel_names(self.plan(shape, Mask(), "backward")):
+                self.topology.channel(name)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Saved]:
+        """See Algorithm.forward."""
+        shape, rectangular = Shape.of(q, k, v, call.seq_len), call.kernel.rectangular_causal
+        plan = self.plan(shape, call.mask, "forward", rectangular=rectangular)
+        work = Forward(q, k, v, call, groups=len(plan.groups))
+        follow(plan, self._channels(plan), work, overlap=self.overlap)
+        return work.out, work.lse, (q, k, v, work.out, work.lse)
+
+    def backward(self, dout: Tensor, saved: Saved, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+        """See Algorithm.backward."""
+        q, k, v, out, lse = saved
+        return self.differentiate(dout, q, k, v, Statistics(lse, out=out), call)
+
+    def differentiate(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, statistics: Statistics, call: Call
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As `backward`, where either out or delta is at hand."""
+        shape, rectangular = Shape.of(q, k, v, call.seq_len), call.kernel.rectangular_causal
+        plan = self.plan(shape, call.mask, "backward", rectangular=rectangular)
+        plan = _with_results(plan, dq=call.dq, dkv=call.dkv)
+        work = Backward(dout, q, k, v, statistics, call)
+        follow(plan, self._channels(plan), work, overlap=self.overlap)
+        return work.gradients
+
+    def _channels(self, plan: Plan) -> Channels:
+        """By copy engines where wanted and possible; not between nodes."""
+        inputs, results, *slow = self._channel_names(plan)
+        fast = self._channel(plan, *inputs), self._channel(plan, *results)
+        between = tuple(self.topology.channel(name) for name, _ in slow)
+        return Channels(*fast, *(between or fast))
+
+    def _channel_names(self, plan: Plan) -> list[tuple[str, int]]:
+        """Names of inputs and results, and those that may take several steps; slots of each."""
+        # A sum that is passed on is read at once; what goes straight back may be merged only when
+        # the next has come.
+        results = ("sums", 1) if plan.relay else ("returns", 2)
+        names = [("fetches", 2), results]
+        if program(plan, self.topology.rank).slow:
+            names += [(f"{name} between nodes", slots) for name, slots in names]
+        return names
+
+    def _channel(self, plan: Plan, name: str, slots: int) -> Communicator:
+        wanted, topology = self.options.transport, self.topology
+        if wanted != "group" and topology.peer_access:
+            if program(plan, topology.rank).one_peer:
+                return topology.peer_channel(name, slots)
+            if wanted == "peer":
+                raise ConfigError(
+                    f"{self.name} transport peer needs each rank to exchange with one other at a "
+                    f"time, got another {plan.phase} for this mask: use transport auto"
+                )
+        return topology.channel(name)
+
+
+@lru_cache(maxsize=256)
+def _with_results(plan: Plan, *, dq: bool, dkv: bool) -> Plan:
+    """A plan of a backward in which gradients travel only if they are wanted."""
+    if dq and dkv:
+        return plan
+    wanted = {False: dq, True: dkv}
+    moves = (move for move in plan.moves if not move.result or wanted[move.of_keys])
+    return replace(plan, moves=tuple(moves))

@@ -1,0 +1,80 @@
+"""Where the ranks of a ring meet each other's blocks, and which way these take."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from megatron_cp_plugin.core.placement import BlockPlacement, Place
+
+Travelling = Literal["kv", "query"]
+
+
+@dataclass(frozen=True)
+class RingPlacement(BlockPlacement):
+    """Every block goes round the ring, and is computed with at every rank that it comes to.
+
+    KV blocks go up (rank r to r + 1), query blocks down, so that with a causal mask on a contiguous
+    layout the ranks that need a block come first.
+
+    Attributes: travelling: what goes round.
+    """
+
+    travelling: Travelling = "kv"
+    relay = True
+
+    def place(self, query: int, key: int) -> Iterator[Place]:
+        """See BlockPlacement.place: after as many hops as the blocks are apart."""
+        yield Place(query if self.travelling == "kv" else key, (query - key) % self.size)
+
+
+@dataclass(frozen=True)
+class StraightPlacement(RingPlacement):
+    """The same pairs in the same steps, but blocks and gradients go straight from rank to rank.
+
+    No rank passes on what it does not own, so that with a causal mask on a contiguous layout the
+    busiest one sends about half as much.
+    """
+
+    relay = False
+
+
+@dataclass(frozen=True)
+class DoubleRingPlacement(RingPlacement):
+    """Rings inside nodes, and rings of the ranks that have the same place in their nodes.
+
+    A block goes once to each other node, during all the steps in which it is passed on inside one:
+    so every network card of a node is used, and each carries a block a node, not one a step.
+
+    Source: LoongTrain, Double-Ring-Attention. Differs: gradients are summed inside a node and sent
+    straight home.
+
+    Attributes: nodes: of each rank; equally many ranks on each.
+    """
+
+    nodes: tuple[int, ...] = ()
+
+    def place(self, query: int, key: int) -> Iterator[Place]:
+        """See BlockPlacement.place."""
+        (of_query, first), (of_key, second) = self._places[query], self._places[key]
+        outer = (of_query - of_key) % (self.size // self.lag)
+        inner = (first - second) % self.lag
+        yield Place(query if self.travelling == "kv" else key, outer * self.lag + inner)
+
+    def leg(self, host: int) -> int:
+        """See BlockPlacement.leg: the node."""
+        return self.nodes[host]
+
+    @property
+    def lag(self) -> int:
+        """See BlockPlacement.lag: as many steps as a node has ranks."""
+        return self.nodes.count(self.nodes[0])
+
+    @cached_property
+    def _places(self) -> tuple[tuple[int, int], ...]:
+        """Of each rank the number of its node, and its place in there."""
+        numbers = list(dict.fromkeys(self.nodes))
+        return tuple(
+            (numbers.index(node), self.nodes[:rank].count(node))
+            for rank, node in enumerate(self.nodes)
+        )

@@ -1,0 +1,330 @@
+"""From a placement, a mask and a length to a plan: what every rank computes, sends and receives."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import zip_longest
+from typing import Literal, NamedTuple
+
+from megatron_cp_plugin.core.derive_heads import with_teams
+from megatron_cp_plugin.core.documents import Spans
+from megatron_cp_plugin.core.layout import rows_of
+from megatron_cp_plugin.core.pipeline import together
+from megatron_cp_plugin.core.placement import BlockPlacement, HeadPlacement, Place, Placement
+from megatron_cp_plugin.core.plan import (
+    OF_ROWS,
+    Block,
+    Compute,
+    Kept,
+    Move,
+    Plan,
+    Setting,
+    TensorNames,
+)
+from megatron_cp_plugin.core.tiles import plan_tiles, sees
+
+Side = Literal["queries", "keys"]
+
+
+@lru_cache(maxsize=64)
+def plan_of(placement: Placement, setting: Setting) -> Plan:
+    """The plan of one pass, made once: at short lengths a step of training is bound by the host."""
+    if isinstance(placement, HeadPlacement):
+        return with_teams(placement, plan_of(placement.between, setting))
+    return _Derivation(placement, setting).plan()
+
+
+@dataclass
+class _Visit:
+    """What one rank does with a block that it does not have at home.
+
+    Attributes: first, last: steps. start, stop: rows that it needs; none if it needs nothing.
+    """
+
+    rank: int
+    first: int
+    last: int
+    start: int
+    stop: int
+
+    def add(self, step: int, start: int, stop: int) -> None:
+        self.first, self.last = min(self.first, step), max(self.last, step)
+        if start < stop:
+            empty = self.start == self.stop
+            self.start = start if empty else min(self.start, start)
+            self.stop = stop if empty else max(self.stop, stop)
+
+
+class _Cell(NamedTuple):
+    """A pair of blocks that has a place; start, stop: rows of the queries."""
+
+    place: Place
+    query: int
+    key: int
+    start: int
+    stop: int
+
+
+class _Derivation:
+    """A plan of a block placement in the making: of one group of heads first, then of all."""
+
+    def __init__(self, placement: BlockPlacement, setting: Setting) -> None:
+        self.placement, self.setting = placement, setting
+        size, layout = placement.size, placement.layout.within(setting.mask.documents)
+        self.spans = tuple(layout.spans(rank, size, setting.seq_len) for rank in range(size))
+        self.lengths = tuple(sum(map(len, spans)) for spans in self.spans)
+        self.width = max(self.lengths)
+        self.all_heads = together(placement.groups)
+        self.cells: list[_Cell] = []
+        self.visits: dict[tuple[Side, int], dict[int, _Visit]] = {}
+        for query in range(size):
+            for key in range(size):
+                for place in placement.place(query, key):
+                    self._add(query, key, place)
+        for visits in self.visits.values():
+            self._cut(visits)
+        found = [v.last for visits in self.visits.values() for v in visits.values()]
+        self.steps = 1 + max([*found, *(cell.place.step for cell in self.cells)], default=0)
+
+    def _add(self, query: int, key: int, place: Place) -> None:
+        index, count = place.part
+        tokens = self.lengths[query]
+        start, stop = tokens * index // count, tokens * (index + 1) // count
+        queries, keys = rows_of(self.spans[query], start, stop), self.spans[key]
+        masked = self.placement.masked
+        needed = not masked or sees(queries, keys, self.setting.mask)
+        if needed:
+            self.cells.append(_Cell(place, query, key, start, stop))
+        touched = (start, stop), (0, self.lengths[key])
+        if needed and masked and not self.placement.relay:
+            touched = _touched(queries, keys, self.setting, start)
+        if place.host != query:
+            self._visit("queries", query, place, touched[0] if needed else (0, 0))
+        if place.host != self.placement.key_home(key):
+            self._visit("keys", key, place, touched[1] if needed else (0, 0))
+
+    def _visit(self, side: Side, owner: int, place: Place, rows: tuple[int, int]) -> None:
+        visits = self.visits.setdefault((side, owner), {})
+        if place.host not in visits:
+            visits[place.host] = _Visit(place.host, place.step, place.step, 0, 0)
+        visits[place.host].add(place.step, *rows)
+
+    def _cut(self, visits: dict[int, _Visit]) -> None:
+        """Leaves out what the mask makes needless; a leg goes on to the last that needs it."""
+        placement = self.placement
+        if not placement.masked:
+            return
+        last: dict[int, int] = {}  # by leg
+        for visit in visits.values():
+            if visit.start < visit.stop:
+                leg = placement.leg(visit.rank)
+                last[leg] = max(visit.first, last.get(leg, -1))
+        for visit in list(visits.values()):
+            relayed = placement.relay and visit.first <= last.get(placement.leg(visit.rank), -1)
+            if visit.start == visit.stop and not relayed:
+                del visits[visit.rank]
+
+    def plan(self) -> Plan:
+        placement, setting = self.placement, self.setting
+        templates = [*self._inputs(), *self._results()]
+        computes = list(self._assembled() if placement.assembled else self._computes())
+        moves: list[Move] = [*self._to_key_homes()]
+        for index, group in enumerate(placement.groups):
+            offset = index * self.steps
+            for move in templates:
+                shared = move.of_keys and not (group.last if move.result else group.first)
+                once = move.messages[0][0] in OF_ROWS and placement.assembled
+                if not shared and not (once and index):
+                    heads = self.all_heads if once else group
+                    moves.append(
+                        move._replace(
+                            posted=move.posted + offset, needed=move.needed + offset, heads=heads
+                        )
+                    )
+        moves += self._from_key_homes(len(placement.groups) * self.steps)
+        return Plan(
+            setting.phase,
+            setting.mask,
+            setting.rectangular,
+            self.spans,
+            placement.groups,
+            len(placement.groups) * self.steps,
+            tuple(
+                compute._replace(step=compute.step + index * self.steps, heads=group)
+                for index, group in enumerate(placement.groups)
+                for compute in computes
+            ),
+            tuple(moves),
+            placement.relay,
+            self._kept(),
+        )
+
+    def _computes(self) -> Iterator[Compute]:
+        for place, query, key, start, stop in self.cells:
+            queries = self._block("queries", query, place.host, start, stop)
+            keys = self._block("keys", key, place.host, 0, self.lengths[key])
+            yield Compute(place.step, place.host, queries, keys, self.all_heads)
+
+    def _block(self, side: Side, owner: int, host: int, start: int, stop: int) -> Block:
+        """The rows with which a host computes, no more than it has."""
+        visit = self.visits.get((side, owner), {}).get(host)
+        if visit is not None:
+            start, stop = max(start, visit.start), min(stop, visit.stop)
+        return Block((owner,), start, stop)
+
+    def _assembled(self) -> Iterator[Compute]:
+        """All cells of a rank and step as one computation."""
+        owners: dict[tuple[int, int], tuple[set[int], set[int]]] = {}
+        for (host, step, _), query, key, *_ in self.cells:
+            queries, keys = owners.setdefault((step, host), (set(), set()))
+            queries.add(query)
+            keys.add(key)
+        for (step, host), (queries, keys) in owners.items():
+            q_block, k_block = self._joined(queries), self._joined(keys)
+            yield Compute(step, host, q_block, k_block, self.all_heads)
+
+    def _joined(self, owners: set[int]) -> Block:
+        return Block(tuple(sorted(owners)), 0, sum(self.lengths[owner] for owner in owners))
+
+    def _inputs(self) -> Iterator[Move]:
+        for (side, owner), visits in self.visits.items():
+            for messages in self._messages(side, results=False):
+                for source, posted, visit in self._sources(self._home(side, owner), visits):
+                    yield self._move(
+                        posted, visit.first, source, visit.rank, messages, owner, visit
+                    )
+
+    def _sources(self, home: int, visits: dict[int, _Visit]) -> Iterator[tuple[int, int, _Visit]]:
+        """From whom, and when, every rank gets a block: as soon as the other one has it."""
+        placement = self.placement
+        source = head = home, 0  # of the leg: a rank, and since when it has the block
+        leg = placement.leg(home)
+        for visit in sorted(visits.values(), key=lambda visit: visit.first):
+            if not placement.relay:
+                yield home, visit.first - 1, visit
+                continue
+            has = visit.rank, visit.first
+            if placement.leg(visit.rank) == leg:
+                yield *source, visit
+            else:
+                yield *head, visit
+                leg, head = placement.leg(visit.rank), has
+            source = has
+
+    def _results(self) -> Iterator[Move]:
+        placement = self.placement
+        for (side, owner), visits in self.visits.items():
+            home = self._home(side, owner)
+            legs: dict[int, list[_Visit]] = {}
+            for visit in sorted(visits.values(), key=lambda visit: visit.first):
+                leg = legs.setdefault(placement.leg(visit.rank) if placement.relay else -1, [])
+                # Nothing is sent before there is something to add.
+                if leg or visit.start < visit.stop or not placement.masked:
+                    leg.append(visit)
+            for messages in self._messages(side, results=True):
+                for number, leg in legs.items():
+                    lag = 1 if number in (-1, placement.leg(home)) else placement.lag
+                    for visit, after in zip_longest(leg, leg[1:] if placement.relay else ()):
+                        target, needed = home, visit.last + lag
+                        if after is not None:
+                            target, needed = after.rank, after.last
+                        yield self._move(
+                            visit.last, needed, visit.rank, target, messages, owner, visit
+                        )
+
+    def _move(
+        self,
+        posted: int,
+        needed: int,
+        source: int,
+        target: int,
+        messages: tuple[TensorNames, ...],
+        owner: int,
+        visit: _Visit,
+    ) -> Move:
+        block = Block((owner,), visit.start, visit.stop)
+        tokens = visit.stop - visit.start
+        if self.placement.assembled:
+            tokens = self.width
+        elif self.placement.relay:
+            block, tokens = Block((owner,), 0, self.lengths[owner]), self.lengths[owner]
+        wide = messages[0][0] in self._wide
+        return Move(
+            posted, needed, source, target, messages, block, tokens, self.all_heads, 0, wide
+        )
+
+    @property
+    def _wide(self) -> TensorNames:
+        partials = ("out",) if self.placement.wide_partials else ()
+        return (*partials, "dq", "dk", "dv") if self.placement.wide_gradients else partials
+
+    def _home(self, side: Side, owner: int) -> int:
+        return owner if side == "queries" else self.placement.key_home(owner)
+
+    def _messages(self, side: Side, *, results: bool) -> Iterator[tuple[TensorNames, ...]]:
+        """What travels of a block, in one go each: the tensors by message."""
+        forward, assembled = self.setting.phase == "forward", self.placement.assembled
+        if results and forward:
+            if side == "queries":
+                yield (("out",), ("lse",))
+        elif results:
+            yield (("dq",),) if side == "queries" else _packed(("dk", "dv"), assembled)
+        elif side == "keys":
+            yield _packed(("k", "v"), assembled)
+        elif forward:
+            yield (("q",),)
+        elif assembled:
+            yield (("lse", "delta"),)
+            yield (("q", "dout"),)
+        else:
+            yield (("q",), ("dout",), ("delta",), ("lse",))
+
+    def _to_key_homes(self) -> Iterator[Move]:
+        """Keys and values go home before anything is computed; for the backward they are there."""
+        if self.setting.phase == "forward":
+            for owner, home in self._absent():
+                yield self._whole(-2, -1, owner, home, (("k",), ("v",)), owner)
+
+    def _from_key_homes(self, steps: int) -> Iterator[Move]:
+        if self.setting.phase == "backward":
+            for owner, home in self._absent():
+                yield self._whole(steps, steps + 1, home, owner, (("dk",), ("dv",)), owner)
+
+    def _kept(self) -> tuple[Kept, ...]:
+        if self.setting.phase == "forward":
+            return ()
+        return tuple(Kept(home, ("k", "v"), (owner,)) for owner, home in self._absent())
+
+    def _absent(self) -> Iterator[tuple[int, int]]:
+        for owner in range(self.placement.size):
+            home = self.placement.key_home(owner)
+            if home != owner:
+                yield owner, home
+
+    def _whole(
+        self,
+        posted: int,
+        needed: int,
+        source: int,
+        target: int,
+        messages: tuple[TensorNames, ...],
+        owner: int,
+    ) -> Move:
+        tokens = self.lengths[owner]
+        block = Block((owner,), 0, tokens)
+        return Move(posted, needed, source, target, messages, block, tokens, self.all_heads)
+
+
+def _touched(
+    queries: Spans, keys: Spans, setting: Setting, start: int
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Rows of the whole block of queries, of which `start` come before, and of the keys."""
+    tiles = plan_tiles(queries, keys, setting.mask, rectangular=setting.rectangular)
+    return (
+        (start + min(tile.q.start for tile in tiles), start + max(tile.q.stop for tile in tiles)),
+        (min(tile.kv.start for tile in tiles), max(tile.kv.stop for tile in tiles)),
+    )
+
+
+def _packed(tensors: TensorNames, assembled: bool) -> tuple[TensorNames, ...]:
+    return (tensors,) if assembled else tuple((name,) for name in tensors)

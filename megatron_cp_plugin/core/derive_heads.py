@@ -1,0 +1,122 @@
+"""Plans of teams of ranks that split the heads, from the plan of whole teams."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import accumulate
+
+from megatron_cp_plugin.core.pipeline import HeadGroup
+from megatron_cp_plugin.core.placement import HeadPlacement
+from megatron_cp_plugin.core.plan import (
+    OF_ROWS,
+    RESULTS,
+    Block,
+    Compute,
+    Kept,
+    Move,
+    Plan,
+    TensorNames,
+)
+
+
+def with_teams(placement: HeadPlacement, between: Plan) -> Plan:
+    """The plan of all ranks. Args: between: of the teams, each as if it were one rank."""
+    seq_len = sum(len(span) for spans in between.spans for span in spans)
+    size = len(between.spans) * placement.members
+    layout = placement.layout.within(between.mask.documents)
+    spans = tuple(layout.spans(rank, size, seq_len) for rank in range(size))
+    making = _Teams(placement, between, tuple(sum(map(len, own)) for own in spans))
+    return replace(
+        between,
+        spans=spans,
+        computes=tuple(making.computes()),
+        moves=(*making.exchanged(), *making.moved()),
+        kept=tuple(making.kept()),
+        shares=placement.members,
+    )
+
+
+class _Teams:
+    """The plan of all ranks in the making. Attributes: lengths: tokens of each rank."""
+
+    def __init__(self, placement: HeadPlacement, between: Plan, lengths: tuple[int, ...]) -> None:
+        self.placement, self.between, self.lengths = placement, between, lengths
+        self.members = placement.members
+
+    def computes(self) -> Iterator[Compute]:
+        for compute in self.between.computes:
+            queries, keys = self._block(compute.queries), self._block(compute.keys)
+            for share in range(self.members):
+                host = compute.host * self.members + share
+                yield compute._replace(host=host, queries=queries, keys=keys, share=share)
+
+    def moved(self) -> Iterator[Move]:
+        """Between teams: every rank to the one with the same share of the heads."""
+        for move in self.between.moves:
+            block = self._block(move.block)
+            for share in range(self.members):
+                source, target = (
+                    rank * self.members + share for rank in (move.source, move.target)
+                )
+                yield move._replace(source=source, target=target, block=block, share=share)
+
+    def exchanged(self) -> Iterator[Move]:
+        """The all-to-alls: those of the next group of heads while one is computed."""
+        between, exchanges = self.between, self.placement.exchanges
+        each = between.steps // len(between.groups)
+        # Sums that go round between the teams come home some steps after the last computation.
+        results = (move for move in between.moves if move.result and move.posted < each)
+        late = max((move.needed for move in results), default=each - 1) - (each - 1)
+        starts = list(accumulate((count * each for _, count in exchanges), initial=0))
+        for index, (group, _) in enumerate(exchanges):
+            start, last = starts[index], starts[index + 1] - 1 + late
+            before = starts[index - 1] if index else -1
+            after = max(last + 1, starts[index + 2] - 1 if index + 2 < len(starts) else 0)
+            for messages in self._inputs(group, index):
+                heads = between.heads if messages[0][0] in OF_ROWS else group
+                yield from self._all_to_all(before, start, messages, heads)
+            for messages in self._results(group):
+                yield from self._all_to_all(last, after, messages, group)
+
+    def kept(self) -> Iterator[Kept]:
+        if self.between.phase == "backward" and self.placement.keep:
+            for rank in range(len(self.lengths)):
+                team, share = divmod(rank, self.members)
+                yield Kept(rank, ("q", "k", "v", "lse"), self._ranks((team,)), share)
+
+    def _ranks(self, teams: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(team * self.members + share for team in teams for share in range(self.members))
+
+    def _block(self, block: Block) -> Block:
+        return block._replace(owners=self._ranks(block.owners))
+
+    def _inputs(self, group: HeadGroup, index: int) -> Iterator[tuple[TensorNames, ...]]:
+        again = self.between.phase == "forward" or not self.placement.keep
+        if self.between.phase == "backward":
+            if not index:
+                yield (("delta",), ("lse",)) if again else (("delta",),)
+            yield (("dout",),)
+        if again:
+            yield (("q",),)
+            if group.first:
+                yield (("k",), ("v",))
+
+    def _results(self, group: HeadGroup) -> Iterator[tuple[TensorNames, ...]]:
+        if self.between.phase == "forward":
+            yield (("out",), ("lse",))
+            return
+        yield (("dq",),)
+        if group.last:
+            yield (("dk",), ("dv",))
+
+    def _all_to_all(
+        self, posted: int, needed: int, messages: tuple[TensorNames, ...], heads: HeadGroup
+    ) -> Iterator[Move]:
+        back = messages[0][0] in RESULTS
+        width = max(self.lengths)
+        for source in range(len(self.lengths)):
+            first = source // self.members * self.members
+            for target in range(first, first + self.members):
+                owner, share = (target, source - first) if back else (source, target - first)
+                if source != target:
+                    block = Block((owner,), 0, self.lengths[owner])
+                    yield Move(posted, needed, source, target, messages, block, width, heads, share)

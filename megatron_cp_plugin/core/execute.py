@@ -1,0 +1,210 @@
+"""Follows a plan from rank to rank: one loop, forward and backward, for all such algorithms.
+
+While a rank computes a step, the blocks of the next one come, and results of the last one leave.
+
+B batch, S local tokens, H query heads, G KV heads, D head dim, E that of values.
+"""
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from megatron_cp_plugin.core.comm import Communicator, Described, Pending
+from megatron_cp_plugin.core.partial import accumulation_dtype
+from megatron_cp_plugin.core.pipeline import HeadGroup
+from megatron_cp_plugin.core.plan import OF_KEYS, OF_ROWS, RESULTS, Move, Plan, TensorNames
+from megatron_cp_plugin.core.program import BlockId, Exchange, Program, Task, Turn, program
+
+Tensors = tuple[Tensor, ...]
+Arrived = tuple[tuple[Move, Tensors], ...]
+
+
+class Channels(NamedTuple):
+    """Where messages go: inputs of computations, and results; those that may take several steps
+    on channels of their own, so that no other waits for them.
+    """
+
+    inputs: Communicator
+    results: Communicator
+    slow_inputs: Communicator
+    slow_results: Communicator
+
+
+class Pass(ABC):
+    """What a rank does in one pass: with its own tensors, and with those that come.
+
+    Its tensors are those of one group of heads at a time, from `open` to `close`.
+    """
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        self.q, self.k, self.v = q, k, v
+        self._described: dict[tuple[tuple[TensorNames, ...], int, bool], list[Described]] = {}
+
+    @abstractmethod
+    def open(self, heads: HeadGroup, sent: frozenset[bool]) -> None:
+        """Begins with some heads.
+
+        Args: sent: whether the own block of queries (false), of keys (true), goes to others.
+        """
+
+    @abstractmethod
+    def own(self, of_keys: bool) -> Tensors:
+        """The own block, contiguous, in the order in which its tensors travel."""
+
+    @abstractmethod
+    def compute(self, task: Task, queries: Tensors | None, keys: Tensors | None) -> None:
+        """Computes a task. Args: queries, keys: of another rank; None: the own ones."""
+
+    @abstractmethod
+    def results_for(self, move: Move, before: Tensors | None) -> Tensors:
+        """What was found for another rank's block, with what came of ranks `before`."""
+
+    @abstractmethod
+    def accept(self, move: Move, results: Tensors) -> None:
+        """Adds what another rank found for some rows of the own block."""
+
+    @abstractmethod
+    def close(self, heads: HeadGroup, of_keys: bool, others: Tensors | None) -> None:
+        """Ends with the queries, or keys, of some heads.
+
+        Args: others: what is still to be added, the sum of all other ranks.
+        """
+
+    def describe(self, move: Move) -> list[Described]:
+        """Shapes and dtypes of the tensors of a move."""
+        kind = move.messages, move.tokens, move.wide  # groups have equally many heads
+        if kind not in self._described:
+            names = (name for message in move.messages for name in message)
+            self._described[kind] = [self._describe(name, move) for name in names]
+        return self._described[kind]
+
+    def _describe(self, name: str, move: Move) -> Described:
+        batch, wide = self.q.shape[0], accumulation_dtype(self.q.dtype)
+        if name in OF_ROWS:
+            return (batch, move.heads.heads, move.tokens), wide
+        heads = move.heads.kv_heads if name in OF_KEYS else move.heads.heads
+        dim = (self.v if name in ("v", "dv", "out", "dout") else self.q).shape[3]
+        dtype = wide if move.wide and name in RESULTS else self.q.dtype
+        return (batch, move.tokens, heads, dim), dtype
+
+
+def follow(plan: Plan, channels: Channels, work: Pass, *, overlap: bool = True) -> None:
+    """Does this rank's part of a plan.
+
+    Args: overlap: false waits for each message where it is posted, for measurements.
+    """
+    parts = program(plan, channels.inputs.rank)
+    run = _Run(plan, parts, channels, work)
+    for turn in parts.turns:
+        run.step(turn, overlap=overlap)
+    run.take_results(None)
+
+
+class _Run:
+    """One rank on its way through a plan."""
+
+    def __init__(self, plan: Plan, parts: Program, channels: Channels, work: Pass) -> None:
+        self._relay, self._parts, self._channels, self._work = plan.relay, parts, channels, work
+        self._rank, self._device = channels.inputs.rank, work.q.device
+        self._held: dict[BlockId, Tensors] = {}
+        self._dropped: tuple[BlockId, ...] = ()
+        self._earlier: dict[BlockId, Tensors] = {}  # sums of ranks before this one
+        # Results for the own block that have come, by the first head and whether it is of keys.
+        self._came: Counter[tuple[int, bool]] = Counter()
+        # What is under way, by the step that needs it.
+        self._inputs: dict[int, list[Pending[Arrived]]] = {}
+        self._results: dict[int, list[Pending[Arrived]]] = {}
+        for of_results, moves in parts.receivable:
+            channel = channels.results if of_results else channels.inputs
+            channel.reserve([tensor for move in moves for tensor in work.describe(move)])
+
+    def step(self, turn: Turn, *, overlap: bool) -> None:
+        """Does one step."""
+        work = self._work
+        if turn.first:
+            work.open(turn.heads, self._parts.sent)
+        self._take_inputs(turn.step)
+        if overlap:
+            self._post_inputs(turn)
+        for task in turn.tasks:
+            work.compute(task, self._held.get(task.query), self._held.get(task.key))
+        self._dropped = turn.dropped
+        self.take_results(turn.step)
+        for exchange in turn.results:
+            channel = self._channels.slow_results if exchange.slow else self._channels.results
+            self._results.setdefault(exchange.needed, []).append(self._post(channel, exchange))
+        if not overlap or (turn.last and not self._relay):
+            self.take_results(None)  # straight to their owner, whose sums of these heads end here
+        if turn.last:
+            for of_keys in (False, True):
+                if not self._relay or not self._parts.awaited[of_keys]:
+                    work.close(turn.heads, of_keys, None)
+        if not overlap:
+            self._post_inputs(turn)
+
+    def take_results(self, step: int | None) -> None:
+        """Waits for the results that a step needs, or all, and adds them where they belong."""
+        for needed in sorted(self._results) if step is None else (step,):
+            for pending in self._results.pop(needed, ()):
+                for move, tensors in pending.wait():
+                    self._take(move, tensors)
+
+    def _take(self, move: Move, tensors: Tensors) -> None:
+        (owner,) = move.block.owners
+        if owner != self._rank:
+            self._earlier[owner, move.of_keys] = tensors
+        elif self._is_last(move):
+            self._work.close(move.heads, move.of_keys, tensors)
+        else:
+            self._work.accept(move, tensors)
+
+    def _is_last(self, move: Move) -> bool:
+        """Whether a relay's results for the own block, of some heads, are complete with this."""
+        if not self._relay:
+            return False
+        group = move.heads.q.start, move.of_keys
+        self._came[group] += 1
+        return self._came[group] == self._parts.awaited[move.of_keys]
+
+    def _take_inputs(self, step: int) -> None:
+        arrived = [pending.wait() for pending in self._inputs.pop(step, ())]
+        for block in self._dropped:  # which others have by now
+            self._held.pop(block, None)
+        for each in arrived:
+            for move, tensors in each:
+                self._held[move.block.owners[0], move.of_keys] = tensors
+
+    def _post_inputs(self, turn: Turn) -> None:
+        for exchange in turn.inputs:
+            channel = self._channels.slow_inputs if exchange.slow else self._channels.inputs
+            self._inputs.setdefault(exchange.needed, []).append(self._post(channel, exchange))
+
+    def _post(self, channel: Communicator, exchange: Exchange) -> Pending[Arrived]:
+        sends = [(x, move.target) for move in exchange.sends for x in self._sent(move)]
+        described = [self._work.describe(move) for move in exchange.receives]
+        buffers = channel.buffers([tensor for each in described for tensor in each], self._device)
+        arriving, start = [], 0
+        for move, each in zip(exchange.receives, described, strict=True):
+            arriving.append((move, buffers[start : start + len(each)]))
+            start += len(each)
+        receives = [(buffer, move.source) for move, own in arriving for buffer in own]
+        return channel.exchange(sends, receives).then(lambda _: tuple(arriving))
+
+    def _sent(self, move: Move) -> Sequence[Tensor]:
+        block = move.block.owners[0], move.of_keys
+        if move.result:
+            return self._work.results_for(move, self._earlier.pop(block, None))
+        if block in self._held:
+            return self._held[block]
+        rows = slice(move.block.start, move.block.stop)
+        return [_rows(x, rows) for x in self._work.own(move.of_keys)]
+
+
+def _rows(x: Tensor, rows: slice) -> Tensor:
+    """Some tokens of [B,S,heads,D] or [B,H,S], contiguous."""
+    if rows == slice(0, x.shape[1 if x.dim() == 4 else 2]):
+        return x.contiguous()
+    return (x[:, rows] if x.dim() == 4 else x[:, :, rows]).contiguous()

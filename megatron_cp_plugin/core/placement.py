@@ -1,0 +1,96 @@
+"""A placement: what an algorithm is, for given numbers of ranks and heads, in one pass.
+
+It says which rank computes which queries against which keys, in which step, and from whom it gets
+what it does not own. What travels, and when, follows: see `core.derive`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+from megatron_cp_plugin.core.layout import Layout
+from megatron_cp_plugin.core.pipeline import HeadGroup
+
+
+class Place(NamedTuple):
+    """Where and when a block of queries meets a block of keys.
+
+    Attributes: part: (i, n): only the i-th of n parts of the query rows.
+    """
+
+    host: int
+    step: int
+    part: tuple[int, int] = (0, 1)
+
+
+@dataclass(frozen=True)
+class BlockPlacement(ABC):
+    """Pairs of the ranks' blocks, each pair on one rank; subclasses say where and when.
+
+    Attributes:
+        layout: of the tokens. size: number of ranks. groups: of heads, that are computed one after
+            another in the same way. wide_partials, wide_gradients: partial outputs, and sums of
+            gradients, travel in float32, not in the model's dtype.
+        relay: a block goes from one rank that needs it to the next, its sums behind it; otherwise
+            from its owner straight to each, and results straight back.
+        masked: only what the mask needs travels; otherwise every block goes wherever it has a
+            place.
+        assembled: by collective operations. All that a rank computes in one step is one block of
+            queries and one of keys; blocks are padded to equal lengths; tensors of one kind travel
+            as one; lse and delta of all heads at once.
+    """
+
+    layout: Layout
+    size: int
+    groups: tuple[HeadGroup, ...]
+    wide_partials: bool = False
+    wide_gradients: bool = False
+    relay: ClassVar[bool] = False
+    masked: ClassVar[bool] = True
+    assembled: ClassVar[bool] = False
+
+    @abstractmethod
+    def place(self, query: int, key: int) -> Iterable[Place]:
+        """Where and when the queries of one rank meet the keys of another, whatever the mask."""
+
+    def leg(self, host: int) -> int:
+        """Which part of a relay a rank belongs to.
+
+        The first rank of a leg gets a block from the first one of the leg before, and has `lag`
+        steps for it; the last rank of a leg sends its sum to the block's owner.
+        """
+        return 0
+
+    @property
+    def lag(self) -> int:
+        """Steps that messages between legs may take."""
+        return 1
+
+    def key_home(self, owner: int) -> int:
+        """The rank that has a block of keys before any computation; others get it from there."""
+        return owner
+
+
+@dataclass(frozen=True)
+class HeadPlacement:
+    """Teams of consecutive ranks split the heads; `between` places the blocks of whole teams.
+
+    All tokens of a team come together by all-to-alls inside it, for each rank's share of the
+    heads, and results go back the same way, one group of heads after another.
+
+    Attributes:
+        layout: of the single ranks. members: ranks of a team. between: of the teams, for one share
+            of the heads; its groups are those that it computes one after another.
+        exchanges: groups of heads that are exchanged at a time, each with the number of groups of
+            `between` in it. keep: q, k, v and lse stay exchanged for the backward.
+    """
+
+    layout: Layout
+    members: int
+    between: BlockPlacement
+    exchanges: tuple[tuple[HeadGroup, int], ...]
+    keep: bool
+
+
+Placement = BlockPlacement | HeadPlacement

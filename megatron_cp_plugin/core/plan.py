@@ -1,0 +1,257 @@
+"""A plan: for one pass of an attention, who computes what in which step and what moves for it.
+
+Pure data about all ranks, made before a tensor moves. It is executed, checked, counted and drawn.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from itertools import accumulate
+from typing import NamedTuple
+
+from megatron_cp_plugin.core.assembly import assemble
+from megatron_cp_plugin.core.comm import Phase
+from megatron_cp_plugin.core.documents import Spans
+from megatron_cp_plugin.core.layout import rows_of
+from megatron_cp_plugin.core.pipeline import HeadGroup, together
+from megatron_cp_plugin.core.shape import Shape
+from megatron_cp_plugin.core.tiles import Mask, Tile, plan_tiles
+
+PHASES: tuple[Phase, ...] = ("forward", "backward")
+# Names of tensors: q, k, v, dout, lse, delta are inputs, the others results.
+TensorNames = tuple[str, ...]
+RESULTS = frozenset(("out", "dq", "dk", "dv"))
+OF_KEYS = frozenset(("k", "v", "dk", "dv"))
+OF_ROWS = frozenset(("lse", "delta"))
+
+
+class Setting(NamedTuple):
+    """What a plan depends on beside the placement.
+
+    Attributes: seq_len: global. rectangular: as in `plan_tiles`.
+    """
+
+    seq_len: int
+    mask: Mask
+    phase: Phase
+    rectangular: bool = True
+
+
+class Block(NamedTuple):
+    """Rows [start, stop) of what some ranks own, in its local order.
+
+    Attributes: owners: one rank; several, where their blocks are put together into one.
+    """
+
+    owners: tuple[int, ...]
+    start: int
+    stop: int
+
+
+class Compute(NamedTuple):
+    """Attention of a block of queries over a block of keys, or its gradients.
+
+    Attributes:
+        step, host: when, and the rank that computes. queries, keys: rows of blocks.
+        heads: for which of the host's share of the heads. share: which share that is.
+    """
+
+    step: int
+    host: int
+    queries: Block
+    keys: Block
+    heads: HeadGroup
+    share: int = 0
+
+
+class Move(NamedTuple):
+    """TensorNames of a block that go from one rank to another.
+
+    Inputs of a computation are sent before the computation of step `posted` and must be there
+    before that of step `needed`. Results, which are partial outputs or sums of gradients, are sent
+    after the computation of step `posted` and added to the target's after that of `needed`.
+
+    Attributes:
+        messages: the tensors; those in one tuple travel as one message. tokens: of each message,
+            more than the block has where blocks are padded to equal lengths.
+        heads, share: of which they are, see Compute. wide: results travel in float32, not in the
+            model's dtype.
+    """
+
+    posted: int
+    needed: int
+    source: int
+    target: int
+    messages: tuple[TensorNames, ...]
+    block: Block
+    tokens: int
+    heads: HeadGroup
+    share: int = 0
+    wide: bool = False
+
+    @property
+    def result(self) -> bool:
+        """Whether it carries results."""
+        return self.messages[0][0] in RESULTS
+
+    @property
+    def of_keys(self) -> bool:
+        """Whether its tensors are those of a block of keys."""
+        return self.messages[0][0] in OF_KEYS
+
+
+class Kept(NamedTuple):
+    """What a rank still has from the forward, beside the tensors of its own tokens."""
+
+    rank: int
+    tensors: TensorNames
+    owners: tuple[int, ...]
+    share: int = 0
+
+
+class Sent(NamedTuple):
+    """What a rank sends."""
+
+    bytes: int
+    messages: int
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """One pass of one attention on all ranks.
+
+    Attributes:
+        spans: positions that each rank owns. rectangular: as in `plan_tiles`.
+        groups: of heads of a share, one after another; each takes equally many of the `steps`.
+        relay: results for a block go from rank to rank, each adding its own.
+        kept: what ranks have from the forward. shares: into how many the heads are split among
+            ranks.
+    """
+
+    phase: Phase
+    mask: Mask
+    rectangular: bool
+    spans: tuple[Spans, ...]
+    groups: tuple[HeadGroup, ...]
+    steps: int
+    computes: tuple[Compute, ...]
+    moves: tuple[Move, ...]
+    relay: bool
+    kept: tuple[Kept, ...] = ()
+    shares: int = 1
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.spans)
+
+    @property
+    def heads(self) -> HeadGroup:
+        """All heads of a share."""
+        return together(self.groups)
+
+    def tiles(self, compute: Compute) -> tuple[Tile, ...]:
+        """What is computed; rows and columns count from the first ones of the two blocks.
+
+        Planned on demand: a rank needs no other rank's tiles.
+        """
+        if compute not in self._tiles:
+            queries, keys = (self.positions(block) for block in (compute.queries, compute.keys))
+            self._tiles[compute] = plan_tiles(
+                queries, keys, self.mask, rectangular=self.rectangular
+            )
+        return self._tiles[compute]
+
+    @cached_property
+    def _tiles(self) -> dict[Compute, tuple[Tile, ...]]:
+        return {}
+
+    def positions(self, block: Block) -> Spans:
+        """Those of a block's rows, in its order."""
+        if len(block.owners) == 1:
+            return rows_of(self.spans[block.owners[0]], block.start, block.stop)
+        members = [self.spans[owner] for owner in block.owners]
+        return assemble(members, max(sum(map(len, spans)) for spans in members)).spans
+
+    def pairs(self, compute: Compute) -> Fraction:
+        """Pairs of a query and a key, for all heads, that are computed."""
+        part = Fraction(compute.heads.heads, self.heads.heads * self.shares)
+        return sum(tile.area for tile in self.tiles(compute)) * part
+
+    def sent(self, rank: int, shape: Shape, nodes: Sequence[int] | None = None) -> Sent:
+        """What a rank sends. Args: nodes: of each rank; if given, only to other nodes."""
+        total = messages = 0
+        for (target, _, parts, tokens, heads, wide), count in self._by_source[rank].items():
+            if nodes is None or nodes[target] != nodes[rank]:
+                names = (name for message in parts for name in message)
+                row = sum(row_bytes(name, shape, heads, wide) for name in names)
+                total += count * tokens * row
+                messages += count * len(parts)
+        return Sent(shape.batch * total, messages)
+
+    @cached_property
+    def _by_source(self) -> tuple[Counter[tuple], ...]:
+        found: tuple[Counter[tuple], ...] = tuple(Counter() for _ in range(self.size))
+        for move in self.moves:
+            kind = (move.target, move.result, move.messages, move.tokens, move.heads, move.wide)
+            found[move.source][kind] += 1
+        return found
+
+    def buffer_bytes(self, rank: int, shape: Shape) -> int:
+        """Most bytes that messages of a rank take at a time, beside tensors of its own tokens.
+
+        By liveness: of inputs that it receives from when they are posted until they were last
+        computed with or sent on; of results, sent or received, until they are there.
+        """
+        last_use: dict[tuple[bool, tuple[int, ...]], int] = {}
+        for step, of_keys, owners in self._uses(rank):
+            last_use[of_keys, owners] = max(step, last_use.get((of_keys, owners), step))
+        change: Counter[int] = Counter()
+        for move in self.moves:
+            if move.target == rank or (move.source == rank and move.result):
+                size = shape.batch * move.tokens * move_row_bytes(move, shape)
+                # A step is three moments: messages come and go, computation, results come and go.
+                begin, end = 3 * move.posted + 2, 3 * move.needed + 2
+                if not move.result:
+                    last = last_use.get((move.of_keys, move.block.owners), move.needed)
+                    begin, end = 3 * move.posted, 3 * max(move.needed, last) + 2
+                change[begin] += size
+                change[end] -= size
+        return max(accumulate((change[moment] for moment in sorted(change)), initial=0))
+
+    def _uses(self, rank: int) -> Iterator[tuple[int, bool, tuple[int, ...]]]:
+        """Steps in which a rank needs the tensors of an owner's queries, or keys (true)."""
+        for compute in self.computes:
+            if compute.host == rank:
+                for of_keys, block in ((False, compute.queries), (True, compute.keys)):
+                    for owner in block.owners:
+                        yield compute.step, of_keys, (owner,)
+        for move in self.moves:
+            if move.source == rank and not move.result:
+                yield move.needed - 1, move.of_keys, move.block.owners
+
+    @property
+    def idle(self) -> float:
+        """Idle part of all ranks' time, if a step takes as long as its rank with most to do."""
+        work = [[0.0] * self.size for _ in range(self.steps)]
+        for compute in self.computes:
+            work[compute.step][compute.host] += float(self.pairs(compute))
+        time = sum(map(max, work))
+        return 1 - sum(map(sum, work)) / (self.size * time) if time else 0.0
+
+
+def move_row_bytes(move: Move, shape: Shape) -> int:
+    """Bytes that a token has of all tensors of a move."""
+    names = (name for message in move.messages for name in message)
+    return sum(row_bytes(name, shape, move.heads, move.wide) for name in names)
+
+
+def row_bytes(name: str, shape: Shape, heads: HeadGroup, wide: bool) -> int:
+    """Bytes that a token has of a tensor. Args: wide: results are float32 (float64)."""
+    if name in OF_ROWS:
+        return heads.heads * shape.wide_bytes
+    count = heads.kv_heads if name in OF_KEYS else heads.heads
+    dim = shape.value_dim if name in ("v", "dv", "out", "dout") else shape.head_dim
+    return count * dim * (shape.wide_bytes if wide and name in RESULTS else shape.element_bytes)

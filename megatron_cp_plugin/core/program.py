@@ -1,0 +1,199 @@
+"""One rank's part of a plan, step by step. Made once for each plan and rank."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from operator import itemgetter
+from typing import NamedTuple
+
+from megatron_cp_plugin.core.pipeline import HeadGroup
+from megatron_cp_plugin.core.plan import Move, Plan
+from megatron_cp_plugin.core.tiles import Tile
+
+# The owner of a block, and whether it is one of keys; else it is one of queries.
+BlockId = tuple[int, bool]
+
+
+class Task(NamedTuple):
+    """A computation of this rank; tiles count from the first row of a block as the rank has it."""
+
+    query: BlockId
+    key: BlockId
+    tiles: tuple[Tile, ...]
+    heads: HeadGroup
+
+
+class Exchange(NamedTuple):
+    """What a rank sends and receives at a time; it may be nothing where other ranks do.
+
+    Attributes: needed: in which step it must be there. slow: it may take several steps.
+    """
+
+    needed: int
+    slow: bool
+    sends: tuple[Move, ...]
+    receives: tuple[Move, ...]
+
+
+class Turn(NamedTuple):
+    """What a rank does in one step.
+
+    Attributes:
+        step: its number. heads: of the group; first, last: step of it. inputs: posted before the
+            computation. results: posted after it. dropped: blocks that are not needed after it.
+    """
+
+    step: int
+    heads: HeadGroup
+    first: bool
+    last: bool
+    inputs: tuple[Exchange, ...]
+    tasks: tuple[Task, ...]
+    results: tuple[Exchange, ...]
+    dropped: tuple[BlockId, ...]
+
+
+@dataclass(frozen=True)
+class Program:
+    """What a rank does in a pass.
+
+    Attributes:
+        sent: whether its block of queries (false), of keys (true), goes to others. awaited: how
+            often results for them come from others, for each group of heads.
+        receivable: where ranks receive unequally much, what one exchange of inputs (false), of
+            results (true), brings at most to any rank: a move of each kind, with the most tokens.
+        one_peer: no rank has more than one source, and one target, in an exchange. slow: whether
+            any exchange is.
+    """
+
+    turns: tuple[Turn, ...]
+    sent: frozenset[bool]
+    awaited: tuple[int, int]
+    receivable: tuple[tuple[bool, tuple[Move, ...]], ...]
+    one_peer: bool
+    slow: bool
+
+
+@lru_cache(maxsize=256)
+def program(plan: Plan, rank: int) -> Program:
+    """What `rank` does."""
+    each = plan.steps // len(plan.groups)
+    exchanges, tasks = _exchanges(plan, rank), _tasks(plan, rank)
+    last_use = _last_uses(plan, rank)
+    turns = (
+        Turn(
+            step,
+            plan.groups[step // each],
+            first=step % each == 0,
+            last=step % each == each - 1,
+            inputs=exchanges.get((False, step), ()),
+            tasks=tasks.get(step, ()),
+            results=exchanges.get((True, step), ()),
+            dropped=last_use.get(step, ()),
+        )
+        for step in range(plan.steps)
+    )
+    own = [move for move in plan.moves if move.block.owners[0] == rank]
+    awaited = [move.of_keys for move in own if move.target == rank and move.result]
+    return Program(
+        tuple(turns),
+        frozenset(move.of_keys for move in own if move.source == rank and not move.result),
+        (awaited.count(False) // len(plan.groups), awaited.count(True) // len(plan.groups)),
+        *_all_exchanges(plan),
+    )
+
+
+def _tasks(plan: Plan, rank: int) -> dict[int, tuple[Task, ...]]:
+    """By step."""
+    first_row = {
+        _block_of(move): move.block.start
+        for move in plan.moves
+        if move.target == rank and not move.result
+    }
+    tasks: dict[int, tuple[Task, ...]] = {}
+    for compute in plan.computes:
+        if compute.host == rank and (tiles := plan.tiles(compute)):
+            query, key = (compute.queries.owners[0], False), (compute.keys.owners[0], True)
+            rows = compute.queries.start - first_row.get(query, 0)
+            cols = compute.keys.start - first_row.get(key, 0)
+            if rows or cols:
+                tiles = tuple(tile.moved(rows, cols) for tile in tiles)
+            task = Task(query, key, tiles, compute.heads)
+            tasks[compute.step] = (*tasks.get(compute.step, ()), task)
+    return tasks
+
+
+def _last_uses(plan: Plan, rank: int) -> dict[int, tuple[BlockId, ...]]:
+    """Blocks of others by the step, in each group of heads, in which they are last of use."""
+    each = plan.steps // len(plan.groups)
+    last: dict[tuple[int, BlockId], int] = {}
+
+    def use(block: BlockId, step: int) -> None:
+        last[step // each, block] = max(step, last.get((step // each, block), 0))
+
+    for move in plan.moves:
+        if rank in (move.source, move.target) and not move.result:
+            use(_block_of(move), move.needed if move.target == rank else move.posted)
+    for compute in plan.computes:
+        if compute.host == rank:
+            use((compute.queries.owners[0], False), compute.step)
+            use((compute.keys.owners[0], True), compute.step)
+    dropped: dict[int, tuple[BlockId, ...]] = {}
+    for (_, block), step in last.items():
+        dropped[step] = (*dropped.get(step, ()), block)
+    return dropped
+
+
+def _block_of(move: Move) -> BlockId:
+    return move.block.owners[0], move.of_keys
+
+
+def _exchanges(plan: Plan, rank: int) -> dict[tuple[bool, int], tuple[Exchange, ...]]:
+    """By kind, results or inputs, and step in which they are posted."""
+    found: dict[tuple[bool, int, int], tuple[list[Move], list[Move]]] = {}
+    for move in plan.moves:
+        sends, receives = found.setdefault((move.result, move.posted, move.needed), ([], []))
+        if move.source == rank:
+            sends.append(move)
+        if move.target == rank:
+            receives.append(move)
+    exchanges: dict[tuple[bool, int], tuple[Exchange, ...]] = {}
+    for (result, posted, needed), (sends, receives) in sorted(found.items(), key=itemgetter(0)):
+        exchange = Exchange(needed, needed > posted + 1, tuple(sends), tuple(receives))
+        exchanges[result, posted] = (*exchanges.get((result, posted), ()), exchange)
+    return exchanges
+
+
+def _all_exchanges(plan: Plan) -> tuple[tuple[tuple[bool, tuple[Move, ...]], ...], bool, bool]:
+    """`receivable`, `one_peer` and `slow` of a program."""
+    received: dict[tuple[bool, int, int, int], list[Move]] = {}
+    peers: dict[tuple[bool, int, int, int, bool], set[int]] = {}
+    for move in plan.moves:
+        at = move.result, move.posted, move.needed
+        received.setdefault((*at, move.target), []).append(move)
+        peers.setdefault((*at, move.source, True), set()).add(move.target)
+        peers.setdefault((*at, move.target, False), set()).add(move.source)
+    largest: dict[tuple[object, ...], tuple[Move, ...]] = {}
+    for (result, *_), moves in received.items():
+        kind = result, *((move.messages, move.heads, move.wide) for move in moves)
+        before = largest.get(kind, moves)
+        pairs = zip(before, moves, strict=True)
+        largest[kind] = tuple(max(pair, key=lambda move: move.tokens) for pair in pairs)
+    unequal = {result for result in (False, True) if not _equal_for_all(plan, received, result)}
+    found = tuple((ms[0].result, ms) for ms in largest.values() if ms[0].result in unequal)
+    one_peer = all(len(others) == 1 for others in peers.values())
+    slow = any(needed > posted + 1 for _, posted, needed, _ in received)
+    return found, one_peer, slow
+
+
+def _equal_for_all(
+    plan: Plan, received: Mapping[tuple[bool, int, int, int], Sequence[Move]], result: bool
+) -> bool:
+    """Whether every exchange of inputs, or of results, brings equally much to every rank."""
+    kinds, at = set(), set()
+    for (of_results, posted, needed, _), moves in received.items():
+        if of_results == result:
+            kinds.add(tuple((move.messages, move.tokens, move.wide) for move in moves))
+            at.add((posted, needed))
+    count = sum(of_results == result for of_results, *_ in received)
+    return len(kinds) <= 1 and count == plan.size * len(at)

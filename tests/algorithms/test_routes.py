@@ -1,0 +1,140 @@
+"""Routes of rings: results, bytes over the network, correct plans."""
+
+import pytest
+import torch
+
+import megatron_cp_plugin as cp
+from megatron_cp_plugin.core.layout import shard
+from megatron_cp_plugin.core.plan import PHASES
+from megatron_cp_plugin.core.plan_check import check
+from megatron_cp_plugin.core.shape import Shape
+from megatron_cp_plugin.core.tiles import Mask
+from megatron_cp_plugin.core.topology import Topology
+from megatron_cp_plugin.core.virtual import VirtualTopology, VirtualWorld, run_virtual
+from megatron_cp_plugin.errors import ConfigError
+from megatron_cp_plugin.registry import create, layout_of
+from tests.oracle import expected_attention
+from tests.test_conformance import Case, assert_matches
+
+NODES = [(4, 2), (6, 2), (6, 3), (8, 4)]
+MASKS = [Mask(), Mask(False), Mask(window=9), Mask(documents=(5, 6, 11))]
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize("rule", ["kv", "query"])
+@pytest.mark.parametrize(("algo", "chunks"), [("zigzag", 1), ("zigzag", 2), ("ring", 1)])
+@pytest.mark.parametrize(
+    ("size", "of_node", "route"),
+    [*((*nodes, "double") for nodes in NODES), (3, 3, "straight"), (4, 4, "straight")],
+)
+def test_equals_unsplit_attention(
+    size: int, of_node: int, algo: str, chunks: int, rule: str, route: str, mask: Mask
+) -> None:
+    options: dict[str, object] = {"route": route, "backward": rule, "chunks": chunks}
+    seq_len = 5 * size + 2
+    expected = expected_attention(
+        seq_len=seq_len,
+        heads=4,
+        kv_heads=2,
+        head_dim=8,
+        causal=mask.causal,
+        window=mask.window,
+        cu_seqlens=(0, *mask.documents, seq_len) if mask.documents else None,
+    )
+    layout = layout_of(algo, options)
+
+    def body(topology: Topology):
+        q, k, v, dout = (
+            shard(x, 1, layout, topology.rank, size)
+            for x in (expected.q, expected.k, expected.v, expected.dout)
+        )
+        out = cp.attention(
+            q,
+            k,
+            v,
+            algo=algo,
+            group=topology,
+            causal=mask.causal,
+            window=mask.window,
+            cu_seqlens=(0, *mask.documents, seq_len) if mask.documents else None,
+            seq_len=seq_len,
+            **options,
+        )
+        return (out.detach(), *torch.autograd.grad(out, (q, k, v), dout))
+
+    case = Case(algo, tuple(options.items()))
+    with cp.record_communication() as log:
+        results = run_virtual(size, body, ranks_per_node=of_node)
+    assert_matches(case, results, expected, bound=1e-10)
+
+    def sent(topology: Topology) -> None:
+        shape = Shape(1, seq_len, 4, 2, 8, element_bytes=8, wide_bytes=8)
+        traffic = create(algo, topology, options).traffic(shape, mask, topology.rank)
+        for phase in PHASES:
+            counted = log.bytes(rank=topology.rank, phase=phase)
+            assert counted == getattr(traffic, f"{phase}_bytes")
+
+    run_virtual(size, sent, ranks_per_node=of_node)
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize("algo", ["zigzag", "ring", "usp"])
+def test_plans_are_correct(algo: str, mask: Mask) -> None:
+    for size, of_node in (*NODES, (8, 8), (16, 8), (64, 8)):
+        if algo == "usp" and of_node % 2:
+            continue  # teams of two in nodes of three
+        for rule in ("kv", "query"):
+            options = {"route": "straight" if size == of_node else "double", "backward": rule}
+            if algo == "usp":
+                options["ulysses"] = 2
+            topology = VirtualWorld(size, ranks_per_node=of_node).topology(0)
+            algorithm = create(algo, topology, options)
+            for phase in PHASES if size < 64 else ("backward",):
+                check(algorithm.plan(Shape(1, 2 * size + 7, 4, 2, 8), mask, phase))
+
+
+@pytest.mark.parametrize("nodes", [2, 4, 8, 16])
+def test_a_block_goes_once_to_each_other_node(nodes: int) -> None:
+    """A ring sends N - 1 blocks over the one link between two nodes of 8; here each rank 1/8."""
+    size, seq_len = 8 * nodes, 16 * nodes
+    world = VirtualWorld(size, ranks_per_node=8)
+    shape = Shape(1, seq_len, 1, 1, 8)
+    block = 2 * seq_len // size * 8 * 2
+    blocks = {}
+    for route in ("ring", "double"):
+        algorithm = create("zigzag", world.topology(0), {"route": route})
+        plan = algorithm.plan(shape, Mask())
+        nodes_of = world.topology(0).nodes
+        blocks[route] = {plan.sent(rank, shape, nodes_of).bytes // block for rank in range(size)}
+        total = {plan.sent(rank, shape).bytes // block for rank in range(size)}
+        # Whoever is the first of a node to have a block sends it on twice.
+        assert max(total) <= size - 1 + nodes
+    assert blocks == {"ring": {0, size - 1}, "double": {nodes - 1}}
+
+
+@pytest.mark.parametrize("size", [2, 3, 5, 9, 64])
+def test_straight_ways_halve_what_the_busiest_rank_of_a_contiguous_ring_sends(size: int) -> None:
+    """Rank p lends to P - 1 - p ranks, returns to p; in a ring it passes on p + 1 and p sums."""
+    shape = Shape(1, 4 * size, 4, 4, 8)
+    block = 4 * 2 * 4 * 8 * 2
+    most = {}
+    for route in ("ring", "straight"):
+        topology = VirtualWorld(size).topology(0)
+        options = {"route": route, "backward": "kv", "gradients": "model"}
+        algorithm = create("ring", topology, options)
+        sent = [algorithm.traffic(shape, Mask(), rank) for rank in range(size)]
+        most[route] = max(traffic.backward_bytes // block for traffic in sent)
+    assert most == {"ring": max(2 * size - 3, size - 1), "straight": size - 1}
+
+
+def test_unequal_nodes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(VirtualTopology, "nodes", property(lambda self: (0, 0, 0, 1)))
+    with pytest.raises(ConfigError, match=r"zigzag route double needs as many .* got 3, 1: use"):
+        create("zigzag", VirtualWorld(4).topology(0), {"route": "double"})
+
+
+def test_any_numbering_of_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(VirtualTopology, "nodes", property(lambda self: (0, 1, 1, 0, 2, 2)))
+    algorithm = create("zigzag", VirtualWorld(6).topology(0), {"route": "double"})
+    for phase in PHASES:
+        check(algorithm.plan(Shape(1, 31, 4, 2, 8), Mask(), phase))

@@ -1,0 +1,85 @@
+"""The executor over slots of memory, as copy engines use them, and over process groups."""
+
+import pytest
+from torch import Tensor
+
+from megatron_cp_plugin.core.algorithm import Call
+from megatron_cp_plugin.core.layout import shard, unshard
+from megatron_cp_plugin.core.peer import SlottedCommunicator
+from megatron_cp_plugin.core.tiles import Mask
+from megatron_cp_plugin.core.topology import Topology
+from megatron_cp_plugin.core.virtual import run_virtual
+from megatron_cp_plugin.errors import ConfigError
+from megatron_cp_plugin.kernels.reference import Reference
+from megatron_cp_plugin.registry import create, layout_of
+from tests.oracle import expected_attention, relative_error
+
+Channels = dict[tuple[str, int], SlottedCommunicator]
+
+CASES: list[tuple[str, dict[str, object]]] = [
+    ("ring", {"backward": "kv"}),
+    ("zigzag", {"backward": "query", "chunks": 2}),
+    ("zigzag", {"backward": "kv", "chunks": 2}),
+    ("zigzag", {"backward": "kv", "gradients": "model"}),
+    ("distflash", {"overlap": True}),
+    ("distflash", {"overlap": False, "chunks": 2}),
+    ("distflash", {"last_step": "owner"}),
+]
+
+
+def compare(
+    algo: str, options: dict[str, object], size: int, mask: Mask, seq_len: int
+) -> list[Channels]:
+    """Runs attention over slots, holds it against float64. Returns: the channels of every rank."""
+    expected = expected_attention(
+        seq_len=seq_len, heads=4, kv_heads=2, head_dim=8, causal=mask.causal, window=mask.window
+    )
+
+    def body(topology: Topology) -> tuple[Channels, tuple[Tensor, ...]]:
+        algorithm = create(algo, topology, options)
+        q, k, v, dout = (
+            shard(x, 1, algorithm.layout, topology.rank, size)
+            for x in (expected.q, expected.k, expected.v, expected.dout)
+        )
+        call = Call(seq_len, mask, 8**-0.5, Reference())
+        out, _, saved = algorithm.forward(q, k, v, call)
+        return topology._peer_channels, (out, *algorithm.backward(dout, saved, call))
+
+    results = run_virtual(size, body, peer_access=True)
+    layout = layout_of(algo, options)
+    for index, name in enumerate(("out", "dq", "dk", "dv")):
+        whole = unshard([tensors[index] for _, tensors in results], 1, layout)
+        assert relative_error(whole, getattr(expected, name)) < 1e-12, name
+    return [channels for channels, _ in results]
+
+
+@pytest.mark.parametrize("mask", [Mask(), Mask(False), Mask(window=7)], ids=str)
+@pytest.mark.parametrize("size", range(1, 8))
+@pytest.mark.parametrize(("algo", "options"), CASES, ids=str)
+def test_copy_engines_find_what_they_need(
+    algo: str, options: dict[str, object], size: int, mask: Mask
+) -> None:
+    """Blocks of unequal lengths: all ranks have slots of one size, used in the same turns."""
+    by_rank = compare(algo, options, size, mask, 5 * size + size // 2)
+    assert bool(by_rank[0]) == (size > 1)
+    for name in by_rank[0]:
+        channels = [channels[name] for channels in by_rank]
+        assert len({(channel._turn, channel.held_bytes) for channel in channels}) == 1
+
+
+@pytest.mark.parametrize(("algo", "options"), CASES, ids=str)
+def test_copy_engines_are_used_where_each_rank_has_one_peer_at_a_time(
+    algo: str, options: dict[str, object]
+) -> None:
+    (channels, *_) = compare(algo, options, 4, Mask(), 32)
+    results = ("returns", 2) if algo == "distflash" else ("sums", 1)
+    # Sums of a contiguous ring go on and home at once: so its backward uses the process group.
+    exchanges = {name: channel._turn for name, channel in channels.items()}
+    assert set(exchanges) == {("fetches", 2), results}
+    assert (exchanges[results] > 0) == (algo != "ring")
+    assert exchanges["fetches", 2] >= 2
+
+
+def test_transport_peer_is_refused_where_a_rank_has_two_peers() -> None:
+    with pytest.raises(ConfigError, match="ring transport peer needs each rank to exchange with"):
+        compare("ring", {"backward": "kv", "transport": "peer"}, 4, Mask(), 32)

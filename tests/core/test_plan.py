@@ -1,0 +1,336 @@
+"""Plans of all algorithms: correct ones, as the checker says; their bytes, by closed formulas."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from math import gcd, lcm
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_cp_plugin.core.algorithm import Algorithm
+from megatron_cp_plugin.core.derive import plan_of
+from megatron_cp_plugin.core.layout import LAYOUTS
+from megatron_cp_plugin.core.pipeline import head_groups
+from megatron_cp_plugin.core.placement import BlockPlacement, Place
+from megatron_cp_plugin.core.plan import PHASES, Move, Plan, Setting
+from megatron_cp_plugin.core.plan_check import PlanError, check, check_slots
+from megatron_cp_plugin.core.shape import Shape
+from megatron_cp_plugin.core.tiles import Mask
+from megatron_cp_plugin.core.virtual import VirtualWorld
+from megatron_cp_plugin.registry import create
+
+
+def algorithm(name: str, size: int, **options: object) -> Algorithm:
+    return create(name, VirtualWorld(size).topology(0), options)
+
+
+def variants(size: int) -> Iterator[tuple[str, dict[str, object]]]:
+    """Every algorithm with the options that change its plan."""
+    for rule in ("kv", "query"):
+        yield "ring", {"backward": rule}
+        yield "zigzag", {"backward": rule, "chunks": 2}
+        yield "zigzag", {"backward": rule, "layout": "documents"}
+    for helped in (True, False):
+        for last_step in ("owner", "shared"):
+            yield "distflash", {"balanced": helped, "last_step": last_step, "chunks": 2}
+    yield "allgather", {"chunks": 3}
+    for rows in range(1, size + 1):
+        if size % rows == 0:
+            for variant in ("zigzag", "no"):
+                yield "attention2d", {"rows": rows, "variant": variant, "chunks": 2}
+            yield "attention2d", {"rows": rows, "variant": "overlap"}
+    for keep in ("exchanged", "local"):
+        yield "ulysses", {"keep": keep, "chunks": 2}
+        for team in range(1, size + 1):
+            if size % team == 0:
+                yield "usp", {"keep": keep, "ulysses": team, "chunks": 2}
+                yield "usp", {"keep": keep, "ulysses": team, "ring": "ring", "backward": "query"}
+
+
+@st.composite
+def masks(draw: st.DrawFn, seq_len: int) -> Mask:
+    starts = draw(st.lists(st.integers(1, seq_len), max_size=6))
+    documents = tuple(sorted({start for start in starts if start < seq_len}))
+    causal = draw(st.booleans())
+    window = draw(st.none() | st.integers(1, seq_len)) if causal else None
+    return Mask(causal, window, documents)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_every_plan_is_correct(data: st.DataObject) -> None:
+    size = data.draw(st.integers(1, 12))
+    name, options = data.draw(st.sampled_from(list(variants(size))))
+    seq_len = data.draw(st.integers(1, 5 * size))
+    mask = data.draw(masks(seq_len))
+    # KV heads that the ranks of a team share, hold alone, or hold several of.
+    kv_heads = size * data.draw(st.sampled_from([1, 2]))
+    kv_heads = data.draw(st.sampled_from([1, kv_heads]))
+    shape = Shape(1, seq_len, 4 * size, kv_heads, 8)
+    for phase in PHASES:
+        plan = algorithm(name, size, **options).plan(
+            shape, mask, phase, rectangular=data.draw(st.booleans())
+        )
+        check(plan)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("ring", {}),
+        ("zigzag", {"backward": "query"}),
+        ("zigzag", {"layout": "documents"}),
+        ("distflash", {}),
+        ("allgather", {}),
+        ("attention2d", {}),
+        ("attention2d", {"variant": "no", "rows": 16}),
+        ("attention2d", {"variant": "overlap"}),
+        ("ulysses", {}),
+        ("usp", {"ulysses": 8}),
+    ],
+    ids=str,
+)
+def test_sixty_four_ranks(name: str, options: dict[str, object]) -> None:
+    shape = Shape(1, 150, 64, 64, 8)
+    for phase in PHASES:
+        check(algorithm(name, 64, **options).plan(shape, Mask(), phase))
+
+
+def test_nodes_of_any_numbering() -> None:
+    world = VirtualWorld(8, ranks_per_node=2)
+    plan = create("attention2d", world.topology(0), {"rows": 4}).plan(Shape(1, 40, 4, 4, 8), Mask())
+    check(plan)
+    nodes = world.topology(0).nodes
+    # Rows lie inside nodes: only keys leave them.
+    inside = [move for move in plan.moves if nodes[move.source] == nodes[move.target]]
+    assert {move.of_keys for move in inside} == {False}
+    shape = Shape(1, 40, 4, 4, 8)
+    assert plan.sent(0, shape, nodes).bytes == 3 * 5 * 2 * 4 * 8 * 2 < plan.sent(0, shape).bytes
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 7, 8])
+@pytest.mark.parametrize("name", ["ring", "zigzag", "distflash"])
+def test_two_buffers_are_enough_and_one_is_not(name: str, size: int) -> None:
+    shape = Shape(1, 5 * size + 1, 4, 2, 8)
+    for mask in (Mask(), Mask(False), Mask(window=9)):
+        for phase in PHASES:
+            plan = algorithm(name, size, chunks=2).plan(shape, mask, phase)
+            check_slots(plan, 2)
+            if plan.steps > 2 * len(plan.groups):
+                with pytest.raises(PlanError, match="buffer"):
+                    check_slots(plan, 1)
+
+
+class _Everywhere(BlockPlacement):
+    """A placement that no algorithm has: any rank computes any pair, in any step."""
+
+    def place(self, query: int, key: int) -> Iterator[Place]:
+        yield Place((3 * query + 5 * key) % self.size, (query * key) % 4)
+
+
+def test_any_placement_gives_a_correct_plan() -> None:
+    for size in range(1, 9):
+        placement = _Everywhere(LAYOUTS["zigzag"], size, head_groups(4, 2, 2))
+        for mask in (Mask(), Mask(False), Mask(documents=(3, 17))):
+            for phase in PHASES:
+                check(plan_of(placement, Setting(5 * size + 1, mask, phase)))
+
+
+def changed(plan: Plan, *, drop: Move | None = None, **of_first: object) -> Plan:
+    """The plan without a move, or with a first move of other settings."""
+    if drop is not None:
+        return replace(plan, moves=tuple(move for move in plan.moves if move is not drop))
+    first = plan.moves[0]._replace(**of_first)  # type: ignore[arg-type]
+    return replace(plan, moves=(first, *plan.moves[1:]))
+
+
+SHAPE = Shape(1, 24, 4, 2, 8)
+
+
+@pytest.mark.parametrize("name", ["ring", "zigzag", "distflash", "allgather", "ulysses", "usp"])
+@pytest.mark.parametrize("phase", PHASES)
+def test_every_move_is_needed(name: str, phase: str) -> None:
+    options = {"ulysses": 2} if name == "usp" else {}
+    plan = algorithm(name, 4, **options).plan(SHAPE, Mask(), phase)  # type: ignore[arg-type]
+    check(plan)
+    for move in plan.moves:
+        with pytest.raises(PlanError):
+            check(changed(plan, drop=move))
+
+
+@pytest.mark.parametrize("name", ["zigzag", "distflash"])
+def test_wrong_plans_are_told_apart(name: str) -> None:
+    plan = algorithm(name, 4).plan(SHAPE, Mask())
+    first = plan.moves[0]
+    with pytest.raises(PlanError, match="has no k of rank"):
+        check(changed(plan, needed=first.needed + 1))
+    with pytest.raises(PlanError, match="waits before"):
+        check(changed(plan, needed=first.posted))
+    with pytest.raises(PlanError, match="has no k of rank"):
+        check(changed(plan, block=first.block._replace(start=first.block.start + 1)))
+    with pytest.raises(PlanError, match="times for head"):
+        check(replace(plan, computes=(*plan.computes, plan.computes[0])))
+    with pytest.raises(PlanError, match="0 times for head 0 of share 0, got 1 from the mask"):
+        check(replace(plan, computes=plan.computes[1:]))
+
+
+def test_a_result_that_is_sent_twice() -> None:
+    plan = algorithm("distflash", 5).plan(SHAPE, Mask())
+    (back, *_) = (move for move in plan.moves if move.result)
+    with pytest.raises(PlanError, match=r"rank \d sends out of rank \d twice"):
+        check(replace(plan, moves=(*plan.moves, back)))
+
+
+def test_a_sum_that_leaves_too_early() -> None:
+    plan = algorithm("zigzag", 4).plan(SHAPE, Mask(), "backward")
+    others = [move for move in plan.moves if not move.result]
+    early, *rest = (move for move in plan.moves if move.result)
+    with pytest.raises(PlanError, match="ends with"):
+        check(replace(plan, moves=(*others, early._replace(posted=early.posted - 1), *rest)))
+
+
+# Closed formulas: written down without the plan, for equal blocks of S tokens a rank.
+
+SIZES = (1, 2, 3, 4, 6, 8, 64)
+S, D, E = 8, 16, 24  # tokens a rank, head dims of queries and of values
+
+
+def shape_of(size: int, heads: int, kv_heads: int) -> Shape:
+    return Shape(3, S * size, heads, kv_heads, D, value_dim=E)
+
+
+def assert_sent(
+    name: str,
+    size: int,
+    shape: Shape,
+    expected: tuple[float, int, float, int],
+    mask: Mask | None = None,
+    **options: object,
+) -> None:
+    """Bytes for each token and entry of the batch, and messages, forward and backward."""
+    made = algorithm(name, size, **options)
+    for rank in {0, size // 2, size - 1}:
+        traffic = made.traffic(shape, mask or Mask(), rank)
+        assert traffic.forward_bytes == 3 * S * expected[0]
+        assert traffic.forward_messages == expected[1]
+        assert traffic.backward_bytes == 3 * S * expected[2]
+        assert traffic.backward_messages == expected[3]
+
+
+@pytest.mark.parametrize("wide", [True, False])
+@pytest.mark.parametrize("kv_heads", [8, 2])
+@pytest.mark.parametrize("size", SIZES)
+def test_ring(size: int, kv_heads: int, wide: bool) -> None:
+    """P-1 hops of K, V; backward of K, V, dK, dV or of Q, dO, dQ, delta, lse."""
+    hops, kv, g = size - 1, kv_heads * (D + E), 4 if wide else 2
+    options = {"gradients": "float32" if wide else "model"}
+    by_rule = {
+        "kv": (hops * kv * (2 + g), 4 * hops),
+        "query": (hops * (8 * (D + E) * 2 + 8 * D * g + 2 * 8 * 4), 5 * hops),
+    }
+    for rule, backward in by_rule.items():
+        expected = (hops * kv * 2, 2 * hops, *backward)
+        shape = shape_of(size, 8, kv_heads)
+        assert_sent("zigzag", size, shape, expected, backward=rule, **options)
+        assert_sent("ring", size, shape, expected, Mask(False), backward=rule, **options)
+
+
+@pytest.mark.parametrize("kv_heads", [8, 2])
+@pytest.mark.parametrize("size", SIZES)
+def test_contiguous_ring_with_a_causal_mask(size: int, kv_heads: int) -> None:
+    """Rank p passes on the blocks of ranks 0 to p, and their sums, but the last rank none."""
+    kv = kv_heads * (D + E)
+    made = algorithm("ring", size, backward="kv")
+    for rank in range(size):
+        traffic = made.traffic(shape_of(size, 8, kv_heads), Mask(), rank)
+        blocks = 0 if rank == size - 1 else rank + 1
+        sums = rank  # of every block but its own, on to the next rank or home
+        assert traffic.forward_bytes == 3 * S * blocks * kv * 2
+        assert traffic.backward_bytes == 3 * S * (blocks * kv * 2 + sums * kv * 4)
+
+
+@pytest.mark.parametrize("kv_heads", [8, 2])
+@pytest.mark.parametrize("variant", ["zigzag", "no", "overlap"])
+@pytest.mark.parametrize("size", SIZES)
+def test_grid(size: int, variant: str, kv_heads: int) -> None:
+    """Forward (C-1) (HDe + HEe + Hw) + (R-1) G(D+E)e; backward one HDe and Hw, and KV, more.
+
+    Off the diagonal the paper's variants send G(D+E)e more in each.
+    """
+    q, out, kv = 8 * D * 2, 8 * E * 2, kv_heads * (D + E) * 2
+    for rows in (r for r in range(1, size + 1) if size % r == 0):
+        cols = size // rows
+        made = algorithm("attention2d", size, rows=rows, variant=variant, chunks=1)
+        for rank in range(0, size, max(1, size // 5)):
+            moved = rank != rank % rows * cols + rank // rows
+            transposed = kv if variant != "zigzag" and 1 < rows < size and moved else 0
+            traffic = made.traffic(shape_of(size, 8, kv_heads), Mask(), rank)
+            row, column = cols - 1, rows - 1
+            assert traffic.forward_bytes == 3 * S * (
+                row * (q + out + 8 * 4) + column * kv + transposed
+            )
+            assert traffic.backward_bytes == 3 * S * (
+                row * (2 * q + out + 2 * 8 * 4) + column * 2 * kv + transposed
+            )
+            if variant == "overlap":
+                assert traffic.forward_messages == 3 * row + 2 * column + 2 * (transposed > 0)
+                assert traffic.backward_messages == 5 * row + 4 * column + 2 * (transposed > 0)
+            else:
+                assert traffic.forward_messages == 3 * row + column + 2 * (transposed > 0)
+                assert traffic.backward_messages == 3 * row + 2 * column + 2 * (transposed > 0)
+
+
+@pytest.mark.parametrize("kv_heads", [8, 2])
+@pytest.mark.parametrize("size", SIZES)
+def test_allgather(size: int, kv_heads: int) -> None:
+    """P-1 times K and V; back also dK and dV; by groups of heads in as many messages more."""
+    others, kv = size - 1, kv_heads * (D + E) * 2
+    shape = shape_of(size, 8, kv_heads)
+    for chunks in (1, 2):
+        expected = (others * kv, chunks * others, others * 2 * kv, 2 * chunks * others)
+        assert_sent("allgather", size, shape, expected, chunks=chunks)
+    wide = (others * kv, others, others * 3 * kv, 2 * others)
+    assert_sent("allgather", size, shape, wide, chunks=1, gradients="float32")
+
+
+def exchanged(size: int, heads: int, kv_heads: int, keep: str) -> tuple[float, float]:
+    """(P-1)/P times HDe + HEe + V(D+E)e + Hw; keep=local one HDe + V(D+E)e + Hw more."""
+    sent = lcm(kv_heads, size)
+    q, out, kv, row = heads * D * 2, heads * E * 2, sent * (D + E) * 2, heads * 4
+    part = (size - 1) / size
+    again = q + kv + row if keep == "local" else 0
+    return part * (q + out + kv + row), part * (q + out + kv + row + again)
+
+
+@pytest.mark.parametrize("keep", ["exchanged", "local"])
+@pytest.mark.parametrize("kv_heads", [64, 4, 1])
+@pytest.mark.parametrize("size", [1, 2, 4, 8, 16, 64])
+def test_ulysses(size: int, kv_heads: int, keep: str) -> None:
+    forward, backward = exchanged(size, 64, kv_heads, keep)
+    # q, k, v there, out and lse back; dout and delta there, dq, dk and dv back.
+    messages = 5 * (size - 1), (5 if keep == "exchanged" else 9) * (size - 1)
+    expected = (forward, messages[0], backward, messages[1])
+    assert_sent("ulysses", size, shape_of(size, 64, kv_heads), expected, keep=keep, chunks=1)
+
+
+@pytest.mark.parametrize("kv_heads", [32, 4])
+@pytest.mark.parametrize("size", [4, 8, 64])
+def test_usp(size: int, kv_heads: int) -> None:
+    """What ulysses sends in a team, and a ring of the teams for one rank's heads."""
+    for team in (0, 2, size):
+        if team > 32:
+            continue
+        ranks = team or gcd(size, kv_heads)
+        forward, backward = exchanged(ranks, 32, kv_heads, "exchanged")
+        hops = size // ranks - 1
+        kv = lcm(kv_heads, ranks) // ranks * (D + E) * ranks  # of all tokens of a team
+        hop = {"forward": hops * kv * 2, "backward": hops * kv * (2 + 4)}
+        expected = (
+            forward + hop["forward"],
+            5 * (ranks - 1) + 2 * hops,
+            backward + hop["backward"],
+            5 * (ranks - 1) + 4 * hops,
+        )
+        options = {"ulysses": team, "backward": "kv", "chunks": 1}
+        assert_sent("usp", size, shape_of(size, 32, kv_heads), expected, **options)
