@@ -1,14 +1,14 @@
 """From a placement, a mask and a length to a plan: what every rank computes, sends and receives."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import zip_longest
 from typing import Literal, NamedTuple
 
 from megatron_cp_plugin.core.derive_heads import with_teams
-from megatron_cp_plugin.core.documents import Spans
-from megatron_cp_plugin.core.layout import rows_of
+from megatron_cp_plugin.core.documents import Spans, by_document
+from megatron_cp_plugin.core.layout import Layout, rows_of
 from megatron_cp_plugin.core.pipeline import together
 from megatron_cp_plugin.core.placement import BlockPlacement, HeadPlacement, Place, Placement
 from megatron_cp_plugin.core.plan import (
@@ -21,7 +21,7 @@ from megatron_cp_plugin.core.plan import (
     Setting,
     TensorNames,
 )
-from megatron_cp_plugin.core.tiles import plan_tiles, sees
+from megatron_cp_plugin.core.tiles import Mask, plan_tiles, sees
 
 Side = Literal["queries", "keys"]
 
@@ -72,9 +72,12 @@ class _Derivation:
         self.placement, self.setting = placement, setting
         size, layout = placement.size, placement.layout.within(setting.mask.documents)
         self.spans = tuple(layout.spans(rank, size, setting.seq_len) for rank in range(size))
+        if placement.masked:
+            self.seen = _seen(layout, size, setting.seq_len, setting.mask)
         self.lengths = tuple(sum(map(len, spans)) for spans in self.spans)
         self.width = max(self.lengths)
-        self.all_heads = together(placement.groups)
+        groups = placement.groups
+        self.all_heads = groups[0] if len(groups) == 1 else together(groups)
         self.cells: list[_Cell] = []
         self.visits: dict[tuple[Side, int], dict[int, _Visit]] = {}
         for query in range(size):
@@ -90,9 +93,12 @@ class _Derivation:
         index, count = place.part
         tokens = self.lengths[query]
         start, stop = tokens * index // count, tokens * (index + 1) // count
-        queries, keys = rows_of(self.spans[query], start, stop), self.spans[key]
+        queries, keys = self.spans[query], self.spans[key]
         masked = self.placement.masked
-        needed = not masked or sees(queries, keys, self.setting.mask)
+        needed = not masked or self.seen[query][key]
+        if needed and masked and count > 1:
+            queries = rows_of(queries, start, stop)
+            needed = sees(queries, keys, self.setting.mask)
         if needed:
             self.cells.append(_Cell(place, query, key, start, stop))
         touched = (start, stop), (0, self.lengths[key])
@@ -134,13 +140,13 @@ class _Derivation:
             for move in templates:
                 shared = move.of_keys and not (group.last if move.result else group.first)
                 once = move.messages[0][0] in OF_ROWS and placement.assembled
-                if not shared and not (once and index):
-                    heads = self.all_heads if once else group
-                    moves.append(
-                        move._replace(
-                            posted=move.posted + offset, needed=move.needed + offset, heads=heads
-                        )
-                    )
+                if shared or (once and index):
+                    continue
+                heads = self.all_heads if once else group
+                if offset or heads is not move.heads:
+                    posted, needed = move.posted + offset, move.needed + offset
+                    move = move._replace(posted=posted, needed=needed, heads=heads)
+                moves.append(move)
         moves += self._from_key_homes(len(placement.groups) * self.steps)
         return Plan(
             setting.phase,
@@ -313,6 +319,24 @@ class _Derivation:
         tokens = self.lengths[owner]
         block = Block((owner,), 0, tokens)
         return Move(posted, needed, source, target, messages, block, tokens, self.all_heads)
+
+
+@lru_cache(maxsize=16)  # both passes of a micro-batch have the same
+def _seen(layout: Layout, size: int, seq_len: int, mask: Mask) -> tuple[tuple[bool, ...], ...]:
+    """[query owner][key owner]: whether any query of the one sees any key of the other."""
+    spans = [tuple(filter(len, layout.spans(rank, size, seq_len))) for rank in range(size)]
+    if not mask.documents or any(span.step > 1 for own in spans for span in own):
+        return tuple(tuple(sees(q, k, mask) for k in spans) for q in spans)
+    # A block's documents are looked up once, not for each other block.
+    inside = replace(mask, documents=())
+    parts = [by_document(own, mask.documents) if own else {} for own in spans]
+    return tuple(
+        tuple(
+            any(sees(of_query[n][1], of_key[n][1], inside) for n in of_query.keys() & of_key.keys())
+            for of_key in parts
+        )
+        for of_query in parts
+    )
 
 
 def _touched(
