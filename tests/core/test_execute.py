@@ -108,7 +108,7 @@ def compare(
 
 
 @pytest.mark.parametrize("mask", [Mask(), Mask(False), Mask(window=7)], ids=str)
-@pytest.mark.parametrize("size", range(1, 8))
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize(("algo", "options"), CASES, ids=str)
 def test_copy_engines_find_what_they_need(
     algo: str, options: dict[str, object], size: int, mask: Mask
