@@ -149,15 +149,15 @@ def _steps(plan: Plan) -> tuple[tuple[Cell | None, ...], ...]:
     found: dict[tuple[int, int], list[Compute]] = {}
     for compute in plan.computes:
         if plan.tiles(compute):
-            found.setdefault((compute.step, compute.host), []).append(compute)
+            found.setdefault((compute.step, compute.rank), []).append(compute)
     count = max((step for step, _ in found), default=-1) + 1
     return tuple(
-        tuple(_cell(plan, host, found.get((step, host), [])) for host in range(plan.size))
+        tuple(_cell(plan, rank, found.get((step, rank), [])) for rank in range(plan.size))
         for step in range(count)
     )
 
 
-def _cell(plan: Plan, host: int, computes: Sequence[Compute]) -> Cell | None:
+def _cell(plan: Plan, rank: int, computes: Sequence[Compute]) -> Cell | None:
     if not computes:
         return None
     share = Fraction(computes[0].heads.heads, plan.heads.heads * plan.shares)
@@ -166,7 +166,7 @@ def _cell(plan: Plan, host: int, computes: Sequence[Compute]) -> Cell | None:
     for compute in computes:
         keys.setdefault(compute.queries.owners, []).extend(compute.keys.owners)
     text = ", ".join(f"q{_ranks(q)} k{_ranks(k)}{heads}" for q, k in keys.items())
-    return Cell(text, float(sum(map(plan.pairs, computes))), own=set(keys) == {(host,)})
+    return Cell(text, float(sum(map(plan.pairs, computes))), own=set(keys) == {(rank,)})
 
 
 def _ranks(owners: Sequence[int]) -> str:

@@ -59,13 +59,13 @@ class GridPlacement(BlockPlacement):
     grid: Grid = field(kw_only=True)
     masked = False
 
-    def key_home(self, owner: int) -> int:
-        """See BlockPlacement.key_home: a rank of the column that gathers the keys."""
+    def key_holder(self, owner: int) -> int:
+        """See BlockPlacement.key_holder: a rank of the column that gathers the keys."""
         return self.grid.key_owners.index(owner)
 
     def crossing(self, query: int, key: int) -> int:
         """The rank in the row of the queries and the column of the keys."""
-        return self.grid.crossing(query, self.key_home(key))
+        return self.grid.crossing(query, self.key_holder(key))
 
     def place(self, query: int, key: int) -> Iterator[Place]:
         """See BlockPlacement.place."""
@@ -97,7 +97,7 @@ class GridRingPlacement(GridPlacement):
         row, column = self.grid.row(rank), self.grid.column(rank)
         rows, cols = len(column), len(row)
         of_query = (row.index(query) - row.index(rank)) % cols
-        of_key = (column.index(self.key_home(key)) - column.index(rank)) % rows
+        of_key = (column.index(self.key_holder(key)) - column.index(rank)) % rows
         if not of_query:
             yield Place(rank, of_key)
         elif self.backward and of_query == cols - 1:

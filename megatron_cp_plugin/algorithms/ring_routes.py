@@ -12,7 +12,7 @@ Travelling = Literal["kv", "query"]
 
 @dataclass(frozen=True)
 class RingPlacement(BlockPlacement):
-    """Every block goes round the ring, and is computed with at every rank that it comes to.
+    """Every block goes round the ring, and is computed with at every rank that receives it.
 
     KV blocks go up (rank r to r + 1), query blocks down, so that with a causal mask on a contiguous
     layout the ranks that need a block come first.
@@ -47,7 +47,7 @@ class DoubleRingPlacement(RingPlacement):
     so every network card of a node is used, and each carries a block a node, not one a step.
 
     Source: LoongTrain, Double-Ring-Attention. Differs: gradients are summed inside a node and sent
-    straight home.
+    straight to their owner.
 
     Attributes: nodes: of each rank; equally many ranks on each.
     """
@@ -61,9 +61,9 @@ class DoubleRingPlacement(RingPlacement):
         inner = (first - second) % self.lag
         yield Place(query if self.travelling == "kv" else key, outer * self.lag + inner)
 
-    def leg(self, host: int) -> int:
+    def leg(self, rank: int) -> int:
         """See BlockPlacement.leg: the node."""
-        return self.nodes[host]
+        return self.nodes[rank]
 
     @property
     def lag(self) -> int:

@@ -1,14 +1,14 @@
 """From a placement, a mask and a length to a plan: what every rank computes, sends and receives."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import zip_longest
 from typing import Literal, NamedTuple
 
 from megatron_cp_plugin.core.derive_heads import with_teams
-from megatron_cp_plugin.core.documents import Spans
-from megatron_cp_plugin.core.layout import rows_of
+from megatron_cp_plugin.core.documents import Spans, by_document
+from megatron_cp_plugin.core.layout import Layout, rows_of
 from megatron_cp_plugin.core.pipeline import together
 from megatron_cp_plugin.core.placement import BlockPlacement, HeadPlacement, Place, Placement
 from megatron_cp_plugin.core.plan import (
@@ -21,7 +21,7 @@ from megatron_cp_plugin.core.plan import (
     Setting,
     TensorNames,
 )
-from megatron_cp_plugin.core.tiles import plan_tiles, sees
+from megatron_cp_plugin.core.tiles import Mask, plan_tiles, sees
 
 Side = Literal["queries", "keys"]
 
@@ -36,7 +36,7 @@ def plan_of(placement: Placement, setting: Setting) -> Plan:
 
 @dataclass
 class _Visit:
-    """What one rank does with a block that it does not have at home.
+    """What one rank does with a block that it did not hold before.
 
     Attributes: first, last: steps. start, stop: rows that it needs; none if it needs nothing.
     """
@@ -72,9 +72,12 @@ class _Derivation:
         self.placement, self.setting = placement, setting
         size, layout = placement.size, placement.layout.within(setting.mask.documents)
         self.spans = tuple(layout.spans(rank, size, setting.seq_len) for rank in range(size))
+        if placement.masked:
+            self.seen = _seen(layout, size, setting.seq_len, setting.mask)
         self.lengths = tuple(sum(map(len, spans)) for spans in self.spans)
         self.width = max(self.lengths)
-        self.all_heads = together(placement.groups)
+        groups = placement.groups
+        self.all_heads = groups[0] if len(groups) == 1 else together(groups)
         self.cells: list[_Cell] = []
         self.visits: dict[tuple[Side, int], dict[int, _Visit]] = {}
         for query in range(size):
@@ -90,24 +93,27 @@ class _Derivation:
         index, count = place.part
         tokens = self.lengths[query]
         start, stop = tokens * index // count, tokens * (index + 1) // count
-        queries, keys = rows_of(self.spans[query], start, stop), self.spans[key]
+        queries, keys = self.spans[query], self.spans[key]
         masked = self.placement.masked
-        needed = not masked or sees(queries, keys, self.setting.mask)
+        needed = not masked or self.seen[query][key]
+        if needed and masked and count > 1:
+            queries = rows_of(queries, start, stop)
+            needed = sees(queries, keys, self.setting.mask)
         if needed:
             self.cells.append(_Cell(place, query, key, start, stop))
         touched = (start, stop), (0, self.lengths[key])
         if needed and masked and not self.placement.relay:
             touched = _touched(queries, keys, self.setting, start)
-        if place.host != query:
+        if place.rank != query:
             self._visit("queries", query, place, touched[0] if needed else (0, 0))
-        if place.host != self.placement.key_home(key):
+        if place.rank != self.placement.key_holder(key):
             self._visit("keys", key, place, touched[1] if needed else (0, 0))
 
     def _visit(self, side: Side, owner: int, place: Place, rows: tuple[int, int]) -> None:
         visits = self.visits.setdefault((side, owner), {})
-        if place.host not in visits:
-            visits[place.host] = _Visit(place.host, place.step, place.step, 0, 0)
-        visits[place.host].add(place.step, *rows)
+        if place.rank not in visits:
+            visits[place.rank] = _Visit(place.rank, place.step, place.step, 0, 0)
+        visits[place.rank].add(place.step, *rows)
 
     def _cut(self, visits: dict[int, _Visit]) -> None:
         """Leaves out what the mask makes needless; a leg goes on to the last that needs it."""
@@ -128,20 +134,20 @@ class _Derivation:
         placement, setting = self.placement, self.setting
         templates = [*self._inputs(), *self._results()]
         computes = list(self._assembled() if placement.assembled else self._computes())
-        moves: list[Move] = [*self._to_key_homes()]
+        moves: list[Move] = [*self._to_key_holders()]
         for index, group in enumerate(placement.groups):
             offset = index * self.steps
             for move in templates:
                 shared = move.of_keys and not (group.last if move.result else group.first)
                 once = move.messages[0][0] in OF_ROWS and placement.assembled
-                if not shared and not (once and index):
-                    heads = self.all_heads if once else group
-                    moves.append(
-                        move._replace(
-                            posted=move.posted + offset, needed=move.needed + offset, heads=heads
-                        )
-                    )
-        moves += self._from_key_homes(len(placement.groups) * self.steps)
+                if shared or (once and index):
+                    continue
+                heads = self.all_heads if once else group
+                if offset or heads is not move.heads:
+                    posted, needed = move.posted + offset, move.needed + offset
+                    move = move._replace(posted=posted, needed=needed, heads=heads)
+                moves.append(move)
+        moves += self._from_key_holders(len(placement.groups) * self.steps)
         return Plan(
             setting.phase,
             setting.mask,
@@ -161,13 +167,13 @@ class _Derivation:
 
     def _computes(self) -> Iterator[Compute]:
         for place, query, key, start, stop in self.cells:
-            queries = self._block("queries", query, place.host, start, stop)
-            keys = self._block("keys", key, place.host, 0, self.lengths[key])
-            yield Compute(place.step, place.host, queries, keys, self.all_heads)
+            queries = self._block("queries", query, place.rank, start, stop)
+            keys = self._block("keys", key, place.rank, 0, self.lengths[key])
+            yield Compute(place.step, place.rank, queries, keys, self.all_heads)
 
-    def _block(self, side: Side, owner: int, host: int, start: int, stop: int) -> Block:
-        """The rows with which a host computes, no more than it has."""
-        visit = self.visits.get((side, owner), {}).get(host)
+    def _block(self, side: Side, owner: int, rank: int, start: int, stop: int) -> Block:
+        """The rows with which a rank computes, no more than it has."""
+        visit = self.visits.get((side, owner), {}).get(rank)
         if visit is not None:
             start, stop = max(start, visit.start), min(stop, visit.stop)
         return Block((owner,), start, stop)
@@ -175,13 +181,13 @@ class _Derivation:
     def _assembled(self) -> Iterator[Compute]:
         """All cells of a rank and step as one computation."""
         owners: dict[tuple[int, int], tuple[set[int], set[int]]] = {}
-        for (host, step, _), query, key, *_ in self.cells:
-            queries, keys = owners.setdefault((step, host), (set(), set()))
+        for (rank, step, _), query, key, *_ in self.cells:
+            queries, keys = owners.setdefault((step, rank), (set(), set()))
             queries.add(query)
             keys.add(key)
-        for (step, host), (queries, keys) in owners.items():
+        for (step, rank), (queries, keys) in owners.items():
             q_block, k_block = self._joined(queries), self._joined(keys)
-            yield Compute(step, host, q_block, k_block, self.all_heads)
+            yield Compute(step, rank, q_block, k_block, self.all_heads)
 
     def _joined(self, owners: set[int]) -> Block:
         return Block(tuple(sorted(owners)), 0, sum(self.lengths[owner] for owner in owners))
@@ -189,19 +195,19 @@ class _Derivation:
     def _inputs(self) -> Iterator[Move]:
         for (side, owner), visits in self.visits.items():
             for messages in self._messages(side, results=False):
-                for source, posted, visit in self._sources(self._home(side, owner), visits):
+                for source, posted, visit in self._sources(self._holder(side, owner), visits):
                     yield self._move(
                         posted, visit.first, source, visit.rank, messages, owner, visit
                     )
 
-    def _sources(self, home: int, visits: dict[int, _Visit]) -> Iterator[tuple[int, int, _Visit]]:
+    def _sources(self, holder: int, visits: dict[int, _Visit]) -> Iterator[tuple[int, int, _Visit]]:
         """From whom, and when, every rank gets a block: as soon as the other one has it."""
         placement = self.placement
-        source = head = home, 0  # of the leg: a rank, and since when it has the block
-        leg = placement.leg(home)
+        source = head = holder, 0  # of the leg: a rank, and since when it has the block
+        leg = placement.leg(holder)
         for visit in sorted(visits.values(), key=lambda visit: visit.first):
             if not placement.relay:
-                yield home, visit.first - 1, visit
+                yield holder, visit.first - 1, visit
                 continue
             has = visit.rank, visit.first
             if placement.leg(visit.rank) == leg:
@@ -214,7 +220,7 @@ class _Derivation:
     def _results(self) -> Iterator[Move]:
         placement = self.placement
         for (side, owner), visits in self.visits.items():
-            home = self._home(side, owner)
+            holder = self._holder(side, owner)
             legs: dict[int, list[_Visit]] = {}
             for visit in sorted(visits.values(), key=lambda visit: visit.first):
                 leg = legs.setdefault(placement.leg(visit.rank) if placement.relay else -1, [])
@@ -223,9 +229,9 @@ class _Derivation:
                     leg.append(visit)
             for messages in self._messages(side, results=True):
                 for number, leg in legs.items():
-                    lag = 1 if number in (-1, placement.leg(home)) else placement.lag
+                    lag = 1 if number in (-1, placement.leg(holder)) else placement.lag
                     for visit, after in zip_longest(leg, leg[1:] if placement.relay else ()):
-                        target, needed = home, visit.last + lag
+                        target, needed = holder, visit.last + lag
                         if after is not None:
                             target, needed = after.rank, after.last
                         yield self._move(
@@ -258,8 +264,8 @@ class _Derivation:
         partials = ("out",) if self.placement.wide_partials else ()
         return (*partials, "dq", "dk", "dv") if self.placement.wide_gradients else partials
 
-    def _home(self, side: Side, owner: int) -> int:
-        return owner if side == "queries" else self.placement.key_home(owner)
+    def _holder(self, side: Side, owner: int) -> int:
+        return owner if side == "queries" else self.placement.key_holder(owner)
 
     def _messages(self, side: Side, *, results: bool) -> Iterator[tuple[TensorNames, ...]]:
         """What travels of a block, in one go each: the tensors by message."""
@@ -279,27 +285,27 @@ class _Derivation:
         else:
             yield (("q",), ("dout",), ("delta",), ("lse",))
 
-    def _to_key_homes(self) -> Iterator[Move]:
-        """Keys and values go home before anything is computed; for the backward they are there."""
+    def _to_key_holders(self) -> Iterator[Move]:
+        """Keys and values go to their holders before anything else; for the backward they stay."""
         if self.setting.phase == "forward":
-            for owner, home in self._absent():
-                yield self._whole(-2, -1, owner, home, (("k",), ("v",)), owner)
+            for owner, holder in self._absent():
+                yield self._whole(-2, -1, owner, holder, (("k",), ("v",)), owner)
 
-    def _from_key_homes(self, steps: int) -> Iterator[Move]:
+    def _from_key_holders(self, steps: int) -> Iterator[Move]:
         if self.setting.phase == "backward":
-            for owner, home in self._absent():
-                yield self._whole(steps, steps + 1, home, owner, (("dk",), ("dv",)), owner)
+            for owner, holder in self._absent():
+                yield self._whole(steps, steps + 1, holder, owner, (("dk",), ("dv",)), owner)
 
     def _kept(self) -> tuple[Kept, ...]:
         if self.setting.phase == "forward":
             return ()
-        return tuple(Kept(home, ("k", "v"), (owner,)) for owner, home in self._absent())
+        return tuple(Kept(holder, ("k", "v"), (owner,)) for owner, holder in self._absent())
 
     def _absent(self) -> Iterator[tuple[int, int]]:
         for owner in range(self.placement.size):
-            home = self.placement.key_home(owner)
-            if home != owner:
-                yield owner, home
+            holder = self.placement.key_holder(owner)
+            if holder != owner:
+                yield owner, holder
 
     def _whole(
         self,
@@ -313,6 +319,24 @@ class _Derivation:
         tokens = self.lengths[owner]
         block = Block((owner,), 0, tokens)
         return Move(posted, needed, source, target, messages, block, tokens, self.all_heads)
+
+
+@lru_cache(maxsize=16)  # both passes of a micro-batch have the same
+def _seen(layout: Layout, size: int, seq_len: int, mask: Mask) -> tuple[tuple[bool, ...], ...]:
+    """[query owner][key owner]: whether any query of the one sees any key of the other."""
+    spans = [tuple(filter(len, layout.spans(rank, size, seq_len))) for rank in range(size)]
+    if not mask.documents or any(span.step > 1 for own in spans for span in own):
+        return tuple(tuple(sees(q, k, mask) for k in spans) for q in spans)
+    # A block's documents are looked up once, not for each other block.
+    inside = replace(mask, documents=())
+    parts = [by_document(own, mask.documents) if own else {} for own in spans]
+    return tuple(
+        tuple(
+            any(sees(of_query[n][1], of_key[n][1], inside) for n in of_query.keys() & of_key.keys())
+            for of_key in parts
+        )
+        for of_query in parts
+    )
 
 
 def _touched(

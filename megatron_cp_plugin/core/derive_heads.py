@@ -46,8 +46,8 @@ class _Teams:
         for compute in self.between.computes:
             queries, keys = self._block(compute.queries), self._block(compute.keys)
             for share in range(self.members):
-                host = compute.host * self.members + share
-                yield compute._replace(host=host, queries=queries, keys=keys, share=share)
+                rank = compute.rank * self.members + share
+                yield compute._replace(rank=rank, queries=queries, keys=keys, share=share)
 
     def moved(self) -> Iterator[Move]:
         """Between teams: every rank to the one with the same share of the heads."""
@@ -63,7 +63,7 @@ class _Teams:
         """The all-to-alls: those of the next group of heads while one is computed."""
         between, exchanges = self.between, self.placement.exchanges
         each = between.steps // len(between.groups)
-        # Sums that go round between the teams come home some steps after the last computation.
+        # Sums of the teams reach their owners some steps after the last computation.
         results = (move for move in between.moves if move.result and move.posted < each)
         late = max((move.needed for move in results), default=each - 1) - (each - 1)
         starts = list(accumulate((count * each for _, count in exchanges), initial=0))

@@ -55,7 +55,7 @@ def pieces(q_spans: Spans, kv_spans: Spans, starts: tuple[int, ...]) -> Iterator
     Args: q_spans, kv_spans: positions, no span of them empty. starts: of `document_starts`.
     """
     for queries, rows_before, keys, cols_before in _in_order(q_spans, kv_spans):
-        of_queries, of_keys = _by_document(queries, starts), _by_document(keys, starts)
+        of_queries, of_keys = by_document(queries, starts), by_document(keys, starts)
         for number in sorted(of_queries.keys() & of_keys.keys()):
             (rows, q), (cols, kv) = of_queries[number], of_keys[number]
             yield Piece(q, kv, rows_before + rows, cols_before + cols)
@@ -78,8 +78,11 @@ def _in_order(q_spans: Spans, kv_spans: Spans) -> Iterator[tuple[Spans, int, Spa
 
 
 @lru_cache(maxsize=1024)  # a block meets every other one
-def _by_document(spans: Spans, starts: tuple[int, ...]) -> dict[int, tuple[int, Spans]]:
-    """What a block has of each document: how many rows before it, and its positions."""
+def by_document(spans: Spans, starts: tuple[int, ...]) -> dict[int, tuple[int, Spans]]:
+    """What a block has of each document: how many rows before it, and its positions.
+
+    Args: spans: none of them empty.
+    """
     found: dict[int, tuple[int, Spans]] = {}
     edges = (*starts, spans[-1].stop)
     row = 0

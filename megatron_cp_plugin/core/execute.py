@@ -191,7 +191,14 @@ class _Run:
             arriving.append((move, buffers[start : start + len(each)]))
             start += len(each)
         receives = [(buffer, move.source) for move, own in arriving for buffer in own]
-        return channel.exchange(sends, receives).then(lambda _: tuple(arriving))
+        under_way = channel.exchange(sends, receives)
+
+        def finish() -> Arrived:
+            under_way.wait()
+            sends.clear()  # which lived until now
+            return tuple(arriving)
+
+        return Pending(finish)
 
     def _sent(self, move: Move) -> Sequence[Tensor]:
         block = move.block.owners[0], move.of_keys

@@ -141,7 +141,7 @@ class Backward(Pass):
         sums = self._found.pop((move.block.owners[0], move.of_keys), None)
         if sums is None:  # the mask lets this rank add nothing
             assert before is not None
-            return before
+            return tuple(x.clone() for x in before)  # the next ones come into the same buffers
         dtype = accumulation_dtype(self.q.dtype) if move.wide else self.q.dtype
         others = before or (None,) * len(sums)
         return tuple(x.result(dtype, plus=other) for x, other in zip(sums, others, strict=True))

@@ -19,7 +19,7 @@ class Place(NamedTuple):
     Attributes: part: (i, n): only the i-th of n parts of the query rows.
     """
 
-    host: int
+    rank: int
     step: int
     part: tuple[int, int] = (0, 1)
 
@@ -54,7 +54,7 @@ class BlockPlacement(ABC):
     def place(self, query: int, key: int) -> Iterable[Place]:
         """Where and when the queries of one rank meet the keys of another, whatever the mask."""
 
-    def leg(self, host: int) -> int:
+    def leg(self, rank: int) -> int:
         """Which part of a relay a rank belongs to.
 
         The first rank of a leg gets a block from the first one of the leg before, and has `lag`
@@ -67,7 +67,7 @@ class BlockPlacement(ABC):
         """Steps that messages between legs may take."""
         return 1
 
-    def key_home(self, owner: int) -> int:
+    def key_holder(self, owner: int) -> int:
         """The rank that has a block of keys before any computation; others get it from there."""
         return owner
 

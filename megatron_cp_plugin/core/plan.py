@@ -54,12 +54,12 @@ class Compute(NamedTuple):
     """Attention of a block of queries over a block of keys, or its gradients.
 
     Attributes:
-        step, host: when, and the rank that computes. queries, keys: rows of blocks.
-        heads: for which of the host's share of the heads. share: which share that is.
+        step, rank: when, and who computes. queries, keys: rows of blocks.
+        heads: for which of the rank's share of the heads. share: which share that is.
     """
 
     step: int
-    host: int
+    rank: int
     queries: Block
     keys: Block
     heads: HeadGroup
@@ -224,7 +224,7 @@ class Plan:
     def _uses(self, rank: int) -> Iterator[tuple[int, bool, tuple[int, ...]]]:
         """Steps in which a rank needs the tensors of an owner's queries, or keys (true)."""
         for compute in self.computes:
-            if compute.host == rank:
+            if compute.rank == rank:
                 for of_keys, block in ((False, compute.queries), (True, compute.keys)):
                     for owner in block.owners:
                         yield compute.step, of_keys, (owner,)
@@ -237,7 +237,7 @@ class Plan:
         """Idle part of all ranks' time, if a step takes as long as its rank with most to do."""
         work = [[0.0] * self.size for _ in range(self.steps)]
         for compute in self.computes:
-            work[compute.step][compute.host] += float(self.pairs(compute))
+            work[compute.step][compute.rank] += float(self.pairs(compute))
         time = sum(map(max, work))
         return 1 - sum(map(sum, work)) / (self.size * time) if time else 0.0
 

@@ -128,13 +128,13 @@ def _check_inputs(plan: Plan) -> None:
             need(move.source, tensor, move.block, move.heads, move.share)
         for compute in computing[step]:
             for tensor in ("q",) if plan.phase == "forward" else ("q", "dout", "delta", "lse"):
-                need(compute.host, tensor, compute.queries, compute.heads, compute.share)
+                need(compute.rank, tensor, compute.queries, compute.heads, compute.share)
             for tensor in ("k", "v"):
-                need(compute.host, tensor, compute.keys, compute.heads, compute.share)
+                need(compute.rank, tensor, compute.keys, compute.heads, compute.share)
 
 
 def _check_results(plan: Plan) -> None:
-    """Goes through the steps and notes whose results are added where: each must come home once."""
+    """Goes through the steps: every result must reach the owner of its tokens, once."""
     sums: dict[At, dict[int, Extent]] = defaultdict(dict)
     under_way: dict[tuple[int, str, int], dict[int, Extent]] = {}
     expected: dict[At, set[int]] = defaultdict(set)
@@ -149,7 +149,7 @@ def _check_results(plan: Plan) -> None:
             for tensor, block in _results_of(plan, compute):
                 for owner in block.owners:
                     extent = _extent(tensor, block, compute.heads)
-                    sums[compute.host, tensor, owner, compute.share][number] = extent
+                    sums[compute.rank, tensor, owner, compute.share][number] = extent
                     expected[owner, tensor, owner, compute.share].add(number)
         for move, tensor in _tensors(arriving[step]):
             for owner in move.block.owners:
@@ -211,7 +211,7 @@ def check_slots(plan: Plan, slots: int) -> None:
         for compute in plan.computes:
             for block, of_keys in ((compute.queries, False), (compute.keys, True)):
                 last = until.get((block.owners, of_keys, compute.heads.q.start), plan.steps)
-                if compute.host == rank and compute.step > last:
+                if compute.rank == rank and compute.step > last:
                     raise PlanError(
                         f"rank {rank} needs a block of rank {block.owners[0]} in step "
                         f"{compute.step}, but its buffer is given on after step {last}"

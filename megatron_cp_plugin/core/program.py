@@ -112,7 +112,7 @@ def _tasks(plan: Plan, rank: int) -> dict[int, tuple[Task, ...]]:
     }
     tasks: dict[int, tuple[Task, ...]] = {}
     for compute in plan.computes:
-        if compute.host == rank and (tiles := plan.tiles(compute)):
+        if compute.rank == rank and (tiles := plan.tiles(compute)):
             query, key = (compute.queries.owners[0], False), (compute.keys.owners[0], True)
             rows = compute.queries.start - first_row.get(query, 0)
             cols = compute.keys.start - first_row.get(key, 0)
@@ -135,7 +135,7 @@ def _last_uses(plan: Plan, rank: int) -> dict[int, tuple[BlockId, ...]]:
         if rank in (move.source, move.target) and not move.result:
             use(_block_of(move), move.needed if move.target == rank else move.posted)
     for compute in plan.computes:
-        if compute.host == rank:
+        if compute.rank == rank:
             use((compute.queries.owners[0], False), compute.step)
             use((compute.keys.owners[0], True), compute.step)
     dropped: dict[int, tuple[BlockId, ...]] = {}

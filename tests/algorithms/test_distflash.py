@@ -47,8 +47,8 @@ def steps(plan: Plan) -> list[list[Compute | None]]:
     """What every rank computes in every step; None: it waits."""
     found: list[list[Compute | None]] = [[None] * plan.size for _ in range(plan.steps)]
     for compute in plan.computes:
-        assert found[compute.step][compute.host] is None
-        found[compute.step][compute.host] = compute
+        assert found[compute.step][compute.rank] is None
+        found[compute.step][compute.rank] = compute
     return found
 
 
@@ -93,7 +93,7 @@ def test_every_step_after_the_first_has_equal_work(size: int) -> None:
 def test_a_shared_last_step_leaves_nobody_waiting(size: int) -> None:
     plan = plan_of(size, last_step="shared")
     assert idle_fraction(plan) == 0
-    work = [sum(plan.pairs(c) for c in plan.computes if c.host == rank) for rank in range(size)]
+    work = [sum(plan.pairs(c) for c in plan.computes if c.rank == rank) for rank in range(size)]
     assert len(set(work)) == 1
 
 

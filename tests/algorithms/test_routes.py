@@ -25,7 +25,7 @@ MASKS = [Mask(), Mask(False), Mask(window=9), Mask(documents=(5, 6, 11))]
 @pytest.mark.parametrize(("algo", "chunks"), [("zigzag", 1), ("zigzag", 2), ("ring", 1)])
 @pytest.mark.parametrize(
     ("size", "of_node", "route"),
-    [*((*nodes, "double") for nodes in NODES), (3, 3, "straight"), (4, 4, "straight")],
+    [(4, 2, "double"), (6, 3, "double"), (3, 3, "straight")],
 )
 def test_equals_unsplit_attention(
     size: int, of_node: int, algo: str, chunks: int, rule: str, route: str, mask: Mask
@@ -80,7 +80,7 @@ def test_equals_unsplit_attention(
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 @pytest.mark.parametrize("algo", ["zigzag", "ring", "usp"])
 def test_plans_are_correct(algo: str, mask: Mask) -> None:
-    for size, of_node in (*NODES, (8, 8), (16, 8), (64, 8)):
+    for size, of_node in (*NODES, (8, 8), (16, 8)):
         if algo == "usp" and of_node % 2:
             continue  # teams of two in nodes of three
         for rule in ("kv", "query"):
@@ -89,11 +89,11 @@ def test_plans_are_correct(algo: str, mask: Mask) -> None:
                 options["ulysses"] = 2
             topology = VirtualWorld(size, ranks_per_node=of_node).topology(0)
             algorithm = create(algo, topology, options)
-            for phase in PHASES if size < 64 else ("backward",):
+            for phase in PHASES:
                 check(algorithm.plan(Shape(1, 2 * size + 7, 4, 2, 8), mask, phase))
 
 
-@pytest.mark.parametrize("nodes", [2, 4, 8, 16])
+@pytest.mark.parametrize("nodes", [2, 4, 8])
 def test_a_block_goes_once_to_each_other_node(nodes: int) -> None:
     """A ring sends N - 1 blocks over the one link between two nodes of 8; here each rank 1/8."""
     size, seq_len = 8 * nodes, 16 * nodes

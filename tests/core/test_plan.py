@@ -57,7 +57,7 @@ def masks(draw: st.DrawFn, seq_len: int) -> Mask:
     return Mask(causal, window, documents)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_every_plan_is_correct(data: st.DataObject) -> None:
     size = data.draw(st.integers(1, 12))
@@ -192,7 +192,7 @@ def test_a_sum_that_leaves_too_early() -> None:
 
 # Closed formulas: written down without the plan, for equal blocks of S tokens a rank.
 
-SIZES = (1, 2, 3, 4, 6, 8, 64)
+SIZES = (1, 2, 3, 4, 6, 8, 32)
 S, D, E = 8, 16, 24  # tokens a rank, head dims of queries and of values
 
 
