@@ -24,6 +24,7 @@ def _import_megatron() -> None:
         importlib.import_module(name)
     # It takes names of Megatron, and has to do so after the plugin has replaced them: once a rank.
     del sys.modules["megatron_cp_plugin.integration.pretrain"]
+    delattr(sys.modules["megatron_cp_plugin.integration"], "pretrain")
 
 
 with warnings.catch_warnings():

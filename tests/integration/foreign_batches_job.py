@@ -3,7 +3,6 @@
 Before training it gives the model every one of WAYS; `--way NAME` trains with that one only.
 """
 
-import importlib
 import json
 import sys
 from collections.abc import Callable
@@ -133,8 +132,8 @@ def main() -> None:
         del sys.argv[place : place + 2]
     with launch.one_line_errors():
         sys.argv[1:] = launch.prepare(sys.argv[1:], run_file=True)
-        # A fork has an older import of it as the package's attribute, made before the hooks.
-        pretrain = importlib.import_module("megatron_cp_plugin.integration.pretrain")
+        from megatron_cp_plugin.integration import pretrain
+
         serve(pretrain, way)
         pretrain.run()
 

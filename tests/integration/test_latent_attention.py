@@ -5,13 +5,14 @@ from pathlib import Path
 import pytest
 
 from megatron_cp_plugin.integration.parity import Recording, Tolerances, compare
-from tests.integration.megatron_job import TINY, run_warm
+from tests.integration.megatron_job import SLOWLY, TINY, run_warm
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 # Heads of three dims: 24 of q and k, of which 8 are rotated, and 12 of v.
 LATENT = (
     *TINY,
+    *SLOWLY,
     *"--multi-latent-attention --kv-lora-rank 16 --qk-head-dim 16 --qk-pos-emb-head-dim 8".split(),
     *"--v-head-dim 12 --position-embedding-type rope --normalization RMSNorm".split(),
 )

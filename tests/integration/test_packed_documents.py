@@ -17,7 +17,7 @@ from megatron_cp_plugin.integration.batch import Batches
 from megatron_cp_plugin.integration.inputs import serve_inputs
 from megatron_cp_plugin.integration.parity import Recording, Tolerances, compare
 from megatron_cp_plugin.integration.runtime import Runtime
-from tests.integration.megatron_job import LAUNCHER, TINY, run, run_warm
+from tests.integration.megatron_job import LAUNCHER, SLOWLY, TINY, run, run_warm
 from tests.integration.ranks import ALONE, on_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -41,7 +41,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         text = [rng.randrange(END) for _ in range(rng.choice(LENGTHS))]
         builder.add_document(np.array([*text, END]), [len(text) + 1])
     builder.finalize(str(folder / "data.idx"))
-    flags = [*TINY, "--swiglu", "--group-query-attention", "--num-query-groups", "2"]
+    flags = [*TINY, *SLOWLY, "--swiglu", "--group-query-attention", "--num-query-groups", "2"]
     data = ["--data-path", str(folder / "data"), "--split", "1,0,0"]
     place = flags.index("--mock-data")
     return [*flags[:place], *data, "--data-cache-path", str(folder / "cache"), *flags[place + 1 :]]
