@@ -119,6 +119,7 @@ def main() -> None:
     found["wrong_layout"] = wrong_layout()
     print(json.dumps(found))
     dist.destroy_process_group()
+    cp.release()
 
 
 if __name__ == "__main__":
