@@ -5,7 +5,6 @@ B batch, S local tokens, H query heads, G KV heads, D head dim, R rows, C column
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -19,6 +18,7 @@ from megatron_cp_plugin.core.algorithm import (
     differentiate_block,
 )
 from megatron_cp_plugin.core.assembly import Assembly, assemble, padded
+from megatron_cp_plugin.core.caching import cached_method
 from megatron_cp_plugin.core.comm import Communicator, Pending, Phase
 from megatron_cp_plugin.core.grid import Grid
 from megatron_cp_plugin.core.partial import (
@@ -69,7 +69,7 @@ class GatherSchedule(GridSchedule):
     def __init__(self, topology: Topology, settings: GridSettings) -> None:
         super().__init__(topology, settings)
         # Planned once: at short lengths a step of training is bound by the host.
-        self._plan = lru_cache(maxsize=256)(self._make_plan)
+        self._plan = cached_method(self._make_plan, 256)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Saved]:
         """See Algorithm.forward."""

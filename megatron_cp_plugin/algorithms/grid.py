@@ -7,13 +7,13 @@ columns. Queries meet in rows, keys in columns.
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from megatron_cp_plugin.core.algorithm import Algorithm, Call, Saved
+from megatron_cp_plugin.core.caching import cached_method
 from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.derive import plan_of
 from megatron_cp_plugin.core.grid import Grid, cheapest, column_major, row_major
@@ -157,7 +157,7 @@ class GridSchedule(ABC):
         self.settings = settings
         self._flows: dict[tuple[int, int], Flows] = {}
         # Chosen once: at short lengths a step of training is bound by the host.
-        self._grid_shape = lru_cache(maxsize=256)(self._cheapest)
+        self._grid_shape = cached_method(self._cheapest, 256)
 
     @abstractmethod
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Saved]:

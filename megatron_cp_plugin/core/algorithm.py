@@ -3,10 +3,10 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 from torch import Tensor
 
+from megatron_cp_plugin.core.caching import cached_method
 from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.derive import plan_of
 from megatron_cp_plugin.core.layout import Layout
@@ -72,7 +72,7 @@ class Algorithm(ABC):
         self.topology = topology
         self.options = options
         # Looked up once a pass: at short lengths a step of training is bound by the host.
-        self._plan = lru_cache(maxsize=64)(self._make_plan)
+        self._plan = cached_method(self._make_plan, 64)
 
     @classmethod
     def layout_for(cls, options: Options) -> Layout:

@@ -1,4 +1,4 @@
-"""A program on the functional interface, as a user would write it: functional_job.py ALGO."""
+"""A program on the functional interface, as a user would write it: functional_job.py ALGO..."""
 
 import sys
 
@@ -8,12 +8,12 @@ import torch.distributed as dist
 import megatron_cp_plugin as cp
 
 
-def main(algo):
+def main(algos):
     dist.init_process_group("gloo")
     size = dist.get_world_size()
     generator = torch.Generator().manual_seed(0)
     whole = [torch.randn(1, 120, size, 8, generator=generator) for _ in range(3)]
-    for _ in range(2):
+    for algo in 2 * algos:
         q, k, v = (cp.shard(x, 1, algo=algo).requires_grad_() for x in whole)
         out = cp.attention(q, k, v, algo=algo)
         out.sum().backward()
@@ -22,4 +22,4 @@ def main(algo):
     cp.release()
 
 
-main(sys.argv[1])
+main(sys.argv[1:])
