@@ -7,17 +7,20 @@ from typing import Literal
 from torch import Tensor
 
 from megatron_cp_plugin.core.algorithm import Algorithm, Call, Saved
-from megatron_cp_plugin.core.comm import Communicator
+from megatron_cp_plugin.core.comm import Communicator, Phase
 from megatron_cp_plugin.core.execute import Channels, follow
 from megatron_cp_plugin.core.passes import Backward, Forward
-from megatron_cp_plugin.core.pipeline import check_chunks
+from megatron_cp_plugin.core.pipeline import HeadGroup, check_chunks, successive_groups
 from megatron_cp_plugin.core.plan import Plan
+from megatron_cp_plugin.core.plan_check import PlanError, check_slots
 from megatron_cp_plugin.core.program import program
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.kernels.base import Statistics
+
+_SLOTS = 2  # of peer memory, for blocks that came
 
 
 class PointToPoint(Algorithm):
@@ -34,10 +37,11 @@ class PointToPoint(Algorithm):
         """Options of all of them.
 
         Attributes:
-            chunks: groups of heads that are computed one after another.
+            chunks: groups of heads that are computed one after another, at most as many as KV
+                heads; 0: two for long sequences, else one.
             transport: "group" (the process group's own, NCCL or gloo), "peer" (copy engines over
-                peer memory: GPUs of one node, of which each exchanges with one other at a time), or
-                "auto", peer where that is possible.
+                peer memory: GPUs of one node, of which each exchanges with one other at a time and
+                holds two blocks of others at most), or "auto", peer where that is possible.
         """
 
         chunks: int = 0
@@ -67,6 +71,11 @@ class PointToPoint(Algorithm):
             for name, _ in self._channel_names(self.plan(shape, Mask(), "backward")):
                 self.topology.channel(name)
 
+    def head_groups(self, shape: Shape) -> tuple[HeadGroup, ...]:
+        """The groups of a placement, as many as option `chunks` says."""
+        elements = shape.elements(self.topology.size)
+        return successive_groups(shape.heads, shape.kv_heads, self.options.chunks, elements)
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Saved]:
         """See Algorithm.forward."""
         shape, rectangular = Shape.of(q, k, v, call.seq_len), call.kernel.rectangular_causal
@@ -91,6 +100,17 @@ class PointToPoint(Algorithm):
         follow(plan, self._channels(plan), work, overlap=self.overlap)
         return work.gradients
 
+    def _make_plan(self, shape: Shape, mask: Mask, phase: Phase, rectangular: bool) -> Plan:
+        plan = super()._make_plan(shape, mask, phase, rectangular)
+        each = plan.steps // len(plan.groups)
+        for move in plan.moves:
+            if not move.result and (move.needed < 0 or move.needed % each == 0):
+                raise ConfigError(
+                    f"{self.name} places a block of rank {move.block.owners[0]} on rank "
+                    f"{move.target} in step 0, in which a rank has only its own: use steps from 1"
+                )
+        return plan
+
     def _channels(self, plan: Plan) -> Channels:
         """By copy engines where wanted and possible; not between nodes."""
         inputs, results, *slow = self._channel_names(plan)
@@ -103,7 +123,7 @@ class PointToPoint(Algorithm):
         # A sum that is passed on is read at once; what goes straight back may be merged only when
         # the next has come.
         results = ("sums", 1) if plan.relay else ("returns", 2)
-        names = [("fetches", 2), results]
+        names = [("fetches", _SLOTS), results]
         if program(plan, self.topology.rank).slow:
             names += [(f"{name} between nodes", slots) for name, slots in names]
         return names
@@ -111,14 +131,26 @@ class PointToPoint(Algorithm):
     def _channel(self, plan: Plan, name: str, slots: int) -> Communicator:
         wanted, topology = self.options.transport, self.topology
         if wanted != "group" and topology.peer_access:
-            if program(plan, topology.rank).one_peer:
+            if program(plan, topology.rank).one_peer and _fits(plan):
                 return topology.peer_channel(name, slots)
             if wanted == "peer":
                 raise ConfigError(
                     f"{self.name} transport peer needs each rank to exchange with one other at a "
-                    f"time, got another {plan.phase} for this mask: use transport auto"
+                    f"time, and no more than two blocks of others at once, got another "
+                    f"{plan.phase} for this mask: use transport auto"
                 )
         return topology.channel(name)
+
+
+@lru_cache(maxsize=256)
+def _fits(plan: Plan) -> bool:
+    """Whether no rank needs a block that came by copy engines after its slot is given on."""
+    fast = tuple(move for move in plan.moves if move.needed == move.posted + 1)
+    try:
+        check_slots(replace(plan, moves=fast), _SLOTS)
+    except PlanError:
+        return False
+    return True
 
 
 @lru_cache(maxsize=256)

@@ -20,7 +20,6 @@ from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.document_layout import PerDocument
 from megatron_cp_plugin.core.layout import Contiguous, Layout, Zigzag
-from megatron_cp_plugin.core.pipeline import successive_groups
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
@@ -88,11 +87,10 @@ class Ring(PointToPoint):
 
     def placement(self, shape: Shape, mask: Mask, phase: Phase) -> RingPlacement:
         """See Algorithm.placement."""
-        size, chunks = self.topology.size, self.options.chunks
         ring = RingPlacement(
             self.layout,
-            size,
-            successive_groups(shape.heads, shape.kv_heads, chunks, shape.elements(size)),
+            self.topology.size,
+            self.head_groups(shape),
             wide_gradients=self.options.gradients == "float32",
             travelling="kv" if phase == "forward" else self._travelling(shape),
         )

@@ -22,6 +22,7 @@ from megatron_cp_plugin.core.plan import (
     TensorNames,
 )
 from megatron_cp_plugin.core.tiles import Mask, plan_tiles, sees
+from megatron_cp_plugin.errors import ConfigError
 
 Side = Literal["queries", "keys"]
 
@@ -90,6 +91,11 @@ class _Derivation:
         self.steps = 1 + max([*found, *(cell.place.step for cell in self.cells)], default=0)
 
     def _add(self, query: int, key: int, place: Place) -> None:
+        if not (0 <= place.rank < self.placement.size and place.step >= 0):
+            raise ConfigError(
+                f"queries of rank {query} meet keys of rank {key} on rank {place.rank} in step "
+                f"{place.step}: use ranks 0 to {self.placement.size - 1} and steps from 0"
+            )
         index, count = place.part
         tokens = self.lengths[query]
         start, stop = tokens * index // count, tokens * (index + 1) // count

@@ -16,7 +16,9 @@ from megatron_cp_plugin.core.pipeline import HeadGroup
 class Place(NamedTuple):
     """Where and when a block of queries meets a block of keys.
 
-    Attributes: part: (i, n): only the i-th of n parts of the query rows.
+    Attributes:
+        step: from 0; with blocks of other ranks, which have to come, from 1 where they go from rank
+            to rank. part: (i, n): only the i-th of n parts of the query rows.
     """
 
     rank: int
