@@ -1,0 +1,131 @@
+"""Algorithms of others: correct, counted and drawn without another line."""
+
+from collections.abc import Iterator
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import megatron_cp_plugin as cp
+from megatron_cp_plugin import cli, registry
+from megatron_cp_plugin.core.plan import PHASES, Plan
+from megatron_cp_plugin.core.plan_check import check
+from megatron_cp_plugin.core.shape import Shape
+from megatron_cp_plugin.core.tiles import Mask, visible_pairs
+from megatron_cp_plugin.core.virtual import VirtualWorld
+from megatron_cp_plugin.costs import cost
+from megatron_cp_plugin.drawing import picture
+from megatron_cp_plugin.registry import create
+from tests.foreign_algorithm import RandomBalanced
+from tests.oracle import expected_attention
+from tests.test_conformance import Case, assert_matches, assert_plan_is_kept, run
+
+SIZES = (1, 2, 3, 4, 5, 8)
+MASKS: dict[str, dict[str, Any]] = {
+    "causal": {},
+    "full": {"causal": False},
+    "window": {"window": 9},
+    "documents": {"documents": (3, 11, 17)},
+}
+CASES = [
+    Case("random_balanced"),
+    Case("random_balanced", (("ranks", "any"), ("seed", 7), ("chunks", 2))),
+    Case("striped"),
+    Case("striped", (("travels", "queries"), ("chunks", 2))),
+]
+CONTRIBUTING = Path(__file__).parent.parent / "CONTRIBUTING.md"
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """For one test only: other suites run every name that is registered."""
+    cp.available()
+    monkeypatch.setattr(registry, "_algorithms", dict(registry._algorithms))
+    cp.register("random_balanced")(RandomBalanced)
+    # The example of CONTRIBUTING.md, as printed.
+    (tmp_path / "striped.py").write_text(example())
+    spec = spec_from_file_location("striped", tmp_path / "striped.py")
+    assert spec is not None
+    assert spec.loader is not None
+    spec.loader.exec_module(module_from_spec(spec))
+
+
+def example() -> str:
+    _, _, rest = CONTRIBUTING.read_text().partition("## Add an algorithm")
+    _, _, code = rest.partition("```python\n")
+    return code.partition("```")[0]
+
+
+def plans(case: Case, size: int, shape: Shape, mask: Mask) -> Iterator[Plan]:
+    made = create(case.algo, VirtualWorld(size).topology(0), dict(case.options))
+    return (made.plan(shape, mask, phase) for phase in PHASES)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(
+    ("case", "size"),
+    [(case, size) for case in CASES for size in SIZES if case.algo != "striped" or size in (2, 5)],
+    ids=str,
+)
+def test_conformance_plan_bytes_cost_and_picture(case: Case, size: int, mask: str) -> None:
+    seen = Mask(**MASKS[mask])
+    seq_len = 6 * size + 17  # ranks have unequally many tokens
+    settings: dict[str, Any] = {"causal": seen.causal, "window": seen.window}
+    if seen.documents:
+        settings["cu_seqlens"] = torch.tensor((0, *seen.documents, seq_len))
+    whole = {name: x.tolist() if name == "cu_seqlens" else x for name, x in settings.items()}
+    expected = expected_attention(
+        batch=2, seq_len=seq_len, heads=4, kv_heads=2, head_dim=8, **whole
+    )
+    shape = Shape(2, seq_len, 4, 2, 8, element_bytes=8, wide_bytes=8)
+
+    results, log = run(case, expected, size, **settings)
+    assert_matches(case, results, expected, bound=1e-10)
+    assert_plan_is_kept(case, size, shape, seen, log)
+    for plan in plans(case, size, shape, seen):
+        check(plan)
+        assert (max(plan.buffer_bytes(rank, shape) for rank in range(size)) > 0) == bool(plan.moves)
+
+    found = cost(case.algo, size, shape, seen, dict(case.options))
+    sent = [log.bytes(rank=rank) for rank in range(size)]
+    assert found.forward_bytes + found.backward_bytes == max(sent)
+    drawn = picture(case.algo, size, seq_len=seq_len, mask=seen, options=dict(case.options))
+    pairs = sum(cell.pairs for step in drawn.steps for cell in step if cell)
+    assert pairs == pytest.approx(visible_pairs(seq_len, seen))
+
+
+@pytest.mark.parametrize("travels", ["keys", "queries"])
+def test_bytes_of_the_example(travels: str) -> None:
+    """P-1 times K and V there and in the backward, dK and dV back; or Q, dO, delta and lse."""
+    size, tokens, heads, kv_heads, dim = 4, 6, 8, 2, 16
+    case = Case("striped", (("travels", travels),))
+    shape = Shape(1, tokens * size, heads, kv_heads, dim)
+    q, kv, row = heads * dim * 2, 2 * kv_heads * dim * 2, heads * 4
+    each = {"keys": (kv, 2 * kv), "queries": (q + q + row, 2 * q + 2 * row + q)}[travels]
+    for plan, expected in zip(plans(case, size, shape, Mask(False)), each, strict=True):
+        assert [plan.sent(rank, shape).bytes for rank in range(size)] == (
+            [(size - 1) * tokens * expected] * size
+        )
+
+
+def test_the_random_assignment_balances_what_the_mask_leaves() -> None:
+    case = Case("random_balanced", (("ranks", "any"),))
+    for mask in (Mask(False), Mask(), Mask(documents=(40, 90, 300))):
+        shape = Shape(1, 800, 1, 1, 8)
+        for plan in plans(case, 16, shape, mask):
+            work = [0] * 16
+            for compute in plan.computes:
+                work[compute.rank] += int(plan.pairs(compute))
+            # Given out one after another, each to the rank with least.
+            assert max(work) <= sum(work) / 16 + max(map(plan.pairs, plan.computes))
+            assert len({compute.rank for compute in plan.computes}) == 16
+
+
+def test_the_commands_know_it(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, option in (("random_balanced", "ranks=any"), ("striped", "travels=queries")):
+        assert cli.main(["draw", "--algo", name, "--size", "4", "--option", option]) == 0
+        assert f"{name}, {option} · 4 ranks" in capsys.readouterr().out
+    assert cli.main(["plan", "--size", "4", "--seq-len", "64", "--heads", "8"]) == 0
+    assert {"random_balanced", "striped"} <= set(capsys.readouterr().out.split())
