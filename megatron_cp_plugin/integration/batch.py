@@ -56,7 +56,7 @@ class Batches:
         self._agreed: set[bool] = set()
         self._last: dict[str, Tensor] = {}
         self._last_cut = Cut(None)
-        self._checks: list[Callable[[], None]] = []
+        self._checks: list[Callable[[], str | None]] = []
 
     def shard(self, batch: dict[str, Any], group: dist.ProcessGroup) -> dict[str, Any]:
         """Keeps this rank's part of every tensor of a batch, position ids included.
@@ -112,7 +112,7 @@ class Batches:
         return self._last_cut if torch.equal(last.to(tensor.dtype), tensor) else None
 
     @property
-    def any(self) -> bool:
+    def has_cut(self) -> bool:
         """Whether a batch was cut at all."""
         return bool(self._last)
 
@@ -123,7 +123,9 @@ class Batches:
             ContextParallelError: One was not whole.
         """
         while self._checks:
-            self._checks.pop(0)()
+            fault = self._checks.pop(0)()
+            if fault:
+                raise ContextParallelError(fault)
 
     def _check_whole(self, whole: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
         lengths = {key: tensor.size(1) for key, tensor in whole.items()}
@@ -133,18 +135,15 @@ class Batches:
                 f"a batch needs equally many tokens under all keys, got {lengths}: give whole "
                 "samples to get_batch_on_this_cp_rank"
             )
-        ids = whole.get("position_ids")
-        fits = _later(_count_up(ids)) if ids is not None else None
+        order = _order_of(whole["position_ids"]) if "position_ids" in whole else None
         training = torch.is_grad_enabled()
         if training in self._agreed:
             if fault:
                 raise ContextParallelError(fault)
-            if fits:
-                self._checks.append(lambda: _refuse_positions(fits, ids))
+            if order:
+                self._checks.append(order)
             return
-        if fits and not fits():
-            fault = fault or _unordered(ids)
-        agree(fault, group)
+        agree(fault or (order() if order else None), group)
         sums = {key: [*tensor.shape, _checksum(tensor)] for key, tensor in whole.items()}
         every: list[dict[str, list[int]]] = [{} for _ in range(group.size())]
         dist.all_gather_object(every, sums, group=group)
@@ -205,14 +204,14 @@ def _later(flag: Tensor) -> Callable[[], bool]:
     return value
 
 
-def _refuse_positions(fits: Callable[[], bool], position_ids: Tensor | None) -> None:
-    if not fits():
-        assert position_ids is not None
-        raise ContextParallelError(_unordered(position_ids))
+def _order_of(position_ids: Tensor) -> Callable[[], str | None]:
+    """Begins to look at position ids [b, N]; the function that is returned says what is wrong."""
+    fits = _later(_count_up(position_ids))
+    return lambda: None if fits() else _disorder(position_ids)
 
 
-def _unordered(position_ids: Tensor | None) -> str:
-    assert position_ids is not None
+def _disorder(position_ids: Tensor) -> str:
+    """Where position ids [b, N] go on otherwise than `_count_up` has it."""
     for row in position_ids.tolist():
         for index, position in enumerate(row):
             if position not in (0, row[index - 1] + 1) or (not index and position):

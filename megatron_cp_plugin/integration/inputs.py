@@ -51,10 +51,11 @@ def serve_inputs(model: nn.Module, batches: Batches, group: dist.ProcessGroup) -
         call = parameters.bind(*args, **kwargs)
         given, fault = call.arguments, None
         try:
-            cuts = _cuts(given, batches, group) if group.size() > 1 else []
+            cut = _cut(given, batches, group) if group.size() > 1 else None
             mask = document_mask(given.get("packed_seq_params"), recurrent=recurrent)
             runtime.documents = mask.starts if mask else ()
-            _check_documents(cuts, runtime.documents)
+            if cut is not None:
+                _check_documents(cut, runtime.documents)
         except ContextParallelError as error:
             fault = str(error)
         if torch.is_grad_enabled() not in agreed and group.size() > 1:
@@ -69,8 +70,8 @@ def serve_inputs(model: nn.Module, batches: Batches, group: dist.ProcessGroup) -
     model.register_forward_pre_hook(enter, with_kwargs=True)
 
 
-def _cuts(given: Mapping[str, Any], batches: Batches, group: dist.ProcessGroup) -> list[Cut]:
-    """What the tensors that a model is given were cut from."""
+def _cut(given: Mapping[str, Any], batches: Batches, group: dist.ProcessGroup) -> Cut | None:
+    """The cutting that a model's tensors come from; None: there are none, as inside a pipeline."""
     config = batches.runtime.config
     found = []
     for name, key in _ARGUMENTS.items():
@@ -79,9 +80,8 @@ def _cuts(given: Mapping[str, Any], batches: Batches, group: dist.ProcessGroup) 
             continue
         cut = batches.cut_of(key, tensor)
         if cut is None:
-            why = (
-                "that it has not cut, or that was changed since" if batches.any else "and cut none"
-            )
+            changed = "that it has not cut, or that was changed since"
+            why = changed if batches.has_cut else "and cut none"
             whose = _whose(given.get("position_ids"), batches, group)
             raise ContextParallelError(
                 f"{config.algo} needs batches that the plugin cuts by the {config.layout.name} "
@@ -97,7 +97,7 @@ def _cuts(given: Mapping[str, Any], batches: Batches, group: dist.ProcessGroup) 
         raise ContextParallelError(
             f"a model takes tensors of one batch, got those of several: {_REMEDY}"
         )
-    return found
+    return found[0] if found else None
 
 
 def _whose(position_ids: Any, batches: Batches, group: dist.ProcessGroup) -> str:
@@ -110,11 +110,10 @@ def _whose(position_ids: Any, batches: Batches, group: dist.ProcessGroup) -> str
     return f" ({mismatch})" if mismatch else ""
 
 
-def _check_documents(cuts: list[Cut], documents: tuple[int, ...]) -> None:
-    for cut in cuts[:1]:
-        if cut.documents not in (None, documents):
-            raise ContextParallelError(
-                f"a batch was cut by {len(cut.documents or ()) + 1} documents, and the model got "
-                f"{len(documents) + 1} others: let both have the same cu_seqlens, or leave the "
-                "option layout=documents out"
-            )
+def _check_documents(cut: Cut, documents: tuple[int, ...]) -> None:
+    if cut.documents not in (None, documents):
+        raise ContextParallelError(
+            f"a batch was cut by {len(cut.documents or ()) + 1} documents, and the model got "
+            f"{len(documents) + 1} others: let both have the same cu_seqlens, or leave the "
+            "option layout=documents out"
+        )
