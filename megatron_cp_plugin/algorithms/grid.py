@@ -248,8 +248,8 @@ class GridAlgorithm(Algorithm):
     windows = True
     schedule: GridSchedule
 
-    def make_flows(self, shape: Shape) -> None:
-        """See Algorithm.make_flows."""
+    def make_channels(self, shape: Shape) -> None:
+        """See Algorithm.make_channels."""
         self.schedule.flows(shape)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Saved]:

@@ -137,9 +137,9 @@ class HeadSplit(Algorithm):
     def degree(self, kv_heads: int) -> int:
         """U, for a number of KV heads."""
 
-    def make_flows(self, shape: Shape) -> None:
-        """See Algorithm.make_flows."""
-        self._split(shape).ring.make_flows(shape)
+    def make_channels(self, shape: Shape) -> None:
+        """See Algorithm.make_channels."""
+        self._split(shape).ring.make_channels(shape)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Saved]:
         """See Algorithm.forward."""

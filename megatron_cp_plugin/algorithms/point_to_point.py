@@ -65,8 +65,8 @@ class PointToPoint(Algorithm):
         assert isinstance(options, cls.Options)
         check_chunks(cls.name, options.chunks)
 
-    def make_flows(self, shape: Shape) -> None:
-        """See Algorithm.make_flows; some calls need them even where there is peer access."""
+    def make_channels(self, shape: Shape) -> None:
+        """See Algorithm.make_channels; some calls need them even where there is peer access."""
         if self.options.transport != "peer":
             for name, _ in self._channel_names(self.plan(shape, Mask(), "backward")):
                 self.topology.channel(name)

@@ -83,7 +83,7 @@ class Algorithm(ABC):
     def check(cls, options: Options, *, size: int, heads: int, kv_heads: int, causal: bool) -> None:
         """Raises: ConfigError if the algorithm cannot serve this; needs no processes."""
 
-    def make_flows(self, shape: Shape) -> None:  # noqa: B027  (some make all in the constructor)
+    def make_channels(self, shape: Shape) -> None:  # noqa: B027  (some make all in the constructor)
         """Makes the process groups that calls need; a collective operation.
 
         Args: shape: with the heads and dtypes of all calls, and equally many tokens on all ranks.

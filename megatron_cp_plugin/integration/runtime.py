@@ -49,7 +49,7 @@ class Runtime:
 
         Args:
             group: The context-parallel group.
-            shape: Of the model's attention, see `Algorithm.make_flows`.
+            shape: Of the model's attention, see `Algorithm.make_channels`.
             new_group: As `torch.distributed.new_group`, for a list of world ranks.
         """
         if group in self._topologies or group.size() == 1:
@@ -59,7 +59,7 @@ class Runtime:
         for algo in self.config.algorithms:
             served = self.serving(algo)
             if registry.kind_of(algo) == "softmax":
-                served.algorithm(group).make_flows(shape)
+                served.algorithm(group).make_channels(shape)
             else:
                 served.linear_algorithm(group)
         make.end()

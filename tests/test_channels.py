@@ -71,7 +71,7 @@ def test_so_it_is_with_linear_attention(case, size: int, causal: bool, posted: J
 def test_no_call_needs_a_flow_that_was_not_made(
     case, kv_heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`make_flows` makes all of them, whichever transport a call then takes."""
+    """`make_channels` makes all of them, whichever transport a call then takes."""
     asked: dict[int, set[tuple[str, str]]] = defaultdict(set)
     channel = VirtualTopology.channel
 
@@ -84,7 +84,7 @@ def test_no_call_needs_a_flow_that_was_not_made(
     shape = Shape(1, 8, 4, kv_heads, 8, element_bytes=8, wide_bytes=8)
 
     def body(topology: VirtualTopology) -> None:
-        create(case.algo, topology, dict(case.options)).make_flows(shape)
+        create(case.algo, topology, dict(case.options)).make_channels(shape)
 
     run_virtual(4, body, peer_access=True)
     made = {rank: set(flows) for rank, flows in asked.items()}
