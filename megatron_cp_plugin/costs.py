@@ -10,9 +10,13 @@ from dataclasses import dataclass
 
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.algorithms.grid import GridAlgorithm
+from megatron_cp_plugin.core.algorithm import Algorithm
+from megatron_cp_plugin.core.memory import Peak, peak_of
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask, visible_pairs
 from megatron_cp_plugin.core.virtual import VirtualWorld
+from megatron_cp_plugin.errors import ConfigError
+from megatron_cp_plugin.kernels.base import kernel_called
 
 # A flash kernel's backward computes five products where its forward computes two.
 _BACKWARD = 2.5
@@ -72,14 +76,7 @@ def cost(
         ConfigError: The algorithm cannot serve this, or a name or a value is unknown.
     """
     mask, options = mask or Mask(), options or {}
-    algorithm = registry.create(algo, VirtualWorld(size).topology(0), options)
-    algorithm.check(
-        algorithm.options,
-        size=size,
-        heads=shape.heads,
-        kv_heads=shape.kv_heads,
-        causal=mask.causal,
-    )
+    algorithm = planned(algo, size, shape, mask, options)
     each = [algorithm.traffic(shape, mask, rank) for rank in range(size)]
     most = max(each, key=lambda traffic: traffic.forward_bytes + traffic.backward_bytes)
     return Cost(
@@ -94,3 +91,60 @@ def cost(
         * visible_pairs(shape.seq_len, mask),
         algorithm.schedule.grid_shape(shape) if isinstance(algorithm, GridAlgorithm) else None,
     )
+
+
+def peak(
+    algo: str,
+    size: int,
+    rank: int,
+    shape: Shape,
+    mask: Mask | None = None,
+    options: Mapping[str, object] | None = None,
+    *,
+    kernel: str = "flash4",
+    peer_access: bool = True,
+) -> Peak:
+    """Works out the memory that a rank's GPU needs for a layer of softmax attention.
+
+    Args:
+        algo: A name of `available("softmax")`.
+        size: Number of context-parallel ranks.
+        rank: One of them.
+        shape: The whole problem.
+        mask: Default: causal.
+        options: Of the algorithm; values may be text.
+        kernel: Name of the kernel, which need not run here.
+        peer_access: Whether ranks reach each other's memory, as GPUs of one node do.
+
+    Raises:
+        ConfigError: As `cost`.
+        KernelUnavailableError: No kernel has that name.
+    """
+    mask, options = mask or Mask(), options or {}
+    planned(algo, size, shape, mask, options)
+    return peak_of(
+        lambda topology: registry.create(algo, topology, options),
+        rank,
+        (0,) * size,
+        shape,
+        mask,
+        kernel_called(kernel),
+        peer_access=peer_access,
+    )
+
+
+def planned(
+    algo: str, size: int, shape: Shape, mask: Mask, options: Mapping[str, object]
+) -> Algorithm:
+    """An algorithm that makes plans, on one node, and serves this. Raises: as `cost`."""
+    algorithm = registry.create(algo, VirtualWorld(size).topology(0), options)
+    algorithm.check(
+        algorithm.options,
+        size=size,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        causal=mask.causal,
+    )
+    if mask.special and not algorithm.windows:
+        raise ConfigError(f"{algo} does not serve {mask.special}: leave it out")
+    return algorithm

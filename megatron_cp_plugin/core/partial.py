@@ -23,6 +23,8 @@ def merge_into(
 
     Args: out, a, b: [B,S,H,D], any floating dtype; lse, a_lse, b_lse: [B,H,S], wide dtype.
     """
+    if out.is_meta:
+        return  # see core.memory; on a GPU it takes no memory
     if out.is_cuda and lse.dtype == torch.float32:
         from megatron_cp_plugin.kernels import fused
 
@@ -63,6 +65,8 @@ def _weight(lse: Tensor, merged: Tensor) -> Tensor:
 
 def _sum_into(out: Tensor, a: Tensor, b: Tensor | None = None) -> None:
     """out = a + b, summed in float32 (float64 for float64); out may be a; no b: a copy."""
+    if out.is_meta:
+        return  # see core.memory; on a GPU it takes no memory
     if out.is_cuda and a.dtype != torch.float64:
         from megatron_cp_plugin.kernels import fused
 
@@ -244,9 +248,12 @@ class WholeGradient:
 
 def delta_of(dout: Tensor, out: Tensor) -> Tensor:
     """rowsum(dout * out): [B,S,H,D] twice -> [B,H,S] in float32 (float64 for float64)."""
+    dtype = accumulation_dtype(out.dtype)
+    if out.is_meta:  # see core.memory; on a GPU it takes no more than this
+        batch, tokens, heads, _ = out.shape
+        return out.new_empty((batch, heads, tokens), dtype=dtype)
     if out.is_cuda and out.dtype != torch.float64:
         from megatron_cp_plugin.kernels import fused
 
         return fused.delta_of(dout, out)
-    dtype = accumulation_dtype(out.dtype)
     return (dout.to(dtype) * out.to(dtype)).sum(-1).transpose(1, 2).contiguous()

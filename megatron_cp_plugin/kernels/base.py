@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_cp_plugin.core.partial import delta_of
-from megatron_cp_plugin.kernels.choice import Kernel, choose, loader
+from megatron_cp_plugin.kernels.choice import Kernel, choose, loader, named
 
 
 @dataclass(frozen=True)
@@ -108,6 +108,14 @@ class Statistics:
             None if self.delta is None else self.delta[:, heads],
         )
 
+    def copied_bytes(self, dout_bytes: int) -> int:
+        """Bytes of what kernels make of these that want a contiguous lse and an out.
+
+        Args: dout_bytes: of a tensor like out.
+        """
+        lse = 0 if self.lse.is_contiguous() else self.lse.numel() * self.lse.element_size()
+        return lse + (dout_bytes if self.out is None else 0)
+
     def flipped(self) -> "Statistics":
         """The statistics of the rows in reverse order."""
         return Statistics(
@@ -144,6 +152,26 @@ class Statistics:
         square = wide.square().sum(-1, keepdim=True)
         delta = self.delta.transpose(-2, -1).unsqueeze(-1)
         return torch.where(square > 0, delta / square * wide, 0.0).to(dout.dtype)
+
+
+def rounded(number: int, multiple: int) -> int:
+    """The least multiple that is not less than a number."""
+    return -(-number // multiple) * multiple
+
+
+def flash2_workspace(q: Tensor, k: Tensor, statistics: Statistics | None) -> int:
+    """`workspace` of FlashAttention-2: float32 dQ and delta; with GQA dK, dV of all query heads.
+
+    Source: mha_bwd of csrc/flash_attn/flash_api.cpp.
+    """
+    if statistics is None:
+        return 0
+    batch, rows, heads, dim = q.shape
+    (_, cols, kv_heads, _), rows = k.shape, rounded(rows, 128)
+    of_keys = 2 * cols * heads * dim if heads > kv_heads else 0
+    wide = rows * heads * (rounded(dim, 32 if dim <= 128 else 64) + 1)
+    made = statistics.copied_bytes(q.numel() * q.element_size())
+    return batch * (4 * wide + of_keys * q.element_size()) + made
 
 
 class SoftmaxKernel(Kernel[Problem]):
@@ -184,6 +212,16 @@ class SoftmaxKernel(Kernel[Problem]):
 
         Returns: dq [B,S,H,D], dk [B,T,G,D], dv [B,T,G,E].
         """
+
+    def workspace(
+        self, q: Tensor, k: Tensor, v: Tensor, statistics: Statistics | None, *, causal: bool
+    ) -> int:
+        """Bytes that a call takes beside its arguments and results; 0 if next to nothing.
+
+        Args: q, k, v: of the call, perhaps without storage. statistics: of a backward's; None: the
+            call is a forward. causal: as there.
+        """
+        return 0
 
     def forward_packed(
         self, q: Tensor, k: Tensor, v: Tensor, bounds: tuple[int, ...], *, scale: float
@@ -336,6 +374,14 @@ def kernel_names() -> tuple[str, ...]:
 def kernels() -> tuple[SoftmaxKernel, ...]:
     """All kernels in the order of preference of "auto", whether they can run here or not."""
     return tuple(load() for load in _KERNELS.values())
+
+
+def kernel_called(name: str) -> SoftmaxKernel:
+    """The kernel of a name, whether it can run here or not.
+
+    Raises: KernelUnavailableError if no kernel has it.
+    """
+    return named("kernel", name, _KERNELS)
 
 
 @cache
