@@ -167,6 +167,7 @@ def _add_draw(commands: Any) -> None:
         metavar="KEY=VALUE",
         help="option of the algorithm; may be repeated",
     )
+    parser.add_argument("--phase", choices=("forward", "backward"), default="forward")
     parser.add_argument("--output", type=Path, metavar="FILE", help=".png or .svg to write")
     parser.set_defaults(run=_draw)
 
@@ -174,7 +175,8 @@ def _add_draw(commands: Any) -> None:
 def _draw(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from megatron_cp_plugin.drawing import picture, save, table, table_width
+    from megatron_cp_plugin.drawing import picture, table, table_width
+    from megatron_cp_plugin.figures import save
 
     drawn = picture(
         arguments.algo,
@@ -182,6 +184,7 @@ def _draw(arguments: argparse.Namespace) -> int:
         seq_len=arguments.seq_len,
         mask=_mask(arguments),
         options=dict(_option(text) for text in arguments.option),
+        phase=arguments.phase,
     )
     if arguments.output:
         save(drawn, arguments.output)

@@ -8,7 +8,8 @@ import megatron_cp_plugin as cp
 from megatron_cp_plugin import cli, registry
 from megatron_cp_plugin.core.tiles import Mask, visible_pairs
 from megatron_cp_plugin.core.virtual import VirtualWorld
-from megatron_cp_plugin.drawing import _ranks, picture, save, table_width
+from megatron_cp_plugin.drawing import _ranks, picture, table_width
+from megatron_cp_plugin.figures import save
 
 
 def draw(*words: str) -> int:
@@ -41,7 +42,7 @@ def test_cells_name_the_blocks() -> None:
     first, second = picture("distflash", 3).steps
     assert [cell.text if cell else None for cell in first] == ["q0 k0", "q1 k1", "q2 k2"]
     assert [cell.text if cell else None for cell in second] == ["q2 k0", "q1 k0", "q2 k1"]
-    assert [cell.own if cell else None for cell in second] == [False, True, True]
+    assert [cell.queries if cell else None for cell in second] == ["others", "own", "own"]
 
 
 def test_linear_attention_by_states(tmp_path: Path) -> None:
@@ -94,22 +95,22 @@ def test_names_of_several_ranks(owners: tuple[int, ...], text: str) -> None:
     assert _ranks(owners) == text
 
 
-def test_the_terminal_shows_workers_by_steps(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_terminal_shows_ranks_by_steps(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--algo", "distflash", "--size", "4", "--seq-len", "400"]
     assert draw(*words, "--option", "last_step=owner") == 0
     lines = capsys.readouterr().out.splitlines()
     assert (
-        lines[0].rstrip() == "distflash, last_step=owner · 4 ranks · causal attention · 400 tokens"
+        lines[0].rstrip() == "distflash, last_step=owner · 4 ranks · causal · 400 tokens · forward"
     )
     row = next(line for line in lines if line.startswith("│    0 "))
     assert row.replace("│", "").split() == ["0", "q0", "k0", "q3", "k0", "waits"]
-    assert any("waiting in 2 of 12 worker-steps" in line for line in lines)
+    assert any("waiting in 2 of 12 rank-steps" in line for line in lines)
 
 
 def test_a_wide_table_is_not_broken(capsys: pytest.CaptureFixture[str]) -> None:
     assert draw("--algo", "ring", "--size", "24") == 0
     lines = capsys.readouterr().out.splitlines()
-    assert sum(line.startswith("│") for line in lines) == 24
+    assert sum(line[1:6].strip().isdigit() for line in lines if line.startswith("│")) == 24
     assert max(map(len, lines)) <= table_width(picture("ring", 24))
 
 

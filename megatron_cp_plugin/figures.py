@@ -1,0 +1,406 @@
+"""Pictures of plans as files: a lane for each rank, a column for each step, arrows for messages.
+
+All lengths are inches, and every column is as wide as what is written in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import mean
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from megatron_cp_plugin.drawing import WHOSE, Cell, Collective, Kind, Picture, Queries, Transfer
+from megatron_cp_plugin.errors import ConfigError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_CELLS: dict[Queries, str] = {"own": "#c6dbef", "others": "#fdd0a2", "both": "#dadaeb"}
+_LINES: dict[Kind, str] = {
+    "keys": "#1b7837",
+    "queries": "#b35806",
+    "results": "#762a83",
+    "states": "#2166ac",
+}
+_INK, _FAINT, _BAND = "#1a1a1a", "#bdbdbd", "#f5f5f5"
+
+_LEFT, _EDGE = 0.62, 0.12
+_LINE = 0.15  # a line of text
+_CELL_POINTS, _LABEL_POINTS = 7.5, 7.0
+_NARROW = 6.0  # no picture is wider only because of the texts above and below it
+_LANE = 0.13  # between lines of collectives
+
+
+@lru_cache(maxsize=4096)
+def _width(text: str, points: float, *, bold: bool = False) -> float:
+    from matplotlib.font_manager import FontProperties
+    from matplotlib.textpath import TextPath
+
+    font = FontProperties(family="DejaVu Sans", weight="bold" if bold else "normal")
+    box = TextPath((0, 0), text, size=points, prop=font).get_extents()
+    return float(box.x1) / 72
+
+
+def save(drawn: Picture, path: Path) -> None:
+    """Writes a picture.
+
+    Args:
+        drawn: What to draw.
+        path: Ends in .png or .svg.
+
+    Raises:
+        ConfigError: Another ending, no such folder, or matplotlib is not installed.
+    """
+    if path.suffix not in (".png", ".svg"):
+        raise ConfigError(f"a picture is a .png or .svg file, got {path.name!r}: change its ending")
+    if not path.parent.is_dir():
+        raise ConfigError(f"there is no folder {str(path.parent)!r}: make it first")
+    if find_spec("matplotlib") is None:
+        raise ConfigError(
+            f"{path.name!r} needs matplotlib, which is not installed: "
+            "pip install 'megatron-cp-plugin[report]', or leave --output out"
+        )
+    import matplotlib
+
+    # Text stays text in an SVG, and two runs write the same bytes.
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "plan"}):
+        metadata = {"Date": None} if path.suffix == ".svg" else None
+        figure(drawn).savefig(path, dpi=120, metadata=metadata)
+
+
+@dataclass
+class _Gap:
+    """What travels between two steps.
+
+    Attributes: start: where it begins. arrows: of which the labels are `label` wide.
+        bundles: collectives of one name, with the lane of each and the width of all.
+    """
+
+    start: float = 0.0
+    arrows: list[Transfer] = field(default_factory=list)
+    label: float = 0.0
+    bundles: list[tuple[list[tuple[Collective, int]], float]] = field(default_factory=list)
+
+    @property
+    def width(self) -> float:
+        """Of all that travels."""
+        return self.arrow_width + sum(width for _, width in self.bundles) or 0.06
+
+    @property
+    def arrow_width(self) -> float:
+        """Of arrows and labels."""
+        return self.arrow + self.label + 0.1 if self.arrows else 0.0
+
+    @property
+    def arrow(self) -> float:
+        """The steeper arrows are, the more room they have."""
+        return 0.4 + 0.05 * mean(abs(t.source - t.target) for t in self.arrows)
+
+
+class _Sheet:
+    """Where everything is. Attributes: width, height: of the whole."""
+
+    def __init__(self, drawn: Picture) -> None:
+        self.drawn = drawn
+        count = len(drawn.steps)
+        times = [t.before for t in drawn.transfers] + [c.before for c in drawn.collectives]
+        first, last = min(times, default=0), max(times, default=count)
+        self.gaps = {
+            index: _gap(drawn, index) for index in range(min(first, 0), max(last, count) + 1)
+        }
+        self.columns: list[tuple[float, float]] = []  # start and width of each step
+        x = _LEFT
+        for index, gap in self.gaps.items():
+            gap.start = x
+            x += gap.width
+            if 0 <= index < count:
+                width = _column_width(drawn, index)
+                self.columns.append((x, width))
+                x += width
+        self.right = x
+        most = max(
+            (
+                sum(t.target == rank for t in gap.arrows)
+                for gap in self.gaps.values()
+                for rank in range(drawn.size)
+            ),
+            default=1,
+        )
+        self.row = max(0.34, 0.14 * most + 0.1)
+        entries = _legend(drawn)
+        small = max(_width(text, 8.5) for text in (drawn.subtitle, *drawn.summary))
+        needed = max(small, min(_NARROW, _width(drawn.title, 11, bold=True)))
+        self.width = max(x + _EDGE, min(_NARROW, needed + 2 * _EDGE))
+        room = self.width - 2 * _EDGE
+        self.titles = [(line, 11.0, True) for line in _wrapped(drawn.title, 11, room, bold=True)]
+        for text in (drawn.subtitle, *drawn.summary):
+            self.titles += [(line, 8.5, False) for line in _wrapped(text, 8.5, room)]
+        self.legend = _rows(entries, room)
+        self.notes = [
+            line for text in _notes(drawn) for line in _wrapped(text, _LABEL_POINTS, room)
+        ]
+        self.header = _EDGE + 0.2 * len(self.titles) + 0.08
+        self.heads = _LINE * (3 if any(gap.bundles for gap in self.gaps.values()) else 1)
+        self.heads = max(self.heads, _LINE * max(len(_step_lines(drawn, i)) for i in range(count)))
+        self.top = self.header + self.heads + 0.06
+        self.bottom = self.top + self.row * drawn.size
+        texts = _LINE * (len(self.legend) + len(self.notes)) + 0.1
+        self.height = self.bottom + 0.12 + texts + _EDGE
+
+    def middle(self, rank: int) -> float:
+        """The height of a rank's lane."""
+        return self.top + self.row * (rank + 0.5)
+
+
+def _gap(drawn: Picture, index: int) -> _Gap:
+    arrows = [t for t in drawn.transfers if t.before == index]
+    label = max((_width(t.text, _LABEL_POINTS) for t in arrows), default=0.0)
+    named: dict[tuple[str, str, Kind], list[Collective]] = {}
+    for collective in drawn.collectives:
+        if collective.before == index:
+            key = collective.name, collective.tensors, collective.kind
+            named.setdefault(key, []).append(collective)
+    bundles = []
+    for (name, tensors, _), group in named.items():
+        placed: list[tuple[Collective, int]] = []
+        free: list[int] = []  # by lane, the first rank that is below all lines
+        for collective in sorted(group, key=lambda c: c.ranks):
+            first, last = collective.ranks[0], collective.ranks[-1]
+            lane = next((i for i, rank in enumerate(free) if rank <= first), len(free))
+            free[lane : lane + 1] = [last + 1]
+            placed.append((collective, lane))
+        text = max(_width(line, _LABEL_POINTS) for line in (name, tensors))
+        bundles.append((placed, max(text, _LANE * len(free)) + 0.16))
+    return _Gap(0.0, arrows, label, bundles)
+
+
+def _column_width(drawn: Picture, index: int) -> float:
+    texts = [cell.text for cell in drawn.steps[index] if cell]
+    widest = max((_width(text, _CELL_POINTS) for text in texts), default=0.0)
+    lines = max(_width(line, _LABEL_POINTS, bold=True) for line in _step_lines(drawn, index))
+    return max(widest + 0.16, lines + 0.1)
+
+
+def _step_lines(drawn: Picture, index: int) -> list[str]:
+    lines = [f"step {index}"]
+    if drawn.head_groups > 1:
+        each = -(-len(drawn.steps) // drawn.head_groups)
+        lines.append(f"heads {index // each + 1} of {drawn.head_groups}")
+    times = drawn.times
+    if max(times) - min(times) > 0.005:
+        lines.append(f"{times[index]:.0%} of time")
+    return lines
+
+
+def _wrapped(text: str, points: float, room: float, *, bold: bool = False) -> list[str]:
+    """Lines that fit."""
+    lines: list[str] = []
+    for word in text.split(" "):
+        longer = f"{lines[-1]} {word}" if lines else word
+        if lines and _width(longer, points, bold=bold) <= room:
+            lines[-1] = longer
+        else:
+            lines.append(word)
+    return lines
+
+
+class _Key(NamedTuple):
+    """An entry of the legend. Attributes: what: a cell's queries, a kind of message, or waiting."""
+
+    text: str
+    what: Queries | Kind | Literal["waits"]
+
+
+def _legend(drawn: Picture) -> list[_Key]:
+    cells = [cell for step in drawn.steps for cell in step if cell]
+    whose = dict.fromkeys(cell.queries for cell in cells)
+    found = [_Key(f"computes {WHOSE[queries]}", queries) for queries in whose]
+    if drawn.idle_share > 1e-9:
+        found.append(_Key("waits", "waits"))
+    backward = drawn.subtitle.endswith("backward")
+    texts: dict[Kind, str] = {
+        "keys": "keys and values",
+        "queries": "queries, with dO, lse, delta" if backward else "queries",
+        "results": "sums of gradients" if backward else "partial outputs and lse",
+        "states": "states",
+    }
+    kinds = {t.kind for t in drawn.transfers} | {c.kind for c in drawn.collectives}
+    return found + [_Key(texts[kind], kind) for kind in _LINES if kind in kinds]
+
+
+def _notes(drawn: Picture) -> list[str]:
+    """What the letters in this picture mean, and when blocks travel."""
+    cells = " ".join(cell.text for step in drawn.steps for cell in step if cell)
+    labels = " ".join(t.text for t in drawn.transfers)
+    words = f" {cells} {labels}".replace("½", " ½ ")
+    meanings = [
+        (" q", "q1: the queries of rank 1"),
+        (" k", "k1: its keys and values"),
+        (" o", "o1: partial outputs of its queries"),
+        (" dq", "dq1: a part of their gradient"),
+        (" dk", "dk1: a part of its keys' and values' gradients"),
+        (" S", "S0-2: the state of the tokens of ranks 0 to 2"),
+        (" ½", "½q1: half of the rows"),
+        (" heads", "1/4 heads: a quarter of them"),
+        (":", "k1-5:2: those of ranks 1, 3 and 5"),
+    ]
+    found = "; ".join(text for mark, text in meanings if mark in words)
+    return [found] if found else []
+
+
+def _rows(keys: Sequence[_Key], room: float) -> list[list[tuple[float, _Key]]]:
+    """The legend in lines, with where each entry begins."""
+    rows: list[list[tuple[float, _Key]]] = [[]]
+    x = 0.0
+    for key in keys:
+        width = 0.32 + _width(key.text, _LABEL_POINTS) + 0.22
+        if rows[-1] and x + width > room:
+            rows.append([])
+            x = 0.0
+        rows[-1].append((x, key))
+        x += width
+    return rows
+
+
+def figure(drawn: Picture) -> Figure:
+    """The picture; needs matplotlib."""
+    from matplotlib.figure import Figure as NewFigure
+
+    sheet = _Sheet(drawn)
+    made = NewFigure(figsize=(sheet.width, sheet.height))
+    axes = made.add_axes((0, 0, 1, 1))
+    axes.set_xlim(0, sheet.width)
+    axes.set_ylim(sheet.height, 0)
+    axes.axis("off")
+    _draw_texts(axes, sheet)
+    for rank in range(drawn.size):
+        if rank % 2 == 0:
+            _box(axes, _LEFT, sheet.top + sheet.row * rank, sheet.right - _LEFT, sheet.row, _BAND)
+        _write(axes, _EDGE, sheet.middle(rank), f"rank {rank}", _CELL_POINTS)
+    longest = [max((cell.pairs for cell in step if cell), default=1.0) for step in drawn.steps]
+    for index, step in enumerate(drawn.steps):
+        for rank, cell in enumerate(step):
+            _draw_cell(axes, sheet, index, rank, cell, longest[index])
+    for gap in sheet.gaps.values():
+        _draw_gap(axes, sheet, gap)
+    return made
+
+
+def _draw_texts(axes: Axes, sheet: _Sheet) -> None:
+    for index, (line, points, bold) in enumerate(sheet.titles):
+        _write(axes, _EDGE, _EDGE + 0.2 * (index + 0.5), line, points, bold=bold)
+    for index, (start, width) in enumerate(sheet.columns):
+        lines = _step_lines(sheet.drawn, index)
+        for number, line in enumerate(lines):
+            y = sheet.header + sheet.heads - _LINE * (len(lines) - number - 0.5)
+            _write(axes, start + width / 2, y, line, _LABEL_POINTS, bold=not number, center=True)
+    y = sheet.bottom + 0.2
+    for row in sheet.legend:
+        for x, key in row:
+            _draw_key(axes, sheet.drawn, _EDGE + x, y, key)
+            _write(axes, _EDGE + x + 0.32, y, key.text, _LABEL_POINTS)
+        y += _LINE
+    for line in sheet.notes:
+        _write(axes, _EDGE, y + 0.03, line, _LABEL_POINTS)
+        y += _LINE
+
+
+def _draw_key(axes: Axes, drawn: Picture, x: float, y: float, key: _Key) -> None:
+    what = key.what
+    if what == "waits":
+        _box(axes, x, y - 0.05, 0.26, 0.1, None)
+    elif what == "own" or what == "others" or what == "both":
+        _box(axes, x, y - 0.05, 0.26, 0.1, _CELLS[what])
+    elif any(transfer.kind == what for transfer in drawn.transfers):
+        _arrow(axes, (x, y), (x + 0.26, y), what)
+    else:
+        _joined(axes, [x + 0.04, x + 0.22], [y, y], what)
+
+
+def _draw_cell(
+    axes: Axes, sheet: _Sheet, index: int, rank: int, cell: Cell | None, longest: float
+) -> None:
+    start, width = sheet.columns[index]
+    height = min(0.26, sheet.row * 0.76)
+    y = sheet.middle(rank) - height / 2
+    share = cell.pairs / longest if cell else 0.0
+    if share < 1 - 1e-9:
+        _box(axes, start, y, width, height, None)
+    if cell:
+        _box(axes, start, y, width * share, height, _CELLS[cell.queries])
+        _write(axes, start + width / 2, y + height / 2, cell.text, _CELL_POINTS, center=True)
+
+
+def _draw_gap(axes: Axes, sheet: _Sheet, gap: _Gap) -> None:
+    x = gap.start
+    slots: dict[int, int] = {}
+    came = {rank: sum(t.target == rank for t in gap.arrows) for rank in range(sheet.drawn.size)}
+    for transfer in sorted(gap.arrows, key=lambda t: t.source):
+        slot = slots.get(transfer.target, 0)
+        slots[transfer.target] = slot + 1
+        y = sheet.middle(transfer.target) + 0.14 * (slot - (came[transfer.target] - 1) / 2)
+        end = x + gap.arrow
+        _arrow(axes, (x + 0.04, sheet.middle(transfer.source)), (end, y), transfer.kind)
+        _write(axes, end + 0.03, y, transfer.text, _LABEL_POINTS, color=_LINES[transfer.kind])
+    x += gap.arrow_width
+    for placed, width in gap.bundles:
+        first = placed[0][0]
+        color = _LINES[first.kind]
+        lanes = 1 + max(lane for _, lane in placed)
+        for number, line in enumerate((first.name, first.tensors)):
+            y = sheet.header + sheet.heads - _LINE * (1.5 - number)
+            _write(axes, x + width / 2, y, line, _LABEL_POINTS, color=color, center=True)
+        for collective, lane in placed:
+            at = x + width / 2 + _LANE * (lane - (lanes - 1) / 2)
+            heights = [sheet.middle(rank) for rank in collective.ranks]
+            _joined(axes, [at] * len(heights), heights, first.kind)
+        x += width
+
+
+def _joined(axes: Axes, x: Sequence[float], y: Sequence[float], kind: Kind) -> None:
+    axes.plot(x, y, color=_LINES[kind], linewidth=1.2, marker="o", markersize=4)
+
+
+def _box(axes: Axes, x: float, y: float, width: float, height: float, color: str | None) -> None:
+    """A rectangle; hatched if it has no color."""
+    from matplotlib.patches import Rectangle
+
+    box = Rectangle((x, y), width, height, facecolor=color or "white", linewidth=0.0)
+    if color is None:
+        box.set(hatch="//////", edgecolor="#dedede")
+    axes.add_patch(box)
+
+
+def _arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], kind: Kind) -> None:
+    style = {"arrowstyle": "-|>,head_length=0.4,head_width=0.18", "shrinkA": 0, "shrinkB": 0}
+    line = {"linewidth": 0.9, "linestyle": (0, (4, 1.5)) if kind == "results" else "-"}
+    axes.annotate("", end, start, arrowprops={"color": _LINES[kind], **line, **style})
+
+
+def _write(
+    axes: Axes,
+    x: float,
+    y: float,
+    text: str,
+    points: float,
+    *,
+    bold: bool = False,
+    color: str = _INK,
+    center: bool = False,
+) -> None:
+    axes.text(
+        x,
+        y,
+        text,
+        fontsize=points,
+        fontfamily="DejaVu Sans",
+        fontweight="bold" if bold else "normal",
+        color=color,
+        ha="center" if center else "left",
+        va="center",
+    )
