@@ -17,9 +17,9 @@ from megatron_cp_plugin.core.algorithm import (
     differentiate_tile,
 )
 from megatron_cp_plugin.core.comm import Communicator, Pending
+from megatron_cp_plugin.core.kernel import Statistics
 from megatron_cp_plugin.core.partial import GradientSum, accumulation_dtype, merge_all_into
 from megatron_cp_plugin.core.tiles import Tile
-from megatron_cp_plugin.kernels.base import Statistics
 
 Block = tuple[Tensor, ...]
 Pair = tuple[Tensor, Tensor]

@@ -21,6 +21,7 @@ from megatron_cp_plugin.core.assembly import Assembly, assemble, padded
 from megatron_cp_plugin.core.caching import cached_method
 from megatron_cp_plugin.core.comm import Communicator, Pending, Phase
 from megatron_cp_plugin.core.grid import Grid
+from megatron_cp_plugin.core.kernel import Statistics
 from megatron_cp_plugin.core.partial import (
     Accumulator,
     GradientSum,
@@ -33,7 +34,6 @@ from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask, Part, parts, plan_tiles
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ContextParallelError
-from megatron_cp_plugin.kernels.base import Statistics
 
 Block = tuple[Tensor, ...]
 

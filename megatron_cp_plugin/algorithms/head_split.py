@@ -15,6 +15,7 @@ from megatron_cp_plugin.algorithms.ring import Ring
 from megatron_cp_plugin.core.algorithm import Algorithm, Call, Saved
 from megatron_cp_plugin.core.assembly import Assembly, assemble, padded
 from megatron_cp_plugin.core.comm import Communicator, Pending, Phase
+from megatron_cp_plugin.core.kernel import Statistics
 from megatron_cp_plugin.core.layout import Grouped, Layout
 from megatron_cp_plugin.core.partial import GradientSum, accumulation_dtype, delta_of
 from megatron_cp_plugin.core.pipeline import HeadGroup, head_groups, pieces, pipeline
@@ -23,7 +24,6 @@ from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ConfigError
-from megatron_cp_plugin.kernels.base import Statistics
 
 Block = tuple[Tensor, ...]
 EVERYTHING = slice(None)

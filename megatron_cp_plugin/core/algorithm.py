@@ -9,6 +9,7 @@ from torch import Tensor
 from megatron_cp_plugin.core.caching import cached_method
 from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.derive import plan_of
+from megatron_cp_plugin.core.kernel import SoftmaxKernel, Statistics
 from megatron_cp_plugin.core.layout import Layout
 from megatron_cp_plugin.core.partial import Accumulator, GradientSum
 from megatron_cp_plugin.core.placement import Placement
@@ -16,7 +17,6 @@ from megatron_cp_plugin.core.plan import PHASES, Plan, Setting
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask, Tile
 from megatron_cp_plugin.core.topology import Topology
-from megatron_cp_plugin.kernels.base import SoftmaxKernel, Statistics
 
 
 @dataclass(frozen=True)

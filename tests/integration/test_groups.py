@@ -12,8 +12,8 @@ from megatron.core import parallel_state
 
 import megatron_cp_plugin
 from megatron_cp_plugin.config import ContextParallelConfig
+from megatron_cp_plugin.core.process_groups import JointMaking
 from megatron_cp_plugin.core.shape import Shape
-from megatron_cp_plugin.core.topology import JointMaking
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration import groups
 from megatron_cp_plugin.integration.runtime import Runtime
