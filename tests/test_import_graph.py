@@ -15,15 +15,18 @@ FORBIDDEN = [
     (f"{PACKAGE}.core", f"{PACKAGE}.algorithms"),
     (f"{PACKAGE}.core", f"{PACKAGE}.registry"),
     (f"{PACKAGE}.core", f"{PACKAGE}.integration"),
+    (f"{PACKAGE}.core", f"{PACKAGE}.harness"),
     (f"{PACKAGE}.kernels", f"{PACKAGE}.algorithms"),
     (f"{PACKAGE}.kernels", f"{PACKAGE}.registry"),
     (f"{PACKAGE}.kernels", f"{PACKAGE}.integration"),
+    (f"{PACKAGE}.kernels", f"{PACKAGE}.harness"),
     (f"{PACKAGE}.algorithms", f"{PACKAGE}.kernels"),
     (f"{PACKAGE}.algorithms", f"{PACKAGE}.integration"),
+    (f"{PACKAGE}.algorithms", f"{PACKAGE}.harness"),
 ]
 # Packages that not everybody has, and who may import them.
 FOREIGN = {
-    "megatron": ("integration",),
+    "megatron": ("integration", "harness"),
     "flash_attn": ("kernels",),
     "fla": ("kernels",),
     "triton": ("kernels",),
@@ -99,6 +102,16 @@ def test_layers(lower: str, upper: str) -> None:
         if within(name, lower) and within(other, upper)
     ]
     assert wrong == []
+
+
+def test_what_trains_needs_the_harness_for_recordings_alone() -> None:
+    found = {
+        (name, other)
+        for name, others in import_graph().items()
+        for other in others
+        if within(other, f"{PACKAGE}.harness") and not within(name, f"{PACKAGE}.harness")
+    }
+    assert found == {(f"{PACKAGE}.integration.launch", f"{PACKAGE}.harness.parity")}
 
 
 @pytest.mark.parametrize("foreign", FOREIGN)
