@@ -137,7 +137,7 @@ def alike(
     for block, tiles in enumerate(tiles_of):
         for tile in tiles:
             edges = tile.q.start, tile.q.stop, tile.kv.start, tile.kv.stop
-            key = (*edges, tile.causal, tile.reverse, tile.squares)
+            key = (*edges, tile.causal, tile.reverse, tile.document_bounds)
             blocks.setdefault(key, (tile, []))[1].append(block)
     return tuple((tile, tuple(found)) for tile, found in blocks.values())
 

@@ -150,7 +150,7 @@ class Route:
         return Route(tuple(runs[::-1] for runs in back.runs), self.length)
 
 
-Meanwhile = Callable[[], None]
+LocalWork = Callable[[], None]
 Saved = tuple[Tensor | None, ...]
 
 
@@ -236,7 +236,7 @@ class StatePassing(LinearAlgorithm):
         first: Tensor | None,
         route: Route,
         decay: Decay,
-        meanwhile: Meanwhile,
+        local_work: LocalWork,
         *,
         to_the_end: bool,
     ) -> tuple[Tensor | None, Tensor | None]:
@@ -245,7 +245,7 @@ class StatePassing(LinearAlgorithm):
         Args:
             states: [n,B,H,D,E] of the local runs, each as if nothing came before it.
             first: where the route begins [B,H,D,E], the same on all ranks; None: 0.
-            meanwhile: local work that needs no other rank's state; called once.
+            local_work: what needs no other rank's state; called once.
             to_the_end: the state at the end of the route is wanted.
 
         Returns: the states that arrive at the local runs [n,B,H,D,E], None if all are 0; and, if

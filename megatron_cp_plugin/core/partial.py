@@ -226,8 +226,8 @@ class WholeGradient:
         self._like = like
         self._whole: Tensor | None = None
 
-    def put(self, heads: slice, total: GradientSum, plus: Tensor | None = None) -> None:
-        """Takes the sum of some heads, and `plus` [B,S,heads,D] if there is one."""
+    def write(self, heads: slice, total: GradientSum, plus: Tensor | None = None) -> None:
+        """Writes the sum of some heads, and `plus` [B,S,heads,D] if there is one."""
         if heads == slice(0, self._like.shape[2]):
             self._whole = total.result(plus=plus)
             return
@@ -237,7 +237,7 @@ class WholeGradient:
 
     @property
     def whole(self) -> Tensor:
-        """All heads, contiguous; each must have been put."""
+        """All heads, contiguous; each must have been written."""
         assert self._whole is not None
         return self._whole
 

@@ -160,7 +160,7 @@ class Backward(Pass):
         wholes = self._whole[1:] if of_keys else self._whole[:1]
         part = heads.kv if of_keys else heads.q
         for whole, total, other in zip(wholes, sums, others or (None,) * len(sums), strict=True):
-            whole.put(part, total, other)
+            whole.write(part, total, other)
 
     @property
     def gradients(self) -> tuple[Tensor, Tensor, Tensor]:

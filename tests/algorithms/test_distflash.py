@@ -130,7 +130,7 @@ def test_traffic_is_the_closed_formula_for_equal_blocks(size: int, last_step: st
         topology = VirtualWorld(size).topology(rank)
         algorithm = create("distflash", topology, {"last_step": last_step})
         traffic = algorithm.traffic(shape, CAUSAL, rank)
-        lends = min(size // 2, size - 1 - rank)
+        sends_keys_to = min(size // 2, size - 1 - rank)
         owns = min(size // 2, rank)
         is_helped: Fraction | int = max(0, helped - (size - 1 - rank))
         helps: Fraction | int = max(0, helped - rank)
@@ -140,8 +140,8 @@ def test_traffic_is_the_closed_formula_for_equal_blocks(size: int, last_step: st
                 helps + half * (2 * rank < size),
                 is_helped + half * (2 * rank >= size),
             )
-        forward = lends * kv + is_helped * query + helps * (query + row)
-        backward = (lends + owns) * kv + is_helped * 2 * (query + row) + helps * query
+        forward = sends_keys_to * kv + is_helped * query + helps * (query + row)
+        backward = (sends_keys_to + owns) * kv + is_helped * 2 * (query + row) + helps * query
         assert traffic.forward_bytes == 3 * 6 * forward
         assert traffic.backward_bytes == 3 * 6 * backward
 

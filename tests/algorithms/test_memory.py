@@ -36,7 +36,7 @@ TOKENS, DIM, ELEMENT = 256, 128, 2
 
 
 class Nobody(Communicator):
-    """A flow whose messages have the right shapes; inputs live until they are waited for."""
+    """A channel whose messages have the right shapes; inputs live until they are waited for."""
 
     def _after(self, inputs: object, result: Tensor | None) -> Pending:
         held = [inputs]

@@ -38,11 +38,11 @@ def groups_after(folder: Path, flags: str) -> list[list[str]]:
 
 @slow
 def test_stages_of_different_algorithms(tmp_path: Path) -> None:
-    """The first stage's one flow takes the given group; the second stage's two need another one."""
+    """The first stage's channel takes the given group; the second stage's two need another one."""
     flags = "--cp-layers lasp2,zigzag --cp-linear-model transnormer"
     found = groups_after(tmp_path, flags)
     for of_rank in found:
-        # What was given has the flow of lasp2, and zigzag two others.
+        # What was given has the channel of lasp2, and zigzag two others.
         assert of_rank.count("2 3 CONTEXT_PARALLEL_GROUP") == 3
 
 
