@@ -24,13 +24,14 @@ from lengths import head_dims_of, tokens_of
 from torch import Tensor
 
 import megatron_cp_plugin as cp
+from megatron_cp_plugin.core.kernel import Problem, SoftmaxKernel, Statistics
 from megatron_cp_plugin.core.layout import shard
+from megatron_cp_plugin.core.process_groups import topology_of
 from megatron_cp_plugin.core.shape import Shape
-from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.costs import peak
 from megatron_cp_plugin.errors import ContextParallelError
-from megatron_cp_plugin.kernels import Problem, resolve
-from megatron_cp_plugin.kernels.base import SoftmaxKernel, Statistics, kernel_called
+from megatron_cp_plugin.kernels import resolve
+from megatron_cp_plugin.kernels.base import kernel_called
 from megatron_cp_plugin.registry import layout_of
 
 BOUND = 0.05
@@ -163,7 +164,7 @@ def algorithm_rows(
     width = q.element_size()
     shape = Shape(1, tokens, heads, kv_heads, dims[0], width, 4, dims[1])
     # CPU, and GPUs that do not reach each other, have no receive buffers in peer memory.
-    topology = Topology.of(None)
+    topology = topology_of(None)
     found = peak(
         name,
         size,

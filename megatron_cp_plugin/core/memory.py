@@ -17,12 +17,13 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_cp_plugin.core.algorithm import Algorithm, Call
 from megatron_cp_plugin.core.comm import Communicator, Pending, Receive, Send
+from megatron_cp_plugin.core.fused import register_fused
+from megatron_cp_plugin.core.kernel import SoftmaxKernel, Statistics
 from megatron_cp_plugin.core.partial import accumulation_dtype
 from megatron_cp_plugin.core.peer import SlottedCommunicator
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
-from megatron_cp_plugin.kernels.base import PackingKernel, SoftmaxKernel, Statistics
 
 _DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
@@ -231,7 +232,7 @@ class _Sizes(SoftmaxKernel):
     def forward_packed(
         self, q: Tensor, k: Tensor, v: Tensor, bounds: tuple[int, ...], *, scale: float
     ) -> tuple[Tensor, Tensor]:
-        if isinstance(self._kernel, PackingKernel):
+        if type(self._kernel).forward_packed is not SoftmaxKernel.forward_packed:
             return self.forward(q, k, v, scale=scale, causal=True)
         return super().forward_packed(q, k, v, bounds, scale=scale)
 
@@ -246,9 +247,28 @@ class _Sizes(SoftmaxKernel):
         *,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        if isinstance(self._kernel, PackingKernel):
+        if type(self._kernel).backward_packed is not SoftmaxKernel.backward_packed:
             return self.backward(dout, q, k, v, statistics, scale=scale, causal=True)
         return super().backward_packed(dout, q, k, v, statistics, bounds, scale=scale)
+
+
+class _OnePass:
+    """Merges, sums and row sums as they are on GPUs: they take no memory beside their results."""
+
+    def merge_into(
+        self, out: Tensor, lse: Tensor, a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor
+    ) -> None:
+        pass
+
+    def sum_into(self, out: Tensor, a: Tensor, b: Tensor | None) -> None:
+        pass
+
+    def delta_of(self, dout: Tensor, out: Tensor) -> Tensor:
+        batch, tokens, heads, _ = out.shape
+        return out.new_empty((batch, heads, tokens), dtype=torch.float32)
+
+
+register_fused("meta", _OnePass)
 
 
 def _take(like: Tensor, size_bytes: int) -> None:

@@ -7,11 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_cp_plugin.core.kernel import Problem, Statistics
 from megatron_cp_plugin.kernels.base import (
     Packed,
     PackingKernel,
-    Problem,
-    Statistics,
     equal_dims_reason,
     flash2_workspace,
     gpu_reason,

@@ -7,11 +7,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from megatron_cp_plugin.core.kernel import Problem, Statistics
 from megatron_cp_plugin.kernels.base import (
     Packed,
     PackingKernel,
-    Problem,
-    Statistics,
     gpu_reason,
     rounded,
     wide_heads_reason,
