@@ -5,8 +5,10 @@ All lengths are inches, and every column is as wide as what is written in it.
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,7 +29,10 @@ _LINES: dict[Kind, str] = {
     "results": "#762a83",
     "states": "#2166ac",
 }
-_INK, _FAINT, _BAND = "#1a1a1a", "#bdbdbd", "#f5f5f5"
+# Results of the last step first.
+_ORDER: tuple[Kind, ...] = ("results", "queries", "keys", "states")
+_INK, _BAND = "#1a1a1a", "#f5f5f5"
+_VISIBLE = 0.02  # of a step: less waiting than that is not drawn
 
 _LEFT, _EDGE = 0.62, 0.12
 _LINE = 0.15  # a line of text
@@ -41,7 +46,7 @@ def _width(text: str, points: float, *, bold: bool = False) -> float:
     from matplotlib.font_manager import FontProperties
     from matplotlib.textpath import TextPath
 
-    font = FontProperties(family="DejaVu Sans", weight="bold" if bold else "normal")
+    font = FontProperties(family="sans-serif", weight="bold" if bold else "normal")
     box = TextPath((0, 0), text, size=points, prop=font).get_extents()
     return float(box.x1) / 72
 
@@ -69,37 +74,49 @@ def save(drawn: Picture, path: Path) -> None:
 
     # Text stays text in an SVG, and two runs write the same bytes.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "plan"}):
-        metadata = {"Date": None} if path.suffix == ".svg" else None
+        metadata = {"Date": None, "Creator": None} if path.suffix == ".svg" else None
         figure(drawn).savefig(path, dpi=120, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class _Arrows:
+    """What goes from rank to rank, side by side. Attributes: label: width of the widest one."""
+
+    transfers: tuple[Transfer, ...]
+    label: float
+
+    @property
+    def length(self) -> float:
+        """The steeper arrows are, the more room they have."""
+        return 0.4 + 0.05 * mean(abs(t.source - t.target) for t in self.transfers)
+
+    @property
+    def width(self) -> float:
+        """With the labels."""
+        return self.length + self.label + 0.1
+
+
+@dataclass(frozen=True)
+class _Bundle:
+    """Collectives of one name, each with its lane."""
+
+    collectives: tuple[tuple[Collective, int], ...]
+    width: float
 
 
 @dataclass
 class _Gap:
-    """What travels between two steps.
+    """What travels between two steps. Attributes: start: where it begins."""
 
-    Attributes: start: where it begins. arrows: of which the labels are `label` wide.
-        bundles: collectives of one name, with the lane of each and the width of all.
-    """
-
+    arrows: list[_Arrows]
+    bundles: list[_Bundle]
     start: float = 0.0
-    arrows: list[Transfer] = field(default_factory=list)
-    label: float = 0.0
-    bundles: list[tuple[list[tuple[Collective, int]], float]] = field(default_factory=list)
 
     @property
     def width(self) -> float:
         """Of all that travels."""
-        return self.arrow_width + sum(width for _, width in self.bundles) or 0.06
-
-    @property
-    def arrow_width(self) -> float:
-        """Of arrows and labels."""
-        return self.arrow + self.label + 0.1 if self.arrows else 0.0
-
-    @property
-    def arrow(self) -> float:
-        """The steeper arrows are, the more room they have."""
-        return 0.4 + 0.05 * mean(abs(t.source - t.target) for t in self.arrows)
+        widths = [arrows.width for arrows in self.arrows]
+        return sum(widths) + sum(bundle.width for bundle in self.bundles) or 0.06
 
 
 class _Sheet:
@@ -125,8 +142,9 @@ class _Sheet:
         self.right = x
         most = max(
             (
-                sum(t.target == rank for t in gap.arrows)
+                sum(t.target == rank for t in arrows.transfers)
                 for gap in self.gaps.values()
+                for arrows in gap.arrows
                 for rank in range(drawn.size)
             ),
             default=1,
@@ -136,7 +154,7 @@ class _Sheet:
         small = max(_width(text, 8.5) for text in (drawn.subtitle, *drawn.summary))
         needed = max(small, min(_NARROW, _width(drawn.title, 11, bold=True)))
         self.width = max(x + _EDGE, min(_NARROW, needed + 2 * _EDGE))
-        room = self.width - 2 * _EDGE
+        room = self.width - 2 * _EDGE + 1e-6
         self.titles = [(line, 11.0, True) for line in _wrapped(drawn.title, 11, room, bold=True)]
         for text in (drawn.subtitle, *drawn.summary):
             self.titles += [(line, 8.5, False) for line in _wrapped(text, 8.5, room)]
@@ -158,10 +176,16 @@ class _Sheet:
 
 
 def _gap(drawn: Picture, index: int) -> _Gap:
-    arrows = [t for t in drawn.transfers if t.before == index]
-    label = max((_width(t.text, _LABEL_POINTS) for t in arrows), default=0.0)
+    here = [t for t in drawn.transfers if t.before == index]
+    results = tuple(t for t in here if t.kind == "results")
+    inputs = tuple(t for t in here if t.kind != "results")
+    arrows = [
+        _Arrows(part, max(_width(t.text, _LABEL_POINTS) for t in part))
+        for part in (results, inputs)
+        if part
+    ]
     named: dict[tuple[str, str, Kind], list[Collective]] = {}
-    for collective in drawn.collectives:
+    for collective in sorted(drawn.collectives, key=lambda c: _ORDER.index(c.kind)):
         if collective.before == index:
             key = collective.name, collective.tensors, collective.kind
             named.setdefault(key, []).append(collective)
@@ -175,8 +199,8 @@ def _gap(drawn: Picture, index: int) -> _Gap:
             free[lane : lane + 1] = [last + 1]
             placed.append((collective, lane))
         text = max(_width(line, _LABEL_POINTS) for line in (name, tensors))
-        bundles.append((placed, max(text, _LANE * len(free)) + 0.16))
-    return _Gap(0.0, arrows, label, bundles)
+        bundles.append(_Bundle(tuple(placed), max(text, _LANE * len(free)) + 0.16))
+    return _Gap(arrows, bundles)
 
 
 def _column_width(drawn: Picture, index: int) -> float:
@@ -216,11 +240,21 @@ class _Key(NamedTuple):
     what: Queries | Kind | Literal["waits"]
 
 
+def _shares(drawn: Picture) -> list[list[float]]:
+    """By step and rank: how much of the time of a step the rank computes."""
+    longest = [max((cell.pairs for cell in step if cell), default=1.0) for step in drawn.steps]
+    return [
+        [cell.pairs / most if cell else 0.0 for cell in step]
+        for step, most in zip(drawn.steps, longest, strict=True)
+    ]
+
+
 def _legend(drawn: Picture) -> list[_Key]:
     cells = [cell for step in drawn.steps for cell in step if cell]
     whose = dict.fromkeys(cell.queries for cell in cells)
     found = [_Key(f"computes {WHOSE[queries]}", queries) for queries in whose]
-    if drawn.idle_share > 1e-9:
+    shares = _shares(drawn)
+    if any(share < 1 - _VISIBLE for step in shares for share in step):
         found.append(_Key("waits", "waits"))
     backward = drawn.subtitle.endswith("backward")
     texts: dict[Kind, str] = {
@@ -234,23 +268,25 @@ def _legend(drawn: Picture) -> list[_Key]:
 
 
 def _notes(drawn: Picture) -> list[str]:
-    """What the letters in this picture mean, and when blocks travel."""
-    cells = " ".join(cell.text for step in drawn.steps for cell in step if cell)
-    labels = " ".join(t.text for t in drawn.transfers)
-    words = f" {cells} {labels}".replace("½", " ½ ")
-    meanings = [
-        (" q", "q1: the queries of rank 1"),
-        (" k", "k1: its keys and values"),
-        (" o", "o1: partial outputs of its queries"),
-        (" dq", "dq1: a part of their gradient"),
-        (" dk", "dk1: a part of its keys' and values' gradients"),
-        (" S", "S0-2: the state of the tokens of ranks 0 to 2"),
-        (" ½", "½q1: half of the rows"),
-        (" heads", "1/4 heads: a quarter of them"),
-        (":", "k1-5:2: those of ranks 1, 3 and 5"),
-    ]
-    found = "; ".join(text for mark, text in meanings if mark in words)
-    return [found] if found else []
+    """What the letters in this picture mean."""
+    cells = [cell.text for step in drawn.steps for cell in step if cell]
+    words = " ".join([*cells, *(transfer.text for transfer in drawn.transfers)])
+    meanings = {
+        r"\bq\d|½q": "q1: the queries of rank 1",
+        r"\bk\d": "k1: its keys and values",
+        r"\bo\d": "o1: partial outputs of its queries",
+        r"\bdq\d": "dq1: a part of the gradient of its queries",
+        r"\bdk\d": "dk1: a part of those of its keys and values",
+        r"\bS\d": "S0-2: the state of the tokens of ranks 0 to 2",
+        r"½": "½q1: half of its rows",
+    }
+    found = [text for pattern, text in meanings.items() if re.search(pattern, words)]
+    if share := re.search(r"1/\d+ heads", words):
+        found.append(f"{share[0]}: that part of the heads")
+    if strided := re.search(r"(\d+)-(\d+):(\d+)", words):
+        first, last, step = map(int, strided.groups())
+        found.append(f"{strided[0]}: ranks {', '.join(map(str, range(first, last + 1, step)))}")
+    return ["; ".join(found)] if found else []
 
 
 def _rows(keys: Sequence[_Key], room: float) -> list[list[tuple[float, _Key]]]:
@@ -282,10 +318,10 @@ def figure(drawn: Picture) -> Figure:
         if rank % 2 == 0:
             _box(axes, _LEFT, sheet.top + sheet.row * rank, sheet.right - _LEFT, sheet.row, _BAND)
         _write(axes, _EDGE, sheet.middle(rank), f"rank {rank}", _CELL_POINTS)
-    longest = [max((cell.pairs for cell in step if cell), default=1.0) for step in drawn.steps]
+    shares = _shares(drawn)
     for index, step in enumerate(drawn.steps):
         for rank, cell in enumerate(step):
-            _draw_cell(axes, sheet, index, rank, cell, longest[index])
+            _draw_cell(axes, sheet, index, rank, cell, shares[index][rank])
     for gap in sheet.gaps.values():
         _draw_gap(axes, sheet, gap)
     return made
@@ -323,13 +359,12 @@ def _draw_key(axes: Axes, drawn: Picture, x: float, y: float, key: _Key) -> None
 
 
 def _draw_cell(
-    axes: Axes, sheet: _Sheet, index: int, rank: int, cell: Cell | None, longest: float
+    axes: Axes, sheet: _Sheet, index: int, rank: int, cell: Cell | None, share: float
 ) -> None:
     start, width = sheet.columns[index]
     height = min(0.26, sheet.row * 0.76)
     y = sheet.middle(rank) - height / 2
-    share = cell.pairs / longest if cell else 0.0
-    if share < 1 - 1e-9:
+    if share < 1 - _VISIBLE:
         _box(axes, start, y, width, height, None)
     if cell:
         _box(axes, start, y, width * share, height, _CELLS[cell.queries])
@@ -338,28 +373,37 @@ def _draw_cell(
 
 def _draw_gap(axes: Axes, sheet: _Sheet, gap: _Gap) -> None:
     x = gap.start
-    slots: dict[int, int] = {}
-    came = {rank: sum(t.target == rank for t in gap.arrows) for rank in range(sheet.drawn.size)}
-    for transfer in sorted(gap.arrows, key=lambda t: t.source):
-        slot = slots.get(transfer.target, 0)
-        slots[transfer.target] = slot + 1
-        y = sheet.middle(transfer.target) + 0.14 * (slot - (came[transfer.target] - 1) / 2)
-        end = x + gap.arrow
+    for arrows in gap.arrows:
+        _draw_arrows(axes, sheet, arrows, x)
+        x += arrows.width
+    for bundle in gap.bundles:
+        _draw_bundle(axes, sheet, bundle, x)
+        x += bundle.width
+
+
+def _draw_arrows(axes: Axes, sheet: _Sheet, arrows: _Arrows, x: float) -> None:
+    slots = Counter[int]()
+    came = Counter(transfer.target for transfer in arrows.transfers)
+    end = x + arrows.length
+    for transfer in sorted(arrows.transfers, key=lambda t: (_ORDER.index(t.kind), t.source)):
+        offset = slots[transfer.target] - (came[transfer.target] - 1) / 2
+        slots[transfer.target] += 1
+        y = sheet.middle(transfer.target) + 0.14 * offset
         _arrow(axes, (x + 0.04, sheet.middle(transfer.source)), (end, y), transfer.kind)
         _write(axes, end + 0.03, y, transfer.text, _LABEL_POINTS, color=_LINES[transfer.kind])
-    x += gap.arrow_width
-    for placed, width in gap.bundles:
-        first = placed[0][0]
-        color = _LINES[first.kind]
-        lanes = 1 + max(lane for _, lane in placed)
-        for number, line in enumerate((first.name, first.tensors)):
-            y = sheet.header + sheet.heads - _LINE * (1.5 - number)
-            _write(axes, x + width / 2, y, line, _LABEL_POINTS, color=color, center=True)
-        for collective, lane in placed:
-            at = x + width / 2 + _LANE * (lane - (lanes - 1) / 2)
-            heights = [sheet.middle(rank) for rank in collective.ranks]
-            _joined(axes, [at] * len(heights), heights, first.kind)
-        x += width
+
+
+def _draw_bundle(axes: Axes, sheet: _Sheet, bundle: _Bundle, x: float) -> None:
+    first, middle = bundle.collectives[0][0], x + bundle.width / 2
+    color = _LINES[first.kind]
+    for number, line in enumerate((first.name, first.tensors)):
+        y = sheet.header + sheet.heads - _LINE * (1.5 - number)
+        _write(axes, middle, y, line, _LABEL_POINTS, color=color, center=True)
+    lanes = 1 + max(lane for _, lane in bundle.collectives)
+    for collective, lane in bundle.collectives:
+        at = middle + _LANE * (lane - (lanes - 1) / 2)
+        heights = [sheet.middle(rank) for rank in collective.ranks]
+        _joined(axes, [at] * len(heights), heights, first.kind)
 
 
 def _joined(axes: Axes, x: Sequence[float], y: Sequence[float], kind: Kind) -> None:
@@ -398,7 +442,7 @@ def _write(
         y,
         text,
         fontsize=points,
-        fontfamily="DejaVu Sans",
+        fontfamily="sans-serif",
         fontweight="bold" if bold else "normal",
         color=color,
         ha="center" if center else "left",
