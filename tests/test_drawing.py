@@ -12,6 +12,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 import megatron_cp_plugin as cp
 from megatron_cp_plugin import cli, registry
 from megatron_cp_plugin.core.comm import Phase
+from megatron_cp_plugin.core.documents import random_documents
 from megatron_cp_plugin.core.plan import PHASES
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask, visible_pairs
@@ -26,12 +27,14 @@ def draw(*words: str) -> int:
     return cli.main(["draw", *words])
 
 
+SEQ_LEN = 4096
 MASKS = {
     "causal": Mask(),
     "full": Mask(causal=False),
     "window": Mask(window=300),
-    "documents": Mask(documents=(100, 500, 530, 900, 1400)),
+    "documents": Mask(documents=random_documents(SEQ_LEN, SEQ_LEN // 6)),
 }
+PAPER = {"variant": "overlap", "partials": "float32"}
 
 
 def texts(path: Path) -> Counter[str]:
@@ -44,7 +47,7 @@ def texts(path: Path) -> Counter[str]:
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("algo", cp.available("softmax"))
 def test_all_that_travels_is_shown(algo: str, mask: str, phase: Phase) -> None:
-    size, seq_len = 4, 2048
+    size, seq_len = 4, SEQ_LEN
     drawn = picture(algo, size, seq_len=seq_len, mask=MASKS[mask], phase=phase)
     shown = {(t.before, t.source, t.target, t.kind == "results") for t in drawn.transfers}
     for collective in drawn.collectives:
@@ -104,14 +107,15 @@ def test_exchanges_of_all_with_all() -> None:
         *((algo, size, "documents", {}) for algo in cp.available("softmax") for size in (2, 8)),
         *((algo, 8, "causal", {}) for algo in cp.available("linear")),
         ("zigzag", 16, "documents", {"layout": "documents"}),
-        ("attention2d", 16, "window", {"variant": "overlap", "partials": "float32", "rows": 4}),
+        ("attention2d", 4, "causal", PAPER | {"gradients": "float32", "rows": 2, "cols": 2}),
+        ("attention2d", 16, "window", PAPER | {"rows": 4}),
         ("usp", 8, "causal", {"ulysses": 4, "chunks": 2, "ring": "ring", "keep": "local"}),
     ],
 )
 def test_texts_fit(algo: str, size: int, mask: str, options: dict[str, object]) -> None:
     """No text over another, none outside of the picture; the title whole."""
     seen = MASKS[mask]
-    seq_len = 2048 if seen.special else None
+    seq_len = SEQ_LEN if seen.special else None
     drawn = picture(algo, size, seq_len=seq_len, mask=seen, options=options)
     made = figure(drawn)
     renderer = FigureCanvasAgg(made).get_renderer()
