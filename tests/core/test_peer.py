@@ -63,7 +63,7 @@ class Gpus:
         self.random = random
         self.streams: list[Stream] = []
         self.current: Stream | None = None
-        self.flags: set[tuple[int, int]] = set()  # those that are 1: (rank, word)
+        self.flags: dict[tuple[int, int], int] = {}  # by (rank, word)
         self.slabs: dict[int, Tensor] = {}
 
     def step(self) -> bool:
@@ -98,12 +98,11 @@ class Modelled(PeerCommunicator):
         self.gpus.slabs[self.rank] = memory
         return memory, None
 
-    def _set(self, stream, rank, word):
-        stream.do(lambda: self.gpus.flags.add((rank, word)))
+    def _write(self, stream, rank, word, value):
+        stream.do(lambda: self.gpus.flags.__setitem__((rank, word), value))
 
-    def _take(self, stream, word):
-        stream.queue.append(lambda: (self.rank, word) in self.gpus.flags)
-        stream.do(lambda: self.gpus.flags.remove((self.rank, word)))
+    def _await(self, stream, word):
+        stream.queue.append(lambda: self.gpus.flags.get((self.rank, word), 0) == 1)
 
     def _remote(self, rank, offset, like):
         gpus = self.gpus
