@@ -105,7 +105,9 @@ class PeerCommunicator(SlottedCommunicator):
     stream that read it last has come to this point. They may be captured in CUDA graphs, once the
     same exchanges were made outside of one; all ranks capture and replay the same ones, in one
     order with all others over this channel. A graph that is replayed on another stream than the
-    exchanges before and after it needs the streams to wait for each other.
+    exchanges before and after it needs the streams to wait for each other. Inside a graph all
+    exchanges, over any channel, are posted and waited for on one stream, in one order on all ranks:
+    where branches of a graph share a queue of the hardware, waits of two streams hold each other up.
 
     A flag is 0 or 1, and who waits for it sets it back, so that a replay finds what the first run
     found. Each rank has one for every other rank and slot, "this slot of mine may be written to",
@@ -144,7 +146,9 @@ class PeerCommunicator(SlottedCommunicator):
             if reader is not None and reader[0] != current and reader[1] == capture:
                 current.wait_stream(reader[0])
             self._set(current, source, offer)
-        copied = torch.cuda.Event()
+        left = torch.cuda.Event()  # what is sent; or, if nothing is, the offer
+        if not sends:
+            left.record(current)
         base = slot * self._slot_bytes
         for to in {to for _, to in sends}:
             self._stream.wait_stream(current)
@@ -154,18 +158,19 @@ class PeerCommunicator(SlottedCommunicator):
                 for (tensor, _), start in zip(sends, offsets, strict=False):
                     self._remote(to, base + start, tensor).copy_(tensor)
             self._set(self._stream, to, arrival)
-            copied.record(self._stream)
+            left.record(self._stream)
 
         def finish() -> None:
             now = torch.cuda.current_stream()
             # First what leaves, then what comes: so no order in which a graph may be carried out
-            # lets ranks wait for each other's messages before they have sent their own.
-            if sends:  # which this closure keeps alive until they have been copied
-                now.wait_event(copied)
-                if now != current:
-                    # Their memory goes back to where it came from, which does not wait.
-                    for tensor, _ in sends:
-                        tensor.record_stream(self._stream)
+            # lets ranks wait for each other's messages before they have sent their own, and nobody
+            # takes the flag of a message before this one for its own.
+            now.wait_event(left)
+            if now != current:
+                # Their memory goes back to where it came from, which does not wait. This closure
+                # keeps them alive until they have been copied.
+                for tensor, _ in sends:
+                    tensor.record_stream(self._stream)
             if receives:
                 self._take(now, arrival)
                 self._readers[slot] = now, _capture_of(now)
