@@ -106,8 +106,8 @@ class PeerCommunicator(SlottedCommunicator):
     same exchanges were made outside of one; all ranks capture and replay the same ones, in one
     order with all others over this channel. A graph that is replayed on another stream than the
     exchanges before and after it needs the streams to wait for each other. Inside a graph all
-    exchanges, over any channel, are posted and waited for on one stream, in one order on all ranks:
-    where branches of a graph share a queue of the hardware, waits of two streams hold each other up.
+    exchanges, over any channel, are posted and waited for on one stream, in one order on all
+    ranks: branches of a graph may share a queue of the hardware, where waits hold each other up.
 
     A flag is 0 or 1, and who waits for it sets it back, so that a replay finds what the first run
     found. Each rank has one for every other rank and slot, "this slot of mine may be written to",
