@@ -105,7 +105,9 @@ class PeerCommunicator(SlottedCommunicator):
     stream that read it last has come to this point. They may be captured in CUDA graphs, once the
     same exchanges were made outside of one; all ranks capture and replay the same ones, in one
     order with all others over this channel. A graph that is replayed on another stream than the
-    exchanges before and after it needs the streams to wait for each other.
+    exchanges before and after it needs the streams to wait for each other. All ranks post
+    exchanges in one order over all channels: branches of a graph may share a queue of the hardware,
+    where waits hold each other up.
 
     A flag is 0 or 1, so that a replay does what the first run did. Each rank has one for every
     other rank and slot, "you may write to this slot of mine", and one for every slot of its own,
@@ -114,13 +116,16 @@ class PeerCommunicator(SlottedCommunicator):
     microseconds.
     """
 
-    def __init__(self, channel: str, group: dist.ProcessGroup, slots: int) -> None:
+    def __init__(
+        self, channel: str, group: dist.ProcessGroup, slots: int, copies: torch.cuda.Stream
+    ) -> None:
+        """Args: copies: the stream of all channels of this GPU, so that one order holds for all."""
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         super().__init__(channel, rank, size, dist.get_rank(), slots)
         _refuse_capture(f"make the receive buffers of {channel!r}")
         self._group = group
         self._device = torch.device("cuda", torch.cuda.current_device())
-        self._stream = torch.cuda.Stream(priority=-1)
+        self._stream = copies
         self._readers: list[tuple[torch.cuda.Stream, int] | None] = [None] * slots
         self._flags, self._flags_handle = self._symmetric((size + 1) * slots * 4)
         self._flags.zero_()
