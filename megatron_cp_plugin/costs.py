@@ -164,7 +164,7 @@ def document(
 ) -> dict[str, Any]:
     """All that is known of a layer before it runs, as JSON's types.
 
-    An object with version (1), algorithm, options, ranks (how many, on one node), kernel, layout,
+    An object with version (1), algorithm, options, size (ranks, on one node), kernel, layout,
     shape, passes (forward and backward, see `core.plan_json`), idle: the share of the forward's
     time, and peak_bytes: of each rank, see `core.memory.Peak`.
 
@@ -189,7 +189,7 @@ def document(
         "version": 1,
         "algorithm": algo,
         "options": asdict(algorithm.options),
-        "ranks": size,
+        "size": size,
         "kernel": kernel,
         "layout": algorithm.layout.name,
         "shape": asdict(shape),

@@ -69,7 +69,7 @@ def test_the_command_writes_a_file(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "peak GiB" in printed
     assert f"wrote {path}" in printed.replace("\n", "")
     document = json.loads(path.read_text())
-    assert (document["version"], document["algorithm"], document["ranks"]) == (1, "zigzag", 3)
+    assert (document["version"], document["algorithm"], document["size"]) == (1, "zigzag", 3)
     assert document["options"]["backward"] == "query"
     shape = Shape(**document["shape"])
     assert shape == Shape(1, 768, 8, 2, 64)
