@@ -8,9 +8,10 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -37,6 +38,7 @@ _VISIBLE = 0.02  # of a step: less waiting than that is not drawn
 _LEFT, _EDGE = 0.62, 0.12
 _LINE = 0.15  # a line of text
 _CELL_POINTS, _LABEL_POINTS = 7.5, 7.0
+_WIDE = 14.0  # steps that have no room beside the others go below them
 _NARROW = 6.0  # no picture is wider only because of the texts above and below it
 _LANE = 0.13  # between lines of collectives
 
@@ -105,12 +107,34 @@ class _Bundle:
 
 
 @dataclass
+class _Band:
+    """Some steps, side by side, and all ranks.
+
+    Attributes: right: where it ends. top: of the first rank's lane, under the names of steps. row:
+        height of a lane.
+    """
+
+    right: float = _LEFT
+    top: float = 0.0
+    row: float = 0.0
+
+    def middle(self, rank: int) -> float:
+        """The height of a rank's lane."""
+        return self.top + self.row * (rank + 0.5)
+
+    def head(self, number: int, count: int) -> float:
+        """The height of one of so many lines above the lanes."""
+        return self.top - 0.06 - _LINE * (count - number - 0.5)
+
+
+@dataclass
 class _Gap:
     """What travels between two steps. Attributes: start: where it begins."""
 
     arrows: list[_Arrows]
     bundles: list[_Bundle]
     start: float = 0.0
+    band: _Band = field(default_factory=_Band)
 
     @property
     def width(self) -> float:
@@ -119,60 +143,78 @@ class _Gap:
         return sum(widths) + sum(bundle.width for bundle in self.bundles) or 0.06
 
 
+@dataclass(frozen=True)
+class _Column:
+    """A step. Attributes: start: where it begins."""
+
+    start: float
+    width: float
+    band: _Band
+
+
 class _Sheet:
-    """Where everything is. Attributes: width, height: of the whole."""
+    """Where everything is.
+
+    Attributes: gaps, columns, bands: of which the sheet is made up. titles: lines with points, and
+        whether bold. legend, notes: under the last band. width, height: of the whole.
+    """
 
     def __init__(self, drawn: Picture) -> None:
         self.drawn = drawn
-        count = len(drawn.steps)
+        self._place_columns()
+        self._place_texts()
+        self._place_bands()
+
+    def _place_columns(self) -> None:
+        drawn, count = self.drawn, len(self.drawn.steps)
         times = [t.before for t in drawn.transfers] + [c.before for c in drawn.collectives]
         first, last = min(times, default=0), max(times, default=count)
-        self.gaps = {
-            index: _gap(drawn, index) for index in range(min(first, 0), max(last, count) + 1)
-        }
-        self.columns: list[tuple[float, float]] = []  # start and width of each step
-        x = _LEFT
-        for index, gap in self.gaps.items():
-            gap.start = x
-            x += gap.width
-            if 0 <= index < count:
-                width = _column_width(drawn, index)
-                self.columns.append((x, width))
-                x += width
-        self.right = x
-        most = max(
-            (
-                sum(t.target == rank for t in arrows.transfers)
-                for gap in self.gaps.values()
-                for arrows in gap.arrows
-                for rank in range(drawn.size)
-            ),
-            default=1,
-        )
-        self.row = max(0.34, 0.14 * most + 0.1)
-        entries = _legend(drawn)
+        self.gaps = [_gap(drawn, index) for index in range(min(first, 0), max(last, count) + 1)]
+        self.columns: list[_Column] = []
+        self.bands = [_Band()]
+        for index, gap in enumerate(self.gaps, min(first, 0)):
+            width = _column_width(drawn, index) if 0 <= index < count else 0.0
+            if index > 0 and self.bands[-1].right + gap.width + width > _WIDE:
+                self.bands.append(_Band())
+            band = self.bands[-1]
+            gap.start, gap.band = band.right, band
+            band.right += gap.width + width
+            if width:
+                self.columns.append(_Column(band.right - width, width, band))
+
+    def _place_texts(self) -> None:
+        drawn = self.drawn
         small = max(_width(text, 8.5) for text in (drawn.subtitle, *drawn.summary))
         needed = max(small, min(_NARROW, _width(drawn.title, 11, bold=True)))
-        self.width = max(x + _EDGE, min(_NARROW, needed + 2 * _EDGE))
+        widest = max(band.right for band in self.bands)
+        self.width = max(widest + _EDGE, min(_NARROW, needed + 2 * _EDGE))
         room = self.width - 2 * _EDGE + 1e-6
         self.titles = [(line, 11.0, True) for line in _wrapped(drawn.title, 11, room, bold=True)]
         for text in (drawn.subtitle, *drawn.summary):
             self.titles += [(line, 8.5, False) for line in _wrapped(text, 8.5, room)]
-        self.legend = _rows(entries, room)
+        self.legend = _rows(_legend(drawn), room)
         self.notes = [
             line for text in _notes(drawn) for line in _wrapped(text, _LABEL_POINTS, room)
         ]
-        self.header = _EDGE + 0.2 * len(self.titles) + 0.08
-        self.heads = _LINE * (3 if any(gap.bundles for gap in self.gaps.values()) else 1)
-        self.heads = max(self.heads, _LINE * max(len(_step_lines(drawn, i)) for i in range(count)))
-        self.top = self.header + self.heads + 0.06
-        self.bottom = self.top + self.row * drawn.size
+
+    def _place_bands(self) -> None:
+        """From top to bottom."""
+        drawn = self.drawn
+        came = (
+            count
+            for gap in self.gaps
+            for arrows in gap.arrows
+            for count in Counter(transfer.target for transfer in arrows.transfers).values()
+        )
+        row = max(0.34, 0.14 * max(came, default=1) + 0.1)
+        bundled = 3 * any(gap.bundles for gap in self.gaps)
+        lines = max([bundled, *(len(_step_lines(drawn, i)) for i in range(len(drawn.steps)))])
+        self.bottom = _EDGE + 0.2 * len(self.titles) + 0.02
+        for band in self.bands:
+            band.row, band.top = row, self.bottom + 0.12 + _LINE * lines
+            self.bottom = band.top + row * drawn.size
         texts = _LINE * (len(self.legend) + len(self.notes)) + 0.1
         self.height = self.bottom + 0.12 + texts + _EDGE
-
-    def middle(self, rank: int) -> float:
-        """The height of a rank's lane."""
-        return self.top + self.row * (rank + 0.5)
 
 
 def _gap(drawn: Picture, index: int) -> _Gap:
@@ -314,27 +356,28 @@ def figure(drawn: Picture) -> Figure:
     axes.set_ylim(sheet.height, 0)
     axes.axis("off")
     _draw_texts(axes, sheet)
-    for rank in range(drawn.size):
+    for band, rank in product(sheet.bands, range(drawn.size)):
         if rank % 2 == 0:
-            _box(axes, _LEFT, sheet.top + sheet.row * rank, sheet.right - _LEFT, sheet.row, _BAND)
-        _write(axes, _EDGE, sheet.middle(rank), f"rank {rank}", _CELL_POINTS)
+            top = band.top + band.row * rank
+            _box(axes, _LEFT, top, band.right - _LEFT, band.row, _BAND)
+        _write(axes, _EDGE, band.middle(rank), f"rank {rank}", _CELL_POINTS)
     shares = _shares(drawn)
     for index, step in enumerate(drawn.steps):
         for rank, cell in enumerate(step):
-            _draw_cell(axes, sheet, index, rank, cell, shares[index][rank])
-    for gap in sheet.gaps.values():
-        _draw_gap(axes, sheet, gap)
+            _draw_cell(axes, sheet.columns[index], rank, cell, shares[index][rank])
+    for gap in sheet.gaps:
+        _draw_gap(axes, gap)
     return made
 
 
 def _draw_texts(axes: Axes, sheet: _Sheet) -> None:
     for index, (line, points, bold) in enumerate(sheet.titles):
         _write(axes, _EDGE, _EDGE + 0.2 * (index + 0.5), line, points, bold=bold)
-    for index, (start, width) in enumerate(sheet.columns):
-        lines = _step_lines(sheet.drawn, index)
+    for index, column in enumerate(sheet.columns):
+        lines, middle = _step_lines(sheet.drawn, index), column.start + column.width / 2
         for number, line in enumerate(lines):
-            y = sheet.header + sheet.heads - _LINE * (len(lines) - number - 0.5)
-            _write(axes, start + width / 2, y, line, _LABEL_POINTS, bold=not number, center=True)
+            y = column.band.head(number, len(lines))
+            _write(axes, middle, y, line, _LABEL_POINTS, bold=not number, center=True)
     y = sheet.bottom + 0.2
     for row in sheet.legend:
         for x, key in row:
@@ -358,12 +401,10 @@ def _draw_key(axes: Axes, drawn: Picture, x: float, y: float, key: _Key) -> None
         _joined(axes, [x + 0.04, x + 0.22], [y, y], what)
 
 
-def _draw_cell(
-    axes: Axes, sheet: _Sheet, index: int, rank: int, cell: Cell | None, share: float
-) -> None:
-    start, width = sheet.columns[index]
-    height = min(0.26, sheet.row * 0.76)
-    y = sheet.middle(rank) - height / 2
+def _draw_cell(axes: Axes, column: _Column, rank: int, cell: Cell | None, share: float) -> None:
+    start, width, band = column.start, column.width, column.band
+    height = min(0.26, band.row * 0.76)
+    y = band.middle(rank) - height / 2
     if share < 1 - _VISIBLE:
         _box(axes, start, y, width, height, None)
     if cell:
@@ -371,38 +412,37 @@ def _draw_cell(
         _write(axes, start + width / 2, y + height / 2, cell.text, _CELL_POINTS, center=True)
 
 
-def _draw_gap(axes: Axes, sheet: _Sheet, gap: _Gap) -> None:
+def _draw_gap(axes: Axes, gap: _Gap) -> None:
     x = gap.start
     for arrows in gap.arrows:
-        _draw_arrows(axes, sheet, arrows, x)
+        _draw_arrows(axes, gap.band, arrows, x)
         x += arrows.width
     for bundle in gap.bundles:
-        _draw_bundle(axes, sheet, bundle, x)
+        _draw_bundle(axes, gap.band, bundle, x)
         x += bundle.width
 
 
-def _draw_arrows(axes: Axes, sheet: _Sheet, arrows: _Arrows, x: float) -> None:
+def _draw_arrows(axes: Axes, band: _Band, arrows: _Arrows, x: float) -> None:
     slots = Counter[int]()
     came = Counter(transfer.target for transfer in arrows.transfers)
     end = x + arrows.length
     for transfer in sorted(arrows.transfers, key=lambda t: (_ORDER.index(t.kind), t.source)):
         offset = slots[transfer.target] - (came[transfer.target] - 1) / 2
         slots[transfer.target] += 1
-        y = sheet.middle(transfer.target) + 0.14 * offset
-        _arrow(axes, (x + 0.04, sheet.middle(transfer.source)), (end, y), transfer.kind)
+        y = band.middle(transfer.target) + 0.14 * offset
+        _arrow(axes, (x + 0.04, band.middle(transfer.source)), (end, y), transfer.kind)
         _write(axes, end + 0.03, y, transfer.text, _LABEL_POINTS, color=_LINES[transfer.kind])
 
 
-def _draw_bundle(axes: Axes, sheet: _Sheet, bundle: _Bundle, x: float) -> None:
+def _draw_bundle(axes: Axes, band: _Band, bundle: _Bundle, x: float) -> None:
     first, middle = bundle.collectives[0][0], x + bundle.width / 2
     color = _LINES[first.kind]
     for number, line in enumerate((first.name, first.tensors)):
-        y = sheet.header + sheet.heads - _LINE * (1.5 - number)
-        _write(axes, middle, y, line, _LABEL_POINTS, color=color, center=True)
+        _write(axes, middle, band.head(number, 2), line, _LABEL_POINTS, color=color, center=True)
     lanes = 1 + max(lane for _, lane in bundle.collectives)
     for collective, lane in bundle.collectives:
         at = middle + _LANE * (lane - (lanes - 1) / 2)
-        heights = [sheet.middle(rank) for rank in collective.ranks]
+        heights = [band.middle(rank) for rank in collective.ranks]
         _joined(axes, [at] * len(heights), heights, first.kind)
 
 
