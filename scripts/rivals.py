@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_cp_plugin.core.topology import Topology
+from megatron_cp_plugin.core.process_groups import topology_of
 from megatron_cp_plugin.errors import ConfigError
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -84,7 +84,7 @@ def _transformer_engine(
 
 def _by_node(ranks: list[int]) -> list[dist.ProcessGroup]:
     """This rank's group inside its node, and that of the same places in all nodes."""
-    nodes = Topology.of(None).nodes
+    nodes = topology_of(None).nodes
     inside = nodes.count(nodes[0])
     if inside in (1, len(ranks)) or [nodes[r] for r in ranks] != sorted(nodes):
         raise ConfigError(f"te:a2a+p2p needs several nodes of several ranks, got nodes {nodes}")

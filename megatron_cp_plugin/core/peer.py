@@ -105,22 +105,27 @@ class PeerCommunicator(SlottedCommunicator):
     stream that read it last has come to this point. They may be captured in CUDA graphs, once the
     same exchanges were made outside of one; all ranks capture and replay the same ones, in one
     order with all others over this channel. A graph that is replayed on another stream than the
-    exchanges before and after it needs the streams to wait for each other. Inside a graph all
-    exchanges, over any channel, are posted and waited for on one stream, in one order on all
-    ranks: branches of a graph may share a queue of the hardware, where waits hold each other up.
+    exchanges before and after it needs the streams to wait for each other. All ranks post
+    exchanges in one order over all channels: branches of a graph may share a queue of the hardware,
+    where waits hold each other up.
 
-    A flag is 0 or 1, and who waits for it sets it back, so that a replay finds what the first run
-    found. Each rank has one for every other rank and slot, "this slot of mine may be written to",
-    which the reader sets in the writer's memory, and one for each slot of its own, "has come".
+    A flag is 0 or 1, so that a replay does what the first run did. Each rank has one for every
+    other rank and slot, "you may write to this slot of mine", and one for every slot of its own,
+    "has come"; who waits for the former, and who offers a slot, sets them back. A stream of copies
+    does all of it but the last wait, since each operation on a flag holds its stream up for some
+    microseconds.
     """
 
-    def __init__(self, channel: str, group: dist.ProcessGroup, slots: int) -> None:
+    def __init__(
+        self, channel: str, group: dist.ProcessGroup, slots: int, copies: torch.cuda.Stream
+    ) -> None:
+        """Args: copies: the stream of all channels of this GPU, so that one order holds for all."""
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         super().__init__(channel, rank, size, dist.get_rank(), slots)
         _refuse_capture(f"make the receive buffers of {channel!r}")
         self._group = group
         self._device = torch.device("cuda", torch.cuda.current_device())
-        self._stream = torch.cuda.Stream(priority=-1)
+        self._stream = copies
         self._readers: list[tuple[torch.cuda.Stream, int] | None] = [None] * slots
         self._flags, self._flags_handle = self._symmetric((size + 1) * slots * 4)
         self._flags.zero_()
@@ -136,43 +141,44 @@ class PeerCommunicator(SlottedCommunicator):
         return super().held_bytes + sum(slab.numel() for slab, _ in self._of_graphs)
 
     def _post(self, slot: int, sends: Sequence[Send], receives: Sequence[Receive]) -> Pending[None]:
-        current = torch.cuda.current_stream()
+        if not sends and not receives:
+            return Pending(lambda: None)
+        current, copies = torch.cuda.current_stream(), self._stream
         capture = _capture_of(current)
         self._captured |= capture != 0
         offer, arrival = self.rank * self._slots + slot, self.size * self._slots + slot
+        copies.wait_stream(current)
         for source in {source for _, source in receives}:
             reader = self._readers[slot]
             # Before a capture, and before a replay, everything is in order on one stream.
             if reader is not None and reader[0] != current and reader[1] == capture:
-                current.wait_stream(reader[0])
-            self._set(current, source, offer)
-        left = torch.cuda.Event()  # what is sent; or, if nothing is, the offer
-        if not sends:
-            left.record(current)
+                copies.wait_stream(reader[0])
+            self._write(copies, self.rank, arrival, 0)
+            self._write(copies, source, offer, 1)
         base = slot * self._slot_bytes
         for to in {to for _, to in sends}:
-            self._stream.wait_stream(current)
-            self._take(self._stream, to * self._slots + slot)
+            self._await(copies, to * self._slots + slot)
+            self._write(copies, self.rank, to * self._slots + slot, 0)
             offsets = _offsets([t.numel() * t.element_size() for t, _ in sends])
-            with torch.cuda.stream(self._stream):
+            with torch.cuda.stream(copies):
                 for (tensor, _), start in zip(sends, offsets, strict=False):
                     self._remote(to, base + start, tensor).copy_(tensor)
-            self._set(self._stream, to, arrival)
-            left.record(self._stream)
+            self._write(copies, to, arrival, 1)
+        done = torch.cuda.Event()
+        done.record(copies)
 
         def finish() -> None:
             now = torch.cuda.current_stream()
-            # First what leaves, then what comes: so no order in which a graph may be carried out
-            # lets ranks wait for each other's messages before they have sent their own, and nobody
-            # takes the flag of a message before this one for its own.
-            now.wait_event(left)
+            # What leaves before what comes: so there is no order of a graph's branches in which
+            # ranks wait for each other's messages before they have sent their own. The flag of
+            # what comes has been set back by then.
+            now.wait_event(done)
             if now != current:
-                # Their memory goes back to where it came from, which does not wait. This closure
-                # keeps them alive until they have been copied.
-                for tensor, _ in sends:
-                    tensor.record_stream(self._stream)
+                # Their memory goes back to where it came from, which does not wait.
+                for tensor, _ in sends:  # which this closure keeps alive until they are copied
+                    tensor.record_stream(copies)
             if receives:
-                self._take(now, arrival)
+                self._await(now, arrival)
                 self._readers[slot] = now, _capture_of(now)
 
         return Pending(finish)
@@ -200,21 +206,20 @@ class PeerCommunicator(SlottedCommunicator):
         memory = symmetric_memory.empty(size_bytes, dtype=torch.uint8, device=self._device)
         return memory, symmetric_memory.rendezvous(memory, self._group.group_name)
 
-    def _set(self, stream: torch.cuda.Stream, rank: int, word: int) -> None:
-        """Sets a flag of a peer once the stream has come here."""
+    def _write(self, stream: torch.cuda.Stream, rank: int, word: int, value: int) -> None:
+        """Sets a flag of a rank once the stream has come here."""
         from cuda.bindings import driver
 
         address = self._flags_handle.buffer_ptrs[rank] + 4 * word
-        _checked(driver.cuStreamWriteValue32(stream.cuda_stream, address, 1, 0))
+        _checked(driver.cuStreamWriteValue32(stream.cuda_stream, address, value, 0))
 
-    def _take(self, stream: torch.cuda.Stream, word: int) -> None:
-        """Holds the stream until a flag of ours is set, and sets it back."""
+    def _await(self, stream: torch.cuda.Stream, word: int) -> None:
+        """Holds the stream until a flag of ours is 1."""
         from cuda.bindings import driver
 
         address = self._flags_handle.buffer_ptrs[self.rank] + 4 * word
         equal = driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ
         _checked(driver.cuStreamWaitValue32(stream.cuda_stream, address, 1, int(equal)))
-        _checked(driver.cuStreamWriteValue32(stream.cuda_stream, address, 0, 0))
 
 
 def _capture_of(stream: torch.cuda.Stream) -> int:
