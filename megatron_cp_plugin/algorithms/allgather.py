@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from megatron_cp_plugin.algorithms.gathered import GatherSchedule
 from megatron_cp_plugin.algorithms.grid import GridAlgorithm, GridSettings, Wire
+from megatron_cp_plugin.algorithms.point_to_point import PointToPoint
 from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.core.layout import Zigzag
 from megatron_cp_plugin.core.pipeline import check_chunks
@@ -23,6 +24,10 @@ class KvAllGather(GridAlgorithm):
     there are two groups of heads at a time, `gathered_mib` at most. All that a rank holds beside
     its inputs and results is that of `attention2d` with C = 1 and R = P.
 
+    Over peer memory nothing is gathered: copy engines push block by block, straight from the owner,
+    and a rank holds two of them at a time. With a causal mask it sends 3/4 of the bytes at most,
+    for a rank after the owner sees only the first of its two chunks.
+
     Source: the scheme of Llama 3 (section 3.3.2, context parallelism). Differs: by groups of
     heads, so that communication overlaps and memory is bounded.
     """
@@ -30,7 +35,7 @@ class KvAllGather(GridAlgorithm):
     layout = Zigzag()
 
     @dataclass(frozen=True)
-    class Options(Algorithm.Options):
+    class Options(PointToPoint.Options):
         """Options of allgather.
 
         Attributes:

@@ -10,6 +10,7 @@ from typing import Literal
 from megatron_cp_plugin.algorithms.attention2d_overlap import RingSchedule
 from megatron_cp_plugin.algorithms.gathered import GatherSchedule
 from megatron_cp_plugin.algorithms.grid import GridAlgorithm, GridSettings, Wire
+from megatron_cp_plugin.algorithms.point_to_point import PointToPoint
 from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.core.grid import check_grid
 from megatron_cp_plugin.core.layout import Cyclic, Layout, Zigzag
@@ -51,11 +52,13 @@ class Attention2D(GridAlgorithm):
     Source: Attention2D. Variant "no": Algorithms 1 to 3, "overlap": Algorithms 4 to 11, on the
     cyclic layout with its transposes of K and V. Variant "zigzag" is not the paper's: on zigzag
     chunks every pair of ranks has the same causal work, each query chunk sees a prefix of the
-    sorted key chunks, and nothing is transposed.
+    sorted key chunks, and nothing is transposed. Over peer memory it gathers nothing: copy engines
+    push block by block, straight from the owner, and only rows that the mask lets meet; a rank
+    holds R - 1 blocks of keys and C - 1 of queries at a time, two if there is one row or column.
     """
 
     @dataclass(frozen=True)
-    class Options(Algorithm.Options):
+    class Options(PointToPoint.Options):
         """Options of attention2d.
 
         Attributes:
@@ -68,7 +71,10 @@ class Attention2D(GridAlgorithm):
                 give them, or "float32".
             gradients: dtype in which partial gradients travel; they are summed in float32.
             chunks: at most so many groups of heads, pipelined; 0: 4, or fewer where that would be
-                too little work for each. "overlap" has none.
+                too little work for each; over peer memory two for long sequences, else one.
+                "overlap" has none.
+            transport: "peer" (block by block, "zigzag" only; see PointToPoint), "group" (over the
+                process group), or "auto", peer where that is possible.
         """
 
         variant: Literal["zigzag", "no", "overlap"] = "zigzag"
@@ -110,6 +116,11 @@ class Attention2D(GridAlgorithm):
         assert isinstance(options, cls.Options)
         check_grid(cls.name, size, options.rows, options.cols)
         check_chunks(cls.name, options.chunks)
+        if options.transport == "peer" and options.variant != "zigzag":
+            raise ConfigError(
+                f"attention2d transport peer needs variant zigzag, got {options.variant}: use "
+                "transport auto"
+            )
         if options.chunks > 1 and options.variant == "overlap":
             raise ConfigError(
                 f"attention2d with variant overlap takes no chunks, got {options.chunks}: leave "

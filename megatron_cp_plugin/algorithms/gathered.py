@@ -9,7 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.algorithms.grid import Flows, GatheredPlacement, GridSchedule, GridSettings
+from megatron_cp_plugin.algorithms.grid import (
+    Flows,
+    GatheredPlacement,
+    GridSchedule,
+    GridSettings,
+    bounded_groups,
+)
 from megatron_cp_plugin.core.algorithm import (
     Call,
     Gradients,
@@ -32,7 +38,6 @@ from megatron_cp_plugin.core.pipeline import HeadGroup, head_groups, pieces, pip
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask, Part, parts, plan_tiles
 from megatron_cp_plugin.core.topology import Topology
-from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.kernels.base import Statistics
 
 Block = tuple[Tensor, ...]
@@ -230,27 +235,12 @@ class GatherSchedule(GridSchedule):
         # Where only K and V travel, groups that share them would have nothing to wait for.
         share_kv = cols > 1
         groups = head_groups(shape.heads, shape.kv_heads, chunks, share_kv=share_kv)
-        bound = self.settings.gathered_bytes
-        if bound is None or cols == size:
+        if cols == size:
             return groups
-        tokens = self.width(shape.seq_len) * (size // cols)
-        width = shape.head_dim + shape.value_dim
-        head = shape.batch * tokens * width * shape.element_bytes
-
-        def held(groups: tuple[HeadGroup, ...]) -> int:
-            # One group is computed with while the next one arrives, or is put in order.
-            return 2 * groups[0].kv_heads * head
-
-        while held(groups) > bound:
-            chunks += 1
-            if chunks > shape.kv_heads:
-                least = held(head_groups(shape.heads, shape.kv_heads, shape.kv_heads))
-                raise ContextParallelError(
-                    f"gathered K and V take {least / 2**20:.0f} MiB even by single heads, got a "
-                    f"bound of {bound / 2**20:.0f} MiB: raise it, or shorten the sequence"
-                )
-            groups = head_groups(shape.heads, shape.kv_heads, chunks, share_kv=share_kv)
-        return groups
+        # One group is computed with while the next one arrives, or is put in order.
+        width = (shape.head_dim + shape.value_dim) * shape.element_bytes
+        head = 2 * shape.batch * self.width(shape.seq_len) * (size // cols) * width
+        return bounded_groups(groups, shape, head, self.settings.gathered_bytes)
 
     def _key_gathering(
         self, plan: _Plan, k: Tensor, v: Tensor

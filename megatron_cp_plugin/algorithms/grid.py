@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from megatron_cp_plugin.algorithms.point_to_point import PointToPoint
 from megatron_cp_plugin.core.algorithm import Algorithm, Call, Saved
 from megatron_cp_plugin.core.caching import cached_method
 from megatron_cp_plugin.core.comm import Phase
@@ -19,12 +20,13 @@ from megatron_cp_plugin.core.derive import plan_of
 from megatron_cp_plugin.core.grid import Grid, cheapest, column_major, row_major
 from megatron_cp_plugin.core.layout import Layout
 from megatron_cp_plugin.core.partial import accumulation_dtype
-from megatron_cp_plugin.core.pipeline import head_groups
+from megatron_cp_plugin.core.pipeline import HeadGroup, head_groups
 from megatron_cp_plugin.core.placement import BlockPlacement, Place
-from megatron_cp_plugin.core.plan import PHASES, Setting
+from megatron_cp_plugin.core.plan import PHASES, Plan, Setting
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
+from megatron_cp_plugin.errors import ContextParallelError
 
 Wire = Literal["model", "float32"]
 
@@ -104,6 +106,39 @@ class GridRingPlacement(GridPlacement):
             yield Place(rank, rows + cols - 2 + (of_key - 1) % rows)
         else:
             yield Place(rank, rows - 1 + of_query)
+
+
+@dataclass(frozen=True)
+class GridBlocksPlacement(GridRingPlacement):
+    """The same steps, but blocks and results go straight from rank to rank.
+
+    So a rank has one source and one target at a time, computes with a block as soon as it is there,
+    and holds the blocks of its column and two of its row.
+    """
+
+    relay = False
+    masked = True
+
+
+def bounded_groups(
+    groups: tuple[HeadGroup, ...], shape: Shape, head_bytes: int, bound: int | None
+) -> tuple[HeadGroup, ...]:
+    """These groups, or as many more as a bound on gathered K and V needs.
+
+    Args: head_bytes: that a KV head takes of them.
+
+    Raises: ContextParallelError if it cannot be kept.
+    """
+    count = len(groups)
+    while bound is not None and groups[0].kv_heads * head_bytes > bound:
+        count += 1
+        if count > shape.kv_heads:
+            raise ContextParallelError(
+                f"gathered K and V take {head_bytes / 2**20:.0f} MiB even by single heads, got a "
+                f"bound of {bound / 2**20:.0f} MiB: raise it, or shorten the sequence"
+            )
+        groups = head_groups(shape.heads, shape.kv_heads, count, share_kv=False)
+    return groups
 
 
 class Flows:
@@ -242,24 +277,70 @@ class GridSchedule(ABC):
         return row_major(rows, cols, nodes)
 
 
-class GridAlgorithm(Algorithm):
-    """An algorithm that is one schedule on a grid; subclasses choose which, and its settings."""
+class GridAlgorithm(PointToPoint):
+    """An algorithm on a grid; subclasses choose its schedule, and what it has for settings.
 
-    windows = True
+    Over peer memory copy engines push block by block; else a schedule gathers.
+    """
+
     schedule: GridSchedule
+
+    @property
+    def by_blocks(self) -> bool:
+        """Whether blocks go straight from rank to rank, over peer memory."""
+        wanted = self.options.transport != "group" and not self.schedule.settings.transposed
+        return wanted and self.topology.peer_access
 
     def make_channels(self, shape: Shape) -> None:
         """See Algorithm.make_channels."""
-        self.schedule.flows(shape)
+        if self.by_blocks:
+            super().make_channels(shape)
+        else:
+            self.schedule.flows(shape)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Saved]:
         """See Algorithm.forward."""
+        if self.by_blocks:
+            return super().forward(q, k, v, call)
         return self.schedule.forward(q, k, v, call)
 
     def backward(self, dout: Tensor, saved: Saved, call: Call) -> tuple[Tensor, Tensor, Tensor]:
         """See Algorithm.backward."""
+        if self.by_blocks:
+            return super().backward(dout, saved, call)
         return self.schedule.backward(dout, saved, call)
 
     def placement(self, shape: Shape, mask: Mask, phase: Phase) -> GridPlacement:
         """See Algorithm.placement."""
-        return self.schedule.placement(self.schedule.grid(shape), shape, phase)
+        grid = self.schedule.grid(shape)
+        if not self.by_blocks:
+            return self.schedule.placement(grid, shape, phase)
+        settings = self.schedule.settings
+        return GridBlocksPlacement(
+            self.layout,
+            self.topology.size,
+            self.head_groups(shape),
+            wide_partials=settings.partials == "float32",
+            wide_gradients=settings.gradients == "float32",
+            grid=grid,
+            backward=phase == "backward",
+        )
+
+    def _make_plan(self, shape: Shape, mask: Mask, phase: Phase, rectangular: bool) -> Plan:
+        if self.by_blocks:
+            return super()._make_plan(shape, mask, phase, rectangular)
+        return Algorithm._make_plan(self, shape, mask, phase, rectangular)
+
+    def head_groups(self, shape: Shape) -> tuple[HeadGroup, ...]:
+        """See PointToPoint.head_groups: as many as the bound on gathered K and V needs."""
+        width = self.schedule.width(shape.seq_len)
+        row = (shape.head_dim + shape.value_dim) * shape.element_bytes
+        head = self.slots(shape) * shape.batch * width * row
+        return bounded_groups(
+            super().head_groups(shape), shape, head, self.schedule.settings.gathered_bytes
+        )
+
+    def slots(self, shape: Shape) -> int:
+        """See PointToPoint.slots: a column's blocks are held until the last one of the row came."""
+        rows, cols = self.schedule.grid_shape(shape)
+        return rows + cols - 2 if min(rows, cols) > 1 else super().slots(shape)

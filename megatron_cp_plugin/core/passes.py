@@ -37,12 +37,14 @@ class Forward(Pass):
             self.out = q.new_empty((batch, tokens, heads, v.shape[3]))
             wide = accumulation_dtype(q.dtype)
             self.lse = q.new_empty((batch, heads, tokens), dtype=wide)
+        # Of the own block, by the first head of groups that are not closed.
+        self._totals: dict[int, Accumulator] = {}
 
     def open(self, heads: HeadGroup, sent: frozenset[bool]) -> None:
         """See Pass.open."""
         self._queries = _some(heads.q, (self.q,), copied=False in sent)
         self._keys = _some(heads.kv, (self.k, self.v), copied=True in sent)
-        self._total = Accumulator(self._queries[0], self.v.shape[3])
+        self._totals[heads.q.start] = Accumulator(self._queries[0], self.v.shape[3])
         self._found: dict[int, Accumulator] = {}
 
     def own(self, of_keys: bool) -> Tensors:
@@ -51,7 +53,7 @@ class Forward(Pass):
 
     def compute(self, task: Task, queries: Tensors | None, keys: Tensors | None) -> None:
         """See Pass.compute."""
-        total = self._total
+        total = self._totals[task.heads.q.start]
         if queries is not None:
             new = Accumulator(queries[0], self.v.shape[3])
             total = self._found.setdefault(task.query[0], new)
@@ -61,25 +63,31 @@ class Forward(Pass):
     def results_for(self, move: Move, before: Tensors | None) -> Tensors:
         """See Pass.results_for."""
         assert before is None  # partial outputs go straight to their owners
-        out, lse = self._found.pop(move.block.owners[0]).result()
+        dtype = accumulation_dtype(self.q.dtype) if move.wide else self.q.dtype
+        out, lse = self._found.pop(move.block.owners[0]).result(dtype)
         return out.contiguous(), lse.contiguous()
 
     def accept(self, move: Move, results: Tensors) -> None:
         """See Pass.accept."""
         out, lse = results
-        self._total.add(slice(move.block.start, move.block.stop), out, lse)
+        rows = slice(move.block.start, move.block.stop)
+        self._totals[move.heads.q.start].add(rows, out, lse, borrowed=True)
+
+    def settle(self) -> None:
+        """See Pass.settle."""
+        for total in self._totals.values():
+            total.settle()
 
     def close(self, heads: HeadGroup, of_keys: bool, others: Tensors | None) -> None:
         """See Pass.close."""
         if of_keys:
             return
-        out, lse = self._total.result()
+        out, lse = self._totals.pop(heads.q.start).result()
         if self._groups == 1:
             self.out, self.lse = out, lse
         else:
             self.out[:, :, heads.q] = out
             self.lse[:, heads.q] = lse
-        del self._total, self._queries, self._keys
 
 
 class Backward(Pass):
