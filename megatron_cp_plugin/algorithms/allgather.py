@@ -2,12 +2,14 @@
 
 from dataclasses import dataclass
 
-from megatron_cp_plugin.algorithms.gathered import GatherSchedule
-from megatron_cp_plugin.algorithms.grid import GridAlgorithm, GridSettings, Wire
-from megatron_cp_plugin.algorithms.point_to_point import PointToPoint
+from megatron_cp_plugin.algorithms.grid import GridAlgorithm
+from megatron_cp_plugin.algorithms.grid_placements import (
+    GatheredPlacement,
+    GridBlocksPlacement,
+    GridPlacement,
+)
 from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.core.layout import Zigzag
-from megatron_cp_plugin.core.pipeline import check_chunks
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.registry import register
@@ -35,7 +37,7 @@ class KvAllGather(GridAlgorithm):
     layout = Zigzag()
 
     @dataclass(frozen=True)
-    class Options(PointToPoint.Options):
+    class Options(GridAlgorithm.Options):
         """Options of allgather.
 
         Attributes:
@@ -47,22 +49,18 @@ class KvAllGather(GridAlgorithm):
         """
 
         gathered_mib: int = 1024
-        chunks: int = 0
-        gradients: Wire = "model"
 
     options: Options
+    cols = 1
 
     def __init__(self, topology: Topology, options: Options) -> None:
         super().__init__(topology, options)
-        settings = GridSettings(
-            self.layout,
-            rows=topology.size,
-            cols=1,
-            gradients=options.gradients,
-            chunks=options.chunks,
-            gathered_bytes=options.gathered_mib * 2**20,
-        )
-        self.schedule = GatherSchedule(topology, settings)
+        self.gathered_bytes = options.gathered_mib * 2**20
+
+    @property
+    def kind(self) -> type[GridPlacement]:
+        """See GridAlgorithm.kind."""
+        return GridBlocksPlacement if self.pushed else GatheredPlacement
 
     @classmethod
     def check(
@@ -70,7 +68,7 @@ class KvAllGather(GridAlgorithm):
     ) -> None:
         """See Algorithm.check."""
         assert isinstance(options, cls.Options)
-        check_chunks(cls.name, options.chunks)
+        super().check(options, size=size, heads=heads, kv_heads=kv_heads, causal=causal)
         if options.gathered_mib < 1:
             raise ConfigError(
                 f"allgather needs gathered_mib >= 1, got {options.gathered_mib}: leave it out"

@@ -7,14 +7,16 @@ O(N / sqrt(P)).
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_cp_plugin.algorithms.attention2d_overlap import RingSchedule
-from megatron_cp_plugin.algorithms.gathered import GatherSchedule
-from megatron_cp_plugin.algorithms.grid import GridAlgorithm, GridSettings, Wire
-from megatron_cp_plugin.algorithms.point_to_point import PointToPoint
+from megatron_cp_plugin.algorithms.grid import GridAlgorithm, Wire
+from megatron_cp_plugin.algorithms.grid_placements import (
+    GatheredPlacement,
+    GridBlocksPlacement,
+    GridPlacement,
+    GridRingPlacement,
+)
 from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.core.grid import check_grid
 from megatron_cp_plugin.core.layout import Cyclic, Layout, Zigzag
-from megatron_cp_plugin.core.pipeline import check_chunks
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.registry import register
@@ -58,7 +60,7 @@ class Attention2D(GridAlgorithm):
     """
 
     @dataclass(frozen=True)
-    class Options(PointToPoint.Options):
+    class Options(GridAlgorithm.Options):
         """Options of attention2d.
 
         Attributes:
@@ -81,8 +83,6 @@ class Attention2D(GridAlgorithm):
         rows: int = 0
         cols: int = 0
         partials: Wire = "model"
-        gradients: Wire = "model"
-        chunks: int = 0
 
     options: Options
 
@@ -90,17 +90,16 @@ class Attention2D(GridAlgorithm):
         super().__init__(topology, options)
         self.layout = self.layout_for(options)
         check_grid(self.name, topology.size, options.rows, options.cols)
-        settings = GridSettings(
-            self.layout,
-            transposed=options.variant != "zigzag",
-            rows=options.rows,
-            cols=options.cols,
-            partials=options.partials,
-            gradients=options.gradients,
-            chunks=options.chunks,
-        )
-        schedule = RingSchedule if options.variant == "overlap" else GatherSchedule
-        self.schedule = schedule(topology, settings)
+        self.rows, self.cols, self.partials = options.rows, options.cols, options.partials
+        self.transposed = options.variant != "zigzag"
+
+    @property
+    def kind(self) -> type[GridPlacement]:
+        """See GridAlgorithm.kind."""
+        if self.options.variant == "overlap":
+            return GridRingPlacement
+        pushed = self.options.variant == "zigzag" and self.pushed
+        return GridBlocksPlacement if pushed else GatheredPlacement
 
     @classmethod
     def layout_for(cls, options: Algorithm.Options) -> Layout:
@@ -115,7 +114,7 @@ class Attention2D(GridAlgorithm):
         """See Algorithm.check."""
         assert isinstance(options, cls.Options)
         check_grid(cls.name, size, options.rows, options.cols)
-        check_chunks(cls.name, options.chunks)
+        super().check(options, size=size, heads=heads, kv_heads=kv_heads, causal=causal)
         if options.transport == "peer" and options.variant != "zigzag":
             raise ConfigError(
                 f"attention2d transport peer needs variant zigzag, got {options.variant}: use "

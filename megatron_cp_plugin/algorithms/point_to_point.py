@@ -14,7 +14,7 @@ from megatron_cp_plugin.core.passes import Backward, Forward
 from megatron_cp_plugin.core.pipeline import HeadGroup, check_chunks, successive_groups
 from megatron_cp_plugin.core.plan import Plan
 from megatron_cp_plugin.core.plan_check import PlanError, check_slots
-from megatron_cp_plugin.core.program import program
+from megatron_cp_plugin.core.program import during, program
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
@@ -105,8 +105,8 @@ class PointToPoint(Algorithm):
     def _make_plan(self, shape: Shape, mask: Mask, phase: Phase, rectangular: bool) -> Plan:
         plan = super()._make_plan(shape, mask, phase, rectangular)
         each = plan.steps // len(plan.groups)
-        for move in plan.moves:
-            if not move.result and (move.needed < 0 or move.needed % each == 0):
+        for move in during(plan):
+            if not move.result and move.needed % each == 0:
                 raise ConfigError(
                     f"{self.name} places a block of rank {move.block.owners[0]} on rank "
                     f"{move.target} in step 0, in which a rank has only its own: use steps from 1"

@@ -112,7 +112,7 @@ class _Run:
 
     def __init__(self, plan: Plan, parts: Program, channels: Channels, work: Pass) -> None:
         self._relay, self._parts, self._channels, self._work = plan.relay, parts, channels, work
-        self._rank, self._device = channels.inputs.rank, work.q.device
+        self._device = work.q.device
         self._held: dict[BlockId, Tensors] = {}
         self._dropped: tuple[BlockId, ...] = ()
         self._earlier: dict[BlockId, Tensors] = {}  # sums of ranks before this one
@@ -170,7 +170,7 @@ class _Run:
 
     def _take(self, move: Move, tensors: Tensors) -> None:
         (owner,) = move.block.owners
-        if owner != self._rank:
+        if owner != self._parts.own[move.of_keys]:
             self._earlier[owner, move.of_keys] = tensors
         elif self._is_last(move):
             self._work.close(move.heads, move.of_keys, tensors)

@@ -98,6 +98,8 @@ class Accumulator:
         Args: borrowed: it may be changed after the next `add` or `settle`.
         """
         self._merge_last()
+        if borrowed and self._total is None:
+            out, lse = out.clone(), lse.clone()
         self._last, self._borrowed = (rows, out, lse), borrowed
 
     def settle(self) -> None:
@@ -176,13 +178,12 @@ class GradientSum:
         self._total: Tensor | None = None
         self._owned = False  # whether _total is a wide buffer of ours, free to be written
 
-    def add(self, rows: slice, gradient: Tensor) -> None:
-        """Adds the gradient of some rows [B,rows,heads,D]."""
+    def add(self, rows: slice, gradient: Tensor, *, borrowed: bool = False) -> None:
+        """Adds the gradient of some rows [B,rows,heads,D]. Args: borrowed: it may be changed."""
         whole = gradient.shape[1] == self._like.shape[1]
-        if self._total is None and whole:
+        if self._total is None and whole and not borrowed:
             self._total = gradient
-        elif not self._owned and whole:
-            assert self._total is not None
+        elif self._total is not None and not self._owned and whole:
             self._total, self._owned = self._plus(self._total, gradient, self._wide), True
         else:
             total = self._own_buffer()[:, rows]

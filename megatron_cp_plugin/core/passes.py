@@ -62,9 +62,14 @@ class Forward(Pass):
 
     def results_for(self, move: Move, before: Tensors | None) -> Tensors:
         """See Pass.results_for."""
-        assert before is None  # partial outputs go straight to their owners
+        total = self._found.pop(move.block.owners[0], None)
+        if total is None:
+            return _passed_on(before)
+        if before is not None:
+            before_out, before_lse = before
+            total.add(slice(0, move.tokens), before_out, before_lse)
         dtype = accumulation_dtype(self.q.dtype) if move.wide else self.q.dtype
-        out, lse = self._found.pop(move.block.owners[0]).result(dtype)
+        out, lse = total.result(dtype)
         return out.contiguous(), lse.contiguous()
 
     def accept(self, move: Move, results: Tensors) -> None:
@@ -82,7 +87,11 @@ class Forward(Pass):
         """See Pass.close."""
         if of_keys:
             return
-        out, lse = self._totals.pop(heads.q.start).result()
+        total = self._totals.pop(heads.q.start)
+        if others is not None:
+            others_out, others_lse = others
+            total.add(slice(0, self.q.shape[1]), others_out, others_lse, borrowed=True)
+        out, lse = total.result()
         if self._groups == 1:
             self.out, self.lse = out, lse
         else:
@@ -147,9 +156,8 @@ class Backward(Pass):
     def results_for(self, move: Move, before: Tensors | None) -> Tensors:
         """See Pass.results_for."""
         sums = self._found.pop((move.block.owners[0], move.of_keys), None)
-        if sums is None:  # the mask lets this rank add nothing
-            assert before is not None
-            return tuple(x.clone() for x in before)  # the next ones come into the same buffers
+        if sums is None:
+            return _passed_on(before)
         dtype = accumulation_dtype(self.q.dtype) if move.wide else self.q.dtype
         others = before or (None,) * len(sums)
         return tuple(x.result(dtype, plus=other) for x, other in zip(sums, others, strict=True))
@@ -160,7 +168,7 @@ class Backward(Pass):
         for total, result in zip(
             self._sums[move.heads.q.start, move.of_keys], results, strict=True
         ):
-            total.add(rows, result)
+            total.add(rows, result, borrowed=True)
 
     def close(self, heads: HeadGroup, of_keys: bool, others: Tensors | None) -> None:
         """See Pass.close."""
@@ -175,6 +183,12 @@ class Backward(Pass):
         """Those of q, k and v."""
         dq, dk, dv = (gradient.whole for gradient in self._whole)
         return dq, dk, dv
+
+
+def _passed_on(before: Tensors | None) -> Tensors:
+    """Results to which the mask lets this rank add nothing."""
+    assert before is not None
+    return tuple(x.clone() for x in before)  # the next ones come into the same buffers
 
 
 def _some(heads: slice, tensors: Tensors, *, copied: bool) -> Tensors:

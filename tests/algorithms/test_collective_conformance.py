@@ -305,7 +305,7 @@ def shape_chosen(size: int, heads: int, kv_heads: int, variant: str = "zigzag") 
     shape = Shape(1, 128 * size, heads, kv_heads, 128)
 
     def ask(topology: Topology) -> tuple[int, int]:
-        return create("attention2d", topology, {"variant": variant}).schedule.grid_shape(shape)
+        return create("attention2d", topology, {"variant": variant}).grid_shape(shape)
 
     return run_virtual(size, ask)[0]
 
