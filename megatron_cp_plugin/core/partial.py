@@ -116,6 +116,8 @@ class Accumulator:
         """Returns: out [B,S,H,E] in `dtype` (default: q's), lse [B,H,S] float32 or float64."""
         dtype = dtype or self._like.dtype
         if self._last is not None and not self._whole(self._last[1]):
+            if self._total is not None and self._total[0].dtype == dtype:
+                self._owned = True  # its dtype is the final one, so the last merge may be in place
             self._merge_last()
         if self._last is None:
             out, lse = self._total or self._nothing()
