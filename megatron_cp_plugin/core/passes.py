@@ -66,17 +66,15 @@ class Forward(Pass):
         if total is None:
             return _passed_on(before)
         if before is not None:
-            before_out, before_lse = before
-            total.add(slice(0, move.tokens), before_out, before_lse)
+            _add(total, slice(0, move.tokens), before)
         dtype = accumulation_dtype(self.q.dtype) if move.wide else self.q.dtype
         out, lse = total.result(dtype)
         return out.contiguous(), lse.contiguous()
 
     def accept(self, move: Move, results: Tensors) -> None:
         """See Pass.accept."""
-        out, lse = results
         rows = slice(move.block.start, move.block.stop)
-        self._totals[move.heads.q.start].add(rows, out, lse, borrowed=True)
+        _add(self._totals[move.heads.q.start], rows, results)
 
     def settle(self) -> None:
         """See Pass.settle."""
@@ -89,8 +87,7 @@ class Forward(Pass):
             return
         total = self._totals.pop(heads.q.start)
         if others is not None:
-            others_out, others_lse = others
-            total.add(slice(0, self.q.shape[1]), others_out, others_lse, borrowed=True)
+            _add(total, slice(0, self.q.shape[1]), others)
         out, lse = total.result()
         if self._groups == 1:
             self.out, self.lse = out, lse
@@ -106,9 +103,19 @@ class Backward(Pass):
     """
 
     def __init__(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, statistics: Statistics, call: Call
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        statistics: Statistics,
+        call: Call,
+        *,
+        few: bool,
     ) -> None:
+        """Args: few: as in `GradientSum`, of the own tokens."""
         super().__init__(q, k, v)
+        self._few = few
         self._dout, self._all, self._call = dout, statistics, call
         self._whole = WholeGradient(q), WholeGradient(k), WholeGradient(v)
         # Of the own block, by the first head of groups that are not closed: dq; dk and dv (true).
@@ -124,8 +131,8 @@ class Backward(Pass):
             lse, delta = self._statistics.lse, self._statistics.delta_for(self._queries[1])
             self._queries += (delta, lse)
             self._statistics = Statistics(lse, self._statistics.out, delta)
-        self._sums[heads.q.start, False] = (GradientSum(self._queries[0]),)
-        self._sums[heads.q.start, True] = tuple(map(GradientSum, self._keys))
+        self._sums[heads.q.start, False] = (GradientSum(self._queries[0], few=self._few),)
+        self._sums[heads.q.start, True] = tuple(GradientSum(x, few=self._few) for x in self._keys)
 
     def own(self, of_keys: bool) -> Tensors:
         """See Pass.own."""
@@ -168,7 +175,7 @@ class Backward(Pass):
         for total, result in zip(
             self._sums[move.heads.q.start, move.of_keys], results, strict=True
         ):
-            total.add(rows, result, borrowed=True)
+            total.add(rows, result.clone() if total.empty else result)
 
     def close(self, heads: HeadGroup, of_keys: bool, others: Tensors | None) -> None:
         """See Pass.close."""
@@ -183,6 +190,14 @@ class Backward(Pass):
         """Those of q, k and v."""
         dq, dk, dv = (gradient.whole for gradient in self._whole)
         return dq, dk, dv
+
+
+def _add(total: Accumulator, rows: slice, partial: Tensors) -> None:
+    """Merges a partial that came, which the next one overwrites."""
+    out, lse = partial
+    if total.empty:  # which keeps what it is given
+        out, lse = out.clone(), lse.clone()
+    total.add(rows, out, lse, borrowed=True)
 
 
 def _passed_on(before: Tensors | None) -> Tensors:
