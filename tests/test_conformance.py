@@ -130,9 +130,18 @@ def assert_matches(
 
 
 def assert_plan_is_kept(
-    case: Case, size: int, shape: Shape, mask: Mask, log: CommunicationLog
+    case: Case,
+    size: int,
+    shape: Shape,
+    mask: Mask,
+    log: CommunicationLog,
+    *,
+    peer_access: bool = True,
 ) -> None:
-    """Ranks sent what their plan says; it computes the pairs that the mask lets through."""
+    """Ranks sent what their plan says; it computes the pairs that the mask lets through.
+
+    Args: peer_access: of the run.
+    """
 
     def compare(topology: Topology) -> None:
         algorithm, rank = create(case.algo, topology, dict(case.options)), topology.rank
@@ -144,7 +153,7 @@ def assert_plan_is_kept(
         plan = algorithm.plan(shape, mask)
         assert sum(map(plan.pairs, plan.computes)) == visible_pairs(shape.seq_len, mask)
 
-    run_virtual(size, compare)
+    run_virtual(size, compare, peer_access=peer_access)
 
 
 ALL_CASES = [
@@ -266,7 +275,7 @@ def test_values_of_another_width(
         wide_bytes=8,
         value_dim=value_dim,
     )
-    assert_plan_is_kept(case, size, shape, Mask(causal), log)
+    assert_plan_is_kept(case, size, shape, Mask(causal), log, peer_access=False)
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
