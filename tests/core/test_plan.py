@@ -230,8 +230,10 @@ def test_ring(size: int, kv_heads: int, wide: bool) -> None:
     """
     hops, kv, g = size - 1, kv_heads * (D + E), 4 if wide and size > 2 else 2
     options = {"gradients": "float32" if wide else "model"}
+    # With four query heads a KV head the last block of the forward is still there.
+    inputs = hops - 1 if kv_heads == 2 and size > 1 else hops
     by_rule = {
-        "kv": (hops * kv * (2 + g), 4 * hops),
+        "kv": (kv * (2 * inputs + g * hops), 2 * inputs + 2 * hops),
         "query": (hops * (8 * (D + E) * 2 + 8 * D * g + 2 * 8 * 4), 5 * hops),
     }
     for rule, backward in by_rule.items():
