@@ -110,6 +110,12 @@ class Batches:
         last = self._last.get(key)
         if last is None or (last.shape, last.device) != (tensor.shape, tensor.device):
             return None
+        if _capturing(tensor):
+            raise ContextParallelError(
+                f"--cuda-graph-impl full_iteration needs the batch as the plugin cut it, got a "
+                f"copy of {key}, which cannot be compared in a CUDA graph: give the model the very "
+                "tensors of get_batch_on_this_cp_rank, or use --cuda-graph-impl local"
+            )
         return self._last_cut if torch.equal(last.to(tensor.dtype), tensor) else None
 
     @property
