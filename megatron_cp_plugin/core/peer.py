@@ -155,19 +155,27 @@ class PeerCommunicator(SlottedCommunicator):
                 copies.wait_stream(reader[0])
             self._write(copies, self.rank, arrival, 0)
             self._write(copies, source, offer, 1)
-        base = slot * self._slot_bytes
-        for to in {to for _, to in sends}:
-            self._await(copies, to * self._slots + slot)
-            self._write(copies, self.rank, to * self._slots + slot, 0)
-            offsets = _offsets([t.numel() * t.element_size() for t, _ in sends])
-            with torch.cuda.stream(copies):
-                for (tensor, _), start in zip(sends, offsets, strict=False):
-                    self._remote(to, base + start, tensor).copy_(tensor)
-            self._write(copies, to, arrival, 1)
-        done = torch.cuda.Event()
-        done.record(copies)
+        base, done = slot * self._slot_bytes, torch.cuda.Event()
+
+        def send() -> None:
+            for to in {to for _, to in sends}:
+                self._await(copies, to * self._slots + slot)
+                self._write(copies, self.rank, to * self._slots + slot, 0)
+                offsets = _offsets([t.numel() * t.element_size() for t, _ in sends])
+                with torch.cuda.stream(copies):
+                    for (tensor, _), start in zip(sends, offsets, strict=False):
+                        self._remote(to, base + start, tensor).copy_(tensor)
+                self._write(copies, to, arrival, 1)
+            done.record(copies)
+
+        if not capture:
+            send()
 
         def finish() -> None:
+            if capture:
+                # Behind what was captured meanwhile. Where all branches of a graph have one queue
+                # (CUDA_DEVICE_MAX_CONNECTIONS=1) kernels would wait there for the other rank.
+                send()
             now = torch.cuda.current_stream()
             # What leaves before what comes: so there is no order of a graph's branches in which
             # ranks wait for each other's messages before they have sent their own. The flag of
