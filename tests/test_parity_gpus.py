@@ -271,3 +271,29 @@ def test_rows_are_trained_and_judged(
         assert 0 < max(found["gradient_errors"].values()) < 1e-4
         assert found["loss_error"] < 1e-5
     assert "commit abc" in (tmp_path / "rows.md").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_run_that_was_not_captured_is_found(
+    gpus: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On CPU processes, which capture nothing: the runs are equal, and that is not enough."""
+    megatron = gpus.MODEL | gpus.LOCAL
+    megatron |= {"num_layers": 1, "hidden_size": 64, "ffn_hidden_size": 64, "seq_length": 128}
+    eager = gpus.GpuCombination("tiny", "a test", megatron, 2, "zigzag,ring", alone=True)
+    monkeypatch.setattr(gpus, "GRAPHS", {"local": {"cuda_graph_impl": "none"}})
+    monkeypatch.setattr(gpus, "ROWS", gpus.graphs(eager, local=("zigzag", {})))
+    monkeypatch.setattr(gpus, "ITERATIONS", 2)
+    words = ["--output", str(tmp_path), "--jobs", "2", "--commit", "abc"]
+    assert gpus.main([*words, "--only", "tiny-local/*"]) == 1
+    first, captured = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    (run,) = first["runs"]
+    assert (run["role"], run["failure"], run["problems"]) == ("zigzag", "", [])
+    (run,) = captured["runs"]
+    assert run["gradient_errors"]
+    assert set(run["gradient_errors"].values()) == {0.0}
+    assert [problem.removeprefix("rank 0 ") for problem in run["problems"][:2]] == [
+        "replayed 0 CUDA graphs in iteration 2",
+        f"sent {run['problems'][1].split()[3]} bytes for attention outside of CUDA graphs",
+    ]
