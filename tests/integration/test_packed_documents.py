@@ -250,7 +250,7 @@ def test_a_copy_of_a_batch_is_not_compared_while_it_is_captured(
     for batches, tokens in on_ranks(2, cut):
         assert batches.cut_of("tokens", tokens.clone()) is not None
         with monkeypatch.context() as patch:
-            patch.setattr("megatron_cp_plugin.integration.batch._capturing", lambda tensor: True)
+            patch.setattr("megatron_cp_plugin.integration.batch.capturing", lambda tensor: True)
             assert batches.cut_of("tokens", tokens) is not None
             with pytest.raises(ContextParallelError, match="got a copy of tokens, which cannot be"):
                 batches.cut_of("tokens", tokens.clone())
