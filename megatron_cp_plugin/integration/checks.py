@@ -387,7 +387,8 @@ def check_graphs(args: Any, config: ContextParallelConfig, device: torch.device)
         raise ConfigError(
             f"--cuda-graph-impl {captured} needs GPUs, got the {device.type} platform: leave it out"
         )
-    if captured == "transformer_engine" and args.seq_length % config.size:
+    # None: Megatron has yet to read it from another flag.
+    if captured == "transformer_engine" and (args.seq_length or 0) % config.size:
         raise ConfigError(
             "--cuda-graph-impl transformer_engine needs equally many tokens on all ranks, got "
             f"seq_length {args.seq_length} on {config.size}: use a multiple of {config.size}, or "

@@ -490,6 +490,8 @@ def test_unequal_ranks_are_captured_by_some(args: argparse.Namespace) -> None:
     for impl in ("local", "full_iteration"):
         args.cuda_graph_impl = impl
         check_graphs(args, ring, GPU)
+    args.cuda_graph_impl, args.seq_length = "transformer_engine", None
+    check_graphs(args, ring, GPU)
 
 
 def test_a_whole_iteration_goes_with_full_recompute(args: argparse.Namespace) -> None:
