@@ -301,7 +301,8 @@ ROWS = (
     ),
     *graphs(
         row("graphs-recompute", "attention recomputed", _BOTH, BF16, RECOMPUTE_CORE, alone=True),
-        local=(_BOTH, {}),
+        te=(_BOTH, {}),
+        full=("zigzag", {}),
     ),
     *graphs(
         row("graphs-recompute-all", "full recompute", "zigzag", BF16, RECOMPUTE, alone=True),

@@ -300,6 +300,18 @@ FEATURES: tuple[Feature, ...] = (
         "use --cuda-graph-impl full_iteration, or --recompute-granularity selective",
     ),
     Feature(
+        "recomputed attention in local CUDA graphs",
+        "cuda_graph_impl",
+        lambda settings: (
+            graphs(settings) == "local"
+            and captures_attention(settings)
+            and bool(settings.recompute_activations or settings.recompute_granularity)
+            and "core_attn" in (settings.recompute_modules or ("core_attn",))
+        ),
+        "Megatron's checkpoints refuse the backward that it captures so",
+        "use --cuda-graph-impl transformer_engine or full_iteration",
+    ),
+    Feature(
         "a whole iteration in a CUDA graph from the first one on",
         "cuda_graph_warmup_steps",
         lambda settings: (

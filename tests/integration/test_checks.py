@@ -70,6 +70,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "Megatron-FSDP in CUDA graphs": {"cuda_graph_impl": "local"},
     "FSDP in CUDA graphs": {"cuda_graph_impl": "transformer_engine"},
     "full recompute in CUDA graphs of layers": {"cuda_graph_impl": "local"},
+    "recomputed attention in local CUDA graphs": {"recompute_granularity": "selective"},
     "a whole iteration in a CUDA graph from the first one on": {
         "cuda_graph_impl": "full_iteration"
     },
@@ -492,6 +493,31 @@ def test_unequal_ranks_are_captured_by_some(args: argparse.Namespace) -> None:
         check_graphs(args, ring, GPU)
     args.cuda_graph_impl, args.seq_length = "transformer_engine", None
     check_graphs(args, ring, GPU)
+
+
+@pytest.mark.parametrize(
+    ("impl", "modules", "recomputed", "refused"),
+    [
+        ("local", [], ["core_attn"], True),
+        ("local", ["attn"], None, True),
+        ("local", ["mlp"], ["core_attn"], False),
+        ("local", [], ["layernorm"], False),
+        ("transformer_engine", [], ["core_attn"], False),
+        ("full_iteration", [], ["core_attn"], False),
+    ],
+)
+def test_recomputed_attention_is_captured_by_some(
+    args: argparse.Namespace,
+    impl: str,
+    modules: list[str],
+    recomputed: list[str] | None,
+    refused: bool,
+) -> None:
+    args.cuda_graph_impl, args.cuda_graph_modules = impl, modules
+    args.recompute_granularity, args.recompute_modules = "selective", recomputed
+    expected = pytest.raises(ConfigError, match="recomputed attention in local CUDA graphs")
+    with expected if refused else nullcontext():
+        check_settings(args, ContextParallelConfig("zigzag", 4))
 
 
 def test_a_whole_iteration_goes_with_full_recompute(args: argparse.Namespace) -> None:
