@@ -291,7 +291,6 @@ ROWS = (
     ),
     *graphs(
         row("graphs-moe", "EP 2 over CP 2", "zigzag", BF16, MOE, EP2, alone=True),
-        local=("zigzag", {"cuda_graph_modules": ["attn", "moe_router"]}),
         te=("zigzag", {"cuda_graph_modules": ["attn", "moe_router"]}),
     ),
     *graphs(
