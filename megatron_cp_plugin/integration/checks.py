@@ -20,6 +20,7 @@ from megatron_cp_plugin.integration.compat import running_version
 from megatron_cp_plugin.integration.features import (
     FEATURES,
     Settings,
+    captured_modules,
     captures_attention,
     graphs,
     is_latent,
@@ -414,7 +415,7 @@ def describe_graphs(args: Any) -> str | None:
     if captured == "full_iteration":
         what = f"whole iterations after {settings.cuda_graph_warmup_steps}"
     else:
-        modules = [getattr(module, "name", module) for module in settings.cuda_graph_modules or ()]
+        modules = captured_modules(settings)
         what = f"of each layer {', '.join(modules)}" if modules else "whole layers"
     attention = "captured" if captures_attention(settings) else "not captured"
     return f"CUDA graphs by Megatron ({captured}, {what}): attention {attention}"

@@ -85,9 +85,17 @@ def graphs(settings: Settings) -> str:
     return settings.cuda_graph_impl or "none"
 
 
-def captures_attention(settings: Settings) -> bool:
-    """Whether attention is in the graphs, which may be of some modules of each layer only."""
+def captured_modules(settings: Settings) -> list[str]:
+    """The modules of each layer that are captured; none: the layers are captured whole."""
     modules = [getattr(module, "name", module) for module in settings.cuda_graph_modules or ()]
+    # This one captures the layers of a GPT whole, whichever of these are named.
+    local = graphs(settings) == "local" and not settings.hybrid_layer_pattern
+    return [] if local and {"attn", "mlp"} & {*modules} else modules
+
+
+def captures_attention(settings: Settings) -> bool:
+    """Whether attention is in the graphs."""
+    modules = captured_modules(settings)
     return graphs(settings) != "none" and (not modules or "attn" in modules)
 
 

@@ -500,7 +500,8 @@ def test_unequal_ranks_are_captured_by_some(args: argparse.Namespace) -> None:
     [
         ("local", [], ["core_attn"], True),
         ("local", ["attn"], None, True),
-        ("local", ["mlp"], ["core_attn"], False),
+        ("local", ["mlp"], ["core_attn"], True),
+        ("local", ["moe_router"], ["core_attn"], False),
         ("local", [], ["layernorm"], False),
         ("transformer_engine", [], ["core_attn"], False),
         ("full_iteration", [], ["core_attn"], False),
@@ -536,7 +537,15 @@ def test_a_whole_iteration_goes_with_full_recompute(args: argparse.Namespace) ->
             "transformer_engine, of each layer attn, mlp): attention captured",
         ),
         (
+            "--cuda-graph-impl transformer_engine --cuda-graph-modules mlp",
+            "transformer_engine, of each layer mlp): attention not captured",
+        ),
+        (
             "--cuda-graph-impl local --cuda-graph-modules mlp",
+            "local, whole layers): attention captured",
+        ),
+        (
+            "--cuda-graph-impl local --cuda-graph-modules mlp --hybrid-layer-pattern *-*-",
             "local, of each layer mlp): attention not captured",
         ),
         (
