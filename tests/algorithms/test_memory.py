@@ -149,7 +149,8 @@ def measure(monkeypatch, algo: str, size: int, heads: int, kv_heads: int, **opti
         peer_access=False,
     )
     between = storages([out, *saved], but=inputs)
-    assert predicted == (forward.peak_bytes, between + backward.peak_bytes, between, 0)
+    if not algorithm.topology.peer_access:  # whose buffers have their final size from the start
+        assert predicted == (forward.peak_bytes, between + backward.peak_bytes, between, 0)
     return Peak(
         forward.peak_bytes - kept, backward.peak_bytes - storages(gradients, but=inputs), kept
     )
