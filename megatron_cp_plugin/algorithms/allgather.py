@@ -29,7 +29,11 @@ class KvAllGather(GridAlgorithm):
 
     Over peer memory nothing is gathered: copy engines push block by block, straight from the owner,
     and a rank holds two of them at a time. With a causal mask ranks send 3/4 of the bytes in the
-    mean, for a rank after the owner sees only the first of its two chunks.
+    mean, for a rank after the owner sees only the first of its two chunks. With n > 1 groups of
+    heads, q = B*H*S*D*e and kv = 2*B*G*S*D*e bytes, a rank holds at most, receive buffers included,
+
+        forward   (4q + 3kv) / n
+        backward  (2.5q + 8kv) / n
 
     Source: the scheme of Llama 3 (section 3.3.2, context parallelism). Differs: by groups of
     heads, so that communication overlaps and memory is bounded.

@@ -93,8 +93,9 @@ class GridAlgorithm(PointToPoint):
         count = group_count(self.options.chunks, shape.flop(self.topology.size))
         if self.topology.size == 1 or self.kind is GridRingPlacement:
             count = 1
-        elif self.kind is not GatheredPlacement and not self.options.chunks:
-            count = max(1, count // 2)  # blocks overlap within a group
+        elif self.kind is not GatheredPlacement and 1 in self.grid_shape(shape):
+            # Blocks overlap within a group too, and two of them are all that is held at a time.
+            count = self.options.chunks or max(1, count // 2)
         # Where only K and V are gathered, groups that share them would have nothing to wait for.
         share_kv = self.kind is GatheredPlacement and self.grid_shape(shape)[1] > 1
         return head_groups(shape.heads, shape.kv_heads, count, share_kv=share_kv)

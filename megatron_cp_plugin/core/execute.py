@@ -68,7 +68,7 @@ class Pass(ABC):
         """Adds what another rank found for some rows of the own block."""
 
     def settle(self) -> None:  # noqa: B027  (sums are made at once)
-        """Adds what was accepted, if it is not: the next results come into the same buffers."""
+        """Adds what was accepted, if it waits for that: the next results overwrite it."""
 
     @abstractmethod
     def close(self, heads: HeadGroup, of_keys: bool, others: Tensors | None) -> None:
@@ -139,6 +139,8 @@ class _Run:
         self._dropped = turn.dropped
         self.take_results(turn.step)
         for exchange in turn.results:
+            if exchange.receives:
+                work.settle()
             channel = self._channels.slow_results if exchange.slow else self._channels.results
             self._results.setdefault(exchange.needed, []).append(self._post(channel, exchange))
         if turn.last:
@@ -153,11 +155,8 @@ class _Run:
         """Waits for the results that a step needs, or all, and adds them where they belong."""
         for needed in sorted(self._results) if step is None else (step,):
             for pending in self._results.pop(needed, ()):
-                arrived = pending.wait()
-                for move, tensors in arrived:
+                for move, tensors in pending.wait():
                     self._take(move, tensors)
-                if not arrived:
-                    self._work.settle()
         self._close_ended()
 
     def _close_ended(self) -> None:

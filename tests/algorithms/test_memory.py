@@ -21,6 +21,7 @@ from megatron_cp_plugin.core import kernel as kernel_module
 from megatron_cp_plugin.core.algorithm import Call
 from megatron_cp_plugin.core.comm import Communicator, Pending
 from megatron_cp_plugin.core.kernel import SoftmaxKernel
+from megatron_cp_plugin.core.peer import SlottedCommunicator
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.virtual import VirtualTopology, VirtualWorld
@@ -62,6 +63,26 @@ class Alone(VirtualTopology):
 
     def subgroup(self, ranks, name: str) -> "Alone":
         return Alone(self._world, [self._members[r] for r in ranks], self._global_rank, name)
+
+
+class NobodyBehindSlots(SlottedCommunicator):
+    """The same over peer memory, whose slots are weighed with all else."""
+
+    def _grow(self, slot_bytes: int) -> None:
+        self._slab = torch.zeros(self._slots * slot_bytes, dtype=torch.uint8)
+
+    def _post(self, slot: int, sends, receives) -> Pending:
+        held = [sends]
+        return Pending(held.clear)
+
+
+class AloneWithPeers(Alone):
+    """The same, with access to the others' memory."""
+
+    peer_access = True
+
+    def _make_peer_channel(self, name: str, slots: int) -> SlottedCommunicator:
+        return NobodyBehindSlots(name, self.rank, self.size, self.rank, slots)
 
 
 class Idle(SoftmaxKernel):
@@ -122,13 +143,15 @@ class Peak:
     kept: int
 
 
-def measure(monkeypatch, algo: str, size: int, heads: int, kv_heads: int, **options) -> Peak:
+def measure(
+    monkeypatch, algo: str, size: int, heads: int, kv_heads: int, *, kind=Alone, **options
+) -> Peak:
     monkeypatch.setattr(partial, "merge_into", lambda *a: None)
     monkeypatch.setattr(partial, "_sum_into", lambda *a: None)
     monkeypatch.setattr(collective, "merge_all_into", lambda *a: None)
     for module in (collective, kernel_module):
         monkeypatch.setattr(module, "delta_of", lambda dout, out: rows_like(dout))
-    algorithm = create(algo, Alone(VirtualWorld(size), range(size), 0, ""), options)
+    algorithm = create(algo, kind(VirtualWorld(size), range(size), 0, ""), options)
     q, dout = (torch.zeros(1, TOKENS, heads, DIM, dtype=torch.bfloat16) for _ in range(2))
     k, v = (torch.zeros(1, TOKENS, kv_heads, DIM, dtype=torch.bfloat16) for _ in range(2))
     call = Call(TOKENS * size, Mask(), 1.0, Idle())
@@ -191,6 +214,40 @@ def test_gathered_keys_stay_within_their_bound(monkeypatch) -> None:
     assert 2 * 8 * TOKENS * 8 * DIM * ELEMENT == 8 * 2**20
     assert bounded.forward < 2**22 + 2 * bounded.kept
     assert free.forward > 2**23
+
+
+# Groups of heads gathered, and by blocks, as they are for long sequences.
+BLOCKS = [
+    ("allgather", 2, {}, 4, 2),
+    ("allgather", 4, {}, 4, 2),
+    ("allgather", 8, {}, 4, 2),
+    ("attention2d", 2, {"rows": 1}, 4, 2),
+    ("attention2d", 4, {"rows": 2}, 4, 4),
+    ("attention2d", 8, {"rows": 2}, 4, 4),
+    ("attention2d", 8, {"rows": 4}, 4, 4),
+]
+
+
+@pytest.mark.parametrize("kv_heads", [16, 8])
+@pytest.mark.parametrize(("algo", "size", "options", "gathered", "blocks"), BLOCKS)
+def test_blocks_over_peer_memory(
+    monkeypatch, algo, size, options, gathered, blocks, kv_heads
+) -> None:
+    """No more than what gathers take, receive buffers of both passes among it."""
+    heads = 16
+    peak = measure(
+        monkeypatch, algo, size, heads, kv_heads, kind=AloneWithPeers, chunks=blocks, **options
+    )
+    other = measure(monkeypatch, algo, size, heads, kv_heads, chunks=gathered, **options)
+    assert max(peak.forward, peak.backward) <= max(other.forward, other.backward)
+    long = Shape(1, 2**17, 32, 32, 128)
+    for kind, count in ((Alone, gathered), (AloneWithPeers, blocks)):
+        algorithm = create(algo, kind(VirtualWorld(size), range(size), 0, ""), options)
+        assert len(algorithm.plan(long, Mask()).groups) == count
+    if algo == "allgather" and size > 2:
+        q, kv = (n * TOKENS * DIM * ELEMENT for n in (heads, 2 * kv_heads))
+        is_within(peak.forward, (4 * q + 3 * kv) / blocks)
+        is_within(peak.backward, (2.5 * q + 8 * kv) / blocks)
 
 
 @pytest.mark.parametrize(("size", "rows", "kv_heads"), [(4, 2, 8), (16, 4, 8), (8, 4, 2)])
