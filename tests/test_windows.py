@@ -104,7 +104,7 @@ def test_a_windowed_schedule_is_drawn(
 ) -> None:
     words = ["draw", "--algo", "distflash", "--size", "8", "--seq-len", "64", "--window", "8"]
     assert cli.main(words) == 0
-    assert "causal attention, window 8 · 64 tokens" in capsys.readouterr().out
+    assert "causal, window 8 · 64 tokens" in capsys.readouterr().out
     words[2] = "allgather"
     monkeypatch.setattr(KvAllGather, "windows", False)
     assert cli.main(words) == 2

@@ -17,6 +17,7 @@ from megatron_cp_plugin.core.kernel import Statistics
 from megatron_cp_plugin.core.partial import GradientSum, accumulation_dtype
 from megatron_cp_plugin.core.pipeline import HeadGroup
 from megatron_cp_plugin.core.plan import Plan
+from megatron_cp_plugin.core.team import ExchangingTeam, Named, Rows, Team
 
 _KEPT = ("q", "k", "v", "lse")
 
@@ -40,10 +41,10 @@ class Exchanged:
         first = rank // plan.shares * plan.shares
         members = range(first, first + plan.shares)
         width = max(sum(map(len, spans)) for spans in plan.spans)
-        team = collective.ExchangingTeam(
+        team = ExchangingTeam(
             *channels, assemble([plan.spans[member] for member in members], width)
         )
-        self._teams: dict[bool, collective.Team] = {False: team, True: team}
+        self._teams: dict[bool, Team] = {False: team, True: team}
         mine = (m for m in plan.moves if m.source == rank and m.target in members)
         self._rounds = collective.rounds(mine, groups)
         self._sent_kv_heads = plan.heads.kv_heads * plan.shares
@@ -54,9 +55,7 @@ class Exchanged:
         """Out and lse of the own queries; what was exchanged, if it is to be kept."""
         kept: list[Tensor] = []
 
-        def attend(
-            _: HeadGroup, x: collective.Named, sums: Sequence[GradientSum]
-        ) -> Iterator[collective.Rows]:
+        def attend(_: HeadGroup, x: Named, sums: Sequence[GradientSum]) -> Iterator[Rows]:
             out, lse = self.ring.forward(x["q"], x["k"], x["v"], call)[:2]
             if keep:
                 kept.extend((x["q"], x["k"], x["v"], lse))
@@ -73,8 +72,8 @@ class Exchanged:
         """
 
         def differentiate(
-            heads: HeadGroup, x: collective.Named, sums: Sequence[GradientSum]
-        ) -> Iterator[collective.Rows]:
+            heads: HeadGroup, x: Named, sums: Sequence[GradientSum]
+        ) -> Iterator[Rows]:
             statistics = Statistics(x["lse"], out=x.get("out"), delta=x.get("delta"))
             dq, *of_keys = self.ring.differentiate(
                 x["dout"], x["q"], x["k"], x["v"], statistics, call

@@ -15,6 +15,7 @@ from megatron_cp_plugin.core.grid import Grid
 from megatron_cp_plugin.core.partial import accumulation_dtype
 from megatron_cp_plugin.core.plan import Move, Plan
 from megatron_cp_plugin.core.program import during
+from megatron_cp_plugin.core.team import GatheringTeam, Team
 from megatron_cp_plugin.core.tiles import Part, parts, plan_tiles
 from megatron_cp_plugin.core.topology import Topology
 
@@ -45,9 +46,9 @@ class Gathered:
         of_row, of_column = (
             assemble([plan.spans[owner] for owner in owners], width) for owners in (row, column)
         )
-        self._teams: dict[bool, collective.Team] = {
-            False: collective.GatheringTeam(channels.queries, channels.outputs, of_row),
-            True: collective.GatheringTeam(channels.keys, channels.gradients, of_column),
+        self._teams: dict[bool, Team] = {
+            False: GatheringTeam(channels.queries, channels.outputs, of_row),
+            True: GatheringTeam(channels.keys, channels.gradients, of_column),
         }
         mine = (move for move in during(plan) if move.source == rank)
         self._rounds = collective.rounds(mine, plan.groups)

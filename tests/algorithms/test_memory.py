@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_cp_plugin.core import collective, partial
+from megatron_cp_plugin.core import collective, partial, team
 from megatron_cp_plugin.core import kernel as kernel_module
 from megatron_cp_plugin.core import memory as predicted
 from megatron_cp_plugin.core.algorithm import Call
@@ -126,7 +126,7 @@ class Peak:
 def measure(monkeypatch, algo: str, size: int, heads: int, kv_heads: int, **options) -> Peak:
     monkeypatch.setattr(partial, "merge_into", lambda *a: None)
     monkeypatch.setattr(partial, "_sum_into", lambda *a: None)
-    monkeypatch.setattr(collective, "merge_all_into", lambda *a: None)
+    monkeypatch.setattr(team, "merge_all_into", lambda *a: None)
     for module in (collective, kernel_module):
         monkeypatch.setattr(module, "delta_of", lambda dout, out: rows_like(dout))
     algorithm = create(algo, Alone(VirtualWorld(size), range(size), 0, ""), options)
