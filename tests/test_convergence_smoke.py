@@ -18,7 +18,7 @@ import torch
 from omegaconf import OmegaConf
 
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
-from megatron_cp_plugin.integration.parity import (
+from megatron_cp_plugin.harness.parity import (
     Iteration,
     RankRecording,
     Recorder,

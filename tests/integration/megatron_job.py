@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import megatron_cp_plugin
-from megatron_cp_plugin.integration.forks import ForkedJob, free_port
+from megatron_cp_plugin.harness.forks import ForkedJob, free_port
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "pretrain_gpt.py"
 LAUNCHER = ("-m", "megatron_cp_plugin.launch")
