@@ -31,7 +31,7 @@ def load_dataset(kind, data_files, split):
         return [json.loads(line) for line in lines]
 """
 # Finds it beside itself.
-TRAIN = "from megatron_cp_plugin.integration import pretrain\n\npretrain.run()\n"
+TRAIN = "from megatron_cp_plugin.harness import pretrain\n\npretrain.run()\n"
 
 
 @pytest.fixture(scope="module")
