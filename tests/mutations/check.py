@@ -2,8 +2,9 @@
 
     .venv/bin/python -m tests.mutations.check [NUMBER ...] [--jobs 2] [--report FILE]
 
-In copies of the tree, with the tests that `make test` runs, those of the changed module first. A fault is found if a test fails which passes without it. Exits 1 if more than three of all
-faults are not found, or if the text of one is not in the tree.
+In copies of the tree, with the tests that `make test` runs, those of the changed module first. A
+fault is found if a test fails which passes without it. Exits 1 if more than three of all faults are
+not found, or if the text of one is not in the tree.
 """
 
 import argparse
