@@ -233,14 +233,14 @@ FAULTS = (
     ),
     Fault(
         "core/peer.py",
-        "            self._stream.wait_stream(current)\n",
+        "        copies.wait_stream(current)\n",
         "",
         "copies to peers do not wait for what is copied",
     ),
     Fault(
         "core/peer.py",
-        "                if other not in (None, current):\n",
-        "                if other is self._posted and other not in (None, current):\n",
+        "                copies.wait_stream(reader[0])\n",
+        "                pass\n",
         "a slot is offered while another stream reads it",
     ),
     Fault(
