@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import cache_from_source
@@ -139,7 +139,7 @@ class Tree:
 def check(
     faults: Sequence[tuple[int, Fault]], source: Path, jobs: int, all_tests: bool
 ) -> Iterator[tuple[int, Outcome]]:
-    """The outcome of every fault, in order."""
+    """The outcome of every fault, as it comes."""
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as threads:
         trees: SimpleQueue[Tree] = SimpleQueue()
         for number in range(jobs):
@@ -152,9 +152,9 @@ def check(
             finally:
                 trees.put(tree)
 
-        running = [(number, threads.submit(find, fault)) for number, fault in faults]
-        for number, outcome in running:
-            yield number, outcome.result()
+        running = {threads.submit(find, fault): number for number, fault in faults}
+        for done in as_completed(running):
+            yield running[done], done.result()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -167,20 +167,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--report", type=Path, help="a file for the table")
     args = parser.parse_args(argv)
     faults = [(n, f) for n, f in enumerate(FAULTS, 1) if not args.numbers or n in args.numbers]
-    rows = ["| | file | fault | found by | s |", "| --- | --- | --- | --- | --- |"]
-    print("\n".join(rows), flush=True)
+    title = ["| | file | fault | found by | s |", "| --- | --- | --- | --- | --- |"]
+    print("\n".join(title), flush=True)
+    rows: dict[int, str] = {}
     outcomes = []
     for number, outcome in check(faults, args.tree.resolve(), args.jobs, args.all):
         outcomes.append(outcome)
-        rows.append(outcome.row(number))
-        print(rows[-1], flush=True)
+        rows[number] = outcome.row(number)
+        print(rows[number], flush=True)
     lost = [outcome for outcome in outcomes if not outcome.applies]
     unfound = sum(not outcome.test for outcome in outcomes) - len(lost)
     found = len(outcomes) - len(lost) - unfound
-    rows.append(f"\n{found} of {len(outcomes)} found, {unfound} not, {len(lost)} not in the tree.")
-    print(rows[-1])
+    total = f"{found} of {len(outcomes)} found, {unfound} not, {len(lost)} not in the tree."
+    print(f"\n{total}")
     if args.report:
-        args.report.write_text("\n".join(rows) + "\n")
+        table = [*title, *(rows[number] for number in sorted(rows)), "", total]
+        args.report.write_text("\n".join(table) + "\n")
     return int(unfound > ALLOWED or bool(lost))
 
 

@@ -117,9 +117,9 @@ FAULTS = (
     ),
     Fault(
         "core/documents.py",
-        "bisect_right(starts, span.start)",
-        "bisect_right(starts, span.start - 1)",
-        "a block that begins with a document takes its tokens for those of the one before",
+        "row, first, number = row + len(part), first + len(part) * span.step, number + 1",
+        "row, first, number = row + len(part), stop, number + 1",
+        "after a document's end a cyclic block goes on at tokens that it has not",
     ),
     Fault(
         "core/document_layout.py",
