@@ -82,7 +82,7 @@ def check_arguments(args: Any, config: ContextParallelConfig, device: torch.devi
     _check_sequence(args, config)
     _check_algorithms(args, config)
     _check_window(args, config)
-    _check_graphs(args, config, device)
+    check_graphs(args, config, device)
     return _check_kernel(args, config, device)
 
 
@@ -361,7 +361,17 @@ def _divisors(value: int) -> str:
     return ", ".join(str(d) for d in range(1, value + 1) if value % d == 0)
 
 
-def _check_graphs(args: Any, config: ContextParallelConfig, device: torch.device) -> None:
+def check_graphs(args: Any, config: ContextParallelConfig, device: torch.device) -> None:
+    """Checks what is to be captured in CUDA graphs.
+
+    Args:
+        args: Megatron's namespace, as parsed.
+        config: The run's configuration.
+        device: Where the run computes.
+
+    Raises:
+        ConfigError: It cannot be.
+    """
     captured = graphs(Settings(args))
     if captured == "none":
         return
