@@ -159,10 +159,10 @@ FAULTS = (
         "bytes of dV are counted with the head dim of K",
     ),
     Fault(
-        "core/plan.py",
-        "begin, end = 3 * move.posted, 3 * max(move.needed, last) + 2",
-        "begin, end = 3 * move.needed, 3 * max(move.needed, last) + 2",
-        "memory of what comes is counted from when it is there",
+        "core/memory.py",
+        "forward, living.most = living.most, 0",
+        "forward = living.most",
+        "the peak memory of the backward is at least that of the forward",
     ),
     Fault(
         "core/passes.py",
@@ -245,7 +245,7 @@ FAULTS = (
     ),
     Fault(
         "core/virtual.py",
-        "            self._slab[start : start + self._slot_bytes] = _NAN\n",
+        "            self.slab[start : start + self._slot_bytes] = _NAN\n",
         "            pass\n",
         "virtual peers do not poison a slot that is given on",
     ),
