@@ -160,9 +160,9 @@ FAULTS = (
     ),
     Fault(
         "core/memory.py",
-        "forward, living.most = living.most, 0",
-        "forward = living.most",
-        "the peak memory of the backward is at least that of the forward",
+        "        self._living.discard(key)\n        self.now -= size\n",
+        "        self._living.discard(key)\n",
+        "memory that is freed still counts",
     ),
     Fault(
         "core/passes.py",
