@@ -7,12 +7,13 @@ Takes any flag of Megatron-LM after the run file, and overrides the file by it.
 
 import sys
 
+from megatron_cp_plugin.ending import whole_program
 from megatron_cp_plugin.integration import launch
 
 
 def main() -> None:
     """Runs the training program with the plugin in force."""
-    with launch.whole_program():
+    with whole_program():
         sys.argv[1:] = launch.prepare(sys.argv[1:], run_file=True)
         # Not before: the plugin must be in force when Megatron's names are imported.
         from megatron_cp_plugin.integration.pretrain import run

@@ -17,7 +17,7 @@ import torch
 
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.integration import compat
-from megatron_cp_plugin.integration.args import PluginFlags, add_algorithm
+from megatron_cp_plugin.integration.args import PluginFlags, add_algorithm, speak_in_one_line
 from megatron_cp_plugin.integration.batch import Batches
 from megatron_cp_plugin.integration.runtime import Runtime
 
@@ -60,7 +60,7 @@ class Hooks:
     def _add_arguments(
         self, original: Callable[..., Any], parser: argparse.ArgumentParser
     ) -> argparse.ArgumentParser:
-        return add_algorithm(original(parser))
+        return speak_in_one_line(add_algorithm(original(parser)))
 
     def _validate_args(self, original: Callable[..., Any], args: Any, defaults: Any = None) -> Any:
         from megatron_cp_plugin.integration import gated_delta_net
