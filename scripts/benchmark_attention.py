@@ -33,12 +33,15 @@ from rich.table import Table
 from torch import Tensor
 
 import megatron_cp_plugin as cp
+from megatron_cp_plugin.core.devices import take_gpu
 from megatron_cp_plugin.core.documents import random_documents
 from megatron_cp_plugin.core.layout import Layout, Zigzag, shard
 from megatron_cp_plugin.core.topology import Topology
+from megatron_cp_plugin.ending import one_line_errors
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.kernels import Problem, kernel_names, resolve
 from megatron_cp_plugin.kernels.base import SoftmaxKernel, Statistics
+from megatron_cp_plugin.paths import check_folder
 from megatron_cp_plugin.registry import layout_of
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -435,10 +438,11 @@ def main() -> None:
     args = parse()
     if args.net == "sockets":
         os.environ.update(NCCL_P2P_DISABLE="1", NCCL_SHM_DISABLE="1", NCCL_SOCKET_IFNAME="lo")
+    check_folder("--output", args.output)
     backend = "gloo"
     if args.device == "cuda":
         backend = "nccl"
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        take_gpu("add --device cpu")
     dist.init_process_group(backend, timeout=timedelta(minutes=3))
     bench = Bench(args)
     network = "TCP sockets of one host, emulating a slow network" if args.net == "sockets" else ""
@@ -462,4 +466,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with one_line_errors("benchmark_attention: error"):
+        main()

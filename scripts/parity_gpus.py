@@ -36,7 +36,6 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-import prepare_data
 import torch
 from convergence_runs import Run, run_file
 from convergence_smoke import check_is, launch
@@ -54,6 +53,7 @@ from parity_combinations import (
 from parity_matrix import ON_GPUS, TABLE
 
 from megatron_cp_plugin.errors import ContextParallelError
+from megatron_cp_plugin.integration import prepare_data
 from megatron_cp_plugin.integration.parity import Recording, Tolerances, compare
 
 ITERATIONS = 10

@@ -69,6 +69,7 @@ class Hooks:
             check_interleaving,
             describe,
         )
+        from megatron_cp_plugin.integration.files import check_files
         from megatron_cp_plugin.integration.recompute import describe as describe_recompute
 
         compat.check_args(args)
@@ -99,6 +100,7 @@ class Hooks:
             # Megatron demands a multiple of 2P of --seq-length, for its zigzag layout, but not of
             # --encoder-seq-length, its other name for the same quantity. The layout was checked.
             args.seq_length, args.encoder_seq_length = None, args.seq_length
+        check_files(args)
         with _refusals_in_one_line():
             validated = original(args, {} if defaults is None else defaults)
         compat.check_args(validated, "validated args")

@@ -26,6 +26,8 @@ from megatron_cp_plugin.integration.args import (
     speak_in_one_line,
     split_flags,
 )
+from megatron_cp_plugin.integration.files import check_files
+from megatron_cp_plugin.paths import check_folder
 
 _USAGE = "torchrun ... -m megatron_cp_plugin.launch /path/to/pretrain_gpt.py [flags]"
 _EXAMPLE = (
@@ -93,6 +95,9 @@ def prepare(argv: Sequence[str], run_file: bool = False) -> list[str]:
         words = _with_run_file(path, words)
         flags, rest = split_flags(words)
         flags.check()
+        if flags.algo is None:
+            # With an algorithm it is done when Megatron's arguments are validated.
+            check_files(_all_flags().parse_args(rest))
     elif flags.algo is None:
         _check_spelling(rest)
     if platform == "cpu":
@@ -108,6 +113,7 @@ def prepare(argv: Sequence[str], run_file: bool = False) -> list[str]:
 
     skip_built_helpers()
     if flags.record is not None:
+        check_folder("--cp-record", flags.record)
         from megatron_cp_plugin.integration.parity import Recorder
 
         algo, allow_untested = flags.algo or MEGATRON, flags.allow_untested_megatron

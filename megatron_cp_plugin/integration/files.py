@@ -1,0 +1,76 @@
+"""The files that a run reads and writes, looked for before it begins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from megatron_cp_plugin.errors import ConfigError
+from megatron_cp_plugin.integration.features import Settings, packs_documents
+from megatron_cp_plugin.paths import check_folder
+
+_WRITTEN = ("save", "tensorboard_dir", "data_cache_path")
+_READ = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
+
+
+def check_files(args: Any) -> None:
+    """Checks that data are there and that folders can be written to.
+
+    Megatron finds out in hundreds of lines on every rank, for a checkpoint after hours.
+
+    Args:
+        args: Megatron's namespace.
+
+    Raises:
+        ConfigError: A file is missing, or a folder cannot be written to.
+    """
+    settings = Settings(args)
+    for name in _WRITTEN:
+        path = getattr(settings, name)
+        if path is not None and not _is_remote(path):
+            check_folder("--" + name.replace("_", "-"), path)
+    if settings.mock_data:
+        return
+    if settings.sft and find_spec("datasets") is None:
+        raise ConfigError("--sft needs the package datasets, got none: pip install datasets")
+    for name in _READ:
+        flag = "--" + name.replace("_", "-")
+        for prefix in _prefixes(getattr(settings, name) or ()):
+            _check_data(flag, prefix, settings)
+
+
+def _check_data(flag: str, prefix: str, settings: Settings) -> None:
+    if settings.sft:
+        if not Path(prefix).exists():
+            raise ConfigError(
+                f"{flag} got {prefix}, and there is no such file: name one of JSON lines that have "
+                "messages"
+            )
+        return
+    missing = [
+        f"{prefix}{suffix}" for suffix in (".bin", ".idx") if not Path(f"{prefix}{suffix}").exists()
+    ]
+    if missing:
+        pieces = " --document-bytes 200" if packs_documents(settings) else ""
+        raise ConfigError(
+            f"{flag} got {prefix}, and there is no {' and no '.join(missing)}: write the run "
+            f"files' data with megatron-cp prepare-data --output {prefix}{pieces}, or add "
+            "--mock-data"
+        )
+
+
+def _prefixes(words: Iterable[str]) -> Iterator[str]:
+    """The paths of a blend, which may have a weight before each; those of this machine."""
+    for word in map(str, words):
+        with suppress(ValueError):
+            float(word)
+            continue
+        if not _is_remote(word):
+            yield word
+
+
+def _is_remote(path: str) -> bool:
+    return "://" in str(path)
