@@ -9,6 +9,7 @@
 Importing this needs torch alone and changes nothing.
 """
 
+from megatron_cp_plugin import algorithms as algorithms  # registers them all
 from megatron_cp_plugin.core.comm import record_communication
 from megatron_cp_plugin.functional import (
     attention,

@@ -17,11 +17,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_cp_plugin import functional, registry
+from megatron_cp_plugin.core.kernel import Problem, Statistics
 from megatron_cp_plugin.core.layout import shard
+from megatron_cp_plugin.core.process_groups import topology_of
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.core.virtual import run_virtual
 from megatron_cp_plugin.errors import ContextParallelError
-from megatron_cp_plugin.kernels import Problem, Statistics, kernel_names, resolve
+from megatron_cp_plugin.kernels import kernel_names, resolve
 from megatron_cp_plugin.kernels.reference import Reference
 from megatron_cp_plugin.kernels.selfcheck import accuracy
 
@@ -116,7 +118,7 @@ def _topology() -> list[Finding]:
     if not dist.is_initialized():
         text = f"one process: {VIRTUAL_RANKS} virtual ranks; start with torchrun for real ones"
         return [Finding("topology", "ranks", text)]
-    topology = Topology.of(None)
+    topology = topology_of(None)
     nodes = len(set(topology.nodes))
     access = "yes" if topology.peer_access else "no"
     return [
@@ -166,7 +168,7 @@ def _everywhere(body: Callable[[Topology], float]) -> list[float]:
     """Results of all ranks."""
     if not dist.is_initialized():
         return run_virtual(VIRTUAL_RANKS, body)
-    topology = Topology.of(None)
+    topology = topology_of(None)
     results: list[float] = [0.0] * topology.size
     dist.all_gather_object(results, body(topology))
     return results

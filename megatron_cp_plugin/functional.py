@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Sequence
-from functools import lru_cache, wraps
+from functools import lru_cache, partial, wraps
 
 import torch
 import torch.distributed as dist
@@ -19,8 +19,11 @@ from megatron_cp_plugin.core.layout import Layout
 from megatron_cp_plugin.core.layout_check import describe_mismatch
 from megatron_cp_plugin.core.lengths import agreed_length
 from megatron_cp_plugin.core.linear import LinearAlgorithm, attend_linearly
+from megatron_cp_plugin.core.process_groups import release_topologies, topology_of
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ContextParallelError
+from megatron_cp_plugin.kernels import resolve
+from megatron_cp_plugin.kernels.linear import resolve_linear
 
 Group = dist.ProcessGroup | Topology | None
 
@@ -104,7 +107,7 @@ def attention(
         seq_len=seq_len,
         causal=causal,
         scale=scale,
-        kernel=kernel,
+        kernel_for=partial(resolve, kernel),
         window=window,
         documents=documents,
         sink=sink,
@@ -163,7 +166,7 @@ def linear_attention(
         seq_len=seq_len,
         decay=Decay.of(decay, q.shape[2]),
         causal=causal,
-        kernel=kernel,
+        kernel_for=partial(resolve_linear, kernel),
         initial_state=initial_state,
         output_final_state=output_final_state,
     )
@@ -302,7 +305,7 @@ def _topology(group: Group) -> Topology:
             f"{processes} processes (WORLD_SIZE) need a process group to split a sequence, got "
             "none: call torch.distributed.init_process_group first, or pass group="
         )
-    return Topology.of(group)
+    return topology_of(group)
 
 
 @lru_cache(maxsize=256)
@@ -326,4 +329,4 @@ def release() -> None:
     """
     _algorithm.cache_clear()
     _linear_algorithm.cache_clear()
-    Topology.release()
+    release_topologies()

@@ -37,7 +37,6 @@ def register[A: AnyClass](name: str) -> Callable[[A], A]:
 
 def available(kind: Kind | None = None) -> tuple[str, ...]:
     """Names of all algorithms. Args: kind: of attention that they compute; None: either."""
-    _load()
     return tuple(sorted(name for name in _algorithms if kind in (None, kind_of(name))))
 
 
@@ -48,7 +47,6 @@ def kind_of(name: str) -> Kind:
 
 def algorithm_class(name: str) -> AnyClass:
     """Raises: ConfigError if no algorithm has that name."""
-    _load()
     if name not in _algorithms:
         raise ConfigError(
             f"unknown context-parallel algorithm {name!r}{nearest(name, _algorithms)}: "
@@ -127,7 +125,3 @@ def _convert(name: str, option: str, value: object, kind: object) -> object:
             with suppress(ValueError):
                 return plain(text)
     raise ConfigError(f"{name} option {option} needs {getattr(kind, '__name__', kind)}, got {text}")
-
-
-def _load() -> None:
-    import megatron_cp_plugin.algorithms  # noqa: F401  (registers all of them)

@@ -35,12 +35,12 @@ from torch import Tensor
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.core.devices import take_gpu
 from megatron_cp_plugin.core.documents import random_documents
+from megatron_cp_plugin.core.kernel import Problem, SoftmaxKernel, Statistics
 from megatron_cp_plugin.core.layout import Layout, Zigzag, shard
-from megatron_cp_plugin.core.topology import Topology
+from megatron_cp_plugin.core.process_groups import topology_of
 from megatron_cp_plugin.ending import one_line_errors
 from megatron_cp_plugin.errors import ContextParallelError
-from megatron_cp_plugin.kernels import Problem, kernel_names, resolve
-from megatron_cp_plugin.kernels.base import SoftmaxKernel, Statistics
+from megatron_cp_plugin.kernels import kernel_names, resolve
 from megatron_cp_plugin.paths import check_folder
 from megatron_cp_plugin.registry import layout_of
 
@@ -236,7 +236,7 @@ class Bench:
         before = torch.cuda.memory_allocated()
         body()
         torch.cuda.synchronize()
-        held = Topology.of(None).peer_bytes  # receive buffers that torch does not count
+        held = topology_of(None).peer_bytes  # receive buffers that torch does not count
         return self.maximum((torch.cuda.max_memory_allocated() - before + held) / 2**30)
 
     def trace(self, step: Callable[[], object], row: Row) -> None:

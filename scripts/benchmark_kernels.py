@@ -17,10 +17,11 @@ from rich.table import Table
 from triton.testing import do_bench
 
 from megatron_cp_plugin.core.devices import take_gpu
+from megatron_cp_plugin.core.kernel import Problem, Statistics
 from megatron_cp_plugin.core.partial import accumulation_dtype
 from megatron_cp_plugin.ending import one_line_errors
 from megatron_cp_plugin.errors import KernelUnavailableError
-from megatron_cp_plugin.kernels import Problem, Statistics, kernel_names, resolve
+from megatron_cp_plugin.kernels import kernel_names, resolve
 from megatron_cp_plugin.kernels.fused import merge_into, sum_into
 
 

@@ -208,7 +208,7 @@ def _train(plan: Plan) -> int:
     )
     from megatron.training.arguments import parse_and_validate_args
 
-    from megatron_cp_plugin.integration.pretrain import forward_step
+    from megatron_cp_plugin.harness.pretrain import forward_step
 
     args = parse_and_validate_args(args_defaults={"dataloader_type": "external"})
     config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))

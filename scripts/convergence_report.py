@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from megatron_cp_plugin.integration.parity import Tolerances
+from megatron_cp_plugin.harness.parity import Tolerances
 
 _LINEAR_TO = 1e-9
 

@@ -13,8 +13,8 @@ from omegaconf.errors import OmegaConfBaseException
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.errors import ConfigError
+from megatron_cp_plugin.harness.parity import Comparison, Recording
 from megatron_cp_plugin.integration.args import MEGATRON
-from megatron_cp_plugin.integration.parity import Comparison, Recording
 
 _DOCUMENTS = "dataloader_inter_document_masking"
 

@@ -45,9 +45,9 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
+from megatron_cp_plugin.harness.forks import free_port
+from megatron_cp_plugin.harness.parity import Recording, Tolerances, compare
 from megatron_cp_plugin.integration.args import MEGATRON
-from megatron_cp_plugin.integration.forks import free_port
-from megatron_cp_plugin.integration.parity import Recording, Tolerances, compare
 from megatron_cp_plugin.integration.yaml_config import load_run_file
 from megatron_cp_plugin.paths import check_folder
 

@@ -8,7 +8,7 @@ from typing import Any
 from convergence_runs import Run, Settings, Variant, parse_variants
 from omegaconf import DictConfig, OmegaConf
 
-from megatron_cp_plugin.integration.parity import Tolerances
+from megatron_cp_plugin.harness.parity import Tolerances
 
 SOFTMAX = "zigzag,ring,distflash,attention2d,allgather,ulysses,usp"
 # One of each family, for what takes many processes.

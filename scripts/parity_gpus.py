@@ -53,8 +53,8 @@ from parity_combinations import (
 from parity_matrix import ON_GPUS, TABLE
 
 from megatron_cp_plugin.errors import ContextParallelError
-from megatron_cp_plugin.integration import prepare_data
-from megatron_cp_plugin.integration.parity import Recording, Tolerances, compare
+from megatron_cp_plugin.harness import prepare_data
+from megatron_cp_plugin.harness.parity import Recording, Tolerances, compare
 
 ITERATIONS = 10
 # How many times the yardstick's error is allowed. Errors of a gradient are sums over thousands of

@@ -39,8 +39,8 @@ from parity_combinations import (
     Combination,
 )
 
-from megatron_cp_plugin.integration.forks import ForkedJob
-from megatron_cp_plugin.integration.parity import Recording, Tolerances
+from megatron_cp_plugin.harness.forks import ForkedJob
+from megatron_cp_plugin.harness.parity import Recording, Tolerances
 
 SCRIPT = Path(__file__).with_name("pretrain_gpt.py")
 TABLE = Path(__file__).parents[1] / "docs" / "parity.md"

@@ -3,7 +3,7 @@
 
 import sys
 
-from megatron_cp_plugin.integration.prepare_data import main
+from megatron_cp_plugin.harness.prepare_data import main
 
 if __name__ == "__main__":
     sys.exit(main())

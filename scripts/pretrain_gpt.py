@@ -16,7 +16,7 @@ def main() -> None:
     with whole_program():
         sys.argv[1:] = launch.prepare(sys.argv[1:], run_file=True)
         # Not before: the plugin must be in force when Megatron's names are imported.
-        from megatron_cp_plugin.integration.pretrain import run
+        from megatron_cp_plugin.harness.pretrain import run
 
         run()
 

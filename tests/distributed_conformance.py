@@ -20,12 +20,13 @@ import torch.distributed as dist
 
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.core.devices import take_gpu
+from megatron_cp_plugin.core.kernel import Problem, Statistics
 from megatron_cp_plugin.core.layout import shard
-from megatron_cp_plugin.core.topology import Topology
+from megatron_cp_plugin.core.process_groups import topology_of
 from megatron_cp_plugin.core.virtual import VirtualWorld
 from megatron_cp_plugin.ending import one_line_errors
 from megatron_cp_plugin.errors import ConfigError, KernelUnavailableError
-from megatron_cp_plugin.kernels import Problem, Statistics, resolve
+from megatron_cp_plugin.kernels import resolve
 from megatron_cp_plugin.registry import layout_of
 from tests.oracle import Expected, expected_attention
 from tests.test_conformance import Case, cases
@@ -130,7 +131,7 @@ def real_cases(size):
     """Those of the virtual suite; rings also over the process group where peer access exists."""
     for case in cases(size):
         yield case
-        if case.algo == "zigzag" and Topology.of(None).peer_access:
+        if case.algo == "zigzag" and topology_of(None).peer_access:
             yield Case(case.algo, (*case.options, ("transport", "group")))
 
 

@@ -32,10 +32,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 import megatron_cp_plugin as cp
+from megatron_cp_plugin.core.kernel import Problem
+from megatron_cp_plugin.core.process_groups import topology_of
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.core.virtual import run_virtual
 from megatron_cp_plugin.errors import ContextParallelError, KernelUnavailableError
-from megatron_cp_plugin.kernels import Problem, resolve
+from megatron_cp_plugin.kernels import resolve
 
 NAMES = ("out", "dq", "dk", "dv")
 HEADS = ((8, 8), (8, 4), (8, 2), (8, 1), (16, 4), (12, 6), (4, 4))
@@ -426,7 +428,7 @@ def on_gpus(args: argparse.Namespace) -> int:
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False
     dist.init_process_group("nccl", timeout=timedelta(minutes=3))
-    topology = Topology.of(None)
+    topology = topology_of(None)
     if not topology.peer_access:
         print("stress: needs GPUs with access to each other's memory, got none", flush=True)
         return 1

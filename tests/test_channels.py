@@ -20,7 +20,7 @@ Journal = dict[tuple[str, tuple[int, ...]], dict[int, list[str]]]
 
 @pytest.fixture
 def posted(monkeypatch: pytest.MonkeyPatch) -> Journal:
-    """The operations that each rank posts, by flow of messages; with those that send nothing."""
+    """The operations that each rank posts, by channel; with those that send nothing."""
     journal: Journal = defaultdict(lambda: defaultdict(list))
 
     def noting(name: str, original):
@@ -38,9 +38,9 @@ def posted(monkeypatch: pytest.MonkeyPatch) -> Journal:
 
 def assert_alike(posted: Journal) -> None:
     assert posted
-    for (flow, members), by_rank in posted.items():
-        assert sorted(by_rank) == sorted(members), flow
-        assert all(operations == by_rank[members[0]] for operations in by_rank.values()), flow
+    for (channel, members), by_rank in posted.items():
+        assert sorted(by_rank) == sorted(members), channel
+        assert all(operations == by_rank[members[0]] for operations in by_rank.values()), channel
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
@@ -48,7 +48,7 @@ def assert_alike(posted: Journal) -> None:
     ("case", "size"), [(case, size) for size in (3, 4) for case in softmax.cases(size)], ids=str
 )
 def test_every_rank_posts_every_operation(case, size: int, causal: bool, posted: Journal) -> None:
-    """The first one in a flow connects its ranks."""
+    """The first one in a channel connects its ranks."""
     expected = expected_attention(
         seq_len=7 * size + 1, heads=4, kv_heads=2, head_dim=8, causal=causal
     )
@@ -87,7 +87,7 @@ def test_no_call_needs_a_flow_that_was_not_made(
         create(case.algo, topology, dict(case.options)).make_channels(shape)
 
     run_virtual(4, body, peer_access=True)
-    made = {rank: set(flows) for rank, flows in asked.items()}
+    made = {rank: set(channels) for rank, channels in asked.items()}
     assert len(made) == 4
     expected = expected_attention(seq_len=29, heads=4, kv_heads=kv_heads, head_dim=8, causal=True)
     for peer_access in (False, True):

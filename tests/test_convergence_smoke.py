@@ -17,8 +17,8 @@ import torch
 from omegaconf import OmegaConf
 
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
-from megatron_cp_plugin.integration import prepare_data
-from megatron_cp_plugin.integration.parity import (
+from megatron_cp_plugin.harness import prepare_data
+from megatron_cp_plugin.harness.parity import (
     Iteration,
     RankRecording,
     Recorder,

@@ -122,7 +122,7 @@ def test_tiles_cover_every_pair_once(
                 if tile.reverse:
                     mine, seen = mine[::-1], seen[::-1]
                 for i, x in enumerate(mine):
-                    first = max((start for start in tile.squares if start <= i), default=0)
+                    first = max((start for start in tile.document_bounds if start <= i), default=0)
                     last = i + tile.cols - tile.rows if tile.causal else tile.cols - 1
                     for y in seen[first : last + 1]:
                         found[x, y] = found.get((x, y), 0) + 1
@@ -152,7 +152,7 @@ def test_whole_documents_are_one_kernel_call() -> None:
     mask = Mask(documents=(30, 130, 131, 150, 190, 390))
     (tile,) = plan_tiles([span], [span], mask)
     assert (tile.q, tile.kv, tile.causal) == (slice(0, 100), slice(0, 100), True)
-    assert tile.squares == (0, 30, 31, 50, 90, 100)
+    assert tile.document_bounds == (0, 30, 31, 50, 90, 100)
     assert tile.area == sum(n * (n + 1) // 2 for n in (30, 1, 19, 40, 10))
 
 

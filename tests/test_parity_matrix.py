@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from megatron_cp_plugin.integration.parity import Comparison, Worst
+from megatron_cp_plugin.harness.parity import Comparison, Worst
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "scripts" / "parity_matrix.py"

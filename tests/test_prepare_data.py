@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from megatron_cp_plugin.integration import prepare_data
+from megatron_cp_plugin.harness import prepare_data
 
 
 @pytest.fixture

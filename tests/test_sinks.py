@@ -1,5 +1,7 @@
 """Attention sinks: a key without a value in every softmax, the same for every algorithm."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
@@ -11,6 +13,7 @@ from megatron_cp_plugin.core.recompute import Checkpointed
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.core.virtual import run_virtual
 from megatron_cp_plugin.errors import ContextParallelError
+from megatron_cp_plugin.kernels import resolve
 from megatron_cp_plugin.registry import create, layout_of
 from tests.oracle import naive_attention, relative_error
 from tests.test_conformance import Case
@@ -78,6 +81,7 @@ def test_equals_unsplit_attention(
                 v,
                 algorithm=algorithm,
                 seq_len=TOKENS,
+                kernel_for=partial(resolve, "auto"),
                 window=window,
                 sink=sink,
                 site="a layer",

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import megatron_cp_plugin as cp
+from megatron_cp_plugin.core.process_groups import topology_of
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.core.virtual import VirtualPeerCommunicator, run_virtual
 from megatron_cp_plugin.errors import ConfigError
@@ -26,7 +27,7 @@ def test_peer_transport_without_peer_access_is_refused():
 
 def test_one_process_has_one_topology():
     """It is the key of caches."""
-    assert Topology.of(None) is Topology.of(None)
+    assert topology_of(None) is topology_of(None)
 
 
 def channels(topology: Topology, *slots: int):

@@ -2,7 +2,7 @@
 
 import torch
 
-from megatron_cp_plugin.integration.weight_parts import Rows
+from megatron_cp_plugin.harness.weight_parts import Rows
 
 
 def test_a_fused_projection_is_split_by_group() -> None:

@@ -17,9 +17,9 @@ from megatron_cp_plugin.core.algorithm import (
     differentiate_tile,
 )
 from megatron_cp_plugin.core.comm import Communicator, Pending
+from megatron_cp_plugin.core.kernel import Statistics
 from megatron_cp_plugin.core.partial import GradientSum, accumulation_dtype, merge_all_into
 from megatron_cp_plugin.core.tiles import Tile
-from megatron_cp_plugin.kernels.base import Statistics
 
 Block = tuple[Tensor, ...]
 Pair = tuple[Tensor, Tensor]
@@ -137,7 +137,7 @@ def alike(
     for block, tiles in enumerate(tiles_of):
         for tile in tiles:
             edges = tile.q.start, tile.q.stop, tile.kv.start, tile.kv.stop
-            key = (*edges, tile.causal, tile.reverse, tile.squares)
+            key = (*edges, tile.causal, tile.reverse, tile.document_bounds)
             blocks.setdefault(key, (tile, []))[1].append(block)
     return tuple((tile, tuple(found)) for tile, found in blocks.values())
 

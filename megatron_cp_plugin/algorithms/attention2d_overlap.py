@@ -22,11 +22,11 @@ from megatron_cp_plugin.algorithms.grid import Flows, GridRingPlacement, GridSch
 from megatron_cp_plugin.core.algorithm import Call, Saved, attend_block
 from megatron_cp_plugin.core.comm import Communicator, Pending, Phase
 from megatron_cp_plugin.core.grid import Grid
+from megatron_cp_plugin.core.kernel import Statistics
 from megatron_cp_plugin.core.partial import Accumulator, GradientSum, delta_of
 from megatron_cp_plugin.core.pipeline import head_groups
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask, Tile, plan_tiles
-from megatron_cp_plugin.kernels.base import Statistics
 
 
 class RingSchedule(GridSchedule):

@@ -70,7 +70,7 @@ class DistFlash(PointToPoint):
     With causal masking and S = N/P tokens each, let e and w be the bytes of an element and of a
     float32, h = floor((P-1)/2) the number of steps with helpers, and for rank p = 0..P-1
 
-        lends KV to      kv(p)  = min(floor(P/2), P-1-p) ranks,
+        sends KV to      kv(p)  = min(floor(P/2), P-1-p) ranks,
         owns             own(p) = min(floor(P/2), p) pairs of blocks with KV of others,
         is helped in     q(p)   = max(0, h - (P-1-p)) of them,
         helps in         o(p)   = max(0, h - p).

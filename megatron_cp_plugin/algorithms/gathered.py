@@ -21,6 +21,7 @@ from megatron_cp_plugin.core.assembly import Assembly, assemble, padded
 from megatron_cp_plugin.core.caching import cached_method
 from megatron_cp_plugin.core.comm import Communicator, Pending, Phase
 from megatron_cp_plugin.core.grid import Grid
+from megatron_cp_plugin.core.kernel import Statistics
 from megatron_cp_plugin.core.partial import (
     Accumulator,
     GradientSum,
@@ -28,12 +29,11 @@ from megatron_cp_plugin.core.partial import (
     delta_of,
     merge_all_into,
 )
-from megatron_cp_plugin.core.pipeline import HeadGroup, head_groups, pieces, pipeline
+from megatron_cp_plugin.core.pipeline import HeadGroup, group_count, head_groups, pipeline
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask, Part, parts, plan_tiles
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ContextParallelError
-from megatron_cp_plugin.kernels.base import Statistics
 
 Block = tuple[Tensor, ...]
 
@@ -226,7 +226,7 @@ class GatherSchedule(GridSchedule):
         Raises: ContextParallelError if it cannot be kept.
         """
         size = self.topology.size
-        chunks = pieces(self.settings.chunks, shape.flop(size)) if size > 1 else 1
+        chunks = group_count(self.settings.chunks, shape.flop(size)) if size > 1 else 1
         # Where only K and V travel, groups that share them would have nothing to wait for.
         share_kv = cols > 1
         groups = head_groups(shape.heads, shape.kv_heads, chunks, share_kv=share_kv)

@@ -15,15 +15,15 @@ from megatron_cp_plugin.algorithms.ring import Ring
 from megatron_cp_plugin.core.algorithm import Algorithm, Call, Saved
 from megatron_cp_plugin.core.assembly import Assembly, assemble, padded
 from megatron_cp_plugin.core.comm import Communicator, Pending, Phase
+from megatron_cp_plugin.core.kernel import Statistics
 from megatron_cp_plugin.core.layout import Grouped, Layout
 from megatron_cp_plugin.core.partial import GradientSum, accumulation_dtype, delta_of
-from megatron_cp_plugin.core.pipeline import HeadGroup, head_groups, pieces, pipeline
+from megatron_cp_plugin.core.pipeline import HeadGroup, group_count, head_groups, pipeline
 from megatron_cp_plugin.core.placement import HeadPlacement
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ConfigError
-from megatron_cp_plugin.kernels.base import Statistics
 
 Block = tuple[Tensor, ...]
 EVERYTHING = slice(None)
@@ -243,7 +243,7 @@ class HeadSplit(Algorithm):
         seq_len = shape.seq_len
         width = max(layout.length(rank, total, seq_len) for rank in range(total))
         order = assemble([layout.spans(rank, total, seq_len) for rank in team.members], width)
-        chunks = pieces(self.options.chunks, shape.flop(total))
+        chunks = group_count(self.options.chunks, shape.flop(total))
         return _Split(team, order, shape.heads, shape.kv_heads, chunks)
 
 

@@ -17,7 +17,7 @@ from megatron_cp_plugin.core.algorithm import Algorithm, Traffic
 from megatron_cp_plugin.core.comm import Pending
 from megatron_cp_plugin.core.decay import Decay, combine
 from megatron_cp_plugin.core.layout import LAYOUTS, Contiguous, Layout
-from megatron_cp_plugin.core.linear import LinearShape, Meanwhile, Route, StatePassing
+from megatron_cp_plugin.core.linear import LinearShape, LocalWork, Route, StatePassing
 from megatron_cp_plugin.core.streams import Beside
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.registry import register
@@ -44,7 +44,7 @@ class Lasp(StatePassing):
         first: Tensor | None,
         route: Route,
         decay: Decay,
-        meanwhile: Meanwhile,
+        local_work: LocalWork,
         *,
         to_the_end: bool,
     ) -> tuple[Tensor | None, Tensor | None]:
@@ -64,7 +64,7 @@ class Lasp(StatePassing):
             arrived = torch.empty_like(own)
             with beside:
                 receiving = self._states.exchange([], [(arrived, chain[place - 1])])
-            meanwhile()
+            local_work()
             with beside:
                 receiving.wait()
         with beside:
@@ -75,7 +75,7 @@ class Lasp(StatePassing):
             self._pass_on(end, chain[place + 1 :])
         self._sit_out(len(chain) - place - 2)
         if not place:
-            meanwhile()
+            local_work()
         beside.join()
         at_the_end = place + 1 == len(chain)
         return None if arrived is None else arrived.unsqueeze(0), end if at_the_end else None
@@ -171,13 +171,13 @@ class Lasp2(StatePassing):
         first: Tensor | None,
         route: Route,
         decay: Decay,
-        meanwhile: Meanwhile,
+        local_work: LocalWork,
         *,
         to_the_end: bool,
     ) -> tuple[Tensor | None, Tensor | None]:
         """See StatePassing.carry."""
         gathering = self._states.all_gather(states)
-        meanwhile()
+        local_work()
         gathered = gathering.wait().flatten(0, 1)
         starts = [start for start, _ in route.runs[self.topology.rank]]
         if to_the_end:

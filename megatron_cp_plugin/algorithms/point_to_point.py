@@ -9,6 +9,7 @@ from torch import Tensor
 from megatron_cp_plugin.core.algorithm import Algorithm, Call, Saved
 from megatron_cp_plugin.core.comm import Communicator, Phase
 from megatron_cp_plugin.core.execute import Channels, follow
+from megatron_cp_plugin.core.kernel import Statistics
 from megatron_cp_plugin.core.passes import Backward, Forward
 from megatron_cp_plugin.core.pipeline import HeadGroup, check_chunks, successive_groups
 from megatron_cp_plugin.core.plan import Plan
@@ -18,7 +19,6 @@ from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ConfigError
-from megatron_cp_plugin.kernels.base import Statistics
 
 _SLOTS = 2  # of peer memory, for blocks that came
 

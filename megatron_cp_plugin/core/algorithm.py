@@ -9,6 +9,7 @@ from torch import Tensor
 from megatron_cp_plugin.core.caching import cached_method
 from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.derive import plan_of
+from megatron_cp_plugin.core.kernel import SoftmaxKernel, Statistics
 from megatron_cp_plugin.core.layout import Layout
 from megatron_cp_plugin.core.partial import Accumulator, GradientSum
 from megatron_cp_plugin.core.placement import Placement
@@ -16,7 +17,6 @@ from megatron_cp_plugin.core.plan import PHASES, Plan, Setting
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask, Tile
 from megatron_cp_plugin.core.topology import Topology
-from megatron_cp_plugin.kernels.base import SoftmaxKernel, Statistics
 
 
 @dataclass(frozen=True)
@@ -140,8 +140,8 @@ def attend_block(
 
 def attend_tile(q: Tensor, k: Tensor, v: Tensor, tile: Tile, call: Call) -> tuple[Tensor, Tensor]:
     """One kernel call: (out, lse) of a tile's rows [B,rows,H,E] over its columns [B,cols,G,D]."""
-    if tile.squares:
-        return call.kernel.forward_packed(q, k, v, tile.squares, scale=call.scale)
+    if tile.document_bounds:
+        return call.kernel.forward_packed(q, k, v, tile.document_bounds, scale=call.scale)
     if tile.reverse:
         q, k, v = q.flip(1), k.flip(1), v.flip(1)
     out, lse = call.kernel.forward(q, k, v, scale=call.scale, causal=tile.causal)
@@ -193,9 +193,9 @@ def differentiate_tile(
     call: Call,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One kernel call: the gradients of `attend_tile`; `statistics` are those of its rows."""
-    if tile.squares:
+    if tile.document_bounds:
         return call.kernel.backward_packed(
-            dout, q, k, v, statistics, tile.squares, scale=call.scale
+            dout, q, k, v, statistics, tile.document_bounds, scale=call.scale
         )
     if tile.reverse:
         dout, q, k, v = dout.flip(1), q.flip(1), k.flip(1), v.flip(1)

@@ -56,7 +56,7 @@ def assemble(members: Sequence[Sequence[Span]], width: int) -> Assembly:
     """The order of the tokens of some ranks.
 
     Args:
-        members: spans of each rank's block. They are pieces without gaps, or all ranks hold one
+        members: spans of each rank's block. They are without gaps, or all ranks hold one
             span each with a common step and, together, every so many positions.
         width: to which blocks are padded.
 
@@ -68,12 +68,12 @@ def assemble(members: Sequence[Sequence[Span]], width: int) -> Assembly:
 @lru_cache(maxsize=1024)
 def _assemble(members: tuple[tuple[Span, ...], ...], width: int) -> Assembly:
     if all(span.step == 1 for spans in members for span in spans):
-        return _Chunks(members, width)
+        return _Contiguous(members, width)
     return _Interleaved(members, width)
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _Segment:
     """Tokens [start, start + length) of a rank's block, row `row` of the assembled one."""
 
     member: int
@@ -82,7 +82,7 @@ class _Piece:
     row: int
 
 
-class _Chunks(Assembly):
+class _Contiguous(Assembly):
     """Spans without gaps, sorted by position."""
 
     def __init__(self, members: tuple[tuple[Span, ...], ...], width: int) -> None:
@@ -95,39 +95,40 @@ class _Chunks(Assembly):
                     found.append((span, member, start))
                 start += len(span)
         found.sort(key=lambda item: item[0].start)
-        pieces: list[_Piece] = []
+        segments: list[_Segment] = []
         merged: list[Span] = []
         row = 0
         for span, member, start in found:
-            last = pieces[-1] if pieces else None
+            last = segments[-1] if segments else None
             if last and last.member == member and last.start + last.length == start:
-                pieces[-1] = _Piece(member, last.start, last.length + len(span), last.row)
+                segments[-1] = _Segment(member, last.start, last.length + len(span), last.row)
             else:
-                pieces.append(_Piece(member, start, len(span), row))
+                segments.append(_Segment(member, start, len(span), row))
             if merged and merged[-1].stop == span.start:
                 merged[-1] = Span(merged[-1].start, span.stop)
             else:
                 merged.append(span)
             row += len(span)
-        self.spans, self.tokens, self._pieces = tuple(merged), row, tuple(pieces)
+        self.spans, self.tokens, self._segments = tuple(merged), row, tuple(segments)
         # Padding may follow the last rank's block: it is cut off at the end.
         self._in_order = all(
-            piece.member == index and (piece.length == width or index == self.members - 1)
-            for index, piece in enumerate(pieces)
+            segment.member == index and (segment.length == width or index == self.members - 1)
+            for index, segment in enumerate(segments)
         )
 
     def join(self, gathered: Tensor, dim: int) -> Tensor:
         if self._in_order:
             return gathered.movedim(0, dim).flatten(dim, dim + 1).narrow(dim, 0, self.tokens)
-        pieces = [gathered[p.member].narrow(dim, p.start, p.length) for p in self._pieces]
-        return torch.cat(pieces, dim) if pieces else gathered[0].narrow(dim, 0, 0)
+        segments = [gathered[p.member].narrow(dim, p.start, p.length) for p in self._segments]
+        return torch.cat(segments, dim) if segments else gathered[0].narrow(dim, 0, 0)
 
     def place(self, blocks: Tensor, dim: int, rows: slice, values: Tensor) -> None:
-        for piece in self._pieces:
-            low = max(rows.start, piece.row)
-            length = min(rows.stop, piece.row + piece.length) - low
+        for segment in self._segments:
+            low = max(rows.start, segment.row)
+            length = min(rows.stop, segment.row + segment.length) - low
             if length > 0:
-                target = blocks[piece.member].narrow(dim, piece.start + low - piece.row, length)
+                start = segment.start + low - segment.row
+                target = blocks[segment.member].narrow(dim, start, length)
                 target.copy_(values.narrow(dim, low - rows.start, length))
 
     def split(self, whole: Tensor, dim: int) -> Tensor:

@@ -44,7 +44,7 @@ class Transfer:
     """What one rank sent or received in one operation.
 
     Attributes:
-        rank: global rank that counts it. channel: name of the flow of messages.
+        rank: global rank that counts it. channel: of the messages.
         op: exchange, all_gather, reduce_scatter or all_to_all.
         phase: forward or backward. direction: sent or received.
         messages, bytes: how many messages, and their payload.
@@ -130,11 +130,11 @@ class Pending[T]:
 
 
 class Communicator(ABC):
-    """One flow of messages among P ranks.
+    """A channel of messages among P ranks.
 
     All ranks post the same operations in the same order, also those in which they do nothing.
 
-    Attributes: rank, size: within the group. global_rank: for the log. channel: name of the flow.
+    Attributes: rank, size: within the group. global_rank: for the log. channel: its name.
     """
 
     def __init__(self, channel: str, rank: int, size: int, global_rank: int) -> None:
@@ -274,7 +274,7 @@ class ProcessGroupCommunicator(Communicator):
                 except RuntimeError as error:
                     reason = str(error).splitlines()[0]
                     raise CommunicationError(
-                        f"rank {self.rank} of {self.size} lost the others on flow "
+                        f"rank {self.rank} of {self.size} lost the others on channel "
                         f"{self.channel!r}; has one of them died? ({reason})"
                     ) from error
             return result

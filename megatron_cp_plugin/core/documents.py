@@ -37,8 +37,8 @@ def random_documents(seq_len: int, mean: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """What two blocks have of a document.
+class CommonDocument:
+    """What two blocks have of a document that reaches into both.
 
     Attributes: q, kv: positions of its queries and keys. rows, cols: of the blocks before them.
     """
@@ -49,7 +49,9 @@ class Piece:
     cols: int
 
 
-def pieces(q_spans: Spans, kv_spans: Spans, starts: tuple[int, ...]) -> Iterator[Piece]:
+def common_documents(
+    q_spans: Spans, kv_spans: Spans, starts: tuple[int, ...]
+) -> Iterator[CommonDocument]:
     """What a block of queries and one of keys have of each document that reaches into both.
 
     Args: q_spans, kv_spans: positions, no span of them empty. starts: of `document_starts`.
@@ -58,7 +60,7 @@ def pieces(q_spans: Spans, kv_spans: Spans, starts: tuple[int, ...]) -> Iterator
         of_queries, of_keys = by_document(queries, starts), by_document(keys, starts)
         for number in sorted(of_queries.keys() & of_keys.keys()):
             (rows, q), (cols, kv) = of_queries[number], of_keys[number]
-            yield Piece(q, kv, rows_before + rows, cols_before + cols)
+            yield CommonDocument(q, kv, rows_before + rows, cols_before + cols)
 
 
 def _in_order(q_spans: Spans, kv_spans: Spans) -> Iterator[tuple[Spans, int, Spans, int]]:
@@ -77,7 +79,7 @@ def _in_order(q_spans: Spans, kv_spans: Spans) -> Iterator[tuple[Spans, int, Spa
         rows += len(q)
 
 
-@lru_cache(maxsize=1024)  # a block meets every other one
+@lru_cache(maxsize=1024)  # a block is computed with every other one
 def by_document(spans: Spans, starts: tuple[int, ...]) -> dict[int, tuple[int, Spans]]:
     """What a block has of each document: how many rows before it, and its positions.
 

@@ -1,6 +1,6 @@
 """The one autograd Function of all softmax algorithms."""
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import Any
 
@@ -11,11 +11,11 @@ from torch.autograd.function import once_differentiable
 from megatron_cp_plugin.core.algorithm import Algorithm, Call
 from megatron_cp_plugin.core.autocast import as_written, cast_inputs
 from megatron_cp_plugin.core.comm import communicating_in
+from megatron_cp_plugin.core.kernel import Problem, SoftmaxKernel
 from megatron_cp_plugin.core.partial import delta_of
 from megatron_cp_plugin.core.recompute import computed_once
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ContextParallelError
-from megatron_cp_plugin.kernels.base import Problem, resolve
 
 
 class _Attention(torch.autograd.Function):
@@ -99,9 +99,9 @@ def attend(
     *,
     algorithm: Algorithm,
     seq_len: int,
+    kernel_for: Callable[[Problem], SoftmaxKernel],
     causal: bool = True,
     scale: float | None = None,
-    kernel: str = "auto",
     window: int | None = None,
     documents: tuple[int, ...] = (),
     sink: Tensor | None = None,
@@ -111,9 +111,10 @@ def attend(
 
     Args:
         q: [B,S,H,D]; k: [B,S,G,D]; v: [B,S,G,E], with G dividing H: this rank's shards, in the
-            order of algorithm.layout. seq_len: global N. scale: of the scores, default D**-0.5.
-            window, documents: as in Mask. sink: [H], for each head the score of a key without a
-            value that every query sees; its gradient is that of this rank's queries. site: as in
+            order of algorithm.layout. seq_len: global N. kernel_for: the choice of a kernel, such
+            as `partial(kernels.resolve, "auto")`. scale: of the scores, default D**-0.5. window,
+            documents: as in Mask. sink: [H], for each head the score of a key without a value that
+            every query sees; its gradient is that of this rank's queries. site: as in
             `computed_once`.
 
     Under autocast q, k and v are taken in its dtype. Gradients that nobody wants, of q or of k and
@@ -143,7 +144,7 @@ def attend(
             f"a sink is one number for each of the {heads} query heads, got {tuple(sink.shape)}"
         )
     scale = head_dim**-0.5 if scale is None else scale
-    call = Call(seq_len, mask, scale, resolve(kernel, problem))
+    call = Call(seq_len, mask, scale, kernel_for(problem))
     return _Attention.apply(q, k, v, sink, algorithm, call, site)
 
 

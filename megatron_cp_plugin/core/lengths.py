@@ -3,34 +3,13 @@
 Ranks that disagree would wait for messages of other sizes than those that come.
 """
 
-from __future__ import annotations
-
-from collections.abc import Hashable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
-
 import torch
 
+from megatron_cp_plugin.core.layout import Layout
+from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import CommunicationError, ContextParallelError
 
-if TYPE_CHECKING:
-    from megatron_cp_plugin.core.layout import Layout
-    from megatron_cp_plugin.core.topology import Topology
-
 _KEPT = 4096
-
-
-@dataclass
-class Lengths:
-    """What the ranks of one group know of each other's numbers of tokens: the same on all.
-
-    Attributes:
-        agreed: what need not be compared again. unequal: whether there are shards of unequal
-            lengths, so that a rank cannot tell from its own which sequence they are of.
-    """
-
-    agreed: set[Hashable] = field(default_factory=set)
-    unequal: bool = False
 
 
 def agreed_length(topology: Topology, layout: Layout, tokens: int, seq_len: int | None) -> int:

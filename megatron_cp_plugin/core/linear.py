@@ -3,7 +3,7 @@
 B batch, S local tokens, H heads, D head dim of q and k, E head dim of v, n runs of consecutive
 tokens that a rank holds. States are [B,H,D,E], float32 (float64 for float64).
 
-Where states travel (`StatePassing`), runs compute on their own (kernels/linear.py); what an
+Where states travel (`StatePassing`), runs compute on their own (core/linear_kernel.py); what an
 algorithm adds is the way of states from run to run. The gradient of a state goes the same way in
 the other direction, and so does everything where tokens see later ones: one function carries them
 all.
@@ -24,11 +24,11 @@ from megatron_cp_plugin.core.autocast import as_written, cast_inputs
 from megatron_cp_plugin.core.comm import communicating_in
 from megatron_cp_plugin.core.decay import Decay, Distances
 from megatron_cp_plugin.core.layout import Layout
+from megatron_cp_plugin.core.linear_kernel import LinearKernel, LinearProblem
 from megatron_cp_plugin.core.partial import accumulation_dtype
 from megatron_cp_plugin.core.recompute import computed_once
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
-from megatron_cp_plugin.kernels.linear import LinearKernel, LinearProblem, resolve_linear
 
 Interval = tuple[int, int]
 
@@ -150,7 +150,7 @@ class Route:
         return Route(tuple(runs[::-1] for runs in back.runs), self.length)
 
 
-Meanwhile = Callable[[], None]
+LocalWork = Callable[[], None]
 Saved = tuple[Tensor | None, ...]
 
 
@@ -236,7 +236,7 @@ class StatePassing(LinearAlgorithm):
         first: Tensor | None,
         route: Route,
         decay: Decay,
-        meanwhile: Meanwhile,
+        local_work: LocalWork,
         *,
         to_the_end: bool,
     ) -> tuple[Tensor | None, Tensor | None]:
@@ -245,7 +245,7 @@ class StatePassing(LinearAlgorithm):
         Args:
             states: [n,B,H,D,E] of the local runs, each as if nothing came before it.
             first: where the route begins [B,H,D,E], the same on all ranks; None: 0.
-            meanwhile: local work that needs no other rank's state; called once.
+            local_work: what needs no other rank's state; called once.
             to_the_end: the state at the end of the route is wanted.
 
         Returns: the states that arrive at the local runs [n,B,H,D,E], None if all are 0; and, if
@@ -475,8 +475,8 @@ def attend_linearly(
     algorithm: LinearAlgorithm,
     seq_len: int,
     decay: Decay,
+    kernel_for: Callable[[LinearProblem], LinearKernel],
     causal: bool = True,
-    kernel: str = "auto",
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     site: Hashable | None = None,
@@ -485,7 +485,8 @@ def attend_linearly(
 
     Args:
         q, k: [B,S,H,D]; v: [B,S,H,E]: this rank's shards, in the order of algorithm.layout.
-        seq_len: global N. decay: rates per head.
+        seq_len: global N. decay: rates per head. kernel_for: the choice of a kernel, such as
+            `partial(kernels.linear.resolve_linear, "auto")`.
         initial_state: before the first token [B,H,D,E], the same on all ranks.
         output_final_state: the state after the last token is wanted.
         site: as in `recompute.computed_once`.
@@ -501,7 +502,7 @@ def attend_linearly(
     q, k, v = cast_inputs(q, k, v)
     _check(q, k, v, initial_state, algorithm, seq_len)
     problem = LinearProblem(q.device, q.dtype, q.shape[2], q.shape[3], v.shape[3])
-    call = LinearCall(seq_len, causal, decay, resolve_linear(kernel, problem), output_final_state)
+    call = LinearCall(seq_len, causal, decay, kernel_for(problem), output_final_state)
     if initial_state is not None:
         initial_state = initial_state.to(accumulation_dtype(q.dtype))
     return _LinearAttention.apply(q, k, v, initial_state, algorithm, call, site)

@@ -10,6 +10,8 @@ GAO (BurstAttention, Algorithm 1, lines 13-16). Differs: rows that no key is vis
 import torch
 from torch import Tensor
 
+from megatron_cp_plugin.core.fused import fused_for
+
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """float64 for float64, else float32."""
@@ -23,9 +25,8 @@ def merge_into(
 
     Args: out, a, b: [B,S,H,D], any floating dtype; lse, a_lse, b_lse: [B,H,S], wide dtype.
     """
-    if out.is_cuda and lse.dtype == torch.float32:
-        from megatron_cp_plugin.kernels import fused
-
+    fused = fused_for(out)
+    if fused is not None and lse.dtype == torch.float32:
         fused.merge_into(out, lse, a, a_lse, b, b_lse)
         return
     merged = torch.logaddexp(a_lse, b_lse)
@@ -63,9 +64,8 @@ def _weight(lse: Tensor, merged: Tensor) -> Tensor:
 
 def _sum_into(out: Tensor, a: Tensor, b: Tensor | None = None) -> None:
     """out = a + b, summed in float32 (float64 for float64); out may be a; no b: a copy."""
-    if out.is_cuda and a.dtype != torch.float64:
-        from megatron_cp_plugin.kernels import fused
-
+    fused = fused_for(out)
+    if fused is not None and a.dtype != torch.float64:
         fused.sum_into(out, a, b)
     elif b is None:
         out.copy_(a)
@@ -226,8 +226,8 @@ class WholeGradient:
         self._like = like
         self._whole: Tensor | None = None
 
-    def put(self, heads: slice, total: GradientSum, plus: Tensor | None = None) -> None:
-        """Takes the sum of some heads, and `plus` [B,S,heads,D] if there is one."""
+    def write(self, heads: slice, total: GradientSum, plus: Tensor | None = None) -> None:
+        """Writes the sum of some heads, and `plus` [B,S,heads,D] if there is one."""
         if heads == slice(0, self._like.shape[2]):
             self._whole = total.result(plus=plus)
             return
@@ -237,16 +237,15 @@ class WholeGradient:
 
     @property
     def whole(self) -> Tensor:
-        """All heads, contiguous; each must have been put."""
+        """All heads, contiguous; each must have been written."""
         assert self._whole is not None
         return self._whole
 
 
 def delta_of(dout: Tensor, out: Tensor) -> Tensor:
     """rowsum(dout * out): [B,S,H,D] twice -> [B,H,S] in float32 (float64 for float64)."""
-    if out.is_cuda and out.dtype != torch.float64:
-        from megatron_cp_plugin.kernels import fused
-
+    fused = fused_for(out)
+    if fused is not None and out.dtype != torch.float64:
         return fused.delta_of(dout, out)
     dtype = accumulation_dtype(out.dtype)
     return (dout.to(dtype) * out.to(dtype)).sum(-1).transpose(1, 2).contiguous()

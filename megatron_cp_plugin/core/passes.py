@@ -7,6 +7,7 @@ from torch import Tensor
 
 from megatron_cp_plugin.core.algorithm import Call, Gradients, attend_block, differentiate_block
 from megatron_cp_plugin.core.execute import Pass, Tensors
+from megatron_cp_plugin.core.kernel import Statistics
 from megatron_cp_plugin.core.partial import (
     Accumulator,
     GradientSum,
@@ -16,7 +17,6 @@ from megatron_cp_plugin.core.partial import (
 from megatron_cp_plugin.core.pipeline import HeadGroup
 from megatron_cp_plugin.core.plan import Move
 from megatron_cp_plugin.core.program import BlockId, Task
-from megatron_cp_plugin.kernels.base import Statistics
 
 
 class Forward(Pass):
@@ -160,7 +160,7 @@ class Backward(Pass):
         wholes = self._whole[1:] if of_keys else self._whole[:1]
         part = heads.kv if of_keys else heads.q
         for whole, total, other in zip(wholes, sums, others or (None,) * len(sums), strict=True):
-            whole.put(part, total, other)
+            whole.write(part, total, other)
 
     @property
     def gradients(self) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Pieces of one attention, by heads: while one is computed, others arrive and leave."""
+"""Groups of heads of one attention: while one is computed, others arrive and leave."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from megatron_cp_plugin.core.comm import Pending
 from megatron_cp_plugin.errors import ConfigError
 
-_MOST_PIECES = 4
-_PIECE = 10**12  # FLOP: below that a piece costs more in launches than it hides
+_MOST_GROUPS = 4
+_GROUP_FLOP = 10**12  # below that a group costs more in launches than it hides
 _LARGE = 2**27
 
 
@@ -51,9 +51,9 @@ def together(groups: Sequence[HeadGroup]) -> HeadGroup:
 
 
 def head_groups(
-    heads: int, kv_heads: int, chunks: int, *, share_kv: bool = True
+    heads: int, kv_heads: int, most: int, *, share_kv: bool = True
 ) -> tuple[HeadGroup, ...]:
-    """At most `chunks` groups of equally many heads, none with parts of more than one KV head.
+    """At most so many groups of equally many heads, none with parts of more than one KV head.
 
     Args:
         heads, kv_heads: H and G; G divides H.
@@ -61,7 +61,7 @@ def head_groups(
     """
     count = max(
         n
-        for n in range(1, max(1, min(chunks, heads)) + 1)
+        for n in range(1, max(1, min(most, heads)) + 1)
         if not kv_heads % n or (share_kv and not n % kv_heads and not heads % n)
     )
     q_width, kv_width = heads // count, max(1, kv_heads // count)
@@ -80,19 +80,19 @@ def head_groups(
     return tuple(groups)
 
 
-def pieces(chunks: int, flop: int) -> int:
-    """Into how many pieces to split work that hides communication.
+def group_count(chunks: int, flop: int) -> int:
+    """Into how many groups of heads to split attention, so that it hides communication.
 
     Args: chunks: as many; 0: what suits `flop`, that of a rank's forward without a mask.
     """
-    return chunks or min(_MOST_PIECES, max(1, flop // _PIECE))
+    return chunks or min(_MOST_GROUPS, max(1, flop // _GROUP_FLOP))
 
 
 def check_chunks(name: str, chunks: int) -> None:
-    """Raises: ConfigError if the number of pieces is negative."""
+    """Raises: ConfigError if the number of groups is negative."""
     if chunks < 0:
         raise ConfigError(
-            f"{name} needs chunks >= 0, got {chunks}: use 1 for a single piece, or leave it out"
+            f"{name} needs chunks >= 0, got {chunks}: use 1 for all heads at once, or leave it out"
         )
 
 

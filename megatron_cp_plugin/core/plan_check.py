@@ -89,8 +89,8 @@ def _visible(plan: Plan) -> Tensor:
 def _pairs_of(tile: Tile) -> Tensor:
     """[rows,cols] of a tile that its kernel call computes."""
     pairs = torch.ones(tile.rows, tile.cols, dtype=torch.int16)
-    if tile.squares:
-        edges = torch.tensor(tile.squares)
+    if tile.document_bounds:
+        edges = torch.tensor(tile.document_bounds)
         own = torch.bucketize(torch.arange(tile.rows), edges, right=True)
         pairs *= own[:, None] == own
     return pairs.tril(tile.cols - tile.rows) if tile.causal else pairs

@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 from math import lcm
 from typing import Self
 
-from megatron_cp_plugin.core.documents import Spans, pieces
+from megatron_cp_plugin.core.documents import Spans, common_documents
 from megatron_cp_plugin.core.layout import Span
 from megatron_cp_plugin.errors import ContextParallelError
 
@@ -60,8 +60,8 @@ class Tile:
             equals cols this is the ordinary causal square.
         reverse: rows and columns are taken in reverse order, so that causal means j >= i instead:
             the lower edge of a window, with kernels that know only the upper one.
-        squares: instead of one causal square, several along the diagonal, in which rows and columns
-            [squares[i], squares[i + 1]) meet: whole documents, one after the other.
+        document_bounds: where whole documents begin and end, one after the other: attention is
+            causal within each, of rows and columns of the same range. (): no such documents.
     """
 
     q: slice
@@ -70,7 +70,7 @@ class Tile:
     cols: int
     causal: bool
     reverse: bool = False
-    squares: tuple[int, ...] = ()
+    document_bounds: tuple[int, ...] = ()
 
     def moved(self, rows: int, cols: int) -> Self:
         """The same tile of blocks that have so many rows and columns more before it."""
@@ -83,13 +83,13 @@ class Tile:
         """Number of (query, key) pairs that the tile computes."""
         if not self.causal:
             return self.rows * self.cols
-        if self.squares:
-            return sum((b - a) * (b - a + 1) // 2 for a, b in pairwise(self.squares))
+        if self.document_bounds:
+            return sum((b - a) * (b - a + 1) // 2 for a, b in pairwise(self.document_bounds))
         return self.rows * (self.cols - self.rows) + self.rows * (self.rows + 1) // 2
 
 
 @dataclass(frozen=True)
-class _Run:
+class _Stair:
     """Rows [start, stop) of which the first sees `first` keys and each next `slope` more."""
 
     start: int
@@ -129,8 +129,8 @@ def sees(q_spans: Sequence[Span], kv_spans: Sequence[Span], mask: Mask) -> bool:
         return False
     if mask.documents:
         inside = replace(mask, documents=())
-        found = pieces(q_spans, kv_spans, mask.documents)
-        return any(sees(piece.q, piece.kv, inside) for piece in found)
+        found = common_documents(q_spans, kv_spans, mask.documents)
+        return any(sees(part.q, part.kv, inside) for part in found)
     if not mask.causal:
         return True
     if any(span.step > 1 for span in (*q_spans, *kv_spans)):
@@ -177,13 +177,13 @@ def _within_documents(
     q_spans: Spans, kv_spans: Spans, mask: Mask, rectangular: bool
 ) -> Iterator[Tile]:
     inside = replace(mask, documents=())
-    for piece in pieces(q_spans, kv_spans, mask.documents):
-        for tile in _plan(piece.q, piece.kv, inside, rectangular):
-            yield tile.moved(piece.rows, piece.cols)
+    for part in common_documents(q_spans, kv_spans, mask.documents):
+        for tile in _plan(part.q, part.kv, inside, rectangular):
+            yield tile.moved(part.rows, part.cols)
 
 
 def _joined(tiles: Iterable[Tile]) -> Iterator[Tile]:
-    """Makes one tile of causal squares that follow each other."""
+    """Makes one tile of causal ones, each a whole document, that follow each other."""
     run: list[Tile] = []
     for tile in tiles:
         if run and not _follows(run[-1], tile):
@@ -198,14 +198,14 @@ def _as_one(run: Sequence[Tile]) -> Tile:
     first, last = run[0], run[-1]
     if first is last:
         return first
-    squares = (0, *accumulate(tile.rows for tile in run))
+    bounds = (0, *accumulate(tile.rows for tile in run))
     return Tile(
         slice(first.q.start, last.q.stop),
         slice(first.kv.start, last.kv.stop),
-        squares[-1],
-        squares[-1],
+        bounds[-1],
+        bounds[-1],
         causal=True,
-        squares=squares,
+        document_bounds=bounds,
     )
 
 
@@ -242,8 +242,8 @@ def _residues(spans: Sequence[Span], common: int) -> Iterator[tuple[int, Span, s
         offset += len(span)
 
 
-def _staircase(q_spans: Sequence[Span], kv_spans: Sequence[Span]) -> list[_Run]:
-    runs: list[_Run] = []
+def _staircase(q_spans: Sequence[Span], kv_spans: Sequence[Span]) -> list[_Stair]:
+    runs: list[_Stair] = []
     row = 0
     for q in q_spans:
         position, before = q.start, 0
@@ -255,24 +255,24 @@ def _staircase(q_spans: Sequence[Span], kv_spans: Sequence[Span]) -> list[_Run]:
                 if low < high:
                     first = before + (low - kv.start + 1 if slope else len(kv))
                     local = row + low - q.start
-                    _append(runs, _Run(local, local + high - low, first, slope))
+                    _append(runs, _Stair(local, local + high - low, first, slope))
             before += len(kv)
         row += len(q)
     return runs
 
 
-def _append(runs: list[_Run], run: _Run) -> None:
+def _append(runs: list[_Stair], run: _Stair) -> None:
     """Appends a run, joined with the last one where the staircase simply goes on."""
     if runs:
         last = runs[-1]
         goes_on = last.stop == run.start and run.first == last.last + run.slope
         if goes_on and last.slope == run.slope:
-            runs[-1] = _Run(last.start, run.stop, last.first, run.slope)
+            runs[-1] = _Stair(last.start, run.stop, last.first, run.slope)
             return
     runs.append(run)
 
 
-def _cover(runs: Sequence[_Run], rectangular: bool, q: slice, kv: slice) -> Iterator[Tile]:
+def _cover(runs: Sequence[_Stair], rectangular: bool, q: slice, kv: slice) -> Iterator[Tile]:
     for run in runs:
         rows = run.stop - run.start
         q_slice = _within(q, run.start, run.stop)

@@ -53,7 +53,7 @@ class VirtualWorld:
         self._mailbox(address).put(message.detach().clone())
 
     def take(self, address: Address) -> Tensor:
-        """Raises: TimeoutError if nothing comes, or another rank failed meanwhile."""
+        """Raises: TimeoutError if nothing comes, or another rank fails while it waits."""
         deadline = monotonic() + self._timeout_s
         while monotonic() < deadline and not self.failed.is_set():
             try:
@@ -231,8 +231,8 @@ class VirtualPeerCommunicator(SlottedCommunicator):
         return Pending(finish)
 
     def _address(self, what: str, turn: int, source: int, to: int) -> Address:
-        flow = f"{self.channel}, {what} in {self._slots} slots"
-        return flow, turn, self._members[source], self._members[to]
+        name = f"{self.channel}, {what} in {self._slots} slots"
+        return name, turn, self._members[source], self._members[to]
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ tensor-parallel rank, d head dim of q and k, e of v.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration.checks import check_settings, window_of
 from megatron_cp_plugin.integration.documents import DocumentMask
 from megatron_cp_plugin.integration.runtime import Runtime
+from megatron_cp_plugin.kernels import resolve
 
 _CAUSAL = {AttnMaskType.causal: True, AttnMaskType.no_mask: False}
 
@@ -93,7 +95,7 @@ class ContextParallelAttention(MegatronModule):
             config.window_size, config.window_attn_skip_freq, layer_number
         )
         self._window = window_of(config.window_size) if windowed else None
-        self._kernel = runtime.config.kernel
+        self._kernel_for = partial(resolve, runtime.config.kernel)
         self._cp_size = pg_collection.cp.size()
         self._algorithm = runtime.algorithm(pg_collection.cp)
         self._make_sinks(config, config.num_attention_heads // pg_collection.tp.size())
@@ -171,7 +173,7 @@ class ContextParallelAttention(MegatronModule):
             window=self._window,
             documents=documents,
             sink=self.softmax_offset,
-            kernel=self._kernel,
+            kernel_for=self._kernel_for,
             site=self,
         )
         return out.transpose(0, 1).flatten(2)

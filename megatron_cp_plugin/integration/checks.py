@@ -11,11 +11,13 @@ import torch
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.core.algorithm import Algorithm
+from megatron_cp_plugin.core.kernel import Problem
+from megatron_cp_plugin.core.linear_kernel import LinearProblem
 from megatron_cp_plugin.errors import ConfigError, near_multiples
 from megatron_cp_plugin.integration import gated_delta_net
 from megatron_cp_plugin.integration.features import FEATURES, Settings, is_latent, packs_documents
-from megatron_cp_plugin.kernels import Problem, resolve
-from megatron_cp_plugin.kernels.linear import LinearProblem, resolve_linear
+from megatron_cp_plugin.kernels import resolve
+from megatron_cp_plugin.kernels.linear import resolve_linear
 from megatron_cp_plugin.kernels.selfcheck import check_kernel
 
 

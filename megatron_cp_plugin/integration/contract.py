@@ -785,10 +785,10 @@ SETTINGS: tuple[Setting, ...] = (
         "data_path distributed_timeout_minutes encoder_seq_length eod_mask_loss fim_data "
         "global_batch_size group_query_attention high_priority_stream_groups "
         "hybrid_override_pattern micro_batch_size mid_level_dataset_surplus mmap_bin_files "
-        "mock_data nccl_communicator_config_path num_dataset_builder_threads position_embedding_type "
-        "rampup_batch_size rank recompute_activations reset_attention_mask reset_position_ids "
-        "rl_use_sequence_packing save seed seq_length sft spec split tensorboard_dir "
-        "test_data_path train_data_path train_iters use_megatron_fsdp "
+        "mock_data nccl_communicator_config_path num_dataset_builder_threads "
+        "position_embedding_type rampup_batch_size rank recompute_activations "
+        "reset_attention_mask reset_position_ids rl_use_sequence_packing save seed seq_length sft "
+        "spec split tensorboard_dir test_data_path train_data_path train_iters use_megatron_fsdp "
         "use_rotary_position_embeddings valid_data_path world_size yaml_cfg",
         "args",
     ),

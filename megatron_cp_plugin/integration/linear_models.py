@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
+from functools import partial
 from math import exp, log2
 from typing import Any
 
@@ -30,6 +31,7 @@ from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration.attention import is_causal, sharded_by_heads
 from megatron_cp_plugin.integration.gated_norm import gated_norm
 from megatron_cp_plugin.integration.runtime import Runtime
+from megatron_cp_plugin.kernels.linear import resolve_linear
 
 
 @dataclass
@@ -89,7 +91,7 @@ class LinearSelfAttention(MegatronModule):
         self._head_dim: int = config.kv_channels
         self._causal = is_causal(attn_mask_type)
         self._runtime = runtime
-        self._kernel = runtime.config.kernel
+        self._kernel_for = partial(resolve_linear, runtime.config.kernel)
         self._cp_size = pg_collection.cp.size()
         self._algorithm = runtime.linear_algorithm(pg_collection.cp)
         first = tensor_rank * self._heads
@@ -198,7 +200,7 @@ class LinearSelfAttention(MegatronModule):
             seq_len=q.shape[0] * self._cp_size,
             decay=self._decay,
             causal=self._causal,
-            kernel=self._kernel,
+            kernel_for=self._kernel_for,
             site=self,
         )
         return out.transpose(0, 1)

@@ -17,8 +17,9 @@ from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.core.document_layout import PerDocument
 from megatron_cp_plugin.core.layout import positions
 from megatron_cp_plugin.core.linear import LinearAlgorithm
+from megatron_cp_plugin.core.process_groups import JointMaking, ProcessGroupTopology, topology_of
 from megatron_cp_plugin.core.shape import Shape
-from megatron_cp_plugin.core.topology import JointMaking, ProcessGroupTopology, Topology
+from megatron_cp_plugin.core.topology import Topology
 
 
 class Runtime:
@@ -97,7 +98,7 @@ class Runtime:
         return self._by_algo[algo]
 
     def _topology(self, group: dist.ProcessGroup) -> Topology:
-        return self._topologies.get(group) or Topology.of(group)
+        return self._topologies.get(group) or topology_of(group)
 
     @property
     def follows_documents(self) -> bool:

@@ -1,14 +1,21 @@
-"""Attention kernels behind one interface, and the choice among them.
+"""Attention kernels behind the interfaces of `core`, and the choice among them.
 
-The only folder that imports flash_attn, and only on use.
+The only folder that imports flash_attn, fla and Triton, and only on use.
 """
 
-from megatron_cp_plugin.kernels.base import (
-    Problem,
-    SoftmaxKernel,
-    Statistics,
-    kernel_names,
-    resolve,
-)
+from functools import cache
 
-__all__ = ["Problem", "SoftmaxKernel", "Statistics", "kernel_names", "resolve"]
+from megatron_cp_plugin.core.fused import FusedOperations, register_fused
+from megatron_cp_plugin.kernels.base import kernel_names, resolve
+
+__all__ = ["kernel_names", "resolve"]
+
+
+@cache
+def _load_fused() -> FusedOperations:
+    from megatron_cp_plugin.kernels import fused
+
+    return fused
+
+
+register_fused("cuda", _load_fused)

@@ -1,43 +1,19 @@
-"""The kernel interface, and the choice of a kernel for a problem.
+"""What kernels of softmax attention share, and the choice of one for a problem.
 
 B batch, S query tokens, T key tokens, H query heads, G KV heads (G divides H), D head dim.
 """
 
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.core.partial import delta_of
-from megatron_cp_plugin.kernels.choice import Kernel, choose, loader
-
-
-@dataclass(frozen=True)
-class Problem:
-    """What a kernel has to serve.
-
-    Attributes:
-        deterministic: every run must give the same bits; default: torch's own setting.
-        documents: lengths are those of documents, ever new ones.
-        value_dim: head dim of v and out; 0: that of q and k.
-    """
-
-    device: torch.device
-    dtype: torch.dtype
-    heads: int
-    kv_heads: int
-    head_dim: int
-    deterministic: bool = field(default_factory=torch.are_deterministic_algorithms_enabled)
-    documents: bool = False
-    value_dim: int = 0
-
-    def __post_init__(self) -> None:
-        if not self.value_dim:
-            object.__setattr__(self, "value_dim", self.head_dim)
+from megatron_cp_plugin.core.kernel import Problem, SoftmaxKernel, Statistics
+from megatron_cp_plugin.kernels.choice import choose, loader
 
 
 def gpu_reason(
@@ -76,158 +52,6 @@ def equal_dims_reason(problem: Problem) -> str | None:
     if problem.value_dim == problem.head_dim:
         return None
     return f"takes values as wide as keys, got head dims {problem.head_dim}, {problem.value_dim}"
-
-
-@dataclass(frozen=True)
-class Statistics:
-    """What a tile's backward needs of the merged forward: lse, and either out or delta.
-
-    Attributes:
-        lse: [B,H,S] over all keys, natural log.
-        out: [B,S,H,E] over all keys, or None.
-        delta: rowsum(dout * out) [B,H,S], or None.
-    """
-
-    lse: Tensor
-    out: Tensor | None = None
-    delta: Tensor | None = None
-
-    def rows(self, rows: slice) -> "Statistics":
-        """The statistics of some query rows."""
-        return Statistics(
-            self.lse[:, :, rows],
-            None if self.out is None else self.out[:, rows],
-            None if self.delta is None else self.delta[:, :, rows],
-        )
-
-    def heads(self, heads: slice) -> "Statistics":
-        """The statistics of some query heads."""
-        return Statistics(
-            self.lse[:, heads],
-            None if self.out is None else self.out[:, :, heads],
-            None if self.delta is None else self.delta[:, heads],
-        )
-
-    def flipped(self) -> "Statistics":
-        """The statistics of the rows in reverse order."""
-        return Statistics(
-            self.lse.flip(2),
-            None if self.out is None else self.out.flip(1),
-            None if self.delta is None else self.delta.flip(2),
-        )
-
-    def flattened(self) -> "Statistics":
-        """With one batch entry after the other: lse and delta [H,B*S], out [B*S,H,D]."""
-        return Statistics(
-            self.lse.transpose(0, 1).flatten(1),
-            None if self.out is None else self.out.flatten(0, 1),
-            None if self.delta is None else self.delta.transpose(0, 1).flatten(1),
-        )
-
-    def delta_for(self, dout: Tensor) -> Tensor:
-        """delta [B,H,S], computed from out if it is not there."""
-        if self.delta is not None:
-            return self.delta
-        assert self.out is not None
-        return delta_of(dout, self.out)
-
-    def out_for(self, dout: Tensor) -> Tensor:
-        """out, or a stand-in with the same rowsum(dout * out); in dout's shape, flattened or not.
-
-        Kernels that compute delta themselves use `out` for nothing else, so that
-        out' = delta * dout / |dout|^2 (0 where dout is 0) gives the same gradients.
-        """
-        if self.out is not None:
-            return self.out
-        assert self.delta is not None
-        wide = dout.to(self.delta.dtype)
-        square = wide.square().sum(-1, keepdim=True)
-        delta = self.delta.transpose(-2, -1).unsqueeze(-1)
-        return torch.where(square > 0, delta / square * wide, 0.0).to(dout.dtype)
-
-
-class SoftmaxKernel(Kernel[Problem]):
-    """Softmax attention of one tile.
-
-    Attributes: rectangular_causal: takes causal tiles with T > S, bottom-right aligned.
-    """
-
-    rectangular_causal: bool = False
-
-    @abstractmethod
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool
-    ) -> tuple[Tensor, Tensor]:
-        """Attention of q [B,S,H,D] over k [B,T,G,D], v [B,T,G,E].
-
-        Args:
-            causal: row i sees column j iff j <= i + T - S; S equals T unless `rectangular_causal`.
-
-        Returns: out [B,S,H,E] in q's dtype, lse [B,H,S] float32 (float64 for float64), natural log.
-        """
-
-    @abstractmethod
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        statistics: Statistics,
-        *,
-        scale: float,
-        causal: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients that this tile contributes; `statistics` are those of the merged forward.
-
-        Args: dout: [B,S,H,E].
-
-        Returns: dq [B,S,H,D], dk [B,T,G,D], dv [B,T,G,E].
-        """
-
-    def forward_packed(
-        self, q: Tensor, k: Tensor, v: Tensor, bounds: tuple[int, ...], *, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        """Causal attention within documents: one call for each, unless the kernel can do better.
-
-        Args: q: [B,S,H,D]; k: [B,S,G,D]; v: [B,S,G,E]. bounds: 0, ..., S: where documents begin
-            and end.
-
-        Returns: as `forward`.
-        """
-        pieces = [
-            self.forward(q[:, a:b], k[:, a:b], v[:, a:b], scale=scale, causal=True)
-            for a, b in pairwise(bounds)
-        ]
-        outs, lses = zip(*pieces, strict=True)
-        return torch.cat(outs, 1), torch.cat(lses, 2)
-
-    def backward_packed(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        statistics: Statistics,
-        bounds: tuple[int, ...],
-        *,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of `forward_packed`; otherwise as `backward`."""
-        pieces = [
-            self.backward(
-                dout[:, a:b],
-                q[:, a:b],
-                k[:, a:b],
-                v[:, a:b],
-                statistics.rows(slice(a, b)),
-                scale=scale,
-                causal=True,
-            )
-            for a, b in pairwise(bounds)
-        ]
-        dq, dk, dv = (torch.cat(gradients, 1) for gradients in zip(*pieces, strict=True))
-        return dq, dk, dv
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,12 @@
 """The choice of a kernel: by name, or the fastest one that serves a problem."""
 
 import logging
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import import_module
 from typing import Any, Protocol
 
+from megatron_cp_plugin.core.kernel import Kernel
 from megatron_cp_plugin.errors import KernelUnavailableError, nearest
 
 log = logging.getLogger(__name__)
@@ -20,23 +20,6 @@ class AnyProblem(Protocol):
 
     @property
     def deterministic(self) -> bool: ...
-
-
-class Kernel[P](ABC):
-    """A kernel that serves some problems of a kind P.
-
-    Attributes:
-        name: as users give it.
-        deterministic: every run gives the same bits, gradients included, while
-            `torch.use_deterministic_algorithms(True)` is in force.
-    """
-
-    name: str
-    deterministic: bool = False
-
-    @abstractmethod
-    def unsupported(self, problem: P) -> str | None:
-        """Why the kernel cannot serve the problem; None if it can."""
 
 
 def loader(module: str, name: str) -> Callable[[], Any]:

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from megatron_cp_plugin.core.decay import Decay
-from megatron_cp_plugin.core.partial import accumulation_dtype
-from megatron_cp_plugin.kernels.linear import (
+from megatron_cp_plugin.core.linear_kernel import (
     BackwardPass,
     ForwardPass,
     LinearKernel,
     LinearProblem,
 )
+from megatron_cp_plugin.core.partial import accumulation_dtype
 
 _CHUNK = 64
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from megatron_cp_plugin.core.decay import Decay, combine
-from megatron_cp_plugin.kernels.linear import (
+from megatron_cp_plugin.core.linear_kernel import (
     BackwardPass,
     ForwardPass,
     LinearKernel,

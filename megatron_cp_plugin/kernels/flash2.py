@@ -7,14 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.kernels.base import (
-    Packed,
-    PackingKernel,
-    Problem,
-    Statistics,
-    equal_dims_reason,
-    gpu_reason,
-)
+from megatron_cp_plugin.core.kernel import Problem, Statistics
+from megatron_cp_plugin.kernels.base import Packed, PackingKernel, equal_dims_reason, gpu_reason
 
 
 class Flash2(PackingKernel):

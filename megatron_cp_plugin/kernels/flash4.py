@@ -7,14 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megatron_cp_plugin.kernels.base import (
-    Packed,
-    PackingKernel,
-    Problem,
-    Statistics,
-    gpu_reason,
-    wide_heads_reason,
-)
+from megatron_cp_plugin.core.kernel import Problem, Statistics
+from megatron_cp_plugin.kernels.base import Packed, PackingKernel, gpu_reason, wide_heads_reason
 
 # Head dims of keys and values with right results on an H200, and those tried elsewhere. Others are
 # filled up with zeros to one of these: with 40, 72 and 80 the kernels give wrong results without

@@ -10,15 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_cp_plugin.core.kernel import Problem, SoftmaxKernel, Statistics
 from megatron_cp_plugin.core.partial import delta_of
 from megatron_cp_plugin.errors import KernelUnavailableError
-from megatron_cp_plugin.kernels.base import (
-    Problem,
-    SoftmaxKernel,
-    Statistics,
-    kernel_names,
-    resolve,
-)
+from megatron_cp_plugin.kernels.base import kernel_names, resolve
 from megatron_cp_plugin.kernels.reference import Reference
 
 # Relative errors of outputs and gradients, in the norm: of rounding, with some room.

@@ -7,12 +7,10 @@ scaled_dot_product_attention does not return lse.
 import torch
 from torch import Tensor
 
+from megatron_cp_plugin.core.kernel import Problem, SoftmaxKernel, Statistics
 from megatron_cp_plugin.kernels.base import (
     Packed,
     PackingKernel,
-    Problem,
-    SoftmaxKernel,
-    Statistics,
     equal_dims_reason,
     gpu_reason,
     wide_heads_reason,

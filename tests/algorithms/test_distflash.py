@@ -10,13 +10,13 @@ from torch import Tensor
 from megatron_cp_plugin.algorithms import distflash
 from megatron_cp_plugin.core.algorithm import Call
 from megatron_cp_plugin.core.comm import Communicator, record_communication
+from megatron_cp_plugin.core.kernel import Statistics
 from megatron_cp_plugin.core.plan import Compute, Plan
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.core.virtual import VirtualWorld, run_virtual
 from megatron_cp_plugin.errors import ConfigError
-from megatron_cp_plugin.kernels.base import Statistics
 from megatron_cp_plugin.kernels.reference import Reference
 from megatron_cp_plugin.registry import create
 
@@ -130,7 +130,7 @@ def test_traffic_is_the_closed_formula_for_equal_blocks(size: int, last_step: st
         topology = VirtualWorld(size).topology(rank)
         algorithm = create("distflash", topology, {"last_step": last_step})
         traffic = algorithm.traffic(shape, CAUSAL, rank)
-        lends = min(size // 2, size - 1 - rank)
+        sends_keys_to = min(size // 2, size - 1 - rank)
         owns = min(size // 2, rank)
         is_helped: Fraction | int = max(0, helped - (size - 1 - rank))
         helps: Fraction | int = max(0, helped - rank)
@@ -140,8 +140,8 @@ def test_traffic_is_the_closed_formula_for_equal_blocks(size: int, last_step: st
                 helps + half * (2 * rank < size),
                 is_helped + half * (2 * rank >= size),
             )
-        forward = lends * kv + is_helped * query + helps * (query + row)
-        backward = (lends + owns) * kv + is_helped * 2 * (query + row) + helps * query
+        forward = sends_keys_to * kv + is_helped * query + helps * (query + row)
+        backward = (sends_keys_to + owns) * kv + is_helped * 2 * (query + row) + helps * query
         assert traffic.forward_bytes == 3 * 6 * forward
         assert traffic.backward_bytes == 3 * 6 * backward
 

@@ -22,21 +22,21 @@ from megatron_cp_plugin.algorithms import (
     gathered,
     head_split,
 )
+from megatron_cp_plugin.core import kernel as kernel_module
 from megatron_cp_plugin.core import partial
 from megatron_cp_plugin.core.algorithm import Call
 from megatron_cp_plugin.core.comm import Communicator, Pending
+from megatron_cp_plugin.core.kernel import SoftmaxKernel
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.virtual import VirtualTopology, VirtualWorld
-from megatron_cp_plugin.kernels import base
-from megatron_cp_plugin.kernels.base import SoftmaxKernel
 from megatron_cp_plugin.registry import create
 
 TOKENS, DIM, ELEMENT = 256, 128, 2
 
 
 class Nobody(Communicator):
-    """A flow whose messages have the right shapes; inputs live until they are waited for."""
+    """A channel whose messages have the right shapes; inputs live until they are waited for."""
 
     def _after(self, inputs: object, result: Tensor | None) -> Pending:
         held = [inputs]
@@ -133,7 +133,7 @@ def measure(monkeypatch, algo: str, size: int, heads: int, kv_heads: int, **opti
     monkeypatch.setattr(partial, "_sum_into", lambda *a: None)
     for module in (gathered, attention2d_blocks):
         monkeypatch.setattr(module, "merge_all_into", lambda *a: None)
-    for module in (gathered, attention2d_overlap, head_split, base):
+    for module in (gathered, attention2d_overlap, head_split, kernel_module):
         monkeypatch.setattr(module, "delta_of", lambda dout, out: rows_like(dout))
     algorithm = create(algo, Alone(VirtualWorld(size), range(size), 0, ""), options)
     q, dout = (torch.zeros(1, TOKENS, heads, DIM, dtype=torch.bfloat16) for _ in range(2))

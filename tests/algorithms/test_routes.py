@@ -114,7 +114,7 @@ def test_a_block_goes_once_to_each_other_node(nodes: int) -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 5, 9, 64])
 def test_straight_ways_halve_what_the_busiest_rank_of_a_contiguous_ring_sends(size: int) -> None:
-    """Rank p lends to P - 1 - p ranks, returns to p; in a ring it passes on p + 1 and p sums."""
+    """Rank p sends KV to P - 1 - p ranks, returns to p; in a ring it passes on p + 1 and p sums."""
     shape = Shape(1, 4 * size, 4, 4, 8)
     block = 4 * 2 * 4 * 8 * 2
     most = {}

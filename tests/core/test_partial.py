@@ -5,7 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_cp_plugin.core.partial import Accumulator, GradientSum, delta_of
+from megatron_cp_plugin.core import fused
+from megatron_cp_plugin.core.partial import Accumulator, GradientSum, delta_of, merge_into
 from megatron_cp_plugin.kernels.reference import Reference
 from tests.oracle import naive_attention, relative_error
 
@@ -117,3 +118,31 @@ def test_the_oracles_agree():
     torch.testing.assert_close(
         naive_attention(q, k, v, causal=False, scale=0.5), naive_attention_over(q, k, v)
     )
+
+
+class Recorded:
+    """Fused operations that only note that they were asked for."""
+
+    def __init__(self):
+        self.asked = []
+
+    def __getattr__(self, name):
+        return lambda *tensors: self.asked.append(name)
+
+
+def test_fused_operations_take_all_but_float64(monkeypatch):
+    recorded = Recorded()
+    monkeypatch.setattr(fused, "_by_device", {})
+    fused.register_fused("cpu", lambda: recorded)
+    for dtype, wide in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
+        x, lse = torch.zeros(1, 2, 1, 4, dtype=dtype), torch.zeros(1, 1, 2, dtype=wide)
+        merge_into(x, lse, x, lse, x, lse)
+        delta_of(x, x)
+        total = GradientSum(x)
+        total.add(slice(0, 2), x)
+        total.add(slice(0, 2), x)
+        assert recorded.asked == ["merge_into", "delta_of", "sum_into"]
+
+
+def test_no_other_device_has_them():
+    assert fused.fused_for(torch.zeros(1)) is None

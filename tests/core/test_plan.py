@@ -245,7 +245,7 @@ def test_contiguous_ring_with_a_causal_mask(size: int, kv_heads: int) -> None:
     for rank in range(size):
         traffic = made.traffic(shape_of(size, 8, kv_heads), Mask(), rank)
         blocks = 0 if rank == size - 1 else rank + 1
-        sums = rank  # of every block but its own, on to the next rank or home
+        sums = rank  # of every block but its own, on to the next rank or to its owner
         assert traffic.forward_bytes == 3 * S * blocks * kv * 2
         assert traffic.backward_bytes == 3 * S * (blocks * kv * 2 + sums * kv * 4)
 

@@ -4,6 +4,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,6 +22,8 @@ from megatron_cp_plugin.core.recompute import Checkpointed, computed_once
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.core.virtual import VirtualWorld, run_virtual
 from megatron_cp_plugin.errors import ContextParallelError
+from megatron_cp_plugin.kernels import resolve
+from megatron_cp_plugin.kernels.linear import resolve_linear
 from megatron_cp_plugin.registry import create, create_linear
 
 HEADS, KV_HEADS, HEAD_DIM, TOKENS, BATCH = 4, 2, 8, 12, 2
@@ -79,7 +82,15 @@ class Layer(nn.Module):
         mixed = nn.functional.linear(x, self.qkv).unflatten(-1, (-1, HEAD_DIM))
         q, k, v = mixed.split([HEADS, KV_HEADS, KV_HEADS], 2)
         with self._counted():
-            out = attend(q, k, v, algorithm=self._algorithm[0], seq_len=self.seq_len, site=self)
+            out = attend(
+                q,
+                k,
+                v,
+                algorithm=self._algorithm[0],
+                seq_len=self.seq_len,
+                kernel_for=partial(resolve, "auto"),
+                site=self,
+            )
         return x + torch.tanh(nn.functional.linear(out.flatten(2), self.out))
 
     @contextmanager
@@ -357,7 +368,14 @@ def test_linear_attention_runs_once(algo: str, keep: bool) -> None:
             q, k, v = x.unflatten(-1, (HEADS, HEAD_DIM)).sin(), x.cos(), x.tanh()
             k, v = (y.unflatten(-1, (HEADS, HEAD_DIM)) for y in (k, v))
             out, _ = attend_linearly(
-                q, k, v, algorithm=algorithm, seq_len=2 * TOKENS, decay=decay, site="layer"
+                q,
+                k,
+                v,
+                algorithm=algorithm,
+                seq_len=2 * TOKENS,
+                decay=decay,
+                kernel_for=partial(resolve_linear, "auto"),
+                site="layer",
             )
             return out.tanh()
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from torch import distributed as dist
 
-from megatron_cp_plugin.integration.forks import free_port
+from megatron_cp_plugin.harness.forks import free_port
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import megatron_cp_plugin  # noqa: F401
-from megatron_cp_plugin.integration.forks import free_port
+from megatron_cp_plugin.harness.forks import free_port
 from tests.integration.megatron_job import SCRIPT, TINY
 
 FUNCTIONAL = Path(__file__).parent / "functional_job.py"
@@ -127,7 +127,7 @@ def main():
     parser.add_argument("--at-once", type=int, default=2)
     arguments = parser.parse_args()
     if arguments.kind == "train":
-        importlib.import_module("megatron_cp_plugin.integration.forked")
+        importlib.import_module("megatron_cp_plugin.harness.forked")
     sys.setswitchinterval(1000)
     return run_all(arguments.kind, arguments.jobs, arguments.at_once)
 

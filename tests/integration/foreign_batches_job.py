@@ -133,7 +133,7 @@ def main() -> None:
         del sys.argv[place : place + 2]
     with one_line_errors():
         sys.argv[1:] = launch.prepare(sys.argv[1:], run_file=True)
-        from megatron_cp_plugin.integration import pretrain
+        from megatron_cp_plugin.harness import pretrain
 
         serve(pretrain, way)
         pretrain.run()

@@ -66,7 +66,7 @@ stack = ModuleSpec(
 )
 
 if __name__ == "__main__":
-    from megatron_cp_plugin.integration import pretrain
+    from megatron_cp_plugin.harness import pretrain
 
     hybrid_block.TENorm = WrappedTorchNorm
     pretrain.run()

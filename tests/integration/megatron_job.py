@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_cp_plugin.integration.forks import ForkedJob, free_port
+from megatron_cp_plugin.harness.forks import ForkedJob, free_port
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "pretrain_gpt.py"
 LAUNCHER = ("-m", "megatron_cp_plugin.launch")

@@ -28,7 +28,7 @@ if __name__ == "__main__":
     if "--hybrid-layer-pattern" in sys.argv:
         runpy.run_path(str(Path(__file__).with_name("hybrid_job.py")), run_name="__main__")
     else:
-        from megatron_cp_plugin.integration import pretrain
+        from megatron_cp_plugin.harness import pretrain
 
         pretrain.run()
     make_group_of_all()

@@ -21,13 +21,13 @@ from megatron.training.arguments import add_megatron_arguments
 
 from megatron_cp_plugin.cli import main
 from megatron_cp_plugin.errors import ContextParallelError
+from megatron_cp_plugin.harness.parity import Recorder
 from megatron_cp_plugin.integration import compat, contract
 from megatron_cp_plugin.integration.args import split_flags
 from megatron_cp_plugin.integration.contract import NAMES, SETTINGS, VERSIONS, Name
 from megatron_cp_plugin.integration.contract_page import markdown
 from megatron_cp_plugin.integration.features import Settings
 from megatron_cp_plugin.integration.hooks import Hooks
-from megatron_cp_plugin.integration.parity import Recorder
 
 ROOT = Path(__file__).parents[2]
 PARTS = ("algorithm", "cpu", "record", "script")
@@ -271,8 +271,9 @@ def test_the_command_lists_all_differences(
 
 
 def sources() -> Iterator[tuple[Path, ast.Module]]:
-    for path in sorted((ROOT / "megatron_cp_plugin" / "integration").glob("*.py")):
-        yield path, ast.parse(path.read_text())
+    for folder in ("integration", "harness"):
+        for path in sorted((ROOT / "megatron_cp_plugin" / folder).glob("*.py")):
+            yield path, ast.parse(path.read_text())
 
 
 def test_every_import_of_megatron_is_in_the_table() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_cp_plugin.integration.parity import Recording
+from megatron_cp_plugin.harness.parity import Recording
 from tests.integration.megatron_job import (
     SCRIPT,
     TINY,

@@ -18,10 +18,10 @@ from torch import nn
 
 from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
+from megatron_cp_plugin.harness.parity import Comparison, Recording, Tolerances, compare
 from megatron_cp_plugin.integration.batch import Batches
 from megatron_cp_plugin.integration.checks import check_arguments
 from megatron_cp_plugin.integration.inputs import serve_inputs
-from megatron_cp_plugin.integration.parity import Comparison, Recording, Tolerances, compare
 from megatron_cp_plugin.integration.runtime import Runtime
 from megatron_cp_plugin.integration.spec import with_attention
 from tests.integration.megatron_job import TINY, run_warm

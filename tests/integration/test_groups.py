@@ -12,8 +12,8 @@ from megatron.core import parallel_state
 
 import megatron_cp_plugin
 from megatron_cp_plugin.config import ContextParallelConfig
+from megatron_cp_plugin.core.process_groups import JointMaking
 from megatron_cp_plugin.core.shape import Shape
-from megatron_cp_plugin.core.topology import JointMaking
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration import groups
 from megatron_cp_plugin.integration.runtime import Runtime
@@ -38,11 +38,11 @@ def groups_after(folder: Path, flags: str) -> list[list[str]]:
 
 @slow
 def test_stages_of_different_algorithms(tmp_path: Path) -> None:
-    """The first stage's one flow takes the given group; the second stage's two need another one."""
+    """The first stage's channel takes the given group; the second stage's two need another one."""
     flags = "--cp-layers lasp2,zigzag --cp-linear-model transnormer"
     found = groups_after(tmp_path, flags)
     for of_rank in found:
-        # What was given has the flow of lasp2, and zigzag two others.
+        # What was given has the channel of lasp2, and zigzag two others.
         assert of_rank.count("2 3 CONTEXT_PARALLEL_GROUP") == 3
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_cp_plugin.integration.parity import Recording, Tolerances, compare
+from megatron_cp_plugin.harness.parity import Recording, Tolerances, compare
 from tests.integration.megatron_job import SLOWLY, TINY, run_warm
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

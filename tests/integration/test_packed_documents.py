@@ -13,9 +13,9 @@ from torch import nn
 
 from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.errors import ContextParallelError
+from megatron_cp_plugin.harness.parity import Recording, Tolerances, compare
 from megatron_cp_plugin.integration.batch import Batches
 from megatron_cp_plugin.integration.inputs import serve_inputs
-from megatron_cp_plugin.integration.parity import Recording, Tolerances, compare
 from megatron_cp_plugin.integration.runtime import Runtime
 from tests.integration.megatron_job import LAUNCHER, SLOWLY, TINY, run, run_warm
 from tests.integration.ranks import ALONE, on_ranks

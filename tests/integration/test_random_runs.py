@@ -19,9 +19,9 @@ from megatron.training.arguments import add_megatron_arguments
 
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.errors import ContextParallelError
+from megatron_cp_plugin.harness.parity import Recording
 from megatron_cp_plugin.integration.args import split_flags
 from megatron_cp_plugin.integration.checks import check_arguments
-from megatron_cp_plugin.integration.parity import Recording
 from megatron_cp_plugin.layers import options_by_name
 from tests.integration.megatron_job import Job, run_warm
 

@@ -9,8 +9,8 @@ import pytest
 
 from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.errors import ConfigError
+from megatron_cp_plugin.harness.parity import Recording
 from megatron_cp_plugin.integration.args import add_arguments, split_flags
-from megatron_cp_plugin.integration.parity import Recording
 from megatron_cp_plugin.integration.recompute import checkpoint, describe
 from megatron_cp_plugin.integration.yaml_config import yaml_to_argv
 from tests.integration.megatron_job import TINY, run_warm

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_cp_plugin.integration.parity import Recording, Tolerances
+from megatron_cp_plugin.harness.parity import Recording, Tolerances
 from tests.integration.megatron_job import (
     SCRIPT,
     TINY,

@@ -14,7 +14,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from megatron_cp_plugin.integration.parity import Tolerances
+from megatron_cp_plugin.harness.parity import Tolerances
 from tests.integration.megatron_job import LAUNCHER, SCRIPT, TINY, Job, run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

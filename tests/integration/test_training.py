@@ -55,7 +55,7 @@ def test_ring_through_the_launcher_beside_data_parallel_with_recompute(
     script.write_text("import gpt_program\n\nif __name__ == '__main__':\n    gpt_program.run()\n")
     # A script may import modules that lie beside it.
     (tmp_path / "gpt_program.py").write_text(
-        "from megatron_cp_plugin.integration.pretrain import run\n"
+        "from megatron_cp_plugin.harness.pretrain import run\n"
     )
     recompute = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
     flags = (*algo("ring", 2), *recompute.split(), "--use-distributed-optimizer")

@@ -2,14 +2,18 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from megatron_cp_plugin.core.fused import fused_for
+from megatron_cp_plugin.core.kernel import Problem, SoftmaxKernel, Statistics
+from megatron_cp_plugin.core.linear_kernel import LinearProblem
 from megatron_cp_plugin.core.partial import delta_of
 from megatron_cp_plugin.errors import KernelUnavailableError
-from megatron_cp_plugin.kernels import Problem, SoftmaxKernel, Statistics, kernel_names, resolve
-from megatron_cp_plugin.kernels.linear import LinearProblem, resolve_linear
+from megatron_cp_plugin.kernels import kernel_names, resolve
+from megatron_cp_plugin.kernels.linear import resolve_linear
 from tests.oracle import expected_attention, relative_error
 
 CPU = torch.device("cpu")
@@ -191,6 +195,14 @@ fused.product_into(out, a, x, scale, (b, share))
 less = product - b.float() * share[..., None, None]
 torch.testing.assert_close(out, less)
 """
+
+
+def test_gpus_have_fused_operations():
+    """Whoever imports the package: `core` does not know of them."""
+    triton_kernels = pytest.importorskip("megatron_cp_plugin.kernels.fused")
+    on_gpu = SimpleNamespace(device=torch.device("cuda"))
+    assert fused_for(on_gpu) is triton_kernels
+    assert fused_for(torch.zeros(1)) is None
 
 
 def test_triton_kernels_in_the_interpreter():

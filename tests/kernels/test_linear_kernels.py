@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from megatron_cp_plugin.core.decay import Decay
+from megatron_cp_plugin.core.linear_kernel import LinearProblem
 from megatron_cp_plugin.errors import KernelUnavailableError
-from megatron_cp_plugin.kernels.linear import LinearProblem, linear_kernel_names, resolve_linear
+from megatron_cp_plugin.kernels.linear import linear_kernel_names, resolve_linear
 from tests.linear_oracle import linear_expected
 from tests.oracle import relative_error
 

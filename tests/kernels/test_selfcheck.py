@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from megatron_cp_plugin.core.kernel import Problem, Statistics
 from megatron_cp_plugin.errors import KernelUnavailableError
-from megatron_cp_plugin.kernels import Problem, Statistics, resolve
+from megatron_cp_plugin.kernels import resolve
 from megatron_cp_plugin.kernels.selfcheck import accuracy, check_kernel
 from megatron_cp_plugin.kernels.torch_flash import CpuFlashAttention
 

@@ -31,9 +31,9 @@ from torch import Tensor
 
 from megatron_cp_plugin.core.comm import record_communication
 from megatron_cp_plugin.errors import ContextParallelError
+from megatron_cp_plugin.harness.weight_parts import rows_of_weights
 from megatron_cp_plugin.integration import compat
 from megatron_cp_plugin.integration.contract import TRAIN_STEP
-from megatron_cp_plugin.integration.weight_parts import rows_of_weights
 
 # The position of a rank's model shard: (pipeline, tensor, expert) parallel rank.
 Shard = tuple[int, int, int]

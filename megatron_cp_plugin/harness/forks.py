@@ -98,7 +98,7 @@ def free_port() -> int:
 def _start_server() -> None:
     """Starts the process to be forked, if there is none."""
     # It imports this, and not we: it puts the CPU platform in force.
-    forkserver.set_forkserver_preload(["megatron_cp_plugin.integration.forked"])
+    forkserver.set_forkserver_preload(["megatron_cp_plugin.harness.forked"])
     threads = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = "1"
     forkserver.ensure_running()

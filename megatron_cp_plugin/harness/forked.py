@@ -10,21 +10,21 @@ from megatron_cp_plugin.integration import cpu
 def _import_megatron() -> None:
     cpu.install()
     for name in (
-        "megatron_cp_plugin.integration.pretrain",
+        "megatron_cp_plugin.harness.pretrain",
         # And what is imported in functions.
         "megatron.core.tokenizers.text",
         "megatron_cp_plugin.algorithms",
         "megatron_cp_plugin.integration.checks",
         "megatron_cp_plugin.integration.hooks",
-        "megatron_cp_plugin.integration.parity",
+        "megatron_cp_plugin.harness.parity",
         "megatron_cp_plugin.integration.spec",
         "megatron_cp_plugin.integration.yaml_config",
         "torch._dynamo",
     ):
         importlib.import_module(name)
     # It takes names of Megatron, and has to do so after the plugin has replaced them: once a rank.
-    del sys.modules["megatron_cp_plugin.integration.pretrain"]
-    delattr(sys.modules["megatron_cp_plugin.integration"], "pretrain")
+    del sys.modules["megatron_cp_plugin.harness.pretrain"]
+    delattr(sys.modules["megatron_cp_plugin.harness"], "pretrain")
 
 
 with warnings.catch_warnings():

@@ -1,0 +1,38 @@
+"""Merges, sums and row sums in one pass over memory, on types of device that have them.
+
+`core` computes all of it by PyTorch; the folder of kernels registers what is faster.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+from torch import Tensor
+
+
+class FusedOperations(Protocol):
+    """Operations in float32; `core.partial` has functions of the same names that define them."""
+
+    def merge_into(
+        self, out: Tensor, lse: Tensor, a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor
+    ) -> None:
+        """As `partial.merge_into`, with lse in float32."""
+
+    def sum_into(self, out: Tensor, a: Tensor, b: Tensor | None) -> None:
+        """out = a + b; out may be a; no b: a copy. Args: all [B,S,heads,D], not float64."""
+
+    def delta_of(self, dout: Tensor, out: Tensor) -> Tensor:
+        """As `partial.delta_of`, without float64."""
+
+
+_by_device: dict[str, Callable[[], FusedOperations]] = {}
+
+
+def register_fused(device_type: str, load: Callable[[], FusedOperations]) -> None:
+    """Has tensors of a type of device go through fused operations. Args: load: at first use."""
+    _by_device[device_type] = load
+
+
+def fused_for(x: Tensor) -> FusedOperations | None:
+    """Those for tensors on x's device; None: PyTorch's own operations serve."""
+    load = _by_device.get(x.device.type)
+    return None if load is None else load()

@@ -1,0 +1,164 @@
+"""Topologies over torch.distributed's process groups."""
+
+import os
+from collections.abc import Callable, Sequence
+from functools import cache
+from socket import gethostname
+
+import torch
+import torch.distributed as dist
+
+from megatron_cp_plugin.core.comm import Communicator, ProcessGroupCommunicator
+from megatron_cp_plugin.core.peer import PeerCommunicator, SlottedCommunicator
+from megatron_cp_plugin.core.topology import Topology
+from megatron_cp_plugin.core.virtual import VirtualWorld
+from megatron_cp_plugin.errors import CommunicationError, ContextParallelError
+
+_topologies: dict[dist.ProcessGroup, "ProcessGroupTopology"] = {}
+
+
+def topology_of(group: dist.ProcessGroup | None) -> Topology:
+    """Topology of a process group; None: all processes, or this one where there is no
+    process group. Its ranks alone make further groups, when they need them: see JointMaking.
+    """
+    if group is None:
+        if not dist.is_initialized():
+            return _alone()
+        group = dist.group.WORLD
+        assert group is not None
+    if dist.get_world_size(group) == 1:
+        return _alone()
+    if group not in _topologies:
+        _topologies[group] = ProcessGroupTopology(group)
+    return _topologies[group]
+
+
+def release_topologies() -> None:
+    """Gives back the receive buffers of all that `topology_of` made; see functional.release."""
+    for topology in _topologies.values():
+        topology.drop_peer_channels()
+    if not dist.is_initialized():
+        _topologies.clear()
+
+
+@cache
+def _alone() -> Topology:
+    """One rank, which needs no network: always the same, for it is the key of what is cached."""
+    return VirtualWorld(1).topology(0)
+
+
+class ProcessGroupTopology(Topology):
+    """Over a torch.distributed process group."""
+
+    def __init__(self, group: dist.ProcessGroup, make: "JointMaking | None" = None) -> None:
+        """Args: make: makes the further groups; None: the ranks of each do, when they need it."""
+        super().__init__(dist.get_rank(group), dist.get_world_size(group))
+        self._group = group
+        self._make = make
+        self._channels: dict[str, Communicator] = {}
+        self._nodes: tuple[int, ...] | None = None
+        self._peer_access: bool | None = None
+
+    def channel(self, name: str) -> Communicator:
+        if name not in self._channels:
+            # The first channel uses the group that was given: no further connections or buffers.
+            group = self._new_group(range(self.size)) if self._channels else self._group
+            self._channels[name] = ProcessGroupCommunicator(name, group)
+        return self._channels[name]
+
+    @property
+    def peer_access(self) -> bool:
+        if self._peer_access is None:
+            self._peer_access = self.size > 1 and self._reaches_all()
+        return self._peer_access
+
+    def _reaches_all(self) -> bool:
+        if dist.get_backend(self._group) != "nccl" or len(set(self.nodes)) > 1:
+            return False
+        if os.environ.get("NCCL_P2P_DISABLE") == "1":
+            return False  # whoever keeps NCCL from peer memory means us too
+        mine = torch.cuda.current_device()
+        devices: list[int] = [0] * self.size
+        dist.all_gather_object(devices, mine, group=self._group)
+        # Where each process sees one device only, nobody can tell from indices.
+        told_apart = len(set(devices)) == self.size
+        reached = told_apart and all(
+            other == mine or torch.cuda.can_device_access_peer(mine, other) for other in devices
+        )
+        answers = [False] * self.size
+        dist.all_gather_object(answers, reached, group=self._group)
+        return all(answers)
+
+    def _make_peer_channel(self, name: str, slots: int) -> SlottedCommunicator:
+        return PeerCommunicator(name, self._group, slots)
+
+    def _make_subgroup(self, ranks: tuple[int, ...], name: str) -> Topology:
+        if len(ranks) == 1:
+            return _alone()
+        return ProcessGroupTopology(self._new_group(ranks), self._make)
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        if self._nodes is None:
+            hosts: list[str] = [""] * self.size
+            dist.all_gather_object(hosts, gethostname(), group=self._group)
+            self._nodes = tuple(hosts.index(host) for host in hosts)
+        return self._nodes
+
+    def gather[T](self, mine: T) -> list[T]:
+        gathered = [mine] * self.size
+        try:
+            dist.all_gather_object(gathered, mine, group=self._group)
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            raise CommunicationError(
+                f"rank {self.rank} of {self.size} lost the others; has one of them died? ({reason})"
+            ) from error
+        return gathered
+
+    def _new_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
+        world_ranks = dist.get_process_group_ranks(self._group)
+        members = [world_ranks[rank] for rank in ranks]
+        if self._make is not None:
+            return self._make(members)
+        group = dist.new_group(
+            members, backend=dist.get_backend(self._group), use_local_synchronization=True
+        )
+        assert isinstance(group, dist.ProcessGroup)  # this rank is a member
+        return group
+
+
+class JointMaking:
+    """Makes process groups by all ranks of the job together, in one order on all of them.
+
+    Ranks that make unequally many groups by themselves disagree about the names of later ones,
+    and hang in the next `torch.distributed.new_group`. So all ranks of the job call an instance
+    equally often, each for a group of its own, and all take part in making each other's.
+    """
+
+    def __init__(self, new_group: Callable[[list[int]], object]) -> None:
+        """Args: new_group: as `torch.distributed.new_group`, for a list of world ranks."""
+        self._new_group = new_group
+        self._done = False
+
+    def __call__(self, members: Sequence[int]) -> dist.ProcessGroup:
+        """The group of those world ranks, which must include this one.
+
+        Raises: ContextParallelError after `end`.
+        """
+        if self._done:
+            raise ContextParallelError(
+                f"process groups are made at set-up by all ranks together, got another one of "
+                f"ranks {', '.join(map(str, members))} now: all attention layers need the heads "
+                "of the model's configuration"
+            )
+        wanted: list[tuple[int, ...]] = [()] * dist.get_world_size()
+        dist.all_gather_object(wanted, tuple(members))
+        made = {ranks: self._new_group(list(ranks)) for ranks in sorted(set(wanted))}
+        group = made[tuple(members)]
+        assert isinstance(group, dist.ProcessGroup)
+        return group
+
+    def end(self) -> None:
+        """From now on another group is an error; some ranks would wait for others in vain."""
+        self._done = True
