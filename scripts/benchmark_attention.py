@@ -26,7 +26,7 @@ from typing import Any
 import rivals
 import torch
 import torch.distributed as dist
-from lengths import head_dims_of, tokens_of
+from lengths import head_dims_of
 from profiles import computing, device_spans, gaps, longest, new_profiler
 from rich.console import Console
 from rich.table import Table
@@ -43,6 +43,7 @@ from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.kernels import kernel_names, resolve
 from megatron_cp_plugin.paths import check_folder
 from megatron_cp_plugin.registry import layout_of
+from megatron_cp_plugin.tokens import tokens_of
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 MAX_ERROR = 2e-2  # |x - limit's| / |limit's| of a bfloat16 output or gradient

@@ -11,7 +11,7 @@ from functools import partial
 from itertools import product
 
 import torch
-from lengths import head_dims_of, tokens_of
+from lengths import head_dims_of
 from rich.console import Console
 from rich.table import Table
 from triton.testing import do_bench
@@ -23,6 +23,7 @@ from megatron_cp_plugin.ending import one_line_errors
 from megatron_cp_plugin.errors import KernelUnavailableError
 from megatron_cp_plugin.kernels import kernel_names, resolve
 from megatron_cp_plugin.kernels.fused import merge_into, sum_into
+from megatron_cp_plugin.tokens import tokens_of
 
 
 def milliseconds(body: Callable[[], object]) -> float:

@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lengths import tokens_of
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -33,6 +32,7 @@ from megatron_cp_plugin.core.virtual import VirtualWorld
 from megatron_cp_plugin.ending import one_line_errors
 from megatron_cp_plugin.paths import check_folder
 from megatron_cp_plugin.registry import layout_of
+from megatron_cp_plugin.tokens import tokens_of
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 CHECKED_TOKENS = 32768

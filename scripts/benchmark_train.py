@@ -31,12 +31,12 @@ from pathlib import Path
 
 import torch
 from benchmark_train_job import Plan, Report, read_reports
-from lengths import tokens_of
 from rich.console import Console
 from rich.table import Table
 
 from megatron_cp_plugin.ending import one_line_errors
 from megatron_cp_plugin.paths import check_folder
+from megatron_cp_plugin.tokens import tokens_of
 
 ROOT = Path(__file__).resolve().parent.parent
 H200_DENSE_BF16_TFLOPS = 989.0

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NoReturn, override
+from typing import Any, NoReturn, override
 
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.config import LINEAR_MODELS, ContextParallelConfig
@@ -228,8 +229,21 @@ def _option(text: str) -> tuple[str, object]:
 class OneLineParser(argparse.ArgumentParser):
     """A parser whose errors are one line."""
 
+    _words: Sequence[str] = ()
+
+    @override
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self._words = tuple(sys.argv[1:] if args is None else args)
+        return super().parse_known_args(args, namespace)
+
     @override
     def error(self, message: str) -> NoReturn:
+        if "are required" in message:
+            # Rather the misspelt flag than the one that is missing for it.
+            flags = (word.partition("=")[0] for word in self._words if word.startswith("--"))
+            unknown = [flag for flag in flags if flag not in self._option_string_actions]
+            if unknown:
+                message = f"unrecognized arguments: {unknown[0]}"
         raise ConfigError(_usage_error(self, message))
 
 

@@ -363,6 +363,14 @@ def _divisors(value: int) -> str:
     return ", ".join(str(d) for d in range(1, value + 1) if value % d == 0)
 
 
+def describe_window(args: Any) -> str | None:
+    """Returns one line on sliding windows; None if there are none."""
+    window = window_of(Settings(args).window_size)
+    if window is None:
+        return None
+    return f"sliding windows of {window} tokens: a token sees itself and the {window - 1} before it"
+
+
 def describe(config: ContextParallelConfig, kernel: str | None) -> str:
     """Returns one line that says what is in force; `kernel` is what `check_arguments` gave."""
     chosen = f" ({kernel})" if config.kernel == "auto" and kernel else ""

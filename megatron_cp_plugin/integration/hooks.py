@@ -68,6 +68,7 @@ class Hooks:
             check_arguments,
             check_interleaving,
             describe,
+            describe_window,
         )
         from megatron_cp_plugin.integration.files import check_files
         from megatron_cp_plugin.integration.recompute import describe as describe_recompute
@@ -83,6 +84,7 @@ class Hooks:
                 None,
                 (
                     describe(config, kernel),
+                    describe_window(args),
                     gated_delta_net.describe(args),
                     describe_recompute(args, config),
                 ),

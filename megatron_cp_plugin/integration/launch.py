@@ -16,6 +16,7 @@ import torch
 
 from megatron_cp_plugin.ending import whole_program
 from megatron_cp_plugin.errors import ConfigError, nearest
+from megatron_cp_plugin.extras import need
 from megatron_cp_plugin.integration.args import (
     MEGATRON,
     PLATFORMS,
@@ -34,12 +35,15 @@ _EXAMPLE = (
     "torchrun --nproc-per-node 8 -m megatron_cp_plugin.launch pretrain_gpt.py \\\n"
     "      --context-parallel-algo zigzag --context-parallel-size 8 <your own flags>"
 )
-_USAGE_OF_OURS = "torchrun ... scripts/pretrain_gpt.py --config FILE [flags]"
+_USAGE_OF_OURS = "megatron-cp train, or torchrun ... scripts/pretrain_gpt.py, --config FILE [flags]"
 _EXAMPLE_OF_OURS = (
     "torchrun --nproc-per-node 4 scripts/pretrain_gpt.py --config configs/tiny_zigzag.yaml \\\n"
     "      --seq-length 1024"
 )
-_RUN_FILE = "YAML file with any flags of Megatron and ours; flags beside it override it"
+_RUN_FILE = (
+    "YAML file with any flags of Megatron and ours, or the name of one of this package; flags "
+    "beside it override it"
+)
 
 
 def main() -> None:
@@ -75,14 +79,15 @@ def prepare(argv: Sequence[str], run_file: bool = False) -> list[str]:
     Raises:
         ContextParallelError: A flag has a value that is not allowed.
     """
-    path, words = _split_run_file(argv) if run_file else (None, list(argv))
+    need("megatron", "training with Megatron", "megatron")
+    path, words = split_run_file(argv) if run_file else (None, list(argv))
     if not {"-h", "--help"}.isdisjoint(words):
         _print_help(run_file)
         sys.exit()
     flags, rest = split_flags(words)
     if path is None:
         flags.check()
-    of_the_file = _check_run_file(path)
+    of_the_file = check_run_file(path)
     platform, why = _platform(flags.platform or of_the_file)
     if platform == "cpu":
         from megatron_cp_plugin.integration import cpu
@@ -128,14 +133,15 @@ def prepare(argv: Sequence[str], run_file: bool = False) -> list[str]:
     return rest
 
 
-def _split_run_file(argv: Sequence[str]) -> tuple[str | None, list[str]]:
+def split_run_file(argv: Sequence[str]) -> tuple[str | None, list[str]]:
+    """Returns what `--config` gives, and the rest of a command line of our own script."""
     parser = OneLineParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config", metavar="FILE", default=None)
     known, rest = parser.parse_known_args(list(argv))
     return known.config, rest
 
 
-def _check_run_file(path: str | None) -> str:
+def check_run_file(path: str | None) -> str:
     """Returns the platform that a run file names; it is needed before Megatron is imported.
 
     Raises:
@@ -143,6 +149,7 @@ def _check_run_file(path: str | None) -> str:
     """
     if path is None:
         return "auto"
+    need("megatron", "--config", "omegaconf", "yaml")
     from megatron_cp_plugin.integration.yaml_config import load_run_file
 
     section = load_run_file(path).get("context_parallel")

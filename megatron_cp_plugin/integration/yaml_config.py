@@ -38,6 +38,7 @@ from megatron_cp_plugin import registry
 from megatron_cp_plugin.errors import ConfigError, nearest
 from megatron_cp_plugin.integration.args import MEGATRON, OneLineParser, chosen_algorithm
 
+_SHIPPED = Path(__file__).parents[1] / "configs"
 _SECTIONS = ("megatron", "context_parallel")
 # The keys of `context_parallel:` that have a flag of their own; all others are algorithm options.
 _FLAGS = {
@@ -148,13 +149,20 @@ def _plain(text: str) -> object:
 def load_run_file(path: str | Path) -> DictConfig:
     """Reads a YAML run file without following its references or looking at its keys.
 
+    Args:
+        path: The file, or the name of one that this package ships.
+
     Raises:
         ConfigError: The file cannot be read, is not YAML or has an unknown section.
     """
+    shipped = {file.stem: file for file in _SHIPPED.glob("*.yaml")}
     try:
-        config = OmegaConf.load(path)
+        config = OmegaConf.load(shipped.get(str(path), path))
     except FileNotFoundError:
-        raise ConfigError(f"{path}: no such run file: check --config") from None
+        raise ConfigError(
+            f"{path}: no such run file{nearest(str(path), shipped)}: give a path, or the name of "
+            f"one of {', '.join(sorted(shipped))}"
+        ) from None
     except (OSError, UnicodeDecodeError, OmegaConfBaseException) as error:
         raise ConfigError(f"{path}: cannot be read: {_one_line(error)}") from None
     except yaml.YAMLError as error:
