@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return train.main(words[1:])
     if words[:1] == ["prepare-data"]:
-        need("megatron", "prepare-data", "megatron", "numpy")
+        need("megatron", "prepare-data", "megatron")
         from megatron_cp_plugin.harness import prepare_data
 
         return prepare_data.main(words[1:])

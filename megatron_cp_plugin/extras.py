@@ -5,7 +5,7 @@ from importlib.util import find_spec
 from megatron_cp_plugin.errors import ConfigError
 
 _MODULES = {
-    "megatron": ("megatron", "omegaconf", "yaml", "numpy"),
+    "megatron": ("megatron", "omegaconf", "yaml"),
     "report": ("matplotlib", "rich"),
 }
 

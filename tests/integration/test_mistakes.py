@@ -13,7 +13,7 @@ from tests.integration.megatron_job import LAUNCHER, SCRIPT, TINY, process_envir
 CONFIGS = Path(__file__).parents[2] / "configs"
 LINES = 12
 SECONDS = 20
-PREFIX = "megatron_cp_plugin: error: "
+PREFIX = re.compile(r"\b(?:megatron_cp_plugin|megatron-cp|\w+): error: ")
 
 
 def of(config: str) -> tuple[str, ...]:
@@ -22,18 +22,36 @@ def of(config: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Mistake:
-    """What a user types after torchrun, and what has to be said."""
+    """What a user types after torchrun, and what has to be said.
+
+    Attributes: file: text of run.yaml, which is in the folder where it is started.
+    """
 
     name: str
     flags: str
     says: str
     ranks: int = 2
     program: tuple[str, ...] = field(default=of("tiny_zigzag"))
+    file: str = ""
 
     @property
     def words(self) -> tuple[str, ...]:
         return (*self.program, *self.flags.split())
 
+
+PLAIN = (str(SCRIPT), *TINY)
+ZIGZAG = (*PLAIN, "--context-parallel-algo", "zigzag", "--context-parallel-size", "2")
+LAUNCHED = (*LAUNCHER, "script.py", *TINY)
+# As little of a script that is not ours as reads its command line.
+FOREIGN = """
+from megatron.training.arguments import parse_and_validate_args
+
+parse_and_validate_args()
+"""
+OWN_FILE = (str(SCRIPT), "--config", "run.yaml")
+MODULE = ("-m", "megatron_cp_plugin.cli")
+ROOT = CONFIGS.parent
+UNWRITABLE = "got /proc/x, where nothing can be written"
 
 MISTAKES = (
     Mistake(
@@ -46,10 +64,187 @@ MISTAKES = (
         "flag", "--seq-lenght 1024", r"unknown flag --seq-lenght \(did you mean '--seq-length'"
     ),
     Mistake(
+        "our flag",
+        "--context-paralel-algo ring",
+        "unknown flag --context-paralel-algo .did you mean '--context-parallel-algo'",
+        ranks=4,
+    ),
+    Mistake(
         "our flag of a script that is not ours",
         "--context-paralel-algo zigzag",
         "unknown flag --context-paralel-algo .did you mean '--context-parallel-algo'",
-        program=(*LAUNCHER, str(SCRIPT), *TINY),
+        program=LAUNCHED,
+    ),
+    Mistake(
+        "flag of a script that is not ours",
+        "--context-parallel-algo ring --seq-lenght 8",
+        "unknown flag --seq-lenght .did you mean '--seq-length'",
+        program=LAUNCHED,
+    ),
+    Mistake("word", "1024", "'1024' belongs to no flag"),
+    Mistake("value", "--seq-length abc", "--seq-length takes a whole number, got 'abc'"),
+    Mistake("no value", "--seq-length", "--seq-length expected one argument"),
+    Mistake("window", "--window-size 100", "got 100: use --window-size 99,0", program=ZIGZAG),
+    Mistake(
+        "window to the right", "--window-size 100,5", "use --window-size 100,0", program=ZIGZAG
+    ),
+    Mistake("algorithm", "--context-parallel-algo zigzga", "did you mean 'zigzag'"),
+    Mistake(
+        "option", "--cp-options backwards=kv", "no option 'backwards' .did you mean 'backward'"
+    ),
+    Mistake("option's value", "--cp-options backward=kw", "got 'kw' .did you mean 'kv'"),
+    Mistake("option's form", "--cp-options backward", "takes KEY=VALUE, got 'backward'"),
+    Mistake(
+        "option of another algorithm",
+        "--context-parallel-algo ulysses --cp-options backward=kv",
+        "ulysses has no option 'backward'",
+        program=of("tiny_ring"),
+    ),
+    Mistake("kernel", "--cp-kernel flsh4 --mock-data", "did you mean 'flash4'", ranks=4),
+    Mistake("kernel of GPUs", "--cp-kernel cudnn --mock-data", "use kernel auto", ranks=4),
+    Mistake("platform", "--cp-platform gpu", "choose from"),
+    Mistake("no GPU", "--cp-platform cuda", "needs a GPU, got none: use --cp-platform cpu"),
+    Mistake(
+        "no such run file",
+        "",
+        "tiny_zigzg: no such run file .did you mean 'tiny_zigzag'",
+        program=(str(SCRIPT), "--config", "tiny_zigzg"),
+    ),
+    Mistake("no YAML", "", "not valid YAML: line 2", program=OWN_FILE, file="megatron: [\n"),
+    Mistake(
+        "section",
+        "",
+        "unknown section 'megatrn' .did you mean 'megatron'",
+        program=OWN_FILE,
+        file="megatrn: {}\n",
+    ),
+    Mistake(
+        "key",
+        "",
+        "no such Megatron flag .did you mean 'seq_length'",
+        program=OWN_FILE,
+        file="megatron: {seq_lenght: 8}\n",
+    ),
+    Mistake(
+        "key's value",
+        "",
+        "num_layers takes a whole number, got 'two'",
+        program=OWN_FILE,
+        file="megatron: {num_layers: two}\n",
+    ),
+    Mistake(
+        "key of the algorithm",
+        "",
+        "unknown key .did you mean 'backward'",
+        program=OWN_FILE,
+        file="context_parallel: {algo: ring, backwad: kv}\n",
+    ),
+    Mistake(
+        "reference",
+        "",
+        "Interpolation key 'megatron.layers' not found",
+        program=OWN_FILE,
+        file="megatron: {num_layers: '${megatron.layers}'}\n",
+    ),
+    Mistake("length", "--seq-length 66", "got 66: use 64 or 68, or", program=ZIGZAG),
+    Mistake(
+        "ranks",
+        "--context-parallel-size 3",
+        "must divide the number of processes, got 2: start a multiple of 3",
+        program=ZIGZAG,
+    ),
+    Mistake(
+        "ranks of two kinds",
+        "--tensor-model-parallel-size 2",
+        "context_parallel_size 2 . tensor_model_parallel_size 2 = 4 must divide",
+        program=ZIGZAG,
+    ),
+    Mistake(
+        "heads",
+        "--context-parallel-size 1 --tensor-model-parallel-size 3",
+        "num_attention_heads must be divisible .* use tensor_model_parallel_size 1",
+        program=ZIGZAG,
+        ranks=3,
+    ),
+    Mistake(
+        "heads of ulysses",
+        "--context-parallel-algo ulysses --context-parallel-size 3 --seq-length 66",
+        "use --context-parallel-algo zigzag",
+        program=PLAIN,
+        ranks=3,
+    ),
+    Mistake(
+        "teams",
+        "--context-parallel-algo usp --cp-options ulysses=3",
+        "use one of 1, 2, or 0",
+        program=(*PLAIN, "--context-parallel-size", "2"),
+    ),
+    Mistake(
+        "grid",
+        "--context-parallel-algo attention2d --cp-options rows=3",
+        "use one of 1x4, 2x2, 4x1",
+        ranks=4,
+    ),
+    Mistake("data", "", "prepare-data --output data/stdlib, or add --mock-data", ranks=4),
+    Mistake(
+        "documents",
+        "",
+        "--output data/stdlib_pieces --document-bytes 200",
+        program=of("tiny_documents"),
+        ranks=4,
+    ),
+    Mistake("checkpoints", "--save /proc/x", f"--save {UNWRITABLE}", program=ZIGZAG),
+    Mistake("record", "--cp-record /proc/x", f"--cp-record {UNWRITABLE}", program=ZIGZAG),
+    Mistake("logs", "--tensorboard-dir /proc/x", f"-dir {UNWRITABLE}", program=ZIGZAG),
+    Mistake("no algorithm", "--save /proc/x", f"--save {UNWRITABLE}", program=PLAIN),
+    Mistake(
+        "Megatron's own",
+        "--context-parallel-algo megatron",
+        "needs the attention of Transformer Engine, got",
+        ranks=4,
+    ),
+    Mistake("linear", "--context-parallel-algo lasp", "choose --cp-linear-model", ranks=4),
+    Mistake("layers", "--cp-layers lasp2*x", "layers takes NAME or NAME.COUNT"),
+    Mistake("comm type", "--cp-comm-type p2pp", "did you mean 'p2p'", program=PLAIN),
+    Mistake(
+        "two algorithms",
+        "--cp-comm-type a2a",
+        "means ulysses, got also --context-parallel-algo zigzag",
+        program=ZIGZAG,
+    ),
+    Mistake(
+        "kernel of Megatron's",
+        "--attention-backend flash",
+        "leave --attention-backend out",
+        program=ZIGZAG,
+    ),
+    Mistake(
+        "mask",
+        "--reset-attention-mask",
+        "use --dataloader-inter-document-masking",
+        program=ZIGZAG,
+    ),
+    Mistake(
+        "positions",
+        "--max-position-embeddings 32",
+        "Megatron refuses these flags: .*max_position_embeddings",
+        program=ZIGZAG,
+    ),
+    Mistake("batch", "--micro-batch-size 3", "Megatron refuses these flags", program=ZIGZAG),
+    Mistake("no script", "", "the first argument must be a training script", program=LAUNCHER),
+    Mistake("no such script", "", "no training script at x.py", program=(*LAUNCHER, "x.py")),
+    Mistake("doctor", "doctor --heads 30", "must divide the 30 heads, got 8", program=MODULE),
+    Mistake(
+        "conformance without GPUs",
+        "",
+        "needs a GPU for each of 2 ranks, got 0: add --device cpu",
+        program=(str(ROOT / "tests" / "distributed_conformance.py"),),
+    ),
+    Mistake(
+        "benchmark without GPUs",
+        "",
+        "needs a GPU for each of 2 ranks, got 0: add --device cpu",
+        program=(str(ROOT / "scripts" / "benchmark_attention.py"),),
     ),
 )
 QUICK = ("dropout", "flag", "our flag of a script that is not ours")
@@ -105,12 +300,14 @@ def _processor_seconds() -> float:
     ],
 )
 def test_a_mistake_is_one_line_said_once_and_last(mistake: Mistake, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(mistake.file)
+    (tmp_path / "script.py").write_text(FOREIGN)
     said = make(mistake.words, mistake.ranks, cwd=tmp_path)
     everything = "\n".join((*said.lines, said.report))
-    assert everything.count(PREFIX) == 1, everything
+    assert len(PREFIX.findall(everything)) == 1, everything
     message, rule = said.report.rstrip().splitlines()[-2:]
     assert set(rule) == {"="}
-    assert re.search(mistake.says, message.partition(PREFIX)[2]), message
+    assert re.search(mistake.says, PREFIX.split(message)[1]), message
     # torchrun's own report is one traceback and one failure, of the rank that has the message.
     assert "Traceback" not in said.report
     assert said.report.count("exitcode  : ") == said.report.count("exitcode  : 2 ") == 1
