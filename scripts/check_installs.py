@@ -73,7 +73,10 @@ ENVIRONMENTS = {
             Trial("megatron-cp hooks --check", "0 difference(s)"),
             Trial("megatron-cp train --help", "--context-parallel-algo NAME"),
             Trial(_TRAIN, "megatron-cp prepare-data --output data/stdlib", 2),
-            Trial("megatron-cp prepare-data example.py --output data/stdlib", "1 documents"),
+            Trial(
+                "megatron-cp prepare-data example.py --output data/stdlib --document-bytes 4",
+                "documents",
+            ),
             Trial(f"{_TRAIN} --seq-length 64", "iteration        2/"),
             Trial(
                 "torchrun --nproc-per-node 2 -m megatron_cp_plugin.cli train --config tiny_zigzag "
@@ -94,7 +97,10 @@ ENVIRONMENTS = {
         "--editable {root}[dev]",
         (
             *_TORCH_ALONE,
-            Trial("megatron-cp prepare-data example.py --output data/stdlib", "1 documents"),
+            Trial(
+                "megatron-cp prepare-data example.py --output data/stdlib --document-bytes 4",
+                "documents",
+            ),
             Trial(
                 "torchrun --nproc-per-node 2 {root}/scripts/pretrain_gpt.py --config "
                 "{root}/configs/tiny_zigzag.yaml --context-parallel-size 2 --train-iters 1 "
@@ -121,7 +127,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     failed = 0
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
-        build = [uv, "build", "--quiet", "--wheel", "--python", args.python, "--out-dir", folder]
+        # By way of the source distribution, so that a stale build folder is not in it.
+        build = [uv, "build", "--quiet", "--python", args.python, "--out-dir", folder]
         _run([*build, str(ROOT)], place)
         (wheel,) = place.glob("*.whl")
         for name in args.only:

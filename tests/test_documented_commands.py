@@ -117,6 +117,7 @@ def test_commands_of_the_pages(command: str, tmp_path: Path) -> None:
     tools = Path(sys.executable).parent
     if "--data-path" in words:
         data = [tools / "megatron-cp", "prepare-data", "README.md", "--output", "data/readme"]
+        data += ["--document-bytes", "200"]
         subprocess.run(data, cwd=tmp_path, check=True, capture_output=True)
     if words[0] != "make":
         words[0] = str(tools / words[0])

@@ -99,7 +99,7 @@ def _start(argv: Sequence[str]) -> int:
             print(f"megatron-cp: rank {rank} ended with exit code {code}", file=sys.stderr)
         return failure.exitcode if failure.exitcode > 0 else 1
     except (SignalException, KeyboardInterrupt):
-        print("megatron-cp: interrupted", file=sys.stderr)
+        # The first rank has said so.
         return INTERRUPTED
     return 0
 
@@ -107,15 +107,15 @@ def _start(argv: Sequence[str]) -> int:
 def _needed_ranks(words: Sequence[str]) -> int:
     """The product of the parallel sizes that flags or the run file give."""
     path, rest = launch.split_run_file(words)
-    settings: dict[str, object] = {}
+    of_file: dict[str, object] = {}
     if path is not None:
         from megatron_cp_plugin.integration.yaml_config import load_run_file
 
         section = load_run_file(path).get("megatron") or {}
-        settings = {str(key).replace("-", "_"): value for key, value in section.items()}
+        of_file = {str(key).replace("-", "_"): value for key, value in section.items()}
     parser = OneLineParser(add_help=False, allow_abbrev=False)
     for name in _SIZES:
         parser.add_argument("--" + name.replace("_", "-"), type=int)
     given = vars(parser.parse_known_args(rest)[0])
-    sizes = (given[name] or settings.get(name, 1) for name in _SIZES)
+    sizes = (given[name] or of_file.get(name, 1) for name in _SIZES)
     return prod(size for size in sizes if isinstance(size, int))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+import struct
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,10 @@ from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.integration.features import Settings, packs_documents
 from megatron_cp_plugin.paths import check_folder
 
+# An index begins with a magic word, a version, the type of tokens and the number of documents.
+_HEAD, _MAGIC = struct.Struct("<9sQBQ"), b"MMIDIDX"
+_PARTS = ("training", "validation", "testing")
+_SPLIT = "969,30,1"  # Megatron's own
 _WRITTEN = ("save", "tensorboard_dir", "data_cache_path")
 _READ = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 
@@ -60,6 +67,28 @@ def _check_data(flag: str, prefix: str, settings: Settings) -> None:
             f"files' data with megatron-cp prepare-data --output {prefix}{pieces}, or add "
             "--mock-data"
         )
+    if flag == "--data-path":
+        _check_split(prefix, settings.split or _SPLIT)
+
+
+def _check_split(prefix: str, split: str) -> None:
+    """Refuses a part without documents, whose epochs Megatron counts without an end."""
+    with Path(f"{prefix}.idx").open("rb") as index:
+        head = index.read(_HEAD.size)
+    if len(head) < _HEAD.size or not head.startswith(_MAGIC):
+        raise ConfigError(
+            f"--data-path got {prefix}, and {prefix}.idx is no index that Megatron can read: write "
+            "the data again"
+        )
+    count = _HEAD.unpack(head)[-1]
+    shares = [float(word) for word in re.findall(r"[.0-9]+", split)]
+    bounds = [round(sum(shares[:n]) / (sum(shares) or 1) * count) for n in range(len(shares) + 1)]
+    for name, share, (start, stop) in zip(_PARTS, shares, pairwise(bounds), strict=False):
+        if share and start == stop:
+            raise ConfigError(
+                f"--split {split} leaves none of the {count} document(s) of {prefix} for "
+                f"{name}: add documents, or use --split 100,0,0"
+            )
 
 
 def _prefixes(words: Iterable[str]) -> Iterator[str]:

@@ -1,6 +1,7 @@
 """Data that are missing, before Megatron looks for them."""
 
 import argparse
+import struct
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,13 @@ def parser() -> argparse.ArgumentParser:
         ("--data-path absent --sft", "--data-path got absent, and there is no such file"),
         ("--save there.bin/x", "--save got there.bin/x, where nothing can be written"),
         ("--tensorboard-dir there.bin --mock-data", "--tensorboard-dir got there.bin"),
+        ("--data-path broken", "broken.idx is no index that Megatron can read"),
+        ("--data-path few --split 98,2,0",
+         "--split 98,2,0 leaves none of the 24 document(s) of few for validation: add documents, "
+         "or use --split 100,0,0"),
+        ("--data-path few", "--split 969,30,1 leaves none of the 24 document(s) of few for"),
+        ("--data-path few --split 100,0,0", None),
+        ("--data-path few --split 90,10", None),
         ("--data-path there", None),
         ("--data-path 1 there 2.5 there --save new", None),
         ("--data-path absent --mock-data", None),
@@ -46,8 +54,11 @@ def test_data_and_folders(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(files, "find_spec", lambda name: name)
-    for name in ("there.bin", "there.idx", "half.bin"):
+    for name in ("there.bin", "half.bin", "broken.bin", "broken.idx"):
         Path(name).touch()
+    for name, count in (("there", 1000), ("few", 24)):
+        Path(f"{name}.bin").touch()
+        Path(f"{name}.idx").write_bytes(struct.pack("<9sQBQ", b"MMIDIDX", 1, 8, count))
     args = parser.parse_args(flags.split())
     if said is None:
         check_files(args)

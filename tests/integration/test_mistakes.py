@@ -1,8 +1,12 @@
 """Usual mistakes, made under torchrun as users make them: one line, said once and last."""
 
+import os
 import re
 import resource
+import signal
 import subprocess
+import sys
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -314,3 +318,56 @@ def test_a_mistake_is_one_line_said_once_and_last(mistake: Mistake, tmp_path: Pa
     assert len(said.lines) <= LINES, "\n".join(said.lines)
     assert said.code == 1  # torchrun's own, whatever the ranks end with
     assert said.seconds < SECONDS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("starter", ["torchrun", "megatron-cp train"])
+def test_an_interrupt_is_one_line(starter: str, tmp_path: Path) -> None:
+    flags = (*TINY, "--train-iters", "100000", *"--context-parallel-algo ring".split())
+    command = torchrun(str(SCRIPT), *flags, ranks=2)
+    if starter == "megatron-cp train":
+        command = [sys.executable, *MODULE, "train", "--nproc-per-node", "2", *flags]
+    log = tmp_path / "log.txt"
+    with log.open("w") as out:
+        job = subprocess.Popen(
+            command,
+            env=process_environment(),
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        deadline = time.monotonic() + 120
+        while " iteration " not in log.read_text() and time.monotonic() < deadline:
+            time.sleep(0.2)
+        trained = len(log.read_text())
+        # As a terminal does it: to all processes.
+        os.killpg(job.pid, signal.SIGINT)
+        code = job.wait(60)
+    before, _, report = log.read_text()[trained:].partition(_TORCHRUN)
+    lines = [line for line in before.splitlines() if " iteration " not in line]
+    assert lines.count("megatron_cp_plugin: interrupted") == 1
+    assert len(lines) <= LINES
+    assert "Traceback" not in report
+    assert code == (130 if starter == "megatron-cp train" else 1)
+    assert bool(report) is (starter == "torchrun")
+
+
+@pytest.mark.slow
+def test_megatron_cp_train_ends_with_2_and_the_message_last(tmp_path: Path) -> None:
+    words = "train --config tiny_zigzag --attention-dropout 0.1".split()
+    done = subprocess.run(
+        [sys.executable, *MODULE, *words],
+        env=process_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=120,
+        check=False,
+        cwd=tmp_path,
+    )
+    lines = [line for line in done.stdout.splitlines() if not _START.search(line)]
+    assert done.returncode == 2
+    assert lines[-1].startswith("megatron_cp_plugin: error: ")
+    assert lines[-1].endswith("add --attention-dropout 0")
+    assert len(PREFIX.findall(done.stdout)) == 1
+    assert len(lines) <= LINES, "\n".join(lines)
