@@ -21,7 +21,7 @@ from megatron_cp_plugin.errors import ContextParallelError
 REFUSED = 2
 INTERRUPTED = 130
 # How long ranks of one node wait for the others to refuse as well.
-_PATIENCE_S = 5.0
+_PATIENCE_S = 10.0
 
 
 @contextmanager

@@ -100,9 +100,6 @@ def prepare(argv: Sequence[str], run_file: bool = False) -> list[str]:
         words = _with_run_file(path, words)
         flags, rest = split_flags(words)
         flags.check()
-        if flags.algo is None:
-            # With an algorithm it is done when Megatron's arguments are validated.
-            check_files(_all_flags().parse_args(rest))
     elif flags.algo is None:
         _check_spelling(rest)
     if platform == "cpu":
@@ -110,6 +107,9 @@ def prepare(argv: Sequence[str], run_file: bool = False) -> list[str]:
         _say(f"CPU platform in force ({why}); added {' '.join(added) or 'no flags'}")
     if flags.algo is None:
         _check_own_path(rest)
+        if run_file:
+            # With an algorithm it is done when Megatron's arguments are validated.
+            check_files(_all_flags().parse_known_args(rest)[0])
         if platform == "cuda" and flags.record is None and not run_file:
             # A GPU is there and Megatron's own path is asked for: nothing is touched.
             return rest

@@ -150,10 +150,9 @@ def test_kernels_for_gpus(name, dims, kv_heads):
 
 def test_the_choice_is_said_in_words_by_the_first_rank(caplog, monkeypatch):
     caplog.set_level("INFO", "megatron_cp_plugin.kernels.choice")
-    problem = Problem(CPU, torch.float32, 8, 2, 16, value_dim=8)
     monkeypatch.setenv("RANK", "1")
-    resolve("auto", problem)
+    resolve("auto", Problem(CPU, torch.float32, 8, 2, 16, value_dim=4))
     assert not caplog.messages
     monkeypatch.setenv("RANK", "0")
-    resolve("auto", problem)
+    resolve("auto", Problem(CPU, torch.float32, 8, 2, 16, value_dim=8))
     assert caplog.messages == ["kernel: torch_cpu for 8:2 heads of 16 and 8 in float32"]
