@@ -51,7 +51,10 @@ MAX_ERROR = 2e-2  # |x - limit's| / |limit's| of a bfloat16 output or gradient
 
 @dataclass(frozen=True)
 class Row:
-    """One contender on one problem. Times in ms: medians of a rank, maximum over ranks."""
+    """One contender on one problem. Times in ms: medians of a rank, maximum over ranks.
+
+    Attributes: captured_forward_ms, captured_step_ms: of replays of CUDA graphs.
+    """
 
     tokens: int
     heads: str
@@ -59,10 +62,14 @@ class Row:
     forward_ms: float = 0.0
     step_ms: float = 0.0
     share_of_limit: float = 0.0
+    captured_forward_ms: float = 0.0
+    captured_step_ms: float = 0.0
+    captured_share: float = 0.0
     peak_gib: float = 0.0
     sent_mib: float = 0.0
     error: float = 0.0
     note: str = ""
+    captured_note: str = ""
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -90,6 +97,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         metavar="TOKENS",
         help="causal within packed documents of random lengths, this long in the mean; no rivals",
     )
+    parser.add_argument("--graphs", action="store_true", help="captured in CUDA graphs as well")
     parser.add_argument("--iters", type=int, default=7)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--net", choices=["default", "sockets"], default="default")
@@ -97,6 +105,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, default=Path("results/attention"))
     parser.add_argument("--profile", help="contender whose second step is traced")
     args = parser.parse_args(argv)
+    if args.graphs and args.device != "cuda":
+        parser.error("--graphs needs --device cuda")
     if args.documents:
         if args.full:
             parser.error("--documents are causal: leave --full out")
@@ -188,7 +198,41 @@ class Bench:
             self.reference = [out, *backward()]
         forward_ms = self.time_ms(forward)
         step_ms = forward_ms + self.time_ms(backward)
-        return replace(row, forward_ms=forward_ms / self.size, step_ms=step_ms / self.size)
+        row = replace(row, forward_ms=forward_ms / self.size, step_ms=step_ms / self.size)
+        if self.args.graphs:
+            captured_forward, captured_backward = map(self.captured_ms, (forward, backward))
+            step_ms = captured_forward + captured_backward
+            row = replace(
+                row,
+                captured_forward_ms=captured_forward / self.size,
+                captured_step_ms=step_ms / self.size,
+            )
+        return row
+
+    def captured_ms(
+        self, body: Callable[[], object], check: Callable[[Any], None] = lambda _: None
+    ) -> float:
+        """Median time of a replay of a call that is captured in a CUDA graph; as `time_ms`.
+
+        Args: check: is given the results of one replay.
+        """
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(2):
+                body()
+        torch.cuda.current_stream().wait_stream(side)
+        self.align()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            results = body()
+        self.align()
+        graph.replay()
+        torch.cuda.synchronize()
+        check(results)
+        elapsed = self.time_ms(graph.replay)
+        graph.reset()
+        return elapsed
 
     def contender(self, row: Row, attention: Attention, layout: Layout) -> Row:
         """Checks and times an attention over local shards."""
@@ -216,7 +260,30 @@ class Bench:
         )
         if self.args.profile == row.name:
             self.trace(step, row)
-        return row
+        return self.captured(row, step, forward, layout) if self.args.graphs else row
+
+    def captured(
+        self,
+        row: Row,
+        step: Callable[[], tuple[Tensor, ...]],
+        forward: Callable[[], None],
+        layout: Layout,
+    ) -> Row:
+        """The same in CUDA graphs, if it can be."""
+        errors: list[float] = []
+
+        def check(results: tuple[Tensor, ...]) -> None:
+            errors.append(self.maximum(max(self.errors(results, layout))))
+
+        try:
+            step_ms = self.captured_ms(step, check)
+            row = replace(row, captured_forward_ms=self.captured_ms(forward))
+        except (ContextParallelError, RuntimeError) as error:
+            reason = str(error).splitlines()[0][:70]
+            return replace(row, captured_note=f"{type(error).__name__}: {reason}")
+        if not errors[0] <= MAX_ERROR:
+            return replace(row, captured_note=f"WRONG RESULT (error {errors[0]:.1e})")
+        return replace(row, captured_step_ms=step_ms)
 
     def errors(self, result: Sequence[Tensor], layout: Layout) -> list[float]:
         """Relative errors of this rank's out, dq, dk, dv; inf for NaN."""
@@ -311,6 +378,7 @@ def measure(bench: Bench, tokens: int, heads: str) -> list[Row]:
         for kernel in (best, *others)
     ]
     limit = min(row.step_ms for row in rows)
+    captured_limit = min(row.captured_step_ms for row in rows)
     if bench.rank == 0:
         print(*(json.dumps(asdict(row)) for row in rows), sep="\n", flush=True)
     algos = cp.available("softmax") if args.algos == "all" else args.algos.split(",")
@@ -335,16 +403,23 @@ def measure(bench: Bench, tokens: int, heads: str) -> list[Row]:
         gc.collect()
         if bench.cuda:
             torch.cuda.empty_cache()
-    return [
-        replace(row, share_of_limit=limit / row.step_ms if row.step_ms else 0.0) for row in rows
-    ]
+    for index, row in enumerate(rows):
+        share = limit / row.step_ms if row.step_ms else 0.0
+        captured = captured_limit / row.captured_step_ms if row.captured_step_ms else 0.0
+        rows[index] = replace(row, share_of_limit=share, captured_share=captured)
+    return rows
 
 
-def cells(row: Row) -> list[str]:
+def cells(row: Row, graphs: bool) -> list[str]:
     """A row as text; no number for what is not right."""
     start = [f"{row.tokens // 1024}K" if row.tokens >= 1024 else str(row.tokens), row.heads]
+    captured = []
+    if graphs:
+        captured = [f"{row.captured_step_ms:.2f}", f"{row.captured_share:.3f}"]
+        if not row.captured_step_ms:
+            captured = [row.captured_note, ""]
     if row.note:
-        return [*start, row.name, row.note, "", "", "", "", ""]
+        return [*start, row.name, row.note, "", "", "", "", "", *captured]
     return [
         *start,
         row.name,
@@ -354,6 +429,7 @@ def cells(row: Row) -> list[str]:
         f"{row.peak_gib:.2f}",
         f"{row.sent_mib:.0f}",
         f"{row.error:.1e}",
+        *captured,
     ]
 
 
@@ -368,19 +444,22 @@ HEADER = [
     "sent MiB",
     "error",
 ]
+CAPTURED = ["captured fwd+bwd ms", "of captured limit"]
 
 
 def report(rows: Sequence[Row], title: str, output: Path, environment: dict[str, str]) -> None:
     """Prints the table and writes markdown, JSON and a plot."""
     output.mkdir(parents=True, exist_ok=True)
+    graphs = any(row.captured_step_ms for row in rows)
+    header = HEADER + CAPTURED if graphs else HEADER
     table = Table(title=title)
-    for name in HEADER:
+    for name in header:
         table.add_column(name, justify="left" if name == "algorithm" else "right", no_wrap=True)
     for row in rows:
-        table.add_row(*cells(row))
-    Console(width=150).print(table)
-    lines = [f"**{title}**", "", "| " + " | ".join(HEADER) + " |", "|" + " --- |" * len(HEADER)]
-    lines += ["| " + " | ".join(cells(row)) + " |" for row in rows]
+        table.add_row(*cells(row, graphs))
+    Console(width=180).print(table)
+    lines = [f"**{title}**", "", "| " + " | ".join(header) + " |", "|" + " --- |" * len(header)]
+    lines += ["| " + " | ".join(cells(row, graphs)) + " |" for row in rows]
     (output / "table.md").write_text("\n".join(lines) + "\n")
     data = {"title": title, "environment": environment, "rows": [asdict(row) for row in rows]}
     (output / "rows.json").write_text(json.dumps(data, indent=1))

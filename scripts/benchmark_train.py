@@ -5,10 +5,11 @@
     python scripts/benchmark_train.py --shape tnl-1b --tokens 32K,64K --per-gpu --longest \
         --gpus 1,2,4 --runs lasp,lasp2,linear_ulysses --recompute none,full
 
-Every combination of run, recompute and number of GPUs is one torchrun of benchmark_train_job.py,
-which measures all lengths: random data, batch 1, bf16, distributed optimizer. Runs differ in
-nothing but the algorithm. `te:MODE` is Megatron's own path with `--cp-comm-type MODE`. Jobs start
-ahead, as far as they need no GPU, while others measure; those of fewer GPUs go side by side.
+Every combination of run, recompute, CUDA graphs and number of GPUs is one torchrun of
+benchmark_train_job.py, which measures all lengths (one, where a graph fixes it): random data,
+micro-batches of 1, bf16, distributed optimizer. Runs differ in nothing but the algorithm.
+`te:MODE` is Megatron's own path with `--cp-comm-type MODE`. Jobs start ahead, as far as they need
+no GPU, while others measure; those of fewer GPUs go side by side.
 
 Prints a table, writes markdown and JSON. Running out of memory is a result. Without a GPU, the
 tiny shapes show that it works. A waiting job holds a CUDA context on each of its GPUs, about half a
@@ -76,6 +77,7 @@ SHAPES = {
     "gpt3-760m": Model(24, 1536, 16, 6144, 16, False),
     "gpt3-2.7b": Model(32, 2560, 32, 10240, 32, False),
     "gpt3-13b": Model(40, 5120, 40, 20480, 40, False),
+    "gpt-small": Model(8, 1024, 16, 4096, 4, True),  # at 8K tokens the host is the limit
     "llama7b": Model(32, 4096, 32, 11008, 32, True),
     "tnl-0.4b": Model(24, 1024, 8, 2816, 8, True, linear=True, vocabulary=64000),
     "tnl-1b": Model(16, 2048, 16, 5632, 16, True, linear=True, vocabulary=64000),
@@ -92,20 +94,35 @@ RECOMPUTE = {
 }
 
 
+# Who captures what (--cuda-graph-impl of Megatron), and what it asks for.
+GRAPHS = {
+    "none": "",
+    "local": "--cuda-graph-impl local",
+    "transformer_engine": "--cuda-graph-impl transformer_engine",
+    "full_iteration": "--cuda-graph-impl full_iteration --no-check-for-nan-in-loss-and-grad",
+}
+CAPTURE_STEPS = 6  # until all is captured, whoever does it
+
+
 @dataclass(frozen=True)
 class Case:
-    """One torchrun. Attributes: devices: numbers of its GPUs. lengths: global tokens."""
+    """One torchrun.
+
+    Attributes: devices: numbers of its GPUs. lengths: global tokens. graphs: one of GRAPHS.
+    """
 
     name: str
     recompute: str
     devices: tuple[int, ...]
     lengths: tuple[int, ...]
+    graphs: str = "none"
 
     @property
     def slug(self) -> str:
         """A name for files."""
         name = self.name.replace(":", "_").replace("=", "_")
-        return f"{name}_{self.recompute}_{len(self.devices)}"
+        captured = f"_{self.graphs}_{self.lengths[0]}" if self.graphs != "none" else ""
+        return f"{name}_{self.recompute}_{len(self.devices)}{captured}"
 
 
 @dataclass(frozen=True)
@@ -116,6 +133,7 @@ class Row:
     recompute: str
     gpus: int
     tokens: int
+    graphs: str = "none"
     step_ms: float = 0.0
     tokens_per_s: float = 0.0
     mfu: float = 0.0
@@ -142,6 +160,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--recompute", default="none", help=f"comma-separated, of {', '.join(RECOMPUTE)}"
     )
+    parser.add_argument(
+        "--graphs", default="none", help=f"CUDA graphs; comma-separated, of {', '.join(GRAPHS)}"
+    )
+    parser.add_argument("--micro-batches", type=int, default=1, help="in each step")
     parser.add_argument("--iters", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--kv-heads", type=int)
@@ -155,6 +177,11 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--output", type=Path, default=Path("results/train"))
     args = parser.parse_args()
+    for graphs in args.graphs.split(","):
+        if graphs not in GRAPHS:
+            parser.error(f"--graphs takes {', '.join(GRAPHS)}, got {graphs}")
+        if graphs != "none" and args.longest:
+            parser.error("--longest needs graphs of one length: use --graphs none")
     for name, recompute in product(args.runs.split(","), args.recompute.split(",")):
         if recompute not in RECOMPUTE:
             parser.error(f"--recompute takes {', '.join(RECOMPUTE)}, got {recompute}")
@@ -168,7 +195,8 @@ def plan_cases(args: argparse.Namespace) -> list[Case]:
     sizes = sorted(map(int, args.gpus.split(",")), reverse=True)
     load = [0] * sizes[0]
     cases = []
-    for size, recompute, name in product(sizes, args.recompute.split(","), args.runs.split(",")):
+    ways = product(sizes, args.recompute.split(","), args.graphs.split(","), args.runs.split(","))
+    for size, recompute, graphs, name in ways:
         if recompute == "full-twice" and name.startswith("te:"):
             continue  # which is what its "full" does
         places = [range(first, first + size) for first in range(0, sizes[0] - size + 1, size)]
@@ -176,9 +204,10 @@ def plan_cases(args: argparse.Namespace) -> list[Case]:
         busy = max(load[device] for device in place)
         for device in place:
             load[device] = busy + 1
-        lengths = sorted(tokens_of(word) for word in args.tokens.split(","))
         scale = size if args.per_gpu else 1
-        cases.append(Case(name, recompute, tuple(place), tuple(scale * n for n in lengths)))
+        lengths = tuple(scale * n for n in sorted(map(tokens_of, args.tokens.split(","))))
+        for own in [lengths] if graphs == "none" else [(length,) for length in lengths]:
+            cases.append(Case(name, recompute, tuple(place), own, graphs))
     return cases
 
 
@@ -190,11 +219,12 @@ def command(args: argparse.Namespace, case: Case, gate: Path, port: int) -> list
     plan = Plan(
         case.lengths,
         args.longest,
-        args.warmup,
+        args.warmup + (CAPTURE_STEPS if case.graphs != "none" else 0),
         args.iters,
         shape.vocabulary,
         str(gate),
         args.profile,
+        args.micro_batches,
     )
     flags: dict[str, object] = {
         "context-parallel-size": size,
@@ -208,7 +238,7 @@ def command(args: argparse.Namespace, case: Case, gate: Path, port: int) -> list
         "tokenizer-type": "NullTokenizer",
         "vocab-size": shape.vocabulary,
         "micro-batch-size": 1,
-        "global-batch-size": 1,
+        "global-batch-size": args.micro_batches,
         "train-iters": 10**6,  # the plan ends it
         "lr": 1e-4,
         "lr-decay-style": "constant",
@@ -254,6 +284,7 @@ def command(args: argparse.Namespace, case: Case, gate: Path, port: int) -> list
         *(f"--{switch}" for switch in switches),
         *chosen,
         *RECOMPUTE[case.recompute].split(),
+        *GRAPHS[case.graphs].split(),
         *args.extra.split(),
     ]
 
@@ -318,24 +349,30 @@ class Job:
             note = f"failed (exit {self._process.returncode}), see {self._log.name}"
             missing = missing or [0]  # it measured all that was asked, and failed nevertheless
         size = len(case.devices)
-        return rows + [Row(case.name, case.recompute, size, n, note=note) for n in missing]
+        return rows + [
+            Row(case.name, case.recompute, size, n, case.graphs, note=note) for n in missing
+        ]
 
 
 def row(args: argparse.Namespace, case: Case, report: Report) -> Row:
     """A report in the terms of the table."""
     size = len(case.devices)
     if report.out_of_memory:
-        return Row(case.name, case.recompute, size, report.tokens, note="out of memory")
+        return Row(
+            case.name, case.recompute, size, report.tokens, case.graphs, note="out of memory"
+        )
     step_ms = statistics.median(report.step_ms)
     shape = SHAPES[args.shape]
-    flops = shape.flops(args.layers or shape.layers, report.tokens)
+    tokens = report.tokens * args.micro_batches
+    flops = shape.flops(args.layers or shape.layers, report.tokens) * args.micro_batches
     return Row(
         case.name,
         case.recompute,
         size,
         report.tokens,
+        case.graphs,
         step_ms,
-        report.tokens / step_ms * 1000,
+        tokens / step_ms * 1000,
         flops / (step_ms / 1000) / size / (H200_DENSE_BF16_TFLOPS * 1e12),
         report.memory_bytes / 2**30,
         report.loss,
@@ -379,14 +416,14 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
-HEADER = ["run", "recompute", "GPUs", "tokens", "ms / step", "tokens / s"]
+HEADER = ["run", "recompute", "GPUs", "tokens", "CUDA graphs", "ms / step", "tokens / s"]
 HEADER += ["MFU", "max allocated GiB", "loss"]
 
 
 def cells(row: Row) -> list[str]:
     """A row as text."""
     tokens = f"{row.tokens // 1024}K" if row.tokens % 1024 == 0 else str(row.tokens)
-    first = [row.name, row.recompute, str(row.gpus), tokens]
+    first = [row.name, row.recompute, str(row.gpus), tokens, row.graphs]
     if row.note:
         return [*first, row.note, "", "", "", ""]
     return [
@@ -407,7 +444,8 @@ def main() -> int:
     shape = SHAPES[args.shape]
     scaled = f", scaled to {args.layers} layers" if args.layers else ""
     kind = "bf16" if torch.cuda.is_available() else "float32 on a CPU"
-    title = f"{args.shape} shape{scaled}, {kind}, batch 1"
+    batches = "" if args.micro_batches == 1 else f", {args.micro_batches} micro-batches"
+    title = f"{args.shape} shape{scaled}, {kind}, batch 1{batches}"
     rows = []
     for row in run_all(args, plan_cases(args)):
         rows.append(row)

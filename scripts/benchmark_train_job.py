@@ -43,6 +43,7 @@ class Plan:
         lengths: global tokens, ascending. longest: after them, double until memory is exhausted.
         gate: the job leaves its GPUs alone before this file exists.
         profile: all ranks profile one more step of each length.
+        micro_batches: in each step.
     """
 
     lengths: tuple[int, ...]
@@ -52,6 +53,7 @@ class Plan:
     vocabulary: int
     gate: str
     profile: bool = False
+    micro_batches: int = 1
 
     def all_lengths(self) -> Iterator[int]:
         """The lengths in their order."""
@@ -94,7 +96,7 @@ def read_reports(text: str) -> list[Report]:
 
 
 class Clock:
-    """Gives Megatron its batches, one a step, and measures the steps between."""
+    """Gives Megatron its batches, step for step, and measures the steps between."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -116,7 +118,8 @@ class Clock:
                 marks.append(_now())
                 if step == self._plan.warmup:
                     torch.cuda.reset_peak_memory_stats()
-                yield dict(batch)
+                for _ in range(self._plan.micro_batches):
+                    yield dict(batch)
             marks.append(_now())
             times = [1000 * (end - start) for start, end in pairwise(marks)]
             memory = torch.cuda.max_memory_allocated()
@@ -134,7 +137,8 @@ class Clock:
     def _profiled(self, batch: dict[str, Tensor]) -> Generator[dict[str, Tensor], None, list[Span]]:
         profiler = new_profiler()
         with profiler:
-            yield dict(batch)
+            for _ in range(self._plan.micro_batches):
+                yield dict(batch)
             torch.cuda.synchronize()
         return device_spans(profiler.events())
 

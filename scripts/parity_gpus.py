@@ -8,7 +8,10 @@ and a run may be off by so many times what it is off, in the losses and in the g
 parameter. Linear attention, which Transformer Engine has not, is compared with lasp2 at CP 1, in
 bfloat16 with the bounds of parity_matrix.py.
 
-    python scripts/parity_gpus.py --output results/parity_gpus      # two GPUs, about six minutes
+Runs in CUDA graphs must equal the same runs without to the bit, in Megatron's deterministic mode,
+and must have replayed graphs that hold all of attention.
+
+    python scripts/parity_gpus.py --output results/parity_gpus      # two GPUs, about ten minutes
     python scripts/parity_gpus.py --only 'bf16/*' --output results/parity_gpus
     python scripts/parity_gpus.py --table results/parity_gpus/rows.json    # into docs/parity.md
 
@@ -31,7 +34,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -39,7 +42,7 @@ from typing import Any
 import torch
 from convergence_runs import Run, run_file
 from convergence_smoke import check_is, launch
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from parity_combinations import (
     BF16_BOUND,
     DOCUMENTS,
@@ -68,6 +71,7 @@ other gradients are within the bound. Gated delta net in bfloat16 (`delta-net`) 
 flash-linear-attention 0.6.0 refuses Triton 3.6 on Hopper, with Megatron's own split as well.
 """
 UNBOUNDED = Tolerances(math.inf, math.inf, math.inf, math.inf)
+EXACT = Tolerances(0.0, 0.0, 0.0, 0.0)
 
 # Heads of the size that kernels are made for; otherwise small, for most time is spent on starting.
 MODEL: dict[str, object] = {
@@ -90,6 +94,10 @@ MODEL: dict[str, object] = {
     "gradient_accumulation_fusion": False,
 }
 BF16: dict[str, object] = {"bf16": True}
+RECOMPUTE_CORE: dict[str, object] = {
+    "recompute_granularity": "selective",
+    "recompute_modules": "core_attn",
+}
 FP8: dict[str, object] = BF16 | {"fp8_format": "hybrid", "fp8_recipe": "tensorwise"}
 NO_ROPE_FUSION: dict[str, object] = {"apply_rope_fusion": False}
 MLA: dict[str, object] = NO_ROPE_FUSION | {
@@ -124,17 +132,50 @@ LOCAL: dict[str, object] = NO_ROPE_FUSION | {
 }
 TRANSNORMER = "lasp2,lasp,linear_ulysses"
 LINEAR: dict[str, object] = {"group_query_attention": False, "position_embedding_type": "none"}
-
+GRAPHED = "zigzag,ulysses,attention2d,allgather,distflash"
+# What captured runs and those that they are to be equal to have in common.
+BEFORE_GRAPHS: dict[str, object] = {
+    # Megatron sets it for captured runs. Other weights would come of other numbers.
+    "te_rng_tracker": True,
+    # Megatron cannot do it in a captured iteration.
+    "check_for_nan_in_loss_and_grad": False,
+}
+# Who captures: see docs/graphs.md.
+GRAPHS: dict[str, dict[str, object]] = {
+    "local": {"cuda_graph_impl": "local"},
+    "te": {"cuda_graph_impl": "transformer_engine"},
+    "full": {"cuda_graph_impl": "full_iteration"},
+}
+# What Megatron sets in deterministic mode, from the first kernel on.
+DETERMINISTIC = {
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    "NCCL_ALGO": "Ring",
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+}
 
 # Transformer Engine's own split; p2p is Megatron's default.
 P2P = Run(None, 2, 2)
+JUDGES = ("reference", "yardstick")
 
 
 @dataclass(frozen=True)
 class GpuCombination(Combination):
-    """A row of the table. Attributes: yardstick: None if runs are held to the tolerances."""
+    """A row of the table.
+
+    Attributes:
+        yardstick: None if runs are held to the tolerances.
+        own: Flags of Megatron that the reference and the yardstick do not have.
+        eager: The row with the same runs without CUDA graphs, which those of this row must equal
+            to the bit; empty: they are not captured.
+        alone: Whether nothing is judged but what is equal to it.
+        iterations: None: as many as of most rows.
+    """
 
     yardstick: Run | None = P2P
+    own: dict[str, object] = field(default_factory=dict)
+    eager: str = ""
+    alone: bool = False
+    iterations: int | None = None
 
 
 def row(
@@ -155,11 +196,40 @@ def row(
     )
 
 
+def graphs(
+    eager: GpuCombination, **captured: tuple[str, Mapping[str, object]]
+) -> tuple[GpuCombination, ...]:
+    """A row in deterministic mode, and rows of the same runs in CUDA graphs.
+
+    Args:
+        captured: Algorithms and flags, by who captures (`GRAPHS`).
+    """
+    own: dict[str, object] = {"deterministic_mode": True}
+    found = [replace(eager, megatron=eager.megatron | BEFORE_GRAPHS, own=own)]
+    for who, (algos, flags) in captured.items():
+        found.append(
+            replace(
+                found[0],
+                key=f"{eager.key}-{who}",
+                about=f"{eager.about}, {GRAPHS[who]['cuda_graph_impl']}",
+                algos=algos,
+                own=own | GRAPHS[who] | dict(flags),
+                eager=eager.key,
+                yardstick=None,
+                tolerances=EXACT,
+            )
+        )
+    return tuple(found)
+
+
+_BOTH = "zigzag,attention2d"
+_ALL = f"{SOFTMAX},attention2d:variant=no,attention2d:variant=overlap"
+
 ROWS = (
     row(
         "bf16",
         "bfloat16",
-        f"{SOFTMAX},attention2d:variant=no,attention2d:variant=overlap",
+        _ALL,
         BF16,
     ),
     row("fp32", "float32", SOFTMAX, yardstick=None),
@@ -204,6 +274,50 @@ ROWS = (
         DOCUMENTS | {"null_tokenizer_eod_id": prepare_data.END_OF_DOCUMENT},
         yardstick=None,
     ),
+    *graphs(
+        row("graphs", "bfloat16, deterministic", _ALL, BF16),
+        local=(_ALL, {}),
+        te=(GRAPHED, {}),
+        full=(GRAPHED, {}),
+    ),
+    *graphs(
+        row("graphs-long", "100 iterations", "zigzag", BF16, iterations=100),
+        local=("zigzag", {}),
+    ),
+    *graphs(
+        row("graphs-moe", "EP 2 over CP 2", "zigzag", BF16, MOE, EP2, alone=True),
+        local=("zigzag", {"cuda_graph_modules": ["attn", "moe_router"]}),
+        te=("zigzag", {"cuda_graph_modules": ["attn", "moe_router"]}),
+    ),
+    *graphs(
+        row("graphs-fp8", "FP8 layers", "zigzag", FP8, alone=True),
+        local=("zigzag", {}),
+        te=("zigzag", {}),
+    ),
+    *graphs(
+        row("graphs-recompute", "attention recomputed", _BOTH, BF16, RECOMPUTE_CORE, alone=True),
+        local=(_BOTH, {}),
+    ),
+    *graphs(
+        row("graphs-recompute-all", "full recompute", "zigzag", BF16, RECOMPUTE, alone=True),
+        full=("zigzag", {}),
+    ),
+    *graphs(
+        row(
+            "graphs-linear",
+            "TransNormerLLM",
+            TRANSNORMER,
+            BF16,
+            LINEAR,
+            plugin={"linear_model": "transnormer"},
+            alone=True,
+        ),
+        local=(TRANSNORMER, {}),
+    ),
+    *graphs(
+        row("graphs-mla", "multi-latent attention", "zigzag", BF16, MLA, alone=True),
+        local=("zigzag", {}),
+    ),
 )
 
 
@@ -225,6 +339,27 @@ class Job:
         """For what the run writes."""
         return self.name.replace(":", "-")
 
+    @property
+    def iterations(self) -> int:
+        """How many it trains."""
+        return self.combination.iterations or ITERATIONS
+
+    @property
+    def equals(self) -> Job | None:
+        """The run that this one is to be equal to: the same without CUDA graphs."""
+        if not self.combination.eager:
+            return None
+        (eager,) = (one for one in ROWS if one.key == self.combination.eager)
+        return replace(self, combination=eager)
+
+    @property
+    def config(self) -> DictConfig:
+        """The run file that the runs of the row have in common, with the flags of this one."""
+        config = self.combination.config
+        if self.role not in JUDGES:
+            config.megatron.update(self.combination.own)
+        return config
+
     def environment(self, number: int, gpus: int) -> dict[str, str]:
         """What the processes need; jobs of one process take the GPUs in turn."""
         # Megatron's own path refuses to start without the first on Hopper. The second: torch would
@@ -233,6 +368,8 @@ class Job:
         if not self.combination.megatron.get("bf16"):
             # Nothing is rounded to ten bits where all else is float32.
             found["NVIDIA_TF32_OVERRIDE"] = "0"
+        if self.config.megatron.get("deterministic_mode"):
+            found |= DETERMINISTIC
         if self.run.processes == 1 and gpus > 1:
             found["CUDA_VISIBLE_DEVICES"] = str(number % gpus)
         return found
@@ -240,8 +377,10 @@ class Job:
 
 def jobs_of(combination: GpuCombination) -> list[Job]:
     """The runs of a row, those that the others are judged by first."""
-    jobs = [Job(combination, "reference", combination.reference)]
-    if combination.yardstick:
+    jobs = []
+    if not combination.alone and not combination.eager:
+        jobs.append(Job(combination, "reference", combination.reference))
+    if combination.yardstick and not combination.alone:
         jobs.append(Job(combination, "yardstick", combination.yardstick))
     return jobs + [Job(combination, v.label, combination.run(v)) for v in combination.variants]
 
@@ -251,11 +390,11 @@ def train(job: Job, number: int, folder: Path, gpus: int, timeout: float) -> str
     place = folder / job.folder
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir(parents=True)
-    config = job.combination.config
+    config = job.config
     config.megatron.data_path = [str(folder / "text")]
     # Jobs that start at once would write into one cache.
     config.megatron.data_cache_path = str(place / "cache")
-    OmegaConf.save(run_file(config, job.run, ITERATIONS), place / "run.yaml")
+    OmegaConf.save(run_file(config, job.run, job.iterations), place / "run.yaml")
     environment = job.environment(number, gpus)
     started = time.monotonic()
     try:
@@ -277,11 +416,15 @@ def measure(job: Job, folder: Path, failure: str, reference: Recording | None) -
     except ContextParallelError as error:
         return found | {"failure": str(error)}
     found["losses"] = recording.losses()
-    found["problems"] = check_is(recording, job.run, ITERATIONS)
-    if job.role == "reference":
+    found["problems"] = check_is(recording, job.run, job.iterations)
+    if job.role not in JUDGES:
+        found["problems"] += check_graphs(recording, captured=bool(job.combination.eager))
+    if job.role == "reference" or (job.combination.alone and not job.combination.eager):
         return found
     if reference is None:
-        return found | {"failure": "the reference failed"}
+        return found | {"failure": "the run to compare with failed"}
+    if job.combination.eager:
+        found["problems"] += check_digests(reference, recording)
     fixed = job.combination.tolerances if job.combination.yardstick is None else UNBOUNDED
     comparison = compare(reference, recording, fixed)
     found["problems"] += comparison.problems
@@ -296,6 +439,37 @@ def measure(job: Job, folder: Path, failure: str, reference: Recording | None) -
         if job.combination.yardstick is None
         else euclidean_errors(reference, recording)
     )
+    return found
+
+
+def check_graphs(recording: Recording, *, captured: bool) -> list[str]:
+    """Says whether a run replayed CUDA graphs otherwise than it should have, in its last iteration.
+
+    Args:
+        captured: Whether all of attention should have been in them.
+    """
+    found = []
+    for number, rank in enumerate(recording.ranks):
+        last = max(rank.gradients)
+        replays, sent = rank.replays[last], rank.sent_bytes[last]
+        if bool(replays) != captured:
+            found.append(f"rank {number} replayed {replays} CUDA graphs in iteration {last}")
+        if captured and sent:
+            found.append(f"rank {number} sent {sent} bytes for attention outside of CUDA graphs")
+    return found
+
+
+def check_digests(wanted: Recording, recording: Recording) -> list[str]:
+    """Says where gradients of two runs differ by a bit."""
+    found = []
+    for number, (want, got) in enumerate(zip(wanted.ranks, recording.ranks, strict=True)):
+        for step, digests in want.gradients.items():
+            names = [n for n, digest in digests.items() if got.gradients[step].get(n) != digest]
+            if names:
+                found.append(
+                    f"{len(names)} of {len(digests)} gradients of rank {number} differ in "
+                    f"iteration {step}: {names[0]}"
+                )
     return found
 
 
@@ -379,7 +553,9 @@ def section(report: Mapping[str, Any]) -> str:
         f"the Euclidean norm, and no loss may be off by more than {LOSS_FACTOR:g} times, no",
         f"gradient by more than {GRADIENT_FACTOR:g} times what Transformer Engine's p2p at CP 2",
         "is off; in brackets how many times that the worst gradient is. Linear attention has the",
-        "bounds above in bfloat16 too.",
+        "bounds above in bfloat16 too. Rows whose keys end in local, te or full are captured in",
+        "CUDA graphs: equal means to the bit, in losses and gradients, to the same run of the row",
+        "named before, which is not captured; both are in Megatron's deterministic mode.",
         "",
         "| key | combination | p2p | algorithms |",
         "| --- | --- | --- | --- |",
@@ -387,14 +563,19 @@ def section(report: Mapping[str, Any]) -> str:
     for one in report["rows"]:
         stick = one["yardstick"]
         found = "" if stick is None else _errors(stick)
-        runs = ", ".join(f"{run['role']} {_cell(run, stick)}" for run in one["runs"])
+        eager = one.get("eager", "")
+        runs = ", ".join(f"{run['role']} {_cell(run, stick, eager)}" for run in one["runs"])
         lines.append(f"| `{one['key']}` | {one['about']} | {found} | {runs} |")
     return "\n".join([*lines, "", NOTES])
 
 
-def _cell(run: Mapping[str, Any], yardstick: Mapping[str, Any] | None) -> str:
-    if "gradient_errors" not in run:
+def _cell(run: Mapping[str, Any], yardstick: Mapping[str, Any] | None, eager: str = "") -> str:
+    if run["failure"]:
         return "**failed**"
+    if eager:
+        return "**differs**" if run["problems"] else "equal"
+    if "gradient_errors" not in run:
+        return "**failed**" if run["problems"] else "trained"
     text = _errors(run)
     if yardstick is not None and yardstick.get("gradient_errors"):
         text += f" ({worst_ratio(run, yardstick)[0]:.1f})"
@@ -434,6 +615,7 @@ class Collector:
         self._folder = folder
         self._output = output
         self._failures: dict[str, str] = {}
+        self._done: set[str] = set()
         self._report: dict[str, Any] = {"about": describe(commit), "rows": []}
         self.good = True
 
@@ -444,32 +626,46 @@ class Collector:
             log = self._folder / job.folder / "log.txt"
             if log.is_file():
                 shutil.copy(log, self._output / f"{job.folder.replace('/', '_')}.log")
-        mine = [one for one in self._jobs if one.combination.key == job.combination.key]
-        if all(one.name in self._failures for one in mine):
-            self._finish(mine)
+        keys = {one.combination.key for one in self._jobs} - self._done
+        for key in sorted(keys):
+            mine = [one for one in self._jobs if one.combination.key == key]
+            awaited = mine + [one.equals for one in mine if one.equals]
+            if all(one.name in self._failures for one in awaited):
+                self._done.add(key)
+                self._finish(mine)
+
+    def _recording(self, job: Job) -> Recording | None:
+        if self._failures[job.name]:
+            return None
+        try:
+            return Recording.load(self._folder / job.folder / "recording")
+        except ContextParallelError:
+            return None
 
     def _finish(self, jobs: Sequence[Job]) -> None:
         combination, reference = jobs[0].combination, None
         runs: list[dict[str, Any]] = []
         for job in jobs:
-            runs.append(measure(job, self._folder, self._failures[job.name], reference))
-            if job.role == "reference" and not runs[0]["failure"]:
-                reference = Recording.load(self._folder / job.folder / "recording")
+            wanted = self._recording(job.equals) if job.equals else reference
+            runs.append(measure(job, self._folder, self._failures[job.name], wanted))
+            if job.role == "reference":
+                reference = self._recording(job)
         stick = next((run for run in runs if run["role"] == "yardstick"), None)
-        others = [run for run in runs if run["role"] not in ("reference", "yardstick")]
+        others = [run for run in runs if run["role"] not in JUDGES]
         for run in runs:
             judged = run in others
             problems = judge(run, stick) if judged else [run["failure"], *run["problems"]]
             problems = [problem for problem in problems if problem]
             self.good &= not problems
             name = f"{combination.key}/{run['role']}"
-            errors = _cell(run, stick) if judged and not run["failure"] else ""
+            errors = _cell(run, stick, combination.eager) if judged and not run["failure"] else ""
             print(f"{name}: {'; '.join(problems) or f'as it should be {errors}'}", flush=True)
         self._report["rows"].append(
             {
                 "key": combination.key,
                 "about": combination.about,
-                "reference": runs[0],
+                "eager": combination.eager,
+                "reference": next((run for run in runs if run["role"] == "reference"), None),
                 "yardstick": stick,
                 "runs": others,
             }
@@ -480,7 +676,8 @@ class Collector:
         (self._output / "rows.json").write_text(json.dumps(self._report, indent=1) + "\n")
         (self._output / "rows.md").write_text(section(self._report))
         # Gradients take some hundred MiB a row.
-        shutil.rmtree(self._folder / combination.key)
+        if not any(one.combination.eager == combination.key for one in self._jobs):
+            shutil.rmtree(self._folder / combination.key)
 
 
 def run_all(args: argparse.Namespace, jobs: Sequence[Job]) -> bool:
@@ -530,15 +727,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         for job in jobs_of(combination)
         if not args.only or any(fnmatchcase(job.name, pattern) for pattern in args.only)
     ]
+    wanted += [job.equals for job in wanted if job.equals]
     keys = {job.combination.key for job in wanted}
     names = {job.name for job in wanted}
-    judges = ("reference", "yardstick")
     jobs = [
         job
         for combination in ROWS
         if combination.key in keys
         for job in jobs_of(combination)
-        if job.name in names or job.role in judges
+        if job.name in names or job.role in JUDGES
     ]
     if not jobs:
         parser.error(f"no run matches {' '.join(args.only)}: see --list")

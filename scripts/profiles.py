@@ -71,10 +71,11 @@ def by_class(spans: Sequence[Span]) -> dict[str, float]:
 
 
 def gaps(spans: Sequence[Span], count: int = 40) -> list[str]:
-    """The longest times without computation: milliseconds, kernels before and after, what else
-    went on.
+    """The longest times without computation: milliseconds, how often, kernels before and after,
+    what else went on.
     """
-    found: list[tuple[float, str]] = []
+    total: dict[str, float] = defaultdict(float)
+    times: Counter[str] = Counter()
     kernels = [s for s in spans if computes(s)]
     before = kernels[0]
     for kernel in kernels[1:]:
@@ -86,11 +87,12 @@ def gaps(spans: Sequence[Span], count: int = 40) -> list[str]:
             }
             beside = ", ".join(sorted(others)) or "nothing"
             text = f"{before[0][:60]} -> {kernel[0][:60]} beside {beside}"
-            found.append(((kernel[1] - before[2]) / 1000, text))
+            total[text] += (kernel[1] - before[2]) / 1000
+            times[text] += 1
         if kernel[2] > before[2]:
             before = kernel
-    found.sort(key=lambda gap: gap[0], reverse=True)
-    return [f"{ms:9.3f} {text}" for ms, text in found[:count]]
+    between = sorted(total, key=total.__getitem__, reverse=True)[:count]
+    return [f"{total[text]:9.3f} {times[text]:5d} {text}" for text in between]
 
 
 def longest(spans: Sequence[Span], count: int = 40) -> list[str]:

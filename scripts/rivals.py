@@ -13,11 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_cp_plugin.core.process_groups import topology_of
 from megatron_cp_plugin.errors import ConfigError
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
-NAMES = ("te:p2p", "te:all_gather", "te:a2a", "ring_flash_attn:zigzag")
+NAMES = ("te:p2p", "te:all_gather", "te:a2a", "te:a2a+p2p", "ring_flash_attn:zigzag")
 
 
 _MODULES = {"te": "transformer_engine", "ring_flash_attn": "ring_flash_attn"}
@@ -48,7 +49,7 @@ def make(
 
     Args: head_dims: of q and k, and of v.
 
-    Raises: ConfigError if the name is unknown.
+    Raises: ConfigError if the name is unknown, or a2a+p2p has no use for these nodes.
     """
     package, _, mode = name.partition(":")
     if name not in NAMES:
@@ -72,12 +73,29 @@ def _transformer_engine(
         attention_dropout=0.0,
     ).cuda()
     ranks = list(range(dist.get_world_size()))
-    module.set_context_parallel_group(dist.group.WORLD, ranks, torch.cuda.Stream(), mode)
+    groups = _by_node(ranks) if mode == "a2a+p2p" else dist.group.WORLD
+    module.set_context_parallel_group(groups, ranks, torch.cuda.Stream(), mode)
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return module(q, k, v).view(*q.shape[:3], head_dims[1])
 
     return attention
+
+
+def _by_node(ranks: list[int]) -> list[dist.ProcessGroup]:
+    """This rank's group inside its node, and that of the same places in all nodes."""
+    nodes = topology_of(None).nodes
+    inside = nodes.count(nodes[0])
+    if inside in (1, len(ranks)) or [nodes[r] for r in ranks] != sorted(nodes):
+        raise ConfigError(f"te:a2a+p2p needs several nodes of several ranks, got nodes {nodes}")
+    within = [ranks[start : start + inside] for start in range(0, len(ranks), inside)]
+    across = [ranks[place::inside] for place in range(inside)]
+    found = []
+    for members in (within, across):
+        group, _ = dist.new_subgroups_by_enumeration(members)
+        assert isinstance(group, dist.ProcessGroup)
+        found.append(group)
+    return found
 
 
 def _ring_flash_attn(causal: bool) -> Attention:

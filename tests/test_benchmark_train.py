@@ -55,8 +55,30 @@ def test_jobs_are_spread_over_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {case.lengths for case in cases if len(case.devices) == 1} == {(1024, 2048)}
 
 
+def test_a_graph_is_of_one_length(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    words = "--gpus 1 --runs zigzag --tokens 1K,2K --graphs none,local --micro-batches 4"
+    args = arguments(monkeypatch, words)
+    cases = benchmark_train.plan_cases(args)
+    assert [(case.graphs, case.lengths) for case in cases] == [
+        ("none", (1024, 2048)),
+        ("local", (1024,)),
+        ("local", (2048,)),
+    ]
+    assert len({case.slug for case in cases}) == 3
+    eager, captured, _ = (benchmark_train.command(args, c, tmp_path, 0) for c in cases)
+    assert "--cuda-graph-impl" not in eager
+    assert captured[captured.index("--cuda-graph-impl") + 1] == "local"
+    assert captured[captured.index("--global-batch-size") + 1] == "4"
+
+
 @pytest.mark.parametrize(
-    "words", ["--recompute twice", "--shape tnl-1b --runs lasp,te:p2p", "--shape llama8b"]
+    "words",
+    [
+        "--recompute twice",
+        "--shape tnl-1b --runs lasp,te:p2p",
+        "--shape llama8b",
+        "--graphs all",
+    ],
 )
 def test_what_the_command_line_refuses(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: str
@@ -95,6 +117,7 @@ def test_a_job_measures_until_memory_is_exhausted(tmp_path: Path) -> None:
         warmup=1,
         iters=2,
         profile=False,
+        micro_batches=1,
     )
     words = benchmark_train.command(args, case, gate, 0)
     start = next(at for at, word in enumerate(words) if word.endswith("benchmark_train_job.py"))

@@ -31,6 +31,13 @@ RUN: dict[str, tuple[str, str]] = {
     "megatron-cp plan --documents 8192 ...": ("--size 4 --seq-len 64K --heads 8", "documents"),
     "megatron-cp plan --window 1024": ("--size 4 --seq-len 64K --heads 8", "65536 tokens"),
     "megatron-cp draw --algo zigzag --size 8": ("", "q7 k7"),
+    "megatron-cp draw --algo zigzag --size 4 --output docs/pictures/zigzag.svg": ("", "wrote"),
+    "megatron-cp draw --algo distflash --size 8 --output docs/pictures/distflash.svg": (
+        "",
+        "wrote",
+    ),
+    "megatron-cp draw --algo attention2d --size 9 --option chunks=2 --output "
+    "docs/pictures/attention2d.svg": ("", "wrote"),
     "megatron-cp doctor": ("--head-dim 16", "zigzag"),
     "torchrun --nproc-per-node 4 -m megatron_cp_plugin.cli doctor": (
         "--head-dim 16",
@@ -114,6 +121,7 @@ def test_commands_of_the_pages(command: str, tmp_path: Path) -> None:
     for name in ("configs", "scripts", "README.md", "Makefile"):
         (tmp_path / name).symlink_to(ROOT / name)
     words = shlex.split(f"{command.removesuffix('...')} {more}")
+    (tmp_path / "docs" / "pictures").mkdir(parents=True)
     tools = Path(sys.executable).parent
     if "--data-path" in words:
         data = [tools / "megatron-cp", "prepare-data", "README.md", "--output", "data/readme"]

@@ -13,8 +13,9 @@ import torch
 from megatron.training.arguments import add_megatron_arguments
 from omegaconf import OmegaConf
 
+from megatron_cp_plugin.harness.parity import RankRecording, Recording, _counted_replays
 from megatron_cp_plugin.integration.args import add_arguments, split_flags
-from megatron_cp_plugin.integration.checks import check_arguments
+from megatron_cp_plugin.integration.checks import check_arguments, check_graphs
 from megatron_cp_plugin.integration.yaml_config import yaml_to_argv
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "parity_gpus.py"
@@ -39,9 +40,9 @@ def test_run_files_are_accepted(
     names = set()
     for job in (job for row in gpus.ROWS for job in gpus.jobs_of(row)):
         names.add(job.name)
-        config = job.combination.config
+        config = job.config
         config.megatron.data_path = ["text"]
-        made = gpus.run_file(config, job.run, gpus.ITERATIONS)
+        made = gpus.run_file(config, job.run, job.iterations)
         OmegaConf.save(made, tmp_path / "run.yaml")
         argv = yaml_to_argv(str(tmp_path / "run.yaml"), both)
         flags, rest = split_flags(argv)
@@ -52,7 +53,11 @@ def test_run_files_are_accepted(
         assert (flags.algo is None) == (job.run.variant is None)
         if flags.algo is not None:
             config = flags.config(args.context_parallel_size)
-            check_arguments(args, config, torch.device("cpu" if flags.kernel == "auto" else "cuda"))
+            device = torch.device("cuda")
+            check_graphs(args, config, device)
+            if flags.kernel == "auto":
+                device, args.cuda_graph_impl = torch.device("cpu"), "none"
+            check_arguments(args, config, device)
     assert {f"bf16/{algo}" for algo in gpus.SOFTMAX.split(",")} < names
     assert "fp8/yardstick" in names
 
@@ -123,6 +128,68 @@ def test_the_table_goes_into_the_page(
     assert "| `bf16` | bfloat16 | 1e-04 / 3e-02 | zigzag **1e-05 / 9e-02 (4.5)** |" in text
     assert "ring **failed** |" in text
     assert "| `fp32` | bfloat16 |  | zigzag 1e-05 / 9e-02 |" in text
+
+
+def recorded(replays: int, sent: int, digest: str = "a") -> Recording:
+    """What two ranks recorded of their only iteration."""
+    rank = RankRecording(
+        settings={},
+        shard=(0, 0, 0),
+        weights={},
+        gradients={1: {"weight": digest}},
+        communication={},
+        iterations=[],
+        replays={1: replays},
+        sent_bytes={1: sent},
+    )
+    return Recording([rank, rank], {})
+
+
+@pytest.mark.parametrize(
+    ("replays", "sent", "captured", "said"),
+    [
+        (8, 0, True, ""),
+        (0, 64, False, ""),
+        (0, 64, True, "rank 0 replayed 0 CUDA graphs in iteration 1"),
+        (0, 0, True, "rank 0 replayed 0 CUDA graphs in iteration 1"),
+        (8, 64, True, "rank 0 sent 64 bytes for attention outside of CUDA graphs"),
+        (8, 0, False, "rank 0 replayed 8 CUDA graphs in iteration 1"),
+    ],
+)
+def test_a_run_was_captured_as_it_should_be(
+    gpus: ModuleType, replays: int, sent: int, captured: bool, said: str
+) -> None:
+    found = gpus.check_graphs(recorded(replays, sent), captured=captured)
+    assert found[:1] == ([said] if said else [])
+
+
+def test_a_captured_run_equals_the_eager_one_to_the_bit(gpus: ModuleType) -> None:
+    assert gpus.check_digests(recorded(0, 64), recorded(8, 0)) == []
+    found = gpus.check_digests(recorded(0, 64), recorded(8, 0, "b"))
+    assert found[0] == "1 of 1 gradients of rank 0 differ in iteration 1: weight"
+
+
+def test_captured_rows_are_run_beside_eager_ones(
+    gpus: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert gpus.main(["--list", "--only", "graphs-te/zigzag"]) == 0
+    names = capsys.readouterr().out.split()
+    assert names == ["graphs/reference", "graphs/yardstick", "graphs/zigzag", "graphs-te/zigzag"]
+    (captured,) = (j for row in gpus.ROWS for j in gpus.jobs_of(row) if j.name == names[-1])
+    eager, given = captured.equals.config.megatron, captured.config.megatron
+    assert {name: given[name] for name in given if given[name] != eager.get(name)} == {
+        "cuda_graph_impl": "transformer_engine"
+    }
+    assert captured.environment(0, 2)["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+
+
+def test_the_replays_of_an_iteration_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    replayed: list[object] = []
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", replayed.append)
+    with _counted_replays() as counted:
+        torch.cuda.CUDAGraph.replay("a graph")  # type: ignore[arg-type]
+    torch.cuda.CUDAGraph.replay("another")  # type: ignore[arg-type]
+    assert (len(counted), replayed) == (1, ["a graph", "another"])
 
 
 @pytest.mark.slow

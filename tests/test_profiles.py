@@ -48,7 +48,8 @@ def test_the_longest_come_first():
 
 def test_gaps_name_what_is_around_them():
     (line,) = gaps(SPANS)
-    assert line.split(maxsplit=1) == [
+    assert line.split(maxsplit=2) == [
         "3.000",
+        "1",
         "nvjet_sm90_tst -> flash_fwd beside communication, copies",
     ]

@@ -96,7 +96,8 @@ class PointToPoint(Algorithm):
         shape, rectangular = Shape.of(q, k, v, call.seq_len), call.kernel.rectangular_causal
         plan = self.plan(shape, call.mask, "backward", rectangular=rectangular)
         plan = _with_results(plan, dq=call.dq, dkv=call.dkv)
-        work = Backward(dout, q, k, v, statistics, call)
+        few = plan.steps <= 2 * len(plan.groups)
+        work = Backward(dout, q, k, v, statistics, call, few=few)
         follow(plan, self._channels(plan), work, overlap=self.overlap)
         return work.gradients
 

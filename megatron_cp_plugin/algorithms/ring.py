@@ -61,8 +61,9 @@ class Ring(PointToPoint):
             chunks: groups of heads that are computed one after another, at most as many as KV
                 heads: less memory, and in the backward one group's last hop runs beside the next
                 group's first step; 0: two for long sequences, else one.
-            gradients: dtype in which partial sums of gradients travel: "float32" or "model",
-                the dtype of q.
+            gradients: dtype in which sums of gradients are passed on: "float32" or "model", the
+                dtype of q. Two ranks pass nothing on: what one finds goes to the other as kernels
+                give it.
             route: "ring", from each rank to the next; "straight", from the owner to whoever needs
                 it, and gradients straight back, as kernels give them; or "double": rings inside
                 nodes, and between nodes every block once to each, where a ring would send a block
@@ -91,7 +92,7 @@ class Ring(PointToPoint):
             self.layout,
             self.topology.size,
             self.head_groups(shape),
-            wide_gradients=self.options.gradients == "float32",
+            wide_gradients=self._wide,
             travelling="kv" if phase == "forward" else self._travelling(shape),
         )
         if self.options.route == "straight":
@@ -100,12 +101,15 @@ class Ring(PointToPoint):
             return DoubleRingPlacement(**vars(ring), nodes=self.topology.nodes)
         return ring
 
+    @property
+    def _wide(self) -> bool:
+        return self.options.gradients == "float32" and self.topology.size > 2
+
     def _travelling(self, shape: Shape) -> Travelling:
         """What travels in the backward; with "auto" whatever moves fewer bytes a hop."""
         if self.options.backward != "auto":
             return self.options.backward
-        wide = self.options.gradients == "float32"
-        e, g = shape.element_bytes, shape.wide_bytes if wide else shape.element_bytes
+        e, g = shape.element_bytes, shape.wide_bytes if self._wide else shape.element_bytes
         of_queries = (shape.query_width + shape.out_width) * e + shape.query_width * g
         rows = 2 * shape.heads * shape.wide_bytes
         return "kv" if shape.kv_width * (e + g) <= of_queries + rows else "query"

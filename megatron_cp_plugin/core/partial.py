@@ -80,6 +80,7 @@ class Accumulator:
     A partial is merged when the next one comes, or the result is asked for: so the last merge
     writes the output in its final dtype, a single partial is the output as it is, and nothing is
     copied to float32 only to be read again. Rows without any partial end as out 0, lse -inf.
+    The first partial may be written to.
     """
 
     def __init__(self, q: Tensor, value_dim: int) -> None:
@@ -91,6 +92,11 @@ class Accumulator:
         self._owned = False  # whether _total is a wide buffer of ours, free to be written
         self._last: tuple[slice, Tensor, Tensor] | None = None
 
+    @property
+    def empty(self) -> bool:
+        """Whether there is no partial yet."""
+        return self._last is None and self._total is None
+
     def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
         """Merges a partial of some rows: out [B,rows,H,E], lse [B,H,rows]."""
         if self._last is not None:
@@ -101,7 +107,10 @@ class Accumulator:
         """Returns: out [B,S,H,E] in `dtype` (default: q's), lse [B,H,S] float32 or float64."""
         dtype = dtype or self._like.dtype
         if self._last is not None and not self._whole(self._last[1]):
-            self._settle(*self._last)
+            if self._total is not None and self._total[0].dtype == dtype:
+                self._merge_rows(self._total, *self._last)
+            else:
+                self._settle(*self._last)
             self._last = None
         if self._last is None:
             out, lse = self._total or self._nothing()
@@ -120,14 +129,7 @@ class Accumulator:
             return
         total_out, total_lse = self._total or self._nothing()
         if self._owned:
-            merge_into(
-                total_out[:, rows],
-                total_lse[:, :, rows],
-                total_out[:, rows],
-                total_lse[:, :, rows],
-                out,
-                lse,
-            )
+            self._merge_rows((total_out, total_lse), rows, out, lse)
             return
         wide = self._like.new_empty(self._shape, dtype=self._wide), self._empty_lse()
         if self._whole(out):
@@ -135,9 +137,14 @@ class Accumulator:
         else:
             _sum_into(wide[0], total_out)
             wide[1].copy_(total_lse)
-            rows_out, rows_lse = wide[0][:, rows], wide[1][:, :, rows]
-            merge_into(rows_out, rows_lse, rows_out, rows_lse, out, lse)
+            self._merge_rows(wide, rows, out, lse)
         self._total, self._owned = wide, True
+
+    @staticmethod
+    def _merge_rows(total: tuple[Tensor, Tensor], rows: slice, out: Tensor, lse: Tensor) -> None:
+        """Merges a partial of some rows into the total, in place."""
+        part = total[0][:, rows], total[1][:, :, rows]
+        merge_into(*part, *part, out, lse)
 
     def _nothing(self) -> tuple[Tensor, Tensor]:
         self._owned = True
@@ -158,23 +165,28 @@ class Accumulator:
 class GradientSum:
     """Running sum of the partial gradients of one block, in float32 from the second one on."""
 
-    def __init__(self, like: Tensor) -> None:
-        """Args: like: [B,S,heads,D]; shape, dtype and device of the gradient."""
+    def __init__(self, like: Tensor, *, few: bool = False) -> None:
+        """Args:
+        like: [B,S,heads,D]; shape, dtype and device of the gradient.
+        few: the second partial is probably the last, and waits: if it is, the sum is written in
+            its final dtype, in the place of the first. With more to come that takes more memory.
+        """
         self._like = like
+        self._few = few
         self._total: Tensor | None = None
-        self._owned = False  # whether _total is a wide buffer of ours, free to be written
+        self._owned = False  # whether _total is a wide buffer of ours
+        self._second: tuple[slice, Tensor] | None = None  # to be added to the first
 
     def add(self, rows: slice, gradient: Tensor) -> None:
         """Adds the gradient of some rows [B,rows,heads,D]."""
-        whole = gradient.shape[1] == self._like.shape[1]
-        if self._total is None and whole:
+        if self._total is None and self._whole(gradient):
             self._total = gradient
-        elif not self._owned and whole:
-            assert self._total is not None
-            self._total, self._owned = self._plus(self._total, gradient, self._wide), True
+        elif self._few and not self._owned and self._total is not None and self._second is None:
+            self._second = rows, gradient
+        elif not self._owned and self._total is not None and self._whole(gradient):
+            self._total, self._owned = self._plus(self.held, gradient, self._wide), True
         else:
-            total = self._own_buffer()[:, rows]
-            _sum_into(total, total, gradient)
+            self._add_rows(self._own_buffer(), rows, gradient)
 
     def result(self, dtype: torch.dtype | None = None, plus: Tensor | None = None) -> Tensor:
         """The sum, contiguous, in `dtype` (default: that of the tensor it is a gradient of).
@@ -184,16 +196,29 @@ class GradientSum:
         dtype = dtype or self._like.dtype
         if plus is not None:
             return self._plus(self.held, plus, dtype)
-        return self.held.to(dtype).contiguous()
+        return self._final(dtype).to(dtype).contiguous()
 
     def write(self, out: Tensor, plus: Tensor | None = None) -> None:
         """out [B,S,heads,D] = the sum, and `plus` if there is one; out may be strided."""
-        _sum_into(out, self.held, plus)
+        _sum_into(out, self._final(out.dtype) if plus is None else self.held, plus)
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is no gradient yet."""
+        return self._total is None
 
     @property
     def held(self) -> Tensor:
         """The sum in whatever dtype it is, for whoever copies it elsewhere."""
-        return self._own_buffer() if self._total is None else self._total
+        whole = self._total is not None and self._second is None
+        return self._total if whole and self._total is not None else self._own_buffer()
+
+    def _final(self, dtype: torch.dtype) -> Tensor:
+        """The sum; rounded already where it ends in `dtype`, and nothing is added to it then."""
+        if self._second is not None and self._total is not None and self._total.dtype == dtype:
+            second, self._second = self._second, None
+            self._add_rows(self._total, *second)
+        return self.held
 
     @property
     def _wide(self) -> torch.dtype:
@@ -205,14 +230,28 @@ class GradientSum:
         return out
 
     def _own_buffer(self) -> Tensor:
+        """The total as a wide buffer, with all that has come."""
+        second, self._second = self._second, None
         if self._total is None:
             self._total = torch.zeros_like(self._like, dtype=self._wide)
+        elif second is not None and self._whole(second[1]):
+            self._total, second = self._plus(self._total, second[1], self._wide), None
         elif not self._owned:
             wide = torch.empty_like(self._like, dtype=self._wide)
             _sum_into(wide, self._total)
             self._total = wide
         self._owned = True
+        if second is not None:
+            self._add_rows(self._total, *second)
         return self._total
+
+    def _whole(self, gradient: Tensor) -> bool:
+        return gradient.shape[1] == self._like.shape[1]
+
+    @staticmethod
+    def _add_rows(total: Tensor, rows: slice, gradient: Tensor) -> None:
+        part = total[:, rows]
+        _sum_into(part, part, gradient)
 
 
 class WholeGradient:

@@ -67,6 +67,8 @@ class Forward(Pass):
     def accept(self, move: Move, results: Tensors) -> None:
         """See Pass.accept."""
         out, lse = results
+        if self._total.empty:  # which keeps what it is given, and these are buffers for messages
+            out, lse = out.clone(), lse.clone()
         self._total.add(slice(move.block.start, move.block.stop), out, lse)
 
     def close(self, heads: HeadGroup, of_keys: bool, others: Tensors | None) -> None:
@@ -89,9 +91,19 @@ class Backward(Pass):
     """
 
     def __init__(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, statistics: Statistics, call: Call
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        statistics: Statistics,
+        call: Call,
+        *,
+        few: bool,
     ) -> None:
+        """Args: few: as in `GradientSum`, of the own queries."""
         super().__init__(q, k, v)
+        self._few = few
         self._dout, self._all, self._call = dout, statistics, call
         self._whole = WholeGradient(q), WholeGradient(k), WholeGradient(v)
         # Of the own block, by the first head of groups that are not closed: dq; dk and dv (true).
@@ -107,7 +119,7 @@ class Backward(Pass):
             lse, delta = self._statistics.lse, self._statistics.delta_for(self._queries[1])
             self._queries += (delta, lse)
             self._statistics = Statistics(lse, self._statistics.out, delta)
-        self._sums[heads.q.start, False] = (GradientSum(self._queries[0]),)
+        self._sums[heads.q.start, False] = (GradientSum(self._queries[0], few=self._few),)
         self._sums[heads.q.start, True] = tuple(map(GradientSum, self._keys))
 
     def own(self, of_keys: bool) -> Tensors:
@@ -152,7 +164,7 @@ class Backward(Pass):
         for total, result in zip(
             self._sums[move.heads.q.start, move.of_keys], results, strict=True
         ):
-            total.add(rows, result)
+            total.add(rows, result.clone() if total.empty else result)
 
     def close(self, heads: HeadGroup, of_keys: bool, others: Tensors | None) -> None:
         """See Pass.close."""

@@ -28,16 +28,19 @@ class SlottedCommunicator(Communicator):
     block may be read, on the stream that waited for it, until the next exchange is posted that
     takes the same slot and receives. The collective operations are not offered.
 
-    Attributes: held_bytes: memory held for receiving, which torch's statistics do not show.
+    Attributes:
+        slab: all slots, one after another. held_bytes: memory held for receiving, which torch's
+        statistics do not show.
     """
 
-    _slab: Tensor
+    slab: Tensor
 
     def __init__(self, channel: str, rank: int, size: int, global_rank: int, slots: int) -> None:
         super().__init__(channel, rank, size, global_rank)
         self._slots = slots
         self._slot_bytes = 0
         self._turn = 0
+        self._awaited: set[int] = set()  # slots
 
     def buffers(self, like: Sequence[Described], device: torch.device) -> tuple[Tensor, ...]:
         """See Communicator.buffers; views of this turn's slot."""
@@ -46,7 +49,7 @@ class SlottedCommunicator(Communicator):
         self.reserve(like)
         base = self._turn % self._slots * self._slot_bytes
         return tuple(
-            self._slab[base + start : base + start + size].view(dtype).view(shape)
+            self.slab[base + start : base + start + size].view(dtype).view(shape)
             for (shape, dtype), start, size in zip(like, offsets, sizes, strict=False)
         )
 
@@ -70,9 +73,14 @@ class SlottedCommunicator(Communicator):
                 f"and {targets}: use transport group"
             )
         slot = self._turn % self._slots
+        if receives and slot in self._awaited:
+            raise RuntimeError(f"a block on {self.channel!r} was not waited for before the next")
         pending = self._post(slot, sends, receives)
         self._turn += 1
-        return pending
+        if not receives:
+            return pending
+        self._awaited.add(slot)
+        return pending.then(lambda _: self._awaited.discard(slot))
 
     @abstractmethod
     def _grow(self, slot_bytes: int) -> None:
@@ -96,68 +104,92 @@ class PeerCommunicator(SlottedCommunicator):
     """Over CUDA peer memory.
 
     Exchanges may be posted, and waited for, on any stream: a slot is offered again only once the
-    stream that read it last has come to this point, and offers are in the order of exchanges.
+    stream that read it last has come to this point. They may be captured in CUDA graphs, once the
+    same exchanges were made outside of one; all ranks capture and replay the same ones, in one
+    order with all others over this channel. A graph that is replayed on another stream than the
+    exchanges before and after it needs the streams to wait for each other. All ranks post
+    exchanges in one order over all channels: branches of a graph may share a queue of the hardware,
+    where waits hold each other up.
+
+    A flag is 0 or 1, so that a replay does what the first run did. Each rank has one for every
+    other rank and slot, "you may write to this slot of mine", and one for every slot of its own,
+    "has come"; who waits for the former, and who offers a slot, sets them back. A stream of copies
+    does all of it but the last wait, since each operation on a flag holds its stream up for some
+    microseconds.
     """
 
-    def __init__(self, channel: str, group: dist.ProcessGroup, slots: int) -> None:
+    def __init__(
+        self, channel: str, group: dist.ProcessGroup, slots: int, copies: torch.cuda.Stream
+    ) -> None:
+        """Args: copies: the stream of all channels of this GPU, so that one order holds for all."""
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         super().__init__(channel, rank, size, dist.get_rank(), slots)
+        _refuse_capture(f"make the receive buffers of {channel!r}")
         self._group = group
         self._device = torch.device("cuda", torch.cuda.current_device())
-        self._stream = torch.cuda.Stream(priority=-1)
-        self._posted: torch.cuda.Stream | None = None
-        self._readers: list[torch.cuda.Stream | None] = [None] * slots
-        self._sent = [0] * self.size
-        self._received = [0] * self.size
-        # Word p of each half: what rank p has made ready for us, what rank p has written to us.
-        self._flags, self._flags_handle = self._symmetric(2 * self.size * 4)
+        self._stream = copies
+        self._readers: list[tuple[torch.cuda.Stream, int] | None] = [None] * slots
+        self._flags, self._flags_handle = self._symmetric((size + 1) * slots * 4)
         self._flags.zero_()
-        self._slab = self._flags
+        self.slab = self._flags
         self._slab_handle: Any = None
+        self._captured = False
+        self._of_graphs: list[tuple[Tensor, Any]] = []  # former slabs, which replays write to
         torch.cuda.synchronize()
         dist.barrier(group)
 
+    @property
+    def held_bytes(self) -> int:
+        return super().held_bytes + sum(slab.numel() for slab, _ in self._of_graphs)
+
     def _post(self, slot: int, sends: Sequence[Send], receives: Sequence[Receive]) -> Pending[None]:
-        if torch.cuda.is_current_stream_capturing():
-            raise ContextParallelError(
-                "transport peer counts its messages, which a CUDA graph cannot do when it is "
-                "replayed: use transport group"
-            )
-        current = torch.cuda.current_stream()
-        expected: dict[int, int] = {}  # as of now, whatever is posted before this is waited for
+        if not sends and not receives:
+            return Pending(lambda: None)
+        current, copies = torch.cuda.current_stream(), self._stream
+        capture = _capture_of(current)
+        self._captured |= capture != 0
+        offer, arrival = self.rank * self._slots + slot, self.size * self._slots + slot
+        copies.wait_stream(current)
         for source in {source for _, source in receives}:
-            # Offers are flags that only rise, and this one says that the slot has been read.
-            for other in (self._posted, self._readers[slot]):
-                if other not in (None, current):
-                    current.wait_stream(other)
-            self._received[source] += 1
-            expected[source] = self._received[source]
-            self._write(current, source, self.rank, expected[source])
-            self._posted, self._readers[slot] = current, None
-        copied = torch.cuda.Event()
-        base = slot * self._slot_bytes
-        for to in {to for _, to in sends}:
-            self._sent[to] += 1
-            self._stream.wait_stream(current)
-            self._await(self._stream, to, self._sent[to])
-            offsets = _offsets([t.numel() * t.element_size() for t, _ in sends])
-            with torch.cuda.stream(self._stream):
-                for (tensor, _), start in zip(sends, offsets, strict=False):
-                    self._remote(to, base + start, tensor).copy_(tensor)
-            self._write(self._stream, to, self.size + self.rank, self._sent[to])
-            copied.record(self._stream)
+            reader = self._readers[slot]
+            # Before a capture, and before a replay, everything is in order on one stream.
+            if reader is not None and reader[0] != current and reader[1] == capture:
+                copies.wait_stream(reader[0])
+            self._write(copies, self.rank, arrival, 0)
+            self._write(copies, source, offer, 1)
+        base, done = slot * self._slot_bytes, torch.cuda.Event()
+
+        def send() -> None:
+            for to in {to for _, to in sends}:
+                self._await(copies, to * self._slots + slot)
+                self._write(copies, self.rank, to * self._slots + slot, 0)
+                offsets = _offsets([t.numel() * t.element_size() for t, _ in sends])
+                with torch.cuda.stream(copies):
+                    for (tensor, _), start in zip(sends, offsets, strict=False):
+                        self._remote(to, base + start, tensor).copy_(tensor)
+                self._write(copies, to, arrival, 1)
+            done.record(copies)
+
+        if not capture:
+            send()
 
         def finish() -> None:
+            if capture:
+                # Behind what was captured meanwhile. Where all branches of a graph have one queue
+                # (CUDA_DEVICE_MAX_CONNECTIONS=1) kernels would wait there for the other rank.
+                send()
             now = torch.cuda.current_stream()
-            for source, count in expected.items():
-                self._await(now, self.size + source, count)
-                self._readers[slot] = now
-            if sends:  # which this closure keeps alive until they have been copied
-                now.wait_event(copied)
-                if now != current:
-                    # Their memory goes back to where it came from, which does not wait.
-                    for tensor, _ in sends:
-                        tensor.record_stream(self._stream)
+            # What leaves before what comes: so there is no order of a graph's branches in which
+            # ranks wait for each other's messages before they have sent their own. The flag of
+            # what comes has been set back by then.
+            now.wait_event(done)
+            if now != current:
+                # Their memory goes back to where it came from, which does not wait.
+                for tensor, _ in sends:  # which this closure keeps alive until they are copied
+                    tensor.record_stream(copies)
+            if receives:
+                self._await(now, arrival)
+                self._readers[slot] = now, _capture_of(now)
 
         return Pending(finish)
 
@@ -169,9 +201,13 @@ class PeerCommunicator(SlottedCommunicator):
         )
 
     def _grow(self, slot_bytes: int) -> None:
+        _refuse_capture(f"make room for {slot_bytes} bytes in {self.channel!r}")
         torch.cuda.synchronize()
         dist.barrier(self._group)
-        self._slab, self._slab_handle = self._symmetric(self._slots * slot_bytes)
+        if self._captured:
+            self._of_graphs.append((self.slab, self._slab_handle))
+            self._captured = False
+        self.slab, self._slab_handle = self._symmetric(self._slots * slot_bytes)
 
     def _symmetric(self, size_bytes: int) -> tuple[Tensor, Any]:
         """Memory that all ranks of the group can write to, and the handle to their parts."""
@@ -181,20 +217,37 @@ class PeerCommunicator(SlottedCommunicator):
         return memory, symmetric_memory.rendezvous(memory, self._group.group_name)
 
     def _write(self, stream: torch.cuda.Stream, rank: int, word: int, value: int) -> None:
-        """Sets a flag of a peer once the stream has come here."""
+        """Sets a flag of a rank once the stream has come here."""
         from cuda.bindings import driver
 
         address = self._flags_handle.buffer_ptrs[rank] + 4 * word
-        _checked(driver.cuStreamWriteValue32(stream.cuda_stream, address, _wrapped(value), 0))
+        _checked(driver.cuStreamWriteValue32(stream.cuda_stream, address, value, 0))
 
-    def _await(self, stream: torch.cuda.Stream, word: int, value: int) -> None:
-        """Holds the stream until a flag of ours has reached the value."""
+    def _await(self, stream: torch.cuda.Stream, word: int) -> None:
+        """Holds the stream until a flag of ours is 1."""
         from cuda.bindings import driver
 
         address = self._flags_handle.buffer_ptrs[self.rank] + 4 * word
-        at_least = driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
-        _checked(
-            driver.cuStreamWaitValue32(stream.cuda_stream, address, _wrapped(value), int(at_least))
+        equal = driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ
+        _checked(driver.cuStreamWaitValue32(stream.cuda_stream, address, 1, int(equal)))
+
+
+def _capture_of(stream: torch.cuda.Stream) -> int:
+    """The id of the capture that a stream is in; 0: of none."""
+    if not torch.cuda.is_current_stream_capturing():
+        return 0
+    from cuda.bindings import driver
+
+    error, _, capture, *_ = driver.cuStreamGetCaptureInfo(stream.cuda_stream)
+    _checked((error,))
+    return int(capture)
+
+
+def _refuse_capture(what: str) -> None:
+    if torch.cuda.is_current_stream_capturing():
+        raise ContextParallelError(
+            f"transport peer cannot {what} while a CUDA graph is captured: make the same call "
+            "once before"
         )
 
 
@@ -206,11 +259,6 @@ def _offsets(sizes: Sequence[int]) -> list[int]:
     """Where aligned pieces of those sizes begin; the last entry is the total."""
     aligned = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
     return [0, *accumulate(aligned)]
-
-
-def _wrapped(value: int) -> int:
-    """Flags compare cyclically, modulo 2^32."""
-    return value & 0xFFFFFFFF
 
 
 def _checked(result: tuple[Any, ...]) -> None:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from megatron_cp_plugin.core.comm import Communicator, ProcessGroupCommunicator
 from megatron_cp_plugin.core.peer import PeerCommunicator, SlottedCommunicator
+from megatron_cp_plugin.core.streams import copy_stream
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.core.virtual import VirtualWorld
 from megatron_cp_plugin.errors import CommunicationError, ContextParallelError
@@ -90,7 +91,7 @@ class ProcessGroupTopology(Topology):
         return all(answers)
 
     def _make_peer_channel(self, name: str, slots: int) -> SlottedCommunicator:
-        return PeerCommunicator(name, self._group, slots)
+        return PeerCommunicator(name, self._group, slots, copy_stream())
 
     def _make_subgroup(self, ranks: tuple[int, ...], name: str) -> Topology:
         if len(ranks) == 1:

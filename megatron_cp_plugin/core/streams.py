@@ -39,6 +39,16 @@ class Beside:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
 
+def copy_stream() -> torch.cuda.Stream:
+    """The stream of the present GPU's copies to others."""
+    return _copy_stream(torch.cuda.current_device())
+
+
+@cache
+def _copy_stream(device: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=-1)
+
+
 @cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device, priority=-1)

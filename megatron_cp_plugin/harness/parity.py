@@ -34,6 +34,7 @@ from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.harness.weight_parts import rows_of_weights
 from megatron_cp_plugin.integration import compat
 from megatron_cp_plugin.integration.contract import TRAIN_STEP
+from megatron_cp_plugin.integration.features import Settings, graphs
 
 # The position of a rank's model shard: (pipeline, tensor, expert) parallel rank.
 Shard = tuple[int, int, int]
@@ -115,6 +116,12 @@ class Recorder:
         args = get_args()
         last = (args.train_iters or 1) - args.iteration  # a run may go on from a checkpoint
         self._recorded = {1, (last + 1) // 2, last}
+        if graphs(Settings(args)) == "full_iteration" and args.use_distributed_optimizer:
+            raise ContextParallelError(
+                "--cp-record lets every rank have all gradients, which a captured iteration does "
+                "not heed, got --cuda-graph-impl full_iteration with --use-distributed-optimizer: "
+                "leave one of them out"
+            )
         self._folder.mkdir(parents=True, exist_ok=True)
         # Those of an earlier run must not stay.
         for path in self._folder.glob(f"{self._path('.').name}*"):
@@ -130,9 +137,11 @@ class Recorder:
                 self._content["weights"] = weights
                 self._recording_s += time.perf_counter() - started
             # A distributed optimizer would leave each rank with a part of the gradients.
-            with _all_reduced(model), record_communication() as log:
+            with _all_reduced(model), record_communication() as log, _counted_replays() as replays:
                 result = forward_backward(*args, **kwargs)
             started = time.perf_counter()
+            for name, count in (("replays", len(replays)), ("sent_bytes", log.bytes())):
+                self._content.setdefault(name, {})[self._iteration] = count
             if self._iteration == 1:
                 self._content["communication"] = {
                     f"{phase}_{direction}_bytes": log.bytes(phase=phase, direction=direction)
@@ -191,6 +200,8 @@ class RankRecording:
     Attributes:
         weights: Digests by parameter name.
         gradients: Digests by iteration and parameter name.
+        replays: By iteration, how many CUDA graphs were replayed.
+        sent_bytes: By iteration, what was sent for attention outside of CUDA graphs.
     """
 
     settings: dict[str, Any]
@@ -199,6 +210,8 @@ class RankRecording:
     gradients: dict[int, dict[str, str]]
     communication: dict[str, int]
     iterations: list[Iteration]
+    replays: dict[int, int] = field(default_factory=dict)
+    sent_bytes: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -232,9 +245,10 @@ class Recording:
             content = json.loads(path.read_text())
             shard = (content["shard"][0], content["shard"][1], content["shard"][2])
             lines = path.with_suffix(".jsonl").read_text().splitlines()
+            for name in ("gradients", "replays", "sent_bytes"):
+                content[name] = {int(step): value for step, value in content.get(name, {}).items()}
             content.update(
                 shard=shard,
-                gradients={int(step): digests for step, digests in content["gradients"].items()},
                 iterations=[Iteration(**json.loads(line)) for line in lines],
             )
             ranks.append(RankRecording(**content))
@@ -497,6 +511,23 @@ def _all_reduced(model: Any) -> Iterator[None]:
     finally:
         for group in groups:
             del group.start_grad_sync
+
+
+@contextmanager
+def _counted_replays() -> Iterator[list[None]]:
+    """An entry for each CUDA graph that is replayed within this context, whoever captured it."""
+    replays: list[None] = []
+    original = torch.cuda.CUDAGraph.replay
+
+    def replay(graph: torch.cuda.CUDAGraph) -> None:
+        replays.append(None)
+        original(graph)
+
+    torch.cuda.CUDAGraph.replay = replay  # type: ignore[method-assign, assignment]
+    try:
+        yield replays
+    finally:
+        torch.cuda.CUDAGraph.replay = original  # type: ignore[method-assign]
 
 
 def _reduce_all(start_grad_sync: Callable[..., None], force_all_reduce: bool = False) -> None:

@@ -21,6 +21,7 @@ from megatron_cp_plugin.integration.runtime import Runtime
 
 _OF_DOCUMENTS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
 _OF_TOKENS = ("tokens", "labels", "loss_mask", "position_ids")
+_ORDER = "position_ids of a batch must count up from 0, and may begin again, before it is cut"
 _MARK = "_cut_by_megatron_cp_plugin"
 
 
@@ -135,8 +136,12 @@ class Batches:
                 f"a batch needs equally many tokens under all keys, got {lengths}: give whole "
                 "samples to get_batch_on_this_cp_rank"
             )
-        order = _order_of(whole["position_ids"]) if "position_ids" in whole else None
-        training = torch.is_grad_enabled()
+        training, position_ids = torch.is_grad_enabled(), whole.get("position_ids")
+        if position_ids is not None and _capturing(position_ids):
+            # The host does not see the batches of replays; the GPU ends the run.
+            torch._assert_async(_count_up(position_ids), _ORDER)
+            position_ids = None
+        order = None if position_ids is None else _order_of(position_ids)
         if training in self._agreed:
             if fault:
                 raise ContextParallelError(fault)
@@ -181,6 +186,11 @@ def _version(tensor: Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
+def _capturing(tensor: Tensor) -> bool:
+    """Whether what happens to a tensor now goes to a CUDA graph."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 def _count_up(position_ids: Tensor) -> Tensor:
     """Whether position ids [b, N] begin with 0, and go on by one or begin again: bool []."""
     following, before = position_ids[:, 1:], position_ids[:, :-1]
@@ -217,8 +227,7 @@ def _disorder(position_ids: Tensor) -> str:
             if position not in (0, row[index - 1] + 1) or (not index and position):
                 around = ", ".join(map(str, row[max(0, index - 2) : index + 2]))
                 return (
-                    "position_ids of a batch must count up from 0, and may begin again, before it "
-                    f"is cut, got {around} from token {max(0, index - 2)} on: give whole samples "
+                    f"{_ORDER}, got {around} from token {max(0, index - 2)} on: give whole samples "
                     "to get_batch_on_this_cp_rank, which cuts them"
                 )
     raise AssertionError("position ids in order were refused")

@@ -15,7 +15,13 @@ from megatron_cp_plugin.core.kernel import Problem
 from megatron_cp_plugin.core.linear_kernel import LinearProblem
 from megatron_cp_plugin.errors import ConfigError, near_multiples
 from megatron_cp_plugin.integration import gated_delta_net
-from megatron_cp_plugin.integration.features import FEATURES, Settings, is_latent, packs_documents
+from megatron_cp_plugin.integration.features import (
+    FEATURES,
+    Settings,
+    graphs,
+    is_latent,
+    packs_documents,
+)
 from megatron_cp_plugin.kernels import resolve
 from megatron_cp_plugin.kernels.linear import resolve_linear
 from megatron_cp_plugin.kernels.selfcheck import check_kernel
@@ -76,6 +82,7 @@ def check_arguments(args: Any, config: ContextParallelConfig, device: torch.devi
     _check_sequence(args, config)
     _check_algorithms(args, config)
     _check_window(args, config)
+    check_graphs(args, config, device)
     return _check_kernel(args, config, device)
 
 
@@ -369,6 +376,32 @@ def describe_window(args: Any) -> str | None:
     if window is None:
         return None
     return f"sliding windows of {window} tokens: a token sees itself and the {window - 1} before it"
+
+
+def check_graphs(args: Any, config: ContextParallelConfig, device: torch.device) -> None:
+    """Checks what is to be captured in CUDA graphs.
+
+    Args:
+        args: Megatron's namespace, as parsed.
+        config: The run's configuration.
+        device: Where the run computes.
+
+    Raises:
+        ConfigError: It cannot be.
+    """
+    captured = graphs(Settings(args))
+    if captured == "none":
+        return
+    if device.type != "cuda":
+        raise ConfigError(
+            f"--cuda-graph-impl {captured} needs GPUs, got the {device.type} platform: leave it out"
+        )
+    if captured == "transformer_engine" and args.seq_length % config.size:
+        raise ConfigError(
+            "--cuda-graph-impl transformer_engine needs equally many tokens on all ranks, got "
+            f"seq_length {args.seq_length} on {config.size}: use a multiple of {config.size}, or "
+            "--cuda-graph-impl local"
+        )
 
 
 def describe(config: ContextParallelConfig, kernel: str | None) -> str:

@@ -788,8 +788,9 @@ SETTINGS: tuple[Setting, ...] = (
         "mock_data nccl_communicator_config_path num_dataset_builder_threads "
         "position_embedding_type rampup_batch_size rank recompute_activations "
         "reset_attention_mask reset_position_ids rl_use_sequence_packing save seed seq_length sft "
-        "spec split tensorboard_dir test_data_path train_data_path train_iters use_megatron_fsdp "
-        "use_rotary_position_embeddings valid_data_path world_size yaml_cfg",
+        "spec split tensorboard_dir test_data_path train_data_path train_iters "
+        "use_distributed_optimizer use_megatron_fsdp use_rotary_position_embeddings "
+        "valid_data_path world_size yaml_cfg",
         "args",
     ),
     *_settings("hybrid_layer_pattern", "args", since=(0, 17)),

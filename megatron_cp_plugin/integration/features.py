@@ -76,6 +76,15 @@ def packs_documents(settings: Settings) -> str | None:
     return "--" + given[0].replace("_", "-") if given else None
 
 
+def graphs(settings: Settings) -> str:
+    """Who captures CUDA graphs, as --cuda-graph-impl names it."""
+    if settings.enable_cuda_graph:  # its former flags
+        return "local"
+    if settings.external_cuda_graph:
+        return "transformer_engine"
+    return settings.cuda_graph_impl or "none"
+
+
 def is_latent(settings: Settings) -> bool:
     """Whether layers have multi-latent attention."""
     return bool(settings.multi_latent_attention) or "+" in (settings.hybrid_layer_pattern or "")
@@ -254,14 +263,12 @@ FEATURES: tuple[Feature, ...] = (
     ),
     # Modes of the whole program.
     Feature(
-        "CUDA graphs",
+        "packed documents in CUDA graphs",
         "cuda_graph_impl",
-        _other_than("cuda_graph_impl", "none"),
-        _UNTESTED,
+        lambda settings: graphs(settings) != "none" and packs_documents(settings) is not None,
+        "a graph keeps the documents of the batch that was captured",
         "leave --cuda-graph-impl out",
     ),
-    _switch("CUDA graphs", "enable_cuda_graph", _UNTESTED),
-    _switch("CUDA graphs", "external_cuda_graph", _UNTESTED),
     _switch(
         "overlap of expert-parallel communication",
         "overlap_moe_expert_parallel_comm",

@@ -1,41 +1,74 @@
-"""The peer transport's orders to CUDA streams, carried out by a model of GPUs in random order.
+"""The peer transport's orders to CUDA, carried out by a model of GPUs in random order.
 
-The model knows streams, events, flags and copies; each stream does what was queued on it in order,
-and which stream goes on next is drawn by lot. So whatever two streams do without waiting for each
-other happens in both orders.
+The model knows streams, events, flags, copies and graphs. Each stream does what was queued on it in
+order, and which stream goes on next is drawn by lot. So whatever two streams do without waiting for
+each other happens in both orders. What is captured becomes nodes that depend on each other, and a
+replay carries them out in any order that the dependencies allow: not only in that of the streams
+that they were captured from. Where all nodes go through one queue of the hardware, a node that
+waits holds up those behind it, also those that it does not depend on.
 """
 
+import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from random import Random
+from types import ModuleType, SimpleNamespace
+from typing import Any, Literal
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_cp_plugin.core import peer
 from megatron_cp_plugin.core.peer import PeerCommunicator
+from megatron_cp_plugin.errors import ContextParallelError
 
-TURNS = 9
+ROUNDS = 12
 FLOAT = ((4,), torch.float32)
+
+# "streams": each has a queue of its own in the hardware, and each branch of a graph. "graph": all
+# branches of a graph share one. "gpu": everything on a GPU shares one, as it was submitted.
+Hardware = Literal["streams", "graph", "gpu"]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Work that is done at once, when it may begin."""
+
+    may: Callable[[], bool]
+    do: Callable[[], object]
 
 
 class Stream:
-    """Work in order; a piece of work says whether it is done, or waits."""
+    """Work in order, or, while it is captured, the nodes that the next one depends on."""
 
     gpus: "Gpus"
 
     def __init__(self, priority: int = 0) -> None:
-        self.queue: deque[Callable[[], bool]] = deque()
-        self.gpus.streams.append(self)
+        self.graph: Graph | None = None
+        self.tail: frozenset[int] = frozenset()
+        shared = self.gpus.hardware == "gpu"
+        self.queue: deque[Piece | Replay] = self.gpus.shared if shared else deque()
+        if not any(self.queue is other for other in self.gpus.queues):
+            self.gpus.queues.append(self.queue)
+
+    @property
+    def cuda_stream(self) -> "Stream":
+        return self
+
+    def add(self, may: Callable[[], bool], do: Callable[[], object]) -> None:
+        if self.graph is None:
+            self.queue.append(Piece(may, do))
+        else:
+            self.tail = frozenset([self.graph.add(Piece(may, do), self.tail)])
 
     def do(self, work: Callable[[], object]) -> None:
-        def done() -> bool:
-            work()
-            return True
-
-        self.queue.append(done)
+        self.add(lambda: True, work)
 
     def wait_stream(self, other: "Stream") -> None:
         event = Event()
@@ -43,43 +76,128 @@ class Stream:
         self.wait_event(event)
 
     def wait_event(self, event: "Event") -> None:
-        self.queue.append(event.reached)
+        if event.graph is None:
+            assert self.graph is None, "a captured stream waits for work outside of the capture"
+            self.add(event.reached, lambda: None)
+            return
+        assert self.graph in (None, event.graph), "streams of two captures wait for each other"
+        assert not event.graph.nodes or not event.graph.done, "an event of an ended capture"
+        self.graph, self.tail = event.graph, self.tail | event.nodes
+        self.graph.streams.append(self)
 
 
 class Event:
     def __init__(self) -> None:
         self.reached: Callable[[], bool] = lambda: True
+        self.graph: Graph | None = None
+        self.nodes: frozenset[int] = frozenset()
 
     def record(self, stream: Stream) -> None:
-        come: list[bool] = []
-        stream.do(lambda: come.append(True))
-        self.reached = lambda: bool(come)
+        self.graph, self.nodes = stream.graph, stream.tail
+        if stream.graph is None:
+            come: list[bool] = []
+            stream.do(lambda: come.append(True))
+            self.reached = lambda: bool(come)
+
+
+@dataclass
+class Graph:
+    """What was captured: pieces of work, and for each those that it depends on."""
+
+    number: int
+    nodes: list[tuple[Piece, frozenset[int]]] = field(default_factory=list)
+    streams: list[Stream] = field(default_factory=list)
+    done: bool = False
+
+    def add(self, piece: Piece, after: frozenset[int]) -> int:
+        self.nodes.append((piece, after))
+        return len(self.nodes) - 1
+
+    @contextmanager
+    def capture(self, stream: Stream) -> Iterator[None]:
+        assert not self.done
+        stream.graph, stream.tail = self, frozenset()
+        yield
+        before, left = set(stream.tail), list(stream.tail)
+        while left:
+            more = self.nodes[left.pop()][1] - before
+            before |= more
+            left += more
+        assert len(before) == len(self.nodes), "a stream did not come back before capture ended"
+        for each in (stream, *self.streams):
+            each.graph, each.tail = None, frozenset()
+        self.done = True
+
+
+class Replay:
+    """One replay of a graph, on its way."""
+
+    def __init__(self, graph: Graph, random: Random, one_queue: bool) -> None:
+        self.random = random
+        self.nodes = graph.nodes
+        self.left = set(range(len(graph.nodes)))
+        self.queue: deque[int] | None = None
+        if one_queue:
+            self.queue = deque()
+            while len(self.queue) < len(self.nodes):
+                self.queue.append(random.choice(self.ready(self.left - {*self.queue})))
+
+    def ready(self, left: set[int]) -> list[int]:
+        return [node for node in left if not self.nodes[node][1] & left]
+
+    def step(self) -> bool:
+        """One node; False if none can go on."""
+        ready = self.ready(self.left) if self.queue is None else [self.queue[0]]
+        self.random.shuffle(ready)
+        for node in ready:
+            piece = self.nodes[node][0]
+            if piece.may():
+                piece.do()
+                self.left.remove(node)
+                if self.queue is not None:
+                    self.queue.popleft()
+                return True
+        return False
 
 
 class Gpus:
     """All streams of all ranks, and the memory that ranks write in each other's."""
 
-    def __init__(self, random: Random) -> None:
+    def __init__(self, random: Random, hardware: Hardware = "streams") -> None:
         self.random = random
-        self.streams: list[Stream] = []
+        self.hardware = hardware
+        self.queues: list[deque[Piece | Replay]] = []
+        self.shared: deque[Piece | Replay] = deque()
         self.current: Stream | None = None
-        self.flags: dict[tuple[int, int], int] = {}
-        self.slabs: dict[int, Tensor] = {}
+        self.flags: dict[int, int] = {}  # by address
+        self.memory: dict[tuple[str, int, int], Tensor] = {}  # by channel, count and rank
+        self.graphs = 0
+
+    def next_gpu(self) -> None:
+        """Streams that are made from now on are another GPU's."""
+        self.shared = deque()
 
     def step(self) -> bool:
         """One piece of work of some stream; False if none can go on."""
-        waiting = [stream for stream in self.streams if stream.queue]
+        waiting = [queue for queue in self.queues if queue]
         self.random.shuffle(waiting)
-        for stream in waiting:
-            if stream.queue[0]():
-                stream.queue.popleft()
+        for queue in waiting:
+            head = queue[0]
+            if isinstance(head, Replay):
+                if head.step():
+                    if not head.left:
+                        queue.popleft()
+                    return True
+            elif head.may():
+                queue.popleft()
+                head.do()
                 return True
         return False
 
     def finish(self) -> None:
         while self.step():
             pass
-        assert not any(stream.queue for stream in self.streams), "streams wait for each other"
+        assert not any(self.queues), "streams wait for each other"
 
     @contextmanager
     def on(self, stream: Stream) -> Iterator[None]:
@@ -87,123 +205,419 @@ class Gpus:
         yield
         self.current = before
 
+    def captures(self) -> bool:
+        return self.current is not None and self.current.graph is not None
 
-class Modelled(PeerCommunicator):
-    """With the model in the place of the driver's calls and of symmetric memory."""
+    def new_graph(self) -> Graph:
+        self.graphs += 1
+        return Graph(self.graphs)
 
-    gpus: Gpus
+    def replay(self, graph: Graph, stream: Stream) -> None:
+        assert graph.done
+        if graph.nodes:
+            stream.queue.append(Replay(graph, self.random, self.hardware != "streams"))
 
-    def _symmetric(self, size_bytes):
-        memory = torch.full((size_bytes,), 255, dtype=torch.uint8)
-        self.gpus.slabs[self.rank] = memory
-        return memory, None
+    @property
+    def driver(self) -> SimpleNamespace:
+        """What the transport calls of CUDA's driver."""
 
-    def _write(self, stream, rank, word, value):
-        stream.do(lambda: self.gpus.flags.__setitem__((rank, word), value))
+        def write(stream: Stream, address: int, value: int, _: int) -> tuple[int]:
+            stream.do(lambda: self.flags.__setitem__(address, value))
+            return (0,)
 
-    def _await(self, stream, word, value):
-        stream.queue.append(lambda: self.gpus.flags.get((self.rank, word), 0) >= value)
+        def wait(stream: Stream, address: int, value: int, flags: int) -> tuple[int]:
+            assert flags == 1
+            stream.add(lambda: self.flags.get(address, 0) == value, lambda: None)
+            return (0,)
 
-    def _remote(self, rank, offset, like):
-        gpus = self.gpus
+        def info(stream: Stream) -> tuple[int, int, int]:
+            return 0, int(stream.graph is not None), stream.graph.number if stream.graph else 0
 
-        class Remote:
-            def copy_(self, tensor):
-                size = tensor.numel() * tensor.element_size()
-                target = gpus.slabs[rank][offset : offset + size].view(tensor.dtype)
-                gpus.current.do(lambda: target.copy_(tensor))
-
-        return Remote()
-
-
-@pytest.fixture
-def gpus(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Gpus:
-    model = Gpus(Random(request.node.name))
-    Stream.gpus = Modelled.gpus = model
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "stream", model.on)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: model.current)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(dist, "barrier", lambda group: None)
-    monkeypatch.setattr(dist, "get_rank", lambda group=(0, 0): group[0])
-    monkeypatch.setattr(dist, "get_world_size", lambda group: group[1])
-    return model
+        return SimpleNamespace(
+            cuStreamWriteValue32=write,
+            cuStreamWaitValue32=wait,
+            cuStreamGetCaptureInfo=info,
+            CUstreamWaitValue_flags=SimpleNamespace(CU_STREAM_WAIT_VALUE_EQ=1),
+        )
 
 
-def flow_of(rank: int, size: int, slots: int) -> PeerCommunicator:
-    flow = Modelled("blocks", (rank, size), slots)
-    flow.reserve([FLOAT])
-    return flow
+class Memory:
+    """A handle to symmetric memory: the parts of all ranks, in the order of ranks."""
+
+    def __init__(self, gpus: Gpus, channel: str, count: int, size: int) -> None:
+        self.gpus, self.channel, self.count = gpus, channel, count
+        first = hash((channel, count)) << 16
+        self.buffer_ptrs = [first + (rank << 12) for rank in range(size)]
+
+    def get_buffer(self, rank: int, shape: Sequence[int], dtype: torch.dtype, offset: int) -> Any:
+        whole = self.gpus.memory[self.channel, self.count, rank]
+        target = whole[offset * dtype.itemsize :].view(dtype)[: torch.Size(shape).numel()]
+
+        def copy(tensor: Tensor) -> None:
+            assert self.gpus.current is not None
+            self.gpus.current.do(lambda: target.copy_(tensor))
+
+        return SimpleNamespace(copy_=copy)
 
 
-def exchanging(
-    gpus: Gpus, flow: PeerCommunicator, streams: int, kept: list[Tensor]
-) -> Iterator[None]:
-    """One rank's program: around a ring, each time on streams drawn by lot."""
-    rank, size = flow.rank, flow.size
-    own = [Stream() for _ in range(streams)]
-    source, target = (rank - 1) % size, (rank + 1) % size
-    for turn in range(TURNS):
-        posting, reading = gpus.random.choice(own), gpus.random.choice(own)
-        sent = torch.full(*FLOAT[:1], float("nan"))
-        with gpus.on(posting):
-            (buffer,) = flow.buffers([FLOAT], torch.device("cpu"))
-            posting.do(lambda sent=sent, turn=turn: sent.fill_(10 * turn + rank))
-            pending = flow.exchange([(sent, target)], [(buffer, source)])
+def modelled(module: ModuleType, gpus: Gpus) -> type[PeerCommunicator]:
+    """The transport of a module, with the model's memory."""
+    base: type[PeerCommunicator] = module.PeerCommunicator
+
+    class Modelled(base):  # type: ignore[valid-type, misc]
+        count = 0
+
+        def _symmetric(self, size_bytes: int) -> tuple[Tensor, Any]:
+            self.count += 1  # all ranks make theirs in one order
+            memory = torch.full((size_bytes,), 255, dtype=torch.uint8)
+            gpus.memory[self.channel, self.count, self.rank] = memory
+            return memory, Memory(gpus, self.channel, self.count, self.size)
+
+    return Modelled
+
+
+@contextmanager
+def cuda(gpus: Gpus) -> Iterator[None]:
+    """The model in the place of CUDA."""
+    with pytest.MonkeyPatch.context() as patch:
+        Stream.gpus = gpus
+        patch.setitem(sys.modules, "cuda.bindings", SimpleNamespace(driver=gpus.driver))
+        patch.setattr(torch.cuda, "Stream", Stream)
+        patch.setattr(torch.cuda, "Event", Event)
+        patch.setattr(torch.cuda, "stream", gpus.on)
+        patch.setattr(torch.cuda, "current_stream", lambda: gpus.current)
+        patch.setattr(torch.cuda, "current_device", lambda: 0)
+        patch.setattr(torch.cuda, "synchronize", lambda: None)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", gpus.captures)
+        patch.setattr(dist, "barrier", lambda group: None)
+        patch.setattr(dist, "get_rank", lambda group=(0, 0): group[0])
+        patch.setattr(dist, "get_world_size", lambda group: group[1])
+        patch.setattr(Tensor, "record_stream", lambda self, stream: None)
         yield
-        with gpus.on(reading):
-            pending.wait()
-            for _ in range(gpus.random.randrange(6)):
-                reading.do(lambda: None)
-            expected = torch.full((4,), float(10 * turn + source))
-            reading.do(lambda b=buffer, e=expected: kept.append(torch.stack((b, e))))
-            # Free to be changed from here on.
-            reading.do(lambda sent=sent: sent.fill_(float("nan")))
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Each of the receivers gets a block from the rank `shift` before it."""
+
+    channel: int
+    shift: int
+    receivers: frozenset[int]
+
+
+@dataclass(frozen=True)
+class Program:
+    """What all ranks do in one order: posts an exchange, or waits for it, by its index."""
+
+    exchanges: tuple[Exchange, ...]
+    events: tuple[tuple[bool, int], ...]  # whether posted
+
+    @staticmethod
+    def draw(random: Random, case: "Case") -> "Program":
+        exchanges: list[Exchange] = []
+        events: list[tuple[bool, int]] = []
+        under_way: list[int] = []
+        count = random.randrange(1, 6)
+        while len(exchanges) < count or under_way:
+            channel = random.randrange(case.channels)
+            turns = [n for n, other in enumerate(exchanges) if other.channel == channel]
+            # A slot is waited for before it is taken again.
+            free = not any(index in under_way for index in turns[-case.slots : len(turns)][:1])
+            free |= len(turns) < case.slots
+            if len(exchanges) < count and free and random.random() < 0.6:
+                receivers = [rank for rank in range(case.size) if random.random() < 0.8]
+                shift = random.randrange(1, case.size)
+                exchanges.append(Exchange(channel, shift, frozenset(receivers)))
+                under_way.append(len(exchanges) - 1)
+                events.append((True, under_way[-1]))
+            elif under_way:
+                index = under_way.pop(random.randrange(len(under_way)))
+                events.append((False, index))
+        return Program(tuple(exchanges), tuple(events))
+
+
+@dataclass(frozen=True)
+class Case:
+    """Attributes: streams: of a rank, on which it posts and waits. captured: of these, in captures.
+    faithful: whether streams wait for a replay, and it for them, as they must.
+    """
+
+    size: int = 2
+    slots: int = 2
+    channels: int = 1
+    streams: int = 1
+    captured: int = 1
+    hardware: Hardware = "streams"
+    faithful: bool = True
+
+
+class Rank:
+    """One rank's host: it queues, captures and replays, and checks nothing itself."""
+
+    def __init__(self, rank: int, case: Case, gpus: Gpus, module: ModuleType) -> None:
+        self.rank, self.case, self.gpus = rank, case, gpus
+        gpus.next_gpu()
+        self.streams = [Stream() for _ in range(case.streams)]
+        kind = modelled(module, gpus)
+        names = [f"channel {number}" for number in range(case.channels)]
+        with gpus.on(self.streams[0]):
+            copies = Stream()
+            self.channels = [kind(name, (rank, case.size), case.slots, copies) for name in names]
+            for channel in self.channels:
+                channel.reserve([FLOAT])
+        self.round = torch.zeros(1)  # in the GPU's memory
+        self.graphs: list[Graph] = []
+        self.kept: list[Tensor] = []
+
+    def host(self, parts: Sequence[Callable[["Rank"], Iterator[None]]]) -> Iterator[None]:
+        for part in parts:
+            yield from part(self)
+
+    def queue(self, program: Program, streams: Sequence[Stream]) -> Iterator[None]:
+        """Orders a program to streams, whether or not they are captured, from the first one on."""
+        case, random, pending = self.case, self.gpus.random, {}
+        for stream in streams[1:]:
+            stream.wait_stream(streams[0])
+        for posted, index in program.events:
+            exchange = program.exchanges[index]
+            channel, stream = self.channels[exchange.channel], random.choice(streams)
+            source = (self.rank - exchange.shift) % case.size
+            target = (self.rank + exchange.shift) % case.size
+            with self.gpus.on(stream):
+                if posted:
+                    sent, sends, receives = torch.full((4,), float("nan")), [], []
+                    if self.rank in exchange.receivers:
+                        (buffer,) = channel.buffers([FLOAT], torch.device("cpu"))
+                        receives = [(buffer, source)]
+                    if target in exchange.receivers:
+                        sends = [(sent, target)]
+                        self._work(stream)
+                        stream.do(partial(self._fill, sent, index))
+                    pending[index] = channel.exchange(sends, receives), sent, receives
+                else:
+                    under_way, sent, receives = pending[index]
+                    under_way.wait()
+                    self._work(stream)
+                    for buffer, source in receives:
+                        stream.do(partial(self._keep, buffer, source, index))
+                    # Free to be changed from here on.
+                    stream.do(partial(sent.fill_, float("nan")))
+            yield
+        for stream in streams[1:]:
+            streams[0].wait_stream(stream)
+
+    def _work(self, stream: Stream) -> None:
+        for _ in range(self.gpus.random.randrange(4)):
+            stream.do(lambda: None)
+
+    def _fill(self, sent: Tensor, index: int) -> None:
+        sent.fill_(100 * self.round.item() + 10 * index + self.rank)
+
+    def _keep(self, buffer: Tensor, source: int, index: int) -> None:
+        wanted = torch.full((4,), 100 * self.round.item() + 10 * index + source)
+        self.kept.append(torch.stack((buffer, wanted)))
+
+    def capture(self, program: Program) -> Iterator[None]:
+        graph = self.gpus.new_graph()
+        with graph.capture(self.streams[0]):
+            yield from self.queue(program, self.streams[: self.case.captured])
+        self.graphs.append(graph)
+
+    def eager(self, number: int, program: Program) -> Iterator[None]:
+        self.streams[0].do(partial(self.round.fill_, number))
+        yield from self.queue(program, self.streams)
+
+    def replay(self, number: int, index: int) -> Iterator[None]:
+        stream = self.gpus.random.choice(self.streams)
+        if self.case.faithful:
+            stream.wait_stream(self.streams[0])
+        stream.do(partial(self.round.fill_, number))
+        self.gpus.replay(self.graphs[index], stream)
+        if self.case.faithful:
+            self.streams[0].wait_stream(stream)
         yield
 
 
-@pytest.mark.parametrize("seed", range(6))
+def run(case: Case, seed: int, module: ModuleType = peer) -> int:
+    """Two graphs are captured, and replayed between each other and eager exchanges, on all ranks.
+
+    Returns how many blocks were right; raises AssertionError if one was not, or ranks wait for
+    each other, or CUDA would have refused a call.
+    """
+    random = Random(seed)
+    gpus = Gpus(random, case.hardware)
+    with cuda(gpus):
+        ranks = [Rank(rank, case, gpus, module) for rank in range(case.size)]
+        # What all ranks do: the same, each in its own time.
+        parts: list[Callable[[Rank], Iterator[None]]] = []
+        captured: list[Program] = []
+        blocks = 0
+        for number in range(ROUNDS):
+            program = Program.draw(random, case)
+            if number in (1, 2):
+                captured.append(program)
+                parts.append(partial(Rank.capture, program=program))
+                continue
+            if number == 0 or random.random() < 0.3:
+                parts.append(partial(Rank.eager, number=number, program=program))
+            else:
+                index = random.randrange(len(captured))
+                program = captured[index]
+                parts.append(partial(Rank.replay, number=number, index=index))
+            blocks += sum(len(exchange.receivers) for exchange in program.exchanges)
+        hosts = [rank.host(parts) for rank in ranks]
+        while hosts:
+            host = random.choice(hosts)
+            if next(host, "ended") == "ended":
+                hosts.remove(host)
+            for _ in range(random.randrange(12)):
+                gpus.step()
+        gpus.finish()
+    kept = [block for rank in ranks for block in rank.kept]
+    for got, wanted in kept:
+        assert got.tolist() == wanted.tolist(), "a block is wrong"
+    assert len(kept) == blocks, "blocks got lost"
+    offers = (case.size * case.slots) * 4  # bytes of a rank's flags, before those of what has come
+    left = [flag for flag, value in gpus.flags.items() if value and flag % (1 << 12) < offers]
+    assert not left, "an offer is left"
+    return blocks
+
+
 @pytest.mark.parametrize("streams", [1, 3])
+@pytest.mark.parametrize("channels", [1, 2])
 @pytest.mark.parametrize("slots", [1, 2])
 @pytest.mark.parametrize("size", [2, 3])
-def test_blocks_are_whole_on_any_stream(
-    size: int, slots: int, streams: int, seed: int, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("hardware", ["streams", "graph", "gpu"])
+def test_blocks_are_whole(
+    hardware: Hardware, size: int, slots: int, channels: int, streams: int
 ) -> None:
-    """Whichever streams exchanges are posted on and waited for, also if one of them is late."""
-    monkeypatch.setattr(Tensor, "record_stream", lambda self, stream: None)
-    kept: list[Tensor] = []
-    flows = [flow_of(rank, size, slots) for rank in range(size)]
-    programs = [exchanging(gpus, flow, streams, kept) for flow in flows]
-    while programs:
-        program = gpus.random.choice(programs)
-        if next(program, True):
-            programs.remove(program)
-        for _ in range(gpus.random.randrange(12)):
-            gpus.step()
-    gpus.finish()
-    assert len(kept) == size * TURNS
-    for got, expected in kept:
-        assert got.tolist() == expected.tolist()
+    """Eager and replayed, on any streams, in any order that a graph allows, if a rank is late."""
+    case = Case(size, slots, channels, streams, captured=streams, hardware=hardware)
+    assert sum(run(case, seed) for seed in range(4)) > 0
+
+
+WRONG, STUCK = "a block is wrong", "streams wait for each other"
+OUTSIDE, OPEN = "waits for work outside of the capture", "did not come back before capture ended"
+_FINISH = "            now.wait_event(done)\n"
+_READ = "                self._readers[slot] = now, _capture_of(now)\n"
+# Lines of the transport, what is put in their place, and what comes of it.
+FAULTS: dict[str, tuple[dict[str, str], str]] = {
+    "the flag of what has come is not set back": (
+        {"self._write(copies, self.rank, arrival, 0)": "pass"},
+        WRONG,
+    ),
+    "the flag of an offer is not set back": (
+        {"self._write(copies, self.rank, to * self._slots + slot, 0)": "pass"},
+        STUCK,
+    ),
+    "a rank waits for others before its own block has left": (
+        {_FINISH: "", _READ: _READ + _FINISH},
+        STUCK,
+    ),
+    "a rank takes the flag of an earlier block": (
+        {_FINISH: "            if sends:\n    " + _FINISH},
+        WRONG,
+    ),
+    "a slot is offered while another stream reads it": (
+        {"                copies.wait_stream(reader[0])\n": "                pass\n"},
+        WRONG,
+    ),
+    "a slot is offered again, to the next graph too, as soon as its block has come": (
+        {_READ: _READ + "                self._write(now, receives[0][1], offer, 1)\n"},
+        STUCK,
+    ),
+    "a block is sent before it is made": (
+        {"        copies.wait_stream(current)\n": ""},
+        OUTSIDE,
+    ),
+    "a sender changes a block before it has left": (
+        {_FINISH: "            if not sends:\n    " + _FINISH},
+        OPEN,
+    ),
+    "a captured stream waits for a reader of before": ({" and reader[1] == capture": ""}, OUTSIDE),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_of_the_transport_is_found(fault: str) -> None:
+    changes, wanted = FAULTS[fault]
+    path = Path(peer.__file__)
+    source = path.read_text()
+    for old, new in changes.items():
+        assert source.count(old) == 1, "the transport has changed: say the fault in its new words"
+        source = source.replace(old, new)
+    module = ModuleType("faulty")
+    exec(compile(source, path, "exec"), module.__dict__)
+    cases = Case(streams=3, captured=3), Case(streams=3), Case(slots=1), Case(hardware="graph")
+    assert any(found(case, seed, module) == wanted for seed in range(20) for case in cases)
+
+
+def test_streams_that_do_not_wait_for_a_replay_are_found() -> None:
+    case = Case(slots=1, streams=3, faithful=False)
+    assert {found(case, seed) for seed in range(8)} & {WRONG, STUCK}
+
+
+def found(case: Case, seed: int, module: ModuleType = peer) -> str:
+    """What `run` finds wrong; nothing: the empty string."""
+    try:
+        run(case, seed, module)
+    except AssertionError as error:
+        said = str(error).splitlines()[0]
+        return next((each for each in (WRONG, STUCK, OUTSIDE, OPEN) if each in said), said)
+    return ""
+
+
+def test_replays_keep_the_memory_that_they_write_to() -> None:
+    """A larger block gets other memory, and the former one stays where graphs know it."""
+    gpus = Gpus(Random(0))
+    with cuda(gpus):
+        rank = Rank(0, Case(size=2), gpus, peer)
+        (channel,) = rank.channels
+        held = channel.held_bytes
+        nothing = Program((Exchange(0, 1, frozenset([0])),), ((True, 0), (False, 0)))
+        with gpus.on(rank.streams[0]):
+            channel.reserve([((1024,), torch.float32)])
+            assert channel.held_bytes > held  # nothing was captured: the former memory is free
+            grown = channel.held_bytes
+        for _ in rank.capture(nothing):
+            pass
+        with gpus.on(rank.streams[0]):
+            channel.reserve([((2048,), torch.float32)])
+            assert channel.held_bytes == 3 * grown
+            channel.reserve([((4096,), torch.float32)])
+            assert channel.held_bytes == grown + 4 * grown
+
+
+def test_room_is_made_before_a_capture() -> None:
+    gpus = Gpus(Random(0))
+    with cuda(gpus):
+        rank = Rank(0, Case(size=2), gpus, peer)
+        with (
+            gpus.new_graph().capture(rank.streams[0]),
+            gpus.on(rank.streams[0]),
+            pytest.raises(ContextParallelError, match="make the same call once before"),
+        ):
+            rank.channels[0].reserve([((1024,), torch.float32)])
 
 
 def test_memory_that_another_stream_gets_back_waits_for_the_copy(
-    gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Torch's allocator gives it to the stream that it came from."""
     noted: list[tuple[int, object]] = []
-    monkeypatch.setattr(
-        Tensor, "record_stream", lambda self, stream: noted.append((id(self), stream))
-    )
-    posting, reading = Stream(), Stream()
-    with gpus.on(posting):
-        flow, _ = flow_of(0, 2, 1), flow_of(1, 2, 1)
+    gpus = Gpus(Random(0))
+    with cuda(gpus):
+        monkeypatch.setattr(
+            Tensor, "record_stream", lambda self, stream: noted.append((id(self), stream))
+        )
+        rank = Rank(0, Case(size=2, slots=1, streams=2), gpus, peer)
+        Rank(1, rank.case, gpus, peer)
+        (channel,), (posting, reading) = rank.channels, rank.streams
         tensors = [torch.zeros(4), torch.ones(4)]
-        pending = [flow.exchange([(x, 1)], []) for x in tensors]
-        pending[0].wait()
-    assert not noted
-    with gpus.on(reading):
-        pending[1].wait()
-    assert noted == [(id(tensors[1]), flow._stream)]
+        with gpus.on(posting):
+            pending = [channel.exchange([(x, 1)], []) for x in tensors]
+            pending[0].wait()
+        assert not noted
+        with gpus.on(reading):
+            pending[1].wait()
+        assert noted == [(id(tensors[1]), channel._stream)]

@@ -61,6 +61,7 @@ BESIDE: dict[str, dict[str, Any]] = {
         "pipeline_model_parallel_size": 2,
         "world_size": 8,
     },
+    "packed documents in CUDA graphs": DOCUMENTS,
     "packed documents with gated delta net layers": GATED,
     "packed conversations with gated delta net layers": GATED,
     "multi-token prediction with gated delta net layers": GATED,
