@@ -21,6 +21,9 @@ ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT_S = 1200
 
 _EXAMPLE = """
+# Long enough to be a data set too, in the trials that train on it:
+# the sequence of one sample is split over many ranks, and each computes its part of attention
+# against what the others send; forward and backward, causal or not, by an algorithm of your choice.
 import torch, megatron_cp_plugin as cp
 q, k, v = (torch.randn(1, 64, 4, 16, requires_grad=True) for _ in range(3))
 cp.attention(q, k, v, algo="zigzag").sum().backward()
@@ -74,13 +77,13 @@ ENVIRONMENTS = {
             Trial("megatron-cp train --help", "--context-parallel-algo NAME"),
             Trial(_TRAIN, "megatron-cp prepare-data --output data/stdlib", 2),
             Trial(
-                "megatron-cp prepare-data example.py --output data/stdlib --document-bytes 4",
+                "megatron-cp prepare-data example.py --output data/stdlib --document-bytes 1",
                 "documents",
             ),
-            Trial(f"{_TRAIN} --seq-length 64", "iteration        2/"),
+            Trial(f"{_TRAIN} --seq-length 16", "iteration        2/"),
             Trial(
                 "torchrun --nproc-per-node 2 -m megatron_cp_plugin.cli train --config tiny_zigzag "
-                "--context-parallel-size 2 --train-iters 1 --log-interval 1 --seq-length 64",
+                "--context-parallel-size 2 --train-iters 1 --log-interval 1 --seq-length 16",
                 "iteration        1/",
             ),
         ),
@@ -98,13 +101,13 @@ ENVIRONMENTS = {
         (
             *_TORCH_ALONE,
             Trial(
-                "megatron-cp prepare-data example.py --output data/stdlib --document-bytes 4",
+                "megatron-cp prepare-data example.py --output data/stdlib --document-bytes 1",
                 "documents",
             ),
             Trial(
                 "torchrun --nproc-per-node 2 {root}/scripts/pretrain_gpt.py --config "
                 "{root}/configs/tiny_zigzag.yaml --context-parallel-size 2 --train-iters 1 "
-                "--log-interval 1 --seq-length 64",
+                "--log-interval 1 --seq-length 16",
                 "iteration        1/",
             ),
             Trial("pytest -q {root}/tests/test_import.py", "passed"),

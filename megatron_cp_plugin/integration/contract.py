@@ -782,8 +782,8 @@ SETTINGS: tuple[Setting, ...] = (
     *_settings("data_parallel_size", "validated args"),
     *_settings(
         "check_for_nan_in_loss_and_grad create_attention_mask_in_dataloader data_cache_path "
-        "data_path distributed_timeout_minutes encoder_seq_length eod_mask_loss fim_data "
-        "global_batch_size group_query_attention high_priority_stream_groups "
+        "data_path distributed_timeout_minutes encoder_seq_length eod_mask_loss eval_iters "
+        "fim_data global_batch_size group_query_attention high_priority_stream_groups "
         "hybrid_override_pattern micro_batch_size mid_level_dataset_surplus mmap_bin_files "
         "mock_data nccl_communicator_config_path num_dataset_builder_threads "
         "position_embedding_type rampup_batch_size rank recompute_activations "

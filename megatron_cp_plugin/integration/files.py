@@ -15,8 +15,9 @@ from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.integration.features import Settings, packs_documents
 from megatron_cp_plugin.paths import check_folder
 
-# An index begins with a magic word, a version, the type of tokens and the number of documents.
-_HEAD, _MAGIC = struct.Struct("<9sQBQ"), b"MMIDIDX"
+# An index begins with a magic word, a version, the type of tokens, and two numbers of documents;
+# the lengths of the documents follow.
+_HEAD, _MAGIC = struct.Struct("<9sQBQQ"), b"MMIDIDX"
 _PARTS = ("training", "validation", "testing")
 _SPLIT = "969,30,1"  # Megatron's own
 _WRITTEN = ("save", "tensorboard_dir", "data_cache_path")
@@ -68,11 +69,15 @@ def _check_data(flag: str, prefix: str, settings: Settings) -> None:
             "--mock-data"
         )
     if flag == "--data-path":
-        _check_split(prefix, settings.split or _SPLIT)
+        _check_split(prefix, settings)
 
 
-def _check_split(prefix: str, split: str) -> None:
-    """Refuses a part without documents, whose epochs Megatron counts without an end."""
+def _check_split(prefix: str, settings: Settings) -> None:
+    """Refuses a part without documents, whose epochs Megatron counts without an end.
+
+    And, where no evaluation asks for samples, one that has not enough tokens for a single one.
+    """
+    split, needed = settings.split or _SPLIT, (settings.seq_length or 0) + 1
     with Path(f"{prefix}.idx").open("rb") as index:
         head = index.read(_HEAD.size)
     if len(head) < _HEAD.size or not head.startswith(_MAGIC):
@@ -80,7 +85,7 @@ def _check_split(prefix: str, split: str) -> None:
             f"--data-path got {prefix}, and {prefix}.idx is no index that Megatron can read: write "
             "the data again"
         )
-    count = _HEAD.unpack(head)[-1]
+    count = _HEAD.unpack(head)[3]
     shares = [float(word) for word in re.findall(r"[.0-9]+", split)]
     bounds = [round(sum(shares[:n]) / (sum(shares) or 1) * count) for n in range(len(shares) + 1)]
     for name, share, (start, stop) in zip(_PARTS, shares, pairwise(bounds), strict=False):
@@ -88,6 +93,16 @@ def _check_split(prefix: str, split: str) -> None:
             raise ConfigError(
                 f"--split {split} leaves none of the {count} document(s) of {prefix} for "
                 f"{name}: add documents, or use --split 100,0,0"
+            )
+        if not share or name == "training" or settings.eval_iters or stop - start >= needed:
+            continue
+        with Path(f"{prefix}.idx").open("rb") as index:
+            index.seek(_HEAD.size + 4 * start)
+            tokens = sum(struct.unpack(f"<{stop - start}i", index.read(4 * (stop - start))))
+        if tokens < needed:
+            raise ConfigError(
+                f"--split {split} leaves {tokens} tokens of {prefix} for {name}, and a sample has "
+                f"{needed}: add documents, or use --split 100,0,0"
             )
 
 

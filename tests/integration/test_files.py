@@ -35,6 +35,10 @@ def parser() -> argparse.ArgumentParser:
          "--split 98,2,0 leaves none of the 24 document(s) of few for validation: add documents, "
          "or use --split 100,0,0"),
         ("--data-path few", "--split 969,30,1 leaves none of the 24 document(s) of few for"),
+        ("--data-path few --split 90,10 --eval-iters 0 --seq-length 20",
+         "--split 90,10 leaves 20 tokens of few for validation, and a sample has 21: add"),
+        ("--data-path few --split 90,10 --eval-iters 0 --seq-length 19", None),
+        ("--data-path few --split 90,10 --eval-iters 1 --seq-length 20", None),
         ("--data-path few --split 100,0,0", None),
         ("--data-path few --split 90,10", None),
         ("--data-path there", None),
@@ -58,7 +62,8 @@ def test_data_and_folders(
         Path(name).touch()
     for name, count in (("there", 1000), ("few", 24)):
         Path(f"{name}.bin").touch()
-        Path(f"{name}.idx").write_bytes(struct.pack("<9sQBQ", b"MMIDIDX", 1, 8, count))
+        head = struct.pack("<9sQBQQ", b"MMIDIDX", 1, 8, count, count + 1)
+        Path(f"{name}.idx").write_bytes(head + struct.pack(f"<{count}i", *[10] * count))
     args = parser.parse_args(flags.split())
     if said is None:
         check_files(args)
