@@ -69,6 +69,7 @@ ELSEWHERE: dict[str, str] = {
     "pip install datasets": "tests/integration/test_sft.py",
     "python scripts/check_installs.py": "tests/test_help.py",
     "megatron-cp plan": "tests/test_costs.py",
+    "megatron-cp train --config NAME": "tests/test_cli.py",
     "megatron-cp train": "tests/test_cli.py",
     "torchrun ... -m megatron_cp_plugin.cli train": CHECK_INSTALLS,
     "torchrun ... scripts/pretrain_gpt.py --config FILE": "tests/integration/test_training.py",
