@@ -29,7 +29,7 @@ context, tensor and pipeline parallelism need. Under torchrun it is one of torch
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command; returns its exit code."""
-    if "LOCAL_RANK" in os.environ:
+    if "RANK" in os.environ:
         train(argv)
         return 0
     if not {"-h", "--help"}.isdisjoint(argv):

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 # With the stand-ins of the CPU platform, which stay for the rest of a process.
 PROGRAM = """
 import argparse, sys
@@ -41,6 +43,7 @@ RUNS = (
 )
 
 
+@pytest.mark.slow
 def test_run_files_and_what_they_propose_are_accepted() -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, *RUNS],
