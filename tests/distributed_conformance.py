@@ -25,7 +25,7 @@ from megatron_cp_plugin.core.process_groups import topology_of
 from megatron_cp_plugin.core.virtual import VirtualWorld
 from megatron_cp_plugin.errors import ConfigError, KernelUnavailableError
 from megatron_cp_plugin.kernels import resolve
-from megatron_cp_plugin.registry import layout_of
+from megatron_cp_plugin.registry import layout_of, option_names
 from tests.oracle import Expected, expected_attention
 from tests.test_conformance import Case, cases
 
@@ -121,15 +121,16 @@ def replayed(step):
 def captured_cases(size):
     """Those that a CUDA graph can hold: all over the process group."""
     for case in cases(size):
-        rings = case.algo in ("ring", "zigzag", "distflash", "usp")
-        yield Case(case.algo, (*case.options, ("transport", "group")) if rings else case.options)
+        either = "transport" in option_names(case.algo)
+        yield Case(case.algo, (*case.options, ("transport", "group")) if either else case.options)
 
 
 def real_cases(size):
-    """Those of the virtual suite; rings also over the process group where peer access exists."""
+    """Those of the virtual suite; some also over the process group where peer access exists."""
     for case in cases(size):
         yield case
-        if case.algo == "zigzag" and topology_of(None).peer_access:
+        both = case.algo in ("zigzag", "allgather", "attention2d")
+        if both and topology_of(None).peer_access:
             yield Case(case.algo, (*case.options, ("transport", "group")))
 
 
