@@ -25,7 +25,7 @@ from megatron_cp_plugin.core.process_groups import topology_of
 from megatron_cp_plugin.core.virtual import VirtualWorld
 from megatron_cp_plugin.errors import ConfigError, KernelUnavailableError
 from megatron_cp_plugin.kernels import resolve
-from megatron_cp_plugin.registry import layout_of, option_names
+from megatron_cp_plugin.registry import layout_of
 from tests.oracle import Expected, expected_attention
 from tests.test_conformance import Case, cases
 
@@ -118,13 +118,6 @@ def replayed(step):
     return results
 
 
-def captured_cases(size):
-    """Those that a CUDA graph can hold: all over the process group."""
-    for case in cases(size):
-        either = "transport" in option_names(case.algo)
-        yield Case(case.algo, (*case.options, ("transport", "group")) if either else case.options)
-
-
 def real_cases(size):
     """Those of the virtual suite; some also over the process group where peer access exists."""
     for case in cases(size):
@@ -170,7 +163,7 @@ def main() -> int:
                     if rank == 0:
                         print(f"SKIPPED {error}")
                     continue
-                for case in captured_cases(size) if args.captured else real_cases(size):
+                for case in real_cases(size):
                     try:
                         errors = split_errors(
                             case, kernel_name, expected, device, setting, args.captured

@@ -51,7 +51,7 @@ class HeadSplit(Algorithm):
 
     options: Options
     windows = True
-    ring_options = Ring.Options()
+    ring_options = Ring.Options(keep="local")
 
     def __init__(self, topology: Topology, options: Options) -> None:
         super().__init__(topology, options)

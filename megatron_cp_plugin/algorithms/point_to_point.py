@@ -84,22 +84,29 @@ class PointToPoint(Algorithm):
         plan = self.plan(shape, call.mask, "forward", rectangular=rectangular)
         work = Forward(q, k, v, call, groups=len(plan.groups))
         follow(plan, self._channels(plan, shape), work, overlap=self.overlap)
-        return work.out, work.lse, (q, k, v, work.out, work.lse)
+        return work.out, work.lse, (q, k, v, work.out, work.lse, *work.retained)
 
     def backward(self, dout: Tensor, saved: Saved, call: Call) -> tuple[Tensor, Tensor, Tensor]:
         """See Algorithm.backward."""
-        q, k, v, out, lse = saved
-        return self.differentiate(dout, q, k, v, Statistics(lse, out=out), call)
+        q, k, v, out, lse, *retained = saved
+        return self.differentiate(dout, q, k, v, Statistics(lse, out=out), call, tuple(retained))
 
     def differentiate(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, statistics: Statistics, call: Call
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        statistics: Statistics,
+        call: Call,
+        retained: Saved = (),
     ) -> tuple[Tensor, Tensor, Tensor]:
         """As `backward`, where either out or delta is at hand."""
         shape, rectangular = Shape.of(q, k, v, call.seq_len), call.kernel.rectangular_causal
         plan = self.plan(shape, call.mask, "backward", rectangular=rectangular)
         plan = _with_results(plan, dq=call.dq, dkv=call.dkv)
         few = plan.steps <= 2 * len(plan.groups)
-        work = Backward(dout, q, k, v, statistics, call, few=few)
+        work = Backward(dout, q, k, v, statistics, call, few=few, retained=retained)
         follow(plan, self._channels(plan, shape), work, overlap=self.overlap)
         return work.gradients
 

@@ -40,8 +40,9 @@ class Pass(ABC):
     `close`, where they come straight from other ranks in the first step of the next group.
     """
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor) -> None:
-        self.q, self.k, self.v = q, k, v
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, retained: Tensors = ()) -> None:
+        """Args: retained: of a backward, what its forward has there at the end."""
+        self.q, self.k, self.v, self.retained = q, k, v, retained
         self._described: dict[tuple[tuple[TensorNames, ...], int, bool], list[Described]] = {}
 
     @abstractmethod
@@ -114,6 +115,9 @@ class _Run:
         self._relay, self._parts, self._channels, self._work = plan.relay, parts, channels, work
         self._device = work.q.device
         self._held: dict[BlockId, Tensors] = {}
+        self._retains = plan.phase == "forward" and parts.retained is not None
+        if parts.retained is not None and not self._retains:
+            self._held[parts.retained] = work.retained
         self._dropped: tuple[BlockId, ...] = ()
         self._earlier: dict[BlockId, Tensors] = {}  # sums of ranks before this one
         # Results for the own block that have come, by the first head and whether it is of keys.
@@ -138,6 +142,9 @@ class _Run:
         for task in turn.tasks:
             work.compute(task, self._held.get(task.query), self._held.get(task.key))
         self._dropped = turn.dropped
+        if turn.last and self._retains:  # in memory of its own, for the next call's messages
+            assert self._parts.retained is not None
+            work.retained = tuple(x.clone() for x in self._held[self._parts.retained])
         self.take_results(turn.step)
         for exchange in turn.results:
             if exchange.receives:

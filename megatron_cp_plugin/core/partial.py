@@ -194,7 +194,7 @@ class GradientSum:
         """Adds the gradient of some rows [B,rows,heads,D]."""
         if self._total is None and self._whole(gradient):
             self._total = gradient
-        elif self._few and not self._owned and self._total is not None and self._second is None:
+        elif self._few and not self._owned and self._second is None:
             self._second = rows, gradient
         elif not self._owned and self._total is not None and self._whole(gradient):
             self._total, self._owned = self._plus(self.held, gradient, self._wide), True
@@ -218,7 +218,7 @@ class GradientSum:
     @property
     def empty(self) -> bool:
         """Whether there is no gradient yet."""
-        return self._total is None
+        return self._total is None and self._second is None
 
     @property
     def held(self) -> Tensor:

@@ -112,9 +112,10 @@ class Backward(Pass):
         call: Call,
         *,
         few: bool,
+        retained: Tensors,
     ) -> None:
-        """Args: few: as in `GradientSum`, of the own tokens."""
-        super().__init__(q, k, v)
+        """Args: few: as in `GradientSum`, of the own tokens. retained: as in `Pass`."""
+        super().__init__(q, k, v, retained)
         self._few = few
         self._dout, self._all, self._call = dout, statistics, call
         self._whole = WholeGradient(q), WholeGradient(k), WholeGradient(v)

@@ -63,6 +63,8 @@ class Program:
             results for them come from others, for each group of heads.
         receivable: where ranks receive unequally much, what one exchange of inputs (false), of
             results (true), brings at most to any rank: a move of each kind, with the most tokens.
+        retained: the block of another rank that it has at the end of the forward, and at the
+            beginning of the backward, if any.
         one_peer: no rank has more than one source, and one target, in an exchange. slow: whether
             any exchange is.
     """
@@ -71,6 +73,7 @@ class Program:
     own: tuple[int, int]
     sent: frozenset[bool]
     awaited: tuple[int, int]
+    retained: BlockId | None
     receivable: tuple[tuple[bool, tuple[Move, ...]], ...]
     one_peer: bool
     slow: bool
@@ -105,6 +108,7 @@ def program(plan: Plan, rank: int) -> Program:
         own,
         frozenset(move.of_keys for move in of_own if move.source == rank and not move.result),
         (awaited.count(False) // len(plan.groups), awaited.count(True) // len(plan.groups)),
+        next(((kept.owners[0], True) for kept in plan.retained if kept.rank == rank), None),
         *_all_exchanges(plan),
     )
 

@@ -3,6 +3,7 @@
 import random
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,11 +18,12 @@ from megatron_cp_plugin.harness.parity import Recording, Tolerances, compare
 from megatron_cp_plugin.integration.batch import Batches
 from megatron_cp_plugin.integration.inputs import serve_inputs
 from megatron_cp_plugin.integration.runtime import Runtime
-from tests.integration.megatron_job import LAUNCHER, SLOWLY, TINY, run, run_warm
+from tests.integration.megatron_job import LAUNCH, LAUNCHER, SLOWLY, TINY, Job, run, run_warm
 from tests.integration.ranks import ALONE, on_ranks
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
+HYBRID = Path(__file__).with_name("hybrid_job.py")
 DOCUMENTS = "--dataloader-inter-document-masking"
 END = 126  # of a document: the last id of --vocab-size 127
 LENGTHS = (1, 2, 3, 5, 9, 17, 40, 90)
@@ -125,21 +127,27 @@ def test_unmodified_script_of_a_checkout(
     if DOCUMENTS.removeprefix("--").replace("-", "_") not in checkout_script.read_text():
         pytest.skip(f"{checkout_script} has no {DOCUMENTS}")
     flags = [*model, *REFERENCES["rotary"].split()]
-    assert_same_losses(checkout_script, flags, algorithm, size=4)
-
-
-def test_hybrid_model(model: list[str]) -> None:
-    words = "--position-embedding-type rope --normalization RMSNorm --spec hybrid_job stack"
-    flags = [*model, *words.split(), "--hybrid-layer-pattern", "*-*-"]
-    assert_same_losses(Path(__file__).with_name("hybrid_job.py"), flags, "zigzag", size=2)
-
-
-def assert_same_losses(script: Path, flags: list[str], algorithm: str, size: int) -> None:
-    program = (*LAUNCHER, str(script))
+    program = (*LAUNCHER, str(checkout_script))
     reference = run(*flags, *OWN.split(), program=program).succeeded()
-    words = f"--context-parallel-algo {algorithm} --context-parallel-size {size}"
-    split = words.split()
-    job = run(*flags, DOCUMENTS, *split, ranks=size, program=program).succeeded()
+    job = run(*flags, *documents_on(4, algorithm), ranks=4, program=program).succeeded()
+    assert_same_losses(job, reference)
+
+
+def test_hybrid_model(model: list[str], tmp_path: Path) -> None:
+    words = "--position-embedding-type rope --normalization RMSNorm --spec hybrid_job stack"
+    flags = [str(HYBRID), *model, *words.split(), "--hybrid-layer-pattern", "*-*-"]
+    reference = run_warm(tmp_path / "reference", *flags, *OWN.split(), script=LAUNCH).succeeded()
+    words = documents_on(2, "zigzag")
+    job = run_warm(tmp_path / "split", *flags, *words, ranks=2, script=LAUNCH).succeeded()
+    assert_same_losses(job, reference)
+
+
+def documents_on(size: int, algorithm: str) -> list[str]:
+    words = f"{DOCUMENTS} --context-parallel-algo {algorithm} --context-parallel-size {size}"
+    return words.split()
+
+
+def assert_same_losses(job: Job, reference: Job) -> None:
     assert len(job.losses) == 3
     assert job.losses == pytest.approx(reference.losses, rel=Tolerances().loss)
 
@@ -226,6 +234,35 @@ def test_the_model_gets_a_mask_and_the_runtime_is_told() -> None:
     assert batches.runtime.documents == ()
 
 
+@pytest.mark.parametrize("impl", ["local", "transformer_engine", "full_iteration"])
+def test_documents_of_a_script_s_own_are_not_captured(impl: str) -> None:
+    """A replay would attend to the documents of the first batch."""
+    model = Model(impl)
+    serve_inputs(model, Batches(Runtime(ContextParallelConfig("ring", 1))), ALONE)
+    bounds = torch.tensor([0, 3, 8], dtype=torch.int32)
+    assert model() is None
+    with pytest.raises(ContextParallelError, match=f"--cuda-graph-impl {impl} keeps the documents"):
+        model(packed_seq_params=PackedSeqParams("thd", bounds, bounds))
+
+
+def test_a_copy_of_a_batch_is_not_compared_while_it_is_captured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a GPU that would end the capture with an error of CUDA's."""
+
+    def cut(group: Any) -> tuple[Batches, torch.Tensor]:
+        batches = Batches(Runtime(ContextParallelConfig("zigzag", 2)))
+        return batches, batches.shard({"tokens": torch.arange(16)[None]}, group)["tokens"]
+
+    for batches, tokens in on_ranks(2, cut):
+        assert batches.cut_of("tokens", tokens.clone()) is not None
+        with monkeypatch.context() as patch:
+            patch.setattr("megatron_cp_plugin.integration.batch.capturing", lambda tensor: True)
+            assert batches.cut_of("tokens", tokens) is not None
+            with pytest.raises(ContextParallelError, match="got a copy of tokens, which cannot be"):
+                batches.cut_of("tokens", tokens.clone())
+
+
 def test_a_batch_that_was_cut_by_other_documents_is_refused() -> None:
     """Whoever cuts batches and whoever calls the model must mean the same documents."""
     config = ContextParallelConfig("zigzag", 2, options=(("layout", "documents"),))
@@ -248,6 +285,10 @@ def test_a_batch_that_was_cut_by_other_documents_is_refused() -> None:
 
 class Model(nn.Module):
     """Takes packed_seq_params as models of Megatron do."""
+
+    def __init__(self, cuda_graph_impl: str = "none") -> None:
+        super().__init__()
+        self.config = SimpleNamespace(cuda_graph_impl=cuda_graph_impl)
 
     def forward(self, input_ids: Any = None, packed_seq_params: Any = None) -> Any:
         return packed_seq_params
