@@ -50,8 +50,8 @@ FAULTS = (
         "core/partial.py",
         "        if self._last is not None:\n"
         "            self._settle(*self._last)\n"
-        "        self._last = (rows, out, lse)",
-        "        self._last = (rows, out, lse)",
+        "        self._last, self._borrowed",
+        "        self._last, self._borrowed",
         "a partial is dropped when the next one comes",
     ),
     Fault(
@@ -178,8 +178,8 @@ FAULTS = (
     ),
     Fault(
         "core/passes.py",
-        "self._total.add(slice(move.block.start, move.block.stop), out, lse)",
-        "self._total.add(slice(0, move.block.stop - move.block.start), out, lse)",
+        "rows = slice(move.block.start, move.block.stop)\n        _add(",
+        "rows = slice(0, move.block.stop - move.block.start)\n        _add(",
         "a helper's rows are merged into the first ones",
     ),
     Fault(
@@ -245,7 +245,7 @@ FAULTS = (
     ),
     Fault(
         "core/virtual.py",
-        "            self.slab[start : start + self._slot_bytes] = _NAN\n",
+        "            self._slab[start : start + self._slot_bytes] = _NAN\n",
         "            pass\n",
         "virtual peers do not poison a slot that is given on",
     ),
@@ -320,8 +320,8 @@ FAULTS = (
     # algorithms
     Fault(
         "algorithms/ring_routes.py",
-        'yield Place(query if self.travelling == "kv" else key, (query - key) % self.size)',
-        'yield Place(query if self.travelling == "kv" else key, (key - query) % self.size)',
+        "hops = (query - key) % self.size",
+        "hops = (key - query) % self.size",
         "rings turn the other way: right results, more bytes",
     ),
     Fault(
@@ -332,9 +332,27 @@ FAULTS = (
     ),
     Fault(
         "algorithms/point_to_point.py",
-        '("sums", 1) if plan.relay else ("returns", 2)',
-        '("sums", 1) if plan.relay else ("returns", 1)',
-        "results of helpers have one slot too few",
+        "return min(2, self.topology.size - 1)",
+        "return 1",
+        "blocks over peer memory have one slot too few",
+    ),
+    Fault(
+        "core/execute.py",
+        "            if exchange.receives:\n                work.settle()\n",
+        "",
+        "a partial that came is overwritten before it is merged",
+    ),
+    Fault(
+        "core/collective.py",
+        "        if heads.first:\n            self.sums",
+        "        if True:\n            self.sums",
+        "gradients of shared keys are those of the last group of heads",
+    ),
+    Fault(
+        "core/team.py",
+        "partials.wait()[:, :, :tokens]",
+        "partials.wait()[:, :, -tokens:]",
+        "padding is taken for tokens",
     ),
     Fault(
         "algorithms/lasp.py",
