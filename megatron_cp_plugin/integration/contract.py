@@ -772,7 +772,8 @@ SETTINGS: tuple[Setting, ...] = (
         "args",
         "latent config",
     ),
-    *_settings("flash_attention_version", "args", "config", since=(0, 19)),
+    *_settings("cuda_graph_warmup_steps", "args", "config"),
+    *_settings("flash_attention_version cuda_graph_modules", "args", "config", since=(0, 19)),
     *_settings(
         "cpu_offloading fp8_dot_product_attention fp8_multi_head_attention "
         "hetereogenous_dist_checkpoint init_method layernorm_epsilon output_layer_init_method",
@@ -782,15 +783,18 @@ SETTINGS: tuple[Setting, ...] = (
     *_settings("data_parallel_size", "validated args"),
     *_settings(
         "check_for_nan_in_loss_and_grad create_attention_mask_in_dataloader data_cache_path "
-        "data_path distributed_timeout_minutes encoder_seq_length eod_mask_loss eval_iters "
-        "fim_data global_batch_size group_query_attention high_priority_stream_groups "
-        "hybrid_override_pattern micro_batch_size mid_level_dataset_surplus mmap_bin_files "
-        "mock_data nccl_communicator_config_path num_dataset_builder_threads "
-        "position_embedding_type rampup_batch_size rank recompute_activations "
-        "reset_attention_mask reset_position_ids rl_use_sequence_packing save seed seq_length sft "
-        "spec split tensorboard_dir test_data_path train_data_path train_iters "
+        "distributed_timeout_minutes encoder_seq_length eod_mask_loss fim_data global_batch_size "
+        "group_query_attention high_priority_stream_groups hybrid_override_pattern "
+        "micro_batch_size mid_level_dataset_surplus mmap_bin_files mock_data "
+        "nccl_communicator_config_path num_dataset_builder_threads position_embedding_type "
+        "rampup_batch_size rank recompute_activations reset_attention_mask reset_position_ids "
+        "rl_use_sequence_packing seed seq_length sft spec split train_iters "
         "use_distributed_optimizer use_megatron_fsdp use_rotary_position_embeddings "
-        "valid_data_path world_size yaml_cfg",
+        "use_torch_fsdp2 world_size yaml_cfg",
+        "args",
+    ),
+    *_settings(
+        "data_path eval_iters save tensorboard_dir test_data_path train_data_path valid_data_path",
         "args",
     ),
     *_settings("hybrid_layer_pattern", "args", since=(0, 17)),
