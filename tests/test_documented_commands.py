@@ -56,6 +56,7 @@ ELSEWHERE: dict[str, str] = {
     "git clone <this repository> && cd <its folder>": ITSELF,
     "make smoke": "tests/test_convergence_smoke.py",
     "make test": ITSELF,
+    "make test-all": ITSELF,
     'make test ARGS="-k layout"': ITSELF,
     "make lint": ITSELF,
     "make format": ITSELF,

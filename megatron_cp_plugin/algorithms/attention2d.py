@@ -73,7 +73,7 @@ class Attention2D(GridAlgorithm):
                 give them, or "float32".
             gradients: dtype in which partial gradients travel; they are summed in float32.
             chunks: at most so many groups of heads, pipelined; 0: 4, or fewer where that would be
-                too little work for each; over peer memory two for long sequences, else one.
+                too little work for each; half of that over peer memory with one row or column.
                 "overlap" has none.
             transport: "peer" (block by block, "zigzag" only; see PointToPoint), "group" (over the
                 process group), or "auto", peer where that is possible.

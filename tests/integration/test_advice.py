@@ -187,7 +187,7 @@ def _changes(
     flag = r"--[\w-]+"
     for choice in re.split(r", or ", feature.instead):
         leave = re.fullmatch(r"leave (.+) out(?:, and choose a kernel with --cp-kernel)?", choice)
-        add = re.fullmatch(rf"(?:add |use )?({flag}(?: [^-\s]\S*)?(?: {flag} \S+)?)", choice)
+        add = re.fullmatch(rf"(?:add|use) ({flag}(?: [^-\s]\S*)?(?: {flag} \S+)?)", choice)
         words = re.fullmatch(r"use (.+)", choice)
         if choice == "use scripts/pretrain_gpt.py --config":
             yield lambda args: setattr(args, "yaml_cfg", None)
