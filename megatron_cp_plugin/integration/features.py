@@ -305,7 +305,7 @@ FEATURES: tuple[Feature, ...] = (
             and graphs(settings) in ("local", "transformer_engine")
         ),
         "Megatron captures it with the whole iteration only",
-        "use --cuda-graph-impl full_iteration, or leave --recompute-granularity out",
+        "use --cuda-graph-impl full_iteration",
     ),
     Feature(
         "recomputed attention in local CUDA graphs",
