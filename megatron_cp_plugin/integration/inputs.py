@@ -15,6 +15,7 @@ from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration import gated_delta_net
 from megatron_cp_plugin.integration.batch import Batches, Cut, agree
 from megatron_cp_plugin.integration.documents import document_mask
+from megatron_cp_plugin.integration.features import Settings, graphs
 
 # Arguments of a model that hold tokens, and the keys of a batch that they come from.
 _ARGUMENTS = {
@@ -43,6 +44,7 @@ def serve_inputs(model: nn.Module, batches: Batches, group: dist.ProcessGroup) -
     runtime = batches.runtime
     parameters = inspect.signature(model.forward)
     recurrent = gated_delta_net.has_layers(model)
+    captured = graphs(Settings(model.config))
     agreed: set[bool] = set()
 
     def enter(
@@ -54,6 +56,11 @@ def serve_inputs(model: nn.Module, batches: Batches, group: dist.ProcessGroup) -
             cut = _cut(given, batches, group) if group.size() > 1 else None
             mask = document_mask(given.get("packed_seq_params"), recurrent=recurrent)
             runtime.documents = mask.starts if mask else ()
+            if mask and captured != "none":
+                raise ContextParallelError(
+                    f"--cuda-graph-impl {captured} keeps the documents of the batch that was "
+                    "captured, got packed sequences: leave it or packed_seq_params out"
+                )
             if cut is not None:
                 _check_documents(cut, runtime.documents)
         except ContextParallelError as error:
