@@ -338,10 +338,10 @@ FAULTS = (
     ),
     Fault(
         "kernels/torch_flash.py",
-        "lse = statistics.lse.transpose(1, 2).contiguous().transpose(1, 2)",
-        "lse = statistics.lse.contiguous()",
-        "the CPU kernel reads lse in another order of memory",
-        "kernels/test_kernels.py::test_cpu_kernels",
+        "        return equal_dims_reason(problem)\n",
+        "        return None\n",
+        "the CPU kernel no longer refuses values of another width",
+        "test_conformance.py::test_equals_unsplit_attention_and_keeps_its_plan",
     ),
     Fault(
         "kernels/base.py",
