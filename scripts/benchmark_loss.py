@@ -135,8 +135,8 @@ def measure(problem: Problem, loss: Loss, runs: int) -> Result:
         peak = torch.cuda.max_memory_allocated() - problem.weight_bytes - others
     assert problem.hidden.grad is not None
     forward, both = (statistics.median(column) for column in zip(*times, strict=True))
-    kept = (x.to("cpu", copy=True) for x in (problem.hidden.grad, problem.main_grad))
-    return Result(losses.cpu(), *kept, peak, forward, both)
+    dhidden, dweight = (x.to("cpu", copy=True) for x in (problem.hidden.grad, problem.main_grad))
+    return Result(losses.cpu(), dhidden, dweight, peak, forward, both)
 
 
 @torch.no_grad()

@@ -168,14 +168,21 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             dhidden, dweight = _gradients(
                 hidden, weight, labels, lse, dlosses, ctx.head, ctx.needs_input_grad[:2]
             )
+        # Not before the chunk of logits is gone.
+        if dweight is not None and dweight is not ctx.head.main_grad:
+            dweight = dweight.to(weight.dtype)
+        elif dweight is not None:
+            dweight = torch.zeros_like(weight)
         return dhidden, dweight, None, None
 
 
 def _statistics(
     hidden: Tensor, weight: Tensor, labels: Tensor, head: _Head
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """For all tokens [T]: the logarithm of the sum of exponentials, the logit of the label, both
-    over the whole vocabulary, and the id of the largest logit, [0] unless it is wanted.
+    """What the losses of all tokens are made of, and their predictions.
+
+    Returns: [T] each: the logarithm of the sum of exponentials over the whole vocabulary, the logit
+        of the label, and the id of the largest logit, which is [0] unless it is wanted.
     """
     vocabulary, tokens = weight.size(0), labels.numel()
     wide = accumulation_dtype(weight.dtype)
@@ -214,6 +221,7 @@ def _gradients(
     """The gradients of hidden [T/parts,H] and of the weight [V,H], those of them that are needed.
 
     Args: lse: as `_statistics` has it. dlosses: [T], the same on all ranks.
+    Returns: that of hidden in its dtype; that of the weight in a wide one, or `main_grad` with it.
     """
     wide = accumulation_dtype(weight.dtype)
     dhidden = torch.empty_like(hidden) if needed[0] else None
@@ -223,7 +231,7 @@ def _gradients(
         if total is None:
             total = torch.zeros_like(weight, dtype=wide)
     buffer = _logits_buffer(hidden, weight, head)
-    lse, dlosses = (x.view(head.parts, -1) for x in (lse, dlosses.to(wide)))
+    lse, dlosses = (x.reshape(head.parts, -1) for x in (lse, dlosses.to(wide)))
     sums = []
     for chunk in head.chunks(hidden.size(0)):
         x = head.whole(hidden[chunk])
@@ -241,10 +249,7 @@ def _gradients(
             _add_product(total, dlogits, x)
     for pending in sums:
         pending.wait()
-    del buffer
-    if total is None or head.main_grad is None:
-        return dhidden, None if total is None else total.to(weight.dtype)
-    return dhidden, torch.zeros_like(weight)
+    return dhidden, total
 
 
 def _logits_buffer(hidden: Tensor, weight: Tensor, head: _Head) -> Tensor:

@@ -6,7 +6,7 @@ labels in between. So the output layer of a model that is given labels returns w
 be made of, and the method calls the layer a second time, with the labels, for the losses. It is a
 call of the layer, and not of a function, for those who shard parameters and hook on to calls.
 
-A model that is given no labels returns all logits, as ever.
+A model that is given no labels, or an output processor, computes all logits, as ever.
 """
 
 from __future__ import annotations
@@ -105,6 +105,7 @@ class _Loss:
         self._layer = layer
         self._chunk_tokens = chunk_tokens
         self._logits = layer.forward
+        self._whole_losses = model.compute_language_model_loss
         self._parameters = inspect.signature(model.forward)
         self._has_labels = False
 
@@ -115,7 +116,8 @@ class _Loss:
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = self._parameters.bind(*args, **kwargs).arguments
-        self._has_labels = given.get("labels") is not None
+        # A caller's own output processor takes logits, whatever else it is given.
+        self._has_labels = given.get("labels") is not None and given.get("output_processor") is None
 
     def _forward(
         self,
@@ -146,8 +148,11 @@ class _Loss:
             predict=bool(self._model.config.mtp_num_layers) and self._model.training,
         )
 
-    def _losses(self, labels: Tensor, logits: PendingLogits) -> Tensor:
+    def _losses(self, labels: Tensor, logits: PendingLogits | Tensor) -> Tensor:
         """The model's method: losses [B,S] of labels [B,S]."""
+        if isinstance(logits, Tensor):
+            losses: Tensor = self._whole_losses(labels, logits)
+            return losses
         losses, logits.predicted = self._layer(
             logits.hidden, weight=logits.weight, labels=labels.transpose(0, 1).contiguous()
         )

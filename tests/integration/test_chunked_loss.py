@@ -4,10 +4,15 @@ import argparse
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.arguments import add_megatron_arguments
-from torch import nn
+from torch import Tensor, nn
 
 from megatron_cp_plugin import launch
 from megatron_cp_plugin.config import ContextParallelConfig
@@ -152,6 +157,60 @@ def test_what_needs_all_logits_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=f"does not go with --{name.replace('_', '-')} ") as error:
         check_settings(settings, ContextParallelConfig("zigzag", 2, chunked_loss=512))
     assert "\n" not in str(error.value)
+
+
+class Model(nn.Module):
+    """Computes logits, and losses, as models of Megatron do."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.config = TransformerConfig(
+            num_layers=1, hidden_size=8, num_attention_heads=1, use_cpu_initialization=True
+        )
+        self.output_layer = ColumnParallelLinear(
+            8, 30, config=self.config, init_method=nn.init.normal_, bias=False, tp_group=group
+        )
+
+    def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
+        shape = labels.shape
+        logits = logits.transpose(0, 1).flatten(0, 1)
+        return nn.functional.cross_entropy(logits, labels.flatten(), reduction="none").view(shape)
+
+    def forward(
+        self, hidden: Tensor, labels: Tensor | None = None, output_processor: Any = None
+    ) -> Any:
+        logits, _ = self.output_layer(hidden)
+        if output_processor is not None:
+            return output_processor(logits)
+        if labels is None:
+            return logits
+        return self.compute_language_model_loss(labels, logits)
+
+
+def test_logits_for_those_who_ask_for_them(group: dist.ProcessGroup) -> None:
+    """Inference, reinforcement learning, and multi-token prediction in it."""
+    model, hidden = Model(group), torch.randn(6, 2, 8)
+    labels = torch.randint(30, (2, 6))
+    logits, losses = model(hidden), model(hidden, labels)
+    processed = model(hidden, labels, output_processor=torch.exp)
+    serve_loss(model, 5)
+    torch.testing.assert_close(model(hidden, labels), losses)
+    assert torch.equal(model(hidden), logits)
+    assert torch.equal(model.compute_language_model_loss(labels, logits), losses)
+    torch.testing.assert_close(model(hidden, labels, output_processor=torch.exp), processed)
+
+
+@pytest.mark.parametrize("kind", ["bias", "gathers"])
+def test_another_output_layer_is_refused_by_what_it_does(
+    group: dist.ProcessGroup, kind: str
+) -> None:
+    model = Model(group)
+    if kind == "bias":
+        model.output_layer.bias = nn.Parameter(torch.zeros(30))
+    else:
+        model.output_layer.gather_output = True
+    with pytest.raises(ContextParallelError, match=f"got one (with a|that) {kind}"):
+        serve_loss(model, 5)
 
 
 def test_another_output_layer_is_refused() -> None:
