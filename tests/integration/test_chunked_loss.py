@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.transformer import multi_token_prediction
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.arguments import add_megatron_arguments
 from torch import Tensor, nn
@@ -21,7 +22,11 @@ from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.harness.parity import Recording, Tolerances, compare
 from megatron_cp_plugin.integration.args import add_arguments, split_flags
 from megatron_cp_plugin.integration.checks import check_settings, describe
-from megatron_cp_plugin.integration.chunked_loss import serve_loss
+from megatron_cp_plugin.integration.chunked_loss import (
+    PendingLogits,
+    acceptance_counts,
+    serve_loss,
+)
 from megatron_cp_plugin.integration.yaml_config import yaml_to_argv
 from tests.integration.megatron_job import SLOWLY, TINY, run_warm
 from tests.integration.test_packed_documents import DOCUMENTS
@@ -198,6 +203,25 @@ def test_logits_for_those_who_ask_for_them(group: dist.ProcessGroup) -> None:
     assert torch.equal(model(hidden), logits)
     assert torch.equal(model.compute_language_model_loss(labels, logits), losses)
     torch.testing.assert_close(model(hidden, labels, output_processor=torch.exp), processed)
+
+
+def test_right_predictions_are_counted_as_megatron_counts_them(group: dist.ProcessGroup) -> None:
+    model, hidden = Model(group), torch.randn(6, 2, 8)
+    logits = model(hidden)
+    labels = logits.argmax(-1).t().clone()
+    labels[0, ::2] += 1
+    mask = torch.ones(2, 6)
+    mask[1, 2:] = 0
+    others = (model.output_layer, None, group)
+    count = multi_token_prediction._compute_mtp_acceptance_counts
+    want = count(logits, labels, mask, *others)
+    assert [float(x) for x in want] == [5, 8]
+    assert acceptance_counts(count, logits, labels, mask, *others) == want
+    model.config.mtp_num_layers = 1
+    serve_loss(model, 5)
+    pending = PendingLogits(hidden, None)
+    model.compute_language_model_loss(labels, pending)
+    assert acceptance_counts(count, pending, labels, mask, *others) == want
 
 
 @pytest.mark.parametrize("kind", ["bias", "gathers"])
