@@ -39,6 +39,7 @@ class Hooks:
             ContextParallelError: This Megatron was never run, or is not as `contract` says.
         """
         compat.check("algorithm", allow_untested=self._flags.allow_untested_megatron)
+        from megatron_cp_plugin.integration.chunked_loss import acceptance_counts
         from megatron_cp_plugin.integration.recompute import checkpoint
         from megatron_cp_plugin.integration.rope import set_cos_sin_cache
 
@@ -55,6 +56,8 @@ class Hooks:
         }
         if not self._flags.recompute_attention:
             hooks |= {"checkpoint": checkpoint, "te_checkpoint": checkpoint}
+        if self._flags.chunked_loss is not None:
+            hooks |= {"_compute_mtp_acceptance_counts": acceptance_counts}
         compat.replace(hooks, "algorithm")
 
     def _add_arguments(
@@ -98,6 +101,7 @@ class Hooks:
         args.cp_options = [f"{name}={value}" for name, value in config.options]
         args.cp_layers = ", ".join(config.layers) or None
         args.cp_linear_model = config.linear_model
+        args.cp_chunked_loss = config.chunked_loss
         # The mask follows from the layout; Megatron would build one of N x N tokens.
         args.create_attention_mask_in_dataloader = False
         if args.seq_length is not None and args.seq_length % (2 * config.size):
@@ -130,6 +134,7 @@ class Hooks:
 
     def _build_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         from megatron_cp_plugin.integration.checks import check_settings
+        from megatron_cp_plugin.integration.chunked_loss import serve_loss
         from megatron_cp_plugin.integration.groups import set_up_groups
         from megatron_cp_plugin.integration.inputs import serve_inputs
         from megatron_cp_plugin.integration.rope import use_layout
@@ -158,6 +163,8 @@ class Hooks:
         original(*call.args, **call.kwargs)
         use_layout(model, self._runtime)
         serve_inputs(model, self._batches, model.pg_collection.cp)
+        if runtime.config.chunked_loss is not None:
+            serve_loss(model, runtime.config.chunked_loss)
 
     def _set_up_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result, served = original(*args, **kwargs), _models()
