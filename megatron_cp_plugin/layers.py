@@ -5,6 +5,7 @@ from contextlib import suppress
 from typing import get_args, get_type_hints
 
 from megatron_cp_plugin import registry
+from megatron_cp_plugin.core.layout import Contiguous
 from megatron_cp_plugin.errors import ConfigError
 
 Options = tuple[tuple[str, object], ...]
@@ -33,10 +34,11 @@ def parse_layers(text: str) -> tuple[str, ...]:
 def leading_algorithm(layers: Sequence[str]) -> str:
     """The algorithm whose layout the model takes.
 
-    The first of softmax attention, if any, whose layout all the others can have.
+    The first of softmax attention, if any, whose layout all the others can have; of several one
+    whose layout gives all ranks equal causal work.
     """
     names = [name for name in layers if registry.kind_of(name) == "softmax"] or layers
-    for name in names:
+    for name in sorted(names, key=lambda name: registry.layout_of(name, {}) == Contiguous()):
         with suppress(ConfigError):
             options_by_name(layers, name, ())
             return name

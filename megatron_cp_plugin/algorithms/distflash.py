@@ -15,7 +15,8 @@ from typing import Literal
 from megatron_cp_plugin.algorithms.point_to_point import PointToPoint
 from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.core.comm import Phase
-from megatron_cp_plugin.core.layout import Contiguous
+from megatron_cp_plugin.core.document_layout import NAMED
+from megatron_cp_plugin.core.layout import Contiguous, Layout
 from megatron_cp_plugin.core.pipeline import head_groups
 from megatron_cp_plugin.core.placement import BlockPlacement, Place
 from megatron_cp_plugin.core.shape import Shape
@@ -101,6 +102,7 @@ class DistFlash(PointToPoint):
                 KV heads: two need less memory, and 1 to 2% more time.
             overlap: the fetch for the next step runs during the present one; false waits for each
                 message where it is posted, for measurements.
+            layout: "contiguous", or "thd", see ring.
             transport: see PointToPoint.
         """
 
@@ -108,12 +110,20 @@ class DistFlash(PointToPoint):
         balanced: bool = True
         overlap: bool = True
         last_step: Literal["owner", "shared"] = "shared"
+        layout: Literal["contiguous", "thd"] = "contiguous"
 
     options: Options
 
     def __init__(self, topology: Topology, options: Options) -> None:
         super().__init__(topology, options)
+        self.layout = self.layout_for(options)
         self.overlap = options.overlap
+
+    @classmethod
+    def layout_for(cls, options: Algorithm.Options) -> Layout:
+        """See Algorithm.layout_for."""
+        assert isinstance(options, cls.Options)
+        return NAMED[options.layout]
 
     @classmethod
     def check(

@@ -5,7 +5,8 @@ from typing import Literal
 
 from megatron_cp_plugin.algorithms.head_split import HeadSplit, check_heads
 from megatron_cp_plugin.core.algorithm import Algorithm
-from megatron_cp_plugin.core.layout import LAYOUTS, Layout
+from megatron_cp_plugin.core.document_layout import NAMED
+from megatron_cp_plugin.core.layout import Layout
 from megatron_cp_plugin.core.pipeline import check_chunks
 from megatron_cp_plugin.registry import register
 
@@ -35,11 +36,11 @@ class Ulysses(HeadSplit):
     class Options(HeadSplit.Options):
         """Options of ulysses.
 
-        Attributes: layout: "contiguous", where nothing needs to be put in order, or "zigzag",
-            Megatron's own.
+        Attributes: layout: "contiguous", where nothing needs to be put in order; "zigzag",
+            Megatron's own; or "thd", see ring.
         """
 
-        layout: Literal["contiguous", "zigzag"] = "contiguous"
+        layout: Literal["contiguous", "zigzag", "thd"] = "contiguous"
 
     options: Options
 
@@ -51,7 +52,7 @@ class Ulysses(HeadSplit):
     def layout_for(cls, options: Algorithm.Options) -> Layout:
         """See Algorithm.layout_for."""
         assert isinstance(options, cls.Options)
-        return LAYOUTS[options.layout]
+        return NAMED[options.layout]
 
     @classmethod
     def check(

@@ -73,11 +73,25 @@ class Algorithm(ABC):
         self.options = options
         # Looked up once a pass: at short lengths a step of training is bound by the host.
         self._plan = cached_method(self._make_plan, 64)
+        self._on = cached_method(self._make_on, 16)
 
     @classmethod
     def layout_for(cls, options: Options) -> Layout:
         """The layout that an instance with these options has."""
         return cls.layout
+
+    def within(self, documents: tuple[int, ...]) -> "Algorithm":
+        """The algorithm on the layout that it has for a sequence of documents; for most itself.
+
+        Sends nothing: channels and groups are those of the topology.
+        """
+        layout = self.layout.within(documents)
+        return self if layout == self.layout else self._on(layout)
+
+    def _make_on(self, layout: Layout) -> "Algorithm":
+        other = type(self)(self.topology, self.options)
+        other.layout = layout
+        return other
 
     @classmethod  # noqa: B027  (most algorithms serve everything)
     def check(cls, options: Options, *, size: int, heads: int, kv_heads: int, causal: bool) -> None:

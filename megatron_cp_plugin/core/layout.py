@@ -64,9 +64,12 @@ class Layout(ABC):
     """Assignment of global positions to ranks. Spans of one rank are disjoint and ascending.
 
     Layouts are values: two of one kind and of the same fields are equal.
+
+    Attributes: follows_documents: it depends on the documents which tokens a rank holds.
     """
 
     name: str
+    follows_documents: bool = False
 
     @abstractmethod
     def spans(self, rank: int, size: int, seq_len: int) -> tuple[Span, ...]:
@@ -152,6 +155,9 @@ class Grouped(Layout):
 
     def multiple(self, size: int) -> int:
         return self.parts.multiple(size * self.members)
+
+    def within(self, documents: tuple[int, ...]) -> "Grouped":
+        return Grouped(self.parts.within(documents), self.members)
 
 
 LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in (Contiguous(), Zigzag(), Cyclic())}

@@ -14,7 +14,6 @@ from torch import Tensor
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.core.algorithm import Algorithm
-from megatron_cp_plugin.core.document_layout import PerDocument
 from megatron_cp_plugin.core.layout import positions
 from megatron_cp_plugin.core.linear import LinearAlgorithm
 from megatron_cp_plugin.core.process_groups import JointMaking, ProcessGroupTopology, topology_of
@@ -103,7 +102,7 @@ class Runtime:
     @property
     def follows_documents(self) -> bool:
         """Whether it depends on the documents which tokens a rank holds."""
-        return isinstance(self._layout, PerDocument)
+        return self._layout.follows_documents
 
     def positions(
         self,
