@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 
 if TYPE_CHECKING:
+    from megatron_cp_plugin.core.shape import Shape
     from megatron_cp_plugin.core.tiles import Mask
 
 
@@ -167,6 +168,7 @@ def _add_draw(commands: Any) -> None:
         metavar="KEY=VALUE",
         help="option of the algorithm; may be repeated",
     )
+    parser.add_argument("--phase", choices=("forward", "backward"), default="forward")
     parser.add_argument("--output", type=Path, metavar="FILE", help=".png or .svg to write")
     parser.set_defaults(run=_draw)
 
@@ -174,7 +176,8 @@ def _add_draw(commands: Any) -> None:
 def _draw(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from megatron_cp_plugin.drawing import picture, save, table, table_width
+    from megatron_cp_plugin.drawing import picture, table, table_width
+    from megatron_cp_plugin.figures import save
 
     drawn = picture(
         arguments.algo,
@@ -182,6 +185,7 @@ def _draw(arguments: argparse.Namespace) -> int:
         seq_len=arguments.seq_len,
         mask=_mask(arguments),
         options=dict(_option(text) for text in arguments.option),
+        phase=arguments.phase,
     )
     if arguments.output:
         save(drawn, arguments.output)
@@ -199,8 +203,9 @@ def _add_plan(commands: Any) -> None:
         help="what an attention layer of your model sends with each algorithm, and who waits",
         description="For every algorithm of softmax attention, with its default options: bytes "
         "and messages of the rank that sends most in one layer, forward and backward, and the "
-        "share of the forward in which ranks wait; with --bandwidth also what computing and "
-        "sending take at least, each alone. By their plans: nothing runs.",
+        "share of the forward in which ranks wait; with --memory also the memory of the GPU that "
+        "needs most, beside q, k, v and dout; with --bandwidth also what computing and sending "
+        "take at least, each alone. By their plans: nothing runs.",
     )
     parser.add_argument("--size", required=True, type=int, metavar="P", help="number of ranks")
     parser.add_argument("--seq-len", required=True, type=int, metavar="N", help="global tokens")
@@ -210,6 +215,25 @@ def _add_plan(commands: Any) -> None:
     parser.add_argument("--value-dim", type=int, metavar="E", help="of values; default: D")
     parser.add_argument("--batch", type=int, default=1, metavar="B")
     _add_mask(parser)
+    parser.add_argument("--algo", metavar="NAME", help="only this one")
+    parser.add_argument(
+        "--option",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="option of --algo; may be repeated",
+    )
+    parser.add_argument(
+        "--memory",
+        action="store_true",
+        help="peak memory, with flash-attn 4 and GPUs of one node; some seconds with many ranks",
+    )
+    parser.add_argument(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="write the whole plan of --algo and each rank's peak memory: see core/plan_json.py",
+    )
     parser.add_argument("--bandwidth", type=float, metavar="GB/S", help="what a rank can send")
     parser.add_argument(
         "--tflops", type=float, default=600.0, help="of a rank's kernel; default 600, an H200's"
@@ -221,9 +245,52 @@ def _plan(arguments: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.table import Table
 
+    from megatron_cp_plugin.registry import algorithm_class, available
+
+    shape, mask = _shape(arguments), _mask(arguments)
+    options = dict(_option(text) for text in arguments.option)
+    rows: list[tuple[str, dict[str, str]]] = [(algo, {}) for algo in available("softmax")]
+    if mask.documents:
+        rows.append(("zigzag", {"layout": "documents"}))
+    if arguments.algo:
+        algorithm_class(arguments.algo)
+        rows = [(arguments.algo, options)]
+    elif options or arguments.json:
+        raise ConfigError("--option and --json need --algo, got none: name an algorithm")
+    title = f"one layer, {shape.heads}:{shape.kv_heads} heads, {shape.seq_len} tokens, "
+    title += "1 rank" if arguments.size == 1 else f"{arguments.size} ranks"
+    if mask.documents:
+        title += f", {len(mask.documents) + 1} documents"
+    table = Table(title=title)
+    headers = ["algorithm", "layout", "forward MiB", "backward MiB", "messages", "waits"]
+    if arguments.memory:
+        headers += ["peak GiB"]
+    if arguments.bandwidth:
+        headers += ["computes ms", "sends ms"]
+    for header in headers:
+        table.add_column(header, justify="left" if header in headers[:2] else "right")
+    refused = []
+    for algo, chosen in rows:
+        try:
+            table.add_row(*_plan_cells(arguments, algo, chosen, shape, mask))
+        except ConfigError as error:
+            if arguments.algo:
+                raise
+            refused.append(f"{algo}: {error}")
+    if arguments.json:
+        _write_plan(arguments, options, shape, mask)
+    console = Console()
+    console = Console(width=max(console.width, 110))
+    console.print(table)
+    for line in refused:
+        console.print(line)
+    if arguments.json:
+        console.print(f"wrote {arguments.json}")
+    return 0
+
+
+def _shape(arguments: argparse.Namespace) -> Shape:
     from megatron_cp_plugin.core.shape import Shape
-    from megatron_cp_plugin.costs import cost
-    from megatron_cp_plugin.registry import available
 
     heads, kv_heads = arguments.heads, arguments.kv_heads or arguments.heads
     if arguments.value_dim is None:
@@ -234,7 +301,7 @@ def _plan(arguments: argparse.Namespace) -> int:
             raise ConfigError(f"{flag} must be more than 0, got {getattr(arguments, name)}")
     if kv_heads < 1 or heads % kv_heads:
         raise ConfigError(f"--kv-heads must divide the {heads} heads, got {kv_heads}")
-    shape = Shape(
+    return Shape(
         arguments.batch,
         arguments.seq_len,
         heads,
@@ -242,46 +309,45 @@ def _plan(arguments: argparse.Namespace) -> int:
         arguments.head_dim,
         value_dim=arguments.value_dim,
     )
-    mask = _mask(arguments)
-    title = f"one layer, {heads}:{kv_heads} heads, {shape.seq_len} tokens, {arguments.size} ranks"
-    if mask.documents:
-        title += f", {len(mask.documents) + 1} documents"
-    table = Table(title=title)
-    headers = ["algorithm", "layout", "forward MiB", "backward MiB", "messages", "waits"]
+
+
+def _plan_cells(
+    arguments: argparse.Namespace, algo: str, options: Mapping[str, str], shape: Shape, mask: Mask
+) -> list[str]:
+    from megatron_cp_plugin.costs import cost, peak
+
+    size = arguments.size
+    found = cost(algo, size, shape, mask, options)
+    grid = f" {found.grid[0]}x{found.grid[1]}" if found.grid and algo == "attention2d" else ""
+    cells = [
+        algo + grid,
+        found.layout,
+        f"{found.forward_bytes / 2**20:.1f}",
+        f"{found.backward_bytes / 2**20:.1f}",
+        str(found.messages),
+        f"{found.idle:.1%}",
+    ]
+    if arguments.memory:
+        peaks = (peak(algo, size, rank, shape, mask, options) for rank in range(size))
+        cells.append(f"{max(max(one.forward, one.backward) for one in peaks) / 2**30:.2f}")
     if arguments.bandwidth:
-        headers += ["computes ms", "sends ms"]
-    for header in headers:
-        table.add_column(header, justify="left" if header in headers[:2] else "right")
-    refused = []
-    rows: list[tuple[str, dict[str, object]]] = [(algo, {}) for algo in available("softmax")]
-    if mask.documents:
-        rows.append(("zigzag", {"layout": "documents"}))
-    for algo, options in rows:
-        try:
-            found = cost(algo, arguments.size, shape, mask, options)
-        except ConfigError as error:
-            refused.append(f"{algo}: {error}")
-            continue
-        grid = f" {found.grid[0]}x{found.grid[1]}" if found.grid and algo == "attention2d" else ""
-        cells = [
-            algo + grid,
-            found.layout,
-            f"{found.forward_bytes / 2**20:.1f}",
-            f"{found.backward_bytes / 2**20:.1f}",
-            str(found.messages),
-            f"{found.idle:.1%}",
-        ]
-        if arguments.bandwidth:
-            rates = arguments.tflops * 1e12, arguments.bandwidth * 1e9
-            least = found.least_seconds(arguments.size, *rates)
-            cells += [f"{seconds * 1e3:.2f}" for seconds in least]
-        table.add_row(*cells)
-    console = Console()
-    console = Console(width=max(console.width, 110))
-    console.print(table)
-    for line in refused:
-        console.print(line)
-    return 0
+        least = found.least_seconds(size, arguments.tflops * 1e12, arguments.bandwidth * 1e9)
+        cells += [f"{seconds * 1e3:.2f}" for seconds in least]
+    return cells
+
+
+def _write_plan(
+    arguments: argparse.Namespace, options: Mapping[str, str], shape: Shape, mask: Mask
+) -> None:
+    import json
+
+    from megatron_cp_plugin.costs import document
+
+    path: Path = arguments.json
+    if not path.parent.is_dir():
+        raise ConfigError(f"there is no folder {str(path.parent)!r}: make it first")
+    written = document(arguments.algo, arguments.size, shape, mask, options)
+    path.write_text(json.dumps(written, indent=1) + "\n")
 
 
 def _option(text: str) -> tuple[str, str]:

@@ -6,13 +6,20 @@ Nothing runs and no processes are needed.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.algorithms.grid import GridAlgorithm
+from megatron_cp_plugin.core.algorithm import Algorithm
+from megatron_cp_plugin.core.memory import Peak, peak_of
+from megatron_cp_plugin.core.plan import PHASES
+from megatron_cp_plugin.core.plan_json import to_json
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask, visible_pairs
 from megatron_cp_plugin.core.virtual import VirtualWorld
+from megatron_cp_plugin.errors import ConfigError
+from megatron_cp_plugin.kernels.base import kernel_called
 
 # A flash kernel's backward computes five products where its forward computes two.
 _BACKWARD = 2.5
@@ -72,14 +79,7 @@ def cost(
         ConfigError: The algorithm cannot serve this, or a name or a value is unknown.
     """
     mask, options = mask or Mask(), options or {}
-    algorithm = registry.create(algo, VirtualWorld(size).topology(0), options)
-    algorithm.check(
-        algorithm.options,
-        size=size,
-        heads=shape.heads,
-        kv_heads=shape.kv_heads,
-        causal=mask.causal,
-    )
+    algorithm = planned(algo, size, shape, mask, options)
     each = [algorithm.traffic(shape, mask, rank) for rank in range(size)]
     most = max(each, key=lambda traffic: traffic.forward_bytes + traffic.backward_bytes)
     return Cost(
@@ -94,3 +94,106 @@ def cost(
         * visible_pairs(shape.seq_len, mask),
         algorithm.schedule.grid_shape(shape) if isinstance(algorithm, GridAlgorithm) else None,
     )
+
+
+def peak(
+    algo: str,
+    size: int,
+    rank: int,
+    shape: Shape,
+    mask: Mask | None = None,
+    options: Mapping[str, object] | None = None,
+    *,
+    kernel: str = "flash4",
+    peer_access: bool = True,
+) -> Peak:
+    """Works out the memory that a rank's GPU needs for a layer of softmax attention.
+
+    Args:
+        algo: A name of `available("softmax")`.
+        size: Number of context-parallel ranks.
+        rank: One of them.
+        shape: The whole problem.
+        mask: Default: causal.
+        options: Of the algorithm; values may be text.
+        kernel: Name of the kernel, which need not run here.
+        peer_access: Whether ranks reach each other's memory, as GPUs of one node do.
+
+    Raises:
+        ConfigError: As `cost`.
+        KernelUnavailableError: No kernel has that name.
+    """
+    mask, options = mask or Mask(), options or {}
+    planned(algo, size, shape, mask, options)
+    return peak_of(
+        lambda topology: registry.create(algo, topology, options),
+        rank,
+        (0,) * size,
+        shape,
+        mask,
+        kernel_called(kernel),
+        peer_access=peer_access,
+    )
+
+
+def planned(
+    algo: str, size: int, shape: Shape, mask: Mask, options: Mapping[str, object]
+) -> Algorithm:
+    """An algorithm that makes plans, on one node, and serves this. Raises: as `cost`."""
+    algorithm = registry.create(algo, VirtualWorld(size).topology(0), options)
+    algorithm.check(
+        algorithm.options,
+        size=size,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        causal=mask.causal,
+    )
+    if mask.special and not algorithm.windows:
+        raise ConfigError(f"{algo} does not serve {mask.special}: leave it out")
+    return algorithm
+
+
+def document(
+    algo: str,
+    size: int,
+    shape: Shape,
+    mask: Mask | None = None,
+    options: Mapping[str, object] | None = None,
+    *,
+    kernel: str = "flash4",
+) -> dict[str, Any]:
+    """All that is known of a layer before it runs, as JSON's types.
+
+    An object with version (1), algorithm, options, size (ranks, on one node), kernel, layout,
+    shape, passes (forward and backward, see `core.plan_json`), idle: the share of the forward's
+    time, and peak_bytes: of each rank, see `core.memory.Peak`.
+
+    Args:
+        algo: A name of `available("softmax")`.
+        size: Number of context-parallel ranks.
+        shape: The whole problem.
+        mask: Default: causal.
+        options: Of the algorithm; values may be text.
+        kernel: Name of the kernel, which need not run here.
+
+    Raises:
+        ConfigError: As `cost`.
+        KernelUnavailableError: No kernel has that name.
+    """
+    mask, options = mask or Mask(), options or {}
+    algorithm = planned(algo, size, shape, mask, options)
+    rectangular = kernel_called(kernel).rectangular_causal
+    plans = [algorithm.plan(shape, mask, phase, rectangular=rectangular) for phase in PHASES]
+    peaks = (peak(algo, size, rank, shape, mask, options, kernel=kernel) for rank in range(size))
+    return {
+        "version": 1,
+        "algorithm": algo,
+        "options": asdict(algorithm.options),
+        "size": size,
+        "kernel": kernel,
+        "layout": algorithm.layout.name,
+        "shape": asdict(shape),
+        "passes": {plan.phase: to_json(plan, shape, (0,) * size) for plan in plans},
+        "idle": plans[0].idle,
+        "peak_bytes": [found._asdict() for found in peaks],
+    }

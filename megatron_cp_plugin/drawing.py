@@ -1,78 +1,119 @@
-"""Pictures of a schedule: workers x steps, which queries against which keys, and who waits.
+"""Pictures of a plan: what every rank computes in every step, which blocks travel, and who waits.
 
-Drawn from an algorithm's plan, so no process group and no tensor is needed.
+Made from an algorithm's plan, so no process group and no tensor is needed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from importlib.util import find_spec
 from itertools import pairwise
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from megatron_cp_plugin import registry
-from megatron_cp_plugin.core.linear import LinearWork
-from megatron_cp_plugin.core.plan import Compute, Plan
+from megatron_cp_plugin.core.comm import Phase
+from megatron_cp_plugin.core.linear import LinearAlgorithm, LinearWork
+from megatron_cp_plugin.core.plan import Compute, Move, Plan
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.virtual import VirtualWorld
 from megatron_cp_plugin.errors import ConfigError
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from rich.console import RenderableType
 
 _TOKENS_PER_CHUNK = 256
-_LETTER_INCHES = 0.07
+_HEADS_PER_RANK = 4
 
-_OWN, _OTHERS, _WAITS = "#3b6fb6", "#e08214", "#e9e9e9"
-_INK = "#1a1a1a"
+Queries = Literal["own", "others", "both"]
+Kind = Literal["keys", "queries", "results", "states"]
 
 
 @dataclass(frozen=True)
 class Cell:
-    """What one rank does in one step.
+    """What one rank computes in one step.
 
     Attributes:
         text: which blocks meet, such as "q7 k2"; of several ranks and a part of the heads
-            "q0-3 k0,2 1/4 heads"; queries and the state of ranks 0 to 6 "q7 S0-6".
+            "q0-3 k0,2 1/4 heads"; half of the rows of a block "½q7 k2"; queries and the state of
+            ranks 0 to 6 "q7 S0-6".
         pairs: number of (query, key) pairs, times the share of the heads; with linear attention,
             of products of a token with a state.
-        own: whether all queries are those of the rank itself.
+        queries: whose they are.
     """
 
     text: str
     pairs: float
-    own: bool
+    queries: Queries
+
+
+class Transfer(NamedTuple):
+    """What one rank sends to another.
+
+    Attributes:
+        before: the step that needs it, or, of results, the one after which it is sent, plus one.
+        text: which block, such as "k2"; partial outputs of rank 2 are "o2".
+    """
+
+    before: int
+    source: int
+    target: int
+    text: str
+    kind: Kind
+
+
+class Collective(NamedTuple):
+    """What some ranks exchange, each with all others.
+
+    Attributes: before: as in Transfer. name: of the operation. tensors: such as "k, v".
+    """
+
+    before: int
+    ranks: tuple[int, ...]
+    name: str
+    tensors: str
+    kind: Kind
 
 
 @dataclass(frozen=True)
 class Picture:
-    """The plan of one forward.
+    """One pass of a plan.
 
     Attributes:
-        title: algorithm, ranks, mask, tokens.
+        title: algorithm and options. subtitle: ranks, mask, tokens, pass.
         size: number of ranks.
         steps: cells by step and rank; None: the rank waits.
+        transfers, collectives: what travels.
+        head_groups: of heads, which are computed one after another in equally many steps each.
     """
 
     title: str
+    subtitle: str
     size: int
     steps: tuple[tuple[Cell | None, ...], ...]
+    transfers: tuple[Transfer, ...]
+    collectives: tuple[Collective, ...]
+    head_groups: int = 1
 
     @property
     def waiting(self) -> int:
-        """Worker-steps without work."""
+        """Rank-steps without work."""
         return sum(cell is None for step in self.steps for cell in step)
 
     @property
+    def times(self) -> tuple[float, ...]:
+        """Share of the time that each step takes, if it takes as long as its largest cell."""
+        longest = [max((cell.pairs for cell in step if cell), default=0.0) for step in self.steps]
+        return tuple(one / (sum(longest) or 1.0) for one in longest)
+
+    @property
     def idle_share(self) -> float:
-        """Idle share of all workers' time if a step takes as long as its largest block."""
+        """Idle share of all ranks' time if a step takes as long as its largest cell."""
+        largest = (max((cell.pairs for cell in step if cell), default=0.0) for step in self.steps)
         work = sum(cell.pairs for step in self.steps for cell in step if cell)
-        time = sum(_longest(step) for step in self.steps)
+        time = sum(largest)
         return 1 - work / (self.size * time) if time else 0.0
 
     @property
@@ -81,7 +122,7 @@ class Picture:
         slots = len(self.steps) * self.size
         steps = "1 step" if len(self.steps) == 1 else f"{len(self.steps)} steps"
         return (
-            f"{steps}, waiting in {self.waiting} of {slots} worker-steps "
+            f"{steps}, waiting in {self.waiting} of {slots} rank-steps "
             f"({self.waiting / max(slots, 1):.1%})",
             f"idle {self.idle_share:.1%} of the time, a step being as long as its largest block",
         )
@@ -94,8 +135,9 @@ def picture(
     seq_len: int | None = None,
     mask: Mask | None = None,
     options: Mapping[str, object] | None = None,
+    phase: Phase = "forward",
 ) -> Picture:
-    """Plans one forward of an algorithm.
+    """Plans one pass of an algorithm.
 
     Args:
         algo: A name of `available()`.
@@ -103,9 +145,10 @@ def picture(
         seq_len: Global tokens; default: some hundreds a rank.
         mask: Default: causal.
         options: Of the algorithm; values may be text.
+        phase: Which pass; of linear attention only the forward.
 
     Raises:
-        ConfigError: The algorithm, an option or a value is unknown, or has no such window.
+        ConfigError: The algorithm, an option or a value is unknown, or has no such mask or pass.
     """
     if size < 1:
         raise ConfigError(f"size must be 1 or more, got {size}: give the number of ranks")
@@ -117,20 +160,133 @@ def picture(
     topology = VirtualWorld(size).topology(0)
     if mask.special and not getattr(registry.algorithm_class(algo), "windows", False):
         raise ConfigError(f"{algo} does not serve {mask.special}: leave it out")
-    settings = "".join(f", {name}={value}" for name, value in options.items())
-    shape = "causal attention" if mask.causal else "full attention"
+    title = ", ".join([algo, *(f"{name}={value}" for name, value in options.items())])
+    shape = "causal" if mask.causal else "full attention"
     if mask.window is not None:
         shape += f", window {mask.window}"
     if mask.documents:
         shape += f", {len(mask.documents) + 1} documents"
-    title = f"{algo}{settings} · {size} ranks · {shape} · {seq_len} tokens"
+    ranks = "1 rank" if size == 1 else f"{size} ranks"
+    subtitle = f"{ranks} · {shape} · {seq_len} tokens · {phase}"
     if registry.kind_of(algo) == "linear":
-        states = registry.create_linear(algo, topology, options)
-        return Picture(title, size, _linear_steps(states.trace(seq_len, causal=mask.causal), size))
+        if phase == "backward":
+            raise ConfigError(f"{algo} is drawn forward only, got phase backward: leave it out")
+        linear = registry.create_linear(algo, topology, options)
+        return _of_linear(linear, seq_len, mask, title, subtitle)
     algorithm = registry.create(algo, topology, options)
-    # As many heads as ranks: every algorithm can divide them.
-    plan = algorithm.plan(Shape(1, seq_len, size, size, 1), mask)
-    return Picture(title, size, _steps(plan))
+    # So many heads that every algorithm can divide them, and each part again.
+    heads = _HEADS_PER_RANK * size
+    plan = algorithm.plan(Shape(1, seq_len, heads, heads, 1), mask, phase)
+    steps = _steps(plan)
+    transfers, collectives = _travelling([_message(plan, move) for move in plan.moves])
+    groups = len(plan.groups)
+    return Picture(title, subtitle, size, steps, transfers, collectives, groups)
+
+
+class _Message(NamedTuple):
+    """A transfer before it is known to be a part of something larger.
+
+    Attributes: owners: of its block. share: which one of the heads.
+    """
+
+    before: int
+    source: int
+    target: int
+    tensors: tuple[str, ...]
+    owners: tuple[int, ...]
+    share: int
+    kind: Kind
+
+    @property
+    def block(self) -> str:
+        """Its block, by the first tensor's letters."""
+        first = self.tensors[0]
+        names = {"v": "k", "dv": "dk", "out": "o"} | dict.fromkeys(("dout", "lse", "delta"), "q")
+        return f"{names.get(first, first)}{_ranks(self.owners)}"
+
+
+def _message(plan: Plan, move: Move) -> _Message:
+    before = move.posted + 1 if move.result else move.needed
+    tensors = tuple(name for message in move.messages for name in message)
+    kind: Kind = "results" if move.result else "keys" if move.of_keys else "queries"
+    owners = move.block.owners
+    return _Message(before, move.source, move.target, tensors, owners, move.share, kind)
+
+
+def _of_linear(
+    algorithm: LinearAlgorithm, seq_len: int, mask: Mask, title: str, subtitle: str
+) -> Picture:
+    size = algorithm.topology.size
+    steps = _linear_steps(algorithm.trace(seq_len, causal=mask.causal), size)
+    kinds: dict[str, Kind] = {"S": "states", "q": "queries", "k": "keys", "out": "results"}
+    messages = [
+        _Message(
+            move.needed,
+            move.source,
+            move.target,
+            move.tensors,
+            move.owners,
+            move.share,
+            kinds[move.tensors[0]],
+        )
+        for move in algorithm.moves(seq_len, causal=mask.causal)
+    ]
+    return Picture(title, subtitle, size, steps, *_travelling(messages))
+
+
+def _travelling(
+    messages: Sequence[_Message],
+) -> tuple[tuple[Transfer, ...], tuple[Collective, ...]]:
+    """Exchanges of all ranks of a group with all others, and what else goes from rank to rank."""
+    alike: dict[tuple[int, Kind, tuple[str, ...]], list[_Message]] = {}
+    for message in messages:
+        alike.setdefault((message.before, message.kind, message.tensors), []).append(message)
+    exchanged: dict[tuple[int, tuple[int, ...], str, Kind], list[str]] = {}
+    single: dict[tuple[int, int, int, Kind], list[str]] = {}
+    for (before, kind, tensors), group in alike.items():
+        meshed: set[int] = set()
+        for ranks in _meshes(group):
+            meshed.update(ranks)
+            name = _operation([message for message in group if message.source in ranks])
+            exchanged.setdefault((before, ranks, name, kind), []).extend(tensors)
+        for message in group:
+            if message.source not in meshed:
+                pair = before, message.source, message.target, kind
+                single.setdefault(pair, []).append(message.block)
+    transfers = (
+        Transfer(before, source, target, " ".join(dict.fromkeys(blocks)), kind)
+        for (before, source, target, kind), blocks in single.items()
+    )
+    collectives = (
+        Collective(before, ranks, name, ", ".join(dict.fromkeys(tensors)), kind)
+        for (before, ranks, name, kind), tensors in exchanged.items()
+    )
+    return tuple(sorted(transfers)), tuple(sorted(collectives))
+
+
+def _meshes(messages: Iterable[_Message]) -> Iterator[tuple[int, ...]]:
+    """Groups of three ranks or more, each of which sends something to all others."""
+    targets: dict[int, set[int]] = {}
+    for message in messages:
+        targets.setdefault(message.source, set()).add(message.target)
+    seen: set[int] = set()
+    for source, others in targets.items():
+        ranks = {source, *others}
+        if source not in seen and len(ranks) > 2:
+            seen |= ranks
+            if all({rank, *targets.get(rank, ())} == ranks for rank in ranks):
+                yield tuple(sorted(ranks))
+
+
+def _operation(messages: Sequence[_Message]) -> str:
+    """What it is called if each of some ranks sends to all others."""
+    if messages[0].kind == "results":
+        target = messages[0].target
+        shares = {message.share for message in messages if message.target == target}
+        return "reduce-scatter" if len(shares) == 1 else "all-to-all"
+    source = messages[0].source
+    shares = {message.share for message in messages if message.source == source}
+    return "all-gather" if len(shares) == 1 else "all-to-all"
 
 
 def _linear_steps(trace: Sequence[LinearWork], size: int) -> tuple[tuple[Cell | None, ...], ...]:
@@ -141,7 +297,8 @@ def _linear_steps(trace: Sequence[LinearWork], size: int) -> tuple[tuple[Cell | 
         owners = _ranks([work.host] if whole else range(size))
         met = f"S{_ranks(work.state_owners)}" if work.state_owners else f"k{owners}"
         text = f"q{owners} {met}" + ("" if whole else f" {work.share} heads")
-        cells[work.step][work.host] = Cell(text, float(work.products * work.share), own=whole)
+        queries: Queries = "own" if whole or size == 1 else "both"
+        cells[work.step][work.host] = Cell(text, float(work.products * work.share), queries)
     return tuple(map(tuple, cells))
 
 
@@ -151,22 +308,33 @@ def _steps(plan: Plan) -> tuple[tuple[Cell | None, ...], ...]:
         if plan.tiles(compute):
             found.setdefault((compute.step, compute.rank), []).append(compute)
     count = max((step for step, _ in found), default=-1) + 1
+    times = Counter(_pair(compute) for computes in found.values() for compute in computes)
     return tuple(
-        tuple(_cell(plan, rank, found.get((step, rank), [])) for rank in range(plan.size))
+        tuple(_cell(plan, rank, found.get((step, rank), []), times) for rank in range(plan.size))
         for step in range(count)
     )
 
 
-def _cell(plan: Plan, rank: int, computes: Sequence[Compute]) -> Cell | None:
+def _pair(compute: Compute) -> tuple[object, ...]:
+    return compute.queries.owners, compute.keys.owners, compute.heads.q.start, compute.share
+
+
+def _cell(
+    plan: Plan, rank: int, computes: Sequence[Compute], times: Mapping[tuple[object, ...], int]
+) -> Cell | None:
     if not computes:
         return None
     share = Fraction(computes[0].heads.heads, plan.heads.heads * plan.shares)
     heads = "" if share == 1 else f" {share} heads"
-    keys: dict[tuple[int, ...], list[int]] = {}
+    keys: dict[tuple[str, tuple[int, ...]], list[int]] = {}
     for compute in computes:
-        keys.setdefault(compute.queries.owners, []).extend(compute.keys.owners)
-    text = ", ".join(f"q{_ranks(q)} k{_ranks(k)}{heads}" for q, k in keys.items())
-    return Cell(text, float(sum(map(plan.pairs, computes))), own=set(keys) == {(rank,)})
+        shared = times[_pair(compute)]
+        part = "" if shared == 1 else "½" if shared == 2 else f"1/{shared} "
+        keys.setdefault((part, compute.queries.owners), []).extend(compute.keys.owners)
+    text = ", ".join(f"{part}q{_ranks(q)} k{_ranks(k)}{heads}" for (part, q), k in keys.items())
+    whose = {owner for _, owners in keys for owner in owners}
+    queries: Queries = "own" if whose == {rank} else "both" if rank in whose else "others"
+    return Cell(text, float(sum(map(plan.pairs, computes))), queries)
 
 
 def _ranks(owners: Sequence[int]) -> str:
@@ -185,8 +353,12 @@ def _ranks(owners: Sequence[int]) -> str:
     return ",".join(pieces)
 
 
-def _longest(step: Sequence[Cell | None]) -> float:
-    return max((cell.pairs for cell in step if cell), default=0.0)
+_COLORS: dict[Queries, str] = {"own": "cyan", "others": "yellow", "both": "magenta"}
+WHOSE: dict[Queries, str] = {
+    "own": "own queries",
+    "others": "queries of other ranks",
+    "both": "own queries and those of others",
+}
 
 
 def table(drawn: Picture) -> RenderableType:
@@ -197,128 +369,61 @@ def table(drawn: Picture) -> RenderableType:
 
     grid = Table()
     grid.add_column("rank", justify="right", style="bold", no_wrap=True)
-    for step in range(len(drawn.steps)):
-        grid.add_column(f"step {step}", justify="center", no_wrap=True)
+    for index in range(len(drawn.steps)):
+        grid.add_column(f"step {index}", justify="center", no_wrap=True)
     for rank in range(drawn.size):
-        cells = [_text(step[rank]) for step in drawn.steps]
-        grid.add_row(str(rank), *(Text(text, style) for text, style in cells))
+        cells = []
+        for index, step in enumerate(drawn.steps):
+            cell = step[rank]
+            text, color = (cell.text, _COLORS[cell.queries]) if cell else ("waits", "dim")
+            lines = Text(text, color)
+            for line in _travel(drawn, index, rank):
+                lines.append(f"\n{line}", "dim")
+            cells.append(lines)
+        grid.add_row(str(rank), *cells)
     legend = Text("")
-    legend.append("own queries", "cyan").append("   ")
-    legend.append("queries of other ranks", "yellow").append("   ")
-    legend.append("waits", "dim")
-    for line in drawn.summary:
+    for queries in dict.fromkeys(cell.queries for step in drawn.steps for cell in step if cell):
+        legend.append(f"{WHOSE[queries]}   ", _COLORS[queries])
+    if drawn.waiting:
+        legend.append("waits", "dim")
+    for line in (*_collective_lines(drawn), *drawn.summary):
         legend.append(f"\n{line}", "default")
-    return Group(Text(drawn.title, "bold"), grid, legend)
+    return Group(Text(f"{drawn.title} · {drawn.subtitle}", "bold"), grid, legend)
 
 
-def _text(cell: Cell | None) -> tuple[str, str]:
-    if cell is None:
-        return "waits", "dim"
-    return cell.text, "cyan" if cell.own else "yellow"
+def _collective_lines(drawn: Picture) -> Iterator[str]:
+    groups: dict[Collective, list[str]] = {}
+    for collective in drawn.collectives:
+        ranks = _ranks(collective.ranks)
+        groups.setdefault(collective._replace(ranks=()), []).append(ranks)
+    last = len(drawn.steps) - 1
+    for collective, ranks_of in groups.items():
+        when = f"before step {collective.before}" if collective.before <= last else "at the end"
+        what = f"{collective.name} of {collective.tensors}"
+        yield f"{when}: {what} among ranks {' '.join(ranks_of)}"
+
+
+def _travel(drawn: Picture, step: int, rank: int) -> Iterator[str]:
+    """What a rank receives for a step, or sends back after it."""
+    inputs = (t for t in drawn.transfers if t.kind != "results" and t.target == rank)
+    now = [f"{t.text} from {t.source}" for t in inputs if t.before == step]
+    if now:
+        yield "← " + ", ".join(now)
+    results = (t for t in drawn.transfers if t.kind == "results" and t.source == rank)
+    back = [f"{t.text} to {t.target}" for t in results if t.before == step + 1]
+    if back:
+        yield "→ " + ", ".join(back)
 
 
 def table_width(drawn: Picture) -> int:
     """Columns of a terminal that show the table unbroken."""
+
+    def width(index: int, rank: int) -> int:
+        cell = drawn.steps[index][rank]
+        lines = [cell.text if cell else "waits", *_travel(drawn, index, rank)]
+        return max(map(len, lines))
+
+    ranks, steps = range(drawn.size), range(len(drawn.steps))
     return 8 + sum(
-        3 + max(len(f"step {index}"), *(len(_text(cell)[0]) for cell in step))
-        for index, step in enumerate(drawn.steps)
-    )
-
-
-def save(drawn: Picture, path: Path) -> None:
-    """Writes the picture as a time line: a step is as wide as its largest block is large.
-
-    Args:
-        drawn: What to draw.
-        path: Ends in .png or .svg.
-
-    Raises:
-        ConfigError: Another ending, no such folder, or matplotlib is not installed.
-    """
-    if path.suffix not in (".png", ".svg"):
-        raise ConfigError(f"a picture is a .png or .svg file, got {path.name!r}: change its ending")
-    if not path.parent.is_dir():
-        raise ConfigError(f"there is no folder {str(path.parent)!r}: make it first")
-    if find_spec("matplotlib") is None:
-        raise ConfigError(
-            f"{path.name!r} needs matplotlib, which is not installed: "
-            "pip install 'megatron-cp-plugin[report]', or leave --output out"
-        )
-    from matplotlib.figure import Figure
-
-    unit = max((_longest(step) for step in drawn.steps), default=1)
-    widths = [_longest(step) / unit for step in drawn.steps]
-    letters = max((len(c.text) for step in drawn.steps for c in step if c), default=5)
-    cell_inches = 0.35 + 1.2 * _LETTER_INCHES * letters / max(min(widths, default=1.0), 0.2)
-    width = max(6.5, 1.2 + cell_inches * sum(widths))
-    height = 1.75 + 0.34 * drawn.size
-    figure = Figure(figsize=(width, height), layout="constrained")
-    axes = figure.subplots()
-    start = 0.0
-    middles = []
-    for step, step_width in zip(drawn.steps, widths, strict=True):
-        for rank, cell in enumerate(step):
-            _draw_idle(axes, rank, start, step_width)
-            if cell:
-                needed = _LETTER_INCHES * len(cell.text) / cell_inches
-                _draw_cell(axes, cell, rank, start, cell.pairs / unit, needed)
-        middles.append(start + step_width / 2)
-        start += step_width
-        axes.axvline(start, color="white", linewidth=2)
-    axes.set_xlim(0, start or 1)
-    axes.set_ylim(drawn.size - 0.5, -0.5)
-    axes.set_xticks(middles, [str(step) for step in range(len(middles))])
-    axes.set_yticks(range(drawn.size))
-    axes.set_xlabel("step (width: time of its largest block)")
-    axes.set_ylabel("rank")
-    axes.tick_params(length=0)
-    axes.spines[:].set_visible(False)
-    axes.set_title(f"{drawn.title}\n", loc="left", fontsize=11, fontweight="bold", color=_INK)
-    axes.annotate(
-        f"{drawn.summary[0]}; idle {drawn.idle_share:.1%} of the time",
-        (0, 1),
-        xytext=(0, 6),
-        xycoords="axes fraction",
-        textcoords="offset points",
-        fontsize=9,
-        color=_INK,
-    )
-    _add_legend(axes, drawn)
-    figure.savefig(path, dpi=160)
-
-
-def _draw_idle(axes: Axes, rank: int, start: float, width: float) -> None:
-    axes.barh(rank, width, left=start, height=0.82, color=_WAITS, hatch="////", edgecolor="white")
-
-
-def _draw_cell(
-    axes: Axes, cell: Cell, rank: int, start: float, length: float, text_length: float
-) -> None:
-    color = _OWN if cell.own else _OTHERS
-    axes.barh(rank, length, left=start, height=0.82, color=color, edgecolor="white")
-    fits = text_length < length
-    axes.text(
-        start + length / 2 if fits else start + length,
-        rank,
-        cell.text if fits else f" {cell.text}",
-        ha="center" if fits else "left",
-        va="center",
-        fontsize=7.5,
-        color="white" if cell.own and fits else _INK,
-    )
-
-
-def _add_legend(axes: Axes, drawn: Picture) -> None:
-    from matplotlib.patches import Patch
-
-    cells = [cell for step in drawn.steps for cell in step]
-    entries = []
-    if any(cell and cell.own for cell in cells):
-        entries.append(Patch(color=_OWN, label="own queries"))
-    if any(cell and not cell.own for cell in cells):
-        entries.append(Patch(color=_OTHERS, label="queries of other ranks"))
-    if drawn.idle_share > 0:
-        entries.append(Patch(facecolor=_WAITS, hatch="////", edgecolor="white", label="idle"))
-    axes.figure.legend(
-        handles=entries, loc="outside lower right", ncols=3, frameon=False, fontsize=8.5
+        3 + max(len(f"step {index}"), *(width(index, rank) for rank in ranks)) for index in steps
     )

@@ -1,18 +1,161 @@
 """Pictures of plans, and the command that draws them."""
 
+import html
+import re
+from collections import Counter
+from itertools import combinations, permutations
 from pathlib import Path
 
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 import megatron_cp_plugin as cp
 from megatron_cp_plugin import cli, registry
+from megatron_cp_plugin.core.comm import Phase
+from megatron_cp_plugin.core.documents import random_documents
+from megatron_cp_plugin.core.plan import PHASES
+from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask, visible_pairs
 from megatron_cp_plugin.core.virtual import VirtualWorld
-from megatron_cp_plugin.drawing import _ranks, picture, save, table_width
+from megatron_cp_plugin.drawing import _ranks, picture, table_width
+from megatron_cp_plugin.figures import figure, save
+
+ROOT = Path(__file__).parents[1]
 
 
 def draw(*words: str) -> int:
     return cli.main(["draw", *words])
+
+
+SEQ_LEN = 4096
+MASKS = {
+    "causal": Mask(),
+    "full": Mask(causal=False),
+    "window": Mask(window=300),
+    "documents": Mask(documents=random_documents(SEQ_LEN, SEQ_LEN // 6)),
+}
+PAPER = {"variant": "overlap", "partials": "float32"}
+
+
+def texts(path: Path) -> Counter[str]:
+    return Counter(
+        html.unescape(found) for found in re.findall(r"<text[^>]*>([^<]*)<", path.read_text())
+    )
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("algo", cp.available("softmax"))
+def test_all_that_travels_is_shown(algo: str, mask: str, phase: Phase) -> None:
+    size, seq_len = 4, SEQ_LEN
+    drawn = picture(algo, size, seq_len=seq_len, mask=MASKS[mask], phase=phase)
+    shown = {(t.before, t.source, t.target, t.kind == "results") for t in drawn.transfers}
+    for collective in drawn.collectives:
+        for source, target in permutations(collective.ranks, 2):
+            shown.add((collective.before, source, target, collective.kind == "results"))
+    algorithm = registry.create(algo, VirtualWorld(size).topology(0), {})
+    plan = algorithm.plan(Shape(1, seq_len, 16, 16, 1), MASKS[mask], phase)
+    assert shown == {
+        (m.posted + 1 if m.result else m.needed, m.source, m.target, m.result) for m in plan.moves
+    }
+
+
+def test_blocks_on_their_way() -> None:
+    hops = [(t.before, t.source, t.target, t.text) for t in picture("zigzag", 3).transfers]
+    assert hops == [
+        (1, 0, 1, "k0"),
+        (1, 1, 2, "k1"),
+        (1, 2, 0, "k2"),
+        (2, 0, 1, "k2"),
+        (2, 1, 2, "k0"),
+        (2, 2, 0, "k1"),
+    ]
+    helped = picture("distflash", 4, options={"last_step": "owner"}).transfers
+    assert [t for t in helped if t.kind != "keys"] == [
+        (1, 3, 0, "q3", "queries"),
+        (2, 0, 3, "o3", "results"),
+    ]
+    back = picture("ring", 3, phase="backward", options={"backward": "kv"}).transfers
+    assert [t[:4] for t in back if t.kind == "results"] == [
+        (2, 1, 2, "dk0"),
+        (2, 2, 1, "dk1"),
+        (3, 2, 0, "dk0"),
+    ]
+
+
+def test_exchanges_of_all_with_all() -> None:
+    rows, columns = [(0, 1, 2), (3, 4, 5), (6, 7, 8)], [(0, 3, 6), (1, 4, 7), (2, 5, 8)]
+    drawn = picture("attention2d", 9)
+    assert not drawn.transfers
+    assert sorted(drawn.collectives) == sorted(
+        [
+            *((0, ranks, "all-gather", "q", "queries") for ranks in rows),
+            *((0, ranks, "all-gather", "k, v", "keys") for ranks in columns),
+            *((1, ranks, "reduce-scatter", "out, lse", "results") for ranks in rows),
+        ]
+    )
+    assert [c[2:4] for c in picture("ulysses", 3).collectives] == [
+        ("all-to-all", "k, v"),
+        ("all-to-all", "q"),
+        ("all-to-all", "out, lse"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("algo", "size", "mask", "options"),
+    [
+        *((algo, size, "documents", {}) for algo in cp.available("softmax") for size in (2, 8)),
+        *((algo, 8, "causal", {}) for algo in cp.available("linear")),
+        ("zigzag", 16, "documents", {"layout": "documents"}),
+        ("attention2d", 4, "causal", PAPER | {"gradients": "float32", "rows": 2, "cols": 2}),
+        ("attention2d", 16, "window", PAPER | {"rows": 4}),
+        ("usp", 8, "causal", {"ulysses": 4, "chunks": 2, "ring": "ring", "keep": "local"}),
+    ],
+)
+def test_texts_fit(algo: str, size: int, mask: str, options: dict[str, object]) -> None:
+    """No text over another, none outside of the picture; the title whole."""
+    seen = MASKS[mask]
+    seq_len = SEQ_LEN if seen.special else None
+    drawn = picture(algo, size, seq_len=seq_len, mask=seen, options=options)
+    made = figure(drawn)
+    renderer = FigureCanvasAgg(made).get_renderer()
+    written = [text for text in made.axes[0].texts if text.get_text()]
+    boxes = [(text.get_text(), text.get_window_extent(renderer)) for text in written]
+    for text, box in boxes:
+        assert min(box.x0, box.y0) >= 0, text
+        assert box.x1 <= made.bbox.width, text
+        assert box.y1 <= made.bbox.height, text
+    for (text, a), (other, b) in combinations(boxes, 2):
+        across = min(a.x1, b.x1) - max(a.x0, b.x0)
+        assert across < 0.5 or min(a.y1, b.y1) - max(a.y0, b.y0) < 0.5, (text, other)
+    words = " ".join(text for text, _ in boxes)
+    assert f"{drawn.title} {drawn.subtitle}" in words
+    cells = Counter(cell.text for step in drawn.steps for cell in step if cell)
+    labels = cells + Counter(transfer.text for transfer in drawn.transfers)
+    assert not labels - Counter(text for text, _ in boxes)
+
+
+@pytest.mark.parametrize("algo", ["zigzag", "distflash", "attention2d"])
+def test_pictures_of_the_readme(algo: str, tmp_path: Path) -> None:
+    """They are what the command printed below them makes; megatron-cp draw makes them again."""
+    readme = (ROOT / "README.md").read_text()
+    (command,) = re.findall(rf"^    megatron-cp (draw --algo {algo} .*)$", readme, re.MULTILINE)
+    *words, path = command.split()
+    assert f"({path})" in readme
+    assert cli.main([*words, str(tmp_path / "again.svg")]) == 0
+    again = (tmp_path / "again.svg").read_text()
+    assert again == (ROOT / path).read_text(), f"run: megatron-cp {command}"
+    assert len(again) < 150_000
+
+
+def test_a_file_has_the_plan(tmp_path: Path) -> None:
+    drawn = picture("distflash", 5)
+    save(drawn, tmp_path / "plan.svg")
+    found = texts(tmp_path / "plan.svg")
+    cells = Counter(cell.text for step in drawn.steps for cell in step if cell)
+    assert not cells + Counter(transfer.text for transfer in drawn.transfers) - found
+    assert found["q4 k0"] == 1
+    assert {"distflash", "queries", "keys and values", "partial outputs and lse"} <= set(found)
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
@@ -41,7 +184,7 @@ def test_cells_name_the_blocks() -> None:
     first, second = picture("distflash", 3).steps
     assert [cell.text if cell else None for cell in first] == ["q0 k0", "q1 k1", "q2 k2"]
     assert [cell.text if cell else None for cell in second] == ["q2 k0", "q1 k0", "q2 k1"]
-    assert [cell.own if cell else None for cell in second] == [False, True, True]
+    assert [cell.queries if cell else None for cell in second] == ["others", "own", "own"]
 
 
 def test_linear_attention_by_states(tmp_path: Path) -> None:
@@ -94,22 +237,22 @@ def test_names_of_several_ranks(owners: tuple[int, ...], text: str) -> None:
     assert _ranks(owners) == text
 
 
-def test_the_terminal_shows_workers_by_steps(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_terminal_shows_ranks_by_steps(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--algo", "distflash", "--size", "4", "--seq-len", "400"]
     assert draw(*words, "--option", "last_step=owner") == 0
     lines = capsys.readouterr().out.splitlines()
     assert (
-        lines[0].rstrip() == "distflash, last_step=owner · 4 ranks · causal attention · 400 tokens"
+        lines[0].rstrip() == "distflash, last_step=owner · 4 ranks · causal · 400 tokens · forward"
     )
     row = next(line for line in lines if line.startswith("│    0 "))
     assert row.replace("│", "").split() == ["0", "q0", "k0", "q3", "k0", "waits"]
-    assert any("waiting in 2 of 12 worker-steps" in line for line in lines)
+    assert any("waiting in 2 of 12 rank-steps" in line for line in lines)
 
 
 def test_a_wide_table_is_not_broken(capsys: pytest.CaptureFixture[str]) -> None:
     assert draw("--algo", "ring", "--size", "24") == 0
     lines = capsys.readouterr().out.splitlines()
-    assert sum(line.startswith("│") for line in lines) == 24
+    assert sum(line[1:6].strip().isdigit() for line in lines if line.startswith("│")) == 24
     assert max(map(len, lines)) <= table_width(picture("ring", 24))
 
 

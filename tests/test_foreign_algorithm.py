@@ -15,7 +15,7 @@ from megatron_cp_plugin.core.plan_check import check
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask, visible_pairs
 from megatron_cp_plugin.core.virtual import VirtualWorld
-from megatron_cp_plugin.costs import cost
+from megatron_cp_plugin.costs import cost, peak
 from megatron_cp_plugin.drawing import picture
 from megatron_cp_plugin.registry import create
 from tests.foreign_algorithm import RandomBalanced
@@ -86,7 +86,11 @@ def test_conformance_plan_bytes_cost_and_picture(case: Case, size: int, mask: st
     assert_plan_is_kept(case, size, shape, seen, log)
     for plan in plans(case, size, shape, seen):
         check(plan)
-        assert (max(plan.buffer_bytes(rank, shape) for rank in range(size)) > 0) == bool(plan.moves)
+        for rank, spans in enumerate(plan.spans):
+            memory = peak(case.algo, size, rank, shape, seen, dict(case.options))
+            assert memory.saved == 2 * sum(map(len, spans)) * 4 * (8 + 1) * 8  # out and lse
+            assert memory.saved <= memory.forward
+            assert memory.saved < memory.backward
 
     found = cost(case.algo, size, shape, seen, dict(case.options))
     sent = [log.bytes(rank=rank) for rank in range(size)]

@@ -6,8 +6,9 @@ the decayed prefix itself.
 B batch, H heads, D, E head dims, n runs of a rank, P ranks. States are [B,H,D,E].
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise, permutations
 from typing import Literal
 
 import torch
@@ -79,6 +80,12 @@ class Lasp(StatePassing):
         beside.join()
         at_the_end = place + 1 == len(chain)
         return None if arrived is None else arrived.unsqueeze(0), end if at_the_end else None
+
+    def hops(self, route: Route) -> Iterator[tuple[int, int, tuple[int, ...]]]:
+        """See StatePassing.hops: along the chain."""
+        chain = sorted(range(self.topology.size), key=lambda rank: route.runs[rank])
+        for place, (source, target) in enumerate(pairwise(chain)):
+            yield source, target, tuple(chain[: place + 1])
 
     def _pass_on(self, state: Tensor, later: Sequence[int]) -> None:
         """Sends to the first of the later ranks; what was sent before has long arrived."""
@@ -192,6 +199,11 @@ class Lasp2(StatePassing):
         if to_the_end:
             return arrived[:-1], arrived[-1]
         return arrived, None
+
+    def hops(self, route: Route) -> Iterator[tuple[int, int, tuple[int, ...]]]:
+        """See StatePassing.hops: from all to all."""
+        for source, target in permutations(range(self.topology.size), 2):
+            yield source, target, (source,)
 
     def share(self, end: Tensor | None, like: Tensor, route: Route) -> Tensor:
         """See StatePassing.share: every rank has computed it."""

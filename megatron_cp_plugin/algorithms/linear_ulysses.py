@@ -5,6 +5,7 @@ B batch, S local tokens, H heads, D, E head dims of q and k, and of v, P ranks.
 
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from itertools import permutations
 from typing import Literal
 
 from torch import Tensor
@@ -18,6 +19,7 @@ from megatron_cp_plugin.core.layout import LAYOUTS, Layout
 from megatron_cp_plugin.core.linear import (
     LinearAlgorithm,
     LinearCall,
+    LinearMove,
     LinearShape,
     LinearWork,
     Saved,
@@ -129,6 +131,16 @@ class LinearUlysses(LinearAlgorithm):
             for sweep in range(1 if causal else 2)
             for host in range(size)
         )
+
+    def moves(self, seq_len: int, *, causal: bool) -> tuple[LinearMove, ...]:
+        """See LinearAlgorithm.moves: all-to-alls before everything and after it."""
+        found = []
+        for source, target in permutations(range(self.topology.size), 2):
+            for tensors in (("q",), ("k", "v")):
+                found.append(LinearMove(0, source, target, tensors, (source,), target))
+            out = LinearMove(1 if causal else 2, source, target, ("out",), (target,), source, True)
+            found.append(out)
+        return tuple(found)
 
     def _exchange(self, seq_len: int) -> HeadExchange:
         size = self.topology.size

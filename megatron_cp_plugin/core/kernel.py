@@ -85,6 +85,14 @@ class Statistics:
             None if self.delta is None else self.delta[:, heads],
         )
 
+    def copied_bytes(self, dout_bytes: int) -> int:
+        """Bytes of what kernels make of these that want a contiguous lse and an out.
+
+        Args: dout_bytes: of a tensor like out.
+        """
+        lse = 0 if self.lse.is_contiguous() else self.lse.numel() * self.lse.element_size()
+        return lse + (dout_bytes if self.out is None else 0)
+
     def flipped(self) -> "Statistics":
         """The statistics of the rows in reverse order."""
         return Statistics(
@@ -161,6 +169,16 @@ class SoftmaxKernel(Kernel[Problem]):
 
         Returns: dq [B,S,H,D], dk [B,T,G,D], dv [B,T,G,E].
         """
+
+    def workspace(
+        self, q: Tensor, k: Tensor, v: Tensor, statistics: Statistics | None, *, causal: bool
+    ) -> int:
+        """Bytes that a call takes beside its arguments and results; 0 if next to nothing.
+
+        Args: q, k, v: of the call, perhaps without storage. statistics: of a backward's; None: the
+            call is a forward. causal: as there.
+        """
+        return 0
 
     def forward_packed(
         self, q: Tensor, k: Tensor, v: Tensor, bounds: tuple[int, ...], *, scale: float

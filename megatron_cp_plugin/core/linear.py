@@ -10,7 +10,7 @@ all.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -85,6 +85,23 @@ class LinearWork:
     state_owners: tuple[int, ...]
     products: int
     share: Fraction = Fraction(1)
+
+
+@dataclass(frozen=True)
+class LinearMove:
+    """What one rank sends to another in the forward.
+
+    Attributes: needed: in which step. tensors: letters of what travels, S for a state. owners:
+        whose tokens they are of. share: which share of the heads. result: it is an output.
+    """
+
+    needed: int
+    source: int
+    target: int
+    tensors: tuple[str, ...]
+    owners: tuple[int, ...]
+    share: int = 0
+    result: bool = False
 
 
 @dataclass(frozen=True)
@@ -225,6 +242,10 @@ class LinearAlgorithm(ABC):
     def trace(self, seq_len: int, *, causal: bool) -> tuple[LinearWork, ...]:
         """The forward's plan for all ranks, with decay."""
 
+    @abstractmethod
+    def moves(self, seq_len: int, *, causal: bool) -> tuple[LinearMove, ...]:
+        """What travels in that plan."""
+
 
 class StatePassing(LinearAlgorithm):
     """Ranks compute their own runs and exchange states: the volume does not grow with N."""
@@ -259,6 +280,19 @@ class StatePassing(LinearAlgorithm):
     @abstractmethod
     def collect(self, gradient: Tensor, route: Route) -> Tensor | None:
         """The sum of all ranks' gradients [B,H,D,E], at least where the route begins."""
+
+    @abstractmethod
+    def hops(self, route: Route) -> Iterator[tuple[int, int, tuple[int, ...]]]:
+        """Which rank sends which a state on a route, and of whose tokens it is."""
+
+    def moves(self, seq_len: int, *, causal: bool) -> tuple[LinearMove, ...]:
+        """See LinearAlgorithm.moves."""
+        route = Route.of(self.layout, self.topology.size, seq_len)
+        return tuple(
+            LinearMove(2 * sweep + 1, source, target, ("S",), owners)
+            for sweep, way in enumerate((route,) if causal else (route, route.flipped()))
+            for source, target, owners in self.hops(way)
+        )
 
     def trace(self, seq_len: int, *, causal: bool) -> tuple[LinearWork, ...]:
         """See LinearAlgorithm.trace. States travel while ranks do their own runs.

@@ -4,11 +4,10 @@ Pure data about all ranks, made before a tensor moves. It is executed, checked, 
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
-from itertools import accumulate
 from typing import NamedTuple
 
 from megatron_cp_plugin.core.assembly import assemble
@@ -198,39 +197,6 @@ class Plan:
             kind = (move.target, move.result, move.messages, move.tokens, move.heads, move.wide)
             found[move.source][kind] += 1
         return found
-
-    def buffer_bytes(self, rank: int, shape: Shape) -> int:
-        """Most bytes that messages of a rank take at a time, beside tensors of its own tokens.
-
-        By liveness: of inputs that it receives from when they are posted until they were last
-        computed with or sent on; of results, sent or received, until they are there.
-        """
-        last_use: dict[tuple[bool, tuple[int, ...]], int] = {}
-        for step, of_keys, owners in self._uses(rank):
-            last_use[of_keys, owners] = max(step, last_use.get((of_keys, owners), step))
-        change: Counter[int] = Counter()
-        for move in self.moves:
-            if move.target == rank or (move.source == rank and move.result):
-                size = shape.batch * move.tokens * move_row_bytes(move, shape)
-                # A step is three moments: messages come and go, computation, results come and go.
-                begin, end = 3 * move.posted + 2, 3 * move.needed + 2
-                if not move.result:
-                    last = last_use.get((move.of_keys, move.block.owners), move.needed)
-                    begin, end = 3 * move.posted, 3 * max(move.needed, last) + 2
-                change[begin] += size
-                change[end] -= size
-        return max(accumulate((change[moment] for moment in sorted(change)), initial=0))
-
-    def _uses(self, rank: int) -> Iterator[tuple[int, bool, tuple[int, ...]]]:
-        """Steps in which a rank needs the tensors of an owner's queries, or keys (true)."""
-        for compute in self.computes:
-            if compute.rank == rank:
-                for of_keys, block in ((False, compute.queries), (True, compute.keys)):
-                    for owner in block.owners:
-                        yield compute.step, of_keys, (owner,)
-        for move in self.moves:
-            if move.source == rank and not move.result:
-                yield move.needed - 1, move.of_keys, move.block.owners
 
     @property
     def idle(self) -> float:

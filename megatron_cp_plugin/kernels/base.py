@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_cp_plugin.core.kernel import Problem, SoftmaxKernel, Statistics
-from megatron_cp_plugin.kernels.choice import choose, loader
+from megatron_cp_plugin.kernels.choice import choose, loader, named
 
 
 def gpu_reason(
@@ -52,6 +52,26 @@ def equal_dims_reason(problem: Problem) -> str | None:
     if problem.value_dim == problem.head_dim:
         return None
     return f"takes values as wide as keys, got head dims {problem.head_dim}, {problem.value_dim}"
+
+
+def rounded(number: int, multiple: int) -> int:
+    """The least multiple that is not less than a number."""
+    return -(-number // multiple) * multiple
+
+
+def flash2_workspace(q: Tensor, k: Tensor, statistics: Statistics | None) -> int:
+    """`workspace` of FlashAttention-2: float32 dQ and delta; with GQA dK, dV of all query heads.
+
+    Source: mha_bwd of csrc/flash_attn/flash_api.cpp.
+    """
+    if statistics is None:
+        return 0
+    batch, rows, heads, dim = q.shape
+    (_, cols, kv_heads, _), rows = k.shape, rounded(rows, 128)
+    of_keys = 2 * cols * heads * dim if heads > kv_heads else 0
+    wide = rows * heads * (rounded(dim, 32 if dim <= 128 else 64) + 1)
+    made = statistics.copied_bytes(q.numel() * q.element_size())
+    return batch * (4 * wide + of_keys * q.element_size()) + made
 
 
 @dataclass(frozen=True)
@@ -160,6 +180,14 @@ def kernel_names() -> tuple[str, ...]:
 def kernels() -> tuple[SoftmaxKernel, ...]:
     """All kernels in the order of preference of "auto", whether they can run here or not."""
     return tuple(load() for load in _KERNELS.values())
+
+
+def kernel_called(name: str) -> SoftmaxKernel:
+    """The kernel of a name, whether it can run here or not.
+
+    Raises: KernelUnavailableError if no kernel has it.
+    """
+    return named("kernel", name, _KERNELS)
 
 
 @cache

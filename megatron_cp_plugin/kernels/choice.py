@@ -51,16 +51,21 @@ def choose[P: AnyProblem, K: Kernel](
                 return load()
             log.debug("%s %s not taken: %s", kind, candidate, reason)
         raise AssertionError("the last kernel serves every problem")
+    kernel = named(kind, name, kernels)
+    reason = _unsupported(kernel, problem)
+    if reason is not None:
+        raise KernelUnavailableError(f"{kind} {name}: {reason}; use kernel auto")
+    return kernel
+
+
+def named[K: Kernel](kind: str, name: str, kernels: Mapping[str, Callable[[], K]]) -> K:
+    """The kernel of that name. Raises: KernelUnavailableError if there is none."""
     if name not in kernels:
         raise KernelUnavailableError(
             f"unknown {kind} {name!r}{nearest(name, kernels)}: use auto or one of "
             f"{', '.join(kernels)}"
         )
-    kernel = kernels[name]()
-    reason = _unsupported(kernel, problem)
-    if reason is not None:
-        raise KernelUnavailableError(f"{kind} {name}: {reason}; use kernel auto")
-    return kernel
+    return kernels[name]()
 
 
 def _unsupported[P: AnyProblem](kernel: Kernel[P], problem: P) -> str | None:

@@ -8,7 +8,13 @@ import torch
 from torch import Tensor
 
 from megatron_cp_plugin.core.kernel import Problem, Statistics
-from megatron_cp_plugin.kernels.base import Packed, PackingKernel, equal_dims_reason, gpu_reason
+from megatron_cp_plugin.kernels.base import (
+    Packed,
+    PackingKernel,
+    equal_dims_reason,
+    flash2_workspace,
+    gpu_reason,
+)
 
 
 class Flash2(PackingKernel):
@@ -49,6 +55,12 @@ class Flash2(PackingKernel):
         return self._differentiate(
             _flash_attn_backward, dout, q, k, v, statistics, softmax_scale=scale, causal=causal
         )
+
+    def workspace(
+        self, q: Tensor, k: Tensor, v: Tensor, statistics: Statistics | None, *, causal: bool
+    ) -> int:
+        """See SoftmaxKernel.workspace: that of FlashAttention-2."""
+        return flash2_workspace(q, k, statistics)
 
     def forward_flat(
         self, q: Tensor, k: Tensor, v: Tensor, documents: Packed, *, scale: float

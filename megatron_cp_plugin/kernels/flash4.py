@@ -8,7 +8,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megatron_cp_plugin.core.kernel import Problem, Statistics
-from megatron_cp_plugin.kernels.base import Packed, PackingKernel, gpu_reason, wide_heads_reason
+from megatron_cp_plugin.kernels.base import (
+    Packed,
+    PackingKernel,
+    gpu_reason,
+    rounded,
+    wide_heads_reason,
+)
 
 # Head dims of keys and values with right results on an H200, and those tried elsewhere. Others are
 # filled up with zeros to one of these: with 40, 72 and 80 the kernels give wrong results without
@@ -69,6 +75,28 @@ class Flash4(PackingKernel):
     ) -> tuple[Tensor, Tensor, Tensor]:
         settings = {"softmax_scale": scale, "causal": True, **documents.settings}
         return self._backward(dout, q, k, v, statistics, **settings)
+
+    def workspace(
+        self, q: Tensor, k: Tensor, v: Tensor, statistics: Statistics | None, *, causal: bool
+    ) -> int:
+        """See SoftmaxKernel.workspace: float32 dQ, delta and lse, with GQA dK and dV, on Hopper.
+
+        Source: flash_attn.cute.interface, _flash_attn_bwd (4.0.0b36).
+        """
+        if statistics is None:
+            return 0
+        batch, rows, heads, dim = q.shape
+        (_, cols, kv_heads, _), value_dim = k.shape, v.shape[3]
+        multiple = 64 if dim > 128 else 32  # of head dims, where dK and dV come transposed
+        rows = rounded(rows, 80 if not causal and 96 < dim <= 128 else 64)
+        numbers = heads * rows * (rounded(dim, multiple) + 2)
+        if heads > kv_heads:
+            widths = rounded(dim, multiple) + rounded(value_dim, multiple)
+            numbers += kv_heads * rounded(cols, 128) * widths
+        made = statistics.copied_bytes(q.numel() // dim * value_dim * q.element_size())
+        if statistics.delta is not None and statistics.out is None:
+            made += statistics.delta.numel() * 4
+        return 4 * batch * numbers + made
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> tuple[Tensor, Tensor]:
         from flash_attn.cute.interface import _flash_attn_fwd

@@ -12,6 +12,7 @@ from megatron_cp_plugin.kernels.base import (
     Packed,
     PackingKernel,
     equal_dims_reason,
+    flash2_workspace,
     gpu_reason,
     wide_heads_reason,
 )
@@ -100,6 +101,12 @@ class CudaFlashAttention(PackingKernel):
     ) -> tuple[Tensor, Tensor, Tensor]:
         lengths = None, None, q.shape[1], k.shape[1]
         return _differentiate(dout, q, k, v, statistics, lengths, scale=scale, causal=causal)
+
+    def workspace(
+        self, q: Tensor, k: Tensor, v: Tensor, statistics: Statistics | None, *, causal: bool
+    ) -> int:
+        """See SoftmaxKernel.workspace: that of FlashAttention-2."""
+        return flash2_workspace(q, k, statistics)
 
     def forward_flat(
         self, q: Tensor, k: Tensor, v: Tensor, documents: Packed, *, scale: float
@@ -206,3 +213,18 @@ class CudnnAttention(SoftmaxKernel):
             scale=scale,
         )
         return _swap(dq), _swap(dk), _swap(dv)
+
+    def workspace(
+        self, q: Tensor, k: Tensor, v: Tensor, statistics: Statistics | None, *, causal: bool
+    ) -> int:
+        """See SoftmaxKernel.workspace: float32 dQ and delta.
+
+        With GQA also dK and dV of every query head.
+        """
+        if statistics is None:
+            return 0
+        batch, rows, heads, dim = q.shape
+        (_, cols, kv_heads, _), value_dim = k.shape, v.shape[3]
+        of_keys = cols * heads * (dim + value_dim) if heads > kv_heads else 0
+        made = statistics.copied_bytes(q.numel() // dim * value_dim * q.element_size())
+        return batch * (4 * rows * heads * (dim + 1) + of_keys * q.element_size()) + made

@@ -1,0 +1,276 @@
+"""Peak memory of an attention call: its plan, followed by one rank alone without computing.
+
+Tensors are on torch's meta device, where they have sizes but no storage, and each is counted as
+long as it lives: outputs, partial sums, blocks that came, what is sent until it has left, what is
+saved for the backward, and what kernels need within (`SoftmaxKernel.workspace`). So no algorithm
+has a formula of its own for it.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megatron_cp_plugin.core.algorithm import Algorithm, Call
+from megatron_cp_plugin.core.comm import Communicator, Pending, Receive, Send
+from megatron_cp_plugin.core.fused import register_fused
+from megatron_cp_plugin.core.kernel import SoftmaxKernel, Statistics
+from megatron_cp_plugin.core.partial import accumulation_dtype
+from megatron_cp_plugin.core.peer import SlottedCommunicator
+from megatron_cp_plugin.core.shape import Shape
+from megatron_cp_plugin.core.tiles import Mask
+from megatron_cp_plugin.core.topology import Topology
+
+_DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
+
+
+class Peak(NamedTuple):
+    """Bytes of a rank beside q, k, v and dout, from the second call on.
+
+    Attributes:
+        forward, backward: the most at a time in either pass. Each has its results, what is saved
+            for the backward and the receive buffers in peer memory, which live on, among them.
+        saved: what lives between the two passes, out among it.
+        peer: receive buffers in peer memory, which torch's own statistics do not show.
+    """
+
+    forward: int
+    backward: int
+    saved: int
+    peer: int
+
+
+def peak_of(
+    make: Callable[[Topology], Algorithm],
+    rank: int,
+    nodes: Sequence[int],
+    shape: Shape,
+    mask: Mask,
+    kernel: SoftmaxKernel,
+    *,
+    peer_access: bool,
+) -> Peak:
+    """The peak memory of a rank in one attention layer.
+
+    Args:
+        make: makes the algorithm. nodes: the node of each rank. kernel: of the tiles, which need
+            not be able to run here. peer_access: whether the ranks reach each other's memory.
+    """
+    topology = _Alone(rank, nodes, peer_access=peer_access)
+    algorithm = make(topology)
+    layout = algorithm.layout.within(mask.documents)
+    tokens = layout.length(rank, len(nodes), shape.seq_len)
+    widths = (shape.heads, shape.kv_heads), (shape.head_dim, shape.value_dim)
+    (heads, kv_heads), (dim, value_dim) = widths
+    q, k, v, dout = (
+        torch.empty((shape.batch, tokens, n, d), dtype=_DTYPES[shape.element_bytes], device="meta")
+        for n, d in ((heads, dim), (kv_heads, dim), (kv_heads, value_dim), (heads, value_dim))
+    )
+    call = Call(shape.seq_len, mask, dim**-0.5, _Sizes(kernel))
+    saved = algorithm.forward(q, k, v, call)[2]
+    algorithm.backward(dout, saved, call)  # receive buffers have their final size now
+    del saved
+    with LivingBytes([q, k, v, dout, *topology.slabs()]) as living:
+        out, lse, saved = algorithm.forward(q, k, v, call)
+        forward, living.most = living.most, 0
+        del lse
+        between = living.now
+        gradients = algorithm.backward(dout, saved, call)
+    del out, gradients
+    peer = topology.peer_bytes
+    return Peak(forward + peer, living.most + peer, between, peer)
+
+
+class LivingBytes(TorchDispatchMode):
+    """Adds up the storages that are made while the mode is on, as long as they live.
+
+    Attributes: now: bytes at present. most: bytes at most, at a time.
+    """
+
+    def __init__(self, known: Iterable[Tensor]) -> None:
+        """Args: known: tensors that are not counted, and are there all the time."""
+        super().__init__()
+        self._known = {x.untyped_storage()._cdata for x in known}
+        self._living: set[int] = set()
+        self.now = self.most = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            if isinstance(x, Tensor):
+                storage = x.untyped_storage()
+                key, size = storage._cdata, storage.nbytes()
+                if key not in self._living and key not in self._known:
+                    self._living.add(key)
+                    self.now += size
+                    weakref.finalize(storage, self._freed, key, size)
+        self.most = max(self.most, self.now)
+        return result
+
+    def _freed(self, key: int, size: int) -> None:
+        self._living.discard(key)
+        self.now -= size
+
+
+class _Alone(Topology):
+    """A rank whose messages go nowhere and come from nowhere."""
+
+    def __init__(self, rank: int, nodes: Sequence[int], *, peer_access: bool) -> None:
+        super().__init__(rank, len(nodes))
+        self._nodes, self._peer_access = tuple(nodes), peer_access
+
+    def slabs(self) -> Iterator[Tensor]:
+        """Receive buffers in peer memory, here and in subgroups."""
+        for channel in self._peer_channels.values():
+            yield channel.slab
+        for topology in self._subgroups.values():
+            assert isinstance(topology, _Alone)
+            yield from topology.slabs()
+
+    def channel(self, name: str) -> Communicator:
+        return _Channel(name, self.rank, self.size, self.rank)
+
+    @property
+    def peer_access(self) -> bool:
+        return self._peer_access and self.size > 1 and len(set(self._nodes)) == 1
+
+    def _make_peer_channel(self, name: str, slots: int) -> SlottedCommunicator:
+        return _PeerChannel(name, self.rank, self.size, self.rank, slots)
+
+    def _make_subgroup(self, ranks: tuple[int, ...], name: str) -> Topology:
+        nodes = [self._nodes[rank] for rank in ranks]
+        return _Alone(ranks.index(self.rank), nodes, peer_access=self._peer_access)
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        return self._nodes
+
+    def gather[T](self, mine: T) -> list[T]:
+        return [mine] * self.size
+
+
+class _Channel(Communicator):
+    """Results take memory when an operation is posted; what is sent lives until the wait."""
+
+    def _exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Pending[None]:
+        return _after(sends, None)
+
+    def _all_gather(self, x: Tensor) -> Pending[Tensor]:
+        return _after([x], x.new_empty((self.size, *x.shape)))
+
+    def _reduce_scatter(self, x: Tensor) -> Pending[Tensor]:
+        return _after([x], torch.empty_like(x[0]))
+
+    def _all_to_all(self, x: Tensor) -> Pending[Tensor]:
+        return _after([x], torch.empty_like(x))
+
+
+class _PeerChannel(SlottedCommunicator):
+    def __init__(self, channel: str, rank: int, size: int, global_rank: int, slots: int) -> None:
+        super().__init__(channel, rank, size, global_rank, slots)
+        self.slab = torch.empty(0, dtype=torch.uint8, device="meta")
+
+    def _grow(self, slot_bytes: int) -> None:
+        self.slab = torch.empty(self._slots * slot_bytes, dtype=torch.uint8, device="meta")
+
+    def _post(self, slot: int, sends: Sequence[Send], receives: Sequence[Receive]) -> Pending[None]:
+        return _after(sends, None)
+
+
+def _after[T](inputs: Sequence[object], result: T) -> Pending[T]:
+    held = [inputs]
+
+    def finish() -> T:
+        held.clear()
+        return result
+
+    return Pending(finish)
+
+
+class _Sizes(SoftmaxKernel):
+    """Makes what a kernel would make."""
+
+    name = "sizes"
+
+    def __init__(self, kernel: SoftmaxKernel) -> None:
+        self._kernel = kernel
+        self.rectangular_causal = kernel.rectangular_causal
+
+    def unsupported(self, problem: object) -> str | None:
+        return None
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool
+    ) -> tuple[Tensor, Tensor]:
+        batch, tokens, heads, _ = q.shape
+        out = q.new_empty((batch, tokens, heads, v.shape[3]))
+        lse = q.new_empty((batch, heads, tokens), dtype=accumulation_dtype(q.dtype))
+        _take(q, self._kernel.workspace(q, k, v, None, causal=causal))
+        return out, lse
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        statistics: Statistics,
+        *,
+        scale: float,
+        causal: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+        _take(q, self._kernel.workspace(q, k, v, statistics, causal=causal))
+        return dq, dk, dv
+
+    def forward_packed(
+        self, q: Tensor, k: Tensor, v: Tensor, bounds: tuple[int, ...], *, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        if type(self._kernel).forward_packed is not SoftmaxKernel.forward_packed:
+            return self.forward(q, k, v, scale=scale, causal=True)
+        return super().forward_packed(q, k, v, bounds, scale=scale)
+
+    def backward_packed(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        statistics: Statistics,
+        bounds: tuple[int, ...],
+        *,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if type(self._kernel).backward_packed is not SoftmaxKernel.backward_packed:
+            return self.backward(dout, q, k, v, statistics, scale=scale, causal=True)
+        return super().backward_packed(dout, q, k, v, statistics, bounds, scale=scale)
+
+
+class _OnePass:
+    """Merges, sums and row sums as they are on GPUs: they take no memory beside their results."""
+
+    def merge_into(
+        self, out: Tensor, lse: Tensor, a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor
+    ) -> None:
+        pass
+
+    def sum_into(self, out: Tensor, a: Tensor, b: Tensor | None) -> None:
+        pass
+
+    def delta_of(self, dout: Tensor, out: Tensor) -> Tensor:
+        batch, tokens, heads, _ = out.shape
+        return out.new_empty((batch, heads, tokens), dtype=torch.float32)
+
+
+register_fused("meta", _OnePass)
+
+
+def _take(like: Tensor, size_bytes: int) -> None:
+    """Takes some memory for a moment."""
+    like.new_empty(size_bytes, dtype=torch.uint8)

@@ -1,0 +1,197 @@
+"""Peak memory as predicted, against what ranks that exchange real tensors need.
+
+Every rank is a thread with a counter of its own. What only the test needs is not counted: messages
+on their way, and the arithmetic of the kernel, of merges and of sums, which on a GPU is one pass.
+"""
+
+import sys
+import weakref
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+import megatron_cp_plugin as cp
+from megatron_cp_plugin.core import partial, virtual
+from megatron_cp_plugin.core.algorithm import Call
+from megatron_cp_plugin.core.comm import Pending
+from megatron_cp_plugin.core.layout import shard
+from megatron_cp_plugin.core.memory import Peak, peak_of
+from megatron_cp_plugin.core.shape import Shape
+from megatron_cp_plugin.core.tiles import Mask
+from megatron_cp_plugin.core.virtual import run_virtual
+from megatron_cp_plugin.kernels.reference import Reference
+from megatron_cp_plugin.registry import create
+
+SHAPE = Shape(1, 100, 12, 4, 16, element_bytes=4)
+
+RUNS = [(2, "causal"), (3, "causal"), (4, "causal"), (3, "window"), (4, "documents")]
+VARIANTS = [
+    ("zigzag", {"backward": "query", "chunks": 2}),
+    ("ring", {"route": "straight", "gradients": "model"}),
+    ("distflash", {"last_step": "owner", "overlap": False, "chunks": 2}),
+    ("allgather", {"chunks": 4}),
+    ("attention2d", {"variant": "no", "chunks": 2, "partials": "float32"}),
+    ("attention2d", {"variant": "overlap"}),
+    ("ulysses", {"chunks": 4, "layout": "zigzag"}),
+    ("usp", {"ulysses": 1, "keep": "local"}),
+]
+CASES = [
+    *((algo, {}, *run) for algo in cp.available("softmax") for run in RUNS),
+    *((algo, options, 4, "causal") for algo, options in VARIANTS),
+    ("zigzag", {"layout": "documents"}, 3, "documents"),
+]
+MASKS = {"causal": Mask(), "window": Mask(window=20), "documents": Mask(documents=(30, 41, 70))}
+
+
+class Counter(TorchDispatchMode):
+    """Attributes: most: bytes, at a time, of storages that were made while the mode was on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._living: weakref.WeakValueDictionary[int, torch.UntypedStorage]
+        self._living = weakref.WeakValueDictionary()
+        self.most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            if isinstance(x, Tensor):
+                storage = x.untyped_storage()
+                self._living[storage._cdata] = storage
+        self.most = max(self.most, self.now)
+        return result
+
+    @property
+    def now(self) -> int:
+        return sum(storage.nbytes() for storage in tuple(self._living.values()))
+
+    def excluding(self, known: list[Tensor]) -> int:
+        """Bytes of those among the living that are older than the mode: views of them were made."""
+        return sum(x.untyped_storage().nbytes() for x in known if self.has(x))
+
+    def has(self, x: Tensor) -> bool:
+        return x.untyped_storage()._cdata in self._living
+
+
+class WithWorkspace(Reference):
+    """The reference, with a workspace."""
+
+    def workspace(self, q, k, v, statistics, *, causal) -> int:
+        return 0 if statistics is None else 3 * q.numel() + k.numel() * (2 if causal else 1)
+
+    def forward(self, q, k, v, *, scale, causal):
+        with _disable_current_modes():
+            results = super().forward(q, k, v, scale=scale, causal=causal)
+        return tuple(counted(x) for x in results)
+
+    def backward(self, dout, q, k, v, statistics, *, scale, causal):
+        with _disable_current_modes():
+            results = super().backward(dout, q, k, v, statistics, scale=scale, causal=causal)
+        gradients = tuple(counted(x) for x in results)
+        torch.empty(self.workspace(q, k, v, statistics, causal=causal), dtype=torch.uint8)
+        return gradients
+
+
+def counted(x: Tensor) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype).copy_(x)
+
+
+def uncounted(function):
+    def call(*args, **kwargs):
+        if any(isinstance(x, Tensor) and x.is_meta for x in args):
+            return function(*args, **kwargs)
+        with _disable_current_modes():
+            result = function(*args, **kwargs)
+        return counted(result) if isinstance(result, Tensor) else result
+
+    return call
+
+
+@pytest.fixture
+def ranks_as_on_gpus(monkeypatch) -> None:
+    """Operations take memory when they are posted, and hold what they send until they are done."""
+    channel = virtual._VirtualCommunicator
+    post = channel._exchange
+
+    def exchange(self, sends, receives):
+        held = [sends]
+        return post(self, sends, receives).then(lambda _: held.clear())
+
+    def all_to_all(self, x, out=None):
+        out, ranks = torch.empty_like(x) if out is None else out, range(self.size)
+        sends, receives = ([(t[rank], rank) for rank in ranks] for t in (x, out))
+        return self._exchange(sends, receives).then(lambda _: out)
+
+    def all_gather(self, x):
+        return all_to_all(self, x.expand(self.size, *x.shape), x.new_empty((self.size, *x.shape)))
+
+    def reduce_scatter(self, x):
+        out, held, ranks = torch.empty_like(x[0]), [x], range(self.size)
+        with _disable_current_modes():
+            parts = torch.empty_like(x)
+            sends, receives = ([(t[rank], rank) for rank in ranks] for t in (x, parts))
+            under_way = post(self, sends, receives)
+
+        def finish():
+            with _disable_current_modes():
+                under_way.wait()
+                torch.sum(parts, 0, out=out)
+            held.clear()
+            return out
+
+        return Pending(finish)
+
+    for function in (exchange, all_to_all, all_gather, reduce_scatter):
+        monkeypatch.setattr(channel, f"_{function.__name__}", function)
+    monkeypatch.setattr(virtual.VirtualWorld, "post", uncounted(virtual.VirtualWorld.post))
+    peer = virtual.VirtualPeerCommunicator
+    monkeypatch.setattr(peer, "_post", uncounted(peer._post))
+    for name in ("merge_into", "_sum_into", "delta_of"):
+        real = getattr(partial, name)
+        for module in tuple(sys.modules.values()):
+            if getattr(module, name, None) is real:
+                monkeypatch.setattr(module, name, uncounted(real))
+
+
+@pytest.mark.parametrize(("algo", "options", "size", "mask"), CASES, ids=str)
+@pytest.mark.usefixtures("ranks_as_on_gpus")
+def test_prediction_is_what_ranks_need(algo: str, options: dict, size: int, mask: str) -> None:
+    seen, kernel = MASKS[mask], WithWorkspace()
+    generator = torch.Generator().manual_seed(0)
+    whole = [
+        torch.randn(1, SHAPE.seq_len, heads, 16, generator=generator) for heads in (12, 4, 4, 12)
+    ]
+    peer_access = size != 3
+
+    def measured(topology) -> Peak:
+        algorithm = create(algo, topology, options)
+        layout = algorithm.layout.within(seen.documents)
+        q, k, v, dout = (shard(x, 1, layout, topology.rank, size) for x in whole)
+        call = Call(SHAPE.seq_len, seen, 0.25, kernel)
+        with Counter() as counter:
+            for _ in range(2):
+                counter.most = 0
+                out, lse, saved = algorithm.forward(q, k, v, call)
+                del lse
+                forward, between, counter.most = counter.most, counter.now, 0
+                gradients = algorithm.backward(dout, saved, call)
+                own = counter.excluding([q, k, v, dout])
+                del out, saved, gradients
+        peer = topology.peer_bytes
+        return Peak(forward - own, counter.most - own, between - own - peer, peer)
+
+    found = run_virtual(size, measured, peer_access=peer_access)
+    for rank, peak in enumerate(found):
+        predicted = peak_of(
+            lambda topology: create(algo, topology, options),
+            rank,
+            (0,) * size,
+            SHAPE,
+            seen,
+            kernel,
+            peer_access=peer_access,
+        )
+        assert tuple(predicted) == pytest.approx(tuple(peak), rel=0.001), rank
