@@ -87,7 +87,7 @@ class DistFlash(PointToPoint):
     Source: DISTFLASHATTN, Algorithms 1 and 2, section 3.2.
     """
 
-    layout = Contiguous()
+    layout: Layout = Contiguous()
 
     @dataclass(frozen=True)
     class Options(PointToPoint.Options):

@@ -119,7 +119,7 @@ class Ring(PointToPoint):
 class BurstRing(Ring):
     """BurstAttention's ring on contiguous chunks: no permutation, but unequal causal work."""
 
-    layout = Contiguous()
+    layout: Layout = Contiguous()
 
     @dataclass(frozen=True)
     class Options(Ring.Options):
@@ -151,7 +151,7 @@ class ZigzagRing(Ring):
     With layout=documents, or thd, packed documents have equal work too.
     """
 
-    layout = Zigzag()
+    layout: Layout = Zigzag()
 
     @dataclass(frozen=True)
     class Options(Ring.Options):

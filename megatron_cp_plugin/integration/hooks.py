@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.integration import compat
 from megatron_cp_plugin.integration.args import PluginFlags, add_algorithm
@@ -38,7 +39,7 @@ class Hooks:
         Raises:
             ContextParallelError: This Megatron was never run, or is not as `contract` says.
         """
-        compat.check("algorithm", allow_untested=self._flags.allow_untested_megatron)
+        compat.check("algorithm", "training", allow_untested=self._flags.allow_untested_megatron)
         from megatron_cp_plugin.integration.recompute import checkpoint
         from megatron_cp_plugin.integration.rope import set_cos_sin_cache
 
@@ -55,7 +56,7 @@ class Hooks:
         }
         if not self._flags.recompute_attention:
             hooks |= {"checkpoint": checkpoint, "te_checkpoint": checkpoint}
-        compat.replace(hooks, "algorithm")
+        compat.replace(hooks, "algorithm", "training")
 
     def _add_arguments(
         self, original: Callable[..., Any], parser: argparse.ArgumentParser
@@ -69,6 +70,7 @@ class Hooks:
             check_interleaving,
             describe,
         )
+        from megatron_cp_plugin.integration.models import comm_type
         from megatron_cp_plugin.integration.recompute import describe as describe_recompute
 
         compat.check_args(args)
@@ -104,25 +106,17 @@ class Hooks:
         compat.check_args(validated, "validated args")
         check_interleaving(validated)
         if config.size > 1:
-            validated.cp_comm_type = [self._comm_type]
+            validated.cp_comm_type = [comm_type(config.algo)]
         self._args = validated
         return validated
 
-    @property
-    def _comm_type(self) -> str:
-        """What model configurations say that are made from the arguments.
-
-        Transformer Engine refuses it, so that its own context parallelism never takes the place
-        of ours where such a configuration reaches a process without the hooks.
-        """
-        return f"megatron_cp_plugin.{self._flags.algo}"
+    def config(self, size: int) -> ContextParallelConfig:
+        """Returns what is in force for so many context-parallel ranks."""
+        return self._flags.config(size)
 
     def _build_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        from megatron_cp_plugin.integration.checks import check_settings
-        from megatron_cp_plugin.integration.groups import set_up_groups
-        from megatron_cp_plugin.integration.inputs import serve_inputs
-        from megatron_cp_plugin.integration.rope import use_layout
-        from megatron_cp_plugin.integration.spec import with_multi_token, with_plugin
+        from megatron_cp_plugin.integration.inputs import serve_cut_inputs, serve_inputs
+        from megatron_cp_plugin.integration.models import build_model
 
         if self._runtime is None or self._batches is None:
             raise ContextParallelError(
@@ -130,23 +124,11 @@ class Hooks:
                 "validate its arguments before it builds a model: call parse_and_validate_args or "
                 "pretrain first"
             )
-        call = inspect.signature(original).bind(*args, **kwargs)
-        model, config = call.args[0], call.arguments["config"]
-        check_settings(config, self._runtime.config)
-        if config.cp_comm_type not in (None, "p2p", self._comm_type):  # p2p: Megatron's default
-            raise ContextParallelError(
-                f"the script sets cp_comm_type {config.cp_comm_type} by itself, which would be "
-                "ignored: give --cp-comm-type on the command line"
-            )
-        given, runtime = call.arguments, self._runtime
-        set_up_groups(runtime, self._args, config, given.get("pg_collection"))
-        name = "hybrid_stack_spec" if "hybrid_stack_spec" in given else "transformer_layer_spec"
-        given[name] = with_plugin(given[name], config, given.get("vp_stage"), runtime)
-        if given.get("mtp_block_spec") is not None:
-            given["mtp_block_spec"] = with_multi_token(given["mtp_block_spec"], config, runtime)
-        original(*call.args, **call.kwargs)
-        use_layout(model, self._runtime)
-        serve_inputs(model, self._batches, model.pg_collection.cp)
+        model = build_model(original, args, kwargs, runtime=self._runtime, settings=self._args)
+        if self._runtime.is_cut_by_callers:
+            serve_cut_inputs(model, self._runtime, model.pg_collection.cp)
+        else:
+            serve_inputs(model, self._batches, model.pg_collection.cp)
 
     def _set_up_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result, served = original(*args, **kwargs), _models()

@@ -13,6 +13,8 @@ from megatron.core.transformer.multi_latent_attention import MultiLatentAttentio
 from torch import Tensor, nn
 
 from megatron_cp_plugin.errors import ContextParallelError
+from megatron_cp_plugin.integration.attention import ContextParallelAttention
+from megatron_cp_plugin.integration.documents import DocumentMask
 from megatron_cp_plugin.integration.runtime import Runtime
 
 # Training and evaluation have one length each; what comes in ever new lengths is not kept.
@@ -20,7 +22,15 @@ _TABLES = 4
 
 
 class LayoutRotaryEmbedding(nn.Module):
-    """A rotary embedding of Megatron whose table is cut by the layout instead of zigzag."""
+    """A rotary embedding of Megatron whose table is cut by the layout instead of zigzag.
+
+    What else callers ask it for, such as `get_freqs_non_repeated`, is that of Megatron's.
+
+    Attributes:
+        packed: Documents of the forward pass that runs; None: those of the runtime.
+    """
+
+    packed: DocumentMask | None = None
 
     def __init__(
         self,
@@ -33,6 +43,28 @@ class LayoutRotaryEmbedding(nn.Module):
         self._runtime = runtime
         self._group = group
         self._tables: dict[tuple[int, int], Any] = {}
+
+    @property
+    def inv_freq(self) -> Tensor:
+        """Of Megatron's embedding; frameworks set their own."""
+        return self.embedding.inv_freq
+
+    @inv_freq.setter
+    def inv_freq(self, value: Tensor) -> None:
+        self.embedding.inv_freq = value
+        self._tables.clear()
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "embedding":
+                raise
+            return getattr(self.embedding, name)
+
+    @property
+    def _documents(self) -> tuple[int, ...]:
+        return self._runtime.documents if self.packed is None else self.packed.starts
 
     def forward(
         self,
@@ -55,7 +87,7 @@ class LayoutRotaryEmbedding(nn.Module):
         """
         if packed_seq or cp_group not in (None, self._group):
             raise ContextParallelError("packed sequences and dynamic groups are not supported")
-        if self._runtime.documents:
+        if self._documents:
             return self._angles(max_seq_len, offset)
         key = (max_seq_len, offset)
         if key not in self._tables:
@@ -67,7 +99,7 @@ class LayoutRotaryEmbedding(nn.Module):
     def _angles(self, seq_len: int, offset: int) -> Any:
         whole = self.embedding.get_emb(seq_len, offset)
         angles = whole[0] if isinstance(whole, tuple) else whole
-        documents = self._runtime.documents
+        documents = self._documents
         positions = self._runtime.positions(self._group, seq_len, angles.device, documents)
         if documents:
             starts = torch.tensor((0, *documents), device=angles.device)
@@ -116,6 +148,8 @@ def use_layout(model: nn.Module, runtime: Runtime) -> None:
         ContextParallelError: One is of another kind.
     """
     owners = [m for m in model.modules() if isinstance(m, MultiLatentAttention)]
+    for owner in owners:
+        owner.register_forward_pre_hook(_keep_documents, with_kwargs=True)
     for owner in (model, *owners):
         embedding = getattr(owner, "rotary_pos_emb", None)
         if embedding is None:
@@ -130,3 +164,23 @@ def use_layout(model: nn.Module, runtime: Runtime) -> None:
             # Nothing to cut, and its fused kernels ask the embedding for more than angles.
             continue
         owner.rotary_pos_emb = LayoutRotaryEmbedding(embedding, runtime, group.cp)
+
+
+def _keep_documents(
+    owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Hands documents round multi-latent attention, which would drop the dimension of samples."""
+    packed = kwargs.get("packed_seq_params")
+    core: Any = owner.core_attention
+    if not isinstance(core, ContextParallelAttention):
+        return args, kwargs
+    again = core.runtime.config.recompute_attention and owner.checkpoint_core_attention
+    if packed is not None and again:
+        raise ContextParallelError(
+            "multi-latent attention of packed documents is not run again by itself, got "
+            "recompute_modules with core_attn: leave it out, or let its output be kept"
+        )
+    for part in (core, owner.rotary_pos_emb):
+        if isinstance(part, (ContextParallelAttention, LayoutRotaryEmbedding)):
+            part.packed = packed
+    return args, kwargs | {"packed_seq_params": None}
