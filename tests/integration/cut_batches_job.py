@@ -36,12 +36,17 @@ SOFTMAX: dict[str, dict[str, object]] = {
 def make_model(config: Any, groups: Any, spec: Any = None, **settings: Any) -> Any:
     """A GPTModel as frameworks build it."""
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_layer_local_spec,
+        get_gpt_mtp_block_spec,
+    )
 
-    latent = config.multi_latent_attention
+    spec = spec or get_gpt_layer_local_spec(multi_latent_attention=config.multi_latent_attention)
+    if config.mtp_num_layers:
+        settings["mtp_block_spec"] = get_gpt_mtp_block_spec(config, spec, False)
     return GPTModel(
         config=config,
-        transformer_layer_spec=spec or get_gpt_layer_local_spec(multi_latent_attention=latent),
+        transformer_layer_spec=spec,
         vocab_size=VOCABULARY,
         max_sequence_length=256,
         position_embedding_type="rope",
@@ -131,15 +136,27 @@ class Batch:
         return params
 
 
-def losses_alone(model: Any, batch: Batch) -> tuple[list[Tensor], list[Tensor]]:
-    """Losses of each document, and log-probs of its labels, by a forward of its own."""
-    losses, log_probs = [], []
+def alone_in_turn(model: Any, batch: Batch) -> tuple[float, list[Tensor]]:
+    """The mean loss, and log-probs of the labels, by a forward and backward of each document."""
+    loss, log_probs = 0.0, []
+    predicted = sum(len(ids) - 1 for ids in batch.ids)
     for ids, labels in zip(batch.ids, batch.labels, strict=True):
         places = torch.arange(len(ids))[None]
-        losses.append(model(ids[None], places, None, labels=labels[None])[0])
+        settings: dict[str, Any] = {"labels": labels[None], "loss_mask": torch.ones(1, len(ids))}
+        part = model(ids[None], places, None, **settings)[0].sum() / batch.tokens
+        weigh_further_tokens((len(ids) - 1) / max(1, predicted))
+        part.backward()
+        loss += float(part.detach())
         with torch.no_grad():
             log_probs.append(log_probs_of(model(ids[None], places, None), labels))
-    return losses, log_probs
+    return loss, log_probs
+
+
+def weigh_further_tokens(weight: float) -> None:
+    """Of multi-token prediction, whose loss is a mean over what a forward predicts."""
+    from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
+
+    MTPLossAutoScaler.set_loss_scale(torch.tensor(weight))
 
 
 def log_probs_of(logits: Tensor, labels: Tensor) -> Tensor:
@@ -152,9 +169,7 @@ def compare(reference: Any, model: Any, batch: Batch, *, real: bool) -> dict[str
     group = dist.group.WORLD
     reference.zero_grad()
     model.zero_grad()
-    alone_losses, alone_log_probs = losses_alone(reference, batch)
-    (sum(x.sum() for x in alone_losses) / batch.tokens).backward()
-
+    expected, alone_log_probs = alone_in_turn(reference, batch)
     ids, labels = batch.cut(batch.ids), batch.cut(batch.labels)
     counts = batch.cut([torch.ones(len(x)) for x in batch.ids])
     places = batch.cut([torch.arange(len(x)) for x in batch.ids])
@@ -163,10 +178,12 @@ def compare(reference: Any, model: Any, batch: Batch, *, real: bool) -> dict[str
         lambda module, args, kwargs: seen.append(kwargs["packed_seq_params"]), with_kwargs=True
     )
     packed = batch.packed(real=real)
-    losses = model(ids, places, None, labels=labels, packed_seq_params=packed)
+    settings = {"labels": labels, "loss_mask": counts, "packed_seq_params": packed}
+    losses = model(ids, places, None, **settings)
     hook.remove()
     assert seen[0].of_the_framework == "kept"
     loss = (losses * counts).sum() / batch.tokens
+    weigh_further_tokens(1 / batch.size)  # Megatron averages it over the ranks
     loss.backward()
     total = loss.detach().clone()
     dist.all_reduce(total, group=group)
@@ -174,7 +191,6 @@ def compare(reference: Any, model: Any, batch: Batch, *, real: bool) -> dict[str
         logits = model(ids, places, None, packed_seq_params=batch.packed(real=real))
     mine = batch.cut(alone_log_probs)
     log_probs = (log_probs_of(logits, labels[0]) - mine[0]) * counts[0]
-    expected = sum(float(x.detach().sum()) for x in alone_losses) / batch.tokens
     worst = 0.0
     for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         gradient = ours.grad.clone()
@@ -229,7 +245,10 @@ def refusals(model: Any, rank: int, size: int) -> dict[str, str]:
     odd = torch.tensor([0, 5, int(bounds[-1])], dtype=torch.int32)
     both = {"cu_seqlens_q_padded": odd, "cu_seqlens_kv_padded": odd}
     tries: dict[str, Callable[[], Any]] = {
-        "not padded": lambda: (ids, changed(cu_seqlens_q=odd, cu_seqlens_kv=odd, **both)),
+        "not padded": lambda: (
+            ids,
+            changed(cu_seqlens_q=odd, cu_seqlens_kv=odd, max_seqlen_q=99, **both),
+        ),
         "whole batch": lambda: (torch.ones(1, ids.size(1) * size, dtype=ids.dtype), changed()),
         "another mode": lambda: (ids, changed(cp_partition_mode="contiguous")),
         "local lengths": lambda: (
@@ -259,6 +278,7 @@ def by_install(size: int) -> dict[str, Any]:
     rank = groups.cp.rank()
     reference = make_model(make_config(1), alone(groups))
     latent = make_model(make_config(1, latent=True), alone(groups))
+    further = make_model(make_config(1, mtp_num_layers=1), alone(groups))
     found: dict[str, Any] = {}
     for algo, options in SOFTMAX.items():
         cp_megatron.install(algo, layout="thd", **options)
@@ -276,6 +296,8 @@ def by_install(size: int) -> dict[str, Any]:
             )
             of_latents = make_model(make_config(size, latent=True), groups)
             found[f"{algo}, latent"] = compare_all(latent, of_latents, rank, size)
+            predicting = make_model(make_config(size, mtp_num_layers=1), groups)
+            found[f"{algo}, one more token"] = compare_all(further, predicting, rank, size)
         cp_megatron.uninstall()
     cp_megatron.install("zigzag")
     found["refused"] = refusals(make_model(make_config(size), groups), rank, size)

@@ -30,7 +30,7 @@ from megatron_cp_plugin.integration.features import Settings
 from megatron_cp_plugin.integration.hooks import Hooks
 
 ROOT = Path(__file__).parents[2]
-PARTS = ("algorithm", "cpu", "record", "script")
+PARTS = ("algorithm", "training", "cpu", "record", "script")
 VERSION, _ = compat.running_version()
 ROWS = [row for row in NAMES if row.is_in(VERSION)]
 WITHOUT_TE = "TEDotProductAttention"  # no class where Transformer Engine is not installed
