@@ -72,7 +72,8 @@ def options_by_name(layers: Sequence[str], algo: str, options: Options) -> Mappi
 def layout_choices(name: str) -> Iterator[tuple[str, str, str]]:
     """(layout, option, choice) for all choices of the options that decide an algorithm's layout."""
     for option, kind in get_type_hints(registry.algorithm_class(name).Options).items():
-        choices = [choice for choice in get_args(kind) if isinstance(choice, str)]
+        # With "auto" other options decide.
+        choices = [c for c in get_args(kind) if isinstance(c, str) and c != "auto"]
         layouts = [registry.layout_of(name, {option: choice}).name for choice in choices]
         if len(set(layouts)) > 1:
             yield from ((x, option, choice) for x, choice in zip(layouts, choices, strict=True))

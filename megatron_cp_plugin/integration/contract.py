@@ -515,6 +515,7 @@ NAMES: tuple[Name, ...] = (
     Name(f"{_LAYERS}.module", "MegatronModule", parameters=("config",)),
     Name(f"{_LAYERS}.enums", "AttnMaskType.causal"),
     Name(f"{_LAYERS}.enums", "AttnMaskType.no_mask"),
+    Name(f"{_LAYERS}.enums", "AttnMaskType.padding_causal"),
     Name(f"{_LAYERS}.transformer_config", "TransformerConfig"),
     Name(f"{_LAYERS}.transformer_config", "MLATransformerConfig"),
     Name(f"{_LAYERS}.transformer_block", "LayerNormImpl"),
@@ -548,6 +549,7 @@ NAMES: tuple[Name, ...] = (
         parameters=("required_pgs",),
     ),
     Name(f"{_CORE}.parallel_state", "get_context_parallel_group"),
+    Name(f"{_CORE}.parallel_state", "get_context_parallel_world_size"),
     Name(f"{_CORE}.parallel_state", "model_parallel_is_initialized"),
     Name(
         f"{_CORE}.parallel_state",

@@ -120,6 +120,11 @@ def serve(
     Raises:
         ContextParallelError: The model asks for what the algorithm does not serve.
     """
+    if _in_force() is not None:
+        raise ConfigError(
+            "an algorithm is in force for all models of this process, got serve for one: build "
+            "the model of its own spec, or leave install out"
+        )
     runtime = Runtime(_config(algo, layout, kernel, True, options), callers=True)
     check_settings(config, runtime.config)
     check_comm_type(config, runtime)

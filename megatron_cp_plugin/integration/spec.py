@@ -139,8 +139,6 @@ def with_attention(spec: LayerSpec, runtime: Runtime) -> LayerSpec:
         return replace(spec, submodules=replace(layer, self_attention=_linear(attention, runtime)))
     core = attention.submodules.core_attention
     module = getattr(core, "module", core)
-    if module is ContextParallelAttention:
-        return spec
     if module is not DotProductAttention and module is not TEDotProductAttention:
         raise ContextParallelError(
             f"{runtime.config.algo} takes the place of DotProductAttention or "

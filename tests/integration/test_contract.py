@@ -158,7 +158,7 @@ def test_models_that_are_not_returned_first(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(training, "setup_model_and_optimizer", set_up)
     assert "setup_model_and_optimizer does not return (model, ...)" in refusal(
-        lambda: check("algorithm")
+        lambda: check("training")
     )
 
 
