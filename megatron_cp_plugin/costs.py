@@ -92,7 +92,7 @@ def cost(
         * shape.batch
         * (shape.query_width + shape.out_width)
         * visible_pairs(shape.seq_len, mask),
-        algorithm.schedule.grid_shape(shape) if isinstance(algorithm, GridAlgorithm) else None,
+        algorithm.grid_shape(shape) if isinstance(algorithm, GridAlgorithm) else None,
     )
 
 

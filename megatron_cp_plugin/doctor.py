@@ -39,6 +39,7 @@ PACKAGES = (
 )
 VIRTUAL_RANKS = 4
 TOKENS_PER_RANK = 32
+HALF_BOUND = 2e-2
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def examine(heads: int = 32, kv_heads: int = 8, head_dims: Sequence[int] = (128,
     findings += _topology()
     for head_dim in head_dims:
         findings += _parity(device, head_dim)
-    return findings
+    return findings + _graphs(device, head_dims[0])
 
 
 def _join() -> torch.device:
@@ -131,18 +132,8 @@ def _parity(device: torch.device, head_dim: int) -> list[Finding]:
     """Every softmax algorithm against attention over the unsplit sequence in float64."""
     size = dist.get_world_size() if dist.is_initialized() else VIRTUAL_RANKS
     heads = lcm(8, size)
-    half = device.type == "cuda"
-    dtype, bound = (torch.bfloat16, 2e-2) if half else (torch.float64, 1e-10)
-    generator = torch.Generator(device).manual_seed(0)
-    whole = [
-        torch.randn(
-            (1, TOKENS_PER_RANK * size, n, head_dim),
-            generator=generator,
-            device=device,
-            dtype=torch.float32,
-        ).to(dtype)
-        for n in (heads, heads // 2, heads // 2, heads)
-    ]
+    dtype, bound = (torch.bfloat16, HALF_BOUND) if device.type == "cuda" else (torch.float64, 1e-10)
+    whole = _inputs(device, dtype, size, heads, head_dim)
     expected = _unsplit(whole)
     findings = []
     for name in registry.available("softmax"):
@@ -153,6 +144,48 @@ def _parity(device: torch.device, head_dim: int) -> list[Finding]:
             continue
         verdict = f"head dim {head_dim}: error {error:.1e} (at most {bound:.0e})"
         findings.append(Finding("parity", name, verdict, failed=not error <= bound))
+    return findings
+
+
+def _inputs(
+    device: torch.device, dtype: torch.dtype, size: int, heads: int, head_dim: int
+) -> list[Tensor]:
+    """q, k, v and dout of the unsplit sequence, the same on all ranks: [1, N, heads, D]."""
+    generator = torch.Generator(device).manual_seed(0)
+    return [
+        torch.randn(
+            (1, TOKENS_PER_RANK * size, n, head_dim),
+            generator=generator,
+            device=device,
+            dtype=torch.float32,
+        ).to(dtype)
+        for n in (heads, heads // 2, heads // 2, heads)
+    ]
+
+
+def _graphs(device: torch.device, head_dim: int) -> list[Finding]:
+    """One attention for each transport, captured in a CUDA graph, against the unsplit sequence."""
+    topic = "CUDA graphs"
+    if device.type != "cuda":
+        return [Finding(topic, "capture", "not tried: no GPU")]
+    if not dist.is_initialized():
+        return [Finding(topic, "capture", "not tried: one process, start with torchrun")]
+    size = dist.get_world_size()
+    whole = _inputs(device, torch.bfloat16, size, lcm(8, size), head_dim)
+    expected = _unsplit(whole)
+    transports = ("peer", "group") if topology_of(None).peer_access else ("group",)
+    findings = []
+    for transport in transports:
+        failures: list[str] = []
+        body = partial(_replay_error, transport, whole, expected, failures)
+        error = max(_everywhere(body))
+        verdict = f"captured and replayed: error {error:.1e} (at most {HALF_BOUND:.0e})"
+        if failures or error == float("inf"):
+            verdict = f"failed: {failures[0] if failures else 'on another rank'}"
+        name = f"zigzag, transport {transport}"
+        findings.append(Finding(topic, name, verdict, failed=not error <= HALF_BOUND))
+        if findings[-1].failed:
+            break  # what CUDA says after a failed capture says nothing more
     return findings
 
 
@@ -176,16 +209,63 @@ def _everywhere(body: Callable[[Topology], float]) -> list[float]:
 
 def _error(name: str, whole: list[Tensor], expected: list[Tensor], topology: Topology) -> float:
     """The greatest relative error of this rank's output and gradients; inf for NaN."""
-    layout = registry.layout_of(name, {})
-
-    def local(x: Tensor) -> Tensor:
-        return shard(x, 1, layout, topology.rank, topology.size)
-
-    q, k, v = (local(x).requires_grad_() for x in whole[:3])
+    q, k, v, dout = _local(name, whole, topology)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
     out = functional.attention(q, k, v, algo=name, group=topology)
-    results = (out.detach(), *torch.autograd.grad(out, (q, k, v), local(whole[3])))
+    results = (out.detach(), *torch.autograd.grad(out, leaves, dout))
+    return _distance(results, _local(name, expected, topology))
+
+
+def _replay_error(
+    transport: str,
+    whole: list[Tensor],
+    expected: list[Tensor],
+    failures: list[str],
+    topology: Topology,
+) -> float:
+    """As `_error`, of zigzag's replay with other inputs than it was captured with.
+
+    Args: failures: gets one line if it cannot be captured.
+    """
+    given = _local("zigzag", whole, topology)
+    q, k, v, dout = (torch.ones_like(x) for x in given)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+
+    def step() -> tuple[Tensor, ...]:
+        out = functional.attention(q, k, v, algo="zigzag", group=topology, transport=transport)
+        return (out.detach(), *torch.autograd.grad(out, leaves, dout))
+
+    try:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):  # where nothing that a capture waits for is left behind
+            step()
+        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            results = step()
+        with torch.no_grad():
+            for target, x in zip((*leaves, dout), given, strict=True):
+                target.copy_(x)
+        graph.replay()
+        torch.cuda.synchronize()
+    except (ContextParallelError, RuntimeError) as error:
+        failures.append(str(error).splitlines()[0])
+        return float("inf")
+    return _distance(results, _local("zigzag", expected, topology))
+
+
+def _local(name: str, whole: Sequence[Tensor], topology: Topology) -> list[Tensor]:
+    """This rank's parts of whole tensors [B, N, ...] under an algorithm's layout."""
+    layout = registry.layout_of(name, {})
+    return [shard(x, 1, layout, topology.rank, topology.size) for x in whole]
+
+
+def _distance(results: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """The greatest relative error in the Euclidean norm; inf for NaN."""
     errors = []
     for got, want in zip(results, expected, strict=True):
-        distance = (got.double() - local(want).double()).norm() / local(want).double().norm()
+        distance = (got.double() - want.double()).norm() / want.double().norm()
         errors.append(float("inf") if distance.isnan() else distance.item())
     return max(errors)

@@ -54,7 +54,7 @@ class Transfer(NamedTuple):
 
     Attributes:
         before: the step that needs it, or, of results, the one after which it is sent, plus one.
-        text: which block, such as "k2"; partial outputs of rank 2 are "o2".
+        text: which block, such as "k2"; outputs for rank 2 are "o2".
     """
 
     before: int
@@ -85,7 +85,7 @@ class Picture:
         title: algorithm and options. subtitle: ranks, mask, tokens, pass.
         size: number of ranks.
         steps: cells by step and rank; None: the rank waits.
-        transfers, collectives: what travels.
+        transfers, collectives: what travels. kinds: what each kind of it is.
         head_groups: of heads, which are computed one after another in equally many steps each.
     """
 
@@ -95,6 +95,7 @@ class Picture:
     steps: tuple[tuple[Cell | None, ...], ...]
     transfers: tuple[Transfer, ...]
     collectives: tuple[Collective, ...]
+    kinds: Mapping[Kind, str]
     head_groups: int = 1
 
     @property
@@ -180,7 +181,15 @@ def picture(
     steps = _steps(plan)
     transfers, collectives = _travelling([_message(plan, move) for move in plan.moves])
     groups = len(plan.groups)
-    return Picture(title, subtitle, size, steps, transfers, collectives, groups)
+    partial = "partial " if plan.shares == 1 else ""  # else those of some heads, complete
+    kinds: dict[Kind, str] = {
+        "keys": "keys and values",
+        "queries": "queries",
+        "results": f"{partial}outputs and lse",
+    }
+    if phase == "backward":
+        kinds |= {"queries": "of queries: Q, dO, lse, delta", "results": f"{partial}gradients"}
+    return Picture(title, subtitle, size, steps, transfers, collectives, kinds, groups)
 
 
 class _Message(NamedTuple):
@@ -231,7 +240,13 @@ def _of_linear(
         )
         for move in algorithm.moves(seq_len, causal=mask.causal)
     ]
-    return Picture(title, subtitle, size, steps, *_travelling(messages))
+    names: dict[Kind, str] = {
+        "keys": "keys and values",
+        "queries": "queries",
+        "results": "outputs",
+        "states": "states",
+    }
+    return Picture(title, subtitle, size, steps, *_travelling(messages), names)
 
 
 def _travelling(

@@ -298,15 +298,8 @@ def _legend(drawn: Picture) -> list[_Key]:
     shares = _shares(drawn)
     if any(share < 1 - _VISIBLE for step in shares for share in step):
         found.append(_Key("waits", "waits"))
-    backward = drawn.subtitle.endswith("backward")
-    texts: dict[Kind, str] = {
-        "keys": "keys and values",
-        "queries": "queries, with dO, lse, delta" if backward else "queries",
-        "results": "sums of gradients" if backward else "partial outputs and lse",
-        "states": "states",
-    }
     kinds = {t.kind for t in drawn.transfers} | {c.kind for c in drawn.collectives}
-    return found + [_Key(texts[kind], kind) for kind in _LINES if kind in kinds]
+    return found + [_Key(drawn.kinds[kind], kind) for kind in _LINES if kind in kinds]
 
 
 def _notes(drawn: Picture) -> list[str]:
@@ -316,9 +309,9 @@ def _notes(drawn: Picture) -> list[str]:
     meanings = {
         r"\bq\d|½q": "q1: the queries of rank 1",
         r"\bk\d": "k1: its keys and values",
-        r"\bo\d": "o1: partial outputs of its queries",
-        r"\bdq\d": "dq1: a part of the gradient of its queries",
-        r"\bdk\d": "dk1: a part of those of its keys and values",
+        r"\bo\d": f"o1: {drawn.kinds['results'].removesuffix(' and lse')} of its queries",
+        r"\bdq\d": "dq1: gradients of its queries",
+        r"\bdk\d": "dk1: gradients of its keys and values",
         r"\bS\d": "S0-2: the state of the tokens of ranks 0 to 2",
         r"½": "½q1: half of its rows",
     }

@@ -118,13 +118,6 @@ def replayed(step):
     return results
 
 
-def captured_cases(size):
-    """Those that a CUDA graph can hold: all over the process group."""
-    for case in cases(size):
-        rings = case.algo in ("ring", "zigzag", "distflash", "usp")
-        yield Case(case.algo, (*case.options, ("transport", "group")) if rings else case.options)
-
-
 def real_cases(size):
     """Those of the virtual suite; rings also over the process group where peer access exists."""
     for case in cases(size):
@@ -169,7 +162,7 @@ def main() -> int:
                     if rank == 0:
                         print(f"SKIPPED {error}")
                     continue
-                for case in captured_cases(size) if args.captured else real_cases(size):
+                for case in real_cases(size):
                     try:
                         errors = split_errors(
                             case, kernel_name, expected, device, setting, args.captured

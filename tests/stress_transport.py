@@ -68,6 +68,7 @@ class Call:
 
     @property
     def has_transport(self) -> bool:
+        """Whether it gives the same bits over peer memory and over the process group."""
         return self.algo != "allgather"
 
 
@@ -206,8 +207,7 @@ class Stress:
 
     def attend(self, call: Call, leaves: Sequence[Tensor], transport: str) -> Tensor:
         options = dict(call.options)
-        if call.has_transport:
-            options["transport"] = transport
+        options["transport"] = transport if call.has_transport else "group"
         q, k, v = leaves
         return cp.attention(
             q,

@@ -71,7 +71,10 @@ def test_so_it_is_with_linear_attention(case, size: int, causal: bool, posted: J
 def test_no_call_needs_a_flow_that_was_not_made(
     case, kv_heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`make_channels` makes all of them, whichever transport a call then takes."""
+    """`make_channels` makes all of them, whichever transport a call then takes.
+
+    Over peer memory allgather and attention2d send blocks, which they else gather.
+    """
     asked: dict[int, set[tuple[str, str]]] = defaultdict(set)
     channel = VirtualTopology.channel
 
@@ -86,10 +89,13 @@ def test_no_call_needs_a_flow_that_was_not_made(
     def body(topology: VirtualTopology) -> None:
         create(case.algo, topology, dict(case.options)).make_channels(shape)
 
-    run_virtual(4, body, peer_access=True)
-    made = {rank: set(channels) for rank, channels in asked.items()}
-    assert len(made) == 4
     expected = expected_attention(seq_len=29, heads=4, kv_heads=kv_heads, head_dim=8, causal=True)
-    for peer_access in (False, True):
-        softmax.run(case, expected, 4, causal=True, peer_access=peer_access)
-    assert asked == made
+    gathers = case.algo in ("allgather", "attention2d")
+    for peers, calls in ((True, (True,) if gathers else (False, True)), (False, (False,))):
+        asked.clear()
+        run_virtual(4, body, peer_access=peers)
+        made = {rank: set(channels) for rank, channels in asked.items()}
+        assert len(made) == 4
+        for peer_access in calls:
+            softmax.run(case, expected, 4, causal=True, peer_access=peer_access)
+        assert asked == made

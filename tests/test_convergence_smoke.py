@@ -258,7 +258,7 @@ def test_a_recording_begins_anew(
     recorded: set[int],
 ) -> None:
     """By the rank's own files: others may have begun before it."""
-    args = argparse.Namespace(train_iters=train_iters, iteration=done)
+    args = argparse.Namespace(train_iters=train_iters, iteration=done, cuda_graph_impl="none")
     monkeypatch.setattr("megatron.training.get_args", lambda: args)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
     for suffix in (".jsonl", ".json", ".3.pt"):
@@ -268,6 +268,20 @@ def test_a_recording_begins_anew(
     recorder._begin()
     assert recorder._recorded == recorded
     assert {path.name[:9] for path in tmp_path.iterdir()} == {"rank00002", "rank00010"}
+
+
+def test_reductions_that_were_captured_are_not_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With them each rank has the gradients of its part of the parameters only."""
+    args = argparse.Namespace(train_iters=2, iteration=0, use_distributed_optimizer=True)
+    monkeypatch.setattr("megatron.training.get_args", lambda: args)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    args.cuda_graph_impl = "local"
+    Recorder(tmp_path, "ring")._begin()
+    args.cuda_graph_impl = "full_iteration"
+    with pytest.raises(ContextParallelError, match="which a captured iteration does not heed"):
+        Recorder(tmp_path, "ring")._begin()
 
 
 def test_incomplete_recordings_are_refused(tmp_path: Path) -> None:

@@ -6,8 +6,8 @@ from megatron_cp_plugin import cli
 from megatron_cp_plugin.core.documents import random_documents
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
-from megatron_cp_plugin.costs import cost
-from megatron_cp_plugin.errors import ConfigError
+from megatron_cp_plugin.costs import cost, peak
+from megatron_cp_plugin.errors import ConfigError, KernelUnavailableError
 from megatron_cp_plugin.registry import available
 
 SHAPE = Shape(1, 4096, 32, 8, 128)
@@ -96,3 +96,19 @@ def test_random_documents_are_as_long_as_asked() -> None:
 def test_plan_refuses(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", *words.split()]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_memory_of_a_layer() -> None:
+    """Receive buffers of two ranks that exchange K and V: two of these, which sums may share."""
+    kv = 2048 * 8 * 2 * 128 * 2
+    peer = peak("zigzag", 2, 0, SHAPE, options={"backward": "kv"})
+    assert peer.peer in (2 * kv, 3 * kv)
+    group = peak("zigzag", 2, 0, SHAPE, options={"backward": "kv", "transport": "group"})
+    assert group.peer == 0
+    assert group.saved == peer.saved == 2048 * 32 * (128 * 2 + 4)
+    windowed = peak("distflash", 4, 0, SHAPE, Mask(window=64))
+    assert windowed.backward < peak("distflash", 4, 0, SHAPE).backward
+    with pytest.raises(ConfigError, match="ulysses needs query heads divisible"):
+        peak("ulysses", 5, 0, SHAPE)
+    with pytest.raises(KernelUnavailableError, match="did you mean 'flash4'"):
+        peak("zigzag", 2, 0, SHAPE, kernel="flash44")

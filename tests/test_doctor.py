@@ -1,11 +1,16 @@
 """The doctor finds what is right, refuses nothing that runs, and notices a wrong result."""
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from megatron_cp_plugin import doctor, registry
 from megatron_cp_plugin.algorithms.ring import ZigzagRing
 from megatron_cp_plugin.cli import main
+from megatron_cp_plugin.core.process_groups import topology_of
+from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.kernels.torch_flash import CpuFlashAttention
 
 pytestmark = pytest.mark.skipif(
@@ -24,6 +29,59 @@ def test_all_algorithms_are_right_here():
     assert not any(finding.text.startswith("refused") for finding in parity_of(findings).values())
     auto = next(f for f in findings if f.topic == "kernels" and f.name == "auto")
     assert auto.text.startswith("torch_cpu for float32, heads 32:8")
+
+
+class Graph:
+    """Stands for a CUDA graph; the test says what a replay does."""
+
+    def replay(self):
+        raise NotImplementedError
+
+
+def test_a_replay_is_compared_with_the_unsplit_sequence(monkeypatch):
+    """On one rank, with a model of a graph that computes again, or nothing, when replayed."""
+    findings = [f for f in doctor.examine(head_dims=(16,)) if f.topic == "CUDA graphs"]
+    assert [f.text for f in findings] == ["not tried: no GPU"]
+    attention, made = doctor.functional.attention, []
+
+    def recorded(q, k, v, **options):
+        options["transport"] = "group"
+        made.append((q, k, v, attention(q, k, v, **options)))
+        return made[-1][-1]
+
+    monkeypatch.setattr(doctor.functional, "attention", recorded)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, **_: nullcontext())
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    whole = doctor._inputs(torch.device("cpu"), torch.float64, 1, 4, 16)
+    expected = doctor._unsplit(whole)
+
+    def replay(graph):
+        q, k, v, out = made[-1]
+        with torch.no_grad():
+            out.detach().copy_(attention(q, k, v, algo="zigzag", transport="group"))
+
+    def error_of():
+        failures = []
+        topology = topology_of(None)
+        error = doctor._replay_error("group", whole, expected[:1], failures, topology)
+        return error, failures
+
+    step = torch.autograd.grad
+    monkeypatch.setattr(torch.autograd, "grad", lambda *args: step(*args) and ())
+    monkeypatch.setattr(Graph, "replay", replay)
+    error, failures = error_of()
+    assert error < 1e-10
+    assert not failures
+    monkeypatch.setattr(Graph, "replay", lambda graph: None)
+    assert error_of()[0] > 0.1  # what was computed with the inputs of the capture
+    refusal = ContextParallelError("no room\nat all")
+    monkeypatch.setattr(Graph, "replay", lambda graph: (_ for _ in ()).throw(refusal))
+    assert error_of() == (float("inf"), ["no room"])
 
 
 def test_a_wrong_gradient_is_noticed(monkeypatch, capsys):

@@ -38,8 +38,9 @@ CALLERS = [
     Case("distflash", (("layout", "thd"),)),
     Case("distflash", (("layout", "thd"), ("last_step", "owner"), ("balanced", False))),
     Case("allgather", (("layout", "thd"), ("chunks", 2))),
-    Case("attention2d", (("layout", "thd"),)),
-    Case("attention2d", (("layout", "thd"), ("rows", 2), ("chunks", 2))),
+    Case("allgather", (("layout", "thd"), ("transport", "group"))),
+    Case("attention2d", (("layout", "thd"), ("rows", 2))),
+    Case("attention2d", (("layout", "thd"), ("chunks", 2), ("transport", "group"))),
     Case("ulysses", (("layout", "thd"),)),
     Case("ulysses", (("layout", "thd"), ("keep", "local"))),
     Case("usp", (("layout", "thd"), ("ulysses", 2))),
@@ -100,8 +101,10 @@ def test_with_a_window(case: Case) -> None:
     check(case, 4, "reference", 26, [0, 3, 14, 26], causal=True, window=7)
 
 
-@pytest.mark.parametrize("kv_heads", [4, 2, 1])
-@pytest.mark.parametrize("packing", PADDED)
+@pytest.mark.parametrize(
+    ("packing", "kv_heads"),
+    [*((packing, 2) for packing in PADDED), ("odd", 4), ("odd", 1)],
+)
 @pytest.mark.parametrize(
     ("case", "size"),
     [(c, n) for c in CALLERS for n in (1, 2, 3, 4, 5) if serves(c, n)],

@@ -148,6 +148,21 @@ def test_pictures_of_the_readme(algo: str, tmp_path: Path) -> None:
     assert len(again) < 150_000
 
 
+def test_the_legend_is_true() -> None:
+    for algo, results in (
+        ("distflash", ("partial outputs and lse", "partial gradients")),
+        ("attention2d", ("partial outputs and lse", "partial gradients")),
+        ("ulysses", ("outputs and lse", "gradients")),  # of some heads, complete
+    ):
+        for phase, text in zip(PHASES, results, strict=True):
+            made = figure(picture(algo, 4, phase=phase))
+            words = [found.get_text() for found in made.axes[0].texts]
+            assert text in words
+            assert ("computes own queries" in words) == (algo == "distflash")
+            assert ("computes own queries and those of others" in words) != (algo == "distflash")
+            assert "waits" not in words
+
+
 def test_a_file_has_the_plan(tmp_path: Path) -> None:
     drawn = picture("distflash", 5)
     save(drawn, tmp_path / "plan.svg")

@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 from megatron_cp_plugin.harness.parity import RankRecording, Recording, _counted_replays
 from megatron_cp_plugin.integration.args import add_arguments, split_flags
 from megatron_cp_plugin.integration.checks import check_arguments, check_graphs
+from megatron_cp_plugin.integration.features import FEATURES
 from megatron_cp_plugin.integration.yaml_config import yaml_to_argv
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "parity_gpus.py"
@@ -116,7 +117,10 @@ def test_the_table_goes_into_the_page(
 ) -> None:
     page = tmp_path / "parity.md"
     page.write_text("# Parity\n\nof CPUs\n")
+    graphs = tmp_path / "graphs.md"
+    graphs.write_text("as it was")
     monkeypatch.setattr(gpus, "TABLE", page)
+    monkeypatch.setattr(gpus, "GRAPHS_PAGE", graphs)
     rows = tmp_path / "rows.json"
     for error in (1e-2, 9e-2):
         rows.write_text(json.dumps(report(measured(1e-5, a=error))))
@@ -128,6 +132,51 @@ def test_the_table_goes_into_the_page(
     assert "| `bf16` | bfloat16 | 1e-04 / 3e-02 | zigzag **1e-05 / 9e-02 (4.5)** |" in text
     assert "ring **failed** |" in text
     assert "| `fp32` | bfloat16 |  | zigzag 1e-05 / 9e-02 |" in text
+    assert graphs.read_text() == "as it was"
+
+
+def test_captured_runs_go_into_a_page_of_their_own(
+    gpus: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other, page = tmp_path / "parity.md", tmp_path / "graphs.md"
+    other.write_text("as it was")
+    page.write_text(f"# Graphs\n\n{gpus.graphs_section(None)}")
+    monkeypatch.setattr(gpus, "TABLE", other)
+    monkeypatch.setattr(gpus, "GRAPHS_PAGE", page)
+    found = report(measured(1e-5, a=1e-2))
+    eager = found["rows"][0] | {"key": "graphs"}
+    local, te, full = (
+        {"key": f"graphs-{who}", "about": "", "yardstick": None, "runs": [run]}
+        for who, run in (
+            ("local", measured(0.0, a=0.0)),
+            ("te", measured(0.0, a=0.0) | {"problems": ["a gradient differs"]}),
+            ("full", {"role": "zigzag", "failure": "exit code 1", "problems": []}),
+        )
+    )
+    (tmp_path / "rows.json").write_text(json.dumps(found | {"rows": [eager, local, te, full]}))
+    assert gpus.main(["--table", str(tmp_path / "rows.json")]) == 0
+    text = page.read_text()
+    assert other.read_text() == "as it was"
+    assert text.count(gpus.ON_CAPTURED_RUNS) == 1
+    assert "commit abc: torch 2, 2 x H200." in text
+    cells = "1e-05 / 1e-02 (0.5) | equal | **differs** | **failed**"
+    assert f"| bfloat16 | zigzag | peer memory | {cells} |" in text
+    assert "| bfloat16 | ulysses | process group |  |  |  |  |" in text
+
+
+def test_the_page_on_graphs_has_what_is_run_and_refused(gpus: ModuleType) -> None:
+    """So that a new algorithm or refusal cannot be forgotten there; results are the GPUs'."""
+    page = gpus.GRAPHS_PAGE.read_text()
+
+    def names(text: str) -> list[list[str]]:
+        table = text.partition(gpus.ON_CAPTURED_RUNS)[2].splitlines()
+        return [line.split(" | ")[:3] for line in table if line.startswith("|")]
+
+    assert names(page) == names(gpus.graphs_section(None))
+    refused = [each for each in FEATURES if "CUDA graph" in each.name]
+    assert len(refused) > 4
+    for each in refused:
+        assert f"| {each.name} (`{each.flag}`) | {each.reason} |" in page
 
 
 def recorded(replays: int, sent: int, digest: str = "a") -> Recording:
@@ -222,3 +271,29 @@ def test_rows_are_trained_and_judged(
         assert 0 < max(found["gradient_errors"].values()) < 1e-4
         assert found["loss_error"] < 1e-5
     assert "commit abc" in (tmp_path / "rows.md").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_run_that_was_not_captured_is_found(
+    gpus: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On CPU processes, which capture nothing: the runs are equal, and that is not enough."""
+    megatron = gpus.MODEL | gpus.LOCAL
+    megatron |= {"num_layers": 1, "hidden_size": 64, "ffn_hidden_size": 64, "seq_length": 128}
+    eager = gpus.GpuCombination("tiny", "a test", megatron, 2, "zigzag,ring", alone=True)
+    monkeypatch.setattr(gpus, "GRAPHS", {"local": {"cuda_graph_impl": "none"}})
+    monkeypatch.setattr(gpus, "ROWS", gpus.graphs(eager, local=("zigzag", {})))
+    monkeypatch.setattr(gpus, "ITERATIONS", 2)
+    words = ["--output", str(tmp_path), "--jobs", "2", "--commit", "abc"]
+    assert gpus.main([*words, "--only", "tiny-local/*"]) == 1
+    first, captured = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    (run,) = first["runs"]
+    assert (run["role"], run["failure"], run["problems"]) == ("zigzag", "", [])
+    (run,) = captured["runs"]
+    assert run["gradient_errors"]
+    assert set(run["gradient_errors"].values()) == {0.0}
+    assert [problem.removeprefix("rank 0 ") for problem in run["problems"][:2]] == [
+        "replayed 0 CUDA graphs in iteration 2",
+        f"sent {run['problems'][1].split()[3]} bytes for attention outside of CUDA graphs",
+    ]

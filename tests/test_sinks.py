@@ -21,7 +21,9 @@ from tests.test_conformance import Case
 HEADS, KV_HEADS, HEAD_DIM, TOKENS = 4, 2, 8, 24
 CASES = [
     Case("allgather"),
+    Case("allgather", (("transport", "group"),)),
     Case("attention2d", (("rows", 2),)),
+    Case("attention2d", (("rows", 2), ("transport", "group"))),
     Case("attention2d", (("variant", "no"),)),
     Case("attention2d", (("variant", "overlap"),)),
     Case("distflash"),

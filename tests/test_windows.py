@@ -24,7 +24,9 @@ CASES = [
     Case("ring", (("backward", "kv"),)),
     Case("zigzag", (("backward", "query"),)),
     Case("allgather", (("chunks", 2),)),
+    Case("allgather", (("chunks", 2), ("transport", "group"))),
     Case("attention2d", (("rows", 2),)),
+    Case("attention2d", (("rows", 2), ("transport", "group"))),
     Case("attention2d", (("rows", 1),)),
     Case("attention2d", (("variant", "no"), ("rows", 2))),
     Case("attention2d", (("variant", "overlap"), ("cols", 2))),
@@ -102,7 +104,7 @@ def test_a_windowed_schedule_is_drawn(
 ) -> None:
     words = ["draw", "--algo", "distflash", "--size", "8", "--seq-len", "64", "--window", "8"]
     assert cli.main(words) == 0
-    assert "causal attention, window 8 · 64 tokens" in capsys.readouterr().out
+    assert "causal, window 8 · 64 tokens" in capsys.readouterr().out
     words[2] = "allgather"
     monkeypatch.setattr(KvAllGather, "windows", False)
     assert cli.main(words) == 2

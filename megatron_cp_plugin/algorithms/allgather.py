@@ -1,12 +1,17 @@
 """KV all-gather: every rank computes its own queries against all keys."""
 
 from dataclasses import dataclass
+from typing import Literal
 
-from megatron_cp_plugin.algorithms.gathered import GatherSchedule
-from megatron_cp_plugin.algorithms.grid import GridAlgorithm, GridSettings, Wire
+from megatron_cp_plugin.algorithms.grid import GridAlgorithm
+from megatron_cp_plugin.algorithms.grid_placements import (
+    GatheredPlacement,
+    GridBlocksPlacement,
+    GridPlacement,
+)
 from megatron_cp_plugin.core.algorithm import Algorithm
-from megatron_cp_plugin.core.layout import Zigzag
-from megatron_cp_plugin.core.pipeline import check_chunks
+from megatron_cp_plugin.core.document_layout import NAMED
+from megatron_cp_plugin.core.layout import Layout, Zigzag
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.registry import register
@@ -23,14 +28,18 @@ class KvAllGather(GridAlgorithm):
     there are two groups of heads at a time, `gathered_mib` at most. All that a rank holds beside
     its inputs and results is that of `attention2d` with C = 1 and R = P.
 
+    Over peer memory nothing is gathered: copy engines push block by block, straight from the owner,
+    and a rank holds two of them at a time. With a causal mask it sends 3/4 of the bytes at most,
+    for a rank after the owner sees only the first of its two chunks.
+
     Source: the scheme of Llama 3 (section 3.3.2, context parallelism). Differs: by groups of
     heads, so that communication overlaps and memory is bounded.
     """
 
-    layout = Zigzag()
+    layout: Layout = Zigzag()
 
     @dataclass(frozen=True)
-    class Options(Algorithm.Options):
+    class Options(GridAlgorithm.Options):
         """Options of allgather.
 
         Attributes:
@@ -39,25 +48,30 @@ class KvAllGather(GridAlgorithm):
             chunks: number of groups of heads at least, if there are as many KV heads; 0: 4, or
                 fewer where that would be too little work for each.
             gradients: dtype in which partial dK and dV travel; they are summed in float32.
+            layout: "zigzag", Megatron's own; "contiguous"; or "thd", see ring.
         """
 
         gathered_mib: int = 1024
-        chunks: int = 0
-        gradients: Wire = "model"
+        layout: Literal["zigzag", "contiguous", "thd"] = "zigzag"
 
     options: Options
+    cols = 1
 
     def __init__(self, topology: Topology, options: Options) -> None:
         super().__init__(topology, options)
-        settings = GridSettings(
-            self.layout,
-            rows=topology.size,
-            cols=1,
-            gradients=options.gradients,
-            chunks=options.chunks,
-            gathered_bytes=options.gathered_mib * 2**20,
-        )
-        self.schedule = GatherSchedule(topology, settings)
+        self.layout = self.layout_for(options)
+        self.gathered_bytes = options.gathered_mib * 2**20
+
+    @classmethod
+    def layout_for(cls, options: Algorithm.Options) -> Layout:
+        """See Algorithm.layout_for."""
+        assert isinstance(options, cls.Options)
+        return NAMED[options.layout]
+
+    @property
+    def kind(self) -> type[GridPlacement]:
+        """See GridAlgorithm.kind."""
+        return GridBlocksPlacement if self.pushed else GatheredPlacement
 
     @classmethod
     def check(
@@ -65,7 +79,7 @@ class KvAllGather(GridAlgorithm):
     ) -> None:
         """See Algorithm.check."""
         assert isinstance(options, cls.Options)
-        check_chunks(cls.name, options.chunks)
+        super().check(options, size=size, heads=heads, kv_heads=kv_heads, causal=causal)
         if options.gathered_mib < 1:
             raise ConfigError(
                 f"allgather needs gathered_mib >= 1, got {options.gathered_mib}: leave it out"

@@ -7,13 +7,17 @@ O(N / sqrt(P)).
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_cp_plugin.algorithms.attention2d_overlap import RingSchedule
-from megatron_cp_plugin.algorithms.gathered import GatherSchedule
-from megatron_cp_plugin.algorithms.grid import GridAlgorithm, GridSettings, Wire
+from megatron_cp_plugin.algorithms.grid import GridAlgorithm, Wire
+from megatron_cp_plugin.algorithms.grid_placements import (
+    GatheredPlacement,
+    GridBlocksPlacement,
+    GridPlacement,
+    GridRingPlacement,
+)
 from megatron_cp_plugin.core.algorithm import Algorithm
+from megatron_cp_plugin.core.document_layout import NAMED
 from megatron_cp_plugin.core.grid import check_grid
 from megatron_cp_plugin.core.layout import Cyclic, Layout, Zigzag
-from megatron_cp_plugin.core.pipeline import check_chunks
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.registry import register
@@ -51,11 +55,13 @@ class Attention2D(GridAlgorithm):
     Source: Attention2D. Variant "no": Algorithms 1 to 3, "overlap": Algorithms 4 to 11, on the
     cyclic layout with its transposes of K and V. Variant "zigzag" is not the paper's: on zigzag
     chunks every pair of ranks has the same causal work, each query chunk sees a prefix of the
-    sorted key chunks, and nothing is transposed.
+    sorted key chunks, and nothing is transposed. Over peer memory it gathers nothing: copy engines
+    push block by block, straight from the owner, and only rows that the mask lets meet; a rank
+    holds R - 1 blocks of keys and C - 1 of queries at a time, two if there is one row or column.
     """
 
     @dataclass(frozen=True)
-    class Options(Algorithm.Options):
+    class Options(GridAlgorithm.Options):
         """Options of attention2d.
 
         Attributes:
@@ -68,15 +74,18 @@ class Attention2D(GridAlgorithm):
                 give them, or "float32".
             gradients: dtype in which partial gradients travel; they are summed in float32.
             chunks: at most so many groups of heads, pipelined; 0: 4, or fewer where that would be
-                too little work for each. "overlap" has none.
+                too little work for each; over peer memory two for long sequences, else one.
+                "overlap" has none.
+            transport: "peer" (block by block, "zigzag" only; see PointToPoint), "group" (over the
+                process group), or "auto", peer where that is possible.
+            layout: "contiguous" or "thd", see ring, of variant "zigzag"; "auto": as `variant` says.
         """
 
         variant: Literal["zigzag", "no", "overlap"] = "zigzag"
         rows: int = 0
         cols: int = 0
         partials: Wire = "model"
-        gradients: Wire = "model"
-        chunks: int = 0
+        layout: Literal["auto", "contiguous", "thd"] = "auto"
 
     options: Options
 
@@ -84,22 +93,23 @@ class Attention2D(GridAlgorithm):
         super().__init__(topology, options)
         self.layout = self.layout_for(options)
         check_grid(self.name, topology.size, options.rows, options.cols)
-        settings = GridSettings(
-            self.layout,
-            transposed=options.variant != "zigzag",
-            rows=options.rows,
-            cols=options.cols,
-            partials=options.partials,
-            gradients=options.gradients,
-            chunks=options.chunks,
-        )
-        schedule = RingSchedule if options.variant == "overlap" else GatherSchedule
-        self.schedule = schedule(topology, settings)
+        self.rows, self.cols, self.partials = options.rows, options.cols, options.partials
+        self.transposed = options.variant != "zigzag"
+
+    @property
+    def kind(self) -> type[GridPlacement]:
+        """See GridAlgorithm.kind."""
+        if self.options.variant == "overlap":
+            return GridRingPlacement
+        pushed = self.options.variant == "zigzag" and self.pushed
+        return GridBlocksPlacement if pushed else GatheredPlacement
 
     @classmethod
     def layout_for(cls, options: Algorithm.Options) -> Layout:
         """See Algorithm.layout_for."""
         assert isinstance(options, cls.Options)
+        if options.layout != "auto":
+            return NAMED[options.layout]
         return Zigzag() if options.variant == "zigzag" else Cyclic()
 
     @classmethod
@@ -109,7 +119,17 @@ class Attention2D(GridAlgorithm):
         """See Algorithm.check."""
         assert isinstance(options, cls.Options)
         check_grid(cls.name, size, options.rows, options.cols)
-        check_chunks(cls.name, options.chunks)
+        super().check(options, size=size, heads=heads, kv_heads=kv_heads, causal=causal)
+        if options.layout != "auto" and options.variant != "zigzag":
+            raise ConfigError(
+                f"attention2d with layout {options.layout} needs variant zigzag, got "
+                f"{options.variant}: leave one of the two out"
+            )
+        if options.transport == "peer" and options.variant != "zigzag":
+            raise ConfigError(
+                f"attention2d transport peer needs variant zigzag, got {options.variant}: use "
+                "transport auto"
+            )
         if options.chunks > 1 and options.variant == "overlap":
             raise ConfigError(
                 f"attention2d with variant overlap takes no chunks, got {options.chunks}: leave "

@@ -1,265 +1,262 @@
-"""What all schedules on a grid of ranks share: who stands where, flows of messages, transposes.
+"""What allgather and attention2d share: queries meet in rows of a grid of ranks, keys in columns.
 
 B batch, S local tokens, H query heads, G KV heads, D head dim, P = R * C ranks in R rows and C
-columns. Queries meet in rows, keys in columns.
+columns.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from abc import abstractmethod
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from megatron_cp_plugin.algorithms.grid_placements import (
+    GatheredPlacement,
+    GridPlacement,
+    GridRingPlacement,
+)
+from megatron_cp_plugin.algorithms.point_to_point import PointToPoint
+from megatron_cp_plugin.core import collective
 from megatron_cp_plugin.core.algorithm import Algorithm, Call, Saved
+from megatron_cp_plugin.core.assembly import assemble
 from megatron_cp_plugin.core.caching import cached_method
-from megatron_cp_plugin.core.comm import Phase
+from megatron_cp_plugin.core.comm import Communicator, Phase
 from megatron_cp_plugin.core.derive import plan_of
 from megatron_cp_plugin.core.grid import Grid, cheapest, column_major, row_major
-from megatron_cp_plugin.core.layout import Layout
 from megatron_cp_plugin.core.partial import accumulation_dtype
-from megatron_cp_plugin.core.pipeline import head_groups
-from megatron_cp_plugin.core.placement import BlockPlacement, Place
-from megatron_cp_plugin.core.plan import PHASES, Setting
+from megatron_cp_plugin.core.pipeline import HeadGroup, group_count, head_groups
+from megatron_cp_plugin.core.plan import PHASES, Move, Plan, Setting
+from megatron_cp_plugin.core.program import during
 from megatron_cp_plugin.core.shape import Shape
-from megatron_cp_plugin.core.tiles import Mask
+from megatron_cp_plugin.core.tiles import Mask, Part, parts, plan_tiles
 from megatron_cp_plugin.core.topology import Topology
+from megatron_cp_plugin.errors import ContextParallelError
 
 Wire = Literal["model", "float32"]
 
 
-@dataclass(frozen=True)
-class GridSettings:
-    """Settings of a schedule on a grid.
+class GridAlgorithm(PointToPoint):
+    """Attention on a grid of ranks; subclasses say on which, and how blocks come together.
 
-    Attributes:
-        layout: of the tokens. transposed: keys are redistributed, so that a column of a cyclic
-            layout holds evenly spaced ones.
-        rows, cols: R and C; 0: whatever moves fewer bytes.
-        partials, gradients: dtype in which partial outputs and gradients travel.
-        chunks: head groups that are pipelined, at most; 0: what suits the work.
-        gathered_bytes: bound on the gathered K and V; None: no bound.
+    Over peer memory copy engines push block by block; else collective operations gather them.
+
+    Attributes: rows, cols: R and C; 0: whatever moves fewer bytes. partials: dtype in which partial
+        outputs travel. gathered_bytes: bound on the K and V of others; None: no bound.
+        transposed: columns need the keys of other ranks than their own.
     """
 
-    layout: Layout
-    transposed: bool = False
-    rows: int = 0
-    cols: int = 0
+    rows = 0
+    cols = 0
     partials: Wire = "model"
-    gradients: Wire = "model"
-    chunks: int = 0
     gathered_bytes: int | None = None
+    transposed = False
 
+    @dataclass(frozen=True)
+    class Options(PointToPoint.Options):
+        """Options of grids.
 
-@dataclass(frozen=True)
-class GridPlacement(BlockPlacement):
-    """Queries of a row of ranks meet the keys of a column on the rank where they cross."""
+        Attributes: gradients: dtype in which partial gradients travel; summed in float32.
+        """
 
-    grid: Grid = field(kw_only=True)
-    masked = False
+        gradients: Wire = "model"
 
-    def key_holder(self, owner: int) -> int:
-        """See BlockPlacement.key_holder: a rank of the column that gathers the keys."""
-        return self.grid.key_owners.index(owner)
+    options: Options
 
-    def crossing(self, query: int, key: int) -> int:
-        """The rank in the row of the queries and the column of the keys."""
-        return self.grid.crossing(query, self.key_holder(key))
-
-    def place(self, query: int, key: int) -> Iterator[Place]:
-        """See BlockPlacement.place."""
-        yield Place(self.crossing(query, key), 0)
-
-
-@dataclass(frozen=True)
-class GatheredPlacement(GridPlacement):
-    """Everything is gathered first, and computed in one step."""
-
-    assembled = True
-
-
-@dataclass(frozen=True)
-class GridRingPlacement(GridPlacement):
-    """Blocks go round rings: keys in the columns first, then queries in the rows.
-
-    So a rank computes its own queries with every block of keys as it comes, and then the queries
-    of others with all of them. In the backward the last block of queries comes while sums of dK
-    and dV go round.
-    """
-
-    backward: bool = False
-    relay = True
-
-    def place(self, query: int, key: int) -> Iterator[Place]:
-        """See BlockPlacement.place. Source: Attention2D, Algorithms 4 to 11."""
-        rank = self.crossing(query, key)
-        row, column = self.grid.row(rank), self.grid.column(rank)
-        rows, cols = len(column), len(row)
-        of_query = (row.index(query) - row.index(rank)) % cols
-        of_key = (column.index(self.key_holder(key)) - column.index(rank)) % rows
-        if not of_query:
-            yield Place(rank, of_key)
-        elif self.backward and of_query == cols - 1:
-            yield Place(rank, rows + cols - 2 + (of_key - 1) % rows)
-        else:
-            yield Place(rank, rows - 1 + of_query)
-
-
-class Flows:
-    """A grid of ranks with its flows of messages; making one is a collective operation.
-
-    Attributes:
-        queries, outputs: in the row. keys, key_gradients: in the column. transposes: of all
-        ranks; None where every rank holds its own keys.
-    """
-
-    def __init__(self, grid: Grid, topology: Topology) -> None:
-        self.grid = grid
-        rank = topology.rank
-        self.rank = rank
-        row = topology.subgroup(grid.row(rank), "row")
-        column = topology.subgroup(grid.column(rank), "column")
-        self.queries = row.channel("queries")
-        self.outputs = row.channel("outputs")
-        self.keys = column.channel("keys")
-        self.key_gradients = column.channel("key gradients")
-        # Made by the ranks on the diagonal too, which never use it.
-        moves = grid.key_owners != tuple(range(topology.size))
-        self.transposes = topology.channel("transposes") if moves else None
-
-    @property
-    def row(self) -> tuple[int, ...]:
-        """Ranks of this row; the order of messages within it."""
-        return self.grid.row(self.rank)
-
-    @property
-    def column_owners(self) -> tuple[int, ...]:
-        """Owners of the keys of this column's ranks."""
-        return tuple(self.grid.key_owners[rank] for rank in self.grid.column(self.rank))
-
-    @property
-    def key_owner(self) -> int:
-        """The rank whose keys this one holds once they are transposed."""
-        return self.grid.key_owners[self.rank]
-
-    @property
-    def key_holder(self) -> int:
-        """The rank that holds this one's keys then."""
-        return self.grid.key_owners.index(self.rank)
-
-
-class GridSchedule(ABC):
-    """How attention is computed on a grid."""
-
-    def __init__(self, topology: Topology, settings: GridSettings) -> None:
-        self.topology = topology
-        self.settings = settings
-        self._flows: dict[tuple[int, int], Flows] = {}
-        # Chosen once: at short lengths a step of training is bound by the host.
+    def __init__(self, topology: Topology, options: Options) -> None:
+        super().__init__(topology, options)
+        # Looked up once a pass: at short lengths a step of training is bound by the host.
         self._grid_shape = cached_method(self._cheapest, 256)
+        self._teams = cached_method(self._make_teams, 64)
+        self._rounds = cached_method(self._make_rounds, 64)
+        self._channels_of: dict[tuple[int, int], tuple[Communicator, ...]] = {}
 
+    @property
     @abstractmethod
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Saved]:
-        """See Algorithm.forward."""
+    def kind(self) -> type[GridPlacement]:
+        """How blocks come together."""
 
-    @abstractmethod
-    def backward(self, dout: Tensor, saved: Saved, call: Call) -> tuple[Tensor, Tensor, Tensor]:
-        """See Algorithm.backward."""
+    @property
+    def pushed(self) -> bool:
+        """Whether copy engines can push blocks, and shall."""
+        return self.options.transport != "group" and self.topology.peer_access
 
-    @abstractmethod
-    def placement(self, grid: Grid, shape: Shape, phase: Phase) -> GridPlacement:
-        """Of a grid of ranks."""
+    def placement(self, shape: Shape, mask: Mask, phase: Phase) -> GridPlacement:
+        """See Algorithm.placement."""
+        return self._placed(self.kind, self._grid(shape), self.head_groups(shape), phase)
+
+    def _placed(
+        self, kind: type[GridPlacement], grid: Grid, groups: tuple[HeadGroup, ...], phase: Phase
+    ) -> GridPlacement:
+        wide = self.partials == "float32", self.options.gradients == "float32"
+        backward = phase == "backward"
+        return kind(self.layout, self.topology.size, groups, *wide, grid=grid, backward=backward)
 
     def grid_shape(self, shape: Shape) -> tuple[int, int]:
         """R and C: as set, or what moves the fewest bytes in forward and backward together."""
         return self._grid_shape(shape)
 
     def _cheapest(self, shape: Shape) -> tuple[int, int]:
-        whole = head_groups(shape.heads, shape.kv_heads, 1)
+        size, whole = self.topology.size, head_groups(shape.heads, shape.kv_heads, 1)
         # The last rank but one is not on the diagonal, where nothing is to be transposed.
-        rank = max(0, self.topology.size - 2)
+        rank = max(0, size - 2)
 
         def cost(rows: int, cols: int) -> int:
-            grid = self._grid(rows, cols, (0,) * self.topology.size)
-            plans = (
-                plan_of(
-                    replace(self.placement(grid, shape, phase), groups=whole),
-                    Setting(shape.seq_len, Mask(), phase),
-                )
-                for phase in PHASES
+            grid = (
+                column_major(rows, cols) if self.transposed else row_major(rows, cols, (0,) * size)
             )
-            return sum(plan.sent(rank, shape).bytes for plan in plans)
+            settings = ((phase, Setting(shape.seq_len, Mask(), phase)) for phase in PHASES)
+            return sum(
+                plan_of(self._placed(GatheredPlacement, grid, whole, phase), setting)
+                .sent(rank, shape)
+                .bytes
+                for phase, setting in settings
+            )
 
-        return cheapest(self.topology.size, self.settings.rows, self.settings.cols, cost)
+        return cheapest(size, self.rows, self.cols, cost)
 
-    def grid(self, shape: Shape) -> Grid:
-        """The grid for a problem; a collective operation the first time."""
+    def _grid(self, shape: Shape) -> Grid:
+        """Where ranks stand; a collective operation the first time."""
         rows, cols = self.grid_shape(shape)
-        alone = rows == 1 or cols == 1
-        return self._grid(rows, cols, (0,) * (rows * cols) if alone else self.topology.nodes)
-
-    def flows(self, shape: Shape) -> Flows:
-        """The grid for a problem; a collective operation the first time."""
-        key = self.grid_shape(shape)
-        if key not in self._flows:
-            self._flows[key] = Flows(self.grid(shape), self.topology)
-        return self._flows[key]
-
-    def transpose(
-        self, flows: Flows, x: tuple[Tensor, Tensor], seq_len: int, *, back: bool = False
-    ) -> tuple[Tensor, Tensor]:
-        """K, V or their gradients, to where the column needs them, or back to their owner."""
-        to, source = flows.key_holder, flows.key_owner
-        if back:
-            to, source = source, to
-        if flows.transposes is None:
-            return x
-        if to == flows.rank:
-            flows.transposes.exchange([], []).wait()
-            return x
-        owner = flows.rank if back else source
-        tokens = self.length(owner, seq_len)
-        a, b = (t.new_empty((t.shape[0], tokens, *t.shape[2:])) for t in x)
-        flows.transposes.exchange([(t, to) for t in x], [(a, source), (b, source)]).wait()
-        return a, b
-
-    def width(self, seq_len: int) -> int:
-        """The largest number of tokens of a rank, to which the others' blocks are padded."""
-        return max(self.length(rank, seq_len) for rank in range(self.topology.size))
-
-    def wire_dtype(self, wire: Wire, dtype: torch.dtype) -> torch.dtype:
-        """The dtype that a setting means for a model's dtype."""
-        return dtype if wire == "model" else accumulation_dtype(dtype)
-
-    def length(self, rank: int, seq_len: int) -> int:
-        """Number of tokens of a rank."""
-        return self.settings.layout.length(rank, self.topology.size, seq_len)
-
-    def _grid(self, rows: int, cols: int, nodes: Sequence[int]) -> Grid:
-        if self.settings.transposed:
+        if self.transposed:
             return column_major(rows, cols)
-        return row_major(rows, cols, nodes)
+        alone = rows == 1 or cols == 1
+        return row_major(rows, cols, (0,) * (rows * cols) if alone else self.topology.nodes)
 
+    def head_groups(self, shape: Shape) -> tuple[HeadGroup, ...]:
+        """See PointToPoint.head_groups: as many as the bound on the K and V of others needs.
 
-class GridAlgorithm(Algorithm):
-    """An algorithm that is one schedule on a grid; subclasses choose which, and its settings."""
+        Raises: ContextParallelError if it cannot be kept.
+        """
+        size, (rows, cols) = self.topology.size, self.grid_shape(shape)
+        if self.kind is GridRingPlacement:
+            return head_groups(shape.heads, shape.kv_heads, 1)
+        if self.kind is GatheredPlacement:
+            most = group_count(self.options.chunks, shape.flop(size)) if size > 1 else 1
+            # Where only K and V travel, groups that share them would have nothing to wait for.
+            groups = head_groups(shape.heads, shape.kv_heads, most, share_kv=cols > 1)
+            # One group is computed with while the next one arrives, or is put in order.
+            blocks = 2 * rows if rows > 1 else 0
+        else:
+            groups, blocks = super().head_groups(shape), self.slots(shape)
+        width = max(self.layout.length(rank, size, shape.seq_len) for rank in range(size))
+        row = (shape.head_dim + shape.value_dim) * shape.element_bytes
+        head, bound, count = blocks * shape.batch * width * row, self.gathered_bytes, len(groups)
+        while bound is not None and groups[0].kv_heads * head > bound:
+            count += 1
+            if count > shape.kv_heads:
+                raise ContextParallelError(
+                    f"gathered K and V take {head / 2**20:.0f} MiB even by single heads, got a "
+                    f"bound of {bound / 2**20:.0f} MiB: raise it, or shorten the sequence"
+                )
+            groups = head_groups(shape.heads, shape.kv_heads, count, share_kv=False)
+        return groups
 
-    windows = True
-    schedule: GridSchedule
+    def slots(self, shape: Shape) -> int:
+        """See PointToPoint.slots: a column's blocks are held until the last one of the row came."""
+        rows, cols = self.grid_shape(shape)
+        return rows + cols - 2 if min(rows, cols) > 1 else super().slots(shape)
 
     def make_channels(self, shape: Shape) -> None:
         """See Algorithm.make_channels."""
-        self.schedule.flows(shape)
+        if self.kind is GatheredPlacement:
+            self._team_channels(self._grid(shape))
+        else:
+            super().make_channels(shape)
+        if self._rounds(shape, "forward")[1]:
+            self.topology.channel("transposes")
+
+    def _team_channels(self, grid: Grid) -> tuple[Communicator, ...]:
+        """Of queries, outputs, keys and their gradients; making them is a collective operation."""
+        key, rank = (grid.rows, grid.cols), self.topology.rank
+        if key not in self._channels_of:
+            row = self.topology.subgroup(grid.row(rank), "row")
+            column = self.topology.subgroup(grid.column(rank), "column")
+            of_row, of_column = ("queries", "outputs"), ("keys", "key gradients")
+            self._channels_of[key] = (
+                *map(row.channel, of_row),
+                *map(column.channel, of_column),
+            )
+        return self._channels_of[key]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Saved]:
         """See Algorithm.forward."""
-        return self.schedule.forward(q, k, v, call)
+        shape = Shape.of(q, k, v, call.seq_len)
+        plan, handed_over = self._rounds(shape, "forward")
+        k, v = self._hand_over(handed_over, k, v)
+        if self.kind is not GatheredPlacement:
+            return super().forward(q, k, v, call)
+        dtype = accumulation_dtype(q.dtype) if self.partials == "float32" else q.dtype
+        teams = self._teams(shape)
+        compute = collective.attend(_parts(teams, call), call, dtype)
+        out, lse = collective.forward(plan, teams, q, k, v, compute)
+        return out, lse, (q, k, v, out, lse)
 
     def backward(self, dout: Tensor, saved: Saved, call: Call) -> tuple[Tensor, Tensor, Tensor]:
         """See Algorithm.backward."""
-        return self.schedule.backward(dout, saved, call)
+        q, k, v, out, lse = saved
+        shape = Shape.of(q, k, v, call.seq_len)
+        plan, handed_over = self._rounds(shape, "backward")
+        if self.kind is not GatheredPlacement:
+            dq, dk, dv = super().backward(dout, saved, call)
+        else:
+            teams = self._teams(shape)
+            compute = collective.differentiate(_parts(teams, call), call)
+            given = {"q": q, "k": k, "v": v, "out": out, "lse": lse}
+            dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+            targets = {"dq": dq} if call.dq else {}
+            targets |= {"dk": dk, "dv": dv} if call.dkv else {}
+            collective.backward(plan, teams, dout, given, targets, compute)
+        if call.dkv:
+            dk, dv = self._hand_over(handed_over, dk, dv)
+        return dq, dk, dv
 
-    def placement(self, shape: Shape, mask: Mask, phase: Phase) -> GridPlacement:
-        """See Algorithm.placement."""
-        return self.schedule.placement(self.schedule.grid(shape), shape, phase)
+    def _hand_over(self, moves: tuple[Move, ...], a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        """K and V to where their column needs them, or their gradients back to their owner."""
+        if not moves:
+            return a, b
+        rank, sends, receives = self.topology.rank, [], []
+        for move in moves:
+            if move.source == rank:
+                sends += [(a, move.target), (b, move.target)]
+        for move in moves:
+            if move.target == rank:
+                a, b = (x.new_empty((len(x), move.tokens, *x.shape[2:])) for x in (a, b))
+                receives += [(a, move.source), (b, move.source)]
+        self.topology.channel("transposes").exchange(sends, receives).wait()
+        return a, b
+
+    def _make_rounds(
+        self, shape: Shape, phase: Phase
+    ) -> tuple[tuple[collective.Round, ...], tuple[Move, ...]]:
+        """What comes together, and keys that change hands before or after; with every mask."""
+        plan = self.plan(shape, Mask(), phase)
+        inner = during(plan)
+        mine = (move for move in inner if move.source == self.topology.rank)
+        return collective.rounds(mine, plan.groups), tuple(set(plan.moves).difference(inner))
+
+    def _make_teams(self, shape: Shape) -> dict[bool, collective.Team]:
+        grid, rank, size = self._grid(shape), self.topology.rank, self.topology.size
+        spans = [self.layout.spans(other, size, shape.seq_len) for other in range(size)]
+        width = max(sum(map(len, own)) for own in spans)
+        row, column = grid.row(rank), (grid.key_owners[other] for other in grid.column(rank))
+        of_row, of_column = (
+            assemble([spans[owner] for owner in owners], width) for owners in (row, column)
+        )
+        queries, outputs, keys, gradients = self._team_channels(grid)
+        return {
+            False: collective.GatheringTeam(queries, outputs, of_row),
+            True: collective.GatheringTeam(keys, gradients, of_column),
+        }
+
+    def _make_plan(self, shape: Shape, mask: Mask, phase: Phase, rectangular: bool) -> Plan:
+        kind: type[Algorithm] = Algorithm if self.kind is GatheredPlacement else PointToPoint
+        return kind._make_plan(self, shape, mask, phase, rectangular)
+
+
+def _parts(teams: dict[bool, collective.Team], call: Call) -> tuple[Part, ...]:
+    """What this rank computes with the queries of its row and the keys of its column."""
+    queries, keys = teams[False].order, teams[True].order
+    rectangular = call.kernel.rectangular_causal
+    tiles = plan_tiles(queries.spans, keys.spans, call.mask, rectangular=rectangular)
+    return parts(tiles, queries.tokens)

@@ -19,7 +19,7 @@ from megatron_cp_plugin.core.comm import Pending
 from megatron_cp_plugin.core.decay import Decay, combine
 from megatron_cp_plugin.core.layout import LAYOUTS, Contiguous, Layout
 from megatron_cp_plugin.core.linear import LinearShape, LocalWork, Route, StatePassing
-from megatron_cp_plugin.core.streams import Beside
+from megatron_cp_plugin.core.streams import Beside, capturing
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.registry import register
 
@@ -74,6 +74,8 @@ class Lasp(StatePassing):
                 weights = decay.weights(((stop - start, 0),), own.dtype, own.device)
                 (end,) = combine(torch.stack((arrived, own)), weights)
             self._pass_on(end, chain[place + 1 :])
+            if capturing(own):
+                self._finish_sending()  # a graph has no work that goes on after it
         self._sit_out(len(chain) - place - 2)
         if not place:
             local_work()
@@ -89,11 +91,16 @@ class Lasp(StatePassing):
 
     def _pass_on(self, state: Tensor, later: Sequence[int]) -> None:
         """Sends to the first of the later ranks; what was sent before has long arrived."""
+        if capturing(state):
+            self._sent = None  # sent before the capture, which began when all that was done
+        self._finish_sending()
+        if later:
+            self._sent = self._states.exchange([(state, later[0])], [])
+
+    def _finish_sending(self) -> None:
         if self._sent is not None:
             self._sent.wait()
             self._sent = None
-        if later:
-            self._sent = self._states.exchange([(state, later[0])], [])
 
     def _sit_out(self, hops: int) -> None:
         """Takes no part in hops between other ranks; every rank posts the same operations."""

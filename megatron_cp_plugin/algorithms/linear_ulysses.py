@@ -3,6 +3,7 @@
 B batch, S local tokens, H heads, D, E head dims of q and k, and of v, P ranks.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import permutations
@@ -10,10 +11,11 @@ from typing import Literal
 
 from torch import Tensor
 
-from megatron_cp_plugin.algorithms.head_split import HeadExchange, check_heads, triple
+from megatron_cp_plugin.algorithms.head_split import check_heads
 from megatron_cp_plugin.algorithms.lasp import Lasp2
 from megatron_cp_plugin.core.algorithm import Algorithm, Traffic
 from megatron_cp_plugin.core.assembly import assemble
+from megatron_cp_plugin.core.collective import ExchangingTeam
 from megatron_cp_plugin.core.decay import Decay
 from megatron_cp_plugin.core.layout import LAYOUTS, Layout
 from megatron_cp_plugin.core.linear import (
@@ -74,7 +76,7 @@ class LinearUlysses(LinearAlgorithm):
         inputs = [x.wait() for x in [exchange.come(x) for x in (q, k, v)]]
         if initial is not None:
             initial = initial[:, mine].contiguous()
-        part, final, saved = self._whole.forward(*triple(inputs), initial, _of(call, mine))
+        part, final, saved = self._whole.forward(*_triple(inputs), initial, _of(call, mine))
         out = q.new_empty((*q.shape[:3], v.shape[3]))
         leaving = exchange.leave(part, out)
         if final is not None:
@@ -92,18 +94,18 @@ class LinearUlysses(LinearAlgorithm):
             by_rank = dfinal.unflatten(1, (self.topology.size, -1)).movedim(1, 0)
             dfinal = self._states.all_to_all(by_rank.contiguous()).wait().sum(0)
         *parts, own = self._whole.backward(arriving.wait(), dfinal, saved, _of(call, mine))
-        shapes = [(*dout.shape[:3], part.shape[3]) for part in triple(parts)]
+        shapes = [(*dout.shape[:3], part.shape[3]) for part in _triple(parts)]
         gradients = [dout.new_empty(shape) for shape in shapes]
         leaving = [
             exchange.leave(part, gradient)
-            for part, gradient in zip(triple(parts), gradients, strict=True)
+            for part, gradient in zip(_triple(parts), gradients, strict=True)
         ]
         for one in leaving:
             one.wait()
         assert own is not None
         dinitial = own.new_zeros((own.shape[0], dout.shape[2], *own.shape[2:]))
         dinitial[:, mine] = own
-        return *triple(gradients), dinitial
+        return *_triple(gradients), dinitial
 
     def traffic(
         self,
@@ -142,10 +144,10 @@ class LinearUlysses(LinearAlgorithm):
             found.append(out)
         return tuple(found)
 
-    def _exchange(self, seq_len: int) -> HeadExchange:
+    def _exchange(self, seq_len: int) -> ExchangingTeam:
         size = self.topology.size
         spans = [self.layout.spans(rank, size, seq_len) for rank in range(size)]
-        return HeadExchange(self._inward, self._outward, assemble(spans, self._width(seq_len)))
+        return ExchangingTeam(self._inward, self._outward, assemble(spans, self._width(seq_len)))
 
     def _width(self, seq_len: int) -> int:
         size = self.topology.size
@@ -155,6 +157,11 @@ class LinearUlysses(LinearAlgorithm):
         """The heads that this rank computes."""
         share = heads // self.topology.size
         return slice(self.topology.rank * share, (self.topology.rank + 1) * share)
+
+
+def _triple(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    a, b, c = tensors
+    return a, b, c
 
 
 def _of(call: LinearCall, heads: slice) -> LinearCall:

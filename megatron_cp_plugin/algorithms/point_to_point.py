@@ -7,20 +7,18 @@ from typing import Literal
 from torch import Tensor
 
 from megatron_cp_plugin.core.algorithm import Algorithm, Call, Saved
-from megatron_cp_plugin.core.comm import Communicator, Phase
+from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.execute import Channels, follow
 from megatron_cp_plugin.core.kernel import Statistics
 from megatron_cp_plugin.core.passes import Backward, Forward
 from megatron_cp_plugin.core.pipeline import HeadGroup, check_chunks, successive_groups
 from megatron_cp_plugin.core.plan import Plan
 from megatron_cp_plugin.core.plan_check import PlanError, check_slots
-from megatron_cp_plugin.core.program import program
+from megatron_cp_plugin.core.program import during, program
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ConfigError
-
-_SLOTS = 2  # of peer memory, for blocks that came
 
 
 class PointToPoint(Algorithm):
@@ -68,7 +66,7 @@ class PointToPoint(Algorithm):
     def make_channels(self, shape: Shape) -> None:
         """See Algorithm.make_channels; some calls need them even where there is peer access."""
         if self.options.transport != "peer":
-            for name, _ in self._channel_names(self.plan(shape, Mask(), "backward")):
+            for name, _ in self._channel_names(self.plan(shape, Mask(), "backward"), shape):
                 self.topology.channel(name)
 
     def head_groups(self, shape: Shape) -> tuple[HeadGroup, ...]:
@@ -76,79 +74,96 @@ class PointToPoint(Algorithm):
         elements = shape.elements(self.topology.size)
         return successive_groups(shape.heads, shape.kv_heads, self.options.chunks, elements)
 
+    def slots(self, shape: Shape) -> int:
+        """How many blocks of others a rank holds at most, over peer memory."""
+        return min(2, self.topology.size - 1)
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Saved]:
         """See Algorithm.forward."""
         shape, rectangular = Shape.of(q, k, v, call.seq_len), call.kernel.rectangular_causal
         plan = self.plan(shape, call.mask, "forward", rectangular=rectangular)
         work = Forward(q, k, v, call, groups=len(plan.groups))
-        follow(plan, self._channels(plan), work, overlap=self.overlap)
-        return work.out, work.lse, (q, k, v, work.out, work.lse)
+        follow(plan, self._channels(plan, shape), work, overlap=self.overlap)
+        return work.out, work.lse, (q, k, v, work.out, work.lse, *work.retained)
 
     def backward(self, dout: Tensor, saved: Saved, call: Call) -> tuple[Tensor, Tensor, Tensor]:
         """See Algorithm.backward."""
-        q, k, v, out, lse = saved
-        return self.differentiate(dout, q, k, v, Statistics(lse, out=out), call)
+        q, k, v, out, lse, *retained = saved
+        return self.differentiate(dout, q, k, v, Statistics(lse, out=out), call, tuple(retained))
 
     def differentiate(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, statistics: Statistics, call: Call
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        statistics: Statistics,
+        call: Call,
+        retained: Saved = (),
     ) -> tuple[Tensor, Tensor, Tensor]:
         """As `backward`, where either out or delta is at hand."""
         shape, rectangular = Shape.of(q, k, v, call.seq_len), call.kernel.rectangular_causal
         plan = self.plan(shape, call.mask, "backward", rectangular=rectangular)
         plan = _with_results(plan, dq=call.dq, dkv=call.dkv)
         few = plan.steps <= 2 * len(plan.groups)
-        work = Backward(dout, q, k, v, statistics, call, few=few)
-        follow(plan, self._channels(plan), work, overlap=self.overlap)
+        work = Backward(dout, q, k, v, statistics, call, few=few, retained=retained)
+        follow(plan, self._channels(plan, shape), work, overlap=self.overlap)
         return work.gradients
 
     def _make_plan(self, shape: Shape, mask: Mask, phase: Phase, rectangular: bool) -> Plan:
         plan = super()._make_plan(shape, mask, phase, rectangular)
         each = plan.steps // len(plan.groups)
-        for move in plan.moves:
-            if not move.result and (move.needed < 0 or move.needed % each == 0):
+        for move in during(plan):
+            if not move.result and move.needed % each == 0:
                 raise ConfigError(
                     f"{self.name} places a block of rank {move.block.owners[0]} on rank "
                     f"{move.target} in step 0, in which a rank has only its own: use steps from 1"
                 )
         return plan
 
-    def _channels(self, plan: Plan) -> Channels:
+    def _channels(self, plan: Plan, shape: Shape) -> Channels:
         """By copy engines where wanted and possible; not between nodes."""
-        inputs, results, *slow = self._channel_names(plan)
-        fast = self._channel(plan, *inputs), self._channel(plan, *results)
+        (inputs, slots), results, *slow = self._channel_names(plan, shape)
+        if self._pushed(plan, slots):
+            fast = (
+                self.topology.peer_channel(inputs, slots),
+                self.topology.peer_channel(*results),
+            )
+        else:
+            fast = self.topology.channel(inputs), self.topology.channel(results[0])
         between = tuple(self.topology.channel(name) for name, _ in slow)
         return Channels(*fast, *(between or fast))
 
-    def _channel_names(self, plan: Plan) -> list[tuple[str, int]]:
+    def _channel_names(self, plan: Plan, shape: Shape) -> list[tuple[str, int]]:
         """Names of inputs and results, and those that may take several steps; slots of each."""
         # A sum that is passed on is read at once; what goes straight back may be merged only when
         # the next has come.
-        results = ("sums", 1) if plan.relay else ("returns", 2)
-        names = [("fetches", _SLOTS), results]
+        results = ("sums", 1) if plan.relay else ("returns", min(2, self.topology.size - 1))
+        names = [("fetches", self.slots(shape)), results]
         if program(plan, self.topology.rank).slow:
             names += [(f"{name} between nodes", slots) for name, slots in names]
         return names
 
-    def _channel(self, plan: Plan, name: str, slots: int) -> Communicator:
-        wanted, topology = self.options.transport, self.topology
-        if wanted != "group" and topology.peer_access:
-            if program(plan, topology.rank).one_peer and _fits(plan):
-                return topology.peer_channel(name, slots)
-            if wanted == "peer":
-                raise ConfigError(
-                    f"{self.name} transport peer needs each rank to exchange with one other at a "
-                    f"time, and no more than two blocks of others at once, got another "
-                    f"{plan.phase} for this mask: use transport auto"
-                )
-        return topology.channel(name)
+    def _pushed(self, plan: Plan, slots: int) -> bool:
+        """Whether copy engines do it. Raises: ConfigError if they shall but cannot."""
+        if self.options.transport == "group" or not self.topology.peer_access:
+            return False
+        possible = program(plan, self.topology.rank).one_peer and _fits(plan, slots)
+        if not possible and self.options.transport == "peer":
+            raise ConfigError(
+                f"{self.name} transport peer needs each rank to exchange with one other at a "
+                f"time, and no more than two blocks of others at once, got another "
+                f"{plan.phase} for this mask: use transport auto"
+            )
+        return possible
 
 
 @lru_cache(maxsize=256)
-def _fits(plan: Plan) -> bool:
+def _fits(plan: Plan, slots: int) -> bool:
     """Whether no rank needs a block that came by copy engines after its slot is given on."""
     fast = tuple(move for move in plan.moves if move.needed == move.posted + 1)
     try:
-        check_slots(replace(plan, moves=fast), _SLOTS)
+        check_slots(replace(plan, moves=fast), slots)
     except PlanError:
         return False
     return True

@@ -18,6 +18,7 @@ from megatron_cp_plugin.algorithms.ring_routes import (
 )
 from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.core.comm import Phase
+from megatron_cp_plugin.core.derive import sees_all
 from megatron_cp_plugin.core.document_layout import NAMED
 from megatron_cp_plugin.core.layout import Contiguous, Layout, Zigzag
 from megatron_cp_plugin.core.shape import Shape
@@ -25,6 +26,8 @@ from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.registry import register
+
+_SHORT = 2**25  # elements of a rank's q, up to which time goes by messages more than by memory
 
 
 class Ring(PointToPoint):
@@ -34,9 +37,10 @@ class Ring(PointToPoint):
     Where every block visits every rank there are P-1 hops of K, V; backward "kv" P-1 hops of K, V,
     dK, dV; backward "query" P-1 hops of Q, dO, dQ and of delta and lse.
 
-    Kept for the backward: q, k, v, out and lse of the rank's own tokens. Beside these and its
-    results a rank holds at most, with elements of 2 bytes, q = 2*B*H*S*D bytes of queries,
-    kv = 4*B*G*S*D of keys and values and n groups of heads (`chunks`), rows of lse and delta aside,
+    Kept for the backward: q, k, v, out and lse of the rank's own tokens, and what option keep says.
+    Beside these and its results a rank holds at most, with elements of 2 bytes, q = 2*B*H*S*D bytes
+    of queries, kv = 4*B*G*S*D of keys and values and n groups of heads (`chunks`), rows of lse and
+    delta aside,
 
         forward   3q + 2kv; n > 1: (4q + 3kv) / n
         backward  "kv": 1.5q + 7kv, n > 1: (2.5q + 9kv) / n
@@ -61,6 +65,10 @@ class Ring(PointToPoint):
             chunks: groups of heads that are computed one after another, at most as many as KV
                 heads: less memory, and in the backward one group's last hop runs beside the next
                 group's first step; 0: two for long sequences, else one.
+            keep: what stays for the backward: "local", the rank's own tensors; or "auto", of short
+                sequences with at least four query heads a KV head also K and V of the block that
+                came last, where all ranks see all blocks. The backward begins with these then, K
+                and V make one hop less, and the last sums come while a rank computes with its own.
             gradients: dtype in which sums of gradients are passed on: "float32" or "model", the
                 dtype of q. Two ranks pass nothing on: what one finds goes to the other as kernels
                 give it.
@@ -72,6 +80,7 @@ class Ring(PointToPoint):
         """
 
         backward: Literal["auto", "kv", "query"] = "auto"
+        keep: Literal["auto", "local"] = "auto"
         gradients: Literal["float32", "model"] = "float32"
         route: Literal["ring", "straight", "double"] = "ring"
 
@@ -88,18 +97,35 @@ class Ring(PointToPoint):
 
     def placement(self, shape: Shape, mask: Mask, phase: Phase) -> RingPlacement:
         """See Algorithm.placement."""
+        retains = self._retains(shape, mask)
         ring = RingPlacement(
             self.layout,
             self.topology.size,
             self.head_groups(shape),
             wide_gradients=self._wide,
             travelling="kv" if phase == "forward" else self._travelling(shape),
+            retains=retains,
+            reverse=retains and phase == "backward",
         )
         if self.options.route == "straight":
             return StraightPlacement(**vars(replace(ring, wide_gradients=False)))
         if self.options.route == "double":
             return DoubleRingPlacement(**vars(ring), nodes=self.topology.nodes)
         return ring
+
+    def _retains(self, shape: Shape, mask: Mask) -> bool:
+        """Whether the forward keeps K and V of its last block for the backward."""
+        size = self.topology.size
+        return (
+            self.options.keep == "auto"
+            and self.options.route == "ring"
+            and size > 1
+            and shape.elements(size) <= _SHORT
+            and 4 * shape.kv_heads <= shape.heads
+            and len(self.head_groups(shape)) == 1
+            and self._travelling(shape) == "kv"
+            and sees_all(self.layout, size, shape.seq_len, mask)
+        )
 
     @property
     def _wide(self) -> bool:

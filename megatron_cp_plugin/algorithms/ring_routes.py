@@ -17,15 +17,27 @@ class RingPlacement(BlockPlacement):
     KV blocks go up (rank r to r + 1), query blocks down, so that with a causal mask on a contiguous
     layout the ranks that need a block come first.
 
-    Attributes: travelling: what goes round.
+    Attributes:
+        travelling: what goes round.
+        retains: of K and V every rank keeps the block that its forward has last; the backward
+            begins with it, and blocks take the same hops in reverse.
+        reverse: it is that backward.
     """
 
     travelling: Travelling = "kv"
+    retains: bool = False
+    reverse: bool = False
     relay = True
 
     def place(self, query: int, key: int) -> Iterator[Place]:
         """See BlockPlacement.place: after as many hops as the blocks are apart."""
-        yield Place(query if self.travelling == "kv" else key, (query - key) % self.size)
+        hops = (query - key) % self.size
+        step = self.size - 1 - hops if self.reverse else hops
+        yield Place(query if self.travelling == "kv" else key, step)
+
+    def retained_by(self, owner: int) -> int | None:
+        """See BlockPlacement.retained_by."""
+        return (owner - 1) % self.size if self.retains else None
 
 
 @dataclass(frozen=True)

@@ -58,6 +58,7 @@ class Usp(HeadSplit):
     def __init__(self, topology: Topology, options: Options) -> None:
         super().__init__(topology, options)
         self.ring_options = Ring.Options(
+            keep="local",
             backward=options.backward,
             gradients=options.gradients,
             route=options.route,

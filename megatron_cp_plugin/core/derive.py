@@ -169,6 +169,7 @@ class _Derivation:
             tuple(moves),
             placement.relay,
             self._kept(),
+            retained=tuple(sorted(self._retained())),
         )
 
     def _computes(self) -> Iterator[Compute]:
@@ -200,8 +201,13 @@ class _Derivation:
 
     def _inputs(self) -> Iterator[Move]:
         for (side, owner), visits in self.visits.items():
+            retaining = self.placement.retained_by(owner)
+            holder, others = self._holder(side, owner), visits
+            if side == "keys" and retaining is not None and self.setting.phase == "backward":
+                holder = retaining
+                others = {rank: visit for rank, visit in visits.items() if rank != retaining}
             for messages in self._messages(side, results=False):
-                for source, posted, visit in self._sources(self._holder(side, owner), visits):
+                for source, posted, visit in self._sources(holder, others):
                     yield self._move(
                         posted, visit.first, source, visit.rank, messages, owner, visit
                     )
@@ -307,6 +313,12 @@ class _Derivation:
             return ()
         return tuple(Kept(holder, ("k", "v"), (owner,)) for owner, holder in self._absent())
 
+    def _retained(self) -> Iterator[Kept]:
+        for owner in range(self.placement.size):
+            rank = self.placement.retained_by(owner)
+            if rank is not None:
+                yield Kept(rank, ("k", "v"), (owner,))
+
     def _absent(self) -> Iterator[tuple[int, int]]:
         for owner in range(self.placement.size):
             holder = self.placement.key_holder(owner)
@@ -325,6 +337,11 @@ class _Derivation:
         tokens = self.lengths[owner]
         block = Block((owner,), 0, tokens)
         return Move(posted, needed, source, target, messages, block, tokens, self.all_heads)
+
+
+def sees_all(layout: Layout, size: int, seq_len: int, mask: Mask) -> bool:
+    """Whether some query of every rank's block sees some key of every block."""
+    return all(map(all, _seen(layout.within(mask.documents), size, seq_len, mask)))
 
 
 @lru_cache(maxsize=16)  # both passes of a micro-batch have the same

@@ -36,11 +36,13 @@ class Channels(NamedTuple):
 class Pass(ABC):
     """What a rank does in one pass: with its own tensors, and with those that come.
 
-    Its tensors are those of one group of heads at a time, from `open` to `close`.
+    Its tensors are those of one group of heads at a time, from `open` on. Its results end with
+    `close`, where they come straight from other ranks in the first step of the next group.
     """
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor) -> None:
-        self.q, self.k, self.v = q, k, v
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, retained: Tensors = ()) -> None:
+        """Args: retained: of a backward, what its forward has there at the end."""
+        self.q, self.k, self.v, self.retained = q, k, v, retained
         self._described: dict[tuple[tuple[TensorNames, ...], int, bool], list[Described]] = {}
 
     @abstractmethod
@@ -65,6 +67,9 @@ class Pass(ABC):
     @abstractmethod
     def accept(self, move: Move, results: Tensors) -> None:
         """Adds what another rank found for some rows of the own block."""
+
+    def settle(self) -> None:  # noqa: B027  (sums are made at once)
+        """Adds what was accepted, if it is not: the next results come into the same buffers."""
 
     @abstractmethod
     def close(self, heads: HeadGroup, of_keys: bool, others: Tensors | None) -> None:
@@ -108,12 +113,16 @@ class _Run:
 
     def __init__(self, plan: Plan, parts: Program, channels: Channels, work: Pass) -> None:
         self._relay, self._parts, self._channels, self._work = plan.relay, parts, channels, work
-        self._rank, self._device = channels.inputs.rank, work.q.device
+        self._device = work.q.device
         self._held: dict[BlockId, Tensors] = {}
+        self._retains = plan.phase == "forward" and parts.retained is not None
+        if parts.retained is not None and not self._retains:
+            self._held[parts.retained] = work.retained
         self._dropped: tuple[BlockId, ...] = ()
         self._earlier: dict[BlockId, Tensors] = {}  # sums of ranks before this one
         # Results for the own block that have come, by the first head and whether it is of keys.
         self._came: Counter[tuple[int, bool]] = Counter()
+        self._ended: HeadGroup | None = None  # computed, but for results that are under way
         # What is under way, by the step that needs it.
         self._inputs: dict[int, list[Pending[Arrived]]] = {}
         self._results: dict[int, list[Pending[Arrived]]] = {}
@@ -132,29 +141,43 @@ class _Run:
         for task in turn.tasks:
             work.compute(task, self._held.get(task.query), self._held.get(task.key))
         self._dropped = turn.dropped
+        if turn.last and self._retains:  # in memory of its own, for the next call's messages
+            assert self._parts.retained is not None
+            work.retained = tuple(x.clone() for x in self._held[self._parts.retained])
         self.take_results(turn.step)
         for exchange in turn.results:
             channel = self._channels.slow_results if exchange.slow else self._channels.results
             self._results.setdefault(exchange.needed, []).append(self._post(channel, exchange))
-        if not overlap or (turn.last and not self._relay):
-            self.take_results(None)  # straight to their owner, whose sums of these heads end here
         if turn.last:
-            for of_keys in (False, True):
-                if not self._relay or not self._parts.awaited[of_keys]:
-                    work.close(turn.heads, of_keys, None)
+            self._ended = turn.heads
+            if self._relay or not self._results:
+                self._close_ended()
         if not overlap:
+            self.take_results(None)
             self._post_inputs(turn)
 
     def take_results(self, step: int | None) -> None:
         """Waits for the results that a step needs, or all, and adds them where they belong."""
         for needed in sorted(self._results) if step is None else (step,):
             for pending in self._results.pop(needed, ()):
-                for move, tensors in pending.wait():
+                arrived = pending.wait()
+                for move, tensors in arrived:
                     self._take(move, tensors)
+                if not arrived:
+                    self._work.settle()
+        self._close_ended()
+
+    def _close_ended(self) -> None:
+        """Ends the sums of heads to which nothing comes any more; relays end theirs themselves."""
+        if self._ended is not None:
+            for of_keys in (False, True):
+                if not self._relay or not self._parts.awaited[of_keys]:
+                    self._work.close(self._ended, of_keys, None)
+            self._ended = None
 
     def _take(self, move: Move, tensors: Tensors) -> None:
         (owner,) = move.block.owners
-        if owner != self._rank:
+        if owner != self._parts.own[move.of_keys]:
             self._earlier[owner, move.of_keys] = tensors
         elif self._is_last(move):
             self._work.close(move.heads, move.of_keys, tensors)

@@ -91,4 +91,7 @@ def check_grid(name: str, size: int, rows: int, cols: int) -> None:
 
 def cheapest(size: int, rows: int, cols: int, cost: Callable[[int, int], int]) -> tuple[int, int]:
     """The allowed (R, C) of least cost(R, C); of equals, the one with more rows."""
-    return min(grid_shapes(size, rows, cols), key=lambda shape: (cost(*shape), -shape[0]))
+    allowed = list(grid_shapes(size, rows, cols))
+    if len(allowed) == 1:
+        return allowed[0]
+    return min(allowed, key=lambda shape: (cost(*shape), -shape[0]))

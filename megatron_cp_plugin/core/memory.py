@@ -128,6 +128,7 @@ class _Alone(Topology):
     def slabs(self) -> Iterator[Tensor]:
         """Receive buffers in peer memory, here and in subgroups."""
         for channel in self._peer_channels.values():
+            assert isinstance(channel, _PeerChannel)
             yield channel.slab
         for topology in self._subgroups.values():
             assert isinstance(topology, _Alone)
@@ -174,10 +175,15 @@ class _Channel(Communicator):
 class _PeerChannel(SlottedCommunicator):
     def __init__(self, channel: str, rank: int, size: int, global_rank: int, slots: int) -> None:
         super().__init__(channel, rank, size, global_rank, slots)
-        self.slab = torch.empty(0, dtype=torch.uint8, device="meta")
+        self._slab = torch.empty(0, dtype=torch.uint8, device="meta")
+
+    @property
+    def slab(self) -> Tensor:
+        """All slots, one after another."""
+        return self._slab
 
     def _grow(self, slot_bytes: int) -> None:
-        self.slab = torch.empty(self._slots * slot_bytes, dtype=torch.uint8, device="meta")
+        self._slab = torch.empty(self._slots * slot_bytes, dtype=torch.uint8, device="meta")
 
     def _post(self, slot: int, sends: Sequence[Send], receives: Sequence[Receive]) -> Pending[None]:
         return _after(sends, None)

@@ -91,17 +91,30 @@ class Accumulator:
         self._total: tuple[Tensor, Tensor] | None = None
         self._owned = False  # whether _total is a wide buffer of ours, free to be written
         self._last: tuple[slice, Tensor, Tensor] | None = None
+        self._borrowed = False
 
     @property
     def empty(self) -> bool:
         """Whether there is no partial yet."""
         return self._last is None and self._total is None
 
-    def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
-        """Merges a partial of some rows: out [B,rows,H,E], lse [B,H,rows]."""
+    def add(self, rows: slice, out: Tensor, lse: Tensor, *, borrowed: bool = False) -> None:
+        """Merges a partial of some rows: out [B,rows,H,E], lse [B,H,rows].
+
+        Args: borrowed: it may be changed after the next `add` or `settle`.
+        """
+        self._merge_last()
+        self._last, self._borrowed = (rows, out, lse), borrowed
+
+    def settle(self) -> None:
+        """Merges the partial that came last, if it is borrowed."""
+        if self._borrowed:
+            self._merge_last()
+
+    def _merge_last(self) -> None:
         if self._last is not None:
             self._settle(*self._last)
-        self._last = (rows, out, lse)
+        self._last, self._borrowed = None, False
 
     def result(self, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
         """Returns: out [B,S,H,E] in `dtype` (default: q's), lse [B,H,S] float32 or float64."""
@@ -109,9 +122,9 @@ class Accumulator:
         if self._last is not None and not self._whole(self._last[1]):
             if self._total is not None and self._total[0].dtype == dtype:
                 self._merge_rows(self._total, *self._last)
+                self._last = None
             else:
-                self._settle(*self._last)
-            self._last = None
+                self._merge_last()
         if self._last is None:
             out, lse = self._total or self._nothing()
             return out.to(dtype), lse
@@ -181,7 +194,7 @@ class GradientSum:
         """Adds the gradient of some rows [B,rows,heads,D]."""
         if self._total is None and self._whole(gradient):
             self._total = gradient
-        elif self._few and not self._owned and self._total is not None and self._second is None:
+        elif self._few and not self._owned and self._second is None:
             self._second = rows, gradient
         elif not self._owned and self._total is not None and self._whole(gradient):
             self._total, self._owned = self._plus(self.held, gradient, self._wide), True
@@ -205,7 +218,7 @@ class GradientSum:
     @property
     def empty(self) -> bool:
         """Whether there is no gradient yet."""
-        return self._total is None
+        return self._total is None and self._second is None
 
     @property
     def held(self) -> Tensor:

@@ -37,12 +37,14 @@ class Forward(Pass):
             self.out = q.new_empty((batch, tokens, heads, v.shape[3]))
             wide = accumulation_dtype(q.dtype)
             self.lse = q.new_empty((batch, heads, tokens), dtype=wide)
+        # Of the own block, by the first head of groups that are not closed.
+        self._totals: dict[int, Accumulator] = {}
 
     def open(self, heads: HeadGroup, sent: frozenset[bool]) -> None:
         """See Pass.open."""
         self._queries = _some(heads.q, (self.q,), copied=False in sent)
         self._keys = _some(heads.kv, (self.k, self.v), copied=True in sent)
-        self._total = Accumulator(self._queries[0], self.v.shape[3])
+        self._totals[heads.q.start] = Accumulator(self._queries[0], self.v.shape[3])
         self._found: dict[int, Accumulator] = {}
 
     def own(self, of_keys: bool) -> Tensors:
@@ -51,7 +53,7 @@ class Forward(Pass):
 
     def compute(self, task: Task, queries: Tensors | None, keys: Tensors | None) -> None:
         """See Pass.compute."""
-        total = self._total
+        total = self._totals[task.heads.q.start]
         if queries is not None:
             new = Accumulator(queries[0], self.v.shape[3])
             total = self._found.setdefault(task.query[0], new)
@@ -60,28 +62,38 @@ class Forward(Pass):
 
     def results_for(self, move: Move, before: Tensors | None) -> Tensors:
         """See Pass.results_for."""
-        assert before is None  # partial outputs go straight to their owners
-        out, lse = self._found.pop(move.block.owners[0]).result()
+        total = self._found.pop(move.block.owners[0], None)
+        if total is None:
+            return _passed_on(before)
+        if before is not None:
+            _add(total, slice(0, move.tokens), before)
+        dtype = accumulation_dtype(self.q.dtype) if move.wide else self.q.dtype
+        out, lse = total.result(dtype)
         return out.contiguous(), lse.contiguous()
 
     def accept(self, move: Move, results: Tensors) -> None:
         """See Pass.accept."""
-        out, lse = results
-        if self._total.empty:  # which keeps what it is given, and these are buffers for messages
-            out, lse = out.clone(), lse.clone()
-        self._total.add(slice(move.block.start, move.block.stop), out, lse)
+        rows = slice(move.block.start, move.block.stop)
+        _add(self._totals[move.heads.q.start], rows, results)
+
+    def settle(self) -> None:
+        """See Pass.settle."""
+        for total in self._totals.values():
+            total.settle()
 
     def close(self, heads: HeadGroup, of_keys: bool, others: Tensors | None) -> None:
         """See Pass.close."""
         if of_keys:
             return
-        out, lse = self._total.result()
+        total = self._totals.pop(heads.q.start)
+        if others is not None:
+            _add(total, slice(0, self.q.shape[1]), others)
+        out, lse = total.result()
         if self._groups == 1:
             self.out, self.lse = out, lse
         else:
             self.out[:, :, heads.q] = out
             self.lse[:, heads.q] = lse
-        del self._total, self._queries, self._keys
 
 
 class Backward(Pass):
@@ -100,9 +112,10 @@ class Backward(Pass):
         call: Call,
         *,
         few: bool,
+        retained: Tensors,
     ) -> None:
-        """Args: few: as in `GradientSum`, of the own queries."""
-        super().__init__(q, k, v)
+        """Args: few: as in `GradientSum`, of the own tokens. retained: as in `Pass`."""
+        super().__init__(q, k, v, retained)
         self._few = few
         self._dout, self._all, self._call = dout, statistics, call
         self._whole = WholeGradient(q), WholeGradient(k), WholeGradient(v)
@@ -120,7 +133,7 @@ class Backward(Pass):
             self._queries += (delta, lse)
             self._statistics = Statistics(lse, self._statistics.out, delta)
         self._sums[heads.q.start, False] = (GradientSum(self._queries[0], few=self._few),)
-        self._sums[heads.q.start, True] = tuple(map(GradientSum, self._keys))
+        self._sums[heads.q.start, True] = tuple(GradientSum(x, few=self._few) for x in self._keys)
 
     def own(self, of_keys: bool) -> Tensors:
         """See Pass.own."""
@@ -151,9 +164,8 @@ class Backward(Pass):
     def results_for(self, move: Move, before: Tensors | None) -> Tensors:
         """See Pass.results_for."""
         sums = self._found.pop((move.block.owners[0], move.of_keys), None)
-        if sums is None:  # the mask lets this rank add nothing
-            assert before is not None
-            return tuple(x.clone() for x in before)  # the next ones come into the same buffers
+        if sums is None:
+            return _passed_on(before)
         dtype = accumulation_dtype(self.q.dtype) if move.wide else self.q.dtype
         others = before or (None,) * len(sums)
         return tuple(x.result(dtype, plus=other) for x, other in zip(sums, others, strict=True))
@@ -179,6 +191,20 @@ class Backward(Pass):
         """Those of q, k and v."""
         dq, dk, dv = (gradient.whole for gradient in self._whole)
         return dq, dk, dv
+
+
+def _add(total: Accumulator, rows: slice, partial: Tensors) -> None:
+    """Merges a partial that came, which the next one overwrites."""
+    out, lse = partial
+    if total.empty:  # which keeps what it is given
+        out, lse = out.clone(), lse.clone()
+    total.add(rows, out, lse, borrowed=True)
+
+
+def _passed_on(before: Tensors | None) -> Tensors:
+    """Results to which the mask lets this rank add nothing."""
+    assert before is not None
+    return tuple(x.clone() for x in before)  # the next ones come into the same buffers
 
 
 def _some(heads: slice, tensors: Tensors, *, copied: bool) -> Tensors:

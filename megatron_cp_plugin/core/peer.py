@@ -28,12 +28,10 @@ class SlottedCommunicator(Communicator):
     block may be read, on the stream that waited for it, until the next exchange is posted that
     takes the same slot and receives. The collective operations are not offered.
 
-    Attributes:
-        slab: all slots, one after another. held_bytes: memory held for receiving, which torch's
-        statistics do not show.
+    Attributes: held_bytes: memory held for receiving, which torch's statistics do not show.
     """
 
-    slab: Tensor
+    _slab: Tensor
 
     def __init__(self, channel: str, rank: int, size: int, global_rank: int, slots: int) -> None:
         super().__init__(channel, rank, size, global_rank)
@@ -49,7 +47,7 @@ class SlottedCommunicator(Communicator):
         self.reserve(like)
         base = self._turn % self._slots * self._slot_bytes
         return tuple(
-            self.slab[base + start : base + start + size].view(dtype).view(shape)
+            self._slab[base + start : base + start + size].view(dtype).view(shape)
             for (shape, dtype), start, size in zip(like, offsets, sizes, strict=False)
         )
 
@@ -131,7 +129,7 @@ class PeerCommunicator(SlottedCommunicator):
         self._readers: list[tuple[torch.cuda.Stream, int] | None] = [None] * slots
         self._flags, self._flags_handle = self._symmetric((size + 1) * slots * 4)
         self._flags.zero_()
-        self.slab = self._flags
+        self._slab = self._flags
         self._slab_handle: Any = None
         self._captured = False
         self._of_graphs: list[tuple[Tensor, Any]] = []  # former slabs, which replays write to
@@ -205,9 +203,9 @@ class PeerCommunicator(SlottedCommunicator):
         torch.cuda.synchronize()
         dist.barrier(self._group)
         if self._captured:
-            self._of_graphs.append((self.slab, self._slab_handle))
+            self._of_graphs.append((self._slab, self._slab_handle))
             self._captured = False
-        self.slab, self._slab_handle = self._symmetric(self._slots * slot_bytes)
+        self._slab, self._slab_handle = self._symmetric(self._slots * slot_bytes)
 
     def _symmetric(self, size_bytes: int) -> tuple[Tensor, Any]:
         """Memory that all ranks of the group can write to, and the handle to their parts."""

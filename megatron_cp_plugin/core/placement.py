@@ -73,6 +73,13 @@ class BlockPlacement(ABC):
         """The rank that has a block of keys before any computation; others get it from there."""
         return owner
 
+    def retained_by(self, owner: int) -> int | None:
+        """The rank that keeps a block of keys from its last step of the forward on, if one does.
+
+        In the backward the block goes to others from there, not from its owner.
+        """
+        return None
+
 
 @dataclass(frozen=True)
 class HeadPlacement:

@@ -126,7 +126,8 @@ class Plan:
         groups: of heads of a share, one after another; each takes equally many of the `steps`.
         relay: results for a block go from rank to rank, each adding its own.
         kept: what ranks have from the forward. shares: into how many the heads are split among
-            ranks.
+            ranks. retained: blocks of others that ranks have at the end of the forward, and at the
+            beginning of the backward; one each at most.
     """
 
     phase: Phase
@@ -140,6 +141,7 @@ class Plan:
     relay: bool
     kept: tuple[Kept, ...] = ()
     shares: int = 1
+    retained: tuple[Kept, ...] = ()
 
     @property
     def size(self) -> int:

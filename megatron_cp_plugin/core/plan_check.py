@@ -100,7 +100,7 @@ def _check_inputs(plan: Plan) -> None:
     """Goes through the steps and notes who has what: senders and computations need theirs."""
     held: dict[At, list[Extent]] = defaultdict(list)
     everything = (0, max(_lengths(plan)), 0, max(plan.heads.heads, plan.heads.kv_heads))
-    for kept in plan.kept:
+    for kept in (*plan.kept, *(plan.retained if plan.phase == "backward" else ())):
         for tensor in kept.tensors:
             for owner in kept.owners:
                 held[kept.rank, tensor, owner, kept.share].append(everything)

@@ -8,7 +8,8 @@ A plan is an object with
 - ranks: by rank, objects with positions, which are [start, stop, step) in the order in which the
   rank holds its tokens; node; sends and sends_to_other_nodes, each with bytes and messages; keeps:
   what it has from the forward beside the tensors of its own tokens, each with tensors, owners and
-  share.
+  share; retains: which blocks of others it has at the end of a forward, or at the beginning of a
+  backward, likewise.
 - computes: objects with step, rank, queries, keys, heads, share, and pairs: how many pairs of a
   query and a key, times the part of all heads.
 - transfers: objects with posted and needed, the steps; source and target, ranks; messages: the
@@ -52,15 +53,8 @@ def to_json(plan: Plan, shape: Shape, nodes: Sequence[int]) -> Json:
                 "node": nodes[rank],
                 "sends": plan.sent(rank, shape)._asdict(),
                 "sends_to_other_nodes": plan.sent(rank, shape, nodes)._asdict(),
-                "keeps": [
-                    {
-                        "tensors": list(kept.tensors),
-                        "owners": list(kept.owners),
-                        "share": kept.share,
-                    }
-                    for kept in plan.kept
-                    if kept.rank == rank
-                ],
+                "keeps": _kept(plan.kept, rank),
+                "retains": _kept(plan.retained, rank),
             }
             for rank, spans in enumerate(plan.spans)
         ],
@@ -103,12 +97,25 @@ def from_json(document: Mapping[str, Any]) -> Plan:
         ),
         tuple(map(_move_of, document["transfers"])),
         document["relay"],
-        tuple(
-            Kept(rank, tuple(kept["tensors"]), tuple(kept["owners"]), kept["share"])
-            for rank, own in enumerate(document["ranks"])
-            for kept in own["keeps"]
-        ),
+        _kept_of(document, "keeps"),
         document["shares"],
+        _kept_of(document, "retains"),
+    )
+
+
+def _kept(all_ranks: Sequence[Kept], rank: int) -> list[Json]:
+    return [
+        {"tensors": list(kept.tensors), "owners": list(kept.owners), "share": kept.share}
+        for kept in all_ranks
+        if kept.rank == rank
+    ]
+
+
+def _kept_of(document: Mapping[str, Any], name: str) -> tuple[Kept, ...]:
+    return tuple(
+        Kept(rank, tuple(kept["tensors"]), tuple(kept["owners"]), kept["share"])
+        for rank, own in enumerate(document["ranks"])
+        for kept in own[name]
     )
 
 

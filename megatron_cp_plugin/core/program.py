@@ -1,7 +1,7 @@
 """One rank's part of a plan, step by step. Made once for each plan and rank."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from operator import itemgetter
 from typing import NamedTuple
@@ -58,17 +58,22 @@ class Program:
     """What a rank does in a pass.
 
     Attributes:
-        sent: whether its block of queries (false), of keys (true), goes to others. awaited: how
-            often results for them come from others, for each group of heads.
+        own: owners of the queries and of the keys that it has before any computation. sent:
+            whether these queries (false), these keys (true), go to others. awaited: how often
+            results for them come from others, for each group of heads.
         receivable: where ranks receive unequally much, what one exchange of inputs (false), of
             results (true), brings at most to any rank: a move of each kind, with the most tokens.
+        retained: the block of another rank that it has at the end of the forward, and at the
+            beginning of the backward, if any.
         one_peer: no rank has more than one source, and one target, in an exchange. slow: whether
             any exchange is.
     """
 
     turns: tuple[Turn, ...]
+    own: tuple[int, int]
     sent: frozenset[bool]
     awaited: tuple[int, int]
+    retained: BlockId | None
     receivable: tuple[tuple[bool, tuple[Move, ...]], ...]
     one_peer: bool
     slow: bool
@@ -77,6 +82,9 @@ class Program:
 @lru_cache(maxsize=256)
 def program(plan: Plan, rank: int) -> Program:
     """What `rank` does."""
+    own, inner = (rank, _keys_of(plan, rank)), during(plan)
+    if len(inner) < len(plan.moves):
+        plan = replace(plan, moves=inner)
     each = plan.steps // len(plan.groups)
     exchanges, tasks = _exchanges(plan, rank), _tasks(plan, rank)
     last_use = _last_uses(plan, rank)
@@ -93,14 +101,30 @@ def program(plan: Plan, rank: int) -> Program:
         )
         for step in range(plan.steps)
     )
-    own = [move for move in plan.moves if move.block.owners[0] == rank]
-    awaited = [move.of_keys for move in own if move.target == rank and move.result]
+    of_own = [move for move in plan.moves if move.block.owners[0] == own[move.of_keys]]
+    awaited = [move.of_keys for move in of_own if move.target == rank and move.result]
     return Program(
         tuple(turns),
-        frozenset(move.of_keys for move in own if move.source == rank and not move.result),
+        own,
+        frozenset(move.of_keys for move in of_own if move.source == rank and not move.result),
         (awaited.count(False) // len(plan.groups), awaited.count(True) // len(plan.groups)),
+        next(((kept.owners[0], True) for kept in plan.retained if kept.rank == rank), None),
         *_all_exchanges(plan),
     )
+
+
+def during(plan: Plan) -> tuple[Move, ...]:
+    """Moves, without those that bring keys to their holders beforehand and gradients home after."""
+    return tuple(m for m in plan.moves if m.needed >= 0 and m.posted < plan.steps)
+
+
+def _keys_of(plan: Plan, rank: int) -> int:
+    """Whose keys a rank holds."""
+    before = [
+        move.block.owners[0] for move in plan.moves if move.needed < 0 and move.target == rank
+    ]
+    kept = [kept.owners[0] for kept in plan.kept if kept.rank == rank and "k" in kept.tensors]
+    return (*before, *kept, rank)[0]
 
 
 def _tasks(plan: Plan, rank: int) -> dict[int, tuple[Task, ...]]:

@@ -4,6 +4,7 @@ from functools import cache
 from types import TracebackType
 
 import torch
+from torch import Tensor
 
 
 class Beside:
@@ -37,6 +38,11 @@ class Beside:
         """The current stream waits for what was queued inside."""
         if self._context is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+
+
+def capturing(x: Tensor) -> bool:
+    """Whether what happens to a tensor now goes to a CUDA graph."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def copy_stream() -> torch.cuda.Stream:

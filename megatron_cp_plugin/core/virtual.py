@@ -189,7 +189,7 @@ class VirtualPeerCommunicator(SlottedCommunicator):
         super().__init__(channel, rank, len(members), global_rank, slots)
         self._world = world
         self._members = members
-        self.slab = torch.empty(0, dtype=torch.uint8)
+        self._slab = torch.empty(0, dtype=torch.uint8)
 
     def _grow(self, slot_bytes: int) -> None:
         mine = torch.tensor([self._turn, slot_bytes])
@@ -203,7 +203,7 @@ class VirtualPeerCommunicator(SlottedCommunicator):
                     f"on {self.channel!r} rank {self.rank} makes room in turn and of bytes "
                     f"{mine.tolist()}, rank {rank} {theirs.tolist()}"
                 )
-        self.slab = torch.full((self._slots * slot_bytes,), _NAN, dtype=torch.uint8)
+        self._slab = torch.full((self._slots * slot_bytes,), _NAN, dtype=torch.uint8)
 
     def _post(self, slot: int, sends: Sequence[Send], receives: Sequence[Receive]) -> Pending[None]:
         turn = self._turn
@@ -214,7 +214,7 @@ class VirtualPeerCommunicator(SlottedCommunicator):
             self._world.post(self._address("blocks", turn, self.rank, to), bits)
         if receives:
             start = slot * self._slot_bytes
-            self.slab[start : start + self._slot_bytes] = _NAN
+            self._slab[start : start + self._slot_bytes] = _NAN
 
         def finish() -> None:
             for buffer, source in receives:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_cp_plugin.core.documents import document_starts
+from megatron_cp_plugin.core.streams import capturing
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration.runtime import Runtime
 
@@ -110,6 +111,12 @@ class Batches:
         last = self._last.get(key)
         if last is None or (last.shape, last.device) != (tensor.shape, tensor.device):
             return None
+        if capturing(tensor):
+            raise ContextParallelError(
+                f"--cuda-graph-impl full_iteration needs the batch as the plugin cut it, got a "
+                f"copy of {key}, which cannot be compared in a CUDA graph: give the model the very "
+                "tensors of get_batch_on_this_cp_rank, or use --cuda-graph-impl local"
+            )
         return self._last_cut if torch.equal(last.to(tensor.dtype), tensor) else None
 
     @property
@@ -137,7 +144,7 @@ class Batches:
                 "samples to get_batch_on_this_cp_rank"
             )
         training, position_ids = torch.is_grad_enabled(), whole.get("position_ids")
-        if position_ids is not None and _capturing(position_ids):
+        if position_ids is not None and capturing(position_ids):
             # The host does not see the batches of replays; the GPU ends the run.
             torch._assert_async(_count_up(position_ids), _ORDER)
             position_ids = None
@@ -184,11 +191,6 @@ def agree(fault: str | None, group: dist.ProcessGroup) -> None:
 def _version(tensor: Tensor) -> int | None:
     """How often a tensor was changed in place; None where torch does not count."""
     return None if tensor.is_inference() else tensor._version
-
-
-def _capturing(tensor: Tensor) -> bool:
-    """Whether what happens to a tensor now goes to a CUDA graph."""
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _count_up(position_ids: Tensor) -> Tensor:

@@ -11,13 +11,17 @@ import torch
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.core.algorithm import Algorithm
+from megatron_cp_plugin.core.document_layout import PerDocument
 from megatron_cp_plugin.core.kernel import Problem
 from megatron_cp_plugin.core.linear_kernel import LinearProblem
 from megatron_cp_plugin.errors import ConfigError, near_multiples
 from megatron_cp_plugin.integration import gated_delta_net
+from megatron_cp_plugin.integration.compat import running_version
 from megatron_cp_plugin.integration.features import (
     FEATURES,
     Settings,
+    captured_modules,
+    captures_attention,
     graphs,
     is_latent,
     packs_documents,
@@ -375,16 +379,46 @@ def check_graphs(args: Any, config: ContextParallelConfig, device: torch.device)
     captured = graphs(Settings(args))
     if captured == "none":
         return
+    version, text = running_version()
+    if version < (0, 19):
+        raise ConfigError(
+            f"--cuda-graph-impl {captured} needs Megatron 0.19 or later, got {text}: leave it out"
+        )
     if device.type != "cuda":
         raise ConfigError(
             f"--cuda-graph-impl {captured} needs GPUs, got the {device.type} platform: leave it out"
         )
-    if captured == "transformer_engine" and args.seq_length % config.size:
+    # None: Megatron has yet to read it from another flag.
+    if captured == "transformer_engine" and (args.seq_length or 0) % config.size:
         raise ConfigError(
             "--cuda-graph-impl transformer_engine needs equally many tokens on all ranks, got "
             f"seq_length {args.seq_length} on {config.size}: use a multiple of {config.size}, or "
             "--cuda-graph-impl local"
         )
+    if isinstance(config.layout, PerDocument):
+        raise ConfigError(
+            f"--cuda-graph-impl {captured} needs the same layout for all batches, got one that "
+            f"follows documents: leave the option layout=documents or --cuda-graph-impl out"
+        )
+
+
+def describe_graphs(args: Any) -> str | None:
+    """Returns one line on what is captured in CUDA graphs; None: nothing.
+
+    Args:
+        args: Megatron's namespace, validated.
+    """
+    settings = Settings(args)
+    captured = graphs(settings)
+    if captured == "none":
+        return None
+    if captured == "full_iteration":
+        what = f"whole iterations after {settings.cuda_graph_warmup_steps}"
+    else:
+        modules = captured_modules(settings)
+        what = f"of each layer {', '.join(modules)}" if modules else "whole layers"
+    attention = "captured" if captures_attention(settings) else "not captured"
+    return f"CUDA graphs by Megatron ({captured}, {what}): attention {attention}"
 
 
 def describe(config: ContextParallelConfig, kernel: str | None) -> str:

@@ -779,7 +779,8 @@ SETTINGS: tuple[Setting, ...] = (
         "args",
         "latent config",
     ),
-    *_settings("flash_attention_version", "args", "config", since=(0, 19)),
+    *_settings("cuda_graph_warmup_steps", "args", "config"),
+    *_settings("flash_attention_version cuda_graph_modules", "args", "config", since=(0, 19)),
     *_settings(
         "cpu_offloading fp8_dot_product_attention fp8_multi_head_attention "
         "hetereogenous_dist_checkpoint init_method layernorm_epsilon output_layer_init_method",
@@ -794,8 +795,9 @@ SETTINGS: tuple[Setting, ...] = (
         "micro_batch_size mid_level_dataset_surplus mmap_bin_files mock_data "
         "nccl_communicator_config_path num_dataset_builder_threads position_embedding_type "
         "rampup_batch_size rank recompute_activations reset_attention_mask reset_position_ids "
-        "rl_use_sequence_packing seed seq_length sft spec split train_iters use_megatron_fsdp "
-        "use_rotary_position_embeddings world_size yaml_cfg",
+        "rl_use_sequence_packing seed seq_length sft spec split train_iters "
+        "use_distributed_optimizer use_megatron_fsdp use_rotary_position_embeddings "
+        "use_torch_fsdp2 world_size yaml_cfg",
         "args",
     ),
     *_settings("hybrid_layer_pattern", "args", since=(0, 17)),

@@ -85,6 +85,20 @@ def graphs(settings: Settings) -> str:
     return settings.cuda_graph_impl or "none"
 
 
+def captured_modules(settings: Settings) -> list[str]:
+    """The modules of each layer that are captured; none: the layers are captured whole."""
+    modules = [getattr(module, "name", module) for module in settings.cuda_graph_modules or ()]
+    # This one captures the layers of a GPT whole, whichever of these are named.
+    local = graphs(settings) == "local" and not settings.hybrid_layer_pattern
+    return [] if local and {"attn", "mlp"} & {*modules} else modules
+
+
+def captures_attention(settings: Settings) -> bool:
+    """Whether attention is in the graphs."""
+    modules = captured_modules(settings)
+    return graphs(settings) != "none" and (not modules or "attn" in modules)
+
+
 def is_latent(settings: Settings) -> bool:
     """Whether layers have multi-latent attention."""
     return bool(settings.multi_latent_attention) or "+" in (settings.hybrid_layer_pattern or "")
@@ -110,6 +124,11 @@ def _switch(name: str, setting: str, reason: str) -> Feature:
 def _beside_gated_delta_net(name: str, setting: str, reason: str) -> Feature:
     feature = _switch(f"{name} with gated delta net layers", setting, reason)
     return replace(feature, asked=lambda s: feature.asked(s) and gated_delta_net.is_asked(s))
+
+
+def _beside_graphs(name: str, setting: str) -> Feature:
+    feature = _switch(f"{name} in CUDA graphs", setting, _UNTESTED)
+    return replace(feature, asked=lambda s: feature.asked(s) and graphs(s) != "none")
 
 
 _ZIGZAG = "Megatron cuts it by its own zigzag layout"
@@ -269,6 +288,46 @@ FEATURES: tuple[Feature, ...] = (
         lambda settings: graphs(settings) != "none" and packs_documents(settings) is not None,
         "a graph keeps the documents of the batch that was captured",
         "leave --cuda-graph-impl out",
+    ),
+    Feature(
+        "gated delta net layers in CUDA graphs",
+        "cuda_graph_impl",
+        lambda settings: graphs(settings) != "none" and gated_delta_net.is_asked(settings),
+        _UNTESTED,
+        "leave --cuda-graph-impl out",
+    ),
+    _beside_graphs("Megatron-FSDP", "use_megatron_fsdp"),
+    _beside_graphs("FSDP", "use_torch_fsdp2"),
+    Feature(
+        "full recompute in CUDA graphs of layers",
+        "recompute_granularity",
+        lambda settings: (
+            settings.recompute_granularity == "full"
+            and graphs(settings) in ("local", "transformer_engine")
+        ),
+        "Megatron captures it with the whole iteration only",
+        "use --cuda-graph-impl full_iteration, or --recompute-granularity selective",
+    ),
+    Feature(
+        "recomputed attention in local CUDA graphs",
+        "cuda_graph_impl",
+        lambda settings: (
+            graphs(settings) == "local"
+            and captures_attention(settings)
+            and bool(settings.recompute_activations or settings.recompute_granularity)
+            and "core_attn" in (settings.recompute_modules or ("core_attn",))
+        ),
+        "Megatron's checkpoints refuse the backward that it captures so",
+        "use --cuda-graph-impl transformer_engine or full_iteration",
+    ),
+    Feature(
+        "a whole iteration in a CUDA graph from the first one on",
+        "cuda_graph_warmup_steps",
+        lambda settings: (
+            graphs(settings) == "full_iteration" and settings.cuda_graph_warmup_steps == 0
+        ),
+        "the ranks compare their first batches, and make buffers and kernels for them",
+        "use --cuda-graph-warmup-steps 3",
     ),
     _switch(
         "overlap of expert-parallel communication",

@@ -67,8 +67,10 @@ class Hooks:
         from megatron_cp_plugin.integration import gated_delta_net
         from megatron_cp_plugin.integration.checks import (
             check_arguments,
+            check_graphs,
             check_interleaving,
             describe,
+            describe_graphs,
         )
         from megatron_cp_plugin.integration.models import comm_type
         from megatron_cp_plugin.integration.recompute import describe as describe_recompute
@@ -105,6 +107,11 @@ class Hooks:
             validated = original(args, {} if defaults is None else defaults)
         compat.check_args(validated, "validated args")
         check_interleaving(validated)
+        # Megatron has put the flags of today in the place of their former names.
+        check_graphs(validated, config, self._device)
+        captured = describe_graphs(validated)
+        if validated.rank == 0 and captured:
+            print(f"megatron_cp_plugin: {captured}", flush=True)
         if config.size > 1:
             validated.cp_comm_type = [comm_type(config.algo)]
         self._args = validated

@@ -15,6 +15,7 @@ from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration import gated_delta_net
 from megatron_cp_plugin.integration.batch import Batches, Cut, agree
 from megatron_cp_plugin.integration.documents import DocumentMask, document_mask, mask_of_cut
+from megatron_cp_plugin.integration.features import Settings, graphs
 from megatron_cp_plugin.integration.runtime import Runtime
 
 # Arguments of a model that hold tokens, and the keys of a batch that they come from.
@@ -55,6 +56,7 @@ def serve_inputs(model: nn.Module, batches: Batches, group: dist.ProcessGroup) -
             cut = _cut(given, batches, group) if group.size() > 1 else None
             mask = document_mask(given.get("packed_seq_params"), recurrent=recurrent)
             runtime.documents = mask.starts if mask else ()
+            _check_capture(model, mask)
             if cut is not None:
                 _check_documents(cut, runtime.documents)
         except ContextParallelError as error:
@@ -104,6 +106,7 @@ class CutInputs:
         layout, size = self._runtime.config.layout, self._group.size()
         packed = given.get("packed_seq_params")
         mask = mask_of_cut(packed, layout, self._group, recurrent=self._recurrent)
+        _check_capture(model, mask)
         tokens = _tokens_of(model, given)
         if tokens is not None:
             total = tokens * size
@@ -131,6 +134,15 @@ class CutInputs:
             self._agreed.add(training)
         if fault:
             raise ContextParallelError(fault)
+
+
+def _check_capture(model: Any, mask: DocumentMask | None) -> None:
+    captured = graphs(Settings(model.config))
+    if mask and captured != "none":
+        raise ContextParallelError(
+            f"--cuda-graph-impl {captured} keeps the documents of the batch that was captured, got "
+            "packed sequences: leave it or packed_seq_params out"
+        )
 
 
 def _tokens_of(model: Any, given: Mapping[str, Any]) -> int | None:

@@ -94,6 +94,7 @@ def next_tokens(
     dist.all_gather(parts, local, group=group)
     whole = unshard(parts, -1, runtime.config.layout.within(documents))
     following = functional.pad(whole[..., 1:], (0, 1))
-    following[..., [start - 1 for start in documents]] = 0
+    if documents:  # a list of places goes to the GPU, for which the host waits
+        following[..., [start - 1 for start in documents]] = 0
     mine = runtime.positions(group, whole.size(-1), whole.device, documents)
     return following[..., mine], following.sum()

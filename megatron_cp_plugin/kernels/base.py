@@ -59,7 +59,7 @@ def rounded(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def flash2_workspace(q: Tensor, k: Tensor, statistics: Statistics | None) -> int:
+def flash2_workspace(q: Tensor, k: Tensor, v: Tensor, statistics: Statistics | None) -> int:
     """`workspace` of FlashAttention-2: float32 dQ and delta; with GQA dK, dV of all query heads.
 
     Source: mha_bwd of csrc/flash_attn/flash_api.cpp.
@@ -70,8 +70,17 @@ def flash2_workspace(q: Tensor, k: Tensor, statistics: Statistics | None) -> int
     (_, cols, kv_heads, _), rows = k.shape, rounded(rows, 128)
     of_keys = 2 * cols * heads * dim if heads > kv_heads else 0
     wide = rows * heads * (rounded(dim, 32 if dim <= 128 else 64) + 1)
-    made = statistics.copied_bytes(q.numel() * q.element_size())
-    return batch * (4 * wide + of_keys * q.element_size()) + made
+    return with_stand_in(batch * (4 * wide + of_keys * q.element_size()), q, k, v, statistics)
+
+
+def with_stand_in(within: int, q: Tensor, k: Tensor, v: Tensor, statistics: Statistics) -> int:
+    """`workspace` of a backward that is given `Statistics.out_for`. Args: within: the kernel's."""
+    elements, width = q.numel() // q.shape[3] * v.shape[3], q.element_size()
+    within += statistics.copied_bytes(elements * width)
+    if statistics.out is not None:
+        return within
+    results = (q.numel() + k.numel() + v.numel()) * width
+    return max(within, 3 * 4 * elements - results)  # made in float32, before there are results
 
 
 @dataclass(frozen=True)

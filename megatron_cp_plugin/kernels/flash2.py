@@ -60,7 +60,7 @@ class Flash2(PackingKernel):
         self, q: Tensor, k: Tensor, v: Tensor, statistics: Statistics | None, *, causal: bool
     ) -> int:
         """See SoftmaxKernel.workspace: that of FlashAttention-2."""
-        return flash2_workspace(q, k, statistics)
+        return flash2_workspace(q, k, v, statistics)
 
     def forward_flat(
         self, q: Tensor, k: Tensor, v: Tensor, documents: Packed, *, scale: float

@@ -81,18 +81,19 @@ class Flash4(PackingKernel):
     ) -> int:
         """See SoftmaxKernel.workspace: float32 dQ, delta and lse, with GQA dK and dV, on Hopper.
 
-        Source: flash_attn.cute.interface, _flash_attn_bwd (4.0.0b36).
+        Source: flash_attn.cute.interface, _flash_attn_bwd and _tile_size_bwd_sm90 (4.0.0b36).
         """
         if statistics is None:
             return 0
         batch, rows, heads, dim = q.shape
         (_, cols, kv_heads, _), value_dim = k.shape, v.shape[3]
-        multiple = 64 if dim > 128 else 32  # of head dims, where dK and dV come transposed
-        rows = rounded(rows, 80 if not causal and 96 < dim <= 128 else 64)
-        numbers = heads * rows * (rounded(dim, multiple) + 2)
+        # Tiles of queries and keys, and what head dims are filled up to.
+        tile = 128 if dim <= 64 else 80 if 96 < dim <= 128 and not causal else 64
+        key_tile, multiple = (128, 32) if dim <= 128 else (96 if dim <= 192 else 48, 64)
+        numbers = heads * rounded(rows, tile) * (rounded(dim, multiple) + 2)
         if heads > kv_heads:
             widths = rounded(dim, multiple) + rounded(value_dim, multiple)
-            numbers += kv_heads * rounded(cols, 128) * widths
+            numbers += kv_heads * rounded(cols, key_tile) * widths
         made = statistics.copied_bytes(q.numel() // dim * value_dim * q.element_size())
         if statistics.delta is not None and statistics.out is None:
             made += statistics.delta.numel() * 4

@@ -15,6 +15,7 @@ from megatron_cp_plugin.kernels.base import (
     flash2_workspace,
     gpu_reason,
     wide_heads_reason,
+    with_stand_in,
 )
 
 _aten = torch.ops.aten
@@ -106,7 +107,7 @@ class CudaFlashAttention(PackingKernel):
         self, q: Tensor, k: Tensor, v: Tensor, statistics: Statistics | None, *, causal: bool
     ) -> int:
         """See SoftmaxKernel.workspace: that of FlashAttention-2."""
-        return flash2_workspace(q, k, statistics)
+        return flash2_workspace(q, k, v, statistics)
 
     def forward_flat(
         self, q: Tensor, k: Tensor, v: Tensor, documents: Packed, *, scale: float
@@ -226,5 +227,5 @@ class CudnnAttention(SoftmaxKernel):
         batch, rows, heads, dim = q.shape
         (_, cols, kv_heads, _), value_dim = k.shape, v.shape[3]
         of_keys = cols * heads * (dim + value_dim) if heads > kv_heads else 0
-        made = statistics.copied_bytes(q.numel() // dim * value_dim * q.element_size())
-        return batch * (4 * rows * heads * (dim + 1) + of_keys * q.element_size()) + made
+        within = batch * (4 * rows * heads * (dim + 1) + of_keys * q.element_size())
+        return with_stand_in(within, q, k, v, statistics)

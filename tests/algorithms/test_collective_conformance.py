@@ -5,6 +5,7 @@ messages against the plan, the plan against the mask.
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +24,8 @@ from tests.test_conformance import Case, assert_matches, run
 
 SIZES = (1, 2, 3, 4, 6, 8, 9)
 VARIANTS = ("zigzag", "no", "overlap")
+# "blocks": variant zigzag over peer memory, where nothing is gathered.
+KINDS = (*VARIANTS, "blocks")
 
 
 def check(
@@ -36,8 +39,12 @@ def check(
     dtype: torch.dtype = torch.float64,
     kernel: str = "auto",
     bound: float = 1e-10,
+    peer_access: bool = False,
 ) -> None:
-    """Runs a case on virtual ranks and compares everything that can be known beforehand."""
+    """Runs a case on virtual ranks and compares everything that can be known beforehand.
+
+    Args: peer_access: blocks go straight from rank to rank where they otherwise are gathered.
+    """
     expected = expected_attention(
         batch=2,
         seq_len=seq_len,
@@ -47,7 +54,7 @@ def check(
         causal=causal,
         dtype=dtype,
     )
-    results, log = run(case, expected, size, causal=causal, kernel=kernel)
+    results, log = run(case, expected, size, causal=causal, kernel=kernel, peer_access=peer_access)
     assert_matches(case, results, expected, bound)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     shape = Shape(2, seq_len, heads, kv_heads, 8, dtype.itemsize, wide.itemsize)
@@ -63,7 +70,15 @@ def check(
         plan = algorithm.plan(shape, Mask(causal))
         assert sum(map(plan.pairs, plan.computes)) == visible_pairs(seq_len, Mask(causal))
 
-    run_virtual(size, compare)
+    run_virtual(size, compare, peer_access=peer_access)
+
+
+def check_grid(kind: str, size: int, options: dict[str, object], **settings: Any) -> None:
+    """`check` for attention2d."""
+    blocks = kind == "blocks"
+    options = {"variant": "zigzag" if blocks else kind, **options}
+    case = Case("attention2d", tuple(options.items()))
+    check(case, size, peer_access=blocks, **settings)
 
 
 def uneven(size: int) -> int:
@@ -75,63 +90,60 @@ def grids() -> Iterator[tuple[int, int, str]]:
     for size in SIZES:
         for rows in range(1, size + 1):
             if size % rows == 0:
-                for variant in VARIANTS:
-                    yield size, rows, variant
+                for kind in KINDS:
+                    yield size, rows, kind
 
 
-@pytest.mark.parametrize(("size", "rows", "variant"), list(grids()))
-def test_every_grid(size: int, rows: int, variant: str) -> None:
-    case = Case("attention2d", (("variant", variant), ("rows", rows)))
-    check(case, size, causal=True, seq_len=uneven(size))
-    check(case, size, causal=False, seq_len=4 * size)
+@pytest.mark.parametrize(("size", "rows", "kind"), list(grids()))
+def test_every_grid(size: int, rows: int, kind: str) -> None:
+    check_grid(kind, size, {"rows": rows}, causal=True, seq_len=uneven(size))
+    check_grid(kind, size, {"rows": rows}, causal=False, seq_len=4 * size)
 
 
 @pytest.mark.parametrize("kv_heads", [1, 4], ids=["MQA", "MHA"])
 @pytest.mark.parametrize("rows", [1, 2, 4])
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_ratios_of_heads_on_four_ranks(variant: str, rows: int, kv_heads: int) -> None:
-    case = Case("attention2d", (("variant", variant), ("rows", rows)))
-    check(case, 4, causal=True, seq_len=24, kv_heads=kv_heads)
-    check(case, 4, causal=False, seq_len=uneven(4), kv_heads=kv_heads)
+@pytest.mark.parametrize("kind", KINDS)
+def test_ratios_of_heads_on_four_ranks(kind: str, rows: int, kv_heads: int) -> None:
+    check_grid(kind, 4, {"rows": rows}, causal=True, seq_len=24, kv_heads=kv_heads)
+    check_grid(kind, 4, {"rows": rows}, causal=False, seq_len=uneven(4), kv_heads=kv_heads)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("size", "rows"), [(4, 2), (6, 2), (9, 3)])
-def test_one_token_a_chunk_and_less(variant: str, size: int, rows: int) -> None:
-    case = Case("attention2d", (("variant", variant), ("rows", rows)))
-    check(case, size, seq_len=2 * size)
-    check(case, size, seq_len=size - 1)
+def test_one_token_a_chunk_and_less(kind: str, size: int, rows: int) -> None:
+    check_grid(kind, size, {"rows": rows}, seq_len=2 * size)
+    check_grid(kind, size, {"rows": rows}, seq_len=size - 1)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", SIZES)
-def test_a_grid_chosen_by_bytes(variant: str, size: int) -> None:
-    check(Case("attention2d", (("variant", variant),)), size, seq_len=6 * size, kv_heads=4)
+def test_a_grid_chosen_by_bytes(kind: str, size: int) -> None:
+    check_grid(kind, size, {}, seq_len=6 * size, kv_heads=4)
 
 
 @pytest.mark.parametrize("kernel", ["reference", "torch_cpu"])
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_kernels_with_and_without_rectangular_causal_tiles(variant: str, kernel: str) -> None:
-    case = Case("attention2d", (("variant", variant), ("rows", 2)))
-    check(case, 8, seq_len=uneven(8), kernel=kernel)
+@pytest.mark.parametrize("kind", KINDS)
+def test_kernels_with_and_without_rectangular_causal_tiles(kind: str, kernel: str) -> None:
+    check_grid(kind, 8, {"rows": 2}, seq_len=uneven(8), kernel=kernel)
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 3, 8])
 @pytest.mark.parametrize("kv_heads", [1, 2, 8])
 def test_groups_of_heads(chunks: int, kv_heads: int) -> None:
     for rows in (1, 2, 4):
-        case = Case("attention2d", (("rows", rows), ("chunks", chunks)))
-        check(case, 4, seq_len=16, heads=8, kv_heads=kv_heads)
+        for kind in ("zigzag", "blocks"):
+            options = {"rows": rows, "chunks": chunks}
+            check_grid(kind, 4, options, seq_len=16, heads=8, kv_heads=kv_heads)
 
 
 @pytest.mark.parametrize("partials", ["model", "float32"])
 @pytest.mark.parametrize("gradients", ["model", "float32"])
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_what_travels_in_which_dtype(variant: str, partials: str, gradients: str) -> None:
-    options = (("variant", variant), ("rows", 3), ("partials", partials), ("gradients", gradients))
-    check(
-        Case("attention2d", options),
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_travels_in_which_dtype(kind: str, partials: str, gradients: str) -> None:
+    check_grid(
+        kind,
         9,
+        {"rows": 3, "partials": partials, "gradients": gradients},
         seq_len=36,
         dtype=torch.bfloat16,
         kernel="reference",
@@ -139,17 +151,20 @@ def test_what_travels_in_which_dtype(variant: str, partials: str, gradients: str
     )
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_rounding_of_what_travels_costs_little(variant: str) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_rounding_of_what_travels_costs_little(kind: str) -> None:
     """bf16 on the wire is at most 1.5 times as far off as float32."""
     expected = expected_attention(
         seq_len=72, heads=4, kv_heads=2, head_dim=16, causal=True, dtype=torch.bfloat16
     )
 
+    blocks = kind == "blocks"
+    variant = "zigzag" if blocks else kind
+
     def errors(wire: str) -> list[float]:
         options = (("variant", variant), ("rows", 3), ("partials", wire), ("gradients", wire))
         case = Case("attention2d", options)
-        results, _ = run(case, expected, 9, causal=True, kernel="reference")
+        results, _ = run(case, expected, 9, causal=True, kernel="reference", peer_access=blocks)
         layout = create_layout(case)
         square = []
         for index, name in enumerate(("out", "dq", "dk", "dv")):
@@ -203,17 +218,19 @@ def test_every_rank_makes_the_same_flows(case: Case, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(VirtualTopology, "channel", count_channel)
     monkeypatch.setattr(VirtualTopology, "subgroup", count_subgroup)
     expected = expected_attention(seq_len=16, heads=4, kv_heads=4, head_dim=8, causal=True)
-    run(case, expected, 4, causal=True)
+    run(case, expected, 4, causal=True, peer_access=False)
     assert made[0]
     assert all(flows == made[0] for flows in made.values())
 
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("kv_heads", [1, 2, 4], ids=["MQA", "GQA", "MHA"])
-def test_allgather(size: int, kv_heads: int) -> None:
-    check(Case("allgather", (("chunks", 4),)), size, seq_len=uneven(size), kv_heads=kv_heads)
+@pytest.mark.parametrize("peer_access", [False, True], ids=["gathered", "blocks"])
+def test_allgather(size: int, kv_heads: int, peer_access: bool) -> None:
     case = Case("allgather", (("chunks", 4),))
-    check(case, size, causal=False, seq_len=4 * size, kv_heads=kv_heads)
+    settings: dict[str, Any] = {"kv_heads": kv_heads, "peer_access": peer_access}
+    check(case, size, seq_len=uneven(size), **settings)
+    check(case, size, causal=False, seq_len=4 * size, **settings)
 
 
 def heads_for(size: int) -> int:
@@ -288,7 +305,7 @@ def shape_chosen(size: int, heads: int, kv_heads: int, variant: str = "zigzag") 
     shape = Shape(1, 128 * size, heads, kv_heads, 128)
 
     def ask(topology: Topology) -> tuple[int, int]:
-        return create("attention2d", topology, {"variant": variant}).schedule.grid_shape(shape)
+        return create("attention2d", topology, {"variant": variant}).grid_shape(shape)
 
     return run_virtual(size, ask)[0]
 
@@ -350,6 +367,9 @@ def refused(algo: str, size: int, heads: int = 8, kv_heads: int = 8, **options: 
 def test_refusals_name_what_works() -> None:
     assert "1x6, 2x3, 3x2, 6x1" in refused("attention2d", 6, rows=4)
     assert "got rows 2 and cols 2" in refused("attention2d", 6, rows=2, cols=2)
+    assert "needs variant zigzag, got no" in refused(
+        "attention2d", 4, variant="no", transport="peer"
+    )
     assert "variant zigzag or no" in refused("attention2d", 4, variant="overlap", chunks=4)
     assert "chunks >= 0" in refused("attention2d", 4, chunks=-1)
     assert "largest usable degree is 6" in refused("ulysses", 8, heads=12)
@@ -373,3 +393,17 @@ def test_the_bound_on_gathered_keys_makes_more_groups_or_refuses() -> None:
         return messages
 
     assert run_virtual(2, body) == [2, 2]
+
+
+def test_the_bound_holds_for_blocks_under_way_too() -> None:
+    """Two blocks of others, or one of two ranks, at a time: 16 heads of 1/2 MiB, or 1/4."""
+
+    def groups(topology: Topology) -> int:
+        algorithm = create("allgather", topology, {"gathered_mib": 1, "chunks": 1})
+        fits = Shape(1, 16384 * topology.size, 16, 16, 8)
+        with pytest.raises(ContextParallelError, match="even by single heads, got a bound of 1 M"):
+            algorithm.plan(Shape(1, 2**20, 16, 16, 8), Mask())
+        return len(algorithm.plan(fits, Mask()).groups)
+
+    assert run_virtual(2, groups, peer_access=True) == [8, 8]
+    assert run_virtual(3, groups, peer_access=True) == [16, 16, 16]

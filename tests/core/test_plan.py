@@ -1,14 +1,15 @@
 """Plans of all algorithms: correct ones, as the checker says; their bytes, by closed formulas."""
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import astuple, replace
+from fractions import Fraction
 from math import gcd, lcm
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_cp_plugin.core.algorithm import Algorithm
+from megatron_cp_plugin.core.algorithm import Algorithm, Traffic
 from megatron_cp_plugin.core.derive import plan_of
 from megatron_cp_plugin.core.layout import LAYOUTS
 from megatron_cp_plugin.core.pipeline import head_groups
@@ -17,7 +18,8 @@ from megatron_cp_plugin.core.plan import PHASES, Move, Plan, Setting
 from megatron_cp_plugin.core.plan_check import PlanError, check, check_slots
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
-from megatron_cp_plugin.core.virtual import VirtualWorld
+from megatron_cp_plugin.core.topology import Topology
+from megatron_cp_plugin.core.virtual import VirtualWorld, run_virtual
 from megatron_cp_plugin.registry import create
 
 
@@ -228,8 +230,10 @@ def test_ring(size: int, kv_heads: int, wide: bool) -> None:
     """
     hops, kv, g = size - 1, kv_heads * (D + E), 4 if wide and size > 2 else 2
     options = {"gradients": "float32" if wide else "model"}
+    # With four query heads a KV head the last block of the forward is still there.
+    inputs = hops - 1 if kv_heads == 2 and size > 1 else hops
     by_rule = {
-        "kv": (hops * kv * (2 + g), 4 * hops),
+        "kv": (kv * (2 * inputs + g * hops), 2 * inputs + 2 * hops),
         "query": (hops * (8 * (D + E) * 2 + 8 * D * g + 2 * 8 * 4), 5 * hops),
     }
     for rule, backward in by_rule.items():
@@ -295,6 +299,54 @@ def test_allgather(size: int, kv_heads: int) -> None:
         assert_sent("allgather", size, shape, expected, chunks=chunks)
     wide = (others * kv, others, others * 3 * kv, 2 * others)
     assert_sent("allgather", size, shape, wide, chunks=1, gradients="float32")
+
+
+def sent_by_blocks(
+    name: str, size: int, kv_heads: int, mask: Mask, **options: object
+) -> list[Traffic]:
+    """Bytes of every rank, for each token and entry of the batch, over peer memory."""
+    shape = shape_of(size, 8, kv_heads)
+
+    def body(topology: Topology) -> Traffic:
+        traffic = create(name, topology, options).traffic(shape, mask, topology.rank)
+        each = [Fraction(count, 3 * S) for count in (traffic.forward_bytes, traffic.backward_bytes)]
+        return replace(traffic, forward_bytes=each[0], backward_bytes=each[1])
+
+    return run_virtual(size, body, peer_access=True)
+
+
+@pytest.mark.parametrize("kv_heads", [8, 2])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 6, 8])
+def test_allgather_by_blocks(size: int, kv_heads: int) -> None:
+    """With a causal mask ranks after the owner need half of its keys: the first of two chunks."""
+    others, kv = size - 1, kv_heads * (D + E) * 2
+    for traffic in sent_by_blocks("allgather", size, kv_heads, Mask(False)):
+        expected = (others * kv, 2 * others, others * 2 * kv, 4 * others)
+        assert astuple(traffic) == expected
+    for rank, traffic in enumerate(sent_by_blocks("allgather", size, kv_heads, Mask())):
+        lent = rank + (others - rank) * Fraction(1, 2)
+        returned = rank * Fraction(1, 2) + (others - rank)
+        assert traffic.forward_bytes == lent * kv
+        assert traffic.backward_bytes == (lent + returned) * kv
+
+
+@pytest.mark.parametrize("kv_heads", [8, 2])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 6, 8])
+def test_grid_by_blocks(size: int, kv_heads: int) -> None:
+    """As gathered without a mask; never more with one."""
+    q, out, kv = 8 * D * 2, 8 * E * 2, kv_heads * (D + E) * 2
+    for rows in (r for r in range(1, size + 1) if size % r == 0):
+        row, column = size // rows - 1, rows - 1
+        options = {"rows": rows, "chunks": 1}
+        full = sent_by_blocks("attention2d", size, kv_heads, Mask(False), **options)
+        forward = row * (q + out + 8 * 4) + column * kv
+        backward = row * (2 * q + out + 2 * 8 * 4) + column * 2 * kv
+        messages = 3 * row + 2 * column, 5 * row + 4 * column
+        for traffic in full:
+            assert astuple(traffic) == (forward, messages[0], backward, messages[1])
+        for traffic in sent_by_blocks("attention2d", size, kv_heads, Mask(), **options):
+            assert traffic.forward_bytes <= forward
+            assert traffic.backward_bytes <= backward
 
 
 def exchanged(size: int, heads: int, kv_heads: int, keep: str) -> tuple[float, float]:

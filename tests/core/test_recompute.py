@@ -155,8 +155,9 @@ def test_attention_runs_once_and_gradients_are_the_same_bits(run: Run) -> None:
 
 
 @pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("peer_access", [True, False], ids=["peer", "group"])
 @pytest.mark.parametrize("algo", cp.available("softmax"))
-def test_one_round_of_forward_communication(algo: str, keep: bool) -> None:
+def test_one_round_of_forward_communication(algo: str, peer_access: bool, keep: bool) -> None:
     size = 4
 
     def body(topology: Topology, run: Run) -> tuple[list[Tensor], int]:
@@ -167,9 +168,11 @@ def test_one_round_of_forward_communication(algo: str, keep: bool) -> None:
         return gradients([layer], x), layer.runs
 
     with cp.record_communication() as once:
-        want = run_virtual(size, lambda topology: body(topology, no_checkpoint))
+        want = run_virtual(
+            size, lambda topology: body(topology, no_checkpoint), peer_access=peer_access
+        )
     with cp.record_communication() as log:
-        got = run_virtual(size, lambda topology: body(topology, reentrant), peer_access=True)
+        got = run_virtual(size, lambda topology: body(topology, reentrant), peer_access=peer_access)
     rounds = 1 if keep else 2
     assert [runs for _, runs in got] == [rounds] * size
     assert all(same(g, w) for (g, _), (w, _) in zip(got, want, strict=True))

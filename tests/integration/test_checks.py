@@ -19,9 +19,11 @@ from megatron_cp_plugin.errors import ConfigError, ContextParallelError, KernelU
 from megatron_cp_plugin.integration import checks
 from megatron_cp_plugin.integration.checks import (
     check_arguments,
+    check_graphs,
     check_interleaving,
     check_settings,
     describe,
+    describe_graphs,
 )
 from megatron_cp_plugin.integration.features import FEATURES
 from megatron_cp_plugin.kernels.selfcheck import check_kernel
@@ -42,6 +44,8 @@ ASKING: dict[str, Any] = {
     "yaml_cfg": "file.yaml",
     "recompute_modules": ["core_attn", "mlp"],
     "micro_batch_size": 2,
+    "recompute_granularity": "full",
+    "cuda_graph_warmup_steps": 0,
     "mtp_num_layers": 1,
 }
 # What is refused only beside another setting, or by another value than `ASKING` has, by the
@@ -62,6 +66,14 @@ BESIDE: dict[str, dict[str, Any]] = {
         "world_size": 8,
     },
     "packed documents in CUDA graphs": DOCUMENTS,
+    "gated delta net layers in CUDA graphs": GATED,
+    "Megatron-FSDP in CUDA graphs": {"cuda_graph_impl": "local"},
+    "FSDP in CUDA graphs": {"cuda_graph_impl": "transformer_engine"},
+    "full recompute in CUDA graphs of layers": {"cuda_graph_impl": "local"},
+    "recomputed attention in local CUDA graphs": {"recompute_granularity": "selective"},
+    "a whole iteration in a CUDA graph from the first one on": {
+        "cuda_graph_impl": "full_iteration"
+    },
     "packed documents with gated delta net layers": GATED,
     "packed conversations with gated delta net layers": GATED,
     "multi-token prediction with gated delta net layers": GATED,
@@ -427,3 +439,123 @@ def test_a_wrong_kernel_is_refused_on_gpus(
     assert "\n" not in str(error.value)
     assert [(p.heads, p.kv_heads, p.head_dim) for p in checked] == [(8, 8, 8), (8, 2, 8)]
     assert {(p.device, p.dtype) for p in checked} == {(device, torch.bfloat16)}
+
+
+GRAPHS = ("local", "transformer_engine", "full_iteration")
+GPU = torch.device("cuda")
+
+
+def refused_graphs(
+    args: argparse.Namespace, impl: str, config: ContextParallelConfig, device: torch.device = GPU
+) -> str:
+    args.cuda_graph_impl = impl
+    with pytest.raises(ConfigError) as error:
+        check_graphs(args, config, device)
+    message = str(error.value)
+    assert "\n" not in message
+    assert f"--cuda-graph-impl {impl}" in message
+    return message
+
+
+@pytest.mark.parametrize("impl", GRAPHS)
+@pytest.mark.parametrize("algo", registry.available())
+def test_every_algorithm_may_be_captured(args: argparse.Namespace, algo: str, impl: str) -> None:
+    args.cuda_graph_impl = impl
+    config = ContextParallelConfig(algo, 4)
+    check_graphs(args, config, GPU)
+    if registry.kind_of(algo) == "softmax":
+        check_settings(args, config)
+
+
+@pytest.mark.parametrize("impl", GRAPHS)
+def test_what_cannot_be_captured_is_refused(
+    args: argparse.Namespace, impl: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    zigzag = ContextParallelConfig("zigzag", 4)
+    assert "needs GPUs, got the cpu platform: leave it out" in refused_graphs(
+        args, impl, zigzag, CPU
+    )
+    documents = ContextParallelConfig("zigzag", 4, options=(("layout", "documents"),))
+    assert "got one that follows documents" in refused_graphs(args, impl, documents)
+    monkeypatch.setattr(checks, "running_version", lambda: ((0, 18), "0.18.1"))
+    assert "needs Megatron 0.19 or later, got 0.18.1" in refused_graphs(args, impl, zigzag)
+
+
+def test_unequal_ranks_are_captured_by_some(args: argparse.Namespace) -> None:
+    """Transformer Engine captures with samples of equal length."""
+    ring = ContextParallelConfig("ring", 4)
+    args.seq_length = 62
+    assert "got seq_length 62 on 4: use a multiple of 4, or --cuda-graph-impl local" in (
+        refused_graphs(args, "transformer_engine", ring)
+    )
+    for impl in ("local", "full_iteration"):
+        args.cuda_graph_impl = impl
+        check_graphs(args, ring, GPU)
+    args.cuda_graph_impl, args.seq_length = "transformer_engine", None
+    check_graphs(args, ring, GPU)
+
+
+@pytest.mark.parametrize(
+    ("impl", "modules", "recomputed", "refused"),
+    [
+        ("local", [], ["core_attn"], True),
+        ("local", ["attn"], None, True),
+        ("local", ["mlp"], ["core_attn"], True),
+        ("local", ["moe_router"], ["core_attn"], False),
+        ("local", [], ["layernorm"], False),
+        ("transformer_engine", [], ["core_attn"], False),
+        ("full_iteration", [], ["core_attn"], False),
+    ],
+)
+def test_recomputed_attention_is_captured_by_some(
+    args: argparse.Namespace,
+    impl: str,
+    modules: list[str],
+    recomputed: list[str] | None,
+    refused: bool,
+) -> None:
+    args.cuda_graph_impl, args.cuda_graph_modules = impl, modules
+    args.recompute_granularity, args.recompute_modules = "selective", recomputed
+    expected = pytest.raises(ConfigError, match="recomputed attention in local CUDA graphs")
+    with expected if refused else nullcontext():
+        check_settings(args, ContextParallelConfig("zigzag", 4))
+
+
+def test_a_whole_iteration_goes_with_full_recompute(args: argparse.Namespace) -> None:
+    args.cuda_graph_impl, args.recompute_granularity = "full_iteration", "full"
+    check_settings(args, ContextParallelConfig("zigzag", 4))
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("", None),
+        ("--cuda-graph-impl local", "local, whole layers): attention captured"),
+        ("--enable-cuda-graph", "local, whole layers): attention captured"),
+        (
+            "--cuda-graph-impl transformer_engine --cuda-graph-modules attn mlp",
+            "transformer_engine, of each layer attn, mlp): attention captured",
+        ),
+        (
+            "--cuda-graph-impl transformer_engine --cuda-graph-modules mlp",
+            "transformer_engine, of each layer mlp): attention not captured",
+        ),
+        (
+            "--cuda-graph-impl local --cuda-graph-modules mlp",
+            "local, whole layers): attention captured",
+        ),
+        (
+            "--cuda-graph-impl local --cuda-graph-modules mlp --hybrid-layer-pattern *-*-",
+            "local, of each layer mlp): attention not captured",
+        ),
+        (
+            "--cuda-graph-impl full_iteration --cuda-graph-warmup-steps 2",
+            "full_iteration, whole iterations after 2): attention captured",
+        ),
+    ],
+)
+def test_what_is_captured_is_said(
+    parser: argparse.ArgumentParser, flags: str, said: str | None
+) -> None:
+    line = describe_graphs(parser.parse_args(flags.split()))
+    assert line == (said and f"CUDA graphs by Megatron ({said}")

@@ -192,6 +192,30 @@ def test_a_validated_flag_that_is_gone_is_named(parsed: argparse.Namespace) -> N
     assert "virtual_pipeline_model_parallel_size is missing in its validated arguments" in said
 
 
+def test_what_is_captured_is_printed(
+    parsed: argparse.Namespace,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Of the arguments as Megatron has validated them: it may have moved what it was given."""
+    monkeypatch.setattr(
+        "megatron_cp_plugin.integration.checks._check_kernel", lambda *_: "of some kind"
+    )
+    flags, _ = split_flags(["--context-parallel-algo", "ring"])
+    validated = argparse.Namespace(
+        **vars(parsed),
+        data_parallel_size=1,
+        params_dtype=torch.float32,
+        virtual_pipeline_model_parallel_size=None,
+    )
+    validated.rank, validated.cuda_graph_impl = 0, "full_iteration"
+    args = argparse.Namespace(**vars(parsed))
+    args.cuda_graph_impl = "local"
+    Hooks(flags, torch.device("cuda"))._validate_args(lambda args, defaults: validated, args)
+    line = "CUDA graphs by Megatron (full_iteration, whole iterations after 3): attention captured"
+    assert capsys.readouterr().out == f"megatron_cp_plugin: {line}\n"
+
+
 def test_a_field_of_the_configuration_that_is_gone_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

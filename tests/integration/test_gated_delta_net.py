@@ -241,7 +241,7 @@ def test_documents_that_a_script_packs_by_itself() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layer = Delta()
+            self.layer, self.config = Delta(), None
 
         def forward(self, tokens: int, packed_seq_params: object = None) -> object:
             return packed_seq_params

@@ -3,6 +3,7 @@
 import random
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -226,6 +227,35 @@ def test_the_model_gets_a_mask_and_the_runtime_is_told() -> None:
     assert batches.runtime.documents == ()
 
 
+@pytest.mark.parametrize("impl", ["local", "transformer_engine", "full_iteration"])
+def test_documents_of_a_script_s_own_are_not_captured(impl: str) -> None:
+    """A replay would attend to the documents of the first batch."""
+    model = Model(impl)
+    serve_inputs(model, Batches(Runtime(ContextParallelConfig("ring", 1))), ALONE)
+    bounds = torch.tensor([0, 3, 8], dtype=torch.int32)
+    assert model() is None
+    with pytest.raises(ContextParallelError, match=f"--cuda-graph-impl {impl} keeps the documents"):
+        model(packed_seq_params=PackedSeqParams("thd", bounds, bounds))
+
+
+def test_a_copy_of_a_batch_is_not_compared_while_it_is_captured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a GPU that would end the capture with an error of CUDA's."""
+
+    def cut(group: Any) -> tuple[Batches, torch.Tensor]:
+        batches = Batches(Runtime(ContextParallelConfig("zigzag", 2)))
+        return batches, batches.shard({"tokens": torch.arange(16)[None]}, group)["tokens"]
+
+    for batches, tokens in on_ranks(2, cut):
+        assert batches.cut_of("tokens", tokens.clone()) is not None
+        with monkeypatch.context() as patch:
+            patch.setattr("megatron_cp_plugin.integration.batch.capturing", lambda tensor: True)
+            assert batches.cut_of("tokens", tokens) is not None
+            with pytest.raises(ContextParallelError, match="got a copy of tokens, which cannot be"):
+                batches.cut_of("tokens", tokens.clone())
+
+
 def test_a_batch_that_was_cut_by_other_documents_is_refused() -> None:
     """Whoever cuts batches and whoever calls the model must mean the same documents."""
     config = ContextParallelConfig("zigzag", 2, options=(("layout", "documents"),))
@@ -248,6 +278,10 @@ def test_a_batch_that_was_cut_by_other_documents_is_refused() -> None:
 
 class Model(nn.Module):
     """Takes packed_seq_params as models of Megatron do."""
+
+    def __init__(self, cuda_graph_impl: str = "none") -> None:
+        super().__init__()
+        self.config = SimpleNamespace(cuda_graph_impl=cuda_graph_impl)
 
     def forward(self, input_ids: Any = None, packed_seq_params: Any = None) -> Any:
         return packed_seq_params

@@ -1,0 +1,92 @@
+"""Rings whose backward begins with the block that the forward had last."""
+
+import pytest
+import torch
+
+from megatron_cp_plugin.core.plan import Plan
+from megatron_cp_plugin.core.plan_check import check
+from megatron_cp_plugin.core.shape import Shape
+from megatron_cp_plugin.core.tiles import Mask
+from megatron_cp_plugin.core.topology import Topology
+from megatron_cp_plugin.core.virtual import VirtualWorld, run_virtual
+from megatron_cp_plugin.functional import attention
+from megatron_cp_plugin.registry import create
+
+CAUSAL = Mask()
+
+
+def backward(size: int, algo: str = "zigzag", mask: Mask = CAUSAL, **changes) -> Plan:
+    options = changes.pop("options", {})
+    made = create(algo, VirtualWorld(size).topology(0), options)
+    shape = Shape(
+        **{"batch": 1, "seq_len": 48 * size, "heads": 8, "kv_heads": 2, "head_dim": 8} | changes
+    )
+    plan = made.plan(shape, mask, "backward")
+    assert bool(plan.retained) == bool(made.plan(shape, mask, "forward").retained)
+    return plan
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 8])
+def test_the_own_block_comes_last(size: int) -> None:
+    plan = backward(size)
+    check(plan)
+    for compute in plan.computes:
+        own = compute.keys.owners == (compute.rank,)
+        assert own == (compute.step == plan.steps - 1)
+    # Nothing has to come before the first step, and the last sums come beside the last one.
+    assert all(move.needed >= 1 for move in plan.moves)
+    assert {move.needed for move in plan.moves if move.result} == set(range(1, plan.steps))
+    assert sum(not move.result for move in plan.moves) == size * (size - 2)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"options": {"keep": "local"}},
+        {"options": {"backward": "query"}},
+        {"options": {"route": "straight"}},
+        {"options": {"chunks": 2}},
+        {"kv_heads": 4},
+        {"seq_len": 2**22},
+        {"mask": Mask(window=8)},
+        {"mask": Mask(documents=(20, 40))},
+        {"algo": "ring"},
+        {"algo": "usp"},
+    ],
+    ids=str,
+)
+def test_where_ranks_keep_their_own_tensors_alone(changes: dict) -> None:
+    assert not backward(4, **changes).retained
+
+
+def test_a_ring_without_a_causal_mask_keeps_the_last_block_too() -> None:
+    assert len(backward(3, "ring", Mask(False)).retained) == 3
+
+
+@pytest.mark.parametrize("frozen", ["", "q", "kv"])
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_gradients_are_those_without_it(size: int, frozen: str) -> None:
+    """Also if some are not wanted, and in another call before the backward."""
+    torch.manual_seed(0)
+    whole = [torch.randn(2, 12 * size, heads, 8, dtype=torch.float64) for heads in (4, 1, 1, 4)]
+
+    def body(topology: Topology) -> list[torch.Tensor]:
+        found = []
+        for keep in ("auto", "local"):
+            q, k, v, dout = (x[:, topology.rank :: size].clone() for x in whole)
+            for name, x in zip("qkv", (q, k, v), strict=True):
+                x.requires_grad_(name not in frozen)
+
+            def call(q, k, v, keep=keep):
+                return attention(q, k, v, algo="zigzag", group=topology, keep=keep)
+
+            out = call(q, k, v)
+            call(*(x.detach() + 1 for x in (q, k, v)))  # takes the same buffers for its messages
+            wanted = [x for x in (q, k, v) if x.requires_grad]
+            found += [out, *torch.autograd.grad(out, wanted, dout)]
+        return found
+
+    for found in run_virtual(size, body, peer_access=True):
+        half = len(found) // 2
+        for kept, local in zip(found[:half], found[half:], strict=True):
+            torch.testing.assert_close(kept, local, rtol=1e-12, atol=1e-12)

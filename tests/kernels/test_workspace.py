@@ -1,0 +1,61 @@
+"""What kernels take within a call, as `workspace` says, against what torch's allocator saw."""
+
+import pytest
+import torch
+
+from megatron_cp_plugin.core.kernel import Problem, Statistics
+from megatron_cp_plugin.kernels.base import kernel_called
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("given", ["forward", "out", "delta"])
+@pytest.mark.parametrize("kv_heads", [16, 4])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("name", ["flash4", "cudnn", "torch_flash", "flash2"])
+def test_workspace(name: str, causal: bool, kv_heads: int, given: str) -> None:
+    """Within 3% of all that a call takes, its results among it."""
+    kernel, dtype = kernel_called(name), torch.bfloat16
+    reason = kernel.unsupported(Problem(torch.device("cuda"), dtype, 16, kv_heads, 128))
+    if reason:
+        pytest.skip(reason)
+    q, dout = (torch.randn(1, 8192, 16, 128, device="cuda", dtype=dtype) for _ in range(2))
+    k, v = (torch.randn(1, 8192, kv_heads, 128, device="cuda", dtype=dtype) for _ in range(2))
+    settings = {"scale": 128**-0.5, "causal": causal}
+    out, lse = kernel.forward(q, k, v, **settings)
+    statistics = {
+        "forward": None,
+        "out": Statistics(lse, out=out),
+        "delta": Statistics(lse, delta=torch.zeros_like(lse)),
+    }[given]
+
+    def call():
+        if statistics is None:
+            return kernel.forward(q, k, v, **settings)
+        return kernel.backward(dout, q, k, v, statistics, **settings)
+
+    call()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    results = call()
+    made = sum(x.untyped_storage().nbytes() for x in results)
+    taken = torch.cuda.max_memory_allocated() - before
+    predicted = made + kernel.workspace(q, k, v, statistics, causal=causal)
+    assert predicted == pytest.approx(taken, rel=0.03)
+
+
+def test_workspace_of_flash_attn_4() -> None:
+    """Counted in its source: rows are padded to 64 (80 without a mask), widths to 32."""
+    kernel = kernel_called("flash4")
+    q = torch.empty(2, 100, 8, 96, device="meta", dtype=torch.bfloat16)
+    k = torch.empty(2, 130, 2, 96, device="meta", dtype=torch.bfloat16)
+    lse, out = torch.empty(2, 8, 100, device="meta"), torch.empty_like(q)
+    assert kernel.workspace(q, k, k, None, causal=True) == 0
+    queries, keys = 2 * 8 * 128 * (96 + 2) * 4, 2 * 2 * 256 * (96 + 96) * 4
+    found = kernel.workspace(q, k, k, Statistics(lse, out=out), causal=False)
+    assert found == queries + keys
+    # dK and dV are not summed over heads; out is made of zeros, and lse is copied.
+    wide = torch.empty(2, 130, 8, 96, device="meta", dtype=torch.bfloat16)
+    strided = torch.empty(2, 100, 8, device="meta").transpose(1, 2)
+    found = kernel.workspace(q, wide, wide, Statistics(strided, delta=lse), causal=True)
+    assert found == queries + q.numel() * 2 + 2 * 8 * 100 * 4 * 2
