@@ -334,13 +334,13 @@ def by_launcher() -> dict[str, Any]:
 
     sys.argv[1:] = launch.prepare(sys.argv[1:])
     from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.training import get_args
+    from megatron.training.arguments import parse_and_validate_args
     from megatron.training.initialize import initialize_megatron
 
     from megatron_cp_plugin import megatron as cp_megatron
 
+    args = parse_and_validate_args()
     initialize_megatron()
-    args = get_args()
     size, groups = args.context_parallel_size, ProcessGroupCollection.use_mpu_process_groups()
     cp_megatron.install(args.context_parallel_algo, layout="thd")  # what a framework may do too
     own = make_model(make_config(1), alone(groups))
