@@ -5,9 +5,9 @@
 
 Rounds of several calls back to back, forwards and backwards of different algorithms mixed, each on
 a random stream behind random delays, other ones on each rank. Every result must be that of the same
-call over the process group, made before without delays. Some calls are captured in CUDA graphs and
-replayed, behind delays and between other calls. `--virtual` does the same on threads of one
-process, whose slots are poisoned (core.virtual), and needs no GPU.
+call over the process group (attention2d: over peer memory), made before without delays. Some calls
+are captured in CUDA graphs and replayed, behind delays and between other calls. `--virtual` does
+the same on threads of one process, whose slots are poisoned (core.virtual), and needs no GPU.
 
 Prints wrong results and one line at the end; exits 1 if there is a wrong element, or no case ran.
 """
@@ -66,10 +66,11 @@ class Call:
     head_dim: int
     seed: int
 
-    @property
-    def has_transport(self) -> bool:
-        """Whether it gives the same bits over peer memory and over the process group."""
-        return self.algo != "allgather"
+    def transport(self, wanted: str) -> str:
+        """Grids gather over the process group, and push blocks in another order over peer memory:
+        so one always does the one, the other the other.
+        """
+        return {"allgather": "group", "attention2d": "peer"}.get(self.algo, wanted)
 
 
 @dataclass
@@ -88,7 +89,9 @@ class Report:
 def draw(random: Random, kernels: Sequence[str], shortest: int, longest: int) -> Call:
     """A random call whose blocks visit every rank, so that they can travel over peer memory."""
     heads, kv_heads = random.choice(HEADS)
-    algo = random.choice(("zigzag", "zigzag", "distflash", "distflash", "ring", "allgather"))
+    algo = random.choice(
+        ("zigzag", "zigzag", "distflash", "distflash", "ring", "allgather", "attention2d")
+    )
     options: dict[str, object] = {}
     if algo in ("zigzag", "ring"):
         options["backward"] = random.choice(("kv", "query", "auto"))
@@ -101,6 +104,8 @@ def draw(random: Random, kernels: Sequence[str], shortest: int, longest: int) ->
         options["chunks"] = random.choice((1, 2))
     else:
         options["chunks"] = random.choice((1, 2))
+    if algo == "attention2d":
+        options["rows"] = random.choice((0, 1))
     return Call(
         algo,
         tuple(options.items()),
@@ -207,7 +212,7 @@ class Stress:
 
     def attend(self, call: Call, leaves: Sequence[Tensor], transport: str) -> Tensor:
         options = dict(call.options)
-        options["transport"] = transport if call.has_transport else "group"
+        options["transport"] = call.transport(transport)
         q, k, v = leaves
         return cp.attention(
             q,
@@ -221,7 +226,7 @@ class Stress:
         )
 
     def quiet(self, call: Call, given: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """(out, dq, dk, dv) over the process group."""
+        """(out, dq, dk, dv) over the process group, or over peer memory without delays."""
         leaves = [x.detach().requires_grad_() for x in given[:3]]
         out = self.attend(call, leaves, "group")
         return (out.detach(), *torch.autograd.grad(out, leaves, given[3]))

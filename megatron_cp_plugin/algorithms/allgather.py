@@ -10,10 +10,10 @@ from megatron_cp_plugin.algorithms.grid_placements import (
     GridPlacement,
 )
 from megatron_cp_plugin.core.algorithm import Algorithm
-from megatron_cp_plugin.core.document_layout import NAMED
 from megatron_cp_plugin.core.layout import Layout, Zigzag
-from megatron_cp_plugin.core.topology import Topology
-from megatron_cp_plugin.errors import ConfigError
+from megatron_cp_plugin.core.pipeline import HeadGroup, head_groups
+from megatron_cp_plugin.core.shape import Shape
+from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.registry import register
 
 
@@ -29,8 +29,12 @@ class KvAllGather(GridAlgorithm):
     its inputs and results is that of `attention2d` with C = 1 and R = P.
 
     Over peer memory nothing is gathered: copy engines push block by block, straight from the owner,
-    and a rank holds two of them at a time. With a causal mask it sends 3/4 of the bytes at most,
-    for a rank after the owner sees only the first of its two chunks.
+    and a rank holds two of them at a time. With a causal mask ranks send 3/4 of the bytes in the
+    mean, for a rank after the owner sees only the first of its two chunks. With n > 1 groups of
+    heads, q = B*H*S*D*e and kv = 2*B*G*S*D*e bytes, a rank holds at most, receive buffers included,
+
+        forward   (4q + 3kv) / n
+        backward  (2.5q + 8kv) / n
 
     Source: the scheme of Llama 3 (section 3.3.2, context parallelism). Differs: by groups of
     heads, so that communication overlaps and memory is bounded.
@@ -46,8 +50,10 @@ class KvAllGather(GridAlgorithm):
             gathered_mib: bound on the gathered K and V of a rank in MiB. More groups of heads are
                 made until it holds; if single heads are too large the call is refused.
             chunks: number of groups of heads at least, if there are as many KV heads; 0: 4, or
-                fewer where that would be too little work for each.
+                fewer where that would be too little work for each; over peer memory half of that.
             gradients: dtype in which partial dK and dV travel; they are summed in float32.
+            transport: "peer" (by blocks, see PointToPoint), "group" (gathered, over the process
+                group), or "auto", peer where that is possible.
             layout: "zigzag", Megatron's own; "contiguous"; or "thd", see ring.
         """
 
@@ -57,21 +63,31 @@ class KvAllGather(GridAlgorithm):
     options: Options
     cols = 1
 
-    def __init__(self, topology: Topology, options: Options) -> None:
-        super().__init__(topology, options)
-        self.layout = self.layout_for(options)
-        self.gathered_bytes = options.gathered_mib * 2**20
-
-    @classmethod
-    def layout_for(cls, options: Algorithm.Options) -> Layout:
-        """See Algorithm.layout_for."""
-        assert isinstance(options, cls.Options)
-        return NAMED[options.layout]
-
     @property
     def kind(self) -> type[GridPlacement]:
         """See GridAlgorithm.kind."""
         return GridBlocksPlacement if self.pushed else GatheredPlacement
+
+    def head_groups(self, shape: Shape) -> tuple[HeadGroup, ...]:
+        """See GridAlgorithm.head_groups: as many as the bound on the K and V of others needs.
+
+        Raises: ContextParallelError if it cannot be kept.
+        """
+        groups, size = super().head_groups(shape), self.topology.size
+        # One group is computed with while the next one arrives, or is put in order.
+        blocks = self.slots(shape) if self.pushed else 2 * size
+        tokens = max(self.layout.length(rank, size, shape.seq_len) for rank in range(size))
+        row = (shape.head_dim + shape.value_dim) * shape.element_bytes
+        head, count = blocks * shape.batch * tokens * row / 2**20, len(groups)
+        while size > 1 and groups[0].kv_heads * head > self.options.gathered_mib:
+            count += 1
+            if count > shape.kv_heads:
+                raise ContextParallelError(
+                    f"gathered K and V take {head:.0f} MiB even by single heads, got a bound of "
+                    f"{self.options.gathered_mib} MiB: raise it, or shorten the sequence"
+                )
+            groups = head_groups(shape.heads, shape.kv_heads, count, share_kv=False)
+        return groups
 
     @classmethod
     def check(

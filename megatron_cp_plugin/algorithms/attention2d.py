@@ -15,7 +15,6 @@ from megatron_cp_plugin.algorithms.grid_placements import (
     GridRingPlacement,
 )
 from megatron_cp_plugin.core.algorithm import Algorithm
-from megatron_cp_plugin.core.document_layout import NAMED
 from megatron_cp_plugin.core.grid import check_grid
 from megatron_cp_plugin.core.layout import Cyclic, Layout, Zigzag
 from megatron_cp_plugin.core.topology import Topology
@@ -74,7 +73,7 @@ class Attention2D(GridAlgorithm):
                 give them, or "float32".
             gradients: dtype in which partial gradients travel; they are summed in float32.
             chunks: at most so many groups of heads, pipelined; 0: 4, or fewer where that would be
-                too little work for each; over peer memory two for long sequences, else one.
+                too little work for each; half of that over peer memory with one row or column.
                 "overlap" has none.
             transport: "peer" (block by block, "zigzag" only; see PointToPoint), "group" (over the
                 process group), or "auto", peer where that is possible.
@@ -91,7 +90,6 @@ class Attention2D(GridAlgorithm):
 
     def __init__(self, topology: Topology, options: Options) -> None:
         super().__init__(topology, options)
-        self.layout = self.layout_for(options)
         check_grid(self.name, topology.size, options.rows, options.cols)
         self.rows, self.cols, self.partials = options.rows, options.cols, options.partials
         self.transposed = options.variant != "zigzag"
@@ -109,7 +107,7 @@ class Attention2D(GridAlgorithm):
         """See Algorithm.layout_for."""
         assert isinstance(options, cls.Options)
         if options.layout != "auto":
-            return NAMED[options.layout]
+            return super().layout_for(options)
         return Zigzag() if options.variant == "zigzag" else Cyclic()
 
     @classmethod

@@ -15,7 +15,6 @@ from typing import Literal
 from megatron_cp_plugin.algorithms.point_to_point import PointToPoint
 from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.core.comm import Phase
-from megatron_cp_plugin.core.document_layout import NAMED
 from megatron_cp_plugin.core.layout import Contiguous, Layout
 from megatron_cp_plugin.core.pipeline import head_groups
 from megatron_cp_plugin.core.placement import BlockPlacement, Place
@@ -116,14 +115,7 @@ class DistFlash(PointToPoint):
 
     def __init__(self, topology: Topology, options: Options) -> None:
         super().__init__(topology, options)
-        self.layout = self.layout_for(options)
         self.overlap = options.overlap
-
-    @classmethod
-    def layout_for(cls, options: Algorithm.Options) -> Layout:
-        """See Algorithm.layout_for."""
-        assert isinstance(options, cls.Options)
-        return NAMED[options.layout]
 
     @classmethod
     def check(

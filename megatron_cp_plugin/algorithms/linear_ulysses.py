@@ -15,7 +15,6 @@ from megatron_cp_plugin.algorithms.head_split import check_heads
 from megatron_cp_plugin.algorithms.lasp import Lasp2
 from megatron_cp_plugin.core.algorithm import Algorithm, Traffic
 from megatron_cp_plugin.core.assembly import assemble
-from megatron_cp_plugin.core.collective import ExchangingTeam
 from megatron_cp_plugin.core.decay import Decay
 from megatron_cp_plugin.core.layout import LAYOUTS, Layout
 from megatron_cp_plugin.core.linear import (
@@ -26,6 +25,7 @@ from megatron_cp_plugin.core.linear import (
     LinearWork,
     Saved,
 )
+from megatron_cp_plugin.core.team import ExchangingTeam
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.registry import register
 

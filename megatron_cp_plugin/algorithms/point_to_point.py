@@ -136,10 +136,8 @@ class PointToPoint(Algorithm):
 
     def _channel_names(self, plan: Plan, shape: Shape) -> list[tuple[str, int]]:
         """Names of inputs and results, and those that may take several steps; slots of each."""
-        # A sum that is passed on is read at once; what goes straight back may be merged only when
-        # the next has come.
-        results = ("sums", 1) if plan.relay else ("returns", min(2, self.topology.size - 1))
-        names = [("fetches", self.slots(shape)), results]
+        # Results are added before the next ones come.
+        names = [("fetches", self.slots(shape)), ("sums" if plan.relay else "returns", 1)]
         if program(plan, self.topology.rank).slow:
             names += [(f"{name} between nodes", slots) for name, slots in names]
         return names

@@ -16,10 +16,8 @@ from megatron_cp_plugin.algorithms.ring_routes import (
     StraightPlacement,
     Travelling,
 )
-from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.derive import sees_all
-from megatron_cp_plugin.core.document_layout import NAMED
 from megatron_cp_plugin.core.layout import Contiguous, Layout, Zigzag
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
@@ -54,6 +52,7 @@ class Ring(PointToPoint):
     """
 
     name = "ring"
+    layout: Layout = Contiguous()
 
     @dataclass(frozen=True)
     class Options(PointToPoint.Options):
@@ -145,8 +144,6 @@ class Ring(PointToPoint):
 class BurstRing(Ring):
     """BurstAttention's ring on contiguous chunks: no permutation, but unequal causal work."""
 
-    layout: Layout = Contiguous()
-
     @dataclass(frozen=True)
     class Options(Ring.Options):
         """Options of ring.
@@ -158,16 +155,6 @@ class BurstRing(Ring):
         layout: Literal["contiguous", "thd"] = "contiguous"
 
     options: Options
-
-    def __init__(self, topology: Topology, options: Options) -> None:
-        super().__init__(topology, options)
-        self.layout = self.layout_for(options)
-
-    @classmethod
-    def layout_for(cls, options: Algorithm.Options) -> Layout:
-        """See Algorithm.layout_for."""
-        assert isinstance(options, cls.Options)
-        return NAMED[options.layout]
 
 
 @register("zigzag")
@@ -190,13 +177,3 @@ class ZigzagRing(Ring):
         layout: Literal["zigzag", "documents", "thd", "contiguous"] = "zigzag"
 
     options: Options
-
-    def __init__(self, topology: Topology, options: Options) -> None:
-        super().__init__(topology, options)
-        self.layout = self.layout_for(options)
-
-    @classmethod
-    def layout_for(cls, options: Algorithm.Options) -> Layout:
-        """See Algorithm.layout_for."""
-        assert isinstance(options, cls.Options)
-        return NAMED[options.layout]

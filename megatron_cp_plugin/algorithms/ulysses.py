@@ -5,8 +5,6 @@ from typing import Literal
 
 from megatron_cp_plugin.algorithms.head_split import HeadSplit, check_heads
 from megatron_cp_plugin.core.algorithm import Algorithm
-from megatron_cp_plugin.core.document_layout import NAMED
-from megatron_cp_plugin.core.layout import Layout
 from megatron_cp_plugin.core.pipeline import check_chunks
 from megatron_cp_plugin.registry import register
 
@@ -47,12 +45,6 @@ class Ulysses(HeadSplit):
     def degree(self, kv_heads: int) -> int:
         """See HeadSplit.degree."""
         return self.topology.size
-
-    @classmethod
-    def layout_for(cls, options: Algorithm.Options) -> Layout:
-        """See Algorithm.layout_for."""
-        assert isinstance(options, cls.Options)
-        return NAMED[options.layout]
 
     @classmethod
     def check(

@@ -7,8 +7,7 @@ from typing import Literal
 from megatron_cp_plugin.algorithms.head_split import HeadSplit, check_heads
 from megatron_cp_plugin.algorithms.ring import Ring
 from megatron_cp_plugin.core.algorithm import Algorithm
-from megatron_cp_plugin.core.document_layout import NAMED
-from megatron_cp_plugin.core.layout import Layout
+from megatron_cp_plugin.core.layout import Contiguous, Layout, Zigzag
 from megatron_cp_plugin.core.pipeline import check_chunks
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ConfigError
@@ -74,8 +73,8 @@ class Usp(HeadSplit):
         """See Algorithm.layout_for."""
         assert isinstance(options, cls.Options)
         if options.layout != "auto":
-            return NAMED[options.layout]
-        return NAMED["zigzag" if options.ring == "zigzag" else "contiguous"]
+            return super().layout_for(options)
+        return Zigzag() if options.ring == "zigzag" else Contiguous()
 
     @classmethod
     def check(

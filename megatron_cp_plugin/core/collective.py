@@ -6,50 +6,28 @@ computed, the next one comes and results of the last one leave.
 B batch, S local tokens, T tokens of a team, H query heads, G KV heads, D head dim.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_cp_plugin.core.algorithm import Call, Gradients, attend_block, differentiate_block
-from megatron_cp_plugin.core.assembly import Assembly, padded
-from megatron_cp_plugin.core.comm import Communicator, Pending
+from megatron_cp_plugin.core.comm import Pending
 from megatron_cp_plugin.core.kernel import Statistics
 from megatron_cp_plugin.core.partial import (
     Accumulator,
     GradientSum,
     accumulation_dtype,
     delta_of,
-    merge_all_into,
 )
 from megatron_cp_plugin.core.pipeline import HeadGroup, pipeline
 from megatron_cp_plugin.core.plan import OF_KEYS, OF_ROWS, Move, TensorNames
+from megatron_cp_plugin.core.team import Named, Operation, Rows, Team, heads_of, together, token_dim
 from megatron_cp_plugin.core.tiles import Part
 
-Tensors = tuple[Tensor, ...]
-Named = Mapping[str, Tensor]
-Rows = tuple[slice, Tensors]  # results for some rows of a team's queries, or keys
 Compute = Callable[[HeadGroup, Named, Sequence[GradientSum]], Iterator[Rows]]
-EVERYTHING = slice(None)
-
-
-class Operation(NamedTuple):
-    """What the ranks of a team send each other at a time.
-
-    Attributes: messages: the tensors; those in one tuple travel as one. heads: of which they are.
-        wide: results travel in float32, not in the model's dtype.
-    """
-
-    messages: tuple[TensorNames, ...]
-    heads: HeadGroup
-    wide: bool
-
-    @property
-    def names(self) -> TensorNames:
-        """Of all tensors."""
-        return tuple(name for message in self.messages for name in message)
 
 
 class Round(NamedTuple):
@@ -75,129 +53,6 @@ def rounds(moves: Iterable[Move], groups: Sequence[HeadGroup]) -> tuple[Round, .
     )
 
 
-class Team(ABC):
-    """Ranks whose tensors come together. Attributes: order: of their tokens."""
-
-    def __init__(self, inward: Communicator, outward: Communicator, order: Assembly) -> None:
-        """Args: inward, outward: channels to where they are computed with, and back."""
-        self.order = order
-        self._inward, self._outward = inward, outward
-
-    @abstractmethod
-    def gather(self, message: TensorNames, given: Named, heads: HeadGroup) -> Pending[Tensors]:
-        """[B,S,heads,D] -> [B,T,heads,D], rows [B,H,S] -> [B,H,T]; of all that is given."""
-
-    @abstractmethod
-    def scatter(
-        self, operation: Operation, results: Iterable[Rows], targets: Named
-    ) -> Pending[None]:
-        """Brings results for a team's tokens to where these are, into some heads of targets."""
-
-
-class GatheringTeam(Team):
-    """Every rank gets the tokens of all, and finds a part of the results for all."""
-
-    def gather(self, message: TensorNames, given: Named, heads: HeadGroup) -> Pending[Tensors]:
-        """See Team.gather; tensors travel and are put in order as one."""
-        own = [heads_of(name, given[name], heads) for name in message]
-        if message[0] in OF_ROWS:
-            rows = self._inward.all_gather(padded(torch.stack(own), 3, self.order.width))
-            return rows.then(lambda gathered: self.order.join(gathered, 3).unbind())
-        widths = [x.shape[3] for x in own]
-        coming = self._inward.all_gather(padded(torch.cat(own, -1), 1, self.order.width))
-        return coming.then(lambda gathered: self.order.join(gathered, 1).split(widths, -1))
-
-    def scatter(
-        self, operation: Operation, results: Iterable[Rows], targets: Named
-    ) -> Pending[None]:
-        """See Team.scatter: partial outputs are merged, gradients summed."""
-        own = [heads_of(name, targets[name], operation.heads) for name in operation.names]
-        blocks, lses = self._placed(own, results, wide=operation.wide)
-        if lses is None:
-            summed = _sum_scatter(self._outward, blocks)
-            widths = [x.shape[3] for x in own]
-
-            def add() -> None:
-                for target, total in zip(own, summed.wait().split(widths, -1), strict=True):
-                    target.copy_(total[:, : target.shape[1]])
-
-            return Pending(add)
-        out, lse = own
-        partials, statistics = (self._outward.all_to_all(x) for x in (blocks, lses))
-
-        def merge() -> None:
-            tokens = out.shape[1]
-            merge_all_into(
-                out, lse, partials.wait()[:, :, :tokens], statistics.wait()[..., :tokens]
-            )
-
-        return Pending(merge)
-
-    def _placed(
-        self, own: Sequence[Tensor], results: Iterable[Rows], *, wide: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """Results by member: tensors [n,B,S,heads,D] as one, and [n,B,heads,S] if there is lse.
-
-        Args: own: where those for the own tokens belong.
-        """
-        widths = [x.shape[3] for x in own if x.dim() == 4]
-        like = own[0]
-        dtype = accumulation_dtype(like.dtype) if wide else like.dtype
-        blocks = self._blocks((*like.shape[:3], sum(widths)), 1, like, dtype)
-        rows_of = [self._blocks(x.shape, 2, x, x.dtype) for x in own if x.dim() == 3]
-        for rows, tensors in results:
-            for place, x in zip((*blocks.split(widths, -1), *rows_of), tensors, strict=True):
-                self.order.place(place, _token_dim(x), rows, x)
-        return blocks, (rows_of[0] if rows_of else None)
-
-    def _blocks(self, shape: Sequence[int], dim: int, like: Tensor, dtype: torch.dtype) -> Tensor:
-        """An empty tensor of one block for each member, with tokens along `dim` of a block."""
-        block = (*shape[:dim], self.order.width, *shape[dim + 1 :])
-        return like.new_empty((self.order.members, *block), dtype=dtype)
-
-
-class ExchangingTeam(Team):
-    """U ranks that split the heads: every rank gets the tokens of all, for its share of them."""
-
-    def gather(self, message: TensorNames, given: Named, heads: HeadGroup) -> Pending[Tensors]:
-        """See Team.gather; the group is one of every share."""
-        (name,) = message
-        return self.come(given[name], _part(name, heads)).then(lambda x: (x,))
-
-    def scatter(
-        self, operation: Operation, results: Iterable[Rows], targets: Named
-    ) -> Pending[None]:
-        """See Team.scatter."""
-        ((_, tensors),) = results
-        return together(
-            [
-                self.leave(x.to(targets[name].dtype), targets[name], _part(name, operation.heads))
-                for name, x in zip(operation.names, tensors, strict=True)
-            ]
-        )
-
-    def come(self, x: Tensor, heads: slice = EVERYTHING) -> Pending[Tensor]:
-        """[B,S,U*h,D] -> [B,T,those of this rank's h heads,D], contiguous; [B,U*h,S] likewise."""
-        tokens = _token_dim(x)
-        blocks = _shares(x, self.order.members, heads).movedim(3 - tokens, 0)
-        coming = self._inward.all_to_all(padded(blocks, _token_dim(x, 1), self.order.width))
-        return coming.then(lambda received: self.order.join(received, tokens).contiguous())
-
-    def leave(self, x: Tensor, target: Tensor, heads: slice = EVERYTHING) -> Pending[None]:
-        """Sends [B,T,heads,D] or [B,heads,T] back to where the tokens are: to those heads of every
-        rank's share in target [B,S,U*h,D] or [B,U*h,S].
-        """
-        tokens = _token_dim(x)
-        under_way = self._outward.all_to_all(self.order.split(x, tokens))
-        place = _shares(target, self.order.members, heads)
-
-        def finish(received: Tensor) -> None:
-            own = received.narrow(1 + tokens, 0, target.shape[tokens])
-            place.copy_(own.movedim(0, 3 - tokens))
-
-        return under_way.then(finish)
-
-
 def follow(
     plan: Sequence[Round],
     teams: Mapping[bool, Team],
@@ -214,69 +69,88 @@ def follow(
         compute: yields results for queries, and adds those for keys to the sums that it is given.
         kept: what came together before, by group of heads.
     """
-    shared: dict[str, Tensor] = {}  # what came, and is not used up
-    sums: list[GradientSum] = []
+    run = _Run(plan, teams, given, targets, compute, kept)
+    pipeline(range(len(plan)), run.arrive, run.work)
 
-    def arrive(index: int) -> Pending[Named]:
-        heads, inputs, _ = plan[index]
+
+@dataclass
+class _Run:
+    """One rank on its way through a plan.
+
+    Attributes: as in `follow`. shared: what came and is not used up. sums: for keys of the group.
+    """
+
+    plan: Sequence[Round]
+    teams: Mapping[bool, Team]
+    given: Named
+    targets: Named
+    compute: Compute
+    kept: Sequence[Named]
+    shared: dict[str, Tensor] = field(default_factory=dict)
+    sums: list[GradientSum] = field(default_factory=list)
+
+    def arrive(self, index: int) -> Pending[Named]:
+        """Posts what a group of heads needs."""
         coming = [
-            (message, teams[message[0] in OF_KEYS].gather(message, given, operation.heads))
-            for operation in inputs
+            (
+                message,
+                self.teams[message[0] in OF_KEYS].gather(message, self.given, operation.heads),
+            )
+            for operation in self.plan[index].inputs
             for message in operation.messages
         ]
 
         def finish() -> Named:
             for message, tensors in coming:
-                shared.update(zip(message, tensors.wait(), strict=True))
+                self.shared.update(zip(message, tensors.wait(), strict=True))
             coming.clear()
-            held = dict(kept[index]) if kept else {}
-            for name in given:
-                if name in OF_ROWS and name in shared:
-                    held[name] = shared[name][:, heads.q].contiguous()
-                elif name in shared:
-                    held[name] = shared[name]
-                    if heads.last or name not in OF_KEYS:
-                        del shared[name]
-                else:
-                    held[name] = heads_of(name, given[name], heads)
-            return held
+            heads = self.plan[index].heads
+            kept = self.kept[index] if self.kept else {}
+            return {**kept, **{name: self._held(name, heads) for name in self.given}}
 
         return Pending(finish)
 
-    def work(index: int, held: Named) -> Pending[None]:
-        heads, _, operations = plan[index]
+    def _held(self, name: str, heads: HeadGroup) -> Tensor:
+        """A tensor of a group of heads, of all tokens of the team if it came together."""
+        if name not in self.shared:
+            return heads_of(name, self.given[name], heads)
+        if name in OF_ROWS:  # of all heads
+            return self.shared[name][:, heads.q].contiguous()
+        last = heads.last or name not in OF_KEYS
+        return self.shared.pop(name) if last else self.shared[name]
+
+    def work(self, index: int, held: Named) -> Pending[None]:
+        """Computes with a group of heads, and posts what leaves then."""
+        heads, leaving = self.plan[index].heads, []
         if heads.first:
-            sums[:] = GradientSum(held["k"]), GradientSum(held["v"])
-        results = compute(heads, held, sums)
-        of_queries = ("out", "lse") if "out" in targets else ("dq",)
-        if of_queries[0] in targets:
-            leaving = [scatter(operations, of_queries, results, heads)]
-        else:
-            leaving = []
-            for _ in results:
-                pass  # they add those for keys
-        if heads.last and "dk" in targets:
-            leaving.append(scatter(operations, ("dk", "dv"), _of_keys(sums), heads))
-        elif heads.last:
-            sums.clear()
+            self.sums[:] = GradientSum(held["k"]), GradientSum(held["v"])
+        results = self.compute(heads, held, self.sums)
+        of_queries = ("out", "lse") if "out" in self.targets else ("dq",)
+        if of_queries[0] in self.targets:
+            leaving.append(self._leave(index, of_queries, results))
+        for _ in results:
+            pass  # nobody wants them, but those for keys are made with them
+        if heads.last and "dk" in self.targets:
+            leaving.append(self._leave(index, ("dk", "dv"), self._of_keys()))
+        if heads.last:
+            self.sums.clear()
         return together(leaving)
 
-    def scatter(
-        operations: Sequence[Operation],
-        names: TensorNames,
-        results: Iterator[Rows],
-        heads: HeadGroup,
-    ) -> Pending[None]:
-        for operation in operations:
+    def _leave(self, index: int, names: TensorNames, results: Iterator[Rows]) -> Pending[None]:
+        """Brings results to where they belong: here, if the plan has nothing else for them."""
+        for operation in self.plan[index].results:
             if operation.names == names:
-                return teams[names[0] in OF_KEYS].scatter(operation, results, targets)
+                return self.teams[names[0] in OF_KEYS].scatter(operation, results, self.targets)
         for rows, tensors in results:
             for name, x in zip(names, tensors, strict=True):
-                own, dim = heads_of(name, targets[name], heads), _token_dim(x)
-                own.narrow(dim, rows.start, x.shape[dim]).copy_(x)
+                own = heads_of(name, self.targets[name], self.plan[index].heads)
+                own.narrow(token_dim(x), rows.start, x.shape[token_dim(x)]).copy_(x)
         return Pending(lambda: None)
 
-    pipeline(range(len(plan)), arrive, work)
+    def _of_keys(self) -> Iterator[Rows]:
+        tensors = tuple(total.held for total in self.sums)
+        self.sums.clear()
+        yield slice(0, tensors[0].shape[1]), tensors
 
 
 def forward(
@@ -344,52 +218,6 @@ def differentiate(parts: Sequence[Part], call: Call) -> Compute:
             yield part.rows, (dq.held,)
 
     return compute
-
-
-def together(all_of: Sequence[Pending[None]]) -> Pending[None]:
-    """Several operations as one."""
-
-    def finish() -> None:
-        for pending in all_of:
-            pending.wait()
-
-    return Pending(finish)
-
-
-def heads_of(name: str, x: Tensor, heads: HeadGroup) -> Tensor:
-    """Those of a tensor: [B,S,heads,D], rows [B,heads,S]."""
-    return x[:, heads.q] if x.dim() == 3 else x[:, :, _part(name, heads)]
-
-
-def _part(name: str, heads: HeadGroup) -> slice:
-    return heads.kv if name in OF_KEYS else heads.q
-
-
-def _token_dim(x: Tensor, before: int = 0) -> int:
-    """Of [B,S,heads,D] or [B,heads,S]. Args: before: dimensions that will be put before these."""
-    return before + (1 if x.dim() == 4 else 2)
-
-
-def _shares(x: Tensor, members: int, heads: slice) -> Tensor:
-    """[B,S,U*h,D] -> [B,S,U,heads,D], rows [B,U*h,S] -> [B,U,heads,S], as a view."""
-    if x.dim() == 4:
-        return x.unflatten(2, (members, -1))[:, :, :, heads]
-    return x.unflatten(1, (members, -1))[:, :, heads]
-
-
-def _of_keys(sums: list[GradientSum]) -> Iterator[Rows]:
-    tensors = tuple(total.held for total in sums)
-    sums.clear()
-    yield slice(0, tensors[0].shape[1]), tensors
-
-
-def _sum_scatter(comm: Communicator, blocks: Tensor) -> Pending[Tensor]:
-    """The sum over ranks of this rank's block, [n, ...] -> [...], each addend rounded only once."""
-    wide = accumulation_dtype(blocks.dtype)
-    # A reduction adds up in the dtype that travels; with two ranks that is one rounding too.
-    if blocks.dtype == wide or comm.size == 2:
-        return comm.reduce_scatter(blocks)
-    return comm.all_to_all(blocks).then(lambda received: received.sum(0, dtype=wide))
 
 
 def _reach(part: Part) -> int:

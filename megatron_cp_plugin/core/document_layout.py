@@ -46,7 +46,7 @@ class PerDocument(Layout):
         return _ZIGZAG.multiple(size)
 
     def within(self, documents: tuple[int, ...]) -> "PerDocument":
-        return PerDocument(documents)
+        return PerDocument(documents) if documents else self
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,9 @@ class PaddedDocuments(Layout):
     """Zigzag inside each document, all padded to multiples of 2P: equal causal work, whatever the
     documents. What frameworks around Megatron cut packed ("thd") batches by.
 
-    Of each document, cut into 2P equal chunks, rank p has numbers p and 2P-1-p, one document after
-    another. Padding is a document's last tokens, which no other one sees under a causal mask.
-    Without documents this is the zigzag layout.
+    Of each document, cut into 2P equal chunks (one, of any length, if P = 1), rank p has numbers p
+    and 2P-1-p, one document after another. Padding is a document's last tokens, which no other one
+    sees under a causal mask. Without documents this is the zigzag layout.
 
     Attributes: documents: as of `document_starts`, of padded lengths.
 
@@ -74,10 +74,10 @@ class PaddedDocuments(Layout):
         return _ZIGZAG.length(rank, size, seq_len)
 
     def multiple(self, size: int) -> int:
-        return _ZIGZAG.multiple(size)
+        return _ZIGZAG.multiple(size) if size > 1 else 1
 
     def within(self, documents: tuple[int, ...]) -> "PaddedDocuments":
-        return PaddedDocuments(documents)
+        return PaddedDocuments(documents) if documents else self
 
 
 _ZIGZAG = Zigzag()
@@ -92,6 +92,8 @@ def _chunks_of_each(bounds: tuple[int, ...], size: int) -> tuple[tuple[Span, ...
 
     Raises: ContextParallelError if a length is no multiple of 2P.
     """
+    if size == 1:
+        return ((Span(0, bounds[-1]),),)
     multiple = _ZIGZAG.multiple(size)
     found: list[list[Span]] = [[] for _ in range(size)]
     for number, (start, stop) in enumerate(pairwise(bounds), 1):

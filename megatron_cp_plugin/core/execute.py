@@ -69,7 +69,7 @@ class Pass(ABC):
         """Adds what another rank found for some rows of the own block."""
 
     def settle(self) -> None:  # noqa: B027  (sums are made at once)
-        """Adds what was accepted, if it is not: the next results come into the same buffers."""
+        """Adds what was accepted, if it waits for that: the next results overwrite it."""
 
     @abstractmethod
     def close(self, heads: HeadGroup, of_keys: bool, others: Tensors | None) -> None:
@@ -122,7 +122,8 @@ class _Run:
         self._earlier: dict[BlockId, Tensors] = {}  # sums of ranks before this one
         # Results for the own block that have come, by the first head and whether it is of keys.
         self._came: Counter[tuple[int, bool]] = Counter()
-        self._ended: HeadGroup | None = None  # computed, but for results that are under way
+        # Heads whose queries, or keys (true), still get results that are under way.
+        self._ended: list[tuple[HeadGroup, bool]] = []
         # What is under way, by the step that needs it.
         self._inputs: dict[int, list[Pending[Arrived]]] = {}
         self._results: dict[int, list[Pending[Arrived]]] = {}
@@ -146,12 +147,12 @@ class _Run:
             work.retained = tuple(x.clone() for x in self._held[self._parts.retained])
         self.take_results(turn.step)
         for exchange in turn.results:
+            if exchange.receives:
+                work.settle()
             channel = self._channels.slow_results if exchange.slow else self._channels.results
             self._results.setdefault(exchange.needed, []).append(self._post(channel, exchange))
         if turn.last:
-            self._ended = turn.heads
-            if self._relay or not self._results:
-                self._close_ended()
+            self._end(turn.heads)
         if not overlap:
             self.take_results(None)
             self._post_inputs(turn)
@@ -160,20 +161,22 @@ class _Run:
         """Waits for the results that a step needs, or all, and adds them where they belong."""
         for needed in sorted(self._results) if step is None else (step,):
             for pending in self._results.pop(needed, ()):
-                arrived = pending.wait()
-                for move, tensors in arrived:
+                for move, tensors in pending.wait():
                     self._take(move, tensors)
-                if not arrived:
-                    self._work.settle()
         self._close_ended()
 
+    def _end(self, heads: HeadGroup) -> None:
+        """Closes what gets no results any more. A relay's last one closes, see `_take`."""
+        for of_keys in (False, True):
+            if not self._parts.awaited[of_keys]:
+                self._work.close(heads, of_keys, None)
+            elif not self._relay:
+                self._ended.append((heads, of_keys))
+
     def _close_ended(self) -> None:
-        """Ends the sums of heads to which nothing comes any more; relays end theirs themselves."""
-        if self._ended is not None:
-            for of_keys in (False, True):
-                if not self._relay or not self._parts.awaited[of_keys]:
-                    self._work.close(self._ended, of_keys, None)
-            self._ended = None
+        for heads, of_keys in self._ended:
+            self._work.close(heads, of_keys, None)
+        self._ended.clear()
 
     def _take(self, move: Move, tensors: Tensors) -> None:
         (owner,) = move.block.owners

@@ -86,7 +86,10 @@ class Layout(ABC):
         return sum(map(len, self.spans(rank, size, seq_len)))
 
     def within(self, documents: tuple[int, ...]) -> "Layout":
-        """The layout of a sequence of documents, as of `document_starts`; for most the same."""
+        """The layout of a sequence of documents, as of `document_starts`; for most the same.
+
+        Without documents that of the ones that it has already.
+        """
         return self
 
 

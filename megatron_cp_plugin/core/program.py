@@ -114,8 +114,14 @@ def program(plan: Plan, rank: int) -> Program:
 
 
 def during(plan: Plan) -> tuple[Move, ...]:
-    """Moves, without those that bring keys to their holders beforehand and gradients home after."""
+    """Moves without those `outside` of all steps."""
     return tuple(m for m in plan.moves if m.needed >= 0 and m.posted < plan.steps)
+
+
+@lru_cache(maxsize=256)
+def outside(plan: Plan) -> tuple[Move, ...]:
+    """Moves that bring keys to their holders beforehand, or gradients to their owners after."""
+    return tuple(m for m in plan.moves if m.needed < 0 or m.posted >= plan.steps)
 
 
 def _keys_of(plan: Plan, rank: int) -> int:
