@@ -3,10 +3,10 @@ PY := .venv/bin/python
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup smoke test lint format lock clean
+.PHONY: help setup smoke test test-all lint format lock clean
 
 help: ## List the targets
-	@awk 'BEGIN {FS = ":.*## "} /^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: ## Make .venv from requirements.lock (PYTHON=/path/to/python3.12 to choose the Python)
 	@scripts/setup.sh $(if $(PYTHON),--python "$(PYTHON)")
@@ -15,7 +15,10 @@ smoke: setup ## Train a small GPT on real text, CP 1 and 4, and compare with Meg
 	@$(PY) scripts/prepare_data.py --output data/stdlib
 	@$(PY) scripts/convergence_smoke.py --config configs/tiny_zigzag.yaml --algos zigzag --cp 1,4 $(ARGS)
 
-test: setup ## Run the tests (ARGS="-k layout" to choose)
+test: setup ## Run the tests but the slow ones (ARGS="-k layout" to choose)
+	@$(PY) -m pytest -m "not slow" $(ARGS)
+
+test-all: setup ## Run all tests
 	@$(PY) -m pytest $(ARGS)
 
 lint: setup ## ruff and mypy

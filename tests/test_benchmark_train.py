@@ -101,7 +101,6 @@ def test_operations_of_a_weight_are_six_a_token(shape: str, billions: float) -> 
     assert weights / 1e9 == pytest.approx(billions, rel=1e-3)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_job_measures_until_memory_is_exhausted(tmp_path: Path) -> None:
     gate = tmp_path / "gate"

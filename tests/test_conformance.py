@@ -15,6 +15,7 @@ from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.core.comm import CommunicationLog
 from megatron_cp_plugin.core.documents import document_starts
 from megatron_cp_plugin.core.layout import Contiguous, Layout, shard, unshard
+from megatron_cp_plugin.core.plan import Plan
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask, visible_pairs
 from megatron_cp_plugin.core.topology import Topology
@@ -138,22 +139,23 @@ def assert_plan_is_kept(
     *,
     peer_access: bool = True,
 ) -> None:
-    """Ranks sent what their plan says; it computes the pairs that the mask lets through.
+    """All ranks have one plan, sent what it says, and it computes the pairs of the mask.
 
     Args: peer_access: of the run.
     """
 
-    def compare(topology: Topology) -> None:
+    def compare(topology: Topology) -> Plan:
         algorithm, rank = create(case.algo, topology, dict(case.options)), topology.rank
         traffic = algorithm.traffic(shape, mask, rank)
         assert log.bytes(rank=rank, phase="forward") == traffic.forward_bytes
         assert log.messages(rank=rank, phase="forward") == traffic.forward_messages
         assert log.bytes(rank=rank, phase="backward") == traffic.backward_bytes
         assert log.messages(rank=rank, phase="backward") == traffic.backward_messages
-        plan = algorithm.plan(shape, mask)
-        assert sum(map(plan.pairs, plan.computes)) == visible_pairs(shape.seq_len, mask)
+        return algorithm.plan(shape, mask)
 
-    run_virtual(size, compare, peer_access=peer_access)
+    plan, *others = run_virtual(size, compare, peer_access=peer_access)
+    assert all((p.computes, p.moves) == (plan.computes, plan.moves) for p in others)
+    assert sum(map(plan.pairs, plan.computes)) == visible_pairs(shape.seq_len, mask)
 
 
 ALL_CASES = [
@@ -162,6 +164,77 @@ ALL_CASES = [
     for case in cases(size)
     if size in (1, 2, 3, 4, 5, 8) or case.algo == "distflash"
 ]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is computed.
+
+    Attributes:
+        length: how the tokens are divided: "even", "uneven", or "shortest": chunks of one token.
+        value_dim: of v and out. peer_access: see `run`.
+    """
+
+    causal: bool
+    heads: str
+    length: str = "even"
+    dtype: torch.dtype = torch.float64
+    value_dim: int = HEAD_DIM
+    peer_access: bool = True
+
+    def __str__(self) -> str:
+        return f"{'causal' if self.causal else 'full'}-{self.heads}"
+
+    def seq_len(self, case: Case, size: int) -> int:
+        multiple = layout_of(case.algo, dict(case.options)).multiple(size)
+        lengths = {"even": 6 * size, "uneven": 7 * size + size // 2 + 1, "shortest": multiple}
+        return lengths[self.length]
+
+
+# Each mask with each ratio of heads. In float64 a wrong value shows, in bfloat16 a wrong dtype.
+PROBLEMS = [
+    Problem(True, "MHA", "uneven"),
+    Problem(True, "GQA", dtype=torch.bfloat16),
+    Problem(True, "MQA", "shortest", value_dim=12, peer_access=False),
+    Problem(False, "MHA", value_dim=5, peer_access=False),
+    Problem(False, "GQA", "uneven", value_dim=12),
+    Problem(False, "MQA", dtype=torch.bfloat16, value_dim=5),
+]
+# Results that are summed in float32 and rounded once are off by up to 3.9e-3 in bfloat16.
+BOUNDS = {torch.float64: 1e-10, torch.bfloat16: 5e-3}
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
+@pytest.mark.parametrize(("case", "size"), ALL_CASES)
+def test_equals_unsplit_attention_and_keeps_its_plan(
+    case: Case, size: int, problem: Problem
+) -> None:
+    """Output, all gradients, bytes, messages and pairs."""
+    n_heads, kv_heads = HEADS[problem.heads]
+    seq_len, narrow = problem.seq_len(case, size), problem.dtype == torch.bfloat16
+    expected = expected_attention(
+        batch=2,
+        seq_len=seq_len,
+        heads=n_heads,
+        kv_heads=kv_heads,
+        head_dim=HEAD_DIM,
+        value_dim=problem.value_dim,
+        causal=problem.causal,
+        dtype=problem.dtype,
+    )
+    results, log = run(
+        case,
+        expected,
+        size,
+        causal=problem.causal,
+        kernel="reference" if narrow else "auto",
+        peer_access=problem.peer_access,
+    )
+    assert_matches(case, results, expected, BOUNDS[problem.dtype])
+    element, wide = (2, 4) if narrow else (8, 8)
+    shape = Shape(2, seq_len, n_heads, kv_heads, HEAD_DIM, element, wide, problem.value_dim)
+    peer_access = problem.peer_access
+    assert_plan_is_kept(case, size, shape, Mask(problem.causal), log, peer_access=peer_access)
 
 
 class Plain(Ring):
@@ -182,117 +255,11 @@ def test_an_algorithm_without_options_is_run_as_it_is(monkeypatch: pytest.Monkey
     monkeypatch.setattr(registry, "_algorithms", dict(registry._algorithms))
     cp.register("plain")(Plain)
     (case,) = (case for case in cases(3) if case.algo == "plain")
-    test_equals_unsplit_attention(case, 3, True, "GQA")
-    test_bytes_are_those_of_the_formula(case, 3, True, "GQA")
+    for problem in PROBLEMS:
+        test_equals_unsplit_attention_and_keeps_its_plan(case, 3, problem)
 
 
-@pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-@pytest.mark.parametrize(("case", "size"), ALL_CASES)
-def test_equals_unsplit_attention(case: Case, size: int, causal: bool, heads: str) -> None:
-    n_heads, kv_heads = HEADS[heads]
-    expected = expected_attention(
-        batch=2,
-        seq_len=6 * size,
-        heads=n_heads,
-        kv_heads=kv_heads,
-        head_dim=HEAD_DIM,
-        causal=causal,
-    )
-    results, _ = run(case, expected, size, causal=causal)
-    assert_matches(case, results, expected, bound=1e-10)
-
-
-@pytest.mark.parametrize(("case", "size"), ALL_CASES)
-def test_one_token_chunks(case: Case, size: int) -> None:
-    """The shortest sequence that the layout divides equally: chunks of one token."""
-    seq_len = layout_of(case.algo, dict(case.options)).multiple(size)
-    expected = expected_attention(
-        seq_len=seq_len, heads=4, kv_heads=2, head_dim=HEAD_DIM, causal=True
-    )
-    results, _ = run(case, expected, size, causal=True)
-    assert_matches(case, results, expected, bound=1e-10)
-
-
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-@pytest.mark.parametrize(("case", "size"), ALL_CASES)
-def test_uneven_ranks(case: Case, size: int, causal: bool) -> None:
-    """A sequence that no layout divides equally."""
-    expected = expected_attention(
-        seq_len=7 * size + size // 2 + 1, heads=4, kv_heads=2, head_dim=HEAD_DIM, causal=causal
-    )
-    results, _ = run(case, expected, size, causal=causal)
-    assert_matches(case, results, expected, bound=1e-10)
-
-
-@pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-@pytest.mark.parametrize(("case", "size"), ALL_CASES)
-def test_bytes_are_those_of_the_formula(case: Case, size: int, causal: bool, heads: str) -> None:
-    n_heads, kv_heads = HEADS[heads]
-    seq_len = 4 * size
-    expected = expected_attention(
-        batch=2,
-        seq_len=seq_len,
-        heads=n_heads,
-        kv_heads=kv_heads,
-        head_dim=HEAD_DIM,
-        causal=causal,
-        dtype=torch.bfloat16,
-    )
-    _, log = run(case, expected, size, causal=causal, kernel="reference")
-    shape = Shape(2, seq_len, n_heads, kv_heads, HEAD_DIM)
-    assert_plan_is_kept(case, size, shape, Mask(causal), log)
-
-
-@pytest.mark.parametrize(("heads", "value_dim"), [("MHA", 5), ("GQA", 12)])
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-@pytest.mark.parametrize(("case", "size"), ALL_CASES)
-def test_values_of_another_width(
-    case: Case, size: int, causal: bool, heads: str, value_dim: int
-) -> None:
-    """As in multi-latent attention: results, bytes and messages."""
-    n_heads, kv_heads = HEADS[heads]
-    seq_len = layout_of(case.algo, dict(case.options)).multiple(size) * 2
-    expected = expected_attention(
-        seq_len=seq_len,
-        heads=n_heads,
-        kv_heads=kv_heads,
-        head_dim=HEAD_DIM,
-        value_dim=value_dim,
-        causal=causal,
-    )
-    # The suite's other tests have peer access.
-    results, log = run(case, expected, size, causal=causal, peer_access=False)
-    assert_matches(case, results, expected, bound=1e-10)
-    shape = Shape(
-        1,
-        seq_len,
-        n_heads,
-        kv_heads,
-        HEAD_DIM,
-        element_bytes=8,
-        wide_bytes=8,
-        value_dim=value_dim,
-    )
-    assert_plan_is_kept(case, size, shape, Mask(causal), log, peer_access=False)
-
-
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-@pytest.mark.parametrize(("case", "size"), ALL_CASES)
-def test_the_plan_computes_every_visible_pair_once(case: Case, size: int, causal: bool) -> None:
-    seq_len = 7 * size + 1
-    options = dict(case.options)
-    shape, mask = Shape(1, seq_len, 4, 4, HEAD_DIM), Mask(causal)
-    plans = run_virtual(
-        size, lambda topology: create(case.algo, topology, options).plan(shape, mask)
-    )
-    assert all((p.computes, p.moves) == (plans[0].computes, plans[0].moves) for p in plans)
-    assert sum(map(plans[0].pairs, plans[0].computes)) == visible_pairs(seq_len, mask)
-
-
-@pytest.mark.parametrize("size", [2, 3, 4, 5, 8])
-@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize(("size", "kv_heads"), [(2, 4), (5, 2), (2, 1), (3, 1)])
 @pytest.mark.parametrize("rule", ["kv", "query"])
 @pytest.mark.parametrize(("algo", "causal"), [("zigzag", True), ("zigzag", False), ("ring", False)])
 def test_ring_bytes_by_hand(algo: str, causal: bool, rule: str, kv_heads: int, size: int) -> None:

@@ -18,9 +18,10 @@ from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.core.virtual import run_virtual
 from megatron_cp_plugin.errors import ContextParallelError
 from tests.oracle import expected_attention
+from tests.pairwise import pairwise
 from tests.test_conformance import Case, assert_matches, assert_plan_is_kept, run
 from tests.test_windows import CASES as STATIC
-from tests.test_windows import EVEN
+from tests.test_windows import divides
 
 CASES = [
     *STATIC,
@@ -78,11 +79,9 @@ PACKINGS = {
 }
 
 
-@pytest.mark.parametrize("kernel", ["torch_cpu", "reference"])
-@pytest.mark.parametrize("packing", PACKINGS)
 @pytest.mark.parametrize(
-    ("case", "size"),
-    [(c, n) for c in CASES for n in (2, 4, 5) if n < 5 or c.algo not in EVEN],
+    ("case", "size", "packing", "kernel"),
+    pairwise(CASES, (2, 3, 4, 5), tuple(PACKINGS), ("torch_cpu", "reference"), allowed=divides),
     ids=str,
 )
 def test_equals_unsplit_attention(case: Case, size: int, packing: str, kernel: str) -> None:

@@ -63,7 +63,7 @@ def test_where_the_grid_loses() -> None:
 
 
 def test_what_cannot_be_served_is_a_dash() -> None:
-    table = {row[0]: row[1:] for row in traffic_table.rows(32, 32)}
+    table = {row[0]: row[1:] for row in traffic_table.rows(32, 32, (4, 9))}
     assert table["ulysses"][-1] == "-"
-    assert table["attention2d"][-1].endswith("(8x8)")
-    assert traffic_table.markdown(32, 8).count("\n") == len(LINES) + 1
+    assert table["attention2d"][-1].endswith("(3x3)")
+    assert traffic_table.markdown(32, 8, (4, 9)).count("\n") == len(LINES) + 1

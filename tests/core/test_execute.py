@@ -82,6 +82,14 @@ def test_copy_engines_find_what_they_need(
         assert len({(channel._turn, channel.held_bytes) for channel in channels}) == 1
 
 
+@pytest.mark.parametrize("gradients", ["float32", "model"])
+def test_sums_that_a_rank_passes_on_as_they_came(gradients: str) -> None:
+    """Rank 4 has nothing to add to the gradients of rank 1's keys, and ranks around it have."""
+    options: dict[str, object] = {"backward": "kv", "gradients": gradients, "chunks": 1}
+    (channels, *_) = compare("zigzag", options, 5, Mask(documents=(2, 8, 9)), 15)
+    assert channels["sums", 1]._turn > 0
+
+
 @pytest.mark.parametrize(("algo", "options"), CASES, ids=str)
 def test_copy_engines_are_used_where_each_rank_has_one_peer_at_a_time(
     algo: str, options: dict[str, object]

@@ -108,9 +108,14 @@ def test_sums_of_some_rows():
     assert GradientSum(torch.zeros(1, 4, 1, 2)).result().abs().sum() == 0
 
 
-def test_delta():
-    dout, out = torch.randn(2, 5, 3, 4), torch.randn(2, 5, 3, 4)
-    assert torch.allclose(delta_of(dout, out), torch.einsum("bshd,bshd->bhs", dout, out))
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_delta(dtype):
+    """Only what comes in is rounded, not what is summed."""
+    dout, out = torch.randn(2, 2, 5, 3, 4).to(dtype)
+    delta = delta_of(dout, out)
+    assert delta.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    expected = torch.einsum("bshd,bshd->bhs", dout.double(), out.double())
+    assert torch.allclose(delta.double(), expected, rtol=1e-6, atol=1e-6)
 
 
 def test_the_oracles_agree():

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_cp_plugin.core.algorithm import Algorithm, Traffic
+from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.derive import plan_of
 from megatron_cp_plugin.core.layout import LAYOUTS
 from megatron_cp_plugin.core.pipeline import head_groups
@@ -137,6 +138,35 @@ def test_any_placement_gives_a_correct_plan() -> None:
         for mask in (Mask(), Mask(False), Mask(documents=(3, 17))):
             for phase in PHASES:
                 check(plan_of(placement, Setting(5 * size + 1, mask, phase)))
+
+
+class _Halves(BlockPlacement):
+    """The rank that has the keys computes the second half of every block of queries."""
+
+    def place(self, query: int, key: int) -> Iterator[Place]:
+        distance = (query - key) % self.size
+        if distance:
+            yield Place(query, distance, part=(0, 2))
+            yield Place(key, distance, part=(1, 2))
+        else:
+            yield Place(query, 0)
+
+
+@pytest.mark.parametrize("mask", [Mask(), Mask(False), Mask(window=5)], ids=str)
+@pytest.mark.parametrize("phase", PHASES)
+def test_no_row_travels_in_vain(phase: Phase, mask: Mask) -> None:
+    placement = _Halves(LAYOUTS["contiguous"], 4, head_groups(4, 2, 1))
+    plan = plan_of(placement, Setting(26, mask, phase))
+    inputs = [move for move in plan.moves if not move.result]
+    assert {move.of_keys for move in inputs} == {True, False}
+    for move in inputs:
+        rows: set[int] = set()
+        for compute in plan.computes:
+            block = compute.keys if move.of_keys else compute.queries
+            if compute.rank == move.target and block.owners == move.block.owners:
+                slices = (tile.kv if move.of_keys else tile.q for tile in plan.tiles(compute))
+                rows.update(block.start + row for s in slices for row in range(s.start, s.stop))
+        assert (min(rows), max(rows) + 1) == (move.block.start, move.block.stop)
 
 
 def changed(plan: Plan, *, drop: Move | None = None, **of_first: object) -> Plan:

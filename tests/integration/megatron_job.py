@@ -10,10 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import megatron_cp_plugin
 from megatron_cp_plugin.harness.forks import ForkedJob, free_port
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "pretrain_gpt.py"
 LAUNCHER = ("-m", "megatron_cp_plugin.launch")
+# The same as a file, for `run_warm`.
+LAUNCH = Path(megatron_cp_plugin.__file__).with_name("launch.py")
 TIMEOUT_S = 240
 
 # The weights are large enough for attention to be sharp: with Megatron's default of 0.02 it is

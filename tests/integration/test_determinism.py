@@ -16,7 +16,7 @@ from tests.integration.megatron_job import (
     torchrun,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 # With two ranks, sums have two terms, and their order makes no difference.
 RANKS = 3

@@ -27,7 +27,6 @@ from megatron_cp_plugin.integration.spec import with_attention
 from tests.integration.megatron_job import TINY, run_warm
 from tests.integration.ranks import ALONE
 
-slow = pytest.mark.slow
 JOB = Path(__file__).with_name("gated_delta_net_job.py")
 WORDS = "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 "
 WORDS += "--linear-key-head-dim 8 --linear-value-head-dim 12 --linear-num-key-heads 4 "
@@ -49,7 +48,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Recording:
     return train(tmp_path_factory.mktemp("whole"), "--context-parallel-algo megatron")
 
 
-@slow
 @pytest.mark.parametrize(
     ("flags", "ranks"),
     [
@@ -80,7 +78,6 @@ def assert_equal(comparison: Comparison) -> None:
         assert any(f"self_attention.{part}" in name for name in comparison.gradients), part
 
 
-@slow
 @pytest.mark.parametrize(
     ("model", "split"),
     [
@@ -97,7 +94,6 @@ def test_beside_model_parallelism(tmp_path: Path, model: str, split: str) -> Non
     assert_equal(compare(reference, run, Tolerances()))
 
 
-@slow
 def test_another_layout_would_be_wrong(whole: Recording, tmp_path: Path) -> None:
     """So that the check can fail."""
     script = tmp_path / "without_the_check.py"

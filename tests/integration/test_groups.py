@@ -10,18 +10,15 @@ import pytest
 import torch
 from megatron.core import parallel_state
 
-import megatron_cp_plugin
 from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.core.process_groups import JointMaking
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration import groups
 from megatron_cp_plugin.integration.runtime import Runtime
-from tests.integration.megatron_job import TINY, run_warm
+from tests.integration.megatron_job import LAUNCH, TINY, run_warm
 
-slow = pytest.mark.slow
 JOB = Path(__file__).with_name("new_group_job.py")
-LAUNCH = Path(megatron_cp_plugin.__file__).with_name("launch.py")
 # Torch's own timeout is 30 minutes.
 SHORT = ("--distributed-timeout-minutes", "3", "--train-iters", "1")
 
@@ -36,7 +33,6 @@ def groups_after(folder: Path, flags: str) -> list[list[str]]:
     return [groups.split(", ") for groups in found.values()]
 
 
-@slow
 def test_stages_of_different_algorithms(tmp_path: Path) -> None:
     """The first stage's channel takes the given group; the second stage's two need another one."""
     flags = "--cp-layers lasp2,zigzag --cp-linear-model transnormer"
@@ -46,14 +42,12 @@ def test_stages_of_different_algorithms(tmp_path: Path) -> None:
         assert of_rank.count("2 3 CONTEXT_PARALLEL_GROUP") == 3
 
 
-@slow
 def test_interleaved_stages_and_groups_of_some_ranks(tmp_path: Path) -> None:
     flags = "--num-layers 4 --num-layers-per-virtual-pipeline-stage 1 "
     found = groups_after(tmp_path, flags + "--cp-layers zigzag,attention2d,usp,allgather")
     assert len({of_rank.count("2 3 CONTEXT_PARALLEL_GROUP") for of_rank in found}) == 1
 
 
-@slow
 def test_a_stage_without_attention(tmp_path: Path) -> None:
     flags = "--position-embedding-type rope --normalization RMSNorm --spec hybrid_job stack "
     flags += "--hybrid-layer-pattern *-|-- --untie-embeddings-and-output-weights "

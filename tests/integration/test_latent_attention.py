@@ -7,7 +7,7 @@ import pytest
 from megatron_cp_plugin.harness.parity import Recording, Tolerances, compare
 from tests.integration.megatron_job import SLOWLY, TINY, run_warm
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 # Heads of three dims: 24 of q and k, of which 8 are rotated, and 12 of v.
 LATENT = (

@@ -15,7 +15,7 @@ from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.integration import cpu, hooks, launch
 from megatron_cp_plugin.integration.args import split_flags
 from megatron_cp_plugin.integration.hooks import Hooks
-from tests.integration.megatron_job import LAUNCHER, TINY, Job, run
+from tests.integration.megatron_job import LAUNCHER, TINY, Job, run, run_warm
 
 # Prints which names of Megatron, torch and torch.cuda are others after `prepare`, and under which
 # names Megatron had what the table says is replaced.
@@ -150,8 +150,10 @@ def refused(job: Job) -> str:
          "zigzag, or --context-parallel-size 1"),
     ],
 )  # fmt: skip
-def test_all_ranks_refuse_with_one_line_and_exit_code_2(arguments: str, message: str) -> None:
-    assert refused(run(*TINY, *arguments.split(), ranks=2)) == message
+def test_all_ranks_refuse_with_one_line_and_exit_code_2(
+    arguments: str, message: str, tmp_path: Path
+) -> None:
+    assert refused(run_warm(tmp_path, *TINY, *arguments.split(), ranks=2)) == message
 
 
 @pytest.mark.parametrize(

@@ -304,7 +304,6 @@ def assert_same_training(job: Job, reference: Job) -> None:
     assert job.grad_norms == pytest.approx(reference.grad_norms, abs=1.1e-3)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("model", LINEAR_MODELS)
 def test_splitting_changes_no_loss(model: str, tmp_path: Path) -> None:
@@ -317,7 +316,6 @@ def test_splitting_changes_no_loss(model: str, tmp_path: Path) -> None:
     assert_same_training(job.succeeded(), whole)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_hybrid_and_its_checkpoint(tmp_path: Path) -> None:
     """Saved on one rank, loaded with other tensor, pipeline and context parallelism."""

@@ -18,11 +18,12 @@ from megatron_cp_plugin.harness.parity import Recording, Tolerances, compare
 from megatron_cp_plugin.integration.batch import Batches
 from megatron_cp_plugin.integration.inputs import serve_inputs
 from megatron_cp_plugin.integration.runtime import Runtime
-from tests.integration.megatron_job import LAUNCHER, SLOWLY, TINY, run, run_warm
+from tests.integration.megatron_job import LAUNCH, LAUNCHER, SLOWLY, TINY, Job, run, run_warm
 from tests.integration.ranks import ALONE, on_ranks
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
+HYBRID = Path(__file__).with_name("hybrid_job.py")
 DOCUMENTS = "--dataloader-inter-document-masking"
 END = 126  # of a document: the last id of --vocab-size 127
 LENGTHS = (1, 2, 3, 5, 9, 17, 40, 90)
@@ -126,21 +127,27 @@ def test_unmodified_script_of_a_checkout(
     if DOCUMENTS.removeprefix("--").replace("-", "_") not in checkout_script.read_text():
         pytest.skip(f"{checkout_script} has no {DOCUMENTS}")
     flags = [*model, *REFERENCES["rotary"].split()]
-    assert_same_losses(checkout_script, flags, algorithm, size=4)
-
-
-def test_hybrid_model(model: list[str]) -> None:
-    words = "--position-embedding-type rope --normalization RMSNorm --spec hybrid_job stack"
-    flags = [*model, *words.split(), "--hybrid-layer-pattern", "*-*-"]
-    assert_same_losses(Path(__file__).with_name("hybrid_job.py"), flags, "zigzag", size=2)
-
-
-def assert_same_losses(script: Path, flags: list[str], algorithm: str, size: int) -> None:
-    program = (*LAUNCHER, str(script))
+    program = (*LAUNCHER, str(checkout_script))
     reference = run(*flags, *OWN.split(), program=program).succeeded()
-    words = f"--context-parallel-algo {algorithm} --context-parallel-size {size}"
-    split = words.split()
-    job = run(*flags, DOCUMENTS, *split, ranks=size, program=program).succeeded()
+    job = run(*flags, *documents_on(4, algorithm), ranks=4, program=program).succeeded()
+    assert_same_losses(job, reference)
+
+
+def test_hybrid_model(model: list[str], tmp_path: Path) -> None:
+    words = "--position-embedding-type rope --normalization RMSNorm --spec hybrid_job stack"
+    flags = [str(HYBRID), *model, *words.split(), "--hybrid-layer-pattern", "*-*-"]
+    reference = run_warm(tmp_path / "reference", *flags, *OWN.split(), script=LAUNCH).succeeded()
+    words = documents_on(2, "zigzag")
+    job = run_warm(tmp_path / "split", *flags, *words, ranks=2, script=LAUNCH).succeeded()
+    assert_same_losses(job, reference)
+
+
+def documents_on(size: int, algorithm: str) -> list[str]:
+    words = f"{DOCUMENTS} --context-parallel-algo {algorithm} --context-parallel-size {size}"
+    return words.split()
+
+
+def assert_same_losses(job: Job, reference: Job) -> None:
     assert len(job.losses) == 3
     assert job.losses == pytest.approx(reference.losses, rel=Tolerances().loss)
 

@@ -25,7 +25,7 @@ from megatron_cp_plugin.integration.checks import check_arguments
 from megatron_cp_plugin.layers import options_by_name
 from tests.integration.megatron_job import Job, run_warm
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(0)]
+pytestmark = pytest.mark.timeout(0)
 
 STEPS = 2
 FIXED = tuple(

@@ -27,7 +27,7 @@ from tests.integration.megatron_job import (
     torchrun,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 SAVED, STEPS = 5, 15
 MODEL = (*TINY, "--position-embedding-type", "rope", "--group-query-attention")

@@ -1,0 +1,400 @@
+"""Faults that the tests must find, one a row: see `check.py`.
+
+A row whose text has gone from its file fails a test: give it the text that has taken its place, or
+put another fault of the kind in its place.
+"""
+
+from typing import NamedTuple
+
+PACKAGE = "megatron_cp_plugin"
+
+
+class Fault(NamedTuple):
+    """A change of the code that makes it wrong.
+
+    Attributes: file: in the package. before: text that the file has once. after: what takes its
+        place. what: the fault in words.
+    """
+
+    file: str
+    before: str
+    after: str
+    what: str
+
+    def applies(self, text: str) -> bool:
+        """Whether the file's text has the place."""
+        return text.count(self.before) == 1
+
+
+FAULTS = (
+    # core: merges and sums
+    Fault(
+        "core/partial.py",
+        "merged = torch.logaddexp(a_lse, b_lse)",
+        "merged = torch.logaddexp2(a_lse, b_lse)",
+        "two partials are merged with lse in log2",
+    ),
+    Fault(
+        "core/partial.py",
+        "merged = torch.logsumexp(lses, 0)",
+        "merged = lses.amax(0)",
+        "many partials are merged with the largest lse for that of all",
+    ),
+    Fault(
+        "core/partial.py",
+        "torch.where(merged == -torch.inf, 0.0, torch.exp(lse - merged))",
+        "torch.exp(lse - merged)",
+        "rows without any key become NaN",
+    ),
+    Fault(
+        "core/partial.py",
+        "        if self._last is not None:\n"
+        "            self._settle(*self._last)\n"
+        "        self._last = (rows, out, lse)",
+        "        self._last = (rows, out, lse)",
+        "a partial is dropped when the next one comes",
+    ),
+    Fault(
+        "core/partial.py",
+        "self._wide = accumulation_dtype(q.dtype)",
+        "self._wide = q.dtype",
+        "partial outputs are merged in bfloat16",
+    ),
+    Fault(
+        "core/partial.py",
+        "return accumulation_dtype(self._like.dtype)",
+        "return self._like.dtype",
+        "gradients are summed in bfloat16",
+    ),
+    Fault(
+        "core/partial.py",
+        "out.copy_(a.to(wide) + b.to(wide))",
+        "out.copy_(a + b)",
+        "two gradients are added in bfloat16",
+    ),
+    Fault(
+        "core/partial.py",
+        "(dout.to(dtype) * out.to(dtype)).sum(-1)",
+        "(dout * out).sum(-1).to(dtype)",
+        "delta is summed in bfloat16",
+    ),
+    # core: tiles, layouts, documents
+    Fault(
+        "core/tiles.py",
+        "late = int(kv_residue > q_residue)  # the key",
+        "late = int(kv_residue >= q_residue)  # the key",
+        "no token of a cyclic layout sees itself",
+    ),
+    Fault(
+        "core/tiles.py",
+        "max(q.start, kv.start), min(q.stop, kv.stop + width - 1)",
+        "max(q.start, kv.start), min(q.stop, kv.stop + width - 2)",
+        "the last row that a window reaches is left out",
+    ),
+    Fault(
+        "core/tiles.py",
+        "width = (window - 1 + kv_residue - q_residue) // common + 1 - late",
+        "width = (window + kv_residue - q_residue) // common + 1 - late",
+        "windows are one token too wide",
+    ),
+    Fault(
+        "core/tiles.py",
+        "self.rows * (self.cols - self.rows) + self.rows * (self.rows + 1) // 2",
+        "self.rows * (self.cols - self.rows) + self.rows * (self.rows - 1) // 2",
+        "pairs of causal tiles are counted without the diagonal",
+    ),
+    Fault(
+        "core/layout.py",
+        "start = index * size + min(index, rest)",
+        "start = index * size",
+        "chunks overlap where lengths do not divide",
+    ),
+    Fault(
+        "core/layout.py",
+        "for chunk in (rank, 2 * size - 1 - rank)",
+        "for chunk in (rank, size + rank)",
+        "zigzag pairs chunks p and P + p: right results, unequal work",
+    ),
+    Fault(
+        "core/documents.py",
+        "row, first, number = row + len(part), first + len(part) * span.step, number + 1",
+        "row, first, number = row + len(part), stop, number + 1",
+        "after a document's end a cyclic block goes on at tokens that it has not",
+    ),
+    Fault(
+        "core/document_layout.py",
+        "min(with_room, key=lambda rank: rank.work)",
+        "max(with_room, key=lambda rank: rank.work)",
+        "short documents go to the rank with most work",
+    ),
+    # core: plans and their execution
+    Fault(
+        "core/derive.py",
+        "start, stop = tokens * index // count, tokens * (index + 1) // count",
+        "start, stop = tokens // count * index, tokens // count * (index + 1)",
+        "the odd row of a block that two ranks share is computed by none",
+    ),
+    Fault(
+        "core/derive.py",
+        "min(self.first, step), max(self.last, step)",
+        "min(self.first, step), self.last",
+        "results leave after the first of several steps",
+    ),
+    Fault(
+        "core/derive.py",
+        "(start + min(tile.q.start for tile in tiles), start + max(",
+        "(min(tile.q.start for tile in tiles), start + max(",
+        "a helper gets rows that it does not compute",
+    ),
+    Fault(
+        "core/derive_heads.py",
+        "owner, share = (target, source - first) if back else (source, target - first)",
+        "owner, share = (source, source - first) if back else (source, target - first)",
+        "plans of Ulysses give results back as those of the rank that computed them",
+    ),
+    Fault(
+        "core/plan.py",
+        'dim = shape.value_dim if name in ("v", "dv", "out", "dout") else shape.head_dim',
+        'dim = shape.value_dim if name in ("v", "out", "dout") else shape.head_dim',
+        "bytes of dV are counted with the head dim of K",
+    ),
+    Fault(
+        "core/memory.py",
+        "        self._living.discard(key)\n        self.now -= size\n",
+        "        self._living.discard(key)\n",
+        "memory that is freed still counts",
+    ),
+    Fault(
+        "core/passes.py",
+        "dk, dv = self._sums[task.heads.q.start, True]",
+        "dv, dk = self._sums[task.heads.q.start, True]",
+        "dK and dV of the own block are swapped",
+    ),
+    Fault(
+        "core/passes.py",
+        "return tuple(x.clone() for x in before)",
+        "return before",
+        "a sum is passed on from the buffer that the next one comes into",
+    ),
+    Fault(
+        "core/passes.py",
+        "self._total.add(slice(move.block.start, move.block.stop), out, lse)",
+        "self._total.add(slice(0, move.block.stop - move.block.start), out, lse)",
+        "a helper's rows are merged into the first ones",
+    ),
+    Fault(
+        "core/execute.py",
+        "self._work.close(move.heads, move.of_keys, tensors)",
+        "self._work.close(move.heads, move.of_keys, None)",
+        "the last sum that comes for the own block is dropped",
+    ),
+    Fault(
+        "core/execute.py",
+        "            under_way.wait()\n",
+        "",
+        "messages are used before they are there",
+    ),
+    Fault(
+        "core/function.py",
+        "scale = head_dim**-0.5 if scale is None else scale",
+        "scale = head_dim**-0.5",
+        "the scale that was given is forgotten",
+    ),
+    Fault(
+        "core/function.py",
+        "dsink = -(torch.sigmoid(-margin) * delta_of(dout, out))",
+        "dsink = (torch.sigmoid(-margin) * delta_of(dout, out))",
+        "the gradient of sinks has the wrong sign",
+    ),
+    Fault(
+        "core/recompute.py",
+        "return waiting.popleft() if waiting else None",
+        "return waiting.pop() if waiting else None",
+        "a layer that runs twice in a checkpoint gets its results in the wrong order",
+    ),
+    # core: communication
+    Fault(
+        "core/comm.py",
+        "dist.P2POp(dist.isend, tensor, self._ranks[to], self._group)",
+        "dist.P2POp(dist.isend, tensor, to, self._group)",
+        "messages go to ranks of the job, not of the group",
+    ),
+    Fault(
+        "core/comm.py",
+        "                    work.wait()\n",
+        "                    work.is_completed()\n",
+        "nobody waits for messages of process groups",
+    ),
+    Fault(
+        "core/comm.py",
+        "sum(t.numel() * t.element_size() for t in tensors)",
+        "sum(t.numel() * 2 for t in tensors)",
+        "all elements are counted as two bytes",
+    ),
+    Fault(
+        "core/peer.py",
+        "        copies.wait_stream(current)\n",
+        "",
+        "copies to peers do not wait for what is copied",
+    ),
+    Fault(
+        "core/peer.py",
+        "                copies.wait_stream(reader[0])\n",
+        "                pass\n",
+        "a slot is offered while another stream reads it",
+    ),
+    Fault(
+        "core/virtual.py",
+        "            self.slab[start : start + self._slot_bytes] = _NAN\n",
+        "            pass\n",
+        "virtual peers do not poison a slot that is given on",
+    ),
+    Fault(
+        "core/lengths.py",
+        "    lengths.unequal |= len({tokens for tokens, *_ in held}) > 1\n",
+        "",
+        "ranks forget that there are shards of unequal lengths",
+    ),
+    # core: linear attention
+    Fault(
+        "core/linear.py",
+        "out = (out.to(wide) + later.flip(1).to(wide) - own).to(q.dtype)",
+        "out = (out.to(wide) + later.flip(1).to(wide)).to(q.dtype)",
+        "full linear attention counts each token itself twice",
+    ),
+    Fault(
+        "core/linear.py",
+        "return dq, dk, dv, end if self.topology.rank == back.last_rank else None",
+        "return dq, dk, dv, end",
+        "every rank has the gradient of the initial state",
+    ),
+    Fault(
+        "core/decay.py",
+        "0.0 if n is None else rate**n",
+        "0.0 if n is None else rate ** (n + 1)",
+        "states decay by one token too many between ranks",
+    ),
+    # kernels
+    Fault(
+        "core/kernel.py",
+        "None if self.delta is None else self.delta.flip(2)",
+        "self.delta",
+        "delta keeps its order where rows are reversed",
+    ),
+    Fault(
+        "core/kernel.py",
+        "torch.where(square > 0, delta / square * wide, 0.0)",
+        "torch.where(square > 0, delta * wide, 0.0)",
+        "the stand-in for out is too long",
+    ),
+    Fault(
+        "kernels/reference.py",
+        "ds = p * (dp - delta) * scale",
+        "ds = p * (dp - delta)",
+        "gradients of scores are not scaled",
+    ),
+    Fault(
+        "kernels/torch_flash.py",
+        "lse = statistics.lse.transpose(1, 2).contiguous().transpose(1, 2)",
+        "lse = statistics.lse.contiguous()",
+        "the CPU kernel reads lse in another order of memory",
+    ),
+    Fault(
+        "kernels/base.py",
+        "starts = [n * bounds[-1] + start for n in range(batch) for start in bounds[:-1]]",
+        "starts = [n + start for n in range(batch) for start in bounds[:-1]]",
+        "documents of later batch entries begin in the first one",
+    ),
+    Fault(
+        "kernels/fused.py",
+        "lse = tl.where(empty, nothing, high + tl.log(tl.where(empty, 1.0, total)))",
+        "lse = tl.where(empty, nothing, high + tl.log2(tl.where(empty, 1.0, total)))",
+        "the fused merge gives lse in log2",
+    ),
+    Fault(
+        "kernels/chunked.py",
+        "dk = _transposed(dscores) @ q + chunks.to_end * (v @ _transposed(dafter))",
+        "dk = _transposed(dscores) @ q + chunks.from_start * (v @ _transposed(dafter))",
+        "gradients of keys decay from the wrong end of a chunk",
+    ),
+    # algorithms
+    Fault(
+        "algorithms/ring_routes.py",
+        'yield Place(query if self.travelling == "kv" else key, (query - key) % self.size)',
+        'yield Place(query if self.travelling == "kv" else key, (key - query) % self.size)',
+        "rings turn the other way: right results, more bytes",
+    ),
+    Fault(
+        "algorithms/distflash.py",
+        "elif self.helping and 2 * distance > self.size:",
+        "elif self.helping and 2 * distance >= self.size:",
+        "the last step of an even number of ranks is the helpers'",
+    ),
+    Fault(
+        "algorithms/point_to_point.py",
+        '("sums", 1) if plan.relay else ("returns", 2)',
+        '("sums", 1) if plan.relay else ("returns", 1)',
+        "results of helpers have one slot too few",
+    ),
+    Fault(
+        "algorithms/lasp.py",
+        "return torch.stack([gradient, *parts]).sum(0)",
+        "return torch.stack(parts).sum(0)",
+        "the first rank leaves its own gradient of the final state out",
+    ),
+    # integration
+    Fault(
+        "integration/rope.py",
+        "torch.bucketize(positions, starts, right=True)",
+        "torch.bucketize(positions, starts)",
+        "the first token of a document has an angle of the one before",
+    ),
+    Fault(
+        "integration/loss.py",
+        "factor = group.size() * torch.clamp(tokens, min=1)",
+        "factor = torch.clamp(tokens, min=1)",
+        "the loss is too small by the number of ranks",
+    ),
+    Fault(
+        "integration/multi_token.py",
+        "following[..., [start - 1 for start in documents]] = 0",
+        "following[..., list(documents)] = 0",
+        "the last token of a document predicts the next document",
+    ),
+    Fault(
+        "integration/attention.py",
+        "self._window = window_of(config.window_size) if windowed else None",
+        "self._window = window_of(config.window_size)",
+        "layers that see all get the window too",
+    ),
+    Fault(
+        "integration/checks.py",
+        "return None if left == -1 else left + 1",
+        "return None if left == -1 else left",
+        "Megatron's windows are one token too narrow",
+    ),
+    Fault(
+        "integration/checks.py",
+        "    if right != 0 or left < -1:\n",
+        "    if left < -1:\n",
+        "windows that look ahead are no longer refused",
+    ),
+    Fault(
+        "integration/batch.py",
+        "if (mark.key, mark.version) == (key, _version(tensor)) else None",
+        "if mark.key == key else None",
+        "tokens that were changed after they were cut are no longer refused",
+    ),
+    Fault(
+        "integration/gated_norm.py",
+        "    if group.size() > 1:\n        dist.all_reduce(total, group=group)\n",
+        "",
+        "the gated norm is that of the rank's own heads",
+    ),
+    Fault(
+        "integration/recompute.py",
+        "return original(Checkpointed(function), *args)",
+        "return original(function, *args)",
+        "checkpoints run attention twice",
+    ),
+)

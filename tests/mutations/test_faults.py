@@ -1,0 +1,23 @@
+"""The list of faults is up to date; whether they are found is for `check.py`."""
+
+from pathlib import Path
+
+import megatron_cp_plugin
+from tests.mutations.faults import FAULTS
+
+SOURCES = Path(megatron_cp_plugin.__file__).parent
+
+
+def test_every_fault_can_be_planted() -> None:
+    """A change that moves one of these places takes its row of `faults.py` along."""
+    lost = [
+        f"{fault.file} does not have once: {fault.before}"
+        for fault in FAULTS
+        if not fault.applies((SOURCES / fault.file).read_text())
+    ]
+    assert lost == []
+
+
+def test_faults_differ() -> None:
+    assert len({(fault.file, fault.before, fault.after) for fault in FAULTS}) == len(FAULTS) >= 60
+    assert len({fault.what for fault in FAULTS}) == len(FAULTS)
