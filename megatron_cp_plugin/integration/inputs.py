@@ -16,6 +16,7 @@ from megatron_cp_plugin.integration import gated_delta_net
 from megatron_cp_plugin.integration.batch import Batches, Cut, agree
 from megatron_cp_plugin.integration.documents import DocumentMask, document_mask, mask_of_cut
 from megatron_cp_plugin.integration.features import Settings, graphs
+from megatron_cp_plugin.integration.rope import use_layout
 from megatron_cp_plugin.integration.runtime import Runtime
 
 # Arguments of a model that hold tokens, and the keys of a batch that they come from.
@@ -85,6 +86,7 @@ class CutInputs:
         self._group = group
         self._recurrent = recurrent
         self._agreed: set[bool] = set()
+        self._called = False
 
     def __call__(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -97,7 +99,12 @@ class CutInputs:
         except ContextParallelError as error:
             fault = str(error)
         self._agree(fault, mask)
+        if not self._called:
+            # Frameworks give a model other position embeddings once it is built.
+            use_layout(model, self._runtime)
+            self._called = True
         self._runtime.documents = mask.starts if mask else ()
+        self._runtime.seq_len = mask.seq_len if mask else None
         if mask is not None:
             given["packed_seq_params"] = mask
         return call.args, call.kwargs

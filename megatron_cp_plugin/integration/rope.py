@@ -62,10 +62,6 @@ class LayoutRotaryEmbedding(nn.Module):
                 raise
             return getattr(self.embedding, name)
 
-    @property
-    def _documents(self) -> tuple[int, ...]:
-        return self._runtime.documents if self.packed is None else self.packed.starts
-
     def forward(
         self,
         max_seq_len: int,
@@ -76,7 +72,8 @@ class LayoutRotaryEmbedding(nn.Module):
         """Computes the angles of this rank's tokens.
 
         Args:
-            max_seq_len: Tokens of the whole sequence.
+            max_seq_len: Tokens of the whole sequence; with packed documents callers may give the
+                length of the longest one.
             offset: Added to every position.
             packed_seq: Must be False; positions count from the beginning of each of the runtime's
                 documents.
@@ -87,19 +84,22 @@ class LayoutRotaryEmbedding(nn.Module):
         """
         if packed_seq or cp_group not in (None, self._group):
             raise ContextParallelError("packed sequences and dynamic groups are not supported")
-        if self._documents:
-            return self._angles(max_seq_len, offset)
+        runtime, packed = self._runtime, self.packed
+        documents = runtime.documents if packed is None else packed.starts
+        seq_len = runtime.seq_len if packed is None else packed.seq_len
+        max_seq_len = seq_len or max_seq_len
+        if documents:
+            return self._angles(max_seq_len, offset, documents)
         key = (max_seq_len, offset)
         if key not in self._tables:
             if len(self._tables) == _TABLES:
                 del self._tables[next(iter(self._tables))]
-            self._tables[key] = self._angles(max_seq_len, offset)
+            self._tables[key] = self._angles(max_seq_len, offset, ())
         return self._tables[key]
 
-    def _angles(self, seq_len: int, offset: int) -> Any:
+    def _angles(self, seq_len: int, offset: int, documents: tuple[int, ...]) -> Any:
         whole = self.embedding.get_emb(seq_len, offset)
         angles = whole[0] if isinstance(whole, tuple) else whole
-        documents = self._documents
         positions = self._runtime.positions(self._group, seq_len, angles.device, documents)
         if documents:
             starts = torch.tensor((0, *documents), device=angles.device)
@@ -142,17 +142,19 @@ def set_cos_sin_cache(
 def use_layout(model: nn.Module, runtime: Runtime) -> None:
     """Makes the rotary embeddings of a model follow the layout.
 
-    There is none, one for the whole model, or one in each layer of multi-latent attention.
+    There is none, one for the whole model, or one in each layer of multi-latent attention. Those
+    that follow it already stay as they are.
 
     Raises:
         ContextParallelError: One is of another kind.
     """
     owners = [m for m in model.modules() if isinstance(m, MultiLatentAttention)]
     for owner in owners:
-        owner.register_forward_pre_hook(_keep_documents, with_kwargs=True)
+        if _keep_documents not in owner._forward_pre_hooks.values():
+            owner.register_forward_pre_hook(_keep_documents, with_kwargs=True)
     for owner in (model, *owners):
         embedding = getattr(owner, "rotary_pos_emb", None)
-        if embedding is None:
+        if embedding is None or isinstance(embedding, LayoutRotaryEmbedding):
             continue
         if not isinstance(embedding, (RotaryEmbedding, YarnRotaryEmbedding)):
             raise ContextParallelError(
@@ -180,7 +182,7 @@ def _keep_documents(
             "multi-latent attention of packed documents is not run again by itself, got "
             "recompute_modules with core_attn: leave it out, or let its output be kept"
         )
-    for part in (core, owner.rotary_pos_emb):
+    for part in (core, getattr(owner, "rotary_pos_emb", None)):
         if isinstance(part, (ContextParallelAttention, LayoutRotaryEmbedding)):
             part.packed = packed
     return args, kwargs | {"packed_seq_params": None}

@@ -29,6 +29,7 @@ class Runtime:
         config: The run's configuration.
         documents: Where documents begin in the micro-batch whose forward runs, as in
             `core.tiles.Mask`. Not for what may be computed again in the backward.
+        seq_len: Of how many tokens they are; None: as many as the model is told.
     """
 
     def __init__(self, config: ContextParallelConfig, *, callers: bool = False) -> None:
@@ -36,6 +37,7 @@ class Runtime:
         self.config = config
         self._callers = callers
         self.documents: tuple[int, ...] = ()
+        self.seq_len: int | None = None
         self._layout = config.layout
         self._algorithms: dict[dist.ProcessGroup, Algorithm] = {}
         self._linear: dict[dist.ProcessGroup, LinearAlgorithm] = {}

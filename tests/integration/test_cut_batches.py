@@ -52,9 +52,11 @@ def test_install(tmp_path: Path, size: int) -> None:
             assert words in refused[name], (name, refused[name])
 
 
-def test_one_model_only(tmp_path: Path) -> None:
-    for results in run(tmp_path, "serve", "2", ranks=2):
-        check(results["distflash"], "serve")
+@pytest.mark.parametrize("size", [1, 2])
+def test_one_model_only(tmp_path: Path, size: int) -> None:
+    for results in run(tmp_path, "serve", str(size), ranks=size):
+        for algo in ("distflash", "zigzag"):
+            check(results[algo], f"serve {algo}")
 
 
 @pytest.mark.slow
