@@ -368,6 +368,33 @@ def by_launcher() -> dict[str, Any]:
     return {args.context_parallel_algo: compare_all(own, model, groups.cp.rank(), size)}
 
 
+def in_a_worker(rank: int, size: int, port: int, installed: bool, said: Any) -> None:
+    """What a spawned process does, as a Ray worker: nothing of its parent is in force in it."""
+    import os
+
+    from megatron_cp_plugin.integration import cpu
+
+    place = {"RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in place.items()})
+    torch.set_num_threads(1)
+    cpu.install()
+    groups = set_up(size)
+    if installed:
+        from megatron_cp_plugin import megatron as cp_megatron
+
+        cp_megatron.install("zigzag", layout="thd")
+    config = make_config(size, cp_comm_type="megatron_cp_plugin.zigzag")
+    try:
+        model = make_model(config, groups)
+    except AssertionError as error:
+        said.put(str(error))
+        return
+    batch = Batch((13, 5), rank, size)
+    ids = batch.cut(batch.ids)
+    model(ids, torch.zeros_like(ids), None, packed_seq_params=batch.packed(real=True))
+    said.put(type(model.decoder.layers[0].self_attention.core_attention).__name__)
+
+
 def main() -> None:
     way = sys.argv.pop(1)
     if way == "launcher":

@@ -1,12 +1,16 @@
 """Packed batches as verl, slime, ms-swift and Megatron-Bridge cut them, each document by itself."""
 
 import json
+import multiprocessing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.integration.cut_batches_job import BATCHES, SOFTMAX
+from megatron_cp_plugin import megatron as cp_megatron
+from megatron_cp_plugin.errors import ContextParallelError
+from megatron_cp_plugin.harness.forks import free_port
+from tests.integration.cut_batches_job import BATCHES, SOFTMAX, in_a_worker
 from tests.integration.megatron_job import TINY, run_warm
 
 JOB = Path(__file__).with_name("cut_batches_job.py")
@@ -65,3 +69,33 @@ def test_launcher(tmp_path: Path, algo: str, size: int) -> None:
     flags = f"--context-parallel-algo {algo} --cp-options layout=thd --context-parallel-size {size}"
     for results in run(tmp_path, "launcher", *TINY, *flags.split(), ranks=size):
         check(results[algo], f"{algo} by the launcher")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("installed", [True, False])
+def test_spawned_workers(installed: bool) -> None:
+    """Without the plugin in force a worker ends before its first step."""
+    context, size = multiprocessing.get_context("spawn"), 2
+    said, port = context.Queue(), free_port()
+    workers = [
+        context.Process(target=in_a_worker, args=(rank, size, port, installed, said))
+        for rank in range(size)
+    ]
+    for worker in workers:
+        worker.start()
+    found = [said.get(timeout=200) for _ in workers]
+    for worker in workers:
+        worker.join(30)
+        worker.kill()
+    for line in found:
+        if installed:
+            assert line == "ContextParallelAttention"
+        else:
+            assert "Context parallelism is only supported by TEDotProductAttention" in line
+
+
+def test_a_process_that_builds_no_models_is_told_so() -> None:
+    """Such as a driver, in place of its workers."""
+    with pytest.raises(ContextParallelError, match="call it in each worker") as error:
+        cp_megatron.install("zigzag")
+    assert "\n" not in str(error.value)
