@@ -5,6 +5,7 @@ from contextlib import suppress
 from typing import get_args, get_type_hints
 
 from megatron_cp_plugin import registry
+from megatron_cp_plugin.core.layout import Contiguous
 from megatron_cp_plugin.errors import ConfigError
 
 Options = tuple[tuple[str, object], ...]
@@ -33,10 +34,11 @@ def parse_layers(text: str) -> tuple[str, ...]:
 def leading_algorithm(layers: Sequence[str]) -> str:
     """The algorithm whose layout the model takes.
 
-    The first of softmax attention, if any, whose layout all the others can have.
+    The first of softmax attention, if any, whose layout all the others can have; of several one
+    whose layout gives all ranks equal causal work.
     """
     names = [name for name in layers if registry.kind_of(name) == "softmax"] or layers
-    for name in names:
+    for name in sorted(names, key=lambda name: registry.layout_of(name, {}) == Contiguous()):
         with suppress(ConfigError):
             options_by_name(layers, name, ())
             return name
@@ -70,7 +72,8 @@ def options_by_name(layers: Sequence[str], algo: str, options: Options) -> Mappi
 def layout_choices(name: str) -> Iterator[tuple[str, str, str]]:
     """(layout, option, choice) for all choices of the options that decide an algorithm's layout."""
     for option, kind in get_type_hints(registry.algorithm_class(name).Options).items():
-        choices = [choice for choice in get_args(kind) if isinstance(choice, str)]
+        # With "auto" other options decide.
+        choices = [c for c in get_args(kind) if isinstance(c, str) and c != "auto"]
         layouts = [registry.layout_of(name, {option: choice}).name for choice in choices]
         if len(set(layouts)) > 1:
             yield from ((x, option, choice) for x, choice in zip(layouts, choices, strict=True))

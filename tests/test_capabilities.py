@@ -44,7 +44,7 @@ def test_the_document_is_what_the_code_says():
 
 def test_every_algorithm_has_a_row():
     assert {row.name for row in capabilities()} == set(cp.available())
-    assert all(set(row.layouts) <= {*LAYOUTS, "documents"} for row in capabilities())
+    assert all(set(row.layouts) <= {*LAYOUTS, "documents", "thd"} for row in capabilities())
 
 
 def run(row, *, heads=2 * RANKS, kv_heads=2 * RANKS, causal=True, window=None, layout=None):
@@ -54,7 +54,8 @@ def run(row, *, heads=2 * RANKS, kv_heads=2 * RANKS, causal=True, window=None, l
     for name, option, choice in layout_choices(row.name):
         if layout == name:
             options = {option: choice}
-    documents = {"cu_seqlens": (0, 5, 2 * RANKS, SEQ_LEN)} if layout == "documents" else {}
+    bounds = {"documents": (0, 5, 2 * RANKS, SEQ_LEN), "thd": (0, 2 * RANKS, SEQ_LEN)}
+    documents = {"cu_seqlens": bounds[layout]} if layout in bounds else {}
     settings = {"algo": row.name, **options, **documents}
     if row.kind == "softmax":
         problem = {"seq_len": SEQ_LEN, "heads": heads, "kv_heads": kv_heads, "head_dim": 4}

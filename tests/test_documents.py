@@ -1,5 +1,8 @@
 """Document masks: packed documents of any length, on every layout."""
 
+from collections.abc import Sequence
+from itertools import accumulate
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,6 +14,8 @@ from megatron_cp_plugin.core.documents import document_starts
 from megatron_cp_plugin.core.layout import Contiguous, Cyclic, Layout, Zigzag
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask, plan_tiles, visible_pairs
+from megatron_cp_plugin.core.topology import Topology
+from megatron_cp_plugin.core.virtual import run_virtual
 from megatron_cp_plugin.errors import ContextParallelError
 from tests.oracle import expected_attention
 from tests.pairwise import pairwise
@@ -25,6 +30,43 @@ CASES = [
         for rule, chunks in (("kv", 1), ("query", 2))
     ),
 ]
+# All that take the documents as somebody else has cut them.
+CALLERS = [
+    Case("zigzag", (("layout", "thd"), ("backward", "kv"))),
+    Case("zigzag", (("layout", "thd"), ("backward", "query"), ("chunks", 2))),
+    Case("zigzag", (("layout", "thd"), ("route", "straight"))),
+    Case("ring", (("layout", "thd"),)),
+    Case("distflash", (("layout", "thd"),)),
+    Case("distflash", (("layout", "thd"), ("last_step", "owner"), ("balanced", False))),
+    Case("allgather", (("layout", "thd"), ("chunks", 2))),
+    Case("allgather", (("layout", "thd"), ("transport", "group"))),
+    Case("attention2d", (("layout", "thd"), ("rows", 2))),
+    Case("attention2d", (("layout", "thd"), ("chunks", 2), ("transport", "group"))),
+    Case("ulysses", (("layout", "thd"),)),
+    Case("ulysses", (("layout", "thd"), ("keep", "local"))),
+    Case("usp", (("layout", "thd"), ("ulysses", 2))),
+    Case("zigzag", (("layout", "contiguous"),)),
+    Case("allgather", (("layout", "contiguous"),)),
+    Case("attention2d", (("layout", "contiguous"), ("rows", 2))),
+    Case("usp", (("layout", "contiguous"), ("ulysses", 2))),
+]
+
+
+def serves(case: Case, size: int) -> bool:
+    """Whether 4 heads, teams of 2 and two rows divide among so many ranks."""
+    options = dict(case.options)
+    if case.algo == "ulysses":
+        return 4 % size == 0
+    return size % 2 == 0 if {"ulysses", "rows"} & options.keys() else True
+
+
+# Lengths before they are padded to multiples of 2P: odd, shorter than 2P, one long, a single one.
+PADDED = {
+    "odd": (13, 1, 7, 27, 5),
+    "short": (1, 2, 1, 3),
+    "long and short": (41, 1, 1),
+    "one": (19,),
+}
 BLOCK = 6
 # Cumulative lengths of documents, as parts of the whole: in the middle of chunks and at their
 # edges, of one token, empty, a single one.
@@ -58,6 +100,66 @@ def test_with_a_window(case: Case) -> None:
     check(case, 4, "reference", 26, [0, 3, 14, 26], causal=True, window=7)
 
 
+@pytest.mark.parametrize(
+    ("packing", "kv_heads"),
+    [*((packing, 2) for packing in PADDED), ("odd", 4), ("odd", 1)],
+)
+@pytest.mark.parametrize(
+    ("case", "size"),
+    [(c, n) for c in CALLERS for n in (1, 2, 3, 4, 5) if serves(c, n)],
+    ids=str,
+)
+def test_documents_as_their_callers_cut_them(
+    case: Case, size: int, packing: str, kv_heads: int
+) -> None:
+    """Each padded to a multiple of 2P, zigzag inside each; or contiguous."""
+    bounds = padded(PADDED[packing], size)
+    check(case, size, "torch_cpu", bounds[-1], bounds, causal=True, kv_heads=kv_heads)
+
+
+@pytest.mark.parametrize("case", CALLERS, ids=str)
+def test_documents_of_their_callers_without_a_causal_mask_or_in_a_window(case: Case) -> None:
+    bounds = padded(PADDED["odd"], 4)
+    check(case, 4, "reference", bounds[-1], bounds, causal=False)
+    check(case, 4, "reference", bounds[-1], bounds, causal=True, window=7)
+
+
+def padded(lengths: Sequence[int], size: int) -> list[int]:
+    """Cumulative lengths of documents that are padded to multiples of 2P."""
+    return list(accumulate((-(-n // (2 * size)) * 2 * size for n in lengths), initial=0))
+
+
+def test_a_rank_holds_two_chunks_of_each_document() -> None:
+    """By hand: documents of 4 and 8 tokens on two ranks."""
+    tokens = torch.arange(12)
+    held = run_virtual(
+        2,
+        lambda topology: cp.shard(
+            tokens, 0, algo="ulysses", layout="thd", cu_seqlens=[0, 4, 12], group=topology
+        ),
+    )
+    assert [mine.tolist() for mine in held] == [[0, 3, 4, 5, 10, 11], [1, 2, 6, 7, 8, 9]]
+
+
+def test_lengths_that_are_not_padded_are_refused() -> None:
+    message = (
+        r"the thd layout needs lengths of documents divisible by 2 \* context_parallel_size = 4, "
+        r"got 6 tokens in document 2 of 2: pad it to 8"
+    )
+
+    def shard(topology: Topology) -> None:
+        q = torch.ones(1, 5, 2, 8)
+        settings = {"algo": "ring", "layout": "thd", "group": topology, "cu_seqlens": [0, 4, 10]}
+        with pytest.raises(ContextParallelError, match=message):
+            cp.attention(q, q, q, **settings)
+        with pytest.raises(ContextParallelError, match=message):
+            cp.shard(torch.ones(10), 0, **settings)
+        with pytest.raises(ContextParallelError, match="from 0 to seq_len = 10, got 0, 4, 12"):
+            cp.attention(q, q, q, **settings | {"cu_seqlens": [0, 4, 12]})
+
+    run_virtual(2, shard)
+
+
 def check(
     case: Case,
     size: int,
@@ -67,13 +169,14 @@ def check(
     *,
     causal: bool,
     window: int | None = None,
+    kv_heads: int = 2,
 ) -> None:
     """Output, gradients, bytes, messages and pairs of an algorithm."""
     expected = expected_attention(
         batch=2,
         seq_len=seq_len,
         heads=4,
-        kv_heads=2,
+        kv_heads=kv_heads,
         head_dim=8,
         causal=causal,
         window=window,
@@ -83,7 +186,7 @@ def check(
     mask_settings = {"causal": causal, "window": window, "cu_seqlens": lengths}
     results, log = run(case, expected, size, kernel=kernel, **mask_settings)
     assert_matches(case, results, expected, bound=1e-10, cu_seqlens=lengths)
-    shape = Shape(2, seq_len, 4, 2, 8, element_bytes=8, wide_bytes=8)
+    shape = Shape(2, seq_len, 4, kv_heads, 8, element_bytes=8, wide_bytes=8)
     mask = Mask(causal, window, document_starts(cu_seqlens, seq_len))
     assert_plan_is_kept(case, size, shape, mask, log)
 

@@ -35,9 +35,9 @@ def test_unknown_names() -> None:
 def test_layout_follows_softmax_attention() -> None:
     assert leading_algorithm(HYBRID) == "attention2d"
     assert leading_algorithm(("lasp", "lasp2")) == "lasp"
-    # The layout of ulysses can be chosen, that of zigzag cannot.
+    # Either can take the other's layout, of which that of zigzag has equal causal work.
     assert leading_algorithm(("ulysses", "zigzag")) == "zigzag"
-    assert leading_algorithm(("ring", "zigzag")) == "ring"  # neither way
+    assert leading_algorithm(("ring", "zigzag")) == "ring"  # which cannot have that of zigzag
     for algo, layout in (("zigzag", "zigzag"), ("ring", "contiguous")):
         options = options_by_name(("lasp2", algo), algo, ())
         assert options == {algo: (), "lasp2": (("layout", layout),)}

@@ -1,6 +1,7 @@
 """KV all-gather: every rank computes its own queries against all keys."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from megatron_cp_plugin.algorithms.grid import GridAlgorithm
 from megatron_cp_plugin.algorithms.grid_placements import (
@@ -9,7 +10,7 @@ from megatron_cp_plugin.algorithms.grid_placements import (
     GridPlacement,
 )
 from megatron_cp_plugin.core.algorithm import Algorithm
-from megatron_cp_plugin.core.layout import Zigzag
+from megatron_cp_plugin.core.layout import Layout, Zigzag
 from megatron_cp_plugin.core.pipeline import HeadGroup, head_groups
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
@@ -39,7 +40,7 @@ class KvAllGather(GridAlgorithm):
     heads, so that communication overlaps and memory is bounded.
     """
 
-    layout = Zigzag()
+    layout: Layout = Zigzag()
 
     @dataclass(frozen=True)
     class Options(GridAlgorithm.Options):
@@ -53,9 +54,11 @@ class KvAllGather(GridAlgorithm):
             gradients: dtype in which partial dK and dV travel; they are summed in float32.
             transport: "peer" (by blocks, see PointToPoint), "group" (gathered, over the process
                 group), or "auto", peer where that is possible.
+            layout: "zigzag", Megatron's own; "contiguous"; or "thd", see ring.
         """
 
         gathered_mib: int = 1024
+        layout: Literal["zigzag", "contiguous", "thd"] = "zigzag"
 
     options: Options
     cols = 1

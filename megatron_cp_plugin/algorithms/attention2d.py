@@ -77,18 +77,19 @@ class Attention2D(GridAlgorithm):
                 "overlap" has none.
             transport: "peer" (block by block, "zigzag" only; see PointToPoint), "group" (over the
                 process group), or "auto", peer where that is possible.
+            layout: "contiguous" or "thd", see ring, of variant "zigzag"; "auto": as `variant` says.
         """
 
         variant: Literal["zigzag", "no", "overlap"] = "zigzag"
         rows: int = 0
         cols: int = 0
         partials: Wire = "model"
+        layout: Literal["auto", "contiguous", "thd"] = "auto"
 
     options: Options
 
     def __init__(self, topology: Topology, options: Options) -> None:
         super().__init__(topology, options)
-        self.layout = self.layout_for(options)
         check_grid(self.name, topology.size, options.rows, options.cols)
         self.rows, self.cols, self.partials = options.rows, options.cols, options.partials
         self.transposed = options.variant != "zigzag"
@@ -105,6 +106,8 @@ class Attention2D(GridAlgorithm):
     def layout_for(cls, options: Algorithm.Options) -> Layout:
         """See Algorithm.layout_for."""
         assert isinstance(options, cls.Options)
+        if options.layout != "auto":
+            return super().layout_for(options)
         return Zigzag() if options.variant == "zigzag" else Cyclic()
 
     @classmethod
@@ -115,6 +118,11 @@ class Attention2D(GridAlgorithm):
         assert isinstance(options, cls.Options)
         check_grid(cls.name, size, options.rows, options.cols)
         super().check(options, size=size, heads=heads, kv_heads=kv_heads, causal=causal)
+        if options.layout != "auto" and options.variant != "zigzag":
+            raise ConfigError(
+                f"attention2d with layout {options.layout} needs variant zigzag, got "
+                f"{options.variant}: leave one of the two out"
+            )
         if options.transport == "peer" and options.variant != "zigzag":
             raise ConfigError(
                 f"attention2d transport peer needs variant zigzag, got {options.variant}: use "

@@ -15,7 +15,7 @@ from typing import Literal
 from megatron_cp_plugin.algorithms.point_to_point import PointToPoint
 from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.core.comm import Phase
-from megatron_cp_plugin.core.layout import Contiguous
+from megatron_cp_plugin.core.layout import Contiguous, Layout
 from megatron_cp_plugin.core.pipeline import head_groups
 from megatron_cp_plugin.core.placement import BlockPlacement, Place
 from megatron_cp_plugin.core.shape import Shape
@@ -86,7 +86,7 @@ class DistFlash(PointToPoint):
     Source: DISTFLASHATTN, Algorithms 1 and 2, section 3.2.
     """
 
-    layout = Contiguous()
+    layout: Layout = Contiguous()
 
     @dataclass(frozen=True)
     class Options(PointToPoint.Options):
@@ -101,6 +101,7 @@ class DistFlash(PointToPoint):
                 KV heads: two need less memory, and 1 to 2% more time.
             overlap: the fetch for the next step runs during the present one; false waits for each
                 message where it is posted, for measurements.
+            layout: "contiguous", or "thd", see ring.
             transport: see PointToPoint.
         """
 
@@ -108,6 +109,7 @@ class DistFlash(PointToPoint):
         balanced: bool = True
         overlap: bool = True
         last_step: Literal["owner", "shared"] = "shared"
+        layout: Literal["contiguous", "thd"] = "contiguous"
 
     options: Options
 

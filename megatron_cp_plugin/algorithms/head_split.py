@@ -55,7 +55,6 @@ class HeadSplit(Algorithm):
 
     def __init__(self, topology: Topology, options: Options) -> None:
         super().__init__(topology, options)
-        self.layout = self.layout_for(options)
         self._rings: dict[int, tuple[tuple[Communicator, Communicator], Ring]] = {}
         # Looked up once a pass: at short lengths a step of training is bound by the host.
         self._exchanged = cached_method(self._make_exchanged, 64)

@@ -16,10 +16,8 @@ from megatron_cp_plugin.algorithms.ring_routes import (
     StraightPlacement,
     Travelling,
 )
-from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.derive import sees_all
-from megatron_cp_plugin.core.document_layout import PerDocument
 from megatron_cp_plugin.core.layout import Contiguous, Layout, Zigzag
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
@@ -54,6 +52,7 @@ class Ring(PointToPoint):
     """
 
     name = "ring"
+    layout: Layout = Contiguous()
 
     @dataclass(frozen=True)
     class Options(PointToPoint.Options):
@@ -145,34 +144,36 @@ class Ring(PointToPoint):
 class BurstRing(Ring):
     """BurstAttention's ring on contiguous chunks: no permutation, but unequal causal work."""
 
-    layout = Contiguous()
+    @dataclass(frozen=True)
+    class Options(Ring.Options):
+        """Options of ring.
+
+        Attributes: layout: "contiguous", or "thd": zigzag inside each document, all of lengths
+            that are multiples of 2P (`core.document_layout.PaddedDocuments`).
+        """
+
+        layout: Literal["contiguous", "thd"] = "contiguous"
+
+    options: Options
 
 
 @register("zigzag")
 class ZigzagRing(Ring):
     """The ring on chunks p and 2P-1-p: equal causal work; Megatron's own layout.
 
-    With layout=documents packed documents have equal work too.
+    With layout=documents, or thd, packed documents have equal work too.
     """
+
+    layout: Layout = Zigzag()
 
     @dataclass(frozen=True)
     class Options(Ring.Options):
         """Options of zigzag.
 
-        Attributes: layout: "zigzag", or "documents": each long document by zigzag, short ones
-            whole, on a rank each (`core.document_layout.PerDocument`).
+        Attributes: layout: "zigzag"; "documents": each long document by zigzag, short ones whole,
+            on a rank each (`core.document_layout.PerDocument`); "thd": as for ring; "contiguous".
         """
 
-        layout: Literal["zigzag", "documents"] = "zigzag"
+        layout: Literal["zigzag", "documents", "thd", "contiguous"] = "zigzag"
 
     options: Options
-
-    def __init__(self, topology: Topology, options: Options) -> None:
-        super().__init__(topology, options)
-        self.layout = self.layout_for(options)
-
-    @classmethod
-    def layout_for(cls, options: Algorithm.Options) -> Layout:
-        """See Algorithm.layout_for."""
-        assert isinstance(options, cls.Options)
-        return PerDocument() if options.layout == "documents" else Zigzag()

@@ -6,7 +6,6 @@ from typing import Literal
 
 from megatron_cp_plugin.algorithms.head_split import HeadSplit, check_heads
 from megatron_cp_plugin.core.algorithm import Algorithm
-from megatron_cp_plugin.core.layout import LAYOUTS, Layout
 from megatron_cp_plugin.core.pipeline import check_chunks
 from megatron_cp_plugin.registry import register
 
@@ -36,23 +35,17 @@ class Ulysses(HeadSplit):
     class Options(HeadSplit.Options):
         """Options of ulysses.
 
-        Attributes: layout: "contiguous", where nothing needs to be put in order, or "zigzag",
-            Megatron's own.
+        Attributes: layout: "contiguous", where nothing needs to be put in order; "zigzag",
+            Megatron's own; or "thd", see ring.
         """
 
-        layout: Literal["contiguous", "zigzag"] = "contiguous"
+        layout: Literal["contiguous", "zigzag", "thd"] = "contiguous"
 
     options: Options
 
     def degree(self, kv_heads: int) -> int:
         """See HeadSplit.degree."""
         return self.topology.size
-
-    @classmethod
-    def layout_for(cls, options: Algorithm.Options) -> Layout:
-        """See Algorithm.layout_for."""
-        assert isinstance(options, cls.Options)
-        return LAYOUTS[options.layout]
 
     @classmethod
     def check(

@@ -7,7 +7,7 @@ from typing import Literal
 from megatron_cp_plugin.algorithms.head_split import HeadSplit, check_heads
 from megatron_cp_plugin.algorithms.ring import Ring
 from megatron_cp_plugin.core.algorithm import Algorithm
-from megatron_cp_plugin.core.layout import LAYOUTS, Layout
+from megatron_cp_plugin.core.layout import Contiguous, Layout, Zigzag
 from megatron_cp_plugin.core.pipeline import check_chunks
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ConfigError
@@ -40,11 +40,13 @@ class Usp(HeadSplit):
             ulysses: U; 0: as many ranks as the KV heads allow without being copied, which is the
                 largest common divisor of ranks and KV heads.
             ring: the layout and schedule between teams: "zigzag" or "ring".
+            layout: "contiguous" or "thd", see ring, whatever `ring` says; "auto": as it says.
             backward, gradients, route, transport: of the ring, see there.
         """
 
         ulysses: int = 0
         ring: Literal["zigzag", "ring"] = "zigzag"
+        layout: Literal["auto", "contiguous", "thd"] = "auto"
         backward: Literal["auto", "kv", "query"] = "auto"
         gradients: Literal["float32", "model"] = "float32"
         route: Literal["ring", "straight", "double"] = "ring"
@@ -70,7 +72,9 @@ class Usp(HeadSplit):
     def layout_for(cls, options: Algorithm.Options) -> Layout:
         """See Algorithm.layout_for."""
         assert isinstance(options, cls.Options)
-        return LAYOUTS["zigzag" if options.ring == "zigzag" else "contiguous"]
+        if options.layout != "auto":
+            return super().layout_for(options)
+        return Zigzag() if options.ring == "zigzag" else Contiguous()
 
     @classmethod
     def check(

@@ -9,6 +9,7 @@ from torch import Tensor
 from megatron_cp_plugin.core.caching import cached_method
 from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.derive import plan_of
+from megatron_cp_plugin.core.document_layout import NAMED
 from megatron_cp_plugin.core.kernel import SoftmaxKernel, Statistics
 from megatron_cp_plugin.core.layout import Layout
 from megatron_cp_plugin.core.partial import Accumulator, GradientSum
@@ -71,13 +72,29 @@ class Algorithm(ABC):
     def __init__(self, topology: Topology, options: Options) -> None:
         self.topology = topology
         self.options = options
+        self.layout = self.layout_for(options)
         # Looked up once a pass: at short lengths a step of training is bound by the host.
         self._plan = cached_method(self._make_plan, 64)
+        self._on = cached_method(self._make_on, 16)
 
     @classmethod
     def layout_for(cls, options: Options) -> Layout:
-        """The layout that an instance with these options has."""
-        return cls.layout
+        """The layout that an instance with these options has: of an option `layout`, if any."""
+        choice = getattr(options, "layout", None)
+        return cls.layout if choice is None else NAMED[choice]
+
+    def within(self, documents: tuple[int, ...]) -> "Algorithm":
+        """The algorithm on the layout that it has for a sequence of documents; for most itself.
+
+        Sends nothing: channels and groups are those of the topology.
+        """
+        layout = self.layout.within(documents)
+        return self if layout == self.layout else self._on(layout)
+
+    def _make_on(self, layout: Layout) -> "Algorithm":
+        other = type(self)(self.topology, self.options)
+        other.layout = layout
+        return other
 
     @classmethod  # noqa: B027  (most algorithms serve everything)
     def check(cls, options: Options, *, size: int, heads: int, kv_heads: int, causal: bool) -> None:

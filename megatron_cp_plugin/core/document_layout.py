@@ -1,4 +1,4 @@
-"""A layout that follows packed documents: equal work and equally many tokens on every rank.
+"""Layouts that follow packed documents, and all layouts by name.
 
 Where documents do not see each other, chunks of a sequence have very unequal work: that of a
 document grows with the square of its length. So each document is dealt with by itself.
@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
-from megatron_cp_plugin.core.layout import Layout, Span, Zigzag, joined
+from megatron_cp_plugin.core.layout import LAYOUTS, Layout, Span, Zigzag, joined
+from megatron_cp_plugin.errors import ContextParallelError
 
 # A document is split if it is more than this part of a rank's share of the work: whole ones keep
 # ranks apart by at most about that much, and each split one costs kernel calls in every step.
@@ -34,6 +35,7 @@ class PerDocument(Layout):
 
     documents: tuple[int, ...] = ()
     name = "documents"
+    follows_documents = True
 
     def spans(self, rank: int, size: int, seq_len: int) -> tuple[Span, ...]:
         if not self.documents:
@@ -44,10 +46,68 @@ class PerDocument(Layout):
         return _ZIGZAG.multiple(size)
 
     def within(self, documents: tuple[int, ...]) -> "PerDocument":
-        return PerDocument(documents)
+        return PerDocument(documents) if documents else self
+
+
+@dataclass(frozen=True)
+class PaddedDocuments(Layout):
+    """Zigzag inside each document, all padded to multiples of 2P: equal causal work, whatever the
+    documents. What frameworks around Megatron cut packed ("thd") batches by.
+
+    Of each document, cut into 2P equal chunks (one, of any length, if P = 1), rank p has numbers p
+    and 2P-1-p, one document after another. Padding is a document's last tokens, which no other one
+    sees under a causal mask. Without documents this is the zigzag layout.
+
+    Attributes: documents: as of `document_starts`, of padded lengths.
+
+    Source: Transformer Engine, thd_get_partitioned_indices.
+    """
+
+    documents: tuple[int, ...] = ()
+    name = "thd"
+    follows_documents = True
+
+    def spans(self, rank: int, size: int, seq_len: int) -> tuple[Span, ...]:
+        return _chunks_of_each((0, *self.documents, seq_len), size)[rank]
+
+    def length(self, rank: int, size: int, seq_len: int) -> int:
+        return _ZIGZAG.length(rank, size, seq_len)
+
+    def multiple(self, size: int) -> int:
+        return _ZIGZAG.multiple(size) if size > 1 else 1
+
+    def within(self, documents: tuple[int, ...]) -> "PaddedDocuments":
+        return PaddedDocuments(documents) if documents else self
 
 
 _ZIGZAG = Zigzag()
+NAMED: dict[str, Layout] = {
+    layout.name: layout for layout in (*LAYOUTS.values(), PerDocument(), PaddedDocuments())
+}
+
+
+@lru_cache(maxsize=64)
+def _chunks_of_each(bounds: tuple[int, ...], size: int) -> tuple[tuple[Span, ...], ...]:
+    """The spans of every rank. Args: bounds: 0, ..., N: where padded documents begin and end.
+
+    Raises: ContextParallelError if a length is no multiple of 2P.
+    """
+    if size == 1:
+        return ((Span(0, bounds[-1]),),)
+    multiple = _ZIGZAG.multiple(size)
+    found: list[list[Span]] = [[] for _ in range(size)]
+    for number, (start, stop) in enumerate(pairwise(bounds), 1):
+        chunk, rest = divmod(stop - start, multiple)
+        if rest:
+            raise ContextParallelError(
+                f"the thd layout needs lengths of documents divisible by 2 * context_parallel_size "
+                f"= {multiple}, got {stop - start} tokens in document {number} of "
+                f"{len(bounds) - 1}: pad it to {stop - start - rest + multiple}"
+            )
+        for rank, spans in enumerate(found):
+            for index in (rank, multiple - 1 - rank):
+                spans.append(Span(start + index * chunk, start + (index + 1) * chunk))
+    return tuple(joined(spans) for spans in found)
 
 
 @lru_cache(maxsize=64)

@@ -125,7 +125,8 @@ def attend(
     fit; KernelUnavailableError if the kernel cannot serve them.
     """
     q, k, v = cast_inputs(q, k, v)
-    _check(q, k, v, algorithm, seq_len, documents)
+    algorithm = algorithm.within(documents)
+    _check(q, k, v, algorithm, seq_len)
     heads, head_dim = q.shape[2:]
     shape = q.device, q.dtype, heads, k.shape[2], head_dim
     problem = Problem(*shape, documents=bool(documents), value_dim=v.shape[3])
@@ -154,7 +155,6 @@ def _check(
     v: Tensor,
     algorithm: Algorithm,
     seq_len: int,
-    documents: tuple[int, ...],
 ) -> None:
     shapes = f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4 or k.shape[:3] != v.shape[:3]:
@@ -170,7 +170,7 @@ def _check(
             f"q, k, v need one dtype, got {q.dtype}, {k.dtype}, {v.dtype}: cast them first"
         )
     rank, size = algorithm.topology.rank, algorithm.topology.size
-    expected = algorithm.layout.within(documents).length(rank, size, seq_len)
+    expected = algorithm.layout.length(rank, size, seq_len)
     if q.shape[1] != expected:
         raise ContextParallelError(
             f"rank {rank} of {size} holds {expected} of {seq_len} tokens ({algorithm.layout.name} "

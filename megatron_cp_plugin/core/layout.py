@@ -64,9 +64,12 @@ class Layout(ABC):
     """Assignment of global positions to ranks. Spans of one rank are disjoint and ascending.
 
     Layouts are values: two of one kind and of the same fields are equal.
+
+    Attributes: follows_documents: it depends on the documents which tokens a rank holds.
     """
 
     name: str
+    follows_documents: bool = False
 
     @abstractmethod
     def spans(self, rank: int, size: int, seq_len: int) -> tuple[Span, ...]:
@@ -83,7 +86,10 @@ class Layout(ABC):
         return sum(map(len, self.spans(rank, size, seq_len)))
 
     def within(self, documents: tuple[int, ...]) -> "Layout":
-        """The layout of a sequence of documents, as of `document_starts`; for most the same."""
+        """The layout of a sequence of documents, as of `document_starts`; for most the same.
+
+        Without documents that of the ones that it has already.
+        """
         return self
 
 
@@ -152,6 +158,9 @@ class Grouped(Layout):
 
     def multiple(self, size: int) -> int:
         return self.parts.multiple(size * self.members)
+
+    def within(self, documents: tuple[int, ...]) -> "Grouped":
+        return Grouped(self.parts.within(documents), self.members)
 
 
 LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in (Contiguous(), Zigzag(), Cyclic())}

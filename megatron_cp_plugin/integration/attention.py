@@ -30,6 +30,8 @@ from megatron_cp_plugin.integration.runtime import Runtime
 from megatron_cp_plugin.kernels import resolve
 
 _CAUSAL = {AttnMaskType.causal: True, AttnMaskType.no_mask: False}
+# What Transformer Engine calls them where documents are packed.
+_CAUSAL_IF_PACKED = _CAUSAL | {AttnMaskType.padding_causal: True}
 
 
 class ContextParallelAttention(MegatronModule):
@@ -40,6 +42,8 @@ class ContextParallelAttention(MegatronModule):
     """
 
     softmax_offset: Tensor | None
+    # Of the forward pass that runs, where the layer around it does not hand it on.
+    packed: DocumentMask | None = None
 
     def __init__(
         self,
@@ -76,6 +80,7 @@ class ContextParallelAttention(MegatronModule):
             ContextParallelError: The model asks for what no algorithm here computes.
         """
         super().__init__(config=config)
+        self.runtime = runtime
         check_settings(config, runtime.config)
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         if dropout > 0:
@@ -160,8 +165,16 @@ class ContextParallelAttention(MegatronModule):
         if attention_bias is not None:
             raise ContextParallelError("attention bias is not supported: leave attention_bias out")
         seq_len = query.size(0) * self._cp_size
-        documents = self._documents(packed_seq_params, seq_len)
-        causal = self._causal if attn_mask_type is None else is_causal(attn_mask_type)
+        packed = self.packed if packed_seq_params is None else packed_seq_params
+        documents = self._documents(packed, seq_len)
+        causal = self._causal
+        if attn_mask_type is not None:
+            causal = is_causal(attn_mask_type, packed=packed is not None)
+        if not causal and packed is not None and packed.padded:
+            raise ContextParallelError(
+                "padded documents need causal attention, in which nobody sees their padding, got "
+                "full attention: pack documents without padding"
+            )
         out = attend(
             query.transpose(0, 1),
             key.transpose(0, 1),
@@ -222,12 +235,18 @@ def sharded_by_heads(
     )
 
 
-def is_causal(mask_type: AttnMaskType) -> bool:
+def is_causal(mask_type: AttnMaskType, *, packed: bool = False) -> bool:
     """Whether tokens see earlier ones only.
+
+    Args:
+        mask_type: Megatron's.
+        packed: Whether there are packed documents, of which all padding comes last.
 
     Raises:
         ContextParallelError: Another mask type than causal and no_mask.
     """
+    if packed and mask_type in _CAUSAL_IF_PACKED:
+        return _CAUSAL_IF_PACKED[mask_type]
     if mask_type not in _CAUSAL:
         allowed = " or ".join(allowed.name for allowed in _CAUSAL)
         raise ContextParallelError(

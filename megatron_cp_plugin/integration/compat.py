@@ -103,43 +103,69 @@ def report() -> tuple[str, list[str]]:
     from megatron.training.arguments import add_megatron_arguments
 
     version, text = running_version()
-    parts: tuple[Part, ...] = ("algorithm", "cpu", "record", "script")
+    parts: tuple[Part, ...] = ("algorithm", "training", "cpu", "record", "script")
     had = [part for part in parts if version >= SINCE.get(part, ((0, 0),))[0]]
     parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     there = {action.dest for action in parser._actions} | {"rank", "world_size"}
     return text, problems(*had) + _missing_settings("args", there)
 
 
-def replace(hooks: Mapping[str, Callable[..., Any]], part: Part) -> None:
+class Replacement:
+    """A name of Megatron with the plugin's function in its place.
+
+    Attributes:
+        hook: Is called in place of Megatron's own, which it is given before the arguments.
+    """
+
+    def __init__(self, row: Name, hook: Callable[..., Any]) -> None:
+        """Puts it in force, here and wherever modules of Megatron have imported the name."""
+        self.hook: Callable[..., Any] | None = hook
+        self._owner, self._name = _owner(row)
+        self._original = getattr(self._owner, self._name)
+
+        @functools.wraps(self._original)
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            if self.hook is None:
+                return self._original(*args, **kwargs)
+            return self.hook(self._original, *args, **kwargs)
+
+        replacement.replaced = self  # type: ignore[attr-defined]
+        self._replacement = replacement
+        self._put(self._original, replacement)
+
+    def undo(self) -> None:
+        """Puts Megatron's own back; who imported the name meanwhile calls that one again too."""
+        self.hook = None
+        self._put(self._replacement, self._original)
+
+    def _put(self, before: Any, after: Any) -> None:
+        setattr(self._owner, self._name, after)
+        if not isinstance(self._owner, ModuleType):
+            return
+        for module in _loaded_modules():
+            for alias, value in list(vars(module).items()):
+                if value is before:
+                    setattr(module, alias, after)
+
+
+def replace(hooks: Mapping[str, Callable[..., Any]], *parts: Part) -> list[Replacement]:
     """Replaces names of Megatron, wherever its modules have imported them.
 
     Args:
         hooks: The functions that take their places, by `Name.name`; each is given Megatron's own
             before the arguments.
-        part: What of the plugin is to be in force.
+        parts: What of the plugin is to be in force.
     """
     version, _ = running_version()
-    rows = {row.name: row for row in NAMES if row.replaced and row.part == part}
-    for name, hook in hooks.items():
-        if rows[name].is_in(version):
-            _replace(rows[name], hook)
+    rows = {row.name: row for row in NAMES if row.replaced and row.part in parts}
+    named = [(rows[name], hook) for name, hook in hooks.items()]
+    return [Replacement(row, hook) for row, hook in named if row.is_in(version)]
 
 
-def _replace(row: Name, hook: Callable[..., Any]) -> None:
-    owner, name = _owner(row)
-    original = getattr(owner, name)
-
-    @functools.wraps(original)
-    def replacement(*args: Any, **kwargs: Any) -> Any:
-        return hook(original, *args, **kwargs)
-
-    setattr(owner, name, replacement)
-    if not isinstance(owner, ModuleType):
-        return
-    for module in _loaded_modules():
-        for alias, value in list(vars(module).items()):
-            if value is original:
-                setattr(module, alias, replacement)
+def hook_of(function: Any) -> Callable[..., Any] | None:
+    """Returns what was put in the place of a function of Megatron; None: nothing."""
+    replaced = getattr(function, "replaced", None)
+    return replaced.hook if isinstance(replaced, Replacement) else None
 
 
 def _loaded_modules() -> Iterator[ModuleType]:

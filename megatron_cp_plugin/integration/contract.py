@@ -13,9 +13,10 @@ from typing import Literal
 # Major and minor number.
 type Version = tuple[int, int]
 
-# Which runs need a row: all that the plugin has a part in, or those with one of its algorithms,
-# on the CPU platform, with --cp-record, or of scripts/pretrain_gpt.py.
-type Part = Literal["any", "algorithm", "cpu", "record", "script"]
+# Which runs need a row: all that the plugin has a part in, or those with one of its algorithms, of
+# these the ones on Megatron's training loop, on the CPU platform, with --cp-record, or of
+# scripts/pretrain_gpt.py.
+type Part = Literal["any", "algorithm", "training", "cpu", "record", "script"]
 
 # Where a setting is: on the parsed command line; there once Megatron has validated it; in the
 # configuration of a model, or of one with multi-latent attention; or not always anywhere.
@@ -184,6 +185,7 @@ NAMES: tuple[Name, ...] = (
         "without the plugin, such as a worker that a script starts, is refused by Megatron's "
         "parser",
         replaced=True,
+        part="training",
         first=("parser",),
     ),
     Name(
@@ -191,6 +193,7 @@ NAMES: tuple[Name, ...] = (
         "validate_args",
         "checks the arguments first, and refuses in one line what the algorithm cannot serve",
         replaced=True,
+        part="training",
         first=("args", "defaults"),
     ),
     Name(
@@ -217,6 +220,7 @@ NAMES: tuple[Name, ...] = (
         "setup_model_and_optimizer",
         "refuses any other model, which would train without the algorithm",
         replaced=True,
+        part="training",
         returned=("model",),
     ),
     Name(
@@ -514,6 +518,7 @@ NAMES: tuple[Name, ...] = (
             "cu_seqlens_kv",
             "cu_seqlens_q_padded",
             "cu_seqlens_kv_padded",
+            "max_seqlen_q",
             "cp_group",
         ),
     ),
@@ -532,6 +537,7 @@ NAMES: tuple[Name, ...] = (
     Name(f"{_LAYERS}.module", "MegatronModule", parameters=("config",)),
     Name(f"{_LAYERS}.enums", "AttnMaskType.causal"),
     Name(f"{_LAYERS}.enums", "AttnMaskType.no_mask"),
+    Name(f"{_LAYERS}.enums", "AttnMaskType.padding_causal"),
     Name(f"{_LAYERS}.transformer_config", "TransformerConfig"),
     Name(f"{_LAYERS}.transformer_config", "MLATransformerConfig"),
     Name(f"{_LAYERS}.transformer_block", "LayerNormImpl"),
@@ -565,6 +571,8 @@ NAMES: tuple[Name, ...] = (
         parameters=("required_pgs",),
     ),
     Name(f"{_CORE}.parallel_state", "get_context_parallel_group"),
+    Name(f"{_CORE}.parallel_state", "get_context_parallel_world_size"),
+    Name(f"{_CORE}.parallel_state", "model_parallel_is_initialized"),
     Name(
         f"{_CORE}.parallel_state",
         "create_group",

@@ -86,6 +86,7 @@ setting, exit code 2 on every rank. The list is `FEATURES` in
 
 _PARTS: dict[Part, str] = {
     "algorithm": "With an algorithm of the plugin",
+    "training": "With an algorithm of the plugin in Megatron's training loop, by the launcher",
     "any": "In every run that the plugin has a part in",
     "record": "With `--cp-record`, from Megatron 0.18 on",
     "cpu": "On the CPU platform",

@@ -9,11 +9,16 @@ the model gets the boundaries in a form that all but attention ignore.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
 
+import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from megatron_cp_plugin.core.document_layout import PaddedDocuments
 from megatron_cp_plugin.core.documents import document_starts
+from megatron_cp_plugin.core.layout import Layout
 from megatron_cp_plugin.errors import ContextParallelError
 
 
@@ -24,11 +29,13 @@ class DocumentMask(PackedSeqParams):
     Attributes:
         seq_len: Tokens of the whole sequence.
         starts: As in `core.tiles.Mask.documents`.
+        padded: Documents end with tokens that the others must not see.
     """
 
     qkv_format: str = "bshd"
     seq_len: int = 0
     starts: tuple[int, ...] = ()
+    padded: bool = False
 
 
 def document_mask(packed: PackedSeqParams | None, *, recurrent: bool) -> DocumentMask | None:
@@ -44,17 +51,7 @@ def document_mask(packed: PackedSeqParams | None, *, recurrent: bool) -> Documen
     """
     if packed is None:
         return None
-    if recurrent:
-        raise ContextParallelError(
-            "gated delta net layers carry their state on across documents, got packed sequences: "
-            "leave packed_seq_params out"
-        )
-    lengths = packed.cu_seqlens_q
-    if packed.qkv_format != "thd" or lengths is None:
-        raise ContextParallelError(
-            f"packed sequences are served in the format thd with cu_seqlens_q, got "
-            f"{packed.qkv_format}{'' if lengths is not None else ' without it'}"
-        )
+    lengths = _lengths(packed, recurrent)
     names = ("cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
     for name in names:
         other: Tensor | None = getattr(packed, name, None)
@@ -74,3 +71,94 @@ def document_mask(packed: PackedSeqParams | None, *, recurrent: bool) -> Documen
     if hasattr(packed, "tokens_per_sample"):
         mask.tokens_per_sample = packed.tokens_per_sample
     return mask
+
+
+def mask_of_cut(
+    packed: PackedSeqParams | None, layout: Layout, group: dist.ProcessGroup, *, recurrent: bool
+) -> DocumentMask | None:
+    """Like `document_mask` for a batch that the caller has cut, where documents may be padded.
+
+    Args:
+        packed: What a model was given; all that the caller added to it is in the result too.
+        layout: By which the batch was cut.
+        group: The context-parallel group.
+        recurrent: Whether the model has layers whose state goes on across documents.
+
+    Raises:
+        ContextParallelError: It was cut otherwise, or its numbers contradict each other.
+    """
+    if packed is None:
+        return None
+    lengths = _lengths(packed, recurrent)
+    _check_cutting(packed, layout, group)
+    padded = packed.cu_seqlens_q_padded
+    pairs = ((lengths, packed.cu_seqlens_kv), (padded, packed.cu_seqlens_kv_padded))
+    for of_queries, of_keys in pairs:
+        if of_keys is None or of_keys is of_queries:
+            continue
+        if of_queries is None or not of_queries.equal(of_keys):
+            raise ContextParallelError(
+                "packed sequences are served with the same lengths for queries and keys, got "
+                "cu_seqlens_kv that differ from cu_seqlens_q: give one of them as both"
+            )
+    real = lengths.flatten().tolist()
+    bounds = real if padded is None else padded.flatten().tolist()
+    starts = document_starts(bounds, bounds[-1])
+    mask = DocumentMask(seq_len=bounds[-1], starts=starts, padded=_check_padding(real, bounds))
+    longest = packed.max_seqlen_q
+    needed = max((stop - start for start, stop in pairwise(real)), default=0)
+    if longest is not None and int(longest) < needed:
+        raise ContextParallelError(
+            f"max_seqlen_q needs to be the length of the longest document, {needed} or more, got "
+            f"{int(longest)}: give lengths of whole documents, not of a rank's part"
+        )
+    for name, value in vars(packed).items():
+        if name != "qkv_format":
+            setattr(mask, name, value)
+    return mask
+
+
+def _lengths(packed: PackedSeqParams, recurrent: bool) -> Tensor:
+    if recurrent:
+        raise ContextParallelError(
+            "gated delta net layers carry their state on across documents, got packed sequences: "
+            "leave packed_seq_params out"
+        )
+    lengths: Tensor | None = packed.cu_seqlens_q
+    if packed.qkv_format != "thd" or lengths is None:
+        raise ContextParallelError(
+            f"packed sequences are served in the format thd with cu_seqlens_q, got "
+            f"{packed.qkv_format}{'' if lengths is not None else ' without it'}"
+        )
+    return lengths
+
+
+def _check_cutting(packed: PackedSeqParams, layout: Layout, group: dist.ProcessGroup) -> None:
+    given: Any = getattr(packed, "cp_partition_mode", None)
+    mode = "zigzag" if layout.name == PaddedDocuments.name else layout.name
+    if given not in (None, mode):
+        raise ContextParallelError(
+            f"the {layout.name} layout needs batches with cp_partition_mode {mode}, got {given}: "
+            f"let the framework cut them so, or use layout={'thd' if given == 'zigzag' else given}"
+        )
+    ranks = getattr(packed, "local_cp_size", None)
+    if ranks not in (None, group.size()) or packed.cp_group not in (None, group):
+        raise ContextParallelError(
+            f"packed sequences are served over the {group.size()} context-parallel ranks of the "
+            f"run, got another cp_group or local_cp_size {ranks}: turn dynamic context "
+            "parallelism off"
+        )
+
+
+def _check_padding(real: list[int], bounds: list[int]) -> bool:
+    """Whether documents are padded. Args: cumulative lengths without and with padding."""
+    if real == bounds:
+        return False
+    lengths = [[stop - start for start, stop in pairwise(edges)] for edges in (real, bounds)]
+    if len(real) != len(bounds) or any(a > b for a, b in zip(*lengths, strict=True)):
+        raise ContextParallelError(
+            f"cu_seqlens_q_padded needs for each document at least its length, got "
+            f"{len(bounds) - 1} documents of {bounds[-1]} tokens for {len(real) - 1} of "
+            f"{real[-1]}: pad each one at its end"
+        )
+    return True

@@ -241,7 +241,8 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         "choice of Megatron's attention kernel",
         "attention_backend",
-        _other_than("attention_backend", "auto"),
+        # All kernels here are what frameworks mean by flash.
+        _other_than("attention_backend", "auto", "flash"),
         "it would be ignored or take the plugin's place",
         "leave --attention-backend out, and choose a kernel with --cp-kernel",
     ),

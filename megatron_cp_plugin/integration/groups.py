@@ -17,12 +17,14 @@ from megatron_cp_plugin.integration.features import Settings, is_latent
 from megatron_cp_plugin.integration.runtime import Runtime
 
 
-def set_up_groups(runtime: Runtime, args: Any, config: TransformerConfig, groups: Any) -> None:
+def set_up_groups(
+    runtime: Runtime, args: Any | None, config: TransformerConfig, groups: Any
+) -> None:
     """Makes all process groups that the run's algorithms need, by all ranks of the job.
 
     Args:
         runtime: Of the run.
-        args: Megatron's namespace, validated.
+        args: Megatron's namespace, validated; None where there is none.
         config: Of the model.
         groups: The model's ProcessGroupCollection; None: Megatron's own groups.
     """
@@ -53,9 +55,11 @@ def _shape(config: TransformerConfig, runtime: Runtime, size: int) -> Shape:
     )
 
 
-def _new_group(args: Any) -> Callable[[list[int]], object]:
+def _new_group(args: Any | None) -> Callable[[list[int]], object]:
     """Makes a group with the timeout and the NCCL options that context-parallel groups have."""
     options: dict[str, dict[str, Any]] = {}
+    if args is None:
+        return lambda ranks: parallel_state.create_group(ranks, group_desc="CONTEXT_PARALLEL_GROUP")
     if args.nccl_communicator_config_path is not None:
         text = Path(args.nccl_communicator_config_path).read_text()
         options = yaml.safe_load(text) or {}

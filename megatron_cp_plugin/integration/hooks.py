@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.integration import compat
 from megatron_cp_plugin.integration.args import PluginFlags, add_algorithm, speak_in_one_line
@@ -38,7 +39,7 @@ class Hooks:
         Raises:
             ContextParallelError: This Megatron was never run, or is not as `contract` says.
         """
-        compat.check("algorithm", allow_untested=self._flags.allow_untested_megatron)
+        compat.check("algorithm", "training", allow_untested=self._flags.allow_untested_megatron)
         from megatron_cp_plugin.integration.chunked_loss import acceptance_counts
         from megatron_cp_plugin.integration.recompute import checkpoint
         from megatron_cp_plugin.integration.rope import set_cos_sin_cache
@@ -58,7 +59,7 @@ class Hooks:
             hooks |= {"checkpoint": checkpoint, "te_checkpoint": checkpoint}
         if self._flags.chunked_loss is not None:
             hooks |= {"_compute_mtp_acceptance_counts": acceptance_counts}
-        compat.replace(hooks, "algorithm")
+        compat.replace(hooks, "algorithm", "training")
 
     def _add_arguments(
         self, original: Callable[..., Any], parser: argparse.ArgumentParser
@@ -76,6 +77,7 @@ class Hooks:
             describe_window,
         )
         from megatron_cp_plugin.integration.files import check_files
+        from megatron_cp_plugin.integration.models import comm_type
         from megatron_cp_plugin.integration.recompute import describe as describe_recompute
 
         compat.check_args(args)
@@ -119,26 +121,18 @@ class Hooks:
         if validated.rank == 0 and captured:
             print(f"megatron_cp_plugin: {captured}", flush=True)
         if config.size > 1:
-            validated.cp_comm_type = [self._comm_type]
+            validated.cp_comm_type = [comm_type(config.algo)]
         self._args = validated
         return validated
 
-    @property
-    def _comm_type(self) -> str:
-        """What model configurations say that are made from the arguments.
-
-        Transformer Engine refuses it, so that its own context parallelism never takes the place
-        of ours where such a configuration reaches a process without the hooks.
-        """
-        return f"megatron_cp_plugin.{self._flags.algo}"
+    def config(self, size: int) -> ContextParallelConfig:
+        """Returns what is in force for so many context-parallel ranks."""
+        return self._flags.config(size)
 
     def _build_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        from megatron_cp_plugin.integration.checks import check_settings
         from megatron_cp_plugin.integration.chunked_loss import serve_loss
-        from megatron_cp_plugin.integration.groups import set_up_groups
-        from megatron_cp_plugin.integration.inputs import serve_inputs
-        from megatron_cp_plugin.integration.rope import use_layout
-        from megatron_cp_plugin.integration.spec import with_multi_token, with_plugin
+        from megatron_cp_plugin.integration.inputs import serve_cut_inputs, serve_inputs
+        from megatron_cp_plugin.integration.models import build_model
 
         if self._runtime is None or self._batches is None:
             raise ContextParallelError(
@@ -146,25 +140,13 @@ class Hooks:
                 "validate its arguments before it builds a model: call parse_and_validate_args or "
                 "pretrain first"
             )
-        call = inspect.signature(original).bind(*args, **kwargs)
-        model, config = call.args[0], call.arguments["config"]
-        check_settings(config, self._runtime.config)
-        if config.cp_comm_type not in (None, "p2p", self._comm_type):  # p2p: Megatron's default
-            raise ContextParallelError(
-                f"the script sets cp_comm_type {config.cp_comm_type} by itself, which would be "
-                "ignored: give --cp-comm-type on the command line"
-            )
-        given, runtime = call.arguments, self._runtime
-        set_up_groups(runtime, self._args, config, given.get("pg_collection"))
-        name = "hybrid_stack_spec" if "hybrid_stack_spec" in given else "transformer_layer_spec"
-        given[name] = with_plugin(given[name], config, given.get("vp_stage"), runtime)
-        if given.get("mtp_block_spec") is not None:
-            given["mtp_block_spec"] = with_multi_token(given["mtp_block_spec"], config, runtime)
-        original(*call.args, **call.kwargs)
-        use_layout(model, self._runtime)
-        serve_inputs(model, self._batches, model.pg_collection.cp)
-        if runtime.config.chunked_loss is not None:
-            serve_loss(model, runtime.config.chunked_loss)
+        model = build_model(original, args, kwargs, runtime=self._runtime, settings=self._args)
+        if self._runtime.is_cut_by_callers:
+            serve_cut_inputs(model, self._runtime, model.pg_collection.cp)
+        else:
+            serve_inputs(model, self._batches, model.pg_collection.cp)
+        if self._runtime.config.chunked_loss is not None:
+            serve_loss(model, self._runtime.config.chunked_loss)
 
     def _set_up_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result, served = original(*args, **kwargs), _models()

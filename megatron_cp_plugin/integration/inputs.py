@@ -14,8 +14,10 @@ from megatron_cp_plugin.core.layout_check import describe_mismatch
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration import gated_delta_net
 from megatron_cp_plugin.integration.batch import Batches, Cut, agree
-from megatron_cp_plugin.integration.documents import document_mask
+from megatron_cp_plugin.integration.documents import DocumentMask, document_mask, mask_of_cut
 from megatron_cp_plugin.integration.features import Settings, graphs
+from megatron_cp_plugin.integration.rope import use_layout
+from megatron_cp_plugin.integration.runtime import Runtime
 
 # Arguments of a model that hold tokens, and the keys of a batch that they come from.
 _ARGUMENTS = {
@@ -44,7 +46,6 @@ def serve_inputs(model: nn.Module, batches: Batches, group: dist.ProcessGroup) -
     runtime = batches.runtime
     parameters = inspect.signature(model.forward)
     recurrent = gated_delta_net.has_layers(model)
-    captured = graphs(Settings(model.config))
     agreed: set[bool] = set()
 
     def enter(
@@ -56,11 +57,7 @@ def serve_inputs(model: nn.Module, batches: Batches, group: dist.ProcessGroup) -
             cut = _cut(given, batches, group) if group.size() > 1 else None
             mask = document_mask(given.get("packed_seq_params"), recurrent=recurrent)
             runtime.documents = mask.starts if mask else ()
-            if mask and captured != "none":
-                raise ContextParallelError(
-                    f"--cuda-graph-impl {captured} keeps the documents of the batch that was "
-                    "captured, got packed sequences: leave it or packed_seq_params out"
-                )
+            _check_capture(model, mask)
             if cut is not None:
                 _check_documents(cut, runtime.documents)
         except ContextParallelError as error:
@@ -75,6 +72,116 @@ def serve_inputs(model: nn.Module, batches: Batches, group: dist.ProcessGroup) -
         return call.args, call.kwargs
 
     model.register_forward_pre_hook(enter, with_kwargs=True)
+
+
+class CutInputs:
+    """Holds what a model is given against what packed_seq_params say, where callers cut batches.
+
+    In its first call for training, and for evaluation, the context-parallel ranks compare notes.
+    """
+
+    def __init__(self, runtime: Runtime, group: dist.ProcessGroup, *, recurrent: bool) -> None:
+        """Args: recurrent: Whether the model has layers whose state goes on across documents."""
+        self._runtime = runtime
+        self._group = group
+        self._recurrent = recurrent
+        self._agreed: set[bool] = set()
+        self._called = False
+
+    def __call__(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """A hook that runs before a model's forward pass."""
+        call = inspect.signature(model.forward).bind(*args, **kwargs)
+        given, mask, fault = call.arguments, None, None
+        try:
+            mask = self._mask_of(model, given)
+        except ContextParallelError as error:
+            fault = str(error)
+        self._agree(fault, mask)
+        if not self._called:
+            # Frameworks give a model other position embeddings once it is built.
+            use_layout(model, self._runtime)
+            self._called = True
+        self._runtime.documents = mask.starts if mask else ()
+        self._runtime.seq_len = mask.seq_len if mask else None
+        if mask is not None:
+            given["packed_seq_params"] = mask
+        return call.args, call.kwargs
+
+    def _mask_of(self, model: nn.Module, given: Mapping[str, Any]) -> DocumentMask | None:
+        layout, size = self._runtime.config.layout, self._group.size()
+        packed = given.get("packed_seq_params")
+        mask = mask_of_cut(packed, layout, self._group, recurrent=self._recurrent)
+        _check_capture(model, mask)
+        tokens = _tokens_of(model, given)
+        if tokens is not None:
+            total = tokens * size
+            if mask is not None and mask.seq_len != total:
+                raise ContextParallelError(
+                    "packed_seq_params need the lengths of all documents as they were cut, padding "
+                    f"included: {total} tokens on {size} ranks of {tokens}, got {mask.seq_len}: "
+                    "give cu_seqlens_q_padded of whole documents, and each rank its part of each"
+                )
+            layout.within(mask.starts if mask else ()).spans(self._group.rank(), size, total)
+        return mask
+
+    def _agree(self, fault: str | None, mask: DocumentMask | None) -> None:
+        training = torch.is_grad_enabled()
+        if self._group.size() > 1 and training not in self._agreed:
+            found: list[Any] = [None] * self._group.size()
+            mine = (mask.seq_len, mask.starts) if mask else None
+            dist.all_gather_object(found, mine, group=self._group)
+            if fault is None and any(other != found[0] for other in found):
+                fault = (
+                    "all context-parallel ranks need the lengths of the same documents in "
+                    "packed_seq_params, got others on other ranks: give all of them the same batch"
+                )
+            agree(fault, self._group)
+            self._agreed.add(training)
+        if fault:
+            raise ContextParallelError(fault)
+
+
+def _check_capture(model: Any, mask: DocumentMask | None) -> None:
+    captured = graphs(Settings(model.config))
+    if mask and captured != "none":
+        raise ContextParallelError(
+            f"--cuda-graph-impl {captured} keeps the documents of the batch that was captured, got "
+            "packed sequences: leave it or packed_seq_params out"
+        )
+
+
+def _tokens_of(model: Any, given: Mapping[str, Any]) -> int | None:
+    """How many tokens of each sequence this rank was given; None: another stage knows."""
+    hidden, ids = given.get("decoder_input"), given.get("input_ids")
+    if isinstance(hidden, Tensor):
+        config = model.config
+        parts = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        return hidden.size(0) * parts
+    if not getattr(model, "pre_process", True) or not isinstance(ids, Tensor):
+        return None  # some callers hand whole samples to later stages, which do not look at them
+    return ids.size(-1)
+
+
+def serve_cut_inputs(model: nn.Module, runtime: Runtime, group: dist.ProcessGroup) -> None:
+    """Makes a model take batches as their callers have cut them; a second call does nothing.
+
+    Args:
+        model: GPTModel or HybridModel, whose forward pass raises ContextParallelError for what
+            contradicts the layout.
+        runtime: The run's layout; is told where documents begin in what comes next.
+        group: The context-parallel group.
+    """
+    if serves_inputs(model):
+        return
+    inputs = CutInputs(runtime, group, recurrent=gated_delta_net.has_layers(model))
+    model.register_forward_pre_hook(inputs, with_kwargs=True)
+
+
+def serves_inputs(model: nn.Module) -> bool:
+    """Whether `serve_cut_inputs` was called for a model."""
+    return any(isinstance(hook, CutInputs) for hook in model._forward_pre_hooks.values())
 
 
 def _cut(given: Mapping[str, Any], batches: Batches, group: dist.ProcessGroup) -> Cut | None:

@@ -13,6 +13,8 @@ from megatron.core.transformer.multi_latent_attention import MultiLatentAttentio
 from torch import Tensor, nn
 
 from megatron_cp_plugin.errors import ContextParallelError
+from megatron_cp_plugin.integration.attention import ContextParallelAttention
+from megatron_cp_plugin.integration.documents import DocumentMask
 from megatron_cp_plugin.integration.runtime import Runtime
 
 # Training and evaluation have one length each; what comes in ever new lengths is not kept.
@@ -20,7 +22,15 @@ _TABLES = 4
 
 
 class LayoutRotaryEmbedding(nn.Module):
-    """A rotary embedding of Megatron whose table is cut by the layout instead of zigzag."""
+    """A rotary embedding of Megatron whose table is cut by the layout instead of zigzag.
+
+    What else callers ask it for, such as `get_freqs_non_repeated`, is that of Megatron's.
+
+    Attributes:
+        packed: Documents of the forward pass that runs; None: those of the runtime.
+    """
+
+    packed: DocumentMask | None = None
 
     def __init__(
         self,
@@ -34,6 +44,24 @@ class LayoutRotaryEmbedding(nn.Module):
         self._group = group
         self._tables: dict[tuple[int, int], Any] = {}
 
+    @property
+    def inv_freq(self) -> Tensor:
+        """Of Megatron's embedding; frameworks set their own."""
+        return self.embedding.inv_freq
+
+    @inv_freq.setter
+    def inv_freq(self, value: Tensor) -> None:
+        self.embedding.inv_freq = value
+        self._tables.clear()
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "embedding":
+                raise
+            return getattr(self.embedding, name)
+
     def forward(
         self,
         max_seq_len: int,
@@ -44,7 +72,8 @@ class LayoutRotaryEmbedding(nn.Module):
         """Computes the angles of this rank's tokens.
 
         Args:
-            max_seq_len: Tokens of the whole sequence.
+            max_seq_len: Tokens of the whole sequence; with packed documents callers may give the
+                length of the longest one.
             offset: Added to every position.
             packed_seq: Must be False; positions count from the beginning of each of the runtime's
                 documents.
@@ -55,19 +84,22 @@ class LayoutRotaryEmbedding(nn.Module):
         """
         if packed_seq or cp_group not in (None, self._group):
             raise ContextParallelError("packed sequences and dynamic groups are not supported")
-        if self._runtime.documents:
-            return self._angles(max_seq_len, offset)
+        runtime, packed = self._runtime, self.packed
+        documents = runtime.documents if packed is None else packed.starts
+        seq_len = runtime.seq_len if packed is None else packed.seq_len
+        max_seq_len = seq_len or max_seq_len
+        if documents:
+            return self._angles(max_seq_len, offset, documents)
         key = (max_seq_len, offset)
         if key not in self._tables:
             if len(self._tables) == _TABLES:
                 del self._tables[next(iter(self._tables))]
-            self._tables[key] = self._angles(max_seq_len, offset)
+            self._tables[key] = self._angles(max_seq_len, offset, ())
         return self._tables[key]
 
-    def _angles(self, seq_len: int, offset: int) -> Any:
+    def _angles(self, seq_len: int, offset: int, documents: tuple[int, ...]) -> Any:
         whole = self.embedding.get_emb(seq_len, offset)
         angles = whole[0] if isinstance(whole, tuple) else whole
-        documents = self._runtime.documents
         positions = self._runtime.positions(self._group, seq_len, angles.device, documents)
         if documents:
             starts = torch.tensor((0, *documents), device=angles.device)
@@ -110,15 +142,19 @@ def set_cos_sin_cache(
 def use_layout(model: nn.Module, runtime: Runtime) -> None:
     """Makes the rotary embeddings of a model follow the layout.
 
-    There is none, one for the whole model, or one in each layer of multi-latent attention.
+    There is none, one for the whole model, or one in each layer of multi-latent attention. Those
+    that follow it already stay as they are.
 
     Raises:
         ContextParallelError: One is of another kind.
     """
     owners = [m for m in model.modules() if isinstance(m, MultiLatentAttention)]
+    for owner in owners:
+        if _keep_documents not in owner._forward_pre_hooks.values():
+            owner.register_forward_pre_hook(_keep_documents, with_kwargs=True)
     for owner in (model, *owners):
         embedding = getattr(owner, "rotary_pos_emb", None)
-        if embedding is None:
+        if embedding is None or isinstance(embedding, LayoutRotaryEmbedding):
             continue
         if not isinstance(embedding, (RotaryEmbedding, YarnRotaryEmbedding)):
             raise ContextParallelError(
@@ -130,3 +166,23 @@ def use_layout(model: nn.Module, runtime: Runtime) -> None:
             # Nothing to cut, and its fused kernels ask the embedding for more than angles.
             continue
         owner.rotary_pos_emb = LayoutRotaryEmbedding(embedding, runtime, group.cp)
+
+
+def _keep_documents(
+    owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Hands documents round multi-latent attention, which would drop the dimension of samples."""
+    packed = kwargs.get("packed_seq_params")
+    core: Any = owner.core_attention
+    if not isinstance(core, ContextParallelAttention):
+        return args, kwargs
+    again = core.runtime.config.recompute_attention and owner.checkpoint_core_attention
+    if packed is not None and again:
+        raise ContextParallelError(
+            "multi-latent attention of packed documents is not run again by itself, got "
+            "recompute_modules with core_attn: leave it out, or let its output be kept"
+        )
+    for part in (core, getattr(owner, "rotary_pos_emb", None)):
+        if isinstance(part, (ContextParallelAttention, LayoutRotaryEmbedding)):
+            part.packed = packed
+    return args, kwargs | {"packed_seq_params": None}

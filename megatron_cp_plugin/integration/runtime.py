@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.core.algorithm import Algorithm
-from megatron_cp_plugin.core.document_layout import PerDocument
+from megatron_cp_plugin.core.document_layout import PaddedDocuments
 from megatron_cp_plugin.core.layout import positions
 from megatron_cp_plugin.core.linear import LinearAlgorithm
 from megatron_cp_plugin.core.process_groups import JointMaking, ProcessGroupTopology, topology_of
@@ -29,11 +29,15 @@ class Runtime:
         config: The run's configuration.
         documents: Where documents begin in the micro-batch whose forward runs, as in
             `core.tiles.Mask`. Not for what may be computed again in the backward.
+        seq_len: Of how many tokens they are; None: as many as the model is told.
     """
 
-    def __init__(self, config: ContextParallelConfig) -> None:
+    def __init__(self, config: ContextParallelConfig, *, callers: bool = False) -> None:
+        """Args: callers: See `is_cut_by_callers`; they always do with the layout thd."""
         self.config = config
+        self._callers = callers
         self.documents: tuple[int, ...] = ()
+        self.seq_len: int | None = None
         self._layout = config.layout
         self._algorithms: dict[dist.ProcessGroup, Algorithm] = {}
         self._linear: dict[dist.ProcessGroup, LinearAlgorithm] = {}
@@ -101,9 +105,14 @@ class Runtime:
         return self._topologies.get(group) or topology_of(group)
 
     @property
+    def is_cut_by_callers(self) -> bool:
+        """Whether whoever calls a model has cut its batches, not the plugin."""
+        return self._callers or self._layout.name == PaddedDocuments.name
+
+    @property
     def follows_documents(self) -> bool:
         """Whether it depends on the documents which tokens a rank holds."""
-        return isinstance(self._layout, PerDocument)
+        return self._layout.follows_documents
 
     def positions(
         self,

@@ -30,7 +30,7 @@ from megatron_cp_plugin.integration.features import Settings
 from megatron_cp_plugin.integration.hooks import Hooks
 
 ROOT = Path(__file__).parents[2]
-PARTS = ("algorithm", "cpu", "record", "script")
+PARTS = ("algorithm", "training", "cpu", "record", "script")
 VERSION, _ = compat.running_version()
 ROWS = [row for row in NAMES if row.is_in(VERSION)]
 WITHOUT_TE = "TEDotProductAttention"  # no class where Transformer Engine is not installed
@@ -158,7 +158,7 @@ def test_models_that_are_not_returned_first(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(training, "setup_model_and_optimizer", set_up)
     assert "setup_model_and_optimizer does not return (model, ...)" in refusal(
-        lambda: check("algorithm")
+        lambda: check("training")
     )
 
 

@@ -1,0 +1,241 @@
+"""The plugin for programs that build models of megatron.core by themselves, and cut their batches.
+
+Nothing here needs a command line or `megatron.training`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import nn
+
+from megatron_cp_plugin import registry
+from megatron_cp_plugin.config import ContextParallelConfig
+from megatron_cp_plugin.errors import ConfigError, ContextParallelError
+from megatron_cp_plugin.integration import compat
+from megatron_cp_plugin.integration.attention import ContextParallelAttention
+from megatron_cp_plugin.integration.checks import check_settings
+from megatron_cp_plugin.integration.groups import set_up_groups
+from megatron_cp_plugin.integration.hooks import Hooks
+from megatron_cp_plugin.integration.inputs import serve_cut_inputs, serves_inputs
+from megatron_cp_plugin.integration.models import build_model, check_comm_type
+from megatron_cp_plugin.integration.multi_token import roll_tensor
+from megatron_cp_plugin.integration.recompute import checkpoint
+from megatron_cp_plugin.integration.rope import set_cos_sin_cache, use_layout
+from megatron_cp_plugin.integration.runtime import Runtime
+from megatron_cp_plugin.integration.spec import LayerSpec, with_plugin
+
+# By which callers cut batches, see `install`.
+_LAYOUTS = ("thd", "contiguous")
+
+
+def install(
+    algo: str,
+    *,
+    layout: str = "thd",
+    kernel: str = "auto",
+    recompute_attention: bool = False,
+    allow_untested_megatron: bool = False,
+    **options: object,
+) -> None:
+    """Puts an algorithm in force for all models that this process builds from now on.
+
+    Call it in the process that builds and runs the models, such as a Ray worker, once Megatron's
+    parallel state is set up and before the first model is built; on all ranks. Calling it again
+    with the same settings does nothing, also in a process that the launcher has started with them.
+
+    Batches, losses and the scaling of gradients stay the caller's. A model takes input_ids [b,S] of
+    this rank's tokens and packed_seq_params of whole documents.
+
+    Args:
+        algo: A name of `megatron_cp_plugin.available("softmax")`.
+        layout: By which the caller cuts batches. "thd": each document padded to a multiple of 2P
+            and cut by zigzag; without packed_seq_params each sample so. "contiguous": whole packs,
+            or samples, in P consecutive parts.
+        kernel: "auto" or a kernel's name.
+        recompute_attention: Activation recomputation runs attention a second time.
+        allow_untested_megatron: Run a version of Megatron that nobody ran with the plugin.
+        options: Of the algorithm.
+
+    Raises:
+        ContextParallelError: There is no parallel state, another algorithm is in force, this
+            Megatron is not as the plugin takes it to be, or a setting has no meaning.
+    """
+    config = _config(algo, layout, kernel, recompute_attention, options)
+    found = _in_force()
+    if found is not None:
+        if not _same(found.config(config.size), config):
+            raise ConfigError(
+                f"one algorithm is in force in a process, got {_words(config)} beside "
+                f"{_words(found.config(config.size))}: leave one of them out, or call uninstall "
+                "before"
+            )
+        return
+    compat.check("algorithm", allow_untested=allow_untested_megatron)
+    _Installed(config).put()
+
+
+def uninstall() -> None:
+    """Takes back what `install` did; models that were built meanwhile keep their attention.
+
+    Raises:
+        ContextParallelError: The launcher, not `install`, put the plugin in force.
+    """
+    found = _in_force()
+    if isinstance(found, Hooks):
+        raise ConfigError(
+            "the launcher put the plugin in force, for the whole process, got uninstall"
+        )
+    if found is not None:
+        found.undo()
+
+
+def serve(
+    spec: LayerSpec,
+    config: TransformerConfig,
+    algo: str,
+    *,
+    layout: str = "thd",
+    kernel: str = "auto",
+    vp_stage: int | None = None,
+    pg_collection: Any = None,
+    **options: object,
+) -> LayerSpec:
+    """Returns a model's spec with the plugin's attention, for this model alone, without `install`.
+
+    To be followed by `adopt` of the model that is built of it. A collective operation of all ranks
+    of the job. Without `install`, activation recomputation runs attention a second time.
+
+    Args:
+        spec: Of all layers, the block's or a HybridModel's stack's.
+        config: Of the model.
+        algo, layout, kernel, options: As in `install`.
+        vp_stage: Virtual pipeline stage.
+        pg_collection: The model's ProcessGroupCollection; None: Megatron's own groups.
+
+    Raises:
+        ContextParallelError: The model asks for what the algorithm does not serve.
+    """
+    if _in_force() is not None:
+        raise ConfigError(
+            "an algorithm is in force for all models of this process, got serve for one: build "
+            "the model of its own spec, or leave install out"
+        )
+    runtime = Runtime(_config(algo, layout, kernel, True, options), callers=True)
+    check_settings(config, runtime.config)
+    check_comm_type(config, runtime)
+    if config.mtp_num_layers:
+        raise ConfigError(
+            "multi-token prediction shifts tokens by a function of Megatron, which serve leaves as "
+            f"it is, got mtp_num_layers {config.mtp_num_layers}: use install"
+        )
+    set_up_groups(runtime, None, config, pg_collection)
+    return with_plugin(spec, config, vp_stage, runtime)
+
+
+def adopt(model: nn.Module) -> nn.Module:
+    """Makes a model that was built of what `serve` gave follow its layout; returns the model.
+
+    A model that `install` has served stays as it is.
+
+    Raises:
+        ContextParallelError: It has no attention of the plugin, or position embeddings of a kind
+            that it does not serve.
+    """
+    attention = [m for m in model.modules() if isinstance(m, ContextParallelAttention)]
+    if not attention:
+        raise ConfigError(
+            "adopt needs a model whose layers have the plugin's attention, got none: build it of "
+            "the spec that serve returns"
+        )
+    runtime = attention[0].runtime
+    if not serves_inputs(model):
+        use_layout(model, runtime)
+        group: Any = model.pg_collection
+        serve_cut_inputs(model, runtime, group.cp)
+    return model
+
+
+class _Installed:
+    """What `install` put in force."""
+
+    def __init__(self, config: ContextParallelConfig) -> None:
+        self._runtime = Runtime(config, callers=True)
+        self._replaced: list[compat.Replacement] = []
+
+    def config(self, size: int) -> ContextParallelConfig:
+        """As `Hooks.config`; the size is that of Megatron's parallel state."""
+        return self._runtime.config
+
+    def put(self) -> None:
+        hooks: dict[str, Callable[..., Any]] = {
+            "GPTModel.__init__": self._build_model,
+            "HybridModel.__init__": self._build_model,
+            "roll_tensor": self._roll,
+            "YarnRotaryEmbedding._set_cos_sin_cache": set_cos_sin_cache,
+        }
+        if not self._runtime.config.recompute_attention:
+            hooks |= {"checkpoint": checkpoint, "te_checkpoint": checkpoint}
+        self._replaced = compat.replace(hooks, "algorithm")
+
+    def undo(self) -> None:
+        for replacement in self._replaced:
+            replacement.undo()
+
+    def _build_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        model = build_model(original, args, kwargs, runtime=self._runtime, settings=None)
+        serve_cut_inputs(model, self._runtime, model.pg_collection.cp)
+
+    def _roll(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return roll_tensor(original, self._runtime, *args, **kwargs)
+
+
+def _in_force() -> _Installed | Hooks | None:
+    """Who has replaced the constructor of models; it holds all that there is to know."""
+    hook: Any = compat.hook_of(GPTModel.__init__)
+    found = getattr(hook, "__self__", None)
+    return found if isinstance(found, (_Installed, Hooks)) else None
+
+
+def _config(
+    algo: str, layout: str, kernel: str, recompute_attention: bool, options: dict[str, object]
+) -> ContextParallelConfig:
+    """What was asked for, over the ranks of Megatron's parallel state."""
+    if not parallel_state.model_parallel_is_initialized():
+        raise ContextParallelError(
+            "the plugin is put in force where models are built, once Megatron's parallel state is "
+            "set up, got none in this process: call it in each worker, after "
+            "initialize_model_parallel"
+        )
+    if layout not in _LAYOUTS:
+        raise ConfigError(
+            f"batches that their callers cut have the layout {' or '.join(_LAYOUTS)}, got "
+            f"{layout!r}: use one of them, or the launcher"
+        )
+    if registry.kind_of(algo) == "linear":
+        raise ConfigError(
+            f"packed batches of other programs are for softmax attention, got {algo}: use one of "
+            f"{', '.join(registry.available('softmax'))}"
+        )
+    size = parallel_state.get_context_parallel_world_size()
+    given = tuple(sorted((options | {"layout": layout}).items()))
+    config = ContextParallelConfig(algo, size, kernel, given, recompute_attention)
+    config.layout  # noqa: B018  (an unknown option is the first thing to say)
+    return config
+
+
+def _same(one: ContextParallelConfig, other: ContextParallelConfig) -> bool:
+    def settings(config: ContextParallelConfig) -> tuple[object, ...]:
+        options = registry.read_options(config.algo, dict(config.options))
+        return (config.algorithms, options, config.kernel, config.recompute_attention)
+
+    return one.algo == other.algo and settings(one) == settings(other)
+
+
+def _words(config: ContextParallelConfig) -> str:
+    options = ", ".join(f"{name}={value}" for name, value in config.options)
+    return f"{config.algo} ({options})" if options else config.algo

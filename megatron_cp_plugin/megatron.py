@@ -1,0 +1,12 @@
+"""The plugin inside programs that build models of megatron.core: verl, slime, ms-swift, Bridge.
+
+    from megatron_cp_plugin import megatron as cp_megatron
+
+    cp_megatron.install("zigzag", layout="thd")    # in the worker, after Megatron's parallel state
+
+Importing this imports megatron.core, and changes nothing.
+"""
+
+from megatron_cp_plugin.integration.door import adopt, install, serve, uninstall
+
+__all__ = ["adopt", "install", "serve", "uninstall"]

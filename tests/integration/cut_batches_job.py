@@ -1,0 +1,412 @@
+"""A program on megatron.core that cuts packed batches by itself: cut_batches_job.py WAY [FLAGS].
+
+It knows nothing of the plugin but the lines that put it in force, by WAY: install, serve, none, or
+launcher, which takes FLAGS. It prints what a model and its gradients are off by, compared with each
+document alone through Megatron's own attention, as JSON.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+VOCABULARY = 97
+# Lengths of documents without padding: odd, shorter than 2P, a single one.
+BATCHES: dict[str, tuple[int, ...]] = {
+    "odd": (13, 1, 27, 6),
+    "short": (1, 2, 1, 3),
+    "one": (21,),
+}
+SOFTMAX: dict[str, dict[str, object]] = {
+    "zigzag": {},
+    "ring": {},
+    "distflash": {},
+    "allgather": {},
+    "attention2d": {},
+    "ulysses": {},
+    "usp": {"ulysses": 2},
+}
+
+
+def make_model(config: Any, groups: Any, spec: Any = None, **settings: Any) -> Any:
+    """A GPTModel as frameworks build it."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_layer_local_spec,
+        get_gpt_mtp_block_spec,
+    )
+
+    spec = spec or get_gpt_layer_local_spec(multi_latent_attention=config.multi_latent_attention)
+    if config.mtp_num_layers:
+        settings["mtp_block_spec"] = get_gpt_mtp_block_spec(config, spec, False)
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=spec,
+        vocab_size=VOCABULARY,
+        max_sequence_length=256,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=False,
+        pg_collection=groups,
+        **settings,
+    )
+
+
+def make_config(size: int, *, latent: bool = False, **settings: Any) -> Any:
+    from megatron.core.transformer.enums import AttnBackend
+    from megatron.core.transformer.transformer_config import (
+        MLATransformerConfig,
+        TransformerConfig,
+    )
+
+    kind: type = MLATransformerConfig if latent else TransformerConfig
+    sizes = {"qk_head_dim": 8, "qk_pos_emb_head_dim": 4, "v_head_dim": 8, "kv_lora_rank": 16}
+    sizes |= {"rope_type": "rope", "apply_rope_fusion": False}
+    return kind(
+        num_layers=2,
+        hidden_size=32,
+        num_attention_heads=4,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        init_method_std=0.2,
+        context_parallel_size=size,
+        # What verl and slime set.
+        attention_backend=AttnBackend.flash,
+        **(sizes if latent else {"num_query_groups": 2}),
+        **settings,
+    )
+
+
+def alone(groups: Any) -> Any:
+    """The same process groups, but for context parallelism by this rank only."""
+    from copy import copy
+
+    single = copy(groups)
+    made = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    single.cp = made[dist.get_rank()]
+    return single
+
+
+class Batch:
+    """Documents with labels, packed and cut as frameworks do."""
+
+    def __init__(self, lengths: Sequence[int], rank: int, size: int) -> None:
+        draw = torch.Generator().manual_seed(sum(lengths))
+        self.rank, self.size = rank, size
+        self.ids = [torch.randint(1, VOCABULARY, (n,), generator=draw) for n in lengths]
+        self.labels = [torch.randint(1, VOCABULARY, (n,), generator=draw) for n in lengths]
+        self.tokens = sum(lengths)
+
+    def cut(self, documents: Sequence[Tensor]) -> Tensor:
+        """[1,T/P]: of each document, padded to a multiple of 2P, chunks p and 2P-1-p."""
+        mine = []
+        for document in documents:
+            chunk = -(-len(document) // (2 * self.size))
+            whole = torch.zeros(2 * self.size * chunk, dtype=document.dtype)
+            whole[: len(document)] = document
+            chunks = whole.view(2 * self.size, chunk)
+            mine += [chunks[self.rank], chunks[2 * self.size - 1 - self.rank]]
+        return torch.cat(mine)[None]
+
+    def packed(self, *, real: bool) -> Any:
+        """packed_seq_params; real: lengths without padding beside those with it."""
+        from megatron.core.packed_seq_params import PackedSeqParams
+
+        multiple = 2 * self.size
+        lengths = [len(document) for document in self.ids]
+        padded = [-(-n // multiple) * multiple for n in lengths]
+        bounds, with_padding = (
+            torch.tensor([0, *accumulate(each)], dtype=torch.int32) for each in (lengths, padded)
+        )
+        first = bounds if real else with_padding
+        params = PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=first,
+            cu_seqlens_kv=first,
+            max_seqlen_q=max(padded),
+            max_seqlen_kv=max(padded),
+            cu_seqlens_q_padded=with_padding,
+            cu_seqlens_kv_padded=with_padding,
+        )
+        params.of_the_framework = "kept"
+        return params
+
+
+def alone_in_turn(model: Any, batch: Batch) -> tuple[float, list[Tensor]]:
+    """The mean loss, and log-probs of the labels, by a forward and backward of each document."""
+    loss, log_probs = 0.0, []
+    predicted = sum(len(ids) - 1 for ids in batch.ids)
+    for ids, labels in zip(batch.ids, batch.labels, strict=True):
+        places = torch.arange(len(ids))[None]
+        settings: dict[str, Any] = {"labels": labels[None], "loss_mask": torch.ones(1, len(ids))}
+        part = model(ids[None], places, None, **settings)[0].sum() / batch.tokens
+        weigh_further_tokens((len(ids) - 1) / max(1, predicted))
+        part.backward()
+        loss += float(part.detach())
+        with torch.no_grad():
+            log_probs.append(log_probs_of(model(ids[None], places, None), labels))
+    return loss, log_probs
+
+
+def weigh_further_tokens(weight: float) -> None:
+    """Of multi-token prediction, whose loss is a mean over what a forward predicts."""
+    from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
+
+    MTPLossAutoScaler.set_loss_scale(torch.tensor(weight))
+
+
+def log_probs_of(logits: Tensor, labels: Tensor) -> Tensor:
+    """[1,S,V] and [S] -> [S]."""
+    return logits[0].float().log_softmax(-1).gather(-1, labels[:, None])[:, 0]
+
+
+def compare(reference: Any, model: Any, batch: Batch, *, real: bool) -> dict[str, float]:
+    """What loss, log-probs and gradients are off by."""
+    group = dist.group.WORLD
+    reference.zero_grad()
+    model.zero_grad()
+    expected, alone_log_probs = alone_in_turn(reference, batch)
+    ids, labels = batch.cut(batch.ids), batch.cut(batch.labels)
+    counts = batch.cut([torch.ones(len(x)) for x in batch.ids])
+    places = batch.cut([torch.arange(len(x)) for x in batch.ids])
+    seen: list[Any] = []
+    hook = model.decoder.layers[0].register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(kwargs["packed_seq_params"]), with_kwargs=True
+    )
+    packed = batch.packed(real=real)
+    settings = {"labels": labels, "loss_mask": counts, "packed_seq_params": packed}
+    losses = model(ids, places, None, **settings)
+    hook.remove()
+    assert seen[0].of_the_framework == "kept"
+    loss = (losses * counts).sum() / batch.tokens
+    weigh_further_tokens(1 / batch.size)  # Megatron averages it over the ranks
+    loss.backward()
+    total = loss.detach().clone()
+    dist.all_reduce(total, group=group)
+    with torch.no_grad():
+        logits = model(ids, places, None, packed_seq_params=batch.packed(real=real))
+    mine = batch.cut(alone_log_probs)
+    log_probs = (log_probs_of(logits, labels[0]) - mine[0]) * counts[0]
+    worst = 0.0
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        gradient = ours.grad.clone()
+        dist.all_reduce(gradient, group=group)
+        scale = theirs.grad.abs().max().clamp_min(1e-3)
+        worst = max(worst, float((gradient - theirs.grad).abs().max() / scale))
+    return {
+        "loss": abs(float(total) - expected) / expected,
+        "log-probs": float(log_probs.abs().max()),
+        "gradients": worst,
+    }
+
+
+def compare_all(reference: Any, model: Any, rank: int, size: int) -> dict[str, dict[str, float]]:
+    """All batches, with and without real lengths."""
+    model.load_state_dict(reference.state_dict(), strict=False)
+    return {
+        f"{name}{' and padding' if real else ''}": compare(
+            reference, model, Batch(lengths, rank, size), real=real
+        )
+        for name, lengths in BATCHES.items()
+        for real in (False, True)
+    }
+
+
+def set_up(size: int) -> Any:
+    """Process groups, as a worker of a framework makes them; returns them."""
+    from megatron.core import parallel_state
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    dist.init_process_group("gloo")
+    parallel_state.initialize_model_parallel(context_parallel_size=size)
+    model_parallel_cuda_manual_seed(7)
+    return ProcessGroupCollection.use_mpu_process_groups()
+
+
+def refusals(model: Any, rank: int, size: int) -> dict[str, str]:
+    """What a model says of batches that contradict themselves."""
+    from megatron_cp_plugin.errors import ContextParallelError
+
+    batch = Batch((13, 5), rank, size)
+    ids = batch.cut(batch.ids)
+
+    def changed(**settings: Any) -> Any:
+        packed = batch.packed(real=False)
+        for name, value in settings.items():
+            setattr(packed, name, value)
+        return packed
+
+    bounds = batch.packed(real=False).cu_seqlens_q
+    odd = torch.tensor([0, 5, int(bounds[-1])], dtype=torch.int32)
+    both = {"cu_seqlens_q_padded": odd, "cu_seqlens_kv_padded": odd}
+    tries: dict[str, Callable[[], Any]] = {
+        "not padded": lambda: (
+            ids,
+            changed(cu_seqlens_q=odd, cu_seqlens_kv=odd, max_seqlen_q=99, **both),
+        ),
+        "whole batch": lambda: (torch.ones(1, ids.size(1) * size, dtype=ids.dtype), changed()),
+        "another mode": lambda: (ids, changed(cp_partition_mode="contiguous")),
+        "local lengths": lambda: (
+            ids,
+            changed(cu_seqlens_q_padded=bounds // size, cu_seqlens_kv_padded=bounds // size),
+        ),
+        "longest too short": lambda: (ids, changed(max_seqlen_q=3)),
+        "other ranks": lambda: (ids, changed(local_cp_size=2 * size)),
+    }
+    said = {}
+    for name, make in tries.items():
+        given, packed = make()
+        try:
+            model(given, torch.zeros_like(given), None, packed_seq_params=packed)
+            said[name] = ""
+        except ContextParallelError as error:
+            said[name] = str(error)
+    return said
+
+
+def by_install(size: int) -> dict[str, Any]:
+    """Every algorithm after another in one process; an actor and a reference share each."""
+    from megatron_cp_plugin import megatron as cp_megatron
+    from megatron_cp_plugin.errors import ConfigError
+
+    groups = set_up(size)
+    rank = groups.cp.rank()
+    reference = make_model(make_config(1), alone(groups))
+    latent = make_model(make_config(1, latent=True), alone(groups))
+    further = make_model(make_config(1, mtp_num_layers=1), alone(groups))
+    found: dict[str, Any] = {}
+    for algo, options in SOFTMAX.items():
+        cp_megatron.install(algo, layout="thd", **options)
+        cp_megatron.install(algo, layout="thd", **options)
+        found[algo] = compare_all(reference, make_model(make_config(size), groups), rank, size)
+        if algo in ("zigzag", "distflash"):
+            recomputed = make_config(
+                size,
+                recompute_granularity="full",
+                recompute_method="uniform",
+                recompute_num_layers=1,
+            )
+            found[f"{algo}, recomputed"] = compare_all(
+                reference, make_model(recomputed, groups), rank, size
+            )
+            of_latents = make_model(make_config(size, latent=True), groups)
+            found[f"{algo}, latent"] = compare_all(latent, of_latents, rank, size)
+            predicting = make_model(make_config(size, mtp_num_layers=1), groups)
+            found[f"{algo}, one more token"] = compare_all(further, predicting, rank, size)
+        cp_megatron.uninstall()
+    cp_megatron.install("zigzag")
+    found["refused"] = refusals(make_model(make_config(size), groups), rank, size)
+    try:
+        cp_megatron.install("ring")
+    except ConfigError as error:
+        found["refused"]["two algorithms"] = str(error)
+    cp_megatron.uninstall()
+    try:
+        make_model(make_config(size), groups)
+        found["without"] = ""
+    except AssertionError as error:
+        found["without"] = str(error)
+    return found
+
+
+def by_serve(size: int) -> dict[str, Any]:
+    """One model only."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    from megatron_cp_plugin import megatron as cp_megatron
+
+    groups = set_up(size)
+    reference = make_model(make_config(1), alone(groups))
+    config = make_config(size)
+    found = {}
+    for algo in ("distflash", "zigzag"):
+        spec = cp_megatron.serve(get_gpt_layer_local_spec(), config, algo, layout="thd")
+        model = cp_megatron.adopt(cp_megatron.adopt(make_model(config, groups, spec)))
+        if algo == "zigzag":
+            with_embedding_of_its_own(model)
+        found[algo] = compare_all(reference, model, groups.cp.rank(), size)
+    return found
+
+
+def with_embedding_of_its_own(model: Any) -> None:
+    """As in ms-swift: made once the model is, and told the length of the longest document."""
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+    embedding = RotaryEmbedding(8, 1.0)
+    embedding.get_rotary_seq_len = lambda *args, **kwargs: 4  # type: ignore[method-assign]
+    model.rotary_pos_emb = embedding
+    model.rotary_pos_emb.inv_freq = embedding.inv_freq.clone()
+
+
+def by_launcher() -> dict[str, Any]:
+    """As Megatron's own scripts start, but with batches of its own."""
+    from megatron_cp_plugin.integration import launch
+
+    sys.argv[1:] = launch.prepare(sys.argv[1:])
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.training.arguments import parse_and_validate_args
+    from megatron.training.initialize import initialize_megatron
+
+    from megatron_cp_plugin import megatron as cp_megatron
+
+    args = parse_and_validate_args()
+    initialize_megatron()
+    size, groups = args.context_parallel_size, ProcessGroupCollection.use_mpu_process_groups()
+    cp_megatron.install(args.context_parallel_algo, layout="thd")  # what a framework may do too
+    from megatron.core.models.gpt import GPTModel
+
+    served = GPTModel.__init__
+    GPTModel.__init__ = served.__wrapped__  # type: ignore[attr-defined, method-assign]
+    own = make_model(make_config(1), alone(groups))
+    GPTModel.__init__ = served  # type: ignore[method-assign]
+    model = make_model(make_config(size), groups)
+    return {args.context_parallel_algo: compare_all(own, model, groups.cp.rank(), size)}
+
+
+def in_a_worker(rank: int, size: int, port: int, installed: bool, said: Any) -> None:
+    """What a spawned process does, as a Ray worker: nothing of its parent is in force in it."""
+    import os
+
+    from megatron_cp_plugin.integration import cpu
+
+    place = {"RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in place.items()})
+    torch.set_num_threads(1)
+    cpu.install()
+    groups = set_up(size)
+    if installed:
+        from megatron_cp_plugin import megatron as cp_megatron
+
+        cp_megatron.install("zigzag", layout="thd")
+    config = make_config(size, cp_comm_type="megatron_cp_plugin.zigzag")
+    try:
+        model = make_model(config, groups)
+    except AssertionError as error:
+        said.put(str(error))
+        return
+    batch = Batch((13, 5), rank, size)
+    ids = batch.cut(batch.ids)
+    model(ids, torch.zeros_like(ids), None, packed_seq_params=batch.packed(real=True))
+    said.put(type(model.decoder.layers[0].self_attention.core_attention).__name__)
+
+
+def main() -> None:
+    way = sys.argv.pop(1)
+    if way == "launcher":
+        found = by_launcher()
+    else:
+        size = int(sys.argv[1])
+        found = by_install(size) if way == "install" else by_serve(size)
+    print("FOUND" + json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    from megatron_cp_plugin.integration.launch import whole_program
+
+    with whole_program():
+        main()

@@ -1,0 +1,101 @@
+"""Packed batches as verl, slime, ms-swift and Megatron-Bridge cut them, each document by itself."""
+
+import json
+import multiprocessing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_cp_plugin import megatron as cp_megatron
+from megatron_cp_plugin.errors import ContextParallelError
+from megatron_cp_plugin.harness.forks import free_port
+from tests.integration.cut_batches_job import BATCHES, SOFTMAX, in_a_worker
+from tests.integration.megatron_job import TINY, run_warm
+
+JOB = Path(__file__).with_name("cut_batches_job.py")
+BOUNDS = {"loss": 1e-5, "log-probs": 1e-4, "gradients": 1e-4}
+
+
+def run(folder: Path, *words: str, ranks: int) -> list[dict[str, Any]]:
+    """What each rank found."""
+    job = run_warm(folder, *words, ranks=ranks, script=JOB).succeeded()
+    return [json.loads(p.stdout.split("FOUND")[-1].splitlines()[0]) for p in job.processes]
+
+
+def check(errors: dict[str, dict[str, float]], case: str) -> None:
+    """Every batch gave what each of its documents gives alone."""
+    assert len(errors) == 2 * len(BATCHES)
+    for batch, off in errors.items():
+        for name, bound in BOUNDS.items():
+            assert off[name] <= bound, f"{case}, {batch}: {name} is off by {off[name]:.1e}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+def test_install(tmp_path: Path, size: int) -> None:
+    """Every algorithm, one after another in the same processes."""
+    found = run(tmp_path, "install", str(size), ranks=size)
+    for rank, results in enumerate(found):
+        refused, without = results.pop("refused"), results.pop("without")
+        assert SOFTMAX.keys() < results.keys()
+        for algo, errors in results.items():
+            check(errors, f"{algo} on rank {rank}")
+        # A process that does not put the plugin in force has Megatron's own attention.
+        assert "Context parallelism is only supported by TEDotProductAttention" in without
+        assert all("\n" not in line for line in refused.values())
+        for name, words in {
+            "not padded": f"divisible by 2 * context_parallel_size = {2 * size}, got 5 tokens in",
+            "whole batch": "need the lengths of all documents as they were cut, padding included",
+            "another mode": "with cp_partition_mode zigzag, got contiguous: let the framework",
+            "local lengths": "cu_seqlens_q_padded needs for each document at least its length",
+            "longest too short": "max_seqlen_q needs to be the length of the longest document",
+            "other ranks": f"got another cp_group or local_cp_size {2 * size}: turn dynamic",
+            "two algorithms": "got ring (layout=thd) beside zigzag (layout=thd): leave one",
+        }.items():
+            assert words in refused[name], (name, refused[name])
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_one_model_only(tmp_path: Path, size: int) -> None:
+    for results in run(tmp_path, "serve", str(size), ranks=size):
+        for algo in ("distflash", "zigzag"):
+            check(results[algo], f"serve {algo}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("algo", "size"), [("zigzag", 4), ("ulysses", 2), ("attention2d", 4)])
+def test_launcher(tmp_path: Path, algo: str, size: int) -> None:
+    flags = f"--context-parallel-algo {algo} --cp-options layout=thd --context-parallel-size {size}"
+    for results in run(tmp_path, "launcher", *TINY, *flags.split(), ranks=size):
+        check(results[algo], f"{algo} by the launcher")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("installed", [True, False])
+def test_spawned_workers(installed: bool) -> None:
+    """Without the plugin in force a worker ends before its first step."""
+    context, size = multiprocessing.get_context("spawn"), 2
+    said, port = context.Queue(), free_port()
+    workers = [
+        context.Process(target=in_a_worker, args=(rank, size, port, installed, said))
+        for rank in range(size)
+    ]
+    for worker in workers:
+        worker.start()
+    found = [said.get(timeout=200) for _ in workers]
+    for worker in workers:
+        worker.join(30)
+        worker.kill()
+    for line in found:
+        if installed:
+            assert line == "ContextParallelAttention"
+        else:
+            assert "Context parallelism is only supported by TEDotProductAttention" in line
+
+
+def test_a_process_that_builds_no_models_is_told_so() -> None:
+    """Such as a driver, in place of its workers."""
+    with pytest.raises(ContextParallelError, match="call it in each worker") as error:
+        cp_megatron.install("zigzag")
+    assert "\n" not in str(error.value)
