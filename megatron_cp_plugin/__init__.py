@@ -14,6 +14,7 @@ from megatron_cp_plugin.core.comm import record_communication
 from megatron_cp_plugin.functional import (
     attention,
     check_layout,
+    chunked_cross_entropy,
     linear_attention,
     release,
     shard,
@@ -27,6 +28,7 @@ __all__ = [
     "attention",
     "available",
     "check_layout",
+    "chunked_cross_entropy",
     "linear_attention",
     "record_communication",
     "register",

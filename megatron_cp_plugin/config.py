@@ -20,6 +20,7 @@ class ContextParallelConfig:
         recompute_attention: whether activation checkpointing runs attention a second time.
         layers: the algorithm of each layer, repeated over the depth; (): `algo` for all.
         linear_model: what layers of linear attention are, one of LINEAR_MODELS.
+        chunked_loss: how many tokens' logits there are at a time; None: all.
     """
 
     algo: str
@@ -29,6 +30,7 @@ class ContextParallelConfig:
     recompute_attention: bool = False
     layers: tuple[str, ...] = ()
     linear_model: str | None = None
+    chunked_loss: int | None = None
 
     @property
     def layout(self) -> Layout:

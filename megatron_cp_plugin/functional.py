@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial, wraps
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from torch import Tensor
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.core import layout as layouts
 from megatron_cp_plugin.core.algorithm import Algorithm
+from megatron_cp_plugin.core.chunked_loss import CHUNK_TOKENS, losses_and_predictions
 from megatron_cp_plugin.core.comm import communicating_in
 from megatron_cp_plugin.core.decay import Decay
 from megatron_cp_plugin.core.documents import document_starts
@@ -171,6 +173,57 @@ def linear_attention(
         output_final_state=output_final_state,
     )
     return out if final_state is None else (out, final_state)
+
+
+@_not_compiled
+def chunked_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    chunk_tokens: int = CHUNK_TOKENS,
+    tp_group: dist.ProcessGroup | None = None,
+    sequence_parallel: bool = False,
+    reduction: Literal["none", "sum", "mean"] = "none",
+    into_main_grad: bool = False,
+) -> Tensor:
+    """Cross entropy of `hidden @ weight.T` and labels, without ever holding all the logits.
+
+    The log-probability of a label is the negative of its loss with reduction "none". With context
+    parallelism each rank gives its own tokens, in any order; nothing is sent between those ranks.
+
+    Args:
+        hidden: [..., H], of the tokens; with `sequence_parallel` this rank's part of them, cut
+            along the first dimension.
+        weight: [V,H] in hidden's dtype: the whole vocabulary, or this rank's part in a `tp_group`,
+            all parts equally large and in the order of the ranks.
+        labels: [...], of all tokens: ids of the whole vocabulary. The loss of any other number is
+            finite, and to be masked.
+        chunk_tokens: how many tokens' logits there are at a time.
+        tp_group: the tensor-parallel ranks, which all make this call.
+        reduction: "sum" and "mean" are over all tokens; a loss mask needs "none".
+        into_main_grad: adds the gradient of the weight to its float32 attribute `main_grad`, as
+            Megatron's layers do, in place of a gradient of its own; that one is then zeros, for
+            hooks that wait for it.
+
+    Returns: the losses, [...] as labels or [], in float32 or in float64; differentiable once.
+    Raises: ContextParallelError for shapes, dtypes or settings that do not fit.
+    """
+    if reduction not in ("none", "sum", "mean"):
+        raise ContextParallelError(f"reduction must be none, sum or mean, got {reduction!r}")
+    losses, _ = losses_and_predictions(
+        hidden,
+        weight,
+        labels,
+        chunk_tokens=chunk_tokens,
+        tp_group=tp_group,
+        sequence_parallel=sequence_parallel,
+        into_main_grad=into_main_grad,
+        predict=False,
+    )
+    if reduction == "none":
+        return losses
+    return losses.sum() if reduction == "sum" else losses.mean()
 
 
 @_not_compiled

@@ -121,10 +121,11 @@ def replayed(step):
 
 
 def real_cases(size):
-    """Those of the virtual suite; rings also over the process group where peer access exists."""
+    """Those of the virtual suite; some also over the process group where peer access exists."""
     for case in cases(size):
         yield case
-        if case.algo == "zigzag" and topology_of(None).peer_access:
+        both = case.algo in ("zigzag", "allgather", "attention2d")
+        if both and topology_of(None).peer_access:
             yield Case(case.algo, (*case.options, ("transport", "group")))
 
 

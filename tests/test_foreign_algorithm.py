@@ -19,6 +19,7 @@ from megatron_cp_plugin.costs import cost, peak
 from megatron_cp_plugin.drawing import picture
 from megatron_cp_plugin.registry import create
 from tests.foreign_algorithm import RandomBalanced
+from tests.halves import Halves
 from tests.oracle import expected_attention
 from tests.test_conformance import Case, assert_matches, assert_plan_is_kept, run
 
@@ -32,6 +33,7 @@ MASKS: dict[str, dict[str, Any]] = {
 CASES = [
     Case("random_balanced"),
     Case("random_balanced", (("ranks", "any"), ("seed", 7), ("chunks", 2))),
+    Case("halves"),
     Case("striped"),
     Case("striped", (("travels", "queries"), ("chunks", 2))),
 ]
@@ -44,6 +46,7 @@ def registered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     cp.available()
     monkeypatch.setattr(registry, "_algorithms", dict(registry._algorithms))
     cp.register("random_balanced")(RandomBalanced)
+    cp.register("halves")(Halves)
     # The example of CONTRIBUTING.md, as printed.
     (tmp_path / "striped.py").write_text(example())
     spec = spec_from_file_location("striped", tmp_path / "striped.py")
@@ -66,7 +69,12 @@ def plans(case: Case, size: int, shape: Shape, mask: Mask) -> Iterator[Plan]:
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize(
     ("case", "size"),
-    [(case, size) for case in CASES for size in SIZES if case.algo != "striped" or size in (2, 5)],
+    [
+        (case, size)
+        for case in CASES
+        for size in SIZES
+        if case.algo == "random_balanced" or size in (2, 5)
+    ],
     ids=str,
 )
 def test_conformance_plan_bytes_cost_and_picture(case: Case, size: int, mask: str) -> None:

@@ -115,6 +115,19 @@ def test_lengths_are_compared_once(gathered):
     assert not any("gather" in row.channel for row in log.rows)
 
 
+def test_ranks_remember_that_there_are_unequal_shards():
+    """Rank 0 holds 4 tokens each time, and must not take that for what all hold."""
+
+    def body(topology):
+        for tokens, settings in ((4, {}), (4 - topology.rank, {"seq_len": 7})):
+            x = torch.randn(1, tokens, 2, 8)
+            cp.attention(x, x, x, algo="ring", group=topology, **settings)
+        with pytest.raises(ContextParallelError, match=r"got 4 on rank 0 and 3 .*: pass seq_len=7"):
+            cp.attention(x, x, x, algo="ring", group=topology)
+
+    run_virtual(2, body, timeout_s=5)
+
+
 def test_one_rank_compares_nothing(gathered):
     x = torch.randn(1, 7, 2, 8)
     cp.attention(x, x, x, algo="zigzag")

@@ -1,4 +1,4 @@
-"""Merges, sums and row sums in one pass over memory, on types of device that have them.
+"""Merges, sums and softmaxes in one pass over memory, on types of device that have them.
 
 `core` computes all of it by PyTorch; the folder of kernels registers what is faster.
 """
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class FusedOperations(Protocol):
-    """Operations in float32; `core.partial` has functions of the same names that define them."""
+    """Operations in float32; functions of the same names in `core` define them."""
 
     def merge_into(
         self, out: Tensor, lse: Tensor, a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor
@@ -22,6 +22,12 @@ class FusedOperations(Protocol):
 
     def delta_of(self, dout: Tensor, out: Tensor) -> Tensor:
         """As `partial.delta_of`, without float64."""
+
+    def logit_statistics(self, logits: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+        """As `chunked_loss.logit_statistics`, in float32, without float64."""
+
+    def logit_gradients_(self, logits: Tensor, wanted: Tensor, lse: Tensor, dloss: Tensor) -> None:
+        """As `chunked_loss.logit_gradients_`, with lse and dloss in float32."""
 
 
 _by_device: dict[str, Callable[[], FusedOperations]] = {}

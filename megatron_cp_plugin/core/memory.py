@@ -273,6 +273,13 @@ class _OnePass:
         batch, tokens, heads, _ = out.shape
         return out.new_empty((batch, heads, tokens), dtype=torch.float32)
 
+    def logit_statistics(self, logits: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+        lse = logits.new_empty(logits.shape[:-1], dtype=torch.float32)
+        return lse, torch.empty_like(lse)
+
+    def logit_gradients_(self, logits: Tensor, wanted: Tensor, lse: Tensor, dloss: Tensor) -> None:
+        pass
+
 
 register_fused("meta", _OnePass)
 

@@ -11,6 +11,7 @@ from typing import Any, NoReturn, override
 
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.config import LINEAR_MODELS, ContextParallelConfig
+from megatron_cp_plugin.core.chunked_loss import CHUNK_TOKENS
 from megatron_cp_plugin.errors import ConfigError, nearest
 from megatron_cp_plugin.integration.comm_type import CommType
 from megatron_cp_plugin.layers import leading_algorithm, parse_layers
@@ -67,6 +68,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "memory of its output; default: its output is kept and it runs once",
     )
     group.add_argument(
+        "--cp-chunked-loss",
+        metavar="TOKENS",
+        nargs="?",
+        type=int,
+        const=CHUNK_TOKENS,
+        default=None,
+        help="compute logits and losses in chunks of so many tokens, default "
+        f"{CHUNK_TOKENS}: saves the memory of the whole logits, and backward computes them again",
+    )
+    group.add_argument(
         "--cp-platform",
         choices=PLATFORMS,
         default=None,
@@ -110,7 +121,7 @@ class PluginFlags:
 
     Attributes:
         algo: None for Megatron's own path. layers: the algorithm of each layer, or (). kernel,
-            options, linear_model, recompute_attention, platform, record,
+            options, linear_model, recompute_attention, chunked_loss, platform, record,
             allow_untested_megatron: as in `add_arguments`.
         comm_type: the same in Megatron's spelling.
     """
@@ -121,6 +132,7 @@ class PluginFlags:
     layers: tuple[str, ...]
     linear_model: str | None
     recompute_attention: bool
+    chunked_loss: int | None
     platform: str | None
     record: str | None
     allow_untested_megatron: bool
@@ -137,6 +149,7 @@ class PluginFlags:
             "--cp-options": bool(self.options),
             "--cp-linear-model": self.linear_model is not None,
             "--cp-recompute-attention": self.recompute_attention,
+            "--cp-chunked-loss": self.chunked_loss is not None,
         }
         for name, given in settings.items():
             if self.algo is None and given:
@@ -144,6 +157,11 @@ class PluginFlags:
                     f"{name} needs an algorithm of the plugin, got none: "
                     f"add --context-parallel-algo zigzag, or leave {name} out"
                 )
+        if self.chunked_loss is not None and self.chunked_loss < 1:
+            raise ConfigError(
+                f"--cp-chunked-loss must be at least 1, got {self.chunked_loss}: leave the number "
+                f"out for {CHUNK_TOKENS}"
+            )
 
     def config(self, size: int) -> ContextParallelConfig:
         """Returns the configuration for `size` context-parallel ranks; needs an algorithm."""
@@ -156,6 +174,7 @@ class PluginFlags:
             self.recompute_attention,
             self.layers,
             self.linear_model,
+            self.chunked_loss,
         )
 
 
@@ -199,6 +218,7 @@ def split_flags(argv: Sequence[str]) -> tuple[PluginFlags, list[str]]:
         layers=layers,
         linear_model=known.cp_linear_model,
         recompute_attention=bool(known.cp_recompute_attention),
+        chunked_loss=known.cp_chunked_loss,
         platform=known.cp_platform,
         record=known.cp_record,
         allow_untested_megatron=bool(known.cp_allow_untested_megatron),

@@ -15,7 +15,7 @@ from megatron_cp_plugin.core.document_layout import PerDocument
 from megatron_cp_plugin.core.kernel import Problem
 from megatron_cp_plugin.core.linear_kernel import LinearProblem
 from megatron_cp_plugin.errors import ConfigError, near_multiples
-from megatron_cp_plugin.integration import gated_delta_net
+from megatron_cp_plugin.integration import chunked_loss, gated_delta_net
 from megatron_cp_plugin.integration.compat import running_version
 from megatron_cp_plugin.integration.features import (
     FEATURES,
@@ -39,8 +39,8 @@ def check_settings(source: Any, config: ContextParallelConfig) -> None:
         config: The run's configuration.
 
     Raises:
-        ConfigError: One of `FEATURES` is asked for, or multi-latent attention of an algorithm of
-            linear attention.
+        ConfigError: One of `FEATURES` is asked for, multi-latent attention of an algorithm of
+            linear attention, or what does not go with `--cp-chunked-loss`.
     """
     settings = Settings(source)
     for feature in FEATURES:
@@ -51,6 +51,8 @@ def check_settings(source: Any, config: ContextParallelConfig) -> None:
                 f"--context-parallel-algo {config.algo} does not serve {feature.name}, got "
                 f"{feature.flag} {got} ({feature.reason}): {feature.instead}"
             )
+    if config.chunked_loss is not None:
+        chunked_loss.check(settings)
     if is_latent(settings) and config.has_linear_layers:
         raise ConfigError(
             f"--cp-linear-model {config.linear_model} makes q, k and v of another kind, got "
@@ -444,8 +446,9 @@ def describe(config: ContextParallelConfig, kernel: str | None) -> str:
     options = " ".join(f"{name}={value}" for name, value in config.options)
     layers = f", layers {', '.join(config.layers)}" if config.layers else ""
     model = f", linear attention of {config.linear_model}" if config.linear_model else ""
+    loss = f", loss in chunks of {config.chunked_loss} tokens" if config.chunked_loss else ""
     return (
         f"context parallelism by {config.algo}{' ' + options if options else ''} on "
         f"{config.size} rank(s), {config.layout.name} layout, "
-        f"kernel {config.kernel}{chosen}{layers}{model}"
+        f"kernel {config.kernel}{chosen}{layers}{model}{loss}"
     )

@@ -271,6 +271,14 @@ NAMES: tuple[Name, ...] = (
         replaced=True,
         first=("forward_func",),
     ),
+    Name(
+        f"{_LAYERS}.multi_token_prediction",
+        "_compute_mtp_acceptance_counts",
+        "counts right predictions without all logits; only with `--cp-chunked-loss`",
+        replaced=True,
+        first=("mtp_logits", "mtp_labels", "loss_mask"),
+        since=(0, 19),
+    ),
     # Replaced in every run that the plugin has a part in.
     Name(
         f"{_CORE}.datasets.utils",
@@ -478,6 +486,20 @@ NAMES: tuple[Name, ...] = (
         "HybridModel.forward",
         parameters=_MODEL_CALL,
         since=(0, 18),
+    ),
+    Name(
+        f"{_CORE}.models.common.language_module.language_module",
+        "LanguageModule.compute_language_model_loss",
+        parameters=("self", "labels", "logits"),
+        closed=True,
+        attributes=("output_layer",),
+    ),
+    Name(
+        f"{_CORE}.tensor_parallel",
+        "ColumnParallelLinear.forward",
+        parameters=("self", "input_", "weight", "runtime_gather_output"),
+        closed=True,
+        attributes=("weight", "bias", "gather_output", "sequence_parallel", "tp_group"),
     ),
     Name(
         f"{_LAYERS}.multi_latent_attention",
@@ -761,7 +783,8 @@ SETTINGS: tuple[Setting, ...] = (
     *_settings(
         "add_bias_linear add_qkv_bias apply_rope_fusion attention_backend attention_dropout "
         "attention_output_gate batch_invariant_mode bf16 calculate_per_token_loss "
-        "context_parallel_size cp_comm_type cuda_graph_impl deterministic_mode enable_cuda_graph "
+        "context_parallel_size cp_comm_type cross_entropy_loss_fusion cuda_graph_impl "
+        "defer_embedding_wgrad_compute deterministic_mode enable_cuda_graph "
         "experimental_attention_variant expert_model_parallel_size external_cuda_graph "
         "fine_grained_activation_offloading fp16 hidden_size hybrid_context_parallel kv_channels "
         "linear_attention_freq linear_num_key_heads linear_num_value_heads log_max_attention_logit "
@@ -780,6 +803,7 @@ SETTINGS: tuple[Setting, ...] = (
         "args",
         "latent config",
     ),
+    *_settings("use_mup", "args", "config", since=(0, 17)),
     *_settings("cuda_graph_warmup_steps", "args", "config"),
     *_settings("flash_attention_version cuda_graph_modules", "args", "config", since=(0, 19)),
     *_settings(
@@ -794,7 +818,7 @@ SETTINGS: tuple[Setting, ...] = (
         "data_path distributed_timeout_minutes encoder_seq_length eod_mask_loss eval_iters "
         "fim_data global_batch_size group_query_attention high_priority_stream_groups "
         "hybrid_override_pattern micro_batch_size mid_level_dataset_surplus mmap_bin_files "
-        "mock_data nccl_communicator_config_path num_dataset_builder_threads "
+        "mock_data nccl_communicator_config_path num_dataset_builder_threads perform_rl_step "
         "position_embedding_type rampup_batch_size rank recompute_activations "
         "reset_attention_mask reset_position_ids rl_use_sequence_packing save seed seq_length "
         "sft spec split tensorboard_dir test_data_path train_data_path train_iters "

@@ -40,6 +40,7 @@ class Hooks:
             ContextParallelError: This Megatron was never run, or is not as `contract` says.
         """
         compat.check("algorithm", "training", allow_untested=self._flags.allow_untested_megatron)
+        from megatron_cp_plugin.integration.chunked_loss import acceptance_counts
         from megatron_cp_plugin.integration.recompute import checkpoint
         from megatron_cp_plugin.integration.rope import set_cos_sin_cache
 
@@ -56,6 +57,8 @@ class Hooks:
         }
         if not self._flags.recompute_attention:
             hooks |= {"checkpoint": checkpoint, "te_checkpoint": checkpoint}
+        if self._flags.chunked_loss is not None:
+            hooks |= {"_compute_mtp_acceptance_counts": acceptance_counts}
         compat.replace(hooks, "algorithm", "training")
 
     def _add_arguments(
@@ -100,6 +103,7 @@ class Hooks:
         args.cp_options = [f"{name}={value}" for name, value in config.options]
         args.cp_layers = ", ".join(config.layers) or None
         args.cp_linear_model = config.linear_model
+        args.cp_chunked_loss = config.chunked_loss
         # The mask follows from the layout; Megatron would build one of N x N tokens.
         args.create_attention_mask_in_dataloader = False
         if args.seq_length is not None and args.seq_length % (2 * config.size):
@@ -126,6 +130,7 @@ class Hooks:
         return self._flags.config(size)
 
     def _build_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        from megatron_cp_plugin.integration.chunked_loss import serve_loss
         from megatron_cp_plugin.integration.inputs import serve_cut_inputs, serve_inputs
         from megatron_cp_plugin.integration.models import build_model
 
@@ -140,6 +145,8 @@ class Hooks:
             serve_cut_inputs(model, self._runtime, model.pg_collection.cp)
         else:
             serve_inputs(model, self._batches, model.pg_collection.cp)
+        if self._runtime.config.chunked_loss is not None:
+            serve_loss(model, self._runtime.config.chunked_loss)
 
     def _set_up_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result, served = original(*args, **kwargs), _models()

@@ -14,6 +14,7 @@ A file has two sections::
       layers: null         # or a pattern: zigzag*3, ring
       linear_model: null   # or what layers of linear attention are
       recompute_attention: false
+      chunked_loss: null   # or how many tokens' logits there are at a time
       backward: kv         # the other keys are options of the algorithm
 
 The result is a list of arguments, so a file and a command line go through the same parser and the
@@ -48,12 +49,14 @@ _FLAGS = {
     "layers": "--cp-layers",
     "linear_model": "--cp-linear-model",
     "recompute_attention": "--cp-recompute-attention",
+    "chunked_loss": "--cp-chunked-loss",
 }
 _OPTIONS_FLAG = "--cp-options"
 # Flags that the two sections must not set: they belong elsewhere, and where is said.
 _ELSEWHERE = {
     "config": "give it on the command line",
     "context_parallel_algo": "write context_parallel.algo",
+    "cp_chunked_loss": "write context_parallel.chunked_loss",
     "cp_kernel": "write context_parallel.kernel",
     "cp_layers": "write context_parallel.layers",
     "cp_linear_model": "write context_parallel.linear_model",

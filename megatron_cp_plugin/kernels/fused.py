@@ -9,6 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_cp_plugin.kernels.fused_loss import logit_gradients_ as logit_gradients_
+from megatron_cp_plugin.kernels.fused_loss import logit_statistics as logit_statistics
+
 _ROWS = 16
 
 

@@ -22,6 +22,7 @@ from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.core.virtual import VirtualWorld, run_virtual
 from megatron_cp_plugin.registry import create
+from tests.halves import HalvesPlacement
 
 
 def algorithm(name: str, size: int, **options: object) -> Algorithm:
@@ -140,22 +141,10 @@ def test_any_placement_gives_a_correct_plan() -> None:
                 check(plan_of(placement, Setting(5 * size + 1, mask, phase)))
 
 
-class _Halves(BlockPlacement):
-    """The rank that has the keys computes the second half of every block of queries."""
-
-    def place(self, query: int, key: int) -> Iterator[Place]:
-        distance = (query - key) % self.size
-        if distance:
-            yield Place(query, distance, part=(0, 2))
-            yield Place(key, distance, part=(1, 2))
-        else:
-            yield Place(query, 0)
-
-
 @pytest.mark.parametrize("mask", [Mask(), Mask(False), Mask(window=5)], ids=str)
 @pytest.mark.parametrize("phase", PHASES)
 def test_no_row_travels_in_vain(phase: Phase, mask: Mask) -> None:
-    placement = _Halves(LAYOUTS["contiguous"], 4, head_groups(4, 2, 1))
+    placement = HalvesPlacement(LAYOUTS["contiguous"], 4, head_groups(4, 2, 1))
     plan = plan_of(placement, Setting(26, mask, phase))
     inputs = [move for move in plan.moves if not move.result]
     assert {move.of_keys for move in inputs} == {True, False}

@@ -240,6 +240,8 @@ def runs(draw: st.DrawFn, most_ranks: int) -> Run:
     choice = draw(choices(size, layers, pipeline))
     if "--recompute-granularity" in model and draw(st.booleans()):
         choice.append("--cp-recompute-attention")
+    if draw(st.booleans()):
+        choice += ["--cp-chunked-loss", "7"]
     if rarely():
         choice += draw(st.sampled_from(ASKED_TOO_MUCH)).split()
     return Run(tuple(model), tuple(choice), size, tensor, pipeline, ranks)

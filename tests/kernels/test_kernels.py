@@ -194,6 +194,20 @@ torch.testing.assert_close(out, product)
 fused.product_into(out, a, x, scale, (b, share))
 less = product - b.float() * share[..., None, None]
 torch.testing.assert_close(out, less)
+
+from megatron_cp_plugin.core import chunked_loss
+
+for columns in (5, 4096, 9000):
+    logits = (torch.randn(4, columns + 3) * 9).bfloat16()[:, :columns]
+    logits[1, : columns // 2] = -torch.inf
+    wanted, dloss = torch.tensor([columns - 1, columns - 2, -1, columns]), torch.randn(4)
+    lse, target = fused.logit_statistics(logits, wanted)
+    for x, y in zip((lse, target), chunked_loss.logit_statistics(logits, wanted)):
+        torch.testing.assert_close(x, y)
+    got, want = logits.clone(), logits.clone()
+    fused.logit_gradients_(got, wanted, lse, dloss)
+    chunked_loss.logit_gradients_(want, wanted, lse, dloss)
+    torch.testing.assert_close(got, want)
 """
 
 
@@ -222,22 +236,26 @@ def test_triton_kernels_in_the_interpreter():
         ("delta", {}),
         ("product", {"LESS": True}),
         ("product", {"LESS": False}),
+        ("logit_statistics", {"BLOCK": 4096}),
+        ("logit_gradients", {"BLOCK": 4096}),
     ],
 )
 def test_triton_kernels_compile_for_gpus(name, constants, capability, tmp_path, monkeypatch):
     """As far as machine code, without a GPU."""
     triton = pytest.importorskip("triton")
     compiler = pytest.importorskip("triton.backends.compiler")
-    from megatron_cp_plugin.kernels import fused
+    from megatron_cp_plugin.kernels import fused, fused_loss
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
-    kernel = getattr(fused, f"_{name}_kernel")
-    constants = {"ROWS": 16, "DIM": 128} | constants
+    kernel = getattr(fused_loss if "logit" in name else fused, f"_{name}_kernel")
+    constants = constants if "BLOCK" in constants else {"ROWS": 16, "DIM": 128} | constants
     float32 = ("lse_ptr", "a_lse_ptr", "b_lse_ptr", "delta_ptr", "scale_ptr", "share_ptr")
+    float32 += ("target_ptr", "dloss_ptr")
     types = dict.fromkeys(kernel.arg_names, "i32")
     types |= {argument: "*bf16" for argument in types if argument.endswith("_ptr")}
     types |= {argument: "*fp32" for argument in float32 if argument in types}
+    types |= {argument: "*i64" for argument in ("wanted_ptr",) if argument in types}
     types |= dict.fromkeys(constants, "constexpr")
     source = triton.compiler.ASTSource(kernel, types, constants)
     compiled = triton.compile(source, target=compiler.GPUTarget("cuda", capability, 32))

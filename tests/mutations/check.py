@@ -2,9 +2,9 @@
 
     .venv/bin/python -m tests.mutations.check [NUMBER ...] [--jobs 2] [--report FILE]
 
-In copies of the tree, with the tests that `make test` runs, those of the changed module first. A
-fault is found if a test fails which passes without it. Exits 1 if more than three of all faults are
-not found, or if the text of one is not in the tree.
+In copies of the tree, with the tests that `make test` runs: first the one that found the fault
+before, then those of the changed module. A fault is found if a test fails which passes without it.
+Exits 1 if more than three of all faults are not found, or if the text of one is not in the tree.
 """
 
 import argparse
@@ -43,7 +43,7 @@ class Outcome:
 
     def row(self, number: int) -> str:
         """Of the table."""
-        file, _, _, what = self.fault
+        file, what = self.fault.file, self.fault.what
         found = f"`{self.test}`" if self.test else "**not found**"
         if not self.applies:
             found = "**its text is not in the file once**"
@@ -86,7 +86,9 @@ class Tree:
                 raise RuntimeError(f"{fault.what}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
 
     def _stages(self, fault: Fault) -> list[list[str]]:
-        """The files of tests: of the module, of its folder, others, those that train."""
+        """Tests in the order of hope: its own, those of the module, of its folder, others, those
+        that train.
+        """
         path = Path(fault.file)
         module = ".".join((PACKAGE, *path.with_suffix("").parts))
         stages: list[list[str]] = [[], [], [], []]
@@ -103,7 +105,7 @@ class Tree:
             stages[stage].append(str(file.relative_to(self.root)))
         # The widest come first.
         stages[2].sort(key=lambda name: "conformance" not in name)
-        return [files for files in stages if files]
+        return [[f"tests/{fault.test}"], *filter(None, stages)]
 
     def _passes_without(self, test: str) -> bool:
         if test not in self._passes:

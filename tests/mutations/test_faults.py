@@ -6,6 +6,7 @@ import megatron_cp_plugin
 from tests.mutations.faults import FAULTS
 
 SOURCES = Path(megatron_cp_plugin.__file__).parent
+TESTS = Path(__file__).parents[1]
 
 
 def test_every_fault_can_be_planted() -> None:
@@ -21,3 +22,9 @@ def test_every_fault_can_be_planted() -> None:
 def test_faults_differ() -> None:
     assert len({(fault.file, fault.before, fault.after) for fault in FAULTS}) == len(FAULTS) >= 60
     assert len({fault.what for fault in FAULTS}) == len(FAULTS)
+
+
+def test_the_tests_that_are_tried_first_exist() -> None:
+    for fault in FAULTS:
+        file, _, name = fault.test.partition("::")
+        assert f"def {name}(" in (TESTS / file).read_text(), fault.test

@@ -1,0 +1,301 @@
+"""Cross entropy of a language model's head, a chunk of tokens at a time.
+
+The logits of a long sequence are its largest tensor: 262,144 tokens and a vocabulary shard of
+62,080 are 33 GB in bfloat16, and 65 GB as the float32 that a softmax is taken in. Here the head's
+product, the softmax and both gradients are computed for some thousand tokens at a time, so that a
+chunk of logits is all there ever is.
+
+Backward computes the logits a second time. Gradients could be had in the first pass, without that
+product, only if the gradient of each token's loss were known then, but loss masks and the weights
+of reinforcement learning come after it; and a gradient of the weight for each micro-batch in
+flight, kept until backward, would take more memory than the chunks.
+
+Shapes: T tokens, H hidden size, V this rank's part of the vocabulary, W tensor-parallel ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, override
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_cp_plugin.core.autocast import as_written, cast_inputs
+from megatron_cp_plugin.core.fused import fused_for
+from megatron_cp_plugin.core.partial import accumulation_dtype
+from megatron_cp_plugin.errors import ContextParallelError
+
+CHUNK_TOKENS = 4096
+
+
+def losses_and_predictions(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    chunk_tokens: int,
+    tp_group: dist.ProcessGroup | None,
+    sequence_parallel: bool,
+    into_main_grad: bool,
+    predict: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """The losses as `functional.chunked_cross_entropy` has them, and the most probable ids.
+
+    Args:
+        hidden, weight, labels, chunk_tokens, tp_group, sequence_parallel, into_main_grad: as there.
+        predict: whether the ids are wanted, [...] as labels.
+    """
+    hidden, weight = cast_inputs(hidden, weight)
+    alone = tp_group is None or tp_group.size() == 1
+    group = None if alone else tp_group
+    main_grad = _main_grad(weight) if into_main_grad else None
+    head = _Head(chunk_tokens, group, sequence_parallel and not alone, main_grad, predict)
+    head.check(hidden, weight, labels)
+    tokens = hidden.reshape(-1, hidden.size(-1)).contiguous()
+    losses, predicted = _ChunkedCrossEntropy.apply(tokens, weight, labels.reshape(-1), head)
+    shape = labels.shape
+    return losses.view(shape), predicted.view(shape) if predict else None
+
+
+def _main_grad(weight: Tensor) -> Tensor | None:
+    if not weight.requires_grad:
+        return None
+    total: Tensor | None = getattr(weight, "main_grad", None)
+    if total is None or total.dtype != torch.float32:
+        got = "none" if total is None else str(total.dtype)
+        raise ContextParallelError(
+            f"into_main_grad needs weight.main_grad in float32, got {got}: leave it out"
+        )
+    return total
+
+
+@dataclass(frozen=True)
+class _Head:
+    """How a head's tokens are cut, who has the rest of its vocabulary, what is wanted of it.
+
+    Attributes:
+        chunk_tokens, sequence_parallel, predict: as in `losses_and_predictions`.
+        group: None where this rank has the whole vocabulary.
+        main_grad: what the gradient of the weight is added to, if not to one of its own.
+    """
+
+    chunk_tokens: int
+    group: dist.ProcessGroup | None
+    sequence_parallel: bool
+    main_grad: Tensor | None
+    predict: bool
+
+    @property
+    def size(self) -> int:
+        return 1 if self.group is None else self.group.size()
+
+    @property
+    def parts(self) -> int:
+        """How many ranks hold a part of the tokens each."""
+        return self.size if self.sequence_parallel else 1
+
+    def check(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
+        if self.chunk_tokens < 1:
+            raise ContextParallelError(
+                f"chunk_tokens must be at least 1, got {self.chunk_tokens}: leave it out for "
+                f"{CHUNK_TOKENS}"
+            )
+        if weight.dim() != 2 or hidden.dim() < 2 or hidden.size(-1) != weight.size(1):
+            raise ContextParallelError(
+                "hidden [...,H] and weight [V,H] must have one H, got "
+                f"{list(hidden.shape)} and {list(weight.shape)}"
+            )
+        if hidden.dtype != weight.dtype or not hidden.is_floating_point():
+            raise ContextParallelError(
+                f"hidden and weight must have one floating dtype, got {hidden.dtype} and "
+                f"{weight.dtype}"
+            )
+        whole = (hidden.size(0) * self.parts, *hidden.shape[1:-1])
+        if labels.shape != whole or labels.is_floating_point():
+            raise ContextParallelError(
+                f"labels must be whole numbers {list(whole)} for hidden {list(hidden.shape)}, got "
+                f"{labels.dtype} {list(labels.shape)}"
+            )
+
+    def chunks(self, tokens: int) -> Iterator[slice]:
+        """Cuts a rank's tokens, so that chunks have `chunk_tokens` with those of all parts."""
+        step = max(1, self.chunk_tokens // self.parts)
+        return (slice(at, min(at + step, tokens)) for at in range(0, tokens, step))
+
+    def whole(self, hidden: Tensor) -> Tensor:
+        """Tokens [n,H] of a chunk -> [parts*n,H], with those of the other ranks."""
+        return self.gathered(hidden).flatten(0, 1) if self.sequence_parallel else hidden
+
+    def wanted(self, labels: Tensor, chunk: slice, vocabulary: int) -> Tensor:
+        """Labels [T] -> those of a chunk [parts*n], counted from this rank's first id."""
+        first = 0 if self.group is None else self.group.rank() * vocabulary
+        return labels.view(self.parts, -1)[:, chunk].reshape(-1) - first
+
+    def gathered(self, x: Tensor) -> Tensor:
+        """[...] -> [W,...] of all ranks."""
+        if self.group is None:
+            return x[None]
+        out = x.new_empty(self.size * x.size(0), *x.shape[1:])
+        dist.all_gather_into_tensor(out, x, group=self.group)
+        return out.view(self.size, *x.shape)
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    @override
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, head: _Head
+    ) -> tuple[Tensor, Tensor]:
+        with as_written(hidden.device):
+            lse, target, predicted = _statistics(hidden, weight, labels, head)
+        ctx.save_for_backward(hidden, weight, labels, lse)
+        ctx.head = head
+        ctx.mark_non_differentiable(predicted)
+        return lse - target, predicted
+
+    @staticmethod
+    @override
+    @once_differentiable
+    def backward(
+        ctx: Any, dlosses: Tensor, _: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, None, None]:
+        hidden, weight, labels, lse = ctx.saved_tensors
+        with as_written(hidden.device):
+            dhidden, dweight = _gradients(
+                hidden, weight, labels, lse, dlosses, ctx.head, ctx.needs_input_grad[:2]
+            )
+        # Not before the chunk of logits is gone.
+        if dweight is not None and dweight is not ctx.head.main_grad:
+            dweight = dweight.to(weight.dtype)
+        elif dweight is not None:
+            dweight = torch.zeros_like(weight)
+        return dhidden, dweight, None, None
+
+
+def _statistics(
+    hidden: Tensor, weight: Tensor, labels: Tensor, head: _Head
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What the losses of all tokens are made of, and their predictions.
+
+    Returns: [T] each: the logarithm of the sum of exponentials over the whole vocabulary, the logit
+        of the label, and the id of the largest logit, which is [0] unless it is wanted.
+    """
+    vocabulary, tokens = weight.size(0), labels.numel()
+    wide = accumulation_dtype(weight.dtype)
+    # [:,parts,T/parts]: sum of exponentials, logit of the label, and largest logit.
+    found = hidden.new_empty(3 if head.predict else 2, head.parts, hidden.size(0), dtype=wide)
+    best = labels.new_empty(head.parts, hidden.size(0))
+    buffer = _logits_buffer(hidden, weight, head)
+    for chunk in head.chunks(hidden.size(0)):
+        x = head.whole(hidden[chunk])
+        logits = torch.mm(x, weight.t(), out=buffer[: x.size(0)])
+        wanted = head.wanted(labels, chunk, vocabulary)
+        rows = [*logit_statistics(logits, wanted)]
+        if head.predict:
+            top, ids = logits.max(1)
+            best[:, chunk] = ids.view(head.parts, -1)
+            rows.append(top.to(wide))
+        found[:, :, chunk] = torch.stack(rows).view(len(rows), head.parts, -1)
+    every = head.gathered(found.view(found.size(0), tokens))  # [W,2 or 3,T]
+    lse, target = torch.logsumexp(every[:, 0], 0), every[:, 1].sum(0)
+    if not head.predict:
+        return lse, target, labels.new_empty(0)
+    winner = every[:, 2].argmax(0)
+    ids = head.gathered(best.view(tokens)).gather(0, winner[None])[0]
+    return lse, target, winner * vocabulary + ids
+
+
+def _gradients(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    lse: Tensor,
+    dlosses: Tensor,
+    head: _Head,
+    needed: tuple[bool, bool],
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of hidden [T/parts,H] and of the weight [V,H], those of them that are needed.
+
+    Args: lse: as `_statistics` has it. dlosses: [T], the same on all ranks.
+    Returns: that of hidden in its dtype; that of the weight in a wide one, or `main_grad` with it.
+    """
+    wide = accumulation_dtype(weight.dtype)
+    dhidden = torch.empty_like(hidden) if needed[0] else None
+    total = None
+    if needed[1]:
+        total = head.main_grad
+        if total is None:
+            total = torch.zeros_like(weight, dtype=wide)
+    buffer = _logits_buffer(hidden, weight, head)
+    lse, dlosses = (x.reshape(head.parts, -1) for x in (lse, dlosses.to(wide)))
+    sums = []
+    for chunk in head.chunks(hidden.size(0)):
+        x = head.whole(hidden[chunk])
+        dlogits = torch.mm(x, weight.t(), out=buffer[: x.size(0)])
+        wanted = head.wanted(labels, chunk, weight.size(0))
+        logit_gradients_(dlogits, wanted, lse[:, chunk].reshape(-1), dlosses[:, chunk].reshape(-1))
+        if dhidden is not None:
+            if head.sequence_parallel:
+                dist.reduce_scatter_tensor(dhidden[chunk], dlogits @ weight, group=head.group)
+            else:
+                torch.mm(dlogits, weight, out=dhidden[chunk])
+                if head.group is not None:  # while the next chunk is computed
+                    sums.append(dist.all_reduce(dhidden[chunk], group=head.group, async_op=True))
+        if total is not None:
+            _add_product(total, dlogits, x)
+    for pending in sums:
+        pending.wait()
+    return dhidden, total
+
+
+def _logits_buffer(hidden: Tensor, weight: Tensor, head: _Head) -> Tensor:
+    """Room for the logits of the largest chunk: one after the other is written into it."""
+    rows = max(((c.stop - c.start) * head.parts for c in head.chunks(hidden.size(0))), default=0)
+    return hidden.new_empty(rows, weight.size(0))
+
+
+def _add_product(total: Tensor, dlogits: Tensor, x: Tensor) -> None:
+    """total [V,H] += dlogits^T x, of [n,V] and [n,H], summed in the dtype of total."""
+    if total.dtype == x.dtype:
+        total.addmm_(dlogits.t(), x)
+    elif total.is_cuda:
+        torch.addmm(total, dlogits.t(), x, out_dtype=total.dtype, out=total)
+    else:
+        total.addmm_(dlogits.t().to(total.dtype), x.to(total.dtype))
+
+
+def logit_statistics(logits: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """For each row of logits [n,V] the logarithm of the sum of exponentials, and one logit.
+
+    Args: wanted: [n], the column of that logit; 0 is given for columns outside.
+    Returns: both [n], in float32 or in float64.
+    """
+    fused = fused_for(logits)
+    if fused is not None and logits.dtype != torch.float64:
+        return fused.logit_statistics(logits, wanted)
+    wide = logits.to(accumulation_dtype(logits.dtype))
+    here = (wanted >= 0) & (wanted < logits.size(1))
+    target = wide.gather(1, torch.where(here, wanted, 0)[:, None])[:, 0]
+    return torch.logsumexp(wide, 1), torch.where(here, target, 0)
+
+
+def logit_gradients_(logits: Tensor, wanted: Tensor, lse: Tensor, dloss: Tensor) -> None:
+    """Puts the gradient of each row's loss in the place of its logits.
+
+    Args: logits: [n,V]. wanted, lse: [n], as in `logit_statistics`, lse of the whole vocabulary.
+        dloss: [n], the gradient of each loss, in the dtype of lse.
+    """
+    fused = fused_for(logits)
+    if fused is not None and logits.dtype != torch.float64:
+        fused.logit_gradients_(logits, wanted, lse, dloss)
+        return
+    wide = torch.exp(logits.to(lse.dtype).sub(lse[:, None]))
+    here = (wanted >= 0) & (wanted < logits.size(1))
+    wide[torch.arange(len(wanted), device=wide.device), torch.where(here, wanted, 0)] -= here.to(
+        wide.dtype
+    )
+    logits.copy_(wide.mul_(dloss[:, None]))

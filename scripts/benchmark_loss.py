@@ -1,0 +1,231 @@
+"""Memory, time and errors of a language model's loss: all logits at once, and in chunks.
+
+    python scripts/benchmark_loss.py --tokens 262144 --vocab 62080 --hidden 4096
+
+One rank's part: its tokens, and its part of the vocabulary. All logits at once are as Megatron's
+output layer and `vocab_parallel_cross_entropy` compute them. Both add the gradient of the weight to
+a float32 `main_grad`. The errors are those of the losses and gradients against float64.
+"""
+
+import argparse
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+import megatron_cp_plugin as cp
+from megatron_cp_plugin.harness.forks import free_port
+from megatron_cp_plugin.tokens import tokens_of
+
+Loss = Callable[[Tensor, nn.Parameter, Tensor], Tensor]
+MASKED = 16  # one of so many tokens does not count
+
+
+@dataclass(frozen=True)
+class Problem:
+    """hidden [T,H] and weight [V,H] in bfloat16; labels [T]; dlosses [T] in float32.
+
+    Attributes: main_grad: [V,H] in float32, that of the weight.
+    """
+
+    hidden: Tensor
+    weight: nn.Parameter
+    labels: Tensor
+    dlosses: Tensor
+    main_grad: Tensor
+
+    def forget(self) -> None:
+        """Drops the gradients of the last step."""
+        self.hidden.grad = self.weight.grad = None
+        self.main_grad.zero_()
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of the weight and its main_grad."""
+        return self.weight.numel() * (self.weight.element_size() + 4)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one step gave, and took.
+
+    Attributes: peak_bytes: beside the weight and its main_grad, hidden and its gradient included.
+    """
+
+    losses: Tensor
+    dhidden: Tensor
+    dweight: Tensor
+    peak_bytes: int
+    forward_ms: float
+    step_ms: float
+
+
+def new_problem(tokens: int, vocab: int, hidden: int, device: torch.device) -> Problem:
+    """A random one; its logits are as far apart as those of a trained model."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def normal(rows: int, scale: float) -> Tensor:
+        x = torch.empty(rows, hidden, dtype=torch.bfloat16, device=device)
+        return x.normal_(0, scale, generator=generator)
+
+    weight = nn.Parameter(normal(vocab, 3 * hidden**-0.5))
+    main_grad = torch.zeros_like(weight, dtype=torch.float32)
+    weight.main_grad = main_grad  # type: ignore[attr-defined]
+    labels = torch.randint(vocab, (tokens,), device=device, generator=generator)
+    counts = torch.arange(tokens, device=device) % MASKED != 0
+    dlosses = counts.float() / counts.sum()
+    return Problem(normal(tokens, 1).requires_grad_(), weight, labels, dlosses, main_grad)
+
+
+def at_once(hidden: Tensor, weight: nn.Parameter, labels: Tensor) -> Tensor:
+    """As Megatron does."""
+    logits = hidden @ weight.t()
+    return vocab_parallel_cross_entropy(logits[:, None], labels[:, None], tp_group=dist.group.WORLD)
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits for a GPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def step(problem: Problem, loss: Loss) -> tuple[Tensor, float, float]:
+    """The losses, and the time of forward and of both, in ms. Leaves the gradients behind."""
+    device = problem.hidden.device
+    problem.forget()
+    synchronize(device)
+    begin = time.perf_counter()
+    losses = loss(problem.hidden, problem.weight, problem.labels).flatten()
+    synchronize(device)
+    middle = time.perf_counter()
+    losses.backward(problem.dlosses)
+    assert problem.weight.grad is not None
+    problem.main_grad.add_(problem.weight.grad)
+    problem.weight.grad = None
+    synchronize(device)
+    end = time.perf_counter()
+    return losses.detach(), 1e3 * (middle - begin), 1e3 * (end - begin)
+
+
+def measure(problem: Problem, loss: Loss, runs: int) -> Result:
+    """Two steps to warm up, then the medians of `runs`, and a copy of the gradients."""
+    device = problem.hidden.device
+    problem.forget()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        others = torch.cuda.memory_allocated() - problem.weight_bytes
+        others -= problem.hidden.nbytes + problem.labels.nbytes + problem.dlosses.nbytes
+    for _ in range(2):
+        step(problem, loss)
+    times = [step(problem, loss)[1:] for _ in range(runs)]
+    losses, *_ = step(problem, loss)
+    peak = 0
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated() - problem.weight_bytes - others
+    assert problem.hidden.grad is not None
+    forward, both = (statistics.median(column) for column in zip(*times, strict=True))
+    dhidden, dweight = (x.to("cpu", copy=True) for x in (problem.hidden.grad, problem.main_grad))
+    return Result(losses.cpu(), dhidden, dweight, peak, forward, both)
+
+
+@torch.no_grad()
+def exact(problem: Problem, dweight: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Losses and gradients of hidden, some tokens at a time, in float64.
+
+    Args: dweight: [V,H] in float64, to which their gradients of the weight are added.
+    """
+    weight = problem.weight.double()
+    for at in range(0, len(problem.labels), 1024):
+        part = slice(at, at + 1024)
+        hidden, labels = problem.hidden[part].double(), problem.labels[part]
+        log_probabilities = torch.log_softmax(hidden @ weight.t(), 1)
+        losses = -log_probabilities.gather(1, labels[:, None])[:, 0]
+        dlogits = log_probabilities.exp_()
+        dlogits[torch.arange(len(labels), device=labels.device), labels] -= 1
+        dlogits *= problem.dlosses[part, None]
+        dweight += dlogits.t() @ hidden
+        yield part, losses, dlogits @ weight
+
+
+def errors(problem: Problem, results: dict[str, Result]) -> dict[str, tuple[float, float, float]]:
+    """The largest error of a loss, and |x - exact| / |exact| of both gradients."""
+    device = problem.hidden.device
+    worst = dict.fromkeys(results, 0.0)
+    squares = dict.fromkeys(results, 0.0)
+    total, dweight = 0.0, torch.zeros_like(problem.weight, dtype=torch.float64)
+    for part, losses, dhidden in exact(problem, dweight):
+        total += float(dhidden.square().sum())
+        for name, got in results.items():
+            worst[name] = max(
+                worst[name], float((got.losses[part].to(device) - losses).abs().max())
+            )
+            squares[name] += float((got.dhidden[part].to(device) - dhidden).square().sum())
+    return {
+        name: (
+            worst[name],
+            (squares[name] / total) ** 0.5,
+            float((got.dweight.to(device) - dweight).norm() / dweight.norm()),
+        )
+        for name, got in results.items()
+    }
+
+
+def main() -> None:
+    """Prints one row a contender."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=tokens_of, default=262144)
+    parser.add_argument("--vocab", type=int, default=62080, help="of this rank")
+    parser.add_argument("--hidden", type=int, default=4096)
+    parser.add_argument("--chunks", default="1024,2048,4096,8192", help="tokens a chunk")
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--device", default="cuda", help="cpu: to try the script")
+    args = parser.parse_args()
+    device = torch.device(args.device)
+    backend, address = "nccl" if device.type == "cuda" else "gloo", f"tcp://localhost:{free_port()}"
+    dist.init_process_group(backend, init_method=address, rank=0, world_size=1)
+    problem = new_problem(args.tokens, args.vocab, args.hidden, device)
+    contenders: dict[str, Loss] = {"at once": at_once}
+    for tokens in map(tokens_of, args.chunks.split(",")):
+        chunked = partial(cp.chunked_cross_entropy, chunk_tokens=tokens, into_main_grad=True)
+        contenders[f"chunks of {tokens}"] = chunked
+    results: dict[str, Result] = {}
+    for name, loss in contenders.items():
+        try:
+            results[name] = measure(problem, loss, args.runs)
+        except torch.OutOfMemoryError:
+            print(f"{name}: out of memory")
+    problem.forget()
+    found = errors(problem, results)
+    columns = ("loss", "peak GB", "beside hidden", "forward ms", "both ms", "of at once")
+    table = Table(*columns, "loss error", "dhidden error", "dweight error")
+    whole = results.get("at once")
+    for name, got in results.items():
+        beside = got.peak_bytes - 2 * problem.hidden.nbytes
+        table.add_row(
+            name,
+            f"{got.peak_bytes / 1e9:.2f}",
+            f"{beside / 1e9:.2f}",
+            f"{got.forward_ms:.1f}",
+            f"{got.step_ms:.1f}",
+            f"{got.step_ms / whole.step_ms:.2f}" if whole else "",
+            *(f"{error:.1e}" for error in found[name]),
+        )
+    where = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+    print(f"{args.tokens} tokens, {args.vocab} ids, hidden size {args.hidden}, bfloat16, {where}")
+    Console(width=150).print(table)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,245 @@
+"""--cp-chunked-loss: a run in Megatron's loop is the same with it and without it."""
+
+import argparse
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.transformer import multi_token_prediction
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.arguments import add_megatron_arguments
+from torch import Tensor, nn
+
+from megatron_cp_plugin import launch
+from megatron_cp_plugin.config import ContextParallelConfig
+from megatron_cp_plugin.core.chunked_loss import CHUNK_TOKENS
+from megatron_cp_plugin.errors import ConfigError, ContextParallelError
+from megatron_cp_plugin.harness.parity import Recording, Tolerances, compare
+from megatron_cp_plugin.integration.args import add_arguments, split_flags
+from megatron_cp_plugin.integration.checks import check_settings, describe
+from megatron_cp_plugin.integration.chunked_loss import (
+    PendingLogits,
+    acceptance_counts,
+    serve_loss,
+)
+from megatron_cp_plugin.integration.yaml_config import yaml_to_argv
+from tests.integration.megatron_job import SLOWLY, TINY, run_warm
+from tests.integration.test_packed_documents import DOCUMENTS
+from tests.integration.test_packed_documents import model as packed  # noqa: F401
+
+ALGO = ["--context-parallel-algo", "zigzag"]
+TENSOR = "--tensor-model-parallel-size 2 --context-parallel-size 2"
+STAGES = "--pipeline-model-parallel-size 2 --context-parallel-size 2 --num-layers 4"
+UNTIED = "--untie-embeddings-and-output-weights"
+EVALUATED = "--train-iters 2 --eval-interval 1 --eval-iters 1"
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+HYBRID = Path(__file__).with_name("hybrid_job.py")
+ROWS = Path(__file__).with_name("logit_rows_job.py")
+LAUNCH = Path(launch.__file__)
+CHUNKS = ("--cp-chunked-loss", "7")
+
+
+def words_of(model: Sequence[str], flags: str = "") -> list[str]:
+    return [*model, *SLOWLY, "--position-embedding-type", "rope", *ALGO, *flags.split()]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        f"{TENSOR} --sequence-parallel --mtp-num-layers 2 --micro-batch-size 2",
+        f"{TENSOR} {UNTIED} --seq-length 60 {FULL} --use-distributed-optimizer "
+        f"--overlap-grad-reduce {EVALUATED}",
+        f"{STAGES} --num-layers-per-virtual-pipeline-stage 1 --global-batch-size 4",
+    ],
+)
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_equals_the_run_without_it(
+    request: pytest.FixtureRequest, tmp_path: Path, flags: str
+) -> None:
+    """Of packed documents, but where it evaluates."""
+    if EVALUATED in flags:
+        words = words_of(TINY, flags)
+    else:
+        words = words_of(request.getfixturevalue("packed"), f"{DOCUMENTS} {flags}")
+    recordings = []
+    for name, more in (("whole", ()), ("chunks", CHUNKS)):
+        folder = tmp_path / name
+        run_warm(folder, *words, *more, "--cp-record", str(folder), ranks=4).succeeded()
+        recordings.append(Recording.load(folder))
+    comparison = compare(*recordings, Tolerances())
+    assert comparison.passed, comparison.problems
+    assert ("mtp_2 loss" in recordings[1].losses()) == ("--mtp" in flags)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_sharded_parameters(tmp_path: Path) -> None:
+    """They are there only while their module is called."""
+    words = words_of(TINY, f"--context-parallel-size 2 --use-torch-fsdp2 {UNTIED}")
+    words += ["--no-gradient-accumulation-fusion", "--ckpt-format", "torch_dist"]
+    whole, chunks = (
+        run_warm(tmp_path / str(len(more)), *words, *more, ranks=2).succeeded()
+        for more in ((), CHUNKS)
+    )
+    assert len(whole.losses) == 3
+    assert chunks.losses == pytest.approx(whole.losses, rel=1e-6)
+    assert chunks.grad_norms == pytest.approx(whole.grad_norms, abs=1.1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_hybrid_model(tmp_path: Path) -> None:
+    words = words_of(TINY, "--normalization RMSNorm --spec hybrid_job stack")
+    words += ["--hybrid-layer-pattern", "*-*-", "--context-parallel-size", "2"]
+    whole, chunks = (
+        run_warm(tmp_path / str(len(more)), str(HYBRID), *words, *more, ranks=2, script=LAUNCH)
+        for more in ((), CHUNKS)
+    )
+    assert len(whole.succeeded().losses) == 3
+    assert chunks.succeeded().losses == pytest.approx(whole.losses, rel=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_all_logits_are_never_there(tmp_path: Path) -> None:
+    """64 tokens; the weight, transposed, is of 32 rows."""
+    words = words_of(TINY, "--mtp-num-layers 1 --ffn-hidden-size 96")
+    rows = []
+    for more in ((), CHUNKS):
+        job = run_warm(tmp_path / str(len(more)), str(ROWS), *words, *more, script=LAUNCH)
+        rows += re.findall(r"at most (\d+) rows", job.succeeded().text)
+    assert rows == ["64", "32"]
+
+
+def test_the_flag() -> None:
+    for words, wanted in (
+        (ALGO, None),
+        ([*ALGO, "--cp-chunked-loss"], CHUNK_TOKENS),
+        ([*ALGO, "--cp-chunked-loss", "512"], 512),
+    ):
+        flags, rest = split_flags([*words, "--bf16"])
+        assert (flags.config(4).chunked_loss, rest) == (wanted, ["--bf16"])
+
+
+def test_the_run_file(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("context_parallel: {algo: zigzag, chunked_loss: 512}\n")
+    parser = add_megatron_arguments(add_arguments(argparse.ArgumentParser(allow_abbrev=False)))
+    assert yaml_to_argv(path, parser) == [*ALGO, "--cp-chunked-loss", "512"]
+
+
+def test_the_line_at_start_up() -> None:
+    line = describe(ContextParallelConfig("zigzag", 2, chunked_loss=512), None)
+    assert line.endswith(", loss in chunks of 512 tokens")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--cp-chunked-loss"], "--cp-chunked-loss needs an algorithm of the plugin, got none: "),
+        ([*ALGO, "--cp-chunked-loss", "0"], "--cp-chunked-loss must be at least 1, got 0: "),
+    ],
+)
+def test_wrong_flags_are_refused(words: list[str], message: str) -> None:
+    flags, _ = split_flags(words)
+    with pytest.raises(ConfigError, match=message):
+        flags.check()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["cross_entropy_loss_fusion", "defer_embedding_wgrad_compute", "use_mup", "perform_rl_step"],
+)
+def test_what_needs_all_logits_is_refused(name: str) -> None:
+    settings = argparse.Namespace(**{name: True})
+    check_settings(settings, ContextParallelConfig("zigzag", 2))
+    with pytest.raises(ConfigError, match=f"does not go with --{name.replace('_', '-')} ") as error:
+        check_settings(settings, ContextParallelConfig("zigzag", 2, chunked_loss=512))
+    assert "\n" not in str(error.value)
+
+
+class Model(nn.Module):
+    """Computes logits, and losses, as models of Megatron do."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.config = TransformerConfig(
+            num_layers=1, hidden_size=8, num_attention_heads=1, use_cpu_initialization=True
+        )
+        self.output_layer = ColumnParallelLinear(
+            8, 30, config=self.config, init_method=nn.init.normal_, bias=False, tp_group=group
+        )
+
+    def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
+        shape = labels.shape
+        logits = logits.transpose(0, 1).flatten(0, 1)
+        return nn.functional.cross_entropy(logits, labels.flatten(), reduction="none").view(shape)
+
+    def forward(
+        self, hidden: Tensor, labels: Tensor | None = None, output_processor: Any = None
+    ) -> Any:
+        logits, _ = self.output_layer(hidden)
+        if output_processor is not None:
+            return output_processor(logits)
+        if labels is None:
+            return logits
+        return self.compute_language_model_loss(labels, logits)
+
+
+def test_logits_for_those_who_ask_for_them(group: dist.ProcessGroup) -> None:
+    """Inference, reinforcement learning, and multi-token prediction in it."""
+    model, hidden = Model(group), torch.randn(6, 2, 8)
+    labels = torch.randint(30, (2, 6))
+    logits, losses = model(hidden), model(hidden, labels)
+    processed = model(hidden, labels, output_processor=torch.exp)
+    serve_loss(model, 5)
+    torch.testing.assert_close(model(hidden, labels), losses)
+    assert torch.equal(model(hidden), logits)
+    assert torch.equal(model.compute_language_model_loss(labels, logits), losses)
+    torch.testing.assert_close(model(hidden, labels, output_processor=torch.exp), processed)
+
+
+def test_right_predictions_are_counted_as_megatron_counts_them(group: dist.ProcessGroup) -> None:
+    model, hidden = Model(group), torch.randn(6, 2, 8)
+    logits = model(hidden)
+    labels = logits.argmax(-1).t().clone()
+    labels[0, ::2] += 1
+    mask = torch.ones(2, 6)
+    mask[1, 2:] = 0
+    others = (model.output_layer, None, group)
+    count = multi_token_prediction._compute_mtp_acceptance_counts
+    want = count(logits, labels, mask, *others)
+    assert [float(x) for x in want] == [5, 8]
+    assert acceptance_counts(count, logits, labels, mask, *others) == want
+    model.config.mtp_num_layers = 1
+    serve_loss(model, 5)
+    pending = PendingLogits(hidden, None)
+    model.compute_language_model_loss(labels, pending)
+    assert acceptance_counts(count, pending, labels, mask, *others) == want
+
+
+@pytest.mark.parametrize("kind", ["bias", "gathers"])
+def test_another_output_layer_is_refused_by_what_it_does(
+    group: dist.ProcessGroup, kind: str
+) -> None:
+    model = Model(group)
+    if kind == "bias":
+        model.output_layer.bias = nn.Parameter(torch.zeros(30))
+    else:
+        model.output_layer.gather_output = True
+    with pytest.raises(ContextParallelError, match=f"got one (with a|that) {kind}"):
+        serve_loss(model, 5)
+
+
+def test_another_output_layer_is_refused() -> None:
+    model = nn.Module()
+    serve_loss(model, 512)  # a stage of a pipeline that has none
+    model.output_layer = nn.Linear(2, 2)
+    with pytest.raises(ContextParallelError, match="a plain ColumnParallelLinear, got Linear: "):
+        serve_loss(model, 512)

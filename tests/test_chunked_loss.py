@@ -1,0 +1,286 @@
+"""The loss in chunks of tokens: equal to that of all logits, which are never there."""
+
+from collections.abc import Callable, Iterator
+from typing import Any, override
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import megatron_cp_plugin as cp
+from megatron_cp_plugin.core.chunked_loss import losses_and_predictions
+from megatron_cp_plugin.errors import ContextParallelError
+from tests.integration.ranks import on_ranks
+
+VOCABULARY, HIDDEN = 30, 8  # 1, 2 and 3 ranks have equal parts
+TOKENS = (12, 2)
+
+
+def tensors(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Tokens [12,2,H], a weight with a column that dominates, labels, gradients of the losses."""
+    generator = torch.Generator().manual_seed(7)
+    hidden = torch.randn(*TOKENS, HIDDEN, generator=generator, dtype=torch.float64)
+    weight = torch.randn(VOCABULARY, HIDDEN, generator=generator, dtype=torch.float64)
+    labels = torch.randint(VOCABULARY, TOKENS, generator=generator)
+    labels[0] = torch.tensor([0, VOCABULARY - 1])
+    dlosses = torch.randn(TOKENS, generator=generator, dtype=torch.float64)
+    dlosses[3:5] = 0  # masked
+    return hidden.to(dtype), weight.to(dtype), labels, dlosses
+
+
+def whole_loss(
+    hidden: Tensor, weight: Tensor, labels: Tensor, dlosses: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Losses and both gradients from all logits in float64, by PyTorch's own cross entropy."""
+    hidden, weight = (x.double().requires_grad_() for x in (hidden, weight))
+    logits = (hidden @ weight.t()).flatten(0, -2)
+    losses = nn.functional.cross_entropy(logits, labels.flatten(), reduction="none")
+    losses = losses.view(labels.shape)
+    return losses.detach(), *torch.autograd.grad(losses, (hidden, weight), dlosses)
+
+
+def chunked_loss(
+    size: int, chunk_tokens: int, *, sequence_parallel: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same in chunks on tensor-parallel ranks: their results put together."""
+    whole, every, labels, dlosses = tensors()
+
+    def body(group: Any) -> tuple[Tensor, Tensor, Tensor]:
+        hidden = whole.chunk(size)[group.rank()] if sequence_parallel else whole
+        weight = every.chunk(size)[group.rank()]
+        hidden, weight = (x.clone().requires_grad_() for x in (hidden, weight))
+        losses = cp.chunked_cross_entropy(
+            hidden,
+            weight,
+            labels,
+            chunk_tokens=chunk_tokens,
+            tp_group=group,
+            sequence_parallel=sequence_parallel,
+        )
+        losses.backward(dlosses)
+        return losses.detach(), hidden.grad, weight.grad
+
+    losses, dhidden, dweight = zip(*on_ranks(size, body), strict=True)
+    for other in losses[1:]:
+        assert torch.equal(losses[0], other)
+    if not sequence_parallel:
+        for other in dhidden[1:]:
+            assert torch.equal(dhidden[0], other)
+        dhidden = dhidden[:1]
+    return losses[0], torch.cat(dhidden), torch.cat(dweight)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("chunk_tokens", [1, 5, 7, 24, 1000])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_equals_the_loss_of_all_logits(
+    size: int, chunk_tokens: int, sequence_parallel: bool
+) -> None:
+    got = chunked_loss(size, chunk_tokens, sequence_parallel=sequence_parallel)
+    for x, y in zip(got, whole_loss(*tensors()), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
+
+
+def test_large_logits_do_not_overflow() -> None:
+    hidden, weight, labels, dlosses = tensors(torch.float32)
+    hidden, weight = (x.requires_grad_() for x in (hidden * 30, weight * 30))
+    losses = cp.chunked_cross_entropy(hidden, weight, labels, chunk_tokens=5)
+    got = torch.autograd.grad(losses, (hidden, weight), dlosses.float())
+    want = whole_loss(hidden.detach(), weight.detach(), labels, dlosses)
+    for x, y in zip((losses.detach(), *got), want, strict=True):
+        torch.testing.assert_close(x.double(), y, rtol=1e-4, atol=2e-3)
+
+
+@pytest.mark.parametrize("tokens", [(0,), (0, 2)])
+def test_no_tokens(tokens: tuple[int, ...]) -> None:
+    hidden = torch.randn(*tokens, HIDDEN, requires_grad=True)
+    weight = torch.randn(VOCABULARY, HIDDEN, requires_grad=True)
+    losses = cp.chunked_cross_entropy(hidden, weight, torch.zeros(tokens, dtype=torch.long))
+    losses.sum().backward()
+    assert losses.shape == tokens
+    assert torch.equal(weight.grad, torch.zeros_like(weight))
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_reductions(reduction: str) -> None:
+    hidden, weight, labels, _ = tensors()
+    weight.requires_grad_()
+    losses = cp.chunked_cross_entropy(hidden, weight, labels, chunk_tokens=7)
+    reduced = cp.chunked_cross_entropy(hidden, weight, labels, chunk_tokens=7, reduction=reduction)
+    want = getattr(losses, reduction)()
+    torch.testing.assert_close(reduced, want)
+    for x, y in zip(*(torch.autograd.grad(x, weight) for x in (reduced, want)), strict=True):
+        torch.testing.assert_close(x, y)
+
+
+def test_labels_outside_the_vocabulary_have_finite_losses() -> None:
+    hidden, weight, labels, dlosses = tensors()
+    hidden.requires_grad_()
+    labels[3:5] = torch.tensor([-100, VOCABULARY])
+    losses = cp.chunked_cross_entropy(hidden, weight, labels, chunk_tokens=7)
+    losses.backward(dlosses)
+    assert losses.isfinite().all()
+    assert torch.equal(hidden.grad[3:5], torch.zeros_like(hidden[3:5]))
+
+
+@pytest.mark.parametrize("needed", ["hidden", "weight", "neither"])
+def test_only_the_gradients_that_are_wanted(needed: str) -> None:
+    given = dict(zip(("hidden", "weight", "labels", "dlosses"), tensors(), strict=True))
+    dlosses, want = given.pop("dlosses"), whole_loss(*tensors())
+    if needed == "neither":
+        assert not cp.chunked_cross_entropy(**given, chunk_tokens=7).requires_grad
+        return
+    given[needed].requires_grad_()
+    cp.chunked_cross_entropy(**given, chunk_tokens=7).backward(dlosses)
+    torch.testing.assert_close(given[needed].grad, want[1 if needed == "hidden" else 2])
+    assert given["weight" if needed == "hidden" else "hidden"].grad is None
+
+
+def test_tied_embeddings() -> None:
+    """One weight is looked up and multiplied by."""
+    _, table, labels, dlosses = tensors()
+    ids = labels.roll(1, 0)
+    losses, dhidden, dweight = whole_loss(table[ids], table, labels, dlosses)
+    want = dweight.index_add(0, ids.flatten(), dhidden.flatten(0, 1))
+    table.requires_grad_()
+    got = cp.chunked_cross_entropy(table[ids], table, labels, chunk_tokens=5)
+    got.backward(dlosses)
+    torch.testing.assert_close(got.detach(), losses)
+    torch.testing.assert_close(table.grad, want)
+
+
+def test_a_bfloat16_weight_with_a_float32_main_grad() -> None:
+    """Products of bfloat16 are summed in float32: thousands of small ones do not get lost."""
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(4096, HIDDEN, generator=generator).bfloat16().requires_grad_()
+    weight = nn.Parameter(torch.randn(VOCABULARY, HIDDEN, generator=generator).bfloat16())
+    labels = torch.randint(VOCABULARY, (4096,), generator=generator)
+    dlosses = torch.full((4096,), 1.0)
+    want = whole_loss(hidden.detach(), weight.detach(), labels, dlosses.double())
+    weight.main_grad = torch.full((VOCABULARY, HIDDEN), 2.0)
+    losses = cp.chunked_cross_entropy(hidden, weight, labels, chunk_tokens=64, into_main_grad=True)
+    assert losses.dtype == torch.float32
+    losses.backward(dlosses)
+    assert torch.equal(weight.grad, torch.zeros_like(weight))
+    error = (weight.main_grad - 2 - want[2]).norm() / want[2].norm()
+    assert error < 1e-3  # of bfloat16 logits and their gradients; a bfloat16 sum has 7e-3
+    alone = weight.detach().requires_grad_()
+    cp.chunked_cross_entropy(hidden, alone, labels, chunk_tokens=64).backward(dlosses)
+    torch.testing.assert_close(alone.grad, (weight.main_grad - 2).bfloat16())
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("chunk_tokens", [5, 24])
+def test_predictions(size: int, chunk_tokens: int) -> None:
+    hidden, weight, labels, _ = tensors()
+    weight[4] = weight[25]  # the first one of equally probable ids
+
+    def body(group: Any) -> Tensor:
+        _, predicted = losses_and_predictions(
+            hidden,
+            weight.chunk(size)[group.rank()],
+            labels,
+            chunk_tokens=chunk_tokens,
+            tp_group=group,
+            sequence_parallel=False,
+            into_main_grad=False,
+            predict=True,
+        )
+        assert predicted is not None
+        return predicted
+
+    for predicted in on_ranks(size, body):
+        assert torch.equal(predicted, (hidden @ weight.t()).argmax(-1))
+
+
+class LargestTensor(TorchDispatchMode):
+    """Sees every tensor that an operation makes.
+
+    Attributes:
+        elements: Of the largest one.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    @override
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = function(*args, **kwargs or {})
+        for x in tree_leaves(result):
+            if isinstance(x, Tensor):
+                self.elements = max(self.elements, x.numel())
+        return result
+
+
+def largest(loss: Callable[[Tensor, Tensor, Tensor], Tensor]) -> int:
+    """Elements of the largest tensor that a loss and its backward make."""
+    hidden = torch.randn(600, HIDDEN, requires_grad=True)
+    weight = torch.randn(500, HIDDEN, requires_grad=True)
+    labels = torch.randint(500, (600,))
+    with LargestTensor() as seen:
+        loss(hidden, weight, labels).sum().backward()
+    return seen.elements
+
+
+def test_all_logits_are_never_there() -> None:
+    def chunked(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        return cp.chunked_cross_entropy(hidden, weight, labels, chunk_tokens=16)
+
+    def eager(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(hidden @ weight.t(), labels, reduction="none")
+
+    assert largest(eager) == 600 * 500
+    assert largest(chunked) == 16 * 500
+
+
+def wrong_calls() -> Iterator[tuple[dict[str, object], str]]:
+    _, weight, labels, _ = tensors()
+    yield {"chunk_tokens": 0}, "chunk_tokens must be at least 1, got 0"
+    yield {"reduction": "max"}, "reduction must be none, sum or mean, got 'max'"
+    yield {"weight": weight.t()}, r"must have one H, got \[12, 2, 8\] and \[8, 30\]"
+    yield {"weight": weight.float()}, "must have one floating dtype, got torch.float64 and"
+    yield {"labels": labels[1:]}, r"labels must be whole numbers \[12, 2\] for hidden"
+    yield {"labels": labels.float()}, "labels must be whole numbers"
+    wanting = weight.clone().requires_grad_()
+    yield {"weight": wanting, "into_main_grad": True}, "main_grad in float32, got none"
+
+
+@pytest.mark.parametrize(("changes", "message"), [*wrong_calls()])
+def test_wrong_calls_are_refused(changes: dict[str, Any], message: str) -> None:
+    hidden, weight, labels, _ = tensors()
+    given = {"hidden": hidden, "weight": weight, "labels": labels} | changes
+    with pytest.raises(ContextParallelError, match=message) as error:
+        cp.chunked_cross_entropy(**given)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu() -> None:
+    """Triton's kernels and a float32 sum of bfloat16 products; memory of one chunk."""
+    tokens, vocabulary, size, chunk = 8192, 12000, 512, 512
+    generator = torch.Generator("cuda").manual_seed(1)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device="cuda")
+
+    hidden = normal(tokens, size).bfloat16().requires_grad_()
+    weight = nn.Parameter((normal(vocabulary, size) / 8).bfloat16())
+    labels = torch.randint(vocabulary, (tokens,), generator=generator, device="cuda")
+    dlosses = normal(tokens)
+    want = whole_loss(hidden.detach(), weight.detach(), labels, dlosses.double())
+    weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    losses = cp.chunked_cross_entropy(
+        hidden, weight, labels, chunk_tokens=chunk, into_main_grad=True
+    )
+    losses.backward(dlosses)
+    taken = torch.cuda.max_memory_allocated() - before
+    assert taken < hidden.nbytes + 2 * chunk * vocabulary * 2 + (64 << 20)  # cuBLAS has 32 MiB
+    for x, y in zip((losses.detach(), hidden.grad, weight.main_grad), want, strict=True):
+        assert (x - y).norm() / y.norm() < 6e-3
