@@ -22,6 +22,7 @@ BATCHES: dict[str, tuple[int, ...]] = {
     "short": (1, 2, 1, 3),
     "one": (21,),
 }
+SERVED = {"distflash": "thd", "zigzag": "thd", "ulysses": "contiguous", "attention2d": "contiguous"}
 SOFTMAX: dict[str, dict[str, object]] = {
     "zigzag": {},
     "ring": {},
@@ -94,7 +95,8 @@ def alone(groups: Any) -> Any:
 class Batch:
     """Documents with labels, packed and cut as frameworks do."""
 
-    def __init__(self, lengths: Sequence[int], rank: int, size: int) -> None:
+    def __init__(self, lengths: Sequence[int], rank: int, size: int, layout: str = "thd") -> None:
+        self.layout = layout
         draw = torch.Generator().manual_seed(sum(lengths))
         self.rank, self.size = rank, size
         self.ids = [torch.randint(1, VOCABULARY, (n,), generator=draw) for n in lengths]
@@ -102,14 +104,19 @@ class Batch:
         self.tokens = sum(lengths)
 
     def cut(self, documents: Sequence[Tensor]) -> Tensor:
-        """[1,T/P]: of each document, padded to a multiple of 2P, chunks p and 2P-1-p."""
-        mine = []
+        """[1,T/P]: of each document, padded to a multiple of 2P, chunks p and 2P-1-p; or of all
+        of them the p-th of P parts.
+        """
+        mine, pack = [], []
         for document in documents:
             chunk = -(-len(document) // (2 * self.size))
             whole = torch.zeros(2 * self.size * chunk, dtype=document.dtype)
             whole[: len(document)] = document
             chunks = whole.view(2 * self.size, chunk)
             mine += [chunks[self.rank], chunks[2 * self.size - 1 - self.rank]]
+            pack.append(whole)
+        if self.layout == "contiguous":
+            return torch.cat(pack).chunk(self.size)[self.rank][None]
         return torch.cat(mine)[None]
 
     def packed(self, *, real: bool) -> Any:
@@ -204,12 +211,14 @@ def compare(reference: Any, model: Any, batch: Batch, *, real: bool) -> dict[str
     }
 
 
-def compare_all(reference: Any, model: Any, rank: int, size: int) -> dict[str, dict[str, float]]:
+def compare_all(
+    reference: Any, model: Any, rank: int, size: int, layout: str = "thd"
+) -> dict[str, dict[str, float]]:
     """All batches, with and without real lengths."""
     model.load_state_dict(reference.state_dict(), strict=False)
     return {
         f"{name}{' and padding' if real else ''}": compare(
-            reference, model, Batch(lengths, rank, size), real=real
+            reference, model, Batch(lengths, rank, size, layout), real=real
         )
         for name, lengths in BATCHES.items()
         for real in (False, True)
@@ -324,12 +333,12 @@ def by_serve(size: int) -> dict[str, Any]:
     reference = make_model(make_config(1), alone(groups))
     config = make_config(size)
     found = {}
-    for algo in ("distflash", "zigzag"):
-        spec = cp_megatron.serve(get_gpt_layer_local_spec(), config, algo, layout="thd")
+    for algo, layout in SERVED.items():
+        spec = cp_megatron.serve(get_gpt_layer_local_spec(), config, algo, layout=layout)
         model = cp_megatron.adopt(cp_megatron.adopt(make_model(config, groups, spec)))
         if algo == "zigzag":
             with_embedding_of_its_own(model)
-        found[algo] = compare_all(reference, model, groups.cp.rank(), size)
+        found[algo] = compare_all(reference, model, groups.cp.rank(), size, layout)
     return found
 
 
