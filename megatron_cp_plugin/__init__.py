@@ -21,7 +21,7 @@ from megatron_cp_plugin.functional import (
 )
 from megatron_cp_plugin.registry import available, register
 
-__version__ = "0.1.0"
+__version__ = "0.1.0.dev0"
 
 __all__ = [
     "attention",

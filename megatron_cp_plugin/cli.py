@@ -1,18 +1,27 @@
-"""The command `megatron-cp`: looks at algorithms without starting a training run."""
+"""The command `megatron-cp`: looks at algorithms and at this machine, and trains."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_cp_plugin.ending import one_line_errors
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
+from megatron_cp_plugin.extras import need
+from megatron_cp_plugin.integration.args import OneLineParser
+from megatron_cp_plugin.paths import check_file
+from megatron_cp_plugin.text_table import text_table
+from megatron_cp_plugin.tokens import tokens_of
 
 if TYPE_CHECKING:
     from megatron_cp_plugin.core.shape import Shape
     from megatron_cp_plugin.core.tiles import Mask
+    from megatron_cp_plugin.drawing import Picture
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,17 +34,33 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 0; 1 if `doctor` finds a wrong result; 2 with one line on stderr if something
         cannot be done.
     """
-    parser = argparse.ArgumentParser(prog="megatron-cp", description=__doc__)
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["train"]:
+        # Its flags are Megatron's.
+        from megatron_cp_plugin.harness import train
+
+        return train.main(words[1:])
+    if words[:1] == ["prepare-data"]:
+        need("megatron", "prepare-data", "megatron")
+        from megatron_cp_plugin.harness import prepare_data
+
+        return prepare_data.main(words[1:])
+    parser = OneLineParser(prog="megatron-cp", description=__doc__, allow_abbrev=False)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands.add_parser("train", help="train a GPT with Megatron's own loop, as a run file says")
+    commands.add_parser("prepare-data", help="make a dataset for Megatron of text files")
     _add_draw(commands)
     _add_plan(commands)
     _add_doctor(commands)
     _add_capabilities(commands)
     _add_hooks(commands)
-    arguments = parser.parse_args(argv)
     try:
+        arguments = parser.parse_args(words)
         return arguments.run(arguments)
     except ContextParallelError as error:
+        if "LOCAL_RANK" in os.environ:
+            with one_line_errors("megatron-cp: error"):
+                raise
         print(f"megatron-cp: {error}", file=sys.stderr)
         return 2
 
@@ -100,8 +125,6 @@ def _add_doctor(commands: Any) -> None:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    from rich.console import Console
-    from rich.table import Table
     from torch import distributed
 
     from megatron_cp_plugin.doctor import examine
@@ -109,13 +132,8 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
     findings = examine(arguments.heads, arguments.kv_heads, arguments.head_dim)
     if not distributed.is_initialized() or distributed.get_rank() == 0:
-        table = Table()
-        for header in ("", "what", "finding"):
-            table.add_column(header)
-        for finding in findings:
-            text = f"WRONG: {finding.text}" if finding.failed else finding.text
-            table.add_row(finding.topic, finding.name, text)
-        Console().print(table)
+        rows = [(f.topic, f.name, f"WRONG: {f.text}" if f.failed else f.text) for f in findings]
+        print(text_table(("", "what", "finding"), rows))
     if distributed.is_initialized():
         distributed.destroy_process_group()
         release()
@@ -124,10 +142,10 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 def _add_mask(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mask", choices=("causal", "full"), default="causal")
-    parser.add_argument("--window", type=int, metavar="W", help="sliding window of W tokens")
+    parser.add_argument("--window", type=tokens_of, metavar="W", help="sliding window of W tokens")
     parser.add_argument(
         "--documents",
-        type=int,
+        type=tokens_of,
         metavar="T",
         help="packed documents of random lengths, T tokens in the mean; needs --seq-len",
     )
@@ -159,7 +177,9 @@ def _add_draw(commands: Any) -> None:
     )
     parser.add_argument("--algo", required=True, metavar="NAME", help="such as distflash or zigzag")
     parser.add_argument("--size", required=True, type=int, metavar="P", help="number of ranks")
-    parser.add_argument("--seq-len", type=int, metavar="N", help="global tokens")
+    parser.add_argument(
+        "--seq-len", type=tokens_of, metavar="N", help="global tokens, such as 128K"
+    )
     _add_mask(parser)
     parser.add_argument(
         "--option",
@@ -174,8 +194,6 @@ def _add_draw(commands: Any) -> None:
 
 
 def _draw(arguments: argparse.Namespace) -> int:
-    from rich.console import Console
-
     from megatron_cp_plugin.drawing import picture, table, table_width
     from megatron_cp_plugin.figures import save
 
@@ -188,13 +206,30 @@ def _draw(arguments: argparse.Namespace) -> int:
         phase=arguments.phase,
     )
     if arguments.output:
+        check_file("--output", arguments.output)
         save(drawn, arguments.output)
+    if find_spec("rich") is None:
+        _print_plainly(drawn)
+        return 0
+    from rich.console import Console
+
     console = Console()
     console = Console(width=max(console.width, table_width(drawn)))
     console.print(table(drawn))
     if arguments.output:
         console.print(f"wrote {arguments.output}")
     return 0
+
+
+def _print_plainly(drawn: Picture) -> None:
+    steps = [f"step {number}" for number in range(len(drawn.steps))]
+    rows = [
+        (str(rank), *(cell.text if cell else "waits" for cell in cells))
+        for rank, cells in enumerate(zip(*drawn.steps, strict=True))
+    ]
+    print(drawn.title)
+    print(text_table(("rank", *steps), rows))
+    print("\n".join(drawn.summary))
 
 
 def _add_plan(commands: Any) -> None:
@@ -208,7 +243,9 @@ def _add_plan(commands: Any) -> None:
         "take at least, each alone. By their plans: nothing runs.",
     )
     parser.add_argument("--size", required=True, type=int, metavar="P", help="number of ranks")
-    parser.add_argument("--seq-len", required=True, type=int, metavar="N", help="global tokens")
+    parser.add_argument(
+        "--seq-len", required=True, type=tokens_of, metavar="N", help="global tokens, such as 128K"
+    )
     parser.add_argument("--heads", required=True, type=int, metavar="H")
     parser.add_argument("--kv-heads", type=int, metavar="G", help="default: as many as heads")
     parser.add_argument("--head-dim", type=int, default=128, metavar="D")
@@ -242,9 +279,6 @@ def _add_plan(commands: Any) -> None:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    from rich.console import Console
-    from rich.table import Table
-
     from megatron_cp_plugin.registry import algorithm_class, available
 
     shape, mask = _shape(arguments), _mask(arguments)
@@ -261,31 +295,27 @@ def _plan(arguments: argparse.Namespace) -> int:
     title += "1 rank" if arguments.size == 1 else f"{arguments.size} ranks"
     if mask.documents:
         title += f", {len(mask.documents) + 1} documents"
-    table = Table(title=title)
     headers = ["algorithm", "layout", "forward MiB", "backward MiB", "messages", "waits"]
     if arguments.memory:
         headers += ["peak GiB"]
     if arguments.bandwidth:
         headers += ["computes ms", "sends ms"]
-    for header in headers:
-        table.add_column(header, justify="left" if header in headers[:2] else "right")
-    refused = []
+    refused, table = [], []
     for algo, chosen in rows:
         try:
-            table.add_row(*_plan_cells(arguments, algo, chosen, shape, mask))
+            table.append(_plan_cells(arguments, algo, chosen, shape, mask))
         except ConfigError as error:
             if arguments.algo:
                 raise
             refused.append(f"{algo}: {error}")
     if arguments.json:
         _write_plan(arguments, options, shape, mask)
-    console = Console()
-    console = Console(width=max(console.width, 110))
-    console.print(table)
+    print(title)
+    print(text_table(headers, table, right=range(2, len(headers))))
     for line in refused:
-        console.print(line)
+        print(line)
     if arguments.json:
-        console.print(f"wrote {arguments.json}")
+        print(f"wrote {arguments.json}")
     return 0
 
 
@@ -346,6 +376,7 @@ def _write_plan(
     path: Path = arguments.json
     if not path.parent.is_dir():
         raise ConfigError(f"there is no folder {str(path.parent)!r}: make it first")
+    check_file("--json", path)
     written = document(arguments.algo, arguments.size, shape, mask, options)
     path.write_text(json.dumps(written, indent=1) + "\n")
 

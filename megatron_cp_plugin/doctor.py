@@ -22,7 +22,7 @@ from megatron_cp_plugin.core.layout import shard
 from megatron_cp_plugin.core.process_groups import topology_of
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.core.virtual import run_virtual
-from megatron_cp_plugin.errors import ContextParallelError
+from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.kernels import kernel_names, resolve
 from megatron_cp_plugin.kernels.reference import Reference
 from megatron_cp_plugin.kernels.selfcheck import accuracy
@@ -59,7 +59,11 @@ def examine(heads: int = 32, kv_heads: int = 8, head_dims: Sequence[int] = (128,
     """Examines this machine; under torchrun a collective operation of all ranks.
 
     Args: heads, kv_heads, head_dims: of the models that kernels are to serve.
+
+    Raises: ConfigError if the heads are not equally many for each KV head.
     """
+    if kv_heads < 1 or heads % kv_heads:
+        raise ConfigError(f"--kv-heads must divide the {heads} heads, got {kv_heads}")
     device = _join()
     findings = _installed()
     for head_dim in head_dims:

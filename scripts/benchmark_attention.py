@@ -26,20 +26,24 @@ from typing import Any
 import rivals
 import torch
 import torch.distributed as dist
-from lengths import head_dims_of, tokens_of
+from lengths import head_dims_of
 from profiles import computing, device_spans, gaps, longest, new_profiler
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
 import megatron_cp_plugin as cp
+from megatron_cp_plugin.core.devices import take_gpu
 from megatron_cp_plugin.core.documents import random_documents
 from megatron_cp_plugin.core.kernel import Problem, SoftmaxKernel, Statistics
 from megatron_cp_plugin.core.layout import Layout, Zigzag, shard
 from megatron_cp_plugin.core.process_groups import topology_of
+from megatron_cp_plugin.ending import one_line_errors
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.kernels import kernel_names, resolve
+from megatron_cp_plugin.paths import check_folder
 from megatron_cp_plugin.registry import layout_of
+from megatron_cp_plugin.tokens import tokens_of
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 MAX_ERROR = 2e-2  # |x - limit's| / |limit's| of a bfloat16 output or gradient
@@ -514,10 +518,11 @@ def main() -> None:
     args = parse()
     if args.net == "sockets":
         os.environ.update(NCCL_P2P_DISABLE="1", NCCL_SHM_DISABLE="1", NCCL_SOCKET_IFNAME="lo")
+    check_folder("--output", args.output)
     backend = "gloo"
     if args.device == "cuda":
         backend = "nccl"
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        take_gpu("add --device cpu")
     dist.init_process_group(backend, timeout=timedelta(minutes=3))
     bench = Bench(args)
     network = "TCP sockets of one host, emulating a slow network" if args.net == "sockets" else ""
@@ -541,4 +546,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with one_line_errors("benchmark_attention: error"):
+        main()

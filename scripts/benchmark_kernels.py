@@ -11,16 +11,19 @@ from functools import partial
 from itertools import product
 
 import torch
-from lengths import head_dims_of, tokens_of
+from lengths import head_dims_of
 from rich.console import Console
 from rich.table import Table
 from triton.testing import do_bench
 
+from megatron_cp_plugin.core.devices import take_gpu
 from megatron_cp_plugin.core.kernel import Problem, Statistics
 from megatron_cp_plugin.core.partial import accumulation_dtype
+from megatron_cp_plugin.ending import one_line_errors
 from megatron_cp_plugin.errors import KernelUnavailableError
 from megatron_cp_plugin.kernels import kernel_names, resolve
 from megatron_cp_plugin.kernels.fused import merge_into, sum_into
+from megatron_cp_plugin.tokens import tokens_of
 
 
 def milliseconds(body: Callable[[], object]) -> float:
@@ -106,6 +109,7 @@ def main() -> None:
     parser.add_argument("--heads", default="32:32,32:8")
     parser.add_argument("--head-dims", default="128", help="192:128: values of another one")
     args = parser.parse_args()
+    take_gpu("run it on a machine that has one")
     lists = (args.heads.split(","), args.tokens.split(","), args.head_dims.split(","))
     for heads, tokens, dims in product(*lists):
         n_heads, kv_heads = map(int, heads.split(":"))
@@ -121,4 +125,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with one_line_errors("benchmark_kernels: error"):
+        main()

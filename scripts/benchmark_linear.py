@@ -21,15 +21,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lengths import tokens_of
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
 import megatron_cp_plugin as cp
+from megatron_cp_plugin.core.devices import take_gpu
 from megatron_cp_plugin.core.layout import Contiguous, Layout, shard
 from megatron_cp_plugin.core.virtual import VirtualWorld
+from megatron_cp_plugin.ending import one_line_errors
+from megatron_cp_plugin.paths import check_folder
 from megatron_cp_plugin.registry import layout_of
+from megatron_cp_plugin.tokens import tokens_of
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 CHECKED_TOKENS = 32768
@@ -198,7 +201,8 @@ def main() -> None:
     args = parse()
     if args.net == "sockets":
         os.environ.update(NCCL_P2P_DISABLE="1", NCCL_SHM_DISABLE="1", NCCL_SOCKET_IFNAME="lo")
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    check_folder("--output", args.output)
+    take_gpu("run it on a machine that has them")
     dist.init_process_group("nccl", timeout=timedelta(minutes=5))
     bench = Bench(args)
     rows: list[Row] = []
@@ -254,4 +258,5 @@ def report(rows: Sequence[Row], title: str, output: Path) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with one_line_errors("benchmark_linear: error"):
+        main()

@@ -32,9 +32,12 @@ from pathlib import Path
 
 import torch
 from benchmark_train_job import Plan, Report, read_reports
-from lengths import tokens_of
 from rich.console import Console
 from rich.table import Table
+
+from megatron_cp_plugin.ending import one_line_errors
+from megatron_cp_plugin.paths import check_folder
+from megatron_cp_plugin.tokens import tokens_of
 
 ROOT = Path(__file__).resolve().parent.parent
 H200_DENSE_BF16_TFLOPS = 989.0
@@ -436,6 +439,7 @@ def cells(row: Row) -> list[str]:
 def main() -> int:
     """Runs everything. Returns 1 if a job failed."""
     args = parse()
+    check_folder("--output", args.output)
     args.output.mkdir(parents=True, exist_ok=True)
     shape = SHAPES[args.shape]
     scaled = f", scaled to {args.layers} layers" if args.layers else ""
@@ -462,4 +466,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with one_line_errors("benchmark_train: error"):
+        sys.exit(main())

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from profiles import Span, by_class, device_spans, gaps, longest, new_profiler
 from torch import Tensor
 
+from megatron_cp_plugin.ending import one_line_errors
 from megatron_cp_plugin.integration import launch
 
 REPORT = "benchmark_train_job: "
@@ -193,7 +194,7 @@ def main() -> NoReturn:
         for package in KERNEL_PACKAGES:
             with suppress(ImportError):
                 importlib.import_module(package)
-    with launch.one_line_errors():
+    with one_line_errors():
         sys.argv[1:] = launch.prepare(sys.argv[1:], run_file=True)
         code = _train(plan)
     # Ranks that did not run out of memory wait for the others: nobody tidies up.

@@ -49,6 +49,7 @@ from megatron_cp_plugin.harness.forks import free_port
 from megatron_cp_plugin.harness.parity import Recording, Tolerances, compare
 from megatron_cp_plugin.integration.args import MEGATRON
 from megatron_cp_plugin.integration.yaml_config import load_run_file
+from megatron_cp_plugin.paths import check_folder
 
 LAUNCHER = Path(__file__).with_name("pretrain_gpt.py")
 # How the launcher begins the line that says what is wrong with a run's settings.
@@ -227,6 +228,7 @@ def _compare_all(args: argparse.Namespace, extra: Sequence[str], console: Consol
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError("matplotlib is missing: install the extra `report` of this package")
     output: Path = args.output or Path("results", "convergence", Path(args.config).stem)
+    check_folder("--output", output)
     output.mkdir(parents=True, exist_ok=True)
     picture, numbers = output / "loss.png", output / "report.json"
     for path in (picture, numbers):

@@ -41,7 +41,6 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-import prepare_data
 import torch
 from convergence_runs import Run, Variant, run_file
 from convergence_smoke import check_is, launch
@@ -60,6 +59,7 @@ from parity_matrix import ON_GPUS, TABLE
 
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.errors import ContextParallelError
+from megatron_cp_plugin.harness import prepare_data
 from megatron_cp_plugin.harness.parity import Recording, Tolerances, compare
 
 ITERATIONS = 10

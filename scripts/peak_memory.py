@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from lengths import head_dims_of, tokens_of
+from lengths import head_dims_of
 from torch import Tensor
 
 import megatron_cp_plugin as cp
@@ -33,6 +33,7 @@ from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.kernels import resolve
 from megatron_cp_plugin.kernels.base import kernel_called
 from megatron_cp_plugin.registry import layout_of
+from megatron_cp_plugin.tokens import tokens_of
 
 BOUND = 0.05
 

@@ -2,23 +2,13 @@
 
 torchrun --nproc-per-node 4 scripts/pretrain_gpt.py --config configs/tiny_zigzag.yaml [flags]
 
-Takes any flag of Megatron-LM after the run file, and overrides the file by it.
+Takes any flag of Megatron-LM after the run file, and overrides the file by it. The same as
+`torchrun --nproc-per-node 4 -m megatron_cp_plugin.cli train --config tiny_zigzag [flags]`.
 """
 
 import sys
 
-from megatron_cp_plugin.integration import launch
-
-
-def main() -> None:
-    """Runs the training program with the plugin in force."""
-    with launch.whole_program():
-        sys.argv[1:] = launch.prepare(sys.argv[1:], run_file=True)
-        # Not before: the plugin must be in force when Megatron's names are imported.
-        from megatron_cp_plugin.harness.pretrain import run
-
-        run()
-
+from megatron_cp_plugin.harness.train import train
 
 if __name__ == "__main__":
-    main()
+    train(sys.argv[1:])

@@ -8,10 +8,10 @@ Prints a table; exits 1 if a bound is broken.
 """
 
 import argparse
-import os
+import sys
 from datetime import timedelta
 from pathlib import Path
-from sys import exit, path
+from sys import path
 
 path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -19,10 +19,12 @@ import torch
 import torch.distributed as dist
 
 import megatron_cp_plugin as cp
+from megatron_cp_plugin.core.devices import take_gpu
 from megatron_cp_plugin.core.kernel import Problem, Statistics
 from megatron_cp_plugin.core.layout import shard
 from megatron_cp_plugin.core.process_groups import topology_of
 from megatron_cp_plugin.core.virtual import VirtualWorld
+from megatron_cp_plugin.ending import one_line_errors
 from megatron_cp_plugin.errors import ConfigError, KernelUnavailableError
 from megatron_cp_plugin.kernels import resolve
 from megatron_cp_plugin.registry import layout_of
@@ -136,9 +138,7 @@ def main() -> int:
     parser.add_argument("--captured", action="store_true", help="steps captured in CUDA graphs")
     args = parser.parse_args()
     cuda = args.device == "cuda"
-    if cuda:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+    device = take_gpu("add --device cpu --kernels auto") if cuda else torch.device("cpu")
     dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(minutes=2))
     rank, size = dist.get_rank(), dist.get_world_size()
     broken = ran = 0
@@ -192,4 +192,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    exit(main())
+    with one_line_errors("distributed_conformance: error"):
+        sys.exit(main())

@@ -3,7 +3,6 @@
 import argparse
 import copy
 import importlib
-import importlib.util
 import json
 import math
 import sys
@@ -18,6 +17,7 @@ import torch
 from omegaconf import OmegaConf
 
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
+from megatron_cp_plugin.harness import prepare_data
 from megatron_cp_plugin.harness.parity import (
     Iteration,
     RankRecording,
@@ -612,13 +612,6 @@ runpy.run_path({launcher!r}, run_name="__main__")
 def tiny_run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run file with a corpus of its own, smaller than the shipped ones."""
     folder = tmp_path_factory.mktemp("tiny")
-    spec = importlib.util.spec_from_file_location(
-        "prepare_data", ROOT / "scripts" / "prepare_data.py"
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    prepare_data = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(prepare_data)
     text = str(ROOT / "megatron_cp_plugin")
     assert prepare_data.main([text, "--output", str(folder / "text")]) == 0
     config = OmegaConf.load(ROOT / "configs" / "tiny_zigzag.yaml")

@@ -1,25 +1,14 @@
 """The indexed dataset made from text: what is in it, in what order, and that Megatron reads it."""
 
-import importlib.util
 import json
 import sysconfig
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "prepare_data.py"
-
-
-@pytest.fixture(scope="module")
-def prepare_data() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("prepare_data", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+from megatron_cp_plugin.harness import prepare_data
 
 
 @pytest.fixture
@@ -43,9 +32,7 @@ def documents(prefix: Path) -> list[list[int]]:
     return [dataset[index].tolist() for index in range(len(dataset))]
 
 
-def test_documents_are_the_files_by_name(
-    prepare_data: ModuleType, corpus: Path, tmp_path: Path
-) -> None:
+def test_documents_are_the_files_by_name(corpus: Path, tmp_path: Path) -> None:
     prefix = tmp_path / "out" / "corpus.v2"
     assert prepare_data.main([str(corpus), "--output", str(prefix)]) == 0
     assert documents(prefix) == [
@@ -63,16 +50,14 @@ def test_documents_are_the_files_by_name(
     ]
 
 
-def test_files_keep_the_given_order_and_count_once(
-    prepare_data: ModuleType, corpus: Path, tmp_path: Path
-) -> None:
+def test_files_keep_the_given_order_and_count_once(corpus: Path, tmp_path: Path) -> None:
     words = [str(corpus / "c.md"), str(corpus / "a.py"), str(corpus / "c.md")]
     assert prepare_data.main([*words, "--output", str(tmp_path / "x")]) == 0
     assert [d[0] for d in documents(tmp_path / "x")] == [0, ord("p")]
 
 
 def test_files_are_cut_into_documents(
-    prepare_data: ModuleType, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [str(corpus), "--output", str(tmp_path / "x")]
     assert prepare_data.main(words) == 0
@@ -87,7 +72,7 @@ def test_files_are_cut_into_documents(
 
 
 def test_made_again_only_if_the_files_changed(
-    prepare_data: ModuleType, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [str(corpus), "--output", str(tmp_path / "x")]
     assert prepare_data.main(words) == 0
@@ -107,7 +92,6 @@ def test_made_again_only_if_the_files_changed(
     ("name", "words"), [("nope", "no such file or folder"), ("corpus/b/none", "no text file")]
 )
 def test_bad_input_is_one_line(
-    prepare_data: ModuleType,
     corpus: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -122,7 +106,7 @@ def test_bad_input_is_one_line(
     assert not (tmp_path / "x.bin").exists()
 
 
-def test_default_corpus_is_the_standard_library(prepare_data: ModuleType) -> None:
+def test_default_corpus_is_the_standard_library() -> None:
     files = prepare_data.stdlib_files()
     assert files == sorted(files)
     assert sum(file.stat().st_size for file in files) > 2**21
@@ -133,7 +117,7 @@ def test_default_corpus_is_the_standard_library(prepare_data: ModuleType) -> Non
     assert not folders & {"site-packages", "dist-packages", "test", "tests"}
 
 
-def test_gpt_dataset_serves_the_text(prepare_data: ModuleType, tmp_path: Path) -> None:
+def test_gpt_dataset_serves_the_text(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("".join(f"line {number}\n" for number in range(400)))
     prefix = tmp_path / "text"

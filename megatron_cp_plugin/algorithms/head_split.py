@@ -128,15 +128,13 @@ class HeadSplit(Algorithm):
         return Exchanged(plan, self._groups(shape), ring, channels, self.topology.rank)
 
 
-def check_heads(name: str, heads: int, degree: int, instead: str = "usp with ulysses={}") -> None:
+def check_heads(name: str, heads: int, degree: int, instead: str) -> None:
     """Raises: ConfigError if the heads cannot be split among `degree` ranks.
 
-    Args: instead: another algorithm; {}: the largest degree that can.
+    Args: instead: what works in its place, as the error proposes it.
     """
     if heads % degree:
-        largest = max(n for n in range(1, degree) if heads % n == 0)
         raise ConfigError(
             f"{name} needs query heads divisible by the {degree} ranks that split them, got "
-            f"{heads} heads: the largest usable degree is {largest}; use that, or "
-            f"--context-parallel-algo {instead.format(largest)}"
+            f"{heads} heads: use {instead}"
         )

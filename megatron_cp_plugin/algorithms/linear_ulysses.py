@@ -66,7 +66,7 @@ class LinearUlysses(LinearAlgorithm):
     @classmethod
     def check(cls, options: Algorithm.Options, *, size: int, heads: int) -> None:
         """See LinearAlgorithm.check."""
-        check_heads(cls.name, heads, size, "lasp2")
+        check_heads(cls.name, heads, size, "--context-parallel-algo lasp2")
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, initial: Tensor | None, call: LinearCall

@@ -1,6 +1,7 @@
 """DeepSpeed-Ulysses: all ranks split the heads among themselves."""
 
 from dataclasses import dataclass
+from math import gcd
 from typing import Literal
 
 from megatron_cp_plugin.algorithms.head_split import HeadSplit, check_heads
@@ -60,4 +61,8 @@ class Ulysses(HeadSplit):
         """See Algorithm.check."""
         assert isinstance(options, cls.Options)
         check_chunks(cls.name, options.chunks)
-        check_heads(cls.name, heads, size)
+        team = gcd(heads, size)
+        teams = f"usp --cp-options ulysses={team}, or context_parallel_size {team}"
+        check_heads(
+            cls.name, heads, size, f"--context-parallel-algo {teams if team > 1 else 'zigzag'}"
+        )

@@ -86,4 +86,5 @@ class Usp(HeadSplit):
                 f"{options.ulysses}: use one of {allowed}, or 0 to have it chosen"
             )
         if options.ulysses:
-            check_heads(cls.name, heads, options.ulysses)
+            team = gcd(heads, size)
+            check_heads(cls.name, heads, options.ulysses, f"ulysses={team}, or 0 to have it chosen")

@@ -54,6 +54,13 @@ class Problem:
         if not self.value_dim:
             object.__setattr__(self, "value_dim", self.head_dim)
 
+    def __str__(self) -> str:
+        dims = f"{self.head_dim}"
+        if self.value_dim != self.head_dim:
+            dims += f" and {self.value_dim}"
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self.heads}:{self.kv_heads} heads of {dims} in {dtype}"
+
 
 @dataclass(frozen=True)
 class Statistics:

@@ -30,6 +30,12 @@ class LinearProblem:
     value_dim: int
     deterministic: bool = field(default_factory=torch.are_deterministic_algorithms_enabled)
 
+    def __str__(self) -> str:
+        dims = f"{self.head_dim}"
+        if self.value_dim != self.head_dim:
+            dims += f" and {self.value_dim}"
+        return f"{self.heads} heads of {dims} in {str(self.dtype).removeprefix('torch.')}"
+
 
 class ForwardPass(ABC):
     """A forward under way. States are float32 (float64 for float64).

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NoReturn, override
+from typing import Any, NoReturn, override
 
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.config import LINEAR_MODELS, ContextParallelConfig
-from megatron_cp_plugin.errors import ConfigError
+from megatron_cp_plugin.errors import ConfigError, nearest
 from megatron_cp_plugin.integration.comm_type import CommType
 from megatron_cp_plugin.layers import leading_algorithm, parse_layers
 
@@ -205,6 +207,18 @@ def split_flags(argv: Sequence[str]) -> tuple[PluginFlags, list[str]]:
     return flags, rest
 
 
+def chosen_algorithm(argv: Sequence[str]) -> str | None:
+    """Returns the algorithm that a command line chooses by any spelling; None: it chooses none.
+
+    Raises:
+        ConfigError: As `split_flags`.
+    """
+    known, _ = add_arguments(OneLineParser(add_help=False, allow_abbrev=False)).parse_known_args(
+        list(argv)
+    )
+    return MEGATRON if known.context_parallel_algo == MEGATRON else split_flags(argv)[0].algo
+
+
 def _option(text: str) -> tuple[str, object]:
     key, equals, value = text.partition("=")
     if not key or not equals:
@@ -215,6 +229,71 @@ def _option(text: str) -> tuple[str, object]:
 class OneLineParser(argparse.ArgumentParser):
     """A parser whose errors are one line."""
 
+    _words: Sequence[str] = ()
+
+    @override
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self._words = tuple(sys.argv[1:] if args is None else args)
+        return super().parse_known_args(args, namespace)
+
     @override
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}: see --help")
+        if "are required" in message:
+            # Rather the misspelt flag than the one that is missing for it.
+            flags = (word.partition("=")[0] for word in self._words if word.startswith("--"))
+            unknown = [flag for flag in flags if flag not in self._option_string_actions]
+            if unknown:
+                message = f"unrecognized arguments: {unknown[0]}"
+        raise ConfigError(_usage_error(self, message))
+
+
+def speak_in_one_line(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Makes a parser of Megatron's refuse a command line as `OneLineParser` does, and returns it.
+
+    It would print all of its usage, some seven hundred lines on every rank.
+    """
+
+    def error(message: str) -> NoReturn:
+        raise ConfigError(_usage_error(parser, message))
+
+    parser.error = error  # type: ignore[method-assign]
+    return parser
+
+
+def make_help_printable(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Repairs texts of Megatron's help that argparse cannot format, and returns the parser."""
+    for action in parser._actions:
+        try:
+            parser._get_formatter()._expand_help(action)
+        except (ValueError, TypeError, KeyError):
+            action.help = (action.help or "").replace("%", "%%")
+    return parser
+
+
+def _usage_error(parser: argparse.ArgumentParser, message: str) -> str:
+    """What is wrong with a command line, from argparse's words for it."""
+    ours = add_arguments(argparse.ArgumentParser(add_help=False))._option_string_actions
+    flags = {**parser._option_string_actions, **ours}
+    _, unrecognized, words = message.partition("unrecognized arguments: ")
+    if unrecognized:
+        first = words.split()[0].partition("=")[0]
+        if not first.startswith("-"):
+            return f"{first!r} belongs to no flag: write flags as --name value, or see --help"
+        return f"unknown flag {first}{nearest(first, flags)}: see --help"
+    flag, _, why = message.removeprefix("argument ").partition(": ")
+    if message.startswith("argument ") and flag.split("/")[0] in flags:
+        return f"{flag} {_TYPES.sub(_type_name, why)}: see --help"
+    return f"{message}: see --help"
+
+
+_TYPES = re.compile(r"invalid (\w+) value: (.+)")
+_TYPE_NAMES = {
+    "int": "a whole number",
+    "float": "a number",
+    "tuple_type": "whole numbers separated by commas",
+}
+
+
+def _type_name(found: re.Match[str]) -> str:
+    kind = _TYPE_NAMES.get(found[1], f"a value that {found[1]} can read")
+    return f"takes {kind}, got {found[2]}"

@@ -154,10 +154,11 @@ def _check_heads(args: Any) -> None:
     if heads is None:
         return
     if heads % tensor:
+        ranks = args.world_size // args.context_parallel_size // args.pipeline_model_parallel_size
+        usable = [str(n) for n in range(1, heads + 1) if heads % n == 0 and ranks % n == 0]
         raise ConfigError(
             f"num_attention_heads must be divisible by tensor_model_parallel_size {tensor}, got "
-            f"{heads}: use {near_multiples(heads, tensor)} heads or another "
-            "tensor_model_parallel_size"
+            f"{heads}: use tensor_model_parallel_size {' or '.join(usable)}"
         )
     groups = _kv_heads(args)
     if heads % groups:
@@ -283,10 +284,18 @@ def window_of(window_size: Sequence[int] | None) -> int | None:
         window_size: Megatron's: keys to the left and to the right of the query, -1 for all.
 
     Raises:
-        ConfigError: Keys to the right are asked for, or a number has no meaning.
+        ConfigError: They are not two, keys to the right are asked for, or a number has no
+            meaning.
     """
     if window_size is None:
         return None
+    if len(window_size) != 2:
+        last = window_size[0] - 1
+        raise ConfigError(
+            "--window-size takes two numbers, LEFT,0, got "
+            f"{','.join(map(str, window_size))}: use --window-size {max(last, 0)},0, in which a "
+            "token sees itself and the LEFT tokens before it"
+        )
     left, right = window_size
     if right != 0 or left < -1:
         raise ConfigError(
@@ -363,6 +372,14 @@ def _kv_heads(args: Any) -> int:
 
 def _divisors(value: int) -> str:
     return ", ".join(str(d) for d in range(1, value + 1) if value % d == 0)
+
+
+def describe_window(args: Any) -> str | None:
+    """Returns one line on sliding windows; None if there are none."""
+    window = window_of(Settings(args).window_size)
+    if window is None:
+        return None
+    return f"sliding windows of {window} tokens: a token sees itself and the {window - 1} before it"
 
 
 def check_graphs(args: Any, config: ContextParallelConfig, device: torch.device) -> None:

@@ -93,8 +93,9 @@ class CommType:
             )
         elif len(self.sizes) != 2:
             raise ConfigError(
-                f"{_FLAG} a2a+p2p has two levels, got {sizes}: give two sizes, such as "
-                f"{self.sizes[0]} {prod(self.sizes[1:])}"
+                f"{_FLAG} a2a+p2p has two levels, got {sizes}: give two sizes, the ranks that "
+                "exchange heads and the number of such teams, whose product is "
+                "context_parallel_size"
             )
         elif set(inner) != {str(self.sizes[0])}:
             raise ConfigError(

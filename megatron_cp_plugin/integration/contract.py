@@ -714,6 +714,7 @@ NAMES: tuple[Name, ...] = (
         for module, names in (
             ("datasets.blended_megatron_dataset_builder", ("BlendedMegatronDatasetBuilder",)),
             ("datasets.gpt_dataset", ("GPTDataset", "MockGPTDataset")),
+            ("datasets.indexed_dataset", ("IndexedDatasetBuilder",)),
             ("enums", ("ModelType.encoder_or_decoder",)),
             (
                 "parallel_state",
@@ -782,14 +783,15 @@ SETTINGS: tuple[Setting, ...] = (
     *_settings("data_parallel_size", "validated args"),
     *_settings(
         "check_for_nan_in_loss_and_grad create_attention_mask_in_dataloader data_cache_path "
-        "distributed_timeout_minutes encoder_seq_length eod_mask_loss fim_data global_batch_size "
-        "group_query_attention high_priority_stream_groups hybrid_override_pattern "
-        "micro_batch_size mid_level_dataset_surplus mmap_bin_files mock_data "
-        "nccl_communicator_config_path num_dataset_builder_threads position_embedding_type "
-        "rampup_batch_size rank recompute_activations reset_attention_mask reset_position_ids "
-        "rl_use_sequence_packing seed seq_length sft spec split train_iters "
+        "data_path distributed_timeout_minutes encoder_seq_length eod_mask_loss eval_iters "
+        "fim_data global_batch_size group_query_attention high_priority_stream_groups "
+        "hybrid_override_pattern micro_batch_size mid_level_dataset_surplus mmap_bin_files "
+        "mock_data nccl_communicator_config_path num_dataset_builder_threads "
+        "position_embedding_type rampup_batch_size rank recompute_activations "
+        "reset_attention_mask reset_position_ids rl_use_sequence_packing save seed seq_length "
+        "sft spec split tensorboard_dir test_data_path train_data_path train_iters "
         "use_distributed_optimizer use_megatron_fsdp use_rotary_position_embeddings "
-        "use_torch_fsdp2 world_size yaml_cfg",
+        "use_torch_fsdp2 valid_data_path world_size yaml_cfg",
         "args",
     ),
     *_settings("hybrid_layer_pattern", "args", since=(0, 17)),

@@ -243,7 +243,7 @@ FEATURES: tuple[Feature, ...] = (
         "attention_backend",
         _other_than("attention_backend", "auto"),
         "it would be ignored or take the plugin's place",
-        "choose a kernel with --cp-kernel",
+        "leave --attention-backend out, and choose a kernel with --cp-kernel",
     ),
     _switch(
         "choice of Transformer Engine's attention kernel",
@@ -305,7 +305,7 @@ FEATURES: tuple[Feature, ...] = (
             and graphs(settings) in ("local", "transformer_engine")
         ),
         "Megatron captures it with the whole iteration only",
-        "use --cuda-graph-impl full_iteration, or --recompute-granularity selective",
+        "use --cuda-graph-impl full_iteration",
     ),
     Feature(
         "recomputed attention in local CUDA graphs",

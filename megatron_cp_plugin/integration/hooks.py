@@ -17,7 +17,7 @@ import torch
 
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.integration import compat
-from megatron_cp_plugin.integration.args import PluginFlags, add_algorithm
+from megatron_cp_plugin.integration.args import PluginFlags, add_algorithm, speak_in_one_line
 from megatron_cp_plugin.integration.batch import Batches
 from megatron_cp_plugin.integration.runtime import Runtime
 
@@ -60,7 +60,7 @@ class Hooks:
     def _add_arguments(
         self, original: Callable[..., Any], parser: argparse.ArgumentParser
     ) -> argparse.ArgumentParser:
-        return add_algorithm(original(parser))
+        return speak_in_one_line(add_algorithm(original(parser)))
 
     def _validate_args(self, original: Callable[..., Any], args: Any, defaults: Any = None) -> Any:
         from megatron_cp_plugin.integration import gated_delta_net
@@ -70,7 +70,9 @@ class Hooks:
             check_interleaving,
             describe,
             describe_graphs,
+            describe_window,
         )
+        from megatron_cp_plugin.integration.files import check_files
         from megatron_cp_plugin.integration.recompute import describe as describe_recompute
 
         compat.check_args(args)
@@ -84,6 +86,7 @@ class Hooks:
                 None,
                 (
                     describe(config, kernel),
+                    describe_window(args),
                     gated_delta_net.describe(args),
                     describe_recompute(args, config),
                 ),
@@ -101,6 +104,7 @@ class Hooks:
             # Megatron demands a multiple of 2P of --seq-length, for its zigzag layout, but not of
             # --encoder-seq-length, its other name for the same quantity. The layout was checked.
             args.seq_length, args.encoder_seq_length = None, args.seq_length
+        check_files(args)
         with _refusals_in_one_line():
             validated = original(args, {} if defaults is None else defaults)
         compat.check_args(validated, "validated args")

@@ -3,37 +3,55 @@
 from __future__ import annotations
 
 import argparse
-import atexit
 import os
 import runpy
 import sys
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import warnings
+from collections.abc import Sequence
+from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NoReturn
 
 import torch
-import torch.distributed as dist
-from omegaconf import OmegaConf
 
-from megatron_cp_plugin.errors import ConfigError, ContextParallelError
+from megatron_cp_plugin.ending import whole_program
+from megatron_cp_plugin.errors import ConfigError, nearest
+from megatron_cp_plugin.extras import need
 from megatron_cp_plugin.integration.args import (
     MEGATRON,
     PLATFORMS,
     OneLineParser,
     add_arguments,
     algorithm_flag,
+    make_help_printable,
+    speak_in_one_line,
     split_flags,
 )
+from megatron_cp_plugin.integration.files import check_files
+from megatron_cp_plugin.paths import check_folder
 
 _USAGE = "torchrun ... -m megatron_cp_plugin.launch /path/to/pretrain_gpt.py [flags]"
+_EXAMPLE = (
+    "torchrun --nproc-per-node 8 -m megatron_cp_plugin.launch pretrain_gpt.py \\\n"
+    "      --context-parallel-algo zigzag --context-parallel-size 8 <your own flags>"
+)
+_USAGE_OF_OURS = "megatron-cp train, or torchrun ... scripts/pretrain_gpt.py, --config FILE [flags]"
+_EXAMPLE_OF_OURS = (
+    "torchrun --nproc-per-node 4 scripts/pretrain_gpt.py --config configs/tiny_zigzag.yaml \\\n"
+    "      --seq-length 1024"
+)
+_RUN_FILE = (
+    "YAML file with any flags of Megatron and ours, or the name of one of this package; flags "
+    "beside it override it"
+)
 
 
 def main() -> None:
     """Runs a training script, unmodified, as the main program of this process."""
     with whole_program():
+        if sys.argv[1:] in (["-h"], ["--help"]):
+            _print_help(run_file=False)
+            return
         if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
             raise ConfigError(f"the first argument must be a training script: {_USAGE}")
         script = Path(sys.argv[1])
@@ -43,55 +61,6 @@ def main() -> None:
         sys.path[0] = str(script.resolve().parent)
         sys.argv = [str(script), *prepare(sys.argv[2:])]
         runpy.run_path(str(script), run_name="__main__")
-
-
-@contextmanager
-def whole_program() -> Iterator[None]:
-    """Runs the body as all that this process does; where there is no accelerator, ends the process.
-
-    Errors of the plugin become one line, as in `one_line_errors`.
-    """
-    code: str | int | None = None
-    try:
-        with one_line_errors():
-            yield
-    except SystemExit as end:
-        code = end.code
-    if torch.accelerator.is_available():
-        sys.exit(code)
-    _end(code)
-
-
-def _end(code: str | int | None) -> NoReturn:
-    """Does what `sys.exit(code)` does, except that Python is not finalized.
-
-    A thread of gloo that waits for the GIL, to let go of a tensor, when Python is finalized aborts
-    the process after a right result (torch 2.11 to 2.15, pytorch/pytorch#190489). Such threads live
-    until nobody holds their process group, and Megatron holds some to the end.
-    """
-    if code is not None and not isinstance(code, int):
-        print(code, file=sys.stderr)
-        code = 1
-    # The rest of an orderly end: threads, exit handlers, buffers.
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code or 0)
-
-
-@contextmanager
-def one_line_errors() -> Iterator[None]:
-    """Turns errors of the plugin into one line on stderr and exit code 2."""
-    try:
-        yield
-    except ContextParallelError as error:
-        print(f"megatron_cp_plugin: error: {error}", file=sys.stderr, flush=True)
-        if dist.is_initialized():
-            # Ranks that did not fail may be waiting in a collective: leave at once.
-            sys.stdout.flush()
-            os._exit(2)
-        sys.exit(2)
 
 
 def prepare(argv: Sequence[str], run_file: bool = False) -> list[str]:
@@ -110,14 +79,16 @@ def prepare(argv: Sequence[str], run_file: bool = False) -> list[str]:
     Raises:
         ContextParallelError: A flag has a value that is not allowed.
     """
-    path, words = _split_run_file(argv) if run_file else (None, list(argv))
+    need("megatron", "training with Megatron", "megatron")
+    path, words = split_run_file(argv) if run_file else (None, list(argv))
     if not {"-h", "--help"}.isdisjoint(words):
-        # Megatron's own help follows, from the script.
-        add_arguments(OneLineParser(usage=argparse.SUPPRESS, add_help=False)).print_help()
-    flags, _ = split_flags(words)
+        _print_help(run_file)
+        sys.exit()
+    flags, rest = split_flags(words)
     if path is None:
         flags.check()
-    platform, why = _platform(flags.platform or _platform_in(path))
+    of_the_file = check_run_file(path)
+    platform, why = _platform(flags.platform or of_the_file)
     if platform == "cpu":
         from megatron_cp_plugin.integration import cpu
 
@@ -126,15 +97,19 @@ def prepare(argv: Sequence[str], run_file: bool = False) -> list[str]:
         from megatron_cp_plugin.integration import compat
 
         compat.check("script", allow_untested=flags.allow_untested_megatron)
-    if path is not None:
-        words = _read_run_file(path) + words
-    flags, rest = split_flags(words)
-    flags.check()
+        words = _with_run_file(path, words)
+        flags, rest = split_flags(words)
+        flags.check()
+    elif flags.algo is None:
+        _check_spelling(rest)
     if platform == "cpu":
         rest, added = cpu.complete_flags(rest)
         _say(f"CPU platform in force ({why}); added {' '.join(added) or 'no flags'}")
     if flags.algo is None:
         _check_own_path(rest)
+        if run_file:
+            # With an algorithm it is done when Megatron's arguments are validated.
+            check_files(_all_flags().parse_known_args(rest)[0])
         if platform == "cuda" and flags.record is None and not run_file:
             # A GPU is there and Megatron's own path is asked for: nothing is touched.
             return rest
@@ -143,6 +118,7 @@ def prepare(argv: Sequence[str], run_file: bool = False) -> list[str]:
 
     skip_built_helpers()
     if flags.record is not None:
+        check_folder("--cp-record", flags.record)
         from megatron_cp_plugin.harness.parity import Recorder
 
         algo, allow_untested = flags.algo or MEGATRON, flags.allow_untested_megatron
@@ -157,32 +133,90 @@ def prepare(argv: Sequence[str], run_file: bool = False) -> list[str]:
     return rest
 
 
-def _split_run_file(argv: Sequence[str]) -> tuple[str | None, list[str]]:
+def split_run_file(argv: Sequence[str]) -> tuple[str | None, list[str]]:
+    """Returns what `--config` gives, and the rest of a command line of our own script."""
     parser = OneLineParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config", metavar="FILE", default=None)
     known, rest = parser.parse_known_args(list(argv))
     return known.config, rest
 
 
-def _read_run_file(path: str) -> list[str]:
-    from megatron.training.arguments import add_megatron_arguments
+def check_run_file(path: str | None) -> str:
+    """Returns the platform that a run file names; it is needed before Megatron is imported.
 
-    from megatron_cp_plugin.integration.yaml_config import yaml_to_argv
-
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    return yaml_to_argv(path, add_arguments(add_megatron_arguments(parser)))
-
-
-def _platform_in(path: str | None) -> str:
-    """Returns the platform that a run file names; it is needed before Megatron is imported."""
+    Raises:
+        ConfigError: The file cannot be read, or has an unknown section.
+    """
     if path is None:
         return "auto"
-    try:
-        platform = OmegaConf.select(OmegaConf.load(path), "context_parallel.platform")
-    except Exception:
-        # Whatever is wrong with the file is reported when it is read.
-        return "auto"
+    need("megatron", "--config", "omegaconf", "yaml")
+    from megatron_cp_plugin.integration.yaml_config import load_run_file
+
+    section = load_run_file(path).get("context_parallel")
+    platform = section.get("platform") if hasattr(section, "get") else None
+    # Whatever else is wrong with the file is said when Megatron's flags are known.
     return platform if platform in PLATFORMS else "auto"
+
+
+def _with_run_file(path: str | None, words: list[str]) -> list[str]:
+    """Returns the command line of our own script, with what its run file says before it.
+
+    Raises:
+        ConfigError: A flag is none of Megatron's or ours, or the run file is wrong.
+    """
+    parser = speak_in_one_line(_all_flags())
+    parser.parse_args(words)
+    if path is None:
+        return words
+    from megatron_cp_plugin.integration.yaml_config import load_run_file, superseded, yaml_to_argv
+
+    argv = yaml_to_argv(path, parser, words)
+    dropped = superseded(load_run_file(path).get("context_parallel") or {}, words)
+    if dropped:
+        settings = ", ".join(f"{name}: {value}" for name, value in dropped.items())
+        _say(f"the command line chooses another algorithm than {path}: {settings} not in force")
+    return argv + words
+
+
+def _all_flags() -> argparse.ArgumentParser:
+    """Megatron's flags and ours."""
+    from megatron.training.arguments import add_megatron_arguments
+
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    return add_arguments(add_megatron_arguments(parser))
+
+
+def _check_spelling(argv: Sequence[str]) -> None:
+    """Refuses flags that are nearly ours where no algorithm is chosen.
+
+    Megatron's own path would run, or a script that ignores unknown flags without the algorithm.
+    """
+    ours = add_arguments(OneLineParser(add_help=False))._option_string_actions
+    flags = [word.partition("=")[0] for word in argv if word.startswith("--")]
+    near = [flag for flag in flags if get_close_matches(flag, ours, cutoff=0.85)]
+    if not near:
+        return
+    known = _all_flags()._option_string_actions
+    for flag in near:
+        if flag not in known:
+            raise ConfigError(f"unknown flag {flag}{nearest(flag, ours)}: see --help")
+
+
+def _print_help(run_file: bool) -> None:
+    """Prints our flags, then Megatron's, on the first rank."""
+    if os.environ.get("RANK", "0") != "0":
+        return
+    ours = OneLineParser(usage=_USAGE_OF_OURS if run_file else _USAGE, add_help=False)
+    if run_file:
+        ours.add_argument_group("run file").add_argument("--config", metavar="FILE", help=_RUN_FILE)
+    add_arguments(ours).print_help()
+    print(f"\nexample:\n  {_EXAMPLE_OF_OURS if run_file else _EXAMPLE}")
+    print("\nAny flag of Megatron-LM may follow. Those of the installed one:\n")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from megatron.training.arguments import add_megatron_arguments
+    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, add_help=False)
+    make_help_printable(add_megatron_arguments(parser)).print_help()
 
 
 def _platform(wanted: str) -> tuple[str, str]:

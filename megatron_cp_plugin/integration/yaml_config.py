@@ -17,14 +17,16 @@ A file has two sections::
       backward: kv         # the other keys are options of the algorithm
 
 The result is a list of arguments, so a file and a command line go through the same parser and the
-same checks, and flags given after it override it. OmegaConf reads the file:
-``${megatron.seq_length}`` refers to another value.
+same checks. Flags of the command line come first: they override the file, and a reference to
+another value, ``${megatron.seq_length}``, gives what the flag says. A flag that chooses another
+algorithm than the file takes the place of the file's algorithm and of all its options.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +36,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.errors import ConfigError, nearest
-from megatron_cp_plugin.integration.args import MEGATRON
+from megatron_cp_plugin.integration.args import MEGATRON, OneLineParser, chosen_algorithm
 
+_SHIPPED = Path(__file__).parents[1] / "configs"
 _SECTIONS = ("megatron", "context_parallel")
 # The keys of `context_parallel:` that have a flag of their own; all others are algorithm options.
 _FLAGS = {
@@ -64,23 +67,28 @@ _ELSEWHERE = {
 }
 
 
-def yaml_to_argv(path: str | Path, parser: argparse.ArgumentParser) -> list[str]:
+def yaml_to_argv(
+    path: str | Path, parser: argparse.ArgumentParser, words: Sequence[str] = ()
+) -> list[str]:
     """Translates a YAML run file into command-line arguments.
 
     Args:
         path: The YAML file.
         parser: Megatron's parser with this plugin's flags added; it says which flags exist and
             what each of them takes.
+        words: The command line, which overrides the file.
 
     Returns:
-        Arguments for `parser`, in the order of the file, those of `context_parallel` last.
+        Arguments for `parser`, in the order of the file, those of `context_parallel` last. What
+        `words` override may be among them.
 
     Raises:
         ConfigError: The file cannot be read, or a section, key or value is not one that exists.
     """
-    sections = _resolved(load_run_file(path), path)
-    argv: list[str] = []
     flags = _Flags(parser)
+    overrides = _given_values(words, parser)
+    sections = _resolved(load_run_file(path), path, overrides, flags)
+    argv: list[str] = []
     given: dict[str, str] = {}
     for key, value in (sections.get("megatron") or {}).items():
         where = f"{path}: megatron.{key}"
@@ -89,21 +97,72 @@ def yaml_to_argv(path: str | Path, parser: argparse.ArgumentParser) -> list[str]
         if dest in given:
             raise ConfigError(f"{where} sets the same flag as megatron.{given[dest]}: keep one")
         given[dest] = str(key)
-        argv += _arguments(candidates, str(key), value, where, parser)
-    argv += _context_parallel_arguments(sections.get("context_parallel") or {}, path, flags, parser)
-    return argv
+        if dest not in overrides:
+            argv += _arguments(candidates, str(key), value, where, parser)
+    settings = sections.get("context_parallel") or {}
+    of_the_file = _context_parallel_arguments(settings, path, flags, parser)
+    dropped = superseded(settings, words)
+    if not dropped:
+        return argv + of_the_file
+    kept = {key: value for key, value in settings.items() if key not in dropped}
+    return argv + _context_parallel_arguments(kept, path, flags, parser)
+
+
+def superseded(settings: Mapping[Any, Any], words: Sequence[str]) -> dict[str, object]:
+    """Returns the settings of a file's algorithm that the command line takes out of force.
+
+    Args:
+        settings: The section `context_parallel` of a run file.
+        words: The command line. If it chooses another algorithm, the file's own and its options
+            are not in force; with Megatron's own path only the platform is.
+
+    Raises:
+        ConfigError: A flag of the plugin has no value or a value that is not allowed.
+    """
+    algo = chosen_algorithm(words)
+    if algo is None or algo == settings.get("algo"):
+        return {}
+    kept = {"platform"} if algo == MEGATRON else _FLAGS.keys() - {"algo"}
+    return {str(key): value for key, value in settings.items() if key not in kept}
+
+
+def _given_values(words: Sequence[str], parser: argparse.ArgumentParser) -> dict[str, Any]:
+    """The values that a command line gives to flags of Megatron, by the names of the values."""
+    alone = OneLineParser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    for action in parser._actions:
+        if action.option_strings and action.nargs != 0 and action.dest not in _ELSEWHERE:
+            alone.add_argument(
+                *action.option_strings, dest=action.dest, nargs=action.nargs, type=_plain
+            )
+    return vars(alone.parse_known_args(list(words))[0])
+
+
+def _plain(text: str) -> object:
+    """A value as it would be if a file had it."""
+    with suppress(yaml.YAMLError):
+        value = yaml.safe_load(text)
+        if isinstance(value, (int, float, bool)):
+            return value
+    return text
 
 
 def load_run_file(path: str | Path) -> DictConfig:
     """Reads a YAML run file without following its references or looking at its keys.
 
+    Args:
+        path: The file, or the name of one that this package ships.
+
     Raises:
         ConfigError: The file cannot be read, is not YAML or has an unknown section.
     """
+    shipped = {file.stem: file for file in _SHIPPED.glob("*.yaml")}
     try:
-        config = OmegaConf.load(path)
+        config = OmegaConf.load(shipped.get(str(path), path))
     except FileNotFoundError:
-        raise ConfigError(f"{path}: no such run file: check --config") from None
+        raise ConfigError(
+            f"{path}: no such run file{nearest(str(path), shipped)}: give a path, or the name of "
+            f"one of {', '.join(sorted(shipped))}"
+        ) from None
     except (OSError, UnicodeDecodeError, OmegaConfBaseException) as error:
         raise ConfigError(f"{path}: cannot be read: {_one_line(error)}") from None
     except yaml.YAMLError as error:
@@ -139,6 +198,11 @@ class _Flags:
         """Returns the flags that are spelled `option`."""
         return self._by_option[_normal(option)]
 
+    def of_name(self, key: str) -> list[argparse.Action]:
+        """Returns the flags that `key` can stand for, or none."""
+        name = _normal(key)
+        return self._by_dest.get(name) or self._by_option.get(name) or []
+
     def find(self, key: str, where: str) -> list[argparse.Action]:
         """Returns the flags that `key` can stand for; all of them set the same value."""
         name = _normal(key)
@@ -146,24 +210,40 @@ class _Flags:
             raise ConfigError(f"{where} cannot be set there: {_ELSEWHERE[name]}")
         # The value's name first: `ckpt_fully_parallel_save: false` means what Megatron calls so,
         # although a deprecated switch of another meaning is spelled like it.
-        found = self._by_dest.get(name) or self._by_option.get(name)
-        if found is None:
+        found = self.of_name(key)
+        if not found:
             choices = {*self._by_dest, *self._by_option} - _ELSEWHERE.keys()
             raise ConfigError(f"{where}: no such Megatron flag{nearest(name, choices)}")
         return found
 
 
-def _resolved(config: DictConfig, path: str | Path) -> dict[str, dict[Any, Any] | None]:
-    """Returns the sections in plain types, references followed."""
+def _resolved(
+    config: DictConfig, path: str | Path, overrides: Mapping[str, Any], flags: _Flags
+) -> dict[str, dict[Any, Any] | None]:
+    """Returns the sections in plain types, references followed.
+
+    Args: overrides: values of flags of Megatron that references give in place of the file's.
+    """
+    for section, settings in config.items():
+        if settings is not None and not isinstance(settings, DictConfig):
+            raise ConfigError(
+                f"{path}: {section!s} must be a mapping of names to values, got {settings!r}"
+            )
+    referred = config.copy()
+    keys = list(config.get("megatron") or {})
+    for key in keys:
+        for action in flags.of_name(str(key)):
+            if action.dest in overrides:
+                referred.megatron[key] = overrides[action.dest]
+    if keys:
+        for dest in overrides.keys() - {_normal(str(key)) for key in keys}:
+            referred.megatron[dest] = overrides[dest]
     try:
-        sections: Any = OmegaConf.to_container(config, resolve=True)
+        sections: Any = OmegaConf.to_container(referred, resolve=True)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{path}: {_one_line(error)}") from None
-    for section, settings in sections.items():
-        if settings is not None and not isinstance(settings, dict):
-            raise ConfigError(
-                f"{path}: {section} must be a mapping of names to values, got {settings!r}"
-            )
+    if keys:
+        sections["megatron"] = {key: sections["megatron"][key] for key in keys}
     return sections
 
 

@@ -1,6 +1,7 @@
 """The choice of a kernel: by name, or the fastest one that serves a problem."""
 
 import logging
+import os
 from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import import_module
@@ -47,7 +48,8 @@ def choose[P: AnyProblem, K: Kernel](
         for candidate, load in kernels.items():
             reason = _unsupported(load(), problem)
             if reason is None:
-                log.info("%s: %s for %s", kind, candidate, problem)
+                if os.environ.get("RANK", "0") == "0":  # the others choose the same
+                    log.info("%s: %s for %s", kind, candidate, problem)
                 return load()
             log.debug("%s %s not taken: %s", kind, candidate, reason)
         raise AssertionError("the last kernel serves every problem")

@@ -53,7 +53,7 @@ def check_kernel(kernel: SoftmaxKernel, problem: Problem) -> None:
         return
     raise KernelUnavailableError(
         f"kernel {kernel.name} computes something else than attention here with "
-        f"{_described(problem)}: {found.where} is off by {found.error:.1e}, at most "
+        f"{problem}: {found.where} is off by {found.error:.1e}, at most "
         f"{found.bound:.0e} is right; use kernel {_other(kernel, problem)}"
     )
 
@@ -75,7 +75,7 @@ def accuracy(kernel: SoftmaxKernel, problem: Problem) -> Accuracy:
     except Exception as error:
         reason = next(iter(str(error).splitlines()), "")
         raise KernelUnavailableError(
-            f"kernel {kernel.name} fails here with {_described(problem)}: use kernel "
+            f"kernel {kernel.name} fails here with {problem}: use kernel "
             f"{_other(kernel, problem)} ({type(error).__name__}: {reason})"
         ) from error
     where = max(errors, key=lambda name: errors[name])
@@ -166,14 +166,6 @@ def _inputs(problem: Problem, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor
 def _distance(got: Tensor, want: Tensor) -> float:
     error = ((got.double() - want).norm() / want.norm()).item()
     return float("inf") if error != error else error
-
-
-def _described(problem: Problem) -> str:
-    dims = f"{problem.head_dim}"
-    if problem.value_dim != problem.head_dim:
-        dims += f" and {problem.value_dim}"
-    dtype = str(problem.dtype).removeprefix("torch.")
-    return f"{problem.heads}:{problem.kv_heads} heads of {dims} in {dtype}"
 
 
 def _other(kernel: SoftmaxKernel, problem: Problem) -> str:

@@ -123,6 +123,7 @@ def _documents(padded: list[int], real: list[int] | None = None) -> Batch:
 
 def main() -> None:
     """Trains with the script's own loop and another forward step."""
+    from megatron_cp_plugin.ending import one_line_errors
     from megatron_cp_plugin.integration import launch
 
     way = None
@@ -130,7 +131,7 @@ def main() -> None:
         place = sys.argv.index("--way")
         way = sys.argv[place + 1]
         del sys.argv[place : place + 2]
-    with launch.one_line_errors():
+    with one_line_errors():
         sys.argv[1:] = launch.prepare(sys.argv[1:], run_file=True)
         from megatron_cp_plugin.harness import pretrain
 

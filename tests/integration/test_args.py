@@ -117,7 +117,7 @@ def test_both_spellings_may_say_the_same() -> None:
         ("--cp-comm-type a2a+p2p", "needs --hierarchical-context-parallel-sizes, got none"),
         (
             "--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2 2",
-            "has two levels, got .* 2 2 2: give two sizes, such as 2 4",
+            "has two levels, got .* 2 2 2: give two sizes, the ranks that exchange heads and",
         ),
         (
             "--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 4 --cp-options "

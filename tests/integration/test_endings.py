@@ -49,7 +49,7 @@ launch.main()
 PROGRAM = """
 import atexit, sys, threading, time
 from megatron_cp_plugin.errors import ConfigError
-from megatron_cp_plugin.integration.launch import whole_program
+from megatron_cp_plugin.ending import whole_program
 
 def work():
     time.sleep(0.5)

@@ -146,3 +146,13 @@ def test_kernels_for_gpus(name, dims, kv_heads):
     except KernelUnavailableError as error:
         pytest.skip(str(error))
     check_kernel(kernel, asked)
+
+
+def test_the_choice_is_said_in_words_by_the_first_rank(caplog, monkeypatch):
+    caplog.set_level("INFO", "megatron_cp_plugin.kernels.choice")
+    monkeypatch.setenv("RANK", "1")
+    resolve("auto", Problem(CPU, torch.float32, 8, 2, 16, value_dim=4))
+    assert not caplog.messages
+    monkeypatch.setenv("RANK", "0")
+    resolve("auto", Problem(CPU, torch.float32, 8, 2, 16, value_dim=8))
+    assert caplog.messages == ["kernel: torch_cpu for 8:2 heads of 16 and 8 in float32"]

@@ -1,0 +1,118 @@
+"""How a process ends, alone or as one of many: a refusal is one line, said once and last."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+
+from megatron_cp_plugin.errors import ContextParallelError
+
+REFUSED = 2
+INTERRUPTED = 130
+# How long ranks of one node wait for the others to refuse as well.
+_PATIENCE_S = 10.0
+
+
+@contextmanager
+def whole_program() -> Iterator[None]:
+    """Runs the body as all that this process does; where there is no accelerator, ends the process.
+
+    Errors of the plugin become one line, as in `one_line_errors`.
+    """
+    code: str | int | None = None
+    try:
+        with one_line_errors():
+            yield
+    except SystemExit as end:
+        code = end.code
+    if torch.accelerator.is_available():
+        sys.exit(code)
+    _end(code)
+
+
+@contextmanager
+def one_line_errors(program: str = "megatron_cp_plugin: error") -> Iterator[None]:
+    """Turns errors of the plugin into one line and exit code 2, an interrupt into one line and 130.
+
+    Under torchrun the line stands at the end of torchrun's own report, once for each node.
+
+    Args:
+        program: What the line begins with.
+    """
+    try:
+        yield
+    except ContextParallelError as error:
+        _refuse(f"{program}: {error}")
+    except KeyboardInterrupt:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"{program.partition(':')[0]}: interrupted", file=sys.stderr)
+        _leave(INTERRUPTED)
+
+
+def _refuse(line: str) -> NoReturn:
+    # torchrun sets it for each rank; it is empty where torchrun was told to keep no files.
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if error_file:
+        _refuse_under_torchrun(line, Path(error_file))
+    print(line, file=sys.stderr, flush=True)
+    if dist.is_initialized():
+        # Ranks that did not fail may be waiting in a collective: leave at once.
+        _leave(REFUSED)
+    sys.exit(REFUSED)
+
+
+def _refuse_under_torchrun(line: str, error_file: Path) -> NoReturn:
+    """Lets one rank of this node fail, with the line in the file that torchrun reports it from.
+
+    torchrun spends seven lines on each rank that fails, and two on each that it has to end. All
+    ranks refuse the same as a rule: the others leave before it does, with 0. A rank that stays
+    alone with its refusal does not wait for long.
+    """
+    folder = error_file.parent.parent
+    ranks = range(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    (error_file.parent / "refused").touch()
+    deadline = time.monotonic() + _PATIENCE_S
+    refused = [int(os.environ["LOCAL_RANK"])]
+    while len(refused) < len(ranks) and time.monotonic() < deadline:
+        time.sleep(0.02)
+        refused = [rank for rank in ranks if (folder / str(rank) / "refused").exists()]
+    if str(min(refused)) != os.environ["LOCAL_RANK"]:
+        _leave(0)
+    message = {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}
+    error_file.write_text(json.dumps({"message": message}))
+    # Until the others have left.
+    time.sleep(0.2)
+    _leave(REFUSED)
+
+
+def _leave(code: int) -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _end(code: str | int | None) -> NoReturn:
+    """Does what `sys.exit(code)` does, except that Python is not finalized.
+
+    A thread of gloo that waits for the GIL, to let go of a tensor, when Python is finalized aborts
+    the process after a right result (torch 2.11 to 2.15, pytorch/pytorch#190489). Such threads live
+    until nobody holds their process group, and Megatron holds some to the end.
+    """
+    if code is not None and not isinstance(code, int):
+        print(code, file=sys.stderr)
+        code = 1
+    # The rest of an orderly end: threads, exit handlers, buffers.
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    _leave(code or 0)

@@ -1,0 +1,29 @@
+"""Packages beyond torch, which extras of this package bring."""
+
+from importlib.util import find_spec
+
+from megatron_cp_plugin.errors import ConfigError
+
+_MODULES = {
+    "megatron": ("megatron", "omegaconf", "yaml"),
+    "report": ("matplotlib", "rich"),
+}
+
+
+def need(extra: str, what: str, *modules: str) -> None:
+    """Refuses to go on without the packages of an extra.
+
+    Args:
+        extra: "megatron" or "report".
+        what: What needs them, as the error names it.
+        modules: Those of the extra that are needed; default: all.
+
+    Raises:
+        ConfigError: One is not installed.
+    """
+    missing = [name for name in modules or _MODULES[extra] if find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"{what} needs {' and '.join(missing)}, got none installed: "
+            f"pip install 'megatron-cp-plugin[{extra}]'"
+        )

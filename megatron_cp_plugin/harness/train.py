@@ -1,0 +1,121 @@
+"""`megatron-cp train`: the training program, on torchrun's ranks or on ranks that it starts."""
+
+from __future__ import annotations
+
+import os
+import sys
+import uuid
+from collections.abc import Sequence
+from math import prod
+
+import torch
+
+from megatron_cp_plugin.ending import INTERRUPTED, REFUSED, one_line_errors, whole_program
+from megatron_cp_plugin.errors import ConfigError
+from megatron_cp_plugin.extras import need
+from megatron_cp_plugin.integration import launch
+from megatron_cp_plugin.integration.args import OneLineParser, split_flags
+
+_SIZES = ("context_parallel_size", "tensor_model_parallel_size", "pipeline_model_parallel_size")
+_HELP = """usage: megatron-cp train --config FILE [--nproc-per-node N] [flags]
+
+Trains a GPT as a run file says. --config takes a path or the name of a run file of this package,
+such as tiny_zigzag. Without torchrun it starts N ranks on this machine; default: as many as
+context, tensor and pipeline parallelism need. Under torchrun it is one of torchrun's ranks:
+
+  torchrun --nproc-per-node 8 --nnodes 2 ... -m megatron_cp_plugin.cli train --config FILE
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command; returns its exit code."""
+    if "RANK" in os.environ:
+        train(argv)
+        return 0
+    if not {"-h", "--help"}.isdisjoint(argv):
+        print(_HELP)
+    else:
+        with one_line_errors():
+            return _start(argv)
+    train(argv)
+    return 0
+
+
+def train(argv: Sequence[str]) -> None:
+    """Trains in this process, as one of the ranks; ends the process."""
+    with whole_program():
+        sys.argv[1:] = launch.prepare(argv, run_file=True)
+        # Not before: the plugin must be in force when Megatron's names are imported.
+        from megatron_cp_plugin.harness.pretrain import run
+
+        run()
+
+
+def _start(argv: Sequence[str]) -> int:
+    """Starts ranks and waits for them; returns the exit code of the first that failed."""
+    need("megatron", "megatron-cp train")
+    parser = OneLineParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--nproc-per-node", type=int, default=None)
+    known, words = parser.parse_known_args(list(argv))
+    path, rest = launch.split_run_file(words)
+    launch.check_run_file(path)
+    flags, _ = split_flags(rest)
+    if path is None:
+        flags.check()
+    ranks = known.nproc_per_node or _needed_ranks(words)
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if ranks < 1:
+        raise ConfigError(f"--nproc-per-node must be 1 or more, got {ranks}")
+    if gpus and ranks > gpus and flags.platform != "cpu":
+        raise ConfigError(
+            f"{ranks} ranks need as many GPUs, got {gpus}: start it with torchrun on several "
+            "machines, or add --cp-platform cpu"
+        )
+
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+    )
+    print(f"megatron_cp_plugin: {ranks} rank(s)", flush=True)
+    try:
+        elastic_launch(config, sys.executable)("-m", "megatron_cp_plugin.cli", "train", *words)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        said = failure.error_file_data["message"]
+        if isinstance(said, dict) and failure.exitcode == REFUSED:
+            print(said["message"], file=sys.stderr)
+        else:
+            code = failure.exitcode
+            print(f"megatron-cp: rank {rank} ended with exit code {code}", file=sys.stderr)
+        return failure.exitcode if failure.exitcode > 0 else 1
+    except (SignalException, KeyboardInterrupt):
+        # The first rank has said so.
+        return INTERRUPTED
+    return 0
+
+
+def _needed_ranks(words: Sequence[str]) -> int:
+    """The product of the parallel sizes that flags or the run file give."""
+    path, rest = launch.split_run_file(words)
+    of_file: dict[str, object] = {}
+    if path is not None:
+        from megatron_cp_plugin.integration.yaml_config import load_run_file
+
+        section = load_run_file(path).get("megatron") or {}
+        of_file = {str(key).replace("-", "_"): value for key, value in section.items()}
+    parser = OneLineParser(add_help=False, allow_abbrev=False)
+    for name in _SIZES:
+        parser.add_argument("--" + name.replace("_", "-"), type=int)
+    given = vars(parser.parse_known_args(rest)[0])
+    sizes = (given[name] or of_file.get(name, 1) for name in _SIZES)
+    return prod(size for size in sizes if isinstance(size, int))

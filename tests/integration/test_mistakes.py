@@ -1,0 +1,373 @@
+"""Usual mistakes, made under torchrun as users make them: one line, said once and last."""
+
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from tests.integration.megatron_job import LAUNCHER, SCRIPT, TINY, process_environment, torchrun
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+LINES = 12
+SECONDS = 20
+PREFIX = re.compile(r"\b(?:megatron_cp_plugin|megatron-cp|\w+): error: ")
+
+
+def of(config: str) -> tuple[str, ...]:
+    return (str(SCRIPT), "--config", str(CONFIGS / f"{config}.yaml"))
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """What a user types after torchrun, and what has to be said.
+
+    Attributes: file: text of run.yaml, which is in the folder where it is started.
+    """
+
+    name: str
+    flags: str
+    says: str
+    ranks: int = 2
+    program: tuple[str, ...] = field(default=of("tiny_zigzag"))
+    file: str = ""
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        return (*self.program, *self.flags.split())
+
+
+PLAIN = (str(SCRIPT), *TINY)
+ZIGZAG = (*PLAIN, "--context-parallel-algo", "zigzag", "--context-parallel-size", "2")
+LAUNCHED = (*LAUNCHER, "script.py", *TINY)
+# As little of a script that is not ours as reads its command line.
+FOREIGN = """
+from megatron.training.arguments import parse_and_validate_args
+
+parse_and_validate_args()
+"""
+OWN_FILE = (str(SCRIPT), "--config", "run.yaml")
+MODULE = ("-m", "megatron_cp_plugin.cli")
+ROOT = CONFIGS.parent
+UNWRITABLE = "got /proc/x, where nothing can be written"
+
+MISTAKES = (
+    Mistake(
+        "dropout",
+        "--attention-dropout 0.1",
+        "attention dropout, got --attention-dropout 0.1 .*: add --attention-dropout 0",
+        ranks=4,
+    ),
+    Mistake(
+        "flag", "--seq-lenght 1024", r"unknown flag --seq-lenght \(did you mean '--seq-length'"
+    ),
+    Mistake(
+        "our flag",
+        "--context-paralel-algo ring",
+        "unknown flag --context-paralel-algo .did you mean '--context-parallel-algo'",
+        ranks=4,
+    ),
+    Mistake(
+        "our flag of a script that is not ours",
+        "--context-paralel-algo zigzag",
+        "unknown flag --context-paralel-algo .did you mean '--context-parallel-algo'",
+        program=LAUNCHED,
+    ),
+    Mistake(
+        "flag of a script that is not ours",
+        "--context-parallel-algo ring --seq-lenght 8",
+        "unknown flag --seq-lenght .did you mean '--seq-length'",
+        program=LAUNCHED,
+    ),
+    Mistake("word", "1024", "'1024' belongs to no flag"),
+    Mistake("value", "--seq-length abc", "--seq-length takes a whole number, got 'abc'"),
+    Mistake("no value", "--seq-length", "--seq-length expected one argument"),
+    Mistake("window", "--window-size 100", "got 100: use --window-size 99,0", program=ZIGZAG),
+    Mistake(
+        "window to the right", "--window-size 100,5", "use --window-size 100,0", program=ZIGZAG
+    ),
+    Mistake("algorithm", "--context-parallel-algo zigzga", "did you mean 'zigzag'"),
+    Mistake(
+        "option", "--cp-options backwards=kv", "no option 'backwards' .did you mean 'backward'"
+    ),
+    Mistake("option's value", "--cp-options backward=kw", "got 'kw' .did you mean 'kv'"),
+    Mistake("option's form", "--cp-options backward", "takes KEY=VALUE, got 'backward'"),
+    Mistake(
+        "option of another algorithm",
+        "--context-parallel-algo ulysses --cp-options backward=kv",
+        "ulysses has no option 'backward'",
+        program=of("tiny_ring"),
+    ),
+    Mistake("kernel", "--cp-kernel flsh4 --mock-data", "did you mean 'flash4'", ranks=4),
+    Mistake("kernel of GPUs", "--cp-kernel cudnn --mock-data", "use kernel auto", ranks=4),
+    Mistake("platform", "--cp-platform gpu", "choose from"),
+    Mistake("no GPU", "--cp-platform cuda", "needs a GPU, got none: use --cp-platform cpu"),
+    Mistake(
+        "no such run file",
+        "",
+        "tiny_zigzg: no such run file .did you mean 'tiny_zigzag'",
+        program=(str(SCRIPT), "--config", "tiny_zigzg"),
+    ),
+    Mistake("no YAML", "", "not valid YAML: line 2", program=OWN_FILE, file="megatron: [\n"),
+    Mistake(
+        "section",
+        "",
+        "unknown section 'megatrn' .did you mean 'megatron'",
+        program=OWN_FILE,
+        file="megatrn: {}\n",
+    ),
+    Mistake(
+        "key",
+        "",
+        "no such Megatron flag .did you mean 'seq_length'",
+        program=OWN_FILE,
+        file="megatron: {seq_lenght: 8}\n",
+    ),
+    Mistake(
+        "key's value",
+        "",
+        "num_layers takes a whole number, got 'two'",
+        program=OWN_FILE,
+        file="megatron: {num_layers: two}\n",
+    ),
+    Mistake(
+        "key of the algorithm",
+        "",
+        "unknown key .did you mean 'backward'",
+        program=OWN_FILE,
+        file="context_parallel: {algo: ring, backwad: kv}\n",
+    ),
+    Mistake(
+        "reference",
+        "",
+        "Interpolation key 'megatron.layers' not found",
+        program=OWN_FILE,
+        file="megatron: {num_layers: '${megatron.layers}'}\n",
+    ),
+    Mistake("length", "--seq-length 66", "got 66: use 64 or 68, or", program=ZIGZAG),
+    Mistake(
+        "ranks",
+        "--context-parallel-size 3",
+        "must divide the number of processes, got 2: start a multiple of 3",
+        program=ZIGZAG,
+    ),
+    Mistake(
+        "ranks of two kinds",
+        "--tensor-model-parallel-size 2",
+        "context_parallel_size 2 . tensor_model_parallel_size 2 = 4 must divide",
+        program=ZIGZAG,
+    ),
+    Mistake(
+        "heads",
+        "--context-parallel-size 1 --tensor-model-parallel-size 3",
+        "num_attention_heads must be divisible .* use tensor_model_parallel_size 1",
+        program=ZIGZAG,
+        ranks=3,
+    ),
+    Mistake(
+        "heads of ulysses",
+        "--context-parallel-algo ulysses --context-parallel-size 3 --seq-length 66",
+        "use --context-parallel-algo zigzag",
+        program=PLAIN,
+        ranks=3,
+    ),
+    Mistake(
+        "teams",
+        "--context-parallel-algo usp --cp-options ulysses=3",
+        "use one of 1, 2, or 0",
+        program=(*PLAIN, "--context-parallel-size", "2"),
+    ),
+    Mistake(
+        "grid",
+        "--context-parallel-algo attention2d --cp-options rows=3",
+        "use one of 1x4, 2x2, 4x1",
+        ranks=4,
+    ),
+    Mistake("data", "", "prepare-data --output data/stdlib, or add --mock-data", ranks=4),
+    Mistake(
+        "documents",
+        "",
+        "--output data/stdlib_pieces --document-bytes 200",
+        program=of("tiny_documents"),
+        ranks=4,
+    ),
+    Mistake("checkpoints", "--save /proc/x", f"--save {UNWRITABLE}", program=ZIGZAG),
+    Mistake("record", "--cp-record /proc/x", f"--cp-record {UNWRITABLE}", program=ZIGZAG),
+    Mistake("logs", "--tensorboard-dir /proc/x", f"-dir {UNWRITABLE}", program=ZIGZAG),
+    Mistake("no algorithm", "--save /proc/x", f"--save {UNWRITABLE}", program=PLAIN),
+    Mistake(
+        "Megatron's own",
+        "--context-parallel-algo megatron",
+        "needs the attention of Transformer Engine, got",
+        ranks=4,
+    ),
+    Mistake("linear", "--context-parallel-algo lasp", "choose --cp-linear-model", ranks=4),
+    Mistake("layers", "--cp-layers lasp2*x", "layers takes NAME or NAME.COUNT"),
+    Mistake("comm type", "--cp-comm-type p2pp", "did you mean 'p2p'", program=PLAIN),
+    Mistake(
+        "two algorithms",
+        "--cp-comm-type a2a",
+        "means ulysses, got also --context-parallel-algo zigzag",
+        program=ZIGZAG,
+    ),
+    Mistake(
+        "kernel of Megatron's",
+        "--attention-backend flash",
+        "leave --attention-backend out",
+        program=ZIGZAG,
+    ),
+    Mistake(
+        "mask",
+        "--reset-attention-mask",
+        "use --dataloader-inter-document-masking",
+        program=ZIGZAG,
+    ),
+    Mistake(
+        "positions",
+        "--max-position-embeddings 32",
+        "Megatron refuses these flags: .*max_position_embeddings",
+        program=ZIGZAG,
+    ),
+    Mistake("batch", "--micro-batch-size 3", "Megatron refuses these flags", program=ZIGZAG),
+    Mistake("no script", "", "the first argument must be a training script", program=LAUNCHER),
+    Mistake("no such script", "", "no training script at x.py", program=(*LAUNCHER, "x.py")),
+    Mistake("doctor", "doctor --heads 30", "must divide the 30 heads, got 8", program=MODULE),
+    Mistake(
+        "conformance without GPUs",
+        "",
+        "needs a GPU for each of 2 ranks, got 0: add --device cpu",
+        program=(str(ROOT / "tests" / "distributed_conformance.py"),),
+    ),
+    Mistake(
+        "benchmark without GPUs",
+        "",
+        "needs a GPU for each of 2 ranks, got 0: add --device cpu",
+        program=(str(ROOT / "scripts" / "benchmark_attention.py"),),
+    ),
+)
+QUICK = ("dropout", "flag", "our flag of a script that is not ours")
+
+# What a run says before it is looked at, and what torchrun says of itself.
+_START = re.compile(
+    r"^\S+: \w*Warning: |^  +warnings\.warn\(|^  warn\(|^\*+$|^Setting OMP_NUM_THREADS|^$"
+    r"|No CUDA runtime is found|DeprecationWarning|^-+ .* -+$|^  \w+ \.{2,} |^using world size"
+    r"|^Number of virtual stages|^setting |^WARNING|^INFO|^> "
+)
+_TORCHRUN = "Traceback (most recent call last):\n  File"
+
+
+@dataclass(frozen=True)
+class Said:
+    """The output of a job that was refused: what is neither Megatron's start nor torchrun's own."""
+
+    lines: tuple[str, ...]
+    report: str
+    code: int
+    seconds: float
+
+
+def make(words: tuple[str, ...], ranks: int, cwd: Path | None = None) -> Said:
+    before_s = _processor_seconds()
+    done = subprocess.run(
+        torchrun(*words, ranks=ranks),
+        env=process_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=120,
+        check=False,
+        cwd=cwd,
+    )
+    seconds = _processor_seconds() - before_s
+    before, _, report = done.stdout.partition(_TORCHRUN)
+    lines = tuple(line for line in before.splitlines() if not _START.search(line))
+    return Said(lines, report, done.returncode, seconds)
+
+
+def _processor_seconds() -> float:
+    """Of all children that have ended: what else the machine does is not in it."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        pytest.param(m, id=m.name, marks=() if m.name in QUICK else pytest.mark.slow)
+        for m in MISTAKES
+    ],
+)
+def test_a_mistake_is_one_line_said_once_and_last(mistake: Mistake, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(mistake.file)
+    (tmp_path / "script.py").write_text(FOREIGN)
+    said = make(mistake.words, mistake.ranks, cwd=tmp_path)
+    everything = "\n".join((*said.lines, said.report))
+    assert len(PREFIX.findall(everything)) == 1, everything
+    message, rule = said.report.rstrip().splitlines()[-2:]
+    assert set(rule) == {"="}
+    assert re.search(mistake.says, PREFIX.split(message)[1]), message
+    # torchrun's own report is one traceback and one failure, of the rank that has the message.
+    assert "Traceback" not in said.report
+    assert said.report.count("exitcode  : ") == said.report.count("exitcode  : 2 ") == 1
+    assert len(said.lines) <= LINES, "\n".join(said.lines)
+    assert said.code == 1  # torchrun's own, whatever the ranks end with
+    assert said.seconds < SECONDS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("starter", ["torchrun", "megatron-cp train"])
+def test_an_interrupt_is_one_line(starter: str, tmp_path: Path) -> None:
+    flags = (*TINY, "--train-iters", "100000", *"--context-parallel-algo ring".split())
+    command = torchrun(str(SCRIPT), *flags, ranks=2)
+    if starter == "megatron-cp train":
+        command = [sys.executable, *MODULE, "train", "--nproc-per-node", "2", *flags]
+    log = tmp_path / "log.txt"
+    with log.open("w") as out:
+        job = subprocess.Popen(
+            command,
+            env=process_environment(),
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        deadline = time.monotonic() + 120
+        while " iteration " not in log.read_text() and time.monotonic() < deadline:
+            time.sleep(0.2)
+        trained = len(log.read_text())
+        # As a terminal does it: to all processes.
+        os.killpg(job.pid, signal.SIGINT)
+        code = job.wait(60)
+    before, _, report = log.read_text()[trained:].partition(_TORCHRUN)
+    lines = [line for line in before.splitlines() if " iteration " not in line]
+    assert lines.count("megatron_cp_plugin: interrupted") == 1
+    assert len(lines) <= LINES
+    assert "Traceback" not in report
+    assert code == (130 if starter == "megatron-cp train" else 1)
+    assert bool(report) is (starter == "torchrun")
+
+
+@pytest.mark.slow
+def test_megatron_cp_train_ends_with_2_and_the_message_last(tmp_path: Path) -> None:
+    words = "train --config tiny_zigzag --attention-dropout 0.1".split()
+    done = subprocess.run(
+        [sys.executable, *MODULE, *words],
+        env=process_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=120,
+        check=False,
+        cwd=tmp_path,
+    )
+    lines = [line for line in done.stdout.splitlines() if not _START.search(line)]
+    assert done.returncode == 2
+    assert lines[-1].startswith("megatron_cp_plugin: error: ")
+    assert lines[-1].endswith("add --attention-dropout 0")
+    assert len(PREFIX.findall(done.stdout)) == 1
+    assert len(lines) <= LINES, "\n".join(lines)

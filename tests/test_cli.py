@@ -1,0 +1,124 @@
+"""The command `megatron-cp`: what it refuses, and that it needs torch alone."""
+
+import argparse
+import importlib.metadata
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import megatron_cp_plugin
+from megatron_cp_plugin import cli
+from megatron_cp_plugin.text_table import text_table
+from megatron_cp_plugin.tokens import tokens_of
+
+# Stands for an environment that has torch and nothing else of what the extras bring.
+ALONE = """
+import sys
+
+MISSING = sys.argv.pop(1).split(",")
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in MISSING:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Missing())
+import importlib.util
+real = importlib.util.find_spec
+def find_spec(name, package=None):
+    return None if name.partition(".")[0] in MISSING else real(name, package)
+importlib.util.find_spec = find_spec
+"""
+EXTRAS = "megatron,omegaconf,yaml,matplotlib,rich"
+
+
+def alone(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, "-c", ALONE + program, EXTRAS, *arguments]
+    return subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+
+
+RUN = "from megatron_cp_plugin.cli import main; sys.exit(main())"
+LAUNCH = "from megatron_cp_plugin.launch import main; main()"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("plan --size 4 --seq-len 4K --heads 8", "one layer, 8:8 heads, 4096 tokens, 4 ranks"),
+        ("draw --algo distflash --size 3", "│ 0    │ q0 k0  │ q2 k0  │"),
+    ],
+)
+def test_torch_is_enough(words: str, said: str) -> None:
+    done = alone(RUN, *words.split())
+    assert (done.returncode, done.stderr) == (0, "")
+    assert said in done.stdout
+
+
+def test_what_needs_more_than_torch_says_how_to_get_it() -> None:
+    train, script = alone(RUN, "train", "--config", "tiny_zigzag"), alone(LAUNCH, __file__)
+    for done in (train, script):
+        (line,) = done.stderr.splitlines()
+        assert done.returncode == 2
+        assert "needs megatron" in line
+        assert line.endswith("installed: pip install 'megatron-cp-plugin[megatron]'")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("plan --sise 8", "unknown flag --sise (did you mean '--size'?): see --help"),
+        ("plan --size 8 --seq-len 128X --heads 8", "--seq-len takes a number of tokens, such as"),
+        ("plan --size eight --seq-len 1K --heads 8", "--size takes a whole number, got 'eight'"),
+        ("plam", "invalid choice: 'plam'"),
+        ("doctor --heads 30 --kv-heads 8", "--kv-heads must divide the 30 heads, got 8"),
+        ("draw --algo ring --size 2 --output /proc/x.png", "--output got /proc, where nothing can"),
+        ("train --config tiny_zigzg --nproc-per-node 1", "did you mean 'tiny_zigzag'?"),
+    ],
+)
+def test_mistakes_are_one_line(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code: object = cli.main(words.split())
+    except SystemExit as end:
+        code = end.code
+    assert code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line
+
+
+def test_one_version() -> None:
+    assert importlib.metadata.version("megatron-cp-plugin") == megatron_cp_plugin.__version__
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"), [("512", 512), ("128K", 131072), ("1m", 1048576), ("65_536", 65536)]
+)
+def test_tokens(text: str, tokens: int) -> None:
+    assert tokens_of(text) == tokens
+
+
+@pytest.mark.parametrize("text", ["", "K", "1.5K", "-1", "1G"])
+def test_what_is_no_number_of_tokens(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="such as 131072 or 128K, got"):
+        tokens_of(text)
+
+
+def test_the_last_column_is_folded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "45")
+    rows = [("a", "1", "one two three four five six seven eight"), ("bb", "22", "nine")]
+    assert text_table(("x", "y", "z"), rows, right={1}).splitlines() == [
+        "┌────┬────┬─────────────────────────────┐",
+        "│ x  │ y  │ z                           │",
+        "├────┼────┼─────────────────────────────┤",
+        "│ a  │  1 │ one two three four five six │",
+        "│    │    │ seven eight                 │",
+        "│ bb │ 22 │ nine                        │",
+        "└────┴────┴─────────────────────────────┘",
+    ]
+
+
+def test_shipped_run_files_are_those_of_the_checkout() -> None:
+    root = Path(__file__).parents[1]
+    names = {path.name for path in (root / "configs").glob("*.yaml")}
+    assert names == {p.name for p in (root / "megatron_cp_plugin" / "configs").glob("*.yaml")}

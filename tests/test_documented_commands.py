@@ -1,0 +1,138 @@
+"""Commands that README.md and CONTRIBUTING.md show: run here, or it is said what runs them."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = ("README.md", "CONTRIBUTING.md")
+PROGRAMS = ("make", "python", "torchrun", "megatron-cp", "pytest", "pip", "git", "bash")
+
+# What a command is run with beside what the page shows, and what it must print.
+RUN: dict[str, tuple[str, str]] = {
+    "megatron-cp prepare-data --output data/stdlib": ("README.md", "documents"),
+    "megatron-cp train --config tiny_zigzag": (
+        "--train-iters 2 --log-interval 1 --seq-length 128 --data-path data/readme",
+        "iteration        2/",
+    ),
+    "torchrun --nproc-per-node 4 scripts/pretrain_gpt.py --config configs/tiny_zigzag.yaml": (
+        "--train-iters 2 --log-interval 1 --seq-length 128 --data-path data/readme",
+        "iteration        2/",
+    ),
+    "megatron-cp plan --size 16 --seq-len 262144 --heads 32 --kv-heads 8 --bandwidth 25": (
+        "",
+        "262144 tokens, 16 ranks",
+    ),
+    "megatron-cp plan --size 8 --seq-len 65536 --heads 32": ("", "65536 tokens, 8 ranks"),
+    "megatron-cp plan --documents 8192 ...": ("--size 4 --seq-len 64K --heads 8", "documents"),
+    "megatron-cp plan --window 1024": ("--size 4 --seq-len 64K --heads 8", "65536 tokens"),
+    "megatron-cp draw --algo zigzag --size 8": ("", "q7 k7"),
+    "megatron-cp draw --algo zigzag --size 4 --output docs/pictures/zigzag.svg": ("", "wrote"),
+    "megatron-cp draw --algo distflash --size 8 --output docs/pictures/distflash.svg": (
+        "",
+        "wrote",
+    ),
+    "megatron-cp draw --algo attention2d --size 9 --option chunks=2 --output "
+    "docs/pictures/attention2d.svg": ("", "wrote"),
+    "megatron-cp doctor": ("--head-dim 16", "zigzag"),
+    "torchrun --nproc-per-node 4 -m megatron_cp_plugin.cli doctor": (
+        "--head-dim 16",
+        "4 over gloo",
+    ),
+    "megatron-cp hooks --check": ("", "0 difference(s)"),
+    "megatron-cp capabilities": ("", "| zigzag "),
+    "make help": ("", "make test"),
+}
+CHECK_INSTALLS = "scripts/check_installs.py"
+GPUS = "needs GPUs"
+ITSELF = "sets up or tests the checkout"
+# Commands with names to be filled in, and those that something else runs.
+ELSEWHERE: dict[str, str] = {
+    "git clone <this repository> && cd megatron_cp_plugin": ITSELF,
+    "git clone <this repository> && cd <its folder>": ITSELF,
+    "make smoke": "tests/test_convergence_smoke.py",
+    "make test": ITSELF,
+    "make test-all": ITSELF,
+    'make test ARGS="-k layout"': ITSELF,
+    "make lint": ITSELF,
+    "make format": ITSELF,
+    "make lock": ITSELF,
+    "bash .ci/run": ITSELF,
+    "pip install .": CHECK_INSTALLS,
+    "pip install '.[megatron]'": CHECK_INSTALLS,
+    "pip install '.[report]'": CHECK_INSTALLS,
+    "pip install '.[gpu]'": GPUS,
+    "pip install -e '.[dev]'": CHECK_INSTALLS,
+    "pip install datasets": "tests/integration/test_sft.py",
+    "python scripts/check_installs.py": "tests/test_help.py",
+    "megatron-cp plan": "tests/test_costs.py",
+    "megatron-cp train --config NAME": "tests/test_cli.py",
+    "megatron-cp train": "tests/test_cli.py",
+    "torchrun ... -m megatron_cp_plugin.cli train": CHECK_INSTALLS,
+    "torchrun ... scripts/pretrain_gpt.py --config FILE": "tests/integration/test_training.py",
+    "torchrun --nproc-per-node 8 -m megatron_cp_plugin.launch /path/to/pretrain_gpt.py "
+    "--context-parallel-algo zigzag --context-parallel-size 8 <your own flags>": (
+        "tests/integration/test_training.py"
+    ),
+    "python scripts/convergence_smoke.py --config configs/tiny_zigzag.yaml --algos ring,zigzag "
+    "--cp 1,2,4 --iters 20": "tests/test_convergence_smoke.py",
+    "python scripts/convergence_smoke.py --config configs/tiny_zigzag.yaml --algos NAME "
+    "--cp 1,2,4": "tests/test_convergence_smoke.py",
+    "torchrun --nproc-per-node 4 tests/distributed_conformance.py": GPUS,
+    "torchrun --nproc-per-node 2 tests/stress_transport.py --minutes 9": GPUS,
+    "megatron-cp draw --algo NAME --size 8 --option travels=queries": (
+        "tests/test_foreign_algorithm.py"
+    ),
+    "pytest tests/test_conformance.py -k NAME": "tests/test_conformance.py",
+    "megatron-cp capabilities > docs/capabilities.md": "tests/test_capabilities.py",
+    'python -c "import FILE; from megatron_cp_plugin.cli import main; main()" draw --algo NAME '
+    "...": "tests/test_foreign_algorithm.py",
+    "pytest tests/integration/test_random_runs.py --random-runs 200": (
+        "tests/integration/test_random_runs.py"
+    ),
+    "python tests/integration/endings.py train --jobs 200": "tests/integration/endings.py",
+}
+
+
+def shown(page: str) -> list[str]:
+    """The commands of a page: lines of code, and words in the text that begin as one."""
+    text = (ROOT / page).read_text().replace("\\\n", "")
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    rest = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    lines = [line for kind, block in blocks if kind in ("", "bash") for line in block.splitlines()]
+    lines += [line for line in rest.splitlines() if line.startswith("    ")]
+    lines += re.findall(r"`([^`]+)`", rest)
+    commands = (" ".join(line.split("  #")[0].split()) for line in lines)
+    return [c for c in commands if " " in c and c.split()[0] in PROGRAMS]
+
+
+def test_every_command_of_the_pages_is_known() -> None:
+    commands = {command for page in PAGES for command in shown(page)}
+    assert commands - RUN.keys() - ELSEWHERE.keys() == set()
+    assert {why for why in ELSEWHERE.values() if "/" in why and not (ROOT / why).exists()} == set()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", RUN)
+def test_commands_of_the_pages(command: str, tmp_path: Path) -> None:
+    more, says = RUN[command]
+    for name in ("configs", "scripts", "README.md", "Makefile"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    words = shlex.split(f"{command.removesuffix('...')} {more}")
+    (tmp_path / "docs" / "pictures").mkdir(parents=True)
+    tools = Path(sys.executable).parent
+    if "--data-path" in words:
+        data = [tools / "megatron-cp", "prepare-data", "README.md", "--output", "data/readme"]
+        data += ["--document-bytes", "200"]
+        subprocess.run(data, cwd=tmp_path, check=True, capture_output=True)
+    if words[0] != "make":
+        words[0] = str(tools / words[0])
+    done = subprocess.run(
+        words, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert says in done.stdout

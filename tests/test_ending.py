@@ -1,0 +1,66 @@
+"""Who of many processes says a refusal, and with which codes all end."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+# Rank 0 comes late; the ranks of argv refuse.
+PROGRAM = """
+import os, sys, time
+from megatron_cp_plugin import ending
+from megatron_cp_plugin.errors import ConfigError
+
+ending._PATIENCE_S = float(sys.argv[1])
+rank = os.environ["LOCAL_RANK"]
+with ending.one_line_errors():
+    if rank == "0":
+        time.sleep(0.5)
+    if rank in sys.argv[2:]:
+        raise ConfigError(f"why not, says rank {rank}")
+"""
+
+
+def end(folder: Path, program: str, *arguments: str, ranks: int = 3) -> list[tuple[int, str, str]]:
+    """Exit code, stderr and error file of every rank, where torchrun has its files."""
+    files = [folder / str(rank) / "error.json" for rank in range(ranks)]
+    started = []
+    for rank, file in enumerate(files):
+        file.parent.mkdir()
+        places = {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
+        started.append(
+            subprocess.Popen(
+                [sys.executable, "-c", program, *arguments],
+                env={**os.environ, **places, "TORCHELASTIC_ERROR_FILE": str(file)},
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    errors = [process.communicate(timeout=120)[1] for process in started]
+    texts = [file.read_text() if file.exists() else "" for file in files]
+    return [(p.returncode, e, t) for p, e, t in zip(started, errors, texts, strict=True)]
+
+
+def test_one_rank_speaks_for_all_that_refuse(tmp_path: Path) -> None:
+    found = end(tmp_path, PROGRAM, "60", "0", "1", "2")
+    assert [(code, error) for code, error, _ in found] == [(2, ""), (0, ""), (0, "")]
+    assert json.loads(found[0][2])["message"]["message"] == (
+        "megatron_cp_plugin: error: why not, says rank 0"
+    )
+    assert [text for _, _, text in found[1:]] == ["", ""]
+
+
+def test_a_rank_that_refuses_alone_speaks_for_itself(tmp_path: Path) -> None:
+    found = end(tmp_path, PROGRAM, "0.1", "2")
+    assert [(code, error) for code, error, _ in found] == [(0, ""), (0, ""), (2, "")]
+    assert "says rank 2" in found[2][2]
+
+
+def test_an_interrupt_is_one_line_of_the_first_rank(tmp_path: Path) -> None:
+    program = (
+        "from megatron_cp_plugin.ending import whole_program\n"
+        "with whole_program():\n    raise KeyboardInterrupt"
+    )
+    found = end(tmp_path, program, ranks=2)
+    assert found == [(130, "megatron_cp_plugin: interrupted\n", ""), (130, "", "")]
