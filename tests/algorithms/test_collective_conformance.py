@@ -15,7 +15,7 @@ from megatron_cp_plugin.core.layout import shard
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask, visible_pairs
 from megatron_cp_plugin.core.topology import Topology
-from megatron_cp_plugin.core.virtual import VirtualTopology, run_virtual
+from megatron_cp_plugin.core.virtual import VirtualTopology, VirtualWorld, run_virtual
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.kernels.reference import Reference
 from megatron_cp_plugin.registry import create
@@ -303,11 +303,8 @@ def test_only_local_tensors_out_and_lse_are_kept(algo: str, options: dict[str, o
 
 def shape_chosen(size: int, heads: int, kv_heads: int, variant: str = "zigzag") -> tuple[int, int]:
     shape = Shape(1, 128 * size, heads, kv_heads, 128)
-
-    def ask(topology: Topology) -> tuple[int, int]:
-        return create("attention2d", topology, {"variant": variant}).grid_shape(shape)
-
-    return run_virtual(size, ask)[0]
+    topology = VirtualWorld(size).topology(0)
+    return create("attention2d", topology, {"variant": variant}).grid_shape(shape)
 
 
 @pytest.mark.parametrize(
