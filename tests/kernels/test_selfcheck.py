@@ -155,4 +155,4 @@ def test_the_choice_is_said_in_words_by_the_first_rank(caplog, monkeypatch):
     assert not caplog.messages
     monkeypatch.setenv("RANK", "0")
     resolve("auto", Problem(CPU, torch.float32, 8, 2, 16, value_dim=8))
-    assert caplog.messages == ["kernel: torch_cpu for 8:2 heads of 16 and 8 in float32"]
+    assert caplog.messages == ["kernel: reference for 8:2 heads of 16 and 8 in float32"]
