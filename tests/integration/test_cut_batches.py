@@ -56,7 +56,7 @@ def test_install(tmp_path: Path, size: int) -> None:
             assert words in refused[name], (name, refused[name])
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_one_model_only(tmp_path: Path, size: int) -> None:
     for results in run(tmp_path, "serve", str(size), ranks=size):
         assert results.keys() == SERVED.keys()
