@@ -218,7 +218,7 @@ MISTAKES = (
     ),
     Mistake(
         "kernel of Megatron's",
-        "--attention-backend flash",
+        "--attention-backend fused",
         "leave --attention-backend out",
         program=ZIGZAG,
     ),
