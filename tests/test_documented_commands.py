@@ -44,7 +44,7 @@ RUN: dict[str, tuple[str, str]] = {
         "4 over gloo",
     ),
     "megatron-cp hooks --check": ("", "0 difference(s)"),
-    "megatron-cp capabilities": ("", "| zigzag "),
+    "megatron-cp capabilities": ("", "| `zigzag` "),
     "make help": ("", "make test"),
 }
 CHECK_INSTALLS = "scripts/check_installs.py"
