@@ -20,6 +20,7 @@ from megatron_cp_plugin import functional, registry
 from megatron_cp_plugin.core.kernel import Problem, Statistics
 from megatron_cp_plugin.core.layout import shard
 from megatron_cp_plugin.core.process_groups import topology_of
+from megatron_cp_plugin.core.streams import capture
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.core.virtual import run_virtual
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
@@ -240,15 +241,7 @@ def _replay_error(
         return (out.detach(), *torch.autograd.grad(out, leaves, dout))
 
     try:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):  # where nothing that a capture waits for is left behind
-            step()
-        torch.cuda.current_stream().wait_stream(side)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            results = step()
+        graph, results = capture(step, torch.cuda.synchronize)
         with torch.no_grad():
             for target, x in zip((*leaves, dout), given, strict=True):
                 target.copy_(x)

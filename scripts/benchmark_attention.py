@@ -38,6 +38,7 @@ from megatron_cp_plugin.core.documents import random_documents
 from megatron_cp_plugin.core.kernel import Problem, SoftmaxKernel, Statistics
 from megatron_cp_plugin.core.layout import Layout, Zigzag, shard
 from megatron_cp_plugin.core.process_groups import topology_of
+from megatron_cp_plugin.core.streams import capture
 from megatron_cp_plugin.ending import one_line_errors
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.kernels import kernel_names, resolve
@@ -216,16 +217,7 @@ class Bench:
 
         Args: check: is given the results of one replay.
         """
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(2):
-                body()
-        torch.cuda.current_stream().wait_stream(side)
-        self.align()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            results = body()
+        graph, results = capture(body, self.align)
         self.align()
         graph.replay()
         torch.cuda.synchronize()

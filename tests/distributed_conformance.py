@@ -23,6 +23,7 @@ from megatron_cp_plugin.core.devices import take_gpu
 from megatron_cp_plugin.core.kernel import Problem, Statistics
 from megatron_cp_plugin.core.layout import shard
 from megatron_cp_plugin.core.process_groups import topology_of
+from megatron_cp_plugin.core.streams import capture
 from megatron_cp_plugin.core.virtual import VirtualWorld
 from megatron_cp_plugin.ending import one_line_errors
 from megatron_cp_plugin.errors import ConfigError, KernelUnavailableError
@@ -100,17 +101,12 @@ def split_errors(case, kernel_name, expected: Expected, device, setting, capture
 
 def replayed(step):
     """Results of a step that was captured in a CUDA graph and run again from it."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    dist.barrier()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        got = step()
+
+    def meet():
+        torch.cuda.synchronize()
+        dist.barrier()
+
+    graph, got = capture(step, meet)
     for x in got:
         x.fill_(float("nan"))
     graph.replay()

@@ -34,6 +34,7 @@ from torch import Tensor
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.core.kernel import Problem
 from megatron_cp_plugin.core.process_groups import topology_of
+from megatron_cp_plugin.core.streams import capture
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.core.virtual import run_virtual
 from megatron_cp_plugin.errors import KernelUnavailableError
@@ -284,16 +285,7 @@ class Stress:
             out = self.attend(call, leaves, transport)
             return (out.detach(), *torch.autograd.grad(out, leaves, dout))
 
-        side = self.sides[0]
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(2):
-                step()
-        torch.cuda.current_stream().wait_stream(side)
-        self._meet()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            results = step()
+        graph, results = capture(step, self._meet)
         given = [self.inputs(replace(call, seed=call.seed + n)) for n in range(REPLAYED_INPUTS)]
         expected = [self.quiet(call, other) for other in given]
         torch.cuda.synchronize()

@@ -115,8 +115,9 @@ class _Run:
         self._relay, self._parts, self._channels, self._work = plan.relay, parts, channels, work
         self._device = work.q.device
         self._held: dict[BlockId, Tensors] = {}
-        self._retains = plan.phase == "forward" and parts.retained is not None
-        if parts.retained is not None and not self._retains:
+        # Which block to keep at the end.
+        self._retained = parts.retained if plan.phase == "forward" else None
+        if parts.retained is not None and plan.phase == "backward":
             self._held[parts.retained] = work.retained
         self._dropped: tuple[BlockId, ...] = ()
         self._earlier: dict[BlockId, Tensors] = {}  # sums of ranks before this one
@@ -142,9 +143,9 @@ class _Run:
         for task in turn.tasks:
             work.compute(task, self._held.get(task.query), self._held.get(task.key))
         self._dropped = turn.dropped
-        if turn.last and self._retains:  # in memory of its own, for the next call's messages
-            assert self._parts.retained is not None
-            work.retained = tuple(x.clone() for x in self._held[self._parts.retained])
+        if turn.last and self._retained is not None:
+            # In memory of its own: the next call's messages take this one.
+            work.retained = tuple(x.clone() for x in self._held[self._retained])
         self.take_results(turn.step)
         for exchange in turn.results:
             if exchange.receives:

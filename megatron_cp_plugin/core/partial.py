@@ -74,6 +74,12 @@ def _sum_into(out: Tensor, a: Tensor, b: Tensor | None = None) -> None:
         out.copy_(a.to(wide) + b.to(wide))
 
 
+def _add_rows(total: Tensor, rows: slice, gradient: Tensor) -> None:
+    """Adds to some rows of a total [B,S,heads,D], in place."""
+    part = total[:, rows]
+    _sum_into(part, part, gradient)
+
+
 class Accumulator:
     """Running merge of the partials of one block of queries.
 
@@ -196,10 +202,9 @@ class GradientSum:
             self._total = gradient
         elif self._few and not self._owned and self._second is None:
             self._second = rows, gradient
-        elif not self._owned and self._total is not None and self._whole(gradient):
-            self._total, self._owned = self._plus(self.held, gradient, self._wide), True
         else:
-            self._add_rows(self._own_buffer(), rows, gradient)
+            self._settle()
+            self._add(rows, gradient)
 
     def result(self, dtype: torch.dtype | None = None, plus: Tensor | None = None) -> Tensor:
         """The sum, contiguous, in `dtype` (default: that of the tensor it is a gradient of).
@@ -223,15 +228,28 @@ class GradientSum:
     @property
     def held(self) -> Tensor:
         """The sum in whatever dtype it is, for whoever copies it elsewhere."""
-        whole = self._total is not None and self._second is None
-        return self._total if whole and self._total is not None else self._own_buffer()
+        self._settle()
+        return self._own_buffer() if self._total is None else self._total
 
     def _final(self, dtype: torch.dtype) -> Tensor:
         """The sum; rounded already where it ends in `dtype`, and nothing is added to it then."""
         if self._second is not None and self._total is not None and self._total.dtype == dtype:
-            second, self._second = self._second, None
-            self._add_rows(self._total, *second)
+            (rows, gradient), self._second = self._second, None
+            _add_rows(self._total, rows, gradient)
         return self.held
+
+    def _settle(self) -> None:
+        """Adds the partial that waits, if one does."""
+        if self._second is not None:
+            second, self._second = self._second, None
+            self._add(*second)
+
+    def _add(self, rows: slice, gradient: Tensor) -> None:
+        """Adds to a wide total."""
+        if not self._owned and self._total is not None and self._whole(gradient):
+            self._total, self._owned = self._plus(self._total, gradient, self._wide), True
+        else:
+            _add_rows(self._own_buffer(), rows, gradient)
 
     @property
     def _wide(self) -> torch.dtype:
@@ -243,28 +261,18 @@ class GradientSum:
         return out
 
     def _own_buffer(self) -> Tensor:
-        """The total as a wide buffer, with all that has come."""
-        second, self._second = self._second, None
+        """The total as a wide buffer."""
         if self._total is None:
             self._total = torch.zeros_like(self._like, dtype=self._wide)
-        elif second is not None and self._whole(second[1]):
-            self._total, second = self._plus(self._total, second[1], self._wide), None
         elif not self._owned:
             wide = torch.empty_like(self._like, dtype=self._wide)
             _sum_into(wide, self._total)
             self._total = wide
         self._owned = True
-        if second is not None:
-            self._add_rows(self._total, *second)
         return self._total
 
     def _whole(self, gradient: Tensor) -> bool:
         return gradient.shape[1] == self._like.shape[1]
-
-    @staticmethod
-    def _add_rows(total: Tensor, rows: slice, gradient: Tensor) -> None:
-        part = total[:, rows]
-        _sum_into(part, part, gradient)
 
 
 class WholeGradient:

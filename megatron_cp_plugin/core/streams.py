@@ -1,5 +1,6 @@
 """Work beside the current CUDA stream."""
 
+from collections.abc import Callable
 from functools import cache
 from types import TracebackType
 
@@ -43,6 +44,26 @@ class Beside:
 def capturing(x: Tensor) -> bool:
     """Whether what happens to a tensor now goes to a CUDA graph."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def capture[T](call: Callable[[], T], meet: Callable[[], object]) -> tuple[torch.cuda.CUDAGraph, T]:
+    """Captures a call in a CUDA graph, after running it twice where nothing is left behind.
+
+    Args: meet: lets all ranks, and their GPUs, come to the point where they capture.
+
+    Returns: the graph, and what the call gave, which replays write to.
+    """
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    meet()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        results = call()
+    return graph, results
 
 
 def copy_stream() -> torch.cuda.Stream:

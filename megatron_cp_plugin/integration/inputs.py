@@ -144,8 +144,8 @@ class CutInputs:
 
 
 def _check_capture(model: Any, mask: DocumentMask | None) -> None:
-    captured = graphs(Settings(model.config))
-    if mask and captured != "none":
+    captured = graphs(Settings(model.config)) if mask else "none"
+    if captured != "none":
         raise ContextParallelError(
             f"--cuda-graph-impl {captured} keeps the documents of the batch that was captured, got "
             "packed sequences: leave it or packed_seq_params out"
