@@ -6,7 +6,7 @@ of values and outputs.
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -159,7 +159,7 @@ class Lengths(NamedTuple):
     longest_k: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Packing:
     """Sequences that one call computes, each by itself, one after the other.
 
@@ -169,9 +169,6 @@ class Packing:
 
     rows: tuple[int, ...]
     cols: tuple[int, ...]
-    _on: dict[tuple[int, torch.device], Lengths] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
 
     @property
     def sequences(self) -> int:
@@ -185,15 +182,18 @@ class Packing:
         return tuple(zip(rows, cols, strict=True))
 
     def lengths(self, batch: int, device: torch.device) -> Lengths:
-        """Those of all entries of a batch, one entry after the other; made once for a device."""
-        if (batch, device) not in self._on:
-            bounds = torch.tensor((self.rows, self.cols))
-            entries = torch.arange(batch)[:, None] * bounds[:, None, -1:] + bounds[:, None, :-1]
-            both = torch.cat((entries.flatten(1), batch * bounds[:, -1:]), 1)
-            cu_q, cu_k = uploaded(both, device)
-            longest_q, longest_k = bounds.diff().amax(1).tolist()
-            self._on[batch, device] = Lengths(cu_q, cu_k, longest_q, longest_k)
-        return self._on[batch, device]
+        """Those of all entries of a batch, one entry after the other."""
+        return _lengths(self, batch, device)
+
+
+@lru_cache(maxsize=512)  # all layers of a micro-batch have the same packings
+def _lengths(packing: Packing, batch: int, device: torch.device) -> Lengths:
+    bounds = torch.tensor((packing.rows, packing.cols))
+    entries = torch.arange(batch)[:, None] * bounds[:, None, -1:] + bounds[:, None, :-1]
+    both = torch.cat((entries.flatten(1), batch * bounds[:, -1:]), 1)
+    cu_q, cu_k = uploaded(both, device)
+    longest_q, longest_k = bounds.diff().amax(1).tolist()
+    return Lengths(cu_q, cu_k, longest_q, longest_k)
 
 
 class SoftmaxKernel(Kernel[Problem]):

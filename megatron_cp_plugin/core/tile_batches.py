@@ -6,7 +6,7 @@ copied together for it, for a call of each would cost more than the copies.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -48,7 +48,6 @@ class Batch:
     rows: Ranges
     cols: Ranges
     causal: bool
-    _on: dict[torch.device, tuple[Side, Side]] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
     def packing(self) -> Packing:
@@ -57,16 +56,18 @@ class Batch:
         return Packing(tuple(rows), tuple(cols))
 
     def sides(self, device: torch.device) -> tuple[Side, Side]:
-        """The queries and the keys. Made once for a device, and taken there in one copy."""
-        if device not in self._on:
-            rows, cols = _picked(self.rows), _picked(self.cols)
-            indices = [x for side in (rows, cols) for x in _indices(side)]
-            on_device: Iterator[Tensor] = iter(())
-            if indices:
-                whole = uploaded(torch.cat(indices), device)
-                on_device = iter(whole.split([len(x) for x in indices]))
-            self._on[device] = _placed(rows, on_device), _placed(cols, on_device)
-        return self._on[device]
+        """The queries and the keys; all layers of a micro-batch have the same."""
+        return _on_device(self, device)
+
+
+@lru_cache(maxsize=512)  # batches of some micro-batches: they take memory of the device
+def _on_device(batch: Batch, device: torch.device) -> tuple[Side, Side]:
+    rows, cols = _picked(batch.rows), _picked(batch.cols)
+    indices = (*_indices(rows), *_indices(cols))
+    parts: Iterator[Tensor] = iter(())
+    if indices:
+        parts = iter(uploaded(torch.cat(indices), device).split([len(x) for x in indices]))
+    return _placed(rows, parts), _placed(cols, parts)
 
 
 KernelCall = Tile | Batch
@@ -93,10 +94,9 @@ class Batches:
         keys = max((_extent(_range(tile.kv))[1] for tile in self.tiles), default=0)
         by_kind: dict[tuple[bool, bool], list[Tile]] = {}
         for tile in self.tiles:
-            square = tile.rows == tile.cols == 1  # which is as good as causal
-            by_kind.setdefault((tile.causal or square, tile.reverse), []).append(tile)
+            by_kind.setdefault((tile.causal, tile.reverse), []).append(tile)
         for (causal, reverse), tiles in by_kind.items():
-            units = _units(tiles)
+            units = _units(tiles if causal else _larger(tiles))
             # Reversed tiles are copied anyway.
             large = [u for u in units if u.area * self._heads >= _LARGE and not reverse]
             small = [u for u in units if u.area * self._heads < _LARGE or reverse]
@@ -130,6 +130,31 @@ class _Unit:
 
     def follows(self, other: "_Unit") -> bool:
         return _follows(other.rows[-1], self.rows[0]) and _follows(other.cols[-1], self.cols[0])
+
+
+def _larger(tiles: Iterable[Tile]) -> list[Tile]:
+    """Full tiles, those as one that have the same rows and columns that follow each other, or the
+    same columns and rows that do.
+    """
+    found: list[Tile] = []
+    for tile in sorted(tiles, key=lambda tile: (_ends(tile.q), _ends(tile.kv))):
+        if found and found[-1].q == tile.q and _follows(_range(found[-1].kv), _range(tile.kv)):
+            kv = slice(found[-1].kv.start, tile.kv.stop)
+            found[-1] = replace(tile, kv=kv, cols=found[-1].cols + tile.cols)
+        else:
+            found.append(tile)
+    wide, found = found, []
+    for tile in sorted(wide, key=lambda tile: (_ends(tile.kv), _ends(tile.q))):
+        if found and found[-1].kv == tile.kv and _follows(_range(found[-1].q), _range(tile.q)):
+            q = slice(found[-1].q.start, tile.q.stop)
+            found[-1] = replace(tile, q=q, rows=found[-1].rows + tile.rows)
+        else:
+            found.append(tile)
+    return found
+
+
+def _ends(part: slice) -> tuple[int, int, int]:
+    return part.start, part.stop, part.step or 1
 
 
 def _units(tiles: Iterable[Tile]) -> list[_Unit]:
