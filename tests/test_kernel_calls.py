@@ -50,7 +50,8 @@ class Spy(Reference):
         ("zigzag", {"layout": "thd", "backward": "kv"}, 4),
         ("zigzag", {"layout": "thd", "backward": "query"}, 4),
         ("distflash", {"layout": "thd"}, 5),  # half of another rank's last step
-        ("allgather", {"layout": "thd", "chunks": 1}, 1),
+        # A chunk of one query is a full tile.
+        ("allgather", {"layout": "thd", "chunks": 1}, 2),
         ("ulysses", {"layout": "thd", "chunks": 1}, 1),
         ("usp", {"layout": "thd", "ulysses": 2, "chunks": 1}, 2),
         # Two, where some are full and some causal.
