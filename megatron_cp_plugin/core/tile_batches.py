@@ -86,12 +86,12 @@ class Batches:
 
     @cached_property
     def _single(self) -> tuple[KernelCall, ...]:
-        return tuple(_call([_Unit.of(tile)], causal=tile.causal) for tile in self.tiles)
+        return tuple(_call([_Unit(tile)], causal=tile.causal) for tile in self.tiles)
 
     @cached_property
     def _packed(self) -> tuple[KernelCall, ...]:
         found: list[KernelCall] = []
-        keys = max((_extent(_range(tile.kv))[1] for tile in self.tiles), default=0)
+        keys = max((tile.kv.stop for tile in self.tiles), default=0)
         by_kind: dict[tuple[bool, bool], list[Tile]] = {}
         for tile in self.tiles:
             by_kind.setdefault((tile.causal, tile.reverse), []).append(tile)
@@ -106,30 +106,27 @@ class Batches:
         return tuple(sorted(found, key=_row_count, reverse=True))
 
 
-@dataclass
 class _Unit:
     """Tiles of one kind that follow each other in rows and in columns.
 
-    Attributes: tile: the only one, if it is no run of documents.
+    Attributes: tiles: in that order. q, kv: the last rows and columns. start, stop: of all rows.
+        area, cols: of all tiles.
     """
 
-    rows: list[range]
-    cols: list[range]
-    area: int
-    tile: Tile | None
+    def __init__(self, tile: Tile) -> None:
+        self.tiles, self.area, self.cols = [tile], tile.area, tile.cols
+        self.start, self.stop = tile.q.start, tile.q.stop
+        self._joins = tile.q.step in (None, 1) and tile.kv.step in (None, 1) and not tile.reverse
 
-    @classmethod
-    def of(cls, tile: Tile) -> "_Unit":
-        rows, cols = _range(tile.q), _range(tile.kv)
-        if tile.document_bounds:
-            parts = [slice(a, b) for a, b in pairwise(tile.document_bounds)]
-            return cls([rows[x] for x in parts], [cols[x] for x in parts], tile.area, None)
-        if tile.reverse:
-            rows, cols = rows[::-1], cols[::-1]
-        return cls([rows], [cols], tile.area, tile)
-
-    def follows(self, other: "_Unit") -> bool:
-        return _follows(other.rows[-1], self.rows[0]) and _follows(other.cols[-1], self.cols[0])
+    def takes(self, other: "_Unit") -> bool:
+        """Whether another unit of one tile follows, and is taken in."""
+        (tile,), last = other.tiles, self.tiles[-1]
+        follows = (tile.q.start, tile.kv.start) == (last.q.stop, last.kv.stop)
+        if not (follows and self._joins and other._joins):
+            return False
+        self.tiles.append(tile)
+        self.area, self.cols, self.stop = self.area + other.area, self.cols + other.cols, other.stop
+        return True
 
 
 def _larger(tiles: Iterable[Tile]) -> list[Tile]:
@@ -137,15 +134,15 @@ def _larger(tiles: Iterable[Tile]) -> list[Tile]:
     same columns and rows that do.
     """
     found: list[Tile] = []
-    for tile in sorted(tiles, key=lambda tile: (_ends(tile.q), _ends(tile.kv))):
-        if found and found[-1].q == tile.q and _follows(_range(found[-1].kv), _range(tile.kv)):
+    for tile in sorted(tiles, key=lambda tile: (tile.q.start, tile.q.stop, tile.kv.start)):
+        if found and found[-1].q == tile.q and _follow(found[-1].kv, tile.kv):
             kv = slice(found[-1].kv.start, tile.kv.stop)
             found[-1] = replace(tile, kv=kv, cols=found[-1].cols + tile.cols)
         else:
             found.append(tile)
     wide, found = found, []
-    for tile in sorted(wide, key=lambda tile: (_ends(tile.kv), _ends(tile.q))):
-        if found and found[-1].kv == tile.kv and _follows(_range(found[-1].q), _range(tile.q)):
+    for tile in sorted(wide, key=lambda tile: (tile.kv.start, tile.kv.stop, tile.q.start)):
+        if found and found[-1].kv == tile.kv and _follow(found[-1].q, tile.q):
             q = slice(found[-1].q.start, tile.q.stop)
             found[-1] = replace(tile, q=q, rows=found[-1].rows + tile.rows)
         else:
@@ -153,19 +150,16 @@ def _larger(tiles: Iterable[Tile]) -> list[Tile]:
     return found
 
 
-def _ends(part: slice) -> tuple[int, int, int]:
-    return part.start, part.stop, part.step or 1
+def _follow(before: slice, part: slice) -> bool:
+    unit = before.step in (None, 1) and part.step in (None, 1)
+    return unit and before.stop == part.start
 
 
 def _units(tiles: Iterable[Tile]) -> list[_Unit]:
     units: list[_Unit] = []
-    for unit in sorted(map(_Unit.of, tiles), key=lambda unit: _extent(unit.rows[0])):
-        if units and unit.follows(units[-1]):
-            last = units[-1]
-            last.rows += unit.rows
-            last.cols += unit.cols
-            last.area, last.tile = last.area + unit.area, None
-        else:
+    for tile in sorted(tiles, key=lambda tile: (tile.q.start, tile.kv.start)):
+        unit = _Unit(tile)
+        if not (units and units[-1].takes(unit)):
             units.append(unit)
     return units
 
@@ -177,22 +171,31 @@ def _apart(units: Iterable[_Unit], most: int) -> Iterator[list[_Unit]]:
     """
     groups: list[tuple[list[_Unit], int, int]] = []
     for unit in units:
-        start, _ = _extent(unit.rows[0])
-        stop, cols = max(_extent(x)[1] for x in unit.rows), sum(map(len, unit.cols))
-        for index, (group, reached, taken) in enumerate(groups):
-            if start >= reached and taken + cols <= most:
-                groups[index] = [*group, unit], stop, taken + cols
+        for index, (group, reached, cols) in enumerate(groups):
+            if unit.start >= reached and cols + unit.cols <= most:
+                group.append(unit)
+                groups[index] = group, unit.stop, cols + unit.cols
                 break
         else:
-            groups.append(([unit], stop, cols))
+            groups.append(([unit], unit.stop, unit.cols))
     yield from (group for group, *_ in groups)
 
 
 def _call(units: Sequence[_Unit], *, causal: bool) -> KernelCall:
-    if len(units) == 1 and units[0].tile is not None:
-        return units[0].tile
-    rows = (x for unit in units for x in unit.rows)
-    cols = (x for unit in units for x in unit.cols)
+    tiles = [tile for unit in units for tile in unit.tiles]
+    if len(tiles) == 1 and not tiles[0].document_bounds:
+        return tiles[0]
+    rows: list[range] = []
+    cols: list[range] = []
+    for tile in tiles:
+        if tile.document_bounds:
+            documents = [slice(a, b) for a, b in pairwise(tile.document_bounds)]
+            rows += (_range(tile.q)[part] for part in documents)
+            cols += (_range(tile.kv)[part] for part in documents)
+        else:
+            order = -1 if tile.reverse else 1
+            rows.append(_range(tile.q)[::order])
+            cols.append(_range(tile.kv)[::order])
     return Batch(tuple(rows), tuple(cols), causal)
 
 
