@@ -78,7 +78,8 @@ class Gathered:
         queries, keys = self._teams[False].order, self._teams[True].order
         rectangular = call.kernel.rectangular_causal
         tiles = plan_tiles(queries.spans, keys.spans, call.mask, rectangular=rectangular)
-        return parts(tiles, queries.tokens, self._heads, call.packed)
+        packed, gaps = call.packed, call.kernel.gaps
+        return parts(tiles, queries.tokens, self._heads, packed, gaps)
 
 
 def transposed(

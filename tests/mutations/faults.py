@@ -345,8 +345,8 @@ FAULTS = (
     ),
     Fault(
         "core/kernel.py",
-        "torch.arange(batch)[:, None] * bounds[:, None, -1:] +",
-        "torch.arange(batch)[:, None] +",
+        "starts = torch.arange(batch)[:, None] * ends[:, None] + bounds",
+        "starts = torch.arange(batch)[:, None] + bounds",
         "documents of later batch entries begin in the first one",
         "kernels/test_flash2.py::test_documents",
     ),
