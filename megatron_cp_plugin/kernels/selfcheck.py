@@ -105,9 +105,10 @@ def _results(kernel: SoftmaxKernel, problem: Problem) -> Iterator[tuple[str, Res
         if rectangular:
             found = _tile(kernel, problem, causal=True, packing=_RECTANGLES)
             yield "packed causal tiles", found
-        if kernel.gaps:
-            found = _tile(kernel, problem, causal=rectangular, packing=_APART)
-            yield "packed tiles with gaps", found
+        for causal in (False, rectangular) if kernel.gaps else ():
+            kind = "causal" if causal else "full"
+            found = _tile(kernel, problem, causal=causal, packing=_APART)
+            yield f"packed {kind} tiles with gaps", found
 
 
 def _tile(

@@ -108,7 +108,7 @@ def test_kernels_that_pack_are_checked_for_windows_too():
     class Packs(Planted):
         packs = gaps = True
 
-    for fault, tiles in (("packed", "packed full tiles"), ("gaps", "packed tiles with gaps")):
+    for fault, tiles in (("packed", "packed full tiles"), ("gaps", "packed full tiles with gaps")):
         check_kernel(Planted(fault), problem(windows=True))
         with pytest.raises(KernelUnavailableError, match=tiles):
             check_kernel(Packs(fault), problem(windows=True))
