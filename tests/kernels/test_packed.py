@@ -17,9 +17,10 @@ from megatron_cp_plugin.core.algorithm import (
 )
 from megatron_cp_plugin.core.kernel import Packing, Problem, SoftmaxKernel, Statistics
 from megatron_cp_plugin.core.partial import Accumulator, GradientSum, delta_of
+from megatron_cp_plugin.core.streams import capture
 from megatron_cp_plugin.core.tile_batches import Batch, Batches
 from megatron_cp_plugin.core.tiles import Mask, Tile
-from megatron_cp_plugin.errors import KernelUnavailableError
+from megatron_cp_plugin.errors import ContextParallelError, KernelUnavailableError
 from megatron_cp_plugin.kernels import resolve
 from tests.oracle import relative_error
 
@@ -276,3 +277,38 @@ def test_packed_calls_repeat_to_the_bit(name: str, kv_heads: int, causal: bool) 
         torch.use_deterministic_algorithms(False)
     for again in runs[1:]:
         assert all(torch.equal(x, y) for x, y in zip(runs[0], again, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["flash4", "torch_flash", "flash2"])
+def test_a_new_mask_does_not_make_the_host_wait_and_a_graph_wants_one_that_ran(name: str) -> None:
+    kernel, dtype, _ = kernel_for(name, GPU, 2, 64, 64)
+    tiles = random_tiles(Random(3), 100, 8, rectangular=kernel.rectangular_causal)
+    inputs = (x.to(GPU) for x in tensors(800, 800, 2, (64, 64), dtype, 1))
+    q, k, v, _ = inputs
+    call = Call(800, Mask(window=5), 64**-0.5, kernel)
+
+    def attend(work: Batches) -> tuple[Tensor, Tensor]:
+        total = Accumulator(q, 64)
+        attend_block(total, q, k, v, work, call)
+        return total.result()
+
+    want = attend(Batches(tiles, 4))
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        got = attend(Batches(tiles, 4))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
+    graph, work = torch.cuda.CUDAGraph(), Batches(tiles, 4)
+    with (
+        pytest.raises(ContextParallelError, match="run the same call once before it"),
+        torch.cuda.graph(graph, capture_error_mode="thread_local"),
+    ):
+        attend(work)
+    graph, captured = capture(lambda: attend(work), torch.cuda.synchronize)
+    for x in captured:
+        x.zero_()
+    graph.replay()
+    assert all(torch.equal(x, y) for x, y in zip(captured, want, strict=True))
