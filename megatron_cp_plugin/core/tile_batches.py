@@ -24,6 +24,9 @@ from megatron_cp_plugin.core.tiles import Tile
 # Pairs of a query and a key, for all heads, with which a call keeps a GPU busy for longer than the
 # host needs for the next one: some 70 us forward with head dim 128.
 _LARGE = 2**26
+# Queries, for all heads, that are copied for one call: the least that is worth one, and the most,
+# for which memory is taken. Between them it is half of those that there are.
+_COPIED = 2**13, 2**17
 # How many rows there may be in all where some are left out, for each that is computed: they take
 # memory, if no time.
 _SPARSE = 4
@@ -109,20 +112,21 @@ class Batches:
 
 def _packed(tiles: Sequence[Tile], heads: int, gaps: bool, forward: bool) -> list[KernelCall]:
     found: list[KernelCall] = []
+    rows = max((tile.q.stop for tile in tiles), default=0)
     keys = max((tile.kv.stop for tile in tiles), default=0)
+    least, most = (queries // heads for queries in _COPIED)
     by_kind: dict[tuple[bool, bool], list[Tile]] = {}
     for tile in tiles:
         by_kind.setdefault((tile.causal, tile.reverse), []).append(tile)
-    for (causal, reverse), of_kind in by_kind.items():
+    for (causal, _), of_kind in by_kind.items():
         units = _units(of_kind if causal else _larger(of_kind))
         in_place = _in_place(units, forward) if gaps else []
         found += (_call(group, causal, apart=True, forward=forward) for group in in_place)
         taken = {unit for group in in_place for unit in group}
         units = [unit for unit in units if unit not in taken]
-        # Reversed tiles are copied anyway.
-        large = [u for u in units if u.area * heads >= _LARGE and not reverse]
-        small = [u for u in units if u.area * heads < _LARGE or reverse]
-        groups = (*([unit] for unit in large), *_disjoint(small, 2 * keys))
+        found += (_call([u], causal) for u in units if u.area * heads >= _LARGE)
+        small = (unit for unit in units if unit.area * heads < _LARGE)
+        groups = _disjoint(small, min(max(rows // 2, least), most), 2 * keys)
         found += (_call(group, causal, forward=forward) for group in groups)
     # What may be all rows comes first: there is nothing yet to merge it with.
     return sorted(found, key=_row_count, reverse=True)
@@ -186,28 +190,34 @@ def _units(tiles: Iterable[Tile]) -> list[_Unit]:
     return units
 
 
-def _disjoint(units: Iterable[_Unit], most: float) -> Iterator[list[_Unit]]:
+def _disjoint(
+    units: Iterable[_Unit], most_rows: float = inf, most_cols: float = inf
+) -> list[list[_Unit]]:
     """As few groups as can be, of units that have no row in common.
 
-    Args: units: ascending in rows. most: keys that a group may have, repeated ones counted again.
+    Args: units: ascending in rows. most_rows, most_cols: of a group, repeated ones counted again.
     """
-    groups: list[tuple[list[_Unit], int, int]] = []
+    groups: list[list[_Unit]] = []
+    sizes: list[tuple[int, int]] = []
     for unit in units:
-        for index, (group, reached, cols) in enumerate(groups):
-            if unit.start >= reached and cols + unit.cols <= most:
+        own = unit.stop - unit.start, unit.cols
+        for index, (group, (rows, cols)) in enumerate(zip(groups, sizes, strict=True)):
+            fits = rows + own[0] <= most_rows and cols + own[1] <= most_cols
+            if unit.start >= group[-1].stop and fits:
                 group.append(unit)
-                groups[index] = group, unit.stop, cols + unit.cols
+                sizes[index] = rows + own[0], cols + own[1]
                 break
         else:
-            groups.append(([unit], unit.stop, unit.cols))
-    yield from (group for group, *_ in groups)
+            groups.append([unit])
+            sizes.append(own)
+    return groups
 
 
 def _in_place(units: Sequence[_Unit], forward: bool) -> list[list[_Unit]]:
     """Groups of units that a kernel takes where they are, leaving out what is between them."""
     if not all(unit.plain for unit in units):
         return []
-    groups = _disjoint(units, inf) if forward else [[*units]]
+    groups = _disjoint(units) if forward else [[*units]]
     return [group for group in groups if len(group) > 1 and _fits(group, forward)]
 
 

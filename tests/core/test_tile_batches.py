@@ -1,5 +1,6 @@
 """Which tiles become one kernel call: every pair once, few calls, and copies only where needed."""
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -181,9 +182,13 @@ def test_keys_that_two_tiles_of_a_call_see_get_gradients_in_two_rounds() -> None
 
 def test_large_tiles_are_calls_of_their_own() -> None:
     """No copies for what keeps a GPU busy alone; and no call has more than twice the keys."""
-    tiles = [Tile(slice(a, a + 64), slice(a, a + 64), 64, 64, False) for a in range(0, 1024, 128)]
-    small, large = Batches(tiles, 2**13), Batches(tiles, 2**14)
-    assert [len(call.rows) for call in small.calls(packed=True)] == [8]
+    length = 2**10
+    tiles = [
+        Tile(slice(a, a + length), slice(a, a + length), length, length, False)
+        for a in range(length, 17 * length, 2 * length)
+    ]
+    small, large = Batches(tiles, 2**5), Batches(tiles, 2**6)
+    assert [len(call.rows) for call in small.calls(packed=True)] == [4, 4]
     assert set(large.calls(packed=True)) == set(tiles)
     same = [Tile(slice(a, a + 64), slice(0, 99), 64, 99, False) for a in range(0, 1024, 128)]
     assert [len(call.rows) for call in Batches(same, 1).calls(packed=True)] == [2] * 4
@@ -261,3 +266,15 @@ def test_keys_that_are_only_read_are_taken_where_they_are() -> None:
     large = Batches(tiles, 2**26)
     assert len(large.calls(packed=True, gaps=True, forward=True)) == 1
     assert len(large.calls(packed=True, gaps=True)) == len(tiles)
+
+
+@pytest.mark.parametrize(("heads", "most"), [(4, 64), (8, 64), (128, 64), (256, 32), (2**13, 1)])
+def test_few_queries_are_copied_at_a_time(heads: int, most: int) -> None:
+    """Half the block's 2048, but 2**13 for all heads where half are fewer, and 2**17 at most."""
+    tiles = [
+        Tile(slice(a, a + 16), slice(a, a + 16), 16, 16, causal=True, reverse=True)
+        for a in range(16, 2048, 32)
+    ]
+    calls = Batches(tiles, heads).calls(packed=True, gaps=True)
+    counts = [1 if isinstance(one, Tile) else len(one.rows) for one in calls]
+    assert counts == [most] * (64 // most)
