@@ -35,7 +35,7 @@ from torch import Tensor
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.core.devices import take_gpu
 from megatron_cp_plugin.core.documents import random_documents
-from megatron_cp_plugin.core.kernel import Problem, SoftmaxKernel, Statistics
+from megatron_cp_plugin.core.kernel import Packing, Problem, SoftmaxKernel, Statistics
 from megatron_cp_plugin.core.layout import Layout, Zigzag, shard
 from megatron_cp_plugin.core.process_groups import topology_of
 from megatron_cp_plugin.core.streams import capture
@@ -180,19 +180,21 @@ class Bench:
         q, k, v, dout = self.whole
         scale = self.args.head_dim[0] ** -0.5
 
-        bounds = self.cu_seqlens
+        packing = self.cu_seqlens and Packing(self.cu_seqlens, self.cu_seqlens)
 
         def forward() -> tuple[Tensor, Tensor]:
-            if bounds is not None:
-                return kernel.forward_packed(q, k, v, bounds, scale=scale)
+            if packing:
+                return kernel.forward_packed(q, k, v, packing, scale=scale, causal=True)
             return kernel.forward(q, k, v, scale=scale, causal=self.causal)
 
         out, lse = forward()
 
         def backward() -> tuple[Tensor, ...]:
             statistics = Statistics(lse, out=out)
-            if bounds is not None:
-                return kernel.backward_packed(dout, q, k, v, statistics, bounds, scale=scale)
+            if packing:
+                return kernel.backward_packed(
+                    dout, q, k, v, statistics, packing, scale=scale, causal=True
+                )
             return kernel.backward(dout, q, k, v, statistics, scale=scale, causal=self.causal)
 
         if not self.reference:

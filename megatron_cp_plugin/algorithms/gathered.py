@@ -16,7 +16,8 @@ from megatron_cp_plugin.core.partial import accumulation_dtype
 from megatron_cp_plugin.core.plan import Move, Plan
 from megatron_cp_plugin.core.program import during
 from megatron_cp_plugin.core.team import GatheringTeam, Team
-from megatron_cp_plugin.core.tiles import Part, parts, plan_tiles
+from megatron_cp_plugin.core.tile_batches import Part, parts
+from megatron_cp_plugin.core.tiles import plan_tiles
 from megatron_cp_plugin.core.topology import Topology
 
 
@@ -52,6 +53,7 @@ class Gathered:
         }
         mine = (move for move in during(plan) if move.source == rank)
         self._rounds = collective.rounds(mine, plan.groups)
+        self._heads = plan.groups[0].heads
         self._wide = any(move.wide for move in plan.moves)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
@@ -76,7 +78,7 @@ class Gathered:
         queries, keys = self._teams[False].order, self._teams[True].order
         rectangular = call.kernel.rectangular_causal
         tiles = plan_tiles(queries.spans, keys.spans, call.mask, rectangular=rectangular)
-        return parts(tiles, queries.tokens)
+        return parts(tiles, queries.tokens, self._heads, call.packed)
 
 
 def transposed(

@@ -1,8 +1,9 @@
-"""The GPU of a rank."""
+"""The GPU of a rank, and what goes there from the host."""
 
 import os
 
 import torch
+from torch import Tensor
 
 from megatron_cp_plugin.errors import ConfigError
 
@@ -21,3 +22,14 @@ def take_gpu(instead: str) -> torch.device:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
     return device
+
+
+def uploaded(numbers: Tensor, device: torch.device) -> Tensor:
+    """Integers of the host as int32 on a device, without waiting for what is queued there.
+
+    They are there for whatever is queued later on the current stream, and for what follows that.
+    """
+    numbers = numbers.to(torch.int32)
+    if device.type != "cuda":
+        return numbers.to(device)
+    return numbers.pin_memory().to(device, non_blocking=True)

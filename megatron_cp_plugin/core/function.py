@@ -129,7 +129,9 @@ def attend(
     _check(q, k, v, algorithm, seq_len)
     heads, head_dim = q.shape[2:]
     shape = q.device, q.dtype, heads, k.shape[2], head_dim
-    problem = Problem(*shape, documents=bool(documents), value_dim=v.shape[3])
+    problem = Problem(
+        *shape, documents=bool(documents), value_dim=v.shape[3], windows=window is not None
+    )
     algorithm.check(
         algorithm.options,
         size=algorithm.topology.size,

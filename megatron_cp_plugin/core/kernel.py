@@ -6,12 +6,15 @@ of values and outputs.
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.core.partial import delta_of
+from megatron_cp_plugin.core.devices import uploaded
+from megatron_cp_plugin.core.partial import delta_of, rows_at
 
 
 class Kernel[P](ABC):
@@ -38,6 +41,7 @@ class Problem:
     Attributes:
         deterministic: every run must give the same bits; default: torch's own setting.
         documents: lengths are those of documents, ever new ones.
+        windows: some computations are sliding windows, of many tiles.
         value_dim: head dim of v and out; 0: that of q and k.
     """
 
@@ -49,6 +53,7 @@ class Problem:
     deterministic: bool = field(default_factory=torch.are_deterministic_algorithms_enabled)
     documents: bool = False
     value_dim: int = 0
+    windows: bool = False
 
     def __post_init__(self) -> None:
         if not self.value_dim:
@@ -76,12 +81,16 @@ class Statistics:
     out: Tensor | None = None
     delta: Tensor | None = None
 
-    def rows(self, rows: slice) -> "Statistics":
-        """The statistics of some query rows."""
+    def rows(self, rows: slice | Tensor) -> "Statistics":
+        """The statistics of some query rows. Args: rows: as in `partial.rows_at`."""
+
+        def some(x: Tensor) -> Tensor:
+            return x[:, :, rows] if isinstance(rows, slice) else x.index_select(2, rows)
+
         return Statistics(
-            self.lse[:, :, rows],
-            None if self.out is None else self.out[:, rows],
-            None if self.delta is None else self.delta[:, :, rows],
+            some(self.lse),
+            None if self.out is None else rows_at(self.out, rows),
+            None if self.delta is None else some(self.delta),
         )
 
     def heads(self, heads: slice) -> "Statistics":
@@ -138,13 +147,66 @@ class Statistics:
         return torch.where(square > 0, delta / square * wide, 0.0).to(dout.dtype)
 
 
-class SoftmaxKernel(Kernel[Problem]):
-    """Softmax attention of one tile.
+class Lengths(NamedTuple):
+    """Lengths of sequences as kernels take them, in the order in which torch's own does.
 
-    Attributes: rectangular_causal: takes causal tiles with T > S, bottom-right aligned.
+    Attributes: cu_q, cu_k: [sequences + 1] int32. longest_q, longest_k: tokens of the longest one.
+    """
+
+    cu_q: Tensor
+    cu_k: Tensor
+    longest_q: int
+    longest_k: int
+
+
+@dataclass(frozen=True, eq=False)
+class Packing:
+    """Sequences that one call computes, each by itself, one after the other.
+
+    Attributes: rows, cols: where the queries, and the keys, of each begin and end: 0, ..., S and
+        0, ..., T.
+    """
+
+    rows: tuple[int, ...]
+    cols: tuple[int, ...]
+
+    @property
+    def sequences(self) -> int:
+        """How many they are."""
+        return len(self.rows) - 1
+
+    @cached_property
+    def parts(self) -> tuple[tuple[slice, slice], ...]:
+        """Queries and keys of each."""
+        rows, cols = ([slice(a, b) for a, b in pairwise(x)] for x in (self.rows, self.cols))
+        return tuple(zip(rows, cols, strict=True))
+
+    def lengths(self, batch: int, device: torch.device) -> Lengths:
+        """Those of all entries of a batch, one entry after the other."""
+        return _lengths(self, batch, device)
+
+
+@lru_cache(maxsize=512)  # all layers of a micro-batch have the same packings
+def _lengths(packing: Packing, batch: int, device: torch.device) -> Lengths:
+    bounds = torch.tensor((packing.rows, packing.cols))
+    entries = torch.arange(batch)[:, None] * bounds[:, None, -1:] + bounds[:, None, :-1]
+    both = torch.cat((entries.flatten(1), batch * bounds[:, -1:]), 1)
+    cu_q, cu_k = uploaded(both, device)
+    longest_q, longest_k = bounds.diff().amax(1).tolist()
+    return Lengths(cu_q, cu_k, longest_q, longest_k)
+
+
+class SoftmaxKernel(Kernel[Problem]):
+    """Softmax attention of one tile, or of several.
+
+    Attributes:
+        rectangular_causal: takes causal tiles with T > S, bottom-right aligned.
+        packs: `forward_packed` and `backward_packed` are one call, however many sequences there
+            are, so that it pays to copy small tiles together for it.
     """
 
     rectangular_causal: bool = False
+    packs: bool = False
 
     @abstractmethod
     def forward(
@@ -178,28 +240,34 @@ class SoftmaxKernel(Kernel[Problem]):
         """
 
     def workspace(
-        self, q: Tensor, k: Tensor, v: Tensor, statistics: Statistics | None, *, causal: bool
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        statistics: Statistics | None,
+        *,
+        causal: bool,
+        sequences: int = 1,
     ) -> int:
         """Bytes that a call takes beside its arguments and results; 0 if next to nothing.
 
         Args: q, k, v: of the call, perhaps without storage. statistics: of a backward's; None: the
-            call is a forward. causal: as there.
+            call is a forward. causal: as there. sequences: that are packed.
         """
         return 0
 
     def forward_packed(
-        self, q: Tensor, k: Tensor, v: Tensor, bounds: tuple[int, ...], *, scale: float
+        self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, *, scale: float, causal: bool
     ) -> tuple[Tensor, Tensor]:
-        """Causal attention within documents: one call for each, unless the kernel can do better.
+        """Attention of each sequence: one call for each, unless the kernel can do better.
 
-        Args: q: [B,S,H,D]; k: [B,S,G,D]; v: [B,S,G,E]. bounds: 0, ..., S: where documents begin
-            and end.
+        Args: q: [B,S,H,D]; k: [B,T,G,D]; v: [B,T,G,E]. causal: as in `forward`, in each.
 
         Returns: as `forward`.
         """
         pieces = [
-            self.forward(q[:, a:b], k[:, a:b], v[:, a:b], scale=scale, causal=True)
-            for a, b in pairwise(bounds)
+            self.forward(q[:, rows], k[:, cols], v[:, cols], scale=scale, causal=causal)
+            for rows, cols in packing.parts
         ]
         outs, lses = zip(*pieces, strict=True)
         return torch.cat(outs, 1), torch.cat(lses, 2)
@@ -211,22 +279,23 @@ class SoftmaxKernel(Kernel[Problem]):
         k: Tensor,
         v: Tensor,
         statistics: Statistics,
-        bounds: tuple[int, ...],
+        packing: Packing,
         *,
         scale: float,
+        causal: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of `forward_packed`; otherwise as `backward`."""
         pieces = [
             self.backward(
-                dout[:, a:b],
-                q[:, a:b],
-                k[:, a:b],
-                v[:, a:b],
-                statistics.rows(slice(a, b)),
+                dout[:, rows],
+                q[:, rows],
+                k[:, cols],
+                v[:, cols],
+                statistics.rows(rows),
                 scale=scale,
-                causal=True,
+                causal=causal,
             )
-            for a, b in pairwise(bounds)
+            for rows, cols in packing.parts
         ]
         dq, dk, dv = (torch.cat(gradients, 1) for gradients in zip(*pieces, strict=True))
         return dq, dk, dv

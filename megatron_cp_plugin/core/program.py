@@ -8,18 +8,21 @@ from typing import NamedTuple
 
 from megatron_cp_plugin.core.pipeline import HeadGroup
 from megatron_cp_plugin.core.plan import Move, Plan
-from megatron_cp_plugin.core.tiles import Tile
+from megatron_cp_plugin.core.tile_batches import Batches
 
 # The owner of a block, and whether it is one of keys; else it is one of queries.
 BlockId = tuple[int, bool]
 
 
 class Task(NamedTuple):
-    """A computation of this rank; tiles count from the first row of a block as the rank has it."""
+    """A computation of this rank.
+
+    Attributes: work: its tiles, which count from the first row of a block as the rank has it.
+    """
 
     query: BlockId
     key: BlockId
-    tiles: tuple[Tile, ...]
+    work: Batches
     heads: HeadGroup
 
 
@@ -148,7 +151,8 @@ def _tasks(plan: Plan, rank: int) -> dict[int, tuple[Task, ...]]:
             cols = compute.keys.start - first_row.get(key, 0)
             if rows or cols:
                 tiles = tuple(tile.moved(rows, cols) for tile in tiles)
-            task = Task(query, key, tiles, compute.heads)
+            work = Batches(tiles, compute.heads.heads)
+            task = Task(query, key, work, compute.heads)
             tasks[compute.step] = (*tasks.get(compute.step, ()), task)
     return tasks
 

@@ -346,7 +346,8 @@ def _check_kernel(args: Any, config: ContextParallelConfig, device: torch.device
     kv_heads = max(1, _kv_heads(args) // tensor)
     packed = packs_documents(Settings(args)) is not None
     shape = device, dtype, local, kv_heads, head_dim
-    problem = Problem(*shape, fixed, documents=packed, value_dim=value_dim)
+    windowed = window_of(Settings(args).window_size) is not None
+    problem = Problem(*shape, fixed, documents=packed, value_dim=value_dim, windows=windowed)
     kernel = resolve(config.kernel, problem)
     if device.type == "cuda":
         with torch.cuda.device(device):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.core.kernel import Problem, SoftmaxKernel, Statistics
+from megatron_cp_plugin.core.kernel import Packing, Problem, SoftmaxKernel, Statistics
 from megatron_cp_plugin.core.partial import delta_of
 from megatron_cp_plugin.errors import KernelUnavailableError
 from megatron_cp_plugin.kernels.base import kernel_names, resolve
@@ -20,7 +20,10 @@ from megatron_cp_plugin.kernels.reference import Reference
 _BOUNDS = {torch.float64: 1e-12, torch.float32: 2e-6}
 _HALF_BOUND = 1e-2
 _TOKENS = 192  # a block of keys of the kernels for GPUs, and a part of one
-_DOCUMENTS = (0, 1, 130, 131, _TOKENS)
+# What one call computes, when the problem has documents or windows: ends of the queries and of the
+# keys of each sequence. Squares are for kernels whose causal tiles are no others.
+_SQUARES = Packing((0, 1, 130, 131, _TOKENS), (0, 1, 130, 131, _TOKENS))
+_RECTANGLES = Packing((0, 1, 40, 41, _TOKENS // 2), (0, 50, 130, 131, _TOKENS))
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ def check_kernel(kernel: SoftmaxKernel, problem: Problem) -> None:
 
 
 def accuracy(kernel: SoftmaxKernel, problem: Problem) -> Accuracy:
-    """The greatest error over causal and full tiles, and documents if the problem has them.
+    """The greatest error over causal and full tiles, one in a call and, if so used, several.
 
     As many query heads a KV head as the problem has; outputs, lse, and gradients by out and by
     delta.
@@ -91,8 +94,13 @@ def _results(kernel: SoftmaxKernel, problem: Problem) -> Iterator[tuple[str, Res
     yield "a full tile", _tile(kernel, problem, _TOKENS // 3, causal=False)
     if kernel.rectangular_causal:
         yield "a rectangular causal tile", _tile(kernel, problem, _TOKENS // 3, causal=True)
-    if problem.documents:
-        yield "documents", _tile(kernel, problem, _TOKENS, causal=True, bounds=_DOCUMENTS)
+    if problem.documents or (problem.windows and kernel.packs):
+        yield "documents", _tile(kernel, problem, _TOKENS, causal=True, packing=_SQUARES)
+        rows = _RECTANGLES.rows[-1]
+        yield "packed full tiles", _tile(kernel, problem, rows, causal=False, packing=_RECTANGLES)
+        if kernel.rectangular_causal:
+            found = _tile(kernel, problem, rows, causal=True, packing=_RECTANGLES)
+            yield "packed causal tiles", found
 
 
 def _tile(
@@ -101,22 +109,22 @@ def _tile(
     rows: int,
     *,
     causal: bool,
-    bounds: tuple[int, ...] = (),
+    packing: Packing | None = None,
 ) -> Results:
-    """(name, result, reference) of one tile of `rows` queries and all keys."""
+    """(name, result, reference) of one tile of `rows` queries and all keys, or of several."""
     q, k, v, dout = _inputs(problem, rows)
     scale = problem.head_dim**-0.5
 
     def forward(kernel: SoftmaxKernel, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        if bounds:
-            return kernel.forward_packed(q, k, v, bounds, scale=scale)
+        if packing is not None:
+            return kernel.forward_packed(q, k, v, packing, scale=scale, causal=causal)
         return kernel.forward(q, k, v, scale=scale, causal=causal)
 
     def backward(
         kernel: SoftmaxKernel, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, found: Statistics
     ) -> tuple[Tensor, Tensor, Tensor]:
-        if bounds:
-            return kernel.backward_packed(dout, q, k, v, found, bounds, scale=scale)
+        if packing is not None:
+            return kernel.backward_packed(dout, q, k, v, found, packing, scale=scale, causal=causal)
         return kernel.backward(dout, q, k, v, found, scale=scale, causal=causal)
 
     wide = q.double(), k.double(), v.double()
