@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from megatron_cp_plugin.core.documents import Spans
+from megatron_cp_plugin.core.bands import Spans
 from megatron_cp_plugin.core.rows import Rows, union
 from megatron_cp_plugin.core.tiles import Mask, plan_tiles
 
