@@ -349,8 +349,9 @@ def _plan_cells(
     size = arguments.size
     found = cost(algo, size, shape, mask, options)
     grid = f" {found.grid[0]}x{found.grid[1]}" if found.grid and algo == "attention2d" else ""
+    filled = f", filled up to {found.heads} heads" if found.heads != shape.heads else ""
     cells = [
-        algo + grid,
+        algo + grid + filled,
         found.layout,
         f"{found.forward_bytes / 2**20:.1f}",
         f"{found.backward_bytes / 2**20:.1f}",

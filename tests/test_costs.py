@@ -41,8 +41,8 @@ def test_a_window_leaves_less_to_compute_and_to_send() -> None:
 
 
 def test_what_cannot_be_served_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"ulysses=4, or context_parallel_size 4$"):
-        cost("ulysses", 8, Shape(1, 4096, 12, 12, 64))
+    with pytest.raises(ConfigError, match=r"use one of 1, 2, 4, 8, or 0 to have it chosen$"):
+        cost("usp", 8, SHAPE, options={"ulysses": 3})
 
 
 def test_plan_has_a_line_for_every_algorithm(capsys: pytest.CaptureFixture[str]) -> None:
@@ -52,7 +52,7 @@ def test_plan_has_a_line_for_every_algorithm(capsys: pytest.CaptureFixture[str])
     assert "one layer, 12:4 heads, 4096 tokens, 8 ranks" in out
     for algo in available("softmax"):
         assert algo in out
-    assert "ulysses: ulysses needs query heads divisible by the 8 ranks" in out
+    assert "ulysses, filled up to 16 heads" in out
     found = cost("zigzag", 8, Shape(1, 4096, 12, 4, 128))
     (line,) = [line for line in out.splitlines() if line.startswith("│ zigzag ")]
     cells = [cell.strip() for cell in line.strip("│").split("│")]
@@ -111,7 +111,7 @@ def test_memory_of_a_layer() -> None:
     assert peak("zigzag", 2, 0, SHAPE, options={"backward": "kv"}).saved == peer.saved + kv
     windowed = peak("distflash", 4, 0, SHAPE, Mask(window=64))
     assert windowed.backward < peak("distflash", 4, 0, SHAPE).backward
-    with pytest.raises(ConfigError, match="ulysses needs query heads divisible"):
-        peak("ulysses", 5, 0, SHAPE)
+    with pytest.raises(ConfigError, match="attention2d needs"):
+        peak("attention2d", 5, 0, SHAPE, options={"rows": 2})
     with pytest.raises(KernelUnavailableError, match="did you mean 'flash4'"):
         peak("zigzag", 2, 0, SHAPE, kernel="flash44")
