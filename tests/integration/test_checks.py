@@ -384,8 +384,16 @@ def test_megatron_fsdp_without_einops(
 def test_heads_that_ranks_cannot_split_are_filled_up(args: argparse.Namespace) -> None:
     args.world_size = args.context_parallel_size = 16
     args.seq_length = 256
+    said = []
     for algo in ("zigzag", "ulysses"):
-        check_arguments(args, ContextParallelConfig(algo, 16), CPU)
+        config = ContextParallelConfig(algo, 16)
+        check_arguments(args, config, CPU)
+        said.append(checks.describe_heads(args, config))
+    assert said == [
+        None,
+        "ulysses computes 16 query heads, got 8: the others are zeros, so that the ranks can split "
+        "them",
+    ]
 
 
 def test_the_chosen_kernel_is_said_at_start_up(args: argparse.Namespace) -> None:
