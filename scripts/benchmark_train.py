@@ -8,8 +8,11 @@
 Every combination of run, recompute, CUDA graphs and number of GPUs is one torchrun of
 benchmark_train_job.py, which measures all lengths (one, where a graph fixes it): random data,
 micro-batches of 1, bf16, distributed optimizer. Runs differ in nothing but the algorithm.
-`te:MODE` is Megatron's own path with `--cp-comm-type MODE`. Jobs start ahead, as far as they need
-no GPU, while others measure; those of fewer GPUs go side by side.
+`te:MODE` is Megatron's own path with `--cp-comm-type MODE`; `tp` is no context parallelism but
+Megatron's tensor and sequence parallelism on as many GPUs, of which the model gets more heads if
+they do not divide its own; `tp:ALGO` is the same with the attention kernel that ALGO takes at
+context-parallel size 1. Jobs start ahead, as far as they need no GPU, while others measure; those
+of fewer GPUs go side by side.
 
 Prints a table, writes markdown and JSON. Running out of memory is a result. Without a GPU, the
 tiny shapes show that it works. A waiting job holds a CUDA context on each of its GPUs, about half a
@@ -71,17 +74,28 @@ class Model:
         return 6.0 * tokens * (products + attention)
 
 
-# GPT-3 shapes of Attention2D, Table 3; Llama-2-7B; TransNormerLLM-385M, whose sizes are the
-# defaults of its published configuration, and -1B, the two that LASP measures.
+# GPT-3 shapes of Attention2D, Table 3; Llama-2; the variants of it in DISTFLASHATTN, section 4;
+# TransNormerLLM-385M, -1B and -7B, with the sizes of their published configurations.
 SHAPES = {
     "gpt3-760m": Model(24, 1536, 16, 6144, 16, False),
     "gpt3-2.7b": Model(32, 2560, 32, 10240, 32, False),
     "gpt3-13b": Model(40, 5120, 40, 20480, 40, False),
+    "gpt3-66b": Model(64, 9216, 72, 36864, 72, False),
+    "gpt3-175b": Model(96, 12288, 96, 49152, 96, False),
     "gpt-small": Model(8, 1024, 16, 4096, 4, True),  # at 8K tokens the host is the limit
     "llama7b": Model(32, 4096, 32, 11008, 32, True),
+    "llama13b": Model(40, 5120, 40, 13824, 40, True),
+    "llama-gqa": Model(32, 4096, 32, 11008, 8, True),
+    "llama-33h": Model(32, 4224, 33, 11008, 33, True),
+    "llama-16h": Model(64, 2048, 16, 11008, 16, True),
+    "llama-8h": Model(128, 1024, 8, 11008, 8, True),
+    "llama-4h": Model(256, 512, 4, 11008, 4, True),
+    "llama-2h": Model(512, 256, 2, 11008, 2, True),
     "tnl-0.4b": Model(24, 1024, 8, 2816, 8, True, linear=True, vocabulary=64000),
     "tnl-1b": Model(16, 2048, 16, 5632, 16, True, linear=True, vocabulary=64000),
+    "tnl-7b": Model(30, 4096, 32, 11264, 32, True, linear=True, vocabulary=64000),
     "tiny": Model(2, 64, 4, 128, 2, True, vocabulary=256),
+    "tiny-3h": Model(2, 48, 3, 128, 3, True, vocabulary=256),
     "tnl-tiny": Model(2, 64, 4, 128, 4, True, linear=True, vocabulary=256),
 }
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
@@ -185,7 +199,8 @@ def parse() -> argparse.Namespace:
     for name, recompute in product(args.runs.split(","), args.recompute.split(",")):
         if recompute not in RECOMPUTE:
             parser.error(f"--recompute takes {', '.join(RECOMPUTE)}, got {recompute}")
-        if name.startswith("te:") and SHAPES[args.shape].linear:
+        shape = SHAPES[args.shape]
+        if shape.linear and (name.startswith("te:") or name == "tp"):
             parser.error(f"{args.shape} has linear attention, {name} is softmax attention")
     return args
 
@@ -197,7 +212,7 @@ def plan_cases(args: argparse.Namespace) -> list[Case]:
     cases = []
     ways = product(sizes, args.recompute.split(","), args.graphs.split(","), args.runs.split(","))
     for size, recompute, graphs, name in ways:
-        if recompute == "full-twice" and name.startswith("te:"):
+        if recompute == "full-twice" and (name.startswith("te:") or name == "tp"):
             continue  # which is what its "full" does
         places = [range(first, first + size) for first in range(0, sizes[0] - size + 1, size)]
         place = min(places, key=lambda devices: max(load[device] for device in devices))
@@ -232,6 +247,7 @@ def command(args: argparse.Namespace, case: Case, gate: Path, port: int) -> list
         "hidden-size": shape.hidden,
         "ffn-hidden-size": shape.ffn,
         "num-attention-heads": shape.heads,
+        "kv-channels": shape.hidden // shape.heads,
         "seq-length": case.lengths[0],
         "max-position-embeddings": case.lengths[0],
         "position-embedding-type": "none" if shape.linear else "rope",
@@ -268,6 +284,11 @@ def command(args: argparse.Namespace, case: Case, gate: Path, port: int) -> list
         flags["num-query-groups"] = kv_heads
     algo, *options = case.name.split(":")
     chosen: list[str] = []
+    if algo == "tp":
+        flags |= {"context-parallel-size": 1, "tensor-model-parallel-size": size}
+        flags["num-attention-heads"] = -(-shape.heads // size) * size
+        switches += ["sequence-parallel"] if size > 1 else []
+        algo, *options = options or ["megatron"]
     if algo == "te":
         flags |= {"context-parallel-algo": "megatron", "cp-comm-type": options[0]}
     else:

@@ -108,8 +108,11 @@ class Clock:
 
         Raises: EndOfPlan after the last step.
         """
+        from megatron.training import get_args
+
         for tokens in self._plan.all_lengths():
             self.tokens = tokens
+            get_args().seq_length = tokens  # tensor-parallel ranks make room for a batch by it
             gc.collect()
             torch.cuda.empty_cache()
             batch = _batch(tokens, self._plan.vocabulary)
@@ -204,6 +207,7 @@ def main() -> NoReturn:
 
 def _train(plan: Plan) -> int:
     # Not before the plugin is in force.
+    from megatron.core import parallel_state
     from megatron.core.enums import ModelType
     from megatron.training import pretrain
     from megatron.training.argument_utils import (
@@ -222,6 +226,8 @@ def _train(plan: Plan) -> int:
         return clock.batches(), None, None
 
     def step(data: Iterator[Any], model: Any) -> tuple[Tensor, Any]:
+        if parallel_state.get_tensor_model_parallel_rank():
+            next(data)  # they get the first one's batch, but measure too
         output, loss = forward_step(data, model)
         return output, partial(clock.keep_loss, loss)
 

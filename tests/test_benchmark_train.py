@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 import benchmark_train
 from benchmark_train_job import OUT_OF_MEMORY, Plan, is_out_of_memory, read_reports
 
-from tests.integration.megatron_job import run
+from tests.integration.megatron_job import Job, run
 
 # The second length is more than memory holds.
 JOB = """
@@ -77,6 +77,7 @@ def test_a_graph_is_of_one_length(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         "--recompute twice",
         "--shape tnl-1b --runs lasp,te:p2p",
         "--shape llama8b",
+        "--shape tnl-1b --runs lasp,tp",
         "--graphs all",
     ],
 )
@@ -89,7 +90,15 @@ def test_what_the_command_line_refuses(
 
 
 @pytest.mark.parametrize(
-    ("shape", "billions"), [("llama7b", 6.7384), ("tnl-0.4b", 0.4645), ("tnl-1b", 1.1512)]
+    ("shape", "billions"),
+    [
+        ("llama7b", 6.7384),
+        ("llama13b", 13.0158),
+        ("gpt3-66b", 65.23 + 2 * 9216 * 32e-6),
+        ("gpt3-175b", 173.95 + 2 * 12288 * 32e-6),
+        ("tnl-0.4b", 0.4645),
+        ("tnl-1b", 1.1512),
+    ],
 )
 def test_operations_of_a_weight_are_six_a_token(shape: str, billions: float) -> None:
     """Parameters: Llama-2's as published; TransNormerLLM's with an output layer of its own."""
@@ -103,12 +112,64 @@ def test_operations_of_a_weight_are_six_a_token(shape: str, billions: float) -> 
 
 @pytest.mark.timeout(300)
 def test_a_job_measures_until_memory_is_exhausted(tmp_path: Path) -> None:
-    gate = tmp_path / "gate"
+    plan, job = measure(tmp_path, "tnl-tiny", "lasp")
+    assert [process.returncode for process in job.processes] == [OUT_OF_MEMORY], job.text[-3000:]
+    short, long, exhausted = read_reports(job.text)
+    assert (short.tokens, long.tokens, exhausted.tokens) == (32, 64, 128)
+    assert exhausted.out_of_memory
+    for report in (short, long):
+        assert not report.out_of_memory
+        assert len(report.step_ms) == plan.iters
+        assert min(report.step_ms) > 0
+        assert report.loss == pytest.approx(5.5, abs=0.3)  # untrained: log 256
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("shape", "name"), [("tiny", "tp"), ("tiny-3h", "tp:zigzag"), ("tnl-tiny", "tp:lasp2")]
+)
+def test_tensor_parallel_ranks_measure_the_same_lengths(
+    tmp_path: Path, shape: str, name: str
+) -> None:
+    """Two ranks: each measures all lengths, though only the first gets Megatron's batches."""
+    _, job = measure(tmp_path, shape, name, ranks=2)
+    short, long, exhausted = read_reports(job.text)
+    assert exhausted.out_of_memory, job.text[-3000:]
+    alone = read_reports(measure(tmp_path, shape, name)[1].text)
+    assert (short.tokens, long.tokens, exhausted.tokens) == (32, 64, 128)
+    for report, other in zip((short, long), alone, strict=False):
+        assert report.loss == pytest.approx(other.loss, abs=0.3)
+
+
+def test_the_command_of_tensor_parallelism(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Sequence parallel, Megatron's own attention, and as many heads as ranks divide."""
+    args = arguments(monkeypatch, "--shape llama-33h --gpus 2 --runs tp,tp:zigzag,distflash")
+    cases = benchmark_train.plan_cases(args)
+    own, kernel, ours = (benchmark_train.command(args, case, tmp_path, 0) for case in cases)
+
+    def value(words: list[str], flag: str) -> str:
+        return words[words.index(flag) + 1]
+
+    for words, algo in ((own, "megatron"), (kernel, "zigzag")):
+        assert value(words, "--tensor-model-parallel-size") == "2"
+        assert value(words, "--context-parallel-size") == "1"
+        assert value(words, "--num-attention-heads") == "34"
+        assert value(words, "--context-parallel-algo") == algo
+        assert "--sequence-parallel" in words
+    assert value(ours, "--num-attention-heads") == "33"
+    assert {value(words, "--kv-channels") for words in (own, kernel, ours)} == {"128"}
+    assert "--tensor-model-parallel-size" not in ours
+
+
+def measure(folder: Path, shape: str, name: str, ranks: int = 1) -> tuple[Plan, Job]:
+    """Lengths of 32, 64 and 128 tokens, for the last of which there is no memory."""
+    gate = folder / "gate"
     gate.touch()
     plan = Plan((32, 64), longest=True, warmup=1, iters=2, vocabulary=256, gate=str(gate))
-    case = benchmark_train.Case("lasp", "full", (0,), plan.lengths)
+    case = benchmark_train.Case(name, "full", tuple(range(ranks)), plan.lengths)
     args: Any = Namespace(
-        shape="tnl-tiny",
+        shape=shape,
         layers=None,
         kv_heads=None,
         extra="",
@@ -122,16 +183,7 @@ def test_a_job_measures_until_memory_is_exhausted(tmp_path: Path) -> None:
     start = next(at for at, word in enumerate(words) if word.endswith("benchmark_train_job.py"))
     assert json.loads(words[start + 1]) == json.loads(json.dumps(asdict(plan)))
     program = ("-c", f"import sys; sys.path.insert(0, {str(Path(words[start]).parent)!r}){JOB}")
-    job = run(*words[start + 1 :], program=program)
-    assert [process.returncode for process in job.processes] == [OUT_OF_MEMORY], job.text[-3000:]
-    short, long, exhausted = read_reports(job.text)
-    assert (short.tokens, long.tokens, exhausted.tokens) == (32, 64, 128)
-    assert exhausted.out_of_memory
-    for report in (short, long):
-        assert not report.out_of_memory
-        assert len(report.step_ms) == plan.iters
-        assert min(report.step_ms) > 0
-        assert report.loss == pytest.approx(5.5, abs=0.3)  # untrained: log 256
+    return plan, run(*words[start + 1 :], ranks=ranks, program=program)
 
 
 def test_out_of_memory_in_other_libraries() -> None:
