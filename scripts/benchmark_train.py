@@ -4,15 +4,17 @@
         --runs zigzag,te:p2p,te:a2a --recompute none,full,full-twice
     python scripts/benchmark_train.py --shape tnl-1b --tokens 32K,64K --per-gpu --longest \
         --gpus 1,2,4 --runs lasp,lasp2,linear_ulysses --recompute none,full
+    python scripts/benchmark_train.py --shape llama7b --tokens 16K,32K,64K --longest --gpus 2 \
+        --runs tp,tp-v1,zigzag,ulysses --prefill
 
 Every combination of run, recompute, CUDA graphs and number of GPUs is one torchrun of
 benchmark_train_job.py, which measures all lengths (one, where a graph fixes it): random data,
 micro-batches of 1, bf16, distributed optimizer. Runs differ in nothing but the algorithm.
 `te:MODE` is Megatron's own path with `--cp-comm-type MODE`; `tp` is no context parallelism but
 Megatron's tensor and sequence parallelism on as many GPUs, of which the model gets more heads if
-they do not divide its own; `tp:ALGO` is the same with the attention kernel that ALGO takes at
-context-parallel size 1. Jobs start ahead, as far as they need no GPU, while others measure; those
-of fewer GPUs go side by side.
+they do not divide its own; `tp-v1` is tensor parallelism alone, whose ranks all-reduce; `tp:ALGO`
+has the attention kernel that ALGO takes at context-parallel size 1. Jobs start ahead, as far as
+they need no GPU, while others measure; those of fewer GPUs go side by side.
 
 Prints a table, writes markdown and JSON. Running out of memory is a result. Without a GPU, the
 tiny shapes show that it works. A waiting job holds a CUDA context on each of its GPUs, about half a
@@ -73,6 +75,10 @@ class Model:
         attention = layers * width * self.hidden
         return 6.0 * tokens * (products + attention)
 
+    def prefill_flops(self, layers: int, tokens: int) -> float:
+        """Of a forward with logits of the last token alone."""
+        return self.flops(layers, tokens) / 3 - 2.0 * (tokens - 1) * self.hidden * self.vocabulary
+
 
 # GPT-3 shapes of Attention2D, Table 3; Llama-2; the variants of it in DISTFLASHATTN, section 4;
 # TransNormerLLM-385M, -1B and -7B, with the sizes of their published configurations.
@@ -115,6 +121,8 @@ GRAPHS = {
     "transformer_engine": "--cuda-graph-impl transformer_engine",
     "full_iteration": "--cuda-graph-impl full_iteration --no-check-for-nan-in-loss-and-grad",
 }
+# Runs without context parallelism.
+TENSOR = ("tp", "tp-v1")
 CAPTURE_STEPS = 6  # until all is captured, whoever does it
 
 
@@ -180,6 +188,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--micro-batches", type=int, default=1, help="in each step")
     parser.add_argument("--iters", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument(
+        "--prefill",
+        action="store_true",
+        help="a step is a forward alone: the time to the first token of a prompt, whose logit is in "
+        "the place of the loss; there are neither gradients nor an optimizer",
+    )
     parser.add_argument("--kv-heads", type=int)
     parser.add_argument("--extra", default="", help="further flags of Megatron, for all runs")
     parser.add_argument("--timeout", type=int, default=300, help="seconds a job may measure")
@@ -196,11 +210,16 @@ def parse() -> argparse.Namespace:
             parser.error(f"--graphs takes {', '.join(GRAPHS)}, got {graphs}")
         if graphs != "none" and args.longest:
             parser.error("--longest needs graphs of one length: use --graphs none")
+    if args.prefill and (args.recompute, args.graphs, args.micro_batches) != ("none", "none", 1):
+        parser.error(
+            f"--prefill has no backward, got --recompute {args.recompute} --graphs {args.graphs} "
+            f"--micro-batches {args.micro_batches}: leave them out"
+        )
     for name, recompute in product(args.runs.split(","), args.recompute.split(",")):
         if recompute not in RECOMPUTE:
             parser.error(f"--recompute takes {', '.join(RECOMPUTE)}, got {recompute}")
         shape = SHAPES[args.shape]
-        if shape.linear and (name.startswith("te:") or name == "tp"):
+        if shape.linear and (name.startswith("te:") or name in TENSOR):
             parser.error(f"{args.shape} has linear attention, {name} is softmax attention")
     return args
 
@@ -212,7 +231,7 @@ def plan_cases(args: argparse.Namespace) -> list[Case]:
     cases = []
     ways = product(sizes, args.recompute.split(","), args.graphs.split(","), args.runs.split(","))
     for size, recompute, graphs, name in ways:
-        if recompute == "full-twice" and (name.startswith("te:") or name == "tp"):
+        if recompute == "full-twice" and (name.startswith("te:") or name in TENSOR):
             continue  # which is what its "full" does
         places = [range(first, first + size) for first in range(0, sizes[0] - size + 1, size)]
         place = min(places, key=lambda devices: max(load[device] for device in devices))
@@ -240,6 +259,7 @@ def command(args: argparse.Namespace, case: Case, gate: Path, port: int) -> list
         str(gate),
         args.profile,
         args.micro_batches,
+        args.prefill,
     )
     flags: dict[str, object] = {
         "context-parallel-size": size,
@@ -274,6 +294,9 @@ def command(args: argparse.Namespace, case: Case, gate: Path, port: int) -> list
         "no-gradient-accumulation-fusion",
         "no-create-attention-mask-in-dataloader",
     ]
+    if args.prefill:
+        switches.append("skip-train")
+        flags["eval-iters"] = 10**6
     if torch.cuda.is_available():
         flags["transformer-impl"] = "transformer_engine"
         switches.append("bf16")
@@ -284,10 +307,10 @@ def command(args: argparse.Namespace, case: Case, gate: Path, port: int) -> list
         flags["num-query-groups"] = kv_heads
     algo, *options = case.name.split(":")
     chosen: list[str] = []
-    if algo == "tp":
+    if algo in TENSOR:
         flags |= {"context-parallel-size": 1, "tensor-model-parallel-size": size}
         flags["num-attention-heads"] = -(-shape.heads // size) * size
-        switches += ["sequence-parallel"] if size > 1 else []
+        switches += ["sequence-parallel"] if size > 1 and algo == "tp" else []
         algo, *options = options or ["megatron"]
     if algo == "te":
         flags |= {"context-parallel-algo": "megatron", "cp-comm-type": options[0]}
@@ -385,7 +408,8 @@ def row(args: argparse.Namespace, case: Case, report: Report) -> Row:
     step_ms = statistics.median(report.step_ms)
     shape = SHAPES[args.shape]
     tokens = report.tokens * args.micro_batches
-    flops = shape.flops(args.layers or shape.layers, report.tokens) * args.micro_batches
+    count = shape.prefill_flops if args.prefill else shape.flops
+    flops = count(args.layers or shape.layers, report.tokens) * args.micro_batches
     return Row(
         case.name,
         case.recompute,
@@ -439,6 +463,7 @@ def free_ports(count: int) -> list[int]:
 
 HEADER = ["run", "recompute", "GPUs", "tokens", "CUDA graphs", "ms / step", "tokens / s"]
 HEADER += ["MFU", "max allocated GiB", "loss"]
+PREFILL_HEADER = [*HEADER[:5], "ms to first token", *HEADER[6:9], "largest logit"]
 
 
 def cells(row: Row) -> list[str]:
@@ -467,18 +492,20 @@ def main() -> int:
     kind = "bf16" if torch.cuda.is_available() else "float32 on a CPU"
     batches = "" if args.micro_batches == 1 else f", {args.micro_batches} micro-batches"
     title = f"{args.shape} shape{scaled}, {kind}, batch 1{batches}"
+    title += ", forward alone" if args.prefill else ""
+    names = PREFILL_HEADER if args.prefill else HEADER
     rows = []
     for row in run_all(args, plan_cases(args)):
         rows.append(row)
         print(json.dumps(asdict(row)), flush=True)
     rows.sort(key=lambda row: (row.gpus, row.tokens))
     table = Table(title=title)
-    for header in HEADER:
+    for header in names:
         table.add_column(header, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(*cells(row))
     Console(width=130).print(table)
-    lines = [f"**{title}**", "", "| " + " | ".join(HEADER) + " |", "|" + " --- |" * len(HEADER)]
+    lines = [f"**{title}**", "", "| " + " | ".join(names) + " |", "|" + " --- |" * len(names)]
     lines += ["| " + " | ".join(cells(row)) + " |" for row in rows]
     (args.output / "table.md").write_text("\n".join(lines) + "\n")
     data = {"title": title, "shape": asdict(shape), "rows": [asdict(row) for row in rows]}

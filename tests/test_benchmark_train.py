@@ -78,6 +78,7 @@ def test_a_graph_is_of_one_length(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         "--shape tnl-1b --runs lasp,te:p2p",
         "--shape llama8b",
         "--shape tnl-1b --runs lasp,tp",
+        "--prefill --recompute full",
         "--graphs all",
     ],
 )
@@ -142,6 +143,35 @@ def test_tensor_parallel_ranks_measure_the_same_lengths(
         assert report.loss == pytest.approx(other.loss, abs=0.3)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_first_token_is_the_same_however_a_prompt_is_split(tmp_path: Path) -> None:
+    """The largest logit of the last token, which the last rank has, the first, or all."""
+    found = {}
+    for name, ranks in (("zigzag", 1), ("zigzag", 2), ("distflash", 2), ("ulysses", 2)):
+        _, job = measure(tmp_path, "tiny", name, ranks, prefill=True)
+        short, long, exhausted = read_reports(job.text)
+        assert exhausted.out_of_memory, job.text[-3000:]
+        assert min(*short.step_ms, *long.step_ms) > 0
+        found[name, ranks] = [short.loss, long.loss]
+    whole = found.pop(("zigzag", 1))
+    assert abs(whole[0] - whole[1]) > 1e-4
+    for name, logits in found.items():
+        assert logits == pytest.approx(whole, rel=1e-5), name
+    for name in ("tp", "tp-v1"):
+        _, job = measure(tmp_path, "tiny", name, 2, prefill=True)
+        assert len([report for report in read_reports(job.text) if report.loss > 0]) == 2
+
+
+def test_the_work_of_a_prompt() -> None:
+    """Twice the weights of the layers a token, half of all scores, and logits of one token."""
+    model = benchmark_train.SHAPES["llama7b"]
+    layers = 32 * (4 * 4096**2 + 3 * 4096 * 11008)
+    tokens = 2**15
+    expected = 2 * tokens * layers + 32 * 2 * tokens**2 * 4096 + 2 * 4096 * 32000
+    assert model.prefill_flops(32, tokens) == pytest.approx(expected, rel=1e-9)
+
+
 def test_the_command_of_tensor_parallelism(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Sequence parallel, Megatron's own attention, and as many heads as ranks divide."""
     args = arguments(monkeypatch, "--shape llama-33h --gpus 2 --runs tp,tp:zigzag,distflash")
@@ -162,12 +192,15 @@ def test_the_command_of_tensor_parallelism(monkeypatch: pytest.MonkeyPatch, tmp_
     assert "--tensor-model-parallel-size" not in ours
 
 
-def measure(folder: Path, shape: str, name: str, ranks: int = 1) -> tuple[Plan, Job]:
+def measure(
+    folder: Path, shape: str, name: str, ranks: int = 1, *, prefill: bool = False
+) -> tuple[Plan, Job]:
     """Lengths of 32, 64 and 128 tokens, for the last of which there is no memory."""
     gate = folder / "gate"
     gate.touch()
-    plan = Plan((32, 64), longest=True, warmup=1, iters=2, vocabulary=256, gate=str(gate))
-    case = benchmark_train.Case(name, "full", tuple(range(ranks)), plan.lengths)
+    plan = Plan((32, 64), True, warmup=1, iters=2, vocabulary=256, gate=str(gate), prefill=prefill)
+    recompute = "none" if prefill else "full"
+    case = benchmark_train.Case(name, recompute, tuple(range(ranks)), plan.lengths)
     args: Any = Namespace(
         shape=shape,
         layers=None,
@@ -178,6 +211,7 @@ def measure(folder: Path, shape: str, name: str, ranks: int = 1) -> tuple[Plan, 
         iters=2,
         profile=False,
         micro_batches=1,
+        prefill=prefill,
     )
     words = benchmark_train.command(args, case, gate, 0)
     start = next(at for at, word in enumerate(words) if word.endswith("benchmark_train_job.py"))
