@@ -191,8 +191,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--prefill",
         action="store_true",
-        help="a step is a forward alone: the time to the first token of a prompt, whose logit is in "
-        "the place of the loss; there are neither gradients nor an optimizer",
+        help="a step is a forward alone: the time to the first token of a prompt, whose logit is "
+        "in the place of the loss; there are neither gradients nor an optimizer",
     )
     parser.add_argument("--kv-heads", type=int)
     parser.add_argument("--extra", default="", help="further flags of Megatron, for all runs")
