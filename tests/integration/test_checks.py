@@ -78,7 +78,6 @@ BESIDE: dict[str, dict[str, Any]] = {
     "packed conversations with gated delta net layers": GATED,
     "multi-token prediction with gated delta net layers": GATED,
     "multi-latent attention with fused RoPE": {"apply_rope_fusion": True},
-    "packed documents with multi-latent attention": {**DOCUMENTS, **LATENT},
     "position embeddings of the model beside those of multi-latent attention": {
         **LATENT,
         "position_embedding_type": "yarn",
