@@ -36,7 +36,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -169,7 +169,6 @@ class GpuCombination(Combination):
 
     Attributes:
         yardstick: None if runs are held to the tolerances.
-        own: Flags of Megatron that the reference and the yardstick do not have.
         eager: The row with the same runs without CUDA graphs, which those of this row must equal
             to the bit; empty: they are not captured.
         alone: Whether nothing is judged but what is equal to it.
@@ -177,7 +176,6 @@ class GpuCombination(Combination):
     """
 
     yardstick: Run | None = P2P
-    own: dict[str, object] = field(default_factory=dict)
     eager: str = ""
     alone: bool = False
     iterations: int | None = None
@@ -360,10 +358,7 @@ class Job:
     @property
     def config(self) -> DictConfig:
         """The run file that the runs of the row have in common, with the flags of this one."""
-        config = self.combination.config
-        if self.role not in JUDGES:
-            config.megatron.update(self.combination.own)
-        return config
+        return self.combination.config_of(self.run)
 
     def environment(self, number: int, gpus: int) -> dict[str, str]:
         """What the processes need; jobs of one process take the GPUs in turn."""
