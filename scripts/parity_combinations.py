@@ -535,6 +535,22 @@ COMBINATIONS = (
             ("3", "optim_grads_params"),
         )
     ),
+    Combination(
+        "fsdp-tp",
+        "TP 2, sequence parallel, torch's FSDP2",
+        SP,
+        cp=2,
+        algos=FAMILIES,
+        own=TORCH_FSDP,
+    ),
+    Combination(
+        "megatron-fsdp-tp",
+        "TP 2, sequence parallel, Megatron-FSDP, optim_grads_params sharded",
+        SP,
+        cp=2,
+        algos=FAMILIES,
+        own=MEGATRON_FSDP | {"data_parallel_sharding_strategy": "optim_grads_params"},
+    ),
     # Other parallelism.
     Combination("tp", "TP 2", TP2, cp=2, algos=FAMILIES),
     Combination(
@@ -653,6 +669,15 @@ COMBINATIONS = (
         dp=2,
         reference_dp=2,
         own=TORCH_FSDP,
+    ),
+    linear(
+        "transnormer-megatron-fsdp",
+        "TransNormerLLM, DP 2, Megatron-FSDP, optim_grads_params sharded",
+        {},
+        cp=2,
+        dp=2,
+        reference_dp=2,
+        own=MEGATRON_FSDP | {"data_parallel_sharding_strategy": "optim_grads_params"},
     ),
     linear("transnormer-mtp", "TransNormerLLM, 2 more tokens predicted, padding", MTP | PADDED),
     # Stacks of both kinds, on each layout.
