@@ -229,10 +229,12 @@ def _check_documents(args: Any) -> None:
 def _check_sharding(args: Any, config: ContextParallelConfig) -> None:
     if not Settings(args).use_megatron_fsdp:
         return
-    if config.has_linear_layers:
+    tensor = args.tensor_model_parallel_size
+    if config.has_linear_layers and tensor > 1:
         raise ConfigError(
-            f"--cp-linear-model {config.linear_model} was never run with Megatron-FSDP, got "
-            "--use-megatron-fsdp: use --use-torch-fsdp2"
+            f"--cp-linear-model {config.linear_model} with tensor parallelism does not go with "
+            f"--use-megatron-fsdp (it knows which parameters are split by the names of Megatron's "
+            f"own classes), got tensor_model_parallel_size {tensor}: use --use-torch-fsdp2"
         )
     if find_spec("einops") is None:
         raise ConfigError(
