@@ -229,7 +229,7 @@ class Bench:
         q, k, v, dout = self.whole
         scale = self.args.head_dim[0] ** -0.5
 
-        packing = self.cu_seqlens and Packing(self.cu_seqlens, self.cu_seqlens)
+        packing = self.cu_seqlens and Packing.adjacent(self.cu_seqlens, self.cu_seqlens)
 
         def forward() -> tuple[Tensor, Tensor]:
             if packing:

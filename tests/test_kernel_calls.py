@@ -64,8 +64,11 @@ class Spy(Reference):
     ],
     ids=str,
 )
+@pytest.mark.parametrize("gaps", [False, True], ids=["copied", "gaps"])
 @pytest.mark.parametrize("window", [None, 20], ids=["", "window"])
-def test_calls_of_a_pass(algo: str, options: dict, most: int, window: int | None) -> None:
+def test_calls_of_a_pass(
+    algo: str, options: dict, most: int, window: int | None, gaps: bool
+) -> None:
     """Of the rank with most. A window has an upper edge, a lower one, and full tiles between."""
     mask = Mask(window=window, documents=DOCUMENTS)
     expected = expected_attention(
@@ -83,6 +86,7 @@ def test_calls_of_a_pass(algo: str, options: dict, most: int, window: int | None
     @torch.no_grad()
     def body(topology: Topology) -> tuple[float, Counter[str]]:
         spy = Spy()
+        spy.gaps = gaps
         algorithm = create(algo, topology, options).within(DOCUMENTS)
         q, k, v, dout = (shard(x, 1, algorithm.layout, topology.rank, SIZE) for x in whole)
         call = Call(SEQ_LEN, mask, 8**-0.5, spy)

@@ -77,7 +77,8 @@ class Gathered:
 
     def _parts(self, call: Call) -> tuple[Part, ...]:
         """What is computed with the queries of the row and the keys of the column."""
-        return parts(self._tiles, self._teams[False].order.tokens, self._heads, call.packed)
+        packed, gaps = call.packed, call.kernel.gaps
+        return parts(self._tiles, self._teams[False].order.tokens, self._heads, packed, gaps)
 
 
 def _order(

@@ -161,7 +161,7 @@ def attend_block(
     total: Accumulator, q: Tensor, k: Tensor, v: Tensor, work: Batches, call: Call
 ) -> None:
     """Adds attention of a block of queries over a block of keys to `total`."""
-    for each in work.calls(packed=call.packed):
+    for each in work.calls(packed=call.packed, gaps=call.kernel.gaps):
         if isinstance(each, Tile):
             total.add(each.q, *_attend_tile(q, k, v, each, call))
             continue
@@ -203,7 +203,7 @@ def differentiate_block(
     call: Call,
 ) -> None:
     """Adds the gradients of `attend_block`; `statistics` are those of all rows of q."""
-    for each in work.calls(packed=call.packed):
+    for each in work.calls(packed=call.packed, gaps=call.kernel.gaps):
         if isinstance(each, Tile):
             dq, dk, dv = _differentiate_tile(dout, q, k, v, statistics, each, call)
             sums.dq.add(each.q, dq)

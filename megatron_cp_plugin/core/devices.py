@@ -5,7 +5,7 @@ import os
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.errors import ConfigError
+from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 
 
 def take_gpu(instead: str) -> torch.device:
@@ -28,8 +28,16 @@ def uploaded(numbers: Tensor, device: torch.device) -> Tensor:
     """Integers of the host as int32 on a device, without waiting for what is queued there.
 
     They are there for whatever is queued later on the current stream, and for what follows that.
+
+    Raises: ContextParallelError while a CUDA graph is captured: replays would copy them again, from
+    memory that is given on by then.
     """
     numbers = numbers.to(torch.int32)
     if device.type != "cuda":
         return numbers.to(device)
+    if torch.cuda.is_current_stream_capturing():
+        raise ContextParallelError(
+            "documents and windows need indices on the GPU before a CUDA graph is captured, got a "
+            "mask that is new in the capture: run the same call once before it"
+        )
     return numbers.pin_memory().to(device, non_blocking=True)

@@ -21,12 +21,11 @@ class FusedOperations(Protocol):
         """out = a + b; out may be a; no b: a copy. Args: all [B,S,heads,D], not float64."""
 
     def merge_rows_into(
-        self, out: Tensor, lse: Tensor, rows: Tensor, b: Tensor, b_lse: Tensor
+        self, out: Tensor, lse: Tensor, to: Tensor, b: Tensor, b_lse: Tensor, of: Tensor | None
     ) -> None:
-        """Merges a partial of some rows into (out, lse), with lse in float32.
+        """Merges some rows of a partial (None: all) into some of (out, lse), with lse in float32.
 
-        Args: out: [B,S,H,D]; lse: [B,H,S]. rows: [n] int32, none twice. b: [B,n,H,D]; b_lse:
-            [B,H,n].
+        Args: out, b: [B,S,H,D]; lse, b_lse: [B,H,S]. to, of: [n] int32, none twice.
         """
 
     def add_rows_into(self, total: Tensor, to: Tensor, b: Tensor, of: Tensor | None) -> None:

@@ -5,6 +5,7 @@ of values and outputs.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -150,36 +151,41 @@ class Statistics:
 class Lengths(NamedTuple):
     """Lengths of sequences as kernels take them, in the order in which torch's own does.
 
-    Attributes: cu_q, cu_k: [sequences + 1] int32. longest_q, longest_k: tokens of the longest one.
+    Attributes:
+        cu_q, cu_k: [sequences + 1] int32, where they begin, and where the last one ends.
+        longest_q, longest_k: tokens of the longest one.
+        used_q, used_k: [sequences] int32, their lengths; None: each ends where the next begins.
     """
 
     cu_q: Tensor
     cu_k: Tensor
     longest_q: int
     longest_k: int
+    used_q: Tensor | None = None
+    used_k: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class Packing:
-    """Sequences that one call computes, each by itself, one after the other.
+    """Sequences that one call computes, each by itself, in ascending order.
 
-    Attributes: rows, cols: where the queries, and the keys, of each begin and end: 0, ..., S and
-        0, ..., T.
+    Attributes: q, kv: the queries, and the keys, of each. The first begin at 0, the last end where
+        the tensors do. There may be others between them, if the kernel takes `gaps`.
     """
 
-    rows: tuple[int, ...]
-    cols: tuple[int, ...]
+    q: tuple[slice, ...]
+    kv: tuple[slice, ...]
 
-    @property
-    def sequences(self) -> int:
-        """How many they are."""
-        return len(self.rows) - 1
+    @classmethod
+    def adjacent(cls, q: Sequence[int], kv: Sequence[int]) -> "Packing":
+        """Of sequences without gaps. Args: q, kv: where they begin and end: 0, ..., S."""
+        rows, cols = (tuple(slice(a, b) for a, b in pairwise(bounds)) for bounds in (q, kv))
+        return cls(rows, cols)
 
     @cached_property
-    def parts(self) -> tuple[tuple[slice, slice], ...]:
-        """Queries and keys of each."""
-        rows, cols = ([slice(a, b) for a, b in pairwise(x)] for x in (self.rows, self.cols))
-        return tuple(zip(rows, cols, strict=True))
+    def gaps(self) -> bool:
+        """Whether there are queries, or keys, between sequences."""
+        return any(a.stop != b.start for side in (self.q, self.kv) for a, b in pairwise(side))
 
     def lengths(self, batch: int, device: torch.device) -> Lengths:
         """Those of all entries of a batch, one entry after the other."""
@@ -188,12 +194,19 @@ class Packing:
 
 @lru_cache(maxsize=512)  # all layers of a micro-batch have the same packings
 def _lengths(packing: Packing, batch: int, device: torch.device) -> Lengths:
-    bounds = torch.tensor((packing.rows, packing.cols))
-    entries = torch.arange(batch)[:, None] * bounds[:, None, -1:] + bounds[:, None, :-1]
-    both = torch.cat((entries.flatten(1), batch * bounds[:, -1:]), 1)
-    cu_q, cu_k = uploaded(both, device)
-    longest_q, longest_k = bounds.diff().amax(1).tolist()
-    return Lengths(cu_q, cu_k, longest_q, longest_k)
+    sides = packing.q, packing.kv
+    bounds = torch.tensor([[[x.start, x.stop] for x in side] for side in sides])
+    ends = bounds[:, -1:, 1]
+    starts = torch.arange(batch)[:, None] * ends[:, None] + bounds[:, None, :, 0]
+    used = bounds.diff().flatten(1)
+    longest_q, longest_k = used.amax(1).tolist()
+    numbers = torch.cat((starts.flatten(1), batch * ends, used.repeat(1, batch)), 1)
+    count = batch * used.shape[1]
+    (cu_q, used_q), (cu_k, used_k) = (
+        side.split([count + 1, count]) for side in uploaded(numbers, device)
+    )
+    lengths = Lengths(cu_q, cu_k, longest_q, longest_k)
+    return lengths._replace(used_q=used_q, used_k=used_k) if packing.gaps else lengths
 
 
 class SoftmaxKernel(Kernel[Problem]):
@@ -203,10 +216,12 @@ class SoftmaxKernel(Kernel[Problem]):
         rectangular_causal: takes causal tiles with T > S, bottom-right aligned.
         packs: `forward_packed` and `backward_packed` are one call, however many sequences there
             are, so that it pays to copy small tiles together for it.
+        gaps: of packed sequences: there may be queries and keys between them.
     """
 
     rectangular_causal: bool = False
     packs: bool = False
+    gaps: bool = False
 
     @abstractmethod
     def forward(
@@ -263,14 +278,14 @@ class SoftmaxKernel(Kernel[Problem]):
 
         Args: q: [B,S,H,D]; k: [B,T,G,D]; v: [B,T,G,E]. causal: as in `forward`, in each.
 
-        Returns: as `forward`.
+        Returns: as `forward`; anything in gaps.
         """
         pieces = [
             self.forward(q[:, rows], k[:, cols], v[:, cols], scale=scale, causal=causal)
-            for rows, cols in packing.parts
+            for rows, cols in zip(packing.q, packing.kv, strict=True)
         ]
         outs, lses = zip(*pieces, strict=True)
-        return torch.cat(outs, 1), torch.cat(lses, 2)
+        return _together(outs, packing.q, 1), _together(lses, packing.q, 2)
 
     def backward_packed(
         self,
@@ -295,7 +310,20 @@ class SoftmaxKernel(Kernel[Problem]):
                 scale=scale,
                 causal=causal,
             )
-            for rows, cols in packing.parts
+            for rows, cols in zip(packing.q, packing.kv, strict=True)
         ]
-        dq, dk, dv = (torch.cat(gradients, 1) for gradients in zip(*pieces, strict=True))
+        places = packing.q, packing.kv, packing.kv
+        dq, dk, dv = (
+            _together(gradients, place, 1)
+            for gradients, place in zip(zip(*pieces, strict=True), places, strict=True)
+        )
         return dq, dk, dv
+
+
+def _together(pieces: Sequence[Tensor], places: Sequence[slice], dim: int) -> Tensor:
+    """Pieces where they belong along a dimension; no numbers between them."""
+    shape = [*pieces[0].shape[:dim], places[-1].stop, *pieces[0].shape[dim + 1 :]]
+    whole = pieces[0].new_full(shape, torch.nan)
+    for piece, place in zip(pieces, places, strict=True):
+        whole.narrow(dim, place.start, piece.shape[dim]).copy_(piece)
+    return whole

@@ -206,7 +206,8 @@ class _Sizes(SoftmaxKernel):
 
     def __init__(self, kernel: SoftmaxKernel) -> None:
         self._kernel = kernel
-        self.rectangular_causal, self.packs = kernel.rectangular_causal, kernel.packs
+        self.rectangular_causal = kernel.rectangular_causal
+        self.packs, self.gaps = kernel.packs, kernel.gaps
 
     def unsupported(self, problem: object) -> str | None:
         return None
@@ -255,7 +256,7 @@ class _Sizes(SoftmaxKernel):
         self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, *, scale: float, causal: bool
     ) -> tuple[Tensor, Tensor]:
         if self.packs:
-            return self._attend(q, k, v, causal, packing.sequences)
+            return self._attend(q, k, v, causal, len(packing.q))
         return super().forward_packed(q, k, v, packing, scale=scale, causal=causal)
 
     def backward_packed(
@@ -271,7 +272,7 @@ class _Sizes(SoftmaxKernel):
         causal: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         if self.packs:
-            return self._differentiate(q, k, v, statistics, causal, packing.sequences)
+            return self._differentiate(q, k, v, statistics, causal, len(packing.q))
         return super().backward_packed(
             dout, q, k, v, statistics, packing, scale=scale, causal=causal
         )
@@ -289,7 +290,7 @@ class _OnePass:
         pass
 
     def merge_rows_into(
-        self, out: Tensor, lse: Tensor, rows: Tensor, b: Tensor, b_lse: Tensor
+        self, out: Tensor, lse: Tensor, to: Tensor, b: Tensor, b_lse: Tensor, of: Tensor | None
     ) -> None:
         pass
 

@@ -20,7 +20,7 @@ class RowIndex(NamedTuple):
 
     Attributes:
         to: [n] int32, rows of the block; none twice.
-        of: [n] int32, the rows of a gradient that are added to them; None: all, in their order.
+        of: [n] int32, rows of what is merged with them or added; None: all, in their order.
     """
 
     to: Tensor
@@ -110,15 +110,17 @@ def _add_at(total: Tensor, rows: RowIndex, gradient: Tensor) -> None:
     total[:, rows.to] = (total.index_select(1, rows.to).to(wide) + added.to(wide)).to(total.dtype)
 
 
-def _merge_at(out: Tensor, lse: Tensor, rows: Tensor, b: Tensor, b_lse: Tensor) -> None:
-    """Merges a partial of some rows [n] into out [B,S,H,D] and lse [B,H,S], in place."""
+def _merge_at(out: Tensor, lse: Tensor, rows: RowIndex, b: Tensor, b_lse: Tensor) -> None:
+    """Merges a partial of some rows into out [B,S,H,D] and lse [B,H,S], in place."""
     fused = fused_for(out)
     if fused is not None and lse.dtype == torch.float32:
-        fused.merge_rows_into(out, lse, rows, b, b_lse)
+        fused.merge_rows_into(out, lse, rows.to, b, b_lse, rows.of)
         return
-    part, part_lse = out.index_select(1, rows), lse.index_select(2, rows)
+    if rows.of is not None:
+        b, b_lse = b.index_select(1, rows.of), b_lse.index_select(2, rows.of)
+    part, part_lse = out.index_select(1, rows.to), lse.index_select(2, rows.to)
     merge_into(part, part_lse, part, part_lse, b, b_lse)
-    out[:, rows], lse[:, :, rows] = part, part_lse
+    out[:, rows.to], lse[:, :, rows.to] = part, part_lse
 
 
 def rows_at(x: Tensor, rows: slice | Tensor) -> Tensor:
@@ -156,9 +158,7 @@ class Accumulator:
     def add(self, rows: Rows, out: Tensor, lse: Tensor, *, borrowed: bool = False) -> None:
         """Merges a partial of some rows: out [B,rows,H,E], lse [B,H,rows].
 
-        Args:
-            rows: an index without `of`. borrowed: out may be changed after the next `add` or
-                `settle`.
+        Args: borrowed: it may be changed after the next `add` or `settle`.
         """
         self._merge_last()
         self._last, self._borrowed = (rows, out, lse), borrowed
@@ -214,7 +214,7 @@ class Accumulator:
     def _merge_rows(total: tuple[Tensor, Tensor], rows: Rows, out: Tensor, lse: Tensor) -> None:
         """Merges a partial of some rows into the total, in place."""
         if isinstance(rows, RowIndex):
-            _merge_at(*total, rows.to, out, lse)
+            _merge_at(*total, rows, out, lse)
             return
         part = total[0][:, rows], total[1][:, :, rows]
         merge_into(*part, *part, out, lse)

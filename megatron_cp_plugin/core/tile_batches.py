@@ -1,8 +1,9 @@
 """Which tiles of a computation are one kernel call: with documents there may be hundreds.
 
 A kernel that packs takes any sequences of queries and keys, one after the other, in one call. Tiles
-that follow each other in rows and in columns are such sequences as they are. Other small ones are
-copied together for it, for a call of each would cost more than the copies.
+that follow each other in rows and in columns are such sequences as they are; to some kernels also
+those that leave some rows or columns out. Other small ones are copied together for the call, for
+one of each would cost more than the copies.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,6 +23,9 @@ from megatron_cp_plugin.core.tiles import Tile
 # Pairs of a query and a key, for all heads, with which a call keeps a GPU busy for longer than the
 # host needs for the next one: some 70 us forward with head dim 128.
 _LARGE = 2**26
+# How many rows there may be in all where some are left out, for each that is computed: they take
+# memory, if no time.
+_SPARSE = 4
 
 Ranges = tuple[range, ...]
 
@@ -42,18 +46,19 @@ class Side(NamedTuple):
 class Batch:
     """Tiles of one kind as the sequences of one call. No row of queries is in two of them.
 
-    Attributes: rows, cols: of each sequence, in the order in which the kernel takes them.
+    Attributes: rows, cols: of each sequence, in the order in which the kernel takes them. apart:
+        they ascend, and what is between them is left out.
     """
 
     rows: Ranges
     cols: Ranges
     causal: bool
+    apart: bool = False
 
     @cached_property
     def packing(self) -> Packing:
         """The sequences."""
-        rows, cols = (accumulate(map(len, x), initial=0) for x in (self.rows, self.cols))
-        return Packing(tuple(rows), tuple(cols))
+        return Packing(*(_places(x, apart=self.apart) for x in (self.rows, self.cols)))
 
     def sides(self, device: torch.device) -> tuple[Side, Side]:
         """The queries and the keys; all layers of a micro-batch have the same."""
@@ -62,7 +67,7 @@ class Batch:
 
 @lru_cache(maxsize=512)  # batches of some micro-batches: they take memory of the device
 def _on_device(batch: Batch, device: torch.device) -> tuple[Side, Side]:
-    rows, cols = _picked(batch.rows), _picked(batch.cols)
+    rows, cols = (_picked(x, apart=batch.apart) for x in (batch.rows, batch.cols))
     indices = (*_indices(rows), *_indices(cols))
     parts: Iterator[Tensor] = iter(())
     if indices:
@@ -80,56 +85,68 @@ class Batches:
         """Args: heads: query heads that are computed at a time."""
         self.tiles, self._heads = tuple(tiles), heads
 
-    def calls(self, *, packed: bool) -> tuple[KernelCall, ...]:
-        """Every tile once. Args: packed: by a kernel that packs; else a call each."""
-        return self._packed if packed else self._single
+    def calls(self, *, packed: bool, gaps: bool = False) -> tuple[KernelCall, ...]:
+        """Every tile once. Args: packed: by a kernel that packs; else a call each. gaps: it takes
+        sequences with others between them.
+        """
+        if not packed:
+            return self._single
+        return self._apart if gaps else self._copied
 
     @cached_property
     def _single(self) -> tuple[KernelCall, ...]:
-        return tuple(_call([_Unit.of(tile)], causal=tile.causal) for tile in self.tiles)
+        return tuple(_call([_Unit(tile)], causal=tile.causal) for tile in self.tiles)
 
     @cached_property
-    def _packed(self) -> tuple[KernelCall, ...]:
-        found: list[KernelCall] = []
-        keys = max((_extent(_range(tile.kv))[1] for tile in self.tiles), default=0)
-        by_kind: dict[tuple[bool, bool], list[Tile]] = {}
-        for tile in self.tiles:
-            by_kind.setdefault((tile.causal, tile.reverse), []).append(tile)
-        for (causal, reverse), tiles in by_kind.items():
-            units = _units(tiles if causal else _larger(tiles))
-            # Reversed tiles are copied anyway.
-            large = [u for u in units if u.area * self._heads >= _LARGE and not reverse]
-            small = [u for u in units if u.area * self._heads < _LARGE or reverse]
-            groups = (*([unit] for unit in large), *_apart(small, 2 * keys))
-            found += (_call(group, causal=causal) for group in groups)
-        # What may be all rows comes first: there is nothing yet to merge it with.
-        return tuple(sorted(found, key=_row_count, reverse=True))
+    def _copied(self) -> tuple[KernelCall, ...]:
+        return tuple(_packed(self.tiles, self._heads, gaps=False))
+
+    @cached_property
+    def _apart(self) -> tuple[KernelCall, ...]:
+        return tuple(_packed(self.tiles, self._heads, gaps=True))
 
 
-@dataclass
+def _packed(tiles: Sequence[Tile], heads: int, *, gaps: bool) -> list[KernelCall]:
+    found: list[KernelCall] = []
+    keys = max((tile.kv.stop for tile in tiles), default=0)
+    by_kind: dict[tuple[bool, bool], list[Tile]] = {}
+    for tile in tiles:
+        by_kind.setdefault((tile.causal, tile.reverse), []).append(tile)
+    for (causal, reverse), of_kind in by_kind.items():
+        units = _units(of_kind if causal else _larger(of_kind))
+        if gaps and len(units) > 1 and _ascend(units):
+            found.append(_call(units, causal=causal, apart=True))
+            continue
+        # Reversed tiles are copied anyway.
+        large = [u for u in units if u.area * heads >= _LARGE and not reverse]
+        small = [u for u in units if u.area * heads < _LARGE or reverse]
+        groups = (*([unit] for unit in large), *_disjoint(small, 2 * keys))
+        found += (_call(group, causal=causal) for group in groups)
+    # What may be all rows comes first: there is nothing yet to merge it with.
+    return sorted(found, key=_row_count, reverse=True)
+
+
 class _Unit:
     """Tiles of one kind that follow each other in rows and in columns.
 
-    Attributes: tile: the only one, if it is no run of documents.
+    Attributes: tiles: in that order. start, stop: of all rows. area, cols: of all tiles. plain:
+        they are slices without steps, and not reversed.
     """
 
-    rows: list[range]
-    cols: list[range]
-    area: int
-    tile: Tile | None
+    def __init__(self, tile: Tile) -> None:
+        self.tiles, self.area, self.cols = [tile], tile.area, tile.cols
+        self.start, self.stop = tile.q.start, tile.q.stop
+        self.plain = tile.q.step in (None, 1) and tile.kv.step in (None, 1) and not tile.reverse
 
-    @classmethod
-    def of(cls, tile: Tile) -> "_Unit":
-        rows, cols = _range(tile.q), _range(tile.kv)
-        if tile.document_bounds:
-            parts = [slice(a, b) for a, b in pairwise(tile.document_bounds)]
-            return cls([rows[x] for x in parts], [cols[x] for x in parts], tile.area, None)
-        if tile.reverse:
-            rows, cols = rows[::-1], cols[::-1]
-        return cls([rows], [cols], tile.area, tile)
-
-    def follows(self, other: "_Unit") -> bool:
-        return _follows(other.rows[-1], self.rows[0]) and _follows(other.cols[-1], self.cols[0])
+    def takes(self, other: "_Unit") -> bool:
+        """Whether another unit of one tile follows, and is taken in."""
+        (tile,), last = other.tiles, self.tiles[-1]
+        follows = (tile.q.start, tile.kv.start) == (last.q.stop, last.kv.stop)
+        if not (follows and self.plain and other.plain):
+            return False
+        self.tiles.append(tile)
+        self.area, self.cols, self.stop = self.area + other.area, self.cols + other.cols, other.stop
+        return True
 
 
 def _larger(tiles: Iterable[Tile]) -> list[Tile]:
@@ -137,15 +154,15 @@ def _larger(tiles: Iterable[Tile]) -> list[Tile]:
     same columns and rows that do.
     """
     found: list[Tile] = []
-    for tile in sorted(tiles, key=lambda tile: (_ends(tile.q), _ends(tile.kv))):
-        if found and found[-1].q == tile.q and _follows(_range(found[-1].kv), _range(tile.kv)):
+    for tile in sorted(tiles, key=lambda tile: (tile.q.start, tile.q.stop, tile.kv.start)):
+        if found and found[-1].q == tile.q and _follow(found[-1].kv, tile.kv):
             kv = slice(found[-1].kv.start, tile.kv.stop)
             found[-1] = replace(tile, kv=kv, cols=found[-1].cols + tile.cols)
         else:
             found.append(tile)
     wide, found = found, []
-    for tile in sorted(wide, key=lambda tile: (_ends(tile.kv), _ends(tile.q))):
-        if found and found[-1].kv == tile.kv and _follows(_range(found[-1].q), _range(tile.q)):
+    for tile in sorted(wide, key=lambda tile: (tile.kv.start, tile.kv.stop, tile.q.start)):
+        if found and found[-1].kv == tile.kv and _follow(found[-1].q, tile.q):
             q = slice(found[-1].q.start, tile.q.stop)
             found[-1] = replace(tile, q=q, rows=found[-1].rows + tile.rows)
         else:
@@ -153,47 +170,66 @@ def _larger(tiles: Iterable[Tile]) -> list[Tile]:
     return found
 
 
-def _ends(part: slice) -> tuple[int, int, int]:
-    return part.start, part.stop, part.step or 1
+def _follow(before: slice, part: slice) -> bool:
+    unit = before.step in (None, 1) and part.step in (None, 1)
+    return unit and before.stop == part.start
 
 
 def _units(tiles: Iterable[Tile]) -> list[_Unit]:
     units: list[_Unit] = []
-    for unit in sorted(map(_Unit.of, tiles), key=lambda unit: _extent(unit.rows[0])):
-        if units and unit.follows(units[-1]):
-            last = units[-1]
-            last.rows += unit.rows
-            last.cols += unit.cols
-            last.area, last.tile = last.area + unit.area, None
-        else:
+    for tile in sorted(tiles, key=lambda tile: (tile.q.start, tile.kv.start)):
+        unit = _Unit(tile)
+        if not (units and units[-1].takes(unit)):
             units.append(unit)
     return units
 
 
-def _apart(units: Iterable[_Unit], most: int) -> Iterator[list[_Unit]]:
+def _disjoint(units: Iterable[_Unit], most: int) -> Iterator[list[_Unit]]:
     """As few groups as can be, of units that have no row in common.
 
     Args: units: ascending in rows. most: keys that a group may have, repeated ones counted again.
     """
     groups: list[tuple[list[_Unit], int, int]] = []
     for unit in units:
-        start, _ = _extent(unit.rows[0])
-        stop, cols = max(_extent(x)[1] for x in unit.rows), sum(map(len, unit.cols))
-        for index, (group, reached, taken) in enumerate(groups):
-            if start >= reached and taken + cols <= most:
-                groups[index] = [*group, unit], stop, taken + cols
+        for index, (group, reached, cols) in enumerate(groups):
+            if unit.start >= reached and cols + unit.cols <= most:
+                group.append(unit)
+                groups[index] = group, unit.stop, cols + unit.cols
                 break
         else:
-            groups.append(([unit], stop, cols))
+            groups.append(([unit], unit.stop, unit.cols))
     yield from (group for group, *_ in groups)
 
 
-def _call(units: Sequence[_Unit], *, causal: bool) -> KernelCall:
-    if len(units) == 1 and units[0].tile is not None:
-        return units[0].tile
-    rows = (x for unit in units for x in unit.rows)
-    cols = (x for unit in units for x in unit.cols)
-    return Batch(tuple(rows), tuple(cols), causal)
+def _ascend(units: Sequence[_Unit]) -> bool:
+    """Whether rows and columns ascend, and not too many are left out."""
+    if not all(unit.plain for unit in units):
+        return False
+    for a, b in pairwise(units):
+        if a.stop > b.start or a.tiles[-1].kv.stop > b.tiles[0].kv.start:
+            return False
+    first, last = units[0].tiles[0], units[-1].tiles[-1]
+    rows, cols = last.q.stop - first.q.start, last.kv.stop - first.kv.start
+    taken = sum(unit.stop - unit.start for unit in units), sum(unit.cols for unit in units)
+    return rows <= _SPARSE * taken[0] and cols <= _SPARSE * taken[1]
+
+
+def _call(units: Sequence[_Unit], *, causal: bool, apart: bool = False) -> KernelCall:
+    tiles = [tile for unit in units for tile in unit.tiles]
+    if len(tiles) == 1 and not tiles[0].document_bounds:
+        return tiles[0]
+    rows: list[range] = []
+    cols: list[range] = []
+    for tile in tiles:
+        if tile.document_bounds:
+            documents = [slice(a, b) for a, b in pairwise(tile.document_bounds)]
+            rows += (_range(tile.q)[part] for part in documents)
+            cols += (_range(tile.kv)[part] for part in documents)
+        else:
+            order = -1 if tile.reverse else 1
+            rows.append(_range(tile.q)[::order])
+            cols.append(_range(tile.kv)[::order])
+    return Batch(tuple(rows), tuple(cols), causal, apart)
 
 
 def _row_count(call: KernelCall) -> int:
@@ -220,9 +256,20 @@ class _Picked(NamedTuple):
     rounds: tuple[tuple[Tensor, Tensor], ...]
 
 
-def _picked(ranges: Ranges) -> _Picked:
+def _places(ranges: Ranges, *, apart: bool) -> tuple[slice, ...]:
+    """Where the sequences are in what a kernel is given."""
+    if apart:
+        return tuple(slice(x.start - ranges[0].start, x.stop - ranges[0].start) for x in ranges)
+    return tuple(slice(a, b) for a, b in pairwise(accumulate(map(len, ranges), initial=0)))
+
+
+def _picked(ranges: Ranges, *, apart: bool) -> _Picked:
+    whole = slice(ranges[0].start, ranges[-1].stop)
     if all(_follows(a, b) for a, b in pairwise(ranges)) and ranges[0].step == 1:
-        return _Picked(slice(ranges[0].start, ranges[-1].stop), ())
+        return _Picked(whole, ())
+    if apart:
+        numbers = _numbers(ranges)
+        return _Picked(whole, ((numbers, numbers - whole.start),))
     rounds = _rounds(ranges)
     if len(rounds) == 1:
         return _Picked(_numbers(ranges), ())
@@ -269,11 +316,9 @@ def _indices(side: _Picked) -> Iterator[Tensor]:
 
 def _placed(side: _Picked, on_device: Iterator[Tensor]) -> Side:
     """With tensors on a device, in the order of `_indices`."""
-    if isinstance(side.taken, slice):
-        return Side(side.taken, (side.taken,))
-    taken = next(on_device)
+    taken = side.taken if isinstance(side.taken, slice) else next(on_device)
     if not side.rounds:
-        return Side(taken, (RowIndex(taken),))
+        return Side(taken, (taken if isinstance(taken, slice) else RowIndex(taken),))
     return Side(taken, tuple(RowIndex(next(on_device), next(on_device)) for _ in side.rounds))
 
 
@@ -289,19 +334,23 @@ class Part:
 
 
 @lru_cache(maxsize=256)
-def parts(tiles: tuple[Tile, ...], rows: int, heads: int, packed: bool) -> tuple[Part, ...]:
+def parts(
+    tiles: tuple[Tile, ...], rows: int, heads: int, packed: bool, gaps: bool
+) -> tuple[Part, ...]:
     """Divides a block of `rows` queries where no kernel call has rows on both sides.
 
     Then a part needs no buffer to merge into unless it has several calls. Rows that see nothing
     are a part without tiles.
 
-    Args: heads, packed: as in `Batches`.
+    Args: heads, packed, gaps: as in `Batches`.
     """
-    return tuple(_parts(tiles, rows, heads, packed))
+    calls = Batches(tiles, heads).calls(packed=packed, gaps=gaps)
+    return tuple(_parts(tiles, rows, heads, _merged(map(_rows_of, calls))))
 
 
-def _parts(tiles: tuple[Tile, ...], rows: int, heads: int, packed: bool) -> Iterator[Part]:
-    cuts = _merged(map(_rows_of, Batches(tiles, heads).calls(packed=packed)))
+def _parts(
+    tiles: tuple[Tile, ...], rows: int, heads: int, cuts: Iterable[tuple[int, int]]
+) -> Iterator[Part]:
     reached = 0
     for start, stop in cuts:
         if start > reached:

@@ -87,7 +87,7 @@ def with_stand_in(within: int, q: Tensor, k: Tensor, v: Tensor, statistics: Stat
 def by_name(lengths: Lengths) -> dict[str, Tensor | int]:
     """Lengths by the names that flash-attn's functions have for them."""
     names = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
-    return dict(zip(names, lengths, strict=True))
+    return dict(zip(names, lengths[:4], strict=True))
 
 
 class PackingKernel(SoftmaxKernel):

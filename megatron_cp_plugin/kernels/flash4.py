@@ -29,6 +29,7 @@ class Flash4(PackingKernel):
     name = "flash4"
     deterministic = True
     rectangular_causal = True
+    gaps = True
 
     def unsupported(self, problem: Problem) -> str | None:
         if find_spec("flash_attn") is None or find_spec("flash_attn.cute") is None:
@@ -60,7 +61,7 @@ class Flash4(PackingKernel):
     def forward_flat(
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, *, scale: float, causal: bool
     ) -> tuple[Tensor, Tensor]:
-        return self._forward(q, k, v, softmax_scale=scale, causal=causal, **by_name(lengths))
+        return self._forward(q, k, v, softmax_scale=scale, causal=causal, **_settings(lengths))
 
     def backward_flat(
         self,
@@ -74,7 +75,7 @@ class Flash4(PackingKernel):
         scale: float,
         causal: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        settings = {"softmax_scale": scale, "causal": causal, **by_name(lengths)}
+        settings = {"softmax_scale": scale, "causal": causal, **_settings(lengths)}
         return self._backward(dout, q, k, v, statistics, **settings)
 
     def workspace(
@@ -144,6 +145,13 @@ class Flash4(PackingKernel):
             *wide, lse, dlse=dlse, deterministic=deterministic, **settings
         )
         return _cut(dq, q.shape[-1]), _cut(dk, k.shape[-1]), _cut(dv, v.shape[-1])
+
+
+def _settings(lengths: Lengths) -> dict[str, Tensor | int]:
+    settings = by_name(lengths)
+    if lengths.used_q is not None and lengths.used_k is not None:
+        settings |= {"seqused_q": lengths.used_q, "seqused_k": lengths.used_k}
+    return settings
 
 
 def _served_dims(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int]:

@@ -39,6 +39,7 @@ def _merge_kernel(  # type: ignore[no-untyped-def]
     b_ptr,
     b_lse_ptr,
     at_ptr,  # tokens of out and a, AT
+    b_at_ptr,  # those of b, B_AT
     tokens,
     heads,
     rows,
@@ -64,18 +65,21 @@ def _merge_kernel(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     DIM: tl.constexpr,
     AT: tl.constexpr,
+    B_AT: tl.constexpr,
 ):
     row, batch, token, head = _rows(tokens, heads, ROWS)
     column = tl.arange(0, DIM)
     live = row < rows
     inside = live[:, None] & (column < dim)[None, :]
-    place = token
+    place, b_place = token, token
     if AT:
         place = tl.load(at_ptr + token).to(tl.int64)
+    if B_AT:
+        b_place = tl.load(b_at_ptr + token).to(tl.int64)
 
     nothing = float("-inf")
     a_lse = tl.load(a_lse_ptr + batch * al_b + head * al_h + place * al_s, live, nothing)
-    b_lse = tl.load(b_lse_ptr + batch * bl_b + head * bl_h + token * bl_s, live, nothing)
+    b_lse = tl.load(b_lse_ptr + batch * bl_b + head * bl_h + b_place * bl_s, live, nothing)
     high = tl.maximum(a_lse, b_lse)
     high = tl.where(high == nothing, 0.0, high)  # rows that neither part has a key for
     a_weight = tl.exp(a_lse - high)
@@ -85,7 +89,7 @@ def _merge_kernel(  # type: ignore[no-untyped-def]
     scale = tl.where(empty, 0.0, 1.0 / tl.where(empty, 1.0, total))
 
     a_at = _places(batch, place, head, column, a_b, a_s, a_h)
-    b_at = _places(batch, token, head, column, b_b, b_s, b_h)
+    b_at = _places(batch, b_place, head, column, b_b, b_s, b_h)
     a = tl.load(a_ptr + a_at, inside, 0.0).to(tl.float32)
     b = tl.load(b_ptr + b_at, inside, 0.0).to(tl.float32)
     merged = a * (a_weight * scale)[:, None] + b * (b_weight * scale)[:, None]
@@ -104,16 +108,18 @@ def merge_into(
 
     Args: out, a, b: [B,S,H,D], any floating dtype; lse, a_lse, b_lse: [B,H,S] float32.
     """
-    _merge(out, lse, a, a_lse, b, b_lse, None)
+    _merge(out, lse, a, a_lse, b, b_lse, b.shape[1])
 
 
-def merge_rows_into(out: Tensor, lse: Tensor, rows: Tensor, b: Tensor, b_lse: Tensor) -> None:
-    """Merges the partial (b, b_lse) of some rows into (out, lse).
+def merge_rows_into(
+    out: Tensor, lse: Tensor, to: Tensor, b: Tensor, b_lse: Tensor, of: Tensor | None
+) -> None:
+    """Merges some rows of a partial (b, b_lse) (None: all, in their order) into some of (out, lse).
 
-    Args: out: [B,S,H,D], b: [B,n,H,D], any floating dtype; lse: [B,H,S], b_lse: [B,H,n] float32.
-        rows: [n] int32, none twice.
+    Args: out, b: [B,S,H,D], any floating dtype; lse, b_lse: [B,H,S] float32. to, of: [n] int32,
+        none twice.
     """
-    _merge(out, lse, out, lse, b, b_lse, rows)
+    _merge(out, lse, out, lse, b, b_lse, len(to), to, of)
 
 
 def _merge(
@@ -123,9 +129,12 @@ def _merge(
     a_lse: Tensor,
     b: Tensor,
     b_lse: Tensor,
-    at: Tensor | None,
+    tokens: int,
+    at: Tensor | None = None,
+    b_at: Tensor | None = None,
 ) -> None:
-    batch, tokens, heads, dim = b.shape
+    """Of so many tokens: out[at] = merge of a[at] and b[b_at]."""
+    batch, _, heads, dim = b.shape
     rows = batch * tokens * heads
     if rows:
         _merge_kernel[(triton.cdiv(rows, _ROWS),)](
@@ -135,7 +144,7 @@ def _merge(
             a_lse,
             b,
             b_lse,
-            lse if at is None else at,
+            *(lse if index is None else index for index in (at, b_at)),
             tokens,
             heads,
             rows,
@@ -149,6 +158,7 @@ def _merge(
             ROWS=_ROWS,
             DIM=triton.next_power_of_2(dim),
             AT=at is not None,
+            B_AT=b_at is not None,
         )
 
 

@@ -3,7 +3,7 @@
 A kernel may compile and run with head dims, or on devices, for which it computes something else.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -22,8 +22,12 @@ _HALF_BOUND = 1e-2
 _TOKENS = 192  # a block of keys of the kernels for GPUs, and a part of one
 # What one call computes, when the problem has documents or windows: ends of the queries and of the
 # keys of each sequence. Squares are for kernels whose causal tiles are no others.
-_SQUARES = Packing((0, 1, 130, 131, _TOKENS), (0, 1, 130, 131, _TOKENS))
-_RECTANGLES = Packing((0, 1, 40, 41, _TOKENS // 2), (0, 50, 130, 131, _TOKENS))
+_SQUARES = Packing.adjacent((0, 1, 130, 131, _TOKENS), (0, 1, 130, 131, _TOKENS))
+_RECTANGLES = Packing.adjacent((0, 1, 40, 41, _TOKENS // 2), (0, 50, 130, 131, _TOKENS))
+_APART = Packing(
+    (slice(0, 3), slice(20, 60), slice(60, _TOKENS // 2)),
+    (slice(0, 50), slice(51, 120), slice(130, _TOKENS)),
+)
 
 
 @dataclass(frozen=True)
@@ -95,23 +99,30 @@ def _results(kernel: SoftmaxKernel, problem: Problem) -> Iterator[tuple[str, Res
     if kernel.rectangular_causal:
         yield "a rectangular causal tile", _tile(kernel, problem, _TOKENS // 3, causal=True)
     if problem.documents or (problem.windows and kernel.packs):
-        yield "documents", _tile(kernel, problem, _TOKENS, causal=True, packing=_SQUARES)
-        rows = _RECTANGLES.rows[-1]
-        yield "packed full tiles", _tile(kernel, problem, rows, causal=False, packing=_RECTANGLES)
-        if kernel.rectangular_causal:
-            found = _tile(kernel, problem, rows, causal=True, packing=_RECTANGLES)
+        yield "documents", _tile(kernel, problem, causal=True, packing=_SQUARES)
+        yield "packed full tiles", _tile(kernel, problem, causal=False, packing=_RECTANGLES)
+        rectangular = kernel.rectangular_causal
+        if rectangular:
+            found = _tile(kernel, problem, causal=True, packing=_RECTANGLES)
             yield "packed causal tiles", found
+        for causal in (False, rectangular) if kernel.gaps else ():
+            kind = "causal" if causal else "full"
+            found = _tile(kernel, problem, causal=causal, packing=_APART)
+            yield f"packed {kind} tiles with gaps", found
 
 
 def _tile(
     kernel: SoftmaxKernel,
     problem: Problem,
-    rows: int,
+    rows: int = 0,
     *,
     causal: bool,
     packing: Packing | None = None,
 ) -> Results:
     """(name, result, reference) of one tile of `rows` queries and all keys, or of several."""
+    packed_q, packed_kv = [slice(0, rows)], [slice(0, _TOKENS)]
+    if packing is not None:
+        packed_q, packed_kv, rows = [*packing.q], [*packing.kv], packing.q[-1].stop
     q, k, v, dout = _inputs(problem, rows)
     scale = problem.head_dim**-0.5
 
@@ -132,16 +143,25 @@ def _tile(
     want = backward(Reference(), dout.double(), *wide, Statistics(want_lse, out=want_out))
     with _as_in_the_run(problem):
         out, lse = forward(kernel, q, k, v)
-    results = [("out", out, want_out), ("lse", lse, want_lse)]
+    results = [
+        ("out", _parts(out, packed_q), _parts(want_out, packed_q)),
+        ("lse", _parts(lse.mT, packed_q), _parts(want_lse.mT, packed_q)),
+    ]
     for statistics in (Statistics(lse, out=out), Statistics(lse, delta=delta_of(dout, out))):
         with _as_in_the_run(problem):
             got = backward(kernel, dout, q, k, v, statistics)
         rule = "" if statistics.delta is None else " by delta"
+        places = packed_q, packed_kv, packed_kv
         results += [
-            (f"{name}{rule}", x, y)
-            for name, x, y in zip(("dq", "dk", "dv"), got, want, strict=True)
+            (f"{name}{rule}", _parts(x, place), _parts(y, place))
+            for name, x, y, place in zip(("dq", "dk", "dv"), got, want, places, strict=True)
         ]
     return results
+
+
+def _parts(x: Tensor, places: Sequence[slice]) -> Tensor:
+    """What counts of [B,S,...], one after the other."""
+    return torch.cat([x[:, place] for place in places], 1)
 
 
 @contextmanager

@@ -119,7 +119,7 @@ class CudaFlashAttention(PackingKernel):
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, *, scale: float, causal: bool
     ) -> tuple[Tensor, Tensor]:
         out, lse, *_ = _aten._flash_attention_forward(
-            q, k, v, *lengths, 0.0, causal, False, scale=scale
+            q, k, v, *lengths[:4], 0.0, causal, False, scale=scale
         )
         return out, lse
 
@@ -135,7 +135,7 @@ class CudaFlashAttention(PackingKernel):
         scale: float,
         causal: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return _differentiate(dout, q, k, v, statistics, lengths, scale=scale, causal=causal)
+        return _differentiate(dout, q, k, v, statistics, lengths[:4], scale=scale, causal=causal)
 
 
 def _differentiate(

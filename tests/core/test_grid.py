@@ -121,7 +121,7 @@ def test_parts_cover_all_rows_once_and_keep_all_tiles(q_rank, k_rank, rectangula
     tiles = plan_tiles(
         zigzag.spans(q_rank, 4, 40), zigzag.spans(k_rank, 4, 40), Mask(), rectangular=rectangular
     )
-    found = parts(tiles, 10, 4, packed=False)
+    found = parts(tiles, 10, 4, packed=False, gaps=False)
     assert [r for part in found for r in range(part.rows.start, part.rows.stop)] == list(range(10))
     assert sum(tile.area for part in found for tile in part.work.tiles) == sum(
         t.area for t in tiles
@@ -134,7 +134,7 @@ def test_parts_cover_all_rows_once_and_keep_all_tiles(q_rank, k_rank, rectangula
 def test_tiles_that_overlap_in_rows_are_one_part():
     cyclic = LAYOUTS["cyclic"]
     tiles = plan_tiles(cyclic.spans(0, 2, 12), cyclic.spans(0, 3, 12), Mask())
-    assert [part.rows for part in parts(tiles, 6, 4, packed=False)] == [slice(0, 6)]
+    assert [part.rows for part in parts(tiles, 6, 4, packed=False, gaps=False)] == [slice(0, 6)]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5])

@@ -106,7 +106,7 @@ class WithWorkspace(Reference):
         with _disable_current_modes():
             results = Reference().backward_packed(dout, q, k, v, statistics, packing, **settings)
         gradients = tuple(counted(x) for x in results)
-        sequences = packing.sequences
+        sequences = len(packing.q)
         taken = self.workspace(q, k, v, statistics, causal=causal, sequences=sequences)
         torch.empty(taken, dtype=torch.uint8)
         return gradients

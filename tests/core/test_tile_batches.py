@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from megatron_cp_plugin.core.document_layout import PaddedDocuments
 from megatron_cp_plugin.core.documents import random_documents
+from megatron_cp_plugin.core.kernel import Packing
 from megatron_cp_plugin.core.layout import Contiguous, Cyclic, Layout, Zigzag
 from megatron_cp_plugin.core.partial import RowIndex
 from megatron_cp_plugin.core.tile_batches import Batches, parts
@@ -28,18 +29,22 @@ def pairs_of(calls, shape) -> torch.Tensor:
         rows, cols = (
             torch.arange(n)[side.taken] for n, side in zip(shape, (queries, keys), strict=True)
         )
-        assert call.packing.rows[-1] == len(rows) == len(set(rows.tolist()))
-        assert call.packing.cols[-1] == len(cols)
-        assert call.packing.sequences > 1
-        for mine, seen in call.packing.parts:
+        assert (call.packing.q[-1].stop, call.packing.kv[-1].stop) == (len(rows), len(cols))
+        assert call.packing.gaps <= call.apart
+        taken_rows, taken_cols = torch.zeros(len(rows)), torch.zeros(len(cols))
+        assert len(call.packing.q) > 1
+        for mine, seen in zip(call.packing.q, call.packing.kv, strict=True):
+            taken_rows[mine] += 1
+            taken_cols[seen] += 1
             rows_of, cols_of = rows[mine], cols[seen]
             pairs = torch.ones(len(rows_of), len(cols_of), dtype=torch.int64)
             if call.causal:
                 assert len(rows_of) <= len(cols_of)
                 pairs = pairs.tril(len(cols_of) - len(rows_of))
             found[rows_of[:, None], cols_of] += pairs
-        for side, taken in ((queries, rows), (keys, cols)):
-            given = torch.zeros(len(taken), dtype=torch.int64)
+        assert taken_rows.max() == taken_cols.max() == 1
+        for side, taken, counts in ((queries, rows, taken_rows), (keys, cols, taken_cols)):
+            given = torch.zeros(len(taken))
             for to in side.given:
                 if isinstance(to, RowIndex):
                     of = torch.arange(len(taken)) if to.of is None else to.of
@@ -49,7 +54,7 @@ def pairs_of(calls, shape) -> torch.Tensor:
                 else:
                     assert torch.equal(torch.arange(10**6)[to], taken)
                     given += 1
-            assert torch.equal(given, torch.ones_like(given))
+            assert torch.equal(given, counts)
     return found
 
 
@@ -84,15 +89,15 @@ def test_calls_compute_the_pairs_of_their_tiles(
             tiles = plan_tiles(queries, keys, mask, rectangular=rectangular)
             rows, cols = sum(map(len, queries)), sum(map(len, keys))
             want = pairs_of([one for tile in tiles for one in whole_documents(tile)], (rows, cols))
-            for packed in (True, False):
-                calls = Batches(tiles, heads).calls(packed=packed)
+            for packed, gaps in ((True, True), (True, False), (False, False)):
+                calls = Batches(tiles, heads).calls(packed=packed, gaps=gaps)
                 assert torch.equal(pairs_of(calls, (rows, cols)), want)
                 found, reached = torch.zeros_like(want), 0
-                for part in parts(tiles, rows, heads, packed):
+                for part in parts(tiles, rows, heads, packed, gaps):
                     length = part.rows.stop - part.rows.start
                     assert part.rows.start == reached
                     reached = part.rows.stop
-                    of_part = pairs_of(part.work.calls(packed=packed), (length, cols))
+                    of_part = pairs_of(part.work.calls(packed=packed, gaps=gaps), (length, cols))
                     found[part.rows] += of_part
                 assert torch.equal(found, want)
                 assert reached == rows
@@ -121,6 +126,11 @@ DOCUMENTS = tuple(start // 4 * 4 for start in random_documents(4096, 200) if sta
 
 def test_documents_that_are_split_over_two_ranks() -> None:
     """Half the queries see all keys, or all queries half the keys; own blocks need no copies."""
+    # To kernels that leave rows out nothing is copied.
+    for pair in ((0, 1), (1, 0), (1, 1)):
+        [call] = planned(PaddedDocuments(), *pair, DOCUMENTS).calls(packed=True, gaps=True)
+        assert all(isinstance(side.taken, slice) for side in call.sides(CPU))
+        assert call.packing.gaps == (pair != (1, 1))
     layout = PaddedDocuments()
     [own] = planned(layout, 1, 1, DOCUMENTS).calls(packed=True)
     assert [side.taken for side in own.sides(CPU)] == [slice(0, 2048)] * 2
@@ -184,8 +194,40 @@ def test_indices_go_to_a_device_once() -> None:
     assert call.sides(CPU) is call.sides(CPU)
     assert call.packing.lengths(1, CPU) is call.packing.lengths(1, CPU)
     lengths = call.packing.lengths(2, CPU)
-    rows = call.packing.rows
+    rows = [0, *(x.stop for x in call.packing.q)]
     assert lengths.cu_q.tolist() == [*rows[:-1], *(rows[-1] + row for row in rows)]
+    assert lengths.used_q is lengths.used_k is None
     assert lengths.cu_q.dtype == lengths.cu_k.dtype == torch.int32
     assert lengths.longest_q == max(len(x) for x in call.rows)
     assert lengths.longest_k == max(len(x) for x in call.cols)
+
+
+def test_lengths_of_sequences_with_gaps() -> None:
+    packing = Packing((slice(0, 3), slice(5, 6)), (slice(0, 4), slice(4, 9)))
+    lengths = packing.lengths(2, CPU)
+    assert lengths.cu_q.tolist() == [0, 5, 6, 11, 12]
+    assert lengths.cu_k.tolist() == [0, 4, 9, 13, 18]
+    assert lengths.used_q.tolist() == [3, 1, 3, 1]
+    assert lengths.used_k.tolist() == [4, 5, 4, 5]
+    assert (lengths.longest_q, lengths.longest_k) == (3, 5)
+
+
+def test_few_rows_far_apart_are_copied() -> None:
+    """What is left out takes memory; and keys that ascend in another order than queries."""
+
+    def calls(starts: list[int], cols: list[int]) -> tuple[object, ...]:
+        tiles = [
+            Tile(slice(a, a + 8), slice(b, b + 8), 8, 8, causal=False)
+            for a, b in zip(starts, cols, strict=True)
+        ]
+        return Batches(tiles, 1).calls(packed=True, gaps=True)
+
+    for starts, cols, apart in (
+        ([0, 56], [0, 56], True),
+        ([0, 57], [0, 56], False),
+        ([0, 56], [0, 57], False),
+        ([0, 16], [16, 0], False),
+        ([0, 16], [0, 7], False),
+    ):
+        [call] = calls(starts, cols)
+        assert call.apart == apart

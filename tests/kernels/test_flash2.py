@@ -129,7 +129,7 @@ def packing_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k):
     assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
     assert max_seqlen_q == cu_seqlens_q.diff().max()
     assert max_seqlen_k == cu_seqlens_k.diff().max()
-    return Packing(tuple(cu_seqlens_q.tolist()), tuple(cu_seqlens_k.tolist()))
+    return Packing.adjacent(cu_seqlens_q.tolist(), cu_seqlens_k.tolist())
 
 
 @pytest.fixture
@@ -171,7 +171,7 @@ def test_documents(given, batch):
         batch=batch, seq_len=33, heads=4, kv_heads=2, head_dim=16, causal=True, cu_seqlens=bounds
     )
     q, k, v, dout = expected.q, expected.k, expected.v, expected.dout
-    packing, settings = Packing(bounds, bounds), {"scale": 0.25, "causal": True}
+    packing, settings = Packing.adjacent(bounds, bounds), {"scale": 0.25, "causal": True}
     out, lse = Flash2().forward_packed(q, k, v, packing, **settings)
     assert relative_error(out, expected.out) < 1e-12
     statistics = Statistics(lse, out=out)

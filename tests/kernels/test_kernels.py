@@ -32,7 +32,7 @@ def check(kernel: SoftmaxKernel, expected, bound: float, *, causal=True, bounds=
     if bounds:
         forward, backward = kernel.forward_packed, kernel.backward_packed
     settings["scale"] = q.shape[-1] ** -0.5
-    positional = (Packing(bounds, bounds),) if bounds else ()
+    positional = (Packing.adjacent(bounds, bounds),) if bounds else ()
     out, lse = forward(q, k, v, *positional, **settings)
     assert lse.shape == (q.shape[0], q.shape[2], q.shape[1])
     assert relative_error(out.cpu(), expected.out) < bound
@@ -195,13 +195,15 @@ for index in (RowIndex(to, of), RowIndex(to)):
     fused.add_rows_into(got[:, :, 1:], index.to, added[:, :, 1:], index.of)
     _add_at(want[:, :, 1:], index, added[:, :, 1:])
     assert torch.equal(got, want) and not torch.equal(got, total)
-got, want = (a.clone(), a_lse.clone()), (a.clone(), a_lse.clone())
+got, want = (total.clone(), a_lse.clone()), (total.clone(), a_lse.clone())
 b_lse[0, 0, 2] = -torch.inf  # of the row that goes to 3
-for merge, (out, lse) in ((fused.merge_rows_into, got), (_merge_at, want)):
-    merge(out[:, :, 1:], lse[:, 1:], to, b[:, :3, 1:], b_lse[:, 1:, :3])
-for x, y, before in zip(got, want, (a, a_lse)):
-    torch.testing.assert_close(x, y)
-    assert not torch.equal(x, before)
+for of in (of, None):
+    partial = (b[:, :, 1:], b_lse[:, 1:]) if of is not None else (b[:, :3, 1:], b_lse[:, 1:, :3])
+    fused.merge_rows_into(got[0][:, :, 1:], got[1][:, 1:], to, *partial, of)
+    _merge_at(want[0][:, :, 1:], want[1][:, 1:], RowIndex(to, of), *partial)
+    for x, y, before in zip(got, want, (total, a_lse)):
+        torch.testing.assert_close(x, y)
+        assert not torch.equal(x, before)
 
 delta = torch.einsum("bshd,bshd->bhs", a.float(), b.float())
 torch.testing.assert_close(fused.delta_of(a, b), delta)
@@ -250,8 +252,8 @@ def test_triton_kernels_in_the_interpreter():
 @pytest.mark.parametrize(
     ("name", "constants"),
     [
-        ("merge", {"AT": False}),
-        ("merge", {"AT": True}),
+        ("merge", {"AT": False, "B_AT": False}),
+        ("merge", {"AT": True, "B_AT": True}),
         ("sum", {"TWO": True, "OUT_AT": False, "A_AT": False, "B_AT": False}),
         ("sum", {"TWO": True, "OUT_AT": True, "A_AT": True, "B_AT": True}),
         ("sum", {"TWO": False, "OUT_AT": False, "A_AT": True, "B_AT": False}),

@@ -17,9 +17,10 @@ from megatron_cp_plugin.core.algorithm import (
 )
 from megatron_cp_plugin.core.kernel import Packing, Problem, SoftmaxKernel, Statistics
 from megatron_cp_plugin.core.partial import Accumulator, GradientSum, delta_of
+from megatron_cp_plugin.core.streams import capture
 from megatron_cp_plugin.core.tile_batches import Batch, Batches
 from megatron_cp_plugin.core.tiles import Mask, Tile
-from megatron_cp_plugin.errors import KernelUnavailableError
+from megatron_cp_plugin.errors import ContextParallelError, KernelUnavailableError
 from megatron_cp_plugin.kernels import resolve
 from tests.oracle import relative_error
 
@@ -110,12 +111,57 @@ def test_sequences_of_different_lengths(
     q, k, v, dout = tensors(rows[-1], cols[-1], kv_heads, dims, dtype, batch)
     wanted = expected(seen, q, k, v, dout)
     q, k, v, dout = (x.to(device) for x in (q, k, v, dout))
-    packing, settings = Packing(tuple(rows), tuple(cols)), {"causal": causal}
+    packing, settings = Packing.adjacent(rows, cols), {"causal": causal}
     settings["scale"] = dims[0] ** -0.5
     out, lse = kernel.forward_packed(q, k, v, packing, **settings)
     for statistics in (Statistics(lse, out=out), Statistics(lse, delta=delta_of(dout, out))):
         gradients = kernel.backward_packed(dout, q, k, v, statistics, packing, **settings)
         assert_close((out, lse, *gradients), wanted, bound)
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("kv_heads", [4, 1])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128)], ids=str)
+@pytest.mark.parametrize("given", ["out", "delta"])
+@pytest.mark.parametrize(("name", "device"), [ON_CPU, ON_GPUS[0]])
+def test_sequences_with_gaps(
+    name: str, device: torch.device, given: str, dims: tuple[int, int], kv_heads: int, causal: bool
+) -> None:
+    """50 with queries, or keys, or both, or none left out after them; two entries of a batch."""
+    kernel, dtype, bound = kernel_for(name, device, kv_heads, *dims)
+    random, longest = Random(2), 300 if device == GPU else 9
+    sides: tuple[list[slice], list[slice]] = ([], [])
+    starts = [0, 0]
+    for _ in range(50):
+        lengths = sorted(random.randint(1, longest) for _ in "ab")
+        for side, length in enumerate(lengths):
+            sides[side].append(slice(starts[side], starts[side] + length))
+            starts[side] += length + random.choice([0, random.randint(1, longest)])
+    packing = Packing(*map(tuple, sides))
+    rows, cols = sides[0][-1].stop, sides[1][-1].stop
+    seen = torch.zeros(rows, cols, dtype=torch.bool)
+    for mine, theirs in zip(*sides, strict=True):
+        n, m = mine.stop - mine.start, theirs.stop - theirs.start
+        part = torch.ones(n, m, dtype=torch.bool)
+        seen[mine, theirs] = part.tril(m - n) if causal else part
+    used, used_keys = seen.any(1), seen.any(0)
+    assert not used.all()
+    assert not used_keys.all()
+    q, k, v, dout = tensors(rows, cols, kv_heads, dims, dtype, 2)
+    out, lse, dq, dk, dv = expected(seen[used], q[:, used], k, v, dout[:, used])
+    wanted = out, lse, dq, dk[:, used_keys], dv[:, used_keys]
+    q, k, v, dout = (x.to(device) for x in (q, k, v, dout))
+    settings = {"scale": dims[0] ** -0.5, "causal": causal}
+    out, lse = kernel.forward_packed(q, k, v, packing, **settings)
+    # As merged: what is left out is not read.
+    out = out.masked_fill(~used[:, None, None].to(device), 0.0)
+    lse = lse.masked_fill(~used.to(device), 0.0)
+    statistics = Statistics(lse, out=out)
+    if given == "delta":
+        statistics = Statistics(lse, delta=delta_of(dout, out))
+    dq, dk, dv = kernel.backward_packed(dout, q, k, v, statistics, packing, **settings)
+    found = out[:, used], lse[:, :, used], dq[:, used], dk[:, used_keys], dv[:, used_keys]
+    assert_close(found, wanted, bound)
 
 
 def random_tiles(random: Random, size: int, blocks: int, *, rectangular: bool) -> list[Tile]:
@@ -146,15 +192,27 @@ def random_tiles(random: Random, size: int, blocks: int, *, rectangular: bool) -
     return found
 
 
+@pytest.mark.parametrize("gaps", [False, True], ids=["copied", "gaps"])
 @pytest.mark.parametrize("given", ["out", "delta"])
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize(("name", "device"), [ON_CPU, *ON_GPUS])
 def test_tiles_of_all_kinds(
-    name: str, device: torch.device, kv_heads: int, batch: int, given: str
+    name: str,
+    device: torch.device,
+    kv_heads: int,
+    batch: int,
+    given: str,
+    gaps: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Rows and columns that are copied together, taken twice, reversed: merged and summed."""
+    """Rows and columns that are copied together, taken twice, reversed, or lie between others:
+    merged and summed.
+    """
     kernel, dtype, bound = kernel_for(name, device, kv_heads, 64, 64)
+    if gaps and not kernel.gaps:
+        pytest.skip(f"{name} takes no sequences with gaps")
+    monkeypatch.setattr(type(kernel), "gaps", gaps)
     size, blocks = (100, 16) if device == GPU else (7, 12)
     rows = size * blocks
     tiles = random_tiles(Random(1), size, blocks, rectangular=kernel.rectangular_causal)
@@ -165,7 +223,8 @@ def test_tiles_of_all_kinds(
         seen[tile.q, tile.kv] += pairs.flip(0, 1) if tile.reverse else pairs
     assert seen.max() == 1
     work = Batches(tiles, 4)
-    calls = work.calls(packed=True)
+    calls = work.calls(packed=True, gaps=gaps)
+    assert gaps == any(isinstance(call, Batch) and call.apart for call in calls)
     assert len(calls) < len(tiles) / 4
     packed = [call for call in calls if isinstance(call, Batch)]
     assert sum(len(call.rows) for call in packed) > 2 * len(packed)
@@ -209,7 +268,7 @@ def test_packed_calls_repeat_to_the_bit(name: str, kv_heads: int, causal: bool) 
         settings = {"scale": 0.1, "causal": causal}
         runs = []
         for _ in range(5):
-            packing = Packing(bounds, bounds)
+            packing = Packing.adjacent(bounds, bounds)
             out, lse = kernel.forward_packed(q, k, v, packing, **settings)
             statistics = Statistics(lse, out=out)
             gradients = kernel.backward_packed(dout, q, k, v, statistics, packing, **settings)
@@ -218,3 +277,38 @@ def test_packed_calls_repeat_to_the_bit(name: str, kv_heads: int, causal: bool) 
         torch.use_deterministic_algorithms(False)
     for again in runs[1:]:
         assert all(torch.equal(x, y) for x, y in zip(runs[0], again, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["flash4", "torch_flash", "flash2"])
+def test_a_new_mask_does_not_make_the_host_wait_and_a_graph_wants_one_that_ran(name: str) -> None:
+    kernel, dtype, _ = kernel_for(name, GPU, 2, 64, 64)
+    tiles = random_tiles(Random(3), 100, 8, rectangular=kernel.rectangular_causal)
+    inputs = (x.to(GPU) for x in tensors(800, 800, 2, (64, 64), dtype, 1))
+    q, k, v, _ = inputs
+    call = Call(800, Mask(window=5), 64**-0.5, kernel)
+
+    def attend(work: Batches) -> tuple[Tensor, Tensor]:
+        total = Accumulator(q, 64)
+        attend_block(total, q, k, v, work, call)
+        return total.result()
+
+    want = attend(Batches(tiles, 4))
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        got = attend(Batches(tiles, 4))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
+    graph, work = torch.cuda.CUDAGraph(), Batches(tiles, 4)
+    with (
+        pytest.raises(ContextParallelError, match="run the same call once before it"),
+        torch.cuda.graph(graph, capture_error_mode="thread_local"),
+    ):
+        attend(work)
+    graph, captured = capture(lambda: attend(work), torch.cuda.synchronize)
+    for x in captured:
+        x.zero_()
+    graph.replay()
+    assert all(torch.equal(x, y) for x, y in zip(captured, want, strict=True))

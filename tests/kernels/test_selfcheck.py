@@ -44,10 +44,13 @@ class Planted(CpuFlashAttention):
         return dq, dk, dv
 
     def forward_packed(self, q, k, v, packing, *, scale, causal):
-        if self.fault == "documents" and packing.rows == packing.cols:
+        if self.fault == "documents" and packing.q == packing.kv:
             return self.forward(q, k, v, scale=scale, causal=causal)
-        if self.fault == "packed" and packing.rows != packing.cols:
-            packing = Packing(packing.rows, (0, *(n - 1 for n in packing.cols[1:-1]), k.shape[1]))
+        if self.fault == "packed" and packing.q != packing.kv and not packing.gaps:
+            first, *others = packing.kv
+            packing = Packing(packing.q, (slice(0, first.stop // 2), *others))
+        if self.fault == "gaps" and packing.gaps:
+            packing = Packing(packing.q, (*packing.kv[:-1], slice(packing.kv[-2].stop, k.shape[1])))
         return super().forward_packed(q, k, v, packing, scale=scale, causal=causal)
 
 
@@ -103,11 +106,12 @@ def test_faults_elsewhere_do_not_matter():
 
 def test_kernels_that_pack_are_checked_for_windows_too():
     class Packs(Planted):
-        packs = True
+        packs = gaps = True
 
-    check_kernel(Planted("packed"), problem(windows=True))
-    with pytest.raises(KernelUnavailableError, match="packed full tiles"):
-        check_kernel(Packs("packed"), problem(windows=True))
+    for fault, tiles in (("packed", "packed full tiles"), ("gaps", "packed full tiles with gaps")):
+        check_kernel(Planted(fault), problem(windows=True))
+        with pytest.raises(KernelUnavailableError, match=tiles):
+            check_kernel(Packs(fault), problem(windows=True))
 
 
 def test_a_kernel_that_fails():
