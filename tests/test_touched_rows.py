@@ -21,7 +21,13 @@ from megatron_cp_plugin.core.virtual import VirtualWorld
 from megatron_cp_plugin.registry import create
 from tests.core.test_plan import variants
 from tests.oracle import expected_attention
-from tests.test_conformance import Case, assert_matches, layout_for, run
+from tests.test_conformance import (
+    Case,
+    assert_matches,
+    assert_plan_is_kept,
+    layout_for,
+    run,
+)
 
 HEADS, KV_HEADS, DIM, BATCH = 4, 2, 8, 2
 # Bytes of a token in float64: k and v; q, or out; lse.
@@ -159,8 +165,13 @@ CASES = [
 ]
 
 
+def name_of(value: object) -> str | None:
+    """For a test's id; None: pytest's own."""
+    return str(value) if isinstance(value, Case) else getattr(value, "__name__", None)
+
+
 @pytest.mark.parametrize("packing", PACKINGS)
-@pytest.mark.parametrize(("case", "size", "count"), CASES, ids=str)
+@pytest.mark.parametrize(("case", "size", "count"), CASES, ids=name_of)
 def test_bytes_are_those_of_tokens_that_are_seen(
     case: Case, size: int, count: Callable[[Tokens], Sent], packing: str
 ) -> None:
@@ -171,7 +182,7 @@ def test_bytes_are_those_of_tokens_that_are_seen(
 
 
 @pytest.mark.parametrize("window", [3, 9, 17])
-@pytest.mark.parametrize(("case", "size", "count"), CASES, ids=str)
+@pytest.mark.parametrize(("case", "size", "count"), CASES, ids=name_of)
 def test_bytes_in_a_window(
     case: Case, size: int, count: Callable[[Tokens], Sent], window: int
 ) -> None:
@@ -263,6 +274,31 @@ def test_a_block_with_gaps_is_computed_with_as_it_came() -> None:
     fewer = (m._replace(block=m.block._replace(rows=m.block.rows[:1])) for m in plan.moves)
     with pytest.raises(PlanError, match="rank 0 has no k of rank 1"):
         check(replace(plan, moves=tuple(fewer)))
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_a_block_that_stays_for_the_backward_has_all_rows_that_others_need(size: int) -> None:
+    """Where every rank sees some keys of all: those of the longest document."""
+    case = Case("zigzag", (("layout", "documents"),))
+    seq_len = 14 * size
+    lengths = [0, 9 * size, 9 * size + 3, seq_len]
+    expected = expected_attention(
+        seq_len=seq_len, heads=4, kv_heads=1, head_dim=8, causal=True, cu_seqlens=lengths
+    )
+    cu_seqlens = torch.tensor(lengths)
+    results, log = run(case, expected, size, cu_seqlens=cu_seqlens)
+    assert_matches(case, results, expected, bound=1e-10, cu_seqlens=cu_seqlens)
+    mask, shape = (
+        Mask(documents=document_starts(lengths, seq_len)),
+        Shape(1, seq_len, 4, 1, 8, 8, 8),
+    )
+    assert_plan_is_kept(case, size, shape, mask, log)
+    made = create("zigzag", VirtualWorld(size).topology(0), dict(case.options))
+    for phase in PHASES:
+        plan = made.within(mask.documents).plan(shape, mask, phase)
+        check(plan)
+        assert len(plan.retained) == size
+        assert any(move.tokens < 14 for move in plan.moves)
 
 
 def of_numbers(numbers: set[int]) -> Rows:
