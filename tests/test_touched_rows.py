@@ -9,14 +9,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_cp_plugin.core.document_layout import PerDocument
 from megatron_cp_plugin.core.documents import document_starts
-from megatron_cp_plugin.core.layout import Span
+from megatron_cp_plugin.core.layout import Contiguous, Layout, Span, Zigzag
 from megatron_cp_plugin.core.plan import PHASES
 from megatron_cp_plugin.core.plan_check import PlanError, check
-from megatron_cp_plugin.core.rows import Rows, clipped, common, rows_at, union
+from megatron_cp_plugin.core.rows import Rows, clipped, common, positions_of, rows_at, union
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
-from megatron_cp_plugin.core.touched import touched
+from megatron_cp_plugin.core.touched import (
+    by_document_alone,
+    keys_seen,
+    longest_gap,
+    queries_seeing,
+    touched,
+)
 from megatron_cp_plugin.core.virtual import VirtualWorld
 from megatron_cp_plugin.registry import create
 from tests.core.test_plan import variants
@@ -333,9 +340,10 @@ def test_rows_are_sets(a: set[int], b: set[int], start: int, stop: int, gap: int
 @given(SETS, SETS)
 def test_rows_at_positions(a: set[int], b: set[int]) -> None:
     spans, positions = (tuple(Span(*one) for one in of_numbers(numbers)) for numbers in (a, a & b))
-    assert numbers_of(rows_at(spans, positions)) == [
-        row for row, n in enumerate(sorted(a)) if n in b
-    ]
+    rows = rows_at(spans, positions)
+    assert numbers_of(rows) == [row for row, n in enumerate(sorted(a)) if n in b]
+    found = [n for span in positions_of(spans, rows) for n in span.positions]
+    assert found == sorted(a & b)
 
 
 @settings(max_examples=300, deadline=None)
@@ -361,3 +369,33 @@ def test_touched_rows(
     rows, cols = touched(*spans, mask)
     assert numbers_of(rows) == sorted({i for i, _ in pairs})
     assert numbers_of(cols) == sorted({j for _, j in pairs})
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.sampled_from([Contiguous(), Zigzag(), PerDocument()]),
+    st.integers(1, 7),
+    st.integers(1, 150),
+    st.sets(st.integers(1, 150), min_size=1, max_size=12),
+    st.booleans(),
+)
+def test_touched_rows_of_all_pairs(
+    layout: Layout, size: int, seq_len: int, starts: set[int], causal: bool
+) -> None:
+    """At once, and pair by pair; with gaps that are filled."""
+    mask = Mask(causal, documents=tuple(sorted(n for n in starts if n < seq_len)))
+    layout = layout.within(mask.documents)
+    spans = [layout.spans(rank, size, seq_len) for rank in range(size)]
+    if not by_document_alone(mask, spans):
+        assert not mask.documents
+        return
+    seen, seeing = (find(layout, size, seq_len, mask) for find in (keys_seen, queries_seeing))
+    for query in range(size):
+        for key in range(size):
+            rows, cols = touched(spans[query], spans[key], mask)
+            assert seeing[key].get(query, ()) == union((rows,), gap_of(spans[query]))
+            assert seen[query].get(key, ()) == union((cols,), gap_of(spans[key]))
+
+
+def gap_of(spans: Sequence[Span]) -> int:
+    return longest_gap(sum(map(len, spans)))
