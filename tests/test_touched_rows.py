@@ -9,19 +9,32 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_cp_plugin.core.document_layout import PerDocument
 from megatron_cp_plugin.core.documents import document_starts
-from megatron_cp_plugin.core.layout import Span
+from megatron_cp_plugin.core.layout import Contiguous, Layout, Span, Zigzag
 from megatron_cp_plugin.core.plan import PHASES
 from megatron_cp_plugin.core.plan_check import PlanError, check
-from megatron_cp_plugin.core.rows import Rows, clipped, common, rows_at, union
+from megatron_cp_plugin.core.rows import Rows, clipped, common, positions_of, rows_at, union
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
-from megatron_cp_plugin.core.touched import touched
+from megatron_cp_plugin.core.touched import (
+    by_document_alone,
+    keys_seen,
+    longest_gap,
+    queries_seeing,
+    touched,
+)
 from megatron_cp_plugin.core.virtual import VirtualWorld
 from megatron_cp_plugin.registry import create
 from tests.core.test_plan import variants
 from tests.oracle import expected_attention
-from tests.test_conformance import Case, assert_matches, layout_for, run
+from tests.test_conformance import (
+    Case,
+    assert_matches,
+    assert_plan_is_kept,
+    layout_for,
+    run,
+)
 
 HEADS, KV_HEADS, DIM, BATCH = 4, 2, 8, 2
 # Bytes of a token in float64: k and v; q, or out; lse.
@@ -159,8 +172,13 @@ CASES = [
 ]
 
 
+def name_of(value: object) -> str | None:
+    """For a test's id; None: pytest's own."""
+    return str(value) if isinstance(value, Case) else getattr(value, "__name__", None)
+
+
 @pytest.mark.parametrize("packing", PACKINGS)
-@pytest.mark.parametrize(("case", "size", "count"), CASES, ids=str)
+@pytest.mark.parametrize(("case", "size", "count"), CASES, ids=name_of)
 def test_bytes_are_those_of_tokens_that_are_seen(
     case: Case, size: int, count: Callable[[Tokens], Sent], packing: str
 ) -> None:
@@ -171,7 +189,7 @@ def test_bytes_are_those_of_tokens_that_are_seen(
 
 
 @pytest.mark.parametrize("window", [3, 9, 17])
-@pytest.mark.parametrize(("case", "size", "count"), CASES, ids=str)
+@pytest.mark.parametrize(("case", "size", "count"), CASES, ids=name_of)
 def test_bytes_in_a_window(
     case: Case, size: int, count: Callable[[Tokens], Sent], window: int
 ) -> None:
@@ -265,6 +283,31 @@ def test_a_block_with_gaps_is_computed_with_as_it_came() -> None:
         check(replace(plan, moves=tuple(fewer)))
 
 
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_a_block_that_stays_for_the_backward_has_all_rows_that_others_need(size: int) -> None:
+    """Where every rank sees some keys of all: those of the longest document."""
+    case = Case("zigzag", (("layout", "documents"),))
+    seq_len = 14 * size
+    lengths = [0, 9 * size, 9 * size + 3, seq_len]
+    expected = expected_attention(
+        seq_len=seq_len, heads=4, kv_heads=1, head_dim=8, causal=True, cu_seqlens=lengths
+    )
+    cu_seqlens = torch.tensor(lengths)
+    results, log = run(case, expected, size, cu_seqlens=cu_seqlens)
+    assert_matches(case, results, expected, bound=1e-10, cu_seqlens=cu_seqlens)
+    mask, shape = (
+        Mask(documents=document_starts(lengths, seq_len)),
+        Shape(1, seq_len, 4, 1, 8, 8, 8),
+    )
+    assert_plan_is_kept(case, size, shape, mask, log)
+    made = create("zigzag", VirtualWorld(size).topology(0), dict(case.options))
+    for phase in PHASES:
+        plan = made.within(mask.documents).plan(shape, mask, phase)
+        check(plan)
+        assert len(plan.retained) == size
+        assert any(move.tokens < 14 for move in plan.moves)
+
+
 def of_numbers(numbers: set[int]) -> Rows:
     return union(((n, n + 1),) for n in numbers)
 
@@ -297,9 +340,10 @@ def test_rows_are_sets(a: set[int], b: set[int], start: int, stop: int, gap: int
 @given(SETS, SETS)
 def test_rows_at_positions(a: set[int], b: set[int]) -> None:
     spans, positions = (tuple(Span(*one) for one in of_numbers(numbers)) for numbers in (a, a & b))
-    assert numbers_of(rows_at(spans, positions)) == [
-        row for row, n in enumerate(sorted(a)) if n in b
-    ]
+    rows = rows_at(spans, positions)
+    assert numbers_of(rows) == [row for row, n in enumerate(sorted(a)) if n in b]
+    found = [n for span in positions_of(spans, rows) for n in span.positions]
+    assert found == sorted(a & b)
 
 
 @settings(max_examples=300, deadline=None)
@@ -325,3 +369,33 @@ def test_touched_rows(
     rows, cols = touched(*spans, mask)
     assert numbers_of(rows) == sorted({i for i, _ in pairs})
     assert numbers_of(cols) == sorted({j for _, j in pairs})
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.sampled_from([Contiguous(), Zigzag(), PerDocument()]),
+    st.integers(1, 7),
+    st.integers(1, 150),
+    st.sets(st.integers(1, 150), min_size=1, max_size=12),
+    st.booleans(),
+)
+def test_touched_rows_of_all_pairs(
+    layout: Layout, size: int, seq_len: int, starts: set[int], causal: bool
+) -> None:
+    """At once, and pair by pair; with gaps that are filled."""
+    mask = Mask(causal, documents=tuple(sorted(n for n in starts if n < seq_len)))
+    layout = layout.within(mask.documents)
+    spans = [layout.spans(rank, size, seq_len) for rank in range(size)]
+    if not by_document_alone(mask, spans):
+        assert not mask.documents
+        return
+    seen, seeing = (find(layout, size, seq_len, mask) for find in (keys_seen, queries_seeing))
+    for query in range(size):
+        for key in range(size):
+            rows, cols = touched(spans[query], spans[key], mask)
+            assert seeing[key].get(query, ()) == union((rows,), gap_of(spans[query]))
+            assert seen[query].get(key, ()) == union((cols,), gap_of(spans[key]))
+
+
+def gap_of(spans: Sequence[Span]) -> int:
+    return longest_gap(sum(map(len, spans)))

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import zip_longest
 from typing import Literal, NamedTuple
 
@@ -31,14 +31,16 @@ from megatron_cp_plugin.core.rows import (
     union,
 )
 from megatron_cp_plugin.core.tiles import Mask, seen_blocks, sees
-from megatron_cp_plugin.core.touched import touched
+from megatron_cp_plugin.core.touched import (
+    by_document_alone,
+    keys_seen,
+    longest_gap,
+    queries_seeing,
+    touched,
+)
 from megatron_cp_plugin.errors import ConfigError
 
 Side = Literal["queries", "keys"]
-
-# Rows that nobody needs travel too where they are fewer, one behind the other, than a block has by
-# this number: every range more is a copy more before and after a message.
-_GAPS = 64
 
 
 @lru_cache(maxsize=64)
@@ -84,6 +86,7 @@ class _Derivation:
     def __init__(self, placement: BlockPlacement, setting: Setting) -> None:
         self.placement, self.setting = placement, setting
         size, layout = placement.size, placement.layout.within(setting.mask.documents)
+        self.tokens = layout, size, setting.seq_len
         self.spans = tuple(layout.spans(rank, size, setting.seq_len) for rank in range(size))
         special, gaps = (
             bool(setting.mask.special),
@@ -92,7 +95,8 @@ class _Derivation:
         self.masked = placement.masked or (special and not gaps)
         # Whole blocks need not be packed; where ranks pass them on, few would be any shorter.
         self.selective = self.masked and (special or not placement.relay)
-        if self.masked:
+        self.at_once = self.selective and by_document_alone(setting.mask, self.spans)
+        if self.masked and not self.at_once:
             self.seen = _seen(layout, size, setting.seq_len, setting.mask)
         self.lengths = tuple(sum(map(len, spans)) for spans in self.spans)
         self.width = max(self.lengths)
@@ -121,22 +125,41 @@ class _Derivation:
         tokens = self.lengths[query]
         start, stop = tokens * index // count, tokens * (index + 1) // count
         queries, keys = self.spans[query], self.spans[key]
-        needed = not self.masked or self.seen[query][key]
+        needed = not self.masked or self._sees(query, key)
         if needed and self.masked and count > 1:
             queries = rows_of(queries, start, stop)
             needed = sees(queries, keys, self.setting.mask)
         if needed:
             self.cells.append(_Cell(place, query, key, start, stop))
+        here = place.rank == query, place.rank == self.placement.key_holder(key)
         rows, cols = between(start, stop), between(0, self.lengths[key])
         if not needed:
             rows = cols = ()
-        elif self.selective:
+        elif self.at_once and count == 1:
+            rows = () if here[0] else self.queries_seeing[key][query]
+            cols = () if here[1] else self.keys_seen[query][key]
+        elif self.selective and not all(here):
             rows, cols = touched(queries, keys, self.setting.mask)
             rows = tuple((start + first, start + last) for first, last in rows)
-        if place.rank != query:
+        if not here[0]:
             self._visit("queries", query, place, rows)
-        if place.rank != self.placement.key_holder(key):
+        if not here[1]:
             self._visit("keys", key, place, cols)
+
+    def _sees(self, query: int, key: int) -> bool:
+        if self.at_once:
+            return key in self.keys_seen[query]
+        return self.seen[query][key]
+
+    @cached_property
+    def keys_seen(self) -> list[dict[int, Rows]]:
+        """See `touched.keys_seen`."""
+        return keys_seen(*self.tokens, self.setting.mask)
+
+    @cached_property
+    def queries_seeing(self) -> list[dict[int, Rows]]:
+        """See `touched.queries_seeing`."""
+        return queries_seeing(*self.tokens, self.setting.mask)
 
     def _visit(self, side: Side, owner: int, place: Place, rows: Rows) -> None:
         visits = self.visits.setdefault((side, owner), {})
@@ -161,7 +184,7 @@ class _Derivation:
 
     def _give(self, side: Side, owner: int, visits: dict[int, _Visit]) -> None:
         """Works out which rows come to every rank."""
-        gap = self.lengths[owner] // _GAPS
+        gap = longest_gap(self.lengths[owner])
         for visit in visits.values():
             visit.given = visit.needed = union((visit.needed,), gap)
         if self.placement.assembled or self.placement.retained_by(owner) is not None:
@@ -300,7 +323,7 @@ class _Derivation:
         placement = self.placement
         for (side, owner), visits in self.visits.items():
             holder = self._holder(side, owner)
-            gap = self.lengths[owner] // _GAPS
+            gap = longest_gap(self.lengths[owner])
             legs: dict[int, list[tuple[_Visit, Rows]]] = {}
             for visit in sorted(visits.values(), key=lambda visit: visit.first):
                 leg = legs.setdefault(placement.leg(visit.rank) if placement.relay else -1, [])

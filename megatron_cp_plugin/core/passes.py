@@ -54,8 +54,9 @@ class Forward(Pass):
 
     def compute(self, task: Task, queries: Tensors | None, keys: Tensors | None) -> None:
         """See Pass.compute."""
-        total = self._totals[task.heads.q.start]
-        if queries is not None:
+        if queries is None:
+            total = self._totals[task.heads.q.start]
+        else:  # the own ones may be complete by now
             new = Accumulator(queries[0], self.v.shape[3])
             total = self._found.setdefault(task.query[0], new)
         (q,), (k, v) = queries or self._queries, keys or self._keys

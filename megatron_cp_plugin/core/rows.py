@@ -1,15 +1,16 @@
 """Some rows of a block, and where they are when they alone are packed, one behind the other."""
 
-from collections import deque
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_cp_plugin.core.bands import Spans
-from megatron_cp_plugin.core.layout import rows_of
+from megatron_cp_plugin.core.layout import Span, rows_of
 
 # Half-open ranges of a block's rows, ascending, that do not touch each other.
 Rows = tuple[tuple[int, int], ...]
@@ -27,8 +28,11 @@ def row_count(rows: Rows) -> int:
 
 def union(parts: Iterable[Rows], gap: int = 0) -> Rows:
     """Rows that are in any part, and those between them in gaps of at most `gap` rows."""
+    ranges = {one for rows in parts for one in rows}
+    if len(ranges) < 2:
+        return tuple(ranges)
     found: list[tuple[int, int]] = []
-    for start, stop in sorted({one for rows in parts for one in rows}):
+    for start, stop in sorted(ranges):
         if found and start <= found[-1][1] + gap:
             found[-1] = found[-1][0], max(found[-1][1], stop)
         else:
@@ -38,6 +42,8 @@ def union(parts: Iterable[Rows], gap: int = 0) -> Rows:
 
 def clipped(rows: Rows, start: int, stop: int) -> Rows:
     """Those of the rows that are in [start, stop)."""
+    if rows and start <= rows[0][0] and rows[-1][1] <= stop:
+        return rows
     ranges = ((max(first, start), min(last, stop)) for first, last in rows)
     return tuple((first, last) for first, last in ranges if first < last)
 
@@ -72,21 +78,28 @@ def _placed(rows: Rows) -> Iterator[tuple[tuple[int, int], int]]:
 
 def positions_of(spans: Spans, rows: Rows) -> Spans:
     """Positions of some rows of a block."""
-    return tuple(span for start, stop in rows for span in rows_of(spans, start, stop))
+    if len(rows) == 1:
+        return rows_of(spans, *rows[0])
+    found: list[Span] = []
+    ends = list(accumulate(map(len, spans)))
+    for start, stop in rows:
+        first, last = bisect_right(ends, start), bisect_left(ends, stop) + 1
+        before = ends[first] - len(spans[first])
+        found += rows_of(spans[first:last], start - before, stop - before)
+    return tuple(found)
 
 
 def rows_at(spans: Spans, positions: Spans) -> Rows:
     """Rows of a block that have some positions. Args: spans, positions: ascending, without gaps."""
-    found, row, left = [], 0, deque(positions)
-    for span in spans:
-        while left and left[0].start < span.stop:
-            start, stop = max(span.start, left[0].start), min(span.stop, left[0].stop)
+    found, starts = [], [span.start for span in spans]
+    before = list(accumulate(map(len, spans), initial=0))
+    for part in positions:
+        for index in range(bisect_right(starts, part.start) - 1, bisect_left(starts, part.stop)):
+            span = spans[index]
+            start, stop = max(span.start, part.start), min(span.stop, part.stop)
             if start < stop:
-                found.append((row + start - span.start, row + stop - span.start))
-            if left[0].stop > span.stop:
-                break
-            left.popleft()
-        row += len(span)
+                row = before[index] - span.start
+                found.append((row + start, row + stop))
     return union([tuple(found)])
 
 
