@@ -21,7 +21,7 @@ from megatron_cp_plugin.core.plan import (
     Setting,
     TensorNames,
 )
-from megatron_cp_plugin.core.tiles import Mask, plan_tiles, seen_blocks, sees
+from megatron_cp_plugin.core.tiles import Mask, seen_blocks, sees, touched_rows
 from megatron_cp_plugin.errors import ConfigError
 
 Side = Literal["queries", "keys"]
@@ -354,11 +354,8 @@ def _touched(
     queries: Spans, keys: Spans, setting: Setting, start: int
 ) -> tuple[tuple[int, int], tuple[int, int]]:
     """Rows of the whole block of queries, of which `start` come before, and of the keys."""
-    tiles = plan_tiles(queries, keys, setting.mask, rectangular=setting.rectangular)
-    return (
-        (start + min(tile.q.start for tile in tiles), start + max(tile.q.stop for tile in tiles)),
-        (min(tile.kv.start for tile in tiles), max(tile.kv.stop for tile in tiles)),
-    )
+    rows, cols = touched_rows(queries, keys, setting.mask)
+    return (start + rows[0][0], start + rows[-1][1]), (cols[0][0], cols[-1][1])
 
 
 def _packed(tensors: TensorNames, assembled: bool) -> tuple[TensorNames, ...]:
