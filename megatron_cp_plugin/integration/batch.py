@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -18,9 +19,11 @@ from torch import Tensor
 from megatron_cp_plugin.core.documents import document_starts
 from megatron_cp_plugin.core.streams import capturing
 from megatron_cp_plugin.errors import ContextParallelError
+from megatron_cp_plugin.integration.documents import DocumentMask, attention_spans
 from megatron_cp_plugin.integration.runtime import Runtime
 
 _OF_DOCUMENTS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
+SPANS = "attention_spans"
 _OF_TOKENS = ("tokens", "labels", "loss_mask", "position_ids")
 _ORDER = "position_ids of a batch must count up from 0, and may begin again, before it is cut"
 _MARK = "_cut_by_megatron_cp_plugin"
@@ -51,10 +54,12 @@ class Batches:
 
     Attributes:
         runtime: Has the run's layout.
+        spans: Those of the batch that came last; None: it had none.
     """
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
+        self.spans: DocumentMask | None = None
         self._agreed: set[bool] = set()
         self._last: dict[str, Tensor] = {}
         self._last_cut = Cut(None)
@@ -68,15 +73,19 @@ class Batches:
         Args:
             batch: Tensors [b, N, ...] of whole samples, the same on all ranks of the group;
                 `attention_mask` [b, 1, N, N]; None where a pipeline stage has no use for a key.
-                What tells of documents stays as it is.
+                What tells of documents stays as it is. `attention_spans`: As of
+                `documents.attention_spans`, for the next call of the model; every pipeline stage
+                needs them.
             group: The context-parallel group.
 
         Returns:
-            The same dict.
+            The same dict, without `attention_spans`.
 
         Raises:
             ContextParallelError: The batch is not whole; on all ranks, if it is the first one.
         """
+        spans = batch.pop(SPANS, None)
+        self.spans = None if spans is None else attention_spans(spans)
         if group.size() == 1:
             return batch
         self.finish_checks()
@@ -157,10 +166,13 @@ class Batches:
             return
         agree(fault or (order() if order else None), group)
         sums = {key: [*tensor.shape, _checksum(tensor)] for key, tensor in whole.items()}
+        if self.spans is not None:
+            sums[SPANS] = [crc32(repr(self.spans.spans).encode())]
         every: list[dict[str, list[int]]] = [{} for _ in range(group.size())]
         dist.all_gather_object(every, sums, group=group)
         for rank, other in enumerate(every):
-            different = [key for key in _OF_TOKENS if other.get(key) != every[0].get(key)]
+            keys = (*_OF_TOKENS, SPANS)
+            different = [key for key in keys if other.get(key) != every[0].get(key)]
             if different:
                 raise ContextParallelError(
                     f"ranks of a context-parallel group need the same whole samples before they "
