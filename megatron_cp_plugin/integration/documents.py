@@ -8,11 +8,12 @@ the model gets the boundaries in a form that all but attention ignore.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
@@ -36,6 +37,7 @@ class DocumentMask(PackedSeqParams):
         padded: Documents end with tokens that the others must not see.
         spans: Which keys which queries see, as in `megatron_cp_plugin.attention`, in place of all
             of the above; None: these say it.
+        positions: Of all tokens [N], for rotary embeddings; None: by their order.
     """
 
     qkv_format: str = "bshd"
@@ -43,6 +45,7 @@ class DocumentMask(PackedSeqParams):
     starts: tuple[int, ...] = ()
     padded: bool = False
     spans: RawSpans | None = None
+    positions: Tensor | None = None
 
     def slices(self, seq_len: int) -> Slices | None:
         """Returns the spans, of a sequence of so many tokens.
@@ -53,25 +56,42 @@ class DocumentMask(PackedSeqParams):
         return None if self.spans is None else Slices.of(self.spans, seq_len)
 
 
-def attention_spans(spans: Tensor | Iterable[Iterable[object]]) -> DocumentMask:
+def attention_spans(
+    spans: Tensor | Iterable[Iterable[object]], positions: Tensor | Sequence[int] | None = None
+) -> DocumentMask:
     """Returns what a model takes as packed_seq_params, so that its attention sees these spans only.
 
     Args:
         spans: As in `megatron_cp_plugin.attention`; a tensor may be [b, n, 5], with the same spans
             for all samples of a micro-batch. Empty ones, such as (0, 0, 0, 0, 0), fill up.
+        positions: Of all tokens of the whole sequence, integers [N] or the same ones [b, N], for
+            rotary embeddings, such as `spans.shared_prefix_positions`. Default: 0 to N - 1.
 
     Raises:
-        ContextParallelError: Samples have different spans.
+        ContextParallelError: Samples have different spans or positions.
     """
     if isinstance(spans, Tensor):
-        samples = spans.tolist() if spans.dim() == 3 else [spans.tolist()]
-        if any(sample != samples[0] for sample in samples):
+        spans = _of_all_samples("attention_spans", spans, dims=2).tolist()
+    if positions is not None:
+        positions = _of_all_samples("attention_positions", torch.as_tensor(positions), dims=1)
+        if positions.is_floating_point():
             raise ContextParallelError(
-                f"the {len(samples)} samples of a micro-batch need the same attention_spans, got "
-                "different ones: use --micro-batch-size 1, or pack them into one sequence"
+                f"attention_positions need whole numbers, got {positions.dtype}: round them"
             )
-        spans = samples[0] if samples else []
-    return DocumentMask(spans=tuple(map(tuple, spans)))
+    return DocumentMask(spans=tuple(map(tuple, spans)), positions=positions)
+
+
+def _of_all_samples(name: str, tensor: Tensor, *, dims: int) -> Tensor:
+    """What all samples of a micro-batch have alike, of so many dimensions."""
+    if tensor.dim() == dims:
+        return tensor
+    if tensor.dim() != dims + 1 or not len(tensor) or not tensor.eq(tensor[0]).all():
+        raise ContextParallelError(
+            f"{len(tensor) if tensor.dim() else 0} samples of a micro-batch need the same {name}, "
+            f"got different ones {list(tensor.shape)}: use --micro-batch-size 1, or pack them into "
+            "one sequence"
+        )
+    return tensor[0]
 
 
 def document_mask(packed: PackedSeqParams | None, *, recurrent: bool) -> DocumentMask | None:

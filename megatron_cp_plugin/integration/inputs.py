@@ -61,6 +61,7 @@ def serve_inputs(model: nn.Module, batches: Batches, group: dist.ProcessGroup) -
             mask = _with_spans(mask, batches.spans)
             _check_spans(model, mask, runtime.config, recurrent=recurrent)
             runtime.documents = mask.starts if mask else ()
+            runtime.rotary_positions = mask.positions if mask else None
             _check_capture(model, mask)
             if cut is not None:
                 _check_documents(cut, runtime.documents)
@@ -108,6 +109,7 @@ class CutInputs:
             use_layout(model, self._runtime)
             self._called = True
         self._runtime.documents = mask.starts if mask else ()
+        self._runtime.rotary_positions = mask.positions if mask else None
         self._runtime.seq_len = (mask.seq_len or None) if mask else None
         if mask is not None:
             given["packed_seq_params"] = mask

@@ -1,7 +1,8 @@
 """A training script whose micro-batches bring masks of all kinds, each another one.
 
 `--mask dense` gives the model a mask [b, 1, N, N], as Megatron takes it; `--mask spans` gives the
-batch attention_spans; `--mask given` gives them to the model itself.
+batch attention_spans; `--mask given` gives them to the model itself. Rotary embeddings take other
+positions than those in the sequence.
 """
 
 import sys
@@ -33,6 +34,14 @@ def mask_of(number: int, tokens: int) -> Spans:
     return found
 
 
+def positions_of(number: int, tokens: int) -> torch.Tensor:
+    """Of a micro-batch's tokens; every other one goes by the order of its tokens."""
+    order = list(range(tokens))
+    if number % 2 == 0:
+        Random(number).shuffle(order)
+    return torch.tensor(order)
+
+
 def main() -> None:
     """Trains with the script's own loop and another forward step."""
     from megatron_cp_plugin.ending import one_line_errors
@@ -52,11 +61,13 @@ def main() -> None:
 def serve(pretrain: Any, kind: str) -> None:
     """Lets the program of the plugin have masks."""
     from megatron.core import mpu
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
     from megatron.core.utils import get_attr_wrapped_model
     from megatron.training import get_args
 
     from megatron_cp_plugin.megatron import attention_spans
 
+    angles: Any = RotaryEmbedding.forward
     hooked = pretrain.get_batch_on_this_cp_rank
     pretrain.get_batch_on_this_cp_rank = lambda batch, **_: batch
     count: Counter[int | None] = Counter()
@@ -64,15 +75,17 @@ def serve(pretrain: Any, kind: str) -> None:
     def forward_step(data_iterator: Any, model: Any) -> Any:
         stage, tokens = get_attr_wrapped_model(model, "vp_stage"), get_args().seq_length
         batch, packed = pretrain._next_batch(data_iterator, stage), None
-        mask = mask_of(count[stage], tokens)
+        mask, positions = mask_of(count[stage], tokens), positions_of(count[stage], tokens)
         count[stage] += 1
         if kind == "dense":
             batch["attention_mask"] = (dense(mask, tokens) == 0)[None, None]
+            RotaryEmbedding.forward = lambda *args, **kwargs: angles(*args, **kwargs)[positions]
         elif kind == "spans":
             rows = [[*one[:4], KINDS.index(one[4])] for one in mask]
             batch["attention_spans"] = torch.tensor([[*rows, [0] * 5]])
+            batch["attention_positions"] = positions[None]
         elif kind == "given":
-            packed = attention_spans(mask)
+            packed = attention_spans(mask, positions.tolist())
         batch = hooked(batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group())
         output = model(
             batch["tokens"],

@@ -26,7 +26,8 @@ MODEL = [*TINY, *SLOWLY, *"--swiglu --group-query-attention --num-query-groups 2
 OWN = "--mask dense --context-parallel-algo megatron"
 REFERENCES = {
     "rotary": "--position-embedding-type rope",
-    "stages": "--position-embedding-type learned_absolute --pipeline-model-parallel-size 2",
+    "stages": "--position-embedding-type rope --pipeline-model-parallel-size 2 --num-layers 4 "
+    "--num-layers-per-virtual-pipeline-stage 1",
 }
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 
@@ -114,6 +115,39 @@ def test_a_stage_without_tokens_gets_them_too() -> None:
     assert list(model().slices(8)) == FULL
 
 
+def test_position_ids_of_a_tree_are_taken() -> None:
+    """Positions that neither count up nor begin again at 0, as `positions` say."""
+
+    def rank(group: Any) -> None:
+        model, batches = Model(), Batches(Runtime(ContextParallelConfig("ring", 2)))
+        serve_inputs(model, batches, group)
+        positions = [0, 1, 2, 2, 3, 4, 2, 3]
+        whole = {"tokens": torch.arange(8)[None], "position_ids": torch.tensor([positions])}
+        with pytest.raises(ContextParallelError, match="must count up from 0"):
+            batches.shard(whole | {"attention_spans": FULL}, group)
+        given = {"attention_spans": FULL, "attention_positions": positions}
+        model(batches.shard(whole | given, group)["tokens"])
+        assert batches.runtime.rotary_positions.tolist() == positions
+        model(batches.shard({"tokens": torch.arange(8)[None]}, group)["tokens"])
+        assert batches.runtime.rotary_positions is None
+        with pytest.raises(ContextParallelError, match="go with attention_spans, got none"):
+            batches.shard(whole | {"attention_positions": positions}, group)
+
+    on_ranks(2, rank)
+
+
+@pytest.mark.parametrize(
+    ("positions", "message"),
+    [
+        ([0.5, 1.0], "attention_positions need whole numbers, got torch.float32: round them"),
+        ([[0, 1], [0, 2]], r"2 samples .* need the same attention_positions, got different ones"),
+    ],
+)
+def test_positions_that_make_no_sense_are_refused(positions: Any, message: str) -> None:
+    with pytest.raises(ContextParallelError, match=message):
+        attention_spans(FULL, torch.tensor(positions))
+
+
 def test_batches_that_their_callers_cut() -> None:
     model = Model()
     serve_cut_inputs(model, Runtime(ContextParallelConfig("ring", 1), callers=True), ALONE)
@@ -148,7 +182,9 @@ def test_layers_of_linear_attention_are_refused() -> None:
     )
     model = Model()
     serve_inputs(model, Batches(Runtime(config)), ALONE)
-    with pytest.raises(ContextParallelError, match="linear attention see all .*, got attention_sp"):
+    with pytest.raises(
+        ContextParallelError, match=r"linear attention see all .*, got attention_sp"
+    ):
         model(packed_seq_params=attention_spans(FULL))
 
 
@@ -163,7 +199,9 @@ def test_documents_beside_spans_are_refused() -> None:
 
 def test_samples_of_a_micro_batch_have_one_mask() -> None:
     spans = torch.tensor([[[0, 8, 0, 8, 0]], [[0, 8, 0, 4, 0]]])
-    with pytest.raises(ContextParallelError, match="2 samples .* the same attention_spans, got di"):
+    with pytest.raises(
+        ContextParallelError, match=r"2 samples .* the same attention_spans, got di"
+    ):
         attention_spans(spans)
 
 
