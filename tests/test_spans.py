@@ -1,6 +1,7 @@
 """Span masks: any slices, on every layout, and the makers of the masks in use."""
 
 from collections.abc import Sequence
+from itertools import pairwise as pairs_of
 from random import Random
 
 import pytest
@@ -15,7 +16,14 @@ from megatron_cp_plugin.core.layout import Contiguous, Cyclic, Layout, Span, Zig
 from megatron_cp_plugin.core.plan_check import check
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.slices import KINDS, Slices
-from megatron_cp_plugin.core.tiles import Mask, plan_tiles, seen_blocks, sees, visible_pairs
+from megatron_cp_plugin.core.tiles import (
+    Mask,
+    plan_tiles,
+    seen_blocks,
+    sees,
+    touched_rows,
+    visible_pairs,
+)
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.core.virtual import VirtualWorld, run_virtual
 from megatron_cp_plugin.errors import ContextParallelError
@@ -94,6 +102,19 @@ def computed(q: Sequence[Span], kv: Sequence[Span], mask: Mask, *, rectangular: 
         assert pairs.sum() == tile.area > 0
         found[rows[tile.q][:, None], cols[tile.kv]] += pairs
     return found
+
+
+def assert_touched(q: Sequence[Span], kv: Sequence[Span], mask: Mask, found: Tensor) -> None:
+    """The rows of both blocks that meet, and with positions that have a step perhaps more."""
+    for spans, touched, meets in zip(
+        (q, kv), touched_rows(q, kv, mask), (found.any(1), found.any(0)), strict=True
+    ):
+        positions = [p for span in spans for p in span.positions]
+        rows = [row for row, p in enumerate(positions) if meets[p]]
+        covered = [row for start, stop in touched for row in range(start, stop)]
+        gaps = any(span.step > 1 for span in (*q, *kv))
+        assert set(covered) >= set(rows) if gaps else covered == rows
+        assert all(before[1] < after[0] for before, after in pairs_of(touched))
 
 
 @settings(max_examples=200, deadline=None)

@@ -16,13 +16,12 @@ from megatron_cp_plugin.core.plan import PHASES
 from megatron_cp_plugin.core.plan_check import PlanError, check
 from megatron_cp_plugin.core.rows import Rows, clipped, common, positions_of, rows_at, union
 from megatron_cp_plugin.core.shape import Shape
-from megatron_cp_plugin.core.tiles import Mask
+from megatron_cp_plugin.core.tiles import Mask, touched_rows
 from megatron_cp_plugin.core.touched import (
     by_document_alone,
     keys_seen,
     longest_gap,
     queries_seeing,
-    touched,
 )
 from megatron_cp_plugin.core.virtual import VirtualWorld
 from megatron_cp_plugin.registry import create
@@ -366,7 +365,7 @@ def test_touched_rows(
         for j, key in enumerate(sorted(keys))
         if document[query] == document[key] and (not causal or 0 <= query - key < (window or 31))
     ]
-    rows, cols = touched(*spans, mask)
+    rows, cols = touched_rows(*spans, mask)
     assert numbers_of(rows) == sorted({i for i, _ in pairs})
     assert numbers_of(cols) == sorted({j for _, j in pairs})
 
@@ -392,7 +391,7 @@ def test_touched_rows_of_all_pairs(
     seen, seeing = (find(layout, size, seq_len, mask) for find in (keys_seen, queries_seeing))
     for query in range(size):
         for key in range(size):
-            rows, cols = touched(spans[query], spans[key], mask)
+            rows, cols = touched_rows(spans[query], spans[key], mask)
             assert seeing[key].get(query, ()) == union((rows,), gap_of(spans[query]))
             assert seen[query].get(key, ()) == union((cols,), gap_of(spans[key]))
 

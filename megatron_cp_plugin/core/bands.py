@@ -5,7 +5,7 @@ A causal mask, a window, a packed document and a slice of a span mask are one th
 """
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from math import lcm
@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 from megatron_cp_plugin.core.layout import Span
 
 Spans = tuple[Span, ...]
+# Half-open, ascending, not touching each other.
+Ranges = tuple[tuple[int, int], ...]
 Numbers = NDArray[np.int64]
 
 # Where a mask ends whose length nobody has said, and diagonals that leave all of it.
@@ -165,6 +167,7 @@ class _Extent:
         self._starts = [span.start for span in spans]
         starts = np.array(self._starts, dtype=np.int64)
         stops = np.array([span.stop for span in spans], dtype=np.int64)
+        self._begin, self._end, self._side = starts, stops, side
         self._before = np.concatenate(([0], np.cumsum(stops - starts)))
 
         def rows_below(positions: Numbers) -> Numbers:
@@ -193,6 +196,20 @@ class _Extent:
         found = self.filled & keys.filled
         found &= (keys.first - self.last <= high) & (keys.last - self.first >= low)
         return np.flatnonzero(found).tolist()
+
+    def spans_of(self, numbers: Numbers) -> tuple[Numbers, Numbers]:
+        """The first span of the block that some bands have, and how many they have of it."""
+        first, last = (
+            np.searchsorted(self._before, rows, side="right") - 1
+            for rows in (self.start[numbers], self.stop[numbers] - 1)
+        )
+        return first, last - first + 1
+
+    def piece(self, numbers: Numbers, spans: Numbers) -> tuple[Numbers, Numbers, Numbers]:
+        """Positions [start, stop) that bands have of spans, and how far these are before rows."""
+        start = np.maximum(self._begin[spans], self._bands.table[self._side, numbers])
+        stop = np.minimum(self._end[spans], self._bands.table[self._side + 1, numbers])
+        return start, stop, self._begin[spans] - self._before[spans]
 
     def part(self, number: int, start: int, stop: int) -> tuple[Spans, slice]:
         """Positions [start, stop) of the block, which are those of a band, and its rows."""
@@ -241,6 +258,55 @@ def _of_residues(
         yield Band(*numbers)
 
 
+@lru_cache(maxsize=8192)  # both passes of a micro-batch have the same
+def touched(q_spans: Spans, kv_spans: Spans, bands: Bands) -> tuple[Ranges, Ranges]:
+    """Rows of a block of queries that see any key of another block, and those of these keys.
+
+    Of positions with a step, all from the first to the last one that a band has. Args: as of
+    `cells`.
+    """
+    if not q_spans or not kv_spans:
+        return (), ()
+    if any(span.step > 1 for span in (*q_spans, *kv_spans)):
+        found = [cell for cell in cells(q_spans, kv_spans, bands) if cell.visible]
+        return _union_of(cell.rows for cell in found), _union_of(cell.cols for cell in found)
+    of_queries, of_keys = _Extent.of(q_spans, bands, 0), _Extent.of(kv_spans, bands, 2)
+    number = np.array(of_queries.shared_with(of_keys), dtype=np.int64)
+    # All pairs of a span of queries and one of keys that a band has.
+    (q_first, q_count), (k_first, k_count) = of_queries.spans_of(number), of_keys.spans_of(number)
+    which, pair = _expanded(q_count * k_count)
+    number = number[which]
+    low, high = bands.table[4:, number]
+    x_start, x_stop, before_x = of_queries.piece(number, q_first[which] + pair // k_count[which])
+    y_start, y_stop, before_y = of_keys.piece(number, k_first[which] + pair % k_count[which])
+    rows = np.stack((np.maximum(x_start, y_start - high), np.minimum(x_stop, y_stop - low)))
+    cols = np.stack((np.maximum(y_start, x_start + low), np.minimum(y_stop, x_stop + high)))
+    seen = rows[0] < rows[1]
+    return _union((rows - before_x)[:, seen]), _union((cols - before_y)[:, seen])
+
+
+def _expanded(counts: Numbers) -> tuple[Numbers, Numbers]:
+    """Of so many elements each: whose it is, and its number there."""
+    whose = np.repeat(np.arange(len(counts)), counts)
+    return whose, np.arange(len(whose)) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
+def _union_of(slices: Iterable[slice]) -> Ranges:
+    edges = [(part.start, part.stop) for part in slices]
+    return _union(np.array(edges, dtype=np.int64).reshape(-1, 2).T)
+
+
+def _union(edges: Numbers) -> Ranges:
+    """Args: edges: [2,n], starts and stops of ranges that are not empty."""
+    if not edges.size:
+        return ()
+    starts, stops = edges[:, np.argsort(edges[0])]
+    stops = np.maximum.accumulate(stops)
+    first = np.flatnonzero(np.append(True, starts[1:] > stops[:-1]))
+    last = np.append(first[1:], len(starts)) - 1
+    return tuple(zip(starts[first].tolist(), stops[last].tolist(), strict=True))
+
+
 def visible(q_spans: Spans, kv_spans: Spans, bands: Bands) -> bool:
     """Whether any query of a block sees any key of another. Args: as of `cells`."""
     return any(cell.visible for cell in cells(q_spans, kv_spans, bands))
@@ -258,8 +324,8 @@ def visible_blocks(blocks: Sequence[Spans], bands: Bands) -> NDArray[np.bool_]:
     # Spans of queries that a band has, and of the keys that are seen from each of them.
     first = np.searchsorted(stops, q_start, side="right")
     count = np.maximum(np.searchsorted(starts, q_stop) - first, 0)
-    band = np.repeat(np.arange(len(bands)), count)
-    span = np.arange(len(band)) - np.repeat(np.cumsum(count) - count, count) + first[band]
+    band, span = _expanded(count)
+    span += first[band]
     top = np.maximum(starts[span], q_start[band])
     bottom = np.minimum(stops[span], q_stop[band]) - 1
     low_key = np.maximum(top + low[band], k_start[band])

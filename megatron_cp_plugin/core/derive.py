@@ -30,13 +30,12 @@ from megatron_cp_plugin.core.rows import (
     rows_at,
     union,
 )
-from megatron_cp_plugin.core.tiles import Mask, seen_blocks, sees
+from megatron_cp_plugin.core.tiles import Mask, seen_blocks, sees, touched_rows
 from megatron_cp_plugin.core.touched import (
     by_document_alone,
     keys_seen,
     longest_gap,
     queries_seeing,
-    touched,
 )
 from megatron_cp_plugin.errors import ConfigError
 
@@ -139,7 +138,7 @@ class _Derivation:
             rows = () if here[0] else self.queries_seeing[key][query]
             cols = () if here[1] else self.keys_seen[query][key]
         elif self.selective and not all(here):
-            rows, cols = touched(queries, keys, self.setting.mask)
+            rows, cols = touched_rows(queries, keys, self.setting.mask)
             rows = tuple((start + first, start + last) for first, last in rows)
         if not here[0]:
             self._visit("queries", query, place, rows)

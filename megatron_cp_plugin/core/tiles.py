@@ -17,8 +17,10 @@ from typing import NamedTuple, Self
 from megatron_cp_plugin.core.bands import (
     Bands,
     Cell,
+    Ranges,
     Spans,
     cells,
+    touched,
     visible,
     visible_blocks,
     within,
@@ -185,6 +187,16 @@ def seen_blocks(blocks: Sequence[Sequence[Span]], mask: Mask) -> tuple[tuple[boo
     """[queries][keys]: `sees` of every two of some blocks that have no position in common."""
     found = visible_blocks([_filled(spans) for spans in blocks], mask.bands)
     return tuple(map(tuple, found.tolist()))
+
+
+def touched_rows(
+    q_spans: Sequence[Span], kv_spans: Sequence[Span], mask: Mask
+) -> tuple[Ranges, Ranges]:
+    """Rows of a block of queries that see any key of another block, and those of these keys.
+
+    Of positions with a step, perhaps others between them.
+    """
+    return touched(_filled(q_spans), _filled(kv_spans), mask.bands)
 
 
 def _filled(spans: Sequence[Span]) -> Spans:
