@@ -63,6 +63,11 @@ class _Part(NamedTuple):
         """How many."""
         return self.stop - self.start
 
+    @property
+    def work(self) -> float:
+        """Of all of them."""
+        return self.density * self.rows
+
 
 def _part(work: Work, start: int, stop: int) -> _Part:
     return _Part(work(start, stop) / (stop - start), start, stop)
@@ -73,11 +78,12 @@ class _Pool:
 
     def __init__(self, parts: Sequence[Rows], work: Work) -> None:
         self._work = work
-        found = [_part(work, *rows) for rows in parts if rows[0] < rows[1]]
-        self._parts = sorted(found)
+        self._parts = sorted(_part(work, *rows) for rows in parts if rows[0] < rows[1])
         self._low = 0  # parts before this one are taken
         self._begun = -1  # where the part starts of which the rank before has the last rows
-        # Rows, and work, of all parts before one, and of all.
+        self._counts = [part.rows for part in self._parts]
+        self._loads = [part.work for part in self._parts]
+        # Rows, and work, of all parts before one; in the end, of all.
         self._rows, self._works = [0], [0.0]
         self._sum(0)
 
@@ -87,21 +93,22 @@ class _Pool:
         return [(part.start, part.stop) for part in self._parts[self._low :]]
 
     def _sum(self, start: int) -> None:
-        """Sums again from a part on, which has changed."""
-        parts = self._parts[start:]
-        rows, works = (part.rows for part in parts), (part.density * part.rows for part in parts)
-        self._rows[start:] = accumulate(rows, initial=self._rows[start])
-        self._works[start:] = accumulate(works, initial=self._works[start])
+        """Sums again from a part on, which is another one now."""
+        self._rows[start:] = accumulate(self._counts[start:], initial=self._rows[start])
+        self._works[start:] = accumulate(self._loads[start:], initial=self._works[start])
 
     def _add(self, start: int, stop: int) -> None:
         if start < stop:
             part = _part(self._work, start, stop)
             index = bisect_left(self._parts, part, self._low)
             self._parts.insert(index, part)
+            self._counts.insert(index, part.rows)
+            self._loads.insert(index, part.work)
             self._sum(index)
 
     def _remove(self, index: int) -> _Part:
         part = self._parts.pop(index)
+        del self._counts[index], self._loads[index]
         self._sum(index)
         return part
 
@@ -116,7 +123,7 @@ class _Pool:
                 index = self._whole(room, wanted + slack, longest=not found)
             part = None if index is None else self._remove(index)
             if part is not None:
-                after = room - part.rows, wanted - part.density * part.rows
+                after = room - part.rows, wanted - part.work
                 if self._heaviest(after[0]) < after[1] - slack:
                     self._add(part.start, part.stop)
                     part = None
@@ -150,7 +157,7 @@ class _Pool:
         if part.rows > room:
             return False
         lightest = self._lightest(room - part.rows, index)
-        return lightest is not None and part.density * part.rows + lightest <= limit
+        return lightest is not None and part.work + lightest <= limit
 
     def _lightest(self, rows: int, below: int) -> float | None:
         """Work of so many rows of the lightest parts, the last rows of the last one; None if those
