@@ -11,7 +11,7 @@ import torch
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.core.algorithm import Algorithm
-from megatron_cp_plugin.core.document_layout import PerDocument
+from megatron_cp_plugin.core.document_layout import Balanced
 from megatron_cp_plugin.core.kernel import Problem
 from megatron_cp_plugin.core.linear_kernel import LinearProblem
 from megatron_cp_plugin.core.shape import Shape
@@ -443,7 +443,7 @@ def check_graphs(args: Any, config: ContextParallelConfig, device: torch.device)
             f"seq_length {args.seq_length} on {config.size}: use a multiple of {config.size}, or "
             "--cuda-graph-impl local"
         )
-    if isinstance(config.layout, PerDocument):
+    if isinstance(config.layout, Balanced):
         raise ConfigError(
             f"--cuda-graph-impl {captured} needs the same layout for all batches, got one that "
             f"follows documents: leave the option layout=documents or --cuda-graph-impl out"

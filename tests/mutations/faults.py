@@ -172,10 +172,10 @@ FAULTS = (
         "test_documents.py::test_equals_unsplit_attention",
     ),
     Fault(
-        "core/document_layout.py",
-        "min(with_room, key=lambda rank: rank.work)",
-        "max(with_room, key=lambda rank: rank.work)",
-        "short documents go to the rank with most work",
+        "core/balance.py",
+        "remaining / (rank + 1)",
+        "remaining / size",
+        "ranks are given a share of what is left by those before them",
         "core/test_layout.py::test_ranks_have_equal_work_whatever_the_documents",
     ),
     # core: plans and their execution
