@@ -14,7 +14,8 @@ micro-batches of 1, bf16, distributed optimizer. Runs differ in nothing but the 
 Megatron's tensor and sequence parallelism on as many GPUs, of which the model gets more heads if
 they do not divide its own; `tp-v1` is tensor parallelism alone, whose ranks all-reduce; `tp:ALGO`
 has the attention kernel that ALGO takes at context-parallel size 1. Jobs start ahead, as far as
-they need no GPU, while others measure; those of fewer GPUs go side by side. `--net sockets` is a slow network, as in benchmark_attention.py.
+they need no GPU, while others measure; those of fewer GPUs go side by side. `--net sockets` is a
+slow network, as in benchmark_attention.py.
 
 Prints a table, writes markdown and JSON. Running out of memory is a result. Without a GPU, the
 tiny shapes show that it works. A waiting job holds a CUDA context on each of its GPUs, about half a
