@@ -84,6 +84,8 @@ def _merge_kernel(  # type: ignore[no-untyped-def]
     a = tl.load(a_ptr + a_at, inside, 0.0).to(tl.float32)
     b = tl.load(b_ptr + b_at, inside, 0.0).to(tl.float32)
     merged = a * (a_weight * scale)[:, None] + b * (b_weight * scale)[:, None]
+    # Each warp loads every lse, which may be written in place: all have loaded before one stores.
+    tl.debug_barrier()
     out_at = _places(batch, token, head, column, out_b, out_s, out_h)
     tl.store(out_ptr + out_at, merged.to(out_ptr.dtype.element_ty), inside)
     lse = tl.where(empty, nothing, high + tl.log(tl.where(empty, 1.0, total)))
@@ -152,6 +154,7 @@ def _sum_kernel(  # type: ignore[no-untyped-def]
     if TWO:
         b_at = _places(batch, token, head, column, b_b, b_s, b_h)
         total += tl.load(b_ptr + b_at, inside, 0.0).to(tl.float32)
+    tl.debug_barrier()  # out may be a, and a narrow row may be loaded by several warps
     out_at = _places(batch, token, head, column, out_b, out_s, out_h)
     tl.store(out_ptr + out_at, total.to(out_ptr.dtype.element_ty), inside)
 

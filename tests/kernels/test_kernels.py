@@ -261,6 +261,39 @@ def test_triton_kernels_compile_for_gpus(name, constants, capability, tmp_path, 
     compiled = triton.compile(source, target=compiler.GPUTarget("cuda", capability, 32))
     assert f"sm_{capability}" in compiled.asm["ptx"]
     assert len(compiled.asm["cubin"]) > 0
+    if name in ("merge", "sum"):  # in place: nothing is stored that another warp is yet to load
+        code = compiled.asm["ptx"]
+        loaded, stored = code.rindex("ld.global"), code.index("st.global")
+        assert loaded < code.index("bar.sync", loaded) < stored
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_merges_in_place_on_a_busy_gpu(head_dim):
+    """Warps of a program that wait for others find the lse that they are to merge."""
+    from megatron_cp_plugin.kernels import fused
+
+    device = torch.device("cuda", 0)
+    generator = torch.Generator(device).manual_seed(0)
+
+    def random(*shape):
+        return torch.randn(shape, device=device, generator=generator)
+
+    tokens = 8192
+    outs = [random(2, tokens, 16, head_dim).bfloat16() for _ in "ab"]
+    lses = [random(2, 16, tokens) for _ in "ab"]
+    want = torch.empty_like(outs[0]), torch.empty_like(lses[0])
+    fused.merge_into(*want, outs[0], lses[0], outs[1], lses[1])
+    factor, other = random(4096, 4096).bfloat16(), torch.cuda.Stream()
+    wrong = torch.zeros((), dtype=torch.long, device=device)
+    for _ in range(300):
+        got = outs[0].clone(), lses[0].clone()
+        other.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(other):
+            factor @ factor
+        fused.merge_into(*got, *got, outs[1], lses[1])
+        wrong += sum((x != y).sum() for x, y in zip(got, want, strict=True))
+    assert not wrong.item()
 
 
 @pytest.fixture
