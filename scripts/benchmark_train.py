@@ -14,7 +14,8 @@ micro-batches of 1, bf16, distributed optimizer. Runs differ in nothing but the 
 Megatron's tensor and sequence parallelism on as many GPUs, of which the model gets more heads if
 they do not divide its own; `tp-v1` is tensor parallelism alone, whose ranks all-reduce; `tp:ALGO`
 has the attention kernel that ALGO takes at context-parallel size 1. Jobs start ahead, as far as
-they need no GPU, while others measure; those of fewer GPUs go side by side.
+they need no GPU, while others measure; those of fewer GPUs go side by side. `--net sockets` is a
+slow network, as in benchmark_attention.py.
 
 Prints a table, writes markdown and JSON. Running out of memory is a result. Without a GPU, the
 tiny shapes show that it works. A waiting job holds a CUDA context on each of its GPUs, about half a
@@ -121,6 +122,9 @@ GRAPHS = {
     "transformer_engine": "--cuda-graph-impl transformer_engine",
     "full_iteration": "--cuda-graph-impl full_iteration --no-check-for-nan-in-loss-and-grad",
 }
+# All through TCP sockets of one host: a stand-in for a slow network.
+SOCKETS = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
+NETWORKS: dict[str, dict[str, str]] = {"default": {}, "sockets": SOCKETS}
 # Runs without context parallelism.
 TENSOR = ("tp", "tp-v1")
 CAPTURE_STEPS = 6  # until all is captured, whoever does it
@@ -194,6 +198,7 @@ def parse() -> argparse.Namespace:
         help="a step is a forward alone: the time to the first token of a prompt, whose logit is "
         "in the place of the loss; there are neither gradients nor an optimizer",
     )
+    parser.add_argument("--net", choices=sorted(NETWORKS), default="default")
     parser.add_argument("--kv-heads", type=int)
     parser.add_argument("--extra", default="", help="further flags of Megatron, for all runs")
     parser.add_argument("--timeout", type=int, default=300, help="seconds a job may measure")
@@ -353,6 +358,7 @@ class Job:
                     **os.environ,
                     # Megatron's own path refuses to start without it on Hopper.
                     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+                    **NETWORKS[args.net],
                     "CUDA_VISIBLE_DEVICES": ",".join(visible[device] for device in case.devices),
                 },
             )
@@ -493,6 +499,7 @@ def main() -> int:
     batches = "" if args.micro_batches == 1 else f", {args.micro_batches} micro-batches"
     title = f"{args.shape} shape{scaled}, {kind}, batch 1{batches}"
     title += ", forward alone" if args.prefill else ""
+    title += ", TCP sockets of one host, emulating a slow network" if args.net == "sockets" else ""
     names = PREFILL_HEADER if args.prefill else HEADER
     rows = []
     for row in run_all(args, plan_cases(args)):

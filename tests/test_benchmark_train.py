@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 from argparse import Namespace
 from dataclasses import asdict
 from pathlib import Path
@@ -53,6 +54,24 @@ def test_jobs_are_spread_over_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     assert {case.lengths for case in cases if len(case.devices) == 4} == {(4096, 8192)}
     assert {case.lengths for case in cases if len(case.devices) == 1} == {(1024, 2048)}
+
+
+def test_a_slow_network_is_emulated_and_said(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    words = f"--net sockets --gpus 1 --runs zigzag --output {tmp_path}"
+    args = arguments(monkeypatch, words)
+    (case,) = benchmark_train.plan_cases(args)
+    program = "import os; print(os.environ['NCCL_SHM_DISABLE'], os.environ['NCCL_P2P_DISABLE'])"
+    monkeypatch.setattr(benchmark_train, "command", lambda *_: [sys.executable, "-c", program])
+    job = benchmark_train.Job(args, case, tmp_path, 0)
+    while not job.finished:
+        time.sleep(0.01)
+    assert (tmp_path / f"{case.slug}.log").read_text().split() == ["1", "1"]
+    monkeypatch.setattr(benchmark_train, "run_all", lambda *_: iter(()))
+    monkeypatch.setattr(sys, "argv", ["benchmark_train.py", *words.split()])
+    assert benchmark_train.main() == 0
+    assert "TCP sockets" in json.loads((tmp_path / "rows.json").read_text())["title"]
 
 
 def test_a_graph_is_of_one_length(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
