@@ -67,6 +67,14 @@ def test_one_model_only(tmp_path: Path, size: int) -> None:
 
 
 @pytest.mark.slow
+def test_beside_tensor_parallelism(tmp_path: Path) -> None:
+    for results in run(tmp_path, "tensor", "2", ranks=4):
+        assert results.keys() == SERVED.keys()
+        for algo, errors in results.items():
+            check(errors, f"{algo} beside tensor parallelism")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("algo", "size"), [("zigzag", 4), ("ulysses", 2), ("attention2d", 4)])
 def test_launcher(tmp_path: Path, algo: str, size: int) -> None:
     flags = f"--context-parallel-algo {algo} --cp-options layout=thd --context-parallel-size {size}"
