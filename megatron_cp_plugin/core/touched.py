@@ -34,7 +34,7 @@ def by_document_alone(mask: Mask, spans: Sequence[Spans]) -> bool:
 def keys_seen(layout: Layout, size: int, seq_len: int, mask: Mask) -> list[dict[int, Rows]]:
     """[rank][owner]: rows of the owner's keys that any query of the rank sees, if any.
 
-    As `tiles.touched_rows`, for all pairs of blocks, with gaps of at most `longest_gap` rows filled.
+    As `tiles.touched_rows`, for all pairs of blocks, with gaps up to `longest_gap` filled.
 
     Args: layout, mask: see `by_document_alone`.
     """
