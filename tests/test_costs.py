@@ -128,7 +128,7 @@ def test_memory_of_a_layer() -> None:
     # The block that came last is kept where that is little.
     assert peak("zigzag", 2, 0, SHAPE, options={"backward": "kv"}).saved == peer.saved + kv
     windowed = peak("distflash", 4, 0, SHAPE, Mask(window=64))
-    assert windowed.backward < peak("distflash", 4, 0, SHAPE).backward
+    assert windowed.forward < peak("distflash", 4, 0, SHAPE).forward
     with pytest.raises(ConfigError, match="attention2d needs"):
         peak("attention2d", 5, 0, SHAPE, options={"rows": 2})
     with pytest.raises(KernelUnavailableError, match="did you mean 'flash4'"):
