@@ -339,8 +339,8 @@ def page() -> str:
     layers = [got / row.value - 1 for row, got in others]
     lines += [
         "",
-        f"All published layers together: median {statistics.median(map(abs, layers)):.1%}. Error is "
-        "predicted / measured - 1, of times; of rates for published layers.",
+        f"All published layers together: median {statistics.median(map(abs, layers)):.1%}. Errors "
+        "are predicted / measured - 1, of times; of rates for published layers.",
         "",
         f"Order: of {pairs} pairs of algorithms on the same problem that differ by more than 5%, "
         f"not both fitted to, {right} ({right / pairs:.0%}) are predicted in the right order.",
@@ -455,15 +455,15 @@ WRONG = """## Where it is wrong
   faster than predicted), and in each run short messages had another rate than long ones.
 - Emulated nodes: the ring of zigzag was measured four times as slow as its bytes take, which is not
   understood; nothing in the model says so either. Backwards of gathers are faster than predicted.
-- BurstEngine's rings between nodes of 8 A800 with 4 cards are 14 to 31% faster than predicted up
+- BurstEngine's rings between nodes of 8 A800 with 4 cards are up to 31% faster than predicted up
   to 512K tokens: eight GPUs take turns at four cards here, one message after another.
-- MagiAttention's ring on 8 GPUs is 29% slower than predicted: Transformer Engine's ring is not ours.
+- MagiAttention's ring on 8 GPUs is slower than predicted by 29%: it is Transformer Engine's.
 - Steps: LASP's own have a floor of more than a second (2K tokens on 16 GPUs take 1.08 s), which is
   their program's host. DISTFLASHATTN's two boxes are "interconnected by 100 Gbps Infiniband": if
   that is one card for eight GPUs, its rows are predicted up to four times too slow; if it is one
   for each GPU, 3 to 14%. Ulysses there is 31% slower than predicted.
-- Not modelled: contention of copies and kernels for memory, kernels' quantisation into waves, Triton
-  and NCCL starting up, a network's topology above its cards, other jobs.
+- Not modelled: contention of copies and kernels for memory, kernels' quantisation into waves, the
+  start of Triton and NCCL, a network's topology above its cards, other jobs.
 - Not compared: NeMo's steps in FP8, BurstAttention's charts, Transformer Engine's own rows.
 """
 
@@ -507,7 +507,7 @@ def _step_table(found: Sequence[tuple[StepRow, Step]]) -> list[str]:
     lines = ["## Steps of whole models", ""]
     lines += [
         "Seconds, measured / predicted (`planner/step.py`). The rate of matrix products, and how",
-        "often a layer touches its activations, are those of one profile (128K, 4 GPUs, distflash).",
+        "often a layer touches its activations, are of one profile (128K, 4 GPUs, distflash).",
         "",
         "| | GPUs | tokens | algorithm | recompute | seconds | GiB predicted |",
         "| --- | --- | --- | --- | --- | --- | --- |",
