@@ -133,6 +133,10 @@ class Algorithm(ABC):
         tensors in place of those that the call does not want, which need not travel.
         """
 
+    def computed(self, shape: Shape) -> Shape:
+        """What is computed where `shape` is asked for: with heads of zeros, if any are added."""
+        return shape
+
     @abstractmethod
     def placement(self, shape: Shape, mask: Mask, phase: Phase) -> Placement:
         """Which rank computes what, in which order, and from whom it gets the rest, in a pass."""

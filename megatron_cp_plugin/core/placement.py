@@ -7,6 +7,7 @@ what it does not own. What travels, and when, follows: see `core.derive`.
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import product
 from typing import ClassVar, NamedTuple
 
 from megatron_cp_plugin.core.layout import Layout
@@ -37,10 +38,11 @@ class BlockPlacement(ABC):
         relay: a block goes from one rank that needs it to the next, its sums behind it; otherwise
             from its owner straight to each, and results straight back.
         masked: only what the mask needs travels; otherwise every block goes wherever it has a
-            place.
+            place, unless the mask has a window or documents and positions are without gaps.
         assembled: by collective operations. All that a rank computes in one step is one block of
             queries and one of keys; blocks are padded to equal lengths; tensors of one kind travel
-            as one; lse and delta of all heads at once.
+            as one; lse and delta of all heads at once. Rows that travel are the same for all that
+            get a block.
     """
 
     layout: Layout
@@ -55,6 +57,10 @@ class BlockPlacement(ABC):
     @abstractmethod
     def place(self, query: int, key: int) -> Iterable[Place]:
         """Where and when the queries of one rank meet the keys of another, whatever the mask."""
+
+    def met(self, rank: int) -> Iterable[tuple[int, int]]:
+        """All pairs whose place is a rank, and all of the queries, or the keys, that it holds."""
+        return product(range(self.size), range(self.size))
 
     def leg(self, rank: int) -> int:
         """Which part of a relay a rank belongs to.

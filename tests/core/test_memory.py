@@ -43,6 +43,9 @@ CASES = [
     *((algo, {}, *run) for algo in cp.available("softmax") for run in RUNS),
     *((algo, options, 4, "causal") for algo, options in VARIANTS),
     ("zigzag", {"layout": "documents"}, 3, "documents"),
+    # 12 heads that are filled up to 15.
+    ("ulysses", {}, 5, "causal"),
+    ("ulysses", {"keep": "local"}, 5, "causal"),
 ]
 MASKS = {"causal": Mask(), "window": Mask(window=20), "documents": Mask(documents=(30, 41, 70))}
 
