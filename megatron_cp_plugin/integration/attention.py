@@ -171,6 +171,7 @@ class ContextParallelAttention(MegatronModule):
         if attn_mask_type is not None:
             causal = is_causal(attn_mask_type, packed=packed is not None)
         check_padding(packed, causal=causal)
+        slices = None if packed is None else packed.slices(seq_len)
         out = attend(
             query.transpose(0, 1),
             key.transpose(0, 1),
@@ -181,6 +182,7 @@ class ContextParallelAttention(MegatronModule):
             scale=self._scale,
             window=self._window,
             documents=documents,
+            slices=slices,
             sink=self.softmax_offset,
             kernel_for=self._kernel_for,
             site=self,

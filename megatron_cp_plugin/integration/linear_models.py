@@ -180,6 +180,8 @@ class LinearSelfAttention(MegatronModule):
         mixed, _ = self.linear_qkv(hidden_states)
         documents = starts_of(packed_seq_params, len(mixed) * self._cp_size)
         check_padding(packed_seq_params, causal=self._causal)
+        if packed_seq_params is not None and packed_seq_params.spans is not None:
+            raise ContextParallelError("linear attention does not serve spans: leave them out")
         compute = partial(self._core, documents=documents)
         core = (
             tensor_parallel.checkpoint(compute, False, mixed) if self._recompute else compute(mixed)
