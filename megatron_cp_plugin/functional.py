@@ -142,6 +142,7 @@ def linear_attention(
     output_final_state: bool = False,
     kernel: str = "auto",
     seq_len: int | None = None,
+    cu_seqlens: Sequence[int] | Tensor | None = None,
     **options: object,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Linear attention with decay over a sequence that is split among the ranks of a group.
@@ -162,6 +163,8 @@ def linear_attention(
         output_final_state: return kv_N too.
         kernel: "auto" or a name of `kernels.linear.linear_kernel_names`.
         seq_len: global length; needed only where ranks hold unequally many tokens, as there.
+        cu_seqlens: cumulative lengths of documents, as there: tokens see others of their own
+            document only. kv_0 is before the first one, kv_N is that of the last one.
         options: of the algorithm.
 
     Returns: out [B,S,H,E] in q's dtype; with `output_final_state` also kv_N [B,H,D,E] float32
@@ -171,7 +174,9 @@ def linear_attention(
     for shapes that do not fit, KernelUnavailableError if the kernel cannot serve them.
     """
     algorithm = _linear_algorithm(algo, _topology(group), tuple(sorted(options.items())))
-    seq_len, _ = _sequence(algorithm.topology, algorithm.layout, q.shape[1], seq_len, None)
+    seq_len, documents = _sequence(
+        algorithm.topology, algorithm.layout, q.shape[1], seq_len, cu_seqlens
+    )
     out, final_state = attend_linearly(
         q,
         k,
@@ -183,6 +188,7 @@ def linear_attention(
         kernel_for=partial(resolve_linear, kernel),
         initial_state=initial_state,
         output_final_state=output_final_state,
+        documents=documents,
     )
     return out if final_state is None else (out, final_state)
 

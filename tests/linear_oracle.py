@@ -27,9 +27,19 @@ class LinearExpected:
 
 
 def recurrence(
-    q: Tensor, k: Tensor, v: Tensor, rates: Tensor, initial: Tensor, *, causal: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rates: Tensor,
+    initial: Tensor,
+    *,
+    causal: bool,
+    documents: tuple[int, ...] = (),
 ) -> tuple[Tensor, Tensor]:
-    """[B,N,H,D], [B,N,H,D], [B,N,H,E], [H], [B,H,D,E] -> out [B,N,H,E], kv_N [B,H,D,E]."""
+    """[B,N,H,D], [B,N,H,D], [B,N,H,E], [H], [B,H,D,E] -> out [B,N,H,E], kv_N [B,H,D,E].
+
+    Args: documents: tokens before which the state becomes 0.
+    """
     tokens = q.shape[1]
     rate = rates.view(1, -1, 1, 1)
 
@@ -41,6 +51,8 @@ def recurrence(
 
     kv, out = initial, []
     for s in range(tokens):
+        if s in documents:
+            kv = torch.zeros_like(kv)
         kv = rate * kv + outer(s)
         out.append(read(s, kv))
     if not causal:
@@ -49,6 +61,8 @@ def recurrence(
             later = rate * later
             out[s] = out[s] + read(s, later)
             later = later + outer(s)
+            if s in documents:
+                later = torch.zeros_like(later)
     return torch.stack(out, 1), kv
 
 
@@ -58,6 +72,7 @@ def linear_expected(
     seq_len: int,
     *,
     causal: bool = True,
+    documents: tuple[int, ...] = (),
     batch: int = 2,
     head_dim: int = 4,
     value_dim: int = 6,
@@ -74,7 +89,7 @@ def linear_expected(
     initial, dfinal = (random(batch, heads, head_dim, value_dim) for _ in range(2))
     inputs = [x.clone().requires_grad_() for x in (q, k, v, initial)]
     rate = torch.tensor(rates, dtype=torch.float64)
-    out, final = recurrence(*inputs[:3], rate, inputs[3], causal=causal)
+    out, final = recurrence(*inputs[:3], rate, inputs[3], causal=causal, documents=documents)
     gradients = torch.autograd.grad((out, final), inputs, (dout, dfinal))
     return LinearExpected(
         rates, q, k, v, initial, dout, dfinal, out.detach(), final.detach(), *gradients

@@ -54,7 +54,11 @@ REPLAYS = 20  # of each captured call
 
 @dataclass(frozen=True)
 class Call:
-    """One attention, forward and backward. Attributes: tokens: of a rank. seed: of its inputs."""
+    """One attention, forward and backward.
+
+    Attributes: tokens: of a rank. seed: of its inputs. cuts: where documents end, as parts of the
+        sequence; (): one document.
+    """
 
     algo: str
     options: tuple[tuple[str, object], ...]
@@ -66,11 +70,15 @@ class Call:
     kv_heads: int
     head_dim: int
     seed: int
+    cuts: tuple[float, ...] = ()
 
     def transport(self, wanted: str) -> str:
         """Grids gather over the process group, and push blocks in another order over peer memory:
-        so one always does the one, the other the other.
+        so one always does the one, the other the other. With documents ranks may have two peers at
+        a time, which peer memory does not serve.
         """
+        if wanted == "peer" and self.cuts:
+            wanted = "auto"
         return {"allgather": "group", "attention2d": "peer"}.get(self.algo, wanted)
 
 
@@ -107,6 +115,9 @@ def draw(random: Random, kernels: Sequence[str], shortest: int, longest: int) ->
         options["chunks"] = random.choice((1, 2))
     if algo == "attention2d":
         options["rows"] = random.choice((0, 1))
+    cuts = sorted(random.random() for _ in range(random.choice((0, 0, 1, 4, 12))))
+    if cuts and algo == "zigzag" and random.random() < 0.5:
+        options["layout"] = "documents"
     return Call(
         algo,
         tuple(options.items()),
@@ -118,6 +129,7 @@ def draw(random: Random, kernels: Sequence[str], shortest: int, longest: int) ->
         kv_heads=kv_heads,
         head_dim=random.choice(HEAD_DIMS),
         seed=random.getrandbits(32),
+        cuts=tuple(cuts),
     )
 
 
@@ -215,6 +227,8 @@ class Stress:
         options = dict(call.options)
         options["transport"] = call.transport(transport)
         q, k, v = leaves
+        seq_len = call.tokens * self.topology.size
+        bounds = [0, *(int(cut * seq_len) for cut in call.cuts), seq_len]
         return cp.attention(
             q,
             k,
@@ -223,6 +237,8 @@ class Stress:
             group=self.topology,
             causal=call.causal,
             kernel=call.kernel,
+            seq_len=seq_len,
+            cu_seqlens=bounds if call.cuts else None,
             **options,
         )
 
@@ -276,6 +292,8 @@ class Stress:
     def capture(self) -> None:
         """A call that is captured once and replayed with other inputs, between other calls."""
         call = self.draw()
+        while call.cuts:  # a graph keeps the documents of the call that was captured
+            call = self.draw()
         transport = self.random.choice(("peer", "peer", "group"))
         given = self.inputs(call)
         leaves = [x.detach().clone().requires_grad_() for x in given[:3]]

@@ -1,6 +1,6 @@
 """Every algorithm of linear attention against the recurrence in float64: forward, all gradients."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -17,6 +17,7 @@ from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.registry import create_linear, layout_of
 from tests.linear_oracle import LinearExpected, linear_expected, recurrence
 from tests.oracle import relative_error
+from tests.pairwise import pairwise
 
 RATES = {
     "plain": (1.0, 1.0, 1.0, 1.0),
@@ -73,6 +74,7 @@ def run(
     causal: bool = True,
     states: bool = False,
     dtype: torch.dtype = torch.float64,
+    cu_seqlens: Sequence[int] | None = None,
 ) -> tuple[list[Result], CommunicationLog]:
     """The result of every virtual rank, and what they sent. states: initial and final ones too."""
     layout = layout_of(case.algo, dict(case.options))
@@ -92,6 +94,7 @@ def run(
             initial_state=initial,
             output_final_state=states,
             seq_len=seq_len,
+            cu_seqlens=cu_seqlens,
             **dict(case.options),
         )
         if initial is None:
@@ -120,13 +123,8 @@ def assert_matches(
         assert error <= bound, f"{case}: {name} is off by {error:.1e}"
 
 
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-@pytest.mark.parametrize("rates", RATES)
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("case", tuple(cases()), ids=str)
-def test_equals_the_recurrence(case: Case, size: int, rates: str, causal: bool) -> None:
-    expected = linear_expected(rates_for(case.algo, rates, size), 6 * size, causal=causal)
-    results, _ = run(case, expected, size, causal=causal, states=True)
+def assert_all_match(case: Case, results: list[Result], expected: LinearExpected) -> None:
+    """Final states, and the gradient of the initial one, too."""
     assert_matches(case, results, expected, bound=1e-9)
     for result in results:
         assert result.final is not None
@@ -135,6 +133,76 @@ def test_equals_the_recurrence(case: Case, size: int, rates: str, causal: bool) 
     dinitial = sum(result.dinitial for result in results if result.dinitial is not None)
     assert isinstance(dinitial, Tensor)
     assert relative_error(dinitial, expected.dinitial) <= 1e-9
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("rates", RATES)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("case", tuple(cases()), ids=str)
+def test_equals_the_recurrence(case: Case, size: int, rates: str, causal: bool) -> None:
+    expected = linear_expected(rates_for(case.algo, rates, size), 6 * size, causal=causal)
+    results, _ = run(case, expected, size, causal=causal, states=True)
+    assert_all_match(case, results, expected)
+
+
+# Where documents other than the first one begin, in runs of 6 tokens, or of 3 on zigzag: in the
+# middle of runs, at their edges, one token after another, and in no or one run only.
+DOCUMENTS = {
+    "inside": lambda n: (2, 4, 5, n // 2 + 1, n - 1),
+    "edges": lambda n: (*range(6, n, 6),),
+    "tokens": lambda n: (*range(1, n),),
+    "one run": lambda n: (n // 2 + 2,),
+    "begins with a run": lambda n: (n // 2, n // 2 + 4),
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "size", "documents", "rates", "causal"),
+    pairwise(tuple(cases()), SIZES, tuple(DOCUMENTS), tuple(RATES), (True, False)),
+    ids=str,
+)
+def test_a_state_begins_anew_at_each_document(
+    case: Case, size: int, documents: str, rates: str, causal: bool
+) -> None:
+    """With an initial state, which the first document alone sees; bytes as without documents."""
+    seq_len = 6 * size
+    starts = tuple(sorted({n for n in DOCUMENTS[documents](seq_len) if 0 < n < seq_len}))
+    of_heads = rates_for(case.algo, rates, size)
+    expected = linear_expected(of_heads, seq_len, causal=causal, documents=starts)
+    cu_seqlens = (0, *starts, seq_len)
+    results, log = run(case, expected, size, causal=causal, states=True, cu_seqlens=cu_seqlens)
+    assert_all_match(case, results, expected)
+    shape = LinearShape(*expected.q.shape, expected.v.shape[3], element_bytes=8, wide_bytes=8)
+
+    def compare(topology: Topology) -> None:
+        made, rank = create_linear(case.algo, topology, dict(case.options)), topology.rank
+        traffic = made.traffic(shape, rank, causal=causal, final_state=True)
+        assert log.bytes(rank=rank, phase="forward") == traffic.forward_bytes
+        assert log.bytes(rank=rank, phase="backward") == traffic.backward_bytes
+
+    run_virtual(size, compare)
+
+
+@pytest.mark.parametrize("case", tuple(cases()), ids=str)
+def test_documents_longer_than_a_kernel_chunk(case: Case) -> None:
+    starts = (3, 80, 150, 290)
+    expected = linear_expected(RATES["slopes"], 300, batch=1, documents=starts)
+    results, _ = run(case, expected, 2, states=True, cu_seqlens=(0, *starts, 300))
+    assert_matches(case, results, expected, bound=1e-9)
+
+
+@pytest.mark.parametrize("algo", cp.available("linear"))
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_documents_on_ranks_with_unequally_many_tokens(algo: str, size: int) -> None:
+    for seq_len in (7 * size + size // 2 + 1, size - 1, 2):
+        assert_states_match(Case(algo), size, seq_len, tuple(range(1, seq_len, 5)))
+
+
+def assert_states_match(case: Case, size: int, seq_len: int, starts: tuple[int, ...]) -> None:
+    """Outputs, states and all gradients. Args: starts: of documents but the first."""
+    expected = linear_expected(rates_for(case.algo, "slopes", size), seq_len, documents=starts)
+    results, _ = run(case, expected, size, states=True, cu_seqlens=(0, *starts, seq_len))
+    assert_all_match(case, results, expected)
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
@@ -158,9 +226,8 @@ def test_without_states(case: Case, size: int, causal: bool) -> None:
 @pytest.mark.parametrize("algo", cp.available("linear"))
 @pytest.mark.parametrize("size", [2, 3, 8])
 def test_ranks_with_unequally_many_tokens(algo: str, size: int) -> None:
-    expected = linear_expected(rates_for(algo, "slopes", size), 7 * size + size // 2 + 1)
-    results, _ = run(Case(algo), expected, size, states=True)
-    assert_matches(Case(algo), results, expected, bound=1e-9)
+    for seq_len in (7 * size + size // 2 + 1, size - 1, 1):
+        assert_states_match(Case(algo), size, seq_len, ())
 
 
 @pytest.mark.parametrize("case", tuple(cases()), ids=str)

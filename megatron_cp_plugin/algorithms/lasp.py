@@ -62,15 +62,16 @@ class Lasp(StatePassing):
         arrived = first
         self._sit_out(place - 1)
         if place:
-            arrived = torch.empty_like(own)
+            received = torch.empty_like(own)  # kept until the streams join, used or not
             with beside:
-                receiving = self._states.exchange([], [(arrived, chain[place - 1])])
+                receiving = self._states.exchange([], [(received, chain[place - 1])])
             local_work()
             with beside:
                 receiving.wait()
+            arrived = received if route.lasts(start, start) else None
         with beside:
             end = own
-            if arrived is not None:
+            if arrived is not None and route.lasts(start, stop - 1):
                 weights = decay.weights(((stop - start, 0),), own.dtype, own.device)
                 (end,) = combine(torch.stack((arrived, own)), weights)
             self._pass_on(end, chain[place + 1 :])
@@ -119,7 +120,7 @@ class Lasp(StatePassing):
 
     def collect(self, gradient: Tensor, route: Route) -> Tensor | None:
         """See StatePassing.collect."""
-        start = route.back().last_rank
+        start = route.first_rank
         if self.topology.rank != start:
             self._states.exchange([(gradient.contiguous(), start)], []).wait()
             return None

@@ -10,9 +10,11 @@ all.
 """
 
 from abc import ABC, abstractmethod
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -25,6 +27,13 @@ from megatron_cp_plugin.core.comm import communicating_in
 from megatron_cp_plugin.core.decay import Decay, Distances
 from megatron_cp_plugin.core.layout import Layout
 from megatron_cp_plugin.core.linear_kernel import LinearKernel, LinearProblem
+from megatron_cp_plugin.core.linear_runs import (
+    Caches,
+    by_run,
+    fold,
+    runs_backward,
+    runs_forward,
+)
 from megatron_cp_plugin.core.partial import accumulation_dtype
 from megatron_cp_plugin.core.recompute import computed_once
 from megatron_cp_plugin.core.topology import Topology
@@ -40,7 +49,8 @@ class LinearCall:
     Attributes:
         seq_len: global N. causal: tokens see themselves and earlier ones; otherwise all, with
             rate**|distance|. decay: rates per head. kernel: computes the runs.
-        output_final_state: the state after the last token is wanted.
+        output_final_state: the state after the last token is wanted. documents: as of
+        `document_starts`; each begins with a state of 0, but the first.
     """
 
     seq_len: int
@@ -48,6 +58,7 @@ class LinearCall:
     decay: Decay
     kernel: LinearKernel
     output_final_state: bool = False
+    documents: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -109,14 +120,16 @@ class Route:
     """Which part of the way each run covers, for states that travel over the whole sequence.
 
     Attributes: runs: for each rank (start, stop) of its runs in their local order, counted from
-    where the way begins. length: of the way, the global N.
+    where the way begins. length: of the way, the global N. documents: where others than the first
+    begin; no state goes on there.
     """
 
     runs: tuple[tuple[Interval, ...], ...]
     length: int
+    documents: tuple[int, ...] = ()
 
     @staticmethod
-    def of(layout: Layout, size: int, seq_len: int) -> "Route":
+    def of(layout: Layout, size: int, seq_len: int, documents: tuple[int, ...] = ()) -> "Route":
         """The way from the first token to the last."""
         return Route(
             tuple(
@@ -124,6 +137,7 @@ class Route:
                 for rank in range(size)
             ),
             seq_len,
+            documents,
         )
 
     def back(self) -> "Route":
@@ -134,17 +148,38 @@ class Route:
                 for runs in self.runs
             ),
             self.length,
+            tuple(self.length - start for start in reversed(self.documents)),
         )
+
+    def lasts(self, start: int, stop: int) -> bool:
+        """Whether no document begins from one place on the way to another, both included."""
+        after = bisect_left(self.documents, start)
+        return after == len(self.documents) or self.documents[after] > stop
+
+    def parts(self, rank: int) -> tuple[tuple[Interval, ...], ...]:
+        """By run of a rank: local tokens (start, stop) of each document in it."""
+        found, before = [], 0
+        for start, stop in self.runs[rank]:
+            inside = self.documents[
+                bisect_right(self.documents, start) : bisect_left(self.documents, stop)
+            ]
+            edges = [before + place - start for place in (start, *inside, stop)]
+            found.append(tuple(pairwise(edges)))
+            before = edges[-1]
+        return tuple(found)
 
     def distances(self, places: Sequence[int]) -> Distances:
         """How many tokens are between the ends of runs and places on the way.
 
-        Returns: for each place one entry for each run, by rank, None for runs that end behind it;
-        and last the distance from the beginning.
+        Returns: for each place one entry for each run, by rank, None for runs that end behind it
+        or with another document; and last the distance from the beginning.
         """
-        stops = [stop for runs in self.runs for _, stop in runs]
+        stops = [*(stop for runs in self.runs for _, stop in runs), 0]
         return tuple(
-            (*(place - stop if stop <= place else None for stop in stops), place)
+            tuple(
+                place - stop if stop <= place and self.lasts(stop, place) else None
+                for stop in stops
+            )
             for place in places
         )
 
@@ -158,13 +193,18 @@ class Route:
 
     @property
     def last_rank(self) -> int:
-        """The rank that holds the last run."""
-        return max(range(len(self.runs)), key=lambda rank: max(self.runs[rank]))
+        """The rank that holds the last run; of those without tokens the last one."""
+        return max(range(len(self.runs)), key=lambda rank: (max(self.runs[rank]), rank))
+
+    @property
+    def first_rank(self) -> int:
+        """The rank that holds the first run; of those without tokens the first one."""
+        return min(range(len(self.runs)), key=lambda rank: (min(self.runs[rank]), rank))
 
     def flipped(self) -> "Route":
         """The way from the last token to the first, each rank's tokens in reverse order."""
         back = self.back()
-        return Route(tuple(runs[::-1] for runs in back.runs), self.length)
+        return replace(back, runs=tuple(runs[::-1] for runs in back.runs))
 
 
 LocalWork = Callable[[], None]
@@ -316,43 +356,45 @@ class StatePassing(LinearAlgorithm):
     ) -> tuple[Tensor, Tensor | None, Saved]:
         """See LinearAlgorithm.forward."""
         route = self._route(call)
-        if not call.causal and call.decay.none:
+        if _one_state(call):
             total = self._total(k, v, initial, None, route, call)
             return _products(q, total), total if call.output_final_state else None, (q, k, v, total)
-        out, final, cache = self._sweep(
+        out, final, caches = self._sweep(
             q, k, v, initial, route, call, output_final_state=call.output_final_state
         )
         if call.causal:
-            return out, final, (q, k, v, cache)
-        later, _, later_cache = self._sweep(
+            return out, final, (q, k, v, *caches)
+        later, _, later_caches = self._sweep(
             q.flip(1), k.flip(1), v.flip(1), None, route.flipped(), call, output_final_state=False
         )
         # Both sweeps hold each token's own term.
         wide = accumulation_dtype(q.dtype)
         own = (q.to(wide) * k.to(wide)).sum(-1, keepdim=True) * v.to(wide)
         out = (out.to(wide) + later.flip(1).to(wide) - own).to(q.dtype)
-        return out, final, (q, k, v, cache, later_cache)
+        return out, final, (q, k, v, *caches, *later_caches)
 
     def backward(
         self, dout: Tensor, dfinal: Tensor | None, saved: Saved, call: LinearCall
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """See LinearAlgorithm.backward: dinitial is the first token's rank's alone."""
-        q, k, v, cache, *later = saved
+        q, k, v, *caches = saved
         assert q is not None
         assert k is not None
         assert v is not None
         route = self._route(call)
-        if not call.causal and call.decay.none:
-            assert cache is not None
+        if _one_state(call):
+            (total,) = caches
+            assert total is not None
             dtotal = self._total(q, dout, None, dfinal, route.back(), call)
-            dq, dk = _products(dout, cache.mT), _products(v, dtotal.mT)
+            dq, dk = _products(dout, total.mT), _products(v, dtotal.mT)
             first = self.topology.rank == route.back().last_rank
             return dq, dk, _products(k, dtotal), dtotal if first else None
-        dq, dk, dv, dinitial = self._sweep_back(dout, q, k, v, cache, dfinal, route, call)
+        count = len(caches) if call.causal else len(caches) // 2
+        dq, dk, dv, dinitial = self._sweep_back(dout, q, k, v, caches[:count], dfinal, route, call)
         if call.causal:
             return dq, dk, dv, dinitial
         mirrored = (dout.flip(1), q.flip(1), k.flip(1), v.flip(1))
-        *gradients, _ = self._sweep_back(*mirrored, later[0], None, route.flipped(), call)
+        *gradients, _ = self._sweep_back(*mirrored, caches[count:], None, route.flipped(), call)
         wide = accumulation_dtype(q.dtype)
         dout, q, k, v = (x.to(wide) for x in (dout, q, k, v))
         down = (dout * v).sum(-1, keepdim=True)
@@ -364,7 +406,7 @@ class StatePassing(LinearAlgorithm):
         return dq, dk, dv, dinitial
 
     def _route(self, call: LinearCall) -> Route:
-        return Route.of(self.layout, self.topology.size, call.seq_len)
+        return Route.of(self.layout, self.topology.size, call.seq_len, call.documents)
 
     def _total(
         self,
@@ -380,8 +422,8 @@ class StatePassing(LinearAlgorithm):
         Where nothing decays and tokens see all others, one state serves every token.
         """
         runs = len(route.runs[self.topology.rank])
-        x, y = (_fold(z, runs) for z in (x, y))
-        states = _by_run(call.kernel.forward(x, x, y, call.decay).state, runs)
+        x, y = (fold(z, runs) for z in (x, y))
+        states = by_run(call.kernel.forward(x, x, y, call.decay).state, runs)
         if own is not None:
             states[0] += own
         _, end = self.carry(states, first, route, call.decay, lambda: None, to_the_end=True)
@@ -397,18 +439,17 @@ class StatePassing(LinearAlgorithm):
         call: LinearCall,
         *,
         output_final_state: bool,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Every token and what is before it on the route. Returns: out, final state, cache."""
-        runs = len(route.runs[self.topology.rank])
-        q, k, v = (_fold(x, runs) for x in (q, k, v))
-        running = call.kernel.forward(q, k, v, call.decay)
-        states = _by_run(running.state, runs)
+    ) -> tuple[Tensor, Tensor | None, Caches]:
+        """Every token and what is before it on the route. Returns: out, final state, caches."""
+        parts = route.parts(self.topology.rank)
+        running = runs_forward(call.kernel, q, k, v, call.decay, parts)
+        states = running.states
         arrived, end = self.carry(
             states, initial, route, call.decay, running.intra, to_the_end=output_final_state
         )
         final = self.share(end, states[0], route) if output_final_state else None
-        out, cache = running.finish(_by_batch(arrived))
-        return _unfold(out, runs), final, cache
+        out, caches = running.finish(arrived)
+        return out, final, caches
 
     def _sweep_back(
         self,
@@ -416,26 +457,30 @@ class StatePassing(LinearAlgorithm):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        cache: Tensor | None,
+        caches: Caches,
         dfinal: Tensor | None,
         route: Route,
         call: LinearCall,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Gradients of `_sweep`: those of states travel from the end of the route."""
-        runs = len(route.runs[self.topology.rank])
-        dout, q, k, v = (_fold(x, runs) for x in (dout, q, k, v))
-        running = call.kernel.backward(dout, q, k, v, call.decay, cache)
+        parts = route.parts(self.topology.rank)
+        running = runs_backward(call.kernel, dout, q, k, v, call.decay, parts, caches)
         back = route.back()
         arrived, end = self.carry(
-            _by_run(running.dstate, runs),
+            running.dstates,
             None if dfinal is None else self.collect(dfinal, back),
             back,
             call.decay,
             running.intra,
             to_the_end=True,
         )
-        dq, dk, dv = (_unfold(x, runs) for x in running.finish(_by_batch(arrived)))
+        dq, dk, dv = running.finish(arrived)
         return dq, dk, dv, end if self.topology.rank == back.last_rank else None
+
+
+def _one_state(call: LinearCall) -> bool:
+    """Whether all tokens read the same state: they see all others, and nothing decays."""
+    return not call.causal and call.decay.none and not call.documents
 
 
 def _products(x: Tensor, state: Tensor) -> Tensor:
@@ -443,26 +488,6 @@ def _products(x: Tensor, state: Tensor) -> Tensor:
     # Sums over many tokens overflow float16.
     dtype = x.dtype if x.dtype == torch.bfloat16 else state.dtype
     return torch.einsum("bshd,bhde->bshe", x.to(dtype), state.to(dtype)).to(x.dtype)
-
-
-def _fold(x: Tensor, runs: int) -> Tensor:
-    """Runs of equal length as batch entries: [B,n*C,...] -> [B*n,C,...], a view."""
-    return x.unflatten(1, (runs, -1)).flatten(0, 1)
-
-
-def _unfold(x: Tensor, runs: int) -> Tensor:
-    """[B*n,C,...] -> [B,n*C,...]."""
-    return x.unflatten(0, (-1, runs)).flatten(1, 2)
-
-
-def _by_run(states: Tensor, runs: int) -> Tensor:
-    """[B*n,H,D,E] -> [n,B,H,D,E]."""
-    return states.unflatten(0, (-1, runs)).transpose(0, 1).contiguous()
-
-
-def _by_batch(states: Tensor | None) -> Tensor | None:
-    """[n,B,H,D,E] -> [B*n,H,D,E]."""
-    return None if states is None else states.transpose(0, 1).flatten(0, 1)
 
 
 class _LinearAttention(torch.autograd.Function):
@@ -513,6 +538,7 @@ def attend_linearly(
     causal: bool = True,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
+    documents: tuple[int, ...] = (),
     site: Hashable | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Linear attention of the local queries over all ranks' tokens; differentiable.
@@ -523,6 +549,7 @@ def attend_linearly(
             `partial(kernels.linear.resolve_linear, "auto")`.
         initial_state: before the first token [B,H,D,E], the same on all ranks.
         output_final_state: the state after the last token is wanted.
+        documents: as of `document_starts`: tokens see others of their own document only.
         site: as in `recompute.computed_once`.
 
     Under autocast q, k and v are taken in its dtype.
@@ -536,7 +563,8 @@ def attend_linearly(
     q, k, v = cast_inputs(q, k, v)
     _check(q, k, v, initial_state, algorithm, seq_len)
     problem = LinearProblem(q.device, q.dtype, q.shape[2], q.shape[3], v.shape[3])
-    call = LinearCall(seq_len, causal, decay, kernel_for(problem), output_final_state)
+    kernel = kernel_for(problem)
+    call = LinearCall(seq_len, causal, decay, kernel, output_final_state, documents)
     if initial_state is not None:
         initial_state = initial_state.to(accumulation_dtype(q.dtype))
     return _LinearAttention.apply(q, k, v, initial_state, algorithm, call, site)

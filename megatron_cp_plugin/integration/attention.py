@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from megatron_cp_plugin.core.function import attend
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration.checks import check_settings, window_of
-from megatron_cp_plugin.integration.documents import DocumentMask
+from megatron_cp_plugin.integration.documents import DocumentMask, check_padding, starts_of
 from megatron_cp_plugin.integration.runtime import Runtime
 from megatron_cp_plugin.kernels import resolve
 
@@ -166,15 +166,11 @@ class ContextParallelAttention(MegatronModule):
             raise ContextParallelError("attention bias is not supported: leave attention_bias out")
         seq_len = query.size(0) * self._cp_size
         packed = self.packed if packed_seq_params is None else packed_seq_params
-        documents = self._documents(packed, seq_len)
+        documents = starts_of(packed, seq_len)
         causal = self._causal
         if attn_mask_type is not None:
             causal = is_causal(attn_mask_type, packed=packed is not None)
-        if not causal and packed is not None and packed.padded:
-            raise ContextParallelError(
-                "padded documents need causal attention, in which nobody sees their padding, got "
-                "full attention: pack documents without padding"
-            )
+        check_padding(packed, causal=causal)
         slices = None if packed is None else packed.slices(seq_len)
         out = attend(
             query.transpose(0, 1),
@@ -192,22 +188,6 @@ class ContextParallelAttention(MegatronModule):
             site=self,
         )
         return out.transpose(0, 1).flatten(2)
-
-    @staticmethod
-    def _documents(packed: Any, seq_len: int) -> tuple[int, ...]:
-        if packed is None:
-            return ()
-        if not isinstance(packed, DocumentMask):
-            raise ContextParallelError(
-                f"packed sequences are served through GPTModel and HybridModel, got "
-                f"{type(packed).__name__}: give packed_seq_params to the model"
-            )
-        if packed.spans is None and packed.seq_len != seq_len:
-            raise ContextParallelError(
-                f"documents need to fill the {seq_len} tokens of the whole sequence, got "
-                f"cu_seqlens that end at {packed.seq_len}"
-            )
-        return packed.starts
 
 
 def sharded_by_heads(

@@ -188,11 +188,6 @@ def _check_linear_layers(args: Any, config: ContextParallelConfig) -> None:
         return
     model = f"--cp-linear-model {config.linear_model}"
     heads = args.num_attention_heads
-    documents = packs_documents(Settings(args))
-    if documents is not None:
-        raise ConfigError(
-            f"{model} carries its state on across documents, got {documents}: leave it out"
-        )
     if heads is not None and _kv_heads(args) != heads:
         raise ConfigError(
             f"{model} has no grouped queries, got num_query_groups {_kv_heads(args)} for {heads} "

@@ -174,6 +174,48 @@ def mask_of_cut(
     return mask
 
 
+def starts_of(packed: Any, seq_len: int) -> tuple[int, ...]:
+    """Where documents begin in what a layer was given.
+
+    Args:
+        packed: A `DocumentMask`, or None.
+        seq_len: Tokens of the whole sequence.
+
+    Raises:
+        ContextParallelError: It is something else, or of another number of tokens.
+    """
+    if packed is None:
+        return ()
+    if not isinstance(packed, DocumentMask):
+        raise ContextParallelError(
+            f"packed sequences are served through GPTModel and HybridModel, got "
+            f"{type(packed).__name__}: give packed_seq_params to the model"
+        )
+    if packed.spans is None and packed.seq_len != seq_len:
+        raise ContextParallelError(
+            f"documents need to fill the {seq_len} tokens of the whole sequence, got "
+            f"cu_seqlens that end at {packed.seq_len}"
+        )
+    return packed.starts
+
+
+def check_padding(packed: DocumentMask | None, *, causal: bool) -> None:
+    """Refuses padding that other tokens would see.
+
+    Args:
+        packed: Of documents that are perhaps padded.
+        causal: Whether tokens see earlier ones only.
+
+    Raises:
+        ContextParallelError: They would.
+    """
+    if not causal and packed is not None and packed.padded:
+        raise ContextParallelError(
+            "padded documents need causal attention, in which nobody sees their padding, got "
+            "full attention: pack documents without padding"
+        )
+
+
 def _lengths(packed: PackedSeqParams, recurrent: bool) -> Tensor:
     if recurrent:
         raise ContextParallelError(

@@ -29,6 +29,7 @@ from megatron_cp_plugin.core.linear import attend_linearly
 from megatron_cp_plugin.core.partial import accumulation_dtype
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration.attention import is_causal, sharded_by_heads
+from megatron_cp_plugin.integration.documents import check_padding, starts_of
 from megatron_cp_plugin.integration.gated_norm import gated_norm
 from megatron_cp_plugin.integration.runtime import Runtime
 from megatron_cp_plugin.kernels.linear import resolve_linear
@@ -155,7 +156,7 @@ class LinearSelfAttention(MegatronModule):
             rotary_pos_sin: See rotary_pos_emb.
             rotary_pos_cos_sin: See rotary_pos_emb.
             attention_bias: Must be None.
-            packed_seq_params: Must be None.
+            packed_seq_params: A `DocumentMask`, or None: a state begins anew at each document.
             sequence_len_offset: Must be None.
             others: Must be None or False.
 
@@ -163,13 +164,13 @@ class LinearSelfAttention(MegatronModule):
             [s,b,hidden] and the bias to add, if any.
 
         Raises:
-            ContextParallelError: Something is asked for that these layers do not compute.
+            ContextParallelError: Something is asked for that these layers do not compute, or
+                documents of another number of tokens.
         """
         refused = {
             "cross attention": key_value_states,
             "inference": inference_context,
             "attention bias": attention_bias,
-            "packed sequences": packed_seq_params,
             "a sequence offset": sequence_len_offset,
             **others,
         }
@@ -177,20 +178,24 @@ class LinearSelfAttention(MegatronModule):
             if value is not None and value is not False:
                 raise ContextParallelError(f"linear attention does not serve {what}: leave it out")
         mixed, _ = self.linear_qkv(hidden_states)
-        if self._recompute:
-            core = tensor_parallel.checkpoint(self._core, False, mixed)
-        else:
-            core = self._core(mixed)
+        documents = starts_of(packed_seq_params, len(mixed) * self._cp_size)
+        check_padding(packed_seq_params, causal=self._causal)
+        if packed_seq_params is not None and packed_seq_params.spans is not None:
+            raise ContextParallelError("linear attention does not serve spans: leave them out")
+        compute = partial(self._core, documents=documents)
+        core = (
+            tensor_parallel.checkpoint(compute, False, mixed) if self._recompute else compute(mixed)
+        )
         out, bias = self.linear_proj(core)
         return out, bias
 
-    def _core(self, mixed: Tensor) -> Tensor:
+    def _core(self, mixed: Tensor, documents: tuple[int, ...] = ()) -> Tensor:
         """What is between the projections: [s,b,h*parts*d] -> [s,b,h*d]."""
         tokens, batch, _ = mixed.shape
         parts = mixed.view(tokens, batch, self._heads, self._parts, self._head_dim).unbind(3)
-        return self._combine(*parts).flatten(2)
+        return self._combine(*parts, documents=documents).flatten(2)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, documents: tuple[int, ...]) -> Tensor:
         """Linear attention of [s,b,h,d], [s,b,h,d], [s,b,h,e] -> [s,b,h,e]."""
         out, _ = attend_linearly(
             q.transpose(0, 1),
@@ -200,6 +205,7 @@ class LinearSelfAttention(MegatronModule):
             seq_len=q.shape[0] * self._cp_size,
             decay=self._decay,
             causal=self._causal,
+            documents=documents,
             kernel_for=self._kernel_for,
             site=self,
         )
@@ -210,7 +216,7 @@ class LinearSelfAttention(MegatronModule):
         """Decay rates of all heads of the model."""
 
     @abstractmethod
-    def _combine(self, *parts: Tensor) -> Tensor:
+    def _combine(self, *parts: Tensor, documents: tuple[int, ...]) -> Tensor:
         """The layer's attention, from the parts of the projection: [s,b,h,d] each and back."""
 
 
@@ -327,7 +333,7 @@ class TransNormerAttention(LinearSelfAttention):
             self.config.num_attention_heads, self.layer_number, self.config.num_layers
         )
 
-    def _combine(self, *parts: Tensor) -> Tensor:
+    def _combine(self, *parts: Tensor, documents: tuple[int, ...]) -> Tensor:
         q, k, v, gate = parts
         q, k = functional.silu(q), functional.silu(k)
         if self.positions is not None:
@@ -335,7 +341,7 @@ class TransNormerAttention(LinearSelfAttention):
             tokens = q.shape[0] * group.size()
             places = self._runtime.positions(group, tokens, q.device)
             q, k = self.positions(q, places), self.positions(k, places)
-        out = self._attend(q, k, v)
+        out = self._attend(q, k, v, documents)
         return gated_norm(out, gate, self.config.layernorm_epsilon, self.pg_collection.tp)
 
 
@@ -354,13 +360,12 @@ class LinearTransformerAttention(LinearSelfAttention):
     def _rates(self) -> tuple[float, ...]:
         return (1.0,) * self.config.num_attention_heads
 
-    def _combine(self, *parts: Tensor) -> Tensor:
+    def _combine(self, *parts: Tensor, documents: tuple[int, ...]) -> Tensor:
         q, k, v = parts
         one = v.new_zeros((*v.shape[:-1], self._columns))
         one[..., 0] = 1.0
-        out = self._attend(
-            functional.elu(q) + 1, functional.elu(k) + 1, torch.cat((v, one), dim=-1)
-        )
+        q, k = functional.elu(q) + 1, functional.elu(k) + 1
+        out = self._attend(q, k, torch.cat((v, one), dim=-1), documents)
         values, weights = out.split((v.shape[-1], self._columns), dim=-1)
         return values / (weights[..., :1] + self._epsilon)
 

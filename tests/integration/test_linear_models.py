@@ -20,6 +20,7 @@ from megatron_cp_plugin.config import LINEAR_MODELS, ContextParallelConfig
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.integration.args import split_flags
 from megatron_cp_plugin.integration.checks import check_arguments
+from megatron_cp_plugin.integration.documents import DocumentMask
 from megatron_cp_plugin.integration.linear_models import (
     LinearAttentionSubmodules,
     linear_attention_class,
@@ -70,7 +71,15 @@ def parts_of(module: Any, x: Tensor, count: int) -> list[Tensor]:
     return [torch.einsum("hdw,sbw->bhsd", weight[:, part], x) for part in range(count)]
 
 
-def expected_transnormer(module: Any, x: Tensor, causal: bool) -> Tensor:
+def same_document(starts: tuple[int, ...]) -> Tensor:
+    """[s,s]: whether two tokens are of one document."""
+    document = torch.tensor([sum(start <= token for start in starts) for token in range(TOKENS)])
+    return document[:, None] == document[None, :]
+
+
+def expected_transnormer(
+    module: Any, x: Tensor, causal: bool, starts: tuple[int, ...] = ()
+) -> Tensor:
     """TransNormerLLM's attention by its quadratic form."""
     q, k, v, gate = parts_of(module, x, 4)
     q, k = q * torch.sigmoid(q), k * torch.sigmoid(k)
@@ -79,19 +88,23 @@ def expected_transnormer(module: Any, x: Tensor, causal: bool) -> Tensor:
     decay = rates[:, None, None] ** distance.abs()
     if causal:
         decay = decay * (distance >= 0)
+    decay = decay * same_document(starts)
     out = ((q @ k.transpose(-1, -2)) * decay) @ v
     squares = out.square().sum((1, 3), keepdim=True) / WIDTH
     out = gate * out / (squares + 1e-5).sqrt()
     return out.permute(2, 0, 1, 3).flatten(2) @ module.linear_proj.weight.T
 
 
-def expected_linear_transformer(module: Any, x: Tensor, causal: bool) -> Tensor:
+def expected_linear_transformer(
+    module: Any, x: Tensor, causal: bool, starts: tuple[int, ...] = ()
+) -> Tensor:
     """The Linear Transformer's attention by its quadratic form."""
     q, k, v = parts_of(module, x, 3)
     q, k = (torch.where(t > 0, t + 1, t.exp()) for t in (q, k))
     weights = q @ k.transpose(-1, -2)
     if causal:
         weights = weights.tril()
+    weights = weights * same_document(starts)
     out = weights @ v / (weights.sum(-1, keepdim=True) + 1e-6)
     return out.permute(2, 0, 1, 3).flatten(2) @ module.linear_proj.weight.T
 
@@ -102,6 +115,7 @@ EXPECTED = {
 }
 
 
+@pytest.mark.parametrize("starts", [(), (1, 5, 9)], ids=["one document", "documents"])
 @pytest.mark.parametrize("recompute", [None, "selective"])
 @pytest.mark.parametrize("mask", [AttnMaskType.causal, AttnMaskType.no_mask])
 @pytest.mark.parametrize("model", LINEAR_MODELS)
@@ -111,6 +125,7 @@ def test_against_the_formula(
     model: str,
     mask: AttnMaskType,
     recompute: str | None,
+    starts: tuple[int, ...],
 ) -> None:
     calls = []
 
@@ -125,10 +140,11 @@ def test_against_the_formula(
         model, group, attn_mask_type=mask, config=config(recompute_granularity=recompute)
     )
     x = torch.randn(TOKENS, BATCH, WIDTH, dtype=torch.float64, requires_grad=True)
-    out, bias = module(x, attention_mask=None, rotary_pos_emb=None)
+    packed = DocumentMask(seq_len=TOKENS, starts=starts) if starts else None
+    out, bias = module(x, attention_mask=None, rotary_pos_emb=None, packed_seq_params=packed)
     assert bias is None
     assert len(calls) == (recompute == "selective")
-    want = EXPECTED[model](module, x, mask is AttnMaskType.causal)
+    want = EXPECTED[model](module, x, mask is AttnMaskType.causal, starts)
     torch.testing.assert_close(out, want, rtol=1e-10, atol=1e-12)
     inputs = [x, *module.parameters()]
     dout = torch.randn_like(out)
@@ -231,13 +247,27 @@ def test_what_a_model_may_not_ask_for(
 
 @pytest.mark.parametrize(
     "argument",
-    ["key_value_states", "inference_context", "attention_bias", "packed_seq_params"],
+    ["key_value_states", "inference_context", "attention_bias", "sequence_len_offset"],
 )
 def test_what_a_call_may_not_ask_for(group: dist.ProcessGroup, argument: str) -> None:
     module = attention("transnormer", group)
     x = torch.zeros(TOKENS, BATCH, WIDTH, dtype=torch.float64)
     with pytest.raises(ContextParallelError, match="linear attention does not serve"):
         module(x, **{argument: x})
+
+
+def test_documents_that_a_call_may_not_ask_for(group: dist.ProcessGroup) -> None:
+    x = torch.zeros(TOKENS, BATCH, WIDTH, dtype=torch.float64)
+    module = attention("transnormer", group)
+    with pytest.raises(ContextParallelError, match=r"need to fill the 12 tokens .* end at 11"):
+        module(x, packed_seq_params=DocumentMask(seq_len=11, starts=(3,)))
+    with pytest.raises(ContextParallelError, match="through GPTModel and HybridModel, got Tensor"):
+        module(x, packed_seq_params=x)
+    with pytest.raises(ContextParallelError, match="linear attention does not serve spans"):
+        module(x, packed_seq_params=DocumentMask(spans=((0, 12, 0, 12, "full"),)))
+    module = attention("transnormer", group, attn_mask_type=AttnMaskType.no_mask)
+    with pytest.raises(ContextParallelError, match="padded documents need causal attention"):
+        module(x, packed_seq_params=DocumentMask(seq_len=TOKENS, starts=(3,), padded=True))
 
 
 def test_flags() -> None:

@@ -194,6 +194,21 @@ def test_where_megatron_has_no_mask_of_all_pairs(
     assert ("mtp_1 loss" in alone.losses()) == ("--mtp" in flags)
 
 
+def test_layers_of_linear_attention(model: list[str], tmp_path: Path) -> None:
+    """Whose state begins anew at each document, on one rank as on several."""
+    place = model.index("--group-query-attention")
+    words = [*model[:place], *model[place + 3 :], *"--cp-linear-model transnormer".split()]
+    words += ["--position-embedding-type", "learned_absolute"]
+    lasp = "--context-parallel-algo lasp"
+    whole = train(tmp_path / "whole", *words, *lasp.split())
+    alone = train(tmp_path / "alone", *words, DOCUMENTS, *lasp.split())
+    split = "--context-parallel-algo lasp2 --cp-options layout=zigzag --context-parallel-size 2"
+    run = train(tmp_path / "split", *words, DOCUMENTS, *split.split(), ranks=2)
+    comparison = compare(alone, run, Tolerances())
+    assert comparison.passed, comparison.problems
+    assert compare(whole, run, Tolerances()).loss.error > 1e-4
+
+
 def test_documents_change_the_losses(
     model: list[str], references: dict[str, Recording], tmp_path: Path
 ) -> None:

@@ -454,7 +454,7 @@ FAULTS = (
         "of_rows = outs[:, :, here], lses[..., here]",
         "of_rows = outs[:, :, outs.shape[2] - here.stop :], lses[..., here]",
         "padding is taken for tokens",
-        "algorithms/test_collective_conformance.py::test_groups_of_heads",
+        "algorithms/test_collective_conformance.py::test_every_grid",
     ),
     Fault(
         "algorithms/lasp.py",
@@ -462,6 +462,34 @@ FAULTS = (
         "return torch.stack(parts).sum(0)",
         "the first rank leaves its own gradient of the final state out",
         "test_linear_conformance.py::test_equals_the_recurrence",
+    ),
+    Fault(
+        "core/linear.py",
+        "self.documents[after] > stop",
+        "self.documents[after] >= stop",
+        "a state goes on into a document that begins where a run begins",
+        "test_linear_conformance.py::test_a_state_begins_anew_at_each_document",
+    ),
+    Fault(
+        "core/linear_runs.py",
+        "documents[-1].state for",
+        "documents[0].state for",
+        "the state of a run's first document goes on, not that of its last one",
+        "test_linear_conformance.py::test_a_state_begins_anew_at_each_document",
+    ),
+    Fault(
+        "core/rows.py",
+        "slice(other + start - low, other + stop - low)",
+        "slice(other, other + stop - start)",
+        "rows are taken from the beginning of a range",
+        "test_touched_rows.py::test_bytes_are_those_of_tokens_that_are_seen",
+    ),
+    Fault(
+        "core/team.py",
+        "                target.copy_(whole)\n",
+        "",
+        "results for own rows that do not travel are lost",
+        "test_touched_rows.py::test_bytes_are_those_of_tokens_that_are_seen",
     ),
     # integration
     Fault(
