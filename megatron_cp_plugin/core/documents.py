@@ -5,6 +5,7 @@ from itertools import accumulate, pairwise, takewhile
 from math import ceil
 from random import Random
 
+from megatron_cp_plugin.core.document_lengths import Exponential, Lengths
 from megatron_cp_plugin.core.layout import Span
 from megatron_cp_plugin.errors import ContextParallelError
 
@@ -26,8 +27,16 @@ def document_starts(cu_seqlens: Sequence[int], seq_len: int) -> tuple[int, ...]:
     return tuple(sorted(set(cu_seqlens) - {0, seq_len}))
 
 
-def random_documents(seq_len: int, mean: int) -> tuple[int, ...]:
-    """`document_starts` of lengths that are exponentially distributed, always the same ones."""
-    source = Random(0)
-    lengths = (ceil(source.expovariate(1 / mean)) for _ in range(seq_len))
-    return tuple(takewhile(lambda start: start < seq_len, accumulate(lengths)))
+def random_documents(
+    seq_len: int, lengths: Lengths | int, *, multiple: int = 1, seed: int = 0
+) -> tuple[int, ...]:
+    """`document_starts` of random lengths, the same ones for the same seed; seq_len cuts the last.
+
+    Args: lengths: their distribution; a number: exponential with this mean. multiple: to which
+        lengths are rounded up.
+    """
+    if isinstance(lengths, int):
+        lengths = Exponential(lengths)
+    source = Random(seed)
+    drawn = (ceil(lengths.draw(source) / multiple) * multiple for _ in range(seq_len))
+    return tuple(takewhile(lambda start: start < seq_len, accumulate(drawn)))

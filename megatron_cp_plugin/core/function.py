@@ -132,8 +132,12 @@ def attend(
     heads, head_dim = q.shape[2:]
     shape = q.device, q.dtype, heads, k.shape[2], head_dim
     mask = Mask(causal, window, documents) if slices is None else Mask.of(slices)
-    any_lengths = bool(documents) or slices is not None
-    problem = Problem(*shape, documents=any_lengths, value_dim=v.shape[3])
+    problem = Problem(
+        *shape,
+        documents=bool(documents) or slices is not None,
+        value_dim=v.shape[3],
+        windows=window is not None or slices is not None,
+    )
     algorithm.check(
         algorithm.options,
         size=algorithm.topology.size,

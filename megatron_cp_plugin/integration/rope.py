@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration.attention import ContextParallelAttention
 from megatron_cp_plugin.integration.documents import DocumentMask
+from megatron_cp_plugin.integration.features import Settings, graphs
 from megatron_cp_plugin.integration.runtime import Runtime
 
 # Training and evaluation have one length each; what comes in ever new lengths is not kept.
@@ -160,7 +161,9 @@ def use_layout(model: nn.Module, runtime: Runtime) -> None:
     """
     owners = [m for m in model.modules() if isinstance(m, MultiLatentAttention)]
     for owner in owners:
-        if _keep_documents not in owner._forward_pre_hooks.values():
+        # Modules that Megatron captures by itself may have no hooks, and see no documents.
+        captured = graphs(Settings(owner.config)) == "local"
+        if not captured and _keep_documents not in owner._forward_pre_hooks.values():
             owner.register_forward_pre_hook(_keep_documents, with_kwargs=True)
     for owner in (model, *owners):
         embedding = getattr(owner, "rotary_pos_emb", None)

@@ -97,7 +97,7 @@ def test_the_command_writes_a_file(tmp_path: Path, capsys: pytest.CaptureFixture
         ("--algo zigzag --json nowhere/plan.json", "no folder 'nowhere'"),
         ("--algo zigzg", "did you mean 'zigzag'"),
         ("--algo lasp", "softmax attention got 'lasp'"),
-        ("--algo ulysses --size 5", "ulysses needs query heads divisible by the 5 ranks"),
+        ("--algo usp --option ulysses=4 --size 6", "usp needs ulysses to divide"),
     ],
 )
 def test_errors_are_one_line(
