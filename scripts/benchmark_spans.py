@@ -1,124 +1,147 @@
-"""Times span masks beside the best single-GPU kernel's time for as many pairs of a causal mask.
+"""Times attention under span masks, beside one GPU's kernel on as many pairs.
 
-    torchrun --nproc-per-node 2 scripts/benchmark_spans.py --tokens 64K --heads 32:8 \
-        --algos zigzag,distflash,allgather,ulysses
+    torchrun --nproc-per-node 2 scripts/benchmark_spans.py --heads 32:8 --algos zigzag,ulysses
 
-Of N tokens: "tree", a prefix of half of them with eight rollouts; "images" of N/64 tokens each,
-with as much text between them; "prefix", which half of them are; "diffusion", of blocks of N/128.
-The limit is the kernel's causal time times the pairs of the mask over those of the causal mask,
-divided by the number of ranks. Outputs and gradients are held against the same mask on one rank.
+The masks: a shared prefix of 32K tokens with 8 rollouts of 4K, and 64K tokens of text with an image
+of 1K in every 4K. The limit is the causal kernel's time for a whole sequence of that length on one
+GPU, times the mask's share of the causal pairs, divided by the number of ranks. Values are random;
+that they are right is for tests/test_spans.py.
 """
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
-from datetime import timedelta
-from functools import partial
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
 
-import benchmark_attention
 import torch
 import torch.distributed as dist
-from benchmark_attention import MAX_ERROR, Bench, Row
-from torch import Tensor
+from lengths import head_dims_of
 
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.core.devices import take_gpu
-from megatron_cp_plugin.core.kernel import Problem
+from megatron_cp_plugin.core.kernel import Problem, Statistics
 from megatron_cp_plugin.core.slices import Slice, Slices
 from megatron_cp_plugin.core.tiles import Mask, visible_pairs
-from megatron_cp_plugin.core.virtual import VirtualWorld
 from megatron_cp_plugin.ending import one_line_errors
-from megatron_cp_plugin.errors import ConfigError
+from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.kernels import resolve
-from megatron_cp_plugin.registry import layout_of
-from megatron_cp_plugin.tokens import tokens_of
-
-MASKS: dict[str, Callable[[int], list[Slice]]] = {
-    "tree": lambda n: cp.spans.shared_prefix((n // 2, [n // 16] * 8)),
-    "images": lambda n: cp.spans.image_blocks(
-        n, [(at, at + n // 64) for at in range(n // 64, n, n // 32)]
-    ),
-    "prefix": lambda n: cp.spans.prefix_lm(n // 2, n),
-    "diffusion": lambda n: cp.spans.block_diffusion(n // 2, n // 128),
-}
 
 
-def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--tokens", default="64K", help="global sequence lengths")
-    parser.add_argument("--heads", default="32:8", help="query heads : KV heads")
-    parser.add_argument("--head-dim", default="128")
-    parser.add_argument("--masks", default=",".join(MASKS))
-    parser.add_argument("--algos", default="zigzag,distflash,allgather,ulysses")
-    parser.add_argument("--kernel", default="auto")
-    parser.add_argument("--iters", default="7")
-    parser.add_argument("--warmup", default="2")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    return parser.parse_args(argv)
+def masks(scale: int) -> dict[str, tuple[int, list[Slice]]]:
+    """Tokens and spans of each mask. Args: scale: 1024; smaller for tries."""
+    tokens = 64 * scale
+    images = [(first + scale, first + 2 * scale) for first in range(0, tokens, 4 * scale)]
+    return {
+        "shared prefix": (tokens, cp.spans.shared_prefix((32 * scale, [4 * scale] * 8))),
+        "image blocks": (tokens, cp.spans.image_blocks(tokens, images)),
+    }
 
 
-def measure(bench: Bench, tokens: int, heads: str, mask: str) -> list[Row]:
-    """All rows of one mask; the limit is the first."""
-    if mask not in MASKS:
-        raise ConfigError(f"unknown mask {mask!r}: use {', '.join(MASKS)}")
-    if tokens % 256:
-        raise ConfigError(f"--tokens must be divisible by 256, got {tokens}: use 64K")
-    n_heads, kv_heads = map(int, heads.split(":"))
-    bench.problem(tokens, n_heads, kv_heads, None)
-    spans = MASKS[mask](tokens)
-    part = visible_pairs(tokens, Mask.of(Slices.of(spans, tokens))) / visible_pairs(tokens, Mask())
-    shape = torch.device(bench.device), bench.whole[0].dtype, n_heads, kv_heads
-    kernel = resolve(bench.args.kernel, Problem(*shape, bench.args.head_dim[0]))
-    blank = Row(tokens, heads, mask, "")
-    limit = bench.limit(blank, kernel)
-    limit = Row(
-        tokens,
-        heads,
-        mask,
-        f"{part:.3f} of causal {kernel.name} / {bench.size}",
-        limit.forward_ms * part,
-        limit.step_ms * part,
-        1.0,
-    )
-    bench.reference = alone(bench, spans)
-    rows = [limit]
-    for algo in bench.args.algos.split(","):
-        attention = partial(cp.attention, algo=algo, kernel=bench.args.kernel, spans=spans)
-        found = bench.contender(Row(tokens, heads, mask, algo), attention, layout_of(algo, {}))
-        share = limit.step_ms / found.step_ms if found.error <= MAX_ERROR else 0.0
-        rows.append(Row(**{**vars(found), "share_of_limit": share}))
-        cp.release()
-    return rows
+def time_ms(body: Callable[[], object], iters: int, device: torch.device) -> float:
+    """The median of some runs after two, the slowest rank's."""
+    times = []
+    for number in range(iters + 2):
+        _finish(device)
+        dist.barrier()
+        _finish(device)
+        before = time.perf_counter()
+        body()
+        _finish(device)
+        if number >= 2:
+            times.append(1e3 * (time.perf_counter() - before))
+    slowest = torch.tensor(statistics.median(times), device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return float(slowest)
 
 
-def alone(bench: Bench, spans: list[Slice]) -> list[Tensor]:
-    """Output and gradients of one rank that has all tokens."""
-    q, k, v = (x.requires_grad_() for x in bench.whole[:3])
-    group = VirtualWorld(1).topology(0)
-    out = cp.attention(q, k, v, algo="ring", group=group, kernel=bench.args.kernel, spans=spans)
-    found = [out.detach(), *torch.autograd.grad(out, (q, k, v), bench.whole[3])]
-    bench.whole = [x.detach() for x in bench.whole]
-    return found
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+class Bench:
+    """Random tensors of some heads, and who is timed with them."""
+
+    def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
+        self._args, self._device = args, device
+        self._heads, self._kv_heads = map(int, args.heads.split(":"))
+        self._dim, self._value_dim = args.head_dim
+        self._dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        shape = device, self._dtype, self._heads, self._kv_heads, self._dim
+        self.kernel = resolve(args.kernel, Problem(*shape, value_dim=self._value_dim))
+
+    def _random(self, tokens: int, heads: int, dim: int) -> torch.Tensor:
+        return torch.randn(1, tokens, heads, dim, device=self._device, dtype=self._dtype)
+
+    def _inputs(self, tokens: int) -> list[torch.Tensor]:
+        """q, k, v and dout."""
+        q, k = (self._random(tokens, heads, self._dim) for heads in (self._heads, self._kv_heads))
+        v, dout = (
+            self._random(tokens, heads, self._value_dim) for heads in (self._kv_heads, self._heads)
+        )
+        return [q, k, v, dout]
+
+    def alone(self, tokens: int) -> float:
+        """One GPU's causal kernel, ms."""
+        q, k, v, dout = self._inputs(tokens)
+        scale = self._dim**-0.5
+
+        def both() -> None:
+            out, lse = self.kernel.forward(q, k, v, scale=scale, causal=True)
+            statistics = Statistics(lse, out=out)
+            self.kernel.backward(dout, q, k, v, statistics, scale=scale, causal=True)
+
+        return time_ms(both, self._args.iters, self._device)
+
+    def ours(self, algo: str, tokens: int, spans: list[Slice]) -> float:
+        """An algorithm on all ranks, ms. Args: algo: with options, as zigzag:chunks=1."""
+        name, *pairs = algo.split(":")
+        options: dict[str, Any] = dict(pair.split("=") for pair in pairs)
+        *inputs, dout = self._inputs(tokens // dist.get_world_size())
+        for x in inputs:
+            x.requires_grad_()
+
+        def both() -> None:
+            q, k, v = inputs
+            kernel = self._args.kernel
+            out = cp.attention(q, k, v, algo=name, spans=spans, kernel=kernel, **options)
+            torch.autograd.grad(out, inputs, dout)
+
+        return time_ms(both, self._args.iters, self._device)
 
 
 def main() -> None:
     """Runs on every rank under torchrun."""
-    args = parse()
-    if args.device == "cuda":
-        take_gpu("add --device cpu")
-    dist.init_process_group(
-        "nccl" if args.device == "cuda" else "gloo", timeout=timedelta(minutes=3)
-    )
-    words = f"--device {args.device} --head-dim {args.head_dim} --kernel {args.kernel} "
-    words += f"--algos {args.algos} --rivals none --iters {args.iters} --warmup {args.warmup}"
-    bench = Bench(benchmark_attention.parse(words.split()))
-    for heads in args.heads.split(","):
-        for tokens in args.tokens.split(","):
-            for mask in args.masks.split(","):
-                for row in measure(bench, tokens_of(tokens), heads, mask):
-                    if bench.rank == 0:
-                        print(json.dumps(vars(row)), flush=True)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--heads", default="32:8", help="query heads : KV heads")
+    parser.add_argument("--head-dim", default=(128, 128), type=head_dims_of)
+    parser.add_argument("--algos", default="zigzag,distflash,allgather,attention2d,ulysses")
+    parser.add_argument("--kernel", default="auto")
+    parser.add_argument("--scale", type=int, default=1024, help="tokens in place of each 1K")
+    parser.add_argument("--iters", type=int, default=5)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    args = parser.parse_args()
+    device = torch.device(args.device)
+    if device.type == "cuda":
+        device = take_gpu("use --device cpu")
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    bench, size = Bench(args, device), dist.get_world_size()
+    rows: list[dict[str, object]] = []
+    for mask, (tokens, spans) in masks(args.scale).items():
+        share = visible_pairs(tokens, Mask.of(Slices.of(spans, tokens)))
+        limit = bench.alone(tokens) * share / visible_pairs(tokens, Mask()) / size
+        rows.append({"mask": mask, "name": f"one GPU / {size}: {bench.kernel.name}", "ms": limit})
+        for algo in args.algos.split(","):
+            try:
+                took = bench.ours(algo, tokens, spans)
+                rows.append({"mask": mask, "name": algo, "ms": took, "of_limit": limit / took})
+            except ContextParallelError as error:
+                rows.append({"mask": mask, "name": algo, "note": str(error)})
+    if dist.get_rank() == 0:
+        for row in rows:
+            print(json.dumps(row))
     dist.destroy_process_group()
     cp.release()
 
