@@ -293,17 +293,19 @@ def test_kinds_have_numbers_in_a_tensor() -> None:
 @pytest.mark.parametrize(
     ("spans", "settings", "message"),
     [
+        ([7], {}, r"four whole numbers and a kind, each, got \[7\]"),
+        ([(0, 4, 0, 4, [])], {}, r"a kind, each, got \[\(0, 4, 0, 4, \[\]\)\]"),
         (
             [(0, 4, 0)],
             {},
-            r"spans need \(q_start, .*, four whole numbers and a kind, got \(0, 4, 0",
+            r"spans need \(q_start, .*, four whole numbers and a kind, each, got \(0, 4, 0",
         ),
         (
             [(0, 4, 0, 4.5, "full")],
             {},
-            r"four whole numbers and a kind, got \(0, 4, 0, 4.5, 'full'",
+            r"four whole numbers and a kind, each, got \(0, 4, 0, 4.5, 'full'",
         ),
-        ([(0, 4, 0, 4, 4)], {}, r"four whole numbers and a kind, got \(0, 4, 0, 4, 4\)"),
+        ([(0, 4, 0, 4, 4)], {}, r"four whole numbers and a kind, each, got \(0, 4, 0, 4, 4\)"),
         (
             [(0, 4, 0, 4, "casual")],
             {},
