@@ -313,6 +313,7 @@ def _union(edges: Numbers) -> Ranges:
     return tuple(zip(starts[first].tolist(), stops[last].tolist(), strict=True))
 
 
+@lru_cache(maxsize=8192)
 def visible(q_spans: Spans, kv_spans: Spans, bands: Bands) -> bool:
     """Whether any query of a block sees any key of another. Args: as of `cells`."""
     return any(cell.visible for cell in cells(q_spans, kv_spans, bands))
