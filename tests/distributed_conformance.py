@@ -11,6 +11,7 @@ import argparse
 import sys
 from datetime import timedelta
 from pathlib import Path
+from random import Random
 from sys import path
 
 path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -30,6 +31,7 @@ from megatron_cp_plugin.errors import ConfigError, KernelUnavailableError
 from megatron_cp_plugin.kernels import resolve
 from megatron_cp_plugin.registry import layout_of
 from tests.oracle import Expected, expected_attention
+from tests.span_masks import dense, random_spans
 from tests.test_conformance import Case, cases
 
 NAMES = ("out", "dq", "dk", "dv")
@@ -43,11 +45,19 @@ def settings_of(heads, tokens, device):
         "window": {"causal": True, "window": tokens // 3},
         "documents": {"causal": True, "cu_seqlens": (0, 5, tokens // 3, tokens - 7, tokens)},
         "sinks": {"causal": True, "sink": torch.linspace(-1, 4, heads, device=device)},
+        "spans": {"spans": random_spans(Random(0), tokens)},
     }
 
 
+def oracles_settings(setting, tokens, device):
+    """The same as arguments of `expected_attention`."""
+    if "spans" not in setting:
+        return setting
+    return {"causal": False, "seen": dense(setting["spans"], tokens).to(device) > 0}
+
+
 def own_errors(kernel_name, expected: Expected, device, setting):
-    """Errors of the kernel on the whole sequence; windows and sinks as one rank computes them."""
+    """Errors of the kernel on the whole sequence; other masks and sinks as one rank has them."""
     q, k, v, dout = (x.to(device) for x in (expected.q, expected.k, expected.v, expected.dout))
     if setting.keys() == {"causal"}:
         shape = device, q.dtype, q.shape[2], k.shape[2], q.shape[3]
@@ -149,7 +159,7 @@ def main() -> int:
                     kv_heads=kv_heads,
                     head_dim=args.head_dim,
                     value_dim=args.value_dim,
-                    **setting,
+                    **oracles_settings(setting, args.tokens, device),
                     dtype=torch.bfloat16 if cuda else torch.float32,
                     device=device,
                 )

@@ -52,16 +52,16 @@ def naive_attention(
             lengths = torch.tensor(cu_seqlens, device=q.device).diff()
             document = torch.repeat_interleave(torch.arange(len(lengths), device=q.device), lengths)
             scores = scores.masked_fill(document[:, None] != document[None, :], -torch.inf)
+        some: Tensor | bool = True
         if seen is not None:
             some = seen.any(1, keepdim=True)
-            weights = torch.softmax(scores.masked_fill(some & ~seen, -torch.inf), -1) * some
-            out.append(weights @ values)
-            continue
+            scores = scores.masked_fill(some & ~seen, -torch.inf)
         if sink is not None:
             column = sink[head].expand(*scores.shape[:2], 1)
-            out.append(torch.softmax(torch.cat((scores, column), -1), -1)[..., :-1] @ values)
-            continue
-        out.append(torch.softmax(scores, -1) @ values)
+            weights = torch.softmax(torch.cat((scores, column), -1), -1)[..., :-1]
+        else:
+            weights = torch.softmax(scores, -1)
+        out.append((weights * some) @ values)
     return torch.stack(out, 2)
 
 

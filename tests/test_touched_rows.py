@@ -19,14 +19,13 @@ from megatron_cp_plugin.core.rows import Rows, clipped, common, positions_of, ro
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask, touched_rows
 from megatron_cp_plugin.core.touched import (
-    by_document_alone,
     keys_seen,
     longest_gap,
     queries_seeing,
 )
 from megatron_cp_plugin.core.virtual import VirtualWorld
 from megatron_cp_plugin.registry import create
-from tests.core.test_plan import variants
+from tests.core.test_plan import masks, variants
 from tests.oracle import expected_attention
 from tests.test_conformance import (
     Case,
@@ -380,19 +379,15 @@ def test_touched_rows(
     st.sampled_from([Contiguous(), Zigzag(), Balanced()]),
     st.integers(1, 7),
     st.integers(1, 150),
-    st.sets(st.integers(1, 150), min_size=1, max_size=12),
-    st.booleans(),
+    st.data(),
 )
 def test_touched_rows_of_all_pairs(
-    layout: Layout, size: int, seq_len: int, starts: set[int], causal: bool
+    layout: Layout, size: int, seq_len: int, data: st.DataObject
 ) -> None:
     """At once, and pair by pair; with gaps that are filled."""
-    mask = Mask(causal, documents=tuple(sorted(n for n in starts if n < seq_len)))
+    mask = data.draw(masks(seq_len))
     layout = layout.within(mask.documents)
     spans = [layout.spans(rank, size, seq_len) for rank in range(size)]
-    if not by_document_alone(mask, spans):
-        assert not mask.documents
-        return
     seen, seeing = (find(layout, size, seq_len, mask) for find in (keys_seen, queries_seeing))
     for query in range(size):
         for key in range(size):

@@ -65,6 +65,12 @@ class Bands:
         """All of them, in order."""
         return [Band(*numbers) for numbers in self.table.T.tolist()]
 
+    @cached_property
+    def transposed(self) -> "Bands":
+        """With queries in the place of keys, and keys in the place of queries."""
+        q_start, q_stop, k_start, k_stop, low, high = self.table
+        return Bands(np.stack((k_start, k_stop, q_start, q_stop, -high, -low)))
+
     def area(self, seq_len: int) -> int:
         """Number of pairs among the first seq_len positions."""
         return sum(_area(band, seq_len) for band in self.rows)
@@ -307,38 +313,74 @@ def _union(edges: Numbers) -> Ranges:
     return tuple(zip(starts[first].tolist(), stops[last].tolist(), strict=True))
 
 
+@lru_cache(maxsize=8192)
 def visible(q_spans: Spans, kv_spans: Spans, bands: Bands) -> bool:
     """Whether any query of a block sees any key of another. Args: as of `cells`."""
     return any(cell.visible for cell in cells(q_spans, kv_spans, bands))
 
 
-def visible_blocks(blocks: Sequence[Spans], bands: Bands) -> NDArray[np.bool_]:
-    """[P,P], queries first: `visible` of every two blocks, which have no position in common."""
+def keys_seen(
+    blocks: Sequence[Spans], bands: Bands, gaps: Sequence[int]
+) -> list[dict[int, Ranges]]:
+    """[queries][keys]: rows of the second block that any query of the first one sees, if any.
+
+    Args: blocks: of step 1, ascending; no two have a position in common. gaps: of each block how
+        many rows that nobody sees may lie in a range.
+    """
     size = len(blocks)
-    if any(span.step > 1 for spans in blocks for span in spans):
-        each = [visible(q, kv, bands) for q in blocks for kv in blocks]
-        return np.array(each, dtype=np.bool_).reshape(size, size)
     found = [(span.start, span.stop, owner) for owner, own in enumerate(blocks) for span in own]
     starts, stops, owner = np.array(sorted(found), dtype=np.int64).reshape(-1, 3).T
+    # Keys [begin, end) that are seen from each span of queries that a band has.
     q_start, q_stop, k_start, k_stop, low, high = bands.table
-    # Spans of queries that a band has, and of the keys that are seen from each of them.
     first = np.searchsorted(stops, q_start, side="right")
-    count = np.maximum(np.searchsorted(starts, q_stop) - first, 0)
-    band, span = _expanded(count)
+    band, span = _expanded(np.maximum(np.searchsorted(starts, q_stop) - first, 0))
     span += first[band]
-    top = np.maximum(starts[span], q_start[band])
-    bottom = np.minimum(stops[span], q_stop[band]) - 1
-    low_key = np.maximum(top + low[band], k_start[band])
-    high_key = np.minimum(bottom + high[band], k_stop[band] - 1)
-    seen = low_key <= high_key
-    begin = np.searchsorted(stops, low_key[seen], side="right")
-    end = np.searchsorted(starts, high_key[seen], side="right")
-    queries = owner[span[seen]]
-    edges = np.zeros((size, len(starts) + 1), dtype=np.int64)
-    np.add.at(edges, (queries, begin), 1)
-    np.add.at(edges, (queries, end), -1)
-    of_spans = edges.cumsum(1)[:, :-1] > 0
-    blockwise = np.zeros((size, size), dtype=np.bool_)
-    for key in range(size):
-        blockwise[:, key] = of_spans[:, owner == key].any(1)
-    return blockwise
+    top, bottom = np.maximum(starts[span], q_start[band]), np.minimum(stops[span], q_stop[band])
+    begin = np.maximum(top + low[band], k_start[band])
+    end = np.minimum(bottom + high[band], k_stop[band])
+    seen = begin < end
+    query, begin, end = _merged(owner[span[seen]], begin[seen], end[seen], np.zeros(size, np.int64))
+    # The same by blocks of keys, and their rows.
+    first = np.searchsorted(stops, begin, side="right")
+    which, span = _expanded(np.maximum(np.searchsorted(starts, end) - first, 0))
+    span += first[which]
+    shift = (_rows_before(owner, stops - starts) - starts)[span]
+    pair = query[which] * size + owner[span]
+    begin = np.maximum(begin[which], starts[span]) + shift
+    end = np.minimum(end[which], stops[span]) + shift
+    pair, begin, end = _merged(pair, begin, end, np.tile(np.array(gaps, np.int64), size))
+    rows: list[dict[int, Ranges]] = [{} for _ in range(size)]
+    ranges = list(zip(begin.tolist(), end.tolist(), strict=True))
+    pairs, counts = np.unique(pair, return_counts=True)
+    at = 0
+    for number, count in zip(pairs.tolist(), counts.tolist(), strict=True):
+        rows[number // size][number % size] = tuple(ranges[at : at + count])
+        at += count
+    return rows
+
+
+def _rows_before(owner: Numbers, lengths: Numbers) -> Numbers:
+    """How many rows a block has before each of its spans. Args: of all spans, ascending."""
+    order = np.argsort(owner, kind="stable")
+    before, ordered = np.cumsum(lengths[order]) - lengths[order], owner[order]
+    found = np.empty_like(before)
+    found[order] = before - before[np.searchsorted(ordered, ordered)]
+    return found
+
+
+def _merged(
+    whose: Numbers, starts: Numbers, stops: Numbers, gaps: Numbers
+) -> tuple[Numbers, Numbers, Numbers]:
+    """The unions of ranges that are of the same one, in ascending order.
+
+    Args: gaps: by whose they are, how far ranges may be apart that become one.
+    """
+    order = np.lexsort((starts, whose))
+    whose, starts = whose[order], starts[order]
+    apart = whose * (stops.max(initial=0) + gaps.max(initial=0) + 1)
+    reached = np.maximum.accumulate(stops[order] + apart)
+    first = np.ones(len(order), dtype=np.bool_)
+    first[1:] = starts[1:] + apart[1:] > reached[:-1] + gaps[whose[1:]]
+    begins = np.flatnonzero(first)
+    ends = np.append(begins[1:], len(order)) - 1
+    return whose[begins], starts[begins], (reached - apart)[ends[: len(begins)]]

@@ -1,11 +1,12 @@
 """From a placement, a mask and a length to a plan: what every rank computes, sends and receives."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import product, zip_longest
 from typing import Literal, NamedTuple
 
+from megatron_cp_plugin.core.bands import Spans
 from megatron_cp_plugin.core.derive_heads import with_teams
 from megatron_cp_plugin.core.layout import Layout, joined, rows_of
 from megatron_cp_plugin.core.pipeline import together
@@ -30,9 +31,8 @@ from megatron_cp_plugin.core.rows import (
     rows_at,
     union,
 )
-from megatron_cp_plugin.core.tiles import Mask, seen_blocks, sees, touched_rows
+from megatron_cp_plugin.core.tiles import Mask, sees, touched_rows
 from megatron_cp_plugin.core.touched import (
-    by_document_alone,
     keys_seen,
     longest_gap,
     queries_seeing,
@@ -106,16 +106,12 @@ class _Derivation:
         size, layout = placement.size, placement.layout.within(setting.mask.documents)
         self.tokens = layout, size, setting.seq_len
         self.spans = tuple(layout.spans(rank, size, setting.seq_len) for rank in range(size))
-        special, gaps = (
-            bool(setting.mask.special),
-            any(s.step > 1 for own in self.spans for s in own),
-        )
+        special, gaps = bool(setting.mask.special), _has_gaps(self.spans)
         self.masked = placement.masked or (special and not gaps)
         # Whole blocks need not be packed; where ranks pass them on, few would be any shorter.
         self.selective = self.masked and (special or not placement.relay)
-        self.at_once = self.selective and by_document_alone(setting.mask, self.spans)
-        if self.masked and not self.at_once:
-            self.seen = _seen(layout, size, setting.seq_len, setting.mask)
+        # With gaps one pair of blocks after another is looked at.
+        self.at_once = self.masked and not gaps
         self.lengths = tuple(sum(map(len, spans)) for spans in self.spans)
         self.width = max(self.lengths)
         groups = placement.groups
@@ -153,7 +149,7 @@ class _Derivation:
         rows, cols = between(start, stop), between(0, self.lengths[key])
         if not needed:
             rows = cols = ()
-        elif self.at_once and count == 1:
+        elif self.selective and self.at_once and count == 1:
             rows = () if here[0] else self.queries_seeing[key][query]
             cols = () if here[1] else self.keys_seen[query][key]
         elif self.selective and not all(here):
@@ -167,7 +163,7 @@ class _Derivation:
     def _sees(self, query: int, key: int) -> bool:
         if self.at_once:
             return key in self.keys_seen[query]
-        return self.seen[query][key]
+        return sees(self.spans[query], self.spans[key], self.setting.mask)
 
     @cached_property
     def keys_seen(self) -> list[dict[int, Rows]]:
@@ -453,13 +449,16 @@ class _Derivation:
 
 def sees_all(layout: Layout, size: int, seq_len: int, mask: Mask) -> bool:
     """Whether some query of every rank's block sees some key of every block."""
-    return all(map(all, _seen(layout.within(mask.documents), size, seq_len, mask)))
+    layout = layout.within(mask.documents)
+    blocks = [layout.spans(rank, size, seq_len) for rank in range(size)]
+    if _has_gaps(blocks):
+        return all(sees(queries, keys, mask) for queries in blocks for keys in blocks)
+    return all(len(seen) == size for seen in keys_seen(layout, size, seq_len, mask))
 
 
-@lru_cache(maxsize=16)  # both passes of a micro-batch have the same
-def _seen(layout: Layout, size: int, seq_len: int, mask: Mask) -> tuple[tuple[bool, ...], ...]:
-    """[query owner][key owner]: whether any query of the one sees any key of the other."""
-    return seen_blocks([layout.spans(rank, size, seq_len) for rank in range(size)], mask)
+def _has_gaps(blocks: Sequence[Spans]) -> bool:
+    """Whether a block has positions with a step."""
+    return any(span.step > 1 for spans in blocks for span in spans)
 
 
 def _packed(tensors: TensorNames, assembled: bool) -> tuple[TensorNames, ...]:

@@ -13,6 +13,7 @@ from megatron_cp_plugin.errors import ContextParallelError, nearest
 
 # By the numbers that tensors have for them.
 KINDS = ("full", "causal", "inverse_causal", "bi_causal")
+_NEEDS = "spans need (q_start, q_stop, k_start, k_stop, kind), four whole numbers and a kind, each"
 # Pairs of slices that are compared at a time.
 _COMPARED = 1 << 20
 
@@ -51,7 +52,10 @@ class Slices(tuple[Slice, ...]):
         Raises: ContextParallelError if one is no slice, or reaches beyond the sequence, or names a
             query and a key that another one names.
         """
-        return _checked(tuple(map(tuple, spans)), seq_len)
+        try:
+            return _checked(tuple(map(tuple, spans)), seq_len)
+        except TypeError:  # one that is no sequence, or has what cannot be hashed
+            raise ContextParallelError(f"{_NEEDS}, got {spans}") from None
 
     def __hash__(self) -> int:
         return self._hash
@@ -93,10 +97,7 @@ def _slice(span: tuple[object, ...]) -> Slice:
         q_start, q_stop, k_start, k_stop = map(index, edges)  # type: ignore[arg-type]
         kind = kind if isinstance(kind, str) else KINDS[index(kind)]  # type: ignore[arg-type]
     except (TypeError, ValueError, IndexError):
-        raise ContextParallelError(
-            "spans need (q_start, q_stop, k_start, k_stop, kind), four whole numbers and a kind, "
-            f"got {span}"
-        ) from None
+        raise ContextParallelError(f"{_NEEDS}, got {span}") from None
     if kind not in KINDS:
         raise ContextParallelError(
             f"unknown kind of span {kind!r}{nearest(kind, KINDS)}: use one of {', '.join(KINDS)}"

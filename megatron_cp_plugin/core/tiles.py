@@ -22,7 +22,6 @@ from megatron_cp_plugin.core.bands import (
     cells,
     touched,
     visible,
-    visible_blocks,
     within,
 )
 from megatron_cp_plugin.core.layout import Span
@@ -181,12 +180,6 @@ def _planned_once(
 def sees(q_spans: Sequence[Span], kv_spans: Sequence[Span], mask: Mask) -> bool:
     """Whether any query of a block sees any key of another: whether `plan_tiles` has a tile."""
     return visible(_filled(q_spans), _filled(kv_spans), mask.bands)
-
-
-def seen_blocks(blocks: Sequence[Sequence[Span]], mask: Mask) -> tuple[tuple[bool, ...], ...]:
-    """[queries][keys]: `sees` of every two of some blocks that have no position in common."""
-    found = visible_blocks([_filled(spans) for spans in blocks], mask.bands)
-    return tuple(map(tuple, found.tolist()))
 
 
 def touched_rows(

@@ -66,7 +66,7 @@ def masks(draw: st.DrawFn, seq_len: int) -> Mask:
     return Mask(causal, window, documents)
 
 
-@settings(max_examples=90, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_every_plan_is_correct(data: st.DataObject) -> None:
     size = data.draw(st.integers(1, 12))

@@ -52,9 +52,15 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Recording]
     [
         ("rotary", "--mask spans --context-parallel-algo ring", 1),
         ("rotary", "--mask given --context-parallel-algo zigzag --context-parallel-size 2", 2),
-        ("rotary", f"--mask spans --context-parallel-algo ulysses {RECOMPUTE}", 2),
+        pytest.param(
+            *("rotary", f"--mask spans --context-parallel-algo ulysses {RECOMPUTE}", 2),
+            marks=pytest.mark.slow,
+        ),
         ("stages", f"--mask spans --context-parallel-algo zigzag {RECOMPUTE}", 4),
-        ("stages", "--mask spans --context-parallel-algo distflash", 4),
+        pytest.param(
+            *("stages", "--mask spans --context-parallel-algo distflash", 4),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_equals_a_mask_of_all_pairs(
