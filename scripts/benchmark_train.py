@@ -471,7 +471,7 @@ def free_ports(count: int) -> list[int]:
 
 def panels(rows: Sequence[Row]) -> list[list[Panel]]:
     """For a picture: a line for each way to recompute, of graphs and number of GPUs."""
-    lengths = sorted({row.tokens for row in rows})
+    lengths = sorted({row.tokens for row in rows if row.tokens})
     kinds = dict.fromkeys((row.gpus, row.recompute, row.graphs) for row in rows)
     names = list(dict.fromkeys(row.name for row in rows))
     grid = []
@@ -486,7 +486,8 @@ def panels(rows: Sequence[Row]) -> list[list[Panel]]:
             ]
             found = (Bar(row.name, () if row.note else (row.step_ms,), row.note) for row in here)
             captured = "" if graphs == "none" else f", graphs {graphs}"
-            title = f"{tokens_text(tokens)}, {gpus} GPUs, recompute {recompute}{captured}"
+            on = f"{gpus} GPU{'s' if gpus > 1 else ''}"
+            title = f"{tokens_text(tokens)}, {on}, recompute {recompute}{captured}"
             line.append(Panel(title, tuple(found)))
         grid.append(line)
     return grid
@@ -546,7 +547,7 @@ def main() -> int:
     (args.output / "table.md").write_text("\n".join(lines) + "\n")
     data = {"title": title, "shape": asdict(shape), "rows": [asdict(row) for row in rows]}
     (args.output / "rows.json").write_text(json.dumps(data, indent=1))
-    if rows:
+    if any(row.tokens for row in rows):
         bars.save(panels(rows), Legend(names[5], (names[5],)), title, args.output / "time.png")
     return 1 if any(row.note.startswith("failed") for row in rows) else 0
 
