@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_cp_plugin.core.document_lengths import lengths_of
 from megatron_cp_plugin.ending import one_line_errors
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.extras import need
@@ -146,9 +147,10 @@ def _add_mask(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--window", type=tokens_of, metavar="W", help="sliding window of W tokens")
     parser.add_argument(
         "--documents",
-        type=tokens_of,
+        type=lengths_of,
         metavar="T",
-        help="packed documents of random lengths, T tokens in the mean; needs --seq-len",
+        help="packed documents of random lengths: T tokens in the mean, lognormal:MEAN:SIGMA, or a "
+        "histogram, FILE.csv or FILE.json of upper edges and shares; needs --seq-len",
     )
 
 
@@ -158,11 +160,8 @@ def _mask(arguments: argparse.Namespace) -> Mask:
 
     documents: tuple[int, ...] = ()
     if arguments.documents is not None:
-        if arguments.documents < 1 or arguments.seq_len is None:
-            raise ConfigError(
-                f"--documents needs a mean of 1 or more and --seq-len, got {arguments.documents} "
-                f"and {arguments.seq_len}"
-            )
+        if arguments.seq_len is None:
+            raise ConfigError("--documents needs --seq-len, got none: add it")
         documents = random_documents(arguments.seq_len, arguments.documents)
     return Mask(arguments.mask == "causal", arguments.window, documents)
 

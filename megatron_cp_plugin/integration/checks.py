@@ -11,7 +11,7 @@ import torch
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.core.algorithm import Algorithm
-from megatron_cp_plugin.core.document_layout import PerDocument
+from megatron_cp_plugin.core.document_layout import Balanced
 from megatron_cp_plugin.core.kernel import Problem
 from megatron_cp_plugin.core.linear_kernel import LinearProblem
 from megatron_cp_plugin.core.shape import Shape
@@ -229,10 +229,12 @@ def _check_documents(args: Any) -> None:
 def _check_sharding(args: Any, config: ContextParallelConfig) -> None:
     if not Settings(args).use_megatron_fsdp:
         return
-    if config.has_linear_layers:
+    tensor = args.tensor_model_parallel_size
+    if config.has_linear_layers and tensor > 1:
         raise ConfigError(
-            f"--cp-linear-model {config.linear_model} was never run with Megatron-FSDP, got "
-            "--use-megatron-fsdp: use --use-torch-fsdp2"
+            f"--cp-linear-model {config.linear_model} with tensor parallelism does not go with "
+            f"--use-megatron-fsdp (it knows which parameters are split by the names of Megatron's "
+            f"own classes), got tensor_model_parallel_size {tensor}: use --use-torch-fsdp2"
         )
     if find_spec("einops") is None:
         raise ConfigError(
@@ -348,7 +350,8 @@ def _check_kernel(args: Any, config: ContextParallelConfig, device: torch.device
     kv_heads = max(1, _kv_heads(args) // tensor)
     packed = packs_documents(Settings(args)) is not None
     shape = device, dtype, local, kv_heads, head_dim
-    problem = Problem(*shape, fixed, documents=packed, value_dim=value_dim)
+    windowed = window_of(Settings(args).window_size) is not None
+    problem = Problem(*shape, fixed, documents=packed, value_dim=value_dim, windows=windowed)
     kernel = resolve(config.kernel, problem)
     if device.type == "cuda":
         with torch.cuda.device(device):
@@ -440,7 +443,7 @@ def check_graphs(args: Any, config: ContextParallelConfig, device: torch.device)
             f"seq_length {args.seq_length} on {config.size}: use a multiple of {config.size}, or "
             "--cuda-graph-impl local"
         )
-    if isinstance(config.layout, PerDocument):
+    if isinstance(config.layout, Balanced):
         raise ConfigError(
             f"--cuda-graph-impl {captured} needs the same layout for all batches, got one that "
             f"follows documents: leave the option layout=documents or --cuda-graph-impl out"

@@ -78,7 +78,6 @@ BESIDE: dict[str, dict[str, Any]] = {
     "packed conversations with gated delta net layers": GATED,
     "multi-token prediction with gated delta net layers": GATED,
     "multi-latent attention with fused RoPE": {"apply_rope_fusion": True},
-    "packed documents with multi-latent attention": {**DOCUMENTS, **LATENT},
     "position embeddings of the model beside those of multi-latent attention": {
         **LATENT,
         "position_embedding_type": "yarn",
@@ -377,7 +376,9 @@ def test_megatron_fsdp_without_einops(
     check_arguments(args, ContextParallelConfig("zigzag", 4), CPU)
     linear = ContextParallelConfig("lasp", 4, linear_model="transnormer")
     args.position_embedding_type = "none"
-    with pytest.raises(ConfigError, match="transnormer was never run with Megatron-FSDP, got"):
+    check_arguments(args, linear, CPU)
+    args.tensor_model_parallel_size, args.world_size = 2, 8
+    with pytest.raises(ConfigError, match="transnormer with tensor parallelism does not go with"):
         check_arguments(args, linear, CPU)
 
 
