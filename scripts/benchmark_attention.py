@@ -29,7 +29,6 @@ import gc
 import json
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -38,12 +37,13 @@ from datetime import timedelta
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from textwrap import wrap
 from typing import Any
 
+import bars
 import rivals
 import torch
 import torch.distributed as dist
+from bars import Bar, Legend, Panel
 from lengths import head_dims_of
 from profiles import computing, device_spans, gaps, longest, new_profiler
 from rich.console import Console
@@ -517,72 +517,37 @@ def report(rows: Sequence[Row], title: str, output: Path, environment: dict[str,
     (output / "table.md").write_text("\n".join(lines) + "\n")
     data = {"title": title, "environment": environment, "rows": [asdict(row) for row in rows]}
     (output / "rows.json").write_text(json.dumps(data, indent=1))
-    plot(rows, title, output / "time.png")
+    bars.save(panels(rows), LEGEND, title, output / "time.png")
 
 
-def plot(rows: Sequence[Row], title: str, path: Path) -> None:
-    """Draws `figure` to a file, if matplotlib is installed."""
-    try:
-        drawn = figure(rows, title)
-    except ImportError:
-        print("no picture: matplotlib is not installed", file=sys.stderr)
-        return
-    drawn.savefig(path, dpi=200)
+LEGEND = Legend("ms", ("forward", "backward"), "one GPU's time / P")
 
 
-def figure(rows: Sequence[Row], title: str) -> Any:
-    """Times as bars side by side, a panel for each length (left to right) and ratio of heads.
-
-    Other documents have other panels.
-
-    A dashed line is the limit; who has no time has a note in its place.
-    """
-    from matplotlib.figure import Figure
-
+def panels(rows: Sequence[Row]) -> list[list[Panel]]:
+    """For a picture: a line for each ratio of heads and kind of documents, a panel a length."""
     lengths = sorted({row.tokens for row in rows})
-    kinds = list(dict.fromkeys((row.heads, row.documents) for row in rows))
-    names = [name for name in dict.fromkeys(row.name for row in rows) if not _is_limit(name)]
-    width = 1.6 + 2.6 * len(lengths)
-    height = 0.9 + len(kinds) * (0.7 + 0.24 * len(names))
-    drawn = Figure(figsize=(width, height), layout="constrained")
-    panels = drawn.subplots(len(kinds), len(lengths), squeeze=False, sharey=True)
-    for line, (heads, documents) in zip(panels, kinds, strict=True):
-        packed = f", documents {documents.rpartition('/')[2]}" if documents else ""
-        for panel, tokens in zip(line, lengths, strict=True):
-            kind = heads, documents, tokens
-            here = [row for row in rows if (row.heads, row.documents, row.tokens) == kind]
-            _bars(panel, here, names)
-            panel.set_title(f"{cells(here[0], False)[0]} tokens, {heads} heads{packed}", fontsize=8)
-    panels[0][0].invert_yaxis()
-    for panel in panels[-1]:
-        panel.set_xlabel("ms", fontsize=8)
-    handles, labels = panels[0][0].get_legend_handles_labels()
-    drawn.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=7, frameon=False)
-    drawn.suptitle("\n".join(wrap(title, int(13 * width))), fontsize=9)
-    return drawn
+    kinds = dict.fromkeys((row.heads, row.documents) for row in rows)
+    return [
+        [
+            panel([r for r in rows if (r.heads, r.documents, r.tokens) == (*kind, n)])
+            for n in lengths
+        ]
+        for kind in kinds
+    ]
 
 
-def _is_limit(name: str) -> bool:
-    return name.startswith("one GPU")
-
-
-def _bars(panel: Any, rows: Sequence[Row], names: Sequence[str]) -> None:
-    timed = [row for row in rows if not _is_limit(row.name) and not row.note]
-    places = [names.index(row.name) for row in timed]
-    forward = [row.forward_ms for row in timed]
-    backward = [row.step_ms - row.forward_ms for row in timed]
-    panel.barh(places, forward, 0.7, color="#4c72b0", label="forward")
-    bars = panel.barh(places, backward, 0.7, left=forward, color="#a3b8d9", label="backward")
-    panel.bar_label(bars, [f"{row.step_ms:.4g}" for row in timed], padding=2, fontsize=6)
+def panel(rows: Sequence[Row]) -> Panel:
+    """One problem; its limit is the fastest kernel of one GPU."""
+    limits = [row.step_ms for row in rows if row.name.startswith("one GPU")]
+    found = []
     for row in rows:
-        if row.note and row.name in names:
-            panel.text(0, names.index(row.name), f" {row.note[:28]}", va="center", fontsize=5)
-    limit = min(row.step_ms for row in rows if _is_limit(row.name))
-    panel.axvline(limit, color="black", linestyle="--", linewidth=0.8, label="one GPU's time / P")
-    panel.set_yticks(range(len(names)), names, fontsize=7)
-    panel.tick_params(axis="x", labelsize=7)
-    panel.margins(x=0.18)
-    panel.spines[["top", "right"]].set_visible(False)
+        if not row.name.startswith("one GPU"):
+            parts = () if row.note else (row.forward_ms, row.step_ms - row.forward_ms)
+            found.append(Bar(row.name, parts, row.note))
+    documents = rows[0].documents.rpartition("/")[2]
+    title = f"{cells(rows[0], False)[0]} tokens, {rows[0].heads} heads"
+    title += f", documents {documents}" if documents else ""
+    return Panel(title, tuple(found), min(limits))
 
 
 def environment(args: argparse.Namespace) -> dict[str, str]:

@@ -17,9 +17,9 @@ has the attention kernel that ALGO takes at context-parallel size 1. Jobs start 
 they need no GPU, while others measure; those of fewer GPUs go side by side. `--net sockets` is a
 slow network, as in benchmark_attention.py.
 
-Prints a table, writes markdown and JSON. Running out of memory is a result. Without a GPU, the
-tiny shapes show that it works. A waiting job holds a CUDA context on each of its GPUs, about half a
-GiB that the next one's longest sequence lacks; `--ahead 1` keeps it to one.
+Prints a table, writes markdown, JSON and a picture. Running out of memory is a result. Without a
+GPU, the tiny shapes show that it works. A waiting job holds a CUDA context on each of its GPUs,
+about half a GiB that the next one's longest sequence lacks; `--ahead 1` keeps it to one.
 """
 
 import argparse
@@ -36,7 +36,9 @@ from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
 
+import bars
 import torch
+from bars import Bar, Legend, Panel
 from benchmark_train_job import Plan, Report, read_reports
 from rich.console import Console
 from rich.table import Table
@@ -467,6 +469,35 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
+def panels(rows: Sequence[Row]) -> list[list[Panel]]:
+    """For a picture: a line for each way to recompute, of graphs and number of GPUs."""
+    lengths = sorted({row.tokens for row in rows if row.tokens})
+    kinds = dict.fromkeys((row.gpus, row.recompute, row.graphs) for row in rows)
+    names = list(dict.fromkeys(row.name for row in rows))
+    grid = []
+    for gpus, recompute, graphs in kinds:
+        line = []
+        for tokens in lengths:
+            here = [
+                row
+                for row in sorted(rows, key=lambda row: names.index(row.name))
+                if (row.gpus, row.recompute, row.graphs, row.tokens)
+                == (gpus, recompute, graphs, tokens)
+            ]
+            found = (Bar(row.name, () if row.note else (row.step_ms,), row.note) for row in here)
+            captured = "" if graphs == "none" else f", graphs {graphs}"
+            on = f"{gpus} GPU{'s' if gpus > 1 else ''}"
+            title = f"{tokens_text(tokens)}, {on}, recompute {recompute}{captured}"
+            line.append(Panel(title, tuple(found)))
+        grid.append(line)
+    return grid
+
+
+def tokens_text(tokens: int) -> str:
+    """128K for 131072."""
+    return f"{tokens // 1024}K" if tokens % 1024 == 0 else str(tokens)
+
+
 HEADER = ["run", "recompute", "GPUs", "tokens", "CUDA graphs", "ms / step", "tokens / s"]
 HEADER += ["MFU", "max allocated GiB", "loss"]
 PREFILL_HEADER = [*HEADER[:5], "ms to first token", *HEADER[6:9], "largest logit"]
@@ -474,8 +505,7 @@ PREFILL_HEADER = [*HEADER[:5], "ms to first token", *HEADER[6:9], "largest logit
 
 def cells(row: Row) -> list[str]:
     """A row as text."""
-    tokens = f"{row.tokens // 1024}K" if row.tokens % 1024 == 0 else str(row.tokens)
-    first = [row.name, row.recompute, str(row.gpus), tokens, row.graphs]
+    first = [row.name, row.recompute, str(row.gpus), tokens_text(row.tokens), row.graphs]
     if row.note:
         return [*first, row.note, "", "", "", ""]
     return [
@@ -517,6 +547,8 @@ def main() -> int:
     (args.output / "table.md").write_text("\n".join(lines) + "\n")
     data = {"title": title, "shape": asdict(shape), "rows": [asdict(row) for row in rows]}
     (args.output / "rows.json").write_text(json.dumps(data, indent=1))
+    if any(row.tokens for row in rows):
+        bars.save(panels(rows), Legend(names[5], (names[5],)), title, args.output / "time.png")
     return 1 if any(row.note.startswith("failed") for row in rows) else 0
 
 

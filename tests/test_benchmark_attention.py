@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
+import bars
 import benchmark_attention
 import rivals
 from benchmark_attention import Row
@@ -94,7 +95,8 @@ def rows(lengths: tuple[int, ...]) -> list[Row]:
 
 @pytest.mark.parametrize("lengths", [(32768,), (16384, 32768, 131072)])
 def test_bars_side_by_side_under_titles_that_fit(lengths: tuple[int, ...], tmp_path: Path) -> None:
-    drawn = benchmark_attention.figure(rows(lengths), TITLE)
+    panels = benchmark_attention.panels(rows(lengths))
+    drawn = bars.figure(panels, benchmark_attention.LEGEND, TITLE)
     drawn.savefig(tmp_path / "time.png")
     assert len(drawn.axes) == 2 * len(lengths)
     for panel in drawn.axes:
