@@ -26,7 +26,8 @@ class KvAllGather(GridAlgorithm):
 
     Kept for the backward: q, k, v, out and lse of the rank's own tokens. Of the gathered K and V
     there are two groups of heads at a time, `gathered_mib` at most. All that a rank holds beside
-    its inputs and results is that of `attention2d` with C = 1 and R = P.
+    its inputs and results is that of `attention2d` with C = 1 and R = P. With a window or documents
+    only rows are gathered that another rank sees, as many of each as of the rank with most.
 
     Over peer memory nothing is gathered: copy engines push block by block, straight from the owner,
     and a rank holds two of them at a time. With a causal mask ranks send 3/4 of the bytes in the

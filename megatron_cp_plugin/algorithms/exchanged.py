@@ -17,7 +17,7 @@ from megatron_cp_plugin.core.kernel import Statistics
 from megatron_cp_plugin.core.partial import GradientSum, accumulation_dtype
 from megatron_cp_plugin.core.pipeline import HeadGroup
 from megatron_cp_plugin.core.plan import Plan
-from megatron_cp_plugin.core.team import ExchangingTeam, Named, Rows, Team
+from megatron_cp_plugin.core.team import ExchangingTeam, Found, Named, Team
 
 _KEPT = ("q", "k", "v", "lse")
 
@@ -55,7 +55,7 @@ class Exchanged:
         """Out and lse of the own queries; what was exchanged, if it is to be kept."""
         kept: list[Tensor] = []
 
-        def attend(_: HeadGroup, x: Named, sums: Sequence[GradientSum]) -> Iterator[Rows]:
+        def attend(_: HeadGroup, x: Named, sums: Sequence[GradientSum]) -> Iterator[Found]:
             out, lse = self.ring.forward(x["q"], x["k"], x["v"], call)[:2]
             if keep:
                 kept.extend((x["q"], x["k"], x["v"], lse))
@@ -73,7 +73,7 @@ class Exchanged:
 
         def differentiate(
             heads: HeadGroup, x: Named, sums: Sequence[GradientSum]
-        ) -> Iterator[Rows]:
+        ) -> Iterator[Found]:
             statistics = Statistics(x["lse"], out=x.get("out"), delta=x.get("delta"))
             dq, *of_keys = self.ring.differentiate(
                 x["dout"], x["q"], x["k"], x["v"], statistics, call

@@ -160,8 +160,8 @@ FAULTS = (
     ),
     Fault(
         "core/derive.py",
-        "(start + min(tile.q.start for tile in tiles), start + max(",
-        "(min(tile.q.start for tile in tiles), start + max(",
+        "rows = tuple((start + first, start + last) for first, last in rows)",
+        "rows = tuple((first, start + last) for first, last in rows)",
         "a helper gets rows that it does not compute",
         "core/test_plan.py::test_no_row_travels_in_vain",
     ),
@@ -195,8 +195,8 @@ FAULTS = (
     ),
     Fault(
         "core/passes.py",
-        "return tuple(x.clone() for x in before)",
-        "return before",
+        "return tuple(x.clone() for x in before.tensors)",
+        "return before.tensors",
         "a sum is passed on from the buffer that the next one comes into",
         "core/test_execute.py::test_sums_that_a_rank_passes_on_as_they_came",
     ),
@@ -209,7 +209,7 @@ FAULTS = (
     ),
     Fault(
         "core/execute.py",
-        "self._work.close(move.heads, move.of_keys, tensors)",
+        "self._work.close(move.heads, move.of_keys, Packed(move.block.rows, tensors))",
         "self._work.close(move.heads, move.of_keys, None)",
         "the last sum that comes for the own block is dropped",
         "core/test_execute.py::test_copy_engines_find_what_they_need",
@@ -402,8 +402,8 @@ FAULTS = (
     ),
     Fault(
         "core/team.py",
-        "partials.wait()[:, :, :tokens]",
-        "partials.wait()[:, :, -tokens:]",
+        "of_rows = outs[:, :, here], lses[..., here]",
+        "of_rows = outs[:, :, outs.shape[2] - here.stop :], lses[..., here]",
         "padding is taken for tokens",
         "algorithms/test_collective_conformance.py::test_groups_of_heads",
     ),
