@@ -1,7 +1,7 @@
 """Only rows that the mask needs travel: bytes that ranks send, counted token by token."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import pytest
@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_cp_plugin.core.document_layout import PerDocument
-from megatron_cp_plugin.core.documents import document_starts
+from megatron_cp_plugin.core.document_layout import Balanced
+from megatron_cp_plugin.core.documents import Spans, document_starts
 from megatron_cp_plugin.core.layout import Contiguous, Layout, Span, Zigzag
 from megatron_cp_plugin.core.plan import PHASES
 from megatron_cp_plugin.core.plan_check import PlanError, check
@@ -227,12 +227,24 @@ def assert_sent(
     assert [log.bytes(rank=r, phase="backward") for r in ranks] == [BATCH * n for n in backward]
 
 
+@dataclass(frozen=True)
+class _Halves(Layout):
+    """Of 64 tokens on 2 ranks: two documents of 24 by zigzag each, others whole."""
+
+    def spans(self, rank: int, size: int, seq_len: int) -> Spans:
+        edges = ((0, 6), (18, 38), (50, 56)), ((6, 18), (38, 50), (56, 64))
+        return tuple(Span(*part) for part in edges[rank])
+
+    def multiple(self, size: int) -> int:
+        return 64
+
+
 def test_whole_documents_stay_where_they_are() -> None:
     """Of long documents rows of both halves travel, packed; of whole ones between them none."""
     lengths = [0, 24, 27, 32, 56, 60, 64]
     mask = Mask(documents=document_starts(lengths, 64))
-    algorithm = create("zigzag", VirtualWorld(2).topology(0), {"layout": "documents"})
-    algorithm = algorithm.within(mask.documents)
+    algorithm = create("zigzag", VirtualWorld(2).topology(0), {})
+    algorithm.layout = _Halves()
     plan = algorithm.plan(Shape(1, 64, 4, 4, 8), mask)
     split = [*range(24), *range(32, 56)]
     for move in plan.moves:
@@ -286,9 +298,9 @@ def test_a_block_with_gaps_is_computed_with_as_it_came() -> None:
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_a_block_that_stays_for_the_backward_has_all_rows_that_others_need(size: int) -> None:
     """Where every rank sees some keys of all: those of the longest document."""
-    case = Case("zigzag", (("layout", "documents"),))
+    case = Case("zigzag", (("layout", "thd"),))
     seq_len = 14 * size
-    lengths = [0, 9 * size, 9 * size + 3, seq_len]
+    lengths = [0, 8 * size, 10 * size, seq_len]
     expected = expected_attention(
         seq_len=seq_len, heads=4, kv_heads=1, head_dim=8, causal=True, cu_seqlens=lengths
     )
@@ -373,7 +385,7 @@ def test_touched_rows(
 
 @settings(max_examples=200, deadline=None)
 @given(
-    st.sampled_from([Contiguous(), Zigzag(), PerDocument()]),
+    st.sampled_from([Contiguous(), Zigzag(), Balanced()]),
     st.integers(1, 7),
     st.integers(1, 150),
     st.sets(st.integers(1, 150), min_size=1, max_size=12),

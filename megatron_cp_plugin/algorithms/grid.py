@@ -165,7 +165,7 @@ class GridAlgorithm(PointToPoint):
         key = grid.rows, grid.cols
         if key not in self._channels_of:
             self._channels_of[key] = GridChannels(self.topology, grid)
-        plan = self.plan(shape, mask, phase, rectangular=rectangular)
+        plan = self.plan(shape, mask, phase, rectangular=rectangular, rank=self.planned_alone)
         return Gathered(plan, grid, self._channels_of[key], self.topology.rank)
 
     def _transpose(self, shape: Shape, phase: Phase, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -173,6 +173,8 @@ class GridAlgorithm(PointToPoint):
         moves = outside(self.plan(shape, Mask(), phase))
         return transposed(self.topology, moves, a, b) if moves else (a, b)
 
-    def _make_plan(self, shape: Shape, mask: Mask, phase: Phase, rectangular: bool) -> Plan:
+    def _make_plan(
+        self, shape: Shape, mask: Mask, phase: Phase, rectangular: bool, rank: int | None
+    ) -> Plan:
         kind: type[Algorithm] = Algorithm if self.kind is GatheredPlacement else PointToPoint
-        return kind._make_plan(self, shape, mask, phase, rectangular)
+        return kind._make_plan(self, shape, mask, phase, rectangular, rank)

@@ -1,6 +1,7 @@
 """From a placement, a mask and a length to a plan: what every rank computes, sends and receives."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import zip_longest
@@ -49,7 +50,9 @@ def plan_of(placement: Placement, setting: Setting) -> Plan:
     """The plan of one pass, made once: at short lengths a step of training is bound by the host."""
     if isinstance(placement, HeadPlacement):
         return with_teams(placement, plan_of(placement.between, setting))
-    return _Derivation(placement, setting).plan()
+    making = copy(_meeting(placement, Setting(setting.seq_len, setting.mask, "forward")))
+    making.setting = setting
+    return making.plan()
 
 
 @dataclass
@@ -81,6 +84,11 @@ class _Cell(NamedTuple):
     stop: int
 
 
+@lru_cache(maxsize=16)  # both passes of a micro-batch have the same, where placements are
+def _meeting(placement: BlockPlacement, setting: Setting) -> "_Derivation":
+    return _Derivation(placement, setting)
+
+
 class _Derivation:
     """A plan of a block placement in the making: of one group of heads first, then of all."""
 
@@ -105,12 +113,16 @@ class _Derivation:
         self.all_heads = groups[0] if len(groups) == 1 else together(groups)
         self.cells: list[_Cell] = []
         self.visits: dict[tuple[Side, int], dict[int, _Visit]] = {}
+        # Where blocks are that nobody needs there: of a relay, (rank, step).
+        self.passing: dict[tuple[Side, int], list[tuple[int, int]]] = {}
+        sparse = self.masked and not placement.relay and not placement.assembled
         for query in range(size):
             for key in range(size):
-                for place in placement.place(query, key):
-                    self._add(query, key, place)
+                if not sparse or self._sees(query, key):
+                    for place in placement.place(query, key):
+                        self._add(query, key, place)
         for (side, owner), visits in self.visits.items():
-            self._cut(visits)
+            self._cut(visits, self.passing.get((side, owner), ()))
             self._give(side, owner, visits)
         self.widths = self._join_teams() if placement.assembled and self.masked else {}
         found = [v.last for visits in self.visits.values() for v in visits.values()]
@@ -163,21 +175,30 @@ class _Derivation:
         return queries_seeing(*self.tokens, self.setting.mask)
 
     def _visit(self, side: Side, owner: int, place: Place, rows: Rows) -> None:
+        if self.masked and self.placement.relay and not rows:
+            self.passing.setdefault((side, owner), []).append((place.rank, place.step))
+            return
         visits = self.visits.setdefault((side, owner), {})
         if place.rank not in visits:
             visits[place.rank] = _Visit(place.rank, place.step, place.step)
         visits[place.rank].add(place.step, rows)
 
-    def _cut(self, visits: dict[int, _Visit]) -> None:
+    def _cut(self, visits: dict[int, _Visit], passing: Iterable[tuple[int, int]]) -> None:
         """Leaves out what the mask makes needless; a leg goes on to the last that needs it."""
         placement = self.placement
         if not self.masked or placement.assembled:
             return
+        for rank, step in passing:
+            if rank in visits:
+                visits[rank].add(step, ())
         last: dict[int, int] = {}  # by leg
         for visit in visits.values():
             if visit.needed:
                 leg = placement.leg(visit.rank)
                 last[leg] = max(visit.first, last.get(leg, -1))
+        for rank, step in passing:
+            if rank not in visits and step <= last.get(placement.leg(rank), -1):
+                visits[rank] = _Visit(rank, step, step)
         for visit in list(visits.values()):
             relayed = placement.relay and visit.first <= last.get(placement.leg(visit.rank), -1)
             if not visit.needed and not relayed:
@@ -256,6 +277,8 @@ class _Derivation:
 
     def _computes(self) -> Iterator[Compute]:
         for place, query, key, start, stop in self.cells:
+            if not self._concerns(place.rank):
+                continue
             queries = self._block("queries", query, place.rank, start, stop)
             keys = self._block("keys", key, place.rank, 0, self.lengths[key])
             yield Compute(place.step, place.rank, queries, keys, self.all_heads)
@@ -269,6 +292,8 @@ class _Derivation:
     def _assembled(self) -> Iterator[Compute]:
         """All cells of a rank and step as one computation."""
         for step, rank in dict.fromkeys((cell.place.step, cell.place.rank) for cell in self.cells):
+            if not self._concerns(rank):
+                continue
             queries, keys = self._joined("queries", rank), self._joined("keys", rank)
             yield Compute(step, rank, queries, keys, self.all_heads)
 
@@ -299,9 +324,10 @@ class _Derivation:
                 others = {rank: visit for rank, visit in visits.items() if rank != retaining}
             for messages in self._messages(side, results=False):
                 for source, posted, visit in self._sources(holder, others):
-                    yield self._move(
-                        posted, visit.first, source, visit.rank, messages, owner, visit.given
-                    )
+                    if self._concerns(source, visit.rank):
+                        yield self._move(
+                            posted, visit.first, source, visit.rank, messages, owner, visit.given
+                        )
 
     def _sources(self, holder: int, visits: dict[int, _Visit]) -> Iterator[tuple[int, int, _Visit]]:
         """From whom, and when, every rank gets a block: as soon as the other one has it."""
@@ -343,9 +369,14 @@ class _Derivation:
                         target, needed = holder, visit.last + lag
                         if after is not None:
                             target, needed = after[0].rank, after[0].last
-                        yield self._move(
-                            visit.last, needed, visit.rank, target, messages, owner, rows
-                        )
+                        if self._concerns(visit.rank, target):
+                            yield self._move(
+                                visit.last, needed, visit.rank, target, messages, owner, rows
+                            )
+
+    def _concerns(self, *ranks: int) -> bool:
+        """Whether the plan is of all ranks, or of one of these."""
+        return self.setting.rank is None or self.setting.rank in ranks
 
     def _move(
         self,
@@ -417,7 +448,7 @@ class _Derivation:
     def _absent(self) -> Iterator[tuple[int, int]]:
         for owner in range(self.placement.size):
             holder = self.placement.key_holder(owner)
-            if holder != owner:
+            if holder != owner and self._concerns(owner, holder):
                 yield owner, holder
 
     def _whole(

@@ -29,13 +29,15 @@ OF_ROWS = frozenset(("lse", "delta"))
 class Setting(NamedTuple):
     """What a plan depends on beside the placement.
 
-    Attributes: seq_len: global. rectangular: as in `plan_tiles`.
+    Attributes: seq_len: global. rectangular: as in `plan_tiles`. rank: whose part it is alone: what
+        it computes, sends and receives, in the steps of all; None: of all ranks.
     """
 
     seq_len: int
     mask: Mask
     phase: Phase
     rectangular: bool = True
+    rank: int | None = None
 
 
 class Block(NamedTuple):
