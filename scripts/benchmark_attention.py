@@ -13,6 +13,15 @@ sends everything through TCP sockets of one host: a stand-in for a slow network,
 packs documents of random lengths into each sequence. All of them are multiples of twice the number
 of ranks, as the layout thd and Transformer Engine's THD form need them, so that all contenders get
 the same documents; the limit is one call with all of them.
+
+BurstAttention's ablations, on two GPUs: which tensors go round in the backward, for each layout and
+ratio of heads, and a kernel without blocks ("w/o LAO"), with batches of 1 to 8 sequences:
+
+    torchrun --nproc-per-node 2 scripts/benchmark_attention.py --tokens 32K,128K --rivals none \
+        --heads 32:32,32:8,32:4 --algos \
+        ring:backward=kv,ring:backward=query,zigzag:backward=kv,zigzag:backward=query,usp,distflash
+    torchrun --nproc-per-node 2 scripts/benchmark_attention.py --tokens 4K,8K,16K --heads 32:32 \
+        --rivals none --algos ring:kernel=reference,ring,zigzag:kernel=reference,zigzag --batch 1
 """
 
 import argparse
@@ -29,6 +38,7 @@ from datetime import timedelta
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 import rivals
@@ -45,7 +55,7 @@ from megatron_cp_plugin.core.devices import take_gpu
 from megatron_cp_plugin.core.document_layout import PaddedDocuments
 from megatron_cp_plugin.core.document_lengths import Lengths, lengths_of
 from megatron_cp_plugin.core.documents import random_documents
-from megatron_cp_plugin.core.kernel import Problem, SoftmaxKernel, Statistics
+from megatron_cp_plugin.core.kernel import Packing, Problem, SoftmaxKernel, Statistics
 from megatron_cp_plugin.core.layout import Layout, shard
 from megatron_cp_plugin.core.process_groups import topology_of
 from megatron_cp_plugin.core.streams import capture
@@ -100,9 +110,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--algos",
         default="all",
-        help="names, each with options: zigzag:backward=kv:gradients=model,ring",
+        help="names, each with options: zigzag:backward=kv:gradients=model,ring:kernel=reference",
     )
     parser.add_argument("--rivals", default="installed", help="installed, none, or names")
+    parser.add_argument("--batch", type=int, default=1, help="sequences at a time; no rivals but 1")
     parser.add_argument("--kernel", default="auto", help="kernel of our algorithms")
     parser.add_argument("--full", action="store_true", help="no causal mask")
     parser.add_argument(
@@ -128,6 +139,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args.packed = args.documents[0][1] is not None
     if args.packed and args.full:
         parser.error("--documents are causal: leave --full out")
+    if args.batch < 1 or (args.packed and args.batch > 1):
+        parser.error(f"--batch must be 1 or more, and 1 with --documents, got {args.batch}")
+    if args.batch > 1:
+        args.rivals = "none"
     return args
 
 
@@ -156,9 +171,10 @@ class Bench:
         generator = torch.Generator(self.device).manual_seed(0)
         dtype = torch.bfloat16 if self.cuda else torch.float32
         dim, value_dim = self.args.head_dim
+        batch = self.args.batch
         shapes = (heads, dim), (kv_heads, dim), (kv_heads, value_dim), (heads, value_dim)
         self.whole: list[Tensor] = [
-            torch.randn(1, tokens, *shape, generator=generator, device=self.device, dtype=dtype)
+            torch.randn(batch, tokens, *shape, generator=generator, device=self.device, dtype=dtype)
             for shape in shapes
         ]
         self.reference: list[Tensor] = []
@@ -213,19 +229,21 @@ class Bench:
         q, k, v, dout = self.whole
         scale = self.args.head_dim[0] ** -0.5
 
-        bounds = self.cu_seqlens
+        packing = self.cu_seqlens and Packing.adjacent(self.cu_seqlens, self.cu_seqlens)
 
         def forward() -> tuple[Tensor, Tensor]:
-            if bounds is not None:
-                return kernel.forward_packed(q, k, v, bounds, scale=scale)
+            if packing:
+                return kernel.forward_packed(q, k, v, packing, scale=scale, causal=True)
             return kernel.forward(q, k, v, scale=scale, causal=self.causal)
 
         out, lse = forward()
 
         def backward() -> tuple[Tensor, ...]:
             statistics = Statistics(lse, out=out)
-            if bounds is not None:
-                return kernel.backward_packed(dout, q, k, v, statistics, bounds, scale=scale)
+            if packing:
+                return kernel.backward_packed(
+                    dout, q, k, v, statistics, packing, scale=scale, causal=True
+                )
             return kernel.backward(dout, q, k, v, statistics, scale=scale, causal=self.causal)
 
         if not self.reference:
@@ -357,9 +375,10 @@ class Bench:
 
 
 def ours(spec: str, bench: Bench) -> tuple[Attention, Layout]:
-    """One of our algorithms from `name:option=value:option=value`."""
+    """One of our algorithms from `name:option=value:option=value`; its kernel, from `kernel=`."""
     name, *pairs = spec.split(":")
     options: dict[str, Any] = dict(pair.split("=", 1) for pair in pairs)
+    kernel = options.pop("kernel", bench.args.kernel)
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return cp.attention(
@@ -369,7 +388,7 @@ def ours(spec: str, bench: Bench) -> tuple[Attention, Layout]:
             algo=name,
             causal=bench.causal,
             cu_seqlens=bench.cu_seqlens,
-            kernel=bench.args.kernel,
+            kernel=kernel,
             **options,
         )
 
@@ -502,34 +521,68 @@ def report(rows: Sequence[Row], title: str, output: Path, environment: dict[str,
 
 
 def plot(rows: Sequence[Row], title: str, path: Path) -> None:
-    """Share of the limit against sequence length, one panel a ratio of heads."""
+    """Draws `figure` to a file, if matplotlib is installed."""
     try:
-        import matplotlib
+        drawn = figure(rows, title)
     except ImportError:
         print("no picture: matplotlib is not installed", file=sys.stderr)
         return
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    drawn.savefig(path, dpi=200)
 
-    kinds = dict.fromkeys((row.heads, row.documents) for row in rows)
-    figure, panels = pyplot.subplots(1, len(kinds), figsize=(6 * len(kinds), 4.5), squeeze=False)
-    for panel, (heads, documents) in zip(panels[0], kinds, strict=True):
-        own = [r for r in rows if (r.heads, r.documents) == (heads, documents) and not r.note]
-        for name in dict.fromkeys(r.name for r in own):
-            points = [r for r in own if r.name == name]
-            panel.plot(
-                [r.tokens for r in points],
-                [r.step_ms for r in points],
-                marker="o",
-                linestyle=":" if name.startswith("one GPU") else "-",
-                label=name,
-            )
-        panel.set(xscale="log", yscale="log", xlabel="global tokens", ylabel="fwd+bwd ms")
-        panel.set_title(f"heads {heads}{', documents ' if documents else ''}{documents}")
-        panel.legend(fontsize=7)
-    figure.suptitle(title, fontsize=10)
-    figure.tight_layout()
-    figure.savefig(path, dpi=130)
+
+def figure(rows: Sequence[Row], title: str) -> Any:
+    """Times as bars side by side, a panel for each length (left to right) and ratio of heads.
+
+    Other documents have other panels.
+
+    A dashed line is the limit; who has no time has a note in its place.
+    """
+    from matplotlib.figure import Figure
+
+    lengths = sorted({row.tokens for row in rows})
+    kinds = list(dict.fromkeys((row.heads, row.documents) for row in rows))
+    names = [name for name in dict.fromkeys(row.name for row in rows) if not _is_limit(name)]
+    width = 1.6 + 2.6 * len(lengths)
+    height = 0.9 + len(kinds) * (0.7 + 0.24 * len(names))
+    drawn = Figure(figsize=(width, height), layout="constrained")
+    panels = drawn.subplots(len(kinds), len(lengths), squeeze=False, sharey=True)
+    for line, (heads, documents) in zip(panels, kinds, strict=True):
+        packed = f", documents {documents.rpartition('/')[2]}" if documents else ""
+        for panel, tokens in zip(line, lengths, strict=True):
+            kind = heads, documents, tokens
+            here = [row for row in rows if (row.heads, row.documents, row.tokens) == kind]
+            _bars(panel, here, names)
+            panel.set_title(f"{cells(here[0], False)[0]} tokens, {heads} heads{packed}", fontsize=8)
+    panels[0][0].invert_yaxis()
+    for panel in panels[-1]:
+        panel.set_xlabel("ms", fontsize=8)
+    handles, labels = panels[0][0].get_legend_handles_labels()
+    drawn.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=7, frameon=False)
+    drawn.suptitle("\n".join(wrap(title, int(13 * width))), fontsize=9)
+    return drawn
+
+
+def _is_limit(name: str) -> bool:
+    return name.startswith("one GPU")
+
+
+def _bars(panel: Any, rows: Sequence[Row], names: Sequence[str]) -> None:
+    timed = [row for row in rows if not _is_limit(row.name) and not row.note]
+    places = [names.index(row.name) for row in timed]
+    forward = [row.forward_ms for row in timed]
+    backward = [row.step_ms - row.forward_ms for row in timed]
+    panel.barh(places, forward, 0.7, color="#4c72b0", label="forward")
+    bars = panel.barh(places, backward, 0.7, left=forward, color="#a3b8d9", label="backward")
+    panel.bar_label(bars, [f"{row.step_ms:.4g}" for row in timed], padding=2, fontsize=6)
+    for row in rows:
+        if row.note and row.name in names:
+            panel.text(0, names.index(row.name), f" {row.note[:28]}", va="center", fontsize=5)
+    limit = min(row.step_ms for row in rows if _is_limit(row.name))
+    panel.axvline(limit, color="black", linestyle="--", linewidth=0.8, label="one GPU's time / P")
+    panel.set_yticks(range(len(names)), names, fontsize=7)
+    panel.tick_params(axis="x", labelsize=7)
+    panel.margins(x=0.18)
+    panel.spines[["top", "right"]].set_visible(False)
 
 
 def environment(args: argparse.Namespace) -> dict[str, str]:
@@ -577,7 +630,7 @@ def main() -> None:
             )
         dims = " and ".join(map(str, dict.fromkeys(args.head_dim)))
         title = (
-            f"attention, {mask}, head dim {dims}, {bench.size} x "
+            f"attention, {mask}, batch {args.batch}, head dim {dims}, {bench.size} x "
             f"{found.get('gpu', 'CPU')}{', ' + network if network else ''}"
         )
         report(rows, title, args.output, found)

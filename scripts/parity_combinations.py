@@ -13,6 +13,7 @@ from megatron_cp_plugin.harness.parity import Tolerances
 SOFTMAX = "zigzag,ring,distflash,attention2d,allgather,ulysses,usp"
 # One of each family, for what takes many processes.
 FAMILIES = "zigzag,distflash,attention2d,ulysses"
+HEADS_SPLIT = f"{FAMILIES},usp:ulysses=4"
 LINEAR = "lasp,lasp2,lasp2:layout=zigzag,linear_ulysses"
 
 # Samples are filled up with this token; where --null-tokenizer-pad-id says so, it has no loss.
@@ -96,6 +97,13 @@ DOCUMENTS: dict[str, object] = {
     "null_tokenizer_eod_id": END_OF_DOCUMENT,
 }
 MTP: dict[str, object] = {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.5}
+# Parameters sharded over data and context parallelism.
+TORCH_FSDP: dict[str, object] = {"use_torch_fsdp2": True, "ckpt_format": "torch_dist"}
+MEGATRON_FSDP: dict[str, object] = {
+    "use_megatron_fsdp": True,
+    "use_distributed_optimizer": True,
+    "ckpt_format": "fsdp_dtensor",
+}
 SINKS: dict[str, object] = {
     "softmax_type": "learnable",
     "window_size": "8,0",
@@ -118,6 +126,8 @@ YARN: dict[str, object] = {
     "q_lora_rank": 24,
     "qk_layernorm": True,
 }
+# Settings of the plugin.
+CHUNKED: dict[str, object] = {"chunked_loss": 7}
 RECOMPUTE: dict[str, object] = {
     "recompute_granularity": "full",
     "recompute_method": "uniform",
@@ -138,6 +148,7 @@ class Combination:
         dp: Data-parallel size. reference_dp: that of the reference.
         context_parallel: Settings of the plugin; linear_model: the layers are linear attention.
         tolerances: What counts as equal.
+        own: Flags of Megatron that only the runs of the plugin have.
     """
 
     key: str
@@ -149,10 +160,11 @@ class Combination:
     reference_dp: int = 1
     context_parallel: dict[str, object] = field(default_factory=dict)
     tolerances: Tolerances = field(default_factory=Tolerances)
+    own: dict[str, object] = field(default_factory=dict)
 
     @property
     def config(self) -> DictConfig:
-        """The run file that the runs have in common."""
+        """The run file that the runs have in common, without `own`."""
         return OmegaConf.create(
             {
                 "megatron": MODEL | self.megatron,
@@ -163,7 +175,14 @@ class Combination:
     @property
     def data(self) -> str:
         """Which data set: samples that are more or less padded, or short documents."""
-        return "documents" if DOCUMENTS.items() <= self.megatron.items() else "samples"
+        if not self.has_documents:
+            return "samples"
+        return "padded_documents" if "layout=thd" in self.algos else "documents"
+
+    @property
+    def has_documents(self) -> bool:
+        """Whether documents are packed."""
+        return DOCUMENTS.items() <= self.megatron.items()
 
     @property
     def shards(self) -> int:
@@ -179,14 +198,36 @@ class Combination:
 
     @property
     def reference(self) -> Run:
-        """The run to be equal to."""
-        own_model = "linear_model" in self.context_parallel
+        """The run to be equal to: Megatron's own, or the first algorithm's at CP 1.
+
+        Megatron has no linear attention, and without packed documents its multi-token prediction
+        knows nothing of their ends.
+        """
+        further = self.has_documents and "mtp_num_layers" in self.megatron
+        own_model = "linear_model" in self.context_parallel or further
         variant = self.variants[0] if own_model else None
         return Run(variant, 1, self.shards * self.reference_dp, is_reference=True)
+
+    def config_of(self, run: Run) -> DictConfig:
+        """The run file of one run: with `own`, but for the reference and Megatron's own split."""
+        config = self.config
+        if run.variant is not None and not run.is_reference:
+            config.megatron.update(self.own)
+        return config
 
     def run(self, variant: Variant) -> Run:
         """A cell's run."""
         return Run(variant, self.cp, self.shards * self.dp * self.cp)
+
+
+def heads(queries: int, kv: int) -> dict[str, object]:
+    """So many heads of dim 8; hidden_size need not be a multiple of them."""
+    return {"num_attention_heads": queries, "num_query_groups": kv, "kv_channels": 8}
+
+
+def thd(algos: str) -> str:
+    """The same algorithms with the layout of batches that other programs cut."""
+    return ",".join(f"{algo}:layout=thd" for algo in algos.split(","))
 
 
 def rounded(unit: float) -> Tolerances:
@@ -247,6 +288,10 @@ COMBINATIONS = (
         algos=FAMILIES,
     ),
     Combination("cp3", "3 ranks", cp=3),
+    Combination("heads-33", "33 heads", heads(33, 33), algos=f"{SOFTMAX}:ulysses=4"),
+    Combination("heads-33-11", "33 heads, GQA 33:11", heads(33, 11), algos=HEADS_SPLIT),
+    Combination("heads-2", "2 heads on 8 ranks", heads(2, 2), cp=8, algos=f"{FAMILIES},usp"),
+    Combination("heads-7-1", "7 heads, MQA", heads(7, 1), algos=HEADS_SPLIT),
     Combination("cp8", "8 ranks", cp=8, algos=FAMILIES + ",usp"),
     Combination("bf16", "bfloat16", BF16, tolerances=BF16_BOUND),
     Combination(
@@ -296,11 +341,14 @@ COMBINATIONS = (
         MLA | YARN | MOE | MTP,
         algos=FAMILIES,
     ),
+    Combination("mla-documents", "multi-latent attention, packed documents", MLA | DOCUMENTS),
     Combination(
-        "mla-documents",
-        "multi-latent attention, packed documents",
-        MLA | DOCUMENTS,
-        algos="zigzag",
+        "mla-documents-tp",
+        "multi-latent attention with YaRN, packed documents, TP 2, sequence parallel, full "
+        "recompute",
+        MLA | YARN | DOCUMENTS | SP | RECOMPUTE,
+        cp=2,
+        algos=FAMILIES,
     ),
     # The loss.
     Combination("padded", "padding: ranks and whole samples without a token that counts", PADDED),
@@ -361,6 +409,45 @@ COMBINATIONS = (
         dp=2,
         algos=FAMILIES,
     ),
+    Combination(
+        "documents-mtp",
+        "packed documents, 2 more tokens predicted; reference: the first algorithm",
+        DOCUMENTS | MTP,
+        algos=FAMILIES,
+    ),
+    # Each document padded and cut by itself, as other programs around Megatron do.
+    Combination(
+        "thd", "padded documents, cut by zigzag inside each", DOCUMENTS, algos=thd(SOFTMAX)
+    ),
+    Combination(
+        "thd-tp",
+        "the same, TP 2, sequence parallel, full recompute",
+        DOCUMENTS | SP | RECOMPUTE,
+        cp=2,
+        algos=thd(FAMILIES),
+    ),
+    Combination("thd-pp", "the same, PP 2", DOCUMENTS | PP2, cp=2, algos=thd(FAMILIES)),
+    Combination(
+        "thd-mtp",
+        "the same, 2 more tokens predicted, TP 2, sequence parallel; reference: the first "
+        "algorithm",
+        DOCUMENTS | MTP | SP,
+        cp=2,
+        algos=thd(FAMILIES),
+    ),
+    Combination(
+        "thd-mla",
+        "the same, multi-latent attention",
+        DOCUMENTS | MLA,
+        algos=thd(FAMILIES),
+    ),
+    Combination(
+        "thd-mla-pp",
+        "the same, multi-latent attention with YaRN, PP 2, full recompute",
+        DOCUMENTS | MLA | YARN | PP2 | RECOMPUTE,
+        cp=2,
+        algos=thd(FAMILIES),
+    ),
     # Multi-token prediction: the harness compares its losses too.
     Combination("mtp", "2 more tokens predicted, padding", MTP | PADDED),
     Combination(
@@ -376,6 +463,103 @@ COMBINATIONS = (
         MTP | SP | OVERLAP,
         cp=2,
         algos=FAMILIES,
+    ),
+    # The loss in chunks of tokens, fewer than a rank has.
+    Combination(
+        "chunked", "loss in chunks, padding", PADDED, cp=2, algos=FAMILIES, context_parallel=CHUNKED
+    ),
+    Combination(
+        "chunked-tp",
+        "loss in chunks, TP 2, padding, loss per token",
+        TP2 | PADDED | PER_TOKEN,
+        cp=2,
+        algos="zigzag,distflash",
+        context_parallel=CHUNKED,
+    ),
+    Combination(
+        "chunked-sp",
+        "loss in chunks, TP 2, sequence parallel, distributed optimizer, overlap",
+        SP | OVERLAP,
+        cp=2,
+        algos="zigzag,distflash",
+        context_parallel=CHUNKED,
+    ),
+    Combination(
+        "chunked-pp",
+        "loss in chunks, PP 2, tied embeddings",
+        GPT2 | PP2,
+        cp=2,
+        algos="zigzag,distflash",
+        context_parallel=CHUNKED,
+    ),
+    Combination(
+        "chunked-mtp",
+        "loss in chunks, 2 more tokens predicted, TP 2, sequence parallel, padding",
+        MTP | SP | PADDED,
+        cp=2,
+        algos="zigzag,distflash",
+        context_parallel=CHUNKED,
+    ),
+    Combination(
+        "chunked-documents",
+        "loss in chunks, packed documents, TP 2",
+        DOCUMENTS | TP2,
+        cp=2,
+        algos="zigzag,distflash",
+        context_parallel=CHUNKED,
+    ),
+    # Sharded parameters; the reference has Megatron's own data parallelism.
+    Combination(
+        "fsdp",
+        "DP 2, torch's FSDP2",
+        cp=2,
+        dp=2,
+        reference_dp=2,
+        algos=FAMILIES,
+        own=TORCH_FSDP,
+    ),
+    Combination(
+        "fsdp-recompute",
+        "DP 2, torch's FSDP2, full recompute, padding, loss in chunks",
+        PADDED | RECOMPUTE,
+        cp=2,
+        dp=2,
+        reference_dp=2,
+        algos=FAMILIES,
+        own=TORCH_FSDP,
+        context_parallel=CHUNKED,
+    ),
+    *(
+        Combination(
+            f"megatron-fsdp-{key}",
+            f"DP 2, Megatron-FSDP, {sharding} sharded",
+            cp=2,
+            dp=2,
+            reference_dp=2,
+            algos=FAMILIES,
+            own=MEGATRON_FSDP | {"data_parallel_sharding_strategy": sharding},
+        )
+        for key, sharding in (
+            ("1", "optim"),
+            ("2", "optim_grads"),
+            ("3", "optim_grads_params"),
+        )
+    ),
+    Combination(
+        "fsdp-tp",
+        "TP 2, sequence parallel, torch's FSDP2",
+        SP,
+        cp=2,
+        algos=FAMILIES,
+        own=TORCH_FSDP,
+    ),
+    Combination(
+        "megatron-fsdp-tp",
+        "TP 2, sequence parallel, Megatron-FSDP, optim_grads_params sharded",
+        SP,
+        cp=2,
+        algos=FAMILIES,
+        own=MEGATRON_FSDP | {"data_parallel_sharding_strategy": "optim_grads_params"},
     ),
     # Other parallelism.
     Combination("tp", "TP 2", TP2, cp=2, algos=FAMILIES),
@@ -487,6 +671,24 @@ COMBINATIONS = (
     linear("transnormer-tp", "TransNormerLLM, TP 2, sequence parallel", SP, cp=2),
     linear("transnormer-pp", "TransNormerLLM, PP 2, interleaved", INTERLEAVED, cp=2),
     linear("transnormer-moe", "TransNormerLLM, 4 experts, auxiliary loss", MOE),
+    linear(
+        "transnormer-fsdp",
+        "TransNormerLLM, DP 2, torch's FSDP2",
+        {},
+        cp=2,
+        dp=2,
+        reference_dp=2,
+        own=TORCH_FSDP,
+    ),
+    linear(
+        "transnormer-megatron-fsdp",
+        "TransNormerLLM, DP 2, Megatron-FSDP, optim_grads_params sharded",
+        {},
+        cp=2,
+        dp=2,
+        reference_dp=2,
+        own=MEGATRON_FSDP | {"data_parallel_sharding_strategy": "optim_grads_params"},
+    ),
     linear("transnormer-mtp", "TransNormerLLM, 2 more tokens predicted, padding", MTP | PADDED),
     # Stacks of both kinds, on each layout.
     hybrid("hybrid", "lasp2*3, attention2d", "lasp2*3, attention2d", "lasp2:layout=zigzag"),

@@ -36,7 +36,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -50,12 +50,15 @@ from parity_combinations import (
     DOCUMENTS,
     EP2,
     FAMILIES,
+    MEGATRON_FSDP,
     MOE,
     RECOMPUTE,
     SOFTMAX,
+    TORCH_FSDP,
     Combination,
+    thd,
 )
-from parity_matrix import ON_GPUS, TABLE
+from parity_matrix import ON_GPUS, TABLE, padded_documents, write_data
 
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.errors import ContextParallelError
@@ -133,6 +136,8 @@ LOCAL: dict[str, object] = NO_ROPE_FUSION | {
     "masked_softmax_fusion": False,
     "no_persist_layer_norm": True,
 }
+UNTIED: dict[str, object] = {"untie_embeddings_and_output_weights": True}
+SHARDED = ("use_torch_fsdp2", "use_megatron_fsdp")
 TRANSNORMER = "lasp2,lasp,linear_ulysses"
 LINEAR: dict[str, object] = {"group_query_attention": False, "position_embedding_type": "none"}
 GRAPHED = "zigzag,ulysses,attention2d,allgather,distflash"
@@ -169,7 +174,6 @@ class GpuCombination(Combination):
 
     Attributes:
         yardstick: None if runs are held to the tolerances.
-        own: Flags of Megatron that the reference and the yardstick do not have.
         eager: The row with the same runs without CUDA graphs, which those of this row must equal
             to the bit; empty: they are not captured.
         alone: Whether nothing is judged but what is equal to it.
@@ -177,7 +181,6 @@ class GpuCombination(Combination):
     """
 
     yardstick: Run | None = P2P
-    own: dict[str, object] = field(default_factory=dict)
     eager: str = ""
     alone: bool = False
     iterations: int | None = None
@@ -279,6 +282,61 @@ ROWS = (
         DOCUMENTS | {"null_tokenizer_eod_id": prepare_data.END_OF_DOCUMENT},
         yardstick=None,
     ),
+    row(
+        "thd",
+        "float32, padded documents, cut by zigzag inside each, Megatron's own modules",
+        thd("zigzag,distflash,ulysses"),
+        LOCAL,
+        DOCUMENTS,
+        yardstick=None,
+    ),
+    row("fsdp", "bfloat16, torch's FSDP2", FAMILIES, BF16, UNTIED, own=TORCH_FSDP),
+    row("fsdp-fp32", "float32, torch's FSDP2", FAMILIES, UNTIED, own=TORCH_FSDP, yardstick=None),
+    row(
+        "fsdp-linear-fp32",
+        "float32, TransNormerLLM, kernel chunked, torch's FSDP2",
+        "lasp2",
+        LINEAR,
+        UNTIED,
+        own=TORCH_FSDP,
+        plugin={"linear_model": "transnormer", "kernel": "chunked"},
+        yardstick=None,
+    ),
+    *(
+        row(
+            f"megatron-fsdp-{number}-fp32",
+            f"float32, Megatron-FSDP, {sharding} sharded",
+            FAMILIES if number == 3 else "zigzag",
+            UNTIED,
+            own=MEGATRON_FSDP | {"data_parallel_sharding_strategy": sharding},
+            yardstick=None,
+        )
+        for number, sharding in enumerate(("optim", "optim_grads", "optim_grads_params"), 1)
+    ),
+    row(
+        "megatron-fsdp",
+        "bfloat16, Megatron-FSDP, optim_grads_params sharded",
+        "zigzag",
+        BF16,
+        UNTIED,
+        own=MEGATRON_FSDP | {"data_parallel_sharding_strategy": "optim_grads_params"},
+    ),
+    row(
+        "chunked",
+        "bfloat16, loss in chunks",
+        "zigzag",
+        BF16,
+        UNTIED,
+        plugin={"chunked_loss": 512},
+    ),
+    row(
+        "chunked-fp32",
+        "float32, loss in chunks",
+        "zigzag",
+        UNTIED,
+        plugin={"chunked_loss": 512},
+        yardstick=None,
+    ),
     *graphs(
         row("graphs", "bfloat16", f"{_ALL},zigzag:transport=group", BF16),
         local=(f"{_ALL},zigzag:transport=group", {}),
@@ -345,6 +403,12 @@ class Job:
         return self.name.replace(":", "-")
 
     @property
+    def data(self) -> str:
+        """Which data set."""
+        padded = self.combination.data == padded_documents.__name__
+        return padded_documents.__name__ if padded else "text"
+
+    @property
     def iterations(self) -> int:
         """How many it trains."""
         return self.combination.iterations or ITERATIONS
@@ -360,16 +424,15 @@ class Job:
     @property
     def config(self) -> DictConfig:
         """The run file that the runs of the row have in common, with the flags of this one."""
-        config = self.combination.config
-        if self.role not in JUDGES:
-            config.megatron.update(self.combination.own)
-        return config
+        return self.combination.config_of(self.run)
 
     def environment(self, number: int, gpus: int) -> dict[str, str]:
         """What the processes need; jobs of one process take the GPUs in turn."""
-        # Megatron's own path refuses to start without the first on Hopper. The second: torch would
-        # start a compiler for each core in each process.
-        found = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        # torch would start a compiler for each core in each process.
+        found = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        if not any(self.config.megatron.get(name) for name in SHARDED):
+            # Megatron refuses to start without it on Hopper, and advises against it here.
+            found["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
         if not self.combination.megatron.get("bf16"):
             # Nothing is rounded to ten bits where all else is float32.
             found["NVIDIA_TF32_OVERRIDE"] = "0"
@@ -396,7 +459,7 @@ def train(job: Job, number: int, folder: Path, gpus: int, timeout: float) -> str
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir(parents=True)
     config = job.config
-    config.megatron.data_path = [str(folder / "text")]
+    config.megatron.data_path = [str(folder / job.data)]
     # Jobs that start at once would write into one cache.
     config.megatron.data_cache_path = str(place / "cache")
     OmegaConf.save(run_file(config, job.run, job.iterations), place / "run.yaml")
@@ -764,6 +827,7 @@ def run_all(args: argparse.Namespace, jobs: Sequence[Job]) -> bool:
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(args.jobs) as pool:
         folder = Path(name)
         prepare_data.main(["--output", str(folder / "text"), "--document-bytes", "700"])
+        write_data(folder / padded_documents.__name__, padded_documents(multiple=128))
         collector = Collector(jobs, folder, args.output, args.commit)
         waiting: dict[Future[str], Job] = {
             pool.submit(train, job, number, folder, gpus, args.timeout): job

@@ -69,6 +69,13 @@ def documents() -> Iterator[np.ndarray]:
         yield np.append(random.integers(0, END_OF_DOCUMENT, length), END_OF_DOCUMENT)
 
 
+def padded_documents(multiple: int = 8) -> Iterator[np.ndarray]:
+    """The same, of lengths that rows of the table with the layout thd need."""
+    random = np.random.default_rng(0)
+    for length in multiple * random.choice((1, 2, 3, 5, 11), 400):
+        yield np.append(random.integers(0, END_OF_DOCUMENT, length - 1), END_OF_DOCUMENT)
+
+
 def write_data(prefix: Path, content: Iterable[np.ndarray]) -> None:
     """Writes a data set of documents."""
     # Imported on use: it takes seconds, and none of its warnings concerns a dataset.
@@ -132,9 +139,9 @@ class Matrix:
         if not keep:
             shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True, exist_ok=True)
-        for name, content in (("samples", samples), ("documents", documents)):
-            if not (folder / f"{name}.idx").is_file():
-                write_data(folder / name, content())
+        for content in (samples, documents, padded_documents):
+            if not (folder / f"{content.__name__}.idx").is_file():
+                write_data(folder / content.__name__, content())
 
     def holds(self, combination: Combination, variant: Variant) -> bool:
         """Whether a cell was run."""
@@ -164,7 +171,7 @@ class Matrix:
         if not result.is_file():
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
-            config = combination.config
+            config = combination.config_of(run)
             config.megatron.data_path = [str(self._folder / combination.data)]
             OmegaConf.save(run_file(config, run, ITERATIONS), folder / "run.yaml")
             words = ["--config", str(folder / "run.yaml"), "--cp-record", str(folder / "recording")]

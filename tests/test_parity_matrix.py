@@ -22,10 +22,12 @@ def matrix() -> ModuleType:
         return importlib.import_module("parity_matrix")
 
 
-# Ranks and samples without a token that counts; the same by tokens; experts over the ranks, with
-# auxiliary losses and padding; and one that is refused.
+# Ranks and samples without a token that counts; documents cut one by one; sharded parameters; ranks
+# without a token by tokens; experts over the ranks, with auxiliary losses and padding; one refused.
 CELLS = {
     "zigzag/padded": "equal",
+    "distflash:layout=thd/thd-mla": "equal",
+    "attention2d/fsdp": "equal",
     "ring/padded-per-token": "equal",
     "distflash/moe-ep-cp": "equal",
     "zigzag/moe-drop": "refused: --context-parallel-algo zigzag does not serve dropping tokens",
@@ -77,3 +79,14 @@ def test_keys_are_unique_and_samples_can_be_split(matrix: ModuleType) -> None:
     keys = [combination.key for combination in matrix.COMBINATIONS]
     assert len(set(keys)) == len(keys)
     assert all(matrix.SEQ_LENGTH % (2 * c.cp) == 0 for c in matrix.COMBINATIONS)
+    lengths = {len(document) for document in matrix.padded_documents()}
+    padded = [c for c in matrix.COMBINATIONS if c.data == "padded_documents"]
+    assert len(padded) > 4
+    assert all(length % (2 * c.cp) == 0 for c in padded for length in lengths)
+
+
+def test_the_reference_shards_no_parameters(matrix: ModuleType) -> None:
+    """It has Megatron's own data parallelism, whatever the runs have."""
+    row = next(c for c in matrix.COMBINATIONS if c.key == "fsdp")
+    assert "use_torch_fsdp2" not in row.config_of(row.reference).megatron
+    assert row.config_of(row.run(row.variants[0])).megatron.use_torch_fsdp2

@@ -1,7 +1,8 @@
 """Only rows that the mask needs travel: bytes that ranks send, counted token by token."""
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -10,19 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_cp_plugin.core.document_layout import Balanced
-from megatron_cp_plugin.core.documents import Spans, document_starts
+from megatron_cp_plugin.core.documents import document_starts
 from megatron_cp_plugin.core.layout import Contiguous, Layout, Span, Zigzag
 from megatron_cp_plugin.core.plan import PHASES
 from megatron_cp_plugin.core.plan_check import PlanError, check
 from megatron_cp_plugin.core.rows import Rows, clipped, common, positions_of, rows_at, union
 from megatron_cp_plugin.core.shape import Shape
-from megatron_cp_plugin.core.tiles import Mask
+from megatron_cp_plugin.core.tiles import Mask, touched_rows
 from megatron_cp_plugin.core.touched import (
     by_document_alone,
     keys_seen,
     longest_gap,
     queries_seeing,
-    touched,
 )
 from megatron_cp_plugin.core.virtual import VirtualWorld
 from megatron_cp_plugin.registry import create
@@ -227,30 +227,22 @@ def assert_sent(
     assert [log.bytes(rank=r, phase="backward") for r in ranks] == [BATCH * n for n in backward]
 
 
-@dataclass(frozen=True)
-class _Halves(Layout):
-    """Of 64 tokens on 2 ranks: two documents of 24 by zigzag each, others whole."""
-
-    def spans(self, rank: int, size: int, seq_len: int) -> Spans:
-        edges = ((0, 6), (18, 38), (50, 56)), ((6, 18), (38, 50), (56, 64))
-        return tuple(Span(*part) for part in edges[rank])
-
-    def multiple(self, size: int) -> int:
-        return 64
-
-
 def test_whole_documents_stay_where_they_are() -> None:
-    """Of long documents rows of both halves travel, packed; of whole ones between them none."""
+    """Rows of documents that are on several ranks travel; of whole ones none."""
     lengths = [0, 24, 27, 32, 56, 60, 64]
     mask = Mask(documents=document_starts(lengths, 64))
-    algorithm = create("zigzag", VirtualWorld(2).topology(0), {})
-    algorithm.layout = _Halves()
+    algorithm = create("zigzag", VirtualWorld(2).topology(0), {"layout": "documents"})
+    algorithm = algorithm.within(mask.documents)
     plan = algorithm.plan(Shape(1, 64, 4, 4, 8), mask)
-    split = [*range(24), *range(32, 56)]
+    ranks: dict[int, set[int]] = {}  # by document
+    for rank, spans in enumerate(plan.spans):
+        for position in (n for span in spans for n in span.positions):
+            ranks.setdefault(bisect_right(lengths, position), set()).add(rank)
+    whole = {document for document, owners in ranks.items() if len(owners) == 1}
+    assert len(ranks) > len(whole) > 0
     for move in plan.moves:
         sent = {n for span in plan.positions(move.block) for n in span.positions}
-        assert sent <= set(split)
-    assert {len(move.block.rows) for move in plan.moves} == {1, 2}
+        assert whole.isdisjoint(bisect_right(lengths, position) for position in sent)
     check(plan)
 
 
@@ -297,10 +289,10 @@ def test_a_block_with_gaps_is_computed_with_as_it_came() -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_a_block_that_stays_for_the_backward_has_all_rows_that_others_need(size: int) -> None:
-    """Where every rank sees some keys of all: those of the longest document."""
-    case = Case("zigzag", (("layout", "thd"),))
+    """Where every rank sees some keys of all: those of the longer document."""
+    case = Case("zigzag")
     seq_len = 14 * size
-    lengths = [0, 8 * size, 10 * size, seq_len]
+    lengths = [0, 3, seq_len]
     expected = expected_attention(
         seq_len=seq_len, heads=4, kv_heads=1, head_dim=8, causal=True, cu_seqlens=lengths
     )
@@ -378,7 +370,7 @@ def test_touched_rows(
         for j, key in enumerate(sorted(keys))
         if document[query] == document[key] and (not causal or 0 <= query - key < (window or 31))
     ]
-    rows, cols = touched(*spans, mask)
+    rows, cols = touched_rows(*spans, mask)
     assert numbers_of(rows) == sorted({i for i, _ in pairs})
     assert numbers_of(cols) == sorted({j for _, j in pairs})
 
@@ -404,7 +396,7 @@ def test_touched_rows_of_all_pairs(
     seen, seeing = (find(layout, size, seq_len, mask) for find in (keys_seen, queries_seeing))
     for query in range(size):
         for key in range(size):
-            rows, cols = touched(spans[query], spans[key], mask)
+            rows, cols = touched_rows(spans[query], spans[key], mask)
             assert seeing[key].get(query, ()) == union((rows,), gap_of(spans[query]))
             assert seen[query].get(key, ()) == union((cols,), gap_of(spans[key]))
 

@@ -17,7 +17,7 @@ from megatron_cp_plugin.core.plan import Move, Plan
 from megatron_cp_plugin.core.program import during
 from megatron_cp_plugin.core.rows import positions_of, row_count
 from megatron_cp_plugin.core.team import GatheringTeam, Packing, Team
-from megatron_cp_plugin.core.tiles import parts
+from megatron_cp_plugin.core.tile_batches import Part, parts
 from megatron_cp_plugin.core.topology import Topology
 
 
@@ -52,15 +52,16 @@ class Gathered:
         }
         mine = (move for move in moves if move.source == rank)
         self._rounds = collective.rounds(mine, plan.groups)
+        self._heads = plan.groups[0].heads
         self._wide = any(move.wide for move in plan.moves)
         computes = (compute for compute in plan.computes if compute.rank == rank)
         tiles = (plan.tiles(compute) for compute in computes)  # the same of all groups of heads
-        self._parts = parts(next(tiles, ()), queries[0].tokens)
+        self._tiles = next(tiles, ())
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         """Out and lse of the own queries."""
         dtype = accumulation_dtype(q.dtype) if self._wide else q.dtype
-        compute = collective.attend(self._parts, call, dtype)
+        compute = collective.attend(self._parts(call), call, dtype)
         return collective.forward(self._rounds, self._teams, q, k, v, compute)
 
     def backward(
@@ -70,9 +71,14 @@ class Gathered:
         dq, dk, dv = (torch.empty_like(given[name]) for name in "qkv")
         targets = {"dq": dq} if call.dq else {}
         targets |= {"dk": dk, "dv": dv} if call.dkv else {}
-        compute = collective.differentiate(self._parts, call)
+        compute = collective.differentiate(self._parts(call), call)
         collective.backward(self._rounds, self._teams, dout, given, targets, compute)
         return dq, dk, dv
+
+    def _parts(self, call: Call) -> tuple[Part, ...]:
+        """What is computed with the queries of the row and the keys of the column."""
+        packed, gaps = call.packed, call.kernel.gaps
+        return parts(self._tiles, self._teams[False].order.tokens, self._heads, packed, gaps)
 
 
 def _order(

@@ -79,7 +79,7 @@ class GridAlgorithm(PointToPoint):
     def placement(self, shape: Shape, mask: Mask, phase: Phase) -> GridPlacement:
         """See Algorithm.placement."""
         grid = self._grid(*self.grid_shape(shape))
-        return self._placed(self.kind, grid, self.head_groups(shape), phase)
+        return self._placed(self.kind, grid, self.head_groups(shape, mask), phase)
 
     def _placed(
         self, kind: type[GridPlacement], grid: Grid, groups: tuple[HeadGroup, ...], phase: Phase
@@ -88,14 +88,14 @@ class GridAlgorithm(PointToPoint):
         backward = phase == "backward"
         return kind(self.layout, self.topology.size, groups, *wide, grid=grid, backward=backward)
 
-    def head_groups(self, shape: Shape) -> tuple[HeadGroup, ...]:
+    def head_groups(self, shape: Shape, mask: Mask) -> tuple[HeadGroup, ...]:
         """See PointToPoint.head_groups."""
         count = group_count(self.options.chunks, shape.flop(self.topology.size))
         if self.topology.size == 1 or self.kind is GridRingPlacement:
             count = 1
         elif self.kind is not GatheredPlacement and 1 in self.grid_shape(shape):
             # Blocks overlap within a group too, and two of them are all that is held at a time.
-            count = self.options.chunks or max(1, count // 2)
+            count = self.options.chunks or (1 if mask.special else max(1, count // 2))
         # Where only K and V are gathered, groups that share them would have nothing to wait for.
         share_kv = self.kind is GatheredPlacement and self.grid_shape(shape)[1] > 1
         return head_groups(shape.heads, shape.kv_heads, count, share_kv=share_kv)

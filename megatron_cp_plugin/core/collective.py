@@ -26,7 +26,7 @@ from megatron_cp_plugin.core.pipeline import HeadGroup, pipeline
 from megatron_cp_plugin.core.plan import OF_KEYS, OF_ROWS, Move, TensorNames
 from megatron_cp_plugin.core.rows import token_dim
 from megatron_cp_plugin.core.team import Found, Named, Operation, Team, heads_of, together
-from megatron_cp_plugin.core.tiles import Part
+from megatron_cp_plugin.core.tile_batches import Part
 
 Compute = Callable[[HeadGroup, Named, Sequence[GradientSum]], Iterator[Found]]
 
@@ -197,7 +197,7 @@ def attend(parts: Sequence[Part], call: Call, dtype: torch.dtype) -> Compute:
         for part in parts:
             rows = x["q"][:, part.rows]
             total = Accumulator(rows, x["v"].shape[3])
-            attend_block(total, rows, x["k"], x["v"], part.tiles, call)
+            attend_block(total, rows, x["k"], x["v"], part.work, call)
             yield part.rows, total.result(dtype)
 
     return compute
@@ -215,7 +215,7 @@ def differentiate(parts: Sequence[Part], call: Call) -> Compute:
             dq = GradientSum(q)
             rows = statistics.rows(part.rows)
             gradients = Gradients(dq, *sums)
-            differentiate_block(gradients, dout, q, x["k"], x["v"], rows, part.tiles, call)
+            differentiate_block(gradients, dout, q, x["k"], x["v"], rows, part.work, call)
             yield part.rows, (dq.held,)
 
     return compute
@@ -223,4 +223,4 @@ def differentiate(parts: Sequence[Part], call: Call) -> Compute:
 
 def _reach(part: Part) -> int:
     """Number of leading keys that a part's queries see."""
-    return max((tile.kv.stop for tile in part.tiles), default=0)
+    return max((tile.kv.stop for tile in part.work.tiles), default=0)

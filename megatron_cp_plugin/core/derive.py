@@ -2,13 +2,12 @@
 
 from collections.abc import Iterable, Iterator
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import zip_longest
 from typing import Literal, NamedTuple
 
 from megatron_cp_plugin.core.derive_heads import with_teams
-from megatron_cp_plugin.core.documents import by_document
 from megatron_cp_plugin.core.layout import Layout, joined, rows_of
 from megatron_cp_plugin.core.pipeline import together
 from megatron_cp_plugin.core.placement import BlockPlacement, HeadPlacement, Place, Placement
@@ -32,13 +31,12 @@ from megatron_cp_plugin.core.rows import (
     rows_at,
     union,
 )
-from megatron_cp_plugin.core.tiles import Mask, sees
+from megatron_cp_plugin.core.tiles import Mask, seen_blocks, sees, touched_rows
 from megatron_cp_plugin.core.touched import (
     by_document_alone,
     keys_seen,
     longest_gap,
     queries_seeing,
-    touched,
 )
 from megatron_cp_plugin.errors import ConfigError
 
@@ -152,7 +150,7 @@ class _Derivation:
             rows = () if here[0] else self.queries_seeing[key][query]
             cols = () if here[1] else self.keys_seen[query][key]
         elif self.selective and not all(here):
-            rows, cols = touched(queries, keys, self.setting.mask)
+            rows, cols = touched_rows(queries, keys, self.setting.mask)
             rows = tuple((start + first, start + last) for first, last in rows)
         if not here[0]:
             self._visit("queries", query, place, rows)
@@ -473,19 +471,7 @@ def sees_all(layout: Layout, size: int, seq_len: int, mask: Mask) -> bool:
 @lru_cache(maxsize=16)  # both passes of a micro-batch have the same
 def _seen(layout: Layout, size: int, seq_len: int, mask: Mask) -> tuple[tuple[bool, ...], ...]:
     """[query owner][key owner]: whether any query of the one sees any key of the other."""
-    spans = [tuple(filter(len, layout.spans(rank, size, seq_len))) for rank in range(size)]
-    if not mask.documents or any(span.step > 1 for own in spans for span in own):
-        return tuple(tuple(sees(q, k, mask) for k in spans) for q in spans)
-    # A block's documents are looked up once, not for each other block.
-    inside = replace(mask, documents=())
-    parts = [by_document(own, mask.documents) if own else {} for own in spans]
-    return tuple(
-        tuple(
-            any(sees(of_query[n][1], of_key[n][1], inside) for n in of_query.keys() & of_key.keys())
-            for of_key in parts
-        )
-        for of_query in parts
-    )
+    return seen_blocks([layout.spans(rank, size, seq_len) for rank in range(size)], mask)
 
 
 def _packed(tensors: TensorNames, assembled: bool) -> tuple[TensorNames, ...]:

@@ -60,7 +60,7 @@ class Forward(Pass):
             new = Accumulator(queries[0], self.v.shape[3])
             total = self._found.setdefault(task.query[0], new)
         (q,), (k, v) = queries or self._queries, keys or self._keys
-        attend_block(total, q, k, v, task.tiles, self._call)
+        attend_block(total, q, k, v, task.work, self._call)
 
     def results_for(self, move: Move, held: Rows, before: Packed | None) -> Tensors:
         """See Pass.results_for."""
@@ -163,7 +163,7 @@ class Backward(Pass):
             k, v = keys
             dk, dv = self._of_others(task.key, (k, v), wanted=self._call.dkv)
         sums = Gradients(dq, dk, dv)
-        differentiate_block(sums, dout, q, k, v, statistics, task.tiles, self._call)
+        differentiate_block(sums, dout, q, k, v, statistics, task.work, self._call)
 
     def _of_others(self, block: BlockId, like: Tensors, *, wanted: bool) -> tuple[GradientSum, ...]:
         """The sums of a block of another rank; kept only if they are wanted there."""

@@ -11,8 +11,8 @@ from functools import cached_property
 from typing import NamedTuple
 
 from megatron_cp_plugin.core.assembly import assemble
+from megatron_cp_plugin.core.bands import Spans
 from megatron_cp_plugin.core.comm import Phase
-from megatron_cp_plugin.core.documents import Spans
 from megatron_cp_plugin.core.pipeline import HeadGroup, together
 from megatron_cp_plugin.core.rows import Rows, positions_of
 from megatron_cp_plugin.core.shape import Shape

@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron_cp_plugin.core.pipeline import HeadGroup
 from megatron_cp_plugin.core.plan import OF_KEYS, Block, Compute, Move, Plan
 from megatron_cp_plugin.core.rows import Rows, between
+from megatron_cp_plugin.core.slices import Slices
 from megatron_cp_plugin.core.tiles import Mask, Tile
 from megatron_cp_plugin.errors import ContextParallelError
 
@@ -95,12 +96,27 @@ def _visible(plan: Plan) -> Tensor:
     """[N,N]: how often the mask wants a query to meet a key, by the mask's definition."""
     mask: Mask = plan.mask
     token = torch.arange(sum(len(span) for spans in plan.spans for span in spans))
+    if mask.slices is not None:
+        return _named(mask.slices, len(token))
     age = token[:, None] - token
     seen = (age >= 0) if mask.causal else torch.ones_like(age, dtype=torch.bool)
     if mask.window is not None:
         seen &= age < mask.window
     document = torch.bucketize(token, torch.tensor(mask.documents), right=True)
     return (seen & (document[:, None] == document)).to(torch.int16)
+
+
+def _named(slices: Slices, tokens: int) -> Tensor:
+    """[N,N]: how many slices name a query and a key."""
+    named = torch.zeros(tokens, tokens, dtype=torch.int16)
+    for q_start, q_stop, k_start, k_stop, kind in slices:
+        pairs = torch.ones(q_stop - q_start, k_stop - k_start, dtype=torch.int16)
+        if kind in ("causal", "bi_causal"):  # its last query sees all keys
+            pairs = pairs.tril(pairs.shape[1] - pairs.shape[0])
+        if kind in ("inverse_causal", "bi_causal"):  # its first query sees all keys
+            pairs = pairs.triu()
+        named[q_start:q_stop, k_start:k_stop] += pairs
+    return named
 
 
 def _pairs_of(tile: Tile) -> Tensor:

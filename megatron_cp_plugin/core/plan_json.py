@@ -3,7 +3,8 @@
 A plan is an object with
 
 - phase: forward or backward. steps: how many. mask: causal, window (null: none), documents (where
-  all but the first begin). rectangular, relay, shares: see `Plan`.
+  all but the first begin), slices (null: none; of a span mask, each as of `Slice`). rectangular,
+  relay, shares: see `Plan`.
 - head_groups: objects with q and kv, each [start, stop), and first and last, see `HeadGroup`.
 - ranks: by rank, objects with positions, which are [start, stop, step) in the order in which the
   rank holds its tokens; node; sends and sends_to_other_nodes, each with bytes and messages; keeps:
@@ -30,6 +31,7 @@ from megatron_cp_plugin.core.pipeline import HeadGroup
 from megatron_cp_plugin.core.plan import Block, Compute, Kept, Move, Plan, move_row_bytes
 from megatron_cp_plugin.core.rows import Rows
 from megatron_cp_plugin.core.shape import Shape
+from megatron_cp_plugin.core.slices import Slice, Slices
 from megatron_cp_plugin.core.tiles import Mask
 
 Json = dict[str, Any]
@@ -44,6 +46,7 @@ def to_json(plan: Plan, shape: Shape, nodes: Sequence[int]) -> Json:
             "causal": plan.mask.causal,
             "window": plan.mask.window,
             "documents": list(plan.mask.documents),
+            "slices": None if plan.mask.slices is None else list(map(list, plan.mask.slices)),
         },
         "rectangular": plan.rectangular,
         "relay": plan.relay,
@@ -79,9 +82,10 @@ def to_json(plan: Plan, shape: Shape, nodes: Sequence[int]) -> Json:
 def from_json(document: Mapping[str, Any]) -> Plan:
     """The plan of which `to_json` made this."""
     mask = document["mask"]
+    slices = None if mask["slices"] is None else Slices(Slice(*one) for one in mask["slices"])
     return Plan(
         document["phase"],
-        Mask(mask["causal"], mask["window"], tuple(mask["documents"])),
+        Mask(mask["causal"], mask["window"], tuple(mask["documents"]), slices),
         document["rectangular"],
         tuple(tuple(Span(*span) for span in rank["positions"]) for rank in document["ranks"]),
         tuple(map(_heads_of, document["head_groups"])),

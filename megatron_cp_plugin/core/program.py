@@ -9,18 +9,21 @@ from typing import NamedTuple
 from megatron_cp_plugin.core.pipeline import HeadGroup
 from megatron_cp_plugin.core.plan import Move, Plan
 from megatron_cp_plugin.core.rows import Rows, common
-from megatron_cp_plugin.core.tiles import Tile
+from megatron_cp_plugin.core.tile_batches import Batches
 
 # The owner of a block, and whether it is one of keys; else it is one of queries.
 BlockId = tuple[int, bool]
 
 
 class Task(NamedTuple):
-    """A computation of this rank; tiles are of rows of the blocks as the rank has them."""
+    """A computation of this rank.
+
+    Attributes: work: its tiles, of rows of the blocks as the rank has them.
+    """
 
     query: BlockId
     key: BlockId
-    tiles: tuple[Tile, ...]
+    work: Batches
     heads: HeadGroup
 
 
@@ -160,7 +163,8 @@ def _tasks(plan: Plan, rank: int, held: Mapping[BlockId, Rows]) -> dict[int, tup
             cols = _first(compute.keys.rows, held.get(key))
             if rows or cols:
                 tiles = tuple(tile.moved(rows, cols) for tile in tiles)
-            task = Task(query, key, tiles, compute.heads)
+            work = Batches(tiles, compute.heads.heads)
+            task = Task(query, key, work, compute.heads)
             tasks[compute.step] = (*tasks.get(compute.step, ()), task)
     return tasks
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.core.documents import Spans
+from megatron_cp_plugin.core.bands import Spans
 from megatron_cp_plugin.core.layout import Span, rows_of
 
 # Half-open ranges of a block's rows, ascending, that do not touch each other.

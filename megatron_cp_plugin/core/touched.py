@@ -1,16 +1,16 @@
 """Which rows of blocks meet under a mask: those that have to travel."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_cp_plugin.core.documents import Spans
+from megatron_cp_plugin.core.bands import Spans
 from megatron_cp_plugin.core.layout import Layout
-from megatron_cp_plugin.core.rows import Rows, union
-from megatron_cp_plugin.core.tiles import Mask, plan_tiles
+from megatron_cp_plugin.core.rows import Rows
+from megatron_cp_plugin.core.tiles import Mask
 
 Numbers = NDArray[np.int64]
 
@@ -24,19 +24,6 @@ def longest_gap(tokens: int) -> int:
     return tokens // _GAPS
 
 
-def touched(q_spans: Spans, kv_spans: Spans, mask: Mask) -> tuple[Rows, Rows]:
-    """Rows of a block of queries that see any key of a block, and those of the keys.
-
-    Of positions with a step all from the first to the last one in a tile.
-    """
-    tiles = plan_tiles(q_spans, kv_spans, mask, rectangular=True)
-    return _ranges(tile.q for tile in tiles), _ranges(tile.kv for tile in tiles)
-
-
-def _ranges(slices: Iterable[slice]) -> Rows:
-    return union(((part.start, part.stop),) for part in slices)
-
-
 def by_document_alone(mask: Mask, spans: Sequence[Spans]) -> bool:
     """Whether `keys_seen` and `queries_seeing` serve a mask and blocks."""
     special = mask.documents and mask == Mask(mask.causal, documents=mask.documents)
@@ -47,7 +34,7 @@ def by_document_alone(mask: Mask, spans: Sequence[Spans]) -> bool:
 def keys_seen(layout: Layout, size: int, seq_len: int, mask: Mask) -> list[dict[int, Rows]]:
     """[rank][owner]: rows of the owner's keys that any query of the rank sees, if any.
 
-    As `touched`, for all pairs of blocks, with gaps of at most `longest_gap` rows filled.
+    As `tiles.touched_rows`, for all pairs of blocks, with gaps up to `longest_gap` filled.
 
     Args: layout, mask: see `by_document_alone`.
     """

@@ -28,6 +28,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from megatron_cp_plugin.core.comm import record_communication
 from megatron_cp_plugin.errors import ContextParallelError
@@ -35,6 +36,7 @@ from megatron_cp_plugin.harness.weight_parts import rows_of_weights
 from megatron_cp_plugin.integration import compat
 from megatron_cp_plugin.integration.contract import TRAIN_STEP
 from megatron_cp_plugin.integration.features import Settings, graphs
+from megatron_cp_plugin.integration.wrappers import gathered, unwrapped
 
 # The position of a rank's model shard: (pipeline, tensor, expert) parallel rank.
 Shard = tuple[int, int, int]
@@ -133,8 +135,10 @@ class Recorder:
         def observed(*args: Any, **kwargs: Any) -> Any:
             if self._iteration == 1:
                 started = time.perf_counter()
-                weights = {name: _digest(p.detach()) for name, p in _parameters(model).items()}
-                self._content["weights"] = weights
+                self._content["weights"] = {
+                    name: _digest(gathered(p, p) if isinstance(p, DTensor) else p)
+                    for name, p in _parameters(model).items()
+                }
                 self._recording_s += time.perf_counter() - started
             # A distributed optimizer would leave each rank with a part of the gradients.
             with _all_reduced(model), record_communication() as log, _counted_replays() as replays:
@@ -566,12 +570,10 @@ def _auxiliary_losses() -> dict[str, Tensor]:
 
 def _parameters(model: Any) -> dict[str, torch.nn.Parameter]:
     """Returns this rank's parameters by name, without the names of wrappers."""
-    from megatron.core.utils import unwrap_model
-
     found = {}
     for index, chunk in enumerate(model):
         prefix = f"chunk{index}." if len(model) > 1 else ""
-        for name, parameter in unwrap_model(chunk).named_parameters():
+        for name, parameter in unwrapped(chunk).named_parameters():
             if parameter.requires_grad:
                 found[prefix + name] = parameter
     return found
@@ -582,13 +584,11 @@ def _gradients(model: Any) -> dict[str, Tensor]:
     rows = rows_of_weights(model)
     found = {}
     for name, parameter in _parameters(model).items():
-        gradient = getattr(parameter, "main_grad", None)
-        if gradient is None:
-            raise ContextParallelError(
-                f"--cp-record needs Megatron's own data parallelism, got no main_grad of {name}: "
-                f"leave the FSDP flags out"
-            )
-        gradient = gradient.detach().to("cpu", copy=True)
+        if isinstance(parameter, DTensor):
+            gradient = gathered(parameter, parameter.grad)
+        else:
+            summed: Any = parameter  # Megatron's own data parallelism adds up elsewhere
+            gradient = summed.main_grad.detach().to("cpu", copy=True)
         if name in rows:
             found.update(rows[name].split(name, gradient))
         else:

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_cp_plugin.integration import gated_delta_net
+from megatron_cp_plugin.integration.wrappers import unwrapped
 
 
 @dataclass(frozen=True)
@@ -55,12 +56,11 @@ def rows_of_weights(model: Any) -> dict[str, Rows]:
     """
     from megatron.core.transformer.attention import SelfAttention
     from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
-    from megatron.core.utils import unwrap_model
 
     found = {}
     for index, chunk in enumerate(model):
         prefix = f"chunk{index}." if len(model) > 1 else ""
-        for name, module in unwrap_model(chunk).named_modules():
+        for name, module in unwrapped(chunk).named_modules():
             rows: dict[str, Rows] = {}
             if isinstance(module, SelfAttention):
                 rows = _of_self_attention(module)

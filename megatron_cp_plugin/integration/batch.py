@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -18,9 +19,11 @@ from torch import Tensor
 from megatron_cp_plugin.core.documents import document_starts
 from megatron_cp_plugin.core.streams import capturing
 from megatron_cp_plugin.errors import ContextParallelError
+from megatron_cp_plugin.integration.documents import DocumentMask, attention_spans
 from megatron_cp_plugin.integration.runtime import Runtime
 
 _OF_DOCUMENTS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
+_SPANS, _POSITIONS = "attention_spans", "attention_positions"
 _OF_TOKENS = ("tokens", "labels", "loss_mask", "position_ids")
 _ORDER = "position_ids of a batch must count up from 0, and may begin again, before it is cut"
 _MARK = "_cut_by_megatron_cp_plugin"
@@ -51,10 +54,12 @@ class Batches:
 
     Attributes:
         runtime: Has the run's layout.
+        spans: Those of the batch that came last; None: it had none.
     """
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
+        self.spans: DocumentMask | None = None
         self._agreed: set[bool] = set()
         self._last: dict[str, Tensor] = {}
         self._last_cut = Cut(None)
@@ -68,15 +73,18 @@ class Batches:
         Args:
             batch: Tensors [b, N, ...] of whole samples, the same on all ranks of the group;
                 `attention_mask` [b, 1, N, N]; None where a pipeline stage has no use for a key.
-                What tells of documents stays as it is.
+                What tells of documents stays as it is. `attention_spans`, and
+                `attention_positions`, if any: As of `documents.attention_spans`, for the next call
+                of the model; every pipeline stage needs them.
             group: The context-parallel group.
 
         Returns:
-            The same dict.
+            The same dict, without these two.
 
         Raises:
             ContextParallelError: The batch is not whole; on all ranks, if it is the first one.
         """
+        self.spans = _spans_of(batch.pop(_SPANS, None), batch.pop(_POSITIONS, None))
         if group.size() == 1:
             return batch
         self.finish_checks()
@@ -144,6 +152,8 @@ class Batches:
                 "samples to get_batch_on_this_cp_rank"
             )
         training, position_ids = torch.is_grad_enabled(), whole.get("position_ids")
+        if self.spans is not None and self.spans.positions is not None:
+            position_ids = None  # in whatever order that mask has them
         if position_ids is not None and capturing(position_ids):
             # The host does not see the batches of replays; the GPU ends the run.
             torch._assert_async(_count_up(position_ids), _ORDER)
@@ -157,10 +167,13 @@ class Batches:
             return
         agree(fault or (order() if order else None), group)
         sums = {key: [*tensor.shape, _checksum(tensor)] for key, tensor in whole.items()}
+        if self.spans is not None:
+            sums[_SPANS] = [crc32(repr(self.spans.spans).encode())]
         every: list[dict[str, list[int]]] = [{} for _ in range(group.size())]
         dist.all_gather_object(every, sums, group=group)
         for rank, other in enumerate(every):
-            different = [key for key in _OF_TOKENS if other.get(key) != every[0].get(key)]
+            keys = (*_OF_TOKENS, _SPANS)
+            different = [key for key in keys if other.get(key) != every[0].get(key)]
             if different:
                 raise ContextParallelError(
                     f"ranks of a context-parallel group need the same whole samples before they "
@@ -168,6 +181,17 @@ class Batches:
                     "read them by data-parallel rank, and let get_batch_on_this_cp_rank cut them"
                 )
         self._agreed.add(training)
+
+
+def _spans_of(spans: Any, positions: Any) -> DocumentMask | None:
+    if spans is not None:
+        return attention_spans(spans, positions)
+    if positions is not None:
+        raise ContextParallelError(
+            f"{_POSITIONS} of a batch go with {_SPANS}, got none: leave them out, or say who sees "
+            "whom"
+        )
+    return None
 
 
 def agree(fault: str | None, group: dist.ProcessGroup) -> None:

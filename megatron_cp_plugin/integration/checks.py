@@ -14,6 +14,8 @@ from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.core.document_layout import Balanced
 from megatron_cp_plugin.core.kernel import Problem
 from megatron_cp_plugin.core.linear_kernel import LinearProblem
+from megatron_cp_plugin.core.shape import Shape
+from megatron_cp_plugin.core.virtual import VirtualWorld
 from megatron_cp_plugin.errors import ConfigError, near_multiples
 from megatron_cp_plugin.integration import chunked_loss, gated_delta_net
 from megatron_cp_plugin.integration.compat import running_version
@@ -227,10 +229,12 @@ def _check_documents(args: Any) -> None:
 def _check_sharding(args: Any, config: ContextParallelConfig) -> None:
     if not Settings(args).use_megatron_fsdp:
         return
-    if config.has_linear_layers:
+    tensor = args.tensor_model_parallel_size
+    if config.has_linear_layers and tensor > 1:
         raise ConfigError(
-            f"--cp-linear-model {config.linear_model} was never run with Megatron-FSDP, got "
-            "--use-megatron-fsdp: use --use-torch-fsdp2"
+            f"--cp-linear-model {config.linear_model} with tensor parallelism does not go with "
+            f"--use-megatron-fsdp (it knows which parameters are split by the names of Megatron's "
+            f"own classes), got tensor_model_parallel_size {tensor}: use --use-torch-fsdp2"
         )
     if find_spec("einops") is None:
         raise ConfigError(
@@ -346,7 +350,8 @@ def _check_kernel(args: Any, config: ContextParallelConfig, device: torch.device
     kv_heads = max(1, _kv_heads(args) // tensor)
     packed = packs_documents(Settings(args)) is not None
     shape = device, dtype, local, kv_heads, head_dim
-    problem = Problem(*shape, fixed, documents=packed, value_dim=value_dim)
+    windowed = window_of(Settings(args).window_size) is not None
+    problem = Problem(*shape, fixed, documents=packed, value_dim=value_dim, windows=windowed)
     kernel = resolve(config.kernel, problem)
     if device.type == "cuda":
         with torch.cuda.device(device):
@@ -382,6 +387,30 @@ def describe_window(args: Any) -> str | None:
     if window is None:
         return None
     return f"sliding windows of {window} tokens: a token sees itself and the {window - 1} before it"
+
+
+def describe_heads(args: Any, config: ContextParallelConfig) -> str | None:
+    """Returns one line on heads of zeros that fill up those that ranks cannot split; None: none.
+
+    Args:
+        args: Megatron's namespace, as parsed and checked.
+        config: The run's configuration.
+    """
+    heads, tensor = args.num_attention_heads, args.tensor_model_parallel_size
+    if heads is None:
+        return None
+    shape = Shape(1, 1, heads // tensor, max(1, _kv_heads(args) // tensor), 1)
+    topology = VirtualWorld(config.size).topology(0)
+    filled = []
+    for name in config.algorithms:
+        if issubclass(registry.algorithm_class(name), Algorithm):
+            algorithm = registry.create(name, topology, dict(config.options_of(name)))
+            if (computed := algorithm.computed(shape).heads) != shape.heads:
+                filled.append(
+                    f"{name} computes {computed} query heads, got {shape.heads}: the others are "
+                    "zeros, so that the ranks can split them"
+                )
+    return "; ".join(filled) or None
 
 
 def check_graphs(args: Any, config: ContextParallelConfig, device: torch.device) -> None:

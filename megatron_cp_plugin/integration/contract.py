@@ -583,6 +583,7 @@ NAMES: tuple[Name, ...] = (
     # Used with --cp-record.
     Name(f"{_TRAINING}", "get_args", part="record"),
     Name(f"{_CORE}.utils", "unwrap_model", part="record", first=("model",)),
+    Name(f"{_CORE}.distributed.fsdp.mcore_fsdp_adapter", "HAVE_MEGATRON_FSDP", part="record"),
     Name(f"{_CORE}.num_microbatches_calculator", "get_num_microbatches", part="record"),
     Name(
         f"{_CORE}.parallel_state",

@@ -183,13 +183,6 @@ FEATURES: tuple[Feature, ...] = (
         "add --no-rope-fusion",
     ),
     Feature(
-        "packed documents with multi-latent attention",
-        "multi_latent_attention",
-        lambda settings: is_latent(settings) and packs_documents(settings) is not None,
-        "Megatron drops the dimension of samples and cuts positions by its own layout",
-        "leave --sft and --dataloader-inter-document-masking out",
-    ),
-    Feature(
         "position embeddings of the model beside those of multi-latent attention",
         "position_embedding_type",
         lambda settings: is_latent(settings) and settings.position_embedding_type == "yarn",

@@ -57,6 +57,8 @@ def _check_data(flag: str, prefix: str, settings: Settings) -> None:
                 f"{flag} got {prefix}, and there is no such file: name one of JSON lines that have "
                 "messages"
             )
+        if flag == "--data-path":
+            _check_split_of_conversations(settings)
         return
     missing = [
         f"{prefix}{suffix}" for suffix in (".bin", ".idx") if not Path(f"{prefix}{suffix}").exists()
@@ -86,7 +88,7 @@ def _check_split(prefix: str, settings: Settings) -> None:
             "the data again"
         )
     count = _HEAD.unpack(head)[3]
-    shares = [float(word) for word in re.findall(r"[.0-9]+", split)]
+    shares = _shares(split)
     bounds = [round(sum(shares[:n]) / (sum(shares) or 1) * count) for n in range(len(shares) + 1)]
     for name, share, (start, stop) in zip(_PARTS, shares, pairwise(bounds), strict=False):
         if share and start == stop:
@@ -104,6 +106,20 @@ def _check_split(prefix: str, settings: Settings) -> None:
                 f"--split {split} leaves {tokens} tokens of {prefix} for {name}, and a sample has "
                 f"{needed}: add documents, or use --split 100,0,0"
             )
+
+
+def _check_split_of_conversations(settings: Settings) -> None:
+    """Refuses conversations for an evaluation of no samples, of which Megatron makes an error."""
+    split = settings.split or _SPLIT
+    if not settings.eval_iters and any(_shares(split)[1:]):
+        raise ConfigError(
+            f"--sft with --eval-iters 0 needs all conversations for training, got --split {split}: "
+            "use --split 100,0,0, or --eval-iters 1"
+        )
+
+
+def _shares(split: str) -> list[float]:
+    return [float(word) for word in re.findall(r"[.0-9]+", split)]
 
 
 def _prefixes(words: Iterable[str]) -> Iterator[str]:

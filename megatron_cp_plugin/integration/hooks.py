@@ -21,6 +21,7 @@ from megatron_cp_plugin.integration import compat
 from megatron_cp_plugin.integration.args import PluginFlags, add_algorithm, speak_in_one_line
 from megatron_cp_plugin.integration.batch import Batches
 from megatron_cp_plugin.integration.runtime import Runtime
+from megatron_cp_plugin.integration.wrappers import unwrapped
 
 
 class Hooks:
@@ -74,6 +75,7 @@ class Hooks:
             check_interleaving,
             describe,
             describe_graphs,
+            describe_heads,
             describe_window,
         )
         from megatron_cp_plugin.integration.files import check_files
@@ -91,6 +93,7 @@ class Hooks:
                 None,
                 (
                     describe(config, kernel),
+                    describe_heads(args, config),
                     describe_window(args),
                     gated_delta_net.describe(args),
                     describe_recompute(args, config),
@@ -150,7 +153,7 @@ class Hooks:
 
     def _set_up_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result, served = original(*args, **kwargs), _models()
-        for model in map(_unwrapped, result[0]):
+        for model in map(unwrapped, result[0]):
             if not isinstance(model, served):
                 names = " and ".join(kind.__name__ for kind in served)
                 raise ContextParallelError(
@@ -201,18 +204,6 @@ def _refusals_in_one_line() -> Iterator[None]:
         # Many of its assertions have no message, and speak for themselves.
         why = " ".join(str(error).split()) or traceback.extract_tb(error.__traceback__)[-1].line
         raise ConfigError(f"Megatron refuses these flags: {why}") from error
-
-
-def _unwrapped(model: Any) -> Any:
-    """Opens all wrappers of a model, also the inner one of Megatron-FSDP, which Megatron leaves."""
-    from megatron.core.distributed.fsdp import mcore_fsdp_adapter
-    from megatron.core.utils import unwrap_model
-
-    model = unwrap_model(model)
-    if mcore_fsdp_adapter.HAVE_MEGATRON_FSDP:
-        while isinstance(model, mcore_fsdp_adapter.MegatronFSDP):
-            model = unwrap_model(model.module)
-    return model
 
 
 def _models() -> tuple[type, ...]:

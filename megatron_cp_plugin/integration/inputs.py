@@ -10,10 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.core.layout_check import describe_mismatch
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration import gated_delta_net
 from megatron_cp_plugin.integration.batch import Batches, Cut, agree
+from megatron_cp_plugin.integration.checks import window_of
 from megatron_cp_plugin.integration.documents import DocumentMask, document_mask, mask_of_cut
 from megatron_cp_plugin.integration.features import Settings, graphs
 from megatron_cp_plugin.integration.rope import use_layout
@@ -56,7 +58,10 @@ def serve_inputs(model: nn.Module, batches: Batches, group: dist.ProcessGroup) -
         try:
             cut = _cut(given, batches, group) if group.size() > 1 else None
             mask = document_mask(given.get("packed_seq_params"), recurrent=recurrent)
+            mask = _with_spans(mask, batches.spans)
+            _check_spans(model, mask, runtime.config, recurrent=recurrent)
             runtime.documents = mask.starts if mask else ()
+            runtime.rotary_positions = mask.positions if mask else None
             _check_capture(model, mask)
             if cut is not None:
                 _check_documents(cut, runtime.documents)
@@ -104,7 +109,8 @@ class CutInputs:
             use_layout(model, self._runtime)
             self._called = True
         self._runtime.documents = mask.starts if mask else ()
-        self._runtime.seq_len = mask.seq_len if mask else None
+        self._runtime.rotary_positions = mask.positions if mask else None
+        self._runtime.seq_len = (mask.seq_len or None) if mask else None
         if mask is not None:
             given["packed_seq_params"] = mask
         return call.args, call.kwargs
@@ -113,11 +119,12 @@ class CutInputs:
         layout, size = self._runtime.config.layout, self._group.size()
         packed = given.get("packed_seq_params")
         mask = mask_of_cut(packed, layout, self._group, recurrent=self._recurrent)
+        _check_spans(model, mask, self._runtime.config, recurrent=self._recurrent)
         _check_capture(model, mask)
         tokens = _tokens_of(model, given)
         if tokens is not None:
             total = tokens * size
-            if mask is not None and mask.seq_len != total:
+            if mask is not None and mask.spans is None and mask.seq_len != total:
                 raise ContextParallelError(
                     "packed_seq_params need the lengths of all documents as they were cut, padding "
                     f"included: {total} tokens on {size} ranks of {tokens}, got {mask.seq_len}: "
@@ -130,7 +137,7 @@ class CutInputs:
         training = torch.is_grad_enabled()
         if self._group.size() > 1 and training not in self._agreed:
             found: list[Any] = [None] * self._group.size()
-            mine = (mask.seq_len, mask.starts) if mask else None
+            mine = (mask.seq_len, mask.starts, mask.spans) if mask else None
             dist.all_gather_object(found, mine, group=self._group)
             if fault is None and any(other != found[0] for other in found):
                 fault = (
@@ -143,12 +150,43 @@ class CutInputs:
             raise ContextParallelError(fault)
 
 
+def _with_spans(mask: DocumentMask | None, spans: DocumentMask | None) -> DocumentMask | None:
+    """The mask that a model is given, or that of its batch."""
+    if mask is not None and spans is not None:
+        raise ContextParallelError(
+            "attention_spans alone say which keys a query sees, got packed_seq_params beside them: "
+            "leave these out (megatron_cp_plugin.spans.documents makes spans of packed documents)"
+        )
+    return spans if mask is None else mask
+
+
+def _check_spans(
+    model: Any, mask: DocumentMask | None, config: ContextParallelConfig, *, recurrent: bool
+) -> None:
+    """Refuses spans where a layer would not see by them."""
+    if mask is None or mask.spans is None:
+        return
+    settings = Settings(model.config)
+    reasons = {
+        "gated delta net layers carry their state on along the sequence": recurrent,
+        "layers of linear attention see all earlier tokens": config.has_linear_layers,
+        f"--mtp-num-layers {settings.mtp_num_layers} predicts the tokens that come next in the "
+        "sequence": bool(settings.mtp_num_layers),
+        "--window-size hides tokens that spans may name": window_of(settings.window_size)
+        is not None,
+    }
+    for reason in (reason for reason, applies in reasons.items() if applies):
+        raise ContextParallelError(f"{reason}, got attention_spans: leave one of the two out")
+
+
 def _check_capture(model: Any, mask: DocumentMask | None) -> None:
     captured = graphs(Settings(model.config)) if mask else "none"
     if captured != "none":
+        got = "attention_spans" if mask and mask.spans is not None else "packed sequences"
+        other = got if got == "attention_spans" else "packed_seq_params"
         raise ContextParallelError(
             f"--cuda-graph-impl {captured} keeps the documents of the batch that was captured, got "
-            "packed sequences: leave it or packed_seq_params out"
+            f"{got}: leave it or {other} out"
         )
 
 

@@ -1,7 +1,7 @@
 """Layouts: every token on exactly one rank, and shard / unshard as inverses."""
 
 from bisect import bisect_right
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megatron_cp_plugin.core.balance import deal
 from megatron_cp_plugin.core.document_layout import Balanced
 from megatron_cp_plugin.core.document_lengths import lengths_of
-from megatron_cp_plugin.core.documents import by_document, random_documents
+from megatron_cp_plugin.core.documents import random_documents
 from megatron_cp_plugin.core.layout import LAYOUTS, positions, shard, unshard
 from megatron_cp_plugin.core.tiles import Mask, visible_pairs
 
@@ -81,10 +81,12 @@ def parts_of(layout, size, seq_len):
     bounds = (0, *layout.documents, seq_len)
     found = {number: [] for number in range(len(bounds) - 1)}
     for rank in range(size):
-        for number, (_, spans) in by_document(
-            layout.spans(rank, size, seq_len), layout.documents
-        ).items():
-            found[number] += [(rank, span.start - bounds[number], len(span)) for span in spans]
+        for span, (number, edges) in product(
+            layout.spans(rank, size, seq_len), enumerate(pairwise(bounds))
+        ):
+            start, stop = max(span.start, edges[0]), min(span.stop, edges[1])
+            if start < stop:
+                found[number].append((rank, start - edges[0], stop - start))
     return {number: sorted(parts, key=lambda part: part[1]) for number, parts in found.items()}
 
 

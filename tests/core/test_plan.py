@@ -18,11 +18,13 @@ from megatron_cp_plugin.core.placement import BlockPlacement, HeadPlacement, Pla
 from megatron_cp_plugin.core.plan import PHASES, Block, Move, Plan, Setting
 from megatron_cp_plugin.core.plan_check import PlanError, check, check_slots
 from megatron_cp_plugin.core.shape import Shape
+from megatron_cp_plugin.core.slices import Slices
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.core.virtual import VirtualWorld, run_virtual
 from megatron_cp_plugin.registry import create
 from tests.halves import HalvesPlacement
+from tests.span_masks import random_spans
 
 
 def algorithm(name: str, size: int, **options: object) -> Algorithm:
@@ -54,6 +56,9 @@ def variants(size: int) -> Iterator[tuple[str, dict[str, object]]]:
 
 @st.composite
 def masks(draw: st.DrawFn, seq_len: int) -> Mask:
+    if draw(st.booleans()):
+        spans = random_spans(draw(st.randoms(use_true_random=False)), seq_len)
+        return Mask.of(Slices.of(spans, seq_len))
     starts = draw(st.lists(st.integers(1, seq_len), max_size=6))
     documents = tuple(sorted({start for start in starts if start < seq_len}))
     causal = draw(st.booleans())
@@ -61,7 +66,7 @@ def masks(draw: st.DrawFn, seq_len: int) -> Mask:
     return Mask(causal, window, documents)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=90, deadline=None)
 @given(st.data())
 def test_every_plan_is_correct(data: st.DataObject) -> None:
     size = data.draw(st.integers(1, 12))

@@ -1,10 +1,11 @@
 """A program on megatron.core that cuts packed batches by itself: cut_batches_job.py WAY [FLAGS].
 
-It knows nothing of the plugin but the lines that put it in force, by WAY: install, serve, none, or
-launcher, which takes FLAGS. It prints what a model and its gradients are off by, compared with each
-document alone through Megatron's own attention, as JSON.
+It knows nothing of the plugin but the lines that put it in force, by WAY: install, tensor (beside
+tensor parallelism), serve, or launcher, which takes FLAGS. It prints what a model and its gradients
+are off by, compared with each document alone through Megatron's own attention, as JSON.
 """
 
+import gc
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-VOCABULARY = 97
+VOCABULARY = 98
 # Lengths of documents without padding: odd, shorter than 2P, a single one.
 BATCHES: dict[str, tuple[int, ...]] = {
     "odd": (13, 1, 27, 6),
@@ -152,10 +153,10 @@ def alone_in_turn(model: Any, batch: Batch) -> tuple[float, list[Tensor]]:
         settings: dict[str, Any] = {"labels": labels[None], "loss_mask": torch.ones(1, len(ids))}
         part = model(ids[None], places, None, **settings)[0].sum() / batch.tokens
         weigh_further_tokens((len(ids) - 1) / max(1, predicted))
-        part.backward()
+        torch.autograd.backward(part)  # as Megatron does, and the CPU platform needs
         loss += float(part.detach())
         with torch.no_grad():
-            log_probs.append(log_probs_of(model(ids[None], places, None), labels))
+            log_probs.append(log_probs_of(model, ids[None], places, labels))
     return loss, log_probs
 
 
@@ -166,14 +167,17 @@ def weigh_further_tokens(weight: float) -> None:
     MTPLossAutoScaler.set_loss_scale(torch.tensor(weight))
 
 
-def log_probs_of(logits: Tensor, labels: Tensor) -> Tensor:
-    """[1,S,V] and [S] -> [S]."""
+def log_probs_of(
+    model: Any, ids: Tensor, places: Tensor, labels: Tensor, packed: Any = None
+) -> Tensor:
+    """ids and places [1,S], labels [S] -> [S]."""
+    logits = model(ids, places, None, packed_seq_params=packed, runtime_gather_output=True)
     return logits[0].float().log_softmax(-1).gather(-1, labels[:, None])[:, 0]
 
 
 def compare(reference: Any, model: Any, batch: Batch, *, real: bool) -> dict[str, float]:
     """What loss, log-probs and gradients are off by."""
-    group = dist.group.WORLD
+    group = model.pg_collection.cp
     reference.zero_grad()
     model.zero_grad()
     expected, alone_log_probs = alone_in_turn(reference, batch)
@@ -191,17 +195,18 @@ def compare(reference: Any, model: Any, batch: Batch, *, real: bool) -> dict[str
     assert seen[0].of_the_framework == "kept"
     loss = (losses * counts).sum() / batch.tokens
     weigh_further_tokens(1 / batch.size)  # Megatron averages it over the ranks
-    loss.backward()
+    torch.autograd.backward(loss)
     total = loss.detach().clone()
     dist.all_reduce(total, group=group)
     with torch.no_grad():
-        logits = model(ids, places, None, packed_seq_params=batch.packed(real=real))
-    mine = batch.cut(alone_log_probs)
-    log_probs = (log_probs_of(logits, labels[0]) - mine[0]) * counts[0]
+        found = log_probs_of(model, ids, places, labels[0], batch.packed(real=real))
+    log_probs = (found - batch.cut(alone_log_probs)[0]) * counts[0]
     worst = 0.0
     for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         gradient = ours.grad.clone()
         dist.all_reduce(gradient, group=group)
+        if getattr(ours, "sequence_parallel", False):
+            dist.all_reduce(gradient, group=model.pg_collection.tp)
         scale = theirs.grad.abs().max().clamp_min(1e-3)
         worst = max(worst, float((gradient - theirs.grad).abs().max() / scale))
     return {
@@ -225,14 +230,28 @@ def compare_all(
     }
 
 
-def set_up(size: int) -> Any:
+def left_by_log_probs(model: Any, batch: Batch) -> int:
+    """How many tensors the sixth to tenth forward without gradients leave behind."""
+    ids = batch.cut(batch.ids)
+    places = batch.cut([torch.arange(len(x)) for x in batch.ids])
+    living = []
+    for _ in range(2):
+        for _ in range(5):
+            with torch.no_grad():
+                model(ids, places, None, packed_seq_params=batch.packed(real=True))
+        gc.collect()
+        living.append(sum(isinstance(each, Tensor) for each in gc.get_objects()))
+    return living[1] - living[0]
+
+
+def set_up(size: int, tensor: int = 1) -> Any:
     """Process groups, as a worker of a framework makes them; returns them."""
     from megatron.core import parallel_state
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     dist.init_process_group("gloo")
-    parallel_state.initialize_model_parallel(context_parallel_size=size)
+    parallel_state.initialize_model_parallel(tensor, context_parallel_size=size)
     model_parallel_cuda_manual_seed(7)
     return ProcessGroupCollection.use_mpu_process_groups()
 
@@ -323,6 +342,25 @@ def by_install(size: int) -> dict[str, Any]:
     return found
 
 
+def beside_tensor_parallelism(size: int) -> dict[str, Any]:
+    """Two tensor-parallel ranks, with sequence parallelism, which the reference has not."""
+    from megatron_cp_plugin.integration import cpu
+
+    cpu.install()  # Megatron asks for GPUs in sequence parallelism
+    from megatron_cp_plugin import megatron as cp_megatron
+
+    groups = set_up(size, tensor=2)
+    split = {"tensor_model_parallel_size": 2}
+    reference = make_model(make_config(1, **split), alone(groups))
+    found = {}
+    for algo, layout in SERVED.items():
+        cp_megatron.install(algo, layout=layout)
+        model = make_model(make_config(size, sequence_parallel=True, **split), groups)
+        found[algo] = compare_all(reference, model, groups.cp.rank(), size, layout)
+        cp_megatron.uninstall()
+    return found
+
+
 def by_serve(size: int) -> dict[str, Any]:
     """One model only."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -332,14 +370,16 @@ def by_serve(size: int) -> dict[str, Any]:
     groups = set_up(size)
     reference = make_model(make_config(1), alone(groups))
     config = make_config(size)
-    found = {}
+    found, left = {}, {}
     for algo, layout in SERVED.items():
         spec = cp_megatron.serve(get_gpt_layer_local_spec(), config, algo, layout=layout)
         model = cp_megatron.adopt(cp_megatron.adopt(make_model(config, groups, spec)))
         if algo == "zigzag":
             with_embedding_of_its_own(model)
-        found[algo] = compare_all(reference, model, groups.cp.rank(), size, layout)
-    return found
+        rank = groups.cp.rank()
+        found[algo] = compare_all(reference, model, rank, size, layout)
+        left[algo] = left_by_log_probs(model, Batch(BATCHES["odd"], rank, size, layout))
+    return {"compared": found, "left": left}
 
 
 def with_embedding_of_its_own(model: Any) -> None:
@@ -409,8 +449,8 @@ def main() -> None:
     if way == "launcher":
         found = by_launcher()
     else:
-        size = int(sys.argv[1])
-        found = by_install(size) if way == "install" else by_serve(size)
+        ways = {"install": by_install, "tensor": beside_tensor_parallelism, "serve": by_serve}
+        found = ways[way](int(sys.argv[1]))
     print("FOUND" + json.dumps(found), flush=True)
 
 

@@ -78,7 +78,6 @@ BESIDE: dict[str, dict[str, Any]] = {
     "packed conversations with gated delta net layers": GATED,
     "multi-token prediction with gated delta net layers": GATED,
     "multi-latent attention with fused RoPE": {"apply_rope_fusion": True},
-    "packed documents with multi-latent attention": {**DOCUMENTS, **LATENT},
     "position embeddings of the model beside those of multi-latent attention": {
         **LATENT,
         "position_embedding_type": "yarn",
@@ -377,18 +376,25 @@ def test_megatron_fsdp_without_einops(
     check_arguments(args, ContextParallelConfig("zigzag", 4), CPU)
     linear = ContextParallelConfig("lasp", 4, linear_model="transnormer")
     args.position_embedding_type = "none"
-    with pytest.raises(ConfigError, match="transnormer was never run with Megatron-FSDP, got"):
+    check_arguments(args, linear, CPU)
+    args.tensor_model_parallel_size, args.world_size = 2, 8
+    with pytest.raises(ConfigError, match="transnormer with tensor parallelism does not go with"):
         check_arguments(args, linear, CPU)
 
 
-def test_heads_that_an_algorithm_cannot_split(args: argparse.Namespace) -> None:
+def test_heads_that_ranks_cannot_split_are_filled_up(args: argparse.Namespace) -> None:
     args.world_size = args.context_parallel_size = 16
     args.seq_length = 256
-    check_arguments(args, ContextParallelConfig("zigzag", 16), CPU)
-    with pytest.raises(ConfigError, match="ulysses") as error:
-        check_arguments(args, ContextParallelConfig("ulysses", 16), CPU)
-    assert "\n" not in str(error.value)
-    assert "8" in str(error.value)
+    said = []
+    for algo in ("zigzag", "ulysses"):
+        config = ContextParallelConfig(algo, 16)
+        check_arguments(args, config, CPU)
+        said.append(checks.describe_heads(args, config))
+    assert said == [
+        None,
+        "ulysses computes 16 query heads, got 8: the others are zeros, so that the ranks can split "
+        "them",
+    ]
 
 
 def test_the_chosen_kernel_is_said_at_start_up(args: argparse.Namespace) -> None:

@@ -46,6 +46,11 @@ def parser() -> argparse.ArgumentParser:
         ("--data-path absent --mock-data", None),
         ("--data-path msc://bucket/x --save s3://bucket/y", None),
         ("--data-path there.bin --sft", None),
+        ("--data-path there.bin --sft --eval-iters 0",
+         "--sft with --eval-iters 0 needs all conversations for training, got --split 969,30,1: "
+         "use --split 100,0,0, or --eval-iters 1"),
+        ("--data-path there.bin --sft --eval-iters 0 --split 100,0,0", None),
+        ("--valid-data-path there.bin --sft --eval-iters 0", None),
         ("", None),
     ],
 )  # fmt: skip

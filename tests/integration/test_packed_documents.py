@@ -133,9 +133,19 @@ def test_unmodified_script_of_a_checkout(
     assert_same_losses(job, reference)
 
 
-def test_hybrid_model(model: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "layers",
+    [
+        "*-*-",
+        "+-+- --kv-lora-rank 16 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 12",
+    ],
+    ids=["attention", "latent"],
+)
+def test_hybrid_model(model: list[str], tmp_path: Path, layers: str) -> None:
     words = "--position-embedding-type rope --normalization RMSNorm --spec hybrid_job stack"
-    flags = [str(HYBRID), *model, *words.split(), "--hybrid-layer-pattern", "*-*-"]
+    flags = [str(HYBRID), *model, *words.split(), "--hybrid-layer-pattern", *layers.split()]
+    if "+" in layers:  # Megatron refuses grouped queries beside it
+        flags.remove("--group-query-attention")
     reference = run_warm(tmp_path / "reference", *flags, *OWN.split(), script=LAUNCH).succeeded()
     words = documents_on(2, "zigzag")
     job = run_warm(tmp_path / "split", *flags, *words, ranks=2, script=LAUNCH).succeeded()

@@ -116,6 +116,30 @@ def test_resumes_at_another_split(
     assert not re.search(r"(?i)mismatch.*(algo|context)|(algo|context).*mismatch", job.text)
 
 
+@pytest.mark.slow
+def test_evaluates_at_another_size(checkpoints: dict[str, tuple[str, ...]], tmp_path: Path) -> None:
+    """What was trained on two ranks, by each on as many as named; on one by Megatron's own."""
+    words = "--skip-train --eval-iters 3 --mock-data --context-parallel-algo"
+    found = {}
+    for algo, size in (
+        ("megatron", 1),
+        ("zigzag", 1),
+        ("distflash", 4),
+        ("attention2d", 4),
+        ("ulysses", 2),
+    ):
+        flags = [*words.split(), algo, "--context-parallel-size", str(size)]
+        logs = tmp_path / f"{algo}-{size}"
+        job = run_warm(logs, *MODEL, *flags, *checkpoints["reshardable"], ranks=size).succeeded()
+        assert f"successfully loaded checkpoint from {checkpoints['reshardable'][1]}" in job.text
+        lines = re.findall(rf"iteration {SAVED} on \w+ set.*lm loss value: (\S+)", job.text)
+        found[algo, size] = [float(loss) for loss in lines]
+    wanted = found["megatron", 1]
+    assert len(wanted) == 2  # of validation and of testing
+    for (algo, size), losses in found.items():
+        assert losses == pytest.approx(wanted, rel=Tolerances().loss), (algo, size)
+
+
 def assert_continues(curve: Curve, uninterrupted: Curve) -> None:
     bounds = Tolerances()
     assert len(curve.losses) == STEPS - SAVED

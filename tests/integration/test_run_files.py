@@ -1,9 +1,20 @@
-"""The run files that need GPUs: held against our start-up checks and Megatron's, without them."""
+"""The run files that need GPUs: held against our start-up checks and Megatron's, without them, and
+started on two of them with fewer and smaller layers.
 
+    pytest -m gpu tests/integration/test_run_files.py
+"""
+
+import math
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
+import torch
+
+from tests.integration.conversations import write_conversations
+from tests.integration.megatron_job import SCRIPT, run
 
 # With the stand-ins of the CPU platform, which stay for the rest of a process.
 PROGRAM = """
@@ -30,6 +41,28 @@ for word in sys.argv[1:]:
     print("ACCEPTED", word)
 """
 
+# Each on two GPUs: heads as a tensor-parallel rank has them, the layers narrower.
+SMALL = (
+    "--tensor-model-parallel-size 1 --num-layers 2 --hidden-size 1024 --ffn-hidden-size 2048 "
+    "--seq-length 8192 --max-position-embeddings 8192 --global-batch-size 2 --train-iters 3 "
+    "--lr-warmup-iters 1 --num-workers 0"
+)
+VOCABULARY = 8192
+OF_RANDOM_TOKENS = f"{SMALL} --vocab-size {VOCABULARY}"
+OF_A_RANK = "--kv-channels 128 --num-attention-heads"
+SCALED = {
+    "llama7b_zigzag_128k": f"{OF_RANDOM_TOKENS} {OF_A_RANK} 32",
+    "llama3_8b_128k": f"{OF_RANDOM_TOKENS} {OF_A_RANK} 16 --num-query-groups 4",
+    "llama3_70b_1m": f"{OF_RANDOM_TOKENS} {OF_A_RANK} 8 --num-query-groups 1",
+    "llama3_8b_sft": f"{SMALL} {OF_A_RANK} 16 --num-query-groups 4",
+    "qwen3_next_64k": f"{OF_RANDOM_TOKENS} --num-layers 4 --num-experts 8 --moe-router-topk 2 "
+    "--expert-model-parallel-size 2",
+}
+# The same unsplit, by Megatron's own attention. The weights of gated delta nets come from other
+# numbers then, and those of experts from other generators.
+UNSPLIT = "--context-parallel-algo megatron --context-parallel-size 1"
+COMPARED = [name for name in SCALED if name != "qwen3_next_64k"]
+
 RUNS = (
     "llama7b_zigzag_128k 8",
     "llama7b_zigzag_128k 4 --context-parallel-size 4 --num-layers 16",
@@ -40,7 +73,57 @@ RUNS = (
     "llama3_8b_sft 8",
     "llama3_8b_sft 8 --context-parallel-algo zigzag --cp-options layout=documents",
     "qwen3_next_64k 8",
+    "llama7b_zigzag_128k 8 --context-parallel-algo allgather",
+    "llama3_8b_128k 8 --context-parallel-algo zigzag",
+    "llama3_8b_128k 8 --context-parallel-algo usp",
+    "llama3_8b_128k 8 --context-parallel-algo attention2d",
+    "llama33h_distflash_256k 8",
+    "llama33h_distflash_256k 2 --context-parallel-size 2 --num-layers 4 --seq-length 65536",
+    "llama33h_distflash_256k 8 --context-parallel-algo ulysses",
+    "gpt3_2b7_attention2d_128k 16",
+    "gpt3_2b7_attention2d_128k 4 --context-parallel-size 4 --num-layers 8 --global-batch-size 1",
+    "tnl1b_lasp2_512k 8",
+    "tnl1b_lasp2_512k 2 --context-parallel-size 2 --seq-length 131072",
+    "tnl1b_lasp2_512k 8 --context-parallel-algo lasp",
+    "tnl1b_lasp2_512k 8 --context-parallel-algo linear_ulysses",
+    "tnl1b_lasp2_512k 8 --cp-layers lasp2*3,zigzag --cp-options layout=zigzag",
+    "llama13b_ring_128k 32",
+    "llama13b_ring_128k 32 --context-parallel-algo zigzag",
+    "llama13b_ring_128k 4 --context-parallel-size 4 --num-layers 8",
+    "llama3_8b_fsdp_128k 8",
+    "llama3_8b_fsdp_128k 8 --context-parallel-algo attention2d",
+    "llama3_8b_fsdp_128k 2 --context-parallel-size 2 --num-layers 8",
+    *(f"{name} 2 --context-parallel-size 2 {words}" for name, words in SCALED.items()),
 )
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(600)
+def test_run_files_train_on_two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All at once: most of the time is spent on starting."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip(f"needs two GPUs, found {torch.cuda.device_count()}")
+    write_conversations(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    data = f"--data-path {tmp_path}/data.jsonl --tokenizer-model {tmp_path}/tokenizer"
+
+    def losses(name: str, split: bool) -> list[float]:
+        words = [*SCALED[name].split(), *(data.split() if name == "llama3_8b_sft" else ())]
+        words += ["--context-parallel-size", "2"] if split else UNSPLIT.split()
+        words += ["--data-cache-path", str(tmp_path / f"{name}-{split}")]
+        command = (str(SCRIPT), "--config", name)
+        return run(*words, ranks=1 + split, program=command).succeeded().losses
+
+    with ThreadPoolExecutor(len(SCALED) + len(COMPARED)) as pool:
+        started = {name: pool.submit(losses, name, True) for name in SCALED}
+        unsplit = {name: pool.submit(losses, name, False) for name in COMPARED}
+        found = {name: job.result() for name, job in started.items()}
+        expected = {name: job.result() for name, job in unsplit.items()}
+    for name in COMPARED:
+        assert len(found[name]) == 3
+        assert found[name] == pytest.approx(expected[name], rel=2e-3), name
+    assert found["qwen3_next_64k"][0] == pytest.approx(math.log(VOCABULARY), rel=0.1)
+    assert all(map(math.isfinite, found["qwen3_next_64k"]))
 
 
 @pytest.mark.slow

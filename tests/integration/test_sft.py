@@ -6,64 +6,25 @@ of ranks, and what follows a conversation is a label only without padding: the l
 none.
 """
 
-import json
-import random
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from megatron_cp_plugin.harness.parity import Tolerances
+from tests.integration.conversations import write_conversations
 from tests.integration.megatron_job import LAUNCH, LAUNCHER, TINY, Job, run, run_warm
 
 pytestmark = pytest.mark.timeout(300)
 
-WORDS = [f"w{number}" for number in range(120)]
-TEMPLATE = "{% for message in messages %}{{ message['content'] + ' </s> ' }}{% endfor %}"
-# Stands for the package of that name, of which Megatron needs one function.
-DATASETS = """
-import json
-
-
-def load_dataset(kind, data_files, split):
-    with open(data_files) as lines:
-        return [json.loads(line) for line in lines]
-"""
 # Finds it beside itself.
 TRAIN = "from megatron_cp_plugin.harness import pretrain\n\npretrain.run()\n"
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Conversations of 8, 16 or 24 tokens, several to a line; a tokenizer; a package and
-    a script beside it.
-    """
+    """Conversations, and a script beside them."""
     folder = tmp_path_factory.mktemp("sft")
-    rng = random.Random(0)
-
-    def conversation() -> list[dict[str, str]]:
-        tokens = 8 * rng.randrange(1, 4)
-        words = [2, 1, tokens - 6]  # and one after each turn
-        return [
-            {"role": role, "content": " ".join(rng.choices(WORDS, k=count))}
-            for role, count in zip(("system", "user", "assistant"), words, strict=True)
-        ]
-
-    lines = [
-        json.dumps({"messages": [turn for _ in range(count) for turn in conversation()]})
-        for count in rng.choices(range(1, 6), k=40)
-    ]
-    (folder / "data.jsonl").write_text("\n".join(lines))
-    vocabulary = {word: number for number, word in enumerate(("<pad>", "<unk>", "</s>", *WORDS))}
-    model = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    model.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=model, pad_token="<pad>", unk_token="<unk>", eos_token="</s>"
-    )
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(folder / "tokenizer")
-    (folder / "datasets.py").write_text(DATASETS)
+    write_conversations(folder)
     (folder / "train.py").write_text(TRAIN)
     return folder
 

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from megatron_cp_plugin.harness.parity import Recording, Tolerances, compare
 from tests.integration.megatron_job import (
     LAUNCH,
     LAUNCHER,
     SCRIPT,
+    SLOWLY,
     TINY,
     Job,
     run,
@@ -149,14 +151,20 @@ def test_hybrid_model(name: str, pattern: str, tmp_path: Path) -> None:
 def test_sharded_data_parallelism(
     sharding: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Data parallel 2 x context parallel 2 against neither."""
-    if "--use-megatron-fsdp" in sharding:
-        pytest.importorskip("einops")
+    """Data parallel 2 x context parallel 2 against neither, with 33 rows for 4 ranks."""
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
-    flags = (*ROPE, "--untie-embeddings-and-output-weights")
-    reference = run_warm(tmp_path / "reference", *flags, "--context-parallel-algo", "megatron")
-    job = run_warm(tmp_path / "split", *flags, *sharding.split(), *algo("zigzag", 2), ranks=4)
-    assert_same_training(job.succeeded(), reference.succeeded())
+    flags = (*ROPE, *SLOWLY, "--untie-embeddings-and-output-weights", "--ffn-hidden-size", "33")
+    recordings = []
+    for name, ranks, words in (
+        ("reference", 1, ("--context-parallel-algo", "megatron")),
+        ("split", 4, (*sharding.split(), *algo("zigzag", 2))),
+    ):
+        folder = tmp_path / name
+        run_warm(folder, *flags, *words, "--cp-record", str(folder), ranks=ranks).succeeded()
+        recordings.append(Recording.load(folder))
+    comparison = compare(*recordings, Tolerances())
+    assert comparison.passed, comparison.problems
+    assert any("[key]" in name for name in comparison.gradients)
 
 
 def test_sliding_windows(tmp_path: Path) -> None:
