@@ -200,4 +200,5 @@ def _with_results(plan: Plan, *, dq: bool, dkv: bool) -> Plan:
         return plan
     wanted = {False: dq, True: dkv}
     moves = (move for move in plan.moves if not move.result or wanted[move.of_keys])
-    return replace(plan, moves=tuple(moves))
+    times = (time for time in plan.times if not time.result or wanted[time.of_keys])
+    return replace(plan, moves=tuple(moves), times=frozenset(times))

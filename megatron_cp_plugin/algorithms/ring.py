@@ -95,11 +95,6 @@ class Ring(PointToPoint):
                 f"{', '.join(map(str, ranks.values()))}: use route ring"
             )
 
-    @property
-    def planned_alone(self) -> int | None:
-        """See PointToPoint; all ranks have channels between nodes, or none."""
-        return None if self.options.route == "double" else super().planned_alone
-
     def placement(self, shape: Shape, mask: Mask, phase: Phase) -> RingPlacement:
         """See Algorithm.placement."""
         retains = self._retains(shape, mask)

@@ -21,6 +21,7 @@ from megatron_cp_plugin.core.plan import (
     Plan,
     Setting,
     TensorNames,
+    Time,
 )
 from megatron_cp_plugin.core.rows import (
     Rows,
@@ -239,6 +240,7 @@ class _Derivation:
 
     def plan(self) -> Plan:
         placement, setting = self.placement, self.setting
+        self.times: set[Time] = set()
         templates = [*self._inputs(), *self._results()]
         computes = list(self._assembled() if placement.assembled else self._computes())
         moves: list[Move] = [*self._to_key_holders()]
@@ -271,7 +273,18 @@ class _Derivation:
             placement.relay,
             self._kept(),
             retained=tuple(sorted(self._retained())),
+            times=frozenset(self._times() if setting.rank is not None else ()),
         )
+
+    def _times(self) -> Iterator[Time]:
+        """Those of all groups of heads."""
+        for index, group in enumerate(self.placement.groups):
+            offset = index * self.steps
+            for time in self.times:
+                shared = time.of_keys and not (group.last if time.result else group.first)
+                once = time.tensor in OF_ROWS and self.placement.assembled
+                if not shared and not (once and index):
+                    yield Time(time.tensor, time.posted + offset, time.needed + offset)
 
     def _computes(self) -> Iterator[Compute]:
         for place, query, key, start, stop in self.cells:
@@ -322,6 +335,7 @@ class _Derivation:
                 others = {rank: visit for rank, visit in visits.items() if rank != retaining}
             for messages in self._messages(side, results=False):
                 for source, posted, visit in self._sources(holder, others):
+                    self.times.add(Time(messages[0][0], posted, visit.first))
                     if self._concerns(source, visit.rank):
                         yield self._move(
                             posted, visit.first, source, visit.rank, messages, owner, visit.given
@@ -367,6 +381,7 @@ class _Derivation:
                         target, needed = holder, visit.last + lag
                         if after is not None:
                             target, needed = after[0].rank, after[0].last
+                        self.times.add(Time(messages[0][0], visit.last, needed))
                         if self._concerns(visit.rank, target):
                             yield self._move(
                                 visit.last, needed, visit.rank, target, messages, owner, rows

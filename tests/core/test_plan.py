@@ -17,6 +17,7 @@ from megatron_cp_plugin.core.pipeline import head_groups
 from megatron_cp_plugin.core.placement import BlockPlacement, HeadPlacement, Place
 from megatron_cp_plugin.core.plan import PHASES, Block, Move, Plan, Setting
 from megatron_cp_plugin.core.plan_check import PlanError, check, check_slots
+from megatron_cp_plugin.core.program import during
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.slices import Slices
 from megatron_cp_plugin.core.tiles import Mask
@@ -87,7 +88,9 @@ def test_every_plan_is_correct(data: st.DataObject) -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_the_part_of_a_rank_is_what_concerns_it(data: st.DataObject) -> None:
-    """In the steps of all: its computations, and moves from it or to it, in the same order."""
+    """In the steps of all: its computations, and moves from it or to it, in the same order; it
+    knows when others have any.
+    """
     size = data.draw(st.integers(1, 9))
     each = [*variants(size), ("ring", {"route": "straight"}), ("zigzag", {"route": "straight"})]
     name, options = data.draw(st.sampled_from(each))
@@ -102,6 +105,8 @@ def test_the_part_of_a_rank_is_what_concerns_it(data: st.DataObject) -> None:
             part = made.plan(shape, mask, phase, rank=rank)
             assert part.computes == tuple(c for c in whole.computes if c.rank == rank)
             assert part.moves == tuple(m for m in whole.moves if rank in (m.source, m.target))
+            within = {(m.result, m.posted, m.needed) for m in during(whole)}
+            assert {(t.result, t.posted, t.needed) for t in part.times} == within
             assert (part.steps, part.spans) == (whole.steps, whole.spans)
 
 
