@@ -111,7 +111,7 @@ class GridAlgorithm(PointToPoint):
             self._gathered(shape, Mask(), "forward", True)
         else:
             super().make_channels(shape)
-        if outside(self.plan(shape, Mask(), "forward")):
+        if self._transposes(shape):
             self.topology.channel("transposes")
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Saved]:
@@ -143,9 +143,10 @@ class GridAlgorithm(PointToPoint):
             total, grid = 0, self._grid(rows, cols)
             for phase in PHASES:
                 placed = self._placed(GatheredPlacement, grid, whole, phase)
-                plan = plan_of(placed, Setting(shape.seq_len, Mask(), phase))
                 # The last rank but one is not on the diagonal, where nothing is transposed.
-                total += plan.sent(max(0, size - 2), shape).bytes
+                rank = max(0, size - 2)
+                plan = plan_of(placed, Setting(shape.seq_len, Mask(), phase, rank=rank))
+                total += plan.sent(rank, shape).bytes
             return total
 
         return cheapest(size, self.rows, self.cols, cost)
@@ -165,13 +166,21 @@ class GridAlgorithm(PointToPoint):
         key = grid.rows, grid.cols
         if key not in self._channels_of:
             self._channels_of[key] = GridChannels(self.topology, grid)
-        plan = self.plan(shape, mask, phase, rectangular=rectangular, rank=self.planned_alone)
+        # Collective operations: nothing depends on what other ranks do meanwhile.
+        plan = self.plan(shape, mask, phase, rectangular=rectangular, rank=self.topology.rank)
         return Gathered(plan, grid, self._channels_of[key], self.topology.rank)
 
     def _transpose(self, shape: Shape, phase: Phase, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         """K and V to where their column needs them, or their gradients back to their owner."""
-        moves = outside(self.plan(shape, Mask(), phase))
-        return transposed(self.topology, moves, a, b) if moves else (a, b)
+        if not self._transposes(shape):
+            return a, b
+        plan = self.plan(shape, Mask(), phase, rank=self.topology.rank)
+        return transposed(self.topology, outside(plan), a, b)
+
+    def _transposes(self, shape: Shape) -> bool:
+        """Whether some rank of a column holds the keys of another."""
+        owners = self._grid(*self.grid_shape(shape)).key_owners
+        return owners != tuple(range(self.topology.size))
 
     def _make_plan(
         self, shape: Shape, mask: Mask, phase: Phase, rectangular: bool, rank: int | None

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import zip_longest
+from itertools import product, zip_longest
 from typing import Literal, NamedTuple
 
 from megatron_cp_plugin.core.derive_heads import with_teams
@@ -49,7 +49,10 @@ def plan_of(placement: Placement, setting: Setting) -> Plan:
     """The plan of one pass, made once: at short lengths a step of training is bound by the host."""
     if isinstance(placement, HeadPlacement):
         return with_teams(placement, plan_of(placement.between, setting))
-    making = copy(_meeting(placement, Setting(setting.seq_len, setting.mask, "forward")))
+    # Of what the mask has no say in, one rank's part is made without that of others.
+    alone = None if placement.masked or setting.mask.special else setting.rank
+    shared = Setting(setting.seq_len, setting.mask, "forward", rank=alone)
+    making = copy(_meeting(placement, shared))
     making.setting = setting
     return making.plan()
 
@@ -115,11 +118,11 @@ class _Derivation:
         # Where blocks are that nobody needs there: of a relay, (rank, step).
         self.passing: dict[tuple[Side, int], list[tuple[int, int]]] = {}
         sparse = self.masked and not placement.relay and not placement.assembled
-        for query in range(size):
-            for key in range(size):
-                if not sparse or self._sees(query, key):
-                    for place in placement.place(query, key):
-                        self._add(query, key, place)
+        everyone, rank = product(range(size), range(size)), setting.rank
+        for query, key in everyone if rank is None else placement.met(rank):
+            if not sparse or self._sees(query, key):
+                for place in placement.place(query, key):
+                    self._add(query, key, place)
         for (side, owner), visits in self.visits.items():
             self._cut(visits, self.passing.get((side, owner), ()))
             self._give(side, owner, visits)
@@ -187,17 +190,18 @@ class _Derivation:
         placement = self.placement
         if not self.masked or placement.assembled:
             return
+        others: dict[int, _Visit] = {}
         for rank, step in passing:
-            if rank in visits:
-                visits[rank].add(step, ())
+            known = visits if rank in visits else others
+            known.setdefault(rank, _Visit(rank, step, step)).add(step, ())
         last: dict[int, int] = {}  # by leg
         for visit in visits.values():
             if visit.needed:
                 leg = placement.leg(visit.rank)
                 last[leg] = max(visit.first, last.get(leg, -1))
-        for rank, step in passing:
-            if rank not in visits and step <= last.get(placement.leg(rank), -1):
-                visits[rank] = _Visit(rank, step, step)
+        for rank, visit in others.items():
+            if visit.first <= last.get(placement.leg(rank), -1):
+                visits[rank] = visit
         for visit in list(visits.values()):
             relayed = placement.relay and visit.first <= last.get(placement.leg(visit.rank), -1)
             if not visit.needed and not relayed:

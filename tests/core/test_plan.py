@@ -104,7 +104,10 @@ def test_the_part_of_a_rank_is_what_concerns_it(data: st.DataObject) -> None:
         for rank in range(size):
             part = made.plan(shape, mask, phase, rank=rank)
             assert part.computes == tuple(c for c in whole.computes if c.rank == rank)
-            assert part.moves == tuple(m for m in whole.moves if rank in (m.source, m.target))
+            mine = [m for m in whole.moves if rank in (m.source, m.target)]
+            assert sorted(map(str, part.moves)) == sorted(map(str, mine))
+            if name not in ("allgather", "attention2d"):  # where order means nothing
+                assert list(part.moves) == mine
             within = {(m.result, m.posted, m.needed) for m in during(whole)}
             assert {(t.result, t.posted, t.needed) for t in part.times} == within
             assert (part.steps, part.spans) == (whole.steps, whole.spans)
