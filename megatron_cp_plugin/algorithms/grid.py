@@ -20,7 +20,7 @@ from megatron_cp_plugin.algorithms.point_to_point import PointToPoint
 from megatron_cp_plugin.core.algorithm import Algorithm, Call, Saved
 from megatron_cp_plugin.core.caching import cached_method
 from megatron_cp_plugin.core.comm import Phase
-from megatron_cp_plugin.core.derive import plan_of_rank
+from megatron_cp_plugin.core.derive import plan_of
 from megatron_cp_plugin.core.grid import Grid, cheapest, column_major, row_major
 from megatron_cp_plugin.core.pipeline import HeadGroup, group_count, head_groups
 from megatron_cp_plugin.core.plan import PHASES, Plan, Setting
@@ -145,7 +145,7 @@ class GridAlgorithm(PointToPoint):
                 placed = self._placed(GatheredPlacement, grid, whole, phase)
                 # The last rank but one is not on the diagonal, where nothing is transposed.
                 rank = max(0, size - 2)
-                plan = plan_of_rank(placed, Setting(shape.seq_len, Mask(), phase), rank)
+                plan = plan_of(placed, Setting(shape.seq_len, Mask(), phase, rank=rank))
                 total += plan.sent(rank, shape).bytes
             return total
 
@@ -166,20 +166,15 @@ class GridAlgorithm(PointToPoint):
         key = grid.rows, grid.cols
         if key not in self._channels_of:
             self._channels_of[key] = GridChannels(self.topology, grid)
-        if mask.special:  # what travels then depends on all ranks
-            plan = self.plan(shape, mask, phase, rectangular=rectangular)
-        else:
-            plan = self._own_plan(shape, mask, phase, rectangular=rectangular)
+        # Collective operations: nothing depends on what other ranks do meanwhile.
+        plan = self.plan(shape, mask, phase, rectangular=rectangular, rank=self.topology.rank)
         return Gathered(plan, grid, self._channels_of[key], self.topology.rank)
 
     def _transpose(self, shape: Shape, phase: Phase, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         """K and V to where their column needs them, or their gradients back to their owner."""
         if not self._transposes(shape):
             return a, b
-        if self.kind is GatheredPlacement:
-            plan = self._own_plan(shape, Mask(), phase, rectangular=True)
-        else:
-            plan = self.plan(shape, Mask(), phase)
+        plan = self.plan(shape, Mask(), phase, rank=self.topology.rank)
         return transposed(self.topology, outside(plan), a, b)
 
     def _transposes(self, shape: Shape) -> bool:
@@ -187,11 +182,8 @@ class GridAlgorithm(PointToPoint):
         owners = self._grid(*self.grid_shape(shape)).key_owners
         return owners != tuple(range(self.topology.size))
 
-    def _own_plan(self, shape: Shape, mask: Mask, phase: Phase, *, rectangular: bool) -> Plan:
-        """This rank's part of a plan by collective operations. Args: mask: not a special one."""
-        setting = Setting(shape.seq_len, mask, phase, rectangular)
-        return plan_of_rank(self.placement(shape, mask, phase), setting, self.topology.rank)
-
-    def _make_plan(self, shape: Shape, mask: Mask, phase: Phase, rectangular: bool) -> Plan:
+    def _make_plan(
+        self, shape: Shape, mask: Mask, phase: Phase, rectangular: bool, rank: int | None
+    ) -> Plan:
         kind: type[Algorithm] = Algorithm if self.kind is GatheredPlacement else PointToPoint
-        return kind._make_plan(self, shape, mask, phase, rectangular)
+        return kind._make_plan(self, shape, mask, phase, rectangular, rank)

@@ -10,6 +10,7 @@ from megatron_cp_plugin.core.algorithm import Algorithm, Call, Saved
 from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.execute import Channels, follow
 from megatron_cp_plugin.core.kernel import Statistics
+from megatron_cp_plugin.core.layout import Layout
 from megatron_cp_plugin.core.passes import Backward, Forward
 from megatron_cp_plugin.core.pipeline import HeadGroup, check_chunks, successive_groups
 from megatron_cp_plugin.core.plan import Plan
@@ -49,6 +50,7 @@ class PointToPoint(Algorithm):
 
     def __init__(self, topology: Topology, options: Options) -> None:
         super().__init__(topology, options)
+        self._checked: set[Phase] = set()
         if options.transport == "peer" and topology.size > 1 and not topology.peer_access:
             raise ConfigError(
                 f"{self.name} transport peer needs GPUs of one node with access to each other's "
@@ -82,7 +84,9 @@ class PointToPoint(Algorithm):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Saved]:
         """See Algorithm.forward."""
         shape, rectangular = Shape.of(q, k, v, call.seq_len), call.kernel.rectangular_causal
-        plan = self.plan(shape, call.mask, "forward", rectangular=rectangular)
+        plan = self.plan(
+            shape, call.mask, "forward", rectangular=rectangular, rank=self.planned_alone
+        )
         work = Forward(q, k, v, call, groups=len(plan.groups))
         follow(plan, self._channels(plan, shape), work, overlap=self.overlap)
         return work.out, work.lse, (q, k, v, work.out, work.lse, *work.retained)
@@ -104,15 +108,36 @@ class PointToPoint(Algorithm):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """As `backward`, where either out or delta is at hand."""
         shape, rectangular = Shape.of(q, k, v, call.seq_len), call.kernel.rectangular_causal
-        plan = self.plan(shape, call.mask, "backward", rectangular=rectangular)
+        plan = self.plan(
+            shape, call.mask, "backward", rectangular=rectangular, rank=self.planned_alone
+        )
         plan = _with_results(plan, dq=call.dq, dkv=call.dkv)
         few = plan.steps <= 2 * len(plan.groups)
         work = Backward(dout, q, k, v, statistics, call, few=few, retained=retained)
         follow(plan, self._channels(plan, shape), work, overlap=self.overlap)
         return work.gradients
 
-    def _make_plan(self, shape: Shape, mask: Mask, phase: Phase, rectangular: bool) -> Plan:
-        plan = super()._make_plan(shape, mask, phase, rectangular)
+    def _make_on(self, layout: Layout) -> Algorithm:
+        other = super()._make_on(layout)
+        assert isinstance(other, PointToPoint)
+        other._checked = self._checked
+        return other
+
+    @property
+    def planned_alone(self) -> int | None:
+        """The rank whose part of a plan is enough for it; None: it needs those of all ranks, which
+        use buffers in each other's memory in the same order.
+        """
+        return None if self.topology.peer_access else self.topology.rank
+
+    def _make_plan(
+        self, shape: Shape, mask: Mask, phase: Phase, rectangular: bool, rank: int | None
+    ) -> Plan:
+        plan = super()._make_plan(shape, mask, phase, rectangular, rank)
+        if rank is not None and phase not in self._checked:
+            # Once for all ranks, so that all refuse what one of them does.
+            self.plan(shape, mask, phase, rectangular=rectangular)
+            self._checked.add(phase)
         each = plan.steps // len(plan.groups)
         for move in during(plan):
             if not move.result and move.needed % each == 0:
@@ -175,4 +200,5 @@ def _with_results(plan: Plan, *, dq: bool, dkv: bool) -> Plan:
         return plan
     wanted = {False: dq, True: dkv}
     moves = (move for move in plan.moves if not move.result or wanted[move.of_keys])
-    return replace(plan, moves=tuple(moves))
+    times = (time for time in plan.times if not time.result or wanted[time.of_keys])
+    return replace(plan, moves=tuple(moves), times=frozenset(times))

@@ -142,13 +142,24 @@ class Algorithm(ABC):
         """Which rank computes what, in which order, and from whom it gets the rest, in a pass."""
 
     def plan(
-        self, shape: Shape, mask: Mask, phase: Phase = "forward", *, rectangular: bool = True
+        self,
+        shape: Shape,
+        mask: Mask,
+        phase: Phase = "forward",
+        *,
+        rectangular: bool = True,
+        rank: int | None = None,
     ) -> Plan:
-        """What all ranks compute and move in one pass. Args: rectangular: as in `plan_tiles`."""
-        return self._plan(shape, mask, phase, rectangular)
+        """What all ranks compute and move in one pass.
 
-    def _make_plan(self, shape: Shape, mask: Mask, phase: Phase, rectangular: bool) -> Plan:
-        setting = Setting(shape.seq_len, mask, phase, rectangular)
+        Args: rectangular: as in `plan_tiles`. rank: only its part, as of `Setting`.
+        """
+        return self._plan(shape, mask, phase, rectangular, rank)
+
+    def _make_plan(
+        self, shape: Shape, mask: Mask, phase: Phase, rectangular: bool, rank: int | None
+    ) -> Plan:
+        setting = Setting(shape.seq_len, mask, phase, rectangular, rank)
         return plan_of(self.placement(shape, mask, phase), setting)
 
     def traffic(self, shape: Shape, mask: Mask, rank: int) -> Traffic:

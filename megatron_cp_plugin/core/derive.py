@@ -1,7 +1,8 @@
 """From a placement, a mask and a length to a plan: what every rank computes, sends and receives."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from copy import copy
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import product, zip_longest
 from typing import Literal, NamedTuple
@@ -21,6 +22,7 @@ from megatron_cp_plugin.core.plan import (
     Plan,
     Setting,
     TensorNames,
+    Time,
 )
 from megatron_cp_plugin.core.rows import (
     Rows,
@@ -47,23 +49,12 @@ def plan_of(placement: Placement, setting: Setting) -> Plan:
     """The plan of one pass, made once: at short lengths a step of training is bound by the host."""
     if isinstance(placement, HeadPlacement):
         return with_teams(placement, plan_of(placement.between, setting))
-    return _Derivation(placement, setting).plan()
-
-
-@lru_cache(maxsize=64)
-def plan_of_rank(placement: BlockPlacement, setting: Setting, rank: int) -> Plan:
-    """The part of a plan that one rank follows: what it computes, sends and receives.
-
-    Raises: ValueError for a relay, where what a rank sends depends on all others.
-    """
-    if placement.relay:
-        raise ValueError("a relay is planned for all ranks: use plan_of")
-    plan = _Derivation(placement, setting, rank).plan()
-    return replace(
-        plan,
-        computes=tuple(compute for compute in plan.computes if compute.rank == rank),
-        moves=tuple(move for move in plan.moves if rank in (move.source, move.target)),
-    )
+    # Of what the mask has no say in, one rank's part is made without that of others.
+    alone = None if placement.masked or setting.mask.special else setting.rank
+    shared = Setting(setting.seq_len, setting.mask, "forward", rank=alone)
+    making = copy(_meeting(placement, shared))
+    making.setting = setting
+    return making.plan()
 
 
 @dataclass
@@ -95,13 +86,15 @@ class _Cell(NamedTuple):
     stop: int
 
 
+@lru_cache(maxsize=16)  # both passes of a micro-batch have the same, where placements are
+def _meeting(placement: BlockPlacement, setting: Setting) -> "_Derivation":
+    return _Derivation(placement, setting)
+
+
 class _Derivation:
     """A plan of a block placement in the making: of one group of heads first, then of all."""
 
-    def __init__(
-        self, placement: BlockPlacement, setting: Setting, rank: int | None = None
-    ) -> None:
-        """Args: rank: only what it follows need be right; None: the plan of all."""
+    def __init__(self, placement: BlockPlacement, setting: Setting) -> None:
         self.placement, self.setting = placement, setting
         size, layout = placement.size, placement.layout.within(setting.mask.documents)
         self.tokens = layout, size, setting.seq_len
@@ -118,12 +111,16 @@ class _Derivation:
         self.all_heads = groups[0] if len(groups) == 1 else together(groups)
         self.cells: list[_Cell] = []
         self.visits: dict[tuple[Side, int], dict[int, _Visit]] = {}
-        pairs = product(range(size), range(size)) if rank is None else placement.met(rank)
-        for query, key in pairs:
-            for place in placement.place(query, key):
-                self._add(query, key, place)
+        # Where blocks are that nobody needs there: of a relay, (rank, step).
+        self.passing: dict[tuple[Side, int], list[tuple[int, int]]] = {}
+        sparse = self.masked and not placement.relay and not placement.assembled
+        everyone, rank = product(range(size), range(size)), setting.rank
+        for query, key in everyone if rank is None else placement.met(rank):
+            if not sparse or self._sees(query, key):
+                for place in placement.place(query, key):
+                    self._add(query, key, place)
         for (side, owner), visits in self.visits.items():
-            self._cut(visits)
+            self._cut(visits, self.passing.get((side, owner), ()))
             self._give(side, owner, visits)
         self.widths = self._join_teams() if placement.assembled and self.masked else {}
         found = [v.last for visits in self.visits.values() for v in visits.values()]
@@ -176,21 +173,31 @@ class _Derivation:
         return queries_seeing(*self.tokens, self.setting.mask)
 
     def _visit(self, side: Side, owner: int, place: Place, rows: Rows) -> None:
+        if self.masked and self.placement.relay and not rows:
+            self.passing.setdefault((side, owner), []).append((place.rank, place.step))
+            return
         visits = self.visits.setdefault((side, owner), {})
         if place.rank not in visits:
             visits[place.rank] = _Visit(place.rank, place.step, place.step)
         visits[place.rank].add(place.step, rows)
 
-    def _cut(self, visits: dict[int, _Visit]) -> None:
+    def _cut(self, visits: dict[int, _Visit], passing: Iterable[tuple[int, int]]) -> None:
         """Leaves out what the mask makes needless; a leg goes on to the last that needs it."""
         placement = self.placement
         if not self.masked or placement.assembled:
             return
+        others: dict[int, _Visit] = {}
+        for rank, step in passing:
+            known = visits if rank in visits else others
+            known.setdefault(rank, _Visit(rank, step, step)).add(step, ())
         last: dict[int, int] = {}  # by leg
         for visit in visits.values():
             if visit.needed:
                 leg = placement.leg(visit.rank)
                 last[leg] = max(visit.first, last.get(leg, -1))
+        for rank, visit in others.items():
+            if visit.first <= last.get(placement.leg(rank), -1):
+                visits[rank] = visit
         for visit in list(visits.values()):
             relayed = placement.relay and visit.first <= last.get(placement.leg(visit.rank), -1)
             if not visit.needed and not relayed:
@@ -233,6 +240,7 @@ class _Derivation:
 
     def plan(self) -> Plan:
         placement, setting = self.placement, self.setting
+        self.times: set[Time] = set()
         templates = [*self._inputs(), *self._results()]
         computes = list(self._assembled() if placement.assembled else self._computes())
         moves: list[Move] = [*self._to_key_holders()]
@@ -265,10 +273,23 @@ class _Derivation:
             placement.relay,
             self._kept(),
             retained=tuple(sorted(self._retained())),
+            times=frozenset(self._times() if setting.rank is not None else ()),
         )
+
+    def _times(self) -> Iterator[Time]:
+        """Those of all groups of heads."""
+        for index, group in enumerate(self.placement.groups):
+            offset = index * self.steps
+            for time in self.times:
+                shared = time.of_keys and not (group.last if time.result else group.first)
+                once = time.tensor in OF_ROWS and self.placement.assembled
+                if not shared and not (once and index):
+                    yield Time(time.tensor, time.posted + offset, time.needed + offset)
 
     def _computes(self) -> Iterator[Compute]:
         for place, query, key, start, stop in self.cells:
+            if not self._concerns(place.rank):
+                continue
             queries = self._block("queries", query, place.rank, start, stop)
             keys = self._block("keys", key, place.rank, 0, self.lengths[key])
             yield Compute(place.step, place.rank, queries, keys, self.all_heads)
@@ -282,6 +303,8 @@ class _Derivation:
     def _assembled(self) -> Iterator[Compute]:
         """All cells of a rank and step as one computation."""
         for step, rank in dict.fromkeys((cell.place.step, cell.place.rank) for cell in self.cells):
+            if not self._concerns(rank):
+                continue
             queries, keys = self._joined("queries", rank), self._joined("keys", rank)
             yield Compute(step, rank, queries, keys, self.all_heads)
 
@@ -312,9 +335,11 @@ class _Derivation:
                 others = {rank: visit for rank, visit in visits.items() if rank != retaining}
             for messages in self._messages(side, results=False):
                 for source, posted, visit in self._sources(holder, others):
-                    yield self._move(
-                        posted, visit.first, source, visit.rank, messages, owner, visit.given
-                    )
+                    self.times.add(Time(messages[0][0], posted, visit.first))
+                    if self._concerns(source, visit.rank):
+                        yield self._move(
+                            posted, visit.first, source, visit.rank, messages, owner, visit.given
+                        )
 
     def _sources(self, holder: int, visits: dict[int, _Visit]) -> Iterator[tuple[int, int, _Visit]]:
         """From whom, and when, every rank gets a block: as soon as the other one has it."""
@@ -356,9 +381,15 @@ class _Derivation:
                         target, needed = holder, visit.last + lag
                         if after is not None:
                             target, needed = after[0].rank, after[0].last
-                        yield self._move(
-                            visit.last, needed, visit.rank, target, messages, owner, rows
-                        )
+                        self.times.add(Time(messages[0][0], visit.last, needed))
+                        if self._concerns(visit.rank, target):
+                            yield self._move(
+                                visit.last, needed, visit.rank, target, messages, owner, rows
+                            )
+
+    def _concerns(self, *ranks: int) -> bool:
+        """Whether the plan is of all ranks, or of one of these."""
+        return self.setting.rank is None or self.setting.rank in ranks
 
     def _move(
         self,
@@ -430,7 +461,7 @@ class _Derivation:
     def _absent(self) -> Iterator[tuple[int, int]]:
         for owner in range(self.placement.size):
             holder = self.placement.key_holder(owner)
-            if holder != owner:
+            if holder != owner and self._concerns(owner, holder):
                 yield owner, holder
 
     def _whole(

@@ -29,13 +29,15 @@ OF_ROWS = frozenset(("lse", "delta"))
 class Setting(NamedTuple):
     """What a plan depends on beside the placement.
 
-    Attributes: seq_len: global. rectangular: as in `plan_tiles`.
+    Attributes: seq_len: global. rectangular: as in `plan_tiles`. rank: whose part it is alone: what
+        it computes, sends and receives, in the steps of all; None: of all ranks.
     """
 
     seq_len: int
     mask: Mask
     phase: Phase
     rectangular: bool = True
+    rank: int | None = None
 
 
 class Block(NamedTuple):
@@ -101,6 +103,27 @@ class Move(NamedTuple):
         return self.messages[0][0] in OF_KEYS
 
 
+class Time(NamedTuple):
+    """When some rank sends something; then all ranks exchange messages, if only none.
+
+    Attributes: tensor: the first one that travels. posted, needed: as of Move.
+    """
+
+    tensor: str
+    posted: int
+    needed: int
+
+    @property
+    def result(self) -> bool:
+        """As of Move."""
+        return self.tensor in RESULTS
+
+    @property
+    def of_keys(self) -> bool:
+        """As of Move."""
+        return self.tensor in OF_KEYS
+
+
 class Kept(NamedTuple):
     """What a rank still has from the forward, beside the tensors of its own tokens.
 
@@ -132,6 +155,7 @@ class Plan:
         kept: what ranks have from the forward. shares: into how many the heads are split among
             ranks. retained: blocks of others that ranks have at the end of the forward, and at the
             beginning of the backward; one each at most.
+        times: where moves are those of one rank, the times of all ranks' ones.
     """
 
     phase: Phase
@@ -146,6 +170,7 @@ class Plan:
     kept: tuple[Kept, ...] = ()
     shares: int = 1
     retained: tuple[Kept, ...] = ()
+    times: frozenset[Time] = frozenset()
 
     @property
     def size(self) -> int:

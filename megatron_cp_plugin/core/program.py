@@ -201,7 +201,9 @@ def _block_of(move: Move) -> BlockId:
 
 def _exchanges(plan: Plan, rank: int) -> dict[tuple[bool, int], tuple[Exchange, ...]]:
     """By kind, results or inputs, and step in which they are posted."""
-    found: dict[tuple[bool, int, int], tuple[list[Move], list[Move]]] = {}
+    found: dict[tuple[bool, int, int], tuple[list[Move], list[Move]]] = {
+        (time.result, time.posted, time.needed): ([], []) for time in plan.times
+    }
     for move in plan.moves:
         sends, receives = found.setdefault((move.result, move.posted, move.needed), ([], []))
         if move.source == rank:
@@ -234,7 +236,8 @@ def _all_exchanges(plan: Plan) -> tuple[tuple[tuple[bool, tuple[Move, ...]], ...
     unequal = {result for result in (False, True) if not _equal_for_all(plan, received, result)}
     found = tuple((ms[0].result, ms) for ms in largest.values() if ms[0].result in unequal)
     one_peer = all(len(others) == 1 for others in peers.values())
-    slow = any(needed > posted + 1 for _, posted, needed, _ in received)
+    times = (*((move.posted, move.needed) for move in plan.moves), *(t[1:] for t in plan.times))
+    slow = any(needed > posted + 1 for posted, needed in times)
     return found, one_peer, slow
 
 

@@ -13,6 +13,7 @@ from itertools import accumulate, pairwise
 from math import inf
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -328,12 +329,11 @@ def _rounds(ranges: Ranges) -> list[list[int]]:
 
 
 def _numbers(ranges: Sequence[range]) -> Tensor:
-    """The elements of all ranges, one after the other."""
-    starts, steps, lengths = torch.tensor([(x.start, x.step, len(x)) for x in ranges]).unbind(1)
-    within = torch.arange(int(lengths.sum())) - (lengths.cumsum(0) - lengths).repeat_interleave(
-        lengths
-    )
-    return starts.repeat_interleave(lengths) + within * steps.repeat_interleave(lengths)
+    """The elements of all ranges, one after the other. By NumPy: torch's threads cost more."""
+    table = np.array([(x.start, x.step, len(x)) for x in ranges], np.int64)
+    starts, steps, lengths = table.T
+    within = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    return torch.from_numpy(np.repeat(starts, lengths) + within * np.repeat(steps, lengths))
 
 
 def _indices(side: _Picked) -> Iterator[Tensor]:

@@ -14,9 +14,10 @@ from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.derive import plan_of
 from megatron_cp_plugin.core.layout import LAYOUTS
 from megatron_cp_plugin.core.pipeline import head_groups
-from megatron_cp_plugin.core.placement import BlockPlacement, Place
+from megatron_cp_plugin.core.placement import BlockPlacement, HeadPlacement, Place
 from megatron_cp_plugin.core.plan import PHASES, Block, Move, Plan, Setting
 from megatron_cp_plugin.core.plan_check import PlanError, check, check_slots
+from megatron_cp_plugin.core.program import during
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.slices import Slices
 from megatron_cp_plugin.core.tiles import Mask
@@ -82,6 +83,34 @@ def test_every_plan_is_correct(data: st.DataObject) -> None:
             shape, mask, phase, rectangular=data.draw(st.booleans())
         )
         check(plan)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_the_part_of_a_rank_is_what_concerns_it(data: st.DataObject) -> None:
+    """In the steps of all: its computations, and moves from it or to it, in the same order; it
+    knows when others have any.
+    """
+    size = data.draw(st.integers(1, 9))
+    each = [*variants(size), ("ring", {"route": "straight"}), ("zigzag", {"route": "straight"})]
+    name, options = data.draw(st.sampled_from(each))
+    seq_len = data.draw(st.integers(1, 5 * size))
+    mask, shape = data.draw(masks(seq_len)), Shape(1, seq_len, 4 * size, size, 8)
+    made = algorithm(name, size, **options)
+    if isinstance(made.placement(shape, mask, "forward"), HeadPlacement):
+        return  # of which all ranks have one plan, whatever the documents
+    for phase in PHASES:
+        whole = made.plan(shape, mask, phase)
+        for rank in range(size):
+            part = made.plan(shape, mask, phase, rank=rank)
+            assert part.computes == tuple(c for c in whole.computes if c.rank == rank)
+            mine = [m for m in whole.moves if rank in (m.source, m.target)]
+            assert sorted(map(str, part.moves)) == sorted(map(str, mine))
+            if name not in ("allgather", "attention2d"):  # where order means nothing
+                assert list(part.moves) == mine
+            within = {(m.result, m.posted, m.needed) for m in during(whole)}
+            assert {(t.result, t.posted, t.needed) for t in part.times} == within
+            assert (part.steps, part.spans) == (whole.steps, whole.spans)
 
 
 @pytest.mark.parametrize(
