@@ -9,7 +9,7 @@ What can begin first is decided first, and takes its resources until it is done.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -225,6 +225,7 @@ class _Run:
             rank: _Rank((_Begin("forward"), *trace.forward, _Begin("backward"), *trace.backward))
             for rank, trace in traces.items()
         }
+        self.cards = _cards(machine, nodes)
         self.operations: dict[Key, _Operation] = defaultdict(_Operation)
         self.open: dict[Key, None] = {}  # operations that are not over, in order
         self.channel_free: dict[tuple[int, ChannelId], float] = {}
@@ -419,16 +420,8 @@ class _Run:
     def _resources(self, source: int, target: int) -> list[tuple[str, int]]:
         if self.nodes[source] == self.nodes[target]:
             return [("out", source), ("in", target)]
-        found = [("card out", self._card(source)), ("card in", self._card(target))]
+        found = [("card out", self.cards[source]), ("card in", self.cards[target])]
         return [*found, ("fabric", 0)] if self.machine.between_total else found
-
-    def _card(self, rank: int) -> int:
-        """The number of a rank's network card, over all nodes."""
-        mates = [other for other, node in enumerate(self.nodes) if node == self.nodes[rank]]
-        cards = min(self.machine.cards_per_node, len(mates))
-        return self.nodes[rank] * self.machine.cards_per_node + (
-            mates.index(rank) * cards // len(mates)
-        )
 
     def _exchange(self, key: Key) -> None:
         """Messages of all ranks of a channel; each rank is done when its own are."""
@@ -467,7 +460,7 @@ class _Run:
         seconds, shared = self._collective_seconds(members, operation, size)
         resources = [("out", m) for m in members]
         if len({self.nodes[m] for m in members}) > 1:
-            resources = [("card out", card) for card in {self._card(m) for m in members}]
+            resources = [("card out", card) for card in {self.cards[m] for m in members}]
         of_all = [("fabric", 0)] if shared else []
         start = max([start, *(self.free.get(one, 0.0) for one in (*resources, *of_all))])
         end = start + seconds
@@ -500,7 +493,7 @@ class _Run:
             crossing = (size - within) * local  # of a node
         else:
             crossing = size  # a ring through all nodes, over all cards of each
-        cards = len({self._card(m) for m in next(iter(of_nodes.values()))})
+        cards = len({self.cards[m] for m in next(iter(of_nodes.values()))})
         if len(self.ranks) < len(self.nodes):  # other groups like this one use the same cards
             a_card = self.nodes.count(self.nodes[members[0]]) / machine.cards_per_node
             crossing *= max(1.0, a_card * cards / local)
@@ -547,6 +540,16 @@ class _Run:
                 sent[rank][link] = size
         most = max(sent.values(), key=lambda links: sum(links.values()))
         return PassTime(stop - start, sum(spans) / len(self.ranks), waited, most)
+
+
+def _cards(machine: Machine, nodes: Sequence[int]) -> tuple[int, ...]:
+    """The network card of each rank, counted over all nodes: ranks next to each other share one."""
+    counts, before, found = Counter(nodes), Counter[int](), []
+    for node in nodes:
+        of_node = min(machine.cards_per_node, counts[node])
+        found.append(node * machine.cards_per_node + before[node] * of_node // counts[node])
+        before[node] += 1
+    return tuple(found)
 
 
 def _joined(sends: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
