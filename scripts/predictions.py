@@ -445,8 +445,8 @@ WRONG = """## Where it is wrong
   kernels only while data moves, and what linear attention adds for earlier tokens. Nothing was
   changed after looking at published rows, but whoever wrote the files of their machines knew them.
 - `group_share`, half of a kernel's speed beside NCCL, stands for multiprocessors, memory and clocks
-  together, and H200's is taken over for all others. It is too hard on rings over NCCL inside a node with many steps (attention2d `overlap`:
-  5 to 10% too slow) and too soft on two ranks' gathers.
+  together, and H200's is taken over for all others. It is too hard on rings over NCCL inside a node
+  with many steps (attention2d `overlap`: 5 to 10% too slow), too soft on two ranks' gathers.
 - Long runs are 1 to 5% slower than predicted at 128K: clocks sink under load, and the kernels' rows
   are of 8K and 32K tokens.
 - Where the host is the limit (8K, 16K tokens and groups of heads) single rows are off by up to 40%:

@@ -226,6 +226,10 @@ class _Run:
             for rank, trace in traces.items()
         }
         self.cards = _cards(machine, nodes)
+        # Where one rank of many is played, those that share its network card do the same as it.
+        alone = len(self.ranks) < len(nodes)
+        a_node = max(Counter(nodes).values())
+        self.crowd = max(1.0, a_node / machine.cards_per_node) if alone else 1.0
         self.operations: dict[Key, _Operation] = defaultdict(_Operation)
         self.open: dict[Key, None] = {}  # operations that are not over, in order
         self.channel_free: dict[tuple[int, ChannelId], float] = {}
@@ -407,12 +411,15 @@ class _Run:
     ) -> float:
         """A message over links that are free then. Returns: when it has come."""
         resources = self._resources(source, target)
+        if resources[0][0] == "card out":
+            size = round(size * self.crowd)
         begin = max([start, *(self.free.get(one, 0.0) for one in resources)])
         end = begin + rate.time(size)
         for one in resources:
             self.free[one] = end
         if ("fabric", 0) in resources and self.machine.between_total:
-            self.free["fabric", 0] = begin + size / self.machine.between_total
+            others = len(self.nodes) / len(self.ranks) / self.crowd
+            self.free["fabric", 0] = begin + size * others / self.machine.between_total
         name = f"to {target}" if lane == "copies" else f"{source} to {target}"
         self.intervals.append(Interval(source, lane, name, begin, end))
         return end
@@ -494,9 +501,7 @@ class _Run:
         else:
             crossing = size  # a ring through all nodes, over all cards of each
         cards = len({self.cards[m] for m in next(iter(of_nodes.values()))})
-        if len(self.ranks) < len(self.nodes):  # other groups like this one use the same cards
-            a_card = self.nodes.count(self.nodes[members[0]]) / machine.cards_per_node
-            crossing *= max(1.0, a_card * cards / local)
+        crossing *= max(1.0, self.crowd * cards / local)  # other groups use the same cards
         seconds, shared = rate.time(crossing / cards), 0.0
         if machine.between_total:
             shared = crossing * len(of_nodes) / machine.between_total
