@@ -1,10 +1,12 @@
 """The simulator against what follows by hand, and against the plans that ranks follow."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from megatron_cp_plugin import costs, registry
+from megatron_cp_plugin.cli import main
 from megatron_cp_plugin.core.linear import LinearShape
 from megatron_cp_plugin.core.plan import PHASES
 from megatron_cp_plugin.core.shape import Shape
@@ -199,7 +201,7 @@ def test_many_ranks_by_a_few(algo, monkeypatch):
     few = simulate(algo, options, shape, Mask(), how["of"], how["of"].nodes(24))
     monkeypatch.setattr(simulator, "_ALL", 64)
     every = simulate(algo, options, shape, Mask(), how["of"], how["of"].nodes(24))
-    assert few.ranks == 8
+    assert few.ranks == (4 if algo == "usp" else 8)
     assert every.ranks == 24
     assert few.forward.seconds == pytest.approx(every.forward.seconds, rel=0.05)
     assert few.seconds == pytest.approx(every.seconds, rel=0.05)
@@ -217,9 +219,29 @@ def test_collective_operations_by_three_ranks(algo, monkeypatch):
     assert few.seconds == pytest.approx(every.seconds, rel=0.02)
 
 
-def test_a_thousand_ranks_in_seconds():
-    of, shape = machine(), Shape(1, 1024 * 256, 8, 8, 16)
-    assert layer_seconds("zigzag", {}, 1024, shape, Mask(), of) > 0
+@pytest.mark.parametrize(
+    ("algo", "mask"),
+    [
+        ("zigzag", Mask()),
+        ("usp", Mask()),
+        ("zigzag", Mask(window=1000)),
+        ("zigzag", Mask(documents=tuple(range(700, 1024 * 64, 700)))),
+    ],
+)
+def test_a_thousand_ranks_in_seconds(algo, mask):
+    of, shape = machine(), Shape(1, 1024 * 64, 64, 8, 16)
+    whole, few = (
+        layer_seconds(algo, {}, size, replace(shape, seq_len=64 * size), mask, of)
+        for size, mask in ((1024, mask), (64, replace(mask, documents=mask.documents[:5])))
+    )
+    assert whole > 8 * few if mask == Mask() else whole > few
+
+
+def test_too_many_ranks_on_a_grid_by_blocks():
+    options = {"variant": "overlap", "rows": 8}
+    shape = Shape(1, 128 * 64, 4, 4, 16)
+    with pytest.raises(ConfigError, match="simulated on up to 64 ranks, got 128"):
+        layer_seconds("attention2d", options, 128, shape, Mask(), machine())
 
 
 @pytest.mark.parametrize("algo", registry.available("linear"))
@@ -258,3 +280,30 @@ def test_the_trace_is_what_chrome_reads():
     assert {event["pid"] for event in done} == {0, 1}
     end = max(event["ts"] + event["dur"] for event in done)
     assert end == pytest.approx(found.seconds * 1e6)
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.svg", "a.png"])
+def test_a_timeline_is_drawn(name, tmp_path, capsys):
+    words = "draw --algo ulysses --size 2 --seq-len 4K --heads 4 --machine h200_nvlink --output"
+    assert main([*words.split(), str(tmp_path / name)]) == 0
+    assert "ulysses, 2 ranks, 4096 tokens, 4:4 heads on h200_nvlink: " in capsys.readouterr().out
+    written = (tmp_path / name).read_bytes()
+    if name == "a.json":
+        assert json.loads(written)["traceEvents"]
+    assert len(written) > 1000
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--output a.svg", "--machine needs --output and --seq-len, got no --seq-len"),
+        ("--seq-len 4K", "--machine needs --output and --seq-len, got no --output"),
+        ("--seq-len 4K --output a.gif", "a timeline is written as .json, .svg or .png, got a.gif"),
+        ("--seq-len 4K --output a.svg --kv-heads 5", "--kv-heads must divide the 32 heads, got 5"),
+    ],
+)
+def test_a_timeline_that_cannot_be_drawn(words, message, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    start = "draw --algo ring --size 2 --machine h200_nvlink".split()
+    assert main([*start, *words.split()]) == 2
+    assert message in capsys.readouterr().err
