@@ -138,11 +138,12 @@ class CutInputs:
         return mask
 
     def _check_positions(self, given: Mapping[str, Any], total: int) -> None:
-        position_ids, ids = given.get("position_ids"), given.get("input_ids")
-        # Some callers leave them as they were before samples were packed.
-        if isinstance(ids, Tensor) and getattr(position_ids, "shape", None) == ids.shape:
+        positions, ids = given.get("position_ids"), given.get("input_ids")
+        if not isinstance(positions, Tensor) or not isinstance(ids, Tensor):
+            return
+        if positions.shape == ids.shape:  # else left as they were before samples were packed
             layout, packed = self._runtime.config.layout, given.get("packed_seq_params")
-            check_positions(position_ids, packed, layout, self._group, total)
+            check_positions(positions, packed, layout, self._group, total)
 
     def _compare(self, fault: str | None, mask: DocumentMask | None, device: torch.device) -> None:
         """Refuses other documents on other ranks: now, or where the host need not wait for it."""
