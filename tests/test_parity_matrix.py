@@ -22,7 +22,7 @@ def matrix() -> ModuleType:
         return importlib.import_module("parity_matrix")
 
 
-# Ranks and samples without a token that counts; the same by tokens; padded documents, each cut alone;
+# Ranks and samples without a token that counts; the same by tokens; padded documents, cut apart;
 # sharded parameters; experts over the ranks, with auxiliary losses and padding; and one refused.
 CELLS = {
     "padded/zigzag": "equal",
