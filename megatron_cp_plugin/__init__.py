@@ -10,6 +10,7 @@ Importing this needs torch alone and changes nothing.
 """
 
 from megatron_cp_plugin import algorithms as algorithms  # registers them all
+from megatron_cp_plugin import spans
 from megatron_cp_plugin.core.comm import record_communication
 from megatron_cp_plugin.functional import (
     attention,
@@ -34,5 +35,6 @@ __all__ = [
     "register",
     "release",
     "shard",
+    "spans",
     "unshard",
 ]

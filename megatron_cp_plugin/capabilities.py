@@ -108,12 +108,15 @@ def markdown() -> str:
         "",
         "In the order in which `kernel: auto` tries them. Repeats: with Megatron's",
         "`--deterministic-mode` two runs are equal to the bit; the others are not taken then.",
+        "Packs: many small tiles, as documents and windows make them, are one call.",
         "",
-        "| kernel | attention | repeats |",
-        "| --- | --- | --- |",
+        "| kernel | attention | repeats | packs |",
+        "| --- | --- | --- | --- |",
     ]
-    for kind, found in (("softmax", kernels()), ("linear", linear_kernels())):
-        lines += [f"| `{k.name}` | {kind} | {_mark(k.deterministic)} |" for k in found]
+    for one in kernels():
+        marks = f"{_mark(one.deterministic)} | {_mark(one.packs)}"
+        lines.append(f"| `{one.name}` | softmax | {marks} |")
+    lines += [f"| `{k.name}` | linear | {_mark(k.deterministic)} | no |" for k in linear_kernels()]
     lines += [
         "",
         "## Features of Megatron that are refused",

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_cp_plugin.core.document_lengths import lengths_of
 from megatron_cp_plugin.ending import one_line_errors
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.extras import need
@@ -21,6 +22,7 @@ from megatron_cp_plugin.tokens import tokens_of
 if TYPE_CHECKING:
     from megatron_cp_plugin.core.shape import Shape
     from megatron_cp_plugin.core.tiles import Mask
+    from megatron_cp_plugin.costs import Cost
     from megatron_cp_plugin.drawing import Picture
 
 
@@ -145,9 +147,10 @@ def _add_mask(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--window", type=tokens_of, metavar="W", help="sliding window of W tokens")
     parser.add_argument(
         "--documents",
-        type=tokens_of,
+        type=lengths_of,
         metavar="T",
-        help="packed documents of random lengths, T tokens in the mean; needs --seq-len",
+        help="packed documents of random lengths: T tokens in the mean, lognormal:MEAN:SIGMA, or a "
+        "histogram, FILE.csv or FILE.json of upper edges and shares; needs --seq-len",
     )
 
 
@@ -157,11 +160,8 @@ def _mask(arguments: argparse.Namespace) -> Mask:
 
     documents: tuple[int, ...] = ()
     if arguments.documents is not None:
-        if arguments.documents < 1 or arguments.seq_len is None:
-            raise ConfigError(
-                f"--documents needs a mean of 1 or more and --seq-len, got {arguments.documents} "
-                f"and {arguments.seq_len}"
-            )
+        if arguments.seq_len is None:
+            raise ConfigError("--documents needs --seq-len, got none: add it")
         documents = random_documents(arguments.seq_len, arguments.documents)
     return Mask(arguments.mask == "causal", arguments.window, documents)
 
@@ -240,7 +240,9 @@ def _add_plan(commands: Any) -> None:
         "and messages of the rank that sends most in one layer, forward and backward, and the "
         "share of the forward in which ranks wait; with --memory also the memory of the GPU that "
         "needs most, beside q, k, v and dout; with --bandwidth also what computing and sending "
-        "take at least, each alone. By their plans: nothing runs.",
+        "take at least, each alone. By their plans: nothing runs. Below them what others send: "
+        "Megatron's tensor + sequence parallelism, for attention and MLP together, and Ring "
+        "Self-Attention, which computes all pairs whatever the mask.",
     )
     parser.add_argument("--size", required=True, type=int, metavar="P", help="number of ranks")
     parser.add_argument(
@@ -279,6 +281,7 @@ def _add_plan(commands: Any) -> None:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
+    from megatron_cp_plugin.baselines import BASELINES
     from megatron_cp_plugin.registry import algorithm_class, available
 
     shape, mask = _shape(arguments), _mask(arguments)
@@ -308,6 +311,10 @@ def _plan(arguments: argparse.Namespace) -> int:
             if arguments.algo:
                 raise
             refused.append(f"{algo}: {error}")
+    if not arguments.algo:
+        for one in BASELINES:
+            found = one.cost(arguments.size, shape, mask)
+            table.append(_cost_cells(arguments, one.name, found, ""))
     if arguments.json:
         _write_plan(arguments, options, shape, mask)
     print(title)
@@ -349,8 +356,17 @@ def _plan_cells(
     size = arguments.size
     found = cost(algo, size, shape, mask, options)
     grid = f" {found.grid[0]}x{found.grid[1]}" if found.grid and algo == "attention2d" else ""
+    filled = f", filled up to {found.heads} heads" if found.heads != shape.heads else ""
+    memory = ""
+    if arguments.memory:
+        peaks = (peak(algo, size, rank, shape, mask, options) for rank in range(size))
+        memory = f"{max(max(one.forward, one.backward) for one in peaks) / 2**30:.2f}"
+    return _cost_cells(arguments, algo + grid + filled, found, memory)
+
+
+def _cost_cells(arguments: argparse.Namespace, name: str, found: Cost, memory: str) -> list[str]:
     cells = [
-        algo + grid,
+        name,
         found.layout,
         f"{found.forward_bytes / 2**20:.1f}",
         f"{found.backward_bytes / 2**20:.1f}",
@@ -358,10 +374,10 @@ def _plan_cells(
         f"{found.idle:.1%}",
     ]
     if arguments.memory:
-        peaks = (peak(algo, size, rank, shape, mask, options) for rank in range(size))
-        cells.append(f"{max(max(one.forward, one.backward) for one in peaks) / 2**30:.2f}")
+        cells.append(memory)
     if arguments.bandwidth:
-        least = found.least_seconds(size, arguments.tflops * 1e12, arguments.bandwidth * 1e9)
+        size, bandwidth = arguments.size, arguments.bandwidth * 1e9
+        least = found.least_seconds(size, arguments.tflops * 1e12, bandwidth)
         cells += [f"{seconds * 1e3:.2f}" for seconds in least]
     return cells
 

@@ -37,6 +37,8 @@ class Cost:
             block.
         forward_flop: Of the whole layer.
         grid: Rows and columns, if there are any.
+        heads: Query heads that are computed: more than there are where ranks could not split them,
+            filled up with zeros. Bytes and FLOP are those of all.
     """
 
     layout: str
@@ -46,6 +48,7 @@ class Cost:
     idle: float
     forward_flop: int
     grid: tuple[int, int] | None
+    heads: int
 
     def least_seconds(self, size: int, flops: float, bandwidth: float) -> tuple[float, float]:
         """What computing and sending, each alone, take at least, both passes together.
@@ -82,6 +85,7 @@ def cost(
     algorithm = planned(algo, size, shape, mask, options)
     each = [algorithm.traffic(shape, mask, rank) for rank in range(size)]
     most = max(each, key=lambda traffic: traffic.forward_bytes + traffic.backward_bytes)
+    computed = algorithm.computed(shape)
     return Cost(
         algorithm.layout.name,
         most.forward_bytes,
@@ -90,9 +94,10 @@ def cost(
         algorithm.plan(shape, mask).idle,
         2
         * shape.batch
-        * (shape.query_width + shape.out_width)
+        * (computed.query_width + computed.out_width)
         * visible_pairs(shape.seq_len, mask),
         algorithm.grid_shape(shape) if isinstance(algorithm, GridAlgorithm) else None,
+        computed.heads,
     )
 
 

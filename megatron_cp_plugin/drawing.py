@@ -167,6 +167,8 @@ def picture(
         shape += f", window {mask.window}"
     if mask.documents:
         shape += f", {len(mask.documents) + 1} documents"
+    if mask.slices is not None:
+        shape = f"{len(mask.slices)} spans"
     ranks = "1 rank" if size == 1 else f"{size} ranks"
     subtitle = f"{ranks} · {shape} · {seq_len} tokens · {phase}"
     if registry.kind_of(algo) == "linear":

@@ -1,7 +1,7 @@
 """The functional interface: torch alone, no Megatron."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache, partial, wraps
 from typing import Literal
 
@@ -22,6 +22,7 @@ from megatron_cp_plugin.core.layout_check import describe_mismatch
 from megatron_cp_plugin.core.lengths import agreed_length
 from megatron_cp_plugin.core.linear import LinearAlgorithm, attend_linearly
 from megatron_cp_plugin.core.process_groups import release_topologies, topology_of
+from megatron_cp_plugin.core.slices import Slices
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.kernels import resolve
@@ -59,6 +60,7 @@ def attention(
     seq_len: int | None = None,
     window: int | None = None,
     cu_seqlens: Sequence[int] | Tensor | None = None,
+    spans: Iterable[Sequence[object]] | Tensor | None = None,
     sink: Tensor | None = None,
     **options: object,
 ) -> Tensor:
@@ -89,6 +91,13 @@ def attention(
         cu_seqlens: cumulative lengths of documents, 0, n1, n1 + n2, ..., seq_len, of any length:
             queries see keys of their own document only, in every entry of the batch alike. A
             tensor on a GPU is copied to the host at every call.
+        spans: which keys which queries see, in place of `causal`, `window` and `cu_seqlens`, in
+            every entry of the batch alike: (q_start, q_stop, k_start, k_stop, kind) each, global
+            positions, half-open; or integers [n,5] with kinds 0 to 3. Of keys [k_start, k_stop)
+            query i of [q_start, q_stop) sees with kind "full" all; "causal" key j if
+            k_stop - j >= q_stop - i; "inverse_causal" if j - k_start >= i - q_start; "bi_causal" if
+            both. No query and key are named twice. A query that no span names gives out 0.
+            `megatron_cp_plugin.spans` makes such lists.
         sink: [H], differentiable: for each head the score of a key without a value that every
             query sees. The ranks' gradients of it add up to the whole one.
         options: of the algorithm.
@@ -97,6 +106,8 @@ def attention(
     Raises: ConfigError for an unknown name or option, ContextParallelError for shapes that do not
     fit, KernelUnavailableError if the kernel cannot serve them.
     """
+    if spans is not None:
+        _check_alone(causal, window, cu_seqlens)
     algorithm = _algorithm(algo, _topology(group), tuple(sorted(options.items())))
     seq_len, documents = _sequence(
         algorithm.topology, algorithm.layout, q.shape[1], seq_len, cu_seqlens
@@ -112,6 +123,7 @@ def attention(
         kernel_for=partial(resolve, kernel),
         window=window,
         documents=documents,
+        slices=_slices(spans, seq_len),
         sink=sink,
     )
 
@@ -347,6 +359,28 @@ def _documents(cu_seqlens: Sequence[int] | Tensor | None, seq_len: int) -> tuple
     if isinstance(cu_seqlens, Tensor):
         cu_seqlens = cu_seqlens.tolist()
     return () if cu_seqlens is None else document_starts(cu_seqlens, seq_len)
+
+
+def _check_alone(
+    causal: bool, window: int | None, cu_seqlens: Sequence[int] | Tensor | None
+) -> None:
+    """Raises: ContextParallelError for what says who sees whom beside spans."""
+    others = (
+        ("causal=False", not causal),
+        (f"window={window}", window is not None),
+        ("cu_seqlens", cu_seqlens is not None),
+    )
+    for name in (name for name, given in others if given):
+        raise ContextParallelError(
+            f"spans alone say which keys a query sees, got {name} too: leave it out "
+            "(spans.documents makes spans of packed documents and windows)"
+        )
+
+
+def _slices(spans: Iterable[Sequence[object]] | Tensor | None, seq_len: int) -> Slices | None:
+    if isinstance(spans, Tensor):
+        spans = spans.tolist()
+    return None if spans is None else Slices.of(spans, seq_len)
 
 
 def _topology(group: Group) -> Topology:

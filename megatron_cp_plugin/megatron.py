@@ -7,6 +7,7 @@
 Importing this imports megatron.core, and changes nothing.
 """
 
+from megatron_cp_plugin.integration.documents import attention_spans
 from megatron_cp_plugin.integration.door import adopt, install, serve, uninstall
 
-__all__ = ["adopt", "install", "serve", "uninstall"]
+__all__ = ["adopt", "attention_spans", "install", "serve", "uninstall"]

@@ -5,6 +5,23 @@
 The limit is the best single-GPU kernel's time for the whole sequence, divided by the number of
 ranks. A time is printed only if output and gradients agree with that kernel's. `--net sockets`
 sends everything through TCP sockets of one host: a stand-in for a slow network, labelled so.
+
+    torchrun --nproc-per-node 2 scripts/benchmark_attention.py --tokens 128K --heads 32:8 \
+        --documents 16K,2K,lognormal:4K:1.5,configs/lengths/long_tail.csv \
+        --algos zigzag,zigzag:layout=documents,zigzag:layout=thd,distflash,ulysses,allgather
+
+packs documents of random lengths into each sequence. All of them are multiples of twice the number
+of ranks, as the layout thd and Transformer Engine's THD form need them, so that all contenders get
+the same documents; the limit is one call with all of them.
+
+BurstAttention's ablations, on two GPUs: which tensors go round in the backward, for each layout and
+ratio of heads, and a kernel without blocks ("w/o LAO"), with batches of 1 to 8 sequences:
+
+    torchrun --nproc-per-node 2 scripts/benchmark_attention.py --tokens 32K,128K --rivals none \
+        --heads 32:32,32:8,32:4 --algos \
+        ring:backward=kv,ring:backward=query,zigzag:backward=kv,zigzag:backward=query,usp,distflash
+    torchrun --nproc-per-node 2 scripts/benchmark_attention.py --tokens 4K,8K,16K --heads 32:32 \
+        --rivals none --algos ring:kernel=reference,ring,zigzag:kernel=reference,zigzag --batch 1
 """
 
 import argparse
@@ -21,6 +38,7 @@ from datetime import timedelta
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 import rivals
@@ -34,13 +52,15 @@ from torch import Tensor
 
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.core.devices import take_gpu
+from megatron_cp_plugin.core.document_layout import PaddedDocuments
+from megatron_cp_plugin.core.document_lengths import Lengths, lengths_of
 from megatron_cp_plugin.core.documents import random_documents
-from megatron_cp_plugin.core.kernel import Problem, SoftmaxKernel, Statistics
-from megatron_cp_plugin.core.layout import Layout, Zigzag, shard
+from megatron_cp_plugin.core.kernel import Packing, Problem, SoftmaxKernel, Statistics
+from megatron_cp_plugin.core.layout import Layout, shard
 from megatron_cp_plugin.core.process_groups import topology_of
 from megatron_cp_plugin.core.streams import capture
 from megatron_cp_plugin.ending import one_line_errors
-from megatron_cp_plugin.errors import ContextParallelError
+from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.kernels import kernel_names, resolve
 from megatron_cp_plugin.paths import check_folder
 from megatron_cp_plugin.registry import layout_of
@@ -54,11 +74,13 @@ MAX_ERROR = 2e-2  # |x - limit's| / |limit's| of a bfloat16 output or gradient
 class Row:
     """One contender on one problem. Times in ms: medians of a rank, maximum over ranks.
 
-    Attributes: captured_forward_ms, captured_step_ms: of replays of CUDA graphs.
+    Attributes: documents: their lengths as the command line has them; empty without any.
+        captured_forward_ms, captured_step_ms: of replays of CUDA graphs.
     """
 
     tokens: int
     heads: str
+    documents: str
     name: str
     forward_ms: float = 0.0
     step_ms: float = 0.0
@@ -88,16 +110,22 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--algos",
         default="all",
-        help="names, each with options: zigzag:backward=kv:gradients=model,ring",
+        help="names, each with options: zigzag:backward=kv:gradients=model,ring:kernel=reference",
     )
     parser.add_argument("--rivals", default="installed", help="installed, none, or names")
+    parser.add_argument("--batch", type=int, default=1, help="sequences at a time; no rivals but 1")
     parser.add_argument("--kernel", default="auto", help="kernel of our algorithms")
     parser.add_argument("--full", action="store_true", help="no causal mask")
     parser.add_argument(
         "--documents",
-        metavar="TOKENS",
-        help="causal within packed documents of random lengths, this long in the mean; no rivals",
+        type=documents_of,
+        default=[("", None)],
+        metavar="LENGTHS",
+        help="causal within packed documents of random lengths: 16K is the mean of an exponential "
+        "distribution, lognormal:MEAN:SIGMA another one, FILE.csv or FILE.json a histogram of "
+        "upper edges and shares; several, with commas between them, one after another",
     )
+    parser.add_argument("--seed", type=int, default=0, help="of the lengths of documents")
     parser.add_argument("--graphs", action="store_true", help="captured in CUDA graphs as well")
     parser.add_argument("--iters", type=int, default=7)
     parser.add_argument("--warmup", type=int, default=2)
@@ -108,11 +136,19 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.graphs and args.device != "cuda":
         parser.error("--graphs needs --device cuda")
-    if args.documents:
-        if args.full:
-            parser.error("--documents are causal: leave --full out")
+    args.packed = args.documents[0][1] is not None
+    if args.packed and args.full:
+        parser.error("--documents are causal: leave --full out")
+    if args.batch < 1 or (args.packed and args.batch > 1):
+        parser.error(f"--batch must be 1 or more, and 1 with --documents, got {args.batch}")
+    if args.batch > 1:
         args.rivals = "none"
     return args
+
+
+def documents_of(text: str) -> list[tuple[str, Lengths | None]]:
+    """Distributions of lengths, each with its words. Raises: ArgumentTypeError as `lengths_of`."""
+    return [(word, lengths_of(word)) for word in text.split(",")]
 
 
 class Bench:
@@ -122,25 +158,38 @@ class Bench:
         self.args = args
         self.causal = not args.full
         self.cuda = args.device == "cuda"
-        self.rivals = rivals.installed() if self.cuda and args.rivals != "none" else ()
+        names = rivals.PACKED if args.packed else rivals.NAMES
+        self.rivals = rivals.installed(names) if self.cuda and args.rivals != "none" else ()
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.device = torch.device("cuda", torch.cuda.current_device()) if self.cuda else "cpu"
 
-    def problem(self, tokens: int, heads: int, kv_heads: int) -> None:
-        """Draws the whole q, k, v and dout, the same on every rank."""
+    def problem(self, tokens: int, heads: int, kv_heads: int, lengths: Lengths | None) -> None:
+        """Draws the whole q, k, v and dout, and documents, the same on every rank.
+
+        Raises: ConfigError if tokens with documents are no multiple of twice the number of ranks.
+        """
         generator = torch.Generator(self.device).manual_seed(0)
         dtype = torch.bfloat16 if self.cuda else torch.float32
         dim, value_dim = self.args.head_dim
+        batch = self.args.batch
         shapes = (heads, dim), (kv_heads, dim), (kv_heads, value_dim), (heads, value_dim)
         self.whole: list[Tensor] = [
-            torch.randn(1, tokens, *shape, generator=generator, device=self.device, dtype=dtype)
+            torch.randn(batch, tokens, *shape, generator=generator, device=self.device, dtype=dtype)
             for shape in shapes
         ]
         self.reference: list[Tensor] = []
         self.cu_seqlens: tuple[int, ...] | None = None
         self.documents: tuple[int, ...] = ()
-        if self.args.documents:
-            self.documents = random_documents(tokens, tokens_of(self.args.documents))
+        if lengths is not None:
+            multiple = 2 * self.size
+            if tokens % multiple:
+                raise ConfigError(
+                    f"--documents needs --tokens divisible by twice the {self.size} ranks, got "
+                    f"{tokens}: use {tokens // multiple * multiple + multiple}"
+                )
+            self.documents = random_documents(
+                tokens, lengths, multiple=multiple, seed=self.args.seed
+            )
             self.cu_seqlens = (0, *self.documents, tokens)
 
     def time_ms(self, body: Callable[[], object]) -> float:
@@ -180,19 +229,21 @@ class Bench:
         q, k, v, dout = self.whole
         scale = self.args.head_dim[0] ** -0.5
 
-        bounds = self.cu_seqlens
+        packing = self.cu_seqlens and Packing.adjacent(self.cu_seqlens, self.cu_seqlens)
 
         def forward() -> tuple[Tensor, Tensor]:
-            if bounds is not None:
-                return kernel.forward_packed(q, k, v, bounds, scale=scale)
+            if packing:
+                return kernel.forward_packed(q, k, v, packing, scale=scale, causal=True)
             return kernel.forward(q, k, v, scale=scale, causal=self.causal)
 
         out, lse = forward()
 
         def backward() -> tuple[Tensor, ...]:
             statistics = Statistics(lse, out=out)
-            if bounds is not None:
-                return kernel.backward_packed(dout, q, k, v, statistics, bounds, scale=scale)
+            if packing:
+                return kernel.backward_packed(
+                    dout, q, k, v, statistics, packing, scale=scale, causal=True
+                )
             return kernel.backward(dout, q, k, v, statistics, scale=scale, causal=self.causal)
 
         if not self.reference:
@@ -324,9 +375,10 @@ class Bench:
 
 
 def ours(spec: str, bench: Bench) -> tuple[Attention, Layout]:
-    """One of our algorithms from `name:option=value:option=value`."""
+    """One of our algorithms from `name:option=value:option=value`; its kernel, from `kernel=`."""
     name, *pairs = spec.split(":")
     options: dict[str, Any] = dict(pair.split("=", 1) for pair in pairs)
+    kernel = options.pop("kernel", bench.args.kernel)
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return cp.attention(
@@ -336,7 +388,7 @@ def ours(spec: str, bench: Bench) -> tuple[Attention, Layout]:
             algo=name,
             causal=bench.causal,
             cu_seqlens=bench.cu_seqlens,
-            kernel=bench.args.kernel,
+            kernel=kernel,
             **options,
         )
 
@@ -345,17 +397,23 @@ def ours(spec: str, bench: Bench) -> tuple[Attention, Layout]:
 
 def theirs(name: str, bench: Bench, heads: int, kv_heads: int) -> tuple[Attention, Layout]:
     """A rival's attention."""
-    return rivals.make(name, heads, kv_heads, bench.args.head_dim, bench.causal), Zigzag()
+    attention = rivals.make(
+        name, heads, kv_heads, bench.args.head_dim, bench.causal, bench.cu_seqlens
+    )
+    return attention, PaddedDocuments().within(bench.documents)
 
 
-def measure(bench: Bench, tokens: int, heads: str) -> list[Row]:
-    """All rows of one problem."""
+def measure(
+    bench: Bench, tokens: int, heads: str, documents: str, lengths: Lengths | None
+) -> list[Row]:
+    """All rows of one problem. Args: documents: the words for `lengths`."""
     args = bench.args
     n_heads, kv_heads = map(int, heads.split(":"))
-    bench.problem(tokens, n_heads, kv_heads)
+    bench.problem(tokens, n_heads, kv_heads, lengths)
     dtype = bench.whole[0].dtype
     device = torch.device(bench.device)
-    packed = bool(args.documents)
+    packed = lengths is not None
+    blank = Row(tokens, heads, documents, "")
     dim, value_dim = args.head_dim
     shape = device, dtype, n_heads, kv_heads, dim
     problem = Problem(*shape, documents=packed, value_dim=value_dim)
@@ -366,7 +424,7 @@ def measure(bench: Bench, tokens: int, heads: str) -> list[Row]:
         if name in kernel_names() and name != best.name
     ]
     rows = [
-        bench.limit(Row(tokens, heads, f"one GPU / {bench.size}: {kernel.name}"), kernel)
+        bench.limit(replace(blank, name=f"one GPU / {bench.size}: {kernel.name}"), kernel)
         for kernel in (best, *others)
     ]
     limit = min(row.step_ms for row in rows)
@@ -382,7 +440,7 @@ def measure(bench: Bench, tokens: int, heads: str) -> list[Row]:
     makers += [(spec, partial(ours, spec, bench)) for spec in algos]
     makers += [(name, partial(theirs, name, bench, n_heads, kv_heads)) for name in names]
     for name, make in makers:
-        row = Row(tokens, heads, name)
+        row = replace(blank, name=name)
         cp.release()
         try:
             attention, layout = make()
@@ -405,6 +463,8 @@ def measure(bench: Bench, tokens: int, heads: str) -> list[Row]:
 def cells(row: Row, graphs: bool) -> list[str]:
     """A row as text; no number for what is not right."""
     start = [f"{row.tokens // 1024}K" if row.tokens >= 1024 else str(row.tokens), row.heads]
+    if row.documents:
+        start.append(row.documents.rpartition("/")[2])
     captured = []
     if graphs:
         captured = [f"{row.captured_step_ms:.2f}", f"{row.captured_share:.3f}"]
@@ -444,6 +504,8 @@ def report(rows: Sequence[Row], title: str, output: Path, environment: dict[str,
     output.mkdir(parents=True, exist_ok=True)
     graphs = any(row.captured_step_ms for row in rows)
     header = HEADER + CAPTURED if graphs else HEADER
+    if rows[0].documents:
+        header = [*header[:2], "documents", *header[2:]]
     table = Table(title=title)
     for name in header:
         table.add_column(name, justify="left" if name == "algorithm" else "right", no_wrap=True)
@@ -459,34 +521,68 @@ def report(rows: Sequence[Row], title: str, output: Path, environment: dict[str,
 
 
 def plot(rows: Sequence[Row], title: str, path: Path) -> None:
-    """Share of the limit against sequence length, one panel a ratio of heads."""
+    """Draws `figure` to a file, if matplotlib is installed."""
     try:
-        import matplotlib
+        drawn = figure(rows, title)
     except ImportError:
         print("no picture: matplotlib is not installed", file=sys.stderr)
         return
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    drawn.savefig(path, dpi=200)
 
-    ratios = sorted({row.heads for row in rows})
-    figure, panels = pyplot.subplots(1, len(ratios), figsize=(6 * len(ratios), 4.5), squeeze=False)
-    for panel, heads in zip(panels[0], ratios, strict=True):
-        names = dict.fromkeys(r.name for r in rows if r.heads == heads and not r.note)
-        for name in names:
-            points = [r for r in rows if r.heads == heads and r.name == name and not r.note]
-            panel.plot(
-                [r.tokens for r in points],
-                [r.step_ms for r in points],
-                marker="o",
-                linestyle=":" if name.startswith("one GPU") else "-",
-                label=name,
-            )
-        panel.set(xscale="log", yscale="log", xlabel="global tokens", ylabel="fwd+bwd ms")
-        panel.set_title(f"heads {heads}")
-        panel.legend(fontsize=7)
-    figure.suptitle(title, fontsize=10)
-    figure.tight_layout()
-    figure.savefig(path, dpi=130)
+
+def figure(rows: Sequence[Row], title: str) -> Any:
+    """Times as bars side by side, a panel for each length (left to right) and ratio of heads.
+
+    Other documents have other panels.
+
+    A dashed line is the limit; who has no time has a note in its place.
+    """
+    from matplotlib.figure import Figure
+
+    lengths = sorted({row.tokens for row in rows})
+    kinds = list(dict.fromkeys((row.heads, row.documents) for row in rows))
+    names = [name for name in dict.fromkeys(row.name for row in rows) if not _is_limit(name)]
+    width = 1.6 + 2.6 * len(lengths)
+    height = 0.9 + len(kinds) * (0.7 + 0.24 * len(names))
+    drawn = Figure(figsize=(width, height), layout="constrained")
+    panels = drawn.subplots(len(kinds), len(lengths), squeeze=False, sharey=True)
+    for line, (heads, documents) in zip(panels, kinds, strict=True):
+        packed = f", documents {documents.rpartition('/')[2]}" if documents else ""
+        for panel, tokens in zip(line, lengths, strict=True):
+            kind = heads, documents, tokens
+            here = [row for row in rows if (row.heads, row.documents, row.tokens) == kind]
+            _bars(panel, here, names)
+            panel.set_title(f"{cells(here[0], False)[0]} tokens, {heads} heads{packed}", fontsize=8)
+    panels[0][0].invert_yaxis()
+    for panel in panels[-1]:
+        panel.set_xlabel("ms", fontsize=8)
+    handles, labels = panels[0][0].get_legend_handles_labels()
+    drawn.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=7, frameon=False)
+    drawn.suptitle("\n".join(wrap(title, int(13 * width))), fontsize=9)
+    return drawn
+
+
+def _is_limit(name: str) -> bool:
+    return name.startswith("one GPU")
+
+
+def _bars(panel: Any, rows: Sequence[Row], names: Sequence[str]) -> None:
+    timed = [row for row in rows if not _is_limit(row.name) and not row.note]
+    places = [names.index(row.name) for row in timed]
+    forward = [row.forward_ms for row in timed]
+    backward = [row.step_ms - row.forward_ms for row in timed]
+    panel.barh(places, forward, 0.7, color="#4c72b0", label="forward")
+    bars = panel.barh(places, backward, 0.7, left=forward, color="#a3b8d9", label="backward")
+    panel.bar_label(bars, [f"{row.step_ms:.4g}" for row in timed], padding=2, fontsize=6)
+    for row in rows:
+        if row.note and row.name in names:
+            panel.text(0, names.index(row.name), f" {row.note[:28]}", va="center", fontsize=5)
+    limit = min(row.step_ms for row in rows if _is_limit(row.name))
+    panel.axvline(limit, color="black", linestyle="--", linewidth=0.8, label="one GPU's time / P")
+    panel.set_yticks(range(len(names)), names, fontsize=7)
+    panel.tick_params(axis="x", labelsize=7)
+    panel.margins(x=0.18)
+    panel.spines[["top", "right"]].set_visible(False)
 
 
 def environment(args: argparse.Namespace) -> dict[str, str]:
@@ -521,15 +617,20 @@ def main() -> None:
     rows: list[Row] = []
     for heads in args.heads.split(","):
         for tokens in args.tokens.split(","):
-            rows += measure(bench, tokens_of(tokens), heads)
+            for documents, lengths in args.documents:
+                rows += measure(bench, tokens_of(tokens), heads, documents, lengths)
     if bench.rank == 0:
         found = environment(args)
         mask = "causal" if bench.causal else "full"
-        if args.documents:
-            mask += f", documents of {args.documents} tokens in the mean"
+        if args.packed:
+            drawn = "; ".join(f"{word}: {lengths.label}" for word, lengths in args.documents)
+            mask += (
+                f" within documents ({drawn}; seed {args.seed}), all of lengths that are multiples "
+                f"of {2 * bench.size}"
+            )
         dims = " and ".join(map(str, dict.fromkeys(args.head_dim)))
         title = (
-            f"attention, {mask}, head dim {dims}, {bench.size} x "
+            f"attention, {mask}, batch {args.batch}, head dim {dims}, {bench.size} x "
             f"{found.get('gpu', 'CPU')}{', ' + network if network else ''}"
         )
         report(rows, title, args.output, found)

@@ -1,12 +1,14 @@
-"""Times the attention kernels, and the merges between them, on one GPU.
+"""Times the attention kernels, many tiles in one call, and the merges between them, on one GPU.
 
     python scripts/benchmark_kernels.py --tokens 8K,32K --head-dims 128,192:128
+    python scripts/benchmark_kernels.py --tokens 64K --heads 32:8 --documents 1K,2K,8K
 
 What `kernel="auto"` prefers follows this table (docs/benchmarks.md).
 """
 
 import argparse
 from collections.abc import Callable, Sequence
+from copy import copy
 from functools import partial
 from itertools import product
 
@@ -16,12 +18,18 @@ from rich.console import Console
 from rich.table import Table
 from triton.testing import do_bench
 
+from megatron_cp_plugin.core.algorithm import Call, Gradients, attend_block, differentiate_block
 from megatron_cp_plugin.core.devices import take_gpu
+from megatron_cp_plugin.core.document_layout import PaddedDocuments
+from megatron_cp_plugin.core.documents import random_documents
 from megatron_cp_plugin.core.kernel import Problem, Statistics
-from megatron_cp_plugin.core.partial import accumulation_dtype
+from megatron_cp_plugin.core.partial import Accumulator, GradientSum, accumulation_dtype
+from megatron_cp_plugin.core.tile_batches import Batches
+from megatron_cp_plugin.core.tiles import Mask, plan_tiles
 from megatron_cp_plugin.ending import one_line_errors
 from megatron_cp_plugin.errors import KernelUnavailableError
 from megatron_cp_plugin.kernels import kernel_names, resolve
+from megatron_cp_plugin.kernels.base import kernel_called
 from megatron_cp_plugin.kernels.fused import merge_into, sum_into
 from megatron_cp_plugin.tokens import tokens_of
 
@@ -80,6 +88,75 @@ def kernel_rows(
     return rows
 
 
+def document_rows(
+    tokens: int, heads: int, kv_heads: int, dims: tuple[int, int], mean: int
+) -> list[Sequence[str]]:
+    """What two of four ranks have of documents that are split over them: a call for each tile, and
+    few calls, with copies or without; merges and sums among them.
+    """
+    device, size, (dim, value_dim) = torch.device("cuda", 0), 4, dims
+    whole = size * tokens
+    documents = tuple(sorted({n // 8 * 8 for n in random_documents(whole, size * mean)} - {0}))
+    mask, layout = Mask(documents=documents), PaddedDocuments(documents)
+    earlier, later = (layout.spans(rank, size, whole) for rank in (1, 2))
+    shape = device, torch.bfloat16, heads, kv_heads, dim
+    problem = Problem(*shape, documents=True, value_dim=value_dim)
+    rows: list[Sequence[str]] = []
+    for name in kernel_names():
+        found = kernel_called(name)
+        if name == "reference" or not found.packs or found.unsupported(problem):
+            continue
+        ways = (("a call a tile", False, False), ("copied", True, False), ("in place", True, True))
+        for way, packs, gaps in ways[: 3 if found.gaps else 2]:
+            kernel = copy(found)
+            kernel.packs, kernel.gaps = packs, gaps
+            call = Call(whole, mask, dim**-0.5, kernel)
+            for queries, keys in ((earlier, later), (later, earlier)):
+                tiles = plan_tiles(queries, keys, mask, rectangular=True)
+                work = Batches(tiles, heads)
+                forward, backward = times(tokens, kv_heads, heads, dims, work, call)
+                calls = len(work.calls(packed=packs, gaps=gaps))
+                which = "later keys" if queries is earlier else "earlier keys"
+                rows.append(
+                    (
+                        f"{name}, {way}",
+                        which,
+                        f"{forward:.3f}",
+                        f"{calls} calls",
+                        f"{backward:.3f}",
+                        f"{len(tiles)} tiles",
+                    )
+                )
+    return rows
+
+
+def times(
+    tokens: int, kv_heads: int, heads: int, dims: tuple[int, int], work: Batches, call: Call
+) -> tuple[float, float]:
+    """Of a block's forward, merged with another one's, and backward."""
+    dim, value_dim = dims
+    q, k, v, dout = (
+        torch.randn(1, tokens, n, width, device="cuda", dtype=torch.bfloat16)
+        for n, width in ((heads, dim), (kv_heads, dim), (kv_heads, value_dim), (heads, value_dim))
+    )
+    lse = torch.zeros(1, heads, tokens, device="cuda")
+
+    def forward() -> tuple[torch.Tensor, torch.Tensor]:
+        total = Accumulator(q, value_dim)
+        total.add(slice(0, tokens), dout, lse)
+        attend_block(total, q, k, v, work, call)
+        return total.result(torch.float32)
+
+    out, merged = forward()
+    statistics = Statistics(merged, out=out.to(q.dtype))
+
+    def backward() -> None:
+        sums = Gradients(*map(GradientSum, (q, k, v)))
+        differentiate_block(sums, dout, q, k, v, statistics, work, call)
+
+    return milliseconds(forward), milliseconds(backward)
+
+
 def merge_rows(tokens: int, heads: int, dim: int) -> list[Sequence[str]]:
     """Times of merging and summing whole blocks, with the bytes a second that they move."""
     a, b = (torch.randn(1, tokens, heads, dim, device="cuda").bfloat16() for _ in "ab")
@@ -107,6 +184,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Times attention kernels on one GPU.")
     parser.add_argument("--tokens", default="8K,32K")
     parser.add_argument("--heads", default="32:32,32:8")
+    parser.add_argument("--documents", default="", help="many tiles only: mean length on a rank")
     parser.add_argument("--head-dims", default="128", help="192:128: values of another one")
     args = parser.parse_args()
     take_gpu("run it on a machine that has one")
@@ -117,6 +195,14 @@ def main() -> None:
         table = Table(title=f"{tokens} tokens, heads {heads}, head dim {dims}")
         for header in ("kernel", "mask", "forward ms", "TFLOP/s", "backward ms", "TFLOP/s"):
             table.add_column(header)
+        for mean in filter(None, args.documents.split(",")):
+            table.add_section()
+            sizes = length, n_heads, kv_heads, (dim, value_dim), tokens_of(mean)
+            for row in document_rows(*sizes):
+                table.add_row(*row)
+        if args.documents:
+            Console(width=120).print(table)
+            continue
         for row in kernel_rows(length, n_heads, kv_heads, dim, value_dim):
             table.add_row(*row)
         for row in merge_rows(length, n_heads, value_dim):

@@ -4,12 +4,18 @@
         --runs zigzag,te:p2p,te:a2a --recompute none,full,full-twice
     python scripts/benchmark_train.py --shape tnl-1b --tokens 32K,64K --per-gpu --longest \
         --gpus 1,2,4 --runs lasp,lasp2,linear_ulysses --recompute none,full
+    python scripts/benchmark_train.py --shape llama7b --tokens 16K,32K,64K --longest --gpus 2 \
+        --runs tp,tp-v1,zigzag,ulysses --prefill
 
 Every combination of run, recompute, CUDA graphs and number of GPUs is one torchrun of
 benchmark_train_job.py, which measures all lengths (one, where a graph fixes it): random data,
 micro-batches of 1, bf16, distributed optimizer. Runs differ in nothing but the algorithm.
-`te:MODE` is Megatron's own path with `--cp-comm-type MODE`. Jobs start ahead, as far as they need
-no GPU, while others measure; those of fewer GPUs go side by side.
+`te:MODE` is Megatron's own path with `--cp-comm-type MODE`; `tp` is no context parallelism but
+Megatron's tensor and sequence parallelism on as many GPUs, of which the model gets more heads if
+they do not divide its own; `tp-v1` is tensor parallelism alone, whose ranks all-reduce; `tp:ALGO`
+has the attention kernel that ALGO takes at context-parallel size 1. Jobs start ahead, as far as
+they need no GPU, while others measure; those of fewer GPUs go side by side. `--net sockets` is a
+slow network, as in benchmark_attention.py.
 
 Prints a table, writes markdown and JSON. Running out of memory is a result. Without a GPU, the
 tiny shapes show that it works. A waiting job holds a CUDA context on each of its GPUs, about half a
@@ -70,18 +76,33 @@ class Model:
         attention = layers * width * self.hidden
         return 6.0 * tokens * (products + attention)
 
+    def prefill_flops(self, layers: int, tokens: int) -> float:
+        """Of a forward with logits of the last token alone."""
+        return self.flops(layers, tokens) / 3 - 2.0 * (tokens - 1) * self.hidden * self.vocabulary
 
-# GPT-3 shapes of Attention2D, Table 3; Llama-2-7B; TransNormerLLM-385M, whose sizes are the
-# defaults of its published configuration, and -1B, the two that LASP measures.
+
+# GPT-3 shapes of Attention2D, Table 3; Llama-2; the variants of it in DISTFLASHATTN, section 4;
+# TransNormerLLM-385M, -1B and -7B, with the sizes of their published configurations.
 SHAPES = {
     "gpt3-760m": Model(24, 1536, 16, 6144, 16, False),
     "gpt3-2.7b": Model(32, 2560, 32, 10240, 32, False),
     "gpt3-13b": Model(40, 5120, 40, 20480, 40, False),
+    "gpt3-66b": Model(64, 9216, 72, 36864, 72, False),
+    "gpt3-175b": Model(96, 12288, 96, 49152, 96, False),
     "gpt-small": Model(8, 1024, 16, 4096, 4, True),  # at 8K tokens the host is the limit
     "llama7b": Model(32, 4096, 32, 11008, 32, True),
+    "llama13b": Model(40, 5120, 40, 13824, 40, True),
+    "llama-gqa": Model(32, 4096, 32, 11008, 8, True),
+    "llama-33h": Model(32, 4224, 33, 11008, 33, True),
+    "llama-16h": Model(64, 2048, 16, 11008, 16, True),
+    "llama-8h": Model(128, 1024, 8, 11008, 8, True),
+    "llama-4h": Model(256, 512, 4, 11008, 4, True),
+    "llama-2h": Model(512, 256, 2, 11008, 2, True),
     "tnl-0.4b": Model(24, 1024, 8, 2816, 8, True, linear=True, vocabulary=64000),
     "tnl-1b": Model(16, 2048, 16, 5632, 16, True, linear=True, vocabulary=64000),
+    "tnl-7b": Model(30, 4096, 32, 11264, 32, True, linear=True, vocabulary=64000),
     "tiny": Model(2, 64, 4, 128, 2, True, vocabulary=256),
+    "tiny-3h": Model(2, 48, 3, 128, 3, True, vocabulary=256),
     "tnl-tiny": Model(2, 64, 4, 128, 4, True, linear=True, vocabulary=256),
 }
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
@@ -101,6 +122,11 @@ GRAPHS = {
     "transformer_engine": "--cuda-graph-impl transformer_engine",
     "full_iteration": "--cuda-graph-impl full_iteration --no-check-for-nan-in-loss-and-grad",
 }
+# All through TCP sockets of one host: a stand-in for a slow network.
+SOCKETS = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
+NETWORKS: dict[str, dict[str, str]] = {"default": {}, "sockets": SOCKETS}
+# Runs without context parallelism.
+TENSOR = ("tp", "tp-v1")
 CAPTURE_STEPS = 6  # until all is captured, whoever does it
 
 
@@ -166,6 +192,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--micro-batches", type=int, default=1, help="in each step")
     parser.add_argument("--iters", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument(
+        "--prefill",
+        action="store_true",
+        help="a step is a forward alone: the time to the first token of a prompt, whose logit is "
+        "in the place of the loss; there are neither gradients nor an optimizer",
+    )
+    parser.add_argument("--net", choices=sorted(NETWORKS), default="default")
     parser.add_argument("--kv-heads", type=int)
     parser.add_argument("--extra", default="", help="further flags of Megatron, for all runs")
     parser.add_argument("--timeout", type=int, default=300, help="seconds a job may measure")
@@ -182,10 +215,16 @@ def parse() -> argparse.Namespace:
             parser.error(f"--graphs takes {', '.join(GRAPHS)}, got {graphs}")
         if graphs != "none" and args.longest:
             parser.error("--longest needs graphs of one length: use --graphs none")
+    if args.prefill and (args.recompute, args.graphs, args.micro_batches) != ("none", "none", 1):
+        parser.error(
+            f"--prefill has no backward, got --recompute {args.recompute} --graphs {args.graphs} "
+            f"--micro-batches {args.micro_batches}: leave them out"
+        )
     for name, recompute in product(args.runs.split(","), args.recompute.split(",")):
         if recompute not in RECOMPUTE:
             parser.error(f"--recompute takes {', '.join(RECOMPUTE)}, got {recompute}")
-        if name.startswith("te:") and SHAPES[args.shape].linear:
+        shape = SHAPES[args.shape]
+        if shape.linear and (name.startswith("te:") or name in TENSOR):
             parser.error(f"{args.shape} has linear attention, {name} is softmax attention")
     return args
 
@@ -197,7 +236,7 @@ def plan_cases(args: argparse.Namespace) -> list[Case]:
     cases = []
     ways = product(sizes, args.recompute.split(","), args.graphs.split(","), args.runs.split(","))
     for size, recompute, graphs, name in ways:
-        if recompute == "full-twice" and name.startswith("te:"):
+        if recompute == "full-twice" and (name.startswith("te:") or name in TENSOR):
             continue  # which is what its "full" does
         places = [range(first, first + size) for first in range(0, sizes[0] - size + 1, size)]
         place = min(places, key=lambda devices: max(load[device] for device in devices))
@@ -225,6 +264,7 @@ def command(args: argparse.Namespace, case: Case, gate: Path, port: int) -> list
         str(gate),
         args.profile,
         args.micro_batches,
+        args.prefill,
     )
     flags: dict[str, object] = {
         "context-parallel-size": size,
@@ -232,6 +272,7 @@ def command(args: argparse.Namespace, case: Case, gate: Path, port: int) -> list
         "hidden-size": shape.hidden,
         "ffn-hidden-size": shape.ffn,
         "num-attention-heads": shape.heads,
+        "kv-channels": shape.hidden // shape.heads,
         "seq-length": case.lengths[0],
         "max-position-embeddings": case.lengths[0],
         "position-embedding-type": "none" if shape.linear else "rope",
@@ -258,6 +299,9 @@ def command(args: argparse.Namespace, case: Case, gate: Path, port: int) -> list
         "no-gradient-accumulation-fusion",
         "no-create-attention-mask-in-dataloader",
     ]
+    if args.prefill:
+        switches.append("skip-train")
+        flags["eval-iters"] = 10**6
     if torch.cuda.is_available():
         flags["transformer-impl"] = "transformer_engine"
         switches.append("bf16")
@@ -268,6 +312,11 @@ def command(args: argparse.Namespace, case: Case, gate: Path, port: int) -> list
         flags["num-query-groups"] = kv_heads
     algo, *options = case.name.split(":")
     chosen: list[str] = []
+    if algo in TENSOR:
+        flags |= {"context-parallel-size": 1, "tensor-model-parallel-size": size}
+        flags["num-attention-heads"] = -(-shape.heads // size) * size
+        switches += ["sequence-parallel"] if size > 1 and algo == "tp" else []
+        algo, *options = options or ["megatron"]
     if algo == "te":
         flags |= {"context-parallel-algo": "megatron", "cp-comm-type": options[0]}
     else:
@@ -309,6 +358,7 @@ class Job:
                     **os.environ,
                     # Megatron's own path refuses to start without it on Hopper.
                     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+                    **NETWORKS[args.net],
                     "CUDA_VISIBLE_DEVICES": ",".join(visible[device] for device in case.devices),
                 },
             )
@@ -364,7 +414,8 @@ def row(args: argparse.Namespace, case: Case, report: Report) -> Row:
     step_ms = statistics.median(report.step_ms)
     shape = SHAPES[args.shape]
     tokens = report.tokens * args.micro_batches
-    flops = shape.flops(args.layers or shape.layers, report.tokens) * args.micro_batches
+    count = shape.prefill_flops if args.prefill else shape.flops
+    flops = count(args.layers or shape.layers, report.tokens) * args.micro_batches
     return Row(
         case.name,
         case.recompute,
@@ -418,6 +469,7 @@ def free_ports(count: int) -> list[int]:
 
 HEADER = ["run", "recompute", "GPUs", "tokens", "CUDA graphs", "ms / step", "tokens / s"]
 HEADER += ["MFU", "max allocated GiB", "loss"]
+PREFILL_HEADER = [*HEADER[:5], "ms to first token", *HEADER[6:9], "largest logit"]
 
 
 def cells(row: Row) -> list[str]:
@@ -446,18 +498,21 @@ def main() -> int:
     kind = "bf16" if torch.cuda.is_available() else "float32 on a CPU"
     batches = "" if args.micro_batches == 1 else f", {args.micro_batches} micro-batches"
     title = f"{args.shape} shape{scaled}, {kind}, batch 1{batches}"
+    title += ", forward alone" if args.prefill else ""
+    title += ", TCP sockets of one host, emulating a slow network" if args.net == "sockets" else ""
+    names = PREFILL_HEADER if args.prefill else HEADER
     rows = []
     for row in run_all(args, plan_cases(args)):
         rows.append(row)
         print(json.dumps(asdict(row)), flush=True)
     rows.sort(key=lambda row: (row.gpus, row.tokens))
     table = Table(title=title)
-    for header in HEADER:
+    for header in names:
         table.add_column(header, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(*cells(row))
     Console(width=130).print(table)
-    lines = [f"**{title}**", "", "| " + " | ".join(HEADER) + " |", "|" + " --- |" * len(HEADER)]
+    lines = [f"**{title}**", "", "| " + " | ".join(names) + " |", "|" + " --- |" * len(names)]
     lines += ["| " + " | ".join(cells(row)) + " |" for row in rows]
     (args.output / "table.md").write_text("\n".join(lines) + "\n")
     data = {"title": title, "shape": asdict(shape), "rows": [asdict(row) for row in rows]}

@@ -44,6 +44,7 @@ class Plan:
         gate: the job leaves its GPUs alone before this file exists.
         profile: all ranks profile one more step of each length.
         micro_batches: in each step.
+        prefill: a step is a forward alone, up to the logits of the last token.
     """
 
     lengths: tuple[int, ...]
@@ -54,6 +55,7 @@ class Plan:
     gate: str
     profile: bool = False
     micro_batches: int = 1
+    prefill: bool = False
 
     def all_lengths(self) -> Iterator[int]:
         """The lengths in their order."""
@@ -108,8 +110,11 @@ class Clock:
 
         Raises: EndOfPlan after the last step.
         """
+        from megatron.training import get_args
+
         for tokens in self._plan.all_lengths():
             self.tokens = tokens
+            get_args().seq_length = tokens  # tensor-parallel ranks make room for a batch by it
             gc.collect()
             torch.cuda.empty_cache()
             batch = _batch(tokens, self._plan.vocabulary)
@@ -160,6 +165,34 @@ class Clock:
             ).say()
 
 
+class FirstToken:
+    """A model as a prompt needs it: with logits of the last token alone.
+
+    Attributes: module: Megatron's model. tokens: of the prompt, global.
+    """
+
+    def __init__(self, module: Any, tokens: int) -> None:
+        self.module, self.tokens = module, tokens
+
+    def __call__(self, text: Tensor, positions: Tensor, mask: Tensor | None, **_: Any) -> Tensor:
+        """The largest logit and 1, or twice 0 on a rank without the last token, as [2]."""
+        from megatron.core.utils import unwrap_model
+
+        model = unwrap_model(self.module)
+        model.post_process = False  # ends before the logits of all tokens
+        hidden = model(text, positions, mask)
+        # The last token is some rank's last one in every layout. Megatron's output layer gathers
+        # the last rows of sequence-parallel ranks, in order, and the parts of the vocabulary.
+        logits, _ = model.output_layer(hidden[-1:].contiguous(), runtime_gather_output=True)
+        is_last = (positions[0, -1] == self.tokens - 1).float()
+        return torch.stack((logits[-1].float().max() * is_last, is_last))
+
+
+def _as_loss(logit: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """What Megatron wants of a loss function."""
+    return logit[0], logit[1].int(), {"lm loss": logit.clone()}
+
+
 class EndOfPlan(Exception):  # noqa: N818  (nothing went wrong)
     """All has been measured."""
 
@@ -204,6 +237,7 @@ def main() -> NoReturn:
 
 def _train(plan: Plan) -> int:
     # Not before the plugin is in force.
+    from megatron.core import parallel_state
     from megatron.core.enums import ModelType
     from megatron.training import pretrain
     from megatron.training.argument_utils import (
@@ -219,9 +253,14 @@ def _train(plan: Plan) -> int:
     clock = Clock(plan)
 
     def provide(samples: list[int]) -> Any:
-        return clock.batches(), None, None
+        return (None, clock.batches(), None) if plan.prefill else (clock.batches(), None, None)
 
     def step(data: Iterator[Any], model: Any) -> tuple[Tensor, Any]:
+        if parallel_state.get_tensor_model_parallel_rank():
+            next(data)  # they get the first one's batch, but measure too
+        if plan.prefill:
+            logit, _ = forward_step(data, FirstToken(model, clock.tokens))
+            return logit, partial(clock.keep_loss, _as_loss)
         output, loss = forward_step(data, model)
         return output, partial(clock.keep_loss, loss)
 

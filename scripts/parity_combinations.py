@@ -13,6 +13,7 @@ from megatron_cp_plugin.harness.parity import Tolerances
 SOFTMAX = "zigzag,ring,distflash,attention2d,allgather,ulysses,usp"
 # One of each family, for what takes many processes.
 FAMILIES = "zigzag,distflash,attention2d,ulysses"
+HEADS_SPLIT = f"{FAMILIES},usp:ulysses=4"
 LINEAR = "lasp,lasp2,lasp2:layout=zigzag,linear_ulysses"
 
 # Samples are filled up with this token; where --null-tokenizer-pad-id says so, it has no loss.
@@ -219,6 +220,11 @@ class Combination:
         return Run(variant, self.cp, self.shards * self.dp * self.cp)
 
 
+def heads(queries: int, kv: int) -> dict[str, object]:
+    """So many heads of dim 8; hidden_size need not be a multiple of them."""
+    return {"num_attention_heads": queries, "num_query_groups": kv, "kv_channels": 8}
+
+
 def thd(algos: str) -> str:
     """The same algorithms with the layout of batches that other programs cut."""
     return ",".join(f"{algo}:layout=thd" for algo in algos.split(","))
@@ -282,6 +288,10 @@ COMBINATIONS = (
         algos=FAMILIES,
     ),
     Combination("cp3", "3 ranks", cp=3),
+    Combination("heads-33", "33 heads", heads(33, 33), algos=f"{SOFTMAX}:ulysses=4"),
+    Combination("heads-33-11", "33 heads, GQA 33:11", heads(33, 11), algos=HEADS_SPLIT),
+    Combination("heads-2", "2 heads on 8 ranks", heads(2, 2), cp=8, algos=f"{FAMILIES},usp"),
+    Combination("heads-7-1", "7 heads, MQA", heads(7, 1), algos=HEADS_SPLIT),
     Combination("cp8", "8 ranks", cp=8, algos=FAMILIES + ",usp"),
     Combination("bf16", "bfloat16", BF16, tolerances=BF16_BOUND),
     Combination(

@@ -1,13 +1,15 @@
 """Other packages' context parallelism behind one call, for benchmark_attention.py.
 
-Every adapter takes and returns local zigzag shards [B,S,H,D] like ours. yunchang is not here: its
-release 0.6.4 has no backward with torch's kernels.
+Every adapter takes and returns local zigzag shards [B,S,H,D] like ours; of packed documents zigzag
+inside each, as Transformer Engine wants its THD form. yunchang is not here: its release 0.6.4 has
+no backward with torch's kernels.
 """
 
 import sys
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -19,18 +21,18 @@ from megatron_cp_plugin.errors import ConfigError
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 NAMES = ("te:p2p", "te:all_gather", "te:a2a", "te:a2a+p2p", "ring_flash_attn:zigzag")
-
+PACKED = ("te:p2p", "te:all_gather", "te:a2a")  # those that take packed documents
 
 _MODULES = {"te": "transformer_engine", "ring_flash_attn": "ring_flash_attn"}
 
 
-def installed() -> tuple[str, ...]:
-    """Names of the rivals whose package is here.
+def installed(names: tuple[str, ...] = NAMES) -> tuple[str, ...]:
+    """Those of the rivals whose package is here.
 
     Call it before the first use of cuDNN: Transformer Engine's library wants to load its own.
     """
     found = []
-    for name in NAMES:
+    for name in names:
         module = _MODULES[name.split(":")[0]]
         if find_spec(module) is not None:
             try:
@@ -43,17 +45,28 @@ def installed() -> tuple[str, ...]:
 
 
 def make(
-    name: str, heads: int, kv_heads: int, head_dims: tuple[int, int], causal: bool
+    name: str,
+    heads: int,
+    kv_heads: int,
+    head_dims: tuple[int, int],
+    causal: bool,
+    bounds: tuple[int, ...] | None = None,
 ) -> Attention:
     """A rival's attention over the default process group.
 
-    Args: head_dims: of q and k, and of v.
+    Args: head_dims: of q and k, and of v. bounds: 0, ..., N: where packed documents begin and end,
+        all multiples of twice the number of ranks.
 
-    Raises: ConfigError if the name is unknown, or a2a+p2p has no use for these nodes.
+    Raises: ConfigError if the name is unknown, or the rival has no use for these nodes, or takes no
+    documents.
     """
     package, _, mode = name.partition(":")
     if name not in NAMES:
         raise ConfigError(f"unknown rival {name!r}: use one of {', '.join(NAMES)}")
+    if bounds is not None:
+        if name not in PACKED:
+            raise ConfigError(f"{name} takes no documents here: use one of {', '.join(PACKED)}")
+        return _thd(mode, heads, kv_heads, head_dims, bounds)
     if package == "te":
         return _transformer_engine(mode, heads, kv_heads, head_dims, causal)
     return _ring_flash_attn(causal)
@@ -78,6 +91,40 @@ def _transformer_engine(
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return module(q, k, v).view(*q.shape[:3], head_dims[1])
+
+    return attention
+
+
+def _thd(
+    mode: str, heads: int, kv_heads: int, head_dims: tuple[int, int], bounds: tuple[int, ...]
+) -> Attention:
+    """Transformer Engine's THD form: causal within documents, their lengths as all ranks have them
+    together.
+    """
+    import transformer_engine.pytorch as te
+
+    module = te.DotProductAttention(
+        heads,
+        head_dims,
+        num_gqa_groups=kv_heads,
+        attn_mask_type="padding_causal",
+        qkv_format="thd",
+        attention_dropout=0.0,
+    ).cuda()
+    ranks = list(range(dist.get_world_size()))
+    module.set_context_parallel_group(dist.group.WORLD, ranks, torch.cuda.Stream(), mode)
+    # One tensor for all: that is how it knows that there is no padding between documents.
+    lengths = torch.tensor(bounds, dtype=torch.int32, device="cuda")
+    longest = max(stop - start for start, stop in pairwise(bounds))
+    packed = {
+        **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv"), lengths),
+        **dict.fromkeys(("cu_seqlens_q_padded", "cu_seqlens_kv_padded"), lengths),
+        **dict.fromkeys(("max_seqlen_q", "max_seqlen_kv"), longest),
+    }
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = module(q[0], k[0], v[0], **packed)
+        return out.view(*q.shape[:3], head_dims[1])
 
     return attention
 

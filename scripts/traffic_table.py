@@ -4,7 +4,8 @@
 
 From the plans of the algorithms, which the tests hold against counted messages; so no processes
 are needed. The unit is a whole Q, B * N * H * D elements: what counts is whether a line
-falls from left to right.
+falls from left to right. The last lines are what the papers compare with; tensor parallelism sends
+it for attention and MLP together.
 """
 
 import argparse
@@ -14,7 +15,9 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
+from megatron_cp_plugin.baselines import BASELINES
 from megatron_cp_plugin.core.shape import Shape
+from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.costs import Cost, cost
 from megatron_cp_plugin.errors import ConfigError
 
@@ -52,22 +55,31 @@ def sent(line: Line, size: int, shape: Shape) -> Cost | None:
         return None
 
 
+def units(found: Cost, shape: Shape) -> float:
+    """Forward and backward together in units."""
+    unit = shape.batch * shape.seq_len * shape.query_width * shape.element_bytes
+    return (found.forward_bytes + found.backward_bytes) / unit
+
+
 def cell(line: Line, size: int, shape: Shape) -> str:
     """Forward and backward together in units, with the shape of the grid."""
     found = sent(line, size, shape)
     if found is None:
         return "-"
-    unit = shape.batch * shape.seq_len * shape.heads * shape.head_dim * shape.element_bytes
-    text = f"{(found.forward_bytes + found.backward_bytes) / unit:.2f}"
+    text = f"{units(found, shape):.2f}"
     if line.algo == "attention2d" and found.grid:
         text += f" ({found.grid[0]}x{found.grid[1]})"
     return text
 
 
 def rows(heads: int, kv_heads: int, sizes: Sequence[int] = SIZES) -> list[list[str]]:
-    """One row a line: label, then a cell for each number of ranks."""
+    """One row a line and baseline: label, then a cell for each number of ranks."""
     shape = Shape(1, 4 * max(sizes) * 64, heads, kv_heads, 128)
-    return [[line.label, *(cell(line, size, shape) for size in sizes)] for line in LINES]
+    found = [[line.label, *(cell(line, size, shape) for size in sizes)] for line in LINES]
+    for baseline in BASELINES:
+        costs = (baseline.cost(size, shape, Mask()) for size in sizes)
+        found.append([baseline.name, *(f"{units(one, shape):.2f}" for one in costs)])
+    return found
 
 
 def title(heads: int, kv_heads: int) -> str:

@@ -53,6 +53,6 @@ class RandomBalanced(PointToPoint):
         seed: int = 0
 
     def placement(self, shape: Shape, mask: Mask, phase: Phase) -> RandomPlacement:
-        of_all = self.layout, self.topology.size, self.head_groups(shape)
+        of_all = self.layout, self.topology.size, self.head_groups(shape, mask)
         options = {"ranks": self.options.ranks, "seed": self.options.seed}
         return RandomPlacement(*of_all, seq_len=shape.seq_len, mask=mask, **options)

@@ -28,4 +28,4 @@ class Halves(PointToPoint):
     layout = Contiguous()
 
     def placement(self, shape: Shape, mask: Mask, phase: Phase) -> HalvesPlacement:
-        return HalvesPlacement(self.layout, self.topology.size, self.head_groups(shape))
+        return HalvesPlacement(self.layout, self.topology.size, self.head_groups(shape, mask))

@@ -31,8 +31,12 @@ def naive_attention(
     window: int | None = None,
     cu_seqlens: Sequence[int] | None = None,
     sink: Tensor | None = None,
+    seen: Tensor | None = None,
 ) -> Tensor:
-    """[B,N,H,D], [B,N,G,D], [B,N,G,E] -> [B,N,H,E], by the definition, head by head; sink: [H]."""
+    """[B,N,H,D], [B,N,G,D], [B,N,G,E] -> [B,N,H,E], by the definition, head by head; sink: [H].
+
+    seen: [N,N], true where a query sees a key; what sees none is 0.
+    """
     heads_per_kv = q.shape[2] // k.shape[2]
     out = []
     for head in range(q.shape[2]):
@@ -48,6 +52,11 @@ def naive_attention(
             lengths = torch.tensor(cu_seqlens, device=q.device).diff()
             document = torch.repeat_interleave(torch.arange(len(lengths), device=q.device), lengths)
             scores = scores.masked_fill(document[:, None] != document[None, :], -torch.inf)
+        if seen is not None:
+            some = seen.any(1, keepdim=True)
+            weights = torch.softmax(scores.masked_fill(some & ~seen, -torch.inf), -1) * some
+            out.append(weights @ values)
+            continue
         if sink is not None:
             column = sink[head].expand(*scores.shape[:2], 1)
             out.append(torch.softmax(torch.cat((scores, column), -1), -1)[..., :-1] @ values)
@@ -68,6 +77,7 @@ def expected_attention(
     window: int | None = None,
     cu_seqlens: Sequence[int] | None = None,
     sink: Tensor | None = None,
+    seen: Tensor | None = None,
     scale: float | None = None,
     dtype: torch.dtype = torch.float64,
     device: torch.device | str = "cpu",
@@ -91,7 +101,13 @@ def expected_attention(
     scale = head_dim**-0.5 if scale is None else scale
     sink = None if sink is None else sink.double()
     out = naive_attention(
-        *wide, causal=causal, scale=scale, window=window, cu_seqlens=cu_seqlens, sink=sink
+        *wide,
+        causal=causal,
+        scale=scale,
+        window=window,
+        cu_seqlens=cu_seqlens,
+        sink=sink,
+        seen=seen,
     )
     dq, dk, dv = torch.autograd.grad(out, wide, dout.double())
     return Expected(q, k, v, dout, out.detach(), dq, dk, dv)

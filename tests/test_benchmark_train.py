@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 from argparse import Namespace
 from dataclasses import asdict
 from pathlib import Path
@@ -14,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 import benchmark_train
 from benchmark_train_job import OUT_OF_MEMORY, Plan, is_out_of_memory, read_reports
 
-from tests.integration.megatron_job import run
+from tests.integration.megatron_job import Job, run
 
 # The second length is more than memory holds.
 JOB = """
@@ -55,6 +56,24 @@ def test_jobs_are_spread_over_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {case.lengths for case in cases if len(case.devices) == 1} == {(1024, 2048)}
 
 
+def test_a_slow_network_is_emulated_and_said(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    words = f"--net sockets --gpus 1 --runs zigzag --output {tmp_path}"
+    args = arguments(monkeypatch, words)
+    (case,) = benchmark_train.plan_cases(args)
+    program = "import os; print(os.environ['NCCL_SHM_DISABLE'], os.environ['NCCL_P2P_DISABLE'])"
+    monkeypatch.setattr(benchmark_train, "command", lambda *_: [sys.executable, "-c", program])
+    job = benchmark_train.Job(args, case, tmp_path, 0)
+    while not job.finished:
+        time.sleep(0.01)
+    assert (tmp_path / f"{case.slug}.log").read_text().split() == ["1", "1"]
+    monkeypatch.setattr(benchmark_train, "run_all", lambda *_: iter(()))
+    monkeypatch.setattr(sys, "argv", ["benchmark_train.py", *words.split()])
+    assert benchmark_train.main() == 0
+    assert "TCP sockets" in json.loads((tmp_path / "rows.json").read_text())["title"]
+
+
 def test_a_graph_is_of_one_length(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     words = "--gpus 1 --runs zigzag --tokens 1K,2K --graphs none,local --micro-batches 4"
     args = arguments(monkeypatch, words)
@@ -77,6 +96,8 @@ def test_a_graph_is_of_one_length(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         "--recompute twice",
         "--shape tnl-1b --runs lasp,te:p2p",
         "--shape llama8b",
+        "--shape tnl-1b --runs lasp,tp",
+        "--prefill --recompute full",
         "--graphs all",
     ],
 )
@@ -89,7 +110,15 @@ def test_what_the_command_line_refuses(
 
 
 @pytest.mark.parametrize(
-    ("shape", "billions"), [("llama7b", 6.7384), ("tnl-0.4b", 0.4645), ("tnl-1b", 1.1512)]
+    ("shape", "billions"),
+    [
+        ("llama7b", 6.7384),
+        ("llama13b", 13.0158),
+        ("gpt3-66b", 65.23 + 2 * 9216 * 32e-6),
+        ("gpt3-175b", 173.95 + 2 * 12288 * 32e-6),
+        ("tnl-0.4b", 0.4645),
+        ("tnl-1b", 1.1512),
+    ],
 )
 def test_operations_of_a_weight_are_six_a_token(shape: str, billions: float) -> None:
     """Parameters: Llama-2's as published; TransNormerLLM's with an output layer of its own."""
@@ -103,26 +132,7 @@ def test_operations_of_a_weight_are_six_a_token(shape: str, billions: float) -> 
 
 @pytest.mark.timeout(300)
 def test_a_job_measures_until_memory_is_exhausted(tmp_path: Path) -> None:
-    gate = tmp_path / "gate"
-    gate.touch()
-    plan = Plan((32, 64), longest=True, warmup=1, iters=2, vocabulary=256, gate=str(gate))
-    case = benchmark_train.Case("lasp", "full", (0,), plan.lengths)
-    args: Any = Namespace(
-        shape="tnl-tiny",
-        layers=None,
-        kv_heads=None,
-        extra="",
-        longest=True,
-        warmup=1,
-        iters=2,
-        profile=False,
-        micro_batches=1,
-    )
-    words = benchmark_train.command(args, case, gate, 0)
-    start = next(at for at, word in enumerate(words) if word.endswith("benchmark_train_job.py"))
-    assert json.loads(words[start + 1]) == json.loads(json.dumps(asdict(plan)))
-    program = ("-c", f"import sys; sys.path.insert(0, {str(Path(words[start]).parent)!r}){JOB}")
-    job = run(*words[start + 1 :], program=program)
+    plan, job = measure(tmp_path, "tnl-tiny", "lasp")
     assert [process.returncode for process in job.processes] == [OUT_OF_MEMORY], job.text[-3000:]
     short, long, exhausted = read_reports(job.text)
     assert (short.tokens, long.tokens, exhausted.tokens) == (32, 64, 128)
@@ -132,6 +142,101 @@ def test_a_job_measures_until_memory_is_exhausted(tmp_path: Path) -> None:
         assert len(report.step_ms) == plan.iters
         assert min(report.step_ms) > 0
         assert report.loss == pytest.approx(5.5, abs=0.3)  # untrained: log 256
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("shape", "name"), [("tiny", "tp"), ("tiny-3h", "tp:zigzag"), ("tnl-tiny", "tp:lasp2")]
+)
+def test_tensor_parallel_ranks_measure_the_same_lengths(
+    tmp_path: Path, shape: str, name: str
+) -> None:
+    """Two ranks: each measures all lengths, though only the first gets Megatron's batches."""
+    _, job = measure(tmp_path, shape, name, ranks=2)
+    short, long, exhausted = read_reports(job.text)
+    assert exhausted.out_of_memory, job.text[-3000:]
+    alone = read_reports(measure(tmp_path, shape, name)[1].text)
+    assert (short.tokens, long.tokens, exhausted.tokens) == (32, 64, 128)
+    for report, other in zip((short, long), alone, strict=False):
+        assert report.loss == pytest.approx(other.loss, abs=0.3)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_first_token_is_the_same_however_a_prompt_is_split(tmp_path: Path) -> None:
+    """The largest logit of the last token, which the last rank has, the first, or all."""
+    found = {}
+    for name, ranks in (("zigzag", 1), ("zigzag", 2), ("distflash", 2), ("ulysses", 2)):
+        _, job = measure(tmp_path, "tiny", name, ranks, prefill=True)
+        short, long, exhausted = read_reports(job.text)
+        assert exhausted.out_of_memory, job.text[-3000:]
+        assert min(*short.step_ms, *long.step_ms) > 0
+        found[name, ranks] = [short.loss, long.loss]
+    whole = found.pop(("zigzag", 1))
+    assert abs(whole[0] - whole[1]) > 1e-4
+    for name, logits in found.items():
+        assert logits == pytest.approx(whole, rel=1e-5), name
+    for name in ("tp", "tp-v1"):
+        _, job = measure(tmp_path, "tiny", name, 2, prefill=True)
+        assert len([report for report in read_reports(job.text) if report.loss > 0]) == 2
+
+
+def test_the_work_of_a_prompt() -> None:
+    """Twice the weights of the layers a token, half of all scores, and logits of one token."""
+    model = benchmark_train.SHAPES["llama7b"]
+    layers = 32 * (4 * 4096**2 + 3 * 4096 * 11008)
+    tokens = 2**15
+    expected = 2 * tokens * layers + 32 * 2 * tokens**2 * 4096 + 2 * 4096 * 32000
+    assert model.prefill_flops(32, tokens) == pytest.approx(expected, rel=1e-9)
+
+
+def test_the_command_of_tensor_parallelism(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Sequence parallel, Megatron's own attention, and as many heads as ranks divide."""
+    args = arguments(monkeypatch, "--shape llama-33h --gpus 2 --runs tp,tp:zigzag,distflash")
+    cases = benchmark_train.plan_cases(args)
+    own, kernel, ours = (benchmark_train.command(args, case, tmp_path, 0) for case in cases)
+
+    def value(words: list[str], flag: str) -> str:
+        return words[words.index(flag) + 1]
+
+    for words, algo in ((own, "megatron"), (kernel, "zigzag")):
+        assert value(words, "--tensor-model-parallel-size") == "2"
+        assert value(words, "--context-parallel-size") == "1"
+        assert value(words, "--num-attention-heads") == "34"
+        assert value(words, "--context-parallel-algo") == algo
+        assert "--sequence-parallel" in words
+    assert value(ours, "--num-attention-heads") == "33"
+    assert {value(words, "--kv-channels") for words in (own, kernel, ours)} == {"128"}
+    assert "--tensor-model-parallel-size" not in ours
+
+
+def measure(
+    folder: Path, shape: str, name: str, ranks: int = 1, *, prefill: bool = False
+) -> tuple[Plan, Job]:
+    """Lengths of 32, 64 and 128 tokens, for the last of which there is no memory."""
+    gate = folder / "gate"
+    gate.touch()
+    plan = Plan((32, 64), True, warmup=1, iters=2, vocabulary=256, gate=str(gate), prefill=prefill)
+    recompute = "none" if prefill else "full"
+    case = benchmark_train.Case(name, recompute, tuple(range(ranks)), plan.lengths)
+    args: Any = Namespace(
+        shape=shape,
+        layers=None,
+        kv_heads=None,
+        extra="",
+        longest=True,
+        warmup=1,
+        iters=2,
+        profile=False,
+        micro_batches=1,
+        prefill=prefill,
+    )
+    words = benchmark_train.command(args, case, gate, 0)
+    start = next(at for at, word in enumerate(words) if word.endswith("benchmark_train_job.py"))
+    assert json.loads(words[start + 1]) == json.loads(json.dumps(asdict(plan)))
+    program = ("-c", f"import sys; sys.path.insert(0, {str(Path(words[start]).parent)!r}){JOB}")
+    return plan, run(*words[start + 1 :], ranks=ranks, program=program)
 
 
 def test_out_of_memory_in_other_libraries() -> None:

@@ -100,6 +100,12 @@ def test_with_a_window(case: Case) -> None:
     check(case, 4, "reference", 26, [0, 3, 14, 26], causal=True, window=7)
 
 
+def test_own_outputs_that_are_complete_before_those_of_others() -> None:
+    """A rank goes on with queries of others when all results for its own ones have come."""
+    case = Case("attention2d", (("variant", "overlap"), ("rows", 1)))
+    check(case, 8, "reference", 19, [0, 2, 5, 15, 18, 19], causal=True)
+
+
 @pytest.mark.parametrize(
     ("case", "size", "packing", "kv_heads"),
     [

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from megatron_cp_plugin.baselines import BASELINES
 from megatron_cp_plugin.core.shape import Shape
 from scripts import traffic_table
 from scripts.traffic_table import LINES, Line, sent
@@ -20,7 +21,7 @@ def test_counted_bytes_are_those_of_the_table(line: Line, size: int, ratio: str)
     seq_len = 2 * size
     found = sent(line, size, Shape(1, seq_len, heads, kv_heads, 8))
     if found is None:
-        assert (line.algo, size) in {("ulysses", 6), ("ulysses", 9), ("usp", 6), ("usp", 9)}
+        assert (line.algo, size) in {("usp", 6), ("usp", 9)}
         return
     expected = expected_attention(
         seq_len=seq_len,
@@ -64,6 +65,20 @@ def test_where_the_grid_loses() -> None:
 
 def test_what_cannot_be_served_is_a_dash() -> None:
     table = {row[0]: row[1:] for row in traffic_table.rows(32, 32, (4, 9))}
-    assert table["ulysses"][-1] == "-"
+    assert table["usp, 4 ranks a team"][-1] == "-"
     assert table["attention2d"][-1].endswith("(3x3)")
-    assert traffic_table.markdown(32, 8, (4, 9)).count("\n") == len(LINES) + 1
+    lines = len(LINES) + len(BASELINES) + 2
+    assert traffic_table.markdown(32, 8, (4, 9)).count("\n") == lines - 1
+
+
+def test_what_the_papers_compare_with() -> None:
+    """DISTFLASHATTN, appendix C: 10 N d, 14 N d with recompute, against 3 N d of the ring, of which
+    P blocks of P are counted; BurstAttention, section 3.2: 8 for Ring Self-Attention.
+    """
+    table = {row[0]: row[1:] for row in traffic_table.rows(32, 8, (4, 64))}
+    for name, total in (
+        ("tensor + sequence parallel", 10),
+        ("the same, full recompute", 14),
+        ("Ring Self-Attention", 8),
+    ):
+        assert table[name] == [f"{total * (size - 1) / size:.2f}" for size in (4, 64)]

@@ -89,7 +89,7 @@ def test_helpers_fetch_no_more_queries_than_the_window_touches() -> None:
     """Rank 0 of 4 helps rank 3, of whose queries only the first two still see block 0."""
     moves = distflash(4, 3 * BLOCK - 3).moves
     (fetched,) = (move for move in moves if move.target == 0 and not move.result)
-    assert fetched.block == Block((3,), 0, 2)
+    assert fetched.block == Block((3,), ((0, 2),))
 
 
 def test_every_algorithm_takes_a_window_and_one_that_does_not_refuses(

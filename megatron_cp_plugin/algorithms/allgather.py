@@ -13,6 +13,7 @@ from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.core.layout import Layout, Zigzag
 from megatron_cp_plugin.core.pipeline import HeadGroup, head_groups
 from megatron_cp_plugin.core.shape import Shape
+from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.registry import register
 
@@ -26,7 +27,8 @@ class KvAllGather(GridAlgorithm):
 
     Kept for the backward: q, k, v, out and lse of the rank's own tokens. Of the gathered K and V
     there are two groups of heads at a time, `gathered_mib` at most. All that a rank holds beside
-    its inputs and results is that of `attention2d` with C = 1 and R = P.
+    its inputs and results is that of `attention2d` with C = 1 and R = P. With a window or documents
+    only rows are gathered that another rank sees, as many of each as of the rank with most.
 
     Over peer memory nothing is gathered: copy engines push block by block, straight from the owner,
     and a rank holds two of them at a time. With a causal mask ranks send 3/4 of the bytes in the
@@ -68,12 +70,12 @@ class KvAllGather(GridAlgorithm):
         """See GridAlgorithm.kind."""
         return GridBlocksPlacement if self.pushed else GatheredPlacement
 
-    def head_groups(self, shape: Shape) -> tuple[HeadGroup, ...]:
+    def head_groups(self, shape: Shape, mask: Mask) -> tuple[HeadGroup, ...]:
         """See GridAlgorithm.head_groups: as many as the bound on the K and V of others needs.
 
         Raises: ContextParallelError if it cannot be kept.
         """
-        groups, size = super().head_groups(shape), self.topology.size
+        groups, size = super().head_groups(shape, mask), self.topology.size
         # One group is computed with while the next one arrives, or is put in order.
         blocks = self.slots(shape) if self.pushed else 2 * size
         tokens = max(self.layout.length(rank, size, shape.seq_len) for rank in range(size))

@@ -35,7 +35,9 @@ class Attention2D(GridAlgorithm):
         forward   (C-1) * (2HDe + Hw) + (R-1) * 2GDe
         backward  (C-1) * (3HDe + 2Hw) + (R-1) * 4GDe
 
-    and, off the grid's diagonal, 2GDe in each for the transposes of the paper's variants.
+    and, off the grid's diagonal, 2GDe in each for the transposes of the paper's variants. With a
+    window or documents, but on the cyclic layout, only rows travel that another rank of the row or
+    column needs, as many of each rank as of the one with most.
 
     Kept for the backward: q, k, v (or their transposes), out and lse of the rank's own tokens.
     Beside these and its results a rank holds at most, with n groups of heads (`chunks`), gathered

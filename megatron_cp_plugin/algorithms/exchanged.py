@@ -1,13 +1,14 @@
 """Attention by heads inside a team of ranks: all tokens of a head meet on one rank and go back.
 
 B batch, S local tokens, H query heads, G KV heads, D head dim, U ranks of a team, V KV heads that
-are sent.
+are sent. H and G are filled up with zero heads where U ranks could not split them.
 """
 
 from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
+from megatron_cp_plugin.algorithms.filled_heads import FilledHeads
 from megatron_cp_plugin.algorithms.ring import Ring
 from megatron_cp_plugin.core import collective
 from megatron_cp_plugin.core.algorithm import Call
@@ -17,7 +18,7 @@ from megatron_cp_plugin.core.kernel import Statistics
 from megatron_cp_plugin.core.partial import GradientSum, accumulation_dtype
 from megatron_cp_plugin.core.pipeline import HeadGroup
 from megatron_cp_plugin.core.plan import Plan
-from megatron_cp_plugin.core.team import ExchangingTeam, Named, Rows, Team
+from megatron_cp_plugin.core.team import ExchangingTeam, Found, Named, Team
 
 _KEPT = ("q", "k", "v", "lse")
 
@@ -35,9 +36,10 @@ class Exchanged:
         ring: Ring,
         channels: tuple[Communicator, Communicator],
         rank: int,
+        heads: FilledHeads,
     ) -> None:
         """Args: plan: of forward or backward, under any mask. groups: exchanged at a time."""
-        self.ring = ring
+        self.ring, self._heads = ring, heads
         first = rank // plan.shares * plan.shares
         members = range(first, first + plan.shares)
         width = max(sum(map(len, spans)) for spans in plan.spans)
@@ -55,14 +57,16 @@ class Exchanged:
         """Out and lse of the own queries; what was exchanged, if it is to be kept."""
         kept: list[Tensor] = []
 
-        def attend(_: HeadGroup, x: Named, sums: Sequence[GradientSum]) -> Iterator[Rows]:
+        def attend(_: HeadGroup, x: Named, sums: Sequence[GradientSum]) -> Iterator[Found]:
             out, lse = self.ring.forward(x["q"], x["k"], x["v"], call)[:2]
             if keep:
                 kept.extend((x["q"], x["k"], x["v"], lse))
             yield slice(0, out.shape[1]), (out, lse)
 
-        k, v = self._copied(k), self._copied(v)
-        return *collective.forward(self._rounds, self._teams, q, k, v, attend), kept
+        heads = self._heads
+        q, k, v = heads.fill_queries(q), self._sent(k), self._sent(v)
+        out, lse = collective.forward(self._rounds, self._teams, q, k, v, attend)
+        return heads.own_queries(out), heads.own_queries(lse, 1), kept
 
     def backward(
         self, dout: Tensor, given: dict[str, Tensor], kept: Sequence[Tensor], call: Call
@@ -73,7 +77,7 @@ class Exchanged:
 
         def differentiate(
             heads: HeadGroup, x: Named, sums: Sequence[GradientSum]
-        ) -> Iterator[Rows]:
+        ) -> Iterator[Found]:
             statistics = Statistics(x["lse"], out=x.get("out"), delta=x.get("delta"))
             dq, *of_keys = self.ring.differentiate(
                 x["dout"], x["q"], x["k"], x["v"], statistics, call
@@ -83,36 +87,41 @@ class Exchanged:
                     total.add(slice(0, gradient.shape[1]), gradient)
             yield slice(0, dq.shape[1]), (dq,)
 
-        batch, tokens, kv_heads = *dout.shape[:2], given["k"].shape[2]
-        heads_of = {"dq": given["q"].shape[2], "dk": self._sent_kv_heads, "dv": self._sent_kv_heads}
+        heads, sent = self._heads, self._sent_kv_heads
         gradients = {
-            name: dout.new_empty((batch, tokens, heads, given[name[1]].shape[3]))
-            for name, heads in heads_of.items()
+            name: dout.new_empty((*dout.shape[:2], count, given[name[1]].shape[3]))
+            for name, count in (("dq", heads.heads), ("dk", sent), ("dv", sent))
         }
         wanted = {
             name: x for name, x in gradients.items() if (call.dq if name == "dq" else call.dkv)
         }
-        if kept:
-            given = {"out": given["out"]}
-        else:
-            given = {**given, "k": self._copied(given["k"]), "v": self._copied(given["v"])}
+        filled = {"out": heads.fill_queries(given["out"])}
+        if not kept:
+            filled["q"] = heads.fill_queries(given["q"])
+            filled |= {name: self._sent(given[name]) for name in ("k", "v")}
+            filled["lse"] = heads.fill_queries(given["lse"], 1)
         by_group = [
             dict(zip(_KEPT, kept[start : start + len(_KEPT)], strict=True))
             for start in range(0, len(kept), len(_KEPT))
         ]
-        collective.backward(self._rounds, self._teams, dout, given, wanted, differentiate, by_group)
-        dk, dv = (_summed(gradients[name], kv_heads) for name in ("dk", "dv"))
-        return gradients["dq"], dk, dv
+        dout = heads.fill_queries(dout)
+        collective.backward(
+            self._rounds, self._teams, dout, filled, wanted, differentiate, by_group
+        )
+        dk, dv = (self._summed(gradients[name]) for name in ("dk", "dv"))
+        return heads.own_queries(gradients["dq"]), dk, dv
 
-    def _copied(self, x: Tensor) -> Tensor:
+    def _sent(self, x: Tensor) -> Tensor:
         """[B,S,G,D] -> [B,S,V,D]."""
+        x = self._heads.fill_keys(x)
         copies = self._sent_kv_heads // x.shape[2]
         return x.repeat_interleave(copies, 2) if copies > 1 else x
 
-
-def _summed(gradient: Tensor, kv_heads: int) -> Tensor:
-    """[B,S,V,D] -> [B,S,G,D]."""
-    if gradient.shape[2] == kv_heads:
-        return gradient
-    wide = accumulation_dtype(gradient.dtype)
-    return gradient.unflatten(2, (kv_heads, -1)).sum(3, dtype=wide).to(gradient.dtype)
+    def _summed(self, gradient: Tensor) -> Tensor:
+        """[B,S,V,D] -> [B,S,G,D]."""
+        kv_heads = self._heads.all_kv_heads
+        if gradient.shape[2] != kv_heads:
+            wide = accumulation_dtype(gradient.dtype)
+            parts = gradient.unflatten(2, (kv_heads, -1))
+            gradient = parts.sum(3, dtype=wide).to(gradient.dtype)
+        return self._heads.own_keys(gradient)

@@ -10,13 +10,14 @@ from torch import Tensor
 
 from megatron_cp_plugin.core import collective
 from megatron_cp_plugin.core.algorithm import Call
-from megatron_cp_plugin.core.assembly import assemble
+from megatron_cp_plugin.core.assembly import Assembly, assemble
 from megatron_cp_plugin.core.grid import Grid
 from megatron_cp_plugin.core.partial import accumulation_dtype
 from megatron_cp_plugin.core.plan import Move, Plan
 from megatron_cp_plugin.core.program import during
-from megatron_cp_plugin.core.team import GatheringTeam, Team
-from megatron_cp_plugin.core.tiles import Part, parts, plan_tiles
+from megatron_cp_plugin.core.rows import positions_of, row_count
+from megatron_cp_plugin.core.team import GatheringTeam, Packing, Team
+from megatron_cp_plugin.core.tile_batches import Part, parts
 from megatron_cp_plugin.core.topology import Topology
 
 
@@ -40,19 +41,22 @@ class Gathered:
     """
 
     def __init__(self, plan: Plan, grid: Grid, channels: GridChannels, rank: int) -> None:
-        """Args: plan: of forward or backward, under any mask."""
-        width = max(sum(map(len, spans)) for spans in plan.spans)
-        row, column = grid.row(rank), (grid.key_owners[other] for other in grid.column(rank))
-        of_row, of_column = (
-            assemble([plan.spans[owner] for owner in owners], width) for owners in (row, column)
-        )
+        """Args: plan: of forward or backward."""
+        row, column = grid.row(rank), [grid.key_owners[other] for other in grid.column(rank)]
+        moves = [move for move in during(plan) if rank in (move.source, move.target)]
+        queries = _order(plan, moves, row, rank, of_keys=False)
+        keys = _order(plan, moves, column, grid.key_owners[rank], of_keys=True)
         self._teams: dict[bool, Team] = {
-            False: GatheringTeam(channels.queries, channels.outputs, of_row),
-            True: GatheringTeam(channels.keys, channels.gradients, of_column),
+            False: GatheringTeam(channels.queries, channels.outputs, *queries),
+            True: GatheringTeam(channels.keys, channels.gradients, *keys),
         }
-        mine = (move for move in during(plan) if move.source == rank)
+        mine = (move for move in moves if move.source == rank)
         self._rounds = collective.rounds(mine, plan.groups)
+        self._heads = plan.groups[0].heads
         self._wide = any(move.wide for move in plan.moves)
+        computes = (compute for compute in plan.computes if compute.rank == rank)
+        tiles = (plan.tiles(compute) for compute in computes)  # the same of all groups of heads
+        self._tiles = next(tiles, ())
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         """Out and lse of the own queries."""
@@ -73,10 +77,31 @@ class Gathered:
 
     def _parts(self, call: Call) -> tuple[Part, ...]:
         """What is computed with the queries of the row and the keys of the column."""
-        queries, keys = self._teams[False].order, self._teams[True].order
-        rectangular = call.kernel.rectangular_causal
-        tiles = plan_tiles(queries.spans, keys.spans, call.mask, rectangular=rectangular)
-        return parts(tiles, queries.tokens)
+        packed, gaps = call.packed, call.kernel.gaps
+        return parts(self._tiles, self._teams[False].order.tokens, self._heads, packed, gaps)
+
+
+def _order(
+    plan: Plan, moves: Sequence[Move], members: Sequence[int], own: int, *, of_keys: bool
+) -> tuple[Assembly, Packing | None]:
+    """The tokens that a rank has in the end, and what travels of its own.
+
+    Args: moves: from or to it. members: whose blocks they are, in the order of the channel. own:
+        whose block it has at the beginning.
+    """
+    travelling = [move for move in moves if not move.result and move.of_keys == of_keys]
+    if not travelling:
+        members = [own]
+    rows = {move.block.owners[0]: move.block.rows for move in travelling}
+    lengths = {owner: sum(map(len, plan.spans[owner])) for owner in members}
+    width = max((move.tokens for move in travelling), default=lengths[own])
+    if all(row_count(rows[owner]) == lengths[owner] for owner in rows):
+        return assemble([plan.spans[owner] for owner in members], width), None
+    spans = (
+        plan.spans[owner] if owner == own else positions_of(plan.spans[owner], rows[owner])
+        for owner in members
+    )
+    return assemble(list(spans), width), Packing(members.index(own), rows[own])
 
 
 def transposed(

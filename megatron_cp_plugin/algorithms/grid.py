@@ -79,7 +79,7 @@ class GridAlgorithm(PointToPoint):
     def placement(self, shape: Shape, mask: Mask, phase: Phase) -> GridPlacement:
         """See Algorithm.placement."""
         grid = self._grid(*self.grid_shape(shape))
-        return self._placed(self.kind, grid, self.head_groups(shape), phase)
+        return self._placed(self.kind, grid, self.head_groups(shape, mask), phase)
 
     def _placed(
         self, kind: type[GridPlacement], grid: Grid, groups: tuple[HeadGroup, ...], phase: Phase
@@ -88,14 +88,14 @@ class GridAlgorithm(PointToPoint):
         backward = phase == "backward"
         return kind(self.layout, self.topology.size, groups, *wide, grid=grid, backward=backward)
 
-    def head_groups(self, shape: Shape) -> tuple[HeadGroup, ...]:
+    def head_groups(self, shape: Shape, mask: Mask) -> tuple[HeadGroup, ...]:
         """See PointToPoint.head_groups."""
         count = group_count(self.options.chunks, shape.flop(self.topology.size))
         if self.topology.size == 1 or self.kind is GridRingPlacement:
             count = 1
         elif self.kind is not GatheredPlacement and 1 in self.grid_shape(shape):
             # Blocks overlap within a group too, and two of them are all that is held at a time.
-            count = self.options.chunks or max(1, count // 2)
+            count = self.options.chunks or (1 if mask.special else max(1, count // 2))
         # Where only K and V are gathered, groups that share them would have nothing to wait for.
         share_kv = self.kind is GatheredPlacement and self.grid_shape(shape)[1] > 1
         return head_groups(shape.heads, shape.kv_heads, count, share_kv=share_kv)
@@ -108,7 +108,7 @@ class GridAlgorithm(PointToPoint):
     def make_channels(self, shape: Shape) -> None:
         """See Algorithm.make_channels."""
         if self.kind is GatheredPlacement:
-            self._gathered(shape, "forward")
+            self._gathered(shape, Mask(), "forward", True)
         else:
             super().make_channels(shape)
         if outside(self.plan(shape, Mask(), "forward")):
@@ -120,7 +120,7 @@ class GridAlgorithm(PointToPoint):
         k, v = self._transpose(shape, "forward", k, v)
         if self.kind is not GatheredPlacement:
             return super().forward(q, k, v, call)
-        out, lse = self._gathered(shape, "forward").forward(q, k, v, call)
+        out, lse = self._gathered_for(shape, call, "forward").forward(q, k, v, call)
         return out, lse, (q, k, v, out, lse)
 
     def backward(self, dout: Tensor, saved: Saved, call: Call) -> tuple[Tensor, Tensor, Tensor]:
@@ -131,7 +131,7 @@ class GridAlgorithm(PointToPoint):
             dq, dk, dv = super().backward(dout, saved, call)
         else:
             given = {"q": q, "k": k, "v": v, "out": out, "lse": lse}
-            dq, dk, dv = self._gathered(shape, "backward").backward(dout, given, call)
+            dq, dk, dv = self._gathered_for(shape, call, "backward").backward(dout, given, call)
         if call.dkv:
             dk, dv = self._transpose(shape, "backward", dk, dv)
         return dq, dk, dv
@@ -157,12 +157,15 @@ class GridAlgorithm(PointToPoint):
         alone = rows == 1 or cols == 1
         return row_major(rows, cols, (0,) * (rows * cols) if alone else self.topology.nodes)
 
-    def _make_gathered(self, shape: Shape, phase: Phase) -> Gathered:
+    def _gathered_for(self, shape: Shape, call: Call, phase: Phase) -> Gathered:
+        return self._gathered(shape, call.mask, phase, call.kernel.rectangular_causal)
+
+    def _make_gathered(self, shape: Shape, mask: Mask, phase: Phase, rectangular: bool) -> Gathered:
         grid = self._grid(*self.grid_shape(shape))
         key = grid.rows, grid.cols
         if key not in self._channels_of:
             self._channels_of[key] = GridChannels(self.topology, grid)
-        plan = self.plan(shape, Mask(), phase)
+        plan = self.plan(shape, mask, phase, rectangular=rectangular)
         return Gathered(plan, grid, self._channels_of[key], self.topology.rank)
 
     def _transpose(self, shape: Shape, phase: Phase, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:

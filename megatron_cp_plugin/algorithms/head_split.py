@@ -11,6 +11,7 @@ from typing import Literal
 from torch import Tensor
 
 from megatron_cp_plugin.algorithms.exchanged import Exchanged
+from megatron_cp_plugin.algorithms.filled_heads import FilledHeads
 from megatron_cp_plugin.algorithms.ring import Ring
 from megatron_cp_plugin.core.algorithm import Algorithm, Call, Saved
 from megatron_cp_plugin.core.caching import cached_method
@@ -21,7 +22,6 @@ from megatron_cp_plugin.core.placement import HeadPlacement
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
-from megatron_cp_plugin.errors import ConfigError
 
 
 class HeadSplit(Algorithm):
@@ -30,7 +30,8 @@ class HeadSplit(Algorithm):
     All tokens of one head meet on one rank by an all-to-all inside the team; results go back the
     same way. It is done by groups of heads: while one is computed, the next one comes and the last
     one's output leaves. KV heads that several ranks of a team need are sent to each, and their
-    gradients are summed in float32.
+    gradients are summed in float32. Where the ranks of a team cannot split the heads, heads of
+    zeros are added to what is exchanged and computed, and taken off again.
 
     Attributes: ring_options: of the ring between teams.
     """
@@ -85,6 +86,11 @@ class HeadSplit(Algorithm):
             given["lse"], rest = rest[0], []
         return self._exchanged(shape, "backward").backward(dout, given, rest, call)
 
+    def computed(self, shape: Shape) -> Shape:
+        """See Algorithm.computed."""
+        filled = self._filled(shape)
+        return replace(shape, heads=filled.heads, kv_heads=filled.all_kv_heads)
+
     def placement(self, shape: Shape, mask: Mask, phase: Phase) -> HeadPlacement:
         """See Algorithm.placement."""
         size, ring = self.degree(shape.kv_heads), self._ring(shape)[1]
@@ -99,12 +105,16 @@ class HeadSplit(Algorithm):
     def _groups(self, shape: Shape) -> tuple[HeadGroup, ...]:
         """Of one rank's heads, exchanged one after another."""
         size, total = self.degree(shape.kv_heads), self.topology.size
-        sent = lcm(shape.kv_heads, size)  # each to one rank
+        filled = self._filled(shape)
+        sent = lcm(filled.all_kv_heads, size)  # each to one rank
         most = group_count(self.options.chunks, shape.flop(total)) if size > 1 else 1
         # A ring would send shared KV heads once for each group. Otherwise sharing them is worth
         # it only where there would be no second group.
         share_kv = size == total and sent == size
-        return head_groups(shape.heads // size, sent // size, most, share_kv=share_kv)
+        return head_groups(filled.heads // size, sent // size, most, share_kv=share_kv)
+
+    def _filled(self, shape: Shape) -> FilledHeads:
+        return FilledHeads.of(shape.heads, shape.kv_heads, self.degree(shape.kv_heads))
 
     def _ring(self, shape: Shape) -> tuple[tuple[Communicator, Communicator], Ring]:
         """Channels of this rank's team, and attention over the tokens of all teams, for this rank's
@@ -124,16 +134,5 @@ class HeadSplit(Algorithm):
     def _make_exchanged(self, shape: Shape, phase: Phase) -> Exchanged:
         channels, ring = self._ring(shape)
         plan = self.plan(shape, Mask(), phase)
-        return Exchanged(plan, self._groups(shape), ring, channels, self.topology.rank)
-
-
-def check_heads(name: str, heads: int, degree: int, instead: str) -> None:
-    """Raises: ConfigError if the heads cannot be split among `degree` ranks.
-
-    Args: instead: what works in its place, as the error proposes it.
-    """
-    if heads % degree:
-        raise ConfigError(
-            f"{name} needs query heads divisible by the {degree} ranks that split them, got "
-            f"{heads} heads: use {instead}"
-        )
+        groups, heads = self._groups(shape), self._filled(shape)
+        return Exchanged(plan, groups, ring, channels, self.topology.rank, heads)

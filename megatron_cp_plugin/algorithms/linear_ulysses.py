@@ -11,7 +11,6 @@ from typing import Literal
 
 from torch import Tensor
 
-from megatron_cp_plugin.algorithms.head_split import check_heads
 from megatron_cp_plugin.algorithms.lasp import Lasp2
 from megatron_cp_plugin.core.algorithm import Algorithm, Traffic
 from megatron_cp_plugin.core.assembly import assemble
@@ -27,6 +26,7 @@ from megatron_cp_plugin.core.linear import (
 )
 from megatron_cp_plugin.core.team import ExchangingTeam
 from megatron_cp_plugin.core.topology import Topology
+from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.registry import register
 
 
@@ -66,7 +66,11 @@ class LinearUlysses(LinearAlgorithm):
     @classmethod
     def check(cls, options: Algorithm.Options, *, size: int, heads: int) -> None:
         """See LinearAlgorithm.check."""
-        check_heads(cls.name, heads, size, "--context-parallel-algo lasp2")
+        if heads % size:
+            raise ConfigError(
+                f"{cls.name} needs heads divisible by the {size} ranks that split them, got "
+                f"{heads} heads: use --context-parallel-algo lasp2"
+            )
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, initial: Tensor | None, call: LinearCall

@@ -36,7 +36,7 @@ class PointToPoint(Algorithm):
 
         Attributes:
             chunks: groups of heads that are computed one after another, at most as many as KV
-                heads; 0: two for long sequences, else one.
+                heads; 0: two for long sequences without windows, documents and spans, else one.
             transport: "group" (the process group's own, NCCL or gloo), "peer" (copy engines over
                 peer memory: GPUs of one node, of which each exchanges with one other at a time and
                 holds two blocks of others at most), or "auto", peer where that is possible.
@@ -69,9 +69,10 @@ class PointToPoint(Algorithm):
             for name, _ in self._channel_names(self.plan(shape, Mask(), "backward"), shape):
                 self.topology.channel(name)
 
-    def head_groups(self, shape: Shape) -> tuple[HeadGroup, ...]:
+    def head_groups(self, shape: Shape, mask: Mask) -> tuple[HeadGroup, ...]:
         """The groups of a placement, as many as option `chunks` says."""
-        elements = shape.elements(self.topology.size)
+        # Under other masks there is little to compute, and each group costs calls and copies.
+        elements = 0 if mask.special else shape.elements(self.topology.size)
         return successive_groups(shape.heads, shape.kv_heads, self.options.chunks, elements)
 
     def slots(self, shape: Shape) -> int:

@@ -63,7 +63,8 @@ class Ring(PointToPoint):
                 lse, dQ), or "auto", the one with fewer bytes for this ratio of heads.
             chunks: groups of heads that are computed one after another, at most as many as KV
                 heads: less memory, and in the backward one group's last hop runs beside the next
-                group's first step; 0: two for long sequences, else one.
+                group's first step; 0: two for long sequences without windows, documents and spans,
+                else one.
             keep: what stays for the backward: "local", the rank's own tensors; or "auto", of short
                 sequences with at least four query heads a KV head also K and V of the block that
                 came last, where all ranks see all blocks. The backward begins with these then, K
@@ -100,7 +101,7 @@ class Ring(PointToPoint):
         ring = RingPlacement(
             self.layout,
             self.topology.size,
-            self.head_groups(shape),
+            self.head_groups(shape, mask),
             wide_gradients=self._wide,
             travelling="kv" if phase == "forward" else self._travelling(shape),
             retains=retains,
@@ -121,7 +122,7 @@ class Ring(PointToPoint):
             and size > 1
             and shape.elements(size) <= _SHORT
             and 4 * shape.kv_heads <= shape.heads
-            and len(self.head_groups(shape)) == 1
+            and len(self.head_groups(shape, mask)) == 1
             and self._travelling(shape) == "kv"
             and sees_all(self.layout, size, shape.seq_len, mask)
         )
@@ -170,8 +171,8 @@ class ZigzagRing(Ring):
     class Options(Ring.Options):
         """Options of zigzag.
 
-        Attributes: layout: "zigzag"; "documents": each long document by zigzag, short ones whole,
-            on a rank each (`core.document_layout.PerDocument`); "thd": as for ring; "contiguous".
+        Attributes: layout: "zigzag"; "documents": equal work whatever the documents, which are
+            whole or on few ranks (`core.balance`); "thd": as for ring; "contiguous".
         """
 
         layout: Literal["zigzag", "documents", "thd", "contiguous"] = "zigzag"

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from math import gcd
 from typing import Literal
 
-from megatron_cp_plugin.algorithms.head_split import HeadSplit, check_heads
+from megatron_cp_plugin.algorithms.head_split import HeadSplit
 from megatron_cp_plugin.algorithms.ring import Ring
 from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.core.layout import Contiguous, Layout, Zigzag
@@ -20,7 +20,8 @@ class Usp(HeadSplit):
 
     The U ranks of a team together hold one chunk (contiguous) or two (zigzag) of the P/U or 2P/U
     of the sequence, so the ring between teams is the ordinary one, and the layout of the tokens
-    that of the ring on all P ranks.
+    that of the ring on all P ranks. Where U does not divide H heads of zeros are added, as in
+    `ulysses`.
 
     With S = N/P tokens a rank a rank sends what `ulysses` of U ranks sends, and what the ring of
     P/U ranks sends with N tokens, H/U query heads and V/U KV heads, V = lcm(G, U).
@@ -89,6 +90,3 @@ class Usp(HeadSplit):
                 f"usp needs ulysses to divide context_parallel_size = {size}, got "
                 f"{options.ulysses}: use one of {allowed}, or 0 to have it chosen"
             )
-        if options.ulysses:
-            team = gcd(heads, size)
-            check_heads(cls.name, heads, options.ulysses, f"ulysses={team}, or 0 to have it chosen")

@@ -1,8 +1,8 @@
 """What an algorithm of softmax attention is: the interface that every backend implements."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import Tensor
 
@@ -12,10 +12,11 @@ from megatron_cp_plugin.core.derive import plan_of
 from megatron_cp_plugin.core.document_layout import NAMED
 from megatron_cp_plugin.core.kernel import SoftmaxKernel, Statistics
 from megatron_cp_plugin.core.layout import Layout
-from megatron_cp_plugin.core.partial import Accumulator, GradientSum
+from megatron_cp_plugin.core.partial import Accumulator, GradientSum, rows_at
 from megatron_cp_plugin.core.placement import Placement
 from megatron_cp_plugin.core.plan import PHASES, Plan, Setting
 from megatron_cp_plugin.core.shape import Shape
+from megatron_cp_plugin.core.tile_batches import Batch, Batches
 from megatron_cp_plugin.core.tiles import Mask, Tile
 from megatron_cp_plugin.core.topology import Topology
 
@@ -34,6 +35,11 @@ class Call:
     kernel: SoftmaxKernel
     dq: bool = True
     dkv: bool = True
+
+    @cached_property
+    def packed(self) -> bool:
+        """Whether tiles are put together into kernel calls: where the mask makes many of them."""
+        return self.kernel.packs and bool(self.mask.special)
 
 
 @dataclass(frozen=True)
@@ -127,6 +133,10 @@ class Algorithm(ABC):
         tensors in place of those that the call does not want, which need not travel.
         """
 
+    def computed(self, shape: Shape) -> Shape:
+        """What is computed where `shape` is asked for: with heads of zeros, if any are added."""
+        return shape
+
     @abstractmethod
     def placement(self, shape: Shape, mask: Mask, phase: Phase) -> Placement:
         """Which rank computes what, in which order, and from whom it gets the rest, in a pass."""
@@ -148,17 +158,25 @@ class Algorithm(ABC):
 
 
 def attend_block(
-    total: Accumulator, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile], call: Call
+    total: Accumulator, q: Tensor, k: Tensor, v: Tensor, work: Batches, call: Call
 ) -> None:
-    """Adds attention of a block of queries over a block of keys to `total`, tile by tile."""
-    for tile in tiles:
-        total.add(tile.q, *attend_tile(q[:, tile.q], k[:, tile.kv], v[:, tile.kv], tile, call))
+    """Adds attention of a block of queries over a block of keys to `total`."""
+    for each in work.calls(packed=call.packed, gaps=call.kernel.gaps):
+        if isinstance(each, Tile):
+            total.add(each.q, *_attend_tile(q, k, v, each, call))
+            continue
+        queries, keys = each.sides(q.device)
+        (rows,) = queries.given
+        taken = rows_at(q, queries.taken), rows_at(k, keys.taken), rows_at(v, keys.taken)
+        out, lse = call.kernel.forward_packed(
+            *taken, each.packing, scale=call.scale, causal=each.causal
+        )
+        total.add(rows, out, lse)
 
 
-def attend_tile(q: Tensor, k: Tensor, v: Tensor, tile: Tile, call: Call) -> tuple[Tensor, Tensor]:
-    """One kernel call: (out, lse) of a tile's rows [B,rows,H,E] over its columns [B,cols,G,D]."""
-    if tile.document_bounds:
-        return call.kernel.forward_packed(q, k, v, tile.document_bounds, scale=call.scale)
+def _attend_tile(q: Tensor, k: Tensor, v: Tensor, tile: Tile, call: Call) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a tile's rows [B,rows,H,E] over its columns [B,cols,G,D]."""
+    q, k, v = q[:, tile.q], k[:, tile.kv], v[:, tile.kv]
     if tile.reverse:
         q, k, v = q.flip(1), k.flip(1), v.flip(1)
     out, lse = call.kernel.forward(q, k, v, scale=call.scale, causal=tile.causal)
@@ -181,26 +199,49 @@ def differentiate_block(
     k: Tensor,
     v: Tensor,
     statistics: Statistics,
-    tiles: Sequence[Tile],
+    work: Batches,
     call: Call,
 ) -> None:
     """Adds the gradients of `attend_block`; `statistics` are those of all rows of q."""
-    for tile in tiles:
-        dq, dk, dv = differentiate_tile(
-            dout[:, tile.q],
-            q[:, tile.q],
-            k[:, tile.kv],
-            v[:, tile.kv],
-            statistics.rows(tile.q),
-            tile,
-            call,
-        )
-        sums.dq.add(tile.q, dq)
-        sums.dk.add(tile.kv, dk)
-        sums.dv.add(tile.kv, dv)
+    for each in work.calls(packed=call.packed, gaps=call.kernel.gaps):
+        if isinstance(each, Tile):
+            dq, dk, dv = _differentiate_tile(dout, q, k, v, statistics, each, call)
+            sums.dq.add(each.q, dq)
+            sums.dk.add(each.kv, dk)
+            sums.dv.add(each.kv, dv)
+        else:
+            _differentiate_batch(sums, dout, q, k, v, statistics, each, call)
 
 
-def differentiate_tile(
+def _differentiate_batch(
+    sums: Gradients,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    statistics: Statistics,
+    batch: Batch,
+    call: Call,
+) -> None:
+    queries, keys = batch.sides(q.device)
+    dq, dk, dv = call.kernel.backward_packed(
+        rows_at(dout, queries.taken),
+        rows_at(q, queries.taken),
+        rows_at(k, keys.taken),
+        rows_at(v, keys.taken),
+        statistics.rows(queries.taken),
+        batch.packing,
+        scale=call.scale,
+        causal=batch.causal,
+    )
+    for rows in queries.given:
+        sums.dq.add(rows, dq)
+    for cols in keys.given:
+        sums.dk.add(cols, dk)
+        sums.dv.add(cols, dv)
+
+
+def _differentiate_tile(
     dout: Tensor,
     q: Tensor,
     k: Tensor,
@@ -209,11 +250,9 @@ def differentiate_tile(
     tile: Tile,
     call: Call,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One kernel call: the gradients of `attend_tile`; `statistics` are those of its rows."""
-    if tile.document_bounds:
-        return call.kernel.backward_packed(
-            dout, q, k, v, statistics, tile.document_bounds, scale=call.scale
-        )
+    """The gradients of `_attend_tile`."""
+    dout, q, k, v = dout[:, tile.q], q[:, tile.q], k[:, tile.kv], v[:, tile.kv]
+    statistics = statistics.rows(tile.q)
     if tile.reverse:
         dout, q, k, v = dout.flip(1), q.flip(1), k.flip(1), v.flip(1)
         statistics = statistics.flipped()

@@ -14,6 +14,9 @@ from torch.nn.functional import pad
 
 from megatron_cp_plugin.core.layout import Span
 
+# [n, ..., S, ...] as one tensor; or a tensor of each rank, some of them longer than S.
+Blocks = Tensor | Sequence[Tensor]
+
 
 def padded(x: Tensor, dim: int, width: int) -> Tensor:
     """x with zeros behind it, up to `width` along `dim`; x itself if it is as long as that."""
@@ -37,11 +40,11 @@ class Assembly(ABC):
     width: int
 
     @abstractmethod
-    def join(self, gathered: Tensor, dim: int) -> Tensor:
+    def join(self, gathered: Blocks, dim: int) -> Tensor:
         """[n, ..., S, ...] -> [..., tokens, ...] in ascending order; a view where it can be."""
 
     @abstractmethod
-    def place(self, blocks: Tensor, dim: int, rows: slice, values: Tensor) -> None:
+    def place(self, blocks: Blocks, dim: int, rows: slice, values: Tensor) -> None:
         """Writes some rows of an assembled block to where they belong in [n, ..., S, ...]."""
 
     def split(self, whole: Tensor, dim: int) -> Tensor:
@@ -116,13 +119,13 @@ class _Contiguous(Assembly):
             for index, segment in enumerate(segments)
         )
 
-    def join(self, gathered: Tensor, dim: int) -> Tensor:
-        if self._in_order:
+    def join(self, gathered: Blocks, dim: int) -> Tensor:
+        if self._in_order and isinstance(gathered, Tensor):
             return gathered.movedim(0, dim).flatten(dim, dim + 1).narrow(dim, 0, self.tokens)
         segments = [gathered[p.member].narrow(dim, p.start, p.length) for p in self._segments]
         return torch.cat(segments, dim) if segments else gathered[0].narrow(dim, 0, 0)
 
-    def place(self, blocks: Tensor, dim: int, rows: slice, values: Tensor) -> None:
+    def place(self, blocks: Blocks, dim: int, rows: slice, values: Tensor) -> None:
         for segment in self._segments:
             low = max(rows.start, segment.row)
             length = min(rows.stop, segment.row + segment.length) - low
@@ -153,10 +156,11 @@ class _Interleaved(Assembly):
         self.spans = (Span(first, stop, apart),)
         self.tokens = sum(map(len, spans))
 
-    def join(self, gathered: Tensor, dim: int) -> Tensor:
+    def join(self, gathered: Blocks, dim: int) -> Tensor:
+        assert isinstance(gathered, Tensor)  # such blocks travel whole
         return gathered.movedim(0, dim + 1).flatten(dim, dim + 1).narrow(dim, 0, self.tokens)
 
-    def place(self, blocks: Tensor, dim: int, rows: slice, values: Tensor) -> None:
+    def place(self, blocks: Blocks, dim: int, rows: slice, values: Tensor) -> None:
         for member in range(self.members):
             first = rows.start + (member - rows.start) % self.members
             count = -(-(rows.stop - first) // self.members)

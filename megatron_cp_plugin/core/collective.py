@@ -24,10 +24,11 @@ from megatron_cp_plugin.core.partial import (
 )
 from megatron_cp_plugin.core.pipeline import HeadGroup, pipeline
 from megatron_cp_plugin.core.plan import OF_KEYS, OF_ROWS, Move, TensorNames
-from megatron_cp_plugin.core.team import Named, Operation, Rows, Team, heads_of, together, token_dim
-from megatron_cp_plugin.core.tiles import Part
+from megatron_cp_plugin.core.rows import token_dim
+from megatron_cp_plugin.core.team import Found, Named, Operation, Team, heads_of, together
+from megatron_cp_plugin.core.tile_batches import Part
 
-Compute = Callable[[HeadGroup, Named, Sequence[GradientSum]], Iterator[Rows]]
+Compute = Callable[[HeadGroup, Named, Sequence[GradientSum]], Iterator[Found]]
 
 
 class Round(NamedTuple):
@@ -136,7 +137,7 @@ class _Run:
             self.sums.clear()
         return together(leaving)
 
-    def _leave(self, index: int, names: TensorNames, results: Iterator[Rows]) -> Pending[None]:
+    def _leave(self, index: int, names: TensorNames, results: Iterator[Found]) -> Pending[None]:
         """Brings results to where they belong: here, if the plan has nothing else for them."""
         for operation in self.plan[index].results:
             if operation.names == names:
@@ -147,7 +148,7 @@ class _Run:
                 own.narrow(token_dim(x), rows.start, x.shape[token_dim(x)]).copy_(x)
         return Pending(lambda: None)
 
-    def _of_keys(self) -> Iterator[Rows]:
+    def _of_keys(self) -> Iterator[Found]:
         tensors = tuple(total.held for total in self.sums)
         self.sums.clear()
         yield slice(0, tensors[0].shape[1]), tensors
@@ -192,11 +193,11 @@ def backward(
 def attend(parts: Sequence[Part], call: Call, dtype: torch.dtype) -> Compute:
     """Attention of a team's queries. Args: parts: of them. dtype: of partial outputs."""
 
-    def compute(_: HeadGroup, x: Named, sums: Sequence[GradientSum]) -> Iterator[Rows]:
+    def compute(_: HeadGroup, x: Named, sums: Sequence[GradientSum]) -> Iterator[Found]:
         for part in parts:
             rows = x["q"][:, part.rows]
             total = Accumulator(rows, x["v"].shape[3])
-            attend_block(total, rows, x["k"], x["v"], part.tiles, call)
+            attend_block(total, rows, x["k"], x["v"], part.work, call)
             yield part.rows, total.result(dtype)
 
     return compute
@@ -207,14 +208,14 @@ def differentiate(parts: Sequence[Part], call: Call) -> Compute:
     # The first part that is added to a sum is the whole sum if it sees all keys.
     ordered = sorted(parts, key=_reach, reverse=True)
 
-    def compute(_: HeadGroup, x: Named, sums: Sequence[GradientSum]) -> Iterator[Rows]:
+    def compute(_: HeadGroup, x: Named, sums: Sequence[GradientSum]) -> Iterator[Found]:
         statistics = Statistics(x["lse"], out=x.get("out"), delta=x.get("delta"))
         for part in ordered:
             q, dout = (x[name][:, part.rows] for name in ("q", "dout"))
             dq = GradientSum(q)
             rows = statistics.rows(part.rows)
             gradients = Gradients(dq, *sums)
-            differentiate_block(gradients, dout, q, x["k"], x["v"], rows, part.tiles, call)
+            differentiate_block(gradients, dout, q, x["k"], x["v"], rows, part.work, call)
             yield part.rows, (dq.held,)
 
     return compute
@@ -222,4 +223,4 @@ def differentiate(parts: Sequence[Part], call: Call) -> Compute:
 
 def _reach(part: Part) -> int:
     """Number of leading keys that a part's queries see."""
-    return max((tile.kv.stop for tile in part.tiles), default=0)
+    return max((tile.kv.stop for tile in part.work.tiles), default=0)

@@ -1,17 +1,17 @@
 """From a placement, a mask and a length to a plan: what every rank computes, sends and receives."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from itertools import zip_longest
 from typing import Literal, NamedTuple
 
 from megatron_cp_plugin.core.derive_heads import with_teams
-from megatron_cp_plugin.core.documents import Spans, by_document
-from megatron_cp_plugin.core.layout import Layout, rows_of
+from megatron_cp_plugin.core.layout import Layout, joined, rows_of
 from megatron_cp_plugin.core.pipeline import together
 from megatron_cp_plugin.core.placement import BlockPlacement, HeadPlacement, Place, Placement
 from megatron_cp_plugin.core.plan import (
+    OF_KEYS,
     OF_ROWS,
     Block,
     Compute,
@@ -21,7 +21,22 @@ from megatron_cp_plugin.core.plan import (
     Setting,
     TensorNames,
 )
-from megatron_cp_plugin.core.tiles import Mask, plan_tiles, sees
+from megatron_cp_plugin.core.rows import (
+    Rows,
+    between,
+    clipped,
+    positions_of,
+    row_count,
+    rows_at,
+    union,
+)
+from megatron_cp_plugin.core.tiles import Mask, seen_blocks, sees, touched_rows
+from megatron_cp_plugin.core.touched import (
+    by_document_alone,
+    keys_seen,
+    longest_gap,
+    queries_seeing,
+)
 from megatron_cp_plugin.errors import ConfigError
 
 Side = Literal["queries", "keys"]
@@ -39,21 +54,19 @@ def plan_of(placement: Placement, setting: Setting) -> Plan:
 class _Visit:
     """What one rank does with a block that it did not hold before.
 
-    Attributes: first, last: steps. start, stop: rows that it needs; none if it needs nothing.
+    Attributes: first, last: steps. needed: rows that it computes with. given: those that come, with
+        what others get from there.
     """
 
     rank: int
     first: int
     last: int
-    start: int
-    stop: int
+    needed: Rows = ()
+    given: Rows = ()
 
-    def add(self, step: int, start: int, stop: int) -> None:
+    def add(self, step: int, rows: Rows) -> None:
         self.first, self.last = min(self.first, step), max(self.last, step)
-        if start < stop:
-            empty = self.start == self.stop
-            self.start = start if empty else min(self.start, start)
-            self.stop = stop if empty else max(self.stop, stop)
+        self.needed = union((self.needed, rows)) if self.needed else rows
 
 
 class _Cell(NamedTuple):
@@ -72,8 +85,17 @@ class _Derivation:
     def __init__(self, placement: BlockPlacement, setting: Setting) -> None:
         self.placement, self.setting = placement, setting
         size, layout = placement.size, placement.layout.within(setting.mask.documents)
+        self.tokens = layout, size, setting.seq_len
         self.spans = tuple(layout.spans(rank, size, setting.seq_len) for rank in range(size))
-        if placement.masked:
+        special, gaps = (
+            bool(setting.mask.special),
+            any(s.step > 1 for own in self.spans for s in own),
+        )
+        self.masked = placement.masked or (special and not gaps)
+        # Whole blocks need not be packed; where ranks pass them on, few would be any shorter.
+        self.selective = self.masked and (special or not placement.relay)
+        self.at_once = self.selective and by_document_alone(setting.mask, self.spans)
+        if self.masked and not self.at_once:
             self.seen = _seen(layout, size, setting.seq_len, setting.mask)
         self.lengths = tuple(sum(map(len, spans)) for spans in self.spans)
         self.width = max(self.lengths)
@@ -85,8 +107,10 @@ class _Derivation:
             for key in range(size):
                 for place in placement.place(query, key):
                     self._add(query, key, place)
-        for visits in self.visits.values():
+        for (side, owner), visits in self.visits.items():
             self._cut(visits)
+            self._give(side, owner, visits)
+        self.widths = self._join_teams() if placement.assembled and self.masked else {}
         found = [v.last for visits in self.visits.values() for v in visits.values()]
         self.steps = 1 + max([*found, *(cell.place.step for cell in self.cells)], default=0)
 
@@ -100,41 +124,97 @@ class _Derivation:
         tokens = self.lengths[query]
         start, stop = tokens * index // count, tokens * (index + 1) // count
         queries, keys = self.spans[query], self.spans[key]
-        masked = self.placement.masked
-        needed = not masked or self.seen[query][key]
-        if needed and masked and count > 1:
+        needed = not self.masked or self._sees(query, key)
+        if needed and self.masked and count > 1:
             queries = rows_of(queries, start, stop)
             needed = sees(queries, keys, self.setting.mask)
         if needed:
             self.cells.append(_Cell(place, query, key, start, stop))
-        touched = (start, stop), (0, self.lengths[key])
-        if needed and masked and not self.placement.relay:
-            touched = _touched(queries, keys, self.setting, start)
-        if place.rank != query:
-            self._visit("queries", query, place, touched[0] if needed else (0, 0))
-        if place.rank != self.placement.key_holder(key):
-            self._visit("keys", key, place, touched[1] if needed else (0, 0))
+        here = place.rank == query, place.rank == self.placement.key_holder(key)
+        rows, cols = between(start, stop), between(0, self.lengths[key])
+        if not needed:
+            rows = cols = ()
+        elif self.at_once and count == 1:
+            rows = () if here[0] else self.queries_seeing[key][query]
+            cols = () if here[1] else self.keys_seen[query][key]
+        elif self.selective and not all(here):
+            rows, cols = touched_rows(queries, keys, self.setting.mask)
+            rows = tuple((start + first, start + last) for first, last in rows)
+        if not here[0]:
+            self._visit("queries", query, place, rows)
+        if not here[1]:
+            self._visit("keys", key, place, cols)
 
-    def _visit(self, side: Side, owner: int, place: Place, rows: tuple[int, int]) -> None:
+    def _sees(self, query: int, key: int) -> bool:
+        if self.at_once:
+            return key in self.keys_seen[query]
+        return self.seen[query][key]
+
+    @cached_property
+    def keys_seen(self) -> list[dict[int, Rows]]:
+        """See `touched.keys_seen`."""
+        return keys_seen(*self.tokens, self.setting.mask)
+
+    @cached_property
+    def queries_seeing(self) -> list[dict[int, Rows]]:
+        """See `touched.queries_seeing`."""
+        return queries_seeing(*self.tokens, self.setting.mask)
+
+    def _visit(self, side: Side, owner: int, place: Place, rows: Rows) -> None:
         visits = self.visits.setdefault((side, owner), {})
         if place.rank not in visits:
-            visits[place.rank] = _Visit(place.rank, place.step, place.step, 0, 0)
-        visits[place.rank].add(place.step, *rows)
+            visits[place.rank] = _Visit(place.rank, place.step, place.step)
+        visits[place.rank].add(place.step, rows)
 
     def _cut(self, visits: dict[int, _Visit]) -> None:
         """Leaves out what the mask makes needless; a leg goes on to the last that needs it."""
         placement = self.placement
-        if not placement.masked:
+        if not self.masked or placement.assembled:
             return
         last: dict[int, int] = {}  # by leg
         for visit in visits.values():
-            if visit.start < visit.stop:
+            if visit.needed:
                 leg = placement.leg(visit.rank)
                 last[leg] = max(visit.first, last.get(leg, -1))
         for visit in list(visits.values()):
             relayed = placement.relay and visit.first <= last.get(placement.leg(visit.rank), -1)
-            if visit.start == visit.stop and not relayed:
+            if not visit.needed and not relayed:
                 del visits[visit.rank]
+
+    def _give(self, side: Side, owner: int, visits: dict[int, _Visit]) -> None:
+        """Works out which rows come to every rank."""
+        gap = longest_gap(self.lengths[owner])
+        for visit in visits.values():
+            visit.given = visit.needed = union((visit.needed,), gap)
+        if self.placement.assembled or self.placement.retained_by(owner) is not None:
+            all_rows = union((visit.needed for visit in visits.values()), gap)
+            for visit in visits.values():
+                visit.given = all_rows
+        elif self.placement.relay:
+            for source, _, visit in reversed(
+                list(self._sources(self._holder(side, owner), visits))
+            ):
+                if source in visits:
+                    before = visits[source]
+                    before.given = union((before.given, visit.given), gap)
+
+    def _join_teams(self) -> dict[tuple[bool, int], int]:
+        """Rows of a message of queries (false), of keys (true), by their owner: as many as the
+        longest one of all that come together has. What would have none does not travel.
+        """
+        teams: dict[tuple[Side, frozenset[int]], list[int]] = {}
+        for (side, owner), visits in self.visits.items():
+            team = side, frozenset((self._holder(side, owner), *visits))
+            teams.setdefault(team, []).append(owner)
+        widths: dict[tuple[bool, int], int] = {}
+        for (side, _), owners in teams.items():
+            given = (v.given for owner in owners for v in self.visits[side, owner].values())
+            width = max(map(row_count, given), default=0)
+            for owner in owners:
+                widths[side == "keys", owner] = width
+                if not width:
+                    self.visits[side, owner].clear()
+        return widths
 
     def plan(self) -> Plan:
         placement, setting = self.placement, self.setting
@@ -181,23 +261,32 @@ class _Derivation:
     def _block(self, side: Side, owner: int, rank: int, start: int, stop: int) -> Block:
         """The rows with which a rank computes, no more than it has."""
         visit = self.visits.get((side, owner), {}).get(rank)
-        if visit is not None:
-            start, stop = max(start, visit.start), min(stop, visit.stop)
-        return Block((owner,), start, stop)
+        rows = between(start, stop)
+        return Block((owner,), rows if visit is None else clipped(visit.given, start, stop))
 
     def _assembled(self) -> Iterator[Compute]:
         """All cells of a rank and step as one computation."""
-        owners: dict[tuple[int, int], tuple[set[int], set[int]]] = {}
-        for (rank, step, _), query, key, *_ in self.cells:
-            queries, keys = owners.setdefault((step, rank), (set(), set()))
-            queries.add(query)
-            keys.add(key)
-        for (step, rank), (queries, keys) in owners.items():
-            q_block, k_block = self._joined(queries), self._joined(keys)
-            yield Compute(step, rank, q_block, k_block, self.all_heads)
+        for step, rank in dict.fromkeys((cell.place.step, cell.place.rank) for cell in self.cells):
+            queries, keys = self._joined("queries", rank), self._joined("keys", rank)
+            yield Compute(step, rank, queries, keys, self.all_heads)
 
-    def _joined(self, owners: set[int]) -> Block:
-        return Block(tuple(sorted(owners)), 0, sum(self.lengths[owner] for owner in owners))
+    def _joined(self, side: Side, rank: int) -> Block:
+        """All that a rank has, its own block and what came, as one."""
+        held: dict[int, Rows] = {}
+        for owner, length in enumerate(self.lengths):
+            visit = self.visits.get((side, owner), {}).get(rank)
+            if visit is not None:
+                held[owner] = visit.given
+            elif self._holder(side, owner) == rank:
+                held[owner] = between(0, length)
+        tokens = sum(self.lengths[owner] for owner in held)
+        if sum(map(row_count, held.values())) == tokens:
+            return Block(tuple(held), between(0, tokens))
+        whole = joined(span for owner in held for span in self.spans[owner] if len(span))
+        packed = (positions_of(self.spans[owner], rows) for owner, rows in held.items())
+        return Block(
+            tuple(held), rows_at(whole, joined(span for spans in packed for span in spans))
+        )
 
     def _inputs(self) -> Iterator[Move]:
         for (side, owner), visits in self.visits.items():
@@ -209,7 +298,7 @@ class _Derivation:
             for messages in self._messages(side, results=False):
                 for source, posted, visit in self._sources(holder, others):
                     yield self._move(
-                        posted, visit.first, source, visit.rank, messages, owner, visit
+                        posted, visit.first, source, visit.rank, messages, owner, visit.given
                     )
 
     def _sources(self, holder: int, visits: dict[int, _Visit]) -> Iterator[tuple[int, int, _Visit]]:
@@ -233,21 +322,27 @@ class _Derivation:
         placement = self.placement
         for (side, owner), visits in self.visits.items():
             holder = self._holder(side, owner)
-            legs: dict[int, list[_Visit]] = {}
+            gap = longest_gap(self.lengths[owner])
+            legs: dict[int, list[tuple[_Visit, Rows]]] = {}
             for visit in sorted(visits.values(), key=lambda visit: visit.first):
                 leg = legs.setdefault(placement.leg(visit.rank) if placement.relay else -1, [])
+                if not placement.relay:
+                    leg.append((visit, visit.given))
                 # Nothing is sent before there is something to add.
-                if leg or visit.start < visit.stop or not placement.masked:
-                    leg.append(visit)
+                elif leg or visit.needed:
+                    before = leg[-1][1] if leg else ()
+                    leg.append((visit, union((before, visit.needed), gap)))
             for messages in self._messages(side, results=True):
                 for number, leg in legs.items():
                     lag = 1 if number in (-1, placement.leg(holder)) else placement.lag
-                    for visit, after in zip_longest(leg, leg[1:] if placement.relay else ()):
+                    for (visit, rows), after in zip_longest(
+                        leg, leg[1:] if placement.relay else ()
+                    ):
                         target, needed = holder, visit.last + lag
                         if after is not None:
-                            target, needed = after.rank, after.last
+                            target, needed = after[0].rank, after[0].last
                         yield self._move(
-                            visit.last, needed, visit.rank, target, messages, owner, visit
+                            visit.last, needed, visit.rank, target, messages, owner, rows
                         )
 
     def _move(
@@ -258,14 +353,11 @@ class _Derivation:
         target: int,
         messages: tuple[TensorNames, ...],
         owner: int,
-        visit: _Visit,
+        rows: Rows,
     ) -> Move:
-        block = Block((owner,), visit.start, visit.stop)
-        tokens = visit.stop - visit.start
+        block, tokens = Block((owner,), rows), row_count(rows)
         if self.placement.assembled:
-            tokens = self.width
-        elif self.placement.relay:
-            block, tokens = Block((owner,), 0, self.lengths[owner]), self.lengths[owner]
+            tokens = self.widths.get((messages[0][0] in OF_KEYS, owner), self.width)
         wide = messages[0][0] in self._wide
         return Move(
             posted, needed, source, target, messages, block, tokens, self.all_heads, 0, wide
@@ -317,7 +409,8 @@ class _Derivation:
         for owner in range(self.placement.size):
             rank = self.placement.retained_by(owner)
             if rank is not None:
-                yield Kept(rank, ("k", "v"), (owner,))
+                rows = self.visits["keys", owner][rank].given
+                yield Kept(rank, ("k", "v"), (owner,), rows=rows)
 
     def _absent(self) -> Iterator[tuple[int, int]]:
         for owner in range(self.placement.size):
@@ -335,7 +428,7 @@ class _Derivation:
         owner: int,
     ) -> Move:
         tokens = self.lengths[owner]
-        block = Block((owner,), 0, tokens)
+        block = Block((owner,), between(0, tokens))
         return Move(posted, needed, source, target, messages, block, tokens, self.all_heads)
 
 
@@ -347,30 +440,7 @@ def sees_all(layout: Layout, size: int, seq_len: int, mask: Mask) -> bool:
 @lru_cache(maxsize=16)  # both passes of a micro-batch have the same
 def _seen(layout: Layout, size: int, seq_len: int, mask: Mask) -> tuple[tuple[bool, ...], ...]:
     """[query owner][key owner]: whether any query of the one sees any key of the other."""
-    spans = [tuple(filter(len, layout.spans(rank, size, seq_len))) for rank in range(size)]
-    if not mask.documents or any(span.step > 1 for own in spans for span in own):
-        return tuple(tuple(sees(q, k, mask) for k in spans) for q in spans)
-    # A block's documents are looked up once, not for each other block.
-    inside = replace(mask, documents=())
-    parts = [by_document(own, mask.documents) if own else {} for own in spans]
-    return tuple(
-        tuple(
-            any(sees(of_query[n][1], of_key[n][1], inside) for n in of_query.keys() & of_key.keys())
-            for of_key in parts
-        )
-        for of_query in parts
-    )
-
-
-def _touched(
-    queries: Spans, keys: Spans, setting: Setting, start: int
-) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Rows of the whole block of queries, of which `start` come before, and of the keys."""
-    tiles = plan_tiles(queries, keys, setting.mask, rectangular=setting.rectangular)
-    return (
-        (start + min(tile.q.start for tile in tiles), start + max(tile.q.stop for tile in tiles)),
-        (min(tile.kv.start for tile in tiles), max(tile.kv.stop for tile in tiles)),
-    )
+    return seen_blocks([layout.spans(rank, size, seq_len) for rank in range(size)], mask)
 
 
 def _packed(tensors: TensorNames, assembled: bool) -> tuple[TensorNames, ...]:

@@ -16,6 +16,7 @@ from megatron_cp_plugin.core.plan import (
     Plan,
     TensorNames,
 )
+from megatron_cp_plugin.core.rows import between
 
 
 def with_teams(placement: HeadPlacement, between: Plan) -> Plan:
@@ -118,5 +119,5 @@ class _Teams:
             for target in range(first, first + self.members):
                 owner, share = (target, source - first) if back else (source, target - first)
                 if source != target:
-                    block = Block((owner,), 0, self.lengths[owner])
+                    block = Block((owner,), between(0, self.lengths[owner]))
                     yield Move(posted, needed, source, target, messages, block, width, heads, share)

@@ -1,10 +1,11 @@
-"""The GPU of a rank."""
+"""The GPU of a rank, and what goes there from the host."""
 
 import os
 
 import torch
+from torch import Tensor
 
-from megatron_cp_plugin.errors import ConfigError
+from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 
 
 def take_gpu(instead: str) -> torch.device:
@@ -21,3 +22,22 @@ def take_gpu(instead: str) -> torch.device:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
     return device
+
+
+def uploaded(numbers: Tensor, device: torch.device) -> Tensor:
+    """Integers of the host as int32 on a device, without waiting for what is queued there.
+
+    They are there for whatever is queued later on the current stream, and for what follows that.
+
+    Raises: ContextParallelError while a CUDA graph is captured: replays would copy them again, from
+    memory that is given on by then.
+    """
+    numbers = numbers.to(torch.int32)
+    if device.type != "cuda":
+        return numbers.to(device)
+    if torch.cuda.is_current_stream_capturing():
+        raise ContextParallelError(
+            "documents and windows need indices on the GPU before a CUDA graph is captured, got a "
+            "mask that is new in the capture: run the same call once before it"
+        )
+    return numbers.pin_memory().to(device, non_blocking=True)

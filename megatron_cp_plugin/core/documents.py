@@ -1,13 +1,11 @@
 """Documents that are packed into one sequence: where they begin, and what blocks have of each."""
 
-from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Sequence
 from itertools import accumulate, pairwise, takewhile
 from math import ceil
 from random import Random
 
+from megatron_cp_plugin.core.document_lengths import Exponential, Lengths
 from megatron_cp_plugin.core.layout import Span
 from megatron_cp_plugin.errors import ContextParallelError
 
@@ -29,72 +27,16 @@ def document_starts(cu_seqlens: Sequence[int], seq_len: int) -> tuple[int, ...]:
     return tuple(sorted(set(cu_seqlens) - {0, seq_len}))
 
 
-def random_documents(seq_len: int, mean: int) -> tuple[int, ...]:
-    """`document_starts` of lengths that are exponentially distributed, always the same ones."""
-    source = Random(0)
-    lengths = (ceil(source.expovariate(1 / mean)) for _ in range(seq_len))
-    return tuple(takewhile(lambda start: start < seq_len, accumulate(lengths)))
+def random_documents(
+    seq_len: int, lengths: Lengths | int, *, multiple: int = 1, seed: int = 0
+) -> tuple[int, ...]:
+    """`document_starts` of random lengths, the same ones for the same seed; seq_len cuts the last.
 
-
-@dataclass(frozen=True)
-class CommonDocument:
-    """What two blocks have of a document that reaches into both.
-
-    Attributes: q, kv: positions of its queries and keys. rows, cols: of the blocks before them.
+    Args: lengths: their distribution; a number: exponential with this mean. multiple: to which
+        lengths are rounded up.
     """
-
-    q: Spans
-    kv: Spans
-    rows: int
-    cols: int
-
-
-def common_documents(
-    q_spans: Spans, kv_spans: Spans, starts: tuple[int, ...]
-) -> Iterator[CommonDocument]:
-    """What a block of queries and one of keys have of each document that reaches into both.
-
-    Args: q_spans, kv_spans: positions, no span of them empty. starts: of `document_starts`.
-    """
-    for queries, rows_before, keys, cols_before in _in_order(q_spans, kv_spans):
-        of_queries, of_keys = by_document(queries, starts), by_document(keys, starts)
-        for number in sorted(of_queries.keys() & of_keys.keys()):
-            (rows, q), (cols, kv) = of_queries[number], of_keys[number]
-            yield CommonDocument(q, kv, rows_before + rows, cols_before + cols)
-
-
-def _in_order(q_spans: Spans, kv_spans: Spans) -> Iterator[tuple[Spans, int, Spans, int]]:
-    """Parts of the blocks in the order of positions: queries, rows before them, keys, columns
-    before them.
-    """
-    if all(span.step == 1 for span in (*q_spans, *kv_spans)):
-        yield q_spans, 0, kv_spans, 0
-        return
-    rows = 0
-    for q in q_spans:
-        cols = 0
-        for kv in kv_spans:
-            yield (q,), rows, (kv,), cols
-            cols += len(kv)
-        rows += len(q)
-
-
-@lru_cache(maxsize=1024)  # a block is computed with every other one
-def by_document(spans: Spans, starts: tuple[int, ...]) -> dict[int, tuple[int, Spans]]:
-    """What a block has of each document: how many rows before it, and its positions.
-
-    Args: spans: none of them empty.
-    """
-    found: dict[int, tuple[int, Spans]] = {}
-    edges = (*starts, spans[-1].stop)
-    row = 0
-    for span in spans:
-        first, number = span.start, bisect_right(starts, span.start)
-        while first < span.stop:
-            stop = min(span.stop, edges[number])
-            part = Span(first, stop, span.step)
-            if len(part):  # positions with a step may lie on both sides of a short document
-                before, others = found.get(number, (row, ()))
-                found[number] = before, (*others, part)
-            row, first, number = row + len(part), first + len(part) * span.step, number + 1
-    return found
+    if isinstance(lengths, int):
+        lengths = Exponential(lengths)
+    source = Random(seed)
+    drawn = (ceil(lengths.draw(source) / multiple) * multiple for _ in range(seq_len))
+    return tuple(takewhile(lambda start: start < seq_len, accumulate(drawn)))

@@ -17,9 +17,17 @@ from megatron_cp_plugin.core.partial import accumulation_dtype
 from megatron_cp_plugin.core.pipeline import HeadGroup
 from megatron_cp_plugin.core.plan import OF_KEYS, OF_ROWS, RESULTS, Move, Plan, TensorNames
 from megatron_cp_plugin.core.program import BlockId, Exchange, Program, Task, Turn, program
+from megatron_cp_plugin.core.rows import Rows, common, packed, token_dim
 
 Tensors = tuple[Tensor, ...]
 Arrived = tuple[tuple[Move, Tensors], ...]
+
+
+class Packed(NamedTuple):
+    """Tensors of some rows of a block."""
+
+    rows: Rows
+    tensors: Tensors
 
 
 class Channels(NamedTuple):
@@ -61,8 +69,11 @@ class Pass(ABC):
         """Computes a task. Args: queries, keys: of another rank; None: the own ones."""
 
     @abstractmethod
-    def results_for(self, move: Move, before: Tensors | None) -> Tensors:
-        """What was found for another rank's block, with what came of ranks `before`."""
+    def results_for(self, move: Move, held: Rows, before: Packed | None) -> Tensors:
+        """What was found for another rank's block, with what came of ranks `before`.
+
+        Args: held: rows of the block with which was computed.
+        """
 
     @abstractmethod
     def accept(self, move: Move, results: Tensors) -> None:
@@ -72,7 +83,7 @@ class Pass(ABC):
         """Adds what was accepted, if it waits for that: the next results overwrite it."""
 
     @abstractmethod
-    def close(self, heads: HeadGroup, of_keys: bool, others: Tensors | None) -> None:
+    def close(self, heads: HeadGroup, of_keys: bool, others: Packed | None) -> None:
         """Ends with the queries, or keys, of some heads.
 
         Args: others: what is still to be added, the sum of all other ranks.
@@ -120,7 +131,7 @@ class _Run:
         if parts.retained is not None and plan.phase == "backward":
             self._held[parts.retained] = work.retained
         self._dropped: tuple[BlockId, ...] = ()
-        self._earlier: dict[BlockId, Tensors] = {}  # sums of ranks before this one
+        self._earlier: dict[BlockId, Packed] = {}  # sums of ranks before this one
         # Results for the own block that have come, by the first head and whether it is of keys.
         self._came: Counter[tuple[int, bool]] = Counter()
         # Heads whose queries, or keys (true), still get results that are under way.
@@ -182,9 +193,9 @@ class _Run:
     def _take(self, move: Move, tensors: Tensors) -> None:
         (owner,) = move.block.owners
         if owner != self._parts.own[move.of_keys]:
-            self._earlier[owner, move.of_keys] = tensors
+            self._earlier[owner, move.of_keys] = Packed(move.block.rows, tensors)
         elif self._is_last(move):
-            self._work.close(move.heads, move.of_keys, tensors)
+            self._work.close(move.heads, move.of_keys, Packed(move.block.rows, tensors))
         else:
             self._work.accept(move, tensors)
 
@@ -228,17 +239,12 @@ class _Run:
         return Pending(finish)
 
     def _sent(self, move: Move) -> Sequence[Tensor]:
-        block = move.block.owners[0], move.of_keys
+        block, rows = (move.block.owners[0], move.of_keys), move.block.rows
         if move.result:
-            return self._work.results_for(move, self._earlier.pop(block, None))
+            held = self._parts.rows[block]
+            return self._work.results_for(move, held, self._earlier.pop(block, None))
         if block in self._held:
-            return self._held[block]
-        rows = slice(move.block.start, move.block.stop)
-        return [_rows(x, rows) for x in self._work.own(move.of_keys)]
-
-
-def _rows(x: Tensor, rows: slice) -> Tensor:
-    """Some tokens of [B,S,heads,D] or [B,H,S], contiguous."""
-    if rows == slice(0, x.shape[1 if x.dim() == 4 else 2]):
-        return x.contiguous()
-    return (x[:, rows] if x.dim() == 4 else x[:, :, rows]).contiguous()
+            parts = [piece.there for piece in common(rows, self._parts.rows[block])]
+            return [packed(x, token_dim(x), parts) for x in self._held[block]]
+        parts = [slice(*each) for each in rows]
+        return [packed(x, token_dim(x), parts) for x in self._work.own(move.of_keys)]

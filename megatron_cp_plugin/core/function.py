@@ -14,6 +14,7 @@ from megatron_cp_plugin.core.comm import communicating_in
 from megatron_cp_plugin.core.kernel import Problem, SoftmaxKernel
 from megatron_cp_plugin.core.partial import delta_of
 from megatron_cp_plugin.core.recompute import computed_once
+from megatron_cp_plugin.core.slices import Slices
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ContextParallelError
 
@@ -104,6 +105,7 @@ def attend(
     scale: float | None = None,
     window: int | None = None,
     documents: tuple[int, ...] = (),
+    slices: Slices | None = None,
     sink: Tensor | None = None,
     site: Hashable | None = None,
 ) -> Tensor:
@@ -113,9 +115,9 @@ def attend(
         q: [B,S,H,D]; k: [B,S,G,D]; v: [B,S,G,E], with G dividing H: this rank's shards, in the
             order of algorithm.layout. seq_len: global N. kernel_for: the choice of a kernel, such
             as `partial(kernels.resolve, "auto")`. scale: of the scores, default D**-0.5. window,
-            documents: as in Mask. sink: [H], for each head the score of a key without a value that
-            every query sees; its gradient is that of this rank's queries. site: as in
-            `computed_once`.
+            documents: as in Mask. slices: in place of causal, window and documents. sink: [H], for
+            each head the score of a key without a value that every query sees; its gradient is that
+            of this rank's queries. site: as in `computed_once`.
 
     Under autocast q, k and v are taken in its dtype. Gradients that nobody wants, of q or of k and
     v, do not travel where the algorithm can do without (`Algorithm.backward`); so all ranks want
@@ -129,15 +131,20 @@ def attend(
     _check(q, k, v, algorithm, seq_len)
     heads, head_dim = q.shape[2:]
     shape = q.device, q.dtype, heads, k.shape[2], head_dim
-    problem = Problem(*shape, documents=bool(documents), value_dim=v.shape[3])
+    mask = Mask(causal, window, documents) if slices is None else Mask.of(slices)
+    problem = Problem(
+        *shape,
+        documents=bool(documents) or slices is not None,
+        value_dim=v.shape[3],
+        windows=window is not None or slices is not None,
+    )
     algorithm.check(
         algorithm.options,
         size=algorithm.topology.size,
         heads=heads,
         kv_heads=k.shape[2],
-        causal=causal,
+        causal=mask.causal,
     )
-    mask = Mask(causal, window, documents)
     if mask.special and not algorithm.windows:
         raise ContextParallelError(f"{algorithm.name} does not serve {mask.special}: leave it out")
     if sink is not None and sink.shape != (heads,):

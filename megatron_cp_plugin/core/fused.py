@@ -20,6 +20,23 @@ class FusedOperations(Protocol):
     def sum_into(self, out: Tensor, a: Tensor, b: Tensor | None) -> None:
         """out = a + b; out may be a; no b: a copy. Args: all [B,S,heads,D], not float64."""
 
+    def merge_rows_into(
+        self, out: Tensor, lse: Tensor, to: Tensor, b: Tensor, b_lse: Tensor, of: Tensor | None
+    ) -> None:
+        """Merges some rows of a partial (None: all) into some of (out, lse), with lse in float32.
+
+        Args: out, b: [B,S,H,D]; lse, b_lse: [B,H,S]. to, of: [n] int32, none twice.
+        """
+
+    def add_rows_into(self, total: Tensor, to: Tensor, b: Tensor, of: Tensor | None) -> None:
+        """Adds some rows of b (None: all) to some of total; [B,S,heads,D], not float64.
+
+        Args: to, of: [n] int32, none twice.
+        """
+
+    def rows_at(self, x: Tensor, rows: Tensor) -> Tensor:
+        """As `partial.rows_at`. Args: rows: [n] int32."""
+
     def delta_of(self, dout: Tensor, out: Tensor) -> Tensor:
         """As `partial.delta_of`, without float64."""
 

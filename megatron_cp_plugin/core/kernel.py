@@ -5,13 +5,17 @@ of values and outputs.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.core.partial import delta_of
+from megatron_cp_plugin.core.devices import uploaded
+from megatron_cp_plugin.core.partial import delta_of, rows_at
 
 
 class Kernel[P](ABC):
@@ -38,6 +42,7 @@ class Problem:
     Attributes:
         deterministic: every run must give the same bits; default: torch's own setting.
         documents: lengths are those of documents, ever new ones.
+        windows: some computations are sliding windows, of many tiles.
         value_dim: head dim of v and out; 0: that of q and k.
     """
 
@@ -49,6 +54,7 @@ class Problem:
     deterministic: bool = field(default_factory=torch.are_deterministic_algorithms_enabled)
     documents: bool = False
     value_dim: int = 0
+    windows: bool = False
 
     def __post_init__(self) -> None:
         if not self.value_dim:
@@ -76,12 +82,16 @@ class Statistics:
     out: Tensor | None = None
     delta: Tensor | None = None
 
-    def rows(self, rows: slice) -> "Statistics":
-        """The statistics of some query rows."""
+    def rows(self, rows: slice | Tensor) -> "Statistics":
+        """The statistics of some query rows. Args: rows: as in `partial.rows_at`."""
+
+        def some(x: Tensor) -> Tensor:
+            return x[:, :, rows] if isinstance(rows, slice) else x.index_select(2, rows)
+
         return Statistics(
-            self.lse[:, :, rows],
-            None if self.out is None else self.out[:, rows],
-            None if self.delta is None else self.delta[:, :, rows],
+            some(self.lse),
+            None if self.out is None else rows_at(self.out, rows),
+            None if self.delta is None else some(self.delta),
         )
 
     def heads(self, heads: slice) -> "Statistics":
@@ -138,13 +148,80 @@ class Statistics:
         return torch.where(square > 0, delta / square * wide, 0.0).to(dout.dtype)
 
 
-class SoftmaxKernel(Kernel[Problem]):
-    """Softmax attention of one tile.
+class Lengths(NamedTuple):
+    """Lengths of sequences as kernels take them, in the order in which torch's own does.
 
-    Attributes: rectangular_causal: takes causal tiles with T > S, bottom-right aligned.
+    Attributes:
+        cu_q, cu_k: [sequences + 1] int32, where they begin, and where the last one ends.
+        longest_q, longest_k: tokens of the longest one.
+        used_q, used_k: [sequences] int32, their lengths; None: each ends where the next begins.
+    """
+
+    cu_q: Tensor
+    cu_k: Tensor
+    longest_q: int
+    longest_k: int
+    used_q: Tensor | None = None
+    used_k: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Packing:
+    """Sequences that one call computes, each by itself, in ascending order.
+
+    Attributes: q, kv: the queries, and the keys, of each. The first begin at 0, the last end where
+        the tensors do. There may be others between them, if the kernel takes `gaps`.
+    """
+
+    q: tuple[slice, ...]
+    kv: tuple[slice, ...]
+
+    @classmethod
+    def adjacent(cls, q: Sequence[int], kv: Sequence[int]) -> "Packing":
+        """Of sequences without gaps. Args: q, kv: where they begin and end: 0, ..., S."""
+        rows, cols = (tuple(slice(a, b) for a, b in pairwise(bounds)) for bounds in (q, kv))
+        return cls(rows, cols)
+
+    @cached_property
+    def gaps(self) -> bool:
+        """Whether there are queries, or keys, between sequences."""
+        return any(a.stop != b.start for side in (self.q, self.kv) for a, b in pairwise(side))
+
+    def lengths(self, batch: int, device: torch.device) -> Lengths:
+        """Those of all entries of a batch, one entry after the other."""
+        return _lengths(self, batch, device)
+
+
+@lru_cache(maxsize=512)  # all layers of a micro-batch have the same packings
+def _lengths(packing: Packing, batch: int, device: torch.device) -> Lengths:
+    sides = packing.q, packing.kv
+    bounds = torch.tensor([[[x.start, x.stop] for x in side] for side in sides])
+    ends = bounds[:, -1:, 1]
+    starts = torch.arange(batch)[:, None] * ends[:, None] + bounds[:, None, :, 0]
+    used = bounds.diff().flatten(1)
+    longest_q, longest_k = used.amax(1).tolist()
+    numbers = torch.cat((starts.flatten(1), batch * ends, used.repeat(1, batch)), 1)
+    count = batch * used.shape[1]
+    (cu_q, used_q), (cu_k, used_k) = (
+        side.split([count + 1, count]) for side in uploaded(numbers, device)
+    )
+    lengths = Lengths(cu_q, cu_k, longest_q, longest_k)
+    return lengths._replace(used_q=used_q, used_k=used_k) if packing.gaps else lengths
+
+
+class SoftmaxKernel(Kernel[Problem]):
+    """Softmax attention of one tile, or of several.
+
+    Attributes:
+        rectangular_causal: takes causal tiles with T > S, bottom-right aligned.
+        packs: `forward_packed` and `backward_packed` are one call, however many sequences there
+            are, so that it pays to copy small tiles together for it.
+        gaps: of packed sequences: there may be queries and keys between them.
     """
 
     rectangular_causal: bool = False
+    packs: bool = False
+    gaps: bool = False
 
     @abstractmethod
     def forward(
@@ -178,31 +255,37 @@ class SoftmaxKernel(Kernel[Problem]):
         """
 
     def workspace(
-        self, q: Tensor, k: Tensor, v: Tensor, statistics: Statistics | None, *, causal: bool
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        statistics: Statistics | None,
+        *,
+        causal: bool,
+        sequences: int = 1,
     ) -> int:
         """Bytes that a call takes beside its arguments and results; 0 if next to nothing.
 
         Args: q, k, v: of the call, perhaps without storage. statistics: of a backward's; None: the
-            call is a forward. causal: as there.
+            call is a forward. causal: as there. sequences: that are packed.
         """
         return 0
 
     def forward_packed(
-        self, q: Tensor, k: Tensor, v: Tensor, bounds: tuple[int, ...], *, scale: float
+        self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, *, scale: float, causal: bool
     ) -> tuple[Tensor, Tensor]:
-        """Causal attention within documents: one call for each, unless the kernel can do better.
+        """Attention of each sequence: one call for each, unless the kernel can do better.
 
-        Args: q: [B,S,H,D]; k: [B,S,G,D]; v: [B,S,G,E]. bounds: 0, ..., S: where documents begin
-            and end.
+        Args: q: [B,S,H,D]; k: [B,T,G,D]; v: [B,T,G,E]. causal: as in `forward`, in each.
 
-        Returns: as `forward`.
+        Returns: as `forward`; anything in gaps.
         """
         pieces = [
-            self.forward(q[:, a:b], k[:, a:b], v[:, a:b], scale=scale, causal=True)
-            for a, b in pairwise(bounds)
+            self.forward(q[:, rows], k[:, cols], v[:, cols], scale=scale, causal=causal)
+            for rows, cols in zip(packing.q, packing.kv, strict=True)
         ]
         outs, lses = zip(*pieces, strict=True)
-        return torch.cat(outs, 1), torch.cat(lses, 2)
+        return _together(outs, packing.q, 1), _together(lses, packing.q, 2)
 
     def backward_packed(
         self,
@@ -211,22 +294,36 @@ class SoftmaxKernel(Kernel[Problem]):
         k: Tensor,
         v: Tensor,
         statistics: Statistics,
-        bounds: tuple[int, ...],
+        packing: Packing,
         *,
         scale: float,
+        causal: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of `forward_packed`; otherwise as `backward`."""
         pieces = [
             self.backward(
-                dout[:, a:b],
-                q[:, a:b],
-                k[:, a:b],
-                v[:, a:b],
-                statistics.rows(slice(a, b)),
+                dout[:, rows],
+                q[:, rows],
+                k[:, cols],
+                v[:, cols],
+                statistics.rows(rows),
                 scale=scale,
-                causal=True,
+                causal=causal,
             )
-            for a, b in pairwise(bounds)
+            for rows, cols in zip(packing.q, packing.kv, strict=True)
         ]
-        dq, dk, dv = (torch.cat(gradients, 1) for gradients in zip(*pieces, strict=True))
+        places = packing.q, packing.kv, packing.kv
+        dq, dk, dv = (
+            _together(gradients, place, 1)
+            for gradients, place in zip(zip(*pieces, strict=True), places, strict=True)
+        )
         return dq, dk, dv
+
+
+def _together(pieces: Sequence[Tensor], places: Sequence[slice], dim: int) -> Tensor:
+    """Pieces where they belong along a dimension; no numbers between them."""
+    shape = [*pieces[0].shape[:dim], places[-1].stop, *pieces[0].shape[dim + 1 :]]
+    whole = pieces[0].new_full(shape, torch.nan)
+    for piece, place in zip(pieces, places, strict=True):
+        whole.narrow(dim, place.start, piece.shape[dim]).copy_(piece)
+    return whole

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from megatron_cp_plugin.core.algorithm import Algorithm, Call
 from megatron_cp_plugin.core.comm import Communicator, Pending, Receive, Send
 from megatron_cp_plugin.core.fused import register_fused
-from megatron_cp_plugin.core.kernel import SoftmaxKernel, Statistics
+from megatron_cp_plugin.core.kernel import Packing, SoftmaxKernel, Statistics
 from megatron_cp_plugin.core.partial import accumulation_dtype
 from megatron_cp_plugin.core.peer import SlottedCommunicator
 from megatron_cp_plugin.core.shape import Shape
@@ -29,7 +29,7 @@ _DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
 
 class Peak(NamedTuple):
-    """Bytes of a rank beside q, k, v and dout, from the second call on.
+    """Bytes of a rank beside q, k, v and dout, and what all layers share, from the second call on.
 
     Attributes:
         forward, backward: the most at a time in either pass. Each has its results, what is saved
@@ -207,6 +207,7 @@ class _Sizes(SoftmaxKernel):
     def __init__(self, kernel: SoftmaxKernel) -> None:
         self._kernel = kernel
         self.rectangular_causal = kernel.rectangular_causal
+        self.packs, self.gaps = kernel.packs, kernel.gaps
 
     def unsupported(self, problem: object) -> str | None:
         return None
@@ -214,10 +215,15 @@ class _Sizes(SoftmaxKernel):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool
     ) -> tuple[Tensor, Tensor]:
+        return self._attend(q, k, v, causal, 1)
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, sequences: int
+    ) -> tuple[Tensor, Tensor]:
         batch, tokens, heads, _ = q.shape
         out = q.new_empty((batch, tokens, heads, v.shape[3]))
         lse = q.new_empty((batch, heads, tokens), dtype=accumulation_dtype(q.dtype))
-        _take(q, self._kernel.workspace(q, k, v, None, causal=causal))
+        _take(q, self._kernel.workspace(q, k, v, None, causal=causal, sequences=sequences))
         return out, lse
 
     def backward(
@@ -231,16 +237,27 @@ class _Sizes(SoftmaxKernel):
         scale: float,
         causal: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        return self._differentiate(q, k, v, statistics, causal, 1)
+
+    def _differentiate(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        statistics: Statistics,
+        causal: bool,
+        sequences: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
-        _take(q, self._kernel.workspace(q, k, v, statistics, causal=causal))
+        _take(q, self._kernel.workspace(q, k, v, statistics, causal=causal, sequences=sequences))
         return dq, dk, dv
 
     def forward_packed(
-        self, q: Tensor, k: Tensor, v: Tensor, bounds: tuple[int, ...], *, scale: float
+        self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, *, scale: float, causal: bool
     ) -> tuple[Tensor, Tensor]:
-        if type(self._kernel).forward_packed is not SoftmaxKernel.forward_packed:
-            return self.forward(q, k, v, scale=scale, causal=True)
-        return super().forward_packed(q, k, v, bounds, scale=scale)
+        if self.packs:
+            return self._attend(q, k, v, causal, len(packing.q))
+        return super().forward_packed(q, k, v, packing, scale=scale, causal=causal)
 
     def backward_packed(
         self,
@@ -249,13 +266,16 @@ class _Sizes(SoftmaxKernel):
         k: Tensor,
         v: Tensor,
         statistics: Statistics,
-        bounds: tuple[int, ...],
+        packing: Packing,
         *,
         scale: float,
+        causal: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        if type(self._kernel).backward_packed is not SoftmaxKernel.backward_packed:
-            return self.backward(dout, q, k, v, statistics, scale=scale, causal=True)
-        return super().backward_packed(dout, q, k, v, statistics, bounds, scale=scale)
+        if self.packs:
+            return self._differentiate(q, k, v, statistics, causal, len(packing.q))
+        return super().backward_packed(
+            dout, q, k, v, statistics, packing, scale=scale, causal=causal
+        )
 
 
 class _OnePass:
@@ -268,6 +288,17 @@ class _OnePass:
 
     def sum_into(self, out: Tensor, a: Tensor, b: Tensor | None) -> None:
         pass
+
+    def merge_rows_into(
+        self, out: Tensor, lse: Tensor, to: Tensor, b: Tensor, b_lse: Tensor, of: Tensor | None
+    ) -> None:
+        pass
+
+    def add_rows_into(self, total: Tensor, to: Tensor, b: Tensor, of: Tensor | None) -> None:
+        pass
+
+    def rows_at(self, x: Tensor, rows: Tensor) -> Tensor:
+        return x.new_empty((x.shape[0], len(rows), *x.shape[2:]))
 
     def delta_of(self, dout: Tensor, out: Tensor) -> Tensor:
         batch, tokens, heads, _ = out.shape

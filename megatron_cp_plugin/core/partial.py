@@ -7,10 +7,27 @@ Source: AttnFix (Attention2D, Algorithm 2); the same as rescale (DISTFLASHATTN, 
 GAO (BurstAttention, Algorithm 1, lines 13-16). Differs: rows that no key is visible to.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from megatron_cp_plugin.core.fused import fused_for
+
+
+class RowIndex(NamedTuple):
+    """Some rows of a block by number, where they are no slice.
+
+    Attributes:
+        to: [n] int32, rows of the block; none twice.
+        of: [n] int32, rows of what is merged with them or added; None: all, in their order.
+    """
+
+    to: Tensor
+    of: Tensor | None = None
+
+
+Rows = slice | RowIndex
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -74,10 +91,44 @@ def _sum_into(out: Tensor, a: Tensor, b: Tensor | None = None) -> None:
         out.copy_(a.to(wide) + b.to(wide))
 
 
-def _add_rows(total: Tensor, rows: slice, gradient: Tensor) -> None:
+def _add_rows(total: Tensor, rows: Rows, gradient: Tensor) -> None:
     """Adds to some rows of a total [B,S,heads,D], in place."""
+    if isinstance(rows, RowIndex):
+        _add_at(total, rows, gradient)
+        return
     part = total[:, rows]
     _sum_into(part, part, gradient)
+
+
+def _add_at(total: Tensor, rows: RowIndex, gradient: Tensor) -> None:
+    fused = fused_for(total)
+    if fused is not None and total.dtype != torch.float64:
+        fused.add_rows_into(total, rows.to, gradient, rows.of)
+        return
+    added = gradient if rows.of is None else gradient.index_select(1, rows.of)
+    wide = accumulation_dtype(total.dtype)
+    total[:, rows.to] = (total.index_select(1, rows.to).to(wide) + added.to(wide)).to(total.dtype)
+
+
+def _merge_at(out: Tensor, lse: Tensor, rows: RowIndex, b: Tensor, b_lse: Tensor) -> None:
+    """Merges a partial of some rows into out [B,S,H,D] and lse [B,H,S], in place."""
+    fused = fused_for(out)
+    if fused is not None and lse.dtype == torch.float32:
+        fused.merge_rows_into(out, lse, rows.to, b, b_lse, rows.of)
+        return
+    if rows.of is not None:
+        b, b_lse = b.index_select(1, rows.of), b_lse.index_select(2, rows.of)
+    part, part_lse = out.index_select(1, rows.to), lse.index_select(2, rows.to)
+    merge_into(part, part_lse, part, part_lse, b, b_lse)
+    out[:, rows.to], lse[:, :, rows.to] = part, part_lse
+
+
+def rows_at(x: Tensor, rows: slice | Tensor) -> Tensor:
+    """Some rows of [B,S,heads,D]: a view of a slice; a copy, in their order, of rows [n] int32."""
+    if isinstance(rows, slice):
+        return x[:, rows]
+    fused = fused_for(x)
+    return x.index_select(1, rows) if fused is None else fused.rows_at(x, rows)
 
 
 class Accumulator:
@@ -96,7 +147,7 @@ class Accumulator:
         self._wide = accumulation_dtype(q.dtype)
         self._total: tuple[Tensor, Tensor] | None = None
         self._owned = False  # whether _total is a wide buffer of ours, free to be written
-        self._last: tuple[slice, Tensor, Tensor] | None = None
+        self._last: tuple[Rows, Tensor, Tensor] | None = None
         self._borrowed = False
 
     @property
@@ -104,7 +155,7 @@ class Accumulator:
         """Whether there is no partial yet."""
         return self._last is None and self._total is None
 
-    def add(self, rows: slice, out: Tensor, lse: Tensor, *, borrowed: bool = False) -> None:
+    def add(self, rows: Rows, out: Tensor, lse: Tensor, *, borrowed: bool = False) -> None:
         """Merges a partial of some rows: out [B,rows,H,E], lse [B,H,rows].
 
         Args: borrowed: it may be changed after the next `add` or `settle`.
@@ -125,7 +176,7 @@ class Accumulator:
     def result(self, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
         """Returns: out [B,S,H,E] in `dtype` (default: q's), lse [B,H,S] float32 or float64."""
         dtype = dtype or self._like.dtype
-        if self._last is not None and not self._whole(self._last[1]):
+        if self._last is not None and not self._whole(*self._last[:2]):
             if self._total is not None and self._total[0].dtype == dtype:
                 self._merge_rows(self._total, *self._last)
                 self._last = None
@@ -141,9 +192,9 @@ class Accumulator:
         merge_into(out, lse, *self._total, last_out, last_lse)
         return out, lse
 
-    def _settle(self, rows: slice, out: Tensor, lse: Tensor) -> None:
+    def _settle(self, rows: Rows, out: Tensor, lse: Tensor) -> None:
         """Merges a partial into the total."""
-        if self._total is None and self._whole(out):
+        if self._total is None and self._whole(rows, out):
             self._total = (out, lse)
             return
         total_out, total_lse = self._total or self._nothing()
@@ -151,7 +202,7 @@ class Accumulator:
             self._merge_rows((total_out, total_lse), rows, out, lse)
             return
         wide = self._like.new_empty(self._shape, dtype=self._wide), self._empty_lse()
-        if self._whole(out):
+        if self._whole(rows, out):
             merge_into(*wide, total_out, total_lse, out, lse)
         else:
             _sum_into(wide[0], total_out)
@@ -160,8 +211,11 @@ class Accumulator:
         self._total, self._owned = wide, True
 
     @staticmethod
-    def _merge_rows(total: tuple[Tensor, Tensor], rows: slice, out: Tensor, lse: Tensor) -> None:
+    def _merge_rows(total: tuple[Tensor, Tensor], rows: Rows, out: Tensor, lse: Tensor) -> None:
         """Merges a partial of some rows into the total, in place."""
+        if isinstance(rows, RowIndex):
+            _merge_at(*total, rows, out, lse)
+            return
         part = total[0][:, rows], total[1][:, :, rows]
         merge_into(*part, *part, out, lse)
 
@@ -177,8 +231,8 @@ class Accumulator:
         batch, tokens, heads, _ = self._like.shape
         return self._like.new_empty((batch, heads, tokens), dtype=self._wide)
 
-    def _whole(self, out: Tensor) -> bool:
-        return out.shape[1] == self._like.shape[1]
+    def _whole(self, rows: Rows, out: Tensor) -> bool:
+        return isinstance(rows, slice) and out.shape[1] == self._like.shape[1]
 
 
 class GradientSum:
@@ -194,11 +248,11 @@ class GradientSum:
         self._few = few
         self._total: Tensor | None = None
         self._owned = False  # whether _total is a wide buffer of ours
-        self._second: tuple[slice, Tensor] | None = None  # to be added to the first
+        self._second: tuple[Rows, Tensor] | None = None  # to be added to the first
 
-    def add(self, rows: slice, gradient: Tensor) -> None:
+    def add(self, rows: Rows, gradient: Tensor) -> None:
         """Adds the gradient of some rows [B,rows,heads,D]."""
-        if self._total is None and self._whole(gradient):
+        if self._total is None and self._whole(rows, gradient):
             self._total = gradient
         elif self._few and not self._owned and self._second is None:
             self._second = rows, gradient
@@ -244,9 +298,9 @@ class GradientSum:
             second, self._second = self._second, None
             self._add(*second)
 
-    def _add(self, rows: slice, gradient: Tensor) -> None:
+    def _add(self, rows: Rows, gradient: Tensor) -> None:
         """Adds to a wide total."""
-        if not self._owned and self._total is not None and self._whole(gradient):
+        if not self._owned and self._total is not None and self._whole(rows, gradient):
             self._total, self._owned = self._plus(self._total, gradient, self._wide), True
         else:
             _add_rows(self._own_buffer(), rows, gradient)
@@ -271,8 +325,8 @@ class GradientSum:
         self._owned = True
         return self._total
 
-    def _whole(self, gradient: Tensor) -> bool:
-        return gradient.shape[1] == self._like.shape[1]
+    def _whole(self, rows: Rows, gradient: Tensor) -> bool:
+        return isinstance(rows, slice) and gradient.shape[1] == self._like.shape[1]
 
 
 class WholeGradient:

@@ -6,7 +6,7 @@ B batch, S local tokens, H query heads, G KV heads, D head dim, E that of values
 from torch import Tensor
 
 from megatron_cp_plugin.core.algorithm import Call, Gradients, attend_block, differentiate_block
-from megatron_cp_plugin.core.execute import Pass, Tensors
+from megatron_cp_plugin.core.execute import Packed, Pass, Tensors
 from megatron_cp_plugin.core.kernel import Statistics
 from megatron_cp_plugin.core.partial import (
     Accumulator,
@@ -17,6 +17,7 @@ from megatron_cp_plugin.core.partial import (
 from megatron_cp_plugin.core.pipeline import HeadGroup
 from megatron_cp_plugin.core.plan import Move
 from megatron_cp_plugin.core.program import BlockId, Task
+from megatron_cp_plugin.core.rows import Piece, Rows, between, common, row_count
 
 
 class Forward(Pass):
@@ -53,41 +54,49 @@ class Forward(Pass):
 
     def compute(self, task: Task, queries: Tensors | None, keys: Tensors | None) -> None:
         """See Pass.compute."""
-        total = self._totals[task.heads.q.start]
-        if queries is not None:
+        if queries is None:
+            total = self._totals[task.heads.q.start]
+        else:  # the own ones may be complete by now
             new = Accumulator(queries[0], self.v.shape[3])
             total = self._found.setdefault(task.query[0], new)
         (q,), (k, v) = queries or self._queries, keys or self._keys
-        attend_block(total, q, k, v, task.tiles, self._call)
+        attend_block(total, q, k, v, task.work, self._call)
 
-    def results_for(self, move: Move, before: Tensors | None) -> Tensors:
+    def results_for(self, move: Move, held: Rows, before: Packed | None) -> Tensors:
         """See Pass.results_for."""
-        total = self._found.pop(move.block.owners[0], None)
+        total, rows = self._found.pop(move.block.owners[0], None), move.block.rows
         if total is None:
             return _passed_on(before)
+        if held != rows:
+            found = total.result(accumulation_dtype(self.q.dtype))
+            total = Accumulator(_like(self._queries[0], rows), self.v.shape[3])
+            for piece in common(held, rows):
+                total.add(piece.there, *_part(found, piece))
         if before is not None:
-            _add(total, slice(0, move.tokens), before)
+            for piece in common(before.rows, rows):
+                _add(total, piece.there, _part(before.tensors, piece))
         dtype = accumulation_dtype(self.q.dtype) if move.wide else self.q.dtype
         out, lse = total.result(dtype)
         return out.contiguous(), lse.contiguous()
 
     def accept(self, move: Move, results: Tensors) -> None:
         """See Pass.accept."""
-        rows = slice(move.block.start, move.block.stop)
-        _add(self._totals[move.heads.q.start], rows, results)
+        for piece in common(move.block.rows, between(0, self.q.shape[1])):
+            _add(self._totals[move.heads.q.start], piece.there, _part(results, piece))
 
     def settle(self) -> None:
         """See Pass.settle."""
         for total in self._totals.values():
             total.settle()
 
-    def close(self, heads: HeadGroup, of_keys: bool, others: Tensors | None) -> None:
+    def close(self, heads: HeadGroup, of_keys: bool, others: Packed | None) -> None:
         """See Pass.close."""
         if of_keys:
             return
         total = self._totals.pop(heads.q.start)
         if others is not None:
-            _add(total, slice(0, self.q.shape[1]), others)
+            for piece in common(others.rows, between(0, self.q.shape[1])):
+                _add(total, piece.there, _part(others.tensors, piece))
         out, lse = total.result()
         if self._groups == 1:
             self.out, self.lse = out, lse
@@ -154,37 +163,52 @@ class Backward(Pass):
             k, v = keys
             dk, dv = self._of_others(task.key, (k, v), wanted=self._call.dkv)
         sums = Gradients(dq, dk, dv)
-        differentiate_block(sums, dout, q, k, v, statistics, task.tiles, self._call)
+        differentiate_block(sums, dout, q, k, v, statistics, task.work, self._call)
 
     def _of_others(self, block: BlockId, like: Tensors, *, wanted: bool) -> tuple[GradientSum, ...]:
         """The sums of a block of another rank; kept only if they are wanted there."""
         new = tuple(map(GradientSum, like))
         return self._found.setdefault(block, new) if wanted else new
 
-    def results_for(self, move: Move, before: Tensors | None) -> Tensors:
+    def results_for(self, move: Move, held: Rows, before: Packed | None) -> Tensors:
         """See Pass.results_for."""
         sums = self._found.pop((move.block.owners[0], move.of_keys), None)
+        rows = move.block.rows
         if sums is None:
             return _passed_on(before)
         dtype = accumulation_dtype(self.q.dtype) if move.wide else self.q.dtype
-        others = before or (None,) * len(sums)
-        return tuple(x.result(dtype, plus=other) for x, other in zip(sums, others, strict=True))
+        if held == rows and (before is None or before.rows == rows):
+            others = (None,) * len(sums) if before is None else before.tensors
+            return tuple(x.result(dtype, plus=other) for x, other in zip(sums, others, strict=True))
+        found = tuple(x.held for x in sums)
+        sums = tuple(
+            GradientSum(_like(x, rows)) for x in (self._keys if move.of_keys else self._queries[:1])
+        )
+        _add_gradients(sums, Packed(held, found), rows)
+        if before is not None:
+            _add_gradients(sums, before, rows)
+        return tuple(x.result(dtype) for x in sums)
 
     def accept(self, move: Move, results: Tensors) -> None:
         """See Pass.accept."""
-        rows = slice(move.block.start, move.block.stop)
-        for total, result in zip(
-            self._sums[move.heads.q.start, move.of_keys], results, strict=True
-        ):
-            total.add(rows, result.clone() if total.empty else result)
+        sums = self._sums[move.heads.q.start, move.of_keys]
+        _add_gradients(sums, Packed(move.block.rows, results), self._own_rows(move.of_keys))
 
-    def close(self, heads: HeadGroup, of_keys: bool, others: Tensors | None) -> None:
+    def close(self, heads: HeadGroup, of_keys: bool, others: Packed | None) -> None:
         """See Pass.close."""
-        sums = self._sums.pop((heads.q.start, of_keys))
+        sums, own = self._sums.pop((heads.q.start, of_keys)), self._own_rows(of_keys)
         wholes = self._whole[1:] if of_keys else self._whole[:1]
         part = heads.kv if of_keys else heads.q
-        for whole, total, other in zip(wholes, sums, others or (None,) * len(sums), strict=True):
+        plus: tuple[Tensor | None, ...] = (None,) * len(sums)
+        if others is not None and others.rows == own:
+            plus = others.tensors
+        elif others is not None:
+            _add_gradients(sums, others, own)
+        for whole, total, other in zip(wholes, sums, plus, strict=True):
             whole.write(part, total, other)
+
+    def _own_rows(self, of_keys: bool) -> Rows:
+        return between(0, (self.k if of_keys else self.q).shape[1])
 
     @property
     def gradients(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -201,10 +225,30 @@ def _add(total: Accumulator, rows: slice, partial: Tensors) -> None:
     total.add(rows, out, lse, borrowed=True)
 
 
-def _passed_on(before: Tensors | None) -> Tensors:
+def _add_gradients(sums: tuple[GradientSum, ...], results: Packed, rows: Rows) -> None:
+    """Adds gradients of some rows of a block, which the next ones overwrite.
+
+    Args: rows: of the block, of which the sums are.
+    """
+    for piece in common(results.rows, rows):
+        for total, gradient in zip(sums, _part(results.tensors, piece), strict=True):
+            total.add(piece.there, gradient.clone() if total.empty else gradient)
+
+
+def _part(tensors: Tensors, piece: Piece) -> Tensors:
+    """Rows of packed tensors [B,S,heads,D] or [B,H,S], as views."""
+    return tuple(x[:, piece.here] if x.dim() == 4 else x[:, :, piece.here] for x in tensors)
+
+
+def _like(x: Tensor, rows: Rows) -> Tensor:
+    """What tells shape and dtype of other rows of [B,S,heads,D], without their memory."""
+    return x.new_empty(()).expand(len(x), row_count(rows), *x.shape[2:])
+
+
+def _passed_on(before: Packed | None) -> Tensors:
     """Results to which the mask lets this rank add nothing."""
     assert before is not None
-    return tuple(x.clone() for x in before)  # the next ones come into the same buffers
+    return tuple(x.clone() for x in before.tensors)  # the next ones come into the same buffers
 
 
 def _some(heads: slice, tensors: Tensors, *, copied: bool) -> Tensors:

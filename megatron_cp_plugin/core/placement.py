@@ -37,10 +37,11 @@ class BlockPlacement(ABC):
         relay: a block goes from one rank that needs it to the next, its sums behind it; otherwise
             from its owner straight to each, and results straight back.
         masked: only what the mask needs travels; otherwise every block goes wherever it has a
-            place.
+            place, unless the mask has a window or documents and positions are without gaps.
         assembled: by collective operations. All that a rank computes in one step is one block of
             queries and one of keys; blocks are padded to equal lengths; tensors of one kind travel
-            as one; lse and delta of all heads at once.
+            as one; lse and delta of all heads at once. Rows that travel are the same for all that
+            get a block.
     """
 
     layout: Layout

@@ -11,10 +11,10 @@ from functools import cached_property
 from typing import NamedTuple
 
 from megatron_cp_plugin.core.assembly import assemble
+from megatron_cp_plugin.core.bands import Spans
 from megatron_cp_plugin.core.comm import Phase
-from megatron_cp_plugin.core.documents import Spans
-from megatron_cp_plugin.core.layout import rows_of
 from megatron_cp_plugin.core.pipeline import HeadGroup, together
+from megatron_cp_plugin.core.rows import Rows, positions_of
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask, Tile, plan_tiles
 
@@ -39,14 +39,14 @@ class Setting(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Rows [start, stop) of what some ranks own, in its local order.
+    """Rows of what some ranks own, in its local order, packed.
 
-    Attributes: owners: one rank; several, where their blocks are put together into one.
+    Attributes: owners: one rank; several, where their blocks are put together into one. rows:
+        which of all that they own.
     """
 
     owners: tuple[int, ...]
-    start: int
-    stop: int
+    rows: Rows
 
 
 class Compute(NamedTuple):
@@ -102,12 +102,16 @@ class Move(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What a rank still has from the forward, beside the tensors of its own tokens."""
+    """What a rank still has from the forward, beside the tensors of its own tokens.
+
+    Attributes: rows: which of them, of one owner; None: all.
+    """
 
     rank: int
     tensors: TensorNames
     owners: tuple[int, ...]
     share: int = 0
+    rows: Rows | None = None
 
 
 class Sent(NamedTuple):
@@ -154,7 +158,7 @@ class Plan:
         return together(self.groups)
 
     def tiles(self, compute: Compute) -> tuple[Tile, ...]:
-        """What is computed; rows and columns count from the first ones of the two blocks.
+        """What is computed; rows and columns are those of the two blocks, packed.
 
         Planned on demand: a rank needs no other rank's tiles.
         """
@@ -171,10 +175,11 @@ class Plan:
 
     def positions(self, block: Block) -> Spans:
         """Those of a block's rows, in its order."""
-        if len(block.owners) == 1:
-            return rows_of(self.spans[block.owners[0]], block.start, block.stop)
         members = [self.spans[owner] for owner in block.owners]
-        return assemble(members, max(sum(map(len, spans)) for spans in members)).spans
+        if len(members) == 1:
+            return positions_of(members[0], block.rows)
+        width = max(sum(map(len, spans)) for spans in members)
+        return positions_of(assemble(members, width).spans, block.rows)
 
     def pairs(self, compute: Compute) -> Fraction:
         """Pairs of a query and a key, for all heads, that are computed."""

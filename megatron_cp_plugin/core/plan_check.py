@@ -8,17 +8,35 @@ that post messages in the order of the plan never wait for each other in a circl
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from itertools import zip_longest
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_cp_plugin.core.pipeline import HeadGroup
 from megatron_cp_plugin.core.plan import OF_KEYS, Block, Compute, Move, Plan
+from megatron_cp_plugin.core.rows import Rows, between
+from megatron_cp_plugin.core.slices import Slices
 from megatron_cp_plugin.core.tiles import Mask, Tile
 from megatron_cp_plugin.errors import ContextParallelError
 
 At = tuple[int, str, int, int]  # rank, tensor, owner of its tokens, share of the heads
-Extent = tuple[int, int, int, int]  # rows and heads: first and last of each
+
+
+class Extent(NamedTuple):
+    """Some tokens of some heads.
+
+    Attributes: tokens: bits of their positions. first, last: heads.
+    """
+
+    tokens: int
+    first: int
+    last: int
+
+    def holds(self, other: "Extent") -> bool:
+        """Whether the other one is a part of it."""
+        heads = self.first <= other.first and other.last <= self.last
+        return heads and not other.tokens & ~self.tokens
 
 
 class PlanError(ContextParallelError):
@@ -78,12 +96,27 @@ def _visible(plan: Plan) -> Tensor:
     """[N,N]: how often the mask wants a query to meet a key, by the mask's definition."""
     mask: Mask = plan.mask
     token = torch.arange(sum(len(span) for spans in plan.spans for span in spans))
+    if mask.slices is not None:
+        return _named(mask.slices, len(token))
     age = token[:, None] - token
     seen = (age >= 0) if mask.causal else torch.ones_like(age, dtype=torch.bool)
     if mask.window is not None:
         seen &= age < mask.window
     document = torch.bucketize(token, torch.tensor(mask.documents), right=True)
     return (seen & (document[:, None] == document)).to(torch.int16)
+
+
+def _named(slices: Slices, tokens: int) -> Tensor:
+    """[N,N]: how many slices name a query and a key."""
+    named = torch.zeros(tokens, tokens, dtype=torch.int16)
+    for q_start, q_stop, k_start, k_stop, kind in slices:
+        pairs = torch.ones(q_stop - q_start, k_stop - k_start, dtype=torch.int16)
+        if kind in ("causal", "bi_causal"):  # its last query sees all keys
+            pairs = pairs.tril(pairs.shape[1] - pairs.shape[0])
+        if kind in ("inverse_causal", "bi_causal"):  # its first query sees all keys
+            pairs = pairs.triu()
+        named[q_start:q_stop, k_start:k_stop] += pairs
+    return named
 
 
 def _pairs_of(tile: Tile) -> Tensor:
@@ -99,20 +132,30 @@ def _pairs_of(tile: Tile) -> Tensor:
 def _check_inputs(plan: Plan) -> None:
     """Goes through the steps and notes who has what: senders and computations need theirs."""
     held: dict[At, list[Extent]] = defaultdict(list)
-    everything = (0, max(_lengths(plan)), 0, max(plan.heads.heads, plan.heads.kv_heads))
+    tokens = _Tokens(plan)
     for kept in (*plan.kept, *(plan.retained if plan.phase == "backward" else ())):
         for tensor in kept.tensors:
             for owner in kept.owners:
-                held[kept.rank, tensor, owner, kept.share].append(everything)
+                extent = tokens.extent(tensor, owner, plan.heads, kept.rows)
+                held[kept.rank, tensor, owner, kept.share].append(extent)
 
-    def need(rank: int, tensor: str, block: Block, heads: HeadGroup, share: int) -> None:
-        first, last, low, high = _extent(tensor, block, heads)
+    def need(
+        rank: int, tensor: str, block: Block, heads: HeadGroup, share: int, *, whole: bool = False
+    ) -> None:
         for owner in block.owners:
-            if owner != rank and not any(
-                a <= first and last <= b and c <= low and high <= d
-                for a, b, c, d in held[rank, tensor, owner, share]
-            ):
+            wanted = tokens.extent_in(block, tensor, owner, heads)
+            if owner == rank or not wanted.tokens:
+                continue
+            there = [e for e in held[rank, tensor, owner, share] if e.holds(wanted)]
+            if not there:
                 raise PlanError(f"rank {rank} has no {tensor} of rank {owner} in step {step}")
+            # A kernel is given successive rows of what came.
+            around = (1 << wanted.tokens.bit_length()) - (wanted.tokens & -wanted.tokens)
+            if whole and not any(e.tokens & around == wanted.tokens for e in there):
+                raise PlanError(
+                    f"rank {rank} has {tensor} of rank {owner} in step {step} with rows of others "
+                    "between those that it computes with"
+                )
 
     inputs = [move for move in plan.moves if not move.result]
     arriving = _by(inputs, lambda move: move.needed)
@@ -122,20 +165,23 @@ def _check_inputs(plan: Plan) -> None:
         for move, tensor in _tensors(arriving[step]):
             for owner in move.block.owners:
                 held[move.target, tensor, owner, move.share].append(
-                    _extent(tensor, move.block, move.heads)
+                    tokens.extent_in(move.block, tensor, owner, move.heads)
                 )
         for move, tensor in _tensors(posted[step]):
             need(move.source, tensor, move.block, move.heads, move.share)
         for compute in computing[step]:
             for tensor in ("q",) if plan.phase == "forward" else ("q", "dout", "delta", "lse"):
-                need(compute.rank, tensor, compute.queries, compute.heads, compute.share)
+                block, heads = compute.queries, compute.heads
+                need(compute.rank, tensor, block, heads, compute.share, whole=True)
             for tensor in ("k", "v"):
-                need(compute.rank, tensor, compute.keys, compute.heads, compute.share)
+                block, heads = compute.keys, compute.heads
+                need(compute.rank, tensor, block, heads, compute.share, whole=True)
 
 
 def _check_results(plan: Plan) -> None:
     """Goes through the steps: every result must reach the owner of its tokens, once."""
     sums: dict[At, dict[int, Extent]] = defaultdict(dict)
+    tokens = _Tokens(plan)
     under_way: dict[tuple[int, str, int], dict[int, Extent]] = {}
     expected: dict[At, set[int]] = defaultdict(set)
     sent: dict[At, set[Extent]] = defaultdict(set)
@@ -146,9 +192,10 @@ def _check_results(plan: Plan) -> None:
     computing = _by(enumerate(plan.computes), lambda item: item[1].step)
     for step in _steps(plan):
         for number, compute in computing[step]:
-            for tensor, block in _results_of(plan, compute):
+            for tensor, block, found in _results_of(plan, compute):
                 for owner in block.owners:
-                    extent = _extent(tensor, block, compute.heads)
+                    extent = tokens.extent(tensor, owner, compute.heads)
+                    extent = extent._replace(tokens=extent.tokens & found)
                     sums[compute.rank, tensor, owner, compute.share][number] = extent
                     expected[owner, tensor, owner, compute.share].add(number)
         for move, tensor in _tensors(arriving[step]):
@@ -159,15 +206,16 @@ def _check_results(plan: Plan) -> None:
                     raise PlanError(f"rank {move.target} adds {tensor} twice in step {step}")
                 total |= coming
         for move, tensor in _tensors(posted[step]):
-            first, last, low, high = extent = _extent(tensor, move.block, move.heads)
             for owner in move.block.owners:
+                extent = tokens.extent_in(move.block, tensor, owner, move.heads)
+                low, high = extent.first, extent.last
                 what = move.source, tensor, owner, move.share
                 if extent in sent[what]:
                     raise PlanError(f"rank {move.source} sends {tensor} of rank {owner} twice")
                 sent[what].add(extent)
                 total = sums[move.source, tensor, owner, move.share]
-                going = {n: e for n, e in total.items() if low <= e[2] and e[3] <= high}
-                if any(e[0] < first or last < e[1] for e in going.values()):
+                going = {n: e for n, e in total.items() if low <= e.first and e.last <= high}
+                if not all(extent.holds(e) for e in going.values()):
                     raise PlanError(f"rank {move.source} sends too few rows of {tensor}: {move}")
                 for number in going:
                     del total[number]
@@ -222,17 +270,51 @@ def check_slots(plan: Plan, slots: int) -> None:
                 raise PlanError(f"rank {rank} sends on what its buffer has no more: {move}")
 
 
-def _results_of(plan: Plan, compute: Compute) -> Iterator[tuple[str, Block]]:
-    if plan.phase == "forward":
-        yield from (("out", compute.queries), ("lse", compute.queries))
-    else:
-        yield from (("dq", compute.queries), ("dk", compute.keys), ("dv", compute.keys))
+def _results_of(plan: Plan, compute: Compute) -> Iterator[tuple[str, Block, int]]:
+    """Tensors, of which blocks, and the positions for which anything is found, as bits."""
+    tiles = plan.tiles(compute)
+    for block, names in (
+        (compute.queries, ("out", "lse") if plan.phase == "forward" else ("dq",)),
+        (compute.keys, () if plan.phase == "forward" else ("dk", "dv")),
+    ):
+        positions = [n for span in plan.positions(block) for n in span.positions]
+        found = {
+            position
+            for tile in tiles
+            for position in positions[tile.q if block is compute.queries else tile.kv]
+        }
+        bits = sum(1 << position for position in found)
+        yield from ((name, block, bits) for name in names)
 
 
-def _extent(tensor: str, block: Block, heads: HeadGroup) -> Extent:
-    part = heads.kv if tensor in OF_KEYS else heads.q
-    rows = (block.start, block.stop) if len(block.owners) == 1 else (0, 0)
-    return (*rows, part.start, part.stop)
+class _Tokens:
+    """Which tokens blocks have."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._bits: dict[Block, int] = {}
+        self._whole = [
+            Block((owner,), between(0, sum(map(len, spans))))
+            for owner, spans in enumerate(plan.spans)
+        ]
+
+    def extent(self, tensor: str, owner: int, heads: HeadGroup, rows: Rows | None = None) -> Extent:
+        """What an owner has. Args: rows: of it; None: all."""
+        whole = self._whole[owner]
+        return self.extent_in(
+            whole if rows is None else Block((owner,), rows), tensor, owner, heads
+        )
+
+    def extent_in(self, block: Block, tensor: str, owner: int, heads: HeadGroup) -> Extent:
+        """What a block has of an owner's tokens."""
+        part = heads.kv if tensor in OF_KEYS else heads.q
+        return Extent(self._of(block) & self._of(self._whole[owner]), part.start, part.stop)
+
+    def _of(self, block: Block) -> int:
+        if block not in self._bits:
+            spans = self._plan.positions(block)
+            self._bits[block] = sum(1 << n for span in spans for n in span.positions)
+        return self._bits[block]
 
 
 def _tensors(moves: Iterable[Move]) -> Iterator[tuple[Move, str]]:
@@ -240,10 +322,6 @@ def _tensors(moves: Iterable[Move]) -> Iterator[tuple[Move, str]]:
         for message in move.messages:
             for tensor in message:
                 yield move, tensor
-
-
-def _lengths(plan: Plan) -> list[int]:
-    return [sum(map(len, spans)) for spans in plan.spans]
 
 
 def _steps(plan: Plan) -> range:

@@ -3,13 +3,14 @@
 A plan is an object with
 
 - phase: forward or backward. steps: how many. mask: causal, window (null: none), documents (where
-  all but the first begin). rectangular, relay, shares: see `Plan`.
+  all but the first begin), slices (null: none; of a span mask, each as of `Slice`). rectangular,
+  relay, shares: see `Plan`.
 - head_groups: objects with q and kv, each [start, stop), and first and last, see `HeadGroup`.
 - ranks: by rank, objects with positions, which are [start, stop, step) in the order in which the
   rank holds its tokens; node; sends and sends_to_other_nodes, each with bytes and messages; keeps:
-  what it has from the forward beside the tensors of its own tokens, each with tensors, owners and
-  share; retains: which blocks of others it has at the end of a forward, or at the beginning of a
-  backward, likewise.
+  what it has from the forward beside the tensors of its own tokens, each with tensors, owners,
+  share and rows (null: all); retains: which blocks of others it has at the end of a forward, or at
+  the beginning of a backward, likewise.
 - computes: objects with step, rank, queries, keys, heads, share, and pairs: how many pairs of a
   query and a key, times the part of all heads.
 - transfers: objects with posted and needed, the steps; source and target, ranks; messages: the
@@ -17,7 +18,8 @@ A plan is an object with
   kind: input or result; route: direct (from the block's owner, or of results to it) or relay; link:
   node or network.
 
-A block (queries, keys, block) has owners, whose tokens it is of, and rows, [start, stop) of these.
+A block (queries, keys, block) has owners, whose tokens it is of, and rows, a list of ranges [start,
+stop) of these, which are packed one behind the other.
 heads are as in head_groups.
 """
 
@@ -27,7 +29,9 @@ from typing import Any
 from megatron_cp_plugin.core.layout import Span
 from megatron_cp_plugin.core.pipeline import HeadGroup
 from megatron_cp_plugin.core.plan import Block, Compute, Kept, Move, Plan, move_row_bytes
+from megatron_cp_plugin.core.rows import Rows
 from megatron_cp_plugin.core.shape import Shape
+from megatron_cp_plugin.core.slices import Slice, Slices
 from megatron_cp_plugin.core.tiles import Mask
 
 Json = dict[str, Any]
@@ -42,6 +46,7 @@ def to_json(plan: Plan, shape: Shape, nodes: Sequence[int]) -> Json:
             "causal": plan.mask.causal,
             "window": plan.mask.window,
             "documents": list(plan.mask.documents),
+            "slices": None if plan.mask.slices is None else list(map(list, plan.mask.slices)),
         },
         "rectangular": plan.rectangular,
         "relay": plan.relay,
@@ -77,9 +82,10 @@ def to_json(plan: Plan, shape: Shape, nodes: Sequence[int]) -> Json:
 def from_json(document: Mapping[str, Any]) -> Plan:
     """The plan of which `to_json` made this."""
     mask = document["mask"]
+    slices = None if mask["slices"] is None else Slices(Slice(*one) for one in mask["slices"])
     return Plan(
         document["phase"],
-        Mask(mask["causal"], mask["window"], tuple(mask["documents"])),
+        Mask(mask["causal"], mask["window"], tuple(mask["documents"]), slices),
         document["rectangular"],
         tuple(tuple(Span(*span) for span in rank["positions"]) for rank in document["ranks"]),
         tuple(map(_heads_of, document["head_groups"])),
@@ -105,7 +111,12 @@ def from_json(document: Mapping[str, Any]) -> Plan:
 
 def _kept(all_ranks: Sequence[Kept], rank: int) -> list[Json]:
     return [
-        {"tensors": list(kept.tensors), "owners": list(kept.owners), "share": kept.share}
+        {
+            "tensors": list(kept.tensors),
+            "owners": list(kept.owners),
+            "share": kept.share,
+            "rows": None if kept.rows is None else _ranges(kept.rows),
+        }
         for kept in all_ranks
         if kept.rank == rank
     ]
@@ -113,7 +124,13 @@ def _kept(all_ranks: Sequence[Kept], rank: int) -> list[Json]:
 
 def _kept_of(document: Mapping[str, Any], name: str) -> tuple[Kept, ...]:
     return tuple(
-        Kept(rank, tuple(kept["tensors"]), tuple(kept["owners"]), kept["share"])
+        Kept(
+            rank,
+            tuple(kept["tensors"]),
+            tuple(kept["owners"]),
+            kept["share"],
+            None if kept["rows"] is None else _rows_of(kept["rows"]),
+        )
         for rank, own in enumerate(document["ranks"])
         for kept in own[name]
     )
@@ -155,11 +172,19 @@ def _move_of(document: Mapping[str, Any]) -> Move:
 
 
 def _block(block: Block) -> Json:
-    return {"owners": list(block.owners), "rows": [block.start, block.stop]}
+    return {"owners": list(block.owners), "rows": _ranges(block.rows)}
 
 
 def _block_of(document: Mapping[str, Any]) -> Block:
-    return Block(tuple(document["owners"]), *document["rows"])
+    return Block(tuple(document["owners"]), _rows_of(document["rows"]))
+
+
+def _ranges(rows: Rows) -> list[list[int]]:
+    return [[start, stop] for start, stop in rows]
+
+
+def _rows_of(ranges: Sequence[Sequence[int]]) -> Rows:
+    return tuple((start, stop) for start, stop in ranges)
 
 
 def _heads(group: HeadGroup) -> Json:

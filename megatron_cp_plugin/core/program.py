@@ -8,18 +8,22 @@ from typing import NamedTuple
 
 from megatron_cp_plugin.core.pipeline import HeadGroup
 from megatron_cp_plugin.core.plan import Move, Plan
-from megatron_cp_plugin.core.tiles import Tile
+from megatron_cp_plugin.core.rows import Rows, common
+from megatron_cp_plugin.core.tile_batches import Batches
 
 # The owner of a block, and whether it is one of keys; else it is one of queries.
 BlockId = tuple[int, bool]
 
 
 class Task(NamedTuple):
-    """A computation of this rank; tiles count from the first row of a block as the rank has it."""
+    """A computation of this rank.
+
+    Attributes: work: its tiles, of rows of the blocks as the rank has them.
+    """
 
     query: BlockId
     key: BlockId
-    tiles: tuple[Tile, ...]
+    work: Batches
     heads: HeadGroup
 
 
@@ -64,7 +68,7 @@ class Program:
         receivable: where ranks receive unequally much, what one exchange of inputs (false), of
             results (true), brings at most to any rank: a move of each kind, with the most tokens.
         retained: the block of another rank that it has at the end of the forward, and at the
-            beginning of the backward, if any.
+            beginning of the backward, if any. rows: of each other rank's block those that it has.
         one_peer: no rank has more than one source, and one target, in an exchange. slow: whether
             any exchange is.
     """
@@ -74,6 +78,7 @@ class Program:
     sent: frozenset[bool]
     awaited: tuple[int, int]
     retained: BlockId | None
+    rows: Mapping[BlockId, Rows]
     receivable: tuple[tuple[bool, tuple[Move, ...]], ...]
     one_peer: bool
     slow: bool
@@ -86,7 +91,8 @@ def program(plan: Plan, rank: int) -> Program:
     if len(inner) < len(plan.moves):
         plan = replace(plan, moves=inner)
     each = plan.steps // len(plan.groups)
-    exchanges, tasks = _exchanges(plan, rank), _tasks(plan, rank)
+    rows = _rows_that_come(plan, rank)
+    exchanges, tasks = _exchanges(plan, rank), _tasks(plan, rank, rows)
     last_use = _last_uses(plan, rank)
     turns = (
         Turn(
@@ -109,6 +115,7 @@ def program(plan: Plan, rank: int) -> Program:
         frozenset(move.of_keys for move in of_own if move.source == rank and not move.result),
         (awaited.count(False) // len(plan.groups), awaited.count(True) // len(plan.groups)),
         next(((kept.owners[0], True) for kept in plan.retained if kept.rank == rank), None),
+        rows,
         *_all_exchanges(plan),
     )
 
@@ -133,24 +140,38 @@ def _keys_of(plan: Plan, rank: int) -> int:
     return (*before, *kept, rank)[0]
 
 
-def _tasks(plan: Plan, rank: int) -> dict[int, tuple[Task, ...]]:
-    """By step."""
-    first_row = {
-        _block_of(move): move.block.start
+def _rows_that_come(plan: Plan, rank: int) -> dict[BlockId, Rows]:
+    """Rows of other ranks' blocks."""
+    found = {
+        _block_of(move): move.block.rows
         for move in plan.moves
         if move.target == rank and not move.result
     }
+    for kept in plan.retained:
+        if kept.rank == rank and kept.rows is not None:
+            found[kept.owners[0], True] = kept.rows
+    return found
+
+
+def _tasks(plan: Plan, rank: int, held: Mapping[BlockId, Rows]) -> dict[int, tuple[Task, ...]]:
+    """By step. Args: held: as of `_rows_that_come`."""
     tasks: dict[int, tuple[Task, ...]] = {}
     for compute in plan.computes:
         if compute.rank == rank and (tiles := plan.tiles(compute)):
             query, key = (compute.queries.owners[0], False), (compute.keys.owners[0], True)
-            rows = compute.queries.start - first_row.get(query, 0)
-            cols = compute.keys.start - first_row.get(key, 0)
+            rows = _first(compute.queries.rows, held.get(query))
+            cols = _first(compute.keys.rows, held.get(key))
             if rows or cols:
                 tiles = tuple(tile.moved(rows, cols) for tile in tiles)
-            task = Task(query, key, tiles, compute.heads)
+            work = Batches(tiles, compute.heads.heads)
+            task = Task(query, key, work, compute.heads)
             tasks[compute.step] = (*tasks.get(compute.step, ()), task)
     return tasks
+
+
+def _first(rows: Rows, held: Rows | None) -> int:
+    """Where some rows begin in the block as a rank has it. Args: held: None: it has all rows."""
+    return rows[0][0] if held is None else common(rows, held)[0].there.start
 
 
 def _last_uses(plan: Plan, rank: int) -> dict[int, tuple[BlockId, ...]]:

@@ -5,20 +5,22 @@ B batch, S local tokens, T tokens of a team, H query heads, G KV heads, D head d
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import zip_longest
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.core.assembly import Assembly, padded
+from megatron_cp_plugin.core.assembly import Assembly, Blocks, padded
 from megatron_cp_plugin.core.comm import Communicator, Pending
 from megatron_cp_plugin.core.partial import accumulation_dtype, merge_all_into
 from megatron_cp_plugin.core.pipeline import HeadGroup
 from megatron_cp_plugin.core.plan import OF_KEYS, OF_ROWS, TensorNames
+from megatron_cp_plugin.core.rows import Rows, between, common, packed, token_dim
 
 Tensors = tuple[Tensor, ...]
 Named = Mapping[str, Tensor]
-Rows = tuple[slice, Tensors]  # results for some rows of a team's queries, or keys
+Found = tuple[slice, Tensors]  # results for some rows of a team's queries, or keys
 EVERYTHING = slice(None)
 
 
@@ -53,65 +55,124 @@ class Team(ABC):
 
     @abstractmethod
     def scatter(
-        self, operation: Operation, results: Iterable[Rows], targets: Named
+        self, operation: Operation, results: Iterable[Found], targets: Named
     ) -> Pending[None]:
         """Brings results for a team's tokens to where these are, into some heads of targets."""
 
 
+class Packing(NamedTuple):
+    """What travels of a rank's tokens, where that is not all.
+
+    Attributes: member: which of the team it is. rows: that travel.
+    """
+
+    member: int
+    rows: Rows
+
+
 class GatheringTeam(Team):
-    """Every rank gets the tokens of all, and finds a part of the results for all."""
+    """Every rank gets the tokens of all, and finds a part of the results for all.
+
+    Where only some rows travel, `order` is that of the rank's own tokens and of those rows of the
+    others.
+    """
+
+    def __init__(
+        self,
+        inward: Communicator,
+        outward: Communicator,
+        order: Assembly,
+        packing: Packing | None = None,
+    ) -> None:
+        """See Team. Args: packing: None: all tokens travel."""
+        super().__init__(inward, outward, order)
+        self._packing = packing
 
     def gather(self, message: TensorNames, given: Named, heads: HeadGroup) -> Pending[Tensors]:
         """See Team.gather; tensors travel and are put in order as one."""
         own = [heads_of(name, given[name], heads) for name in message]
         if message[0] in OF_ROWS:
-            rows = self._inward.all_gather(padded(torch.stack(own), 3, self.order.width))
-            return rows.then(lambda gathered: self.order.join(gathered, 3).unbind())
+            return self._gather(torch.stack(own), 3).then(Tensor.unbind)
         widths = [x.shape[3] for x in own]
-        coming = self._inward.all_gather(padded(torch.cat(own, -1), 1, self.order.width))
-        return coming.then(lambda gathered: self.order.join(gathered, 1).split(widths, -1))
+        return self._gather(torch.cat(own, -1), 1).then(lambda x: x.split(widths, -1))
+
+    def _gather(self, own: Tensor, dim: int) -> Pending[Tensor]:
+        coming = self._inward.all_gather(padded(self._packed(own, dim), dim, self.order.width))
+        return coming.then(lambda gathered: self.order.join(self._with(gathered, own), dim))
+
+    def _packed(self, own: Tensor, dim: int) -> Tensor:
+        """What travels of a tensor of the own tokens."""
+        if self._packing is None:
+            return own
+        return packed(own, dim, [slice(*each) for each in self._packing.rows])
+
+    def _with(self, blocks: Tensor, own: Tensor | None) -> Blocks:
+        """Blocks of all members, in which the own tokens are all there."""
+        if self._packing is None or own is None:
+            return blocks
+        member = self._packing.member
+        return (*blocks[:member], own, *blocks[member + 1 :])
 
     def scatter(
-        self, operation: Operation, results: Iterable[Rows], targets: Named
+        self, operation: Operation, results: Iterable[Found], targets: Named
     ) -> Pending[None]:
         """See Team.scatter: partial outputs are merged, gradients summed."""
         own = [heads_of(name, targets[name], operation.heads) for name in operation.names]
         blocks, lses = self._placed(own, results, wide=operation.wide)
+        tokens = between(0, own[0].shape[1])
+        pieces = common(tokens if self._packing is None else self._packing.rows, tokens)
         if lses is None:
             summed = _sum_scatter(self._outward, blocks)
             widths = [x.shape[3] for x in own]
 
             def add() -> None:
                 for target, total in zip(own, summed.wait().split(widths, -1), strict=True):
-                    target.copy_(total[:, : target.shape[1]])
+                    for piece in pieces:
+                        target[:, piece.there] = total[:, piece.here]
 
             return Pending(add)
         out, lse = own
         partials, statistics = (self._outward.all_to_all(x) for x in (blocks, lses))
 
         def merge() -> None:
-            tokens = out.shape[1]
-            merge_all_into(
-                out, lse, partials.wait()[:, :, :tokens], statistics.wait()[..., :tokens]
-            )
+            outs, lses = partials.wait(), statistics.wait()
+            for here, there in pieces:
+                of_rows = outs[:, :, here], lses[..., here]
+                merge_all_into(out[:, there], lse[..., there], *of_rows)
 
         return Pending(merge)
 
     def _placed(
-        self, own: Sequence[Tensor], results: Iterable[Rows], *, wide: bool
+        self, own: Sequence[Tensor], results: Iterable[Found], *, wide: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Results by member: tensors [n,B,S,heads,D] as one, and [n,B,heads,S] if there is lse.
 
-        Args: own: where those for the own tokens belong.
+        Args: own: where those for the own tokens belong, and are written if they do not travel.
         """
         widths = [x.shape[3] for x in own if x.dim() == 4]
         like = own[0]
         dtype = accumulation_dtype(like.dtype) if wide else like.dtype
         blocks = self._blocks((*like.shape[:3], sum(widths)), 1, like, dtype)
         rows_of = [self._blocks(x.shape, 2, x, x.dtype) for x in own if x.dim() == 3]
+        places = (*blocks.split(widths, -1), *rows_of)
+        # Of all own tokens, some of which travel.
+        mine = (
+            []
+            if self._packing is None
+            else [
+                x.new_empty(x.shape, dtype=place.dtype)
+                for x, place in zip(own, places, strict=True)
+            ]
+        )
         for rows, tensors in results:
-            for place, x in zip((*blocks.split(widths, -1), *rows_of), tensors, strict=True):
-                self.order.place(place, token_dim(x), rows, x)
+            for place, whole, x in zip_longest(places, mine, tensors):
+                self.order.place(self._with(place, whole), token_dim(x), rows, x)
+        if self._packing is not None:
+            for place, whole, target in zip(places, mine, own, strict=True):
+                dim = token_dim(target)
+                travelling = self._packed(whole, dim)
+                place[self._packing.member].narrow(dim, 0, travelling.shape[dim]).copy_(travelling)
+                target.copy_(whole)
         return blocks, (rows_of[0] if rows_of else None)
 
     def _blocks(self, shape: Sequence[int], dim: int, like: Tensor, dtype: torch.dtype) -> Tensor:
@@ -129,7 +190,7 @@ class ExchangingTeam(Team):
         return self.come(given[name], _part(name, heads)).then(lambda x: (x,))
 
     def scatter(
-        self, operation: Operation, results: Iterable[Rows], targets: Named
+        self, operation: Operation, results: Iterable[Found], targets: Named
     ) -> Pending[None]:
         """See Team.scatter."""
         ((_, tensors),) = results
@@ -179,11 +240,6 @@ def heads_of(name: str, x: Tensor, heads: HeadGroup) -> Tensor:
 
 def _part(name: str, heads: HeadGroup) -> slice:
     return heads.kv if name in OF_KEYS else heads.q
-
-
-def token_dim(x: Tensor, before: int = 0) -> int:
-    """Of [B,S,heads,D] or [B,heads,S]. Args: before: dimensions that will be put before these."""
-    return before + (1 if x.dim() == 4 else 2)
 
 
 def _shares(x: Tensor, members: int, heads: slice) -> Tensor:

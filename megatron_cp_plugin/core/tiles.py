@@ -2,20 +2,31 @@
 
 Pure Python: a plan exists before a tensor moves, so that it can be tested, counted and drawn.
 
-Local row i of a block stands for one global position. With ascending positions a causal mask is a
-staircase: row i sees the first n(i) local keys. n is piecewise constant or grows by one a row, so
-a few rectangles and triangles cover it exactly.
+Local row i of a block stands for one global position. With ascending positions a band of the mask
+lies between two staircases: row i sees the local keys m(i) to n(i). Both are piecewise constant or
+grow by one a row, so a few rectangles and triangles cover what is between them exactly.
 """
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
-from math import lcm
-from typing import Self
+from typing import NamedTuple, Self
 
-from megatron_cp_plugin.core.documents import Spans, common_documents
+from megatron_cp_plugin.core.bands import (
+    Bands,
+    Cell,
+    Ranges,
+    Spans,
+    cells,
+    touched,
+    visible,
+    visible_blocks,
+    within,
+)
 from megatron_cp_plugin.core.layout import Span
+from megatron_cp_plugin.core.slices import Slices
 from megatron_cp_plugin.errors import ContextParallelError
 
 
@@ -27,13 +38,20 @@ class Mask:
         causal: those at its own position and before; else all.
         window: of those only the last so many, its own included; None: all. Causal only.
         documents: of those only the ones of its own document; as of `document_starts`.
+        slices: None, or which keys it sees, without a window or documents. `causal` then says
+            whether none of them is a later one.
     """
 
     causal: bool = True
     window: int | None = None
     documents: tuple[int, ...] = ()
+    slices: Slices | None = None
 
     def __post_init__(self) -> None:
+        if self.slices is not None:
+            assert self.window is None
+            assert not self.documents
+            assert self.causal == self.slices.causal
         if self.window is not None and (self.window < 1 or not self.causal):
             shape = "causal" if self.causal else "full"
             raise ContextParallelError(
@@ -41,12 +59,32 @@ class Mask:
                 "attention: leave window out"
             )
 
+    @classmethod
+    def of(cls, slices: Slices) -> "Mask":
+        """The mask of some slices."""
+        return cls(slices.causal, slices=slices)
+
+    @property
+    def bands(self) -> Bands:
+        """All pairs of a query and a key that it lets through."""
+        return _bands(self)
+
     @property
     def special(self) -> str:
         """What not every algorithm serves, as an error has it; empty if there is nothing."""
+        if self.slices is not None:
+            return f"spans, got {len(self.slices)} of them"
         if self.documents:
             return f"documents, got {len(self.documents) + 1} of them"
         return "" if self.window is None else f"sliding windows, got window {self.window}"
+
+
+@lru_cache(maxsize=64)
+def _bands(mask: Mask) -> Bands:
+    if mask.slices is not None:
+        return mask.slices.bands
+    low = None if mask.window is None else 1 - mask.window
+    return Bands.of_documents(mask.documents, low, 0 if mask.causal else None)
 
 
 @dataclass(frozen=True)
@@ -88,18 +126,23 @@ class Tile:
         return self.rows * (self.cols - self.rows) + self.rows * (self.rows + 1) // 2
 
 
-@dataclass(frozen=True)
-class _Stair:
-    """Rows [start, stop) of which the first sees `first` keys and each next `slope` more."""
+class _Stair(NamedTuple):
+    """Rows [start, stop) of which the first sees the keys [first, last).
+
+    Attributes: slopes: of `first` and `last`: how many keys later they are for each next row.
+    """
 
     start: int
     stop: int
     first: int
-    slope: int
+    last: int
+    slopes: tuple[int, int]
 
-    @property
-    def last(self) -> int:
-        return self.first + self.slope * (self.stop - self.start - 1)
+    def after(self, rows: int) -> "_Stair":
+        """The run without so many of its first rows; perhaps beyond its end, were it longer."""
+        lower, upper = self.slopes
+        first, last = self.first + lower * rows, self.last + upper * rows
+        return self._replace(start=self.start + rows, first=first, last=last)
 
 
 def plan_tiles(
@@ -122,64 +165,42 @@ def plan_tiles(
     return _planned_once(tuple(q_spans), tuple(kv_spans), mask, rectangular)
 
 
+@lru_cache(maxsize=4096)
+def _planned_once(
+    q_spans: Spans, kv_spans: Spans, mask: Mask, rectangular: bool
+) -> tuple[Tile, ...]:
+    found = (
+        tile
+        for cell in cells(_filled(q_spans), _filled(kv_spans), mask.bands)
+        for stair in _stairs(cell)
+        for tile in _cover(stair, cell, rectangular)
+    )
+    return tuple(_joined(found))
+
+
 def sees(q_spans: Sequence[Span], kv_spans: Sequence[Span], mask: Mask) -> bool:
     """Whether any query of a block sees any key of another: whether `plan_tiles` has a tile."""
-    q_spans, kv_spans = (tuple(filter(len, spans)) for spans in (q_spans, kv_spans))
-    if not q_spans or not kv_spans:
-        return False
-    if mask.documents:
-        inside = replace(mask, documents=())
-        found = common_documents(q_spans, kv_spans, mask.documents)
-        return any(sees(part.q, part.kv, inside) for part in found)
-    if not mask.causal:
-        return True
-    if any(span.step > 1 for span in (*q_spans, *kv_spans)):
-        return bool(plan_tiles(q_spans, kv_spans, mask))
-    if mask.window is None:
-        return kv_spans[0].start < q_spans[-1].stop
-    return any(
-        max(q.start, kv.start) < min(q.stop, kv.stop + mask.window - 1)
-        for q in q_spans
-        for kv in kv_spans
-    )
+    return visible(_filled(q_spans), _filled(kv_spans), mask.bands)
 
 
-def _plan(q_spans: Spans, kv_spans: Spans, mask: Mask, rectangular: bool) -> tuple[Tile, ...]:
-    rows, cols = (sum(map(len, spans)) for spans in (q_spans, kv_spans))
-    if not rows or not cols:
-        return ()
-    if mask.documents:
-        q_spans, kv_spans = (tuple(filter(len, spans)) for spans in (q_spans, kv_spans))
-        return tuple(_joined(_within_documents(q_spans, kv_spans, mask, rectangular)))
-    if mask.window is not None:
-        return tuple(_windowed(q_spans, kv_spans, mask.window, rectangular))
-    if not mask.causal:
-        return (Tile(slice(0, rows), slice(0, cols), rows, cols, causal=False),)
-    if all(span.step == 1 for span in (*q_spans, *kv_spans)):
-        runs = _staircase(_ascending(q_spans), _ascending(kv_spans))
-        return tuple(_cover(runs, rectangular, slice(0, None, 1), slice(0, None, 1)))
-    # Positions of equal residue modulo the common step form a problem with step 1.
-    common = lcm(*(span.step for span in (*q_spans, *kv_spans)))
-    tiles: list[Tile] = []
-    for q_residue, q_span, q_local in _residues(q_spans, common):
-        for kv_residue, kv_span, kv_local in _residues(kv_spans, common):
-            late = int(kv_residue > q_residue)  # the key of the same quotient is in the future
-            shifted = Span(kv_span.start + late, kv_span.stop + late)
-            tiles += _cover(_staircase([q_span], [shifted]), rectangular, q_local, kv_local)
-    return tuple(tiles)
+def seen_blocks(blocks: Sequence[Sequence[Span]], mask: Mask) -> tuple[tuple[bool, ...], ...]:
+    """[queries][keys]: `sees` of every two of some blocks that have no position in common."""
+    found = visible_blocks([_filled(spans) for spans in blocks], mask.bands)
+    return tuple(map(tuple, found.tolist()))
 
 
-# Called within itself too, for each document, with what need not be kept.
-_planned_once = lru_cache(maxsize=4096)(_plan)
+def touched_rows(
+    q_spans: Sequence[Span], kv_spans: Sequence[Span], mask: Mask
+) -> tuple[Ranges, Ranges]:
+    """Rows of a block of queries that see any key of another block, and those of these keys.
+
+    Of positions with a step, perhaps others between them.
+    """
+    return touched(_filled(q_spans), _filled(kv_spans), mask.bands)
 
 
-def _within_documents(
-    q_spans: Spans, kv_spans: Spans, mask: Mask, rectangular: bool
-) -> Iterator[Tile]:
-    inside = replace(mask, documents=())
-    for part in common_documents(q_spans, kv_spans, mask.documents):
-        for tile in _plan(part.q, part.kv, inside, rectangular):
-            yield tile.moved(part.rows, part.cols)
+def _filled(spans: Sequence[Span]) -> Spans:
+    return tuple(filter(len, spans))
 
 
 def _joined(tiles: Iterable[Tile]) -> Iterator[Tile]:
@@ -221,200 +242,80 @@ def _follows(before: Tile, tile: Tile) -> bool:
     ) and (before.q.stop, before.kv.stop) == (tile.q.start, tile.kv.start)
 
 
-def _ascending(spans: Sequence[Span]) -> list[Span]:
-    kept = [span for span in spans if len(span)]
-    if any(a.stop > b.start for a, b in pairwise(kept)):
-        raise ValueError(f"spans must be ascending and disjoint, got {tuple(spans)}")
-    return kept
+def _stairs(cell: Cell) -> Iterator[_Stair]:
+    """Runs of rows whose first and last keys each stay the same, or move by one a row."""
+    starts, stops = [kv.start for kv in cell.kv], [kv.stop for kv in cell.kv]
+    before = [0, *accumulate(map(len, cell.kv))]
 
+    def keys_below(position: int) -> tuple[int, int]:
+        """How many keys are below a position, and how many at it."""
+        number = bisect_right(stops, position)
+        if number == len(starts):
+            return before[number], 0
+        inside = position - starts[number]
+        return before[number] + max(0, inside), int(inside >= 0)
 
-def _residues(spans: Sequence[Span], common: int) -> Iterator[tuple[int, Span, slice]]:
-    """Splits spans by residue modulo `common`: (residue, quotients with step 1, local slice)."""
-    offset = 0
-    for span in spans:
-        every = common // span.step
-        for index in range(min(every, len(span))):
-            position = span.start + index * span.step
-            count = -(-(len(span) - index) // every)
-            quotient = position // common
-            local = slice(offset + index, offset + len(span), every)
-            yield position % common, Span(quotient, quotient + count), local
-        offset += len(span)
-
-
-def _staircase(q_spans: Sequence[Span], kv_spans: Sequence[Span]) -> list[_Stair]:
-    runs: list[_Stair] = []
+    turns = sorted(edge - shift for edge in (*starts, *stops) for shift in (cell.low, cell.high))
+    run: _Stair | None = None
     row = 0
-    for q in q_spans:
-        position, before = q.start, 0
-        for index, kv in enumerate(kv_spans):
-            until = kv_spans[index + 1].start if index + 1 < len(kv_spans) else q.stop
-            # Inside the key span each next row sees one key more, behind it all the same.
-            for start, stop, slope in ((kv.start, kv.stop, 1), (kv.stop, max(until, kv.stop), 0)):
-                low, high = max(start, position), min(stop, q.stop)
-                if low < high:
-                    first = before + (low - kv.start + 1 if slope else len(kv))
-                    local = row + low - q.start
-                    _append(runs, _Stair(local, local + high - low, first, slope))
-            before += len(kv)
+    for q in cell.q:
+        inner = turns[bisect_right(turns, q.start) : bisect_left(turns, q.stop)]
+        for start, stop in pairwise((q.start, *inner, q.stop)):
+            if start == stop:
+                continue
+            first, lower = keys_below(start + cell.low)
+            last, upper = keys_below(start + cell.high)
+            local = row + start - q.start
+            new = _Stair(local, local + stop - start, first, last + upper, (lower, upper))
+            if run is not None and run.after(run.stop - run.start)[2:4] == new[2:4]:
+                # It goes on, and if not with all rows then with the one in which a slope begins.
+                more = stop - start if run.slopes == new.slopes else int(new.last > new.first)
+                run, new = run._replace(stop=run.stop + more), new.after(more)
+            if new.start == new.stop:
+                continue
+            if run is not None and run.last > run.first:
+                yield run
+            run = new
         row += len(q)
-    return runs
+    if run is not None and run.last > run.first:
+        yield run
 
 
-def _append(runs: list[_Stair], run: _Stair) -> None:
-    """Appends a run, joined with the last one where the staircase simply goes on."""
-    if runs:
-        last = runs[-1]
-        goes_on = last.stop == run.start and run.first == last.last + run.slope
-        if goes_on and last.slope == run.slope:
-            runs[-1] = _Stair(last.start, run.stop, last.first, run.slope)
-            return
-    runs.append(run)
-
-
-def _cover(runs: Sequence[_Stair], rectangular: bool, q: slice, kv: slice) -> Iterator[Tile]:
-    for run in runs:
-        rows = run.stop - run.start
-        q_slice = _within(q, run.start, run.stop)
-        if not run.slope or rows == 1:
-            yield Tile(q_slice, _within(kv, 0, run.last), rows, run.last, causal=False)
-            continue
-        seen_by_all = run.first - 1
-        if seen_by_all and not rectangular:
-            yield Tile(q_slice, _within(kv, 0, seen_by_all), rows, seen_by_all, causal=False)
-        start = 0 if rectangular else seen_by_all
-        yield Tile(q_slice, _within(kv, start, run.last), rows, run.last - start, causal=True)
-
-
-def _windowed(
-    q_spans: Sequence[Span], kv_spans: Sequence[Span], window: int, rectangular: bool
-) -> Iterator[Tile]:
-    common = lcm(*(span.step for span in (*q_spans, *kv_spans)))
-    for q_residue, q_span, q_local in _residues(q_spans, common):
-        for kv_residue, kv_span, kv_local in _residues(kv_spans, common):
-            late = int(kv_residue > q_residue)
-            shifted = Span(kv_span.start + late, kv_span.stop + late)
-            width = (window - 1 + kv_residue - q_residue) // common + 1 - late
-            for tile in _band(q_span, shifted, width, rectangular):
-                q = _within(q_local, tile.q.start, tile.q.stop)
-                kv = _within(kv_local, tile.kv.start, tile.kv.stop)
-                yield replace(tile, q=q, kv=kv)
-
-
-def _band(q: Span, kv: Span, width: int, rectangular: bool) -> Iterator[Tile]:
-    """Tiles for rows x of q that see keys y of kv iff 0 <= x - y < width."""
-    if width < 1:
+def _cover(stair: _Stair, cell: Cell, rectangular: bool) -> Iterator[Tile]:
+    """Tiles of a run of rows."""
+    start, stop, first, last, (lower, upper) = stair
+    rows = stop - start
+    if lower and upper and rows > last - first:
+        # The two triangles of as many rows as the band is wide touch each other.
+        for done in range(0, rows, last - first):
+            part = stair.after(done)
+            part = part._replace(stop=min(stop, part.start + last - first))
+            yield from _cover(part, cell, rectangular)
         return
-    start, last = max(q.start, kv.start), min(q.stop, kv.stop + width - 1)
-    lower_slopes_from, upper_slopes_until = kv.start + width, kv.stop
-    while start < last:
-        lower, upper = start >= lower_slopes_from, start < upper_slopes_until
-        # Where both edges slope, the two triangles of `width` rows touch each other.
-        stop = start + width if lower and upper else last
-        edges = (lower_slopes_from, upper_slopes_until, last, stop)
-        stop = min(edge for edge in edges if edge > start)
-        yield from _piece(q, kv, (start, stop), width, (lower, upper), rectangular)
-        start = stop
 
+    def tile(
+        count: int, left: int, right: int, *, causal: bool = False, reverse: bool = False
+    ) -> Tile:
+        q, kv = within(cell.rows, start, start + count), within(cell.cols, left, right)
+        return Tile(q, kv, count, right - left, causal, reverse)
 
-def _piece(
-    q: Span,
-    kv: Span,
-    rows: tuple[int, int],
-    width: int,
-    slopes: tuple[bool, bool],
-    rectangular: bool,
-) -> Iterator[Tile]:
-    """Tiles of some rows whose lower and upper edges each slope everywhere or nowhere."""
-    start, stop = rows
-    lower, upper = slopes
-
-    def tile(count: int, cols: tuple[int, int], *, causal: bool, reverse: bool = False) -> Tile:
-        return Tile(
-            slice(start - q.start, start - q.start + count),
-            slice(cols[0] - kv.start, cols[1] - kv.start),
-            count,
-            cols[1] - cols[0],
-            causal,
-            reverse,
-        )
-
-    low = max(kv.start, start - width + 1)
-    if stop - start == 1:
-        yield tile(1, (low, start + 1 if upper else kv.stop), causal=False)
+    if rows == 1:
+        yield tile(1, first, last)
         return
-    # Keys up to `middle` are of a lower triangle, from `top` on of an upper one, all see the rest.
-    top = start if upper else kv.stop
-    triangle = min(stop - start, top - low) if lower else 0
-    middle = low + triangle
+    # Keys up to `middle` are of a lower triangle, from `top` on of an upper one; all see the rest.
+    top = last - upper
+    triangle = min(rows, top - first) if lower else 0
+    middle = first + triangle
     joins_upper = rectangular and upper
     joins_lower = rectangular and lower and not upper
     if triangle:
-        end = top if joins_lower else middle
-        yield tile(triangle, (low, end), causal=True, reverse=True)
+        yield tile(triangle, first, top if joins_lower else middle, causal=True, reverse=True)
     if middle < top and not joins_upper and not joins_lower:
-        yield tile(stop - start, (middle, top), causal=False)
+        yield tile(rows, middle, top)
     if upper:
-        yield tile(stop - start, (middle if joins_upper else top, stop), causal=True)
-
-
-def _within(outer: slice, start: int, stop: int) -> slice:
-    """Elements [start, stop) of the slice `outer`."""
-    first = outer.start + start * outer.step
-    if outer.step == 1:
-        return slice(first, outer.start + stop)
-    return slice(first, outer.start + (stop - 1) * outer.step + 1, outer.step)
+        yield tile(rows, middle if joins_upper else top, top + rows, causal=True)
 
 
 def visible_pairs(seq_len: int, mask: Mask) -> int:
     """Number of (query, key) pairs of the whole sequence that the mask lets through."""
-    return sum(
-        _pairs(stop - start, mask) for start, stop in pairwise((0, *mask.documents, seq_len))
-    )
-
-
-def _pairs(tokens: int, mask: Mask) -> int:
-    """Of one document."""
-    if not mask.causal:
-        return tokens * tokens
-    window = min(mask.window or tokens, tokens)
-    return window * (window + 1) // 2 + (tokens - window) * window
-
-
-@dataclass(frozen=True)
-class Part:
-    """Some rows of a block of queries, and all that is computed for them.
-
-    Attributes:
-        rows: of the block. tiles: with q slices that count from rows.start.
-    """
-
-    rows: slice
-    tiles: tuple[Tile, ...]
-
-
-@lru_cache(maxsize=4096)
-def parts(tiles: tuple[Tile, ...], rows: int) -> tuple[Part, ...]:
-    """Divides a block of `rows` queries so that each part's tiles cover all rows of the part.
-
-    Then a part needs no buffer to merge into unless it has several tiles. Rows that see nothing
-    are a part without tiles. Where tiles overlap otherwise, all is one part.
-    """
-    by_rows: dict[tuple[int, int], list[Tile]] = {}
-    for tile in tiles:
-        if tile.q.step not in (None, 1):
-            return (Part(slice(0, rows), tiles),)
-        moved = replace(tile, q=slice(0, tile.rows))
-        by_rows.setdefault((tile.q.start, tile.q.stop), []).append(moved)
-    found: list[Part] = []
-    reached = 0
-    for (start, stop), own in sorted(by_rows.items()):
-        if start < reached:
-            return (Part(slice(0, rows), tiles),)
-        if start > reached:
-            found.append(Part(slice(reached, start), ()))
-        found.append(Part(slice(start, stop), tuple(own)))
-        reached = stop
-    if reached < rows:
-        found.append(Part(slice(reached, rows), ()))
-    return tuple(found)
+    return mask.bands.area(seq_len)

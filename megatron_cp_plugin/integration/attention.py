@@ -175,6 +175,7 @@ class ContextParallelAttention(MegatronModule):
                 "padded documents need causal attention, in which nobody sees their padding, got "
                 "full attention: pack documents without padding"
             )
+        slices = None if packed is None else packed.slices(seq_len)
         out = attend(
             query.transpose(0, 1),
             key.transpose(0, 1),
@@ -185,6 +186,7 @@ class ContextParallelAttention(MegatronModule):
             scale=self._scale,
             window=self._window,
             documents=documents,
+            slices=slices,
             sink=self.softmax_offset,
             kernel_for=self._kernel_for,
             site=self,
@@ -200,7 +202,7 @@ class ContextParallelAttention(MegatronModule):
                 f"packed sequences are served through GPTModel and HybridModel, got "
                 f"{type(packed).__name__}: give packed_seq_params to the model"
             )
-        if packed.seq_len != seq_len:
+        if packed.spans is None and packed.seq_len != seq_len:
             raise ContextParallelError(
                 f"documents need to fill the {seq_len} tokens of the whole sequence, got "
                 f"cu_seqlens that end at {packed.seq_len}"

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -19,9 +20,11 @@ from megatron_cp_plugin.core.documents import document_starts
 from megatron_cp_plugin.core.streams import capturing
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration.agreement import FirstCalls, later, same_on_all_ranks
+from megatron_cp_plugin.integration.documents import DocumentMask, attention_spans
 from megatron_cp_plugin.integration.runtime import Runtime
 
 _OF_DOCUMENTS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
+_SPANS, _POSITIONS = "attention_spans", "attention_positions"
 _OF_TOKENS = ("tokens", "labels", "loss_mask", "position_ids")
 _ORDER = "position_ids of a batch must count up from 0, and may begin again, before it is cut"
 _SAME = "ranks of a context-parallel group need the same whole samples before they are cut"
@@ -57,10 +60,12 @@ class Batches:
 
     Attributes:
         runtime: Has the run's layout.
+        spans: Those of the batch that came last; None: it had none.
     """
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
+        self.spans: DocumentMask | None = None
         self._calls = FirstCalls()
         self._last: dict[str, Tensor] = {}
         self._last_cut = Cut(None)
@@ -75,15 +80,18 @@ class Batches:
         Args:
             batch: Tensors [b, N, ...] of whole samples, the same on all ranks of the group;
                 `attention_mask` [b, 1, N, N]; None where a pipeline stage has no use for a key.
-                What tells of documents stays as it is.
+                What tells of documents stays as it is. `attention_spans`, and
+                `attention_positions`, if any: As of `documents.attention_spans`, for the next call
+                of the model; every pipeline stage needs them.
             group: The context-parallel group.
 
         Returns:
-            The same dict.
+            The same dict, without these two.
 
         Raises:
             ContextParallelError: The batch is not whole; on all ranks, if it is the first one.
         """
+        self.spans = _spans_of(batch.pop(_SPANS, None), batch.pop(_POSITIONS, None))
         if group.size() == 1:
             return batch
         self.finish_checks()
@@ -152,30 +160,48 @@ class Batches:
             )
         position_ids = whole.get("position_ids")
         captured = any(map(capturing, whole.values()))
+        if self.spans is not None and self.spans.positions is not None:
+            position_ids = None  # in whatever order that mask has them
         if position_ids is not None and captured:
             # The host does not see the batches of replays; the GPU ends the run.
             torch._assert_async(_count_up(position_ids), _ORDER)
             position_ids = None
         order = None if position_ids is None else _order_of(position_ids)
         if self._calls.is_first:
-            sums = {key: [*x.shape, int(_checksum(x))] for key, x in whole.items()}
-            self._calls.compare(fault or (order() if order else None), group, sums, _other_samples)
+            held = {key: [*x.shape, int(_checksum(x))] for key, x in whole.items()}
+            held[_SPANS] = [self._sum_of_spans()]
+            self._calls.compare(fault or (order() if order else None), group, held, _other_samples)
             return
         self._calls.compare(fault, group)
         if order:
             self._checks.append(order)
         if self._calls.is_turn() and not captured:
-            same = same_on_all_ranks(torch.stack([*map(_checksum, whole.values())]), group)
+            sums = torch.stack([*map(_checksum, whole.values())])
+            same = same_on_all_ranks(sums + self._sum_of_spans(), group)
             self._checks.append(lambda: None if same() else _OTHERS_LATER)
+
+    def _sum_of_spans(self) -> int:
+        return 0 if self.spans is None else crc32(repr(self.spans.spans).encode())
 
 
 def _other_samples(rank: int, theirs: dict[str, list[int]], first: dict[str, list[int]]) -> str:
     """What is wrong if two ranks hold other shapes and checksums."""
-    different = [key for key in _OF_TOKENS if theirs.get(key) != first.get(key)]
+    different = [key for key in (*_OF_TOKENS, _SPANS) if theirs.get(key) != first.get(key)]
     return (
         f"{_SAME}, got other {' and '.join(different)} on rank {rank} than on rank 0: read them "
         "by data-parallel rank, and let get_batch_on_this_cp_rank cut them"
     )
+
+
+def _spans_of(spans: Any, positions: Any) -> DocumentMask | None:
+    if spans is not None:
+        return attention_spans(spans, positions)
+    if positions is not None:
+        raise ContextParallelError(
+            f"{_POSITIONS} of a batch go with {_SPANS}, got none: leave them out, or say who sees "
+            "whom"
+        )
+    return None
 
 
 def _version(tensor: Tensor) -> int | None:

@@ -11,9 +11,11 @@ import torch
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.core.algorithm import Algorithm
-from megatron_cp_plugin.core.document_layout import PerDocument
+from megatron_cp_plugin.core.document_layout import Balanced
 from megatron_cp_plugin.core.kernel import Problem
 from megatron_cp_plugin.core.linear_kernel import LinearProblem
+from megatron_cp_plugin.core.shape import Shape
+from megatron_cp_plugin.core.virtual import VirtualWorld
 from megatron_cp_plugin.errors import ConfigError, near_multiples
 from megatron_cp_plugin.integration import chunked_loss, gated_delta_net
 from megatron_cp_plugin.integration.compat import running_version
@@ -348,7 +350,8 @@ def _check_kernel(args: Any, config: ContextParallelConfig, device: torch.device
     kv_heads = max(1, _kv_heads(args) // tensor)
     packed = packs_documents(Settings(args)) is not None
     shape = device, dtype, local, kv_heads, head_dim
-    problem = Problem(*shape, fixed, documents=packed, value_dim=value_dim)
+    windowed = window_of(Settings(args).window_size) is not None
+    problem = Problem(*shape, fixed, documents=packed, value_dim=value_dim, windows=windowed)
     kernel = resolve(config.kernel, problem)
     if device.type == "cuda":
         with torch.cuda.device(device):
@@ -386,6 +389,30 @@ def describe_window(args: Any) -> str | None:
     return f"sliding windows of {window} tokens: a token sees itself and the {window - 1} before it"
 
 
+def describe_heads(args: Any, config: ContextParallelConfig) -> str | None:
+    """Returns one line on heads of zeros that fill up those that ranks cannot split; None: none.
+
+    Args:
+        args: Megatron's namespace, as parsed and checked.
+        config: The run's configuration.
+    """
+    heads, tensor = args.num_attention_heads, args.tensor_model_parallel_size
+    if heads is None:
+        return None
+    shape = Shape(1, 1, heads // tensor, max(1, _kv_heads(args) // tensor), 1)
+    topology = VirtualWorld(config.size).topology(0)
+    filled = []
+    for name in config.algorithms:
+        if issubclass(registry.algorithm_class(name), Algorithm):
+            algorithm = registry.create(name, topology, dict(config.options_of(name)))
+            if (computed := algorithm.computed(shape).heads) != shape.heads:
+                filled.append(
+                    f"{name} computes {computed} query heads, got {shape.heads}: the others are "
+                    "zeros, so that the ranks can split them"
+                )
+    return "; ".join(filled) or None
+
+
 def check_graphs(args: Any, config: ContextParallelConfig, device: torch.device) -> None:
     """Checks what is to be captured in CUDA graphs.
 
@@ -416,7 +443,7 @@ def check_graphs(args: Any, config: ContextParallelConfig, device: torch.device)
             f"seq_length {args.seq_length} on {config.size}: use a multiple of {config.size}, or "
             "--cuda-graph-impl local"
         )
-    if isinstance(config.layout, PerDocument):
+    if isinstance(config.layout, Balanced):
         raise ConfigError(
             f"--cuda-graph-impl {captured} needs the same layout for all batches, got one that "
             f"follows documents: leave the option layout=documents or --cuda-graph-impl out"

@@ -8,6 +8,7 @@ the model gets the boundaries in a form that all but attention ignore.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -19,11 +20,15 @@ from torch import Tensor
 
 from megatron_cp_plugin.core.document_layout import NAMED, PaddedDocuments
 from megatron_cp_plugin.core.documents import document_starts
-from megatron_cp_plugin.core.layout import Layout, positions
+from megatron_cp_plugin.core.layout import Layout
+from megatron_cp_plugin.core.layout import positions as positions_of
+from megatron_cp_plugin.core.slices import Slices
 from megatron_cp_plugin.errors import ContextParallelError
 
 # By which programs cut batches; the last one whole packs, which no algorithm takes from callers.
 _OF_CALLERS = ("thd", "contiguous", "zigzag")
+
+RawSpans = tuple[tuple[object, ...], ...]
 
 
 @dataclass
@@ -34,12 +39,63 @@ class DocumentMask(PackedSeqParams):
         seq_len: Tokens of the whole sequence.
         starts: As in `core.tiles.Mask.documents`.
         padded: Documents end with tokens that the others must not see.
+        spans: Which keys which queries see, as in `megatron_cp_plugin.attention`, in place of all
+            of the above; None: these say it.
+        positions: Of all tokens [N], for rotary embeddings; None: by their order.
     """
 
     qkv_format: str = "bshd"
     seq_len: int = 0
     starts: tuple[int, ...] = ()
     padded: bool = False
+    spans: RawSpans | None = None
+    positions: Tensor | None = None
+
+    def slices(self, seq_len: int) -> Slices | None:
+        """Returns the spans, of a sequence of so many tokens.
+
+        Raises:
+            ContextParallelError: They do not fit, or name a query and a key twice.
+        """
+        return None if self.spans is None else Slices.of(self.spans, seq_len)
+
+
+def attention_spans(
+    spans: Tensor | Iterable[Iterable[object]], positions: Tensor | Sequence[int] | None = None
+) -> DocumentMask:
+    """Returns what a model takes as packed_seq_params, so that its attention sees these spans only.
+
+    Args:
+        spans: As in `megatron_cp_plugin.attention`; a tensor may be [b, n, 5], with the same spans
+            for all samples of a micro-batch. Empty ones, such as (0, 0, 0, 0, 0), fill up.
+        positions: Of all tokens of the whole sequence, integers [N] or the same ones [b, N], for
+            rotary embeddings, such as `spans.shared_prefix_positions`. Default: 0 to N - 1.
+
+    Raises:
+        ContextParallelError: Samples have different spans or positions.
+    """
+    if isinstance(spans, Tensor):
+        spans = _of_all_samples("attention_spans", spans, dims=2).tolist()
+    if positions is not None:
+        positions = _of_all_samples("attention_positions", torch.as_tensor(positions), dims=1)
+        if positions.is_floating_point():
+            raise ContextParallelError(
+                f"attention_positions need whole numbers, got {positions.dtype}: round them"
+            )
+    return DocumentMask(spans=tuple(map(tuple, spans)), positions=positions)
+
+
+def _of_all_samples(name: str, tensor: Tensor, *, dims: int) -> Tensor:
+    """What all samples of a micro-batch have alike, of so many dimensions."""
+    if tensor.dim() == dims:
+        return tensor
+    if tensor.dim() != dims + 1 or not len(tensor) or not tensor.eq(tensor[0]).all():
+        raise ContextParallelError(
+            f"{len(tensor) if tensor.dim() else 0} samples of a micro-batch need the same {name}, "
+            f"got different ones {list(tensor.shape)}: use --micro-batch-size 1, or pack them into "
+            "one sequence"
+        )
+    return tensor[0]
 
 
 def document_mask(packed: PackedSeqParams | None, *, recurrent: bool) -> DocumentMask | None:
@@ -53,8 +109,8 @@ def document_mask(packed: PackedSeqParams | None, *, recurrent: bool) -> Documen
         ContextParallelError: Queries and keys differ, documents are padded, the group is not that
             of the run, or layers are recurrent.
     """
-    if packed is None:
-        return None
+    if packed is None or isinstance(packed, DocumentMask):
+        return packed
     lengths = _lengths(packed, recurrent)
     names = ("cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
     for name in names:
@@ -91,8 +147,8 @@ def mask_of_cut(
     Raises:
         ContextParallelError: It was cut otherwise, or its numbers contradict each other.
     """
-    if packed is None:
-        return None
+    if packed is None or isinstance(packed, DocumentMask):
+        return packed
     lengths = _lengths(packed, recurrent)
     _check_cutting(packed, layout, group)
     padded = packed.cu_seqlens_q_padded
@@ -156,7 +212,7 @@ def check_positions(
     for name in (layout.name, *_OF_CALLERS):
         try:
             cut = NAMED[name].within(tuple(starts[1:].tolist()))
-            places = positions(cut, group.rank(), group.size(), seq_len)
+            places = positions_of(cut, group.rank(), group.size(), seq_len)
         except ContextParallelError:
             continue  # it cannot have been cut so
         document = torch.bucketize(places, starts, right=True) - 1

@@ -75,6 +75,7 @@ class Hooks:
             check_interleaving,
             describe,
             describe_graphs,
+            describe_heads,
             describe_window,
         )
         from megatron_cp_plugin.integration.files import check_files
@@ -92,6 +93,7 @@ class Hooks:
                 None,
                 (
                     describe(config, kernel),
+                    describe_heads(args, config),
                     describe_window(args),
                     gated_delta_net.describe(args),
                     describe_recompute(args, config),

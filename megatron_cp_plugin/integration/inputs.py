@@ -11,11 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.core.layout_check import describe_mismatch
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration import gated_delta_net
 from megatron_cp_plugin.integration.agreement import FirstCalls, same_on_all_ranks
 from megatron_cp_plugin.integration.batch import Batches, Cut
+from megatron_cp_plugin.integration.checks import window_of
 from megatron_cp_plugin.integration.documents import (
     DocumentMask,
     check_positions,
@@ -67,7 +69,10 @@ def serve_inputs(model: nn.Module, batches: Batches, group: dist.ProcessGroup) -
         try:
             cut = _cut(given, batches, group) if group.size() > 1 else None
             mask = document_mask(given.get("packed_seq_params"), recurrent=recurrent)
+            mask = _with_spans(mask, batches.spans)
+            _check_spans(model, mask, runtime.config, recurrent=recurrent)
             runtime.documents = mask.starts if mask else ()
+            runtime.rotary_positions = mask.positions if mask else None
             _check_capture(model, mask)
             if cut is not None:
                 _check_documents(cut, runtime.documents)
@@ -107,13 +112,15 @@ class CutInputs:
             mask = self._mask_of(model, given)
         except ContextParallelError as error:
             fault = str(error)
-        self._compare(fault, mask, next(model.parameters()).device)
+        devices = (parameter.device for parameter in model.parameters())
+        self._compare(fault, mask, next(devices, torch.device("cpu")))
         if not self._called:
             # Frameworks give a model other position embeddings once it is built.
             use_layout(model, self._runtime)
             self._called = True
         self._runtime.documents = mask.starts if mask else ()
-        self._runtime.seq_len = mask.seq_len if mask else None
+        self._runtime.rotary_positions = mask.positions if mask else None
+        self._runtime.seq_len = (mask.seq_len or None) if mask else None
         if mask is not None:
             given["packed_seq_params"] = mask
         return call.args, call.kwargs
@@ -122,18 +129,19 @@ class CutInputs:
         layout, size = self._runtime.config.layout, self._group.size()
         packed = given.get("packed_seq_params")
         mask = mask_of_cut(packed, layout, self._group, recurrent=self._recurrent)
+        _check_spans(model, mask, self._runtime.config, recurrent=self._recurrent)
         _check_capture(model, mask)
         tokens = _tokens_of(model, given)
         if tokens is not None:
             total = tokens * size
-            if mask is not None and mask.seq_len != total:
+            if mask is not None and mask.spans is None and mask.seq_len != total:
                 raise ContextParallelError(
                     "packed_seq_params need the lengths of all documents as they were cut, padding "
                     f"included: {total} tokens on {size} ranks of {tokens}, got {mask.seq_len}: "
                     "give cu_seqlens_q_padded of whole documents, and each rank its part of each"
                 )
             layout.within(mask.starts if mask else ()).spans(self._group.rank(), size, total)
-            if self._calls.is_first and size > 1:
+            if self._calls.is_first and size > 1 and (mask is None or mask.spans is None):
                 self._check_positions(given, total)
         return mask
 
@@ -147,7 +155,7 @@ class CutInputs:
 
     def _compare(self, fault: str | None, mask: DocumentMask | None, device: torch.device) -> None:
         """Refuses other documents on other ranks: now, or where the host need not wait for it."""
-        held = (mask.seq_len, mask.starts) if mask else None
+        held = (mask.seq_len, mask.starts, mask.spans) if mask else None
         first = self._calls.is_first
         self._calls.compare(fault, self._group, held, lambda *_: _OTHER_DOCUMENTS)
         if self._same is not None and not self._same():
@@ -156,16 +164,47 @@ class CutInputs:
         if first or self._group.size() == 1 or not self._calls.is_turn():
             return
         if not torch.cuda.is_available() or not torch.cuda.is_current_stream_capturing():
-            number = torch.tensor([crc32(repr(held).encode())], device=device)
+            number = torch.full((1,), crc32(repr(held).encode()), device=device)
             self._same = same_on_all_ranks(number, self._group)
+
+
+def _with_spans(mask: DocumentMask | None, spans: DocumentMask | None) -> DocumentMask | None:
+    """The mask that a model is given, or that of its batch."""
+    if mask is not None and spans is not None:
+        raise ContextParallelError(
+            "attention_spans alone say which keys a query sees, got packed_seq_params beside them: "
+            "leave these out (megatron_cp_plugin.spans.documents makes spans of packed documents)"
+        )
+    return spans if mask is None else mask
+
+
+def _check_spans(
+    model: Any, mask: DocumentMask | None, config: ContextParallelConfig, *, recurrent: bool
+) -> None:
+    """Refuses spans where a layer would not see by them."""
+    if mask is None or mask.spans is None:
+        return
+    settings = Settings(model.config)
+    reasons = {
+        "gated delta net layers carry their state on along the sequence": recurrent,
+        "layers of linear attention see all earlier tokens": config.has_linear_layers,
+        f"--mtp-num-layers {settings.mtp_num_layers} predicts the tokens that come next in the "
+        "sequence": bool(settings.mtp_num_layers),
+        "--window-size hides tokens that spans may name": window_of(settings.window_size)
+        is not None,
+    }
+    for reason in (reason for reason, applies in reasons.items() if applies):
+        raise ContextParallelError(f"{reason}, got attention_spans: leave one of the two out")
 
 
 def _check_capture(model: Any, mask: DocumentMask | None) -> None:
     captured = graphs(Settings(model.config)) if mask else "none"
     if captured != "none":
+        got = "attention_spans" if mask and mask.spans is not None else "packed sequences"
+        other = got if got == "attention_spans" else "packed_seq_params"
         raise ContextParallelError(
             f"--cuda-graph-impl {captured} keeps the documents of the batch that was captured, got "
-            "packed sequences: leave it or packed_seq_params out"
+            f"{got}: leave it or {other} out"
         )
 
 

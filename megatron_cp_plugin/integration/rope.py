@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration.attention import ContextParallelAttention
 from megatron_cp_plugin.integration.documents import DocumentMask
+from megatron_cp_plugin.integration.features import Settings, graphs
 from megatron_cp_plugin.integration.runtime import Runtime
 
 # Training and evaluation have one length each; what comes in ever new lengths is not kept.
@@ -76,7 +77,7 @@ class LayoutRotaryEmbedding(nn.Module):
                 length of the longest one.
             offset: Added to every position.
             packed_seq: Must be False; positions count from the beginning of each of the runtime's
-                documents.
+                documents, or are those of its spans.
             cp_group: Must be None or the group of the run.
 
         Returns:
@@ -87,9 +88,10 @@ class LayoutRotaryEmbedding(nn.Module):
         runtime, packed = self._runtime, self.packed
         documents = runtime.documents if packed is None else packed.starts
         seq_len = runtime.seq_len if packed is None else packed.seq_len
+        given = runtime.rotary_positions if packed is None else packed.positions
         max_seq_len = seq_len or max_seq_len
-        if documents:
-            return self._angles(max_seq_len, offset, documents)
+        if documents or given is not None:
+            return self._angles(max_seq_len, offset, documents, given)
         key = (max_seq_len, offset)
         if key not in self._tables:
             if len(self._tables) == _TABLES:
@@ -97,13 +99,22 @@ class LayoutRotaryEmbedding(nn.Module):
             self._tables[key] = self._angles(max_seq_len, offset, ())
         return self._tables[key]
 
-    def _angles(self, seq_len: int, offset: int, documents: tuple[int, ...]) -> Any:
+    def _angles(
+        self, seq_len: int, offset: int, documents: tuple[int, ...], given: Tensor | None = None
+    ) -> Any:
+        if given is not None and len(given) != seq_len:
+            raise ContextParallelError(
+                f"attention_positions need one for each of the {seq_len} tokens of the whole "
+                f"sequence, got {len(given)}: give those of all ranks"
+            )
         whole = self.embedding.get_emb(seq_len, offset)
         angles = whole[0] if isinstance(whole, tuple) else whole
         positions = self._runtime.positions(self._group, seq_len, angles.device, documents)
         if documents:
             starts = torch.tensor((0, *documents), device=angles.device)
             positions = positions - starts[torch.bucketize(positions, starts, right=True) - 1]
+        if given is not None:
+            positions = given.to(angles.device)[positions]
         angles = angles[positions]
         return (angles, *whole[1:]) if isinstance(whole, tuple) else angles
 
@@ -150,7 +161,9 @@ def use_layout(model: nn.Module, runtime: Runtime) -> None:
     """
     owners = [m for m in model.modules() if isinstance(m, MultiLatentAttention)]
     for owner in owners:
-        if _keep_documents not in owner._forward_pre_hooks.values():
+        # Modules that Megatron captures by itself may have no hooks, and see no documents.
+        captured = graphs(Settings(owner.config)) == "local"
+        if not captured and _keep_documents not in owner._forward_pre_hooks.values():
             owner.register_forward_pre_hook(_keep_documents, with_kwargs=True)
     for owner in (model, *owners):
         embedding = getattr(owner, "rotary_pos_emb", None)

@@ -30,6 +30,8 @@ class Runtime:
         documents: Where documents begin in the micro-batch whose forward runs, as in
             `core.tiles.Mask`. Not for what may be computed again in the backward.
         seq_len: Of how many tokens they are; None: as many as the model is told.
+        rotary_positions: Of all tokens [N], for rotary embeddings, of that micro-batch; None: by
+            their order in the documents.
     """
 
     def __init__(self, config: ContextParallelConfig, *, callers: bool = False) -> None:
@@ -38,6 +40,7 @@ class Runtime:
         self._callers = callers
         self.documents: tuple[int, ...] = ()
         self.seq_len: int | None = None
+        self.rotary_positions: Tensor | None = None
         self._layout = config.layout
         self._algorithms: dict[dist.ProcessGroup, Algorithm] = {}
         self._linear: dict[dist.ProcessGroup, LinearAlgorithm] = {}

@@ -5,14 +5,12 @@ B batch, S query tokens, T key tokens, H query heads, G KV heads (G divides H), 
 
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
-from functools import cache, lru_cache
-from itertools import pairwise
+from functools import cache
 
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.core.kernel import Problem, SoftmaxKernel, Statistics
+from megatron_cp_plugin.core.kernel import Lengths, Packing, Problem, SoftmaxKernel, Statistics
 from megatron_cp_plugin.kernels.choice import choose, loader, named
 
 
@@ -59,15 +57,18 @@ def rounded(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def flash2_workspace(q: Tensor, k: Tensor, v: Tensor, statistics: Statistics | None) -> int:
+def flash2_workspace(
+    q: Tensor, k: Tensor, v: Tensor, statistics: Statistics | None, sequences: int
+) -> int:
     """`workspace` of FlashAttention-2: float32 dQ and delta; with GQA dK, dV of all query heads.
 
-    Source: mha_bwd of csrc/flash_attn/flash_api.cpp.
+    Source: mha_bwd and mha_varlen_bwd of csrc/flash_attn/flash_api.cpp.
     """
     if statistics is None:
         return 0
     batch, rows, heads, dim = q.shape
-    (_, cols, kv_heads, _), rows = k.shape, rounded(rows, 128)
+    (_, cols, kv_heads, _) = k.shape
+    rows = rounded(rows, 128) if sequences == 1 else rows + 128 * sequences
     of_keys = 2 * cols * heads * dim if heads > kv_heads else 0
     wide = rows * heads * (rounded(dim, 32 if dim <= 128 else 64) + 1)
     return with_stand_in(batch * (4 * wide + of_keys * q.element_size()), q, k, v, statistics)
@@ -83,47 +84,24 @@ def with_stand_in(within: int, q: Tensor, k: Tensor, v: Tensor, statistics: Stat
     return max(within, 3 * 4 * elements - results)  # made in float32, before there are results
 
 
-@dataclass(frozen=True)
-class Packed:
-    """Documents as kernels for sequences of different lengths take them.
-
-    Attributes: cu_seqlens: int32 [documents + 1]. longest: tokens of the longest document.
-    """
-
-    cu_seqlens: Tensor
-    longest: int
-
-    @staticmethod
-    @lru_cache(maxsize=64)  # all layers and passes of a micro-batch have the same
-    def of(bounds: tuple[int, ...], batch: int, device: torch.device) -> "Packed":
-        """The documents of all entries of a batch, one entry after the other."""
-        starts = [n * bounds[-1] + start for n in range(batch) for start in bounds[:-1]]
-        return Packed(
-            torch.tensor([*starts, batch * bounds[-1]], dtype=torch.int32, device=device),
-            max(b - a for a, b in pairwise(bounds)),
-        )
-
-    @property
-    def lengths(self) -> tuple[Tensor, Tensor, int, int]:
-        """Of queries, keys, the longest of queries and of keys."""
-        return self.cu_seqlens, self.cu_seqlens, self.longest, self.longest
-
-    @property
-    def settings(self) -> dict[str, Tensor | int]:
-        """`lengths` by the names that flash-attn's functions have for them."""
-        names = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
-        return dict(zip(names, self.lengths, strict=True))
+def by_name(lengths: Lengths) -> dict[str, Tensor | int]:
+    """Lengths by the names that flash-attn's functions have for them."""
+    names = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
+    return dict(zip(names, lengths[:4], strict=True))
 
 
 class PackingKernel(SoftmaxKernel):
-    """A kernel that takes several documents in one call, one after the other: T tokens in all."""
+    """A kernel that takes sequences one after the other: S queries and T keys in all."""
+
+    packs = True
 
     @abstractmethod
     def forward_flat(
-        self, q: Tensor, k: Tensor, v: Tensor, documents: Packed, *, scale: float
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, *, scale: float, causal: bool
     ) -> tuple[Tensor, Tensor]:
-        """Causal attention within documents: q [T,H,D]; k [T,G,D]; v [T,G,E] -> out [T,H,E], lse
-        [H,T].
+        """Attention of each sequence: q [S,H,D]; k [T,G,D]; v [T,G,E] -> out [S,H,E], lse [H,S].
+
+        Args: causal: bottom-right aligned.
         """
 
     @abstractmethod
@@ -134,22 +112,22 @@ class PackingKernel(SoftmaxKernel):
         k: Tensor,
         v: Tensor,
         statistics: Statistics,
-        documents: Packed,
+        lengths: Lengths,
         *,
         scale: float,
+        causal: bool,
     ) -> Sequence[Tensor]:
-        """dq [T,H,D], dk [T,G,D], dv [T,G,E] of `forward_flat`; statistics are flattened too."""
+        """dq [S,H,D], dk [T,G,D], dv [T,G,E] of `forward_flat`; statistics are flattened too."""
 
     def forward_packed(
-        self, q: Tensor, k: Tensor, v: Tensor, bounds: tuple[int, ...], *, scale: float
+        self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, *, scale: float, causal: bool
     ) -> tuple[Tensor, Tensor]:
         """See SoftmaxKernel.forward_packed."""
-        documents = Packed.of(bounds, q.shape[0], q.device)
+        batch = q.shape[0]
         flat = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
-        out, lse = self.forward_flat(*flat, documents, scale=scale)
-        return out.unflatten(0, (q.shape[0], -1)), lse.unflatten(1, (q.shape[0], -1)).transpose(
-            0, 1
-        )
+        lengths = packing.lengths(batch, q.device)
+        out, lse = self.forward_flat(*flat, lengths, scale=scale, causal=causal)
+        return out.unflatten(0, (batch, -1)), lse.unflatten(1, (batch, -1)).transpose(0, 1)
 
     def backward_packed(
         self,
@@ -158,15 +136,19 @@ class PackingKernel(SoftmaxKernel):
         k: Tensor,
         v: Tensor,
         statistics: Statistics,
-        bounds: tuple[int, ...],
+        packing: Packing,
         *,
         scale: float,
+        causal: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See SoftmaxKernel.backward_packed."""
-        documents = Packed.of(bounds, q.shape[0], q.device)
+        batch = q.shape[0]
         flat = dout.flatten(0, 1), q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
-        gradients = self.backward_flat(*flat, statistics.flattened(), documents, scale=scale)
-        dq, dk, dv = (x.unflatten(0, (q.shape[0], -1)) for x in gradients)
+        lengths = packing.lengths(batch, q.device)
+        gradients = self.backward_flat(
+            *flat, statistics.flattened(), lengths, scale=scale, causal=causal
+        )
+        dq, dk, dv = (x.unflatten(0, (batch, -1)) for x in gradients)
         return dq, dk, dv
 
 

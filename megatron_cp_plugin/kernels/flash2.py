@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.core.kernel import Problem, Statistics
+from megatron_cp_plugin.core.kernel import Lengths, Problem, Statistics
 from megatron_cp_plugin.kernels.base import (
-    Packed,
     PackingKernel,
+    by_name,
     equal_dims_reason,
     flash2_workspace,
     gpu_reason,
@@ -57,17 +57,24 @@ class Flash2(PackingKernel):
         )
 
     def workspace(
-        self, q: Tensor, k: Tensor, v: Tensor, statistics: Statistics | None, *, causal: bool
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        statistics: Statistics | None,
+        *,
+        causal: bool,
+        sequences: int = 1,
     ) -> int:
         """See SoftmaxKernel.workspace: that of FlashAttention-2."""
-        return flash2_workspace(q, k, v, statistics)
+        return flash2_workspace(q, k, v, statistics, sequences)
 
     def forward_flat(
-        self, q: Tensor, k: Tensor, v: Tensor, documents: Packed, *, scale: float
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, *, scale: float, causal: bool
     ) -> tuple[Tensor, Tensor]:
         from flash_attn.flash_attn_interface import _flash_attn_varlen_forward
 
-        settings = {"softmax_scale": scale, "causal": True, **documents.settings}
+        settings = {"softmax_scale": scale, "causal": causal, **by_name(lengths)}
         out, lse, *_ = _flash_attn_varlen_forward(
             q, k, v, return_softmax=False, **settings, **_PLAIN
         )
@@ -80,13 +87,14 @@ class Flash2(PackingKernel):
         k: Tensor,
         v: Tensor,
         statistics: Statistics,
-        documents: Packed,
+        lengths: Lengths,
         *,
         scale: float,
+        causal: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         from flash_attn.flash_attn_interface import _flash_attn_varlen_backward
 
-        settings = {"softmax_scale": scale, "causal": True, **documents.settings}
+        settings = {"softmax_scale": scale, "causal": causal, **by_name(lengths)}
         return self._differentiate(
             _flash_attn_varlen_backward, dout, q, k, v, statistics, **settings
         )

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megatron_cp_plugin.core.kernel import Problem, Statistics
+from megatron_cp_plugin.core.kernel import Lengths, Problem, Statistics
 from megatron_cp_plugin.kernels.base import (
-    Packed,
     PackingKernel,
+    by_name,
     gpu_reason,
     rounded,
     wide_heads_reason,
@@ -29,6 +29,7 @@ class Flash4(PackingKernel):
     name = "flash4"
     deterministic = True
     rectangular_causal = True
+    gaps = True
 
     def unsupported(self, problem: Problem) -> str | None:
         if find_spec("flash_attn") is None or find_spec("flash_attn.cute") is None:
@@ -58,9 +59,9 @@ class Flash4(PackingKernel):
         return self._backward(dout, q, k, v, statistics, softmax_scale=scale, causal=causal)
 
     def forward_flat(
-        self, q: Tensor, k: Tensor, v: Tensor, documents: Packed, *, scale: float
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, *, scale: float, causal: bool
     ) -> tuple[Tensor, Tensor]:
-        return self._forward(q, k, v, softmax_scale=scale, causal=True, **documents.settings)
+        return self._forward(q, k, v, softmax_scale=scale, causal=causal, **_settings(lengths))
 
     def backward_flat(
         self,
@@ -69,15 +70,23 @@ class Flash4(PackingKernel):
         k: Tensor,
         v: Tensor,
         statistics: Statistics,
-        documents: Packed,
+        lengths: Lengths,
         *,
         scale: float,
+        causal: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        settings = {"softmax_scale": scale, "causal": True, **documents.settings}
+        settings = {"softmax_scale": scale, "causal": causal, **_settings(lengths)}
         return self._backward(dout, q, k, v, statistics, **settings)
 
     def workspace(
-        self, q: Tensor, k: Tensor, v: Tensor, statistics: Statistics | None, *, causal: bool
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        statistics: Statistics | None,
+        *,
+        causal: bool,
+        sequences: int = 1,
     ) -> int:
         """See SoftmaxKernel.workspace: float32 dQ, delta and lse, with GQA dK and dV, on Hopper.
 
@@ -90,6 +99,11 @@ class Flash4(PackingKernel):
         # Tiles of queries and keys, and what head dims are filled up to.
         tile = 128 if dim <= 64 else 80 if 96 < dim <= 128 and not causal else 64
         key_tile, multiple = (128, 32) if dim <= 128 else (96 if dim <= 192 else 48, 64)
+        if sequences > 1:  # each is padded by itself, in the end of its place
+            rows, cols = batch * rows, batch * cols
+            rows += (batch * sequences + 1) * tile - 1
+            cols += (batch * sequences + 1) * key_tile - 1
+            batch, rows, cols = 1, rows // tile * tile, cols // key_tile * key_tile
         numbers = heads * rounded(rows, tile) * (rounded(dim, multiple) + 2)
         if heads > kv_heads:
             widths = rounded(dim, multiple) + rounded(value_dim, multiple)
@@ -131,6 +145,13 @@ class Flash4(PackingKernel):
             *wide, lse, dlse=dlse, deterministic=deterministic, **settings
         )
         return _cut(dq, q.shape[-1]), _cut(dk, k.shape[-1]), _cut(dv, v.shape[-1])
+
+
+def _settings(lengths: Lengths) -> dict[str, Tensor | int]:
+    settings = by_name(lengths)
+    if lengths.used_q is not None and lengths.used_k is not None:
+        settings |= {"seqused_q": lengths.used_q, "seqused_k": lengths.used_k}
+    return settings
 
 
 def _served_dims(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int]:

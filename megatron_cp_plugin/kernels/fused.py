@@ -38,6 +38,8 @@ def _merge_kernel(  # type: ignore[no-untyped-def]
     a_lse_ptr,
     b_ptr,
     b_lse_ptr,
+    at_ptr,  # tokens of out and a, AT
+    b_at_ptr,  # those of b, B_AT
     tokens,
     heads,
     rows,
@@ -62,15 +64,22 @@ def _merge_kernel(  # type: ignore[no-untyped-def]
     bl_s,
     ROWS: tl.constexpr,
     DIM: tl.constexpr,
+    AT: tl.constexpr,
+    B_AT: tl.constexpr,
 ):
     row, batch, token, head = _rows(tokens, heads, ROWS)
     column = tl.arange(0, DIM)
     live = row < rows
     inside = live[:, None] & (column < dim)[None, :]
+    place, b_place = token, token
+    if AT:
+        place = tl.load(at_ptr + token).to(tl.int64)
+    if B_AT:
+        b_place = tl.load(b_at_ptr + token).to(tl.int64)
 
     nothing = float("-inf")
-    a_lse = tl.load(a_lse_ptr + batch * al_b + head * al_h + token * al_s, live, nothing)
-    b_lse = tl.load(b_lse_ptr + batch * bl_b + head * bl_h + token * bl_s, live, nothing)
+    a_lse = tl.load(a_lse_ptr + batch * al_b + head * al_h + place * al_s, live, nothing)
+    b_lse = tl.load(b_lse_ptr + batch * bl_b + head * bl_h + b_place * bl_s, live, nothing)
     high = tl.maximum(a_lse, b_lse)
     high = tl.where(high == nothing, 0.0, high)  # rows that neither part has a key for
     a_weight = tl.exp(a_lse - high)
@@ -79,15 +88,17 @@ def _merge_kernel(  # type: ignore[no-untyped-def]
     empty = total == 0.0
     scale = tl.where(empty, 0.0, 1.0 / tl.where(empty, 1.0, total))
 
-    a_at = _places(batch, token, head, column, a_b, a_s, a_h)
-    b_at = _places(batch, token, head, column, b_b, b_s, b_h)
+    a_at = _places(batch, place, head, column, a_b, a_s, a_h)
+    b_at = _places(batch, b_place, head, column, b_b, b_s, b_h)
     a = tl.load(a_ptr + a_at, inside, 0.0).to(tl.float32)
     b = tl.load(b_ptr + b_at, inside, 0.0).to(tl.float32)
     merged = a * (a_weight * scale)[:, None] + b * (b_weight * scale)[:, None]
-    out_at = _places(batch, token, head, column, out_b, out_s, out_h)
+    # Each warp loads every lse, which may be written in place: all have loaded before one stores.
+    tl.debug_barrier()
+    out_at = _places(batch, place, head, column, out_b, out_s, out_h)
     tl.store(out_ptr + out_at, merged.to(out_ptr.dtype.element_ty), inside)
     lse = tl.where(empty, nothing, high + tl.log(tl.where(empty, 1.0, total)))
-    tl.store(lse_ptr + batch * lse_b + head * lse_h + token * lse_s, lse, live)
+    tl.store(lse_ptr + batch * lse_b + head * lse_h + place * lse_s, lse, live)
 
 
 def merge_into(
@@ -97,7 +108,33 @@ def merge_into(
 
     Args: out, a, b: [B,S,H,D], any floating dtype; lse, a_lse, b_lse: [B,H,S] float32.
     """
-    batch, tokens, heads, dim = out.shape
+    _merge(out, lse, a, a_lse, b, b_lse, b.shape[1])
+
+
+def merge_rows_into(
+    out: Tensor, lse: Tensor, to: Tensor, b: Tensor, b_lse: Tensor, of: Tensor | None
+) -> None:
+    """Merges some rows of a partial (b, b_lse) (None: all, in their order) into some of (out, lse).
+
+    Args: out, b: [B,S,H,D], any floating dtype; lse, b_lse: [B,H,S] float32. to, of: [n] int32,
+        none twice.
+    """
+    _merge(out, lse, out, lse, b, b_lse, len(to), to, of)
+
+
+def _merge(
+    out: Tensor,
+    lse: Tensor,
+    a: Tensor,
+    a_lse: Tensor,
+    b: Tensor,
+    b_lse: Tensor,
+    tokens: int,
+    at: Tensor | None = None,
+    b_at: Tensor | None = None,
+) -> None:
+    """Of so many tokens: out[at] = merge of a[at] and b[b_at]."""
+    batch, _, heads, dim = b.shape
     rows = batch * tokens * heads
     if rows:
         _merge_kernel[(triton.cdiv(rows, _ROWS),)](
@@ -107,6 +144,7 @@ def merge_into(
             a_lse,
             b,
             b_lse,
+            *(lse if index is None else index for index in (at, b_at)),
             tokens,
             heads,
             rows,
@@ -119,6 +157,8 @@ def merge_into(
             *b_lse.stride(),
             ROWS=_ROWS,
             DIM=triton.next_power_of_2(dim),
+            AT=at is not None,
+            B_AT=b_at is not None,
         )
 
 
@@ -127,6 +167,9 @@ def _sum_kernel(  # type: ignore[no-untyped-def]
     out_ptr,
     a_ptr,
     b_ptr,
+    out_at_ptr,  # tokens of out, OUT_AT; and so on
+    a_at_ptr,
+    b_at_ptr,
     tokens,
     heads,
     rows,
@@ -143,16 +186,27 @@ def _sum_kernel(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     DIM: tl.constexpr,
     TWO: tl.constexpr,
+    OUT_AT: tl.constexpr,
+    A_AT: tl.constexpr,
+    B_AT: tl.constexpr,
 ):
     row, batch, token, head = _rows(tokens, heads, ROWS)
     column = tl.arange(0, DIM)
     inside = (row < rows)[:, None] & (column < dim)[None, :]
-    a_at = _places(batch, token, head, column, a_b, a_s, a_h)
+    out_token, a_token, b_token = token, token, token
+    if OUT_AT:
+        out_token = tl.load(out_at_ptr + token).to(tl.int64)
+    if A_AT:
+        a_token = tl.load(a_at_ptr + token).to(tl.int64)
+    if B_AT:
+        b_token = tl.load(b_at_ptr + token).to(tl.int64)
+    a_at = _places(batch, a_token, head, column, a_b, a_s, a_h)
     total = tl.load(a_ptr + a_at, inside, 0.0).to(tl.float32)
     if TWO:
-        b_at = _places(batch, token, head, column, b_b, b_s, b_h)
+        b_at = _places(batch, b_token, head, column, b_b, b_s, b_h)
         total += tl.load(b_ptr + b_at, inside, 0.0).to(tl.float32)
-    out_at = _places(batch, token, head, column, out_b, out_s, out_h)
+    tl.debug_barrier()  # out may be a, and a narrow row may be loaded by several warps
+    out_at = _places(batch, out_token, head, column, out_b, out_s, out_h)
     tl.store(out_ptr + out_at, total.to(out_ptr.dtype.element_ty), inside)
 
 
@@ -161,7 +215,35 @@ def sum_into(out: Tensor, a: Tensor, b: Tensor | None) -> None:
 
     Args: all [B,S,heads,D], any floating dtypes.
     """
-    batch, tokens, heads, dim = out.shape
+    _sum(out, a, b, out.shape[1])
+
+
+def add_rows_into(total: Tensor, to: Tensor, b: Tensor, of: Tensor | None) -> None:
+    """Adds some rows of b (None: all, in their order) to some rows of total, in float32.
+
+    Args: total, b: [B,S,heads,D], any floating dtypes. to, of: [n] int32, none twice.
+    """
+    _sum(total, total, b, len(to), to, to, of)
+
+
+def rows_at(x: Tensor, rows: Tensor) -> Tensor:
+    """Some rows of [B,S,heads,D], in their order, contiguous. Args: rows: [n] int32."""
+    out = x.new_empty((x.shape[0], len(rows), *x.shape[2:]))
+    _sum(out, x, None, len(rows), None, rows)
+    return out
+
+
+def _sum(
+    out: Tensor,
+    a: Tensor,
+    b: Tensor | None,
+    tokens: int,
+    out_at: Tensor | None = None,
+    a_at: Tensor | None = None,
+    b_at: Tensor | None = None,
+) -> None:
+    """out[out_at] = a[a_at] + b[b_at], each of so many tokens."""
+    batch, _, heads, dim = out.shape
     rows = batch * tokens * heads
     other = a if b is None else b
     if rows:
@@ -169,6 +251,7 @@ def sum_into(out: Tensor, a: Tensor, b: Tensor | None) -> None:
             out,
             a,
             other,
+            *(out if at is None else at for at in (out_at, a_at, b_at)),
             tokens,
             heads,
             rows,
@@ -179,6 +262,9 @@ def sum_into(out: Tensor, a: Tensor, b: Tensor | None) -> None:
             ROWS=_ROWS,
             DIM=triton.next_power_of_2(dim),
             TWO=b is not None,
+            OUT_AT=out_at is not None,
+            A_AT=a_at is not None,
+            B_AT=b_at is not None,
         )
 
 

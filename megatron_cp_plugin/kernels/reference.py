@@ -16,6 +16,7 @@ class Reference(SoftmaxKernel):
     name = "reference"
     deterministic = True
     rectangular_causal = True
+    packs = gaps = True  # one sequence after the other, but called as kernels for GPUs are
 
     def unsupported(self, problem: Problem) -> str | None:
         return None

@@ -3,14 +3,14 @@
 A kernel may compile and run with head dims, or on devices, for which it computes something else.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.core.kernel import Problem, SoftmaxKernel, Statistics
+from megatron_cp_plugin.core.kernel import Packing, Problem, SoftmaxKernel, Statistics
 from megatron_cp_plugin.core.partial import delta_of
 from megatron_cp_plugin.errors import KernelUnavailableError
 from megatron_cp_plugin.kernels.base import kernel_names, resolve
@@ -20,7 +20,14 @@ from megatron_cp_plugin.kernels.reference import Reference
 _BOUNDS = {torch.float64: 1e-12, torch.float32: 2e-6}
 _HALF_BOUND = 1e-2
 _TOKENS = 192  # a block of keys of the kernels for GPUs, and a part of one
-_DOCUMENTS = (0, 1, 130, 131, _TOKENS)
+# What one call computes, when the problem has documents or windows: ends of the queries and of the
+# keys of each sequence. Squares are for kernels whose causal tiles are no others.
+_SQUARES = Packing.adjacent((0, 1, 130, 131, _TOKENS), (0, 1, 130, 131, _TOKENS))
+_RECTANGLES = Packing.adjacent((0, 1, 40, 41, _TOKENS // 2), (0, 50, 130, 131, _TOKENS))
+_APART = Packing(
+    (slice(0, 3), slice(20, 60), slice(60, _TOKENS // 2)),
+    (slice(0, 50), slice(51, 120), slice(130, _TOKENS)),
+)
 
 
 @dataclass(frozen=True)
@@ -59,7 +66,7 @@ def check_kernel(kernel: SoftmaxKernel, problem: Problem) -> None:
 
 
 def accuracy(kernel: SoftmaxKernel, problem: Problem) -> Accuracy:
-    """The greatest error over causal and full tiles, and documents if the problem has them.
+    """The greatest error over causal and full tiles, one in a call and, if so used, several.
 
     As many query heads a KV head as the problem has; outputs, lse, and gradients by out and by
     delta.
@@ -91,32 +98,44 @@ def _results(kernel: SoftmaxKernel, problem: Problem) -> Iterator[tuple[str, Res
     yield "a full tile", _tile(kernel, problem, _TOKENS // 3, causal=False)
     if kernel.rectangular_causal:
         yield "a rectangular causal tile", _tile(kernel, problem, _TOKENS // 3, causal=True)
-    if problem.documents:
-        yield "documents", _tile(kernel, problem, _TOKENS, causal=True, bounds=_DOCUMENTS)
+    if problem.documents or (problem.windows and kernel.packs):
+        yield "documents", _tile(kernel, problem, causal=True, packing=_SQUARES)
+        yield "packed full tiles", _tile(kernel, problem, causal=False, packing=_RECTANGLES)
+        rectangular = kernel.rectangular_causal
+        if rectangular:
+            found = _tile(kernel, problem, causal=True, packing=_RECTANGLES)
+            yield "packed causal tiles", found
+        for causal in (False, rectangular) if kernel.gaps else ():
+            kind = "causal" if causal else "full"
+            found = _tile(kernel, problem, causal=causal, packing=_APART)
+            yield f"packed {kind} tiles with gaps", found
 
 
 def _tile(
     kernel: SoftmaxKernel,
     problem: Problem,
-    rows: int,
+    rows: int = 0,
     *,
     causal: bool,
-    bounds: tuple[int, ...] = (),
+    packing: Packing | None = None,
 ) -> Results:
-    """(name, result, reference) of one tile of `rows` queries and all keys."""
+    """(name, result, reference) of one tile of `rows` queries and all keys, or of several."""
+    packed_q, packed_kv = [slice(0, rows)], [slice(0, _TOKENS)]
+    if packing is not None:
+        packed_q, packed_kv, rows = [*packing.q], [*packing.kv], packing.q[-1].stop
     q, k, v, dout = _inputs(problem, rows)
     scale = problem.head_dim**-0.5
 
     def forward(kernel: SoftmaxKernel, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        if bounds:
-            return kernel.forward_packed(q, k, v, bounds, scale=scale)
+        if packing is not None:
+            return kernel.forward_packed(q, k, v, packing, scale=scale, causal=causal)
         return kernel.forward(q, k, v, scale=scale, causal=causal)
 
     def backward(
         kernel: SoftmaxKernel, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, found: Statistics
     ) -> tuple[Tensor, Tensor, Tensor]:
-        if bounds:
-            return kernel.backward_packed(dout, q, k, v, found, bounds, scale=scale)
+        if packing is not None:
+            return kernel.backward_packed(dout, q, k, v, found, packing, scale=scale, causal=causal)
         return kernel.backward(dout, q, k, v, found, scale=scale, causal=causal)
 
     wide = q.double(), k.double(), v.double()
@@ -124,16 +143,25 @@ def _tile(
     want = backward(Reference(), dout.double(), *wide, Statistics(want_lse, out=want_out))
     with _as_in_the_run(problem):
         out, lse = forward(kernel, q, k, v)
-    results = [("out", out, want_out), ("lse", lse, want_lse)]
+    results = [
+        ("out", _parts(out, packed_q), _parts(want_out, packed_q)),
+        ("lse", _parts(lse.mT, packed_q), _parts(want_lse.mT, packed_q)),
+    ]
     for statistics in (Statistics(lse, out=out), Statistics(lse, delta=delta_of(dout, out))):
         with _as_in_the_run(problem):
             got = backward(kernel, dout, q, k, v, statistics)
         rule = "" if statistics.delta is None else " by delta"
+        places = packed_q, packed_kv, packed_kv
         results += [
-            (f"{name}{rule}", x, y)
-            for name, x, y in zip(("dq", "dk", "dv"), got, want, strict=True)
+            (f"{name}{rule}", _parts(x, place), _parts(y, place))
+            for name, x, y, place in zip(("dq", "dk", "dv"), got, want, places, strict=True)
         ]
     return results
+
+
+def _parts(x: Tensor, places: Sequence[slice]) -> Tensor:
+    """What counts of [B,S,...], one after the other."""
+    return torch.cat([x[:, place] for place in places], 1)
 
 
 @contextmanager

@@ -7,9 +7,8 @@ scaled_dot_product_attention does not return lse.
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.core.kernel import Problem, SoftmaxKernel, Statistics
+from megatron_cp_plugin.core.kernel import Lengths, Problem, SoftmaxKernel, Statistics
 from megatron_cp_plugin.kernels.base import (
-    Packed,
     PackingKernel,
     equal_dims_reason,
     flash2_workspace,
@@ -104,16 +103,23 @@ class CudaFlashAttention(PackingKernel):
         return _differentiate(dout, q, k, v, statistics, lengths, scale=scale, causal=causal)
 
     def workspace(
-        self, q: Tensor, k: Tensor, v: Tensor, statistics: Statistics | None, *, causal: bool
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        statistics: Statistics | None,
+        *,
+        causal: bool,
+        sequences: int = 1,
     ) -> int:
         """See SoftmaxKernel.workspace: that of FlashAttention-2."""
-        return flash2_workspace(q, k, v, statistics)
+        return flash2_workspace(q, k, v, statistics, sequences)
 
     def forward_flat(
-        self, q: Tensor, k: Tensor, v: Tensor, documents: Packed, *, scale: float
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, *, scale: float, causal: bool
     ) -> tuple[Tensor, Tensor]:
         out, lse, *_ = _aten._flash_attention_forward(
-            q, k, v, *documents.lengths, 0.0, True, False, scale=scale
+            q, k, v, *lengths[:4], 0.0, causal, False, scale=scale
         )
         return out, lse
 
@@ -124,12 +130,12 @@ class CudaFlashAttention(PackingKernel):
         k: Tensor,
         v: Tensor,
         statistics: Statistics,
-        documents: Packed,
+        lengths: Lengths,
         *,
         scale: float,
+        causal: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        lengths = documents.lengths
-        return _differentiate(dout, q, k, v, statistics, lengths, scale=scale, causal=True)
+        return _differentiate(dout, q, k, v, statistics, lengths[:4], scale=scale, causal=causal)
 
 
 def _differentiate(
@@ -216,7 +222,14 @@ class CudnnAttention(SoftmaxKernel):
         return _swap(dq), _swap(dk), _swap(dv)
 
     def workspace(
-        self, q: Tensor, k: Tensor, v: Tensor, statistics: Statistics | None, *, causal: bool
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        statistics: Statistics | None,
+        *,
+        causal: bool,
+        sequences: int = 1,
     ) -> int:
         """See SoftmaxKernel.workspace: float32 dQ and delta.
 

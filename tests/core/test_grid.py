@@ -10,7 +10,8 @@ from megatron_cp_plugin.core.grid import cheapest, column_major, grid_shapes, ro
 from megatron_cp_plugin.core.layout import LAYOUTS
 from megatron_cp_plugin.core.partial import merge_all_into
 from megatron_cp_plugin.core.pipeline import head_groups, pipeline
-from megatron_cp_plugin.core.tiles import Mask, parts, plan_tiles
+from megatron_cp_plugin.core.tile_batches import parts
+from megatron_cp_plugin.core.tiles import Mask, plan_tiles
 
 
 @given(st.integers(1, 6), st.integers(1, 6))
@@ -120,18 +121,20 @@ def test_parts_cover_all_rows_once_and_keep_all_tiles(q_rank, k_rank, rectangula
     tiles = plan_tiles(
         zigzag.spans(q_rank, 4, 40), zigzag.spans(k_rank, 4, 40), Mask(), rectangular=rectangular
     )
-    found = parts(tiles, 10)
+    found = parts(tiles, 10, 4, packed=False, gaps=False)
     assert [r for part in found for r in range(part.rows.start, part.rows.stop)] == list(range(10))
-    assert sum(tile.area for part in found for tile in part.tiles) == sum(t.area for t in tiles)
+    assert sum(tile.area for part in found for tile in part.work.tiles) == sum(
+        t.area for t in tiles
+    )
     for part in found:
         length = part.rows.stop - part.rows.start
-        assert all(tile.q == slice(0, length) for tile in part.tiles)
+        assert all(tile.q == slice(0, length) for tile in part.work.tiles)
 
 
 def test_tiles_that_overlap_in_rows_are_one_part():
     cyclic = LAYOUTS["cyclic"]
     tiles = plan_tiles(cyclic.spans(0, 2, 12), cyclic.spans(0, 3, 12), Mask())
-    assert [part.rows for part in parts(tiles, 6)] == [slice(0, 6)]
+    assert [part.rows for part in parts(tiles, 6, 4, packed=False, gaps=False)] == [slice(0, 6)]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5])

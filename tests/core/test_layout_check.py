@@ -5,12 +5,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_cp_plugin.core.document_layout import PerDocument
+from megatron_cp_plugin.core.document_layout import Balanced
 from megatron_cp_plugin.core.layout import LAYOUTS, positions
 from megatron_cp_plugin.core.layout_check import describe_mismatch
 
 ZIGZAG = LAYOUTS["zigzag"]
-layouts = st.sampled_from([*LAYOUTS.values(), PerDocument((7, 20))])
+layouts = st.sampled_from([*LAYOUTS.values(), Balanced((7, 20))])
 
 
 @given(layouts, st.integers(1, 9), st.integers(0, 90), st.integers(0, 3))

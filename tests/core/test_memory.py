@@ -20,6 +20,7 @@ from megatron_cp_plugin.core.comm import Pending
 from megatron_cp_plugin.core.layout import shard
 from megatron_cp_plugin.core.memory import Peak, peak_of
 from megatron_cp_plugin.core.shape import Shape
+from megatron_cp_plugin.core.tile_batches import Batch
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.virtual import run_virtual
 from megatron_cp_plugin.kernels.reference import Reference
@@ -42,6 +43,9 @@ CASES = [
     *((algo, {}, *run) for algo in cp.available("softmax") for run in RUNS),
     *((algo, options, 4, "causal") for algo, options in VARIANTS),
     ("zigzag", {"layout": "documents"}, 3, "documents"),
+    # 12 heads that are filled up to 15.
+    ("ulysses", {}, 5, "causal"),
+    ("ulysses", {"keep": "local"}, 5, "causal"),
 ]
 MASKS = {"causal": Mask(), "window": Mask(window=20), "documents": Mask(documents=(30, 41, 70))}
 
@@ -79,8 +83,9 @@ class Counter(TorchDispatchMode):
 class WithWorkspace(Reference):
     """The reference, with a workspace."""
 
-    def workspace(self, q, k, v, statistics, *, causal) -> int:
-        return 0 if statistics is None else 3 * q.numel() + k.numel() * (2 if causal else 1)
+    def workspace(self, q, k, v, statistics, *, causal, sequences=1) -> int:
+        each = 3 * q.numel() + k.numel() * (2 if causal else 1)
+        return 0 if statistics is None else each + 100 * (sequences - 1)
 
     def forward(self, q, k, v, *, scale, causal):
         with _disable_current_modes():
@@ -92,6 +97,21 @@ class WithWorkspace(Reference):
             results = super().backward(dout, q, k, v, statistics, scale=scale, causal=causal)
         gradients = tuple(counted(x) for x in results)
         torch.empty(self.workspace(q, k, v, statistics, causal=causal), dtype=torch.uint8)
+        return gradients
+
+    def forward_packed(self, q, k, v, packing, **settings):
+        with _disable_current_modes():
+            results = Reference().forward_packed(q, k, v, packing, **settings)
+        return tuple(counted(x) for x in results)
+
+    def backward_packed(self, dout, q, k, v, statistics, packing, *, scale, causal):
+        settings = {"scale": scale, "causal": causal}
+        with _disable_current_modes():
+            results = Reference().backward_packed(dout, q, k, v, statistics, packing, **settings)
+        gradients = tuple(counted(x) for x in results)
+        sequences = len(packing.q)
+        taken = self.workspace(q, k, v, statistics, causal=causal, sequences=sequences)
+        torch.empty(taken, dtype=torch.uint8)
         return gradients
 
 
@@ -149,7 +169,14 @@ def ranks_as_on_gpus(monkeypatch) -> None:
     monkeypatch.setattr(virtual.VirtualWorld, "post", uncounted(virtual.VirtualWorld.post))
     peer = virtual.VirtualPeerCommunicator
     monkeypatch.setattr(peer, "_post", uncounted(peer._post))
-    for name in ("merge_into", "_sum_into", "delta_of"):
+    sides = Batch.sides  # indices of rows, which all layers share
+
+    def uncounted_sides(self, device):
+        with _disable_current_modes():
+            return sides(self, device)
+
+    monkeypatch.setattr(Batch, "sides", uncounted_sides)
+    for name in ("merge_into", "_sum_into", "_merge_at", "_add_at", "delta_of"):
         real = getattr(partial, name)
         for module in tuple(sys.modules.values()):
             if getattr(module, name, None) is real:

@@ -48,7 +48,7 @@ def register(places: Places) -> None:
         layout = Contiguous()
 
         def placement(self, shape: Shape, mask: Mask, phase: Phase) -> BlockPlacement:
-            return kind(self.layout, self.topology.size, self.head_groups(shape))
+            return kind(self.layout, self.topology.size, self.head_groups(shape, mask))
 
 
 def again_at_the_end(query: int, key: int, size: int) -> Iterator[Place]:

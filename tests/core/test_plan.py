@@ -15,14 +15,16 @@ from megatron_cp_plugin.core.derive import plan_of
 from megatron_cp_plugin.core.layout import LAYOUTS
 from megatron_cp_plugin.core.pipeline import head_groups
 from megatron_cp_plugin.core.placement import BlockPlacement, Place
-from megatron_cp_plugin.core.plan import PHASES, Move, Plan, Setting
+from megatron_cp_plugin.core.plan import PHASES, Block, Move, Plan, Setting
 from megatron_cp_plugin.core.plan_check import PlanError, check, check_slots
 from megatron_cp_plugin.core.shape import Shape
+from megatron_cp_plugin.core.slices import Slices
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.core.virtual import VirtualWorld, run_virtual
 from megatron_cp_plugin.registry import create
 from tests.halves import HalvesPlacement
+from tests.span_masks import random_spans
 
 
 def algorithm(name: str, size: int, **options: object) -> Algorithm:
@@ -54,6 +56,9 @@ def variants(size: int) -> Iterator[tuple[str, dict[str, object]]]:
 
 @st.composite
 def masks(draw: st.DrawFn, seq_len: int) -> Mask:
+    if draw(st.booleans()):
+        spans = random_spans(draw(st.randoms(use_true_random=False)), seq_len)
+        return Mask.of(Slices.of(spans, seq_len))
     starts = draw(st.lists(st.integers(1, seq_len), max_size=6))
     documents = tuple(sorted({start for start in starts if start < seq_len}))
     causal = draw(st.booleans())
@@ -61,7 +66,7 @@ def masks(draw: st.DrawFn, seq_len: int) -> Mask:
     return Mask(causal, window, documents)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=90, deadline=None)
 @given(st.data())
 def test_every_plan_is_correct(data: st.DataObject) -> None:
     size = data.draw(st.integers(1, 12))
@@ -141,7 +146,9 @@ def test_any_placement_gives_a_correct_plan() -> None:
                 check(plan_of(placement, Setting(5 * size + 1, mask, phase)))
 
 
-@pytest.mark.parametrize("mask", [Mask(), Mask(False), Mask(window=5)], ids=str)
+@pytest.mark.parametrize(
+    "mask", [Mask(), Mask(False), Mask(window=5), Mask(documents=(4, 6, 11, 13, 19))], ids=str
+)
 @pytest.mark.parametrize("phase", PHASES)
 def test_no_row_travels_in_vain(phase: Phase, mask: Mask) -> None:
     placement = HalvesPlacement(LAYOUTS["contiguous"], 4, head_groups(4, 2, 1))
@@ -154,8 +161,13 @@ def test_no_row_travels_in_vain(phase: Phase, mask: Mask) -> None:
             block = compute.keys if move.of_keys else compute.queries
             if compute.rank == move.target and block.owners == move.block.owners:
                 slices = (tile.kv if move.of_keys else tile.q for tile in plan.tiles(compute))
-                rows.update(block.start + row for s in slices for row in range(s.start, s.stop))
-        assert (min(rows), max(rows) + 1) == (move.block.start, move.block.stop)
+                numbers = rows_of(block)
+                rows.update(number for s in slices for number in numbers[s])
+        assert sorted(rows) == rows_of(move.block)
+
+
+def rows_of(block: Block) -> list[int]:
+    return [row for start, stop in block.rows for row in range(start, stop)]
 
 
 def changed(plan: Plan, *, drop: Move | None = None, **of_first: object) -> Plan:
@@ -189,7 +201,7 @@ def test_wrong_plans_are_told_apart(name: str) -> None:
     with pytest.raises(PlanError, match="waits before"):
         check(changed(plan, needed=first.posted))
     with pytest.raises(PlanError, match="has no k of rank"):
-        check(changed(plan, block=first.block._replace(start=first.block.start + 1)))
+        check(changed(plan, block=first.block._replace(rows=((1, 6),))))
     with pytest.raises(PlanError, match="times for head"):
         check(replace(plan, computes=(*plan.computes, plan.computes[0])))
     with pytest.raises(PlanError, match="0 times for head 0 of share 0, got 1 from the mask"):

@@ -11,9 +11,11 @@ from megatron_cp_plugin.core.plan import PHASES, Plan
 from megatron_cp_plugin.core.plan_check import check
 from megatron_cp_plugin.core.plan_json import from_json, to_json
 from megatron_cp_plugin.core.shape import Shape
+from megatron_cp_plugin.core.slices import Slices
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.virtual import VirtualWorld
 from megatron_cp_plugin.costs import peak
+from megatron_cp_plugin.spans import image_blocks
 
 SHAPE = Shape(2, 96, 16, 4, 8, value_dim=6)
 NODES = (0, 0, 1, 1)
@@ -26,7 +28,15 @@ VARIANTS = [
 ]
 
 
-@pytest.mark.parametrize("mask", [Mask(), Mask(window=9), Mask(documents=(10, 31))], ids=str)
+MASKS = {
+    "causal": Mask(),
+    "window": Mask(window=9),
+    "documents": Mask(documents=(10, 31)),
+    "spans": Mask.of(Slices.of(image_blocks(96, [(20, 50)]), 96)),
+}
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize(("algo", "options"), VARIANTS, ids=str)
 def test_a_plan_comes_back(algo: str, options: dict[str, object], mask: Mask) -> None:
     world = VirtualWorld(4, ranks_per_node=2)
@@ -87,7 +97,7 @@ def test_the_command_writes_a_file(tmp_path: Path, capsys: pytest.CaptureFixture
         ("--algo zigzag --json nowhere/plan.json", "no folder 'nowhere'"),
         ("--algo zigzg", "did you mean 'zigzag'"),
         ("--algo lasp", "softmax attention got 'lasp'"),
-        ("--algo ulysses --size 5", "ulysses needs query heads divisible by the 5 ranks"),
+        ("--algo usp --option ulysses=4 --size 6", "usp needs ulysses to divide"),
     ],
 )
 def test_errors_are_one_line(

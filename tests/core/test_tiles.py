@@ -31,6 +31,7 @@ def computed_pairs(q_spans, kv_spans, tiles):
             for i, row in enumerate(rows)
             for j, col in enumerate(cols)
             if not tile.causal or (i <= j if tile.reverse else j <= i + len(cols) - len(rows))
+            if j >= max((start for start in tile.document_bounds if start <= i), default=0)
         ]
         assert len(found) == tile.area > 0
         pairs += found

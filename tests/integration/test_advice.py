@@ -41,18 +41,6 @@ COMMANDS: tuple[tuple[str, int, dict[str, str]], ...] = (
         "or 5048": "--seq-length 5048",
         "or --context-parallel-algo ring": "--context-parallel-algo ring",
     }),
-    ("--context-parallel-size 6 --context-parallel-algo ulysses", 6, {
-        "use --context-parallel-algo usp --cp-options ulysses=2":
-            "--context-parallel-algo usp --cp-options ulysses=2",
-        "or context_parallel_size 2": "--context-parallel-size 2",
-    }),
-    ("--context-parallel-size 7 --context-parallel-algo ulysses", 7, {
-        "use --context-parallel-algo zigzag": "--context-parallel-algo zigzag",
-    }),
-    ("--context-parallel-size 6 --context-parallel-algo usp --cp-options ulysses=3", 6, {
-        "use ulysses=2": "--cp-options ulysses=2",
-        "or 0": "--cp-options ulysses=0",
-    }),
     ("--context-parallel-size 6 --context-parallel-algo usp --cp-options ulysses=4", 6, {
         "use one of 1": "--cp-options ulysses=1",
         ", 2": "--cp-options ulysses=2",

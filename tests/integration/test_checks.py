@@ -382,14 +382,19 @@ def test_megatron_fsdp_without_einops(
         check_arguments(args, linear, CPU)
 
 
-def test_heads_that_an_algorithm_cannot_split(args: argparse.Namespace) -> None:
+def test_heads_that_ranks_cannot_split_are_filled_up(args: argparse.Namespace) -> None:
     args.world_size = args.context_parallel_size = 16
     args.seq_length = 256
-    check_arguments(args, ContextParallelConfig("zigzag", 16), CPU)
-    with pytest.raises(ConfigError, match="ulysses") as error:
-        check_arguments(args, ContextParallelConfig("ulysses", 16), CPU)
-    assert "\n" not in str(error.value)
-    assert "8" in str(error.value)
+    said = []
+    for algo in ("zigzag", "ulysses"):
+        config = ContextParallelConfig(algo, 16)
+        check_arguments(args, config, CPU)
+        said.append(checks.describe_heads(args, config))
+    assert said == [
+        None,
+        "ulysses computes 16 query heads, got 8: the others are zeros, so that the ranks can split "
+        "them",
+    ]
 
 
 def test_the_chosen_kernel_is_said_at_start_up(args: argparse.Namespace) -> None:

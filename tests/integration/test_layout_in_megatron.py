@@ -231,6 +231,7 @@ def owner(kind: type[nn.Module], embedding: type[nn.Module], group: Place) -> An
     made.rotary_pos_emb = embedding.__new__(embedding)
     nn.Module.__init__(made.rotary_pos_emb)
     made.pg_collection = SimpleNamespace(cp=group)
+    made.config = SimpleNamespace(cuda_graph_impl="none")
     return made
 
 
@@ -259,6 +260,15 @@ def test_the_embeddings_of_latent_attention_are_replaced(kind: type[nn.Module], 
         layer.rotary_pos_emb = nn.Linear(1, 1)
     with pytest.raises(ContextParallelError, match="got Linear"):
         use_layout(model, runtime("zigzag"))
+
+
+def test_latent_attention_in_local_graphs_has_no_hooks() -> None:
+    """Which Megatron refuses to capture; documents, for which they are, are refused there."""
+    for impl, hooks in (("local", 0), ("transformer_engine", 1)):
+        layer = owner(MLASelfAttention, RotaryEmbedding, Place(0, 2))
+        layer.config.cuda_graph_impl = impl
+        use_layout(nn.ModuleDict({"layer": layer}), runtime("zigzag"))
+        assert len(layer._forward_pre_hooks) == hooks
 
 
 def test_other_rotary_embeddings_are_refused() -> None:

@@ -171,13 +171,6 @@ MISTAKES = (
         ranks=3,
     ),
     Mistake(
-        "heads of ulysses",
-        "--context-parallel-algo ulysses --context-parallel-size 3 --seq-length 66",
-        "use --context-parallel-algo zigzag",
-        program=PLAIN,
-        ranks=3,
-    ),
-    Mistake(
         "teams",
         "--context-parallel-algo usp --cp-options ulysses=3",
         "use one of 1, 2, or 0",

@@ -381,7 +381,6 @@ class Model(nn.Module):
     def __init__(self, cuda_graph_impl: str = "none") -> None:
         super().__init__()
         self.config = SimpleNamespace(cuda_graph_impl=cuda_graph_impl)
-        self.weight = nn.Parameter(torch.zeros(1))
 
     def forward(
         self, input_ids: Any = None, position_ids: Any = None, *, packed_seq_params: Any = None

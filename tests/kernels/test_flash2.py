@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from megatron_cp_plugin.core.kernel import Statistics
+from megatron_cp_plugin.core.kernel import Packing, Statistics
 from megatron_cp_plugin.core.partial import delta_of
 from megatron_cp_plugin.kernels.flash2 import Flash2
 from megatron_cp_plugin.kernels.reference import Reference
@@ -83,12 +83,10 @@ def _flash_attn_varlen_forward(
     alibi_slopes,
     return_softmax,
 ):
-    bounds = bounds_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    packing = packing_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     assert (dropout_p, window_size_left, window_size_right, softcap) == (0.0, -1, -1, 0.0)
-    assert causal
-    out, lse = Reference().forward_packed(
-        *(x.unsqueeze(0) for x in (q, k, v)), bounds, scale=softmax_scale
-    )
+    settings = {"scale": softmax_scale, "causal": causal}
+    out, lse = Reference().forward_packed(*(x.unsqueeze(0) for x in (q, k, v)), packing, **settings)
     return out[0], lse[0], None, None
 
 
@@ -117,21 +115,21 @@ def _flash_attn_varlen_backward(
     rng_state=None,
     zero_tensors=False,
 ):
-    bounds = bounds_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    packing = packing_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     assert softmax_lse.is_contiguous()
-    assert causal
     dout, q, k, v, out, lse = (x.unsqueeze(0) for x in (dout, q, k, v, out, softmax_lse))
     statistics = Statistics(lse, delta=delta_of(dout, out))
-    gradients = Reference().backward_packed(dout, q, k, v, statistics, bounds, scale=softmax_scale)
+    settings = {"scale": softmax_scale, "causal": causal}
+    gradients = Reference().backward_packed(dout, q, k, v, statistics, packing, **settings)
     for buffer, gradient in zip((dq, dk, dv), gradients, strict=True):
         buffer.copy_(gradient[0])
 
 
-def bounds_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k):
+def packing_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k):
     assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
-    assert cu_seqlens_q.tolist() == cu_seqlens_k.tolist()
-    assert max_seqlen_q == max_seqlen_k == cu_seqlens_q.diff().max()
-    return tuple(cu_seqlens_q.tolist())
+    assert max_seqlen_q == cu_seqlens_q.diff().max()
+    assert max_seqlen_k == cu_seqlens_k.diff().max()
+    return Packing.adjacent(cu_seqlens_q.tolist(), cu_seqlens_k.tolist())
 
 
 @pytest.fixture
@@ -173,12 +171,13 @@ def test_documents(given, batch):
         batch=batch, seq_len=33, heads=4, kv_heads=2, head_dim=16, causal=True, cu_seqlens=bounds
     )
     q, k, v, dout = expected.q, expected.k, expected.v, expected.dout
-    out, lse = Flash2().forward_packed(q, k, v, bounds, scale=0.25)
+    packing, settings = Packing.adjacent(bounds, bounds), {"scale": 0.25, "causal": True}
+    out, lse = Flash2().forward_packed(q, k, v, packing, **settings)
     assert relative_error(out, expected.out) < 1e-12
     statistics = Statistics(lse, out=out)
     if given == "delta":
         statistics = Statistics(lse, delta=delta_of(dout, out))
-    gradients = Flash2().backward_packed(dout, q, k, v, statistics, bounds, scale=0.25)
+    gradients = Flash2().backward_packed(dout, q, k, v, statistics, packing, **settings)
     for got, want in zip(gradients, (expected.dq, expected.dk, expected.dv), strict=True):
         assert relative_error(got, want) < 1e-12
 

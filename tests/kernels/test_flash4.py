@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from megatron_cp_plugin.core.kernel import Problem, Statistics
+from megatron_cp_plugin.core.kernel import Packing, Problem, Statistics
 from megatron_cp_plugin.core.partial import delta_of
 from megatron_cp_plugin.kernels.flash4 import Flash4
 from megatron_cp_plugin.kernels.reference import Reference
@@ -22,18 +22,31 @@ def called(monkeypatch):
     """Head dims of queries and values of every call of the stand-in."""
     dims = []
 
-    def forward(q, k, v, *, return_lse, softmax_scale, causal):
+    def forward(q, k, v, *, return_lse, softmax_scale, causal, **lengths):
         assert return_lse
         dims.append((q.shape[-1], v.shape[-1]))
-        return Reference().forward(q, k, v, scale=softmax_scale, causal=causal)
+        settings = {"scale": softmax_scale, "causal": causal}
+        if not lengths:
+            return Reference().forward(q, k, v, **settings)
+        packing = packing_of(**lengths)
+        out, lse = Reference().forward_packed(*(x[None] for x in (q, k, v)), packing, **settings)
+        return out[0], lse[0]
 
-    def backward(q, k, v, out, dout, lse, *, dlse, deterministic, softmax_scale, causal):
+    def backward(q, k, v, out, dout, lse, *, dlse, deterministic, softmax_scale, causal, **lengths):
         assert not deterministic
         assert out.shape == dout.shape
         dims.append((q.shape[-1], v.shape[-1]))
+        settings = {"scale": softmax_scale, "causal": causal}
+        if lengths:
+            q, k, v, out, dout, lse = (x[None] for x in (q, k, v, out, dout, lse))
+            dlse = None if dlse is None else dlse[None]
         delta = delta_of(dout, out) - (0 if dlse is None else dlse)
         statistics = Statistics(lse, delta=delta)
-        return Reference().backward(dout, q, k, v, statistics, scale=softmax_scale, causal=causal)
+        if not lengths:
+            return Reference().backward(dout, q, k, v, statistics, **settings)
+        packing = packing_of(**lengths)
+        gradients = Reference().backward_packed(dout, q, k, v, statistics, packing, **settings)
+        return tuple(x[0] for x in gradients)
 
     interface = ModuleType("flash_attn.cute.interface")
     interface._flash_attn_fwd, interface._flash_attn_bwd = forward, backward
@@ -41,6 +54,23 @@ def called(monkeypatch):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", interface)
     return dims
+
+
+def packing_of(
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=None, seqused_k=None
+):
+    sides = []
+    for starts, longest, used in (
+        (cu_seqlens_q, max_seqlen_q, seqused_q),
+        (cu_seqlens_k, max_seqlen_k, seqused_k),
+    ):
+        assert starts.dtype == torch.int32
+        lengths = starts.diff() if used is None else used
+        assert longest == lengths.max()
+        stops = starts[:-1] + lengths
+        sides.append(tuple(map(slice, starts[:-1].tolist(), stops.tolist())))
+        assert sides[-1][-1].stop == starts[-1]
+    return Packing(*sides)
 
 
 @pytest.mark.parametrize("name", ["flash4", "cudnn"])
@@ -92,3 +122,34 @@ def test_head_dims_are_filled_up(called, monkeypatch, capability, dims, kv_heads
         assert got.shape == want.shape
         assert got.is_contiguous() or served == dims
         assert relative_error(got, want) < 1e-12
+
+
+@pytest.mark.parametrize("given", ["out", "delta"])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize(
+    "packing",
+    [
+        Packing.adjacent((0, 3, 4, 9), (0, 7, 8, 20)),
+        Packing((slice(0, 3), slice(5, 9)), (slice(0, 10), slice(12, 20))),
+    ],
+    ids=["adjacent", "gaps"],
+)
+@pytest.mark.usefixtures("called")
+def test_several_sequences(monkeypatch, packing, batch, causal, given):
+    """They are handed over by the lengths that the interface has for them."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    shapes = (9, 4, 64), (20, 2, 64), (20, 2, 64), (9, 4, 64)
+    q, k, v, dout = (torch.randn(batch, *shape, dtype=torch.float64) for shape in shapes)
+    settings = {"scale": 0.1, "causal": causal}
+    results = []
+    for kernel in (Flash4(), Reference()):
+        out, lse = kernel.forward_packed(q, k, v, packing, **settings)
+        out, lse = out.nan_to_num(0.0), lse.nan_to_num(0.0)
+        statistics = Statistics(lse, out=out)
+        if given == "delta":
+            statistics = Statistics(lse, delta=delta_of(dout, out))
+        gradients = kernel.backward_packed(dout, q, k, v, statistics, packing, **settings)
+        results.append((out, lse, *gradients))
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, equal_nan=True)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_cp_plugin.core.fused import fused_for
-from megatron_cp_plugin.core.kernel import Problem, SoftmaxKernel, Statistics
+from megatron_cp_plugin.core.kernel import Packing, Problem, SoftmaxKernel, Statistics
 from megatron_cp_plugin.core.linear_kernel import LinearProblem
 from megatron_cp_plugin.core.partial import delta_of
 from megatron_cp_plugin.errors import KernelUnavailableError
@@ -30,9 +30,9 @@ def check(kernel: SoftmaxKernel, expected, bound: float, *, causal=True, bounds=
     q, k, v, dout = (x.to(device) for x in (expected.q, expected.k, expected.v, expected.dout))
     forward, backward, settings = kernel.forward, kernel.backward, {"causal": causal}
     if bounds:
-        forward, backward, settings = kernel.forward_packed, kernel.backward_packed, {}
+        forward, backward = kernel.forward_packed, kernel.backward_packed
     settings["scale"] = q.shape[-1] ** -0.5
-    positional = (bounds,) if bounds else ()
+    positional = (Packing.adjacent(bounds, bounds),) if bounds else ()
     out, lse = forward(q, k, v, *positional, **settings)
     assert lse.shape == (q.shape[0], q.shape[2], q.shape[1])
     assert relative_error(out.cpu(), expected.out) < bound
@@ -183,6 +183,28 @@ assert torch.equal(total[:, 1:3], a[:, 1:3].float() + b[:, 2:4].float())
 assert total[:, 0].isnan().all() and total[:, 3:].isnan().all()
 fused.sum_into(total, a, None)
 assert torch.equal(total, a.float())
+
+from megatron_cp_plugin.core.partial import _add_at, _merge_at, RowIndex, rows_at
+
+to, of = torch.tensor([4, 0, 3], dtype=torch.int32), torch.tensor([1, 2, 4], dtype=torch.int32)
+few = fused.rows_at(a[:, :, 1:], to)
+assert torch.equal(few, a[:, [4, 0, 3], 1:]) and few.is_contiguous()
+for index in (RowIndex(to, of), RowIndex(to)):
+    got, want = total.clone(), total.clone()
+    added = b if index.of is not None else b[:, :3]
+    fused.add_rows_into(got[:, :, 1:], index.to, added[:, :, 1:], index.of)
+    _add_at(want[:, :, 1:], index, added[:, :, 1:])
+    assert torch.equal(got, want) and not torch.equal(got, total)
+got, want = (total.clone(), a_lse.clone()), (total.clone(), a_lse.clone())
+b_lse[0, 0, 2] = -torch.inf  # of the row that goes to 3
+for of in (of, None):
+    partial = (b[:, :, 1:], b_lse[:, 1:]) if of is not None else (b[:, :3, 1:], b_lse[:, 1:, :3])
+    fused.merge_rows_into(got[0][:, :, 1:], got[1][:, 1:], to, *partial, of)
+    _merge_at(want[0][:, :, 1:], want[1][:, 1:], RowIndex(to, of), *partial)
+    for x, y, before in zip(got, want, (total, a_lse)):
+        torch.testing.assert_close(x, y)
+        assert not torch.equal(x, before)
+
 delta = torch.einsum("bshd,bshd->bhs", a.float(), b.float())
 torch.testing.assert_close(fused.delta_of(a, b), delta)
 x = torch.randn(2, 5, 3, 4, 8).bfloat16()[:, :, :, 1]
@@ -230,9 +252,11 @@ def test_triton_kernels_in_the_interpreter():
 @pytest.mark.parametrize(
     ("name", "constants"),
     [
-        ("merge", {}),
-        ("sum", {"TWO": True}),
-        ("sum", {"TWO": False}),
+        ("merge", {"AT": False, "B_AT": False}),
+        ("merge", {"AT": True, "B_AT": True}),
+        ("sum", {"TWO": True, "OUT_AT": False, "A_AT": False, "B_AT": False}),
+        ("sum", {"TWO": True, "OUT_AT": True, "A_AT": True, "B_AT": True}),
+        ("sum", {"TWO": False, "OUT_AT": False, "A_AT": True, "B_AT": False}),
         ("delta", {}),
         ("product", {"LESS": True}),
         ("product", {"LESS": False}),
@@ -256,11 +280,45 @@ def test_triton_kernels_compile_for_gpus(name, constants, capability, tmp_path, 
     types |= {argument: "*bf16" for argument in types if argument.endswith("_ptr")}
     types |= {argument: "*fp32" for argument in float32 if argument in types}
     types |= {argument: "*i64" for argument in ("wanted_ptr",) if argument in types}
+    types |= {argument: "*i32" for argument in types if argument.endswith("at_ptr")}
     types |= dict.fromkeys(constants, "constexpr")
     source = triton.compiler.ASTSource(kernel, types, constants)
     compiled = triton.compile(source, target=compiler.GPUTarget("cuda", capability, 32))
     assert f"sm_{capability}" in compiled.asm["ptx"]
     assert len(compiled.asm["cubin"]) > 0
+    if name in ("merge", "sum"):  # in place: nothing is stored that another warp is yet to load
+        code = compiled.asm["ptx"]
+        loaded, stored = code.rindex("ld.global"), code.index("st.global")
+        assert loaded < code.index("bar.sync", loaded) < stored
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_merges_in_place_on_a_busy_gpu(head_dim):
+    """Warps of a program that wait for others find the lse that they are to merge."""
+    from megatron_cp_plugin.kernels import fused
+
+    device = torch.device("cuda", 0)
+    generator = torch.Generator(device).manual_seed(0)
+
+    def random(*shape):
+        return torch.randn(shape, device=device, generator=generator)
+
+    tokens = 8192
+    outs = [random(2, tokens, 16, head_dim).bfloat16() for _ in "ab"]
+    lses = [random(2, 16, tokens) for _ in "ab"]
+    want = torch.empty_like(outs[0]), torch.empty_like(lses[0])
+    fused.merge_into(*want, outs[0], lses[0], outs[1], lses[1])
+    factor, other = random(4096, 4096).bfloat16(), torch.cuda.Stream()
+    wrong = torch.zeros((), dtype=torch.long, device=device)
+    for _ in range(300):
+        got = outs[0].clone(), lses[0].clone()
+        other.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(other):
+            factor @ factor
+        fused.merge_into(*got, *got, outs[1], lses[1])
+        wrong += sum((x != y).sum() for x, y in zip(got, want, strict=True))
+    assert not wrong.item()
 
 
 @pytest.fixture

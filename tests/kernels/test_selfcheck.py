@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_cp_plugin.core.kernel import Problem, Statistics
+from megatron_cp_plugin.core.kernel import Packing, Problem, Statistics
 from megatron_cp_plugin.errors import KernelUnavailableError
 from megatron_cp_plugin.kernels import resolve
 from megatron_cp_plugin.kernels.selfcheck import accuracy, check_kernel
@@ -43,10 +43,15 @@ class Planted(CpuFlashAttention):
             dk = dk / 2
         return dq, dk, dv
 
-    def forward_packed(self, q, k, v, bounds, *, scale):
-        if self.fault == "documents":
-            return self.forward(q, k, v, scale=scale, causal=True)
-        return super().forward_packed(q, k, v, bounds, scale=scale)
+    def forward_packed(self, q, k, v, packing, *, scale, causal):
+        if self.fault == "documents" and packing.q == packing.kv:
+            return self.forward(q, k, v, scale=scale, causal=causal)
+        if self.fault == "packed" and packing.q != packing.kv and not packing.gaps:
+            first, *others = packing.kv
+            packing = Packing(packing.q, (slice(0, first.stop // 2), *others))
+        if self.fault == "gaps" and packing.gaps:
+            packing = Packing(packing.q, (*packing.kv[:-1], slice(packing.kv[-2].stop, k.shape[1])))
+        return super().forward_packed(q, k, v, packing, scale=scale, causal=causal)
 
 
 def problem(dtype=torch.float32, heads=8, kv_heads=2, head_dim=72, **others):
@@ -73,10 +78,11 @@ def test_right_kernels_pass(dtype, heads, kv_heads, documents):
         ("nan", "dv of a causal tile is off by inf"),
         ("shared heads", "dk"),
         ("documents", " of documents is off by"),
+        ("packed", " of packed full tiles is off by"),
     ],
 )
 def test_wrong_kernels_are_named(fault, where, dtype):
-    asked = problem(dtype, documents=fault == "documents")
+    asked = problem(dtype, documents=fault in ("documents", "packed"))
     found = accuracy(Planted(fault), asked)
     assert not found.right
     with pytest.raises(KernelUnavailableError) as refusal:
@@ -94,8 +100,18 @@ def test_wrong_kernels_are_named(fault, where, dtype):
 
 def test_faults_elsewhere_do_not_matter():
     """A run with other head dims, without grouped heads and documents, may have that kernel."""
-    for fault in ("head dim", "shared heads", "documents"):
+    for fault in ("head dim", "shared heads", "documents", "packed"):
         check_kernel(Planted(fault), problem(head_dim=64, kv_heads=8))
+
+
+def test_kernels_that_pack_are_checked_for_windows_too():
+    class Packs(Planted):
+        packs = gaps = True
+
+    for fault, tiles in (("packed", "packed full tiles"), ("gaps", "packed full tiles with gaps")):
+        check_kernel(Planted(fault), problem(windows=True))
+        with pytest.raises(KernelUnavailableError, match=tiles):
+            check_kernel(Packs(fault), problem(windows=True))
 
 
 def test_a_kernel_that_fails():

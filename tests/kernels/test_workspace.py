@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_cp_plugin.core.kernel import Problem, Statistics
+from megatron_cp_plugin.core.kernel import Packing, Problem, Statistics
 from megatron_cp_plugin.kernels.base import kernel_called
 
 
@@ -44,6 +44,46 @@ def test_workspace(name: str, causal: bool, kv_heads: int, given: str) -> None:
     assert predicted == pytest.approx(taken, rel=0.03)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("given", ["forward", "out", "delta"])
+@pytest.mark.parametrize("kv_heads", [16, 4])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("name", ["flash4", "torch_flash", "flash2"])
+def test_workspace_of_many_sequences(name: str, causal: bool, kv_heads: int, given: str) -> None:
+    """Each is padded by itself: 256 of 1 to 96 queries, some with as many keys again."""
+    kernel, dtype = kernel_called(name), torch.bfloat16
+    reason = kernel.unsupported(Problem(torch.device("cuda"), dtype, 16, kv_heads, 128))
+    if reason:
+        pytest.skip(reason)
+    lengths = torch.arange(256) % 96 + 1
+    rows = (0, *lengths.cumsum(0).tolist())
+    cols = rows if causal else (0, *(2 * lengths).cumsum(0).tolist())
+    packing, settings = Packing.adjacent(rows, cols), {"scale": 128**-0.5, "causal": causal}
+    q, dout = (torch.randn(1, rows[-1], 16, 128, device="cuda", dtype=dtype) for _ in range(2))
+    k, v = (torch.randn(1, cols[-1], kv_heads, 128, device="cuda", dtype=dtype) for _ in range(2))
+    out, lse = kernel.forward_packed(q, k, v, packing, **settings)
+    statistics = {
+        "forward": None,
+        "out": Statistics(lse, out=out),
+        "delta": Statistics(lse, delta=torch.zeros_like(lse)),
+    }[given]
+
+    def call():
+        if statistics is None:
+            return kernel.forward_packed(q, k, v, packing, **settings)
+        return kernel.backward_packed(dout, q, k, v, statistics, packing, **settings)
+
+    call()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    results = call()
+    made = sum(x.untyped_storage().nbytes() for x in results)
+    taken = torch.cuda.max_memory_allocated() - before
+    workspace = kernel.workspace(q, k, v, statistics, causal=causal, sequences=len(packing.q))
+    assert made + workspace == pytest.approx(taken, rel=0.03)
+
+
 def test_workspace_of_flash_attn_4() -> None:
     """Counted in its source: rows are padded to 64 (80 without a mask), widths to 32."""
     kernel = kernel_called("flash4")
@@ -59,3 +99,15 @@ def test_workspace_of_flash_attn_4() -> None:
     strided = torch.empty(2, 100, 8, device="meta").transpose(1, 2)
     found = kernel.workspace(q, wide, wide, Statistics(strided, delta=lse), causal=True)
     assert found == queries + q.numel() * 2 + 2 * 8 * 100 * 4 * 2
+
+
+def test_workspace_of_flash_attn_4_for_many_sequences() -> None:
+    """Each is padded by itself, and there is room for one more."""
+    kernel = kernel_called("flash4")
+    q = torch.empty(2, 100, 8, 128, device="meta", dtype=torch.bfloat16)
+    k = torch.empty(2, 130, 2, 128, device="meta", dtype=torch.bfloat16)
+    statistics = Statistics(torch.empty(2, 8, 100, device="meta"), out=torch.empty_like(q))
+    rows, cols = 200 + 7 * 64 - 1, 260 + 7 * 128 - 1
+    queries, keys = 8 * (rows // 64 * 64) * (128 + 2), 2 * (cols // 128 * 128) * (128 + 128)
+    found = kernel.workspace(q, k, k, statistics, causal=True, sequences=3)
+    assert found == 4 * (queries + keys)

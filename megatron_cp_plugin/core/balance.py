@@ -1,0 +1,262 @@
+"""Which rows each rank gets so that all have equally many, and equal work, in few parts.
+
+A sequence comes in parts that do not see each other, such as packed documents. Ranks are served one
+after another, the last one first. Each gets the longest parts whole that leave enough work to the
+others; if the longest one is too much for a rank, as many of its last rows, which see most, as give
+the rank its share of the work once the rest of its room is filled with the shortest parts. What
+remains of a part, its first rows, is a shorter part. So
+
+- a long document lies on as few ranks as its work allows, consecutive ones, on each as one chunk,
+  and its keys are needed only by ranks further up: a ring never passes them on all the way round;
+- of short documents about one a rank is cut, to fill it up;
+- whatever is left has the same mean work per row for all ranks that are still to be served: so each
+  of them can have its share exactly.
+
+Nothing here knows what a mask is: the work of rows is a function of where they are.
+
+Source: none. WLB-LLM (section 5) balances by zigzag inside each document or by whole documents.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+# What a rank may be off its share, to have whole parts, and what is left for the others is not.
+_SLACK = 0.005
+
+Rows = tuple[int, int]  # start and stop
+Work = Callable[[int, int], int]
+
+
+def _room(rank: int, size: int, rows: int) -> int:
+    """How many of all rows a rank gets: equally many, the first ranks one more if need be."""
+    return rows // size + (rank < rows % size)
+
+
+def deal(parts: Sequence[Rows], size: int, work: Work) -> list[list[Rows]]:
+    """The rows of every rank.
+
+    Args: parts: that follow each other. work: of rows [start, stop) of one part, if any: how many
+        keys they see; later rows of a part no fewer than earlier ones, or the parts are many.
+    """
+    pool = _Pool(parts, work)
+    total = sum(stop - start for start, stop in parts)
+    remaining = sum(work(*part) for part in parts)
+    found: list[list[Rows]] = [[] for _ in range(size)]
+    for rank in range(size - 1, 0, -1):
+        found[rank] = pool.serve(_room(rank, size, total), remaining / (rank + 1))
+        remaining -= sum(work(*rows) for rows in found[rank])
+    found[0] = pool.left
+    return found
+
+
+class _Part(NamedTuple):
+    """Rows that nobody has yet. Attributes: density: work per row."""
+
+    density: float
+    start: int
+    stop: int
+
+    @property
+    def rows(self) -> int:
+        """How many."""
+        return self.stop - self.start
+
+    @property
+    def work(self) -> float:
+        """Of all of them."""
+        return self.density * self.rows
+
+
+def _part(work: Work, start: int, stop: int) -> _Part:
+    return _Part(work(start, stop) / (stop - start), start, stop)
+
+
+class _Pool:
+    """What is left, the lightest parts first, by work per row."""
+
+    def __init__(self, parts: Sequence[Rows], work: Work) -> None:
+        self._work = work
+        self._parts = sorted(_part(work, *rows) for rows in parts if rows[0] < rows[1])
+        self._low = 0  # parts before this one are taken
+        self._begun = -1  # where the part starts of which the rank before has the last rows
+        self._counts = [part.rows for part in self._parts]
+        self._loads = [part.work for part in self._parts]
+        # Rows, and work, of all parts before one; in the end, of all.
+        self._rows, self._works = [0], [0.0]
+        self._sum(0)
+
+    @property
+    def left(self) -> list[Rows]:
+        """All of it."""
+        return [(part.start, part.stop) for part in self._parts[self._low :]]
+
+    def _sum(self, start: int) -> None:
+        """Sums again from a part on, which is another one now."""
+        self._rows[start:] = accumulate(self._counts[start:], initial=self._rows[start])
+        self._works[start:] = accumulate(self._loads[start:], initial=self._works[start])
+
+    def _add(self, start: int, stop: int) -> None:
+        if start < stop:
+            part = _part(self._work, start, stop)
+            index = bisect_left(self._parts, part, self._low)
+            self._parts.insert(index, part)
+            self._counts.insert(index, part.rows)
+            self._loads.insert(index, part.work)
+            self._sum(index)
+
+    def _remove(self, index: int) -> _Part:
+        part = self._parts.pop(index)
+        del self._counts[index], self._loads[index]
+        self._sum(index)
+        return part
+
+    def serve(self, room: int, share: float) -> list[Rows]:
+        """Takes the rows of a rank. Args: room: how many. share: their work."""
+        found: list[Rows] = []
+        slack, wanted = share * _SLACK, share
+        while room:
+            index = None
+            lightest = self._lightest(room, len(self._parts))
+            if lightest is None or lightest < wanted - slack:
+                index = self._whole(room, wanted + slack, longest=not found)
+            part = None if index is None else self._remove(index)
+            if part is not None:
+                after = room - part.rows, wanted - part.work
+                if self._heaviest(after[0]) < after[1] - slack:
+                    self._add(part.start, part.stop)
+                    part = None
+            if part is None:
+                return found + self._cut(room, wanted, slack, longest=not found)
+            found.append((part.start, part.stop))
+            room, wanted = after
+        return found
+
+    def _first(self, room: int) -> int:
+        """The first part that fills the room together with all lighter ones."""
+        return bisect_left(self._rows, room + self._rows[self._low], self._low) - 1
+
+    def _whole(self, room: int, limit: float, *, longest: bool) -> int | None:
+        """The densest part that is not too much, whole, with the lightest ones beside it.
+
+        Args: longest: only the densest of all.
+        """
+        low, high = self._first(room), len(self._parts)
+        if self._fits(high - 1, room, limit):
+            return high - 1
+        if longest or not self._fits(low, room, limit):
+            return None
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self._fits(middle, room, limit) else (low, middle)
+        return low
+
+    def _fits(self, index: int, room: int, limit: float) -> bool:
+        part = self._parts[index]
+        if part.rows > room:
+            return False
+        lightest = self._lightest(room - part.rows, index)
+        return lightest is not None and part.work + lightest <= limit
+
+    def _lightest(self, rows: int, below: int) -> float | None:
+        """Work of so many rows of the lightest parts, the last rows of the last one; None if those
+        below a part are fewer.
+        """
+        rows, before = rows + self._rows[self._low], self._works[self._low]
+        if rows > self._rows[below]:
+            return None
+        index = bisect_left(self._rows, rows, self._low)
+        missing = self._rows[index] - rows
+        if not missing:
+            return self._works[index] - before
+        part = self._parts[index - 1]
+        return self._works[index - 1] - before + self._work(part.start + missing, part.stop)
+
+    def _heaviest(self, rows: int) -> float:
+        """Work of so many rows of the densest parts, the last rows of the last one."""
+        rows = max(self._rows[-1] - rows, self._rows[self._low])
+        index = bisect_left(self._rows, rows, self._low)
+        stop = self._parts[index - 1].stop
+        missing = self._rows[index] - rows
+        return self._works[-1] - self._works[index] + self._work(stop - missing, stop)
+
+    def _cut(self, room: int, wanted: float, slack: float, *, longest: bool) -> list[Rows]:
+        """Takes the last rows of one part and the lightest parts for the rest of the room."""
+        index = self._heavy(room, wanted, longest=longest)
+        most = min(room, self._parts[index].rows)
+        rows = 0
+        if self._beside(index, room, 0) < wanted - slack:
+            rows = _last(most, lambda count: self._beside(index, room, count) <= wanted)
+        too_much = self._beside(index, room, rows) > wanted + slack
+        heads = self._heads(room, wanted, index) if too_much else 0
+        _, start, stop = self._remove(index)
+        found = [(stop - rows, stop)] if rows else []
+        self._begun = start if rows else -1
+        room, stop = room - rows, stop - rows
+        while room and self._low < index:
+            part = self._parts[self._low]
+            self._low += 1
+            if part.rows <= room:
+                found.append((part.start, part.stop))
+                room -= part.rows
+                continue
+            first, second = part.start + heads, part.stop - room + heads
+            found += [(part.start, first)] if heads else []
+            found += [(second, part.stop)] if heads < room else []
+            self._add(first, second)
+            room = 0
+        if room:
+            found.append((start, start + room))
+        self._add(start + room, stop)
+        return found
+
+    def _heavy(self, room: int, wanted: float, *, longest: bool) -> int:
+        """The part to take last rows of: which the rank before has begun, or the densest one; to
+        finish a rank, the lightest one that is enough.
+        """
+        low, top = self._first(room), len(self._parts) - 1
+        order: Iterable[int] = range(low, top)
+        if longest:
+            order = (i for i in order if self._parts[i].start == self._begun)
+        for index in order:
+            if self._beside(index, room, min(room, self._parts[index].rows)) >= wanted:
+                return index
+        return top
+
+    def _beside(self, index: int, room: int, rows: int) -> float:
+        """Work of a part's last rows with the lightest parts, and then its own first rows."""
+        _, start, stop = self._parts[index]
+        last = self._work(stop - rows, stop)
+        lightest = self._lightest(room - rows, index)
+        if lightest is None:
+            first = room - rows - self._rows[index] + self._rows[self._low]
+            lightest = self._works[index] - self._works[self._low]
+            lightest += self._work(start, start + first)
+        return last + lightest
+
+    def _heads(self, room: int, wanted: float, below: int) -> int:
+        """How many first rows to take of the last one of the lightest parts, where its last rows
+        alone are too much.
+        """
+        index = bisect_left(self._rows, room + self._rows[self._low], self._low)
+        if index > below:
+            return 0
+        part = self._parts[index - 1]
+        rows = room - self._rows[index - 1] + self._rows[self._low]
+        wanted -= self._works[index - 1] - self._works[self._low]
+
+        def too_much(heads: int) -> bool:
+            first = self._work(part.start, part.start + heads)
+            return first + self._work(part.stop - rows + heads, part.stop) > wanted
+
+        return min(rows, _last(rows, too_much) + 1)
+
+
+def _last(most: int, holds: Callable[[int], bool]) -> int:
+    """The last of 0, ..., most up to which it holds; it holds for 0."""
+    low, high = 0, most + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low

@@ -1,0 +1,344 @@
+"""What a mask lets through, as bands: rectangles of (query, key) pairs cut by two diagonals.
+
+A causal mask, a window, a packed document and a slice of a span mask are one thing: queries of
+[q_start, q_stop) that see those keys of [k_start, k_stop) that are low to high positions later.
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property, lru_cache
+from itertools import pairwise
+from math import lcm
+from typing import NamedTuple, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_cp_plugin.core.layout import Span
+
+Spans = tuple[Span, ...]
+# Half-open, ascending, not touching each other.
+Ranges = tuple[tuple[int, int], ...]
+Numbers = NDArray[np.int64]
+
+# Where a mask ends whose length nobody has said, and diagonals that leave all of it.
+_END = 1 << 40
+FAR = 1 << 42
+
+
+class Band(NamedTuple):
+    """Queries i of [q_start, q_stop) that see keys j of [k_start, k_stop): low <= j - i <= high."""
+
+    q_start: int
+    q_stop: int
+    k_start: int
+    k_stop: int
+    low: int = -FAR
+    high: int = FAR
+
+
+class Bands:
+    """Bands that have no pair in common.
+
+    Attributes: table: int64 [6,n], the columns of `Band`.
+    """
+
+    def __init__(self, table: Numbers) -> None:
+        self.table = table
+
+    @classmethod
+    def of_documents(cls, starts: Sequence[int], low: int | None, high: int | None) -> Self:
+        """Squares on the diagonal. Args: starts: of all but the first. low, high: None: any."""
+        edges = np.array([0, *starts, _END], dtype=np.int64)
+        begin, end = edges[:-1], edges[1:]
+        lows, highs = (
+            np.full_like(begin, far if edge is None else edge)
+            for edge, far in ((low, -FAR), (high, FAR))
+        )
+        return cls(np.stack((begin, end, begin, end, lows, highs)))
+
+    def __len__(self) -> int:
+        return self.table.shape[1]
+
+    @cached_property
+    def rows(self) -> list[Band]:
+        """All of them, in order."""
+        return [Band(*numbers) for numbers in self.table.T.tolist()]
+
+    def area(self, seq_len: int) -> int:
+        """Number of pairs among the first seq_len positions."""
+        return sum(_area(band, seq_len) for band in self.rows)
+
+
+def _area(band: Band, seq_len: int) -> int:
+    q_start, q_stop, k_start, k_stop, low, high = band
+    q_stop, k_stop = min(q_stop, seq_len), min(k_stop, seq_len)
+    keys = k_stop - k_start
+    if q_stop <= q_start or keys <= 0:
+        return 0
+
+    def below(diagonal: int) -> int:
+        """Pairs of which the key is at most so many positions later."""
+        first, last = (query + diagonal - k_start for query in (q_start, q_stop))
+        return _ramp(last, keys) - _ramp(first, keys)
+
+    return below(high) - below(low - 1)
+
+
+def _ramp(rows: int, keys: int) -> int:
+    """The sum of 1, 2, ..., keys, keys, ...: of so many numbers."""
+    rising = max(0, min(rows, keys))
+    return rising * (rising + 1) // 2 + max(0, rows - keys) * keys
+
+
+class Cell(NamedTuple):
+    """What a block of queries and one of keys have of a band.
+
+    Attributes:
+        q, kv: positions, step 1, ascending. low, high: as in Band, of these positions.
+        rows, cols: the same as slices of the blocks, whose step may be more.
+    """
+
+    q: Spans
+    kv: Spans
+    low: int
+    high: int
+    rows: slice
+    cols: slice
+
+    @property
+    def visible(self) -> bool:
+        """Whether any query sees any key."""
+        return any(
+            max(self.low, kv.start - q.stop + 1) <= min(self.high, kv.stop - 1 - q.start)
+            for q in self.q
+            for kv in self.kv
+        )
+
+
+def cells(q_spans: Spans, kv_spans: Spans, bands: Bands) -> Iterator[Cell]:
+    """What two blocks have of each band; some cells may still have no visible pair.
+
+    Args: q_spans, kv_spans: positions, no span of them empty.
+
+    Raises: ValueError if spans with step 1 do not ascend.
+    """
+    if not q_spans or not kv_spans:
+        return
+    if all(span.step == 1 for span in (*q_spans, *kv_spans)):
+        of_queries, of_keys = _Extent.of(q_spans, bands, 0), _Extent.of(kv_spans, bands, 2)
+        for number in of_queries.shared_with(of_keys):
+            band = bands.rows[number]
+            q, rows = of_queries.part(number, band.q_start, band.q_stop)
+            kv, cols = of_keys.part(number, band.k_start, band.k_stop)
+            yield Cell(q, kv, band.low, band.high, rows, cols)
+        return
+    # Positions of equal residue modulo the common step form a problem with step 1.
+    common = lcm(*(span.step for span in (*q_spans, *kv_spans)))
+    for q_residue, q_span, q_local in _residues(q_spans, common):
+        for k_residue, k_span, k_local in _residues(kv_spans, common):
+            for band in _of_residues(bands, common, (q_residue, q_span), (k_residue, k_span)):
+                queries, keys = (Span(*band[:2]),), (Span(*band[2:4]),)
+                rows = _part(q_local, q_span, *queries)
+                cols = _part(k_local, k_span, *keys)
+                yield Cell(queries, keys, band.low, band.high, rows, cols)
+
+
+def within(outer: slice, start: int, stop: int) -> slice:
+    """Elements [start, stop) of the slice `outer`."""
+    if outer.step in (None, 1):
+        return slice(outer.start + start, outer.start + stop)
+    first, last = (outer.start + index * outer.step for index in (start, stop - 1))
+    return slice(first, last + 1, outer.step)
+
+
+def _part(local: slice, whole: Span, part: Span) -> slice:
+    """The elements of a slice that stands for a span of step 1 and has a part of it."""
+    return within(local, part.start - whole.start, part.stop - whole.start)
+
+
+class _Extent:
+    """Which rows of a block each band has. Attributes: bands, side: of queries 0, of keys 2."""
+
+    def __init__(self, spans: Spans, bands: Bands, side: int) -> None:
+        if any(a.stop > b.start for a, b in pairwise(spans)):
+            raise ValueError(f"spans must be ascending and disjoint, got {spans}")
+        self._spans, self._bands = spans, bands
+        self._starts = [span.start for span in spans]
+        starts = np.array(self._starts, dtype=np.int64)
+        stops = np.array([span.stop for span in spans], dtype=np.int64)
+        self._begin, self._end, self._side = starts, stops, side
+        self._before = np.concatenate(([0], np.cumsum(stops - starts)))
+
+        def rows_below(positions: Numbers) -> Numbers:
+            last = np.searchsorted(starts, positions, side="right") - 1
+            inside = np.minimum(positions, stops[last]) - starts[last]
+            return np.where(last < 0, 0, self._before[last] + inside)
+
+        def position_of(rows: Numbers) -> Numbers:
+            number = np.searchsorted(self._before, rows, side="right") - 1
+            number = np.clip(number, 0, len(spans) - 1)
+            return starts[number] + rows - self._before[number]
+
+        self.start, self.stop = map(rows_below, bands.table[side : side + 2])
+        self.filled = self.start < self.stop
+        self.first, self.last = position_of(self.start), position_of(self.stop - 1)
+
+    @staticmethod
+    @lru_cache(maxsize=1024)  # a block is computed with every other one
+    def of(spans: Spans, bands: Bands, side: int) -> "_Extent":
+        """That of a block."""
+        return _Extent(spans, bands, side)
+
+    def shared_with(self, keys: "_Extent") -> list[int]:
+        """Bands that may have pairs of these queries and those keys."""
+        low, high = self._bands.table[4:]
+        found = self.filled & keys.filled
+        found &= (keys.first - self.last <= high) & (keys.last - self.first >= low)
+        return np.flatnonzero(found).tolist()
+
+    def spans_of(self, numbers: Numbers) -> tuple[Numbers, Numbers]:
+        """The first span of the block that some bands have, and how many they have of it."""
+        first, last = (
+            np.searchsorted(self._before, rows, side="right") - 1
+            for rows in (self.start[numbers], self.stop[numbers] - 1)
+        )
+        return first, last - first + 1
+
+    def piece(self, numbers: Numbers, spans: Numbers) -> tuple[Numbers, Numbers, Numbers]:
+        """Positions [start, stop) that bands have of spans, and how far these are before rows."""
+        start = np.maximum(self._begin[spans], self._bands.table[self._side, numbers])
+        stop = np.minimum(self._end[spans], self._bands.table[self._side + 1, numbers])
+        return start, stop, self._begin[spans] - self._before[spans]
+
+    def part(self, number: int, start: int, stop: int) -> tuple[Spans, slice]:
+        """Positions [start, stop) of the block, which are those of a band, and its rows."""
+        rows = slice(int(self.start[number]), int(self.stop[number]))
+        found = []
+        index = max(0, bisect_right(self._starts, start) - 1)
+        while index < len(self._spans) and self._starts[index] < stop:
+            span = self._spans[index]
+            first, last = max(span.start, start), min(span.stop, stop)
+            if first < last:
+                found.append(Span(first, last))
+            index += 1
+        return tuple(found), rows
+
+
+def _residues(spans: Sequence[Span], common: int) -> Iterator[tuple[int, Span, slice]]:
+    """Splits spans by residue modulo `common`: (residue, quotients with step 1, local slice)."""
+    offset = 0
+    for span in spans:
+        every = common // span.step
+        for index in range(min(every, len(span))):
+            position = span.start + index * span.step
+            count = -(-(len(span) - index) // every)
+            quotient = position // common
+            local = slice(offset + index, offset + len(span), every)
+            yield position % common, Span(quotient, quotient + count), local
+        offset += len(span)
+
+
+def _of_residues(
+    bands: Bands, common: int, queries: tuple[int, Span], keys: tuple[int, Span]
+) -> Iterator[Band]:
+    """Bands of the quotients of positions of two residues, no more than spans of them have."""
+    (q_residue, q), (k_residue, k) = queries, keys
+    q_start, q_stop, k_start, k_stop, low, high = bands.table
+    later = k_residue - q_residue
+    q_first = np.maximum(-((q_residue - q_start) // common), q.start)
+    q_last = np.minimum(-((q_residue - q_stop) // common), q.stop)
+    k_first = np.maximum(-((k_residue - k_start) // common), k.start)
+    k_last = np.minimum(-((k_residue - k_stop) // common), k.stop)
+    lows, highs = -((later - low) // common), (high - later) // common
+    found = (q_first < q_last) & (k_first < k_last) & (lows <= highs)
+    found &= (k_first - q_last + 1 <= highs) & (k_last - 1 - q_first >= lows)
+    table = np.stack((q_first, q_last, k_first, k_last, lows, highs))[:, found]
+    for numbers in table.T.tolist():
+        yield Band(*numbers)
+
+
+@lru_cache(maxsize=8192)  # both passes of a micro-batch have the same
+def touched(q_spans: Spans, kv_spans: Spans, bands: Bands) -> tuple[Ranges, Ranges]:
+    """Rows of a block of queries that see any key of another block, and those of these keys.
+
+    Of positions with a step, all from the first to the last one that a band has. Args: as of
+    `cells`.
+    """
+    if not q_spans or not kv_spans:
+        return (), ()
+    if any(span.step > 1 for span in (*q_spans, *kv_spans)):
+        found = [cell for cell in cells(q_spans, kv_spans, bands) if cell.visible]
+        return _union_of(cell.rows for cell in found), _union_of(cell.cols for cell in found)
+    of_queries, of_keys = _Extent.of(q_spans, bands, 0), _Extent.of(kv_spans, bands, 2)
+    number = np.array(of_queries.shared_with(of_keys), dtype=np.int64)
+    # All pairs of a span of queries and one of keys that a band has.
+    (q_first, q_count), (k_first, k_count) = of_queries.spans_of(number), of_keys.spans_of(number)
+    which, pair = _expanded(q_count * k_count)
+    number = number[which]
+    low, high = bands.table[4:, number]
+    x_start, x_stop, before_x = of_queries.piece(number, q_first[which] + pair // k_count[which])
+    y_start, y_stop, before_y = of_keys.piece(number, k_first[which] + pair % k_count[which])
+    rows = np.stack((np.maximum(x_start, y_start - high), np.minimum(x_stop, y_stop - low)))
+    cols = np.stack((np.maximum(y_start, x_start + low), np.minimum(y_stop, x_stop + high)))
+    seen = rows[0] < rows[1]
+    return _union((rows - before_x)[:, seen]), _union((cols - before_y)[:, seen])
+
+
+def _expanded(counts: Numbers) -> tuple[Numbers, Numbers]:
+    """Of so many elements each: whose it is, and its number there."""
+    whose = np.repeat(np.arange(len(counts)), counts)
+    return whose, np.arange(len(whose)) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
+def _union_of(slices: Iterable[slice]) -> Ranges:
+    edges = [(part.start, part.stop) for part in slices]
+    return _union(np.array(edges, dtype=np.int64).reshape(-1, 2).T)
+
+
+def _union(edges: Numbers) -> Ranges:
+    """Args: edges: [2,n], starts and stops of ranges that are not empty."""
+    if not edges.size:
+        return ()
+    starts, stops = edges[:, np.argsort(edges[0])]
+    stops = np.maximum.accumulate(stops)
+    first = np.flatnonzero(np.append(True, starts[1:] > stops[:-1]))
+    last = np.append(first[1:], len(starts)) - 1
+    return tuple(zip(starts[first].tolist(), stops[last].tolist(), strict=True))
+
+
+def visible(q_spans: Spans, kv_spans: Spans, bands: Bands) -> bool:
+    """Whether any query of a block sees any key of another. Args: as of `cells`."""
+    return any(cell.visible for cell in cells(q_spans, kv_spans, bands))
+
+
+def visible_blocks(blocks: Sequence[Spans], bands: Bands) -> NDArray[np.bool_]:
+    """[P,P], queries first: `visible` of every two blocks, which have no position in common."""
+    size = len(blocks)
+    if any(span.step > 1 for spans in blocks for span in spans):
+        each = [visible(q, kv, bands) for q in blocks for kv in blocks]
+        return np.array(each, dtype=np.bool_).reshape(size, size)
+    found = [(span.start, span.stop, owner) for owner, own in enumerate(blocks) for span in own]
+    starts, stops, owner = np.array(sorted(found), dtype=np.int64).reshape(-1, 3).T
+    q_start, q_stop, k_start, k_stop, low, high = bands.table
+    # Spans of queries that a band has, and of the keys that are seen from each of them.
+    first = np.searchsorted(stops, q_start, side="right")
+    count = np.maximum(np.searchsorted(starts, q_stop) - first, 0)
+    band, span = _expanded(count)
+    span += first[band]
+    top = np.maximum(starts[span], q_start[band])
+    bottom = np.minimum(stops[span], q_stop[band]) - 1
+    low_key = np.maximum(top + low[band], k_start[band])
+    high_key = np.minimum(bottom + high[band], k_stop[band] - 1)
+    seen = low_key <= high_key
+    begin = np.searchsorted(stops, low_key[seen], side="right")
+    end = np.searchsorted(starts, high_key[seen], side="right")
+    queries = owner[span[seen]]
+    edges = np.zeros((size, len(starts) + 1), dtype=np.int64)
+    np.add.at(edges, (queries, begin), 1)
+    np.add.at(edges, (queries, end), -1)
+    of_spans = edges.cumsum(1)[:, :-1] > 0
+    blockwise = np.zeros((size, size), dtype=np.bool_)
+    for key in range(size):
+        blockwise[:, key] = of_spans[:, owner == key].any(1)
+    return blockwise

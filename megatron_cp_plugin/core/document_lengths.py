@@ -1,0 +1,144 @@
+"""Distributions that lengths of documents are drawn from, as the command line names them."""
+
+import csv
+import json
+from abc import ABC, abstractmethod
+from argparse import ArgumentTypeError
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+from math import exp, log
+from pathlib import Path
+from random import Random
+
+from megatron_cp_plugin.tokens import tokens_of
+
+_TAKEN = "takes a mean such as 16K, lognormal:MEAN:SIGMA or a histogram, FILE.csv or FILE.json"
+
+
+class Lengths(ABC):
+    """A distribution. Attributes: label: as titles have it."""
+
+    label: str
+
+    @abstractmethod
+    def draw(self, source: Random) -> float:
+        """A length in tokens, more than 0."""
+
+
+@dataclass(frozen=True)
+class Exponential(Lengths):
+    """Attributes: mean: in tokens."""
+
+    mean: float
+
+    @property
+    def label(self) -> str:  # type: ignore[override]
+        """See Lengths."""
+        return f"exponential, mean {self.mean:g}"
+
+    def draw(self, source: Random) -> float:
+        """See Lengths."""
+        return source.expovariate(1 / self.mean)
+
+
+@dataclass(frozen=True)
+class LogNormal(Lengths):
+    """Attributes: mean: of the lengths, in tokens. sigma: of their logarithms."""
+
+    mean: float
+    sigma: float
+
+    @property
+    def label(self) -> str:  # type: ignore[override]
+        """See Lengths."""
+        return f"log-normal, mean {self.mean:g}, sigma {self.sigma:g}"
+
+    def draw(self, source: Random) -> float:
+        """See Lengths."""
+        return source.lognormvariate(log(self.mean) - self.sigma**2 / 2, self.sigma)
+
+
+@dataclass(frozen=True)
+class Histogram(Lengths):
+    """Shares of documents by length; inside a class the logarithm of a length is uniform.
+
+    Attributes: label: see Lengths. edges: upper ones of the classes, in tokens; the first class
+        begins with 1. shares: of any sum.
+    """
+
+    label: str
+    edges: tuple[float, ...]
+    shares: tuple[float, ...]
+
+    def draw(self, source: Random) -> float:
+        """See Lengths."""
+        (index,) = source.choices(range(len(self.edges)), cum_weights=self._cumulative)
+        lower = self.edges[index - 1] if index else 1
+        return exp(source.uniform(log(lower), log(self.edges[index])))
+
+    @cached_property
+    def _cumulative(self) -> list[float]:
+        return list(accumulate(self.shares))
+
+
+def lengths_of(text: str) -> Lengths:
+    """16K: exponential with this mean; lognormal:MEAN:SIGMA; a file that `read_histogram` takes.
+
+    Raises: ArgumentTypeError if it is none of these.
+    """
+    kind, *numbers = text.split(":")
+    if kind == "lognormal" and len(numbers) == 2:
+        mean, sigma = tokens_of(numbers[0]), _number(numbers[1])
+        if mean and sigma is not None and sigma >= 0:
+            return LogNormal(mean, sigma)
+    if text.endswith((".csv", ".json")):
+        return read_histogram(Path(text))
+    try:
+        mean = tokens_of(text)
+    except ArgumentTypeError:
+        mean = 0
+    if not mean:
+        raise ArgumentTypeError(f"{_TAKEN}, got {text!r}")
+    return Exponential(mean)
+
+
+def read_histogram(path: Path) -> Histogram:
+    """Reads rows of an upper edge, in tokens, and the share of documents up to there.
+
+    A CSV file may have a first line of names, and lines that begin with #; a JSON file holds a
+    list of pairs.
+
+    Raises: ArgumentTypeError if it cannot be read, or holds something else.
+    """
+    try:
+        text = path.read_text()
+        rows = json.loads(text) if path.suffix == ".json" else _csv_rows(text)
+        pairs = [(float(edge), float(share)) for edge, share in rows]
+    except (OSError, TypeError, ValueError) as error:
+        raise ArgumentTypeError(
+            f"needs rows of an upper edge and a share in {str(path)!r}, got "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    edges, shares = ([pair[column] for pair in pairs] for column in (0, 1))
+    ascending = all(a < b for a, b in pairwise([1, *edges]))
+    if not ascending or min(shares, default=0) < 0 or not sum(shares) > 0:
+        raise ArgumentTypeError(
+            f"needs ascending edges of more than 1 token, and shares of 0 or more that are not all "
+            f"0, in {str(path)!r}, got edges {edges} and shares {shares}"
+        )
+    return Histogram(f"as in {path.name}", tuple(edges), tuple(shares))
+
+
+def _csv_rows(text: str) -> Sequence[Sequence[str]]:
+    lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
+    rows = list(csv.reader(lines))
+    return rows[1:] if rows and _number(rows[0][0]) is None else rows
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None

@@ -1,0 +1,218 @@
+"""Work and bytes of ranks with packed documents, for algorithms and layouts, by their plans.
+
+    python scripts/packed_documents.py --lengths lognormal:4K:1.5,configs/lengths/long_tail.csv
+
+No processes are needed. Of several packs the mean: the work of the rank that has most, as a
+multiple of the mean of all, and what a rank sends, forward and backward. Padding to multiples of
+2P, which the layout thd needs, is left out there.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import mean
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron_cp_plugin.core.algorithm import Algorithm
+from megatron_cp_plugin.core.document_lengths import Lengths, lengths_of
+from megatron_cp_plugin.core.documents import random_documents
+from megatron_cp_plugin.core.plan import PHASES
+from megatron_cp_plugin.core.shape import Shape
+from megatron_cp_plugin.core.tiles import Mask
+from megatron_cp_plugin.costs import planned
+from megatron_cp_plugin.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Line:
+    """An algorithm with its options. Attributes: style: of matplotlib."""
+
+    label: str
+    algo: str
+    options: tuple[tuple[str, object], ...] = ()
+    style: str = "-"
+
+
+LINES = (
+    Line("zigzag", "zigzag"),
+    Line("zigzag, layout=documents", "zigzag", (("layout", "documents"),)),
+    Line(
+        "zigzag, layout=documents, route=straight",
+        "zigzag",
+        (("layout", "documents"), ("route", "straight")),
+    ),
+    Line("distflash", "distflash"),
+    Line("ulysses", "ulysses", style="--"),
+    Line("all-gather", "allgather", (("transport", "group"),), style="--"),
+)
+
+
+@dataclass(frozen=True)
+class Point:
+    """What an algorithm has of some packs, on average. Attributes: busiest_mib: of the rank that
+    sends most. mean_mib: of all ranks. work: of the rank with most, the mean of all being 1.
+    """
+
+    lengths: str
+    size: int
+    label: str
+    work: float
+    busiest_mib: float
+    mean_mib: float
+
+
+def point(line: Line, words: str, size: int, args: argparse.Namespace) -> Point | None:
+    """None where the algorithm cannot serve so many ranks."""
+    heads, kv_heads = args.heads
+    shape = Shape(1, size * args.tokens, heads, kv_heads, 128)
+    lengths: Lengths = lengths_of(words)
+    packs = [
+        Mask(documents=random_documents(shape.seq_len, lengths, seed=seed))
+        for seed in range(args.packs)
+    ]
+    try:
+        algorithms = [planned(line.algo, size, shape, mask, dict(line.options)) for mask in packs]
+    except ConfigError:
+        return None
+    sent = [
+        bytes_of(algorithm, shape, mask) for algorithm, mask in zip(algorithms, packs, strict=True)
+    ]
+    work = [
+        work_of(algorithm, shape, mask) for algorithm, mask in zip(algorithms, packs, strict=True)
+    ]
+    return Point(
+        words,
+        size,
+        line.label,
+        mean(max(of_ranks) / mean(of_ranks) for of_ranks in work),
+        mean(max(of_ranks) for of_ranks in sent) / 2**20,
+        mean(mean(of_ranks) for of_ranks in sent) / 2**20,
+    )
+
+
+def bytes_of(algorithm: Algorithm, shape: Shape, mask: Mask) -> list[int]:
+    """What each rank sends in both passes."""
+    plans = [algorithm.plan(shape, mask, phase) for phase in PHASES]
+    ranks = range(algorithm.topology.size)
+    return [sum(plan.sent(rank, shape).bytes for plan in plans) for rank in ranks]
+
+
+def work_of(algorithm: Algorithm, shape: Shape, mask: Mask) -> list[float]:
+    """Pairs of a query and a key, for all heads, that each rank computes in the forward."""
+    plan = algorithm.plan(shape, mask)
+    found = [0.0] * algorithm.topology.size
+    for compute in plan.computes:
+        found[compute.rank] += float(plan.pairs(compute))
+    return found
+
+
+def table(points: Sequence[Point], words: str, tokens: int) -> Table:
+    """Of one distribution, a column for each number of ranks."""
+    of_words = [found for found in points if found.lengths == words]
+    sizes = sorted({found.size for found in of_words})
+    drawn = Table(
+        "algorithm",
+        *(f"P = {size}" for size in sizes),
+        title=f"documents {words}, {tokens} tokens a rank: most work / mean; MiB a rank, busiest",
+    )
+    for label in dict.fromkeys(found.label for found in of_words):
+        by_size = {found.size: found for found in of_words if found.label == label}
+        cells = ("-" if size not in by_size else cell(by_size[size]) for size in sizes)
+        drawn.add_row(label, *cells)
+    return drawn
+
+
+def cell(found: Point) -> str:
+    """A point in words."""
+    return f"{found.work:.2f}; {found.mean_mib:.0f}, {found.busiest_mib:.0f}"
+
+
+def draw(points: Sequence[Point], title: str, path: Path) -> None:
+    """Work above, bytes below, a column for each distribution. Args: path: of a picture."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    columns = list(dict.fromkeys(found.lengths for found in points))
+    figure, panels = pyplot.subplots(
+        2, len(columns), figsize=(5 * len(columns), 7), squeeze=False, sharex=True, sharey="row"
+    )
+    for column, words in enumerate(columns):
+        above, below = panels[0][column], panels[1][column]
+        for line in LINES:
+            own = [p for p in points if (p.lengths, p.label) == (words, line.label)]
+            sizes = [found.size for found in own]
+            (drawn,) = above.plot(
+                sizes, [p.work for p in own], line.style, marker="o", label=line.label
+            )
+            for values, style in (
+                ([p.mean_mib for p in own], line.style),
+                ([p.busiest_mib for p in own], ":"),
+            ):
+                below.plot(sizes, values, style, marker="o", color=drawn.get_color())
+        above.axhline(1.03, color="grey", linewidth=0.5)
+        above.set_title(f"documents: {Path(words).name}", fontsize=9)
+        below.set(xscale="log", yscale="log", xlabel="ranks")
+        below.set_xticks(sorted({p.size for p in points}), sorted({p.size for p in points}))
+        below.minorticks_off()
+    panels[0][0].set_ylabel("work of the rank with most / mean")
+    panels[1][0].set_ylabel("MiB that a rank sends: mean, busiest (dotted)")
+    panels[0][0].legend(fontsize=7)
+    figure.suptitle(title, fontsize=9)
+    figure.tight_layout()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "packed"}):
+        figure.savefig(path, dpi=130, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument(
+        "--lengths",
+        default="lognormal:4K:1.5,configs/lengths/long_tail.csv",
+        help="as --documents of benchmark_attention.py",
+    )
+    parser.add_argument("--sizes", default="8,16,32,64", help="numbers of ranks")
+    parser.add_argument("--tokens", type=int, default=8192, help="of each rank")
+    parser.add_argument("--heads", type=_heads, default=(64, 8), help="query heads : KV heads")
+    parser.add_argument("--packs", type=int, default=4, help="random sequences of each kind")
+    parser.add_argument("--output", type=Path, help=".json, or a picture: .png or .svg")
+    return parser.parse_args(argv)
+
+
+def _heads(text: str) -> tuple[int, int]:
+    heads, kv_heads = map(int, text.split(":"))
+    return heads, kv_heads
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Prints a table for each distribution."""
+    args = parse(argv)
+    points: list[Point] = []
+    for words in args.lengths.split(","):
+        for size in map(int, args.sizes.split(",")):
+            found = (point(line, words, size, args) for line in LINES)
+            points += [each for each in found if each is not None]
+            print(f"{words}: {size} ranks done", file=sys.stderr, flush=True)
+        Console(width=160).print(table(points, words, args.tokens))
+    if args.output is None:
+        return
+    if args.output.suffix == ".json":
+        args.output.write_text(json.dumps([asdict(found) for found in points], indent=1))
+        return
+    heads = ":".join(map(str, args.heads))
+    title = (
+        f"{args.tokens} tokens a rank, {heads} heads of 128, bfloat16, causal within documents; "
+        f"by plan, means of {args.packs} packs"
+    )
+    draw(points, title, args.output)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""Numbers of heads that ranks do not divide, with every algorithm; 33 are DISTFLASHATTN's."""
+
+from collections.abc import Iterator
+from math import lcm
+
+import pytest
+
+import megatron_cp_plugin as cp
+from megatron_cp_plugin.algorithms.filled_heads import FilledHeads
+from megatron_cp_plugin.core.shape import Shape
+from megatron_cp_plugin.core.tiles import Mask
+from megatron_cp_plugin.costs import cost
+from tests.oracle import expected_attention
+from tests.test_conformance import Case, assert_matches, assert_plan_is_kept, run
+
+RATIOS = [(33, 33), (33, 11), (2, 2), (7, 1)]
+SIZES = (2, 3, 4, 8)
+
+
+def cases(size: int) -> Iterator[Case]:
+    """Every algorithm as it is by default, and with what changes how heads are treated."""
+    for algo in cp.available("softmax"):
+        yield Case(algo)
+    yield Case("ulysses", (("keep", "local"), ("chunks", 4), ("layout", "zigzag")))
+    for team in (n for n in range(2, size + 1) if size % n == 0):
+        yield Case("usp", (("ulysses", team), ("chunks", 2)))
+    yield Case("usp", (("ulysses", size), ("keep", "local")))
+    yield Case("zigzag", (("backward", "query"), ("chunks", 2)))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), RATIOS)
+@pytest.mark.parametrize(
+    ("case", "size"),
+    [pytest.param(case, size, id=f"{case}-P{size}") for size in SIZES for case in cases(size)],
+)
+def test_equals_unsplit_attention(case: Case, size: int, heads: int, kv_heads: int) -> None:
+    """Output, all gradients, bytes and messages, causal, in float64."""
+    seq_len, dims = 7 * size + size // 2 + 1, (6, 4)
+    expected = expected_attention(
+        seq_len=seq_len,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=dims[0],
+        value_dim=dims[1],
+        causal=True,
+    )
+    results, log = run(case, expected, size, causal=True)
+    shapes = [tuple(x.shape[2:]) for x in results[0]]
+    assert shapes == [(heads, 4), (heads, 6), (kv_heads, 6), (kv_heads, 4)]
+    assert_matches(case, results, expected, 1e-10)
+    shape = Shape(1, seq_len, heads, kv_heads, dims[0], 8, 8, dims[1])
+    assert_plan_is_kept(case, size, shape, Mask(), log)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "ranks", "filled"),
+    [
+        (33, 33, 4, (36, 36)),
+        (33, 11, 4, (36, 12)),
+        (33, 11, 8, (48, 16)),  # as many as 12 KV heads with 4 query heads, and fewer KV heads sent
+        (33, 11, 3, (33, 11)),
+        (2, 2, 8, (8, 8)),
+        (7, 1, 8, (8, 1)),
+        (7, 1, 3, (9, 1)),
+        (32, 8, 16, (32, 8)),
+    ],
+)
+def test_as_few_heads_as_can_be(
+    heads: int, kv_heads: int, ranks: int, filled: tuple[int, int]
+) -> None:
+    found = FilledHeads.of(heads, kv_heads, ranks)
+    assert (found.heads, found.all_kv_heads) == filled
+
+
+@pytest.mark.parametrize("size", [2, 4, 8, 64])
+@pytest.mark.parametrize(("heads", "kv_heads"), RATIOS)
+def test_the_plan_counts_zero_heads(heads: int, kv_heads: int, size: int) -> None:
+    """(P-1)/P times HDe + HEe + V(D+E)e + Hw of the filled heads, and as much work."""
+    shape = Shape(1, 64 * size, heads, kv_heads, 16, value_dim=24)
+    filled = FilledHeads.of(heads, kv_heads, size)
+    assert not filled.heads % lcm(filled.all_kv_heads, size)
+    kv = lcm(filled.all_kv_heads, size) * (16 + 24) * 2
+    row = filled.heads * (16 + 24) * 2 + kv + filled.heads * 4
+    found = cost("ulysses", size, shape)
+    assert found.forward_bytes == 64 * (size - 1) * row // size
+    assert found.heads == filled.heads
+    ring = cost("zigzag", size, shape)
+    assert ring.heads == heads
+    assert found.forward_flop * heads == ring.forward_flop * filled.heads

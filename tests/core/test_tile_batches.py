@@ -1,0 +1,233 @@
+"""Which tiles become one kernel call: every pair once, few calls, and copies only where needed."""
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_cp_plugin.core.document_layout import PaddedDocuments
+from megatron_cp_plugin.core.documents import random_documents
+from megatron_cp_plugin.core.kernel import Packing
+from megatron_cp_plugin.core.layout import Contiguous, Cyclic, Layout, Zigzag
+from megatron_cp_plugin.core.partial import RowIndex
+from megatron_cp_plugin.core.tile_batches import Batches, parts
+from megatron_cp_plugin.core.tiles import Mask, Tile, plan_tiles
+
+CPU = torch.device("cpu")
+
+
+def pairs_of(calls, shape) -> torch.Tensor:
+    """How often each (row, column) of two blocks is computed."""
+    found = torch.zeros(shape, dtype=torch.int64)
+    for call in calls:
+        if isinstance(call, Tile):
+            assert not call.document_bounds
+            pairs = torch.ones(call.rows, call.cols, dtype=torch.int64)
+            pairs = pairs.tril(call.cols - call.rows) if call.causal else pairs
+            found[call.q, call.kv] += pairs.flip(0, 1) if call.reverse else pairs
+            continue
+        queries, keys = call.sides(CPU)
+        rows, cols = (
+            torch.arange(n)[side.taken] for n, side in zip(shape, (queries, keys), strict=True)
+        )
+        assert (call.packing.q[-1].stop, call.packing.kv[-1].stop) == (len(rows), len(cols))
+        assert call.packing.gaps <= call.apart
+        taken_rows, taken_cols = torch.zeros(len(rows)), torch.zeros(len(cols))
+        assert len(call.packing.q) > 1
+        for mine, seen in zip(call.packing.q, call.packing.kv, strict=True):
+            taken_rows[mine] += 1
+            taken_cols[seen] += 1
+            rows_of, cols_of = rows[mine], cols[seen]
+            pairs = torch.ones(len(rows_of), len(cols_of), dtype=torch.int64)
+            if call.causal:
+                assert len(rows_of) <= len(cols_of)
+                pairs = pairs.tril(len(cols_of) - len(rows_of))
+            found[rows_of[:, None], cols_of] += pairs
+        assert taken_rows.max() == taken_cols.max() == 1
+        for side, taken, counts in ((queries, rows, taken_rows), (keys, cols, taken_cols)):
+            given = torch.zeros(len(taken))
+            for to in side.given:
+                if isinstance(to, RowIndex):
+                    of = torch.arange(len(taken)) if to.of is None else to.of
+                    assert torch.equal(taken[of], to.to.long())
+                    assert len(set(to.to.tolist())) == len(to.to)
+                    given[of] += 1
+                else:
+                    assert torch.equal(torch.arange(10**6)[to], taken)
+                    given += 1
+            assert torch.equal(given, counts)
+    return found
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.sampled_from([Contiguous(), Zigzag(), Cyclic()]),
+    st.integers(1, 4),
+    st.integers(1, 40),
+    st.lists(st.integers(1, 39), max_size=8),
+    st.one_of(st.none(), st.integers(1, 12)),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from([1, 2**20, 2**26]),
+)
+def test_calls_compute_the_pairs_of_their_tiles(
+    layout: Layout,
+    size: int,
+    seq_len: int,
+    starts: list[int],
+    window: int | None,
+    causal: bool,
+    rectangular: bool,
+    heads: int,
+) -> None:
+    """heads: of which a call of 2**26 pairs, of 64 or of one is a large one."""
+    documents = tuple(sorted({start for start in starts if start < seq_len}))
+    mask = Mask(causal, window if causal else None, documents)
+    blocks = [layout.spans(rank, size, seq_len) for rank in range(size)]
+    everything = Contiguous().spans(0, 1, seq_len)
+    for queries in blocks:
+        for keys in (*blocks, everything):
+            tiles = plan_tiles(queries, keys, mask, rectangular=rectangular)
+            rows, cols = sum(map(len, queries)), sum(map(len, keys))
+            want = pairs_of([one for tile in tiles for one in whole_documents(tile)], (rows, cols))
+            for packed, gaps in ((True, True), (True, False), (False, False)):
+                calls = Batches(tiles, heads).calls(packed=packed, gaps=gaps)
+                assert torch.equal(pairs_of(calls, (rows, cols)), want)
+                found, reached = torch.zeros_like(want), 0
+                for part in parts(tiles, rows, heads, packed, gaps):
+                    length = part.rows.stop - part.rows.start
+                    assert part.rows.start == reached
+                    reached = part.rows.stop
+                    of_part = pairs_of(part.work.calls(packed=packed, gaps=gaps), (length, cols))
+                    found[part.rows] += of_part
+                assert torch.equal(found, want)
+                assert reached == rows
+
+
+def whole_documents(tile: Tile) -> list[Tile]:
+    """A tile of several documents as one for each."""
+    if not tile.document_bounds:
+        return [tile]
+    found = []
+    for a, b in zip(tile.document_bounds, tile.document_bounds[1:], strict=False):
+        q, kv = (slice(x.start + a, x.start + b) for x in (tile.q, tile.kv))
+        found.append(Tile(q, kv, b - a, b - a, causal=True))
+    return found
+
+
+def planned(layout: Layout, query: int, key: int, documents: tuple[int, ...], *, rectangular=True):
+    """The calls of two blocks of two ranks, with 4 heads."""
+    within = layout.within(documents)
+    spans = [within.spans(rank, 2, 4096) for rank in (query, key)]
+    return Batches(plan_tiles(*spans, Mask(documents=documents), rectangular=rectangular), 4)
+
+
+DOCUMENTS = tuple(start // 4 * 4 for start in random_documents(4096, 200) if start >= 4)
+
+
+def test_documents_that_are_split_over_two_ranks() -> None:
+    """Half the queries see all keys, or all queries half the keys; own blocks need no copies."""
+    # To kernels that leave rows out nothing is copied.
+    for pair in ((0, 1), (1, 0), (1, 1)):
+        [call] = planned(PaddedDocuments(), *pair, DOCUMENTS).calls(packed=True, gaps=True)
+        assert all(isinstance(side.taken, slice) for side in call.sides(CPU))
+        assert call.packing.gaps == (pair != (1, 1))
+    layout = PaddedDocuments()
+    [own] = planned(layout, 1, 1, DOCUMENTS).calls(packed=True)
+    assert [side.taken for side in own.sides(CPU)] == [slice(0, 2048)] * 2
+    (later,) = planned(layout, 0, 1, DOCUMENTS).calls(packed=True)
+    assert not later.causal
+    queries, keys = later.sides(CPU)
+    assert isinstance(keys.taken, slice)
+    assert len(queries.taken) == 1024
+    (earlier,) = planned(layout, 1, 0, DOCUMENTS).calls(packed=True)
+    queries, keys = earlier.sides(CPU)
+    assert isinstance(queries.taken, slice)
+    assert len(keys.taken) == 1024
+    assert queries.given == (queries.taken,)
+    count = len(set(DOCUMENTS)) + 1
+    assert [len(call.rows) for call in (own, later, earlier)] == [count] * 3
+    assert all(
+        len(planned(layout, *pair, DOCUMENTS).calls(packed=False)) == count
+        for pair in ((0, 1), (1, 0))
+    )
+
+
+def test_keys_that_two_tiles_of_a_call_see_get_gradients_in_two_rounds() -> None:
+    """All keys, and the queries of a rank that has the first and the last quarter of a document."""
+    spans = PaddedDocuments((64,)).spans(0, 2, 128)
+    tiles = plan_tiles(
+        spans, Contiguous().spans(0, 1, 128), Mask(documents=(64,)), rectangular=True
+    )
+    assert len(tiles) == 4
+    (call,) = Batches(tiles, 4).calls(packed=True)
+    queries, keys = call.sides(CPU)
+    assert queries.taken == slice(0, 64)
+    assert len(keys.taken) == 16 + 64 + 16 + 64
+    first, second = keys.given
+    assert sorted(first.to.tolist() + second.to.tolist()) == sorted(keys.taken.tolist())
+    assert len(first.to) + len(second.to) == 160
+
+
+def test_large_tiles_are_calls_of_their_own() -> None:
+    """No copies for what keeps a GPU busy alone; and no call has more than twice the keys."""
+    tiles = [Tile(slice(a, a + 64), slice(a, a + 64), 64, 64, False) for a in range(0, 1024, 128)]
+    small, large = Batches(tiles, 2**13), Batches(tiles, 2**14)
+    assert [len(call.rows) for call in small.calls(packed=True)] == [8]
+    assert set(large.calls(packed=True)) == set(tiles)
+    same = [Tile(slice(a, a + 64), slice(0, 99), 64, 99, False) for a in range(0, 1024, 128)]
+    assert [len(call.rows) for call in Batches(same, 1).calls(packed=True)] == [2] * 4
+
+
+def test_full_tiles_side_by_side_are_one() -> None:
+    def tile(rows: slice, cols: slice) -> Tile:
+        lengths = rows.stop - rows.start, cols.stop - cols.start
+        return Tile(rows, cols, *lengths, causal=False)
+
+    upper, lower, left, right = slice(0, 3), slice(3, 8), slice(4, 6), slice(6, 10)
+    tiles = [tile(rows, cols) for cols in (right, left) for rows in (lower, upper)]
+    assert Batches(tiles, 1).calls(packed=True) == (tile(slice(0, 8), slice(4, 10)),)
+    assert len(Batches(tiles, 1).calls(packed=False)) == 4
+
+
+def test_indices_go_to_a_device_once() -> None:
+    (call,) = planned(PaddedDocuments(), 0, 1, DOCUMENTS).calls(packed=True)
+    assert call.sides(CPU) is call.sides(CPU)
+    assert call.packing.lengths(1, CPU) is call.packing.lengths(1, CPU)
+    lengths = call.packing.lengths(2, CPU)
+    rows = [0, *(x.stop for x in call.packing.q)]
+    assert lengths.cu_q.tolist() == [*rows[:-1], *(rows[-1] + row for row in rows)]
+    assert lengths.used_q is lengths.used_k is None
+    assert lengths.cu_q.dtype == lengths.cu_k.dtype == torch.int32
+    assert lengths.longest_q == max(len(x) for x in call.rows)
+    assert lengths.longest_k == max(len(x) for x in call.cols)
+
+
+def test_lengths_of_sequences_with_gaps() -> None:
+    packing = Packing((slice(0, 3), slice(5, 6)), (slice(0, 4), slice(4, 9)))
+    lengths = packing.lengths(2, CPU)
+    assert lengths.cu_q.tolist() == [0, 5, 6, 11, 12]
+    assert lengths.cu_k.tolist() == [0, 4, 9, 13, 18]
+    assert lengths.used_q.tolist() == [3, 1, 3, 1]
+    assert lengths.used_k.tolist() == [4, 5, 4, 5]
+    assert (lengths.longest_q, lengths.longest_k) == (3, 5)
+
+
+def test_few_rows_far_apart_are_copied() -> None:
+    """What is left out takes memory; and keys that ascend in another order than queries."""
+
+    def calls(starts: list[int], cols: list[int]) -> tuple[object, ...]:
+        tiles = [
+            Tile(slice(a, a + 8), slice(b, b + 8), 8, 8, causal=False)
+            for a, b in zip(starts, cols, strict=True)
+        ]
+        return Batches(tiles, 1).calls(packed=True, gaps=True)
+
+    for starts, cols, apart in (
+        ([0, 56], [0, 56], True),
+        ([0, 57], [0, 56], False),
+        ([0, 56], [0, 57], False),
+        ([0, 16], [16, 0], False),
+        ([0, 16], [0, 7], False),
+    ):
+        [call] = calls(starts, cols)
+        assert call.apart == apart

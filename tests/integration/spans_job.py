@@ -1,0 +1,104 @@
+"""A training script whose micro-batches bring masks of all kinds, each another one.
+
+`--mask dense` gives the model a mask [b, 1, N, N], as Megatron takes it; `--mask spans` gives the
+batch attention_spans; `--mask given` gives them to the model itself. Rotary embeddings take other
+positions than those in the sequence.
+"""
+
+import sys
+from collections import Counter
+from functools import partial
+from random import Random
+from typing import Any
+
+import torch
+
+from megatron_cp_plugin import spans
+from megatron_cp_plugin.core.slices import KINDS
+from tests.span_masks import Spans, dense, random_spans
+
+
+def mask_of(number: int, tokens: int) -> Spans:
+    """That of a micro-batch; every query sees something, for Megatron lets it see all otherwise."""
+    half, source = tokens // 2, Random(number)
+    masks = [
+        spans.shared_prefix((half - 4, [5, (11, [half - 20, 5]), 3])),
+        spans.image_blocks(tokens, [(0, 5), (half - 3, half + 9)]),
+        spans.prefix_lm(half, half + 7) + spans.documents([half + 7, tokens - 9, tokens]),
+        spans.block_diffusion(half, 10),
+    ]
+    if number % 5 < len(masks):
+        return masks[number % 5]
+    while not dense(found := random_spans(source, tokens), tokens).any(1).all():
+        pass
+    return found
+
+
+def positions_of(number: int, tokens: int) -> torch.Tensor:
+    """Of a micro-batch's tokens; every other one goes by the order of its tokens."""
+    order = list(range(tokens))
+    if number % 2 == 0:
+        Random(number).shuffle(order)
+    return torch.tensor(order)
+
+
+def main() -> None:
+    """Trains with the script's own loop and another forward step."""
+    from megatron_cp_plugin.ending import one_line_errors
+    from megatron_cp_plugin.integration import launch
+
+    place = sys.argv.index("--mask")
+    kind = sys.argv[place + 1]
+    del sys.argv[place : place + 2]
+    with one_line_errors():
+        sys.argv[1:] = launch.prepare(sys.argv[1:], run_file=True)
+        from megatron_cp_plugin.harness import pretrain
+
+        serve(pretrain, kind)
+        pretrain.run()
+
+
+def serve(pretrain: Any, kind: str) -> None:
+    """Lets the program of the plugin have masks."""
+    from megatron.core import mpu
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+    from megatron.core.utils import get_attr_wrapped_model
+    from megatron.training import get_args
+
+    from megatron_cp_plugin.megatron import attention_spans
+
+    angles: Any = RotaryEmbedding.forward
+    hooked = pretrain.get_batch_on_this_cp_rank
+    pretrain.get_batch_on_this_cp_rank = lambda batch, **_: batch
+    count: Counter[int | None] = Counter()
+
+    def forward_step(data_iterator: Any, model: Any) -> Any:
+        stage, tokens = get_attr_wrapped_model(model, "vp_stage"), get_args().seq_length
+        batch, packed = pretrain._next_batch(data_iterator, stage), None
+        mask, positions = mask_of(count[stage], tokens), positions_of(count[stage], tokens)
+        count[stage] += 1
+        if kind == "dense":
+            batch["attention_mask"] = (dense(mask, tokens) == 0)[None, None]
+            RotaryEmbedding.forward = lambda *args, **kwargs: angles(*args, **kwargs)[positions]
+        elif kind == "spans":
+            rows = [[*one[:4], KINDS.index(one[4])] for one in mask]
+            batch["attention_spans"] = torch.tensor([[*rows, [0] * 5]])
+            batch["attention_positions"] = positions[None]
+        elif kind == "given":
+            packed = attention_spans(mask, positions.tolist())
+        batch = hooked(batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group())
+        output = model(
+            batch["tokens"],
+            batch["position_ids"],
+            batch["attention_mask"],
+            labels=batch["labels"],
+            loss_mask=batch["loss_mask"],
+            packed_seq_params=packed,
+        )
+        return output, partial(pretrain.sum_of_losses, batch["loss_mask"])
+
+    pretrain.forward_step = forward_step
+
+
+if __name__ == "__main__":
+    main()

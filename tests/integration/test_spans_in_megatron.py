@@ -1,0 +1,215 @@
+"""Span masks of the batch, against Megatron's own attention with a mask of N x N."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import nn
+
+from megatron_cp_plugin.config import ContextParallelConfig
+from megatron_cp_plugin.errors import ContextParallelError
+from megatron_cp_plugin.harness.parity import Recording, Tolerances, compare
+from megatron_cp_plugin.integration.batch import Batches
+from megatron_cp_plugin.integration.inputs import serve_cut_inputs, serve_inputs
+from megatron_cp_plugin.integration.runtime import Runtime
+from megatron_cp_plugin.megatron import attention_spans
+from tests.integration.megatron_job import SLOWLY, TINY, run_warm
+from tests.integration.ranks import ALONE, on_ranks
+
+pytestmark = pytest.mark.timeout(300)
+
+JOB = Path(__file__).with_name("spans_job.py")
+MODEL = [*TINY, *SLOWLY, *"--swiglu --group-query-attention --num-query-groups 2".split()]
+OWN = "--mask dense --context-parallel-algo megatron"
+REFERENCES = {
+    "rotary": "--position-embedding-type rope",
+    "stages": "--position-embedding-type rope --pipeline-model-parallel-size 2 --num-layers 4 "
+    "--num-layers-per-virtual-pipeline-stage 1",
+}
+RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+
+
+def train(folder: Path, *flags: str, ranks: int = 1) -> Recording:
+    words = (*MODEL, *flags, "--cp-record", str(folder))
+    run_warm(folder, *words, ranks=ranks, script=JOB).succeeded()
+    return Recording.load(folder)
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Recording]:
+    """`OWN` for each of `REFERENCES`."""
+    return {
+        kind: train(tmp_path_factory.mktemp(kind), *OWN.split(), *flags.split(), ranks=stages)
+        for stages, (kind, flags) in enumerate(REFERENCES.items(), start=1)
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags", "ranks"),
+    [
+        ("rotary", "--mask spans --context-parallel-algo ring", 1),
+        ("rotary", "--mask given --context-parallel-algo zigzag --context-parallel-size 2", 2),
+        ("rotary", f"--mask spans --context-parallel-algo ulysses {RECOMPUTE}", 2),
+        ("stages", f"--mask spans --context-parallel-algo zigzag {RECOMPUTE}", 4),
+        ("stages", "--mask spans --context-parallel-algo distflash", 4),
+    ],
+)
+def test_equals_a_mask_of_all_pairs(
+    references: dict[str, Recording], tmp_path: Path, kind: str, flags: str, ranks: int
+) -> None:
+    words = f"{REFERENCES[kind]} {flags}".split()
+    if ranks > 1 and "--context-parallel-size" not in words:
+        words += ["--context-parallel-size", "2"]
+    comparison = compare(references[kind], train(tmp_path, *words, ranks=ranks), Tolerances())
+    assert comparison.passed, comparison.problems
+
+
+def test_spans_change_the_losses(references: dict[str, Recording], tmp_path: Path) -> None:
+    """So that the check can fail."""
+    words = f"{REFERENCES['rotary']} --mask none --context-parallel-algo ring".split()
+    comparison = compare(references["rotary"], train(tmp_path, *words), Tolerances())
+    assert comparison.loss.error > 1e-3
+    assert comparison.gradient.error > 1e-1
+
+
+class Model(nn.Module):
+    """Takes packed_seq_params as models of Megatron do."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(**settings)
+
+    def forward(self, input_ids: Any = None, packed_seq_params: Any = None) -> Any:
+        return packed_seq_params
+
+
+FULL = [(0, 8, 0, 8, "full")]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_model_gets_the_spans_of_its_batch(size: int) -> None:
+    def rank(group: Any) -> None:
+        model, batches = Model(), Batches(Runtime(ContextParallelConfig("ring", size)))
+        serve_inputs(model, batches, group)
+        for spans in (FULL, torch.tensor([[[0, 8, 0, 8, 0], [0, 0, 0, 0, 0]]] * 2)):
+            batch = {"tokens": torch.arange(8)[None], "attention_spans": spans}
+            tokens = batches.shard(batch, group)["tokens"]
+            assert "attention_spans" not in batch
+            assert tokens.size(1) == 8 // size
+            mask = model(tokens)
+            assert mask.qkv_format == "bshd"
+            assert list(mask.slices(8)) == FULL
+        tokens = batches.shard({"tokens": torch.arange(8)[None]}, group)["tokens"]
+        assert model(tokens) is None
+
+    on_ranks(size, rank)
+
+
+def test_a_stage_without_tokens_gets_them_too() -> None:
+    model, batches = Model(), Batches(Runtime(ContextParallelConfig("ring", 1)))
+    serve_inputs(model, batches, ALONE)
+    batches.shard({"tokens": None, "attention_spans": FULL}, ALONE)
+    assert list(model().slices(8)) == FULL
+
+
+def test_position_ids_of_a_tree_are_taken() -> None:
+    """Positions that neither count up nor begin again at 0, as `positions` say."""
+
+    def rank(group: Any) -> None:
+        model, batches = Model(), Batches(Runtime(ContextParallelConfig("ring", 2)))
+        serve_inputs(model, batches, group)
+        positions = [0, 1, 2, 2, 3, 4, 2, 3]
+        whole = {"tokens": torch.arange(8)[None], "position_ids": torch.tensor([positions])}
+        with pytest.raises(ContextParallelError, match="must count up from 0"):
+            batches.shard(whole | {"attention_spans": FULL}, group)
+        given = {"attention_spans": FULL, "attention_positions": positions}
+        model(batches.shard(whole | given, group)["tokens"])
+        assert batches.runtime.rotary_positions.tolist() == positions
+        model(batches.shard({"tokens": torch.arange(8)[None]}, group)["tokens"])
+        assert batches.runtime.rotary_positions is None
+        with pytest.raises(ContextParallelError, match="go with attention_spans, got none"):
+            batches.shard(whole | {"attention_positions": positions}, group)
+
+    on_ranks(2, rank)
+
+
+@pytest.mark.parametrize(
+    ("positions", "message"),
+    [
+        ([0.5, 1.0], "attention_positions need whole numbers, got torch.float32: round them"),
+        ([[0, 1], [0, 2]], r"2 samples .* need the same attention_positions, got different ones"),
+    ],
+)
+def test_positions_that_make_no_sense_are_refused(positions: Any, message: str) -> None:
+    with pytest.raises(ContextParallelError, match=message):
+        attention_spans(FULL, torch.tensor(positions))
+
+
+def test_batches_that_their_callers_cut() -> None:
+    model = Model()
+    serve_cut_inputs(model, Runtime(ContextParallelConfig("ring", 1), callers=True), ALONE)
+    assert list(model(torch.arange(8)[None], attention_spans(FULL)).slices(8)) == FULL
+
+
+@pytest.mark.parametrize("callers", [False, True])
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"mtp_num_layers": 1}, "--mtp-num-layers 1 predicts the tokens .*, got attention_spans"),
+        ({"window_size": (7, 0)}, "--window-size hides tokens .*, got attention_spans"),
+        ({"cuda_graph_impl": "local"}, "--cuda-graph-impl local keeps .*, got attention_spans"),
+    ],
+)
+def test_what_spans_do_not_go_with_is_refused(
+    settings: dict[str, Any], message: str, callers: bool
+) -> None:
+    model, runtime = Model(**settings), Runtime(ContextParallelConfig("ring", 1), callers=callers)
+    if callers:
+        serve_cut_inputs(model, runtime, ALONE)
+    else:
+        serve_inputs(model, Batches(runtime), ALONE)
+    with pytest.raises(ContextParallelError, match=message) as error:
+        model(torch.arange(8)[None], attention_spans(FULL))
+    assert "\n" not in str(error.value)
+
+
+def test_layers_of_linear_attention_are_refused() -> None:
+    config = ContextParallelConfig(
+        "zigzag", 1, layers=("zigzag", "lasp2"), linear_model="transnormer"
+    )
+    model = Model()
+    serve_inputs(model, Batches(Runtime(config)), ALONE)
+    with pytest.raises(
+        ContextParallelError, match=r"linear attention see all .*, got attention_sp"
+    ):
+        model(packed_seq_params=attention_spans(FULL))
+
+
+def test_documents_beside_spans_are_refused() -> None:
+    model, batches = Model(), Batches(Runtime(ContextParallelConfig("ring", 1)))
+    serve_inputs(model, batches, ALONE)
+    batches.shard({"attention_spans": FULL}, ALONE)
+    bounds = torch.tensor([0, 3, 8], dtype=torch.int32)
+    with pytest.raises(ContextParallelError, match="got packed_seq_params beside them: leave"):
+        model(packed_seq_params=PackedSeqParams("thd", bounds, bounds))
+
+
+def test_samples_of_a_micro_batch_have_one_mask() -> None:
+    spans = torch.tensor([[[0, 8, 0, 8, 0]], [[0, 8, 0, 4, 0]]])
+    with pytest.raises(
+        ContextParallelError, match=r"2 samples .* the same attention_spans, got di"
+    ):
+        attention_spans(spans)
+
+
+def test_ranks_with_other_spans_are_refused() -> None:
+    def rank(group: Any) -> None:
+        batches = Batches(Runtime(ContextParallelConfig("ring", 2)))
+        spans = [(0, 8, 0, 8 - group.rank(), "full")]
+        with pytest.raises(ContextParallelError, match="got other attention_spans on rank 1"):
+            batches.shard({"tokens": torch.arange(8)[None], "attention_spans": spans}, group)
+
+    on_ranks(2, rank)

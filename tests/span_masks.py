@@ -1,0 +1,56 @@
+"""Span masks of all kinds, and the same pair by pair."""
+
+from collections.abc import Sequence
+from random import Random
+
+import torch
+from torch import Tensor
+
+from megatron_cp_plugin.core.slices import KINDS
+
+Spans = list[tuple[int, int, int, int, str]]
+
+
+def dense(spans: Sequence[Sequence[object]], seq_len: int) -> Tensor:
+    """[N,N]: how often a query and a key are named, pair by pair as the definition has it."""
+    named = torch.zeros(seq_len, seq_len, dtype=torch.int64)
+    for q_start, q_stop, k_start, k_stop, kind in spans:
+        i = torch.arange(seq_len)[:, None]
+        j = torch.arange(seq_len)[None, :]
+        pairs = (i >= q_start) & (i < q_stop) & (j >= k_start) & (j < k_stop)
+        if kind in ("causal", "bi_causal"):
+            pairs &= k_stop - j >= q_stop - i
+        if kind in ("inverse_causal", "bi_causal"):
+            pairs &= j - k_start >= i - q_start
+        named += pairs
+    return named
+
+
+def random_spans(source: Random, seq_len: int) -> Spans:
+    """Rectangles that do not overlap, each cut by one diagonal, by two, by none, or left out."""
+    found: Spans = []
+
+    def divide(q_start: int, q_stop: int, k_start: int, k_stop: int, depth: int) -> None:
+        rows, cols = q_stop - q_start, k_stop - k_start
+        if depth and max(rows, cols) > 1 and source.random() < 0.85:
+            if rows > 1 and (cols <= 1 or source.random() < 0.5):
+                cut = source.randint(q_start + 1, q_stop - 1)
+                divide(q_start, cut, k_start, k_stop, depth - 1)
+                divide(cut, q_stop, k_start, k_stop, depth - 1)
+            else:
+                cut = source.randint(k_start + 1, k_stop - 1)
+                divide(q_start, q_stop, k_start, cut, depth - 1)
+                divide(q_start, q_stop, cut, k_stop, depth - 1)
+            return
+        kind = source.choice([*KINDS, "both", ""])
+        if kind == "both":  # a triangle, and what it leaves of the rectangle
+            found.append((q_start, q_stop, k_start, k_stop, "causal"))
+            above = k_stop - q_stop + 1 + q_start
+            if k_start <= above <= k_stop:
+                found.append((q_start, q_stop, above, k_stop, "inverse_causal"))
+        elif kind:
+            found.append((q_start, q_stop, k_start, k_stop, kind))
+
+    divide(0, seq_len, 0, seq_len, source.randint(0, 6))
+    source.shuffle(found)
+    return found

@@ -1,0 +1,117 @@
+"""How often a kernel is called: with documents no more often a step than without."""
+
+from collections import Counter
+
+import pytest
+import torch
+
+from megatron_cp_plugin.core.algorithm import Call
+from megatron_cp_plugin.core.layout import shard
+from megatron_cp_plugin.core.tiles import Mask
+from megatron_cp_plugin.core.topology import Topology
+from megatron_cp_plugin.core.virtual import run_virtual
+from megatron_cp_plugin.kernels.reference import Reference
+from megatron_cp_plugin.registry import create
+from tests.oracle import expected_attention, relative_error
+
+SIZE, SEQ_LEN = 4, 480
+# Divisible by 8, as the thd layout wants them.
+DOCUMENTS = (8, 16, 40, 72, 80, 136, 176, 200, 208, 232, 320, 344, 352, 400, 424, 432, 448)
+
+
+class Spy(Reference):
+    """Counts its calls; a tile's and those of several are the same here."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+
+    def _called(self, what: str) -> Reference:
+        self.calls[what] += 1
+        return Reference()
+
+    def forward(self, *tensors, **settings):
+        return self._called("forward").forward(*tensors, **settings)
+
+    def backward(self, *tensors, **settings):
+        return self._called("backward").backward(*tensors, **settings)
+
+    def forward_packed(self, *tensors, **settings):
+        return self._called("forward").forward_packed(*tensors, **settings)
+
+    def backward_packed(self, *tensors, **settings):
+        return self._called("backward").backward_packed(*tensors, **settings)
+
+
+@pytest.mark.parametrize(
+    ("algo", "options", "most"),
+    [
+        # One call a step: what is split by documents is full, or causal as one's own block.
+        ("ring", {"layout": "thd"}, 4),
+        ("zigzag", {"layout": "thd", "backward": "kv"}, 4),
+        ("zigzag", {"layout": "thd", "backward": "query"}, 4),
+        ("distflash", {"layout": "thd"}, 5),  # half of another rank's last step
+        # A chunk of one query is a full tile.
+        ("allgather", {"layout": "thd", "chunks": 1}, 2),
+        ("ulysses", {"layout": "thd", "chunks": 1}, 1),
+        ("usp", {"layout": "thd", "ulysses": 2, "chunks": 1}, 2),
+        # Two, where some are full and some causal.
+        ("attention2d", {"layout": "thd", "rows": 2, "chunks": 1}, 2),
+        ("attention2d", {"layout": "contiguous", "rows": 2, "chunks": 1}, 2),
+        ("zigzag", {}, 5),
+        ("distflash", {}, 4),
+        ("ring", {}, 4),
+        ("zigzag", {"layout": "documents"}, 5),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("gaps", [False, True], ids=["copied", "gaps"])
+@pytest.mark.parametrize("window", [None, 20], ids=["", "window"])
+def test_calls_of_a_pass(
+    algo: str, options: dict, most: int, window: int | None, gaps: bool
+) -> None:
+    """Of the rank with most. A window has an upper edge, a lower one, and full tiles between."""
+    mask = Mask(window=window, documents=DOCUMENTS)
+    expected = expected_attention(
+        seq_len=SEQ_LEN,
+        heads=4,
+        kv_heads=2,
+        head_dim=8,
+        causal=True,
+        window=window,
+        cu_seqlens=(0, *DOCUMENTS, SEQ_LEN),
+    )
+    whole = expected.q, expected.k, expected.v, expected.dout
+    want = expected.out, expected.dq, expected.dk, expected.dv
+
+    @torch.no_grad()
+    def body(topology: Topology) -> tuple[float, Counter[str]]:
+        spy = Spy()
+        spy.gaps = gaps
+        algorithm = create(algo, topology, options).within(DOCUMENTS)
+        q, k, v, dout = (shard(x, 1, algorithm.layout, topology.rank, SIZE) for x in whole)
+        call = Call(SEQ_LEN, mask, 8**-0.5, spy)
+        out, _, saved = algorithm.forward(q, k, v, call)
+        found = out, *algorithm.backward(dout, saved, call)
+        own = (shard(x, 1, algorithm.layout, topology.rank, SIZE) for x in want)
+        return max(map(relative_error, found, own)), spy.calls
+
+    errors, calls = zip(*run_virtual(SIZE, body), strict=True)
+    assert max(errors) < 1e-12
+    assert 0 < max(max(counts.values()) for counts in calls) <= most * (3 if window else 1)
+
+
+class Unpacked(Spy):
+    def forward_packed(self, *tensors, **settings):
+        raise AssertionError("no tiles are put together")
+
+
+def test_attention_without_documents_keeps_a_call_a_tile() -> None:
+    """The zigzag layout's two chunks are two tiles of all keys, or one if they are neighbours."""
+    q = torch.randn(1, SEQ_LEN // SIZE, 4, 8, dtype=torch.float64)
+
+    def body(topology: Topology) -> int:
+        algorithm, spy = create("allgather", topology, {"chunks": 1}), Unpacked()
+        algorithm.forward(q, q, q, Call(SEQ_LEN, Mask(), 1.0, spy))
+        return spy.calls["forward"]
+
+    assert run_virtual(SIZE, body) == [2, 2, 2, 1]

@@ -1,0 +1,42 @@
+"""The script that compares algorithms on packed documents by their plans."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from scripts import packed_documents
+
+
+def test_layout_documents_is_balanced_and_sends_least_of_the_balanced(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "points.json"
+    words = f"--lengths lognormal:256:1.2 --tokens 512 --sizes 4,8 --packs 2 --output {output}"
+    packed_documents.main(words.split())
+    points = {(p["label"], p["size"]): p for p in json.loads(output.read_text())}
+    assert {label for label, _ in points} == {line.label for line in packed_documents.LINES}
+    for size in (4, 8):
+        balanced, straight, plain, ulysses = (
+            points[label, size]
+            for label in (
+                "zigzag, layout=documents",
+                "zigzag, layout=documents, route=straight",
+                "zigzag",
+                "ulysses",
+            )
+        )
+        assert balanced["work"] < 1.03 < plain["work"]
+        assert ulysses["work"] == pytest.approx(1)
+        assert straight["mean_mib"] < min(plain["mean_mib"], ulysses["mean_mib"])
+    said = capsys.readouterr().out
+    assert "P = 4" in said
+    assert f"{points['zigzag', 8]['work']:.2f}; " in said
+
+
+def test_picture(tmp_path: Path) -> None:
+    path = tmp_path / "packed.svg"
+    words = f"--lengths 64 --tokens 64 --sizes 2,4 --packs 1 --heads 4:4 --output {path}"
+    packed_documents.main(words.split())
+    text = path.read_text()
+    assert all(line.label in text for line in packed_documents.LINES)

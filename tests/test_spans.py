@@ -1,0 +1,378 @@
+"""Span masks: any slices, on every layout, and the makers of the masks in use."""
+
+from collections.abc import Sequence
+from itertools import pairwise as pairs_of
+from random import Random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import megatron_cp_plugin as cp
+from megatron_cp_plugin.algorithms.allgather import KvAllGather
+from megatron_cp_plugin.core.layout import Contiguous, Cyclic, Layout, Span, Zigzag
+from megatron_cp_plugin.core.plan_check import check
+from megatron_cp_plugin.core.shape import Shape
+from megatron_cp_plugin.core.slices import KINDS, Slices
+from megatron_cp_plugin.core.tiles import (
+    Mask,
+    plan_tiles,
+    seen_blocks,
+    sees,
+    touched_rows,
+    visible_pairs,
+)
+from megatron_cp_plugin.core.topology import Topology
+from megatron_cp_plugin.core.virtual import VirtualWorld, run_virtual
+from megatron_cp_plugin.errors import ContextParallelError
+from megatron_cp_plugin.registry import create
+from tests.oracle import expected_attention, naive_attention
+from tests.pairwise import pairwise
+from tests.span_masks import Spans, dense, random_spans
+from tests.test_conformance import Case, assert_matches, assert_plan_is_kept, run
+from tests.test_windows import CASES, divides
+
+HEADS = {"MHA": (8, 8), "GQA": (8, 2), "MQA": (8, 1)}
+SIZES = (1, 2, 3, 4, 5, 8)
+
+
+@pytest.mark.parametrize(
+    ("case", "size", "heads", "kernel", "seed"),
+    pairwise(CASES, SIZES, tuple(HEADS), ("torch_cpu", "reference"), range(6), allowed=divides),
+    ids=str,
+)
+def test_equals_a_mask_of_all_pairs(
+    case: Case, size: int, heads: str, kernel: str, seed: int
+) -> None:
+    """With kernels that take square causal tiles only, and with one that takes any."""
+    seq_len = 6 * size + size // 2
+    source = Random(f"{case} {size} {seed}")
+    compare(case, size, heads, random_spans(source, seq_len), seq_len, kernel=kernel)
+
+
+@pytest.mark.slow
+@settings(max_examples=300, deadline=None)
+@given(
+    st.sampled_from(pairwise(CASES, SIZES, tuple(HEADS), allowed=divides)),
+    st.integers(1, 9),
+    st.integers(0, 3),
+    st.randoms(use_true_random=False),
+)
+def test_any_mask_of_any_length(
+    row: tuple[Case, int, str], each: int, more: int, source: Random
+) -> None:
+    case, size, heads = row
+    seq_len = 2 * size * each + more
+    compare(case, size, heads, random_spans(source, seq_len), seq_len)
+
+
+def compare(
+    case: Case, size: int, heads: str, spans: Spans, seq_len: int, *, kernel: str = "reference"
+) -> None:
+    """Output, gradients, bytes, messages and pairs of an algorithm."""
+    n_heads, kv_heads = HEADS[heads]
+    expected = expected_attention(
+        batch=2,
+        seq_len=seq_len,
+        heads=n_heads,
+        kv_heads=kv_heads,
+        head_dim=8,
+        causal=False,
+        seen=dense(spans, seq_len) > 0,
+    )
+    results, log = run(case, expected, size, kernel=kernel, spans=spans)
+    assert_matches(case, results, expected, bound=1e-10)
+    shape = Shape(2, seq_len, n_heads, kv_heads, 8, element_bytes=8, wide_bytes=8)
+    assert_plan_is_kept(case, size, shape, Mask.of(Slices.of(spans, seq_len)), log)
+
+
+def computed(q: Sequence[Span], kv: Sequence[Span], mask: Mask, *, rectangular: bool) -> Tensor:
+    """[N,N]: how often tiles compute a query and a key of two blocks of at most 64 tokens."""
+    rows, cols = (torch.tensor([p for s in spans for p in s.positions]) for spans in (q, kv))
+    found = torch.zeros(64, 64, dtype=torch.int64)
+    for tile in plan_tiles(q, kv, mask, rectangular=rectangular):
+        assert rectangular or not tile.causal or tile.rows == tile.cols
+        pairs = torch.ones(tile.rows, tile.cols, dtype=torch.int64)
+        if tile.causal:
+            pairs = pairs.triu() if tile.reverse else pairs.tril(tile.cols - tile.rows)
+        for start in tile.document_bounds:
+            pairs[start:, :start] = 0
+        assert pairs.sum() == tile.area > 0
+        found[rows[tile.q][:, None], cols[tile.kv]] += pairs
+    return found
+
+
+def assert_touched(q: Sequence[Span], kv: Sequence[Span], mask: Mask, found: Tensor) -> None:
+    """The rows of both blocks that meet, and with positions that have a step perhaps more."""
+    for spans, touched, meets in zip(
+        (q, kv), touched_rows(q, kv, mask), (found.any(1), found.any(0)), strict=True
+    ):
+        positions = [p for span in spans for p in span.positions]
+        rows = [row for row, p in enumerate(positions) if meets[p]]
+        covered = [row for start, stop in touched for row in range(start, stop)]
+        gaps = any(span.step > 1 for span in (*q, *kv))
+        assert set(covered) >= set(rows) if gaps else covered == rows
+        assert all(before[1] < after[0] for before, after in pairs_of(touched))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.sampled_from([Contiguous(), Zigzag(), Cyclic()]),
+    st.sampled_from([Contiguous(), Zigzag(), Cyclic()]),
+    st.integers(1, 5),
+    st.integers(1, 40),
+    st.randoms(use_true_random=False),
+    st.booleans(),
+)
+def test_tiles_cover_every_pair_once(
+    q_layout: Layout,
+    kv_layout: Layout,
+    size: int,
+    seq_len: int,
+    source: Random,
+    rectangular: bool,
+) -> None:
+    spans = random_spans(source, seq_len)
+    mask, wanted = Mask.of(Slices.of(spans, seq_len)), dense(spans, seq_len)
+    assert wanted.max() <= 1
+    assert visible_pairs(seq_len, mask) == wanted.sum()
+    assert mask.causal == (not wanted.triu(1).any())
+    queries, keys = (
+        [layout.spans(rank, size, seq_len) for rank in range(size)]
+        for layout in (q_layout, kv_layout)
+    )
+    total = torch.zeros(64, 64, dtype=torch.int64)
+    for q in queries:
+        for kv in keys:
+            found = computed(q, kv, mask, rectangular=rectangular)
+            assert sees(q, kv, mask) == found.any()
+            total += found
+    assert torch.equal(total[:seq_len, :seq_len], wanted)
+    assert not total[seq_len:].any()
+    each = tuple(tuple(sees(q, kv, mask) for kv in queries) for q in queries)
+    assert seen_blocks(queries, mask) == each
+
+
+@pytest.mark.parametrize("algo", cp.available("softmax"))
+def test_plans_are_right(algo: str) -> None:
+    """By what the kinds mean, which the check of plans works out for itself."""
+    for size in (2, 4):
+        algorithm = create(algo, VirtualWorld(size).topology(0), {})
+        for seed in range(4):
+            spans = random_spans(Random(seed), 32)
+            mask = Mask.of(Slices.of(spans, 32))
+            for phase in ("forward", "backward"):
+                check(algorithm.plan(Shape(1, 32, 4, 4, 8), mask, phase))
+
+
+def test_queries_that_nobody_names_are_zero() -> None:
+    x = torch.randn(1, 16, 2, 8, dtype=torch.float64)
+    named = [(4, 8, 0, 8, "causal"), (10, 12, 2, 3, "full")]
+
+    def body(topology: Topology) -> list[Tensor]:
+        q, k, v = (cp.shard(x, 1, algo="zigzag", group=topology).requires_grad_() for _ in "qkv")
+        out = cp.attention(q, k, v, algo="zigzag", group=topology, spans=named)
+        gradients = torch.autograd.grad(out.sum(), (q, k, v))
+        parts = (out.detach(), *gradients)
+        return [cp.unshard(part, 1, algo="zigzag", group=topology)[0].flatten(1) for part in parts]
+
+    for out, dq, dk, dv in run_virtual(2, body):
+        for of_queries in (out, dq):
+            assert of_queries.any(1).nonzero().flatten().tolist() in (
+                [4, 5, 6, 7, 10, 11],
+                [4, 5, 6, 7],  # one key alone: its weight is always 1
+            )
+        for of_keys in (dk, dv):
+            assert set(of_keys.any(1).nonzero().flatten().tolist()) <= set(range(8))
+        assert not torch.stack((out, dq, dk, dv)).isnan().any()
+
+
+def picture(spans: Sequence[Sequence[object]], seq_len: int) -> list[str]:
+    named = dense(spans, seq_len)
+    assert named.max() <= 1
+    return ["".join("x" if seen else "." for seen in row) for row in named.tolist()]
+
+
+@pytest.mark.parametrize(
+    ("maker", "name"),
+    [
+        (lambda: cp.spans.documents([0, 2, 5]), "x.... xx... ..x.. ..xx. ..xxx"),
+        (lambda: cp.spans.documents([0, 2, 5], window=2), "x.... xx... ..x.. ..xx. ...xx"),
+        (lambda: cp.spans.documents([0, 2, 5], causal=False), "xx... xx... ..xxx ..xxx ..xxx"),
+        (lambda: cp.spans.prefix_lm(2, 4), "xx.. xx.. xxx. xxxx"),
+        (
+            lambda: cp.spans.prefix_lm(0, 2) + cp.spans.prefix_lm(2, 2, start=2),
+            "x... xx.. ..xx ..xx",
+        ),
+        (lambda: cp.spans.shared_prefix((2, [1, 2])), "x.... xx... xxx.. xx.x. xx.xx"),
+        (
+            lambda: cp.spans.shared_prefix((1, [(1, [1, 1]), 1]), start=1),
+            "...... .x.... .xx... .xxx.. .xx.x. .x...x",
+        ),
+        (lambda: cp.spans.image_blocks(5, [(1, 3)]), "x.... xxx.. xxx.. xxxx. xxxxx"),
+        (lambda: cp.spans.image_blocks(4, [(0, 2), (2, 4)]), "xx.. xx.. xxxx xxxx"),
+        (lambda: cp.spans.image_blocks(2, [(1, 2)], start=1), "... .x. .xx"),
+        (
+            lambda: cp.spans.block_diffusion(4, 2),
+            "xx...... xx...... ..xxxx.. ..xxxx.. ....xx.. ....xx.. ....xxxx ....xxxx",
+        ),
+        (lambda: cp.spans.block_diffusion(3, 2), "xx.... xx.... ..xxx. ...xx. ...xx. ...xxx"),
+    ],
+    ids=str,
+)
+def test_makers_by_hand(maker, name: str) -> None:
+    expected = name.split()
+    assert picture(maker(), len(expected)) == expected
+
+
+@pytest.mark.parametrize("size", [1, 3, 4])
+@pytest.mark.parametrize("algo", ["zigzag", "distflash", "allgather"])
+def test_a_tree_is_its_sequences(algo: str, size: int) -> None:
+    """Every path from the root to a leaf as a sequence of its own; what they share sums up."""
+    tree = (7, [3, (4, [2, 5]), (1, [(2, [3])])])
+    paths = [[(0, 7), (7, 3)], [(0, 7), (10, 4), (14, 2)], [(0, 7), (10, 4), (16, 5)]]
+    paths += [[(0, 7), (21, 1), (22, 2), (24, 3)]]
+    tokens = 27
+    generator = torch.Generator().manual_seed(0)
+    inputs = [
+        torch.randn(1, tokens, heads, 8, generator=generator, dtype=torch.float64)
+        for heads in (4, 2, 2, 4)
+    ]
+    positions = cp.spans.shared_prefix_positions(tree)
+    wide, out = [x.clone().requires_grad_() for x in inputs[:3]], torch.zeros_like(inputs[0])
+    for path in paths:
+        at = torch.cat([torch.arange(start, start + length) for start, length in path])
+        assert [positions[token] for token in at.tolist()] == list(range(len(at)))
+        alone = naive_attention(*(x[:, at] for x in wide), causal=True, scale=8**-0.5)
+        # What several sequences share is there once.
+        new = torch.isin(at, (out.detach().flatten(2).abs().sum((0, 2)) == 0).nonzero().flatten())
+        out = out.index_add(1, at[new], alone[:, new])
+    expected = (out.detach(), *torch.autograd.grad(out, wide, inputs[3]))
+
+    def body(topology: Topology) -> list[Tensor]:
+        *mine, dout = (cp.shard(x, 1, algo=algo, group=topology) for x in inputs)
+        q, k, v = (x.requires_grad_() for x in mine)
+        found = cp.attention(
+            q, k, v, algo=algo, group=topology, seq_len=tokens, spans=cp.spans.shared_prefix(tree)
+        )
+        parts = (found.detach(), *torch.autograd.grad(found, (q, k, v), dout))
+        return [cp.unshard(x, 1, algo=algo, group=topology, seq_len=tokens) for x in parts]
+
+    for got, want in zip(run_virtual(size, body)[0], expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+
+
+def test_kinds_have_numbers_in_a_tensor() -> None:
+    q = torch.randn(1, 8, 2, 8, dtype=torch.float64)
+    for number, kind in enumerate(KINDS):
+        by_name, by_number = (
+            cp.attention(q, q, q, algo="ring", spans=spans)
+            for spans in ([(2, 6, 1, 8, kind)], torch.tensor([[2, 6, 1, 8, number]]))
+        )
+        assert torch.equal(by_name, by_number)
+        assert by_name[:, 2:6].any()
+
+
+@pytest.mark.parametrize(
+    ("spans", "settings", "message"),
+    [
+        (
+            [(0, 4, 0)],
+            {},
+            r"spans need \(q_start, .*, four whole numbers and a kind, got \(0, 4, 0",
+        ),
+        (
+            [(0, 4, 0, 4.5, "full")],
+            {},
+            r"four whole numbers and a kind, got \(0, 4, 0, 4.5, 'full'",
+        ),
+        ([(0, 4, 0, 4, 4)], {}, r"four whole numbers and a kind, got \(0, 4, 0, 4, 4\)"),
+        (
+            [(0, 4, 0, 4, "casual")],
+            {},
+            r"unknown kind of span 'casual' \(did you mean 'causal'\?\)",
+        ),
+        (
+            [(0, 4, 5, 9, "full")],
+            {},
+            r"0 <= start <= stop <= seq_len = 8, got \(0, 4, 5, 9, 'full'",
+        ),
+        (
+            [(4, 3, 0, 4, "full")],
+            {},
+            r"0 <= start <= stop <= seq_len = 8, got \(4, 3, 0, 4, 'full'",
+        ),
+        (
+            [(0, 4, 0, 8, "full"), (2, 6, 2, 6, "causal")],
+            {},
+            r"got query 3 and key 2 in \(0, 4, 0, 8, 'full'\) and in \(2, 6, 2, 6, 'causal'\): cut",
+        ),
+        ([], {"causal": False}, "spans alone say which keys a query sees, got causal=False too"),
+        ([], {"window": 1}, "got window=1 too"),
+        ([], {"cu_seqlens": [0, 8]}, "got cu_seqlens too: leave it out .spans.documents makes"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(spans, settings, message: str) -> None:
+    q = torch.ones(1, 8, 2, 8)
+    with pytest.raises(ContextParallelError, match=message) as error:
+        cp.attention(q, q, q, algo="ring", spans=spans, **settings)
+    assert "\n" not in str(error.value)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.randoms(use_true_random=False), st.integers(1, 24))
+def test_pairs_that_are_named_twice_are_found(source: Random, seq_len: int) -> None:
+    def edges() -> list[int]:
+        return sorted(source.choices(range(seq_len + 1), k=2))
+
+    spans = [(*edges(), *edges(), source.choice(KINDS)) for _ in range(source.randint(1, 4))]
+    named = dense(spans, seq_len)
+    if named.max() <= 1:
+        assert visible_pairs(seq_len, Mask.of(Slices.of(spans, seq_len))) == named.sum()
+        return
+    with pytest.raises(ContextParallelError, match="may name a query and a key once") as error:
+        Slices.of(spans, seq_len)
+    words = str(error.value).split("got query ")[1].split(" and key ")
+    query, key = int(words[0]), int(words[1].split()[0])
+    assert named[query, key] > 1
+
+
+@pytest.mark.parametrize(
+    ("maker", "message"),
+    [
+        (lambda: cp.spans.documents([0, 4, 2]), "documents needs a length of 0 or more, got -2"),
+        (lambda: cp.spans.documents([0, 4], window=0), "got 0 with causal ones: leave window out"),
+        (lambda: cp.spans.documents([0, 4], causal=False, window=2), "got 2 with full ones"),
+        (lambda: cp.spans.prefix_lm(5, 4), "prefix_lm needs 5 tokens or more .*, got 4"),
+        (lambda: cp.spans.shared_prefix((2, [-1])), "nodes of 0 or more tokens, got -1"),
+        (lambda: cp.spans.image_blocks(4, [(2, 3), (0, 1)]), "ascending images .*: sort them"),
+        (lambda: cp.spans.image_blocks(4, [(2, 5)]), "within 0 to 4, got"),
+        (lambda: cp.spans.block_diffusion(4, 0), "a block of 1 or more tokens, got 0"),
+    ],
+)
+def test_makers_refuse_what_makes_no_sense(maker, message: str) -> None:
+    with pytest.raises(ContextParallelError, match=message):
+        maker()
+
+
+def test_every_algorithm_takes_spans_and_one_that_does_not_refuses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    q = torch.ones(1, 8, 2, 8)
+    for algo in cp.available("softmax"):
+        cp.attention(q, q, q, algo=algo, spans=cp.spans.prefix_lm(3, 8))
+    monkeypatch.setattr(KvAllGather, "windows", False)
+    with pytest.raises(ContextParallelError, match="does not serve spans, got 2 of them"):
+        cp.attention(q, q, q, algo="allgather", spans=cp.spans.prefix_lm(3, 8))
+
+
+def test_rollouts_of_one_prefix_are_two_kernel_calls() -> None:
+    """However many they are: all of them against the prefix, and each against itself."""
+    mask = Mask.of(Slices.of(cp.spans.shared_prefix((100, [50] * 8)), 500))
+    prefix, rollouts = Span(0, 100), Span(100, 500)
+    (full,) = plan_tiles([rollouts], [prefix], mask)
+    assert (full.rows, full.cols, full.causal) == (400, 100, False)
+    (own,) = plan_tiles([rollouts], [rollouts], mask)
+    assert own.document_bounds == tuple(range(0, 401, 50))

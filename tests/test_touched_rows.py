@@ -1,0 +1,405 @@
+"""Only rows that the mask needs travel: bytes that ranks send, counted token by token."""
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_cp_plugin.core.document_layout import Balanced
+from megatron_cp_plugin.core.documents import document_starts
+from megatron_cp_plugin.core.layout import Contiguous, Layout, Span, Zigzag
+from megatron_cp_plugin.core.plan import PHASES
+from megatron_cp_plugin.core.plan_check import PlanError, check
+from megatron_cp_plugin.core.rows import Rows, clipped, common, positions_of, rows_at, union
+from megatron_cp_plugin.core.shape import Shape
+from megatron_cp_plugin.core.tiles import Mask, touched_rows
+from megatron_cp_plugin.core.touched import (
+    by_document_alone,
+    keys_seen,
+    longest_gap,
+    queries_seeing,
+)
+from megatron_cp_plugin.core.virtual import VirtualWorld
+from megatron_cp_plugin.registry import create
+from tests.core.test_plan import variants
+from tests.oracle import expected_attention
+from tests.test_conformance import (
+    Case,
+    assert_matches,
+    assert_plan_is_kept,
+    layout_for,
+    run,
+)
+
+HEADS, KV_HEADS, DIM, BATCH = 4, 2, 8, 2
+# Bytes of a token in float64: k and v; q, or out; lse.
+KV, Q, LSE = 2 * KV_HEADS * DIM * 8, HEADS * DIM * 8, HEADS * 8
+
+# Lengths of documents, as parts of the whole: some are split among ranks, and some are not.
+PACKINGS: dict[str, Callable[[int], list[int]]] = {
+    "long and short": lambda n: [0, 3, 5, n // 2, n // 2 + 1, n // 2 + 4, n],
+    "short": lambda n: [*range(0, n, 7), n],
+    "two long": lambda n: [0, n // 3, n // 3 + 2, n - 1, n],
+}
+
+
+class Tokens:
+    """Who sees whom, by the definition of a mask.
+
+    Attributes: held: positions of each rank, in its order.
+    """
+
+    def __init__(self, held: Sequence[Sequence[int]], mask: Mask) -> None:
+        self.held, self._mask = held, mask
+
+    def sees(self, query: int, key: int) -> bool:
+        starts, window = self._mask.documents, self._mask.window or 10**9
+        same = sum(n <= query for n in starts) == sum(n <= key for n in starts)
+        return same and key <= query < key + window
+
+    def keys(self, owner: int, *ranks: int) -> set[int]:
+        """Keys of a rank that any query of some ranks sees."""
+        queries = [n for rank in ranks for n in self.held[rank]]
+        return {key for key in self.held[owner] if any(self.sees(n, key) for n in queries)}
+
+    def queries(self, owner: int, *ranks: int) -> set[int]:
+        """Queries of a rank that see any key of some ranks."""
+        keys = [n for rank in ranks for n in self.held[rank]]
+        return {query for query in self.held[owner] if any(self.sees(query, n) for n in keys)}
+
+
+Sent = tuple[list[int], list[int]]  # bytes of every rank, forward and backward; a batch of one
+
+
+def straight(tokens: Tokens) -> Sent:
+    """Keys go to whoever sees them, and their gradients back."""
+    ranks = range(len(tokens.held))
+    pairs = {(a, b): len(tokens.keys(a, b)) * KV for a in ranks for b in ranks if a != b}
+    given = [sum(n for (a, _), n in pairs.items() if a == rank) for rank in ranks]
+    returned = [sum(n for (_, b), n in pairs.items() if b == rank) for rank in ranks]
+    return given, [a + b for a, b in zip(given, returned, strict=True)]
+
+
+def ring(tokens: Tokens) -> Sent:
+    """Keys go round as far as somebody sees them, fewer and fewer; sums of more follow."""
+    size = len(tokens.held)
+    keys, sums = [0] * size, [0] * size
+    for owner in range(size):
+        others = [(owner + hop) % size for hop in range(1, size)]
+        needed = [tokens.keys(owner, rank) for rank in others]
+        found: set[int] = set()
+        for hop, (before, rank) in enumerate(pairwise((owner, *others))):
+            keys[before] += KV * len(set().union(*needed[hop:]))
+            found |= needed[hop]
+            if any(needed[hop:]):
+                sums[rank] += KV * len(found)
+    return keys, [a + b for a, b in zip(keys, sums, strict=True)]
+
+
+def helped(tokens: Tokens) -> Sent:
+    """Of an odd number: keys to ranks up to P/2 after their own; others' queries come to them."""
+    size = len(tokens.held)
+    forward, backward = [0] * size, [0] * size
+    for owner in range(size):
+        for rank in range(size):
+            distance = (rank - owner) % size
+            if 0 < 2 * distance < size:  # queries of `rank`, keys of `owner`
+                count = len(tokens.keys(owner, rank))
+                forward[owner] += KV * count
+                backward[owner] += KV * count
+                backward[rank] += KV * count
+            elif distance:
+                count = len(tokens.queries(rank, owner))
+                forward[rank] += Q * count
+                forward[owner] += (Q + LSE) * count
+                backward[rank] += (2 * Q + 2 * LSE) * count
+                backward[owner] += Q * count
+    return forward, backward
+
+
+def gathered(rows: int) -> Callable[[Tokens], Sent]:
+    """On a grid of so many rows: each rank's rows that any other needs, padded to equal numbers."""
+
+    def count(tokens: Tokens) -> Sent:
+        size = len(tokens.held)
+        cols = size // rows
+        row = [[r for r in range(size) if r // cols == rank // cols] for rank in range(size)]
+        column = [[r for r in range(size) if r % cols == rank % cols] for rank in range(size)]
+
+        def queries(rank: int) -> int:
+            elsewhere = [r for other in row[rank] if other != rank for r in column[other]]
+            return len(tokens.queries(rank, *elsewhere))
+
+        def keys(rank: int) -> int:
+            elsewhere = [r for other in column[rank] if other != rank for r in row[other]]
+            return len(tokens.keys(rank, *elsewhere))
+
+        of_row = [(cols - 1) * max(map(queries, row[rank])) for rank in range(size)]
+        of_column = [(rows - 1) * max(map(keys, column[rank])) for rank in range(size)]
+        return tuple(
+            [q * a + k * b for q, k in zip(of_row, of_column, strict=True)]
+            for a, b in ((2 * Q + LSE, KV), (3 * Q + 2 * LSE, 2 * KV))
+        )  # type: ignore[return-value]
+
+    return count
+
+
+CASES = [
+    (Case("zigzag", (("layout", "documents"), ("backward", "kv"))), 3, ring),
+    (Case("zigzag", (("layout", "documents"), ("backward", "kv"))), 5, ring),
+    (
+        Case("zigzag", (("layout", "documents"), ("route", "straight"), ("backward", "kv"))),
+        5,
+        straight,
+    ),
+    (Case("zigzag", (("backward", "kv"),)), 5, ring),
+    (Case("ring", (("backward", "kv"), ("chunks", 2))), 3, ring),
+    (Case("ring", (("backward", "kv"),)), 5, ring),
+    (Case("distflash"), 3, helped),
+    (Case("distflash"), 5, helped),
+    (Case("distflash", (("balanced", False), ("last_step", "owner"))), 5, straight),
+    (Case("allgather"), 5, straight),  # over peer memory
+    (Case("allgather", (("transport", "group"),)), 3, gathered(3)),
+    (Case("allgather", (("transport", "group"), ("chunks", 2))), 5, gathered(5)),
+    (Case("attention2d", (("rows", 2), ("transport", "group"))), 4, gathered(2)),
+    (Case("attention2d", (("rows", 1), ("transport", "group"))), 3, gathered(1)),
+    (Case("attention2d", (("rows", 3), ("transport", "group"), ("chunks", 2))), 6, gathered(3)),
+]
+
+
+def name_of(value: object) -> str | None:
+    """For a test's id; None: pytest's own."""
+    return str(value) if isinstance(value, Case) else getattr(value, "__name__", None)
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize(("case", "size", "count"), CASES, ids=name_of)
+def test_bytes_are_those_of_tokens_that_are_seen(
+    case: Case, size: int, count: Callable[[Tokens], Sent], packing: str
+) -> None:
+    """Counted in the virtual world, and equal to unsplit attention."""
+    seq_len = 11 * size + 2
+    lengths = PACKINGS[packing](seq_len)
+    assert_sent(case, size, count, seq_len, lengths, None)
+
+
+@pytest.mark.parametrize("window", [3, 9, 17])
+@pytest.mark.parametrize(("case", "size", "count"), CASES, ids=name_of)
+def test_bytes_in_a_window(
+    case: Case, size: int, count: Callable[[Tokens], Sent], window: int
+) -> None:
+    seq_len = 9 * size + 1
+    assert_sent(case, size, count, seq_len, [0, seq_len], window)
+
+
+def assert_sent(
+    case: Case,
+    size: int,
+    count: Callable[[Tokens], Sent],
+    seq_len: int,
+    lengths: list[int],
+    window: int | None,
+) -> None:
+    expected = expected_attention(
+        batch=BATCH,
+        seq_len=seq_len,
+        heads=HEADS,
+        kv_heads=KV_HEADS,
+        head_dim=DIM,
+        causal=True,
+        window=window,
+        cu_seqlens=lengths,
+    )
+    cu_seqlens = torch.tensor(lengths)
+    results, log = run(case, expected, size, window=window, cu_seqlens=cu_seqlens)
+    assert_matches(case, results, expected, bound=1e-10, cu_seqlens=cu_seqlens)
+    layout = layout_for(case, expected, cu_seqlens)
+    spans = [layout.spans(rank, size, seq_len) for rank in range(size)]
+    held = [[n for span in own for n in span.positions] for own in spans]
+    forward, backward = count(Tokens(held, Mask(True, window, document_starts(lengths, seq_len))))
+    ranks = range(size)
+    assert [log.bytes(rank=r, phase="forward") for r in ranks] == [BATCH * n for n in forward]
+    assert [log.bytes(rank=r, phase="backward") for r in ranks] == [BATCH * n for n in backward]
+
+
+def test_whole_documents_stay_where_they_are() -> None:
+    """Rows of documents that are on several ranks travel; of whole ones none."""
+    lengths = [0, 24, 27, 32, 56, 60, 64]
+    mask = Mask(documents=document_starts(lengths, 64))
+    algorithm = create("zigzag", VirtualWorld(2).topology(0), {"layout": "documents"})
+    algorithm = algorithm.within(mask.documents)
+    plan = algorithm.plan(Shape(1, 64, 4, 4, 8), mask)
+    ranks: dict[int, set[int]] = {}  # by document
+    for rank, spans in enumerate(plan.spans):
+        for position in (n for span in spans for n in span.positions):
+            ranks.setdefault(bisect_right(lengths, position), set()).add(rank)
+    whole = {document for document, owners in ranks.items() if len(owners) == 1}
+    assert len(ranks) > len(whole) > 0
+    for move in plan.moves:
+        sent = {n for span in plan.positions(move.block) for n in span.positions}
+        assert whole.isdisjoint(bisect_right(lengths, position) for position in sent)
+    check(plan)
+
+
+def test_without_documents_and_windows_blocks_are_one_range() -> None:
+    for size in (2, 3, 4, 5):
+        for name, options in variants(size):
+            made = create(name, VirtualWorld(size).topology(0), options)
+            for mask in (Mask(), Mask(False)):
+                plan = made.plan(Shape(1, 7 * size + 1, 4 * size, size, 8), mask, "backward")
+                blocks = [move.block for move in plan.moves]
+                assert all(len(block.rows) == 1 for block in blocks)
+                if plan.relay or name == "allgather":
+                    lengths = [sum(map(len, spans)) for spans in plan.spans]
+                    assert all(
+                        b.rows == ((0, lengths[b.owners[0]]),) for b in blocks if len(b.owners) == 1
+                    )
+
+
+@pytest.mark.parametrize(("gap", "ranges"), [(10, 1), (11, 2)])
+def test_short_gaps_travel_too(gap: int, ranges: int) -> None:
+    """Of a block of 640 rows those of at most 10 do: they cost less than a copy more."""
+    mask = Mask(False, documents=(620, 620 + gap))  # rank 1 has 320 to 959, none else the middle
+    made = create("zigzag", VirtualWorld(2).topology(0), {"route": "straight"})
+    for phase in PHASES:
+        plan = made.plan(Shape(1, 1280, 4, 2, 8), mask, phase)
+        moves = [move for move in plan.moves if move.block.owners == (1,)]
+        assert {len(move.block.rows) for move in moves} == {ranges}
+        assert {move.tokens for move in moves} == {640 if ranges == 1 else 640 - gap}
+        check(plan)
+
+
+def test_a_block_with_gaps_is_computed_with_as_it_came() -> None:
+    """The checker tells where rows that a kernel is not given lie between those that it is."""
+    made = create("zigzag", VirtualWorld(2).topology(0), {"route": "straight"})
+    plan = made.plan(Shape(1, 1280, 4, 2, 8), Mask(False, documents=(620, 700)))
+    check(plan)
+    moves = (m._replace(block=m.block._replace(rows=((0, 640),))) for m in plan.moves)
+    with pytest.raises(PlanError, match="with rows of others between those that it computes with"):
+        check(replace(plan, moves=tuple(moves)))
+    fewer = (m._replace(block=m.block._replace(rows=m.block.rows[:1])) for m in plan.moves)
+    with pytest.raises(PlanError, match="rank 0 has no k of rank 1"):
+        check(replace(plan, moves=tuple(fewer)))
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_a_block_that_stays_for_the_backward_has_all_rows_that_others_need(size: int) -> None:
+    """Where every rank sees some keys of all: those of the longer document."""
+    case = Case("zigzag")
+    seq_len = 14 * size
+    lengths = [0, 3, seq_len]
+    expected = expected_attention(
+        seq_len=seq_len, heads=4, kv_heads=1, head_dim=8, causal=True, cu_seqlens=lengths
+    )
+    cu_seqlens = torch.tensor(lengths)
+    results, log = run(case, expected, size, cu_seqlens=cu_seqlens)
+    assert_matches(case, results, expected, bound=1e-10, cu_seqlens=cu_seqlens)
+    mask, shape = (
+        Mask(documents=document_starts(lengths, seq_len)),
+        Shape(1, seq_len, 4, 1, 8, 8, 8),
+    )
+    assert_plan_is_kept(case, size, shape, mask, log)
+    made = create("zigzag", VirtualWorld(size).topology(0), dict(case.options))
+    for phase in PHASES:
+        plan = made.within(mask.documents).plan(shape, mask, phase)
+        check(plan)
+        assert len(plan.retained) == size
+        assert any(move.tokens < 14 for move in plan.moves)
+
+
+def of_numbers(numbers: set[int]) -> Rows:
+    return union(((n, n + 1),) for n in numbers)
+
+
+def numbers_of(rows: Rows) -> list[int]:
+    return [n for start, stop in rows for n in range(start, stop)]
+
+
+SETS = st.sets(st.integers(0, 30), max_size=20)
+
+
+@settings(max_examples=200, deadline=None)
+@given(SETS, SETS, st.integers(0, 30), st.integers(0, 30), st.integers(0, 4))
+def test_rows_are_sets(a: set[int], b: set[int], start: int, stop: int, gap: int) -> None:
+    here, there = of_numbers(a), of_numbers(b)
+    assert numbers_of(here) == sorted(a)
+    assert numbers_of(union((here, there))) == sorted(a | b)
+    assert numbers_of(clipped(here, start, stop)) == [n for n in sorted(a) if start <= n < stop]
+    filled = {n for x, y in pairwise(sorted(a)) if y - x - 1 <= gap for n in range(x, y)}
+    assert numbers_of(union((here,), gap)) == sorted(a | filled)
+    found = {}
+    for piece in common(here, there):
+        mine, others = sorted(a)[piece.here], sorted(b)[piece.there]
+        assert mine == others
+        found |= dict.fromkeys(mine)
+    assert found.keys() == a & b
+
+
+@settings(max_examples=200, deadline=None)
+@given(SETS, SETS)
+def test_rows_at_positions(a: set[int], b: set[int]) -> None:
+    spans, positions = (tuple(Span(*one) for one in of_numbers(numbers)) for numbers in (a, a & b))
+    rows = rows_at(spans, positions)
+    assert numbers_of(rows) == [row for row, n in enumerate(sorted(a)) if n in b]
+    found = [n for span in positions_of(spans, rows) for n in span.positions]
+    assert found == sorted(a & b)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    SETS,
+    SETS,
+    st.sets(st.integers(1, 30), max_size=5),
+    st.none() | st.integers(1, 9),
+    st.booleans(),
+)
+def test_touched_rows(
+    queries: set[int], keys: set[int], starts: set[int], window: int | None, causal: bool
+) -> None:
+    mask = Mask(causal, window if causal else None, tuple(sorted(starts)))
+    spans = (tuple(Span(*one) for one in of_numbers(numbers)) for numbers in (queries, keys))
+    document = [sum(start <= n for start in starts) for n in range(31)]
+    pairs = [
+        (i, j)
+        for i, query in enumerate(sorted(queries))
+        for j, key in enumerate(sorted(keys))
+        if document[query] == document[key] and (not causal or 0 <= query - key < (window or 31))
+    ]
+    rows, cols = touched_rows(*spans, mask)
+    assert numbers_of(rows) == sorted({i for i, _ in pairs})
+    assert numbers_of(cols) == sorted({j for _, j in pairs})
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.sampled_from([Contiguous(), Zigzag(), Balanced()]),
+    st.integers(1, 7),
+    st.integers(1, 150),
+    st.sets(st.integers(1, 150), min_size=1, max_size=12),
+    st.booleans(),
+)
+def test_touched_rows_of_all_pairs(
+    layout: Layout, size: int, seq_len: int, starts: set[int], causal: bool
+) -> None:
+    """At once, and pair by pair; with gaps that are filled."""
+    mask = Mask(causal, documents=tuple(sorted(n for n in starts if n < seq_len)))
+    layout = layout.within(mask.documents)
+    spans = [layout.spans(rank, size, seq_len) for rank in range(size)]
+    if not by_document_alone(mask, spans):
+        assert not mask.documents
+        return
+    seen, seeing = (find(layout, size, seq_len, mask) for find in (keys_seen, queries_seeing))
+    for query in range(size):
+        for key in range(size):
+            rows, cols = touched_rows(spans[query], spans[key], mask)
+            assert seeing[key].get(query, ()) == union((rows,), gap_of(spans[query]))
+            assert seen[query].get(key, ()) == union((cols,), gap_of(spans[key]))
+
+
+def gap_of(spans: Sequence[Span]) -> int:
+    return longest_gap(sum(map(len, spans)))
