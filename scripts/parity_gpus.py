@@ -428,11 +428,14 @@ class Job:
 
     def environment(self, number: int, gpus: int) -> dict[str, str]:
         """What the processes need; jobs of one process take the GPUs in turn."""
-        # torch would start a compiler for each core in each process.
-        found = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
-        if not any(self.config.megatron.get(name) for name in SHARDED):
-            # Megatron refuses to start without it on Hopper, and advises against it here.
-            found["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+        # Megatron's own path refuses to start with any other number on Hopper, and sharded data
+        # parallelism with this one. The second: torch would start a compiler for each core in
+        # each process.
+        sharded = any(self.config.megatron.get(name) for name in SHARDED)
+        found = {
+            "CUDA_DEVICE_MAX_CONNECTIONS": "8" if sharded else "1",
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        }
         if not self.combination.megatron.get("bf16"):
             # Nothing is rounded to ten bits where all else is float32.
             found["NVIDIA_TF32_OVERRIDE"] = "0"
