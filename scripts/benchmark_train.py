@@ -124,6 +124,13 @@ GRAPHS = {
     "transformer_engine": "--cuda-graph-impl transformer_engine",
     "full_iteration": "--cuda-graph-impl full_iteration --no-check-for-nan-in-loss-and-grad",
 }
+# What of a model's state a rank has a part of: of the optimizer's, or of the parameters too.
+SHARDING = {
+    "optimizer": "--use-distributed-optimizer",
+    "torch-fsdp2": "--use-torch-fsdp2 --ckpt-format torch_dist",
+    "megatron-fsdp": "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params "
+    "--use-distributed-optimizer --ckpt-format fsdp_dtensor",
+}
 # All through TCP sockets of one host: a stand-in for a slow network.
 SOCKETS = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
 NETWORKS: dict[str, dict[str, str]] = {"default": {}, "sockets": SOCKETS}
@@ -199,6 +206,12 @@ def parse() -> argparse.Namespace:
         action="store_true",
         help="a step is a forward alone: the time to the first token of a prompt, whose logit is "
         "in the place of the loss; there are neither gradients nor an optimizer",
+    )
+    parser.add_argument(
+        "--sharding",
+        choices=sorted(SHARDING),
+        default="optimizer",
+        help="of the state of a model over data and context parallelism; default: %(default)s",
     )
     parser.add_argument("--net", choices=sorted(NETWORKS), default="default")
     parser.add_argument("--kv-heads", type=int)
@@ -295,7 +308,6 @@ def command(args: argparse.Namespace, case: Case, gate: Path, port: int) -> list
     }
     switches = [
         "mock-data",
-        "use-distributed-optimizer",
         "disable-bias-linear",
         "untie-embeddings-and-output-weights",
         "no-gradient-accumulation-fusion",
@@ -336,6 +348,7 @@ def command(args: argparse.Namespace, case: Case, gate: Path, port: int) -> list
         *chosen,
         *RECOMPUTE[case.recompute].split(),
         *GRAPHS[case.graphs].split(),
+        *SHARDING[args.sharding].split(),
         *args.extra.split(),
     ]
 
@@ -358,8 +371,9 @@ class Job:
                 stderr=subprocess.STDOUT,
                 env={
                     **os.environ,
-                    # Megatron's own path refuses to start without it on Hopper.
-                    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+                    # Megatron's own path refuses to start with more on Hopper, and with sharded
+                    # parameters without.
+                    "CUDA_DEVICE_MAX_CONNECTIONS": "1" if args.sharding == "optimizer" else "8",
                     **NETWORKS[args.net],
                     "CUDA_VISIBLE_DEVICES": ",".join(visible[device] for device in case.devices),
                 },
@@ -529,6 +543,7 @@ def main() -> int:
     batches = "" if args.micro_batches == 1 else f", {args.micro_batches} micro-batches"
     title = f"{args.shape} shape{scaled}, {kind}, batch 1{batches}"
     title += ", forward alone" if args.prefill else ""
+    title += f", sharded by {args.sharding}" if args.sharding != "optimizer" else ""
     title += ", TCP sockets of one host, emulating a slow network" if args.net == "sockets" else ""
     names = PREFILL_HEADER if args.prefill else HEADER
     rows = []

@@ -37,7 +37,6 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +57,7 @@ from parity_combinations import (
     Combination,
     thd,
 )
+from parity_flags import choose, make_parser
 from parity_matrix import ON_GPUS, TABLE, padded_documents, write_data
 
 from megatron_cp_plugin import registry
@@ -428,11 +428,14 @@ class Job:
 
     def environment(self, number: int, gpus: int) -> dict[str, str]:
         """What the processes need; jobs of one process take the GPUs in turn."""
-        # torch would start a compiler for each core in each process.
-        found = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
-        if not any(self.config.megatron.get(name) for name in SHARDED):
-            # Megatron refuses to start without it on Hopper, and advises against it here.
-            found["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+        # Megatron's own path refuses to start with any other number on Hopper, and sharded data
+        # parallelism with this one. The second: torch would start a compiler for each core in
+        # each process.
+        sharded = any(self.config.megatron.get(name) for name in SHARDED)
+        found = {
+            "CUDA_DEVICE_MAX_CONNECTIONS": "8" if sharded else "1",
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        }
         if not self.combination.megatron.get("bf16"):
             # Nothing is rounded to ten bits where all else is float32.
             found["NVIDIA_TF32_OVERRIDE"] = "0"
@@ -840,20 +843,9 @@ def run_all(args: argparse.Namespace, jobs: Sequence[Job]) -> bool:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the script; returns its exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--only",
-        nargs="+",
-        metavar="PATTERN",
-        help="run these, KEY/ALGORITHM with * for anything, and what they are judged by",
-    )
-    parser.add_argument("--list", action="store_true", help="list the runs and end")
+    parser = make_parser(__doc__, "parity_gpus", timeout_s=240.0)
     parser.add_argument("--jobs", type=int, default=10, help="at once; default: %(default)s")
-    parser.add_argument("--timeout", type=float, default=240.0, help="seconds for one run")
     parser.add_argument("--commit", default="", help="for the table; default: what git says")
-    parser.add_argument("--output", type=Path, default=Path("results", "parity_gpus"))
     parser.add_argument(
         "--table", type=Path, metavar="FILE", help="put a rows.json into the pages and end"
     )
@@ -861,12 +853,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.table:
         write_pages(json.loads(args.table.read_text()))
         return 0
-    wanted = [
-        job
-        for combination in ROWS
-        for job in jobs_of(combination)
-        if not args.only or any(fnmatchcase(job.name, pattern) for pattern in args.only)
-    ]
+    every = {job.name: job for row in ROWS for job in jobs_of(row)}
+    wanted = [every[name] for name in choose(every, args, parser)]
     wanted += [job.equals for job in wanted if job.equals]
     keys = {job.combination.key for job in wanted}
     names = {job.name for job in wanted}
@@ -877,8 +865,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         for job in jobs_of(combination)
         if job.name in names or job.role in JUDGES
     ]
-    if not jobs:
-        parser.error(f"no run matches {' '.join(args.only)}: see --list")
     if args.list:
         print("\n".join(job.name for job in jobs))
         return 0

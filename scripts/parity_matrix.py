@@ -7,12 +7,11 @@ context-parallel size 1 with Megatron's own attention (linear models: with their
 A cell passes, or the run is refused at start-up in one line; anything else is exit code 1.
 
     python scripts/parity_matrix.py                          # all; writes docs/parity.md
-    python scripts/parity_matrix.py --only 'zigzag/*' '*/moe*'
+    python scripts/parity_matrix.py --only '*/zigzag' 'moe*/*'
 """
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import importlib.metadata
 import platform
@@ -22,7 +21,6 @@ import time
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 import numpy as np
@@ -38,6 +36,7 @@ from parity_combinations import (
     SEQ_LENGTH,
     Combination,
 )
+from parity_flags import choose, make_parser
 
 from megatron_cp_plugin.harness.forks import ForkedJob
 from megatron_cp_plugin.harness.parity import Recording, Tolerances
@@ -279,43 +278,24 @@ def _text(cell: Cell, refused: Sequence[str]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the script; returns its exit code: 1 if a cell neither passed nor was refused."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--only",
-        nargs="+",
-        metavar="PATTERN",
-        help="run these cells, ALGORITHM/KEY with * for anything; no table without --keep",
-    )
-    parser.add_argument("--list", action="store_true", help="list the cells and end")
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds for one run")
-    parser.add_argument(
-        "--runs", type=Path, default=Path("results", "parity"), metavar="DIR", help="%(default)s"
-    )
+    parser = make_parser(__doc__, "parity", timeout_s=300.0)
     parser.add_argument(
         "--keep",
         action="store_true",
-        help="do not run again what an earlier call has run; the table has those cells too",
+        help="do not run again what an earlier call has run; the table has those cells too, and "
+        "is written with --only as well",
     )
     args = parser.parse_args(argv)
-    wanted = every = {
-        f"{variant.label}/{combination.key}": (combination, variant)
+    every = {
+        f"{combination.key}/{variant.label}": (combination, variant)
         for combination in COMBINATIONS
         for variant in combination.variants
     }
-    if args.only:
-        wanted = {
-            name: cell
-            for name, cell in every.items()
-            if any(fnmatchcase(name, pattern) for pattern in args.only)
-        }
-    if not wanted:
-        parser.error(f"no cell matches {' '.join(args.only)}: see --list")
+    wanted = {name: every[name] for name in choose(every, args, parser)}
     if args.list:
         print("\n".join(wanted))
         return 0
-    matrix = Matrix(args.runs.resolve(), args.timeout, args.keep)
+    matrix = Matrix(args.output.resolve(), args.timeout, args.keep)
     cells = []
     for name, (combination, variant) in wanted.items():
         started = time.monotonic()

@@ -90,6 +90,26 @@ def test_a_graph_is_of_one_length(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert captured[captured.index("--global-batch-size") + 1] == "4"
 
 
+@pytest.mark.parametrize("sharding", ["torch-fsdp2", "megatron-fsdp"])
+def test_parameters_are_sharded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, sharding: str
+) -> None:
+    """Which Megatron refuses with one connection of a GPU, and with the other optimizer."""
+    args = arguments(
+        monkeypatch, f"--sharding {sharding} --gpus 1 --runs zigzag --output {tmp_path}"
+    )
+    (case,) = benchmark_train.plan_cases(args)
+    words = benchmark_train.command(args, case, tmp_path, 0)
+    assert ("--use-distributed-optimizer" in words) == (sharding == "megatron-fsdp")
+    assert f"--use-{sharding}" in words
+    program = "import os; print(os.environ['CUDA_DEVICE_MAX_CONNECTIONS'])"
+    monkeypatch.setattr(benchmark_train, "command", lambda *_: [sys.executable, "-c", program])
+    job = benchmark_train.Job(args, case, tmp_path, 0)
+    while not job.finished:
+        time.sleep(0.01)
+    assert (tmp_path / f"{case.slug}.log").read_text().split() == ["8"]
+
+
 @pytest.mark.parametrize(
     "words",
     [
@@ -238,6 +258,7 @@ def measure(
         profile=False,
         micro_batches=1,
         prefill=prefill,
+        sharding="optimizer",
     )
     words = benchmark_train.command(args, case, gate, 0)
     start = next(at for at, word in enumerate(words) if word.endswith("benchmark_train_job.py"))

@@ -22,22 +22,22 @@ def matrix() -> ModuleType:
         return importlib.import_module("parity_matrix")
 
 
-# Ranks and samples without a token that counts; documents cut one by one; sharded parameters; ranks
-# without a token by tokens; experts over the ranks, with auxiliary losses and padding; one refused.
+# Ranks and samples without a token that counts; the same by tokens; padded documents, cut apart;
+# sharded parameters; experts over the ranks, with auxiliary losses and padding; and one refused.
 CELLS = {
-    "zigzag/padded": "equal",
-    "distflash:layout=thd/thd-mla": "equal",
-    "attention2d/fsdp": "equal",
-    "ring/padded-per-token": "equal",
-    "distflash/moe-ep-cp": "equal",
-    "zigzag/moe-drop": "refused: --context-parallel-algo zigzag does not serve dropping tokens",
+    "padded/zigzag": "equal",
+    "padded-per-token/ring": "equal",
+    "thd-mla/distflash:layout=thd": "equal",
+    "fsdp/attention2d": "equal",
+    "moe-ep-cp/distflash": "equal",
+    "moe-drop/zigzag": "refused: --context-parallel-algo zigzag does not serve dropping tokens",
 }
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_cells(tmp_path: Path) -> None:
-    command = [sys.executable, str(SCRIPT), "--runs", str(tmp_path), "--only", *CELLS]
+    command = [sys.executable, str(SCRIPT), "--output", str(tmp_path), "--only", *CELLS]
     job = subprocess.run(command, capture_output=True, text=True, check=False)
     assert job.returncode == 0, job.stdout + job.stderr
     lines = dict(line.split(": ", 1) for line in job.stdout.splitlines())

@@ -19,6 +19,7 @@ from torch import Tensor
 from megatron_cp_plugin.core.documents import document_starts
 from megatron_cp_plugin.core.streams import capturing
 from megatron_cp_plugin.errors import ContextParallelError
+from megatron_cp_plugin.integration.agreement import FirstCalls, later, same_on_all_ranks
 from megatron_cp_plugin.integration.documents import DocumentMask, attention_spans
 from megatron_cp_plugin.integration.runtime import Runtime
 
@@ -26,6 +27,11 @@ _OF_DOCUMENTS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
 _SPANS, _POSITIONS = "attention_spans", "attention_positions"
 _OF_TOKENS = ("tokens", "labels", "loss_mask", "position_ids")
 _ORDER = "position_ids of a batch must count up from 0, and may begin again, before it is cut"
+_SAME = "ranks of a context-parallel group need the same whole samples before they are cut"
+_OTHERS_LATER = (
+    f"{_SAME}, got others on some rank in a later batch: let what draws and shuffles samples "
+    "depend on the data-parallel rank alone"
+)
 _MARK = "_cut_by_megatron_cp_plugin"
 
 
@@ -60,7 +66,7 @@ class Batches:
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
         self.spans: DocumentMask | None = None
-        self._agreed: set[bool] = set()
+        self._calls = FirstCalls()
         self._last: dict[str, Tensor] = {}
         self._last_cut = Cut(None)
         self._checks: list[Callable[[], str | None]] = []
@@ -68,7 +74,8 @@ class Batches:
     def shard(self, batch: dict[str, Any], group: dist.ProcessGroup) -> dict[str, Any]:
         """Keeps this rank's part of every tensor of a batch, position ids included.
 
-        The first batch of training, and of evaluation, is compared over the group.
+        The first batch of training, and of evaluation, is compared over the group, and then each
+        of `agreement.COMPARED_EVERY` batches; the next call, or the loss, says what was found.
 
         Args:
             batch: Tensors [b, N, ...] of whole samples, the same on all ranks of the group;
@@ -151,36 +158,39 @@ class Batches:
                 f"a batch needs equally many tokens under all keys, got {lengths}: give whole "
                 "samples to get_batch_on_this_cp_rank"
             )
-        training, position_ids = torch.is_grad_enabled(), whole.get("position_ids")
+        position_ids = whole.get("position_ids")
+        captured = any(map(capturing, whole.values()))
         if self.spans is not None and self.spans.positions is not None:
             position_ids = None  # in whatever order that mask has them
-        if position_ids is not None and capturing(position_ids):
+        if position_ids is not None and captured:
             # The host does not see the batches of replays; the GPU ends the run.
             torch._assert_async(_count_up(position_ids), _ORDER)
             position_ids = None
         order = None if position_ids is None else _order_of(position_ids)
-        if training in self._agreed:
-            if fault:
-                raise ContextParallelError(fault)
-            if order:
-                self._checks.append(order)
+        if self._calls.is_first:
+            held = {key: [*x.shape, int(_checksum(x))] for key, x in whole.items()}
+            held[_SPANS] = [self._sum_of_spans()]
+            self._calls.compare(fault or (order() if order else None), group, held, _other_samples)
             return
-        agree(fault or (order() if order else None), group)
-        sums = {key: [*tensor.shape, _checksum(tensor)] for key, tensor in whole.items()}
-        if self.spans is not None:
-            sums[_SPANS] = [crc32(repr(self.spans.spans).encode())]
-        every: list[dict[str, list[int]]] = [{} for _ in range(group.size())]
-        dist.all_gather_object(every, sums, group=group)
-        for rank, other in enumerate(every):
-            keys = (*_OF_TOKENS, _SPANS)
-            different = [key for key in keys if other.get(key) != every[0].get(key)]
-            if different:
-                raise ContextParallelError(
-                    f"ranks of a context-parallel group need the same whole samples before they "
-                    f"are cut, got other {' and '.join(different)} on rank {rank} than on rank 0: "
-                    "read them by data-parallel rank, and let get_batch_on_this_cp_rank cut them"
-                )
-        self._agreed.add(training)
+        self._calls.compare(fault, group)
+        if order:
+            self._checks.append(order)
+        if self._calls.is_turn() and not captured:
+            sums = torch.stack([*map(_checksum, whole.values())])
+            same = same_on_all_ranks(sums + self._sum_of_spans(), group)
+            self._checks.append(lambda: None if same() else _OTHERS_LATER)
+
+    def _sum_of_spans(self) -> int:
+        return 0 if self.spans is None else crc32(repr(self.spans.spans).encode())
+
+
+def _other_samples(rank: int, theirs: dict[str, list[int]], first: dict[str, list[int]]) -> str:
+    """What is wrong if two ranks hold other shapes and checksums."""
+    different = [key for key in (*_OF_TOKENS, _SPANS) if theirs.get(key) != first.get(key)]
+    return (
+        f"{_SAME}, got other {' and '.join(different)} on rank {rank} than on rank 0: read them "
+        "by data-parallel rank, and let get_batch_on_this_cp_rank cut them"
+    )
 
 
 def _spans_of(spans: Any, positions: Any) -> DocumentMask | None:
@@ -192,24 +202,6 @@ def _spans_of(spans: Any, positions: Any) -> DocumentMask | None:
             "whom"
         )
     return None
-
-
-def agree(fault: str | None, group: dist.ProcessGroup) -> None:
-    """Lets all ranks of a group fail where one of them does; a collective operation.
-
-    Args:
-        fault: What is wrong on this rank; None: nothing.
-        group: The context-parallel group.
-
-    Raises:
-        ContextParallelError: Something is wrong on some rank; the same on all of them.
-    """
-    faults: list[str | None] = [None] * group.size()
-    dist.all_gather_object(faults, fault, group=group)
-    for rank, found in enumerate(faults):
-        if found:
-            everywhere = all(faults)
-            raise ContextParallelError(found if everywhere else f"{found} (rank {rank})")
 
 
 def _version(tensor: Tensor) -> int | None:
@@ -224,25 +216,9 @@ def _count_up(position_ids: Tensor) -> Tensor:
     return steps.all() & (position_ids[:, :1] == 0).all()
 
 
-def _later(flag: Tensor) -> Callable[[], bool]:
-    """Starts to copy a flag [] to the host; the function that is returned waits for it."""
-    if not flag.is_cuda:
-        return lambda: bool(flag)
-    host = torch.empty((), dtype=torch.bool, pin_memory=True)
-    host.copy_(flag, non_blocking=True)
-    copied = torch.cuda.Event()
-    copied.record()
-
-    def value() -> bool:
-        copied.synchronize()
-        return bool(host)
-
-    return value
-
-
 def _order_of(position_ids: Tensor) -> Callable[[], str | None]:
     """Begins to look at position ids [b, N]; the function that is returned says what is wrong."""
-    fits = _later(_count_up(position_ids))
+    fits = later(_count_up(position_ids))
     return lambda: None if fits() else _disorder(position_ids)
 
 
@@ -259,13 +235,13 @@ def _disorder(position_ids: Tensor) -> str:
     raise AssertionError("position ids in order were refused")
 
 
-def _checksum(tensor: Tensor) -> int:
-    """A number that depends on all elements and their order."""
+def _checksum(tensor: Tensor) -> Tensor:
+    """A number int64 [] that depends on all elements and their order."""
     bits = tensor.detach().contiguous().flatten()
     if bits.is_floating_point():
         bits = bits.float().view(torch.int32)
     weights = torch.arange(1, bits.numel() + 1, device=bits.device)
-    return int((bits.to(torch.int64) * weights).sum())
+    return (bits.to(torch.int64) * weights).sum()
 
 
 def _documents_of(batch: Mapping[str, Any]) -> tuple[int, ...]:

@@ -18,11 +18,15 @@ import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from megatron_cp_plugin.core.document_layout import PaddedDocuments
+from megatron_cp_plugin.core.document_layout import NAMED, PaddedDocuments
 from megatron_cp_plugin.core.documents import document_starts
 from megatron_cp_plugin.core.layout import Layout
+from megatron_cp_plugin.core.layout import positions as positions_of
 from megatron_cp_plugin.core.slices import Slices
 from megatron_cp_plugin.errors import ContextParallelError
+
+# By which programs cut batches; the last one whole packs, which no algorithm takes from callers.
+_OF_CALLERS = ("thd", "contiguous", "zigzag")
 
 RawSpans = tuple[tuple[object, ...], ...]
 
@@ -213,6 +217,59 @@ def check_padding(packed: DocumentMask | None, *, causal: bool) -> None:
         raise ContextParallelError(
             "padded documents need causal attention, in which nobody sees their padding, got "
             "full attention: pack documents without padding"
+        )
+
+
+def check_positions(
+    position_ids: Tensor,
+    packed: PackedSeqParams | None,
+    layout: Layout,
+    group: dist.ProcessGroup,
+    seq_len: int,
+) -> None:
+    """Refuses position ids that show that their batch was cut by another layout.
+
+    They may count through a document or through the whole sequence. What they are for padding, or
+    if nothing is known by them, does not matter: some callers give the model any.
+
+    Args:
+        position_ids: [b,S] of this rank's tokens.
+        packed: What the model was given beside them.
+        layout: By which the batch should be cut.
+        group: The context-parallel group.
+        seq_len: Of the whole sequence.
+
+    Raises:
+        ContextParallelError: They are those of another layout.
+    """
+    real = padded = [0, seq_len]
+    if packed is not None:
+        real = padded = packed.cu_seqlens_q.flatten().tolist()
+        if packed.cu_seqlens_q_padded is not None:
+            padded = packed.cu_seqlens_q_padded.flatten().tolist()
+    pairs = zip(pairwise(real), padded[:-1], padded[1:], strict=True)
+    documents = [(start, stop - first) for (first, stop), start, end in pairs if end > start]
+    starts, lengths = (torch.tensor(column) for column in zip(*documents, strict=True))
+    row = position_ids[0].cpu()
+    for name in (layout.name, *_OF_CALLERS):
+        try:
+            cut = NAMED[name].within(tuple(starts[1:].tolist()))
+            places = positions_of(cut, group.rank(), group.size(), seq_len)
+        except ContextParallelError:
+            continue  # it cannot have been cut so
+        document = torch.bucketize(places, starts, right=True) - 1
+        inside = places - starts[document]
+        counts = inside < lengths[document]
+        if len(row) != len(places) or not any(
+            torch.equal(row[counts], expected[counts]) for expected in (inside, places)
+        ):
+            continue
+        if name == layout.name:
+            return
+        instead = "" if name == "zigzag" else f", or use layout={name}"
+        raise ContextParallelError(
+            f"the {layout.name} layout needs batches that are cut by it, got position_ids of the "
+            f"{name} layout: cut them so{instead}"
         )
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -14,9 +15,15 @@ from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.core.layout_check import describe_mismatch
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration import gated_delta_net
-from megatron_cp_plugin.integration.batch import Batches, Cut, agree
+from megatron_cp_plugin.integration.agreement import FirstCalls, same_on_all_ranks
+from megatron_cp_plugin.integration.batch import Batches, Cut
 from megatron_cp_plugin.integration.checks import window_of
-from megatron_cp_plugin.integration.documents import DocumentMask, document_mask, mask_of_cut
+from megatron_cp_plugin.integration.documents import (
+    DocumentMask,
+    check_positions,
+    document_mask,
+    mask_of_cut,
+)
 from megatron_cp_plugin.integration.features import Settings, graphs
 from megatron_cp_plugin.integration.rope import use_layout
 from megatron_cp_plugin.integration.runtime import Runtime
@@ -28,6 +35,10 @@ _ARGUMENTS = {
     "labels": "labels",
     "loss_mask": "loss_mask",
 }
+_OTHER_DOCUMENTS = (
+    "all context-parallel ranks need the lengths of the same documents in packed_seq_params, got "
+    "others on other ranks: give all of them the same batch"
+)
 _REMEDY = (
     "give whole samples to megatron.core.utils.get_batch_on_this_cp_rank, imported after the "
     "plugin is in force, and its results to the model as they are"
@@ -48,7 +59,7 @@ def serve_inputs(model: nn.Module, batches: Batches, group: dist.ProcessGroup) -
     runtime = batches.runtime
     parameters = inspect.signature(model.forward)
     recurrent = gated_delta_net.has_layers(model)
-    agreed: set[bool] = set()
+    calls = FirstCalls()
 
     def enter(
         module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -67,11 +78,7 @@ def serve_inputs(model: nn.Module, batches: Batches, group: dist.ProcessGroup) -
                 _check_documents(cut, runtime.documents)
         except ContextParallelError as error:
             fault = str(error)
-        if torch.is_grad_enabled() not in agreed and group.size() > 1:
-            agree(fault, group)
-            agreed.add(torch.is_grad_enabled())
-        if fault:
-            raise ContextParallelError(fault)
+        calls.compare(fault, group)
         if mask:
             given["packed_seq_params"] = mask
         return call.args, call.kwargs
@@ -82,7 +89,8 @@ def serve_inputs(model: nn.Module, batches: Batches, group: dist.ProcessGroup) -
 class CutInputs:
     """Holds what a model is given against what packed_seq_params say, where callers cut batches.
 
-    In its first call for training, and for evaluation, the context-parallel ranks compare notes.
+    In its first call for training, and for evaluation, the context-parallel ranks compare notes;
+    later the documents of some calls, and the next call says what was found.
     """
 
     def __init__(self, runtime: Runtime, group: dist.ProcessGroup, *, recurrent: bool) -> None:
@@ -90,7 +98,8 @@ class CutInputs:
         self._runtime = runtime
         self._group = group
         self._recurrent = recurrent
-        self._agreed: set[bool] = set()
+        self._calls = FirstCalls()
+        self._same: Callable[[], bool] | None = None
         self._called = False
 
     def __call__(
@@ -103,7 +112,8 @@ class CutInputs:
             mask = self._mask_of(model, given)
         except ContextParallelError as error:
             fault = str(error)
-        self._agree(fault, mask)
+        devices = (parameter.device for parameter in model.parameters())
+        self._compare(fault, mask, next(devices, torch.device("cpu")))
         if not self._called:
             # Frameworks give a model other position embeddings once it is built.
             use_layout(model, self._runtime)
@@ -131,23 +141,31 @@ class CutInputs:
                     "give cu_seqlens_q_padded of whole documents, and each rank its part of each"
                 )
             layout.within(mask.starts if mask else ()).spans(self._group.rank(), size, total)
+            if self._calls.is_first and size > 1 and (mask is None or mask.spans is None):
+                self._check_positions(given, total)
         return mask
 
-    def _agree(self, fault: str | None, mask: DocumentMask | None) -> None:
-        training = torch.is_grad_enabled()
-        if self._group.size() > 1 and training not in self._agreed:
-            found: list[Any] = [None] * self._group.size()
-            mine = (mask.seq_len, mask.starts, mask.spans) if mask else None
-            dist.all_gather_object(found, mine, group=self._group)
-            if fault is None and any(other != found[0] for other in found):
-                fault = (
-                    "all context-parallel ranks need the lengths of the same documents in "
-                    "packed_seq_params, got others on other ranks: give all of them the same batch"
-                )
-            agree(fault, self._group)
-            self._agreed.add(training)
-        if fault:
-            raise ContextParallelError(fault)
+    def _check_positions(self, given: Mapping[str, Any], total: int) -> None:
+        positions, ids = given.get("position_ids"), given.get("input_ids")
+        if not isinstance(positions, Tensor) or not isinstance(ids, Tensor):
+            return
+        if positions.shape == ids.shape:  # else left as they were before samples were packed
+            layout, packed = self._runtime.config.layout, given.get("packed_seq_params")
+            check_positions(positions, packed, layout, self._group, total)
+
+    def _compare(self, fault: str | None, mask: DocumentMask | None, device: torch.device) -> None:
+        """Refuses other documents on other ranks: now, or where the host need not wait for it."""
+        held = (mask.seq_len, mask.starts, mask.spans) if mask else None
+        first = self._calls.is_first
+        self._calls.compare(fault, self._group, held, lambda *_: _OTHER_DOCUMENTS)
+        if self._same is not None and not self._same():
+            raise ContextParallelError(_OTHER_DOCUMENTS)
+        self._same = None
+        if first or self._group.size() == 1 or not self._calls.is_turn():
+            return
+        if not torch.cuda.is_available() or not torch.cuda.is_current_stream_capturing():
+            number = torch.full((1,), crc32(repr(held).encode()), device=device)
+            self._same = same_on_all_ranks(number, self._group)
 
 
 def _with_spans(mask: DocumentMask | None, spans: DocumentMask | None) -> DocumentMask | None:

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,14 +81,23 @@ class Job:
         return self
 
 
-def run(*arguments: str, ranks: int = 1, program: Sequence[str] = (str(SCRIPT),)) -> Job:
-    """Runs `python *program *arguments` in `ranks` processes."""
-    environment = process_environment() | {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-    }
+def run(
+    *arguments: str,
+    ranks: int = 1,
+    program: Sequence[str] = (str(SCRIPT),),
+    variables: Mapping[str, str] | None = None,
+) -> Job:
+    """Runs `python *program *arguments` in `ranks` processes, with more variables."""
+    environment = (
+        process_environment()
+        | dict(variables or {})
+        | {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+            "WORLD_SIZE": str(ranks),
+            "LOCAL_WORLD_SIZE": str(ranks),
+        }
+    )
     command = [sys.executable, *program, *arguments]
     places = [environment | {"RANK": str(r), "LOCAL_RANK": str(r)} for r in range(ranks)]
     return _finish(command, places)

@@ -14,6 +14,7 @@ from torch import nn
 
 from megatron_cp_plugin.core.layout import LAYOUTS
 from megatron_cp_plugin.errors import ContextParallelError
+from megatron_cp_plugin.integration.agreement import COMPARED_EVERY
 from megatron_cp_plugin.integration.batch import Batches
 from megatron_cp_plugin.integration.rope import (
     LayoutRotaryEmbedding,
@@ -103,6 +104,29 @@ def test_a_batch_that_is_not_whole(ids: list[int], got: str) -> None:
                 batches.finish_checks()
 
     on_ranks(2, rank)
+
+
+@pytest.mark.parametrize("key", ["tokens", "labels", "loss_mask"])
+def test_other_samples_on_another_rank_from_some_batch_on(key: str) -> None:
+    """As of a data loader whose second epoch is shuffled by another seed on each rank."""
+    whole = {name: torch.arange(8.0)[None] for name in ("tokens", "labels", "loss_mask")}
+
+    def rank(group: Any) -> tuple[int, str]:
+        batches = Batches(runtime("contiguous"))
+        for number in range(2 * COMPARED_EVERY):
+            mine = dict(whole)
+            if number > 5 and group.rank():
+                mine[key] = mine[key].flip(1)
+            try:
+                batches.shard(mine, group)
+                batches.finish_checks()
+            except ContextParallelError as error:
+                return number, str(error)
+        return -1, ""
+
+    for number, said in on_ranks(2, rank):
+        assert number == COMPARED_EVERY
+        assert "need the same whole samples before they are cut, got others on some rank" in said
 
 
 def test_positions_that_begin_again_are_those_of_a_whole_batch() -> None:

@@ -13,10 +13,13 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import nn
 
 from megatron_cp_plugin.config import ContextParallelConfig
+from megatron_cp_plugin.core.document_layout import NAMED
+from megatron_cp_plugin.core.layout import positions
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.harness.parity import Recording, Tolerances, compare
+from megatron_cp_plugin.integration.agreement import COMPARED_EVERY
 from megatron_cp_plugin.integration.batch import Batches
-from megatron_cp_plugin.integration.inputs import serve_inputs
+from megatron_cp_plugin.integration.inputs import serve_cut_inputs, serve_inputs
 from megatron_cp_plugin.integration.runtime import Runtime
 from tests.integration.megatron_job import LAUNCH, LAUNCHER, SLOWLY, TINY, Job, run, run_warm
 from tests.integration.ranks import ALONE, on_ranks
@@ -308,6 +311,85 @@ def test_a_batch_that_was_cut_by_other_documents_is_refused() -> None:
     on_ranks(2, rank)
 
 
+def cut_by(layout: str, bounds: list[int], place: tuple[int, int], *, inside: bool) -> torch.Tensor:
+    """Position ids [1,S] of a rank's tokens, counted inside documents or through the pack."""
+    cut = NAMED[layout].within(tuple(bounds[1:-1]))
+    pack = positions(cut, *place, bounds[-1])
+    starts = torch.tensor(bounds)
+    return (pack - inside * starts[torch.bucketize(pack, starts, right=True) - 1])[None]
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize(
+    ("chosen", "given", "said"),
+    [
+        ("thd", "thd", ""),
+        ("contiguous", "contiguous", ""),
+        ("thd", "contiguous", "the contiguous layout: cut them so, or use layout=contiguous"),
+        ("thd", "zigzag", "the zigzag layout: cut them so"),
+        ("contiguous", "thd", "the thd layout: cut them so, or use layout=thd"),
+        ("thd", "cyclic", ""),  # nobody cuts so: they mean something else
+    ],
+)
+def test_positions_of_packs_that_callers_cut_otherwise(
+    chosen: str, given: str, said: str, inside: bool
+) -> None:
+    """With padding, of which nothing is known by them."""
+    padded, real = [0, 8, 20, 32], torch.tensor([0, 8, 17, 28], dtype=torch.int32)
+    config = ContextParallelConfig("ring", 2, options=(("layout", chosen),))
+
+    def rank(group: Any) -> str:
+        model, with_padding = Model(), torch.tensor(padded, dtype=torch.int32)
+        serve_cut_inputs(model, Runtime(config, callers=True), group)
+        ids = cut_by(given, padded, (group.rank(), 2), inside=inside)
+        pack = cut_by(given, padded, (group.rank(), 2), inside=False)
+        ids[torch.isin(pack, torch.tensor([17, 18, 19, 31]))] = 0
+        packed = PackedSeqParams("thd", real, real, with_padding, with_padding)
+        try:
+            model(ids, ids, packed_seq_params=packed)
+        except ContextParallelError as error:
+            return str(error)
+        return ""
+
+    for found in on_ranks(2, rank):
+        assert found.endswith(said)
+        assert bool(found) == bool(said)
+
+
+def test_positions_that_callers_leave_as_they_were() -> None:
+    """Of two samples that are packed; a rank has as many tokens as a sample."""
+    config = ContextParallelConfig("ring", 2, options=(("layout", "thd"),))
+    bounds = torch.tensor([0, 8, 16], dtype=torch.int32)
+
+    def rank(group: Any) -> None:
+        model = Model()
+        serve_cut_inputs(model, Runtime(config), group)
+        samples = torch.arange(8).expand(2, 8)
+        model(torch.zeros(1, 8), samples, packed_seq_params=PackedSeqParams("thd", bounds, bounds))
+
+    on_ranks(2, rank)
+
+
+def test_documents_of_another_rank_from_some_batch_on() -> None:
+    config = ContextParallelConfig("zigzag", 2, options=(("layout", "thd"),))
+
+    def rank(group: Any) -> tuple[int, str]:
+        model = Model()
+        serve_cut_inputs(model, Runtime(config), group)
+        for number in range(2 * COMPARED_EVERY):
+            other = number > 5 and group.rank()
+            bounds = torch.tensor([0, 4, 16] if other else [0, 8, 16], dtype=torch.int32)
+            try:
+                model(torch.zeros(1, 8), packed_seq_params=PackedSeqParams("thd", bounds, bounds))
+            except ContextParallelError as error:
+                return number, str(error)
+        return -1, ""
+
+    for number, said in on_ranks(2, rank):
+        assert number == COMPARED_EVERY + 1  # found by one call, and said by the next
+        assert "got others on other ranks: give all of them the same batch" in said
+
+
 class Model(nn.Module):
     """Takes packed_seq_params as models of Megatron do."""
 
@@ -315,5 +397,7 @@ class Model(nn.Module):
         super().__init__()
         self.config = SimpleNamespace(cuda_graph_impl=cuda_graph_impl)
 
-    def forward(self, input_ids: Any = None, packed_seq_params: Any = None) -> Any:
+    def forward(
+        self, input_ids: Any = None, position_ids: Any = None, *, packed_seq_params: Any = None
+    ) -> Any:
         return packed_seq_params
