@@ -124,3 +124,19 @@ def test_a_batch_with_a_kernel_of_its_own(tmp_path: Path) -> None:
     assert [row["name"] for row in timed[1:]] == ["ring:kernel=reference", "zigzag:backward=query"]
     assert all(row["step_ms"] > 0 for row in timed)
     assert (tmp_path / "time.png").stat().st_size > 10_000
+
+
+def test_span_masks_are_timed() -> None:
+    """A shared prefix and images, by every algorithm asked for, on CPU ranks."""
+    words = (
+        "-m torch.distributed.run --nproc-per-node 2 scripts/benchmark_spans.py --device cpu "
+        "--scale 4 --heads 2:1 --head-dim 8 --iters 1 --kernel reference --algos zigzag,ulysses"
+    )
+    done = subprocess.run(
+        [sys.executable, *words.split()], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [row["name"] for row in rows] == ["one GPU / 2: reference", "zigzag", "ulysses"] * 2
+    assert {row["mask"] for row in rows} == {"shared prefix", "image blocks"}
+    assert all(row["of_limit"] > 0 for row in rows if not row["name"].startswith("one GPU"))

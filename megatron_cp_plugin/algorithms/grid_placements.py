@@ -5,6 +5,7 @@ R rows and C columns; queries of a row meet keys of a column.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import product
 
 from megatron_cp_plugin.core.grid import Grid
 from megatron_cp_plugin.core.placement import BlockPlacement, Place
@@ -35,6 +36,15 @@ class GatheredPlacement(GridPlacement):
 
     assembled = True
     masked = False
+
+    def met(self, rank: int) -> Iterator[tuple[int, int]]:
+        """See BlockPlacement.met."""
+        held = self.grid.key_owners[rank]
+        keys = [self.grid.key_owners[other] for other in self.grid.column(rank)]
+        yield from product(self.grid.row(rank), keys)
+        yield from ((rank, key) for key in range(self.size) if key not in keys)
+        others = set(range(self.size)) - set(self.grid.row(rank))
+        yield from ((query, held) for query in sorted(others))
 
     def place(self, query: int, key: int) -> Iterator[Place]:
         """See BlockPlacement.place."""

@@ -94,7 +94,7 @@ class HeadSplit(Algorithm):
     def placement(self, shape: Shape, mask: Mask, phase: Phase) -> HeadPlacement:
         """See Algorithm.placement."""
         size, ring = self.degree(shape.kv_heads), self._ring(shape)[1]
-        exchanged = self._groups(shape)
+        exchanged = self.exchanged_groups(shape)
         of_group = replace(shape, heads=exchanged[0].heads, kv_heads=exchanged[0].kv_heads)
         between = ring.placement(of_group, mask, phase)
         groups = tuple(inner.within(group) for group in exchanged for inner in between.groups)
@@ -102,7 +102,7 @@ class HeadSplit(Algorithm):
         keep = self.options.keep == "exchanged"
         return HeadPlacement(self.layout, size, replace(between, groups=groups), exchanges, keep)
 
-    def _groups(self, shape: Shape) -> tuple[HeadGroup, ...]:
+    def exchanged_groups(self, shape: Shape) -> tuple[HeadGroup, ...]:
         """Of one rank's heads, exchanged one after another."""
         size, total = self.degree(shape.kv_heads), self.topology.size
         filled = self._filled(shape)
@@ -134,5 +134,5 @@ class HeadSplit(Algorithm):
     def _make_exchanged(self, shape: Shape, phase: Phase) -> Exchanged:
         channels, ring = self._ring(shape)
         plan = self.plan(shape, Mask(), phase)
-        groups, heads = self._groups(shape), self._filled(shape)
+        groups, heads = self.exchanged_groups(shape), self._filled(shape)
         return Exchanged(plan, groups, ring, channels, self.topology.rank, heads)

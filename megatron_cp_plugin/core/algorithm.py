@@ -161,7 +161,7 @@ def attend_block(
     total: Accumulator, q: Tensor, k: Tensor, v: Tensor, work: Batches, call: Call
 ) -> None:
     """Adds attention of a block of queries over a block of keys to `total`."""
-    for each in work.calls(packed=call.packed, gaps=call.kernel.gaps):
+    for each in work.calls(packed=call.packed, gaps=call.kernel.gaps, forward=True):
         if isinstance(each, Tile):
             total.add(each.q, *_attend_tile(q, k, v, each, call))
             continue

@@ -170,7 +170,8 @@ class Packing:
     """Sequences that one call computes, each by itself, in ascending order.
 
     Attributes: q, kv: the queries, and the keys, of each. The first begin at 0, the last end where
-        the tensors do. There may be others between them, if the kernel takes `gaps`.
+        the tensors do. If the kernel takes `gaps` there may be others between them; and in a
+        forward keys may be in any order, and in several sequences.
     """
 
     q: tuple[slice, ...]
@@ -196,7 +197,7 @@ class Packing:
 def _lengths(packing: Packing, batch: int, device: torch.device) -> Lengths:
     sides = packing.q, packing.kv
     bounds = torch.tensor([[[x.start, x.stop] for x in side] for side in sides])
-    ends = bounds[:, -1:, 1]
+    ends = bounds[:, :, 1].amax(1, keepdim=True)
     starts = torch.arange(batch)[:, None] * ends[:, None] + bounds[:, None, :, 0]
     used = bounds.diff().flatten(1)
     longest_q, longest_k = used.amax(1).tolist()

@@ -7,6 +7,7 @@ what it does not own. What travels, and when, follows: see `core.derive`.
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import product
 from typing import ClassVar, NamedTuple
 
 from megatron_cp_plugin.core.layout import Layout
@@ -56,6 +57,10 @@ class BlockPlacement(ABC):
     @abstractmethod
     def place(self, query: int, key: int) -> Iterable[Place]:
         """Where and when the queries of one rank meet the keys of another, whatever the mask."""
+
+    def met(self, rank: int) -> Iterable[tuple[int, int]]:
+        """All pairs whose place is a rank, and all of the queries, or the keys, that it holds."""
+        return product(range(self.size), range(self.size))
 
     def leg(self, rank: int) -> int:
         """Which part of a relay a rank belongs to.

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
+from math import inf
 from typing import NamedTuple
 
 import torch
@@ -23,6 +24,9 @@ from megatron_cp_plugin.core.tiles import Tile
 # Pairs of a query and a key, for all heads, with which a call keeps a GPU busy for longer than the
 # host needs for the next one: some 70 us forward with head dim 128.
 _LARGE = 2**26
+# Queries, for all heads, that are copied for one call: the least that is worth one, and the most,
+# for which memory is taken. Between them it is half of those that there are.
+_COPIED = 2**13, 2**17
 # How many rows there may be in all where some are left out, for each that is computed: they take
 # memory, if no time.
 _SPARSE = 4
@@ -35,7 +39,7 @@ class Side(NamedTuple):
 
     Attributes:
         taken: those of all sequences, one after the other; as in `partial.rows_at`.
-        given: to which rows results go, in as many rounds as a row is taken.
+        given: to which rows results go, in as many rounds as a row is taken; () if there are none.
     """
 
     taken: slice | Tensor
@@ -46,14 +50,17 @@ class Side(NamedTuple):
 class Batch:
     """Tiles of one kind as the sequences of one call. No row of queries is in two of them.
 
-    Attributes: rows, cols: of each sequence, in the order in which the kernel takes them. apart:
-        they ascend, and what is between them is left out.
+    Attributes:
+        rows, cols: of each sequence, in the order in which the kernel takes them.
+        apart: they ascend, and what is between them is left out.
+        forward: nothing is given to keys; so if `apart` they may be in any order, and repeated.
     """
 
     rows: Ranges
     cols: Ranges
     causal: bool
     apart: bool = False
+    forward: bool = False
 
     @cached_property
     def packing(self) -> Packing:
@@ -67,7 +74,8 @@ class Batch:
 
 @lru_cache(maxsize=512)  # batches of some micro-batches: they take memory of the device
 def _on_device(batch: Batch, device: torch.device) -> tuple[Side, Side]:
-    rows, cols = (_picked(x, apart=batch.apart) for x in (batch.rows, batch.cols))
+    rows = _picked(batch.rows, apart=batch.apart)
+    cols = _picked(batch.cols, apart=batch.apart, given=not batch.forward)
     indices = (*_indices(rows), *_indices(cols))
     parts: Iterator[Tensor] = iter(())
     if indices:
@@ -84,44 +92,42 @@ class Batches:
     def __init__(self, tiles: Iterable[Tile], heads: int) -> None:
         """Args: heads: query heads that are computed at a time."""
         self.tiles, self._heads = tuple(tiles), heads
+        self._calls: dict[tuple[bool, bool, bool], tuple[KernelCall, ...]] = {}
 
-    def calls(self, *, packed: bool, gaps: bool = False) -> tuple[KernelCall, ...]:
-        """Every tile once. Args: packed: by a kernel that packs; else a call each. gaps: it takes
-        sequences with others between them.
+    def calls(
+        self, *, packed: bool, gaps: bool = False, forward: bool = False
+    ) -> tuple[KernelCall, ...]:
+        """Every tile once.
+
+        Args: packed: by a kernel that packs; else a call each. gaps: it takes sequences with others
+            between them. forward: results are for queries only.
         """
-        if not packed:
-            return self._single
-        return self._apart if gaps else self._copied
-
-    @cached_property
-    def _single(self) -> tuple[KernelCall, ...]:
-        return tuple(_call([_Unit(tile)], causal=tile.causal) for tile in self.tiles)
-
-    @cached_property
-    def _copied(self) -> tuple[KernelCall, ...]:
-        return tuple(_packed(self.tiles, self._heads, gaps=False))
-
-    @cached_property
-    def _apart(self) -> tuple[KernelCall, ...]:
-        return tuple(_packed(self.tiles, self._heads, gaps=True))
+        way = packed, gaps, forward
+        if way not in self._calls:
+            singly = (_call([_Unit(tile)], tile.causal) for tile in self.tiles)
+            found = _packed(self.tiles, self._heads, gaps, forward) if packed else singly
+            self._calls[way] = tuple(found)
+        return self._calls[way]
 
 
-def _packed(tiles: Sequence[Tile], heads: int, *, gaps: bool) -> list[KernelCall]:
+def _packed(tiles: Sequence[Tile], heads: int, gaps: bool, forward: bool) -> list[KernelCall]:
     found: list[KernelCall] = []
+    rows = max((tile.q.stop for tile in tiles), default=0)
     keys = max((tile.kv.stop for tile in tiles), default=0)
+    least, most = (queries // heads for queries in _COPIED)
     by_kind: dict[tuple[bool, bool], list[Tile]] = {}
     for tile in tiles:
         by_kind.setdefault((tile.causal, tile.reverse), []).append(tile)
-    for (causal, reverse), of_kind in by_kind.items():
+    for (causal, _), of_kind in by_kind.items():
         units = _units(of_kind if causal else _larger(of_kind))
-        if gaps and len(units) > 1 and _ascend(units):
-            found.append(_call(units, causal=causal, apart=True))
-            continue
-        # Reversed tiles are copied anyway.
-        large = [u for u in units if u.area * heads >= _LARGE and not reverse]
-        small = [u for u in units if u.area * heads < _LARGE or reverse]
-        groups = (*([unit] for unit in large), *_disjoint(small, 2 * keys))
-        found += (_call(group, causal=causal) for group in groups)
+        in_place = _in_place(units, forward) if gaps else []
+        found += (_call(group, causal, apart=True, forward=forward) for group in in_place)
+        taken = {unit for group in in_place for unit in group}
+        units = [unit for unit in units if unit not in taken]
+        found += (_call([u], causal) for u in units if u.area * heads >= _LARGE)
+        small = (unit for unit in units if unit.area * heads < _LARGE)
+        groups = _disjoint(small, min(max(rows // 2, least), most), 2 * keys)
+        found += (_call(group, causal, forward=forward) for group in groups)
     # What may be all rows comes first: there is nothing yet to merge it with.
     return sorted(found, key=_row_count, reverse=True)
 
@@ -184,37 +190,54 @@ def _units(tiles: Iterable[Tile]) -> list[_Unit]:
     return units
 
 
-def _disjoint(units: Iterable[_Unit], most: int) -> Iterator[list[_Unit]]:
+def _disjoint(
+    units: Iterable[_Unit], most_rows: float = inf, most_cols: float = inf
+) -> list[list[_Unit]]:
     """As few groups as can be, of units that have no row in common.
 
-    Args: units: ascending in rows. most: keys that a group may have, repeated ones counted again.
+    Args: units: ascending in rows. most_rows, most_cols: of a group, repeated ones counted again.
     """
-    groups: list[tuple[list[_Unit], int, int]] = []
+    groups: list[list[_Unit]] = []
+    sizes: list[tuple[int, int]] = []
     for unit in units:
-        for index, (group, reached, cols) in enumerate(groups):
-            if unit.start >= reached and cols + unit.cols <= most:
+        own = unit.stop - unit.start, unit.cols
+        for index, (group, (rows, cols)) in enumerate(zip(groups, sizes, strict=True)):
+            fits = rows + own[0] <= most_rows and cols + own[1] <= most_cols
+            if unit.start >= group[-1].stop and fits:
                 group.append(unit)
-                groups[index] = group, unit.stop, cols + unit.cols
+                sizes[index] = rows + own[0], cols + own[1]
                 break
         else:
-            groups.append(([unit], unit.stop, unit.cols))
-    yield from (group for group, *_ in groups)
+            groups.append([unit])
+            sizes.append(own)
+    return groups
 
 
-def _ascend(units: Sequence[_Unit]) -> bool:
-    """Whether rows and columns ascend, and not too many are left out."""
+def _in_place(units: Sequence[_Unit], forward: bool) -> list[list[_Unit]]:
+    """Groups of units that a kernel takes where they are, leaving out what is between them."""
     if not all(unit.plain for unit in units):
+        return []
+    groups = _disjoint(units) if forward else [[*units]]
+    return [group for group in groups if len(group) > 1 and _fits(group, forward)]
+
+
+def _fits(units: Sequence[_Unit], forward: bool) -> bool:
+    """Whether rows ascend, and columns too unless they are only read, and few are left out."""
+    if any(a.stop > b.start for a, b in pairwise(units)):
         return False
-    for a, b in pairwise(units):
-        if a.stop > b.start or a.tiles[-1].kv.stop > b.tiles[0].kv.start:
-            return False
-    first, last = units[0].tiles[0], units[-1].tiles[-1]
-    rows, cols = last.q.stop - first.q.start, last.kv.stop - first.kv.start
-    taken = sum(unit.stop - unit.start for unit in units), sum(unit.cols for unit in units)
-    return rows <= _SPARSE * taken[0] and cols <= _SPARSE * taken[1]
+    rows = units[-1].stop - units[0].start
+    few_rows = rows <= _SPARSE * sum(unit.stop - unit.start for unit in units)
+    if forward:
+        return few_rows
+    places = [(unit.tiles[0].kv.start, unit.tiles[-1].kv.stop) for unit in units]
+    ascend = all(a[1] <= b[0] for a, b in pairwise(places))
+    few_cols = places[-1][1] - places[0][0] <= _SPARSE * sum(unit.cols for unit in units)
+    return few_rows and ascend and few_cols
 
 
-def _call(units: Sequence[_Unit], *, causal: bool, apart: bool = False) -> KernelCall:
+def _call(
+    units: Sequence[_Unit], causal: bool, *, apart: bool = False, forward: bool = False
+) -> KernelCall:
     tiles = [tile for unit in units for tile in unit.tiles]
     if len(tiles) == 1 and not tiles[0].document_bounds:
         return tiles[0]
@@ -229,7 +252,7 @@ def _call(units: Sequence[_Unit], *, causal: bool, apart: bool = False) -> Kerne
             order = -1 if tile.reverse else 1
             rows.append(_range(tile.q)[::order])
             cols.append(_range(tile.kv)[::order])
-    return Batch(tuple(rows), tuple(cols), causal, apart)
+    return Batch(tuple(rows), tuple(cols), causal, apart, forward)
 
 
 def _row_count(call: KernelCall) -> int:
@@ -250,36 +273,42 @@ def _follows(before: range, rows: range) -> bool:
 
 
 class _Picked(NamedTuple):
-    """A `Side` on the host."""
+    """A `Side` on the host. Attributes: given: otherwise than all rows as they are taken."""
 
     taken: slice | Tensor
-    rounds: tuple[tuple[Tensor, Tensor], ...]
+    given: tuple[tuple[Tensor, Tensor], ...] | None = None
 
 
 def _places(ranges: Ranges, *, apart: bool) -> tuple[slice, ...]:
     """Where the sequences are in what a kernel is given."""
     if apart:
-        return tuple(slice(x.start - ranges[0].start, x.stop - ranges[0].start) for x in ranges)
+        first = min(x.start for x in ranges)
+        return tuple(slice(x.start - first, x.stop - first) for x in ranges)
     return tuple(slice(a, b) for a, b in pairwise(accumulate(map(len, ranges), initial=0)))
 
 
-def _picked(ranges: Ranges, *, apart: bool) -> _Picked:
-    whole = slice(ranges[0].start, ranges[-1].stop)
+def _picked(ranges: Ranges, *, apart: bool, given: bool = True) -> _Picked:
+    """Args: given: there are results for them."""
     if all(_follows(a, b) for a, b in pairwise(ranges)) and ranges[0].step == 1:
-        return _Picked(whole, ())
+        return _Picked(slice(ranges[0].start, ranges[-1].stop), None if given else ())
     if apart:
+        whole = slice(min(x.start for x in ranges), max(x.stop for x in ranges))
+        if not given:
+            return _Picked(whole, ())
         numbers = _numbers(ranges)
         return _Picked(whole, ((numbers, numbers - whole.start),))
+    taken = _numbers(ranges)
+    if not given:
+        return _Picked(taken, ())
     rounds = _rounds(ranges)
     if len(rounds) == 1:
-        return _Picked(_numbers(ranges), ())
-    starts = list(accumulate(map(len, ranges), initial=0))
-    packed = [range(a, b) for a, b in pairwise(starts)]
+        return _Picked(taken)
+    packed = [range(a, b) for a, b in pairwise(accumulate(map(len, ranges), initial=0))]
     pairs = (
         (_numbers([ranges[n] for n in numbers]), _numbers([packed[n] for n in numbers]))
         for numbers in rounds
     )
-    return _Picked(_numbers(ranges), tuple(pairs))
+    return _Picked(taken, tuple(pairs))
 
 
 def _rounds(ranges: Ranges) -> list[list[int]]:
@@ -310,16 +339,16 @@ def _numbers(ranges: Sequence[range]) -> Tensor:
 def _indices(side: _Picked) -> Iterator[Tensor]:
     if isinstance(side.taken, Tensor):
         yield side.taken
-    for pair in side.rounds:
+    for pair in side.given or ():
         yield from pair
 
 
 def _placed(side: _Picked, on_device: Iterator[Tensor]) -> Side:
     """With tensors on a device, in the order of `_indices`."""
     taken = side.taken if isinstance(side.taken, slice) else next(on_device)
-    if not side.rounds:
+    if side.given is None:
         return Side(taken, (taken if isinstance(taken, slice) else RowIndex(taken),))
-    return Side(taken, tuple(RowIndex(next(on_device), next(on_device)) for _ in side.rounds))
+    return Side(taken, tuple(RowIndex(next(on_device), next(on_device)) for _ in side.given))
 
 
 @dataclass(frozen=True)

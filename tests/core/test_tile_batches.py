@@ -1,5 +1,6 @@
 """Which tiles become one kernel call: every pair once, few calls, and copies only where needed."""
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,6 +14,11 @@ from megatron_cp_plugin.core.tile_batches import Batches, parts
 from megatron_cp_plugin.core.tiles import Mask, Tile, plan_tiles
 
 CPU = torch.device("cpu")
+# Packed, with gaps, forward.
+WAYS = [
+    *((True, gaps, forward) for gaps in (True, False) for forward in (True, False)),
+    (False, False, False),
+]
 
 
 def pairs_of(calls, shape) -> torch.Tensor:
@@ -29,9 +35,10 @@ def pairs_of(calls, shape) -> torch.Tensor:
         rows, cols = (
             torch.arange(n)[side.taken] for n, side in zip(shape, (queries, keys), strict=True)
         )
-        assert (call.packing.q[-1].stop, call.packing.kv[-1].stop) == (len(rows), len(cols))
+        assert len(cols) == max(x.stop for x in call.packing.kv)
         assert call.packing.gaps <= call.apart
         taken_rows, taken_cols = torch.zeros(len(rows)), torch.zeros(len(cols))
+        assert len(rows) == max(x.stop for x in call.packing.q)
         assert len(call.packing.q) > 1
         for mine, seen in zip(call.packing.q, call.packing.kv, strict=True):
             taken_rows[mine] += 1
@@ -42,7 +49,11 @@ def pairs_of(calls, shape) -> torch.Tensor:
                 assert len(rows_of) <= len(cols_of)
                 pairs = pairs.tril(len(cols_of) - len(rows_of))
             found[rows_of[:, None], cols_of] += pairs
-        assert taken_rows.max() == taken_cols.max() == 1
+        assert taken_rows.max() == 1
+        if call.forward:
+            assert not keys.given
+            taken_cols *= 0
+        assert taken_cols.max() <= 1
         for side, taken, counts in ((queries, rows, taken_rows), (keys, cols, taken_cols)):
             given = torch.zeros(len(taken))
             for to in side.given:
@@ -89,15 +100,16 @@ def test_calls_compute_the_pairs_of_their_tiles(
             tiles = plan_tiles(queries, keys, mask, rectangular=rectangular)
             rows, cols = sum(map(len, queries)), sum(map(len, keys))
             want = pairs_of([one for tile in tiles for one in whole_documents(tile)], (rows, cols))
-            for packed, gaps in ((True, True), (True, False), (False, False)):
-                calls = Batches(tiles, heads).calls(packed=packed, gaps=gaps)
+            for packed, gaps, forward in WAYS:
+                way = {"packed": packed, "gaps": gaps, "forward": forward}
+                calls = Batches(tiles, heads).calls(**way)
                 assert torch.equal(pairs_of(calls, (rows, cols)), want)
                 found, reached = torch.zeros_like(want), 0
                 for part in parts(tiles, rows, heads, packed, gaps):
                     length = part.rows.stop - part.rows.start
                     assert part.rows.start == reached
                     reached = part.rows.stop
-                    of_part = pairs_of(part.work.calls(packed=packed, gaps=gaps), (length, cols))
+                    of_part = pairs_of(part.work.calls(**way), (length, cols))
                     found[part.rows] += of_part
                 assert torch.equal(found, want)
                 assert reached == rows
@@ -170,9 +182,13 @@ def test_keys_that_two_tiles_of_a_call_see_get_gradients_in_two_rounds() -> None
 
 def test_large_tiles_are_calls_of_their_own() -> None:
     """No copies for what keeps a GPU busy alone; and no call has more than twice the keys."""
-    tiles = [Tile(slice(a, a + 64), slice(a, a + 64), 64, 64, False) for a in range(0, 1024, 128)]
-    small, large = Batches(tiles, 2**13), Batches(tiles, 2**14)
-    assert [len(call.rows) for call in small.calls(packed=True)] == [8]
+    length = 2**10
+    tiles = [
+        Tile(slice(a, a + length), slice(a, a + length), length, length, False)
+        for a in range(length, 17 * length, 2 * length)
+    ]
+    small, large = Batches(tiles, 2**5), Batches(tiles, 2**6)
+    assert [len(call.rows) for call in small.calls(packed=True)] == [4, 4]
     assert set(large.calls(packed=True)) == set(tiles)
     same = [Tile(slice(a, a + 64), slice(0, 99), 64, 99, False) for a in range(0, 1024, 128)]
     assert [len(call.rows) for call in Batches(same, 1).calls(packed=True)] == [2] * 4
@@ -231,3 +247,34 @@ def test_few_rows_far_apart_are_copied() -> None:
     ):
         [call] = calls(starts, cols)
         assert call.apart == apart
+
+
+def test_keys_that_are_only_read_are_taken_where_they_are() -> None:
+    """Images: each sees all before it. Gradients of keys need copies, or calls one by one."""
+    tiles = [Tile(slice(a, a + 8), slice(0, a), 8, a, causal=False) for a in range(16, 160, 16)]
+    work = Batches(tiles, 4)
+    [call] = work.calls(packed=True, gaps=True, forward=True)
+    assert [side.taken for side in call.sides(CPU)] == [slice(16, 152), slice(0, 144)]
+    assert call.packing.lengths(1, CPU).cu_k.tolist() == [0] * 9 + [144]
+    for copies in (
+        work.calls(packed=True, gaps=True),
+        work.calls(packed=True, forward=True),
+        Batches(tiles, 4).calls(packed=True),
+    ):
+        assert len(copies) == 3
+        assert not any(isinstance(one, Tile) or one.apart for one in copies)
+    large = Batches(tiles, 2**26)
+    assert len(large.calls(packed=True, gaps=True, forward=True)) == 1
+    assert len(large.calls(packed=True, gaps=True)) == len(tiles)
+
+
+@pytest.mark.parametrize(("heads", "most"), [(4, 64), (8, 64), (128, 64), (256, 32), (2**13, 1)])
+def test_few_queries_are_copied_at_a_time(heads: int, most: int) -> None:
+    """Half the block's 2048, but 2**13 for all heads where half are fewer, and 2**17 at most."""
+    tiles = [
+        Tile(slice(a, a + 16), slice(a, a + 16), 16, 16, causal=True, reverse=True)
+        for a in range(16, 2048, 32)
+    ]
+    calls = Batches(tiles, heads).calls(packed=True, gaps=True)
+    counts = [1 if isinstance(one, Tile) else len(one.rows) for one in calls]
+    assert counts == [most] * (64 // most)

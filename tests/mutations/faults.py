@@ -386,6 +386,20 @@ FAULTS = (
         "kernels/test_flash2.py::test_documents",
     ),
     Fault(
+        "core/tile_batches.py",
+        "return few_rows and ascend and few_cols",
+        "return few_rows and few_cols",
+        "tiles that share keys are one backward call where they are",
+        "core/test_tile_batches.py::test_calls_compute_the_pairs_of_their_tiles",
+    ),
+    Fault(
+        "core/algorithm.py",
+        "    for cols in keys.given:\n",
+        "    for cols in keys.given[:1]:\n",
+        "keys that several tiles of a call share get the gradients of one",
+        "kernels/test_packed.py::test_tiles_of_all_kinds",
+    ),
+    Fault(
         "kernels/fused.py",
         "lse = tl.where(empty, nothing, high + tl.log(tl.where(empty, 1.0, total)))",
         "lse = tl.where(empty, nothing, high + tl.log2(tl.where(empty, 1.0, total)))",

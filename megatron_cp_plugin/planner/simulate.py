@@ -1,0 +1,282 @@
+"""Simulates an attention layer on a machine: what each rank does, and what it waits for.
+
+What a rank does is what its own code does without data (`planner.trace`), which follows the plan.
+How long that takes is played on the machine (`planner.play`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+from megatron_cp_plugin import registry
+from megatron_cp_plugin.algorithms.grid import GridAlgorithm
+from megatron_cp_plugin.algorithms.grid_placements import GatheredPlacement, GridRingPlacement
+from megatron_cp_plugin.algorithms.head_split import HeadSplit
+from megatron_cp_plugin.algorithms.point_to_point import PointToPoint
+from megatron_cp_plugin.core.algorithm import Algorithm
+from megatron_cp_plugin.core.linear import LinearAlgorithm, LinearShape
+from megatron_cp_plugin.core.shape import Shape
+from megatron_cp_plugin.core.tiles import Mask
+from megatron_cp_plugin.core.topology import Topology
+from megatron_cp_plugin.planner.machine import Machine, Pass
+from megatron_cp_plugin.planner.play import (
+    Interval,
+    PassTime,
+    Timeline,
+    launched,
+    play,
+    tile_seconds,
+)
+from megatron_cp_plugin.planner.trace import Trace, alone, trace_linear, trace_softmax
+
+__all__ = [
+    "PASSES",
+    "Interval",
+    "PassTime",
+    "Timeline",
+    "host_seconds",
+    "layer_seconds",
+    "simulate",
+    "tile_seconds",
+]
+
+PASSES: tuple[Pass, ...] = ("forward", "backward")
+
+
+def simulate(
+    algo: str,
+    options: Mapping[str, object],
+    shape: Shape | LinearShape,
+    mask: Mask,
+    machine: Machine,
+    nodes: Sequence[int],
+    *,
+    transport: str = "auto",
+    kernel: str | None = None,
+    captured: bool = False,
+) -> Timeline:
+    """One layer, forward and backward.
+
+    Up to 16 ranks all are simulated. Of more, where all exchange in collective operations
+    (allgather, attention2d, ulysses over the process group), three are, at the true size: the
+    others are taken to come when these do. All else is simulated on 16 and on 32 ranks, or two and
+    four nodes, with as many tokens a rank, and goes on from there in a straight line: with every
+    further rank, or team, there are as many steps more, each like the others.
+
+    Args:
+        algo, options: as `registry.create`. shape: of the whole problem. mask: of softmax
+            attention. nodes: the node of each rank. transport: "auto", by copy engines where the
+            machine has them and all ranks are on one node; or "group". kernel: one of the
+            machine's; default: its first.
+        captured: in a CUDA graph, so that the host launches nothing.
+
+    Raises: ConfigError if the algorithm cannot serve this, or a name or value is unknown.
+    """
+    nodes, size = tuple(nodes), len(nodes)
+    kernel = kernel or next(iter(machine.kernels))
+    peer_access = transport != "group" and machine.copy is not None and len(set(nodes)) == 1
+    ranks: tuple[int, ...] = tuple(range(size))
+    if size > _ALL:
+        options = _pinned(algo, options, shape, mask, nodes, peer_access=peer_access)
+        if not _by_collectives(algo, options, shape, nodes, peer_access=peer_access):
+            smaller = _smaller(nodes)
+            if smaller is not None:
+                few, more = (
+                    simulate(
+                        algo,
+                        options,
+                        replace(shape, seq_len=shape.seq_len // size * count),
+                        mask,
+                        machine,
+                        nodes[:count],
+                        transport=transport if peer_access else "group",
+                        kernel=kernel,
+                        captured=captured,
+                    )
+                    for count in smaller
+                )
+                return _extended(few, more, smaller, size)
+        else:
+            ranks = (0, size // 2, size - 1)
+    traces = _traces(algo, tuple(options.items()), shape, mask, nodes, ranks, peer_access)
+    return play(machine, nodes, traces, kernel, captured=captured)
+
+
+_ALL = 16  # so many ranks are simulated one by one
+
+
+def _smaller(nodes: Sequence[int]) -> tuple[int, int] | None:
+    """Two numbers of ranks that stand for more, if there are any."""
+    per_node = nodes.count(nodes[0])
+    step = per_node if per_node > 1 and len(set(nodes)) > 1 else 1
+    few = step * max(2, _ALL // step)
+    if 2 * few >= len(nodes) or len(nodes) % few:
+        return None
+    return few, 2 * few
+
+
+def _extended(few: Timeline, more: Timeline, counts: tuple[int, int], size: int) -> Timeline:
+    """What two numbers of ranks say of a third one."""
+    factor = (size - counts[1]) / (counts[1] - counts[0])
+
+    def line(a: float, b: float) -> float:
+        return b + max(0.0, b - a) * factor
+
+    def one(a: PassTime, b: PassTime) -> PassTime:
+        return PassTime(
+            line(a.seconds, b.seconds),
+            line(a.computing, b.computing),
+            line(a.exposed_communication, b.exposed_communication),
+            {link: round(line(a.bytes.get(link, 0), b.bytes[link])) for link in b.bytes},
+        )
+
+    forward, backward = one(few.forward, more.forward), one(few.backward, more.backward)
+    return Timeline(forward, backward, more.intervals, more.ranks)
+
+
+def layer_seconds(
+    algo: str,
+    options: Mapping[str, object],
+    size: int,
+    shape: Shape | LinearShape,
+    mask: Mask,
+    machine: Machine,
+    *,
+    nodes: Sequence[int] | None = None,
+    transport: str = "auto",
+    kernel: str | None = None,
+    captured: bool = False,
+) -> float:
+    """Seconds of forward and backward.
+
+    Args: nodes: default: as many ranks on each as the machine has GPUs; others as of `simulate`.
+    """
+    where = machine.nodes(size) if nodes is None else nodes
+    return simulate(
+        algo,
+        options,
+        shape,
+        mask,
+        machine,
+        where,
+        transport=transport,
+        kernel=kernel,
+        captured=captured,
+    ).seconds
+
+
+def host_seconds(
+    algo: str,
+    options: Mapping[str, object],
+    shape: Shape,
+    mask: Mask,
+    machine: Machine,
+    nodes: Sequence[int],
+) -> tuple[float, float]:
+    """Seconds of the host for what rank 0 launches in forward and backward."""
+    peer_access = machine.copy is not None and len(set(nodes)) == 1
+    trace = _trace(algo, options, shape, mask, 0, nodes, peer_access=peer_access)
+    return launched(machine, trace.forward), launched(machine, trace.backward)
+
+
+@lru_cache(maxsize=256)  # what ranks do is the same on every machine
+def _traces(
+    algo: str,
+    options: tuple[tuple[str, object], ...],
+    shape: Shape | LinearShape,
+    mask: Mask,
+    nodes: tuple[int, ...],
+    ranks: tuple[int, ...],
+    peer_access: bool,
+) -> dict[int, Trace]:
+    """Of some ranks."""
+    of_all = algo, dict(options), shape, mask
+    return {rank: _trace(*of_all, rank, nodes, peer_access=peer_access) for rank in ranks}
+
+
+def _pinned(
+    algo: str,
+    options: Mapping[str, object],
+    shape: Shape | LinearShape,
+    mask: Mask | None,
+    nodes: tuple[int, ...],
+    *,
+    peer_access: bool,
+) -> Mapping[str, object]:
+    """Options with what follows from the number of ranks set to what it is for so many."""
+    if isinstance(shape, LinearShape):
+        return options
+    algorithm = _made(algo, options, shape, nodes, peer_access=peer_access)
+    pinned = dict(options)
+    if isinstance(algorithm, HeadSplit):
+        pinned["chunks"] = len(algorithm.exchanged_groups(shape))
+        if "ulysses" in registry.option_names(algo):
+            pinned["ulysses"] = algorithm.degree(shape.kv_heads)
+    elif isinstance(algorithm, PointToPoint):
+        pinned["chunks"] = len(algorithm.head_groups(shape, mask or Mask()))
+        if isinstance(algorithm, GridAlgorithm) and "rows" in registry.option_names(algo):
+            pinned["rows"], pinned["cols"] = algorithm.grid_shape(shape)
+            if algorithm.kind is GridRingPlacement:
+                pinned["chunks"] = 0
+    return pinned
+
+
+def _by_collectives(
+    algo: str,
+    options: Mapping[str, object],
+    shape: Shape | LinearShape,
+    nodes: tuple[int, ...],
+    *,
+    peer_access: bool,
+) -> bool:
+    """Whether ranks meet in collective operations only, so that each stands for the others."""
+    if isinstance(shape, LinearShape):
+        return algo != "lasp"
+    algorithm = _made(algo, options, shape, nodes, peer_access=peer_access)
+    if isinstance(algorithm, HeadSplit):
+        return algorithm.degree(shape.kv_heads) == len(nodes)
+    return isinstance(algorithm, GridAlgorithm) and algorithm.kind is GatheredPlacement
+
+
+def _made(
+    algo: str,
+    options: Mapping[str, object],
+    shape: Shape,
+    nodes: tuple[int, ...],
+    *,
+    peer_access: bool,
+) -> Algorithm:
+    algorithm = registry.create(algo, alone(0, nodes, peer_access=peer_access), options)
+    heads = {"heads": shape.heads, "kv_heads": shape.kv_heads}
+    algorithm.check(algorithm.options, size=len(nodes), **heads, causal=True)
+    return algorithm
+
+
+def _trace(
+    algo: str,
+    options: Mapping[str, object],
+    shape: Shape | LinearShape,
+    mask: Mask,
+    rank: int,
+    nodes: Sequence[int],
+    *,
+    peer_access: bool,
+) -> Trace:
+    if isinstance(shape, LinearShape):
+
+        def make_linear(topology: Topology) -> LinearAlgorithm:
+            algorithm = registry.create_linear(algo, topology, options)
+            algorithm.check(algorithm.options, size=len(nodes), heads=shape.heads)
+            return algorithm
+
+        return trace_linear(make_linear, rank, nodes, shape, causal=mask.causal)
+
+    def make(topology: Topology) -> Algorithm:
+        algorithm = registry.create(algo, topology, options)
+        heads = {"heads": shape.heads, "kv_heads": shape.kv_heads}
+        algorithm.check(algorithm.options, size=len(nodes), **heads, causal=mask.causal)
+        return algorithm
+
+    return trace_softmax(make, rank, nodes, shape, mask, peer_access=peer_access)
