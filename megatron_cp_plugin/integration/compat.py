@@ -118,7 +118,10 @@ class Replacement:
     """
 
     def __init__(self, row: Name, hook: Callable[..., Any]) -> None:
-        """Puts it in force, here and wherever modules of Megatron have imported the name."""
+        """Puts it in force, here and wherever modules have imported the name.
+
+        Also those of programs around Megatron, which may have done so long before.
+        """
         self.hook: Callable[..., Any] | None = hook
         self._owner, self._name = _owner(row)
         self._original = getattr(self._owner, self._name)
@@ -142,14 +145,15 @@ class Replacement:
         setattr(self._owner, self._name, after)
         if not isinstance(self._owner, ModuleType):
             return
-        for module in _loaded_modules():
+        loaded = (each for each in list(sys.modules.values()) if isinstance(each, ModuleType))
+        for module in loaded:
             for alias, value in list(vars(module).items()):
                 if value is before:
                     setattr(module, alias, after)
 
 
 def replace(hooks: Mapping[str, Callable[..., Any]], *parts: Part) -> list[Replacement]:
-    """Replaces names of Megatron, wherever its modules have imported them.
+    """Replaces names of Megatron, wherever they have been imported.
 
     Args:
         hooks: The functions that take their places, by `Name.name`; each is given Megatron's own
@@ -166,12 +170,6 @@ def hook_of(function: Any) -> Callable[..., Any] | None:
     """Returns what was put in the place of a function of Megatron; None: nothing."""
     replaced = getattr(function, "replaced", None)
     return replaced.hook if isinstance(replaced, Replacement) else None
-
-
-def _loaded_modules() -> Iterator[ModuleType]:
-    for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] == "megatron" and isinstance(module, ModuleType):
-            yield module
 
 
 def _owner(row: Name) -> tuple[Any, str]:

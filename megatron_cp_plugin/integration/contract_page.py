@@ -63,7 +63,7 @@ table.
 
 ## What is replaced, and when
 
-In memory, before your script imports it, here and wherever modules of Megatron have imported it.
+In memory, before your script imports it, here and wherever it has been imported already.
 Without `--context-parallel-algo` (or with `--context-parallel-algo megatron`) on a machine with a
 GPU, nothing of Megatron changes.
 """

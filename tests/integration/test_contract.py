@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import megatron.core
@@ -356,3 +357,18 @@ def test_every_setting_of_the_configuration_that_is_read_is_in_the_table() -> No
     }
     assert {name for _, name in read} >= {"window_size", "kv_lora_rank", "params_dtype"}
     assert {(path, name) for path, name in read if name not in known} == set()
+
+
+def test_a_program_that_has_imported_a_name_before_is_served(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As mcore-bridge, whose `roll_tensor` would go on to know Megatron's layout only."""
+    from megatron.core.transformer import multi_token_prediction
+
+    framework = ModuleType("a_framework")
+    framework.rolled = own = multi_token_prediction.roll_tensor
+    monkeypatch.setitem(sys.modules, framework.__name__, framework)
+    (replacement,) = compat.replace({"roll_tensor": lambda original, x: -x}, "algorithm")
+    assert framework.rolled(3) == multi_token_prediction.roll_tensor(3) == -3
+    replacement.undo()
+    assert framework.rolled is multi_token_prediction.roll_tensor is own

@@ -140,7 +140,10 @@ def test_unmodified_script_of_a_checkout(
     "layers",
     [
         "*-*-",
-        "+-+- --kv-lora-rank 16 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 12",
+        pytest.param(
+            "+-+- --kv-lora-rank 16 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 12",
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["attention", "latent"],
 )

@@ -143,8 +143,11 @@ def test_hybrid_model(name: str, pattern: str, tmp_path: Path) -> None:
     "sharding",
     [
         "--use-torch-fsdp2 --ckpt-format torch_dist",
-        "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params "
-        "--use-distributed-optimizer --ckpt-format fsdp_dtensor",
+        pytest.param(
+            "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params "
+            "--use-distributed-optimizer --ckpt-format fsdp_dtensor",
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["torch", "megatron"],
 )
