@@ -348,6 +348,11 @@ def sees_all(layout: Layout, size: int, seq_len: int, mask: Mask) -> bool:
 def _seen(layout: Layout, size: int, seq_len: int, mask: Mask) -> tuple[tuple[bool, ...], ...]:
     """[query owner][key owner]: whether any query of the one sees any key of the other."""
     spans = [tuple(filter(len, layout.spans(rank, size, seq_len))) for rank in range(size)]
+    if mask == Mask() and all(spans):
+        # With a thousand ranks there are a million pairs.
+        first = [min(span.start for span in own) for own in spans]
+        last = [max(span.positions[-1] for span in own) for own in spans]
+        return tuple(tuple(key <= query for key in first) for query in last)
     if not mask.documents or any(span.step > 1 for own in spans for span in own):
         return tuple(tuple(sees(q, k, mask) for k in spans) for q in spans)
     # A block's documents are looked up once, not for each other block.

@@ -55,7 +55,8 @@ def row_major(rows: int, cols: int, nodes: Sequence[int]) -> Grid:
 
     Args: nodes: the node of each rank.
     """
-    order = sorted(range(rows * cols), key=lambda rank: (nodes.index(nodes[rank]), rank))
+    place = {node: number for number, node in enumerate(dict.fromkeys(nodes))}
+    order = sorted(range(rows * cols), key=lambda rank: (place[nodes[rank]], rank))
     ranks = tuple(tuple(order[row * cols : (row + 1) * cols]) for row in range(rows))
     return Grid(ranks, tuple(range(rows * cols)))
 
