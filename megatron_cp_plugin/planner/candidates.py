@@ -1,4 +1,4 @@
-"""What may be chosen for an attention layer: algorithms with their options, as the registry has them.
+"""What may be chosen for an attention layer: algorithms with their options, by the registry.
 
 Nothing is computed and nothing is sent; refused ones are left out, with the reason.
 """

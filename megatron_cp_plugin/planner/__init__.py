@@ -1,1 +1,0 @@
-"""What a layer, and a step, will take; and the choice that follows."""
