@@ -258,7 +258,7 @@ class _Sizes(SoftmaxKernel):
         return super().backward_packed(dout, q, k, v, statistics, bounds, scale=scale)
 
 
-class _OnePass:
+class OnePass:
     """Merges, sums and row sums as they are on GPUs: they take no memory beside their results."""
 
     def merge_into(
@@ -281,7 +281,7 @@ class _OnePass:
         pass
 
 
-register_fused("meta", _OnePass)
+register_fused("meta", OnePass)
 
 
 def _take(like: Tensor, size_bytes: int) -> None:

@@ -1,0 +1,1 @@
+"""What an attention layer, and a step of a model, takes on a machine. Needs torch alone."""

@@ -1,0 +1,232 @@
+"""What the simulator knows of a machine: links by class, kernels by tile, memory, the host.
+
+A machine is a YAML file: `configs/machines/NAME.yaml`, or one that `megatron-cp calibrate` wrote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from math import log
+from pathlib import Path
+from typing import Any, Literal, Self, get_args
+
+from megatron_cp_plugin.errors import ConfigError, nearest
+from megatron_cp_plugin.extras import need
+
+Pass = Literal["forward", "backward"]
+Operation = Literal["exchange", "all_gather", "reduce_scatter", "all_to_all"]
+OPERATIONS: tuple[Operation, ...] = get_args(Operation)
+_FOLDER = Path(__file__).parent.parent / "configs" / "machines"
+
+
+@dataclass(frozen=True)
+class Rate:
+    """What a message takes: alpha + bytes / beta.
+
+    Attributes: seconds: alpha, of a message whatever its size. bytes_per_second: beta.
+    """
+
+    seconds: float
+    bytes_per_second: float
+
+    def time(self, size_bytes: float) -> float:
+        """Seconds of so many bytes."""
+        return self.seconds + size_bytes / self.bytes_per_second
+
+
+@dataclass(frozen=True)
+class Links:
+    """Operations of a process group over links of one class.
+
+    Attributes:
+        exchange: of two ranks, both ways at a time; bytes that a rank sends. collective: by
+            operation and number of ranks that take part; of other numbers the nearest one serves.
+    """
+
+    exchange: Rate
+    collective: Mapping[Operation, Mapping[int, Rate]] = field(default_factory=dict)
+
+    def rate(self, operation: Operation, ranks: int) -> Rate:
+        """Of an operation; that of exchanges where it is not known."""
+        known = self.collective.get(operation)
+        if not known:
+            return self.exchange
+        return known[min(known, key=lambda count: (abs(log(count / ranks)), count))]
+
+
+@dataclass(frozen=True)
+class KernelSpeed:
+    """How fast an attention kernel is: seconds + flop / flops * (1 + rows / r + columns / c).
+
+    Attributes:
+        flops: of long tiles, of what is asked for. rows, columns: of a tile at which it is half as
+            fast. seconds: of a call, whatever its size.
+    """
+
+    flops: float
+    rows: float = 0.0
+    columns: float = 0.0
+    seconds: float = 0.0
+
+    def time(self, flop: float, rows: float, columns: float) -> float:
+        """Seconds of a tile with so many operations."""
+        return self.seconds + flop / self.flops * (1 + self.rows / rows + self.columns / columns)
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Speeds of one attention kernel at head dim 128.
+
+    Attributes:
+        by_pass: by "forward causal", "forward full", "backward causal", "backward full". dims:
+            factors of these speeds, by pass and "D" or "D:E"; 1 for others.
+    """
+
+    by_pass: Mapping[str, KernelSpeed]
+    dims: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Host:
+    """Seconds of the host, which launches what GPUs do.
+
+    Attributes:
+        operation: a kernel of torch. kernel, kernel_backward: an attention kernel. peer: an
+            exchange by copy engines. group: an operation of a process group. call: of a pass of
+            attention, beside all these.
+    """
+
+    operation: float = 0.0
+    kernel: float = 0.0
+    kernel_backward: float = 0.0
+    peer: float = 0.0
+    group: float = 0.0
+    call: float = 0.0
+
+
+@dataclass(frozen=True)
+class Machine:
+    """GPUs of one or several nodes.
+
+    Attributes:
+        name: of the file. source: where the figures are from. gpus_per_node: ranks, if several
+            share a GPU. ranks_per_gpu: which share its time.
+        memory_gib: of a GPU. memory_bytes_per_second: of operations bound by memory, reads and
+            writes together. operation_seconds: such an operation takes at least.
+        matmul_flops: of a model's matrix products.
+        kernels: by kernel's name. linear_flops: of a kernel of linear attention, by pass.
+        copy: by copy engines over peer memory, inside a node; None: there are none.
+        inside, between: over the process group, inside a node; between nodes, of one network card.
+        cards_per_node: network cards, each of as many GPUs as another. between_total: bytes a
+            second that all nodes together can send, where they share something; None: nothing.
+        group_share: of a kernel's speed that is left while the process group moves data.
+    """
+
+    name: str
+    source: str
+    gpus_per_node: int
+    memory_gib: float
+    memory_bytes_per_second: float
+    matmul_flops: float
+    kernels: Mapping[str, Kernels]
+    inside: Links
+    between: Links
+    copy: Rate | None = None
+    linear_flops: Mapping[str, float] = field(default_factory=dict)
+    operation_seconds: float = 3e-6
+    cards_per_node: int = 1
+    between_total: float | None = None
+    ranks_per_gpu: int = 1
+    group_share: float = 1.0
+    host: Host = Host()
+
+    def nodes(self, size: int) -> tuple[int, ...]:
+        """The node of each of so many ranks, filled one after another."""
+        return tuple(rank // self.gpus_per_node for rank in range(size))
+
+    def kernel(self, name: str) -> Kernels:
+        """Raises: ConfigError if this machine knows no such kernel."""
+        if name not in self.kernels:
+            raise ConfigError(
+                f"machine {self.name} has no kernel {name!r}{nearest(name, self.kernels)}: use one "
+                f"of {', '.join(self.kernels)}"
+            )
+        return self.kernels[name]
+
+    def save(self, path: str | Path) -> None:
+        """Writes the machine as YAML."""
+        need("megatron", "a machine's file", "yaml")
+        import yaml
+
+        Path(path).write_text(yaml.safe_dump(_plain(asdict(self)), sort_keys=False, width=100))
+
+    @classmethod
+    def load(cls, name: str | Path) -> Self:
+        """Reads a machine. Args: name: of a file in configs/machines, or a path.
+
+        Raises: ConfigError if there is none, or something in it is missing or unknown.
+        """
+        need("megatron", "a machine's file", "yaml")
+        import yaml
+
+        path = Path(name) if str(name).endswith((".yaml", ".yml")) else _FOLDER / f"{name}.yaml"
+        if not path.is_file():
+            shipped = machines()
+            raise ConfigError(
+                f"there is no machine {str(name)!r}{nearest(str(name), shipped)}: use one of "
+                f"{', '.join(shipped)}, or a file that megatron-cp calibrate wrote"
+            )
+        try:
+            return _read(cls, yaml.safe_load(path.read_text()))
+        except (yaml.YAMLError, TypeError, ValueError, AttributeError, KeyError) as error:
+            reason = str(error).splitlines()[0]
+            raise ConfigError(f"machine file {path} cannot be read: {reason}") from None
+
+    def changed(self, **values: Any) -> Self:
+        """The machine with other values."""
+        return replace(self, **values)
+
+
+def machines() -> tuple[str, ...]:
+    """Names of the machines that are shipped."""
+    return tuple(sorted(path.stem for path in _FOLDER.glob("*.yaml")))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(one) for key, one in value.items()}
+    return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
+def _links(value: Mapping[str, Any]) -> Links:
+    collective = {
+        operation: {int(count): Rate(**rate) for count, rate in rates.items()}
+        for operation, rates in value.get("collective", {}).items()
+    }
+    if unknown := set(collective) - set(OPERATIONS):
+        raise ValueError(f"unknown operation {min(unknown)!r}: use one of {', '.join(OPERATIONS)}")
+    return Links(Rate(**value["exchange"]), collective)
+
+
+def _kernels(value: Mapping[str, Any]) -> Kernels:
+    speeds = {name: KernelSpeed(**speed) for name, speed in value["by_pass"].items()}
+    return Kernels(speeds, value.get("dims", {}))
+
+
+def _read[M: Machine](cls: type[M], values: Mapping[str, Any]) -> M:
+    known = {one.name for one in fields(cls)}
+    if unknown := set(values) - known:
+        found = min(unknown)
+        raise ValueError(f"unknown key {found!r}{nearest(found, known)}")
+    copy = values.get("copy")
+    return cls(
+        **{
+            **values,
+            "kernels": {name: _kernels(value) for name, value in values["kernels"].items()},
+            "inside": _links(values["inside"]),
+            "between": _links(values["between"]),
+            "copy": None if copy is None else Rate(**copy),
+            "host": Host(**values.get("host", {})),
+        }
+    )

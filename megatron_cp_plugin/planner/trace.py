@@ -1,0 +1,490 @@
+"""What a rank does in an attention layer, in order: its own code, run without data.
+
+The executors run as they are, on torch's meta device, where tensors have no storage. So what is
+simulated launches, copies, posts and waits as the real thing does, whatever the algorithm.
+
+B batch, S local tokens, H query heads, G KV heads, D head dim, E that of values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megatron_cp_plugin.core.algorithm import Algorithm, Call
+from megatron_cp_plugin.core.comm import Communicator, Pending, Receive, Send
+from megatron_cp_plugin.core.decay import Decay
+from megatron_cp_plugin.core.fused import register_fused
+from megatron_cp_plugin.core.kernel import SoftmaxKernel, Statistics
+from megatron_cp_plugin.core.linear import LinearAlgorithm, LinearCall, LinearShape
+from megatron_cp_plugin.core.linear_kernel import BackwardPass, ForwardPass, LinearKernel
+from megatron_cp_plugin.core.memory import OnePass
+from megatron_cp_plugin.core.partial import accumulation_dtype
+from megatron_cp_plugin.core.peer import SlottedCommunicator
+from megatron_cp_plugin.core.shape import Shape
+from megatron_cp_plugin.core.tiles import Mask
+from megatron_cp_plugin.core.topology import Topology
+from megatron_cp_plugin.planner.machine import Operation, Pass
+
+_DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
+ChannelId = tuple[str, tuple[int, ...]]  # its name, and the global ranks of its group
+
+
+class Tile(NamedTuple):
+    """An attention kernel. Attributes: area: pairs of a query and a key, for each head."""
+
+    phase: Pass
+    batch: int
+    rows: int
+    columns: int
+    area: float
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    causal: bool
+
+
+class Linear(NamedTuple):
+    """A part of a kernel of linear attention."""
+
+    phase: Pass
+    flop: float
+
+
+class Memory(NamedTuple):
+    """An operation that is bound by memory. Attributes: name: of torch's operator, or ours."""
+
+    name: str
+    bytes: int
+
+
+class Post(NamedTuple):
+    """Begins an operation of a channel.
+
+    Attributes:
+        channel, number: which, and its how many-th. operation: None: by copy engines. sends,
+            receives: (global rank, bytes) of each message. bytes: of a collective operation, what
+            this rank sends.
+    """
+
+    channel: ChannelId
+    number: int
+    operation: Operation | None
+    sends: tuple[tuple[int, int], ...]
+    receives: tuple[tuple[int, int], ...]
+    bytes: int
+
+
+class Wait(NamedTuple):
+    """Waits for what was posted."""
+
+    channel: ChannelId
+    number: int
+
+
+Event = Tile | Linear | Memory | Post | Wait
+
+
+class Trace(NamedTuple):
+    """Both passes of one rank."""
+
+    forward: tuple[Event, ...]
+    backward: tuple[Event, ...]
+
+
+# What is being recorded in this thread, if anything.
+_recording: ContextVar[list[Event] | None] = ContextVar("recording", default=None)
+
+
+def trace_softmax(
+    make: Callable[[Topology], Algorithm],
+    rank: int,
+    nodes: Sequence[int],
+    shape: Shape,
+    mask: Mask,
+    *,
+    peer_access: bool,
+    rectangular: bool = True,
+) -> Trace:
+    """What a rank does in both passes.
+
+    Args:
+        make: makes the algorithm. nodes: the node of each rank. peer_access: whether the ranks of
+            one node reach each other's memory. rectangular: the kernel takes causal tiles with more
+            columns than rows.
+    """
+    algorithm = make(_Topology(tuple(range(len(nodes))), rank, nodes, peer_access=peer_access))
+    tokens = algorithm.layout.within(mask.documents).length(rank, len(nodes), shape.seq_len)
+    dtype, (heads, kv_heads) = _DTYPES[shape.element_bytes], (shape.heads, shape.kv_heads)
+    q, k, v, dout = (
+        torch.empty((shape.batch, tokens, n, d), dtype=dtype, device="meta")
+        for n, d in (
+            (heads, shape.head_dim),
+            (kv_heads, shape.head_dim),
+            (kv_heads, shape.value_dim),
+            (heads, shape.value_dim),
+        )
+    )
+    call = Call(shape.seq_len, mask, shape.head_dim**-0.5, _Kernel(rectangular=rectangular))
+    on = algorithm.within(mask.documents)
+    with _recorded() as forward:
+        saved = on.forward(q, k, v, call)[2]
+    with _recorded() as backward:
+        on.backward(dout, saved, call)
+    return Trace(tuple(forward), tuple(backward))
+
+
+def trace_linear(
+    make: Callable[[Topology], LinearAlgorithm],
+    rank: int,
+    nodes: Sequence[int],
+    shape: LinearShape,
+    *,
+    causal: bool,
+) -> Trace:
+    """What a rank does in both passes of linear attention. Args: as in `trace_softmax`."""
+    algorithm = make(_Topology(tuple(range(len(nodes))), rank, nodes, peer_access=False))
+    tokens = algorithm.layout.length(rank, len(nodes), shape.seq_len)
+    q, k, v, dout = (
+        torch.empty(
+            (shape.batch, tokens, shape.heads, dim),
+            dtype=_DTYPES[shape.element_bytes],
+            device="meta",
+        )
+        for dim in (shape.head_dim, shape.head_dim, shape.value_dim, shape.value_dim)
+    )
+    call = LinearCall(shape.seq_len, causal, Decay((1.0,) * shape.heads), _LinearKernel())
+    with _recorded() as forward:
+        saved = algorithm.forward(q, k, v, None, call)[2]
+    with _recorded() as backward:
+        algorithm.backward(dout, None, saved, call)
+    return Trace(tuple(forward), tuple(backward))
+
+
+@contextmanager
+def _recorded() -> Iterator[list[Event]]:
+    events: list[Event] = []
+    register_fused("meta", _Fused)
+    token = _recording.set(events)
+    try:
+        with _Operations(events):
+            yield events
+    finally:
+        _recording.reset(token)
+        register_fused("meta", OnePass)
+
+
+def _note(event: Event) -> None:
+    events = _recording.get()
+    if events is not None:
+        events.append(event)
+
+
+class _Operations(TorchDispatchMode):
+    """Notes torch's own operations that read or write memory."""
+
+    # Makes a tensor, or a view of one, and launches nothing.
+    _SILENT = frozenset(
+        {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh"}
+        | {"detach", "alias", "view", "slice", "select", "expand", "transpose", "permute", "t"}
+        | {"unsqueeze", "squeeze", "split", "split_with_sizes", "unbind", "as_strided", "unfold"}
+        | {"_unsafe_view", "_reshape_alias"}
+    )
+
+    def __init__(self, events: list[Event]) -> None:
+        super().__init__()
+        self._events = events
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if name not in self._SILENT:
+            given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+            made = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+            self._events.append(Memory(name, sum(map(_bytes, (*given, *made)))))
+        return result
+
+
+def _bytes(x: Tensor) -> int:
+    return x.numel() * x.element_size()
+
+
+class _Fused(OnePass):
+    """Notes merges, sums and row sums, each one pass over memory."""
+
+    def merge_into(
+        self, out: Tensor, lse: Tensor, a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor
+    ) -> None:
+        _note(Memory("merge", sum(map(_bytes, (out, lse, a, a_lse, b, b_lse)))))
+
+    def sum_into(self, out: Tensor, a: Tensor, b: Tensor | None) -> None:
+        _note(Memory("sum", sum(map(_bytes, (out, a) if b is None else (out, a, b)))))
+
+    def delta_of(self, dout: Tensor, out: Tensor) -> Tensor:
+        _note(Memory("delta", _bytes(dout) + _bytes(out)))
+        return super().delta_of(dout, out)
+
+
+class _Kernel(SoftmaxKernel):
+    """Notes tiles, and gives tensors of the right sizes."""
+
+    name = "noted"
+
+    def __init__(self, *, rectangular: bool) -> None:
+        self.rectangular_causal = rectangular
+
+    def unsupported(self, problem: object) -> str | None:
+        return None
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool
+    ) -> tuple[Tensor, Tensor]:
+        return self._forward(q, k, v, _area(q.shape[1], k.shape[1], causal=causal), causal)
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        statistics: Statistics,
+        *,
+        scale: float,
+        causal: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return self._backward(q, k, v, _area(q.shape[1], k.shape[1], causal=causal), causal)
+
+    def forward_packed(
+        self, q: Tensor, k: Tensor, v: Tensor, bounds: tuple[int, ...], *, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        return self._forward(q, k, v, _packed_area(bounds), True, len(bounds) - 1)
+
+    def backward_packed(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        statistics: Statistics,
+        bounds: tuple[int, ...],
+        *,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return self._backward(q, k, v, _packed_area(bounds), True, len(bounds) - 1)
+
+    def _forward(
+        self, q: Tensor, k: Tensor, v: Tensor, area: float, causal: bool, pieces: int = 1
+    ) -> tuple[Tensor, Tensor]:
+        self._noted("forward", q, k, v, area, causal, pieces)
+        batch, tokens, heads, _ = q.shape
+        out = q.new_empty((batch, tokens, heads, v.shape[3]))
+        lse = q.new_empty((batch, heads, tokens), dtype=accumulation_dtype(q.dtype))
+        return out, lse
+
+    def _backward(
+        self, q: Tensor, k: Tensor, v: Tensor, area: float, causal: bool, pieces: int = 1
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        self._noted("backward", q, k, v, area, causal, pieces)
+        dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+        return dq, dk, dv
+
+    @staticmethod
+    def _noted(
+        phase: Pass, q: Tensor, k: Tensor, v: Tensor, area: float, causal: bool, pieces: int
+    ) -> None:
+        (batch, rows, heads, dim), (columns, kv_heads, value_dim) = q.shape, v.shape[1:]
+        size = rows // pieces, columns // pieces  # of a document, in the mean
+        _note(Tile(phase, batch, *size, area, heads, kv_heads, dim, value_dim, causal))
+
+
+def _area(rows: int, columns: int, *, causal: bool) -> float:
+    """Pairs of a query and a key that see each other; causal tiles are aligned bottom-right."""
+    return rows * (columns - (rows - 1) / 2) if causal else rows * columns
+
+
+def _packed_area(bounds: Sequence[int]) -> float:
+    lengths = (stop - start for start, stop in pairwise(bounds))
+    return sum(_area(length, length, causal=True) for length in lengths)
+
+
+class _LinearKernel(LinearKernel):
+    """Notes the parts of a pass; a state of a run takes a third of a forward."""
+
+    name = "noted"
+
+    def unsupported(self, problem: object) -> str | None:
+        return None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, decay: Decay) -> ForwardPass:
+        return _LinearForward(q, k, v)
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        decay: Decay,
+        cache: Tensor | None,
+    ) -> BackwardPass:
+        return _LinearBackward(q, k, v)
+
+
+def _linear_flop(q: Tensor, v: Tensor) -> float:
+    """FLOP of a forward: a product for the state and one for the output of every token."""
+    return 4.0 * q.numel() * v.shape[3]
+
+
+def _state(q: Tensor, v: Tensor) -> Tensor:
+    batch, _, heads, dim = q.shape
+    return q.new_empty((batch, heads, dim, v.shape[3]), dtype=accumulation_dtype(q.dtype))
+
+
+class _LinearForward(ForwardPass):
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        self._q, self._v = q, v
+        self._flop = _linear_flop(q, v)
+        _note(Linear("forward", self._flop / 3))
+        self.state = _state(q, v)
+
+    def intra(self) -> None:
+        _note(Linear("forward", self._flop * 2 / 3))
+
+    def finish(self, incoming: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        return self._q.new_empty((*self._q.shape[:3], self._v.shape[3])), incoming
+
+
+class _LinearBackward(BackwardPass):
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        self._of = q, k, v
+        self._flop = _linear_flop(q, v)
+        _note(Linear("backward", self._flop / 3))
+        self.dstate = _state(q, v)
+
+    def intra(self) -> None:
+        _note(Linear("backward", self._flop * 2 / 3))
+
+    def finish(self, doutgoing: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv = (torch.empty_like(x) for x in self._of)
+        return dq, dk, dv
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Global ranks of a group of which one rank is."""
+
+    ranks: tuple[int, ...]
+    rank: int
+
+
+class _Topology(Topology):
+    """A rank alone, whose messages are noted."""
+
+    def __init__(
+        self, ranks: tuple[int, ...], rank: int, nodes: Sequence[int], *, peer_access: bool
+    ) -> None:
+        """Args: ranks: global, of the group. rank: in the group. nodes: of the group's ranks."""
+        super().__init__(rank, len(ranks))
+        self._group, self._nodes = _Group(ranks, ranks[rank]), tuple(nodes)
+        self._peer_access = peer_access
+        self._channels: dict[str, Communicator] = {}
+
+    def channel(self, name: str) -> Communicator:
+        return self._channels.setdefault(name, _Channel(name, self._group))
+
+    @property
+    def peer_access(self) -> bool:
+        return self._peer_access and self.size > 1 and len(set(self._nodes)) == 1
+
+    def _make_peer_channel(self, name: str, slots: int) -> SlottedCommunicator:
+        return _PeerChannel(name, self._group, slots)
+
+    def _make_subgroup(self, ranks: tuple[int, ...], name: str) -> Topology:
+        members = tuple(self._group.ranks[rank] for rank in ranks)
+        nodes = [self._nodes[rank] for rank in ranks]
+        return _Topology(members, ranks.index(self.rank), nodes, peer_access=self._peer_access)
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        return self._nodes
+
+    def gather[T](self, mine: T) -> list[T]:
+        return [mine] * self.size
+
+
+class _Posting:
+    """Notes operations of a channel."""
+
+    def __init__(self, name: str, group: _Group) -> None:
+        self._id = name, group.ranks
+        self._ranks, self._number = group.ranks, 0
+
+    def post(
+        self,
+        operation: Operation | None,
+        sends: Sequence[Send],
+        receives: Sequence[Receive],
+        size_bytes: int = 0,
+    ) -> Callable[[], None]:
+        """Returns: what notes that it is waited for."""
+        number, self._number = self._number, self._number + 1
+        sent, received = (
+            tuple((self._ranks[rank], _bytes(x)) for x, rank in messages)
+            for messages in (sends, receives)
+        )
+        _note(Post(self._id, number, operation, sent, received, size_bytes))
+        return lambda: _note(Wait(self._id, number))
+
+
+class _Channel(Communicator):
+    def __init__(self, name: str, group: _Group) -> None:
+        rank = group.ranks.index(group.rank)
+        super().__init__(name, rank, len(group.ranks), group.rank)
+        self._posting = _Posting(name, group)
+
+    def _exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Pending[None]:
+        return Pending(self._posting.post("exchange", sends, receives))
+
+    def _all_gather(self, x: Tensor) -> Pending[Tensor]:
+        return self._collective("all_gather", _bytes(x), x.new_empty((self.size, *x.shape)))
+
+    def _reduce_scatter(self, x: Tensor) -> Pending[Tensor]:
+        return self._collective("reduce_scatter", _bytes(x[0]), torch.empty_like(x[0]))
+
+    def _all_to_all(self, x: Tensor) -> Pending[Tensor]:
+        return self._collective("all_to_all", _bytes(x[0]), torch.empty_like(x))
+
+    def _collective[T](self, operation: Operation, block_bytes: int, result: T) -> Pending[T]:
+        noted = self._posting.post(operation, (), (), block_bytes * (self.size - 1))
+
+        def finish() -> T:
+            noted()
+            return result
+
+        return Pending(finish)
+
+
+class _PeerChannel(SlottedCommunicator):
+    def __init__(self, name: str, group: _Group, slots: int) -> None:
+        rank = group.ranks.index(group.rank)
+        super().__init__(name, rank, len(group.ranks), group.rank, slots)
+        self._slab = torch.empty(0, dtype=torch.uint8, device="meta")
+        self._posting = _Posting(f"{name} by copy engines", group)
+
+    def _grow(self, slot_bytes: int) -> None:
+        self._slab = torch.empty(self._slots * slot_bytes, dtype=torch.uint8, device="meta")
+
+    def _post(self, slot: int, sends: Sequence[Send], receives: Sequence[Receive]) -> Pending[None]:
+        return Pending(self._posting.post(None, sends, receives))
