@@ -5,6 +5,7 @@ R rows and C columns; queries of a row meet keys of a column.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import product
 
 from megatron_cp_plugin.core.grid import Grid
 from megatron_cp_plugin.core.placement import BlockPlacement, Place
@@ -23,6 +24,11 @@ class GridPlacement(BlockPlacement):
     def key_holder(self, owner: int) -> int:
         """See BlockPlacement.key_holder: a rank of the column that gathers the keys."""
         return self.grid.key_owners.index(owner)
+
+    def pairs_of(self, rank: int) -> Iterator[tuple[int, int]]:
+        """See BlockPlacement.pairs_of."""
+        keys = (self.grid.key_owners[other] for other in self.grid.column(rank))
+        return product(self.grid.row(rank), keys)
 
     def crossing(self, query: int, key: int) -> int:
         """The rank in the row of the queries and the column of the keys."""

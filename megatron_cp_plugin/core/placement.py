@@ -7,6 +7,7 @@ what it does not own. What travels, and when, follows: see `core.derive`.
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import product
 from typing import ClassVar, NamedTuple
 
 from megatron_cp_plugin.core.layout import Layout
@@ -55,6 +56,13 @@ class BlockPlacement(ABC):
     @abstractmethod
     def place(self, query: int, key: int) -> Iterable[Place]:
         """Where and when the queries of one rank meet the keys of another, whatever the mask."""
+
+    def pairs_of(self, rank: int) -> Iterable[tuple[int, int]]:
+        """Owners of queries and of keys among which are all that have a place on a rank.
+
+        So that what one rank does can be looked at without placing all pairs of a thousand ranks.
+        """
+        return product(range(self.size), range(self.size))
 
     def leg(self, rank: int) -> int:
         """Which part of a relay a rank belongs to.
