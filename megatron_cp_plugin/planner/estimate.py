@@ -8,35 +8,71 @@ B batch, S local tokens, H query heads, G KV heads, P ranks, U ranks of a team.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from math import inf
+from typing import NamedTuple
 
 from megatron_cp_plugin.core.assembly import assemble
 from megatron_cp_plugin.core.documents import Spans
-from megatron_cp_plugin.core.layout import rows_of
+from megatron_cp_plugin.core.layout import Layout, Span, rows_of
 from megatron_cp_plugin.core.pipeline import HeadGroup, together
 from megatron_cp_plugin.core.placement import BlockPlacement, HeadPlacement, Placement
 from megatron_cp_plugin.core.plan import row_bytes
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask, Tile, plan_tiles
 from megatron_cp_plugin.planner.machine import Machine, Operation, Pass
+from megatron_cp_plugin.planner.simulate import PASSES
 
 _INPUTS = {"forward": ("q",), "backward": ("q", "dout", "delta", "lse")}
 _RESULTS = {"forward": ("out", "lse"), "backward": ("dq",)}
 _ALL = HeadGroup(slice(0, 1), slice(0, 1), first=True, last=True)
 
 
-@dataclass
-class _Step:
-    """What a rank does in a step. Attributes: tiles: of one head. queries, keys: tokens of blocks
-    that come for it, by whether they come from another node; left: that leave after it.
+class _Tiles(NamedTuple):
+    """Kernel calls of one kind in a step. Attributes: area: pairs of a query and a key."""
+
+    rows: int
+    columns: int
+    area: float
+    causal: bool
+
+
+class _Step(NamedTuple):
+    """What a rank does in a step.
+
+    Attributes: queries, keys: tokens of blocks that come for it, from its own node and from others.
     """
 
-    tiles: list[Tile] = field(default_factory=list)
-    queries: Counter[bool] = field(default_factory=Counter)
-    keys: Counter[bool] = field(default_factory=Counter)
+    tiles: tuple[_Tiles, ...]
+    queries: tuple[int, int]
+    keys: tuple[int, int]
+
+
+class _Moved(NamedTuple):
+    """Messages of a rank. Attributes: inside, between: bytes, in its node and to others."""
+
+    seconds: float = 0.0
+    inside: float = 0.0
+    between: float = 0.0
+
+    def plus(self, *others: _Moved) -> _Moved:
+        return _Moved(*map(sum, zip(self, *others, strict=True)))
+
+
+class Estimate(NamedTuple):
+    """Of one pass, or of both.
+
+    Attributes: computing: seconds of these. inside, between: bytes that a rank sends in its node,
+        and to others.
+    """
+
+    seconds: float
+    computing: float = 0.0
+    inside: float = 0.0
+    between: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -53,25 +89,77 @@ class Estimator:
     peer: bool
     kernel: str
 
-    def seconds(self, placements: Sequence[Placement]) -> float:
-        """Of forward and backward."""
-        forward, backward = placements
-        return self._pass(forward, "forward") + self._pass(backward, "backward")
+    def least(self, placements: Sequence[Placement]) -> float:
+        """Seconds that forward and backward take at least, without much work."""
+        return sum(self._least(*one) for one in zip(placements, PASSES, strict=True))
 
-    def _pass(self, placement: Placement, phase: Pass) -> float:
+    def passes(self, placements: Sequence[Placement]) -> list[Estimate]:
+        """Forward and backward."""
+        return [self._pass(*one) for one in zip(placements, PASSES, strict=True)]
+
+    def _least(self, placement: Placement, phase: Pass) -> float:
+        """Seconds that one rank computes at least, or gets what it needs in."""
+        members = 1
+        if isinstance(placement, HeadPlacement):
+            members, placement = placement.members, placement.between
+        whole, most = together(placement.groups), 0.0
+        links = (self.machine.inside.exchange, self.machine.between.exchange, self.machine.copy)
+        fastest = max(link.bytes_per_second for link in links if link is not None)
+        for rank in {0, placement.size - 1}:
+            pairs = zip(*placement.pairs_of(rank), strict=True)
+            queries, keys = (set(owners) for owners in pairs)
+            if len(queries) < placement.size and len(keys) < placement.size:
+                # Of a grid, whose ranks get all blocks of their rows and columns.
+                tokens = self.shape.batch * self.shape.seq_len // placement.size
+                width = self._width(_INPUTS[phase], whole) * (len(queries) - 1)
+                width += self._width(("k", "v"), whole) * (len(keys) - 1)
+                most = max(most, tokens * width / fastest)
+            elif 1 in (len(queries), len(keys)):
+                most = max(most, self._own(placement, rank, len(queries) == 1, phase, members))
+        return most
+
+    def _own(
+        self, placement: BlockPlacement, rank: int, of_queries: bool, phase: Pass, members: int
+    ) -> float:
+        """Seconds in which a rank computes all of its queries, or all of its keys."""
+        key = placement.layout, placement.size, rank, of_queries, phase, members
+        if key not in self._owns:
+            own, every = self._spans(placement)(rank), (Span(0, self.shape.seq_len),)
+            both = (own, every) if of_queries else (every, own)
+            tiles = map(_sizes, plan_tiles(both[0], both[1], self.mask, rectangular=True))
+            self._owns[key] = self._computing(tiles, together(placement.groups), phase)
+        return self._owns[key]
+
+    @cached_property
+    def _owns(self) -> dict[tuple[Layout, int, int, bool, Pass, int], float]:
+        return {}
+
+    def _pass(self, placement: Placement, phase: Pass) -> Estimate:
+        found = self._passes.get((placement, phase))
+        if found is None:
+            found = self._passes[placement, phase] = self._new_pass(placement, phase)
+        return found
+
+    @cached_property
+    def _passes(self) -> dict[tuple[Placement, Pass], Estimate]:
+        return {}
+
+    def _new_pass(self, placement: Placement, phase: Pass) -> Estimate:
         if isinstance(placement, HeadPlacement):
             return self._by_heads(placement, phase)
         return self._by_blocks(placement, phase, 1)
 
     # -- blocks that meet on ranks
 
-    def _by_blocks(self, placement: BlockPlacement, phase: Pass, members: int) -> float:
+    def _by_blocks(self, placement: BlockPlacement, phase: Pass, members: int) -> Estimate:
         """Args: members: ranks of a team; 1: ranks are on their own."""
-        ranks = sorted({0, placement.size // 2, placement.size - 1})
+        ranks = {0, placement.size - 1}
         one = self._gathered if placement.assembled else self._steps
         return max(one(placement, phase, rank, members) for rank in ranks)
 
-    def _gathered(self, placement: BlockPlacement, phase: Pass, rank: int, members: int) -> float:
+    def _gathered(
+        self, placement: BlockPlacement, phase: Pass, rank: int, members: int
+    ) -> Estimate:
         spans, groups = self._spans(placement), placement.groups
         queries, keys = (
             sorted({*owners}) for owners in zip(*placement.pairs_of(rank), strict=True)
@@ -79,9 +167,9 @@ class Estimator:
         width = max(sum(map(len, spans(owner))) for owner in (*queries, *keys))
         q, k = (assemble([spans(owner) for owner in owners], width) for owners in (queries, keys))
         tiles = plan_tiles(q.spans, k.spans, self.mask, rectangular=True)
-        computing = coming = leaving = 0.0
-        for group in groups:
-            computing += self._computing(tiles, group, phase)
+        coming, leaving = _Moved(), _Moved()
+        sizes = [_sizes(tile) for tile in tiles]
+        computing = sum(self._computing(sizes, group, phase) for group in groups)
         whole = together(groups)
         inputs = self._width(_INPUTS[phase], whole), self._width(("k", "v"), whole)
         results = (
@@ -91,88 +179,112 @@ class Estimator:
         for owners, width_in, width_out in zip((queries, keys), inputs, results, strict=True):
             if len(owners) > 1:
                 tokens = self.shape.batch * width * (len(owners) - 1)
-                coming += self._collective("all_gather", owners, tokens * width_in)
+                gathered = self._collective("all_gather", owners, tokens * width_in)
+                coming = coming.plus(gathered)
                 if width_out:
-                    leaving += self._collective("all_to_all", owners, tokens * width_out)
-        return self._pipeline(len(groups), computing, coming, leaving)
+                    scattered = self._collective("all_to_all", owners, tokens * width_out)
+                    leaving = leaving.plus(scattered)
+        computed = Estimate(computing, computing)
+        return self._pipeline(len(groups), computed, coming, leaving)
 
-    def _steps(self, placement: BlockPlacement, phase: Pass, rank: int, members: int) -> float:
-        steps = self._of_rank(placement, rank, members)
-        wide = placement.wide_gradients
-        now = came = 0.0
-        for group in placement.groups:
-            q_in, kv_in = self._width(_INPUTS[phase], group), self._width(("k", "v"), group)
-            q_out = self._width(_RESULTS[phase], group, wide=wide)
-            kv_out = self._width(("dk", "dv"), group, wide=wide) if phase == "backward" else 0
-            before = now
-            for number in sorted(steps):
-                step = steps[number]
-                moving = 0.0
-                for far in (False, True):
-                    size = step.queries[far] * (q_in + q_out) + step.keys[far] * (kv_in + kv_out)
-                    if size:
-                        moving += self._link(placement, self.shape.batch * size, far, members)
-                # Comes while the step before computes, and one step ahead at most.
-                came = max(came, before) + moving
-                before = max(now, came) if moving else now
-                computing = self._computing(step.tiles, group, phase)
-                if moving and not self.peer:
-                    computing += min(computing, moving) * (1 - self.machine.group_share)
+    def _steps(self, placement: BlockPlacement, phase: Pass, rank: int, members: int) -> Estimate:
+        steps, group = self._of_rank(placement, rank, members), placement.groups[0]
+        wide, backward = placement.wide_gradients, phase == "backward"
+        of_query = self._width(_INPUTS[phase], group)
+        of_query += self._width(_RESULTS[phase], group, wide=wide)
+        of_key = self._width(("k", "v"), group)
+        of_key += self._width(("dk", "dv"), group, wide=wide) if backward else 0
+        lag = placement.lag if placement.relay else 0
+        known: dict[_Step, tuple[float, _Moved]] = {}
+        for step in steps:
+            if step in known:
+                continue
+            moved = _Moved()
+            for far in (False, True):
+                size = step.queries[far] * of_query + step.keys[far] * of_key
+                if size:
+                    message = self._link(size * self.shape.batch, far, members, lag)
+                    moved = moved.plus(message)
+            tiles = ((tile.rows, tile.columns, tile.area, tile.causal) for tile in step.tiles)
+            computing = self._computing(tiles, group, phase)
+            if not self.peer:
+                computing += min(computing, moved.seconds) * (1 - self.machine.group_share)
+            known[step] = computing, moved
+        now = came = before = 0.0
+        for _ in placement.groups:
+            for step in steps:
+                computing, moved = known[step]
+                # It comes while the step before computes, and no sooner.
+                came = max(came, before) + moved.seconds if moved.seconds else came
+                before = max(now, came)
                 now = before + computing
-        return now + moving * bool(q_out or kv_out) * (phase == "backward")
+        last = max((moved.seconds for _, moved in known.values()), default=0.0)
+        times = len(placement.groups)
+        whole = [sum(x) * times for x in zip(*(known[step][1] for step in steps), strict=True)]
+        computed = sum(known[step][0] for step in steps) * times
+        return Estimate(now + last * backward, computed, *whole[1:])
 
-    def _of_rank(self, placement: BlockPlacement, rank: int, members: int) -> dict[int, _Step]:
-        """By step."""
+    def _of_rank(self, placement: BlockPlacement, rank: int, members: int) -> tuple[_Step, ...]:
+        """In their order."""
         key = replace(placement, groups=(_ALL,)), rank, members
         found = self._known.get(key)
-        if found is not None:
-            return found
-        steps: dict[int, _Step] = {}
-        seen: set[tuple[str, int]] = set()
+        if found is None:
+            found = self._known[key] = tuple(self._place(placement, rank, members))
+        return found
+
+    def _place(self, placement: BlockPlacement, rank: int, members: int) -> Iterator[_Step]:
+        tiles: defaultdict[int, list[_Tiles]] = defaultdict(list)
+        moved: defaultdict[int, list[list[int]]] = defaultdict(lambda: [[0, 0], [0, 0]])
+        seen: set[tuple[int, int]] = set()
         spans = self._spans(placement)
-        for query, key_owner in placement.pairs_of(rank):
-            for place in placement.place(query, key_owner):
+        for pair in placement.pairs_of(rank):
+            for place in placement.place(*pair):
                 if place.rank != rank:
                     continue
-                tokens, (index, count) = sum(map(len, spans(query))), place.part
-                q = rows_of(spans(query), tokens * index // count, tokens * (index + 1) // count)
-                tiles = plan_tiles(q, spans(key_owner), self.mask, rectangular=True)
-                if not tiles:
+                q, k = (spans(owner) for owner in pair)
+                if place.part != (0, 1):
+                    tokens, (index, count) = sum(map(len, q)), place.part
+                    q = rows_of(q, tokens * index // count, tokens * (index + 1) // count)
+                found = plan_tiles(q, k, self.mask, rectangular=True)
+                if not found:
                     continue
-                step = steps.setdefault(place.step, _Step())
-                step.tiles += tiles
-                for side, owner, counter, edges in (
-                    ("queries", query, step.queries, [tile.q for tile in tiles]),
-                    ("keys", key_owner, step.keys, [tile.kv for tile in tiles]),
-                ):
-                    if owner != rank and (side, owner) not in seen:
-                        seen.add((side, owner))
-                        far = self.nodes[owner * members] != self.nodes[rank * members]
+                tiles[place.step] += map(_sizes, found)
+                for side, owner in enumerate(pair):
+                    if owner == rank or (side, owner) in seen:
+                        continue
+                    seen.add((side, owner))
+                    far = self.nodes[owner * members] != self.nodes[rank * members]
+                    if placement.relay:
+                        rows = sum(map(len, spans(owner)))
+                    else:
+                        edges = [tile.kv if side else tile.q for tile in found]
                         rows = max(e.stop for e in edges) - min(e.start for e in edges)
-                        if placement.relay:
-                            rows = sum(map(len, spans(owner)))
-                        counter[far] += rows
-        self._known[key] = steps
-        return steps
+                    moved[place.step][side][far] += rows
+        for number in sorted(tiles):
+            (q_near, q_far), (k_near, k_far) = moved[number]
+            yield _Step(tuple(tiles[number]), (q_near, q_far), (k_near, k_far))
 
     @cached_property
-    def _known(self) -> dict[tuple[BlockPlacement, int, int], dict[int, _Step]]:
+    def _known(self) -> dict[tuple[BlockPlacement, int, int], tuple[_Step, ...]]:
         return {}
 
-    def _link(self, placement: BlockPlacement, size: float, far: bool, members: int) -> float:
-        """Seconds of a message that all ranks get at a time. Args: far: from another node."""
+    def _link(self, size: float, far: bool, members: int, lag: int) -> _Moved:
+        """A message that all ranks get at a time.
+
+        Args: far: from another node. lag: of a relay; 0: it comes from its owner.
+        """
         machine = self.machine
         if self.peer and machine.copy is not None:
-            return machine.copy.time(size)
-        several = len(set(self.nodes)) > 1
-        if not several or not (far or placement.relay):
-            return machine.inside.exchange.time(size)
-        if placement.relay and placement.lag == 1:
-            return self._between(size, members if members > 1 else 1)
-        if placement.relay:  # once to each node, during so many steps
-            slow = self._between(size, self._local) / placement.lag
-            return max(slow, machine.inside.exchange.time(size))
-        return self._between(size, self._local)
+            return _Moved(machine.copy.time(size), size)
+        if len(set(self.nodes)) == 1 or not (far or lag):
+            return _Moved(machine.inside.exchange.time(size), size)
+        if lag == 1:
+            return _Moved(self._between(size, members), 0.0, size)
+        if lag:  # once to each node, during so many steps
+            slow = self._between(size, self._local) / lag
+            fast = machine.inside.exchange.time(size)
+            return _Moved(max(slow, fast), size - size / lag, size / lag)
+        return _Moved(self._between(size, self._local), 0.0, size)
 
     def _between(self, size: float, senders: float) -> float:
         """Args: size: of a message. senders: ranks of a node that send one at a time."""
@@ -186,7 +298,7 @@ class Estimator:
 
     # -- heads that are exchanged
 
-    def _by_heads(self, placement: HeadPlacement, phase: Pass) -> float:
+    def _by_heads(self, placement: HeadPlacement, phase: Pass) -> Estimate:
         shape, members = self.shape, placement.members
         between, count = placement.between, len(placement.exchanges)
         computing = self._by_blocks(between, phase, members)
@@ -209,42 +321,51 @@ class Estimator:
 
     # -- parts of both
 
-    def _pipeline(self, count: int, computing: float, coming: float, leaving: float) -> float:
+    def _pipeline(
+        self, count: int, computed: Estimate, coming: _Moved, leaving: _Moved
+    ) -> Estimate:
         """Groups of which one is computed while the next comes and the one before leaves."""
-        c, m = computing / count, (coming + leaving) / count
-        c += min(c, m) * (1 - self.machine.group_share) if count > 1 else 0.0
-        return coming / count + c + leaving / count + (count - 1) * max(c, m)
+        one, moving = computed.seconds / count, (coming.seconds + leaving.seconds) / count
+        slower = min(one, moving) * (1 - self.machine.group_share) if count > 1 else 0.0
+        one += slower
+        seconds = one + moving + (count - 1) * max(one, moving)
+        return Estimate(
+            seconds,
+            computed.computing + slower * count,
+            computed.inside + coming.inside + leaving.inside,
+            computed.between + coming.between + leaving.between,
+        )
 
-    def _collective(self, operation: Operation, members: Iterable[int], size: float) -> float:
+    def _collective(self, operation: Operation, members: Iterable[int], size: float) -> _Moved:
         """Args: members: ranks. size: bytes that a rank sends."""
         machine, ranks = self.machine, list(members)
         on = Counter(self.nodes[rank] for rank in ranks)
-        together_, count = max(on.values()), len(ranks)
-        inside = machine.inside.rate(operation, together_)
+        mates, count = max(on.values()), len(ranks)
+        inside = size * (mates - 1) / (count - 1)
         if len(on) == 1:
-            return inside.time(size)
-        cards = min(machine.cards_per_node, self._local)
+            return _Moved(machine.inside.rate(operation, mates).time(size), inside)
         if operation == "all_to_all":
-            crossing = size * (count - together_) / (count - 1) * self._local
+            crossing = (size - inside) * self._local
         else:
-            crossing = size * self._local / together_  # rings through all nodes
+            crossing = size * self._local / mates  # rings through all nodes
         rate = machine.between.rate(operation, count)
-        seconds = rate.time(crossing / cards)
+        seconds = rate.time(crossing / min(machine.cards_per_node, self._local))
         if machine.between_total:
             total = crossing * len(set(self.nodes))
             seconds = max(seconds, rate.seconds + total / machine.between_total)
-        return seconds
+        return _Moved(seconds, inside, size - inside)
 
-    def _computing(self, tiles: Iterable[Tile], group: HeadGroup, phase: Pass) -> float:
+    def _computing(
+        self, tiles: Iterable[tuple[int, int, float, bool]], group: HeadGroup, phase: Pass
+    ) -> float:
         shape, speeds = self.shape, self.machine.kernel(self.kernel)
         d, e = shape.head_dim, shape.value_dim
         width = d + e if phase == "forward" else 3 * d + 2 * e
         dims = f"{d}" if d == e else f"{d}:{e}"
         factor, total = speeds.dims.get(phase, {}).get(dims, 1.0), 0.0
-        for tile in tiles:
-            speed = speeds.by_pass[f"{phase} {'causal' if tile.causal else 'full'}"]
-            rows, columns = (edge.stop - edge.start for edge in (tile.q, tile.kv))
-            flop = 2.0 * shape.batch * group.heads * float(tile.area) * width
+        for rows, columns, area, causal in tiles:
+            speed = speeds.by_pass[f"{phase} {'causal' if causal else 'full'}"]
+            flop = 2.0 * shape.batch * group.heads * area * width
             total += speed.time(flop / factor, rows, columns)
         return total * self.machine.ranks_per_gpu
 
@@ -254,9 +375,22 @@ class Estimator:
 
     def _spans(self, placement: BlockPlacement) -> Callable[[int], Spans]:
         layout = placement.layout.within(self.mask.documents)
-        return lambda owner: layout.spans(owner, placement.size, self.shape.seq_len)
+        if (layout, placement.size) not in self._spans_of:
+            self._spans_of[layout, placement.size] = cache(
+                lambda owner: layout.spans(owner, placement.size, self.shape.seq_len)
+            )
+        return self._spans_of[layout, placement.size]
+
+    @cached_property
+    def _spans_of(self) -> dict[tuple[Layout, int], Callable[[int], Spans]]:
+        return {}
 
     @cached_property
     def _local(self) -> int:
         """Ranks of a node, at most."""
         return max(Counter(self.nodes).values())
+
+
+def _sizes(tile: Tile) -> _Tiles:
+    rows, columns = (edge.stop - edge.start for edge in (tile.q, tile.kv))
+    return _Tiles(rows, columns, float(tile.area), tile.causal)
