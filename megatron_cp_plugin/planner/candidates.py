@@ -12,6 +12,7 @@ from megatron_cp_plugin import registry
 from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.core.document_layout import PaddedDocuments
 from megatron_cp_plugin.core.layout import Layout
+from megatron_cp_plugin.core.linear import LinearAlgorithm, LinearShape
 from megatron_cp_plugin.core.placement import Placement
 from megatron_cp_plugin.core.plan import PHASES
 from megatron_cp_plugin.core.shape import Shape
@@ -104,6 +105,28 @@ def candidates(question: Question) -> tuple[list[Candidate], list[Refusal]]:
     return list(found.values()), [Refusal(name, why) for why, name in refused.items()]
 
 
+def linear_candidates(
+    shape: LinearShape, size: int, layouts: tuple[str, ...] | None
+) -> tuple[list[tuple[str, Options, str]], list[Refusal]]:
+    """The same for linear attention: algorithm, options and name of the layout."""
+    found: list[tuple[str, Options, str]] = []
+    refused: dict[str, str] = {}
+    for algo in registry.available("linear"):
+        cls = registry.algorithm_class(algo)
+        assert issubclass(cls, LinearAlgorithm)
+        for options in _combinations(cls, size):
+            layout, given = cls.layout_for(options).name, _given(options)
+            if layouts is not None and layout not in layouts:
+                continue
+            try:
+                cls.check(options, size=size, heads=shape.heads)
+            except ContextParallelError as error:
+                refused.setdefault(str(error), algo)
+                continue
+            found.append((algo, given, layout))
+    return found, [Refusal(name, why) for why, name in refused.items()]
+
+
 def _candidate(
     cls: type[Algorithm], options: Algorithm.Options, given: Options, question: Question
 ) -> Candidate:
@@ -131,7 +154,7 @@ def _is_open(layout: Layout, question: Question) -> bool:
     return not cut_by_callers and (not layout.follows_documents or bool(question.mask.documents))
 
 
-def _combinations(cls: type[Algorithm], size: int) -> list[Algorithm.Options]:
+def _combinations(cls: registry.AnyClass, size: int) -> list[Algorithm.Options]:
     """Of all values of all options, those with the fewest options first."""
     defaults, hints = cls.Options(), get_type_hints(cls.Options)
     names = [field.name for field in fields(cls.Options)]

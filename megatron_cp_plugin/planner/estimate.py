@@ -12,7 +12,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from math import inf
 from typing import NamedTuple
 
 from megatron_cp_plugin.core.assembly import assemble

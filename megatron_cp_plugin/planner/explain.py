@@ -1,0 +1,144 @@
+"""What a choice says: one line for a log, a table for whoever wants to know why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from megatron_cp_plugin.planner.choose import GIB, Choice, Combination, Kind, Place, Row, choose
+from megatron_cp_plugin.planner.machine import Links
+from megatron_cp_plugin.text_table import text_table
+
+_ROWS = 12
+_CLEARLY = 1.03  # times as fast: what differs by less would not change the choice
+
+
+def sentence(choice: Choice) -> str:
+    """What was chosen and why, in one line."""
+    best = choice.best
+    exposed = sum(
+        table.kind.count * row.exposed for table, row in zip(choice.tables, best.rows, strict=True)
+    )
+    layers = sum(table.kind.count for table in choice.tables)
+    time = f"{best.seconds * 1e3:.2f} ms for {layers} layers" if layers > 1 else _ms(best.seconds)
+    words = [
+        f"auto chose {described(choice)}: {time} forward and backward, {_ms(exposed)} of it "
+        "waiting for messages"
+    ]
+    others = [one for one in choice.combinations[1:] if one.algo != best.algo]
+    if others:
+        percent = 100 * (others[0].seconds / best.seconds - 1)
+        words.append(f"next best {others[0].name}, {percent:.1f}% slower")
+    rows = [row for table in choice.tables for row in table.rows]
+    simulated = sum(row.simulated for row in rows)
+    words.append(
+        f"of {len(rows)} candidates on {choice.place.machine.name}, {simulated} simulated, "
+        "the others estimated"
+    )
+    return "; ".join(words)
+
+
+def described(choice: Choice) -> str:
+    """Algorithms, by kind of layers where there are several, and layout."""
+    best, tables = choice.best, choice.tables
+    layout = f"({best.rows[0].layout} layout)"
+    if len({row.name for row in best.rows}) == 1:
+        return f"{best.rows[0].name} {layout}"
+    parts = (f"{row.name} for {t.kind.name}" for t, row in zip(tables, best.rows, strict=True))
+    return f"{', '.join(parts)} {layout}"
+
+
+def table(choice: Choice, *, rows: int = _ROWS) -> str:
+    """For each kind of layers its candidates, the fastest first; what was refused; what would
+    change the choice.
+
+    Args: rows: of candidates, at most; of every algorithm the best one is there in any case.
+    """
+    lines = []
+    for number, (kind, found, _) in enumerate(choice.tables):
+        lines.append(f"{kind.name}, {kind.count} layer{'s' * (kind.count > 1)}, one layer each:")
+        lines.append(_table(choice, number, found, rows))
+    if not all(row.simulated for one in choice.tables for row in one.rows):
+        lines.append("~: estimated, all others simulated")
+    lines += [f"not {name}: {reason}" for name, reason in choice.refused]
+    lines += changes(choice)
+    return "\n".join(lines)
+
+
+def _table(choice: Choice, number: int, found: Sequence[Row], most: int) -> str:
+    peaks = {(one.rows[number].name): one.rows[number].peak_bytes for one in choice.combinations}
+    chosen = choice.best.rows[number].name
+    seen: set[str] = set()
+    cells: list[tuple[str, ...]] = []
+    for row in found:
+        if len(cells) < most or row.algo not in seen or row.name == chosen:
+            peak = peaks.get(row.name)
+            cells.append(
+                (
+                    row.name + (" *" if row.name == chosen else ""),
+                    row.layout,
+                    f"{'' if row.simulated else '~'}{row.seconds * 1e3:.2f}",
+                    f"{row.exposed * 1e3:.2f}",
+                    f"{row.inside / 2**20:.1f}",
+                    f"{row.between / 2**20:.1f}",
+                    "-" if peak is None else f"{peak / GIB:.2f}",
+                )
+            )
+        seen.add(row.algo)
+    headers = ("algorithm", "layout", "ms", "exposed ms", "MiB in node", "between", "peak GiB")
+    return text_table(headers, cells, right=range(2, len(headers)))
+
+
+def changes(choice: Choice) -> list[str]:
+    """What would make another algorithm the fastest, by estimates."""
+    kinds = [table.kind for table in choice.tables]
+    lines = []
+    for words, changed, place in _variations(kinds, choice.place):
+        layouts = (choice.best.rows[0].layout,) if len(kinds) > 1 else None
+        others = choose(changed, place, layouts=layouts, quick=True)
+        same = [one for one in others.combinations if _names(one) == _names(choice.best)]
+        gain = same[0].seconds / others.best.seconds if same else None
+        if others.best.algo != choice.best.algo and (gain is None or gain > _CLEARLY):
+            times = f", {gain:.2f} times as fast" if gain else ""
+            lines.append(f"{words}: {others.best.name}{times}")
+    return lines or ["nothing near changes the choice: half or twice the tokens or the network"]
+
+
+def _names(combination: Combination) -> tuple[str, ...]:
+    return tuple(row.name for row in combination.rows)
+
+
+def _variations(kinds: Sequence[Kind], place: Place) -> Iterator[tuple[str, list[Kind], Place]]:
+    for factor, name in ((0.5, "half"), (2, "twice")):
+        tokens = int(kinds[0].shape.seq_len * factor)
+        if not any(kind.mask.documents for kind in kinds):
+            changed = [replace(k, shape=replace(k.shape, seq_len=tokens)) for k in kinds]
+            yield f"with {name} the tokens", changed, place
+        if len(set(place.nodes)) > 1:
+            machine = replace(
+                place.machine,
+                between=_scaled(place.machine.between, factor),
+                between_total=place.machine.between_total and place.machine.between_total * factor,
+            )
+            yield (
+                f"with {name} the bandwidth between nodes",
+                list(kinds),
+                replace(place, machine=machine),
+            )
+
+
+def _scaled(links: Links, factor: float) -> Links:
+    return Links(
+        replace(links.exchange, bytes_per_second=links.exchange.bytes_per_second * factor),
+        {
+            operation: {
+                count: replace(rate, bytes_per_second=rate.bytes_per_second * factor)
+                for count, rate in rates.items()
+            }
+            for operation, rates in links.collective.items()
+        },
+    )
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f} ms"

@@ -1,0 +1,124 @@
+"""Which machine this is, and where on it a group of ranks is."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import lru_cache
+
+import torch
+
+from megatron_cp_plugin.core.documents import random_documents
+from megatron_cp_plugin.core.shape import Shape
+from megatron_cp_plugin.core.tiles import Mask
+from megatron_cp_plugin.core.topology import Topology
+from megatron_cp_plugin.errors import ConfigError, ContextParallelError
+from megatron_cp_plugin.planner.candidates import Options
+from megatron_cp_plugin.planner.choose import Kind, Place, choose
+from megatron_cp_plugin.planner.explain import sentence
+from megatron_cp_plugin.planner.machine import Machine, machines
+from megatron_cp_plugin.registry import AUTO
+
+_DEFAULT = "h200"
+
+log = logging.getLogger(__name__)
+
+
+def machine_named(name: str) -> Machine:
+    """A machine by the name of its file, by the beginning of that name, or by a path.
+
+    Raises: ConfigError if there is none.
+    """
+    beginning = [known for known in machines() if known.split("_")[0] == name.lower()]
+    return Machine.load(name if name in machines() or not beginning else beginning[0])
+
+
+def machine_here(name: str | None = None, *, gpu: str | None = None) -> tuple[Machine, str]:
+    """The machine, and how it was found.
+
+    Args: name: as in `machine_named`; None: by the name of the GPU. gpu: that name; default: of
+        this process's GPU.
+
+    Raises: ConfigError if there is none of that name.
+    """
+    if name is not None:
+        return machine_named(name), "as it was named"
+    if gpu is None and torch.cuda.is_available():
+        gpu = torch.cuda.get_device_name()
+    words = (gpu or "").lower().replace("-", " ").split()
+    for known in machines():
+        if known.split("_")[0] in words:
+            return Machine.load(known), f"by the name of the GPU, {gpu}"
+    why = f"no machine is known for {gpu}" if gpu else "there is no GPU here"
+    return machine_named(_DEFAULT), f"by default, for {why}: name yours"
+
+
+def kernel_on(machine: Machine, name: str) -> str:
+    """The machine's kernel of that name, or its first one where it does not know it."""
+    return name if name in machine.kernels else next(iter(machine.kernels))
+
+
+def statistics_of(mask: Mask, seq_len: int) -> Mask:
+    """A mask that stands for many: documents of random lengths, with about the same mean.
+
+    So that a choice need not be made again for every batch.
+    """
+    if not mask.documents:
+        return mask
+    mean = seq_len / (len(mask.documents) + 1)
+    return replace(mask, documents=random_documents(seq_len, 1 << round(mean).bit_length() - 1))
+
+
+def choose_for(
+    topology: Topology, shape: Shape, mask: Mask, kernel: str, given: Mapping[str, object]
+) -> tuple[str, Options]:
+    """Algorithm and options for one attention call; a collective operation, once for each shape.
+
+    Args: kernel: name of the one that computes. given: options of `AUTO`: layout, machine.
+
+    Raises: ConfigError: Another option is given, or nothing serves. ContextParallelError: The ranks
+        have not chosen the same.
+    """
+    for name in given:
+        if name not in ("layout", "machine"):
+            raise ConfigError(
+                f"{AUTO} has no option {name!r}, for it chooses them: it takes layout, machine"
+            )
+    layout, machine = str(given.get("layout", "zigzag")), given.get("machine")
+    mask = statistics_of(mask, shape.seq_len)
+    name = None if machine is None else str(machine)
+    return _chosen(topology, shape, mask, kernel, layout, name)
+
+
+@lru_cache(maxsize=256)
+def _chosen(
+    topology: Topology, shape: Shape, mask: Mask, kernel: str, layout: str, name: str | None
+) -> tuple[str, Options]:
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        raise ContextParallelError(
+            f"a CUDA graph cannot compare the ranks' choices, got algo {AUTO} for a new shape while "
+            "it was captured: make the same call once before"
+        )
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    machine, how = machine_here(name, gpu=topology.gather(gpu)[0])
+    if not topology.peer_access:
+        machine = replace(machine, copy=None)
+    place = Place(machine, topology.nodes, kernel_on(machine, kernel))
+    choice = choose([Kind("attention", shape, mask)], place, layouts=(layout,))
+    best = choice.best.algo, choice.best.options
+    check_agreement(topology, best)
+    if topology.rank == 0:
+        log.info("%s (machine found %s)", sentence(choice), how)
+    return best
+
+
+def check_agreement(topology: Topology, chosen: object) -> None:
+    """Raises: ContextParallelError on all ranks if some have chosen otherwise."""
+    every = topology.gather(repr(chosen))
+    for rank, other in enumerate(every):
+        if other != every[0]:
+            raise ContextParallelError(
+                f"all ranks need one choice of {AUTO}, got {every[0]} on rank 0 and {other} on "
+                f"rank {rank}: start all with the same settings and versions, or name an algorithm"
+            )
