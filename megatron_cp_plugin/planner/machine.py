@@ -6,7 +6,7 @@ A machine is a YAML file: `configs/machines/NAME.yaml`, or one that `megatron-cp
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from math import log
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
@@ -93,8 +93,8 @@ class Host:
 
     Attributes:
         operation: a kernel of torch. kernel, kernel_backward: an attention kernel. peer: an
-            exchange by copy engines. group: an operation of a process group. call: of a pass of
-            attention, beside all these.
+            exchange by copy engines. group: an operation of a process group. call,
+            call_backward: of a pass of attention, beside all these.
     """
 
     operation: float = 0.0
@@ -103,6 +103,7 @@ class Host:
     peer: float = 0.0
     group: float = 0.0
     call: float = 0.0
+    call_backward: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -154,12 +155,17 @@ class Machine:
             )
         return self.kernels[name]
 
+    def values(self) -> dict[str, Any]:
+        """All of it as YAML has it: what `of` reads."""
+        return dict(_plain(asdict(self)))
+
     def save(self, path: str | Path) -> None:
         """Writes the machine as YAML."""
         need("megatron", "a machine's file", "yaml")
         import yaml
 
-        Path(path).write_text(yaml.safe_dump(_plain(asdict(self)), sort_keys=False, width=100))
+        text = yaml.safe_dump(self.values(), sort_keys=False, width=100, default_flow_style=None)
+        Path(path).write_text(text)
 
     @classmethod
     def load(cls, name: str | Path) -> Self:
@@ -178,14 +184,29 @@ class Machine:
                 f"{', '.join(shipped)}, or a file that megatron-cp calibrate wrote"
             )
         try:
-            return _read(cls, yaml.safe_load(path.read_text()))
+            return cls.of(yaml.safe_load(path.read_text()))
         except (yaml.YAMLError, TypeError, ValueError, AttributeError, KeyError) as error:
             reason = str(error).splitlines()[0]
             raise ConfigError(f"machine file {path} cannot be read: {reason}") from None
 
-    def changed(self, **values: Any) -> Self:
-        """The machine with other values."""
-        return replace(self, **values)
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Self:
+        """Reads `values`. Raises: KeyError, TypeError or ValueError for what does not fit."""
+        known = {one.name for one in fields(cls)}
+        if unknown := set(values) - known:
+            found = min(unknown)
+            raise ValueError(f"unknown key {found!r}{nearest(found, known)}")
+        copy = values.get("copy")
+        return cls(
+            **{
+                **values,
+                "kernels": {name: _kernels(value) for name, value in values["kernels"].items()},
+                "inside": _links(values["inside"]),
+                "between": _links(values["between"]),
+                "copy": None if copy is None else Rate(**copy),
+                "host": Host(**values.get("host", {})),
+            }
+        )
 
 
 def machines() -> tuple[str, ...]:
@@ -210,23 +231,8 @@ def _links(value: Mapping[str, Any]) -> Links:
 
 
 def _kernels(value: Mapping[str, Any]) -> Kernels:
-    speeds = {name: KernelSpeed(**speed) for name, speed in value["by_pass"].items()}
+    speeds = {
+        name: KernelSpeed(**{key: float(number) for key, number in speed.items()})
+        for name, speed in value["by_pass"].items()
+    }
     return Kernels(speeds, value.get("dims", {}))
-
-
-def _read[M: Machine](cls: type[M], values: Mapping[str, Any]) -> M:
-    known = {one.name for one in fields(cls)}
-    if unknown := set(values) - known:
-        found = min(unknown)
-        raise ValueError(f"unknown key {found!r}{nearest(found, known)}")
-    copy = values.get("copy")
-    return cls(
-        **{
-            **values,
-            "kernels": {name: _kernels(value) for name, value in values["kernels"].items()},
-            "inside": _links(values["inside"]),
-            "between": _links(values["between"]),
-            "copy": None if copy is None else Rate(**copy),
-            "host": Host(**values.get("host", {})),
-        }
-    )

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import NamedTuple
 
 from megatron_cp_plugin import registry
@@ -103,7 +104,7 @@ def simulate(
     nodes: Sequence[int],
     *,
     transport: str = "auto",
-    kernel: str = "flash4",
+    kernel: str | None = None,
     captured: bool = False,
 ) -> Timeline:
     """One layer, forward and backward.
@@ -111,17 +112,15 @@ def simulate(
     Args:
         algo, options: as `registry.create`. shape: of the whole problem. mask: of softmax
             attention. nodes: the node of each rank. transport: "auto", by copy engines where the
-            machine has them and all ranks are on one node; or "group". kernel: one of the machine.
+            machine has them and all ranks are on one node; or "group". kernel: one of the
+            machine's; default: its first.
         captured: in a CUDA graph, so that the host launches nothing.
 
     Raises: ConfigError if the algorithm cannot serve this, or a name or value is unknown.
     """
-    size = len(nodes)
     peer_access = transport != "group" and machine.copy is not None and len(set(nodes)) == 1
-    traces = {
-        rank: _trace(algo, options, shape, mask, rank, nodes, peer_access=peer_access)
-        for rank in range(size)
-    }
+    traces = _traces(algo, tuple(options.items()), shape, mask, tuple(nodes), peer_access)
+    kernel = kernel or next(iter(machine.kernels))
     return _Run(machine, nodes, traces, kernel, captured=captured).timeline()
 
 
@@ -135,7 +134,7 @@ def layer_seconds(
     *,
     nodes: Sequence[int] | None = None,
     transport: str = "auto",
-    kernel: str = "flash4",
+    kernel: str | None = None,
     captured: bool = False,
 ) -> float:
     """Seconds of forward and backward.
@@ -154,6 +153,36 @@ def layer_seconds(
         kernel=kernel,
         captured=captured,
     ).seconds
+
+
+def tile_seconds(machine: Machine, kernel: str, tile: Tile) -> float:
+    """What an attention kernel takes on a GPU of its own."""
+    speeds, backward = machine.kernel(kernel), tile.phase == "backward"
+    of_keys, of_values = (3, 2) if backward else (1, 1)  # products with D, and with E
+    width = of_keys * tile.head_dim + of_values * tile.value_dim
+    flop = 2.0 * tile.batch * tile.heads * tile.area * width
+    speed = speeds.by_pass[f"{tile.phase} {'causal' if tile.causal else 'full'}"]
+    dims = f"{tile.head_dim}"
+    if tile.value_dim != tile.head_dim:
+        dims += f":{tile.value_dim}"
+    flop /= speeds.dims.get(tile.phase, {}).get(dims, 1.0)
+    return speed.time(flop, tile.rows, tile.columns)
+
+
+@lru_cache(maxsize=256)  # what ranks do is the same on every machine
+def _traces(
+    algo: str,
+    options: tuple[tuple[str, object], ...],
+    shape: Shape | LinearShape,
+    mask: Mask,
+    nodes: tuple[int, ...],
+    peer_access: bool,
+) -> dict[int, Trace]:
+    """Of all ranks."""
+    of_all = algo, dict(options), shape, mask
+    return {
+        rank: _trace(*of_all, rank, nodes, peer_access=peer_access) for rank in range(len(nodes))
+    }
 
 
 def _trace(
@@ -228,7 +257,8 @@ class _Run:
         captured: bool,
     ) -> None:
         self.machine, self.nodes, self.traces = machine, nodes, traces
-        self.speeds, self.captured = machine.kernel(kernel), captured
+        self.kernel, self.captured = kernel, captured
+        machine.kernel(kernel)  # refused before anything runs
         self.ranks = {
             rank: _Rank((*trace.forward, *trace.backward)) for rank, trace in traces.items()
         }
@@ -257,7 +287,7 @@ class _Run:
         while rank.place < len(rank.events):
             if rank.place == forward and not rank.at_forward[2]:
                 rank.at_forward = rank.stream, rank.waited, len(rank.busy) or 1
-                rank.host += self._launch(self.machine.host.call)
+                rank.host += self._launch(self.machine.host.call_backward)
             elif rank.place == 0:
                 rank.host += self._launch(self.machine.host.call)
             event = rank.events[rank.place]
@@ -284,7 +314,7 @@ class _Run:
         if isinstance(event, Tile):
             forward = event.phase == "forward"
             rank.host += self._launch(host.kernel if forward else host.kernel_backward)
-            seconds = self._tile_seconds(event)
+            seconds = tile_seconds(machine, self.kernel, event)
             name = f"attention {event.phase}"
         elif isinstance(event, Linear):
             rank.host += self._launch(host.kernel)
@@ -299,20 +329,6 @@ class _Run:
         rank.stream = stop
         rank.busy.append((start, stop))
         self.intervals.append(Interval(number, "computation", name, start, stop))
-
-    def _tile_seconds(self, tile: Tile) -> float:
-        backward = tile.phase == "backward"
-        products = (
-            3 * tile.head_dim + 2 * tile.value_dim if backward else (tile.head_dim + tile.value_dim)
-        )
-        flop = 2.0 * tile.batch * tile.heads * tile.area * products
-        mask = "causal" if tile.causal else "full"
-        speed = self.speeds.by_pass[f"{tile.phase} {mask}"]
-        dims = f"{tile.head_dim}"
-        if tile.value_dim != tile.head_dim:
-            dims += f":{tile.value_dim}"
-        factor = self.speeds.dims.get(tile.phase, {}).get(dims, 1.0)
-        return speed.seconds + (speed.time(flop, tile.rows, tile.columns) - speed.seconds) / factor
 
     def _slowed(self, rank: _Rank, start: float, seconds: float) -> float:
         """When a computation ends, that is slower while the process group moves data."""
@@ -467,64 +483,69 @@ class _Run:
             m: max(ready, self.channel_free.get((m, channel), 0.0))
             for m, (_, ready) in operation.posts.items()
         }
-        ends = dict(begin)
+        ends, moving = dict(begin), {}
         for number, (post, _) in sorted(operation.posts.items(), key=lambda one: begin[one[0]]):
             for target, size in _joined(post.sends):
                 start = max(begin[number], begin.get(target, begin[number]))
                 inside = self.nodes[number] == self.nodes[target]
                 rate = (self.machine.inside if inside else self.machine.between).exchange
                 end = self._move(start, number, target, size, rate, channel[0])
-                ends[number] = max(ends[number], end)
-                if target in ends:
-                    ends[target] = max(ends[target], end)
+                for m in {number, target} & ends.keys():
+                    ends[m] = max(ends[m], end)
+                    moving[m] = min(moving.get(m, start), start)
         for m, end in ends.items():
             operation.done[m] = end
-            self._ended(m, channel, key[1], begin[m] if end > begin[m] else end, end)
+            self._ended(m, channel, key[1], moving.get(m, end), end)
 
     def _collective(self, key: tuple[ChannelId, int], operation: Operation, start: float) -> None:
         channel = key[0]
         posts = self.operations[key].posts
         members = channel[1]
         size = max(post.bytes for post, _ in posts.values())
-        seconds = self._collective_seconds(members, operation, size)
+        seconds, shared = self._collective_seconds(members, operation, size)
         resources = [("out", m) for m in members]
         if len({self.nodes[m] for m in members}) > 1:
             resources = [("card out", card) for card in {self._card(m) for m in members}]
-            if self.machine.between_total:
-                resources.append(("fabric", 0))
-        start = max([start, *(self.free.get(one, 0.0) for one in resources)])
+        of_all = [("fabric", 0)] if shared else []
+        start = max([start, *(self.free.get(one, 0.0) for one in (*resources, *of_all))])
         end = start + seconds
         for one in resources:
             self.free[one] = end
+        for one in of_all:
+            self.free[one] = start + shared
         for m in posts:
             self.operations[key].done[m] = end
             self._ended(m, channel, key[1], start, end)
             self.intervals.append(Interval(m, channel[0], operation, start, end))
 
-    def _collective_seconds(self, members: Sequence[int], operation: Operation, size: int) -> float:
-        """Args: size: bytes that a rank sends."""
+    def _collective_seconds(
+        self, members: Sequence[int], operation: Operation, size: int
+    ) -> tuple[float, float]:
+        """Seconds, and those for which it takes all that nodes share between them.
+
+        Args: size: bytes that a rank sends.
+        """
         machine, count = self.machine, len(members)
         of_nodes = defaultdict(list)
         for m in members:
             of_nodes[self.nodes[m]].append(m)
         if len(of_nodes) == 1:
-            return machine.inside.rate(operation, count).time(size)
+            return machine.inside.rate(operation, count).time(size), 0.0
         rate, local = machine.between.rate(operation, count), max(map(len, of_nodes.values()))
+        within = float(size)
         if operation == "all_to_all":
-            crossing = size * (count - local) / (count - 1) * local  # of a node
+            within = size * (local - 1) / (count - 1)
+            crossing = (size - within) * local  # of a node
         else:
             crossing = size  # a ring through all nodes, over all cards of each
         cards = len({self._card(m) for m in next(iter(of_nodes.values()))})
-        seconds = rate.time(crossing / cards)
+        seconds, shared = rate.time(crossing / cards), 0.0
         if machine.between_total:
-            seconds = max(seconds, rate.seconds + crossing * len(of_nodes) / machine.between_total)
+            shared = crossing * len(of_nodes) / machine.between_total
+            seconds = max(seconds, rate.seconds + shared)
         if local > 1:
-            inside = machine.inside.rate(operation, local)
-            seconds = max(
-                seconds,
-                inside.time(size if operation != "all_to_all" else size - (crossing / local)),
-            )
-        return seconds
+            seconds = max(seconds, machine.inside.rate(operation, local).time(within))
+        return seconds, shared
 
     def _ended(self, number: int, channel: ChannelId, which: int, start: float, end: float) -> None:
         """Notes that an operation of the process group ran on a rank."""

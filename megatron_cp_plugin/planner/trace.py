@@ -320,7 +320,7 @@ def _packed_area(bounds: Sequence[int]) -> float:
 
 
 class _LinearKernel(LinearKernel):
-    """Notes the parts of a pass; a state of a run takes a third of a forward."""
+    """Notes the parts of a pass; the state of a run takes a third of it."""
 
     name = "noted"
 
@@ -363,6 +363,8 @@ class _LinearForward(ForwardPass):
         _note(Linear("forward", self._flop * 2 / 3))
 
     def finish(self, incoming: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        if incoming is not None:
+            _note(Memory("earlier tokens", _bytes(self._q) + 2 * _bytes(self._v)))
         return self._q.new_empty((*self._q.shape[:3], self._v.shape[3])), incoming
 
 
