@@ -7,12 +7,9 @@ them.
 
 import argparse
 import csv
-import statistics
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 

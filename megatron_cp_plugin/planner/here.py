@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -17,21 +17,21 @@ from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.planner.candidates import Options
 from megatron_cp_plugin.planner.choose import Kind, Place, choose
 from megatron_cp_plugin.planner.explain import sentence
-from megatron_cp_plugin.planner.machine import Machine, machines
+from megatron_cp_plugin.planner.machine import Machine
 from megatron_cp_plugin.registry import AUTO
 
+_OF_GPU = {"h200": "h200_nvlink", "h100": "h100_400g", "a800": "a800_4x200g", "b200": "b200"}
 _DEFAULT = "h200"
 
 log = logging.getLogger(__name__)
 
 
 def machine_named(name: str) -> Machine:
-    """A machine by the name of its file, by the beginning of that name, or by a path.
+    """A machine by a GPU's name, by that of its file or by a path.
 
     Raises: ConfigError if there is none.
     """
-    beginning = [known for known in machines() if known.split("_")[0] == name.lower()]
-    return Machine.load(name if name in machines() or not beginning else beginning[0])
+    return Machine.load(_OF_GPU.get(name.lower(), name))
 
 
 def machine_here(name: str | None = None, *, gpu: str | None = None) -> tuple[Machine, str]:
@@ -47,9 +47,9 @@ def machine_here(name: str | None = None, *, gpu: str | None = None) -> tuple[Ma
     if gpu is None and torch.cuda.is_available():
         gpu = torch.cuda.get_device_name()
     words = (gpu or "").lower().replace("-", " ").split()
-    for known in machines():
-        if known.split("_")[0] in words:
-            return Machine.load(known), f"by the name of the GPU, {gpu}"
+    for known in _OF_GPU:
+        if known in words:
+            return machine_named(known), f"by the name of the GPU, {gpu}"
     why = f"no machine is known for {gpu}" if gpu else "there is no GPU here"
     return machine_named(_DEFAULT), f"by default, for {why}: name yours"
 
@@ -87,8 +87,8 @@ def choose_for(
             )
     layout, machine = str(given.get("layout", "zigzag")), given.get("machine")
     mask = statistics_of(mask, shape.seq_len)
-    name = None if machine is None else str(machine)
-    return _chosen(topology, shape, mask, kernel, layout, name)
+    named = None if machine is None else str(machine)
+    return _chosen(topology, shape, mask, kernel, layout, named)
 
 
 @lru_cache(maxsize=256)
@@ -97,28 +97,42 @@ def _chosen(
 ) -> tuple[str, Options]:
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         raise ContextParallelError(
-            f"a CUDA graph cannot compare the ranks' choices, got algo {AUTO} for a new shape while "
-            "it was captured: make the same call once before"
+            f"a CUDA graph cannot compare the ranks' choices, got algo {AUTO} for a new shape "
+            "while it was captured: make the same call once before"
         )
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    machine, how = machine_here(name, gpu=topology.gather(gpu)[0])
-    if not topology.peer_access:
-        machine = replace(machine, copy=None)
-    place = Place(machine, topology.nodes, kernel_on(machine, kernel))
-    choice = choose([Kind("attention", shape, mask)], place, layouts=(layout,))
-    best = choice.best.algo, choice.best.options
-    check_agreement(topology, best)
+    question = shape, mask, kernel, layout, name
+    asked = topology.gather((question, gpu))
+    check_agreement([repr(question) for question, _ in asked])
+    nodes, peer_access = topology.nodes, topology.peer_access
+    answer: tuple[str, Options] | ContextParallelError | None = None
     if topology.rank == 0:
-        log.info("%s (machine found %s)", sentence(choice), how)
-    return best
+        try:
+            machine, how = machine_here(name, gpu=asked[0][1])
+            if not peer_access:
+                machine = replace(machine, copy=None)
+            place = Place(machine, nodes, kernel_on(machine, kernel))
+            choice = choose([Kind("attention", shape, mask)], place, layouts=(layout,))
+            log.info("%s (machine found %s)", sentence(choice), how)
+            answer = choice.best.algo, choice.best.options
+        except ContextParallelError as error:
+            answer = error
+    answer = topology.gather(answer)[0]
+    if isinstance(answer, ContextParallelError):
+        raise answer
+    assert answer is not None  # rank 0 has one
+    return answer
 
 
-def check_agreement(topology: Topology, chosen: object) -> None:
-    """Raises: ContextParallelError on all ranks if some have chosen otherwise."""
-    every = topology.gather(repr(chosen))
-    for rank, other in enumerate(every):
-        if other != every[0]:
+def check_agreement(asked: Sequence[str]) -> None:
+    """Raises: ContextParallelError on all ranks if not all ask, or have chosen, the same.
+
+    Args: asked: in words, by rank.
+    """
+    for rank, other in enumerate(asked):
+        if other != asked[0]:
             raise ContextParallelError(
-                f"all ranks need one choice of {AUTO}, got {every[0]} on rank 0 and {other} on "
-                f"rank {rank}: start all with the same settings and versions, or name an algorithm"
+                f"all ranks need the same choice of {AUTO}, got {asked[0]} on rank 0 and {other} "
+                f"on rank {rank}: start all with the same settings and versions, or name an "
+                "algorithm"
             )
