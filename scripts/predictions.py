@@ -7,9 +7,12 @@ them.
 
 import argparse
 import csv
-from collections.abc import Iterable, Mapping, Sequence
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
