@@ -235,18 +235,19 @@ def _print_plainly(drawn: Picture) -> None:
 def _add_plan(commands: Any) -> None:
     parser = commands.add_parser(
         "plan",
-        help="what an attention layer of your model sends with each algorithm, and who waits",
+        help="which algorithm is the fastest for your model and machine, and what each sends",
         description="For every algorithm of softmax attention, with its default options: bytes "
         "and messages of the rank that sends most in one layer, forward and backward, and the "
         "share of the forward in which ranks wait; with --memory also the memory of the GPU that "
-        "needs most, beside q, k, v and dout; with --bandwidth also what computing and sending "
-        "take at least, each alone. By their plans: nothing runs.",
+        "needs most, beside q, k, v and dout. With --machine all options are tried too, times are "
+        "simulated, and the fastest is chosen, as --context-parallel-algo auto does. With --model "
+        "whole steps are, over all ways to split the model. Nothing runs.",
     )
-    parser.add_argument("--size", required=True, type=int, metavar="P", help="number of ranks")
+    parser.add_argument("--size", type=int, metavar="P", help="number of ranks")
     parser.add_argument(
-        "--seq-len", required=True, type=tokens_of, metavar="N", help="global tokens, such as 128K"
+        "--seq-len", type=tokens_of, metavar="N", help="global tokens, such as 128K"
     )
-    parser.add_argument("--heads", required=True, type=int, metavar="H")
+    parser.add_argument("--heads", type=int, metavar="H")
     parser.add_argument("--kv-heads", type=int, metavar="G", help="default: as many as heads")
     parser.add_argument("--head-dim", type=int, default=128, metavar="D")
     parser.add_argument("--value-dim", type=int, metavar="E", help="of values; default: D")
@@ -271,17 +272,46 @@ def _add_plan(commands: Any) -> None:
         metavar="FILE",
         help="write the whole plan of --algo and each rank's peak memory: see core/plan_json.py",
     )
-    parser.add_argument("--bandwidth", type=float, metavar="GB/S", help="what a rank can send")
     parser.add_argument(
-        "--tflops", type=float, default=600.0, help="of a rank's kernel; default 600, an H200's"
+        "--machine",
+        metavar="NAME|FILE",
+        help="h200, h100 and others of configs/machines, or what megatron-cp calibrate wrote",
+    )
+    parser.add_argument(
+        "--yaml", type=Path, metavar="FILE", help="write the choice as a run file; needs --machine"
     )
     parser.set_defaults(run=_plan)
 
 
 def _plan(arguments: argparse.Namespace) -> int:
+    for name in ("size", "seq_len", "heads"):
+        if getattr(arguments, name) is None:
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(f"plan needs --size, --seq-len and --heads, got no {flag}: add it")
+    shape, mask = _shape(arguments), _mask(arguments)
+    title = f"one layer, {shape.heads}:{shape.kv_heads} heads, {shape.seq_len} tokens, "
+    title += "1 rank" if arguments.size == 1 else f"{arguments.size} ranks"
+    if mask.documents:
+        title += f", {len(mask.documents) + 1} documents"
+    if arguments.machine is None:
+        if arguments.yaml:
+            raise ConfigError("--yaml writes a choice, which needs --machine, got none: name one")
+        return _plan_bytes(arguments, title, shape, mask)
+    for name in ("algo", "option", "memory", "json"):
+        if getattr(arguments, name):
+            raise ConfigError(f"--machine tries all algorithms and options: leave --{name} out")
+    if arguments.yaml:
+        check_file("--yaml", arguments.yaml)
+    from megatron_cp_plugin.planner.command import plan_layer
+
+    print(title)
+    plan_layer(arguments.machine, arguments.size, shape, mask, arguments.yaml)
+    return 0
+
+
+def _plan_bytes(arguments: argparse.Namespace, title: str, shape: Shape, mask: Mask) -> int:
     from megatron_cp_plugin.registry import algorithm_class, available
 
-    shape, mask = _shape(arguments), _mask(arguments)
     options = dict(_option(text) for text in arguments.option)
     rows: list[tuple[str, dict[str, str]]] = [(algo, {}) for algo in available("softmax")]
     if mask.documents:
@@ -291,15 +321,9 @@ def _plan(arguments: argparse.Namespace) -> int:
         rows = [(arguments.algo, options)]
     elif options or arguments.json:
         raise ConfigError("--option and --json need --algo, got none: name an algorithm")
-    title = f"one layer, {shape.heads}:{shape.kv_heads} heads, {shape.seq_len} tokens, "
-    title += "1 rank" if arguments.size == 1 else f"{arguments.size} ranks"
-    if mask.documents:
-        title += f", {len(mask.documents) + 1} documents"
     headers = ["algorithm", "layout", "forward MiB", "backward MiB", "messages", "waits"]
     if arguments.memory:
         headers += ["peak GiB"]
-    if arguments.bandwidth:
-        headers += ["computes ms", "sends ms"]
     refused, table = [], []
     for algo, chosen in rows:
         try:
@@ -325,7 +349,7 @@ def _shape(arguments: argparse.Namespace) -> Shape:
     heads, kv_heads = arguments.heads, arguments.kv_heads or arguments.heads
     if arguments.value_dim is None:
         arguments.value_dim = arguments.head_dim
-    for name in ("size", "seq_len", "heads", "head_dim", "value_dim", "batch", "tflops"):
+    for name in ("size", "seq_len", "heads", "head_dim", "value_dim", "batch"):
         if getattr(arguments, name) <= 0:
             flag = "--" + name.replace("_", "-")
             raise ConfigError(f"{flag} must be more than 0, got {getattr(arguments, name)}")
@@ -360,9 +384,6 @@ def _plan_cells(
     if arguments.memory:
         peaks = (peak(algo, size, rank, shape, mask, options) for rank in range(size))
         cells.append(f"{max(max(one.forward, one.backward) for one in peaks) / 2**30:.2f}")
-    if arguments.bandwidth:
-        least = found.least_seconds(size, arguments.tflops * 1e12, arguments.bandwidth * 1e9)
-        cells += [f"{seconds * 1e3:.2f}" for seconds in least]
     return cells
 
 

@@ -23,9 +23,9 @@ RUN: dict[str, tuple[str, str]] = {
         "--train-iters 2 --log-interval 1 --seq-length 128 --data-path data/readme",
         "iteration        2/",
     ),
-    "megatron-cp plan --size 16 --seq-len 262144 --heads 32 --kv-heads 8 --bandwidth 25": (
+    "megatron-cp plan --size 16 --seq-len 256K --heads 32 --kv-heads 8 --machine h100": (
         "",
-        "262144 tokens, 16 ranks",
+        "auto chose ",
     ),
     "megatron-cp plan --size 8 --seq-len 65536 --heads 32": ("", "65536 tokens, 8 ranks"),
     "megatron-cp plan --documents 8192 ...": ("--size 4 --seq-len 64K --heads 8", "documents"),

@@ -23,7 +23,8 @@ from megatron_cp_plugin.core.plan import row_bytes
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask, Tile, plan_tiles
 from megatron_cp_plugin.planner.machine import Machine, Operation, Pass
-from megatron_cp_plugin.planner.simulate import PASSES
+from megatron_cp_plugin.planner.simulate import PASSES, tile_seconds
+from megatron_cp_plugin.planner.trace import Tile as Kernel
 
 _INPUTS = {"forward": ("q",), "backward": ("q", "dout", "delta", "lse")}
 _RESULTS = {"forward": ("out", "lse"), "backward": ("dq",)}
@@ -357,16 +358,14 @@ class Estimator:
     def _computing(
         self, tiles: Iterable[tuple[int, int, float, bool]], group: HeadGroup, phase: Pass
     ) -> float:
-        shape, speeds = self.shape, self.machine.kernel(self.kernel)
-        d, e = shape.head_dim, shape.value_dim
-        width = d + e if phase == "forward" else 3 * d + 2 * e
-        dims = f"{d}" if d == e else f"{d}:{e}"
-        factor, total = speeds.dims.get(phase, {}).get(dims, 1.0), 0.0
-        for rows, columns, area, causal in tiles:
-            speed = speeds.by_pass[f"{phase} {'causal' if causal else 'full'}"]
-            flop = 2.0 * shape.batch * group.heads * area * width
-            total += speed.time(flop / factor, rows, columns)
-        return total * self.machine.ranks_per_gpu
+        shape = self.shape
+        heads = group.heads, group.kv_heads, shape.head_dim, shape.value_dim
+        kernels = (
+            Kernel(phase, shape.batch, rows, columns, area, *heads, causal)
+            for rows, columns, area, causal in tiles
+        )
+        seconds = sum(tile_seconds(self.machine, self.kernel, kernel) for kernel in kernels)
+        return seconds * self.machine.ranks_per_gpu
 
     def _width(self, names: Iterable[str], group: HeadGroup, *, wide: bool = False) -> int:
         """Bytes of a token."""
