@@ -52,6 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_draw(commands)
     _add_plan(commands)
     _add_doctor(commands)
+    _add_calibrate(commands)
     _add_capabilities(commands)
     _add_hooks(commands)
     try:
@@ -138,6 +139,45 @@ def _doctor(arguments: argparse.Namespace) -> int:
         distributed.destroy_process_group()
         release()
     return int(any(finding.failed for finding in findings))
+
+
+def _add_calibrate(commands: Any) -> None:
+    parser = commands.add_parser(
+        "calibrate",
+        help="measure this machine's links and kernels for the planner",
+        description="Measures links, kernels, memory and the host on the ranks of a torchrun "
+        "(torchrun --nproc-per-node P -m megatron_cp_plugin.cli calibrate --output FILE), in less "
+        "than two minutes, and writes a machine's file.",
+    )
+    parser.add_argument("--output", required=True, type=Path, metavar="FILE", help=".yaml to write")
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--head-dim", type=int, default=128, metavar="D")
+    parser.set_defaults(run=_calibrate)
+
+
+def _calibrate(arguments: argparse.Namespace) -> int:
+    from torch import distributed
+
+    from megatron_cp_plugin.core.process_groups import topology_of
+    from megatron_cp_plugin.doctor import join
+    from megatron_cp_plugin.functional import release
+    from megatron_cp_plugin.planner.calibrate import calibrate
+
+    check_file("--output", arguments.output)
+    heads, kv_heads = arguments.heads, arguments.kv_heads
+    if kv_heads < 1 or heads % kv_heads:
+        raise ConfigError(f"--kv-heads must divide the {heads} heads, got {kv_heads}")
+    device, path = join(), arguments.output
+    topology = topology_of(None)
+    machine = calibrate(path.stem, topology, device, heads, kv_heads, arguments.head_dim)
+    if topology.rank == 0:
+        machine.save(path)
+        print(f"wrote {path}")
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
+        release()
+    return 0
 
 
 def _add_mask(parser: argparse.ArgumentParser) -> None:

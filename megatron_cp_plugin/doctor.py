@@ -65,7 +65,7 @@ def examine(heads: int = 32, kv_heads: int = 8, head_dims: Sequence[int] = (128,
     """
     if kv_heads < 1 or heads % kv_heads:
         raise ConfigError(f"--kv-heads must divide the {heads} heads, got {kv_heads}")
-    device = _join()
+    device = join()
     findings = _installed()
     for head_dim in head_dims:
         findings += _kernels(device, heads, kv_heads, head_dim)
@@ -75,7 +75,7 @@ def examine(heads: int = 32, kv_heads: int = 8, head_dims: Sequence[int] = (128,
     return findings + _graphs(device, head_dims[0])
 
 
-def _join() -> torch.device:
+def join() -> torch.device:
     """Joins the other processes of a torchrun, if any; returns the device to compute on."""
     cuda = torch.cuda.is_available()
     if cuda:

@@ -7,12 +7,10 @@ them.
 
 import argparse
 import csv
-import statistics
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +119,7 @@ def _single(row: Row, machine: Machine, mask: Mask) -> tuple[float, float]:
             times.append(flop / machine.linear_flops[phase] * MS)
             continue
         bounds = (0, *mask.documents, row.tokens)
-        lengths = [b - a for a, b in zip(bounds, bounds[1:], strict=False) if b > a]
+        lengths = [b - a for a, b in pairwise(bounds) if b > a]
         area = sum(n * (n + 1) / 2 if mask.causal else n * n for n in lengths)
         mean = row.tokens // len(lengths)
         dims = row.heads, row.kv_heads, row.head_dim, row.value_dim

@@ -29,6 +29,7 @@ from megatron_cp_plugin.planner.trace import (
     Post,
     Tile,
     Trace,
+    Wait,
     trace_linear,
     trace_softmax,
 )
@@ -153,6 +154,36 @@ def layer_seconds(
         kernel=kernel,
         captured=captured,
     ).seconds
+
+
+def host_seconds(
+    algo: str,
+    options: Mapping[str, object],
+    shape: Shape,
+    mask: Mask,
+    machine: Machine,
+    nodes: Sequence[int],
+) -> tuple[float, float]:
+    """Seconds of the host for what rank 0 launches in forward and backward."""
+    peer_access = machine.copy is not None and len(set(nodes)) == 1
+    trace = _trace(algo, options, shape, mask, 0, nodes, peer_access=peer_access)
+    return _launched(machine, trace.forward), _launched(machine, trace.backward)
+
+
+def _launched(machine: Machine, events: Sequence[Event]) -> float:
+    return sum(_launch_seconds(machine, event) for event in events)
+
+
+def _launch_seconds(machine: Machine, event: Event) -> float:
+    """Of the host."""
+    host = machine.host
+    if isinstance(event, Tile):
+        return host.kernel if event.phase == "forward" else host.kernel_backward
+    if isinstance(event, Post):
+        return host.peer if event.operation is None else host.group
+    if isinstance(event, Wait):
+        return 0.0
+    return host.kernel if isinstance(event, Linear) else host.operation
 
 
 def tile_seconds(machine: Machine, kernel: str, tile: Tile) -> float:
@@ -291,17 +322,19 @@ class _Run:
             elif rank.place == 0:
                 rank.host += self._launch(self.machine.host.call)
             event = rank.events[rank.place]
-            if isinstance(event, Post):
-                self._post(number, rank, event)
-            elif isinstance(event, Tile | Linear | Memory):
-                self._compute(number, rank, event)
-            else:
+            if isinstance(event, Wait):
                 done = self.operations[event.channel, event.number].done.get(number)
                 if done is None:
                     return
                 ready = max(rank.stream, rank.host)
                 rank.waited += max(0.0, done - ready)
                 rank.stream = max(ready, done)
+            else:
+                rank.host += self._launch(_launch_seconds(self.machine, event))
+                if isinstance(event, Post):
+                    self._post(number, rank, event)
+                else:
+                    self._compute(number, rank, event)
             rank.place += 1
         if rank.at_forward[2] == 0:
             rank.at_forward = rank.stream, rank.waited, len(rank.busy)
@@ -310,18 +343,14 @@ class _Run:
         return 0.0 if self.captured else seconds
 
     def _compute(self, number: int, rank: _Rank, event: Tile | Linear | Memory) -> None:
-        host, machine = self.machine.host, self.machine
+        machine = self.machine
         if isinstance(event, Tile):
-            forward = event.phase == "forward"
-            rank.host += self._launch(host.kernel if forward else host.kernel_backward)
             seconds = tile_seconds(machine, self.kernel, event)
             name = f"attention {event.phase}"
         elif isinstance(event, Linear):
-            rank.host += self._launch(host.kernel)
             seconds = event.flop / machine.linear_flops[event.phase]
             name = f"linear attention {event.phase}"
         else:
-            rank.host += self._launch(host.operation)
             seconds = machine.operation_seconds + event.bytes / machine.memory_bytes_per_second
             name = event.name
         start = max(rank.stream, rank.host)
@@ -351,7 +380,6 @@ class _Run:
 
     def _post(self, number: int, rank: _Rank, post: Post) -> None:
         peer = post.operation is None
-        rank.host += self._launch(self.machine.host.peer if peer else self.machine.host.group)
         key = post.channel, post.number
         self.operations[key].posts[number] = post, max(rank.stream, rank.host)
         if peer:
@@ -483,7 +511,8 @@ class _Run:
             m: max(ready, self.channel_free.get((m, channel), 0.0))
             for m, (_, ready) in operation.posts.items()
         }
-        ends, moving = dict(begin), {}
+        ends = dict(begin)
+        moving: dict[int, float] = {}
         for number, (post, _) in sorted(operation.posts.items(), key=lambda one: begin[one[0]]):
             for target, size in _joined(post.sends):
                 start = max(begin[number], begin.get(target, begin[number]))
