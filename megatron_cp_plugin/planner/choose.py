@@ -191,11 +191,11 @@ def choose(
     found = sorted(_combined(tables, runs_again), key=lambda one: (one.seconds, one.name))
     for combination in found:
         reason = None
-        if quick:
-            pass
-        elif len(taken) < 2 or combination.algo not in {one.algo for one in taken}:
-            combination = _with_memory(combination, kinds, place)
-            reason = _too_large(combination, place) or refusal(combination)
+        if not quick and (len(taken) < 2 or combination.algo not in {x.algo for x in taken}):
+            reason = refusal(combination)
+            if reason is None:
+                combination = _with_memory(combination, kinds, place)
+                reason = _too_large(combination, place)
         if reason is None:
             taken.append(combination)
         else:

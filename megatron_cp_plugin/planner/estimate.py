@@ -341,6 +341,8 @@ class Estimator:
         machine, ranks = self.machine, list(members)
         on = Counter(self.nodes[rank] for rank in ranks)
         mates, count = max(on.values()), len(ranks)
+        if count == 1:
+            return _Moved()
         inside = size * (mates - 1) / (count - 1)
         if len(on) == 1:
             return _Moved(machine.inside.rate(operation, mates).time(size), inside)
