@@ -82,11 +82,11 @@ def label(algo: str, options: Options) -> str:
 def candidates(question: Question) -> tuple[list[Candidate], list[Refusal]]:
     """All that serve a layer of softmax attention, each once, in an order that is always the same.
 
-    Of several that do the same the one with the fewest options is taken. Combinations of options
-    that contradict each other are left out without a word.
+    Of several that do the same the one with the fewest options is taken. Of what an algorithm
+    refuses the first is named; combinations of options that contradict each other are not.
     """
     found: dict[tuple[Placement, ...], Candidate] = {}
-    refused: dict[str, str] = {}
+    refused: dict[str, Refusal] = {}
     for algo in registry.available("softmax"):
         cls = registry.algorithm_class(algo)
         assert issubclass(cls, Algorithm)
@@ -99,10 +99,10 @@ def candidates(question: Question) -> tuple[list[Candidate], list[Refusal]]:
                 candidate = _candidate(cls, options, given, question)
             except ContextParallelError as error:
                 if len(given) < 2:
-                    refused.setdefault(str(error), label(algo, given))
+                    refused.setdefault(algo, Refusal(label(algo, given), str(error)))
                 continue
             found.setdefault(candidate.placements, candidate)
-    return list(found.values()), [Refusal(name, why) for why, name in refused.items()]
+    return list(found.values()), list(refused.values())
 
 
 def linear_candidates(

@@ -5,7 +5,7 @@ Everything follows from the question alone, so that all ranks that ask it choose
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import NamedTuple
@@ -13,6 +13,7 @@ from typing import NamedTuple
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.core.linear import LinearShape
 from megatron_cp_plugin.core.memory import Alone, peak_of
+from megatron_cp_plugin.core.placement import HeadPlacement
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ConfigError
@@ -31,10 +32,11 @@ from megatron_cp_plugin.planner.estimate import Estimate, Estimator
 from megatron_cp_plugin.planner.machine import Machine
 from megatron_cp_plugin.planner.simulate import simulate
 
-# A simulation takes the longer the more ranks there are; these keep a choice to a few seconds.
-_MOST_SIMULATED, _SIMULATED_WORK = 12, 600
-_MOST_CELLS = 2**16  # of a plan whose memory is looked at
+# Simulations of many ranks take long; these keep a choice to a few seconds.
+_MOST_SIMULATED, _WORK = 12, 1500
+_MOST_CELLS, _FEW = 2**16, 16  # pairs of ranks, and ranks, whose memory is looked at
 _FAR = 1.3  # times the best estimate: what is beyond is not worth a closer look
+_ALIKE = 1.002  # times as slow: no reason for further options
 GIB = 2**30
 
 
@@ -164,6 +166,7 @@ def choose(
     runs_again: bool = False,
     quick: bool = False,
     refusal: Callable[[Combination], str | None] = lambda combination: None,
+    among: frozenset[str] | None = None,
 ) -> Choice:
     """Finds the fastest algorithm of each kind of layers.
 
@@ -173,11 +176,11 @@ def choose(
         runs_again: activation recomputation runs the forward a second time.
         quick: nothing is simulated, and memory is not looked at.
         refusal: why a combination cannot be had, asked of the fastest ones in turn until there are
-            two that can.
+            two algorithms that can.
+        among: names of candidates of softmax attention; None: all.
 
     Raises: ConfigError if none can be had.
     """
-    most = min(_MOST_SIMULATED, _SIMULATED_WORK // len(place.nodes) ** 2)
     topology = Alone(0, place.nodes, peer_access=place.peer)
     tables = []
     for kind in kinds:
@@ -185,16 +188,18 @@ def choose(
             tables.append(_linear_table(kind, kind.shape, place, layouts))
         else:
             question = Question(kind.shape, kind.mask, topology, layouts)
-            tables.append(_table(kind, kind.shape, question, place, 0 if quick else most))
+            tables.append(_table(kind, kind.shape, question, place, among, 0 if quick else _WORK))
     taken: list[Combination] = []
     refused = [one for table in tables for one in table.refused]
-    found = sorted(_combined(tables, runs_again), key=lambda one: (one.seconds, one.name))
+    found = _ranked(_combined(tables, runs_again))
     for combination in found:
         reason = None
-        if not quick and (len(taken) < 2 or combination.algo not in {x.algo for x in taken}):
+        # The best one, and the best of another algorithm.
+        algorithms = {one.algo for one in taken}
+        if not quick and len(algorithms) < 2 and combination.algo not in algorithms:
             reason = refusal(combination)
             if reason is None:
-                combination = _with_memory(combination, kinds, place)
+                combination = with_memory(combination, kinds, place)
                 reason = _too_large(combination, place)
         if reason is None:
             taken.append(combination)
@@ -209,25 +214,67 @@ def choose(
     return Choice(place, tuple(tables), tuple(taken), tuple(dict.fromkeys(refused)))
 
 
-def _table(kind: Kind, shape: Shape, question: Question, place: Place, most: int) -> Table:
+def _table(
+    kind: Kind,
+    shape: Shape,
+    question: Question,
+    place: Place,
+    among: frozenset[str] | None,
+    work: int,
+) -> Table:
+    """Args: work: of all simulations together, at most."""
     found, refused = candidates(question)
+    found = [one for one in found if among is None or one.name in among]
     estimates = _estimates(found, _estimator(kind, shape, place))
-    chosen = _worth_simulating(estimates)[:most]
     simulated: dict[Candidate, Row] = {}
-    ratios = [1.0]
-    for candidate, passes in estimates:
-        if candidate in chosen:
-            row = _simulated(candidate, kind, place)
-            simulated[candidate] = row
-            ratios.append(row.seconds / sum(one.seconds for one in passes))
-    # What a simulation adds to an estimate, it adds to most alike.
-    scale = median(ratios[1:] or ratios)
+    seen: set[tuple[str, str]] = set()
+    scale = 1.0
+    while len(simulated) < _MOST_SIMULATED:
+        open_ = [one for one in estimates if one[0] not in simulated and _work(one[0]) <= work]
+        # The best of several algorithms and layouts, then what may yet be the best of all.
+        new = [one for one, _ in open_ if (one.algo, one.layout.name) not in seen]
+        if new and len(seen) < _MOST_SIMULATED // 2:
+            candidate = new[0]
+        elif open_ and scale * _seconds(open_[0][1]) < min(x.seconds for x in simulated.values()):
+            candidate = open_[0][0]
+        else:
+            break
+        work -= _work(candidate)
+        seen.add((candidate.algo, candidate.layout.name))
+        simulated[candidate] = _simulated(candidate, kind, place)
+        # What a simulation adds to an estimate, it adds to most alike.
+        scale = median(
+            simulated[one].seconds / _seconds(passes)
+            for one, passes in estimates
+            if one in simulated
+        )
     rows = [
         simulated.get(candidate) or _estimated(candidate, passes, scale)
         for candidate, passes in estimates
     ]
     rows.sort(key=lambda row: (row.seconds, len(row.options), row.name))
+    if among is None:
+        refused += _far_off(found, {row.algo for row in rows})
     return Table(kind, tuple(rows), tuple(refused))
+
+
+def _far_off(found: Iterable[Candidate], kept: Collection[str]) -> Iterator[Refusal]:
+    for algo in dict.fromkeys(one.algo for one in found):
+        if algo not in kept:
+            reason = f"its busiest rank alone takes more than {_FAR} times as long as the best"
+            yield Refusal(algo, reason)
+
+
+def _work(candidate: Candidate) -> int:
+    """Of a simulation: pairs of blocks on all ranks."""
+    placement = candidate.placements[0]
+    if isinstance(placement, HeadPlacement):
+        return placement.between.size**2 * placement.members
+    return placement.size**2
+
+
+def _seconds(passes: Iterable[Estimate]) -> float:
+    return sum(one.seconds for one in passes)
 
 
 def _estimator(kind: Kind, shape: Shape, place: Place) -> Estimator:
@@ -245,7 +292,7 @@ def _estimates(
         if estimator.least(candidate.placements) > _FAR * best:
             continue
         passes = estimator.passes(candidate.placements)
-        seconds = sum(one.seconds for one in passes)
+        seconds = _seconds(passes)
         best = min(best, seconds)
         rows.append((seconds, number, candidate, passes))
     # Of each algorithm the best one is kept, however far.
@@ -257,16 +304,6 @@ def _estimates(
             kept.append((candidate, passes))
         seen.add(candidate.algo)
     return kept
-
-
-def _worth_simulating(
-    estimates: Sequence[tuple[Candidate, list[Estimate]]],
-) -> list[Candidate]:
-    """The best of each algorithm and layout, then the best of all."""
-    first: dict[tuple[str, str], Candidate] = {}
-    for candidate, _ in estimates:
-        first.setdefault((candidate.algo, candidate.layout.name), candidate)
-    return list(dict.fromkeys((*first.values(), *(candidate for candidate, _ in estimates))))
 
 
 def _simulated(candidate: Candidate, kind: Kind, place: Place) -> Row:
@@ -357,6 +394,14 @@ def _combined(tables: Sequence[Table], runs_again: bool) -> Iterator[Combination
                 yield Combination(best, lead, seconds(best))
 
 
+def _ranked(combinations: Iterable[Combination]) -> list[Combination]:
+    """The fastest first; of those that are as good as equal to it, the one with least to say."""
+    found = sorted(combinations, key=lambda one: (one.seconds, one.name))
+    alike = [one for one in found if one.seconds <= _ALIKE * found[0].seconds]
+    alike.sort(key=lambda one: (sum(len(row.options) for row in one.rows), one.seconds, one.name))
+    return [*alike, *found[len(alike) :]]
+
+
 def _beside(lead: Row, rows: Iterable[Row]) -> Iterator[Row]:
     """The rows that other layers can have: the same, or with the options that follow from it."""
     for row in rows:
@@ -377,19 +422,22 @@ def _following(lead: Row, algo: str) -> Options | None:
     return given
 
 
-def _with_memory(combination: Combination, kinds: Sequence[Kind], place: Place) -> Combination:
+def with_memory(combination: Combination, kinds: Sequence[Kind], place: Place) -> Combination:
+    """With the peak memory of all rows."""
     rows = tuple(
-        replace(row, peak_bytes=_peak(row, kind, place))
+        replace(row, peak_bytes=peak_bytes(row, kind, place))
         for row, kind in zip(combination.rows, kinds, strict=True)
     )
     return replace(combination, rows=rows)
 
 
-def _peak(row: Row, kind: Kind, place: Place) -> int | None:
-    """Beside q, k, v and dout; of linear attention, and of very many ranks, it is not known."""
+def peak_bytes(row: Row, kind: Kind, place: Place) -> int | None:
+    """Of a GPU, beside q, k, v and dout; None: of linear attention, and of very many ranks."""
     shape, nodes = kind.shape, place.nodes
     if isinstance(shape, LinearShape) or len(nodes) ** 2 > _MOST_CELLS:
         return None
+    # The first and the last rank see the least and the most; of many ranks one has to do.
+    ranks = {0, len(nodes) - 1} if len(nodes) <= _FEW else {len(nodes) - 1}
     found = [
         peak_of(
             lambda topology: registry.create(row.algo, topology, dict(row.options)),
@@ -400,7 +448,7 @@ def _peak(row: Row, kind: Kind, place: Place) -> int | None:
             kernel_called(place.kernel),
             peer_access=place.peer,
         )
-        for rank in sorted({0, len(nodes) - 1})
+        for rank in sorted(ranks)
     ]
     return max(max(one.forward, one.backward) for one in found)
 

@@ -5,11 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from megatron_cp_plugin.planner.choose import GIB, Choice, Combination, Kind, Place, Row, choose
+from megatron_cp_plugin.planner.choose import (
+    GIB,
+    Choice,
+    Combination,
+    Kind,
+    Place,
+    Row,
+    choose,
+    peak_bytes,
+)
 from megatron_cp_plugin.planner.machine import Links
 from megatron_cp_plugin.text_table import text_table
 
-_ROWS = 12
+_OF_EACH = 3  # candidates of an algorithm that are shown
 _CLEARLY = 1.03  # times as fast: what differs by less would not change the choice
 
 
@@ -48,54 +57,72 @@ def described(choice: Choice) -> str:
     return f"{', '.join(parts)} {layout}"
 
 
-def table(choice: Choice, *, rows: int = _ROWS) -> str:
+def table(choice: Choice) -> str:
     """For each kind of layers its candidates, the fastest first; what was refused; what would
     change the choice.
-
-    Args: rows: of candidates, at most; of every algorithm the best one is there in any case.
     """
     lines = []
     for number, (kind, found, _) in enumerate(choice.tables):
-        lines.append(f"{kind.name}, {kind.count} layer{'s' * (kind.count > 1)}, one layer each:")
-        lines.append(_table(choice, number, found, rows))
+        lines.append(f"{kind.name}, one of {kind.count}:" if kind.count > 1 else f"{kind.name}:")
+        lines.append(_table(choice, number, _shown(found, choice.best.rows[number])))
     if not all(row.simulated for one in choice.tables for row in one.rows):
-        lines.append("~: estimated, all others simulated")
+        lines.append("~ estimated, the others simulated; * chosen; MiB that a rank sends")
     lines += [f"not {name}: {reason}" for name, reason in choice.refused]
     lines += changes(choice)
     return "\n".join(lines)
 
 
-def _table(choice: Choice, number: int, found: Sequence[Row], most: int) -> str:
-    peaks = {(one.rows[number].name): one.rows[number].peak_bytes for one in choice.combinations}
-    chosen = choice.best.rows[number].name
-    seen: set[str] = set()
-    cells: list[tuple[str, ...]] = []
+def _shown(found: Sequence[Row], chosen: Row) -> list[Row]:
+    """The best ones of each algorithm, and the one that was chosen."""
+    shown: list[Row] = []
     for row in found:
-        if len(cells) < most or row.algo not in seen or row.name == chosen:
-            peak = peaks.get(row.name)
-            cells.append(
-                (
-                    row.name + (" *" if row.name == chosen else ""),
-                    row.layout,
-                    f"{'' if row.simulated else '~'}{row.seconds * 1e3:.2f}",
-                    f"{row.exposed * 1e3:.2f}",
-                    f"{row.inside / 2**20:.1f}",
-                    f"{row.between / 2**20:.1f}",
-                    "-" if peak is None else f"{peak / GIB:.2f}",
-                )
-            )
+        same = [one for one in shown if one.algo == row.algo]
+        alike = any(_figures(one) == _figures(row) for one in same)
+        if row.name == chosen.name or (len(same) < _OF_EACH and not alike):
+            shown.append(row)
+    return shown
+
+
+def _figures(row: Row) -> tuple[object, ...]:
+    return row.layout, row.forward, row.backward, row.inside, row.between
+
+
+def _table(choice: Choice, number: int, rows: Sequence[Row]) -> str:
+    kind, chosen = choice.tables[number].kind, choice.best.rows[number].name
+    known = {one.rows[number].name: one.rows[number].peak_bytes for one in choice.combinations}
+    seen: set[str] = set()
+    cells = []
+    for row in rows:
+        peak = known.get(row.name)
+        if peak is None and row.algo not in seen:
+            peak = peak_bytes(row, kind, choice.place)
         seen.add(row.algo)
-    headers = ("algorithm", "layout", "ms", "exposed ms", "MiB in node", "between", "peak GiB")
+        cells.append(
+            (
+                f"{row.name} *" if row.name == chosen else row.name,
+                row.layout,
+                f"{'' if row.simulated else '~'}{row.seconds * 1e3:.2f}",
+                f"{row.exposed * 1e3:.2f}",
+                f"{row.inside / 2**20:.1f}",
+                f"{row.between / 2**20:.1f}",
+                "-" if peak is None else f"{peak / GIB:.2f}",
+            )
+        )
+    headers = ("algorithm", "layout", "ms", "exposed", "in node", "between", "peak GiB")
     return text_table(headers, cells, right=range(2, len(headers)))
 
 
 def changes(choice: Choice) -> list[str]:
     """What would make another algorithm the fastest, by estimates."""
     kinds = [table.kind for table in choice.tables]
+    shown = (
+        _shown(one.rows, row) for one, row in zip(choice.tables, choice.best.rows, strict=True)
+    )
+    among = frozenset(row.name for rows in shown for row in rows)
     lines = []
     for words, changed, place in _variations(kinds, choice.place):
         layouts = (choice.best.rows[0].layout,) if len(kinds) > 1 else None
-        others = choose(changed, place, layouts=layouts, quick=True)
+        others = choose(changed, place, layouts=layouts, quick=True, among=among)
         same = [one for one in others.combinations if _names(one) == _names(choice.best)]
         gain = same[0].seconds / others.best.seconds if same else None
         if others.best.algo != choice.best.algo and (gain is None or gain > _CLEARLY):
