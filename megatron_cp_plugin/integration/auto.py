@@ -56,7 +56,7 @@ def resolve(flags: PluginFlags, args: Any, device: torch.device) -> tuple[Plugin
     layers = _kinds_of_layers(flags, args)
     kinds = [replace(kind, count=count) for kind, count in Counter(layers).items()]
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
-    machine, how = machine_here(flags.machine, gpu=gpu)
+    machine, how = machine_here(flags.machine, gpu)
     place = Place(
         machine,
         _nodes(args, machine.gpus_per_node),

@@ -34,18 +34,15 @@ def machine_named(name: str) -> Machine:
     return Machine.load(_OF_GPU.get(name.lower(), name))
 
 
-def machine_here(name: str | None = None, *, gpu: str | None = None) -> tuple[Machine, str]:
+def machine_here(name: str | None, gpu: str | None) -> tuple[Machine, str]:
     """The machine, and how it was found.
 
-    Args: name: as in `machine_named`; None: by the name of the GPU. gpu: that name; default: of
-        this process's GPU.
+    Args: name: as in `machine_named`; None: by the GPU. gpu: its name; None: there is none.
 
     Raises: ConfigError if there is none of that name.
     """
     if name is not None:
         return machine_named(name), "as it was named"
-    if gpu is None and torch.cuda.is_available():
-        gpu = torch.cuda.get_device_name()
     words = (gpu or "").lower().replace("-", " ").split()
     for known in _OF_GPU:
         if known in words:
@@ -108,7 +105,7 @@ def _chosen(
     answer: tuple[str, Options] | ContextParallelError | None = None
     if topology.rank == 0:
         try:
-            machine, how = machine_here(name, gpu=asked[0][1])
+            machine, how = machine_here(name, asked[0][1])
             if not peer_access:
                 machine = replace(machine, copy=None)
             place = Place(machine, nodes, kernel_on(machine, kernel))
