@@ -7,10 +7,11 @@ them.
 
 import argparse
 import csv
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +201,234 @@ def numbers(values: Any, path: str = "") -> Iterable[str]:
         yield path
 
 
+# ---- the page
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A number beside a measured one. Attributes: phase: "forward" or "step"."""
+
+    row: Row
+    phase: str
+    measured: float
+    predicted: float
+
+    @property
+    def error(self) -> float:
+        """Relative."""
+        return self.predicted / self.measured - 1
+
+
+@dataclass(frozen=True)
+class Published:
+    """A row of docs/data/published.csv: a rate in TFLOP/s a GPU."""
+
+    source: str
+    row: str
+    machine: str
+    gpus: int
+    tokens: int
+    heads: int
+    kv_heads: int
+    mask: str
+    algorithm: str
+    options: str
+    kernel: str
+    phase: str
+    value: float
+    unit: str
+
+
+def predictions(rows: Iterable[Row]) -> list[Prediction]:
+    """Of all rows but those left out."""
+    found: list[Prediction] = []
+    machines: dict[str, Machine] = {}
+    for row in rows:
+        if row.use == "left out":
+            continue
+        machine = machines.setdefault(row.machine, machine_of(row.machine))
+        times = zip(
+            ("forward", "step"), (row.forward_ms, row.step_ms), predict(row, machine), strict=True
+        )
+        found += [Prediction(row, phase, want, got) for phase, want, got in times if want]
+    return found
+
+
+def published() -> list[tuple[Published, float]]:
+    """Rows of others, each with what is predicted, in its unit."""
+    found, layers = [], {}
+    with (DATA / "published.csv").open() as lines:
+        given = list(csv.DictReader(lines))
+    for values in given:
+        kinds = Published.__annotations__
+        row = Published(**{key: kinds[key](value) for key, value in values.items()})
+        machine, mask = machine_of(row.machine), Mask(row.mask == "causal")
+        key = row.algorithm, row.options, row.tokens, row.gpus, mask, row.machine, row.kernel
+        if key not in layers:
+            layers[key] = simulate(
+                row.algorithm,
+                dict(pair.split("=", 1) for pair in row.options.split(":") if pair),
+                Shape(1, row.tokens, row.heads, row.kv_heads, 128),
+                mask,
+                machine,
+                machine.nodes(row.gpus),
+                transport="group",
+                kernel=row.kernel,
+            )
+        time = layers[key]
+        area = row.tokens * (row.tokens + 1) / 2 if mask.causal else row.tokens**2
+        flop = 4.0 * row.heads * 128 * area / row.gpus
+        forward, backward = time.forward.seconds, time.backward.seconds
+        rates = {
+            "forward": flop / forward,
+            "backward": 2.5 * flop / backward,
+            "step": 3.5 * flop / (forward + backward),
+        }
+        found.append((row, rates[row.phase] / 1e12))
+    return found
+
+
+def _share_of_order(found: Sequence[Prediction], within: float = 0.05) -> tuple[int, int]:
+    """Pairs of algorithms whose order is right, and all that differ by more than `within`."""
+    right = pairs = 0
+    groups: dict[tuple[object, ...], list[Prediction]] = {}
+    for one in found:
+        if one.row.algorithm != "single":
+            groups.setdefault((one.row.problem, one.phase), []).append(one)
+    for group in groups.values():
+        for a, b in combinations(group, 2):
+            if "fit" == a.row.use == b.row.use:
+                continue
+            if max(a.measured, b.measured) > (1 + within) * min(a.measured, b.measured):
+                pairs += 1
+                right += (a.measured < b.measured) == (a.predicted < b.predicted)
+    return right, pairs
+
+
+def _summary(errors: Sequence[float]) -> str:
+    sizes = sorted(map(abs, errors))
+    within = sum(size <= 0.2 for size in sizes) / len(sizes)
+    return f"{len(sizes)} | {statistics.median(sizes):.1%} | {within:.0%} | {sizes[-1]:.0%}"
+
+
+def page() -> str:
+    """docs/predictions.md."""
+    ours, others = predictions(measured()), published()
+    held = [one for one in ours if one.row.use == "held"]
+    fitted = [one for one in ours if one.row.use == "fit"]
+    right, pairs = _share_of_order(ours)
+    lines = [INTRODUCTION, "## How far off", ""]
+    lines += [
+        "| rows | numbers | median error | within 20% | largest |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    lines.append(f"| **ours, held out** | {_summary([one.error for one in held])} |")
+    for table in dict.fromkeys(one.row.table for one in held):
+        errors = [one.error for one in held if one.row.table == table]
+        lines.append(f"| {table} | {_summary(errors)} |")
+    lines.append(f"| ours, fitted to | {_summary([one.error for one in fitted])} |")
+    for source in dict.fromkeys(row.source for row, _ in others):
+        errors = [got / row.value - 1 for row, got in others if row.source == source]
+        lines.append(f"| published: {source} | {_summary(errors)} |")
+    lines += [
+        "",
+        f"Order: of {pairs} pairs of algorithms on the same problem that differ by more than 5%, "
+        f"not both fitted to, {right} ({right / pairs:.0%}) are predicted in the right order.",
+        "",
+        WRONG,
+        "## Published figures",
+        "",
+        "Rates in TFLOP/s a GPU, measured / predicted, and the error. Nothing is fitted to them.",
+        "",
+    ]
+    lines += _published_tables(others)
+    lines += [
+        "## Ours",
+        "",
+        "Milliseconds, measured / predicted, and the error; *f*: fitted to.",
+        "",
+    ]
+    lines += _own_tables(ours)
+    return "\n".join(lines) + "\n"
+
+
+def _published_tables(others: Sequence[tuple[Published, float]]) -> list[str]:
+    lines: list[str] = []
+    tables: dict[tuple[str, str, str], dict[str, dict[str, str]]] = {}
+    for row, got in others:
+        by_gpus = len({one.gpus for one, _ in others if one.source == row.source}) > 1
+        column = f"{row.gpus} GPUs" if by_gpus else f"{row.tokens // 1024}K"
+        cell = f"{row.value:g} / {got:.0f}, {got / row.value - 1:+.0%}"
+        key = row.source, row.mask, row.phase
+        tables.setdefault(key, {}).setdefault(row.row, {})[column] = cell
+    for (source, mask, phase), rows in tables.items():
+        columns = list(dict.fromkeys(column for cells in rows.values() for column in cells))
+        lines += [f"{source}, {mask}, {'both passes' if phase == 'step' else phase}:", ""]
+        lines += [f"| | {' | '.join(columns)} |", "| --- |" + " --- |" * len(columns)]
+        for name, cells in rows.items():
+            lines.append(f"| {name} | {' | '.join(cells.get(c, '-') for c in columns)} |")
+        lines.append("")
+    return lines
+
+
+def _own_tables(ours: Sequence[Prediction]) -> list[str]:
+    lines: list[str] = []
+    for table in dict.fromkeys(one.row.table for one in ours):
+        lines += [f"### {table}", "", "| problem | algorithm | forward | both passes |"]
+        lines.append("| --- | --- | --- | --- |")
+        rows: dict[Row, dict[str, Prediction]] = {}
+        for one in ours:
+            if one.row.table == table:
+                rows.setdefault(one.row, {})[one.phase] = one
+        for row, phases in rows.items():
+            cells = [
+                f"{p.measured:g} / {p.predicted:.4g}, {p.error:+.0%}" if p else ""
+                for p in (phases.get("forward"), phases.get("step"))
+            ]
+            mark = " *f*" if row.use == "fit" else ""
+            lines.append(f"| {_problem(row)} | {_name(row)}{mark} | {cells[0]} | {cells[1]} |")
+        lines.append("")
+    return lines
+
+
+def _problem(row: Row) -> str:
+    text = f"{row.tokens // 1024}K {row.heads}:{row.kv_heads}"
+    if row.documents:
+        text += f", documents of {row.documents // 1024}K"
+    return text
+
+
+def _name(row: Row) -> str:
+    name = "one GPU's kernel" if row.algorithm == "single" else row.algorithm
+    kernel = "" if row.kernel in ("flash4", "fla") else f" ({row.kernel})"
+    options = f" `{row.options}`" if row.options else ""
+    return f"{name}{options}{kernel}"
+
+
+INTRODUCTION = """# Predicted beside measured
+
+What the simulator (`megatron_cp_plugin/planner`) says a layer of attention takes, beside what was
+measured. Written by `python scripts/predictions.py`; do not edit.
+
+How it predicts: each rank's own code runs on tensors without storage and gives the list of what it
+launches, copies, posts and waits for; these lists are played on a machine's file
+(`configs/machines/*.yaml`): kernels by tile, memory, links of each class, what the host takes to
+launch. Nothing in it knows an algorithm. Up to 16 ranks all of them are simulated; of more see
+`planner/simulate.py`.
+
+Rows: `docs/data/measured.csv` has those of docs/benchmarks.md, each with the options that give
+today's code the schedule that was measured; some are left out, for that schedule is gone (ulysses
+by four groups at 32:8) or the kernel is not in a machine's file (torch_flash).
+`docs/data/published.csv` has those of others. Numbers marked *f* are those that numbers of a
+machine's file were fitted to (`--fit`); all else was held out. Links over NVLink, memory and head
+dims come from measurements of their own, the sockets of each run from some of its rows, for the
+three runs had networks that differ by a factor of two.
+"""
+
+WRONG = """## Where it is wrong
+"""
+
+
 def main() -> None:
     """Writes the page, or fits a machine."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -225,6 +454,8 @@ def main() -> None:
         own = DATA / f"{arguments.fit}.yaml"
         shipped = ROOT / "configs" / "machines" / f"{arguments.fit}.yaml"
         found.save(own if own.is_file() else shipped)
+        return
+    (ROOT / "docs" / "predictions.md").write_text(page())
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from megatron_cp_plugin.algorithms.point_to_point import PointToPoint
 from megatron_cp_plugin.core.algorithm import Algorithm, Call, Saved
 from megatron_cp_plugin.core.caching import cached_method
 from megatron_cp_plugin.core.comm import Phase
-from megatron_cp_plugin.core.derive import plan_of
+from megatron_cp_plugin.core.derive import plan_of_rank
 from megatron_cp_plugin.core.grid import Grid, cheapest, column_major, row_major
 from megatron_cp_plugin.core.pipeline import HeadGroup, group_count, head_groups
 from megatron_cp_plugin.core.plan import PHASES, Plan, Setting
@@ -111,7 +111,7 @@ class GridAlgorithm(PointToPoint):
             self._gathered(shape, "forward")
         else:
             super().make_channels(shape)
-        if outside(self.plan(shape, Mask(), "forward")):
+        if self._transposes(shape):
             self.topology.channel("transposes")
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Saved]:
@@ -143,9 +143,10 @@ class GridAlgorithm(PointToPoint):
             total, grid = 0, self._grid(rows, cols)
             for phase in PHASES:
                 placed = self._placed(GatheredPlacement, grid, whole, phase)
-                plan = plan_of(placed, Setting(shape.seq_len, Mask(), phase))
                 # The last rank but one is not on the diagonal, where nothing is transposed.
-                total += plan.sent(max(0, size - 2), shape).bytes
+                rank = max(0, size - 2)
+                plan = plan_of_rank(placed, Setting(shape.seq_len, Mask(), phase), rank)
+                total += plan.sent(rank, shape).bytes
             return total
 
         return cheapest(size, self.rows, self.cols, cost)
@@ -162,13 +163,26 @@ class GridAlgorithm(PointToPoint):
         key = grid.rows, grid.cols
         if key not in self._channels_of:
             self._channels_of[key] = GridChannels(self.topology, grid)
-        plan = self.plan(shape, Mask(), phase)
+        plan = self._own_plan(shape, phase)
         return Gathered(plan, grid, self._channels_of[key], self.topology.rank)
 
     def _transpose(self, shape: Shape, phase: Phase, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         """K and V to where their column needs them, or their gradients back to their owner."""
-        moves = outside(self.plan(shape, Mask(), phase))
-        return transposed(self.topology, moves, a, b) if moves else (a, b)
+        if not self._transposes(shape):
+            return a, b
+        gathered = self.kind is GatheredPlacement
+        plan = self._own_plan(shape, phase) if gathered else self.plan(shape, Mask(), phase)
+        return transposed(self.topology, outside(plan), a, b)
+
+    def _transposes(self, shape: Shape) -> bool:
+        """Whether some rank of a column holds the keys of another."""
+        owners = self._grid(*self.grid_shape(shape)).key_owners
+        return owners != tuple(range(self.topology.size))
+
+    def _own_plan(self, shape: Shape, phase: Phase) -> Plan:
+        """This rank's part of a plan by collective operations."""
+        setting = Setting(shape.seq_len, Mask(), phase)
+        return plan_of_rank(self.placement(shape, Mask(), phase), setting, self.topology.rank)
 
     def _make_plan(self, shape: Shape, mask: Mask, phase: Phase, rectangular: bool) -> Plan:
         kind: type[Algorithm] = Algorithm if self.kind is GatheredPlacement else PointToPoint

@@ -88,7 +88,7 @@ class HeadSplit(Algorithm):
     def placement(self, shape: Shape, mask: Mask, phase: Phase) -> HeadPlacement:
         """See Algorithm.placement."""
         size, ring = self.degree(shape.kv_heads), self._ring(shape)[1]
-        exchanged = self._groups(shape)
+        exchanged = self.exchanged_groups(shape)
         of_group = replace(shape, heads=exchanged[0].heads, kv_heads=exchanged[0].kv_heads)
         between = ring.placement(of_group, mask, phase)
         groups = tuple(inner.within(group) for group in exchanged for inner in between.groups)
@@ -96,7 +96,7 @@ class HeadSplit(Algorithm):
         keep = self.options.keep == "exchanged"
         return HeadPlacement(self.layout, size, replace(between, groups=groups), exchanges, keep)
 
-    def _groups(self, shape: Shape) -> tuple[HeadGroup, ...]:
+    def exchanged_groups(self, shape: Shape) -> tuple[HeadGroup, ...]:
         """Of one rank's heads, exchanged one after another."""
         size, total = self.degree(shape.kv_heads), self.topology.size
         sent = lcm(shape.kv_heads, size)  # each to one rank
@@ -124,7 +124,7 @@ class HeadSplit(Algorithm):
     def _make_exchanged(self, shape: Shape, phase: Phase) -> Exchanged:
         channels, ring = self._ring(shape)
         plan = self.plan(shape, Mask(), phase)
-        return Exchanged(plan, self._groups(shape), ring, channels, self.topology.rank)
+        return Exchanged(plan, self.exchanged_groups(shape), ring, channels, self.topology.rank)
 
 
 def check_heads(name: str, heads: int, degree: int, instead: str) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import zip_longest
+from itertools import product, zip_longest
 from typing import Literal, NamedTuple
 
 from megatron_cp_plugin.core.derive_heads import with_teams
@@ -33,6 +33,22 @@ def plan_of(placement: Placement, setting: Setting) -> Plan:
     if isinstance(placement, HeadPlacement):
         return with_teams(placement, plan_of(placement.between, setting))
     return _Derivation(placement, setting).plan()
+
+
+@lru_cache(maxsize=64)
+def plan_of_rank(placement: BlockPlacement, setting: Setting, rank: int) -> Plan:
+    """The part of a plan that one rank follows: what it computes, sends and receives.
+
+    Raises: ValueError for a relay, where what a rank sends depends on all others.
+    """
+    if placement.relay:
+        raise ValueError("a relay is planned for all ranks: use plan_of")
+    plan = _Derivation(placement, setting, rank).plan()
+    return replace(
+        plan,
+        computes=tuple(compute for compute in plan.computes if compute.rank == rank),
+        moves=tuple(move for move in plan.moves if rank in (move.source, move.target)),
+    )
 
 
 @dataclass
@@ -69,7 +85,10 @@ class _Cell(NamedTuple):
 class _Derivation:
     """A plan of a block placement in the making: of one group of heads first, then of all."""
 
-    def __init__(self, placement: BlockPlacement, setting: Setting) -> None:
+    def __init__(
+        self, placement: BlockPlacement, setting: Setting, rank: int | None = None
+    ) -> None:
+        """Args: rank: only what it follows need be right; None: the plan of all."""
         self.placement, self.setting = placement, setting
         size, layout = placement.size, placement.layout.within(setting.mask.documents)
         self.spans = tuple(layout.spans(rank, size, setting.seq_len) for rank in range(size))
@@ -81,10 +100,11 @@ class _Derivation:
         self.all_heads = groups[0] if len(groups) == 1 else together(groups)
         self.cells: list[_Cell] = []
         self.visits: dict[tuple[Side, int], dict[int, _Visit]] = {}
-        for query in range(size):
-            for key in range(size):
-                for place in placement.place(query, key):
-                    self._add(query, key, place)
+        for query, key in (
+            product(range(size), range(size)) if rank is None else placement.met(rank)
+        ):
+            for place in placement.place(query, key):
+                self._add(query, key, place)
         for visits in self.visits.values():
             self._cut(visits)
         found = [v.last for visits in self.visits.values() for v in visits.values()]

@@ -64,6 +64,10 @@ class BlockPlacement(ABC):
         """
         return product(range(self.size), range(self.size))
 
+    def met(self, rank: int) -> Iterable[tuple[int, int]]:
+        """All pairs whose place is a rank, and all of the queries, or the keys, that it holds."""
+        return product(range(self.size), range(self.size))
+
     def leg(self, rank: int) -> int:
         """Which part of a relay a rank belongs to.
 

@@ -194,6 +194,7 @@ def _exchanges(plan: Plan, rank: int) -> dict[tuple[bool, int], tuple[Exchange, 
     return exchanges
 
 
+@lru_cache(maxsize=64)  # the same for all ranks
 def _all_exchanges(plan: Plan) -> tuple[tuple[tuple[bool, tuple[Move, ...]], ...], bool, bool]:
     """`receivable`, `one_peer` and `slow` of a program."""
     received: dict[tuple[bool, int, int, int], list[Move]] = {}

@@ -10,11 +10,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import NamedTuple
 
 from megatron_cp_plugin import registry
+from megatron_cp_plugin.algorithms.grid import GridAlgorithm
+from megatron_cp_plugin.algorithms.grid_placements import GatheredPlacement, GridRingPlacement
+from megatron_cp_plugin.algorithms.head_split import HeadSplit
+from megatron_cp_plugin.algorithms.point_to_point import PointToPoint
 from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.core.linear import LinearAlgorithm, LinearShape
 from megatron_cp_plugin.core.shape import Shape
@@ -30,6 +34,7 @@ from megatron_cp_plugin.planner.trace import (
     Tile,
     Trace,
     Wait,
+    alone,
     trace_linear,
     trace_softmax,
 )
@@ -68,13 +73,14 @@ class PassTime:
 class Timeline:
     """Forward and backward of a layer, one right after the other.
 
-    Attributes: intervals: of the simulated ranks. representative: not all ranks were simulated.
+    Attributes: intervals: of the simulated ranks. ranks: how many those were; of fewer than there
+        are see `simulate`.
     """
 
     forward: PassTime
     backward: PassTime
     intervals: tuple[Interval, ...]
-    representative: bool = False
+    ranks: int
 
     @property
     def seconds(self) -> float:
@@ -110,6 +116,12 @@ def simulate(
 ) -> Timeline:
     """One layer, forward and backward.
 
+    Up to 16 ranks all are simulated. Of more, where all exchange in collective operations
+    (allgather, attention2d, ulysses over the process group), three are, at the true size: the
+    others are taken to come when these do. All else is simulated on 16 and on 32 ranks, or two and
+    four nodes, with as many tokens a rank, and goes on from there in a straight line: with every
+    further rank, or team, there are as many steps more, each like the others.
+
     Args:
         algo, options: as `registry.create`. shape: of the whole problem. mask: of softmax
             attention. nodes: the node of each rank. transport: "auto", by copy engines where the
@@ -119,10 +131,66 @@ def simulate(
 
     Raises: ConfigError if the algorithm cannot serve this, or a name or value is unknown.
     """
-    peer_access = transport != "group" and machine.copy is not None and len(set(nodes)) == 1
-    traces = _traces(algo, tuple(options.items()), shape, mask, tuple(nodes), peer_access)
+    nodes, size = tuple(nodes), len(nodes)
     kernel = kernel or next(iter(machine.kernels))
+    peer_access = transport != "group" and machine.copy is not None and len(set(nodes)) == 1
+    ranks: tuple[int, ...] = tuple(range(size))
+    if size > _ALL:
+        options = _pinned(algo, options, shape, nodes, peer_access=peer_access)
+        if not _by_collectives(algo, options, shape, nodes, peer_access=peer_access):
+            smaller = _smaller(nodes)
+            if smaller is not None:
+                few, more = (
+                    simulate(
+                        algo,
+                        options,
+                        replace(shape, seq_len=shape.seq_len // size * count),
+                        mask,
+                        machine,
+                        nodes[:count],
+                        transport=transport if peer_access else "group",
+                        kernel=kernel,
+                        captured=captured,
+                    )
+                    for count in smaller
+                )
+                return _extended(few, more, smaller, size)
+        else:
+            ranks = (0, size // 2, size - 1)
+    traces = _traces(algo, tuple(options.items()), shape, mask, nodes, ranks, peer_access)
     return _Run(machine, nodes, traces, kernel, captured=captured).timeline()
+
+
+_ALL = 16  # so many ranks are simulated one by one
+
+
+def _smaller(nodes: Sequence[int]) -> tuple[int, int] | None:
+    """Two numbers of ranks that stand for more, if there are any."""
+    per_node = nodes.count(nodes[0])
+    step = per_node if per_node > 1 and len(set(nodes)) > 1 else 1
+    few = step * max(2, _ALL // step)
+    if 2 * few >= len(nodes) or len(nodes) % few:
+        return None
+    return few, 2 * few
+
+
+def _extended(few: Timeline, more: Timeline, counts: tuple[int, int], size: int) -> Timeline:
+    """What two numbers of ranks say of a third one."""
+    factor = (size - counts[1]) / (counts[1] - counts[0])
+
+    def line(a: float, b: float) -> float:
+        return b + max(0.0, b - a) * factor
+
+    def one(a: PassTime, b: PassTime) -> PassTime:
+        return PassTime(
+            line(a.seconds, b.seconds),
+            line(a.computing, b.computing),
+            line(a.exposed_communication, b.exposed_communication),
+            {link: round(line(a.bytes.get(link, 0), b.bytes[link])) for link in b.bytes},
+        )
+
+    forward, backward = one(few.forward, more.forward), one(few.backward, more.backward)
+    return Timeline(forward, backward, more.intervals, more.ranks)
 
 
 def layer_seconds(
@@ -207,13 +275,69 @@ def _traces(
     shape: Shape | LinearShape,
     mask: Mask,
     nodes: tuple[int, ...],
+    ranks: tuple[int, ...],
     peer_access: bool,
 ) -> dict[int, Trace]:
-    """Of all ranks."""
+    """Of some ranks."""
     of_all = algo, dict(options), shape, mask
-    return {
-        rank: _trace(*of_all, rank, nodes, peer_access=peer_access) for rank in range(len(nodes))
-    }
+    return {rank: _trace(*of_all, rank, nodes, peer_access=peer_access) for rank in ranks}
+
+
+def _pinned(
+    algo: str,
+    options: Mapping[str, object],
+    shape: Shape | LinearShape,
+    nodes: tuple[int, ...],
+    *,
+    peer_access: bool,
+) -> Mapping[str, object]:
+    """Options with what follows from the number of ranks set to what it is for so many."""
+    if isinstance(shape, LinearShape):
+        return options
+    algorithm = _made(algo, options, shape, nodes, peer_access=peer_access)
+    pinned = dict(options)
+    if isinstance(algorithm, HeadSplit):
+        pinned["chunks"] = len(algorithm.exchanged_groups(shape))
+        if "ulysses" in registry.option_names(algo):
+            pinned["ulysses"] = algorithm.degree(shape.kv_heads)
+    elif isinstance(algorithm, PointToPoint):
+        pinned["chunks"] = len(algorithm.head_groups(shape))
+        if isinstance(algorithm, GridAlgorithm) and "rows" in registry.option_names(algo):
+            pinned["rows"], pinned["cols"] = algorithm.grid_shape(shape)
+            if algorithm.kind is GridRingPlacement:
+                pinned["chunks"] = 0
+    return pinned
+
+
+def _by_collectives(
+    algo: str,
+    options: Mapping[str, object],
+    shape: Shape | LinearShape,
+    nodes: tuple[int, ...],
+    *,
+    peer_access: bool,
+) -> bool:
+    """Whether ranks meet in collective operations only, so that each stands for the others."""
+    if isinstance(shape, LinearShape):
+        return algo != "lasp"
+    algorithm = _made(algo, options, shape, nodes, peer_access=peer_access)
+    if isinstance(algorithm, HeadSplit):
+        return algorithm.degree(shape.kv_heads) == len(nodes)
+    return isinstance(algorithm, GridAlgorithm) and algorithm.kind is GatheredPlacement
+
+
+def _made(
+    algo: str,
+    options: Mapping[str, object],
+    shape: Shape,
+    nodes: tuple[int, ...],
+    *,
+    peer_access: bool,
+) -> Algorithm:
+    algorithm = registry.create(algo, alone(0, nodes, peer_access=peer_access), options)
+    heads = {"heads": shape.heads, "kv_heads": shape.kv_heads}
+    algorithm.check(algorithm.options, size=len(nodes), **heads, causal=True)
+    return algorithm
 
 
 def _trace(
@@ -522,6 +646,13 @@ class _Run:
                 for m in {number, target} & ends.keys():
                     ends[m] = max(ends[m], end)
                     moving[m] = min(moving.get(m, start), start)
+        for number, (post, _) in operation.posts.items():
+            for source, size in _joined(post.receives):
+                if source not in ends:  # it is not simulated, and comes when this rank does
+                    inside = self.nodes[number] == self.nodes[source]
+                    rate = (self.machine.inside if inside else self.machine.between).exchange
+                    end = self._move(begin[number], source, number, size, rate, channel[0])
+                    ends[number] = max(ends[number], end)
         for m, end in ends.items():
             operation.done[m] = end
             self._ended(m, channel, key[1], moving.get(m, end), end)
@@ -568,6 +699,9 @@ class _Run:
         else:
             crossing = size  # a ring through all nodes, over all cards of each
         cards = len({self._card(m) for m in next(iter(of_nodes.values()))})
+        if len(self.ranks) < len(self.nodes):  # other groups like this one use the same cards
+            a_card = self.nodes.count(self.nodes[members[0]]) / machine.cards_per_node
+            crossing *= max(1.0, a_card * cards / local)
         seconds, shared = rate.time(crossing / cards), 0.0
         if machine.between_total:
             shared = crossing * len(of_nodes) / machine.between_total
@@ -619,6 +753,7 @@ class _Run:
                 sent("backward"),
             ),
             tuple(self.intervals),
+            count,
         )
 
 

@@ -123,7 +123,7 @@ def trace_softmax(
             one node reach each other's memory. rectangular: the kernel takes causal tiles with more
             columns than rows.
     """
-    algorithm = make(_Topology(tuple(range(len(nodes))), rank, nodes, peer_access=peer_access))
+    algorithm = make(alone(rank, nodes, peer_access=peer_access))
     tokens = algorithm.layout.within(mask.documents).length(rank, len(nodes), shape.seq_len)
     dtype, (heads, kv_heads) = _DTYPES[shape.element_bytes], (shape.heads, shape.kv_heads)
     q, k, v, dout = (
@@ -153,7 +153,7 @@ def trace_linear(
     causal: bool,
 ) -> Trace:
     """What a rank does in both passes of linear attention. Args: as in `trace_softmax`."""
-    algorithm = make(_Topology(tuple(range(len(nodes))), rank, nodes, peer_access=False))
+    algorithm = make(alone(rank, nodes, peer_access=False))
     tokens = algorithm.layout.length(rank, len(nodes), shape.seq_len)
     q, k, v, dout = (
         torch.empty(
@@ -169,6 +169,11 @@ def trace_linear(
     with _recorded() as backward:
         algorithm.backward(dout, None, saved, call)
     return Trace(tuple(forward), tuple(backward))
+
+
+def alone(rank: int, nodes: Sequence[int], *, peer_access: bool) -> Topology:
+    """A rank whose messages go nowhere. Args: as in `trace_softmax`."""
+    return _Topology(tuple(range(len(nodes))), rank, nodes, peer_access=peer_access)
 
 
 @contextmanager
