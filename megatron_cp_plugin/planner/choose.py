@@ -6,7 +6,9 @@ Everything follows from the question alone, so that all ranks that ask it choose
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from math import inf
 from statistics import median
 from typing import NamedTuple
 
@@ -33,7 +35,7 @@ from megatron_cp_plugin.planner.machine import Machine
 from megatron_cp_plugin.planner.simulate import simulate
 
 # Simulations of many ranks take long; these keep a choice to a few seconds.
-_MOST_SIMULATED, _WORK = 12, 1500
+_MOST_SIMULATED, _WORK = 12, 2000
 _MOST_CELLS, _FEW = 2**16, 16  # pairs of ranks, and ranks, whose memory is looked at
 _FAR = 1.3  # times the best estimate: what is beyond is not worth a closer look
 _ALIKE = 1.002  # times as slow: no reason for further options
@@ -227,35 +229,48 @@ def _table(
     found = [one for one in found if among is None or one.name in among]
     estimates = _estimates(found, _estimator(kind, shape, place))
     simulated: dict[Candidate, Row] = {}
-    seen: set[tuple[str, str]] = set()
-    scale = 1.0
-    while len(simulated) < _MOST_SIMULATED:
-        open_ = [one for one in estimates if one[0] not in simulated and _work(one[0]) <= work]
+    left, seen = list(estimates), set[tuple[str, str]]()
+    ratios = _Ratios()
+    while left and len(simulated) < _MOST_SIMULATED:
         # The best of several algorithms and layouts, then what may yet be the best of all.
-        new = [one for one, _ in open_ if (one.algo, one.layout.name) not in seen]
+        new = [one for one in left if (one[0].algo, one[0].layout.name) not in seen]
+        fastest = min((row.seconds for row in simulated.values()), default=inf)
         if new and len(seen) < _MOST_SIMULATED // 2:
-            candidate = new[0]
-        elif open_ and scale * _seconds(open_[0][1]) < min(x.seconds for x in simulated.values()):
-            candidate = open_[0][0]
+            candidate, passes = new[0]
         else:
-            break
-        work -= _work(candidate)
+            candidate, passes = min(left, key=lambda one: ratios.of(one[0]) * _seconds(one[1]))
+            if ratios.of(candidate) * _seconds(passes) >= fastest:
+                break
+        left.remove((candidate, passes))
         seen.add((candidate.algo, candidate.layout.name))
-        simulated[candidate] = _simulated(candidate, kind, place)
-        # What a simulation adds to an estimate, it adds to most alike.
-        scale = median(
-            simulated[one].seconds / _seconds(passes)
-            for one, passes in estimates
-            if one in simulated
-        )
+        needed = _work(candidate, len(place.nodes))
+        if needed <= work:
+            with suppress(ConfigError):  # of many ranks fewer are simulated, which may be too few
+                simulated[candidate] = _simulated(candidate, kind, place)
+                ratios.add(candidate, simulated[candidate].seconds / _seconds(passes))
+                work -= needed
     rows = [
-        simulated.get(candidate) or _estimated(candidate, passes, scale)
+        simulated.get(candidate) or _estimated(candidate, passes, ratios.of(candidate))
         for candidate, passes in estimates
     ]
     rows.sort(key=lambda row: (row.seconds, len(row.options), row.name))
     if among is None:
         refused += _far_off(found, {row.algo for row in rows})
     return Table(kind, tuple(rows), tuple(refused))
+
+
+class _Ratios:
+    """How much longer simulations take than estimates say: of an algorithm, or of all."""
+
+    def __init__(self) -> None:
+        self._by_algo: dict[str, list[float]] = {}
+
+    def add(self, candidate: Candidate, ratio: float) -> None:
+        self._by_algo.setdefault(candidate.algo, []).append(ratio)
+
+    def of(self, candidate: Candidate) -> float:
+        every = [ratio for ratios in self._by_algo.values() for ratio in ratios]
+        return median(self._by_algo.get(candidate.algo) or every or [1.0])
 
 
 def _far_off(found: Iterable[Candidate], kept: Collection[str]) -> Iterator[Refusal]:
@@ -265,12 +280,15 @@ def _far_off(found: Iterable[Candidate], kept: Collection[str]) -> Iterator[Refu
             yield Refusal(algo, reason)
 
 
-def _work(candidate: Candidate) -> int:
-    """Of a simulation: pairs of blocks on all ranks."""
+def _work(candidate: Candidate, size: int) -> int:
+    """Of a simulation, in pairs of blocks: of 16 and 32 ranks where there are more, see there."""
     placement = candidate.placements[0]
+    members = 1
     if isinstance(placement, HeadPlacement):
-        return placement.between.size**2 * placement.members
-    return placement.size**2
+        members, placement = placement.members, placement.between
+    if size > 16 and placement.assembled:
+        return 4 * size
+    return sum((ranks // members) ** 2 * members for ranks in ((16, 32) if size > 16 else (size,)))
 
 
 def _seconds(passes: Iterable[Estimate]) -> float:
@@ -286,7 +304,7 @@ def _estimates(
 ) -> list[tuple[Candidate, list[Estimate]]]:
     """Those that are not far from the best, the best first."""
     rows: list[tuple[float, int, Candidate, list[Estimate]]] = []
-    best = float("inf")
+    best = inf
     # Algorithms of heads and of grids are quick to look at and seldom bad: they come first.
     for number, candidate in sorted(enumerate(found), reverse=True):
         if estimator.least(candidate.placements) > _FAR * best:
@@ -395,10 +413,15 @@ def _combined(tables: Sequence[Table], runs_again: bool) -> Iterator[Combination
 
 
 def _ranked(combinations: Iterable[Combination]) -> list[Combination]:
-    """The fastest first; of those that are as good as equal to it, the one with least to say."""
+    """The fastest first; of those as good as equal to it, one that was simulated and is simple."""
     found = sorted(combinations, key=lambda one: (one.seconds, one.name))
     alike = [one for one in found if one.seconds <= _ALIKE * found[0].seconds]
-    alike.sort(key=lambda one: (sum(len(row.options) for row in one.rows), one.seconds, one.name))
+
+    def order(one: Combination) -> tuple[int, int, float, str]:
+        estimated = sum(not row.simulated for row in one.rows)
+        return estimated, sum(len(row.options) for row in one.rows), one.seconds, one.name
+
+    alike.sort(key=order)
     return [*alike, *found[len(alike) :]]
 
 
