@@ -1,0 +1,341 @@
+"""A step of training of a whole model, roughly: its time, and the memory of a GPU.
+
+Around attention, which is simulated, everything is counted: matrix products at a machine's rate,
+what reads and writes activations, collective operations at the rates of their links, the bubble of
+a pipeline. It is enough to say what fits, and which way of splitting a model is worth to be tried.
+
+What is left out: dropout, padding of the vocabulary, imbalance between experts and between stages
+of a pipeline (the stage with the embedding or the logits has more to do), the host, overlap of
+tensor-parallel and expert-parallel messages with computation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_cp_plugin.core.linear import LinearShape
+from megatron_cp_plugin.core.shape import Shape
+from megatron_cp_plugin.core.tiles import Mask
+from megatron_cp_plugin.errors import ConfigError
+from megatron_cp_plugin.planner.machine import Machine, Operation
+from megatron_cp_plugin.planner.simulate import PassTime, Timeline, simulate
+
+Recompute = Literal["none", "full"]
+_GIB = 2**30
+# How often a layer reads or writes a tensor of one activation: norms, residual sums, rotations,
+# activation functions and gradients of them all. Of a profile of Llama 7B's layers, 128K tokens on
+# 4 H200: 70 ms of kernels of a step that are neither attention nor matrix products.
+_TOUCHED = 200
+_LOGIT_BYTES = 40  # that are read and written for each logit, forward and backward
+
+
+@dataclass(frozen=True)
+class Model:
+    """The sizes of a decoder.
+
+    Attributes:
+        ffn: width of a layer's MLP, or of an expert. gated: it has three matrices, else two.
+        experts: of a layer; 0: an MLP in their place. active: of them for each token.
+        value_dim: of a head; 0: head_dim. linear: layers of linear attention. tied: embedding and
+            logits share a matrix.
+    """
+
+    name: str
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    gated: bool = True
+    experts: int = 0
+    active: int = 0
+    value_dim: int = 0
+    linear: bool = False
+    tied: bool = False
+
+    @property
+    def attention_parameters(self) -> int:
+        """Of a layer."""
+        value_dim = self.value_dim or self.head_dim
+        width = (self.heads + self.kv_heads) * self.head_dim
+        return self.hidden * (width + (self.heads + self.kv_heads) * value_dim)
+
+    @property
+    def expert_parameters(self) -> int:
+        """Of an expert, or of a layer's MLP."""
+        return (3 if self.gated else 2) * self.hidden * self.ffn
+
+    @property
+    def layer_parameters(self) -> int:
+        """Of a layer with all its experts."""
+        return self.attention_parameters + max(1, self.experts) * self.expert_parameters
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Of embedding and logits."""
+        return (1 if self.tied else 2) * self.hidden * self.vocabulary
+
+    @property
+    def parameters(self) -> int:
+        """All of them."""
+        return self.layers * self.layer_parameters + self.embedding_parameters
+
+    def shape(self, tokens: int, tensor: int = 1) -> Shape | LinearShape:
+        """Of attention of one of `tensor` ranks, over all tokens of a sequence."""
+        heads, value_dim = self.heads // tensor, self.value_dim or self.head_dim
+        if self.linear:
+            return LinearShape(1, tokens, heads, self.head_dim, value_dim)
+        kv_heads = max(1, self.kv_heads // tensor)
+        return Shape(1, tokens, heads, kv_heads, self.head_dim, value_dim=value_dim)
+
+
+MODELS: Mapping[str, Model] = {
+    model.name: model
+    for model in (
+        Model("llama2-7b", 32, 4096, 11008, 32, 32, 128, 32000),
+        Model("llama3-8b", 32, 4096, 14336, 32, 8, 128, 128256),
+        Model("llama3-70b", 80, 8192, 28672, 64, 8, 128, 128256),
+        Model("llama3-405b", 126, 16384, 53248, 128, 8, 128, 128256),
+        Model("qwen3-8b", 36, 4096, 12288, 32, 8, 128, 151936),
+        Model("qwen3-30b-a3b", 48, 2048, 768, 32, 4, 128, 151936, experts=128, active=8),
+        Model("mixtral-8x7b", 32, 4096, 14336, 32, 8, 128, 32000, experts=8, active=2),
+        Model("tnl-1b", 16, 2048, 5632, 16, 16, 128, 64000, linear=True),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Split:
+    """How a model is split among GPUs. Ranks are counted tensor, context, data, pipeline.
+
+    Attributes:
+        micro_batches: sequences of each data-parallel rank in a step. recompute: "full": a layer's
+            forward runs again in the backward, but for attention. distributed_optimizer: its states
+            are split among the ranks that have the same parameters.
+    """
+
+    tensor: int = 1
+    context: int = 1
+    pipeline: int = 1
+    data: int = 1
+    expert: int = 1
+    micro_batches: int = 1
+    recompute: Recompute = "none"
+    distributed_optimizer: bool = True
+
+    @property
+    def gpus(self) -> int:
+        """Number of them."""
+        return self.tensor * self.context * self.pipeline * self.data
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step takes.
+
+    Attributes:
+        seconds: of a step. tokens: of it, on all ranks. parts: seconds of which it consists.
+        memory: GiB of the GPU that needs most, by what it is for.
+    """
+
+    seconds: float
+    tokens: int
+    parts: Mapping[str, float]
+    memory: Mapping[str, float]
+
+    @property
+    def gib(self) -> float:
+        """Of the GPU that needs most."""
+        return sum(self.memory.values())
+
+    def fits(self, machine: Machine, spare: float = 0.1) -> bool:
+        """Whether it fits. Args: spare: share of the memory for what is not counted."""
+        return self.gib <= machine.memory_gib * (1 - spare)
+
+
+def nodes_of(split: Split, machine: Machine) -> tuple[int, ...]:
+    """The node of each context-parallel rank of the first group."""
+    stride = split.tensor
+    return tuple(rank * stride // machine.gpus_per_node for rank in range(split.context))
+
+
+def step(
+    model: Model,
+    split: Split,
+    tokens: int,
+    machine: Machine,
+    algo: str = "zigzag",
+    options: Mapping[str, object] | None = None,
+    *,
+    mask: Mask | None = None,
+    attention: Timeline | None = None,
+    attention_gib: float = 0.0,
+) -> Step:
+    """A step of training on sequences of so many tokens.
+
+    Args:
+        algo, options: of attention. mask: default: causal. attention: one layer's, if it is known
+            already. attention_gib: what attention needs beside its inputs and results.
+
+    Raises: ConfigError if the model cannot be split like this.
+    """
+    check_split(model, split, tokens)
+    if attention is None:
+        shape, nodes = model.shape(tokens, split.tensor), nodes_of(split, machine)
+        attention = simulate(algo, options or {}, shape, mask or Mask(), machine, nodes)
+    parts = _times(model, split, tokens, machine, attention)
+    return Step(
+        sum(parts.values()),
+        tokens * split.data * split.micro_batches,
+        parts,
+        {**_memory(model, split, tokens), "attention": attention_gib},
+    )
+
+
+def check_split(model: Model, split: Split, tokens: int) -> None:
+    """Raises: ConfigError if the model cannot be split like this."""
+    rows = (
+        ("heads", model.heads, "tensor", split.tensor),
+        ("layers", model.layers, "pipeline", split.pipeline),
+        ("tokens", tokens, "tensor * context", split.tensor * split.context),
+        ("experts", max(1, model.experts), "expert", split.expert),
+    )
+    for what, count, name, ways in rows:
+        if count % ways:
+            raise ConfigError(
+                f"{model.name} needs {what} divisible by {name}, got {count} {what} and {name} "
+                f"{ways}: use a divisor of {count}"
+            )
+
+
+def _times(
+    model: Model, split: Split, tokens: int, machine: Machine, attention: Timeline
+) -> dict[str, float]:
+    again = split.recompute == "full"
+    passes = 4 if again else 3  # of matrix products, a backward being two
+    layers = model.layers // split.pipeline
+    local = tokens / split.context
+    per_layer = model.attention_parameters + max(1, model.active) * model.expert_parameters
+    products = layers * per_layer
+    logits = model.hidden * model.vocabulary / split.pipeline  # of the last stage: the mean
+    flop = 2 * local / split.tensor * (passes * products + 3 * logits)
+    touched = layers * _TOUCHED * (4 / 3 if again else 1) * model.hidden * 2
+    touched += _LOGIT_BYTES * model.vocabulary / split.pipeline
+    each = {
+        "attention": layers * attention.seconds,
+        "matrix products": flop / machine.matmul_flops,
+        "other kernels": local / split.tensor * touched / machine.memory_bytes_per_second,
+        "tensor-parallel messages": layers * _tensor(model, split, local, machine, again=again),
+        "expert-parallel messages": layers * _expert(model, split, local, machine, again=again),
+    }
+    count = split.micro_batches
+    parts = {name: seconds * count for name, seconds in each.items() if seconds}
+    if split.pipeline > 1:
+        message = machine.between.exchange.time(2 * local / split.tensor * model.hidden)
+        bubble = (split.pipeline - 1) * (sum(each.values()) + 2 * message)
+        parts["pipeline bubble"] = bubble
+    parts["gradients and optimizer"] = _optimizer(model, split, machine)
+    return parts
+
+
+def _tensor(model: Model, split: Split, local: float, machine: Machine, *, again: bool) -> float:
+    """Of a layer: an all-gather and a reduce-scatter round attention and the MLP, each pass."""
+    if split.tensor == 1:
+        return 0.0
+    size = 2 * local * model.hidden * (split.tensor - 1) / split.tensor
+    passes = 3 if again else 2
+    return (
+        passes
+        * 2
+        * sum(
+            _collective(machine, operation, split.tensor, 1, size)
+            for operation in ("all_gather", "reduce_scatter")
+        )
+    )
+
+
+def _expert(model: Model, split: Split, local: float, machine: Machine, *, again: bool) -> float:
+    """Of a layer: tokens go to their experts and come back, in each pass."""
+    if split.expert == 1 or not model.experts:
+        return 0.0
+    size = 2 * local / split.tensor * model.active * model.hidden
+    size *= (split.expert - 1) / split.expert
+    passes = 3 if again else 2
+    return passes * 2 * _collective(machine, "all_to_all", split.expert, split.tensor, size)
+
+
+def _optimizer(model: Model, split: Split, machine: Machine) -> float:
+    """Gradients are summed in float32, states updated, and parameters gathered in bfloat16."""
+    own = _own_parameters(model, split)
+    copies = split.data * split.context
+    touched = own * 4 * 6 + own * 16 * 2 / (copies if split.distributed_optimizer else 1)
+    seconds = touched / machine.memory_bytes_per_second
+    if copies > 1:
+        part = own * (copies - 1) / copies
+        seconds += _collective(machine, "reduce_scatter", copies, split.tensor, 4 * part)
+        seconds += _collective(machine, "all_gather", copies, split.tensor, 2 * part)
+    return seconds
+
+
+def _collective(
+    machine: Machine, operation: Operation, ranks: int, stride: int, size: float
+) -> float:
+    """Of ranks that stand so far apart. Args: size: bytes that a rank sends."""
+    if ranks * stride <= machine.gpus_per_node:
+        return machine.inside.rate(operation, ranks).time(size)
+    local = max(1, machine.gpus_per_node // stride)
+    # All GPUs of a node do the same at a time, in as many groups as stand side by side.
+    a_card = machine.gpus_per_node / machine.cards_per_node
+    crossing = size * (1 - local / ranks) if operation == "all_to_all" else size / local
+    between = machine.between.rate(operation, ranks).time(crossing * a_card)
+    if local == 1:
+        return between
+    return max(between, machine.inside.rate(operation, local).time(size))
+
+
+def _own_parameters(model: Model, split: Split) -> float:
+    """Of a GPU."""
+    layer = model.attention_parameters
+    layer += max(1, model.experts) // split.expert * model.expert_parameters
+    layers = model.layers / split.pipeline * layer
+    return (layers + model.embedding_parameters / min(2, split.pipeline)) / split.tensor
+
+
+def _memory(model: Model, split: Split, tokens: int) -> dict[str, float]:
+    """GiB of the first stage of a pipeline, which holds the most micro-batches."""
+    own = _own_parameters(model, split)
+    copies = split.data * split.context if split.distributed_optimizer else 1
+    local = tokens / split.context / split.tensor
+    held = min(split.pipeline, split.micro_batches)
+    layers = model.layers // split.pipeline
+    layer = _activation_bytes(model) * local
+    kept = 2 * model.hidden * local
+    if split.recompute == "full":
+        kept += 2 * model.heads * (model.value_dim or model.head_dim) * local  # of attention
+    logits = 6 * model.vocabulary * local
+    activations = held * layers * (layer if split.recompute == "none" else kept)
+    working = max(logits, layer if split.recompute == "full" else 0.0)
+    return {
+        "parameters and gradients": own * 6 / _GIB,
+        "optimizer": own * 12 / copies / _GIB,
+        "activations": activations / _GIB,
+        "logits, or a layer run again": working / _GIB,
+    }
+
+
+def _activation_bytes(model: Model) -> float:
+    """Of a token, that a layer keeps for its backward, in bfloat16."""
+    width = (model.heads + 2 * model.kv_heads) * model.head_dim
+    out = model.heads * (model.value_dim or model.head_dim)
+    mlp = (3 if model.gated else 2) * model.ffn * max(1, model.active)
+    return 2.0 * (4 * model.hidden + width + out + mlp)
+
+
+def only(seconds: float) -> Timeline:
+    """A layer of attention of which only the time is known."""
+    nothing = PassTime(0.0, 0.0, 0.0, {})
+    return Timeline(PassTime(seconds, seconds, 0.0, {}), nothing, (), 0)
