@@ -291,7 +291,14 @@ def _add_plan(commands: Any) -> None:
     parser.add_argument("--kv-heads", type=int, metavar="G", help="default: as many as heads")
     parser.add_argument("--head-dim", type=int, default=128, metavar="D")
     parser.add_argument("--value-dim", type=int, metavar="E", help="of values; default: D")
-    parser.add_argument("--batch", type=int, default=1, metavar="B")
+    parser.add_argument(
+        "--batch", type=int, metavar="B", help="samples; with --model those of a step"
+    )
+    parser.add_argument("--model", metavar="NAME", help="a whole model, such as llama3-8b")
+    parser.add_argument(
+        "--tokens", type=tokens_of, metavar="N", help="of its sequences, such as 128K"
+    )
+    parser.add_argument("--gpus", type=int, metavar="N", help="on which it is to be trained")
     _add_mask(parser)
     parser.add_argument("--algo", metavar="NAME", help="only this one")
     parser.add_argument(
@@ -324,10 +331,15 @@ def _add_plan(commands: Any) -> None:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
+    if arguments.model is not None:
+        return _plan_model(arguments)
+    arguments.batch = 1 if arguments.batch is None else arguments.batch
     for name in ("size", "seq_len", "heads"):
         if getattr(arguments, name) is None:
             flag = "--" + name.replace("_", "-")
-            raise ConfigError(f"plan needs --size, --seq-len and --heads, got no {flag}: add it")
+            raise ConfigError(
+                f"plan needs --size, --seq-len and --heads, or --model, got no {flag}: add it"
+            )
     shape, mask = _shape(arguments), _mask(arguments)
     title = f"one layer, {shape.heads}:{shape.kv_heads} heads, {shape.seq_len} tokens, "
     title += "1 rank" if arguments.size == 1 else f"{arguments.size} ranks"
@@ -346,6 +358,35 @@ def _plan(arguments: argparse.Namespace) -> int:
 
     print(title)
     plan_layer(arguments.machine, arguments.size, shape, mask, arguments.yaml)
+    return 0
+
+
+def _plan_model(arguments: argparse.Namespace) -> int:
+    for name in ("tokens", "gpus", "machine"):
+        if getattr(arguments, name) is None:
+            raise ConfigError(f"--model needs --tokens, --gpus and --machine, got no --{name}")
+    if arguments.gpus < 1 or arguments.tokens < 1:
+        raise ConfigError(
+            f"--tokens and --gpus must be more than 0, got {arguments.tokens} and {arguments.gpus}"
+        )
+    for name in ("size", "seq_len", "heads", "kv_heads", "algo", "option", "memory", "json"):
+        if getattr(arguments, name):
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(f"--model brings its own sizes, got {flag}: leave it out")
+    if arguments.yaml:
+        check_file("--yaml", arguments.yaml)
+    from megatron_cp_plugin.planner.command import plan_model
+
+    arguments.seq_len = arguments.tokens
+    plan_model(
+        arguments.model,
+        arguments.tokens,
+        arguments.gpus,
+        arguments.machine,
+        _mask(arguments),
+        arguments.batch,
+        arguments.yaml,
+    )
     return 0
 
 

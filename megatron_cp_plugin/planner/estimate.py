@@ -153,7 +153,7 @@ class Estimator:
 
     def _by_blocks(self, placement: BlockPlacement, phase: Pass, members: int) -> Estimate:
         """Args: members: ranks of a team; 1: ranks are on their own."""
-        ranks = {0} if placement.assembled else {0, placement.size - 1}
+        ranks = {0, placement.size - 1}
         one = self._gathered if placement.assembled else self._steps
         return max(one(placement, phase, rank, members) for rank in ranks)
 
