@@ -35,6 +35,10 @@ from megatron_cp_plugin.integration.features import Settings, packs_documents
 from megatron_cp_plugin.planner.choose import GIB, Choice, Combination, Kind, Place, choose
 from megatron_cp_plugin.planner.explain import sentence, table
 from megatron_cp_plugin.planner.here import check_agreement, kernel_on, machine_here
+from megatron_cp_plugin.planner.machine import Machine
+from megatron_cp_plugin.planner.step import Model, Split, memory
+
+_SPARE = 0.1  # of a GPU's memory, for what is not counted
 
 
 def resolve(flags: PluginFlags, args: Any, device: torch.device) -> tuple[PluginFlags, list[str]]:
@@ -61,7 +65,7 @@ def resolve(flags: PluginFlags, args: Any, device: torch.device) -> tuple[Plugin
         machine,
         _nodes(args, machine.gpus_per_node),
         kernel_on(machine, flags.kernel),
-        machine.memory_gib * GIB,
+        _memory_bytes(args, machine, kinds[0]),
     )
     errors: list[ContextParallelError] = []
 
@@ -157,6 +161,48 @@ def _kinds_of_layers(flags: PluginFlags, args: Any) -> list[Kind]:
         name = "full attention" if own is None else f"windows of {own} tokens"
         found.append(replace(softmax, name=name, mask=Mask(True, own, documents)))
     return found
+
+
+def _memory_bytes(args: Any, machine: Machine, kind: Kind) -> float | None:
+    """What is left of a GPU for attention, roughly; None: by this count nothing is."""
+    settings, shape = Settings(args), kind.shape
+    seq_length = args.seq_length or args.encoder_seq_length
+    if None in (args.vocab_size, args.micro_batch_size, args.num_layers):
+        return machine.memory_gib * GIB * (1 - _SPARE)
+    experts = args.num_experts or 0
+    model = Model(
+        "this model",
+        args.num_layers,
+        args.hidden_size,
+        (args.moe_ffn_hidden_size if experts else None)
+        or args.ffn_hidden_size
+        or 4 * args.hidden_size,
+        args.num_attention_heads,
+        kv_heads_of(args),
+        shape.head_dim,
+        args.vocab_size,
+        gated=bool(args.swiglu),
+        experts=experts,
+        active=args.moe_router_topk if experts else 0,
+        value_dim=shape.value_dim,
+        tied=not args.untie_embeddings_and_output_weights,
+    )
+    ranks = args.tensor_model_parallel_size * args.context_parallel_size
+    data = max(1, args.world_size // ranks // args.pipeline_model_parallel_size)
+    samples = args.global_batch_size or args.micro_batch_size * data
+    split = Split(
+        args.tensor_model_parallel_size,
+        args.context_parallel_size,
+        args.pipeline_model_parallel_size,
+        data,
+        args.expert_model_parallel_size if experts else 1,
+        max(1, samples // data // args.micro_batch_size),
+        "full" if settings.recompute_granularity == "full" else "none",
+        distributed_optimizer=bool(args.use_distributed_optimizer),
+    )
+    others = sum(memory(model, split, args.micro_batch_size * seq_length).values())
+    left = machine.memory_gib * (1 - _SPARE) - others
+    return left * GIB if left > 0 else None
 
 
 def _has_window(args: Any, number: int) -> bool:
