@@ -15,6 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_cp_plugin import registry
+from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.core.document_layout import NAMED, PaddedDocuments
 from megatron_cp_plugin.core.documents import random_documents
 from megatron_cp_plugin.core.linear import LinearShape
@@ -259,13 +261,17 @@ def _layouts(args: Any, *, packed: bool) -> tuple[str, ...]:
     size, seq_length = args.context_parallel_size, args.seq_length or args.encoder_seq_length
     if gated_delta_net.is_asked(args) and size > 1:
         return ("zigzag",)
-    return tuple(
+    found = tuple(
         name
         for name, layout in NAMED.items()
         if seq_length % layout.multiple(size) == 0
         and name != PaddedDocuments.name
         and (packed or not layout.follows_documents)
     )
+    if not found:
+        every = [ContextParallelConfig(name, size) for name in registry.available("softmax")]
+        min(every, key=lambda one: one.layout.multiple(size)).check_sequence(seq_length)
+    return found
 
 
 def _runs_again(args: Any, flags: PluginFlags) -> bool:

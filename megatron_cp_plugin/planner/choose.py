@@ -194,6 +194,7 @@ def choose(
     taken: list[Combination] = []
     refused = [one for table in tables for one in table.refused]
     found = _ranked(_combined(tables, runs_again))
+    late: list[str] = []
     for combination in found:
         reason = None
         # The best one, and the best of another algorithm.
@@ -207,13 +208,17 @@ def choose(
             taken.append(combination)
         else:
             refused.append(Refusal(combination.name, reason))
+            late.append(f"{combination.name}: {reason}")
+    first: dict[str, Refusal] = {}  # of each algorithm
+    for one in refused:
+        first.setdefault(one.name.split()[0], one)
     if not taken:
-        reasons = dict.fromkeys(f"{one.name}: {one.reason}" for one in refused)
+        reasons = [f"{one.name}: {one.reason}" for one in first.values()]
         raise ConfigError(
             f"auto found no algorithm that serves this and fits, of {len(found)}: "
-            f"{next(iter(reasons), 'none has a layout in common with the others')}"
+            f"{next(iter(late + reasons), 'none has a layout in common with the others')}"
         )
-    return Choice(place, tuple(tables), tuple(taken), tuple(dict.fromkeys(refused)))
+    return Choice(place, tuple(tables), tuple(taken), tuple(first.values()))
 
 
 def _table(
@@ -356,7 +361,7 @@ def _estimated(candidate: Candidate, passes: Sequence[Estimate], scale: float) -
         candidate.layout.name,
         forward.seconds * scale,
         backward.seconds * scale,
-        sum(max(0.0, one.seconds - one.computing) for one in passes) * scale,
+        (forward.exposed + backward.exposed) * scale,
         forward.inside + backward.inside,
         forward.between + backward.between,
     )

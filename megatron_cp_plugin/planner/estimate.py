@@ -66,13 +66,16 @@ class Estimate(NamedTuple):
     """Of one pass, or of both.
 
     Attributes: computing: seconds of these. inside, between: bytes that a rank sends in its node,
-        and to others.
+        and to others. host: seconds in which the host launches all that. exposed: seconds in which
+        messages are waited for.
     """
 
     seconds: float
     computing: float = 0.0
     inside: float = 0.0
     between: float = 0.0
+    host: float = 0.0
+    exposed: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -137,7 +140,12 @@ class Estimator:
     def _pass(self, placement: Placement, phase: Pass) -> Estimate:
         found = self._passes.get((placement, phase))
         if found is None:
-            found = self._passes[placement, phase] = self._new_pass(placement, phase)
+            found = self._new_pass(placement, phase)
+            host = self.machine.host
+            call = found.host + (host.call if phase == "forward" else host.call_backward)
+            exposed = max(0.0, found.seconds - found.computing)
+            found = found._replace(seconds=max(found.seconds, call), exposed=exposed)
+            self._passes[placement, phase] = found
         return found
 
     @cached_property
@@ -184,7 +192,8 @@ class Estimator:
                 if width_out:
                     scattered = self._collective("all_to_all", owners, tokens * width_out)
                     leaving = leaving.plus(scattered)
-        computed = Estimate(computing, computing)
+        host = len(groups) * self._launching(len(sizes), 4, phase)
+        computed = Estimate(computing, computing, host=host)
         return self._pipeline(len(groups), computed, coming, leaving)
 
     def _steps(self, placement: BlockPlacement, phase: Pass, rank: int, members: int) -> Estimate:
@@ -222,7 +231,11 @@ class Estimator:
         times = len(placement.groups)
         whole = [sum(x) * times for x in zip(*(known[step][1] for step in steps), strict=True)]
         computed = sum(known[step][0] for step in steps) * times
-        return Estimate(now + last * backward, computed, *whole[1:])
+        host = times * sum(
+            self._launching(len(step.tiles), 1 + backward if known[step][1].seconds else 0, phase)
+            for step in steps
+        )
+        return Estimate(now + last * backward, computed, whole[1], whole[2], host)
 
     def _of_rank(self, placement: BlockPlacement, rank: int, members: int) -> tuple[_Step, ...]:
         """In their order."""
@@ -302,6 +315,8 @@ class Estimator:
         shape, members = self.shape, placement.members
         between, count = placement.between, len(placement.exchanges)
         computing = self._by_blocks(between, phase, members)
+        launching = count * self._launching(0, 4, phase)
+        computing = computing._replace(host=computing.host + launching)
         share = together(between.groups)
         names = _INPUTS[phase] if phase == "forward" or not placement.keep else ("dout",)
         coming = self._width(names, share)
@@ -321,6 +336,13 @@ class Estimator:
 
     # -- parts of both
 
+    def _launching(self, kernels: int, messages: int, phase: Pass) -> float:
+        """Seconds of the host. Args: messages: exchanges, each with what puts it in place."""
+        host = self.machine.host
+        kernel = host.kernel if phase == "forward" else host.kernel_backward
+        message = (host.peer if self.peer else host.group) + 3 * host.operation
+        return kernels * kernel + messages * message
+
     def _pipeline(
         self, count: int, computed: Estimate, coming: _Moved, leaving: _Moved
     ) -> Estimate:
@@ -334,6 +356,7 @@ class Estimator:
             computed.computing + slower * count,
             computed.inside + coming.inside + leaving.inside,
             computed.between + coming.between + leaving.between,
+            computed.host,
         )
 
     def _collective(self, operation: Operation, members: Iterable[int], size: float) -> _Moved:
