@@ -1,0 +1,557 @@
+"""Plays what ranks do on a machine: when each thing begins and ends, and who waits for whom.
+
+Resources are, of each rank: the host, which launches one thing after another; the stream of
+computation; the stream of copies; one stream for each channel of a process group; each direction of
+its GPU's links; of each node the network cards in either direction; and what all nodes share.
+
+What can begin first is decided first, and takes its resources until it is done.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from megatron_cp_plugin.planner.machine import Machine, Operation, Pass, Rate
+from megatron_cp_plugin.planner.trace import (
+    ChannelId,
+    Event,
+    Linear,
+    Memory,
+    Post,
+    Tile,
+    Trace,
+    Wait,
+)
+
+Key = tuple[ChannelId, int]  # of an operation: its channel, and its how many-th
+
+
+class Interval(NamedTuple):
+    """Something that took time. Attributes: lane: of a rank. start, stop: seconds."""
+
+    rank: int
+    lane: str
+    name: str
+    start: float
+    stop: float
+
+
+@dataclass(frozen=True)
+class PassTime:
+    """One pass of a layer.
+
+    Attributes:
+        seconds: until the last rank's stream of computation is done; of a backward, from the end of
+            the forward on. computing: of these, the mean over ranks in which it computes.
+        exposed_communication: in which the rank that is done last waits for messages. bytes: by
+            link ("copy", "inside", "between"), of the rank that sends most over all of them.
+    """
+
+    seconds: float
+    computing: float
+    exposed_communication: float
+    bytes: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Forward and backward of a layer, one right after the other.
+
+    Attributes: intervals: of the simulated ranks. ranks: how many those were; of fewer than there
+        are see `simulate`.
+    """
+
+    forward: PassTime
+    backward: PassTime
+    intervals: tuple[Interval, ...]
+    ranks: int
+
+    @property
+    def seconds(self) -> float:
+        """Of both passes."""
+        return self.forward.seconds + self.backward.seconds
+
+    @property
+    def exposed_communication(self) -> float:
+        """Seconds of both passes in which the rank that is done last waits for messages."""
+        return self.forward.exposed_communication + self.backward.exposed_communication
+
+    def chrome_trace(self) -> dict[str, list[dict[str, Any]]]:
+        """The format of chrome://tracing and Perfetto, as JSON's types: a process for each rank."""
+        lanes = sorted({(one.rank, one.lane) for one in self.intervals}, key=_lane_order)
+        number = {lane: index for index, lane in enumerate(lanes)}
+        events: list[dict[str, Any]] = [
+            {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
+            for rank in sorted({rank for rank, _ in lanes})
+        ]
+        for (rank, lane), tid in number.items():
+            where = {"pid": rank, "tid": tid}
+            events.append({"ph": "M", "name": "thread_name", **where, "args": {"name": lane}})
+        for one in self.intervals:
+            where = {"pid": one.rank, "tid": number[one.rank, one.lane]}
+            times = {"ts": one.start * 1e6, "dur": (one.stop - one.start) * 1e6}
+            events.append({"ph": "X", "name": one.name, **where, **times})
+        return {"traceEvents": events}
+
+    @property
+    def bytes(self) -> dict[str, int]:
+        """By link, of both passes."""
+        links = {*self.forward.bytes, *self.backward.bytes}
+        return {
+            link: self.forward.bytes.get(link, 0) + self.backward.bytes.get(link, 0)
+            for link in sorted(links)
+        }
+
+
+def _lane_order(lane: tuple[int, str]) -> tuple[int, bool, str]:
+    rank, name = lane
+    return rank, name != "computation", name
+
+
+def play(
+    machine: Machine,
+    nodes: Sequence[int],
+    traces: Mapping[int, Trace],
+    kernel: str,
+    *,
+    captured: bool,
+) -> Timeline:
+    """Plays what ranks do.
+
+    Args:
+        nodes: of all ranks. traces: of some or all; ranks without one are taken to be where those
+            are that they exchange with. kernel: of the machine's. captured: in a CUDA graph, so
+            that the host launches nothing.
+
+    Raises: ConfigError if the machine has no such kernel.
+    """
+    machine.kernel(kernel)
+    return _Run(machine, nodes, traces, kernel, captured=captured).timeline()
+
+
+def launched(machine: Machine, events: Sequence[Event]) -> float:
+    """Seconds of the host for launching events."""
+    return sum(_launch_seconds(machine, event) for event in events)
+
+
+def _launch_seconds(machine: Machine, event: Event) -> float:
+    """Of the host."""
+    host = machine.host
+    if isinstance(event, Tile):
+        return host.kernel if event.phase == "forward" else host.kernel_backward
+    if isinstance(event, Post):
+        return host.peer if event.operation is None else host.group
+    if isinstance(event, Wait):
+        return 0.0
+    return host.kernel if isinstance(event, Linear) else host.operation
+
+
+def tile_seconds(machine: Machine, kernel: str, tile: Tile) -> float:
+    """What an attention kernel takes on a GPU of its own."""
+    speeds, backward = machine.kernel(kernel), tile.phase == "backward"
+    of_keys, of_values = (3, 2) if backward else (1, 1)  # products with D, and with E
+    width = of_keys * tile.head_dim + of_values * tile.value_dim
+    flop = 2.0 * tile.batch * tile.heads * tile.area * width
+    speed = speeds.by_pass[f"{tile.phase} {'causal' if tile.causal else 'full'}"]
+    dims = f"{tile.head_dim}"
+    if tile.value_dim != tile.head_dim:
+        dims += f":{tile.value_dim}"
+    flop /= speeds.dims.get(tile.phase, {}).get(dims, 1.0)
+    return speed.time(flop, tile.rows, tile.columns)
+
+
+@dataclass
+class _Operation:
+    """What ranks do together on a channel.
+
+    Attributes: all by rank. posts: what it posted, and when its stream came there. offered: when
+        others may write to its memory. copied: when it has written to others'. done: when it is
+        over.
+    """
+
+    posts: dict[int, tuple[Post, float]] = field(default_factory=dict)
+    offered: dict[int, float] = field(default_factory=dict)
+    copied: dict[int, float] = field(default_factory=dict)
+    done: dict[int, float] = field(default_factory=dict)
+
+
+class _Begin(NamedTuple):
+    """A pass begins."""
+
+    phase: Pass
+
+
+@dataclass
+class _Rank:
+    """Where a rank is.
+
+    Attributes:
+        events: what it does. place: how many of them are done. phase: that it is in.
+        host, stream, copies: seconds until which they are taken. waited: seconds for messages, by
+            pass. ended: when the stream came to the end of the forward. busy: when it computed.
+        slowed: when the process group moved data. queue: copies that are not done.
+    """
+
+    events: Sequence[Event | _Begin]
+    place: int = 0
+    phase: Pass = "forward"
+    host: float = 0.0
+    stream: float = 0.0
+    copies: float = 0.0
+    waited: dict[Pass, float] = field(default_factory=lambda: {"forward": 0.0, "backward": 0.0})
+    ended: float = 0.0
+    busy: list[tuple[float, float]] = field(default_factory=list)
+    slowed: list[tuple[float, float]] = field(default_factory=list)
+    queue: list[Key] = field(default_factory=list)
+
+
+class _Run:
+    """All ranks on their way."""
+
+    def __init__(
+        self,
+        machine: Machine,
+        nodes: Sequence[int],
+        traces: Mapping[int, Trace],
+        kernel: str,
+        *,
+        captured: bool,
+    ) -> None:
+        self.machine, self.nodes, self.kernel, self.captured = machine, nodes, kernel, captured
+        self.ranks = {
+            rank: _Rank((_Begin("forward"), *trace.forward, _Begin("backward"), *trace.backward))
+            for rank, trace in traces.items()
+        }
+        self.operations: dict[Key, _Operation] = defaultdict(_Operation)
+        self.open: dict[Key, None] = {}  # operations that are not over, in order
+        self.channel_free: dict[tuple[int, ChannelId], float] = {}
+        self.channel_next: dict[tuple[int, ChannelId], int] = {}
+        self.free: dict[tuple[str, int], float] = {}  # links
+        self.intervals: list[Interval] = []
+        self.sent: dict[tuple[int, Pass, str], int] = defaultdict(int)
+
+    def timeline(self) -> Timeline:
+        while True:
+            for number, rank in self.ranks.items():
+                self._advance(number, rank)
+            if not self._resolve():
+                break
+        stuck = [n for n, rank in self.ranks.items() if rank.place < len(rank.events)]
+        assert not stuck, f"ranks {stuck} wait for messages that nobody sends"
+        return self._summary()
+
+    # -- what a rank does by itself
+
+    def _advance(self, number: int, rank: _Rank) -> None:
+        """Goes on until the rank waits for what is not decided yet."""
+        while rank.place < len(rank.events):
+            event = rank.events[rank.place]
+            if isinstance(event, Wait):
+                done = self.operations[event.channel, event.number].done.get(number)
+                if done is None:
+                    return
+                ready = max(rank.stream, rank.host)
+                rank.waited[rank.phase] += max(0.0, done - ready)
+                rank.stream = max(ready, done)
+            elif isinstance(event, _Begin):
+                rank.phase, rank.ended = event.phase, rank.stream
+                host = self.machine.host
+                rank.host += self._launch(
+                    host.call if event.phase == "forward" else host.call_backward
+                )
+            else:
+                rank.host += self._launch(_launch_seconds(self.machine, event))
+                if isinstance(event, Post):
+                    self._post(number, rank, event)
+                else:
+                    self._compute(number, rank, event)
+            rank.place += 1
+
+    def _launch(self, seconds: float) -> float:
+        return 0.0 if self.captured else seconds
+
+    def _compute(self, number: int, rank: _Rank, event: Tile | Linear | Memory) -> None:
+        machine = self.machine
+        if isinstance(event, Tile):
+            seconds = tile_seconds(machine, self.kernel, event)
+            name = f"attention {event.phase}"
+        elif isinstance(event, Linear):
+            seconds = event.flop / machine.linear_flops[event.phase]
+            name = f"linear attention {event.phase}"
+        else:
+            seconds = machine.operation_seconds + event.bytes / machine.memory_bytes_per_second
+            name = event.name
+        start = max(rank.stream, rank.host)
+        stop = self._slowed(rank, start, seconds * machine.ranks_per_gpu)
+        rank.stream = stop
+        rank.busy.append((start, stop))
+        self.intervals.append(Interval(number, "computation", name, start, stop))
+
+    def _slowed(self, rank: _Rank, start: float, seconds: float) -> float:
+        """When a computation ends, that is slower while the process group moves data."""
+        share, now, left = self.machine.group_share, start, seconds
+        for begin, end in rank.slowed:
+            if end <= now or share == 1.0:
+                continue
+            before = max(0.0, begin - now)
+            if left <= before:
+                return now + left
+            left -= before
+            now += before
+            if left <= (end - now) * share:
+                return now + left / share
+            left -= (end - now) * share
+            now = end
+        return now + left
+
+    # -- what ranks do together
+
+    def _post(self, number: int, rank: _Rank, post: Post) -> None:
+        peer = post.operation is None
+        key = post.channel, post.number
+        self.operations[key].posts[number] = post, max(rank.stream, rank.host)
+        if peer:
+            rank.queue.append(key)
+        self.open[key] = None
+        if post.operation == "exchange" or peer:
+            for target, size in post.sends:
+                self.sent[number, rank.phase, self._link(number, target, peer=peer)] += size
+        else:
+            others = [member for member in post.channel[1] if member != number]
+            for other in others:
+                link = self._link(number, other, peer=False)
+                self.sent[number, rank.phase, link] += post.bytes // len(others)
+
+    def _link(self, source: int, target: int, *, peer: bool) -> str:
+        if peer:
+            return "copy"
+        return "inside" if self.nodes[source] == self.nodes[target] else "between"
+
+    def _resolve(self) -> bool:
+        """Finishes the operation that can begin first. Returns: whether there was one."""
+        best: tuple[float, Key, int] | None = None
+        for key in self.open:
+            for found in self._startable(key):
+                if best is None or found < best:
+                    best = found
+        if best is None:
+            return False
+        start, key, number = best
+        operation = self.operations[key]
+        post = operation.posts[number][0]
+        if post.operation is None:
+            self._copy(start, key, number)
+        elif post.operation == "exchange":
+            self._exchange(key)
+        else:
+            self._collective(key, post.operation, start)
+        members = [m for m in key[0][1] if m in self.ranks]
+        if all(m in operation.done for m in members):
+            del self.open[key]
+        return True
+
+    def _startable(self, key: Key) -> list[tuple[float, Key, int]]:
+        """When a rank can begin its part of an operation, or all ranks theirs."""
+        operation = self.operations[key]
+        first = next(iter(operation.posts))
+        if operation.posts[first][0].operation is None:
+            return self._startable_copies(key, operation)
+        members = [m for m in key[0][1] if m in self.ranks]
+        if len(operation.posts) < len(members):
+            return []
+        if any(self.channel_next.get((m, key[0]), 0) != key[1] for m in members):
+            return []
+        starts = [
+            max(operation.posts[m][1], self.channel_free.get((m, key[0]), 0.0)) for m in members
+        ]
+        return [(max(starts), key, first)]
+
+    def _startable_copies(self, key: Key, operation: _Operation) -> list[tuple[float, Key, int]]:
+        """Each rank's copies come one after another, and wait for room where they go."""
+        found = []
+        for number, (post, ready) in operation.posts.items():
+            rank = self.ranks[number]
+            if number in operation.copied or rank.queue[0] != key:
+                continue
+            start = operation.offered.setdefault(number, max(rank.copies, ready))
+            targets = [target for target, _ in post.sends if target in self.ranks]
+            if all(target in operation.offered for target in targets):
+                starts = (operation.offered[target] for target in targets)
+                found.append((max([start, *starts]), key, number))
+        return found
+
+    def _copy(self, start: float, key: Key, number: int) -> None:
+        """A rank's part of an exchange by copy engines."""
+        operation, rank = self.operations[key], self.ranks[number]
+        post, _ = operation.posts[number]
+        assert self.machine.copy is not None
+        end = start
+        if post.sends:
+            size = sum(size for _, size in post.sends)
+            end = self._move(start, number, post.sends[0][0], size, self.machine.copy, "copies")
+        rank.copies = operation.copied[number] = end
+        rank.queue.pop(0)
+        for member in operation.copied.keys() - operation.done.keys():
+            received = operation.posts[member][0].receives
+            sources = {source for source, _ in received if source in self.ranks}
+            if sources <= operation.copied.keys():
+                arrivals = (operation.copied[source] for source in sources)
+                operation.done[member] = max([operation.copied[member], *arrivals])
+
+    def _move(
+        self, start: float, source: int, target: int, size: int, rate: Rate, lane: str
+    ) -> float:
+        """A message over links that are free then. Returns: when it has come."""
+        resources = self._resources(source, target)
+        begin = max([start, *(self.free.get(one, 0.0) for one in resources)])
+        end = begin + rate.time(size)
+        for one in resources:
+            self.free[one] = end
+        if ("fabric", 0) in resources and self.machine.between_total:
+            self.free["fabric", 0] = begin + size / self.machine.between_total
+        name = f"to {target}" if lane == "copies" else f"{source} to {target}"
+        self.intervals.append(Interval(source, lane, name, begin, end))
+        return end
+
+    def _resources(self, source: int, target: int) -> list[tuple[str, int]]:
+        if self.nodes[source] == self.nodes[target]:
+            return [("out", source), ("in", target)]
+        found = [("card out", self._card(source)), ("card in", self._card(target))]
+        return [*found, ("fabric", 0)] if self.machine.between_total else found
+
+    def _card(self, rank: int) -> int:
+        """The number of a rank's network card, over all nodes."""
+        mates = [other for other, node in enumerate(self.nodes) if node == self.nodes[rank]]
+        cards = min(self.machine.cards_per_node, len(mates))
+        return self.nodes[rank] * self.machine.cards_per_node + (
+            mates.index(rank) * cards // len(mates)
+        )
+
+    def _exchange(self, key: Key) -> None:
+        """Messages of all ranks of a channel; each rank is done when its own are."""
+        operation, channel = self.operations[key], key[0]
+        begin = {
+            m: max(ready, self.channel_free.get((m, channel), 0.0))
+            for m, (_, ready) in operation.posts.items()
+        }
+        ends = dict(begin)
+        moving: dict[int, float] = {}
+        for number, (post, _) in sorted(operation.posts.items(), key=lambda one: begin[one[0]]):
+            for target, size in _joined(post.sends):
+                start = max(begin[number], begin.get(target, begin[number]))
+                inside = self.nodes[number] == self.nodes[target]
+                rate = (self.machine.inside if inside else self.machine.between).exchange
+                end = self._move(start, number, target, size, rate, channel[0])
+                for m in {number, target} & ends.keys():
+                    ends[m] = max(ends[m], end)
+                    moving[m] = min(moving.get(m, start), start)
+        for number, (post, _) in operation.posts.items():
+            for source, size in _joined(post.receives):
+                if source not in ends:  # it is not simulated, and comes when this rank does
+                    inside = self.nodes[number] == self.nodes[source]
+                    rate = (self.machine.inside if inside else self.machine.between).exchange
+                    end = self._move(begin[number], source, number, size, rate, channel[0])
+                    ends[number] = max(ends[number], end)
+        for m, end in ends.items():
+            operation.done[m] = end
+            self._ended(m, channel, key[1], moving.get(m, end), end)
+
+    def _collective(self, key: Key, operation: Operation, start: float) -> None:
+        channel = key[0]
+        posts = self.operations[key].posts
+        members = channel[1]
+        size = max(post.bytes for post, _ in posts.values())
+        seconds, shared = self._collective_seconds(members, operation, size)
+        resources = [("out", m) for m in members]
+        if len({self.nodes[m] for m in members}) > 1:
+            resources = [("card out", card) for card in {self._card(m) for m in members}]
+        of_all = [("fabric", 0)] if shared else []
+        start = max([start, *(self.free.get(one, 0.0) for one in (*resources, *of_all))])
+        end = start + seconds
+        for one in resources:
+            self.free[one] = end
+        for one in of_all:
+            self.free[one] = start + shared
+        for m in posts:
+            self.operations[key].done[m] = end
+            self._ended(m, channel, key[1], start, end)
+            self.intervals.append(Interval(m, channel[0], operation, start, end))
+
+    def _collective_seconds(
+        self, members: Sequence[int], operation: Operation, size: int
+    ) -> tuple[float, float]:
+        """Seconds, and those for which it takes all that nodes share between them.
+
+        Args: size: bytes that a rank sends.
+        """
+        machine, count = self.machine, len(members)
+        of_nodes = defaultdict(list)
+        for m in members:
+            of_nodes[self.nodes[m]].append(m)
+        if len(of_nodes) == 1:
+            return machine.inside.rate(operation, count).time(size), 0.0
+        rate, local = machine.between.rate(operation, count), max(map(len, of_nodes.values()))
+        within = float(size)
+        if operation == "all_to_all":
+            within = size * (local - 1) / (count - 1)
+            crossing = (size - within) * local  # of a node
+        else:
+            crossing = size  # a ring through all nodes, over all cards of each
+        cards = len({self._card(m) for m in next(iter(of_nodes.values()))})
+        if len(self.ranks) < len(self.nodes):  # other groups like this one use the same cards
+            a_card = self.nodes.count(self.nodes[members[0]]) / machine.cards_per_node
+            crossing *= max(1.0, a_card * cards / local)
+        seconds, shared = rate.time(crossing / cards), 0.0
+        if machine.between_total:
+            shared = crossing * len(of_nodes) / machine.between_total
+            seconds = max(seconds, rate.seconds + shared)
+        if local > 1:
+            seconds = max(seconds, machine.inside.rate(operation, local).time(within))
+        return seconds, shared
+
+    def _ended(self, number: int, channel: ChannelId, which: int, start: float, end: float) -> None:
+        """Notes that an operation of the process group ran on a rank."""
+        self.channel_free[number, channel] = end
+        self.channel_next[number, channel] = which + 1
+        share, rank = self.machine.group_share, self.ranks[number]
+        if share == 1.0 or end <= start:
+            return
+        rank.slowed.append((start, end))
+        late = sum(max(0.0, min(stop, end) - max(begin, start)) for begin, stop in rank.busy[-64:])
+        rank.stream += late * (1 - share)
+
+    def _summary(self) -> Timeline:
+        ranks = self.ranks.values()
+        middle, end = max(rank.ended for rank in ranks), max(rank.stream for rank in ranks)
+        last = max(ranks, key=lambda rank: rank.ended), max(ranks, key=lambda rank: rank.stream)
+        return Timeline(
+            self._pass("forward", 0.0, middle, last[0].waited["forward"]),
+            self._pass("backward", middle, end, last[1].waited["backward"]),
+            tuple(self.intervals),
+            len(self.ranks),
+        )
+
+    def _pass(self, phase: Pass, start: float, stop: float, waited: float) -> PassTime:
+        spans = (
+            min(end, stop) - max(begin, start)
+            for rank in self.ranks.values()
+            for begin, end in rank.busy
+            if end > start and begin < stop
+        )
+        sent: dict[int, dict[str, int]] = {rank: {} for rank in self.ranks}
+        for (rank, of, link), size in self.sent.items():
+            if of == phase:
+                sent[rank][link] = size
+        most = max(sent.values(), key=lambda links: sum(links.values()))
+        return PassTime(stop - start, sum(spans) / len(self.ranks), waited, most)
+
+
+def _joined(sends: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Messages to one rank as one."""
+    sizes: dict[int, int] = {}
+    for target, size in sends:
+        sizes[target] = sizes.get(target, 0) + size
+    return list(sizes.items())

@@ -1,0 +1,260 @@
+"""The simulator against what follows by hand, and against the plans that ranks follow."""
+
+import json
+
+import pytest
+
+from megatron_cp_plugin import costs, registry
+from megatron_cp_plugin.core.linear import LinearShape
+from megatron_cp_plugin.core.plan import PHASES
+from megatron_cp_plugin.core.shape import Shape
+from megatron_cp_plugin.core.tiles import Mask, visible_pairs
+from megatron_cp_plugin.errors import ConfigError
+from megatron_cp_plugin.planner import simulate as simulator
+from megatron_cp_plugin.planner.machine import (
+    Host,
+    Kernels,
+    KernelSpeed,
+    Links,
+    Machine,
+    Rate,
+)
+from megatron_cp_plugin.planner.play import play
+from megatron_cp_plugin.planner.simulate import layer_seconds, simulate
+from megatron_cp_plugin.planner.trace import Memory, Post, Tile, Trace, Wait, trace_softmax
+
+FLOPS, BYTES = 1e12, 1e9
+KERNELS = Kernels(
+    {f"{p} {m}": KernelSpeed(FLOPS) for p in ("forward", "backward") for m in ("causal", "full")}
+)
+ALL = (0, 1, 2, 3)
+
+
+def machine(**values):
+    known = {
+        "name": "made up",
+        "source": "here",
+        "gpus_per_node": 8,
+        "memory_gib": 80,
+        "memory_bytes_per_second": 1e18,
+        "matmul_flops": FLOPS,
+        "kernels": {"flash": KERNELS},
+        "inside": Links(Rate(0, BYTES)),
+        "between": Links(Rate(0, BYTES / 10)),
+        "operation_seconds": 0.0,
+        "linear_flops": {"forward": FLOPS, "backward": FLOPS},
+        "cards_per_node": 8,
+    }
+    return Machine(**(known | values))
+
+
+def post(channel, number, sends=(), receives=(), operation="exchange", size=0):
+    return Post(channel, number, operation, tuple(sends), tuple(receives), size)
+
+
+def tile(flop):
+    return Tile("forward", 1, 1, 1, flop / 4, 1, 1, 1, 1, False)
+
+
+def played(traces, of=None, nodes=(0, 0), **options):
+    traces = {rank: Trace(tuple(events), ()) for rank, events in traces.items()}
+    return play(of or machine(), nodes, traces, "flash", **({"captured": True} | options))
+
+
+PAIR = ("c", (0, 1))
+
+
+def test_a_message_waits_for_both_ranks_and_takes_alpha_and_beta():
+    slow = machine(inside=Links(Rate(1.0, BYTES)))
+    first = [post(PAIR, 0, [(1, 2 * 10**9)]), Wait(PAIR, 0)]
+    second = [tile(5e12), post(PAIR, 0, (), [(0, 2 * 10**9)]), Wait(PAIR, 0)]
+    found = played({0: first, 1: second}, slow)
+    assert found.forward.seconds == pytest.approx(5 + 1 + 2)
+    assert found.forward.bytes == {"inside": 2 * 10**9}
+    assert found.forward.exposed_communication == pytest.approx(8)  # of rank 0, which only waits
+    assert found.forward.computing == pytest.approx(2.5)
+
+
+def test_messages_travel_beside_computation_and_slow_it():
+    def events(rank):
+        other, size = 1 - rank, 3 * 10**9
+        return [post(PAIR, 0, [(other, size)], [(other, size)]), tile(5e12), Wait(PAIR, 0)]
+
+    traces = {rank: events(rank) for rank in (0, 1)}
+    assert played(traces).forward.seconds == pytest.approx(5)
+    # For 3 seconds half as fast: 1.5 of 5 are done then.
+    halved = played(traces, machine(group_share=0.5)).forward
+    assert halved.seconds == pytest.approx(3 + 3.5)
+
+
+def test_copies_wait_for_room_and_leave_kernels_alone():
+    def events(rank, before):
+        other, size = 1 - rank, 10**9
+        sends = post(PAIR, 0, [(other, size)], [(other, size)], None)
+        return [tile(before), sends, tile(4e12), Wait(PAIR, 0)]
+
+    copying = machine(copy=Rate(0, BYTES), group_share=0.1)
+    found = played({0: events(0, 1e12), 1: events(1, 3e12)}, copying)
+    # Rank 0 writes from second 3 on, when rank 1 says that it may.
+    assert {(one.rank, one.start, one.stop) for one in found.intervals if one.lane == "copies"} == {
+        (0, 3, 4),
+        (1, 3, 4),
+    }
+    assert found.forward.seconds == pytest.approx(7)
+    assert found.forward.bytes == {"copy": 10**9}
+
+
+def test_ranks_of_a_node_share_its_card():
+    pairs = [("c", (0, 2)), ("c", (1, 3))]
+
+    def events(rank):
+        channel = pairs[rank % 2]
+        other = next(r for r in channel[1] if r != rank)
+        message = [(other, 10**8)]
+        return [post(channel, 0, message, message), Wait(channel, 0)]
+
+    traces = {rank: events(rank) for rank in ALL}
+    nodes = (0, 0, 1, 1)
+    assert played(traces, machine(cards_per_node=2), nodes).seconds == pytest.approx(1)
+    assert played(traces, machine(cards_per_node=1), nodes).seconds == pytest.approx(2)
+    shared = machine(cards_per_node=2, between_total=10**8)
+    assert played(traces, shared, nodes).seconds == pytest.approx(4)
+
+
+def test_the_host_launches_one_thing_after_another():
+    host = Host(operation=1.0, kernel=2.0, call=4.0, call_backward=8.0)
+    events = [tile(1e12), Memory("add", 0), Memory("add", 0)]
+    eager = played({0: events}, machine(host=host), (0,), captured=False)
+    assert eager.forward.seconds == pytest.approx(4 + 2 + 1 + 1)
+    assert played({0: events}, machine(host=host), (0,)).forward.seconds == pytest.approx(1)
+
+
+@pytest.mark.parametrize("algo", registry.available("softmax"))
+@pytest.mark.parametrize("heads", [(4, 4), (8, 4)])
+def test_ranks_send_what_the_plan_says(algo, heads):
+    shape = Shape(1, 4096, *heads, 16)
+    algorithm = costs.planned(algo, 4, shape, Mask(), {})
+    found = simulate(algo, {}, shape, Mask(), machine(), (0,) * 4)
+    for phase, time in zip(PHASES, (found.forward, found.backward), strict=True):
+        plan = algorithm.plan(shape, Mask(), phase)
+        expected = max(plan.sent(rank, shape).bytes for rank in range(4))
+        assert sum(time.bytes.values()) == pytest.approx(expected, rel=1e-6), phase
+    assert found.ranks == 4
+
+
+@pytest.mark.parametrize("algo", registry.available("softmax"))
+@pytest.mark.parametrize("peer", [True, False])
+@pytest.mark.parametrize("mask", [Mask(), Mask(causal=False), Mask(window=500)])
+def test_all_pairs_are_computed_once(algo, peer, mask):
+    shape, pairs = Shape(1, 2048, 4, 4, 8), 0.0
+    for rank in ALL:
+        trace = trace_softmax(
+            lambda topology: registry.create(algo, topology, {}),
+            rank,
+            (0,) * 4,
+            shape,
+            mask,
+            peer_access=peer,
+        )
+        pairs += sum(e.area * e.heads for e in trace.forward if isinstance(e, Tile))
+    visible = visible_pairs(2048, mask) * 4
+    # Windows are cut into rectangles, of which some pairs are hidden; nothing is left out.
+    assert pairs == pytest.approx(visible) if mask.window is None else pairs >= visible
+
+
+def test_without_a_network_only_kernels_count():
+    free = machine(inside=Links(Rate(0, 1e30)))
+    shape = Shape(1, 8192, 4, 4, 16)
+    flop = 2 * 32 * visible_pairs(8192, Mask()) * 4
+    for algo in ("zigzag", "ulysses", "allgather", "attention2d", "distflash", "usp"):
+        found = simulate(algo, {}, shape, Mask(), free, (0,) * 4)
+        assert found.forward.seconds == pytest.approx(flop / 4 / FLOPS, rel=0.01), algo
+        assert found.backward.seconds == pytest.approx(2.5 * flop / 4 / FLOPS, rel=0.01), algo
+
+
+def test_an_unbalanced_ring_takes_as_long_as_its_busiest_rank():
+    free = machine(inside=Links(Rate(0, 1e30)))
+    shape = Shape(1, 8192, 4, 4, 16)
+    whole = 2 * 32 * visible_pairs(8192, Mask()) * 4 / FLOPS
+    found = simulate("ring", {"backward": "kv"}, shape, Mask(), free, (0,) * 4)
+    assert found.forward.seconds == pytest.approx(whole * 7 / 16, rel=0.01)
+
+
+def test_a_slow_network_is_exposed_and_a_fast_one_is_not():
+    shape = Shape(1, 16384, 8, 8, 64)
+    fast = simulate("zigzag", {}, shape, Mask(), machine(), (0,) * 4)
+    slow = simulate("zigzag", {}, shape, Mask(), machine(inside=Links(Rate(0, 1e6))), (0,) * 4)
+    assert fast.exposed_communication < 0.05 * fast.seconds
+    assert slow.exposed_communication > 0.9 * slow.seconds
+    assert slow.bytes == fast.bytes
+
+
+@pytest.mark.parametrize("algo", ["zigzag", "distflash", "usp"])
+def test_many_ranks_by_a_few(algo, monkeypatch):
+    """What two sizes say of a third is what simulating all of its ranks gives."""
+    options = {"transport": "group"} | ({"ulysses": 2} if algo == "usp" else {})
+    monkeypatch.setattr(simulator, "_ALL", 4)
+    shape = Shape(1, 24 * 512, 4, 4, 16)
+    how = {"of": machine(gpus_per_node=2, cards_per_node=2)}
+    few = simulate(algo, options, shape, Mask(), how["of"], how["of"].nodes(24))
+    monkeypatch.setattr(simulator, "_ALL", 64)
+    every = simulate(algo, options, shape, Mask(), how["of"], how["of"].nodes(24))
+    assert few.ranks == 8
+    assert every.ranks == 24
+    assert few.forward.seconds == pytest.approx(every.forward.seconds, rel=0.05)
+    assert few.seconds == pytest.approx(every.seconds, rel=0.05)
+
+
+@pytest.mark.parametrize("algo", ["allgather", "attention2d", "ulysses"])
+def test_collective_operations_by_three_ranks(algo, monkeypatch):
+    options = {"rows": 2, "cols": 4} if algo == "attention2d" else {}
+    shape, of = Shape(1, 8 * 512, 8, 8, 16), machine(gpus_per_node=4, cards_per_node=4)
+    every = simulate(algo, options, shape, Mask(), of, of.nodes(8))
+    monkeypatch.setattr(simulator, "_ALL", 4)
+    few = simulate(algo, options, shape, Mask(), of, of.nodes(8))
+    assert few.ranks == 3
+    assert every.ranks == 8
+    assert few.seconds == pytest.approx(every.seconds, rel=0.02)
+
+
+def test_a_thousand_ranks_in_seconds():
+    of, shape = machine(), Shape(1, 1024 * 256, 8, 8, 16)
+    assert layer_seconds("zigzag", {}, 1024, shape, Mask(), of) > 0
+
+
+@pytest.mark.parametrize("algo", registry.available("linear"))
+def test_linear_attention(algo):
+    shape = LinearShape(1, 4096, 4, 16, 16)
+    found = simulate(algo, {}, shape, Mask(), machine(), (0,) * 4)
+    alone = simulate("lasp2", {}, LinearShape(1, 1024, 4, 16, 16), Mask(), machine(), (0,))
+    assert found.seconds >= alone.seconds
+    if algo == "lasp2":
+        assert found.forward.bytes == {"inside": 3 * shape.state_bytes}
+
+
+def test_documents_and_captured_calls():
+    starts = tuple(range(100, 4096, 100))
+    shape, slow = Shape(1, 4096, 4, 4, 16), machine(host=Host(operation=1.0, kernel=1.0))
+    eager, captured = (
+        simulate("zigzag", {}, shape, Mask(documents=starts), slow, (0, 0), captured=one)
+        for one in (False, True)
+    )
+    assert captured.seconds < eager.seconds
+    whole = simulate("zigzag", {}, shape, Mask(), slow, (0, 0), captured=True)
+    assert captured.seconds < whole.seconds
+
+
+def test_what_cannot_be_served_is_refused():
+    with pytest.raises(ConfigError, match="query heads divisible"):
+        simulate("ulysses", {}, Shape(1, 4096, 3, 3, 16), Mask(), machine(), (0,) * 4)
+    with pytest.raises(ConfigError, match=r"no kernel 'flesh' .did you mean 'flash'"):
+        simulate("ring", {}, Shape(1, 64, 4, 4, 8), Mask(), machine(), (0, 0), kernel="flesh")
+
+
+def test_the_trace_is_what_chrome_reads():
+    found = simulate("zigzag", {}, Shape(1, 4096, 4, 4, 16), Mask(), machine(), (0, 0))
+    events = json.loads(json.dumps(found.chrome_trace()))["traceEvents"]
+    done = [event for event in events if event["ph"] == "X"]
+    assert {event["pid"] for event in done} == {0, 1}
+    end = max(event["ts"] + event["dur"] for event in done)
+    assert end == pytest.approx(found.seconds * 1e6)
