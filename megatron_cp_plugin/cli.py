@@ -56,7 +56,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_capabilities(commands)
     _add_hooks(commands)
     try:
-        arguments = parser.parse_args(words)
+        arguments, unknown = parser.parse_known_args(words)
+        if unknown:
+            # Of the subcommand's own flags the nearest is named.
+            commands.choices[words[0]].error(f"unrecognized arguments: {' '.join(unknown)}")
         return arguments.run(arguments)
     except ContextParallelError as error:
         if "LOCAL_RANK" in os.environ:
