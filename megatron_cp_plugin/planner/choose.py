@@ -19,7 +19,7 @@ from megatron_cp_plugin.core.placement import HeadPlacement
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ConfigError
-from megatron_cp_plugin.kernels.base import kernel_called
+from megatron_cp_plugin.kernels.base import kernel_called, kernel_names
 from megatron_cp_plugin.layers import options_by_name
 from megatron_cp_plugin.planner.candidates import (
     Candidate,
@@ -39,6 +39,7 @@ _MOST_SIMULATED, _WORK = 12, 2000
 _MOST_CELLS, _FEW = 2**16, 16  # pairs of ranks, and ranks, whose memory is looked at
 _FAR = 1.3  # times the best estimate: what is beyond is not worth a closer look
 _ALIKE = 1.002  # times as slow: no reason for further options
+_USUAL = "flash4"  # whose memory stands for that of kernels that are not among ours
 GIB = 2**30
 
 
@@ -473,7 +474,7 @@ def peak_bytes(row: Row, kind: Kind, place: Place) -> int | None:
             nodes,
             shape,
             kind.mask,
-            kernel_called(place.kernel),
+            kernel_called(place.kernel if place.kernel in kernel_names() else _USUAL),
             peer_access=place.peer,
         )
         for rank in sorted(ranks)

@@ -16,9 +16,9 @@ from megatron_cp_plugin.planner.explain import sentence, table
 from megatron_cp_plugin.planner.here import kernel_on, machine_named
 from megatron_cp_plugin.planner.splits import STEP_TOKENS, Job, proposals
 from megatron_cp_plugin.planner.step import MODELS, Split
+from megatron_cp_plugin.registry import AUTO
 from megatron_cp_plugin.text_table import text_table
 
-_KERNEL = "flash4"
 _PROPOSALS = 10
 
 
@@ -28,9 +28,7 @@ def plan_layer(name: str, size: int, shape: Shape, mask: Mask, path: Path | None
     Args: name: of a machine. size: number of ranks. path: of a run file to write.
     """
     machine = machine_named(name)
-    place = Place(
-        machine, machine.nodes(size), kernel_on(machine, _KERNEL), machine.memory_gib * GIB
-    )
+    place = Place(machine, machine.nodes(size), kernel_on(machine, AUTO), machine.memory_gib * GIB)
     choice = choose([Kind("attention", shape, mask)], place)
     print(table(choice))
     print(sentence(choice))
@@ -53,7 +51,7 @@ def plan_model(
         )
     machine = machine_named(name)
     sequences = batch or max(1, STEP_TOKENS // tokens)
-    job = Job(MODELS[model], tokens, gpus, machine, kernel_on(machine, _KERNEL), mask, sequences)
+    job = Job(MODELS[model], tokens, gpus, machine, kernel_on(machine, AUTO), mask, sequences)
     found = proposals(job, _PROPOSALS)
     best = found[0]
     print(

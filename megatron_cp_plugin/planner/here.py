@@ -22,6 +22,7 @@ from megatron_cp_plugin.registry import AUTO
 
 _OF_GPU = {"h200": "h200_nvlink", "h100": "h100_400g", "a800": "a800_4x200g", "b200": "b200"}
 _DEFAULT = "h200"
+_KERNEL = "flash4"
 
 log = logging.getLogger(__name__)
 
@@ -52,8 +53,8 @@ def machine_here(name: str | None, gpu: str | None) -> tuple[Machine, str]:
 
 
 def kernel_on(machine: Machine, name: str) -> str:
-    """The machine's kernel of that name, or its first one where it does not know it."""
-    return name if name in machine.kernels else next(iter(machine.kernels))
+    """The machine's kernel of that name; where it does not know it the usual one, or its first."""
+    return next(one for one in (name, _KERNEL, *machine.kernels) if one in machine.kernels)
 
 
 def statistics_of(mask: Mask, seq_len: int) -> Mask:
