@@ -233,10 +233,53 @@ def _add_draw(commands: Any) -> None:
     )
     parser.add_argument("--phase", choices=("forward", "backward"), default="forward")
     parser.add_argument("--output", type=Path, metavar="FILE", help=".png or .svg to write")
+    parser.add_argument(
+        "--machine",
+        metavar="NAME",
+        help="draw when things happen on this machine, forward and backward, in place of the "
+        "schedule; --output may be a .json for chrome://tracing too; needs --seq-len",
+    )
+    parser.add_argument("--heads", type=int, default=32, metavar="H", help="with --machine")
+    parser.add_argument("--kv-heads", type=int, metavar="G", help="default: as many as heads")
+    parser.add_argument("--head-dim", type=int, default=128, metavar="D", help="with --machine")
     parser.set_defaults(run=_draw)
 
 
+def _draw_times(arguments: argparse.Namespace) -> int:
+    from megatron_cp_plugin.core.linear import LinearShape
+    from megatron_cp_plugin.core.shape import Shape
+    from megatron_cp_plugin.planner.machine import Machine
+    from megatron_cp_plugin.planner.picture import save
+    from megatron_cp_plugin.planner.simulate import simulate
+    from megatron_cp_plugin.registry import kind_of
+
+    if arguments.output is None or arguments.seq_len is None:
+        missing = "--output" if arguments.output is None else "--seq-len"
+        raise ConfigError(f"--machine needs --output and --seq-len, got no {missing}: add it")
+    check_file("--output", arguments.output)
+    heads, dim = arguments.heads, arguments.head_dim
+    kv_heads = arguments.kv_heads or heads
+    if heads < 1 or kv_heads < 1 or heads % kv_heads:
+        raise ConfigError(f"--kv-heads must divide the {heads} heads, got {kv_heads}")
+    shape: Shape | LinearShape = Shape(1, arguments.seq_len, heads, kv_heads, dim)
+    if kind_of(arguments.algo) == "linear":
+        shape = LinearShape(1, arguments.seq_len, heads, dim, dim)
+    machine = Machine.load(arguments.machine)
+    options = dict(_option(text) for text in arguments.option)
+    nodes = machine.nodes(arguments.size)
+    found = simulate(arguments.algo, options, shape, _mask(arguments), machine, nodes)
+    title = f"{arguments.algo}, {arguments.size} ranks, {arguments.seq_len} tokens, "
+    title += f"{heads}:{kv_heads} heads on {machine.name}: {found.forward.seconds * 1e3:.2f} + "
+    title += f"{found.backward.seconds * 1e3:.2f} ms"
+    save(found, title, arguments.output)
+    print(title)
+    print(f"wrote {arguments.output}")
+    return 0
+
+
 def _draw(arguments: argparse.Namespace) -> int:
+    if arguments.machine is not None:
+        return _draw_times(arguments)
     from megatron_cp_plugin.drawing import picture, table, table_width
     from megatron_cp_plugin.figures import save
 

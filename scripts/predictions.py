@@ -291,7 +291,7 @@ def published() -> list[tuple[Published, float]]:
     return found
 
 
-def _share_of_order(found: Sequence[Prediction], within: float = 0.05) -> tuple[int, int]:
+def share_of_order(found: Sequence[Prediction], within: float = 0.05) -> tuple[int, int]:
     """Pairs of algorithms whose order is right, and all that differ by more than `within`."""
     right = pairs = 0
     groups: dict[tuple[object, ...], list[Prediction]] = {}
@@ -319,7 +319,7 @@ def page() -> str:
     ours, others, whole = predictions(measured()), published(), steps()
     held = [one for one in ours if one.row.use == "held"]
     fitted = [one for one in ours if one.row.use == "fit"]
-    right, pairs = _share_of_order(ours)
+    right, pairs = share_of_order(ours)
     lines = [INTRODUCTION, "## How far off", ""]
     lines += [
         "| rows | numbers | median error | within 20% | largest |",
@@ -539,33 +539,43 @@ def _emulated(ours: Sequence[Prediction]) -> list[str]:
     return [*lines, ""]
 
 
+# What is fitted of a machine: beginnings of tables, and of numbers in its file.
+FITS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "h200_nvlink": (
+        ("NVLink", "graphs", "linear", "kernels"),
+        (
+            "kernels/flash4/by_pass",
+            "kernels/cudnn/by_pass",
+            "linear_flops",
+            "group_share",
+            "host",
+        ),
+    ),
+    "h200_emulated_nodes": (("emulated",), ("inside", "between")),
+    **{
+        f"h200_sockets{run}": (("sockets",), ("between",))  # of three runs
+        for run in ("", "_b", "_c")
+    },
+}
+
+
 def main() -> None:
     """Writes the page, or fits a machine."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--fit", metavar="NAME", help="fit this machine's file instead")
-    parser.add_argument("--keys", nargs="+", default=[""], help="beginnings of paths to fit")
-    parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--tables", nargs="+", default=[""], help="beginnings of tables to fit to")
-    arguments = parser.parse_args()
-    if arguments.fit:
-        rows = [
-            row
-            for row in measured()
-            if row.machine == arguments.fit
-            and row.use == "fit"
-            and row.table.startswith(tuple(arguments.tables))
-        ]
-        keys = [
-            key
-            for key in numbers(machine_of(arguments.fit).values())
-            if key.startswith(tuple(arguments.keys))
-        ]
-        found = fit(arguments.fit, rows, keys, arguments.rounds)
-        own = DATA / f"{arguments.fit}.yaml"
-        shipped = ROOT / "configs" / "machines" / f"{arguments.fit}.yaml"
-        found.save(own if own.is_file() else shipped)
+    parser.add_argument("--fit", choices=FITS, help="fit this machine's file instead")
+    name = parser.parse_args().fit
+    if name is None:
+        (ROOT / "docs" / "predictions.md").write_text(page())
         return
-    (ROOT / "docs" / "predictions.md").write_text(page())
+    tables, beginnings = FITS[name]
+    rows = [
+        row
+        for row in measured()
+        if row.machine == name and row.use == "fit" and row.table.startswith(tables)
+    ]
+    keys = [key for key in numbers(machine_of(name).values()) if key.startswith(beginnings)]
+    own, shipped = DATA / f"{name}.yaml", ROOT / "configs" / "machines" / f"{name}.yaml"
+    fit(name, rows, keys, rounds=6).save(own if own.is_file() else shipped)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from megatron_cp_plugin import costs, registry
+from megatron_cp_plugin.cli import main
 from megatron_cp_plugin.core.linear import LinearShape
 from megatron_cp_plugin.core.plan import PHASES
 from megatron_cp_plugin.core.shape import Shape
@@ -258,3 +259,30 @@ def test_the_trace_is_what_chrome_reads():
     assert {event["pid"] for event in done} == {0, 1}
     end = max(event["ts"] + event["dur"] for event in done)
     assert end == pytest.approx(found.seconds * 1e6)
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.svg", "a.png"])
+def test_a_timeline_is_drawn(name, tmp_path, capsys):
+    words = "draw --algo ulysses --size 2 --seq-len 4K --heads 4 --machine h200_nvlink --output"
+    assert main([*words.split(), str(tmp_path / name)]) == 0
+    assert "ulysses, 2 ranks, 4096 tokens, 4:4 heads on h200_nvlink: " in capsys.readouterr().out
+    written = (tmp_path / name).read_bytes()
+    if name == "a.json":
+        assert json.loads(written)["traceEvents"]
+    assert len(written) > 1000
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--output a.svg", "--machine needs --output and --seq-len, got no --seq-len"),
+        ("--seq-len 4K", "--machine needs --output and --seq-len, got no --output"),
+        ("--seq-len 4K --output a.gif", "a timeline is written as .json, .svg or .png, got a.gif"),
+        ("--seq-len 4K --output a.svg --kv-heads 5", "--kv-heads must divide the 32 heads, got 5"),
+    ],
+)
+def test_a_timeline_that_cannot_be_drawn(words, message, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    start = "draw --algo ring --size 2 --machine h200_nvlink".split()
+    assert main([*start, *words.split()]) == 2
+    assert message in capsys.readouterr().err

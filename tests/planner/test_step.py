@@ -1,0 +1,92 @@
+"""A step of a model: what is counted, and what cannot be split."""
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_cp_plugin.errors import ConfigError
+from megatron_cp_plugin.planner.machine import Machine
+from megatron_cp_plugin.planner.step import MODELS, Split, only, step
+
+H100 = Machine.load("h100_400g")
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("llama2-7b", 6.74),
+        ("llama3-8b", 8.03),
+        ("llama3-70b", 70.6),
+        ("llama3-405b", 405.9),
+        ("mixtral-8x7b", 46.7),
+        ("qwen3-30b-a3b", 30.5),
+    ],
+)
+def test_parameters_are_those_of_the_model(name, billions):
+    assert MODELS[name].parameters / 1e9 == pytest.approx(billions, rel=0.02)
+
+
+def test_a_step_without_attention_is_its_products():
+    """6 FLOP for each parameter and token, and 2 more where a forward runs again."""
+    model = replace(MODELS["llama2-7b"], vocabulary=1)
+    free = replace(H100, memory_bytes_per_second=1e30)
+    for recompute, flop in (("none", 6), ("full", 8)):
+        found = step(model, Split(recompute=recompute), 4096, free, attention=only(0.0))
+        expected = flop * model.layers * model.layer_parameters * 4096 / H100.matmul_flops
+        assert found.parts["matrix products"] == pytest.approx(expected, rel=1e-3)
+        assert found.tokens == 4096
+
+
+def test_what_splitting_does():
+    model, attention = MODELS["llama3-8b"], only(1e-3)
+
+    def of(**ways):
+        return step(model, Split(**ways), 131072, H100, attention=attention)
+
+    assert of(context=8).memory["activations"] == pytest.approx(of().memory["activations"] / 8)
+    assert of(context=8, recompute="full").gib < of(context=8).gib
+    assert "tensor-parallel messages" in of(tensor=8).parts
+    inside, between = (of(tensor=ways).parts["tensor-parallel messages"] for ways in (8, 16))
+    assert between > inside
+    bubble = of(pipeline=4, micro_batches=8).parts["pipeline bubble"]
+    rest = of(pipeline=4, micro_batches=8).seconds - bubble
+    assert bubble == pytest.approx(rest * 3 / 8, rel=0.2)
+    copies = of(data=8).memory["optimizer"]
+    assert copies == pytest.approx(of().memory["optimizer"] / 8)
+    assert of(data=8, distributed_optimizer=False).memory["optimizer"] == of().memory["optimizer"]
+
+
+def test_experts():
+    model = MODELS["mixtral-8x7b"]
+    alone, spread = (
+        step(model, Split(data=8, expert=ways), 8192, H100, attention=only(0.0)) for ways in (1, 8)
+    )
+    assert spread.memory["parameters and gradients"] < alone.memory["parameters and gradients"] / 4
+    assert "expert-parallel messages" in spread.parts
+    assert alone.parts["matrix products"] == spread.parts["matrix products"]
+
+
+def test_what_fits():
+    model, attention = MODELS["llama3-70b"], only(1e-3)
+    assert not step(model, Split(), 8192, H100, attention=attention).fits(H100)
+    wide = Split(tensor=8, pipeline=4, data=4, context=2, recompute="full")
+    assert step(model, wide, 8192, H100, attention=attention).fits(H100)
+
+
+@pytest.mark.parametrize(
+    ("split", "message"),
+    [
+        (Split(tensor=3), "heads divisible by tensor, got 32 heads and tensor 3"),
+        (Split(pipeline=5), "layers divisible by pipeline, got 32 layers and pipeline 5"),
+        (Split(context=7), "tokens divisible by tensor . context, got 8192 tokens"),
+        (Split(expert=2), "experts divisible by expert, got 1 experts and expert 2"),
+    ],
+)
+def test_what_cannot_be_split_is_refused(split, message):
+    with pytest.raises(ConfigError, match=message):
+        step(MODELS["llama3-8b"], split, 8192, H100)
+
+
+def test_attention_is_simulated_where_it_is_not_given():
+    found = step(MODELS["llama3-8b"], Split(context=4), 65536, H100, "ulysses")
+    assert 0 < found.parts["attention"] < found.seconds
