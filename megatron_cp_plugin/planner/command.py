@@ -80,7 +80,9 @@ def plan_model(
     print(sentence(best.choice))
     if path is not None:
         chosen = best.choice.best
-        write_run_file(path, megatron_settings(job, best.split), chosen.algo, chosen.options)
+        linear = "transnormer" if job.model.linear else None
+        settings = megatron_settings(job, best.split)
+        write_run_file(path, settings, chosen.algo, chosen.options, linear_model=linear)
 
 
 def megatron_settings(job: Job, split: Split) -> dict[str, object]:
@@ -128,10 +130,12 @@ def write_run_file(
     algo: str,
     options: Options,
     layers: Sequence[str] = (),
+    linear_model: str | None = None,
 ) -> None:
     """Writes what was chosen as a run file, and says so.
 
-    Args: layers: the algorithm of each, where they have several.
+    Args: layers: the algorithm of each, where they have several. linear_model: what layers of
+        linear attention are.
     """
     need("megatron", "--yaml", "yaml")
     import yaml
@@ -139,6 +143,8 @@ def write_run_file(
     chosen: dict[str, object] = {"algo": algo, **dict(options)}
     if len(set(layers)) > 1:
         chosen["layers"] = pattern(layers)
+    if linear_model is not None:
+        chosen["linear_model"] = linear_model
     sections = {"megatron": dict(megatron), "context_parallel": chosen}
     path.write_text(yaml.safe_dump(sections, sort_keys=False))
     print(f"wrote {path}")

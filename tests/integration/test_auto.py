@@ -10,11 +10,16 @@ import torch
 from megatron.training.arguments import add_megatron_arguments
 
 from megatron_cp_plugin import registry
+from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
-from megatron_cp_plugin.integration.args import PluginFlags, split_flags
+from megatron_cp_plugin.integration.args import PluginFlags, add_arguments, split_flags
 from megatron_cp_plugin.integration.auto import resolve
 from megatron_cp_plugin.integration.checks import check_arguments
+from megatron_cp_plugin.integration.yaml_config import yaml_to_argv
+from megatron_cp_plugin.planner.command import megatron_settings, write_run_file
 from megatron_cp_plugin.planner.machine import Host, Machine
+from megatron_cp_plugin.planner.splits import Job
+from megatron_cp_plugin.planner.step import MODELS, Split
 
 CPU = torch.device("cpu")
 Choosing = Callable[..., tuple[PluginFlags, list[str]]]
@@ -159,3 +164,34 @@ def test_a_model_leaves_memory_for_attention(choose: Choosing) -> None:
     small, (_, table) = choose(words + "--seq-length 458752", 8)
     assert f"not {fast.algo}: attention needs" in table
     assert (small.algo, small.options) != (fast.algo, fast.options)
+
+
+@pytest.mark.parametrize("name", ["llama3-8b", "qwen3-30b-a3b", "tnl-1b"])
+def test_written_choices_are_run_files(tmp_path: Path, name: str) -> None:
+    """`plan --model --yaml` names flags that Megatron has, and options that the algorithm has."""
+    machine = Machine.load("h100_400g")
+    split = Split(2, 4, 2, 2, 2 if MODELS[name].experts else 1, 4, "full")
+    job = Job(MODELS[name], 65536, 32, machine, "flash4", Mask(), 8)
+    options: tuple[tuple[str, object], ...] = (("route", "straight"), ("chunks", 2))
+    settings = megatron_settings(job, split)
+    write_run_file(tmp_path / "run.yaml", settings, "zigzag", options)
+    parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    words = yaml_to_argv(tmp_path / "run.yaml", add_arguments(parser))
+    flags, rest = split_flags(words)
+    assert (flags.algo, dict(flags.options)) == ("zigzag", {"route": "straight", "chunks": "2"})
+    args = parser.parse_args(rest)
+    assert (args.hidden_size, args.context_parallel_size) == (MODELS[name].hidden, 4)
+    assert (args.num_experts or 0) == MODELS[name].experts
+
+
+def test_the_door_takes_names_alone(group: object) -> None:
+    from megatron.core import parallel_state
+
+    from megatron_cp_plugin.integration.door import install
+
+    parallel_state.initialize_model_parallel()
+    try:
+        with pytest.raises(ConfigError, match="chooses for a model that a command line describes"):
+            install("auto")
+    finally:
+        parallel_state.destroy_model_parallel()
