@@ -9,7 +9,7 @@ What can begin first is decided first, and takes its resources until it is done.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -225,6 +225,11 @@ class _Run:
             rank: _Rank((_Begin("forward"), *trace.forward, _Begin("backward"), *trace.backward))
             for rank, trace in traces.items()
         }
+        self.cards = _cards(machine, nodes)
+        # Where one rank of many is played, those that share its network card do the same as it.
+        alone = len(self.ranks) < len(nodes)
+        a_node = max(Counter(nodes).values())
+        self.crowd = max(1.0, a_node / machine.cards_per_node) if alone else 1.0
         self.operations: dict[Key, _Operation] = defaultdict(_Operation)
         self.open: dict[Key, None] = {}  # operations that are not over, in order
         self.channel_free: dict[tuple[int, ChannelId], float] = {}
@@ -406,12 +411,15 @@ class _Run:
     ) -> float:
         """A message over links that are free then. Returns: when it has come."""
         resources = self._resources(source, target)
+        if resources[0][0] == "card out":
+            size = round(size * self.crowd)
         begin = max([start, *(self.free.get(one, 0.0) for one in resources)])
         end = begin + rate.time(size)
         for one in resources:
             self.free[one] = end
         if ("fabric", 0) in resources and self.machine.between_total:
-            self.free["fabric", 0] = begin + size / self.machine.between_total
+            others = len(self.nodes) / len(self.ranks) / self.crowd
+            self.free["fabric", 0] = begin + size * others / self.machine.between_total
         name = f"to {target}" if lane == "copies" else f"{source} to {target}"
         self.intervals.append(Interval(source, lane, name, begin, end))
         return end
@@ -419,16 +427,8 @@ class _Run:
     def _resources(self, source: int, target: int) -> list[tuple[str, int]]:
         if self.nodes[source] == self.nodes[target]:
             return [("out", source), ("in", target)]
-        found = [("card out", self._card(source)), ("card in", self._card(target))]
+        found = [("card out", self.cards[source]), ("card in", self.cards[target])]
         return [*found, ("fabric", 0)] if self.machine.between_total else found
-
-    def _card(self, rank: int) -> int:
-        """The number of a rank's network card, over all nodes."""
-        mates = [other for other, node in enumerate(self.nodes) if node == self.nodes[rank]]
-        cards = min(self.machine.cards_per_node, len(mates))
-        return self.nodes[rank] * self.machine.cards_per_node + (
-            mates.index(rank) * cards // len(mates)
-        )
 
     def _exchange(self, key: Key) -> None:
         """Messages of all ranks of a channel; each rank is done when its own are."""
@@ -467,7 +467,7 @@ class _Run:
         seconds, shared = self._collective_seconds(members, operation, size)
         resources = [("out", m) for m in members]
         if len({self.nodes[m] for m in members}) > 1:
-            resources = [("card out", card) for card in {self._card(m) for m in members}]
+            resources = [("card out", card) for card in {self.cards[m] for m in members}]
         of_all = [("fabric", 0)] if shared else []
         start = max([start, *(self.free.get(one, 0.0) for one in (*resources, *of_all))])
         end = start + seconds
@@ -500,10 +500,8 @@ class _Run:
             crossing = (size - within) * local  # of a node
         else:
             crossing = size  # a ring through all nodes, over all cards of each
-        cards = len({self._card(m) for m in next(iter(of_nodes.values()))})
-        if len(self.ranks) < len(self.nodes):  # other groups like this one use the same cards
-            a_card = self.nodes.count(self.nodes[members[0]]) / machine.cards_per_node
-            crossing *= max(1.0, a_card * cards / local)
+        cards = len({self.cards[m] for m in next(iter(of_nodes.values()))})
+        crossing *= max(1.0, self.crowd * cards / local)  # other groups use the same cards
         seconds, shared = rate.time(crossing / cards), 0.0
         if machine.between_total:
             shared = crossing * len(of_nodes) / machine.between_total
@@ -547,6 +545,16 @@ class _Run:
                 sent[rank][link] = size
         most = max(sent.values(), key=lambda links: sum(links.values()))
         return PassTime(stop - start, sum(spans) / len(self.ranks), waited, most)
+
+
+def _cards(machine: Machine, nodes: Sequence[int]) -> tuple[int, ...]:
+    """The network card of each rank, counted over all nodes: ranks next to each other share one."""
+    counts, before, found = Counter(nodes), Counter[int](), []
+    for node in nodes:
+        of_node = min(machine.cards_per_node, counts[node])
+        found.append(node * machine.cards_per_node + before[node] * of_node // counts[node])
+        before[node] += 1
+    return tuple(found)
 
 
 def _joined(sends: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from math import lcm
 
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.algorithms.grid import GridAlgorithm
@@ -20,6 +21,7 @@ from megatron_cp_plugin.core.linear import LinearAlgorithm, LinearShape
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
+from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.planner.machine import Machine, Pass
 from megatron_cp_plugin.planner.play import (
     Interval,
@@ -62,8 +64,9 @@ def simulate(
     Up to 16 ranks all are simulated. Of more, where all exchange in collective operations
     (allgather, attention2d, ulysses over the process group), three are, at the true size: the
     others are taken to come when these do. All else is simulated on 16 and on 32 ranks, or two and
-    four nodes, with as many tokens a rank, and goes on from there in a straight line: with every
-    further rank, or team, there are as many steps more, each like the others.
+    four nodes or teams, with as many tokens a rank, and goes on from there in a straight line: with
+    every further rank, or team, there are as many steps more, each like the others. Of a team of
+    usp one rank stands for all.
 
     Args:
         algo, options: as `registry.create`. shape: of the whole problem. mask: of softmax
@@ -80,41 +83,59 @@ def simulate(
     ranks: tuple[int, ...] = tuple(range(size))
     if size > _ALL:
         options = _pinned(algo, options, shape, nodes, peer_access=peer_access)
-        if not _by_collectives(algo, options, shape, nodes, peer_access=peer_access):
-            smaller = _smaller(nodes)
-            if smaller is not None:
-                few, more = (
-                    simulate(
-                        algo,
-                        options,
-                        replace(shape, seq_len=shape.seq_len // size * count),
-                        mask,
-                        machine,
-                        nodes[:count],
-                        transport=transport if peer_access else "group",
-                        kernel=kernel,
-                        captured=captured,
-                    )
-                    for count in smaller
-                )
-                return _extended(few, more, smaller, size)
-        else:
+        if _by_collectives(algo, options, shape, nodes, peer_access=peer_access):
             ranks = (0, size // 2, size - 1)
+        elif counts := _smaller(algo, options, nodes):
+            tokens = shape.seq_len // size
+            few, more = (
+                simulate(
+                    algo,
+                    options,
+                    replace(shape, seq_len=tokens * count),
+                    _within(mask, tokens * count),
+                    machine,
+                    nodes[:count],
+                    transport=transport if peer_access else "group",
+                    kernel=kernel,
+                    captured=captured,
+                )
+                for count in counts
+            )
+            return _extended(few, more, counts, size)
+        elif "ulysses" in options:
+            ranks = tuple(range(0, size, int(str(options["ulysses"]))))
     traces = _traces(algo, tuple(options.items()), shape, mask, nodes, ranks, peer_access)
     return play(machine, nodes, traces, kernel, captured=captured)
 
 
 _ALL = 16  # so many ranks are simulated one by one
+_MOST = 64  # of a grid by blocks
 
 
-def _smaller(nodes: Sequence[int]) -> tuple[int, int] | None:
-    """Two numbers of ranks that stand for more, if there are any."""
-    per_node = nodes.count(nodes[0])
-    step = per_node if per_node > 1 and len(set(nodes)) > 1 else 1
+def _smaller(
+    algo: str, options: Mapping[str, object], nodes: tuple[int, ...]
+) -> tuple[int, int] | None:
+    """Two numbers of ranks that stand for more; none where all have to be simulated.
+
+    Raises: ConfigError if those are too many.
+    """
+    size, per_node = len(nodes), nodes.count(nodes[0])
+    step = lcm(per_node if per_node < size else 1, int(str(options.get("ulysses", 1))))
     few = step * max(2, _ALL // step)
-    if 2 * few >= len(nodes) or len(nodes) % few:
-        return None
-    return few, 2 * few
+    by_blocks = "rows" in options
+    if not by_blocks and 2 * few < size:
+        return few, 2 * few
+    if by_blocks and size > _MOST:
+        raise ConfigError(
+            f"{algo} by blocks on a grid is simulated on up to {_MOST} ranks, got {size}: use "
+            "transport group and another variant than overlap"
+        )
+    return None
+
+
+def _within(mask: Mask, tokens: int) -> Mask:
+    """A mask of the first tokens."""
+    return replace(mask, documents=tuple(start for start in mask.documents if start < tokens))
 
 
 def _extended(few: Timeline, more: Timeline, counts: tuple[int, int], size: int) -> Timeline:

@@ -1,6 +1,7 @@
 """The simulator against what follows by hand, and against the plans that ranks follow."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -200,7 +201,7 @@ def test_many_ranks_by_a_few(algo, monkeypatch):
     few = simulate(algo, options, shape, Mask(), how["of"], how["of"].nodes(24))
     monkeypatch.setattr(simulator, "_ALL", 64)
     every = simulate(algo, options, shape, Mask(), how["of"], how["of"].nodes(24))
-    assert few.ranks == 8
+    assert few.ranks == (4 if algo == "usp" else 8)
     assert every.ranks == 24
     assert few.forward.seconds == pytest.approx(every.forward.seconds, rel=0.05)
     assert few.seconds == pytest.approx(every.seconds, rel=0.05)
@@ -218,9 +219,29 @@ def test_collective_operations_by_three_ranks(algo, monkeypatch):
     assert few.seconds == pytest.approx(every.seconds, rel=0.02)
 
 
-def test_a_thousand_ranks_in_seconds():
-    of, shape = machine(), Shape(1, 1024 * 256, 8, 8, 16)
-    assert layer_seconds("zigzag", {}, 1024, shape, Mask(), of) > 0
+@pytest.mark.parametrize(
+    ("algo", "mask"),
+    [
+        ("zigzag", Mask()),
+        ("usp", Mask()),
+        ("zigzag", Mask(window=1000)),
+        ("zigzag", Mask(documents=tuple(range(700, 1024 * 64, 700)))),
+    ],
+)
+def test_a_thousand_ranks_in_seconds(algo, mask):
+    of, shape = machine(), Shape(1, 1024 * 64, 64, 8, 16)
+    whole, few = (
+        layer_seconds(algo, {}, size, replace(shape, seq_len=64 * size), mask, of)
+        for size, mask in ((1024, mask), (64, replace(mask, documents=mask.documents[:5])))
+    )
+    assert whole > 8 * few if mask == Mask() else whole > few
+
+
+def test_too_many_ranks_on_a_grid_by_blocks():
+    options = {"variant": "overlap", "rows": 8}
+    shape = Shape(1, 128 * 64, 4, 4, 16)
+    with pytest.raises(ConfigError, match="simulated on up to 64 ranks, got 128"):
+        layer_seconds("attention2d", options, 128, shape, Mask(), machine())
 
 
 @pytest.mark.parametrize("algo", registry.available("linear"))
