@@ -17,6 +17,7 @@ AnyClass = type[Algorithm] | type[LinearAlgorithm]
 
 # Not an algorithm, but the choice of one: see planner.choose.
 AUTO = "auto"
+AUTO_OPTIONS = ("layout", "machine")
 
 _algorithms: dict[str, AnyClass] = {}
 
@@ -93,11 +94,18 @@ def layout_of(name: str, options: Mapping[str, object]) -> Layout:
     With `AUTO` that of its option "layout", for the tokens are split before there is a choice.
     """
     if name == AUTO:
-        return _layout_called(str(options.get("layout", Zigzag.name)))
+        return _layout_of_auto(options)
     return algorithm_class(name).layout_for(read_options(name, options))
 
 
-def _layout_called(name: str) -> Layout:
+def _layout_of_auto(options: Mapping[str, object]) -> Layout:
+    for option in options:
+        if option not in AUTO_OPTIONS:
+            raise ConfigError(
+                f"{AUTO} has no option {option!r}{nearest(option, AUTO_OPTIONS)}: it takes "
+                f"{', '.join(AUTO_OPTIONS)}, and chooses the others"
+            )
+    name = str(options.get("layout", Zigzag.name))
     if name not in NAMED:
         raise ConfigError(
             f"{AUTO} option layout got {name!r}{nearest(name, NAMED)}: use one of "

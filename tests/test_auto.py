@@ -38,10 +38,12 @@ def test_a_call_is_right_and_chosen_once(layout: str, caplog: pytest.LogCaptureF
 
 def test_what_auto_does_not_take() -> None:
     q, k, v = tensors(8)
-    with pytest.raises(ConfigError, match="has no option 'chunks', for it chooses them"):
+    with pytest.raises(ConfigError, match="has no option 'chunks': it takes layout, machine"):
         cp.attention(q, k, v, algo="auto", chunks=2)
     with pytest.raises(ConfigError, match=r"got 'zigzg' \(did you mean 'zigzag'\?\)"):
         cp.shard(q, 1, algo="auto", layout="zigzg")
+    with pytest.raises(ConfigError, match=r"no option 'layot' \(did you mean 'layout'\?\)"):
+        cp.shard(q, 1, algo="auto", layot="contiguous")
     with pytest.raises(ConfigError, match="no machine 'h300'"):
         cp.attention(q, k, v, algo="auto", machine="h300")
 

@@ -13,12 +13,12 @@ from megatron_cp_plugin.core.documents import random_documents
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
-from megatron_cp_plugin.errors import ConfigError, ContextParallelError
+from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.planner.candidates import Options
 from megatron_cp_plugin.planner.choose import Kind, Place, choose
 from megatron_cp_plugin.planner.explain import sentence
 from megatron_cp_plugin.planner.machine import Machine
-from megatron_cp_plugin.registry import AUTO
+from megatron_cp_plugin.registry import AUTO, layout_of
 
 _OF_GPU = {"h200": "h200_nvlink", "h100": "h100_400g", "a800": "a800_4x200g", "b200": "b200"}
 _DEFAULT = "h200"
@@ -78,12 +78,7 @@ def choose_for(
     Raises: ConfigError: Another option is given, or nothing serves. ContextParallelError: The ranks
         have not chosen the same.
     """
-    for name in given:
-        if name not in ("layout", "machine"):
-            raise ConfigError(
-                f"{AUTO} has no option {name!r}, for it chooses them: it takes layout, machine"
-            )
-    layout, machine = str(given.get("layout", "zigzag")), given.get("machine")
+    layout, machine = layout_of(AUTO, given).name, given.get("machine")
     mask = statistics_of(mask, shape.seq_len)
     named = None if machine is None else str(machine)
     return _chosen(topology, shape, mask, kernel, layout, named)
