@@ -34,10 +34,15 @@ from megatron_cp_plugin.planner.estimate import Estimate, Estimator
 from megatron_cp_plugin.planner.machine import Machine
 from megatron_cp_plugin.planner.simulate import simulate
 
-# Simulations of many ranks take long; these keep a choice to a few seconds.
-_MOST_SIMULATED, _WORK = 12, 2000
+# Simulations take time; these keep a choice to a few seconds. In pairs of blocks, and what each
+# simulation takes beside them.
+_WORK, _BESIDE = 1200, 16
+_FEWEST, _SHARE = 4, 80  # simulations: so many at least, or divided by the number of ranks
+_ALGORITHMS = 12  # and layouts, of which the best is simulated in any case
+_NEAR = 1.3  # times the fastest: what an estimate may be off
 _MOST_CELLS, _FEW = 2**16, 16  # pairs of ranks, and ranks, whose memory is looked at
-_FAR = 1.3  # times the best estimate: what is beyond is not worth a closer look
+# Times the best estimate: what is beyond is not worth a closer look; less so of many ranks.
+_FAR, _FAR_OF_MANY, _MANY = 1.6, 1.3, 64
 _ALIKE = 1.002  # times as slow: no reason for further options
 _USUAL = "flash4"  # whose memory stands for that of kernels that are not among ours
 GIB = 2**30
@@ -237,15 +242,15 @@ def _table(
     simulated: dict[Candidate, Row] = {}
     left, seen = list(estimates), set[tuple[str, str]]()
     ratios = _Ratios()
-    while left and len(simulated) < _MOST_SIMULATED:
+    while left and len(simulated) < max(_FEWEST, _SHARE // len(place.nodes)):
         # The best of several algorithms and layouts, then what may yet be the best of all.
         new = [one for one in left if (one[0].algo, one[0].layout.name) not in seen]
         fastest = min((row.seconds for row in simulated.values()), default=inf)
-        if new and len(seen) < _MOST_SIMULATED // 2:
+        if new and len(seen) < _ALGORITHMS:
             candidate, passes = new[0]
         else:
             candidate, passes = min(left, key=lambda one: ratios.of(one[0]) * _seconds(one[1]))
-            if ratios.of(candidate) * _seconds(passes) >= fastest:
+            if ratios.of(candidate) * _seconds(passes) >= _NEAR * fastest:
                 break
         left.remove((candidate, passes))
         seen.add((candidate.algo, candidate.layout.name))
@@ -261,7 +266,7 @@ def _table(
     ]
     rows.sort(key=lambda row: (row.seconds, len(row.options), row.name))
     if among is None:
-        refused += _far_off(found, {row.algo for row in rows})
+        refused += _far_off(found, {row.algo for row in rows}, len(place.nodes))
     return Table(kind, tuple(rows), tuple(refused))
 
 
@@ -279,10 +284,12 @@ class _Ratios:
         return median(self._by_algo.get(candidate.algo) or every or [1.0])
 
 
-def _far_off(found: Iterable[Candidate], kept: Collection[str]) -> Iterator[Refusal]:
+def _far_off(found: Iterable[Candidate], kept: Collection[str], size: int) -> Iterator[Refusal]:
     for algo in dict.fromkeys(one.algo for one in found):
         if algo not in kept:
-            reason = f"its busiest rank alone takes more than {_FAR} times as long as the best"
+            reason = (
+                f"its busiest rank alone takes more than {_far(size)} times as long as the best"
+            )
             yield Refusal(algo, reason)
 
 
@@ -293,8 +300,14 @@ def _work(candidate: Candidate, size: int) -> int:
     if isinstance(placement, HeadPlacement):
         members, placement = placement.members, placement.between
     if size > 16 and placement.assembled:
-        return 4 * size
-    return sum((ranks // members) ** 2 * members for ranks in ((16, 32) if size > 16 else (size,)))
+        return _BESIDE + 4 * size
+    return _BESIDE + sum(
+        (ranks // members) ** 2 * members for ranks in ((16, 32) if size > 16 else (size,))
+    )
+
+
+def _far(size: int) -> float:
+    return _FAR if size <= _MANY else _FAR_OF_MANY
 
 
 def _seconds(passes: Iterable[Estimate]) -> float:
@@ -310,10 +323,10 @@ def _estimates(
 ) -> list[tuple[Candidate, list[Estimate]]]:
     """Those that are not far from the best, the best first."""
     rows: list[tuple[float, int, Candidate, list[Estimate]]] = []
-    best = inf
+    best, far = inf, _far(len(estimator.nodes))
     # Algorithms of heads and of grids are quick to look at and seldom bad: they come first.
     for number, candidate in sorted(enumerate(found), reverse=True):
-        if estimator.least(candidate.placements) > _FAR * best:
+        if estimator.least(candidate.placements) > far * best:
             continue
         passes = estimator.passes(candidate.placements)
         seconds = _seconds(passes)
@@ -324,7 +337,7 @@ def _estimates(
     seen: set[str] = set()
     kept = []
     for seconds, _, candidate, passes in rows:
-        if seconds <= _FAR * best or candidate.algo not in seen:
+        if seconds <= far * best or candidate.algo not in seen:
             kept.append((candidate, passes))
         seen.add(candidate.algo)
     return kept
