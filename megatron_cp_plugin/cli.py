@@ -58,7 +58,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_capabilities(commands)
     _add_hooks(commands)
     try:
-        arguments = parser.parse_args(words)
+        arguments, unknown = parser.parse_known_args(words)
+        if unknown:
+            # Of the subcommand's own flags the nearest is named.
+            commands.choices[words[0]].error(f"unrecognized arguments: {' '.join(unknown)}")
         return arguments.run(arguments)
     except ContextParallelError as error:
         if "LOCAL_RANK" in os.environ:
@@ -318,24 +321,32 @@ def _print_plainly(drawn: Picture) -> None:
 def _add_plan(commands: Any) -> None:
     parser = commands.add_parser(
         "plan",
-        help="what an attention layer of your model sends with each algorithm, and who waits",
+        help="which algorithm is the fastest for your model and machine, and what each sends",
         description="For every algorithm of softmax attention, with its default options: bytes "
         "and messages of the rank that sends most in one layer, forward and backward, and the "
         "share of the forward in which ranks wait; with --memory also the memory of the GPU that "
-        "needs most, beside q, k, v and dout; with --bandwidth also what computing and sending "
-        "take at least, each alone. By their plans: nothing runs. Below them what others send: "
-        "Megatron's tensor + sequence parallelism, for attention and MLP together, and Ring "
-        "Self-Attention, which computes all pairs whatever the mask.",
+        "needs most, beside q, k, v and dout. Below them what others send: Megatron's tensor + "
+        "sequence parallelism, for attention and MLP together, and Ring Self-Attention, which "
+        "computes all pairs whatever the mask. With --machine all options are tried too, times are "
+        "simulated, and the fastest is chosen, as --context-parallel-algo auto does. With --model "
+        "whole steps are, over all ways to split the model. Nothing runs.",
     )
-    parser.add_argument("--size", required=True, type=int, metavar="P", help="number of ranks")
+    parser.add_argument("--size", type=int, metavar="P", help="number of ranks")
     parser.add_argument(
-        "--seq-len", required=True, type=tokens_of, metavar="N", help="global tokens, such as 128K"
+        "--seq-len", type=tokens_of, metavar="N", help="global tokens, such as 128K"
     )
-    parser.add_argument("--heads", required=True, type=int, metavar="H")
+    parser.add_argument("--heads", type=int, metavar="H")
     parser.add_argument("--kv-heads", type=int, metavar="G", help="default: as many as heads")
     parser.add_argument("--head-dim", type=int, default=128, metavar="D")
     parser.add_argument("--value-dim", type=int, metavar="E", help="of values; default: D")
-    parser.add_argument("--batch", type=int, default=1, metavar="B")
+    parser.add_argument(
+        "--batch", type=int, metavar="B", help="samples; with --model those of a step"
+    )
+    parser.add_argument("--model", metavar="NAME", help="a whole model, such as llama3-8b")
+    parser.add_argument(
+        "--tokens", type=tokens_of, metavar="N", help="of its sequences, such as 128K"
+    )
+    parser.add_argument("--gpus", type=int, metavar="N", help="on which it is to be trained")
     _add_mask(parser)
     parser.add_argument("--algo", metavar="NAME", help="only this one")
     parser.add_argument(
@@ -356,18 +367,81 @@ def _add_plan(commands: Any) -> None:
         metavar="FILE",
         help="write the whole plan of --algo and each rank's peak memory: see core/plan_json.py",
     )
-    parser.add_argument("--bandwidth", type=float, metavar="GB/S", help="what a rank can send")
     parser.add_argument(
-        "--tflops", type=float, default=600.0, help="of a rank's kernel; default 600, an H200's"
+        "--machine",
+        metavar="NAME|FILE",
+        help="h200, h100 and others of configs/machines, or what megatron-cp calibrate wrote",
+    )
+    parser.add_argument(
+        "--yaml", type=Path, metavar="FILE", help="write the choice as a run file; needs --machine"
     )
     parser.set_defaults(run=_plan)
 
 
 def _plan(arguments: argparse.Namespace) -> int:
+    if arguments.model is not None:
+        return _plan_model(arguments)
+    arguments.batch = 1 if arguments.batch is None else arguments.batch
+    for name in ("size", "seq_len", "heads"):
+        if getattr(arguments, name) is None:
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(
+                f"plan needs --size, --seq-len and --heads, or --model, got no {flag}: add it"
+            )
+    shape, mask = _shape(arguments), _mask(arguments)
+    title = f"one layer, {shape.heads}:{shape.kv_heads} heads, {shape.seq_len} tokens, "
+    title += "1 rank" if arguments.size == 1 else f"{arguments.size} ranks"
+    if mask.documents:
+        title += f", {len(mask.documents) + 1} documents"
+    if arguments.machine is None:
+        if arguments.yaml:
+            raise ConfigError("--yaml writes a choice, which needs --machine, got none: name one")
+        return _plan_bytes(arguments, title, shape, mask)
+    for name in ("algo", "option", "memory", "json"):
+        if getattr(arguments, name):
+            raise ConfigError(f"--machine tries all algorithms and options: leave --{name} out")
+    if arguments.yaml:
+        check_file("--yaml", arguments.yaml)
+    from megatron_cp_plugin.planner.command import plan_layer
+
+    print(title)
+    plan_layer(arguments.machine, arguments.size, shape, mask, arguments.yaml)
+    return 0
+
+
+def _plan_model(arguments: argparse.Namespace) -> int:
+    for name in ("tokens", "gpus", "machine"):
+        if getattr(arguments, name) is None:
+            raise ConfigError(f"--model needs --tokens, --gpus and --machine, got no --{name}")
+    if arguments.gpus < 1 or arguments.tokens < 1:
+        raise ConfigError(
+            f"--tokens and --gpus must be more than 0, got {arguments.tokens} and {arguments.gpus}"
+        )
+    for name in ("size", "seq_len", "heads", "kv_heads", "algo", "option", "memory", "json"):
+        if getattr(arguments, name):
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(f"--model brings its own sizes, got {flag}: leave it out")
+    if arguments.yaml:
+        check_file("--yaml", arguments.yaml)
+    from megatron_cp_plugin.planner.command import plan_model
+
+    arguments.seq_len = arguments.tokens
+    plan_model(
+        arguments.model,
+        arguments.tokens,
+        arguments.gpus,
+        arguments.machine,
+        _mask(arguments),
+        arguments.batch,
+        arguments.yaml,
+    )
+    return 0
+
+
+def _plan_bytes(arguments: argparse.Namespace, title: str, shape: Shape, mask: Mask) -> int:
     from megatron_cp_plugin.baselines import BASELINES
     from megatron_cp_plugin.registry import algorithm_class, available
 
-    shape, mask = _shape(arguments), _mask(arguments)
     options = dict(_option(text) for text in arguments.option)
     rows: list[tuple[str, dict[str, str]]] = [(algo, {}) for algo in available("softmax")]
     if mask.documents:
@@ -377,15 +451,9 @@ def _plan(arguments: argparse.Namespace) -> int:
         rows = [(arguments.algo, options)]
     elif options or arguments.json:
         raise ConfigError("--option and --json need --algo, got none: name an algorithm")
-    title = f"one layer, {shape.heads}:{shape.kv_heads} heads, {shape.seq_len} tokens, "
-    title += "1 rank" if arguments.size == 1 else f"{arguments.size} ranks"
-    if mask.documents:
-        title += f", {len(mask.documents) + 1} documents"
     headers = ["algorithm", "layout", "forward MiB", "backward MiB", "messages", "waits"]
     if arguments.memory:
         headers += ["peak GiB"]
-    if arguments.bandwidth:
-        headers += ["computes ms", "sends ms"]
     refused, table = [], []
     for algo, chosen in rows:
         try:
@@ -415,7 +483,7 @@ def _shape(arguments: argparse.Namespace) -> Shape:
     heads, kv_heads = arguments.heads, arguments.kv_heads or arguments.heads
     if arguments.value_dim is None:
         arguments.value_dim = arguments.head_dim
-    for name in ("size", "seq_len", "heads", "head_dim", "value_dim", "batch", "tflops"):
+    for name in ("size", "seq_len", "heads", "head_dim", "value_dim", "batch"):
         if getattr(arguments, name) <= 0:
             flag = "--" + name.replace("_", "-")
             raise ConfigError(f"{flag} must be more than 0, got {getattr(arguments, name)}")
@@ -458,10 +526,6 @@ def _cost_cells(arguments: argparse.Namespace, name: str, found: Cost, memory: s
     ]
     if arguments.memory:
         cells.append(memory)
-    if arguments.bandwidth:
-        size, bandwidth = arguments.size, arguments.bandwidth * 1e9
-        least = found.least_seconds(size, arguments.tflops * 1e12, bandwidth)
-        cells += [f"{seconds * 1e3:.2f}" for seconds in least]
     return cells
 
 

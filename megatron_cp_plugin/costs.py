@@ -21,9 +21,6 @@ from megatron_cp_plugin.core.virtual import VirtualWorld
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.kernels.base import kernel_called
 
-# A flash kernel's backward computes five products where its forward computes two.
-_BACKWARD = 2.5
-
 
 @dataclass(frozen=True)
 class Cost:
@@ -49,17 +46,6 @@ class Cost:
     forward_flop: int
     grid: tuple[int, int] | None
     heads: int
-
-    def least_seconds(self, size: int, flops: float, bandwidth: float) -> tuple[float, float]:
-        """What computing and sending, each alone, take at least, both passes together.
-
-        Args:
-            size: Number of ranks.
-            flops: FLOP/s of a rank's attention kernel.
-            bandwidth: Bytes that a rank can send in a second.
-        """
-        work = self.forward_flop * (1 + _BACKWARD) / size / (1 - self.idle)
-        return work / flops, (self.forward_bytes + self.backward_bytes) / bandwidth
 
 
 def cost(

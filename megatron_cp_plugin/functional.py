@@ -1,7 +1,7 @@
 """The functional interface: torch alone, no Megatron."""
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache, partial, wraps
 from typing import Literal
 
@@ -16,13 +16,15 @@ from megatron_cp_plugin.core.chunked_loss import CHUNK_TOKENS, losses_and_predic
 from megatron_cp_plugin.core.comm import communicating_in
 from megatron_cp_plugin.core.decay import Decay
 from megatron_cp_plugin.core.documents import document_starts
-from megatron_cp_plugin.core.function import attend
+from megatron_cp_plugin.core.function import attend, check_shapes
 from megatron_cp_plugin.core.layout import Layout
 from megatron_cp_plugin.core.layout_check import describe_mismatch
 from megatron_cp_plugin.core.lengths import agreed_length
 from megatron_cp_plugin.core.linear import LinearAlgorithm, attend_linearly
 from megatron_cp_plugin.core.process_groups import release_topologies, topology_of
+from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.slices import Slices
+from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.kernels import resolve
@@ -78,7 +80,9 @@ def attention(
     Args:
         q: [B,S,H,D]; k: [B,S,G,D]; v: [B,S,G,E], G dividing H; this rank's shards as `shard` gives
             them.
-        algo: a name of `available()`.
+        algo: a name of `available()`; or "auto": the planner chooses one, once for each shape, for
+            the layout of option `layout` (default zigzag), by which `shard` has split the tokens
+            then, and for the machine of option `machine`, default that of rank 0's GPU.
         group: process group of the context-parallel ranks; None: all processes. At first use its
             ranks alone make further groups. Unless all ranks of the job make equally many, call
             `torch.distributed.new_group` for other groups before, or it hangs.
@@ -108,10 +112,16 @@ def attention(
     """
     if spans is not None:
         _check_alone(causal, window, cu_seqlens)
-    algorithm = _algorithm(algo, _topology(group), tuple(sorted(options.items())))
-    seq_len, documents = _sequence(
-        algorithm.topology, algorithm.layout, q.shape[1], seq_len, cu_seqlens
-    )
+        if algo == registry.AUTO:
+            raise ContextParallelError("auto does not choose for spans: name an algorithm")
+    topology, layout = _topology(group), registry.layout_of(algo, options)
+    if algo != registry.AUTO:
+        algorithm = _algorithm(algo, topology, tuple(sorted(options.items())))
+    seq_len, documents = _sequence(topology, layout, q.shape[1], seq_len, cu_seqlens)
+    if algo == registry.AUTO:
+        check_shapes(q, k, v)
+        shape, mask = Shape.of(q, k, v, seq_len), Mask(causal, window, documents)
+        algorithm = _algorithm(*_choose(topology, shape, mask, kernel, options))
     return attend(
         q,
         k,
@@ -399,6 +409,15 @@ def _topology(group: Group) -> Topology:
             "none: call torch.distributed.init_process_group first, or pass group="
         )
     return topology_of(group)
+
+
+def _choose(
+    topology: Topology, shape: Shape, mask: Mask, kernel: str, given: Mapping[str, object]
+) -> tuple[str, Topology, tuple[tuple[str, object], ...]]:
+    from megatron_cp_plugin.planner.here import choose_for
+
+    algo, options = choose_for(topology, shape, mask, kernel, given)
+    return algo, topology, tuple(sorted(options))
 
 
 @lru_cache(maxsize=256)

@@ -11,8 +11,10 @@ from megatron_cp_plugin.errors import ConfigError
 Options = tuple[tuple[str, object], ...]
 
 
-def parse_layers(text: str) -> tuple[str, ...]:
+def parse_layers(text: str, *, of_kinds: bool = False) -> tuple[str, ...]:
     """Reads a pattern: "lasp2*7, attention2d" is seven layers of lasp2 and one of attention2d.
+
+    Args: of_kinds: names are softmax and linear, for algorithms that are yet to be chosen.
 
     Returns: the algorithm of each layer; the pattern repeats over the depth of the model.
     Raises: ConfigError if a name or a number is not one.
@@ -26,7 +28,13 @@ def parse_layers(text: str) -> tuple[str, ...]:
                 f"layers takes NAME or NAME*COUNT, separated by commas, got {word.strip()!r}: "
                 "write for example lasp2*7, attention2d"
             )
-        registry.kind_of(name)
+        if not of_kinds:
+            registry.kind_of(name)
+        elif name not in get_args(registry.Kind):
+            raise ConfigError(
+                f"layers whose algorithms auto chooses are softmax or linear, got {name!r}: write "
+                "for example linear*7, softmax, or leave auto out"
+            )
         names += [name] * int(count)
     return tuple(names)
 

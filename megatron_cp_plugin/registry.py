@@ -6,13 +6,18 @@ from dataclasses import fields
 from typing import Literal, get_args, get_origin, get_type_hints
 
 from megatron_cp_plugin.core.algorithm import Algorithm
-from megatron_cp_plugin.core.layout import Layout
+from megatron_cp_plugin.core.document_layout import NAMED
+from megatron_cp_plugin.core.layout import Layout, Zigzag
 from megatron_cp_plugin.core.linear import LinearAlgorithm
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ConfigError, nearest
 
 Kind = Literal["softmax", "linear"]
 AnyClass = type[Algorithm] | type[LinearAlgorithm]
+
+# Not an algorithm, but the choice of one: see planner.choose.
+AUTO = "auto"
+AUTO_OPTIONS = ("layout", "machine")
 
 _algorithms: dict[str, AnyClass] = {}
 
@@ -26,7 +31,7 @@ def register[A: AnyClass](name: str) -> Callable[[A], A]:
     """
 
     def decorate(cls: A) -> A:
-        if name in _algorithms:
+        if name in (*_algorithms, AUTO):
             raise ConfigError(f"algorithm {name!r} is registered already: choose another name")
         cls.name = name
         _algorithms[name] = cls
@@ -84,8 +89,29 @@ def create_linear(name: str, topology: Topology, options: Mapping[str, object]) 
 
 
 def layout_of(name: str, options: Mapping[str, object]) -> Layout:
-    """The layout that an algorithm will have; needs no processes. Raises: as `create`."""
+    """The layout that an algorithm will have; needs no processes. Raises: as `create`.
+
+    With `AUTO` that of its option "layout", for the tokens are split before there is a choice.
+    """
+    if name == AUTO:
+        return _layout_of_auto(options)
     return algorithm_class(name).layout_for(read_options(name, options))
+
+
+def _layout_of_auto(options: Mapping[str, object]) -> Layout:
+    for option in options:
+        if option not in AUTO_OPTIONS:
+            raise ConfigError(
+                f"{AUTO} has no option {option!r}{nearest(option, AUTO_OPTIONS)}: it takes "
+                f"{', '.join(AUTO_OPTIONS)}, and chooses the others"
+            )
+    name = str(options.get("layout", Zigzag.name))
+    if name not in NAMED:
+        raise ConfigError(
+            f"{AUTO} option layout got {name!r}{nearest(name, NAMED)}: use one of "
+            f"{', '.join(NAMED)}"
+        )
+    return NAMED[name]
 
 
 def option_names(name: str) -> tuple[str, ...]:

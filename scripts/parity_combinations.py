@@ -261,6 +261,14 @@ def hybrid(key: str, about: str, layers: str, algo: str, **flags: object) -> Com
     )
 
 
+def chosen(
+    key: str, about: str, megatron: dict[str, object], cp: int = 4, **section: object
+) -> Combination:
+    """A combination whose algorithm the planner chooses."""
+    settings = {"algo": "auto", "machine": "h200_nvlink"} | section
+    return Combination(key, about, megatron, cp=cp, algos="auto", context_parallel=settings)
+
+
 # For the same reason smaller steps still where rounding is coarser.
 SMALL_STEPS: dict[str, object] = {"lr": 1e-5, "min_lr": 1e-6}
 BF16: dict[str, object] = SMALL_STEPS | {"bf16": True}
@@ -706,5 +714,20 @@ COMBINATIONS = (
         "linear_ulysses*3, ring",
         "linear_ulysses",
         **SP,
+    ),
+    # What the planner chooses, which differs.
+    chosen("auto", "auto: RoPE, GQA 8:4", {}),
+    chosen(
+        "auto-windows",
+        "auto: windows of 9 tokens in every other layer, 1 KV head",
+        SINKS | {"num_query_groups": 1},
+    ),
+    chosen("auto-documents", "auto: packed documents", DOCUMENTS, mean_document=16),
+    chosen(
+        "auto-hybrid",
+        "auto: 3 linear layers, one of softmax attention",
+        {"group_query_attention": False, "num_layers": 4},
+        layers="linear*3, softmax",
+        linear_model="transnormer",
     ),
 )

@@ -22,14 +22,11 @@ def test_an_unbalanced_ring_waits_and_the_others_do_not(size: int) -> None:
         assert cost(algo, size, shape).idle == pytest.approx(0, abs=1e-3)
 
 
-def test_least_times() -> None:
+def test_work_and_bytes() -> None:
     found = cost("zigzag", 4, SHAPE, Mask(causal=False))
     assert found.forward_flop == 4 * 4096**2 * 32 * 128
     # K and V of 1024 tokens, 8 heads, bfloat16, to the next rank, three times.
     assert found.forward_bytes == 3 * 2 * 1024 * 8 * 128 * 2
-    computing, sending = found.least_seconds(4, flops=1e12, bandwidth=1e9)
-    assert computing == pytest.approx(3.5 * found.forward_flop / 4 / 1e12)
-    assert sending == (found.forward_bytes + found.backward_bytes) / 1e9
 
 
 def test_a_window_leaves_less_to_compute_and_to_send() -> None:
@@ -47,7 +44,7 @@ def test_what_cannot_be_served_is_refused() -> None:
 
 
 def test_plan_has_a_line_for_every_algorithm(capsys: pytest.CaptureFixture[str]) -> None:
-    words = "plan --size 8 --seq-len 4096 --heads 12 --kv-heads 4 --bandwidth 25"
+    words = "plan --size 8 --seq-len 4096 --heads 12 --kv-heads 4"
     assert cli.main(words.split()) == 0
     out = capsys.readouterr().out
     assert "one layer, 12:4 heads, 4096 tokens, 8 ranks" in out
@@ -57,7 +54,6 @@ def test_plan_has_a_line_for_every_algorithm(capsys: pytest.CaptureFixture[str])
     found = cost("zigzag", 8, Shape(1, 4096, 12, 4, 128))
     (line,) = [line for line in out.splitlines() if line.startswith("│ zigzag ")]
     cells = [cell.strip() for cell in line.strip("│").split("│")]
-    computing, sending = found.least_seconds(8, 600e12, 25e9)
     assert cells == [
         "zigzag",
         "zigzag",
@@ -65,8 +61,6 @@ def test_plan_has_a_line_for_every_algorithm(capsys: pytest.CaptureFixture[str])
         f"{found.backward_bytes / 2**20:.1f}",
         str(found.messages),
         "0.0%",
-        f"{computing * 1e3:.2f}",
-        f"{sending * 1e3:.2f}",
     ]
 
 

@@ -23,9 +23,17 @@ RUN: dict[str, tuple[str, str]] = {
         "--train-iters 2 --log-interval 1 --seq-length 128 --data-path data/readme",
         "iteration        2/",
     ),
-    "megatron-cp plan --size 16 --seq-len 262144 --heads 32 --kv-heads 8 --bandwidth 25": (
+    "megatron-cp plan --size 16 --seq-len 262144 --heads 32 --kv-heads 8": (
         "",
         "262144 tokens, 16 ranks",
+    ),
+    "megatron-cp plan --model llama3-8b --tokens 256K --gpus 128 --machine h100": (
+        "",
+        "16 sequences of 262144 tokens a step",
+    ),
+    "megatron-cp plan --size 16 --seq-len 256K --heads 32 --kv-heads 8 --machine h100": (
+        "",
+        "auto chose ",
     ),
     "megatron-cp plan --size 8 --seq-len 65536 --heads 32": ("", "65536 tokens, 8 ranks"),
     "megatron-cp plan --documents 8192 ...": ("--size 4 --seq-len 64K --heads 8", "documents"),
@@ -70,6 +78,7 @@ ELSEWHERE: dict[str, str] = {
     "pip install datasets": "tests/integration/test_sft.py",
     "python scripts/check_installs.py": "tests/test_help.py",
     "megatron-cp plan": "tests/test_costs.py",
+    "megatron-cp calibrate": "tests/planner/test_calibrate.py",
     "megatron-cp train --config NAME": "tests/test_cli.py",
     "megatron-cp train": "tests/test_cli.py",
     "torchrun ... -m megatron_cp_plugin.cli train": CHECK_INSTALLS,

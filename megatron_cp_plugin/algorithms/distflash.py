@@ -45,6 +45,13 @@ class HelpedPlacement(BlockPlacement):
     helping: bool = True
     shared: bool = True
 
+    def pairs_of(self, rank: int) -> Iterator[tuple[int, int]]:
+        """See BlockPlacement.pairs_of."""
+        yield rank, rank
+        for other in range(self.size):
+            if other != rank:
+                yield from ((rank, other), (other, rank))
+
     def place(self, query: int, key: int) -> Iterator[Place]:
         """See BlockPlacement.place."""
         distance = (query - key) % self.size

@@ -25,6 +25,11 @@ class GridPlacement(BlockPlacement):
         """See BlockPlacement.key_holder: a rank of the column that gathers the keys."""
         return self.grid.key_owners.index(owner)
 
+    def pairs_of(self, rank: int) -> Iterator[tuple[int, int]]:
+        """See BlockPlacement.pairs_of."""
+        keys = (self.grid.key_owners[other] for other in self.grid.column(rank))
+        return product(self.grid.row(rank), keys)
+
     def crossing(self, query: int, key: int) -> int:
         """The rank in the row of the queries and the column of the keys."""
         return self.grid.crossing(query, self.key_holder(key))

@@ -35,6 +35,11 @@ class RingPlacement(BlockPlacement):
         step = self.size - 1 - hops if self.reverse else hops
         yield Place(query if self.travelling == "kv" else key, step)
 
+    def pairs_of(self, rank: int) -> Iterator[tuple[int, int]]:
+        """See BlockPlacement.pairs_of."""
+        for other in range(self.size):
+            yield (rank, other) if self.travelling == "kv" else (other, rank)
+
     def retained_by(self, owner: int) -> int | None:
         """See BlockPlacement.retained_by."""
         return (owner - 1) % self.size if self.retains else None

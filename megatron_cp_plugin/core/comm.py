@@ -190,7 +190,8 @@ class Communicator(ABC):
         if not _recordings:
             return
         for direction, tensors in (("sent", sent), ("received", received)):
-            if tensors:
+            # Of tensors without storage nothing is sent: they stand for others in a simulation.
+            if tensors and not tensors[0].is_meta:
                 row = Transfer(
                     self.global_rank,
                     self.channel,

@@ -128,7 +128,8 @@ def attend(
     """
     q, k, v = cast_inputs(q, k, v)
     algorithm = algorithm.within(documents)
-    _check(q, k, v, algorithm, seq_len)
+    check_shapes(q, k, v)
+    _check_tokens(q, algorithm, seq_len)
     heads, head_dim = q.shape[2:]
     shape = q.device, q.dtype, heads, k.shape[2], head_dim
     mask = Mask(causal, window, documents) if slices is None else Mask.of(slices)
@@ -156,13 +157,8 @@ def attend(
     return _Attention.apply(q, k, v, sink, algorithm, call, site)
 
 
-def _check(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    algorithm: Algorithm,
-    seq_len: int,
-) -> None:
+def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raises: ContextParallelError if no attention has such inputs."""
     shapes = f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4 or k.shape[:3] != v.shape[:3]:
         raise ContextParallelError(
@@ -176,6 +172,9 @@ def _check(
         raise ContextParallelError(
             f"q, k, v need one dtype, got {q.dtype}, {k.dtype}, {v.dtype}: cast them first"
         )
+
+
+def _check_tokens(q: Tensor, algorithm: Algorithm, seq_len: int) -> None:
     rank, size = algorithm.topology.rank, algorithm.topology.size
     expected = algorithm.layout.length(rank, size, seq_len)
     if q.shape[1] != expected:

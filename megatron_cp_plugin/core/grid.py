@@ -30,16 +30,23 @@ class Grid:
 
     def row(self, rank: int) -> tuple[int, ...]:
         """The ranks of a rank's row, ascending."""
-        return tuple(sorted(self.ranks[self._places[rank][0]]))
+        return self._rows[self._places[rank][0]]
 
     def column(self, rank: int) -> tuple[int, ...]:
         """The ranks of a rank's column, ascending."""
-        column = self._places[rank][1]
-        return tuple(sorted(row[column] for row in self.ranks))
+        return self._columns[self._places[rank][1]]
 
     def crossing(self, a: int, b: int) -> int:
         """The rank in the row of one rank and the column of another."""
         return self.ranks[self._places[a][0]][self._places[b][1]]
+
+    @cached_property
+    def _rows(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(sorted(row)) for row in self.ranks)
+
+    @cached_property
+    def _columns(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(sorted(column)) for column in zip(*self.ranks, strict=True))
 
     @cached_property
     def _places(self) -> dict[int, tuple[int, int]]:
@@ -55,7 +62,8 @@ def row_major(rows: int, cols: int, nodes: Sequence[int]) -> Grid:
 
     Args: nodes: the node of each rank.
     """
-    order = sorted(range(rows * cols), key=lambda rank: (nodes.index(nodes[rank]), rank))
+    place = {node: number for number, node in enumerate(dict.fromkeys(nodes))}
+    order = sorted(range(rows * cols), key=lambda rank: (place[nodes[rank]], rank))
     ranks = tuple(tuple(order[row * cols : (row + 1) * cols]) for row in range(rows))
     return Grid(ranks, tuple(range(rows * cols)))
 

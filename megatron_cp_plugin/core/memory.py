@@ -60,7 +60,7 @@ def peak_of(
         make: makes the algorithm. nodes: the node of each rank. kernel: of the tiles, which need
             not be able to run here. peer_access: whether the ranks reach each other's memory.
     """
-    topology = _Alone(rank, nodes, peer_access=peer_access)
+    topology = Alone(rank, nodes, peer_access=peer_access)
     algorithm = make(topology)
     layout = algorithm.layout.within(mask.documents)
     tokens = layout.length(rank, len(nodes), shape.seq_len)
@@ -118,7 +118,7 @@ class LivingBytes(TorchDispatchMode):
         self.now -= size
 
 
-class _Alone(Topology):
+class Alone(Topology):
     """A rank whose messages go nowhere and come from nowhere."""
 
     def __init__(self, rank: int, nodes: Sequence[int], *, peer_access: bool) -> None:
@@ -131,7 +131,7 @@ class _Alone(Topology):
             assert isinstance(channel, _PeerChannel)
             yield channel.slab
         for topology in self._subgroups.values():
-            assert isinstance(topology, _Alone)
+            assert isinstance(topology, Alone)
             yield from topology.slabs()
 
     def channel(self, name: str) -> Communicator:
@@ -146,7 +146,7 @@ class _Alone(Topology):
 
     def _make_subgroup(self, ranks: tuple[int, ...], name: str) -> Topology:
         nodes = [self._nodes[rank] for rank in ranks]
-        return _Alone(ranks.index(self.rank), nodes, peer_access=self._peer_access)
+        return Alone(ranks.index(self.rank), nodes, peer_access=self._peer_access)
 
     @property
     def nodes(self) -> tuple[int, ...]:

@@ -58,6 +58,13 @@ class BlockPlacement(ABC):
     def place(self, query: int, key: int) -> Iterable[Place]:
         """Where and when the queries of one rank meet the keys of another, whatever the mask."""
 
+    def pairs_of(self, rank: int) -> Iterable[tuple[int, int]]:
+        """Owners of queries and of keys among which are all that have a place on a rank.
+
+        So that what one rank does can be looked at without placing all pairs of a thousand ranks.
+        """
+        return product(range(self.size), range(self.size))
+
     def met(self, rank: int) -> Iterable[tuple[int, int]]:
         """All pairs whose place is a rank, and all of the queries, or the keys, that it holds."""
         return product(range(self.size), range(self.size))

@@ -19,6 +19,9 @@ from megatron_cp_plugin.layers import leading_algorithm, parse_layers
 # The value of --context-parallel-algo that means "Megatron's own path, untouched".
 MEGATRON = "megatron"
 
+# Tokens of a packed document, where nobody says.
+MEAN_DOCUMENT = 4096
+
 PLATFORMS = ("auto", "cpu", "cuda")
 
 
@@ -29,9 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--context-parallel-algo",
         metavar="NAME",
         default=None,
-        help="context-parallel attention algorithm, such as ring or zigzag; Megatron's own "
-        "--cp-comm-type is another spelling of some; megatron, or neither flag: Megatron's own "
-        "context parallelism",
+        help="context-parallel attention algorithm, such as ring or zigzag; auto: the fastest by "
+        "the planner; Megatron's own --cp-comm-type is another spelling of some; megatron, or "
+        "neither flag: Megatron's own context parallelism",
     )
     group.add_argument(
         "--cp-kernel",
@@ -52,7 +55,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         metavar="PATTERN",
         default=None,
         help="algorithm of each layer, repeated over the depth, such as 'lasp2*7, attention2d'; "
-        "default: --context-parallel-algo for all",
+        "default: --context-parallel-algo for all; with auto 'linear*7, softmax' says what layers "
+        "are",
+    )
+    group.add_argument(
+        "--cp-machine",
+        metavar="NAME|FILE",
+        default=None,
+        help="for auto: h200, h100 and others of configs/machines, or what megatron-cp calibrate "
+        "wrote; default: by the name of the GPU",
+    )
+    group.add_argument(
+        "--cp-mean-document",
+        metavar="TOKENS",
+        type=int,
+        default=None,
+        help=f"for auto: how long packed documents are in the mean; default {MEAN_DOCUMENT}",
+    )
+    group.add_argument(
+        "--cp-explain",
+        action="store_true",
+        default=None,
+        help="print from what auto has chosen",
     )
     group.add_argument(
         "--cp-linear-model",
@@ -123,7 +147,7 @@ class PluginFlags:
         algo: None for Megatron's own path. layers: the algorithm of each layer, or (). kernel,
             options, linear_model, recompute_attention, chunked_loss, platform, record,
             allow_untested_megatron: as in `add_arguments`.
-        comm_type: the same in Megatron's spelling.
+        comm_type: the same in Megatron's spelling. machine, mean_document, explain: of auto.
     """
 
     algo: str | None
@@ -137,10 +161,20 @@ class PluginFlags:
     record: str | None
     allow_untested_megatron: bool
     comm_type: CommType
+    machine: str | None = None
+    mean_document: int | None = None
+    explain: bool = False
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether the algorithm is yet to be chosen."""
+        return self.algo == registry.AUTO
 
     def check(self) -> None:
         """Raises ConfigError for an unknown algorithm or option, and for settings that clash."""
-        if self.algo is not None:
+        if self.is_auto:
+            self._check_auto()
+        elif self.algo is not None:
             self.comm_type.check(self.algo, self.layers, self.options)
             registry.layout_of(self.algo, dict(self.options))
             self.config(1).check_layers()
@@ -157,10 +191,46 @@ class PluginFlags:
                     f"{name} needs an algorithm of the plugin, got none: "
                     f"add --context-parallel-algo zigzag, or leave {name} out"
                 )
+        of_auto = {
+            "--cp-machine": self.machine is not None,
+            "--cp-mean-document": self.mean_document is not None,
+            "--cp-explain": self.explain,
+        }
+        for name, given in of_auto.items():
+            if given and not self.is_auto:
+                raise ConfigError(
+                    f"{name} is for a choice, got algorithm {self.algo or MEGATRON}: add "
+                    f"--context-parallel-algo auto, or leave {name} out"
+                )
         if self.chunked_loss is not None and self.chunked_loss < 1:
             raise ConfigError(
                 f"--cp-chunked-loss must be at least 1, got {self.chunked_loss}: leave the number "
                 f"out for {CHUNK_TOKENS}"
+            )
+
+    def _check_auto(self) -> None:
+        self.comm_type.check(registry.AUTO, self.layers, self.options)
+        if self.options:
+            name, value = self.options[0]
+            raise ConfigError(
+                f"auto chooses options too, got --cp-options {name}={value}: leave it out, or name "
+                "an algorithm"
+            )
+        linear = "linear" in self.layers or not self.layers
+        if self.linear_model is not None and not linear:
+            raise ConfigError(
+                f"--cp-linear-model {self.linear_model} needs layers of linear attention, got "
+                f"{', '.join(dict.fromkeys(self.layers))}: write linear for some, or leave it out"
+            )
+        if "linear" in self.layers and self.linear_model is None:
+            raise ConfigError(
+                "--cp-layers got linear, which is another model: choose --cp-linear-model "
+                f"{' or '.join(LINEAR_MODELS)}"
+            )
+        if self.mean_document is not None and self.mean_document < 1:
+            raise ConfigError(
+                f"--cp-mean-document must be at least 1, got {self.mean_document}: leave it out "
+                f"for {MEAN_DOCUMENT}"
             )
 
     def config(self, size: int) -> ContextParallelConfig:
@@ -200,8 +270,8 @@ def split_flags(argv: Sequence[str]) -> tuple[PluginFlags, list[str]]:
     comm_type = CommType(
         tuple(theirs.cp_comm_type), tuple(theirs.hierarchical_context_parallel_sizes)
     )
-    layers = parse_layers(known.cp_layers) if known.cp_layers is not None else ()
-    algo = known.context_parallel_algo
+    algo, pattern = known.context_parallel_algo, known.cp_layers
+    layers = () if pattern is None else parse_layers(pattern, of_kinds=algo == registry.AUTO)
     if layers and algo == MEGATRON:
         raise ConfigError(f"--cp-layers needs algorithms of the plugin, got {algo}: leave one out")
     options = tuple(_option(text) for text in known.cp_options or ())
@@ -223,6 +293,9 @@ def split_flags(argv: Sequence[str]) -> tuple[PluginFlags, list[str]]:
         record=known.cp_record,
         allow_untested_megatron=bool(known.cp_allow_untested_megatron),
         comm_type=comm_type,
+        machine=known.cp_machine,
+        mean_document=known.cp_mean_document,
+        explain=bool(known.cp_explain),
     )
     return flags, rest
 

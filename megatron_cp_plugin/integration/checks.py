@@ -79,8 +79,7 @@ def check_arguments(args: Any, config: ContextParallelConfig, device: torch.devi
     """
     config.layout  # noqa: B018  (an unknown algorithm or option is the first thing to say)
     config.check_layers()
-    _check_world(args)
-    _check_heads(args)
+    check_sizes(args)
     _check_linear_layers(args, config)
     _check_hybrid_model(args, config)
     check_settings(args, config)
@@ -92,6 +91,19 @@ def check_arguments(args: Any, config: ContextParallelConfig, device: torch.devi
     _check_window(args, config)
     check_graphs(args, config, device)
     return _check_kernel(args, config, device)
+
+
+def check_sizes(args: Any) -> None:
+    """Checks what does not depend on the algorithm: numbers of ranks and of heads.
+
+    Args:
+        args: Megatron's namespace, as parsed.
+
+    Raises:
+        ConfigError: They do not divide each other.
+    """
+    _check_world(args)
+    _check_heads(args)
 
 
 def check_interleaving(args: Any) -> None:
@@ -164,7 +176,7 @@ def _check_heads(args: Any) -> None:
             f"num_attention_heads must be divisible by tensor_model_parallel_size {tensor}, got "
             f"{heads}: use tensor_model_parallel_size {' or '.join(usable)}"
         )
-    groups = _kv_heads(args)
+    groups = kv_heads_of(args)
     if heads % groups:
         raise ConfigError(
             f"num_attention_heads {heads} must be divisible by num_query_groups, got {groups}: "
@@ -188,9 +200,9 @@ def _check_linear_layers(args: Any, config: ContextParallelConfig) -> None:
         return
     model = f"--cp-linear-model {config.linear_model}"
     heads = args.num_attention_heads
-    if heads is not None and _kv_heads(args) != heads:
+    if heads is not None and kv_heads_of(args) != heads:
         raise ConfigError(
-            f"{model} has no grouped queries, got num_query_groups {_kv_heads(args)} for {heads} "
+            f"{model} has no grouped queries, got num_query_groups {kv_heads_of(args)} for {heads} "
             "heads: leave --group-query-attention out"
         )
     for flag in ("qk_layernorm", "qk_l2_norm", "attention_output_gate"):
@@ -272,7 +284,7 @@ def _check_algorithms(args: Any, config: ContextParallelConfig) -> None:
         options = registry.read_options(name, dict(config.options_of(name)))
         local = heads // tensor
         if issubclass(algorithm, Algorithm):
-            kv_heads = max(1, _kv_heads(args) // tensor)
+            kv_heads = max(1, kv_heads_of(args) // tensor)
             algorithm.check(options, size=config.size, heads=local, kv_heads=kv_heads, causal=True)
         else:
             algorithm.check(options, size=config.size, heads=local)
@@ -342,7 +354,7 @@ def _check_kernel(args: Any, config: ContextParallelConfig, device: torch.device
         features = head_dim * (2 if config.linear_model == "transnormer" else 1)
         linear = LinearProblem(device, dtype, local, features, head_dim, fixed)
         return resolve_linear(config.kernel, linear).name
-    kv_heads = max(1, _kv_heads(args) // tensor)
+    kv_heads = max(1, kv_heads_of(args) // tensor)
     packed = packs_documents(Settings(args)) is not None
     shape = device, dtype, local, kv_heads, head_dim
     windowed = window_of(Settings(args).window_size) is not None
@@ -366,8 +378,12 @@ def head_dims(args: Any) -> tuple[int, int]:
     return head_dim, head_dim
 
 
-def _kv_heads(args: Any) -> int:
-    """Returns the number of KV heads of the whole model; Megatron ignores it without the switch."""
+def kv_heads_of(args: Any) -> int:
+    """Returns the number of KV heads of the whole model; Megatron ignores it without the switch.
+
+    Args:
+        args: Megatron's namespace, with the number of query heads in it.
+    """
     grouped = args.group_query_attention and args.num_query_groups
     return int(args.num_query_groups if grouped else args.num_attention_heads)
 
@@ -394,7 +410,7 @@ def describe_heads(args: Any, config: ContextParallelConfig) -> str | None:
     heads, tensor = args.num_attention_heads, args.tensor_model_parallel_size
     if heads is None:
         return None
-    shape = Shape(1, 1, heads // tensor, max(1, _kv_heads(args) // tensor), 1)
+    shape = Shape(1, 1, heads // tensor, max(1, kv_heads_of(args) // tensor), 1)
     topology = VirtualWorld(config.size).topology(0)
     filled = []
     for name in config.algorithms:

@@ -817,14 +817,17 @@ SETTINGS: tuple[Setting, ...] = (
     *_settings(
         "check_for_nan_in_loss_and_grad create_attention_mask_in_dataloader data_cache_path "
         "data_path distributed_timeout_minutes encoder_seq_length eod_mask_loss eval_iters "
-        "fim_data global_batch_size group_query_attention high_priority_stream_groups "
-        "hybrid_override_pattern micro_batch_size mid_level_dataset_surplus mmap_bin_files "
-        "mock_data nccl_communicator_config_path num_dataset_builder_threads perform_rl_step "
+        "ffn_hidden_size fim_data global_batch_size group_query_attention "
+        "high_priority_stream_groups hybrid_override_pattern micro_batch_size "
+        "mid_level_dataset_surplus mmap_bin_files "
+        "mock_data moe_ffn_hidden_size moe_router_topk nccl_communicator_config_path "
+        "num_dataset_builder_threads num_experts perform_rl_step "
         "position_embedding_type rampup_batch_size rank recompute_activations "
         "reset_attention_mask reset_position_ids rl_use_sequence_packing save seed seq_length "
-        "sft spec split tensorboard_dir test_data_path train_data_path train_iters "
-        "use_distributed_optimizer use_megatron_fsdp use_rotary_position_embeddings "
-        "use_torch_fsdp2 valid_data_path world_size yaml_cfg",
+        "sft spec split swiglu tensorboard_dir test_data_path train_data_path train_iters "
+        "untie_embeddings_and_output_weights use_distributed_optimizer use_megatron_fsdp "
+        "use_rotary_position_embeddings use_torch_fsdp2 valid_data_path vocab_size world_size "
+        "yaml_cfg",
         "args",
     ),
     *_settings("hybrid_layer_pattern", "args", since=(0, 17)),

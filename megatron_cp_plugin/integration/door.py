@@ -216,6 +216,11 @@ def _config(
             f"batches that their callers cut have the layout {' or '.join(_LAYOUTS)}, got "
             f"{layout!r}: use one of them, or the launcher"
         )
+    if algo == registry.AUTO:
+        raise ConfigError(
+            f"{algo} chooses for a model that a command line describes, got install or serve: name "
+            "an algorithm; megatron-cp plan --machine says which"
+        )
     if registry.kind_of(algo) == "linear":
         raise ConfigError(
             f"packed batches of other programs are for softmax attention, got {algo}: use one of "

@@ -33,6 +33,7 @@ class Hooks:
         self._runtime: Runtime | None = None
         self._batches: Batches | None = None
         self._args: Any = None
+        self._chosen = False  # by auto, and not yet compared over the ranks
 
     def install(self) -> None:
         """Puts the hooks in force; call before the training script imports the names.
@@ -84,6 +85,12 @@ class Hooks:
 
         compat.check_args(args)
         self._flags.comm_type.check_model(args)
+        said: list[str] = []
+        if self._flags.is_auto:
+            from megatron_cp_plugin.integration import auto
+
+            self._flags, said = auto.resolve(self._flags, args, self._device)
+            self._chosen = True
         config = self._flags.config(args.context_parallel_size)
         kernel = check_arguments(args, config, self._device)
         self._runtime = Runtime(config)
@@ -92,6 +99,7 @@ class Hooks:
             for line in filter(
                 None,
                 (
+                    *said,
                     describe(config, kernel),
                     describe_heads(args, config),
                     describe_window(args),
@@ -143,6 +151,11 @@ class Hooks:
                 "validate its arguments before it builds a model: call parse_and_validate_args or "
                 "pretrain first"
             )
+        if self._chosen:
+            from megatron_cp_plugin.integration.auto import check_same
+
+            check_same(self._flags)
+            self._chosen = False
         model = build_model(original, args, kwargs, runtime=self._runtime, settings=self._args)
         if self._runtime.is_cut_by_callers:
             serve_cut_inputs(model, self._runtime, model.pg_collection.cp)

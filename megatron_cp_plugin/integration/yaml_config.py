@@ -15,6 +15,9 @@ A file has two sections::
       linear_model: null   # or what layers of linear attention are
       recompute_attention: false
       chunked_loss: null   # or how many tokens' logits there are at a time
+      machine: null        # these three with algo: auto: a machine by name or file,
+      mean_document: null  # tokens of a packed document,
+      explain: false       # and whether to print from what was chosen
       backward: kv         # the other keys are options of the algorithm
 
 The result is a list of arguments, so a file and a command line go through the same parser and the
@@ -50,6 +53,9 @@ _FLAGS = {
     "linear_model": "--cp-linear-model",
     "recompute_attention": "--cp-recompute-attention",
     "chunked_loss": "--cp-chunked-loss",
+    "machine": "--cp-machine",
+    "mean_document": "--cp-mean-document",
+    "explain": "--cp-explain",
 }
 _OPTIONS_FLAG = "--cp-options"
 # Flags that the two sections must not set: they belong elsewhere, and where is said.
@@ -59,7 +65,10 @@ _ELSEWHERE = {
     "cp_chunked_loss": "write context_parallel.chunked_loss",
     "cp_kernel": "write context_parallel.kernel",
     "cp_layers": "write context_parallel.layers",
+    "cp_explain": "write context_parallel.explain",
     "cp_linear_model": "write context_parallel.linear_model",
+    "cp_machine": "write context_parallel.machine",
+    "cp_mean_document": "write context_parallel.mean_document",
     "cp_options": "write the options under context_parallel",
     "cp_platform": "write context_parallel.platform",
     "cp_recompute_attention": "write context_parallel.recompute_attention",
@@ -262,7 +271,7 @@ def _context_parallel_arguments(
     if algo is not None and not isinstance(algo, str):
         raise ConfigError(f"{path}: context_parallel.algo must be a name, got {algo!r}")
     try:
-        known = () if algo in (None, MEGATRON) else registry.option_names(algo)
+        known = () if algo in (None, MEGATRON, registry.AUTO) else registry.option_names(algo)
     except ConfigError as error:
         raise ConfigError(f"{path}: context_parallel.algo: {error}") from None
     for key, value in settings.items():
@@ -280,7 +289,7 @@ def _context_parallel_arguments(
             )
         elif value is not None:
             options[key] = value
-    if options and algo is not None:
+    if options and algo is not None:  # auto has none
         try:
             registry.read_options(algo, options)
         except ConfigError as error:

@@ -192,7 +192,7 @@ def step(
         sum(parts.values()),
         tokens * split.data * split.micro_batches,
         parts,
-        {**_memory(model, split, tokens), "attention": attention_gib},
+        {**memory(model, split, tokens), "attention": attention_gib},
     )
 
 
@@ -305,8 +305,11 @@ def _own_parameters(model: Model, split: Split) -> float:
     return (layers + model.embedding_parameters / min(2, split.pipeline)) / split.tensor
 
 
-def _memory(model: Model, split: Split, tokens: int) -> dict[str, float]:
-    """GiB of the first stage of a pipeline, which holds the most micro-batches."""
+def memory(model: Model, split: Split, tokens: int) -> dict[str, float]:
+    """GiB of the first stage of a pipeline, which holds the most micro-batches.
+
+    Args: tokens: of a micro-batch, on all context-parallel ranks.
+    """
     own = _own_parameters(model, split)
     copies = split.data * split.context if split.distributed_optimizer else 1
     local = tokens / split.context / split.tensor

@@ -88,6 +88,8 @@ def checkpoints(uninterrupted: Curve, folder: Path) -> dict[str, tuple[str, ...]
         ("distributed", "--context-parallel-algo ring --context-parallel-size 4", 4),
         ("distributed", "--context-parallel-algo attention2d --context-parallel-size 2", 4),
         ("reshardable", "--context-parallel-algo megatron", 1),
+        # Saved by zigzag, and goes on by what the planner takes, which is another one.
+        ("reshardable", "--context-parallel-algo auto --context-parallel-size 2", 2),
         (
             "reshardable",
             "--context-parallel-algo ulysses --context-parallel-size 2 "

@@ -1,0 +1,282 @@
+"""`--context-parallel-algo auto`: puts the planner's choice in the place of the name.
+
+Before anything else asks which algorithm it is; so what follows, refusals included, is that of the
+algorithm as if it had been named.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_cp_plugin import registry
+from megatron_cp_plugin.config import ContextParallelConfig
+from megatron_cp_plugin.core.document_layout import NAMED, PaddedDocuments
+from megatron_cp_plugin.core.documents import random_documents
+from megatron_cp_plugin.core.linear import LinearShape
+from megatron_cp_plugin.core.partial import accumulation_dtype
+from megatron_cp_plugin.core.shape import Shape
+from megatron_cp_plugin.core.tiles import Mask
+from megatron_cp_plugin.errors import ConfigError, ContextParallelError
+from megatron_cp_plugin.integration import gated_delta_net
+from megatron_cp_plugin.integration.args import MEAN_DOCUMENT, PluginFlags
+from megatron_cp_plugin.integration.checks import (
+    check_arguments,
+    check_sizes,
+    head_dims,
+    kv_heads_of,
+    window_of,
+)
+from megatron_cp_plugin.integration.features import Settings, packs_documents
+from megatron_cp_plugin.planner.choose import GIB, Choice, Combination, Kind, Place, choose
+from megatron_cp_plugin.planner.explain import sentence, table
+from megatron_cp_plugin.planner.here import check_agreement, kernel_on, machine_here
+from megatron_cp_plugin.planner.machine import Machine
+from megatron_cp_plugin.planner.step import Model, Split, memory
+
+_SPARE = 0.1  # of a GPU's memory, for what is not counted
+
+
+def resolve(flags: PluginFlags, args: Any, device: torch.device) -> tuple[PluginFlags, list[str]]:
+    """Chooses the algorithms of a run, from what all of its ranks know.
+
+    Args:
+        flags: With auto.
+        args: Megatron's namespace, as parsed.
+        device: Where the run computes.
+
+    Returns:
+        Flags that name the algorithms, and what to say about the choice.
+
+    Raises:
+        ContextParallelError: The arguments do not say enough; or no algorithm can be had, then as
+            for the fastest one by its name.
+    """
+    check_sizes(args)
+    layers = _kinds_of_layers(flags, args)
+    kinds = [replace(kind, count=count) for kind, count in Counter(layers).items()]
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    machine, how = machine_here(flags.machine, gpu)
+    place = Place(
+        machine,
+        _nodes(args, machine.gpus_per_node),
+        kernel_on(machine, flags.kernel),
+        _memory_bytes(args, machine, kinds[0]),
+    )
+    errors: list[ContextParallelError] = []
+
+    def named(combination: Combination) -> PluginFlags:
+        algorithms = {
+            kind.name: row.algo for kind, row in zip(kinds, combination.rows, strict=True)
+        }
+        return replace(
+            flags,
+            algo=combination.algo,
+            options=combination.options,
+            layers=tuple(algorithms[kind.name] for kind in layers)
+            if len(set(algorithms.values())) > 1
+            else (),
+        )
+
+    def refusal(combination: Combination) -> str | None:
+        try:
+            check_arguments(args, named(combination).config(args.context_parallel_size), device)
+        except ContextParallelError as error:
+            errors.append(error)
+            return str(error)
+        return None
+
+    try:
+        choice = choose(
+            kinds,
+            place,
+            layouts=_layouts(args, packed=any(kind.mask.documents for kind in kinds)),
+            runs_again=_runs_again(args, flags),
+            refusal=refusal,
+        )
+    except ConfigError:
+        if errors:
+            raise errors[0] from None
+        raise
+    return named(choice.best), list(_said(choice, flags, args, how))
+
+
+def check_same(flags: PluginFlags) -> None:
+    """Compares the choices of all ranks of the job; a collective operation.
+
+    Args:
+        flags: As `resolve` gave them.
+
+    Raises:
+        ContextParallelError: On all ranks, if some have chosen otherwise.
+    """
+    mine = f"{flags.algo} {dict(flags.options)} {', '.join(flags.layers)}".strip()
+    every = [""] * dist.get_world_size()
+    dist.all_gather_object(every, mine)
+    check_agreement(every)
+
+
+def _said(choice: Choice, flags: PluginFlags, args: Any, how: str) -> Iterator[str]:
+    assumed = ""
+    if packs_documents(Settings(args)) and flags.mean_document is None:
+        assumed = f"; documents of {MEAN_DOCUMENT} tokens in the mean, by default"
+    yield f"{sentence(choice)} (machine found {how}{assumed})"
+    if flags.explain:
+        yield f"from what auto has chosen\n{table(choice)}"
+
+
+def _kinds_of_layers(flags: PluginFlags, args: Any) -> list[Kind]:
+    """The kind of each layer of the model that has attention of ours."""
+    seq_length = args.seq_length or args.encoder_seq_length
+    sizes = {
+        "--num-layers": args.num_layers,
+        "--num-attention-heads": args.num_attention_heads,
+        "--hidden-size": args.hidden_size,
+        "--seq-length": seq_length,
+    }
+    pattern = Settings(args).hybrid_layer_pattern
+    for flag, value in sizes.items():
+        if value is None and not (pattern and flag == "--num-layers"):
+            raise ConfigError(
+                f"auto needs the size of the model, got no {flag}: give it, or name an algorithm"
+            )
+    softmax, linear = _softmax(args, seq_length), _linear(flags, args, seq_length)
+    if pattern:
+        return [softmax] * max(1, sum(letter in "*+" for letter in pattern))
+    kinds = flags.layers or (("softmax",) if flags.linear_model is None else ("linear",))
+    window = window_of(Settings(args).window_size)
+    documents: tuple[int, ...] = ()
+    if packs_documents(Settings(args)):
+        documents = random_documents(seq_length, flags.mean_document or MEAN_DOCUMENT)
+    found = []
+    for number in range(args.num_layers):
+        if kinds[number % len(kinds)] == "linear":
+            found.append(linear)
+            continue
+        own = window if _has_window(args, number + 1) else None
+        name = "full attention" if own is None else f"windows of {own} tokens"
+        found.append(replace(softmax, name=name, mask=Mask(True, own, documents)))
+    return found
+
+
+def _memory_bytes(args: Any, machine: Machine, kind: Kind) -> float | None:
+    """What is left of a GPU for attention, roughly; None: by this count nothing is."""
+    settings, shape = Settings(args), kind.shape
+    seq_length = args.seq_length or args.encoder_seq_length
+    if None in (args.vocab_size, args.micro_batch_size, args.num_layers):
+        return machine.memory_gib * GIB * (1 - _SPARE)
+    experts = args.num_experts or 0
+    model = Model(
+        "this model",
+        args.num_layers,
+        args.hidden_size,
+        (args.moe_ffn_hidden_size if experts else None)
+        or args.ffn_hidden_size
+        or 4 * args.hidden_size,
+        args.num_attention_heads,
+        kv_heads_of(args),
+        shape.head_dim,
+        args.vocab_size,
+        gated=bool(args.swiglu),
+        experts=experts,
+        active=args.moe_router_topk if experts else 0,
+        value_dim=shape.value_dim,
+        tied=not args.untie_embeddings_and_output_weights,
+    )
+    ranks = args.tensor_model_parallel_size * args.context_parallel_size
+    data = max(1, args.world_size // ranks // args.pipeline_model_parallel_size)
+    samples = args.global_batch_size or args.micro_batch_size * data
+    split = Split(
+        args.tensor_model_parallel_size,
+        args.context_parallel_size,
+        args.pipeline_model_parallel_size,
+        data,
+        args.expert_model_parallel_size if experts else 1,
+        max(1, samples // data // args.micro_batch_size),
+        "full" if settings.recompute_granularity == "full" else "none",
+        distributed_optimizer=bool(args.use_distributed_optimizer),
+    )
+    others = sum(memory(model, split, args.micro_batch_size * seq_length).values())
+    left = machine.memory_gib * (1 - _SPARE) - others
+    return left * GIB if left > 0 else None
+
+
+def _has_window(args: Any, number: int) -> bool:
+    from megatron.core.transformer.utils import is_layer_window_attention
+
+    settings = Settings(args)
+    return is_layer_window_attention(settings.window_size, settings.window_attn_skip_freq, number)
+
+
+def _softmax(args: Any, seq_length: int) -> Kind:
+    tensor, (head_dim, value_dim) = args.tensor_model_parallel_size, head_dims(args)
+    dtype = _dtype(args)
+    shape = Shape(
+        args.micro_batch_size or 1,
+        seq_length,
+        args.num_attention_heads // tensor,
+        max(1, kv_heads_of(args) // tensor),
+        head_dim,
+        dtype.itemsize,
+        accumulation_dtype(dtype).itemsize,
+        value_dim,
+    )
+    return Kind("full attention", shape, Mask())
+
+
+def _linear(flags: PluginFlags, args: Any, seq_length: int) -> Kind:
+    # Linearized positions double the features of q and k.
+    head_dim = head_dims(args)[1]
+    features = head_dim * (2 if flags.linear_model == "transnormer" else 1)
+    shape = LinearShape(
+        args.micro_batch_size or 1,
+        seq_length,
+        args.num_attention_heads // args.tensor_model_parallel_size,
+        features,
+        head_dim,
+        _dtype(args).itemsize,
+    )
+    return Kind("linear attention", shape, Mask())
+
+
+def _dtype(args: Any) -> torch.dtype:
+    return torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
+
+
+def _nodes(args: Any, gpus_per_node: int) -> tuple[int, ...]:
+    """The node of each rank of the first context-parallel group; tensor parallelism is inside."""
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", min(gpus_per_node, args.world_size)))
+    tensor = args.tensor_model_parallel_size
+    return tuple(rank * tensor // processes for rank in range(args.context_parallel_size))
+
+
+def _layouts(args: Any, *, packed: bool) -> tuple[str, ...]:
+    """Those that Megatron's batches can have."""
+    size, seq_length = args.context_parallel_size, args.seq_length or args.encoder_seq_length
+    if gated_delta_net.is_asked(args) and size > 1:
+        return ("zigzag",)
+    found = tuple(
+        name
+        for name, layout in NAMED.items()
+        if seq_length % layout.multiple(size) == 0
+        and name != PaddedDocuments.name
+        and (packed or not layout.follows_documents)
+    )
+    if not found:
+        every = [ContextParallelConfig(name, size) for name in registry.available("softmax")]
+        min(every, key=lambda one: one.layout.multiple(size)).check_sequence(seq_length)
+    return found
+
+
+def _runs_again(args: Any, flags: PluginFlags) -> bool:
+    """Whether activation recomputation runs attention twice."""
+    recomputes = args.recompute_activations or args.recompute_granularity is not None
+    modules = args.recompute_modules or ["core_attn"]
+    attention = args.recompute_granularity == "full" or "core_attn" in modules
+    return bool(flags.recompute_attention and recomputes and attention)

@@ -1,0 +1,180 @@
+"""What may be chosen for an attention layer: algorithms with their options, by the registry.
+
+Nothing is computed and nothing is sent; refused ones are left out, with the reason.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from itertools import product
+from typing import Literal, NamedTuple, get_args, get_origin, get_type_hints
+
+from megatron_cp_plugin import registry
+from megatron_cp_plugin.core.algorithm import Algorithm
+from megatron_cp_plugin.core.document_layout import PaddedDocuments
+from megatron_cp_plugin.core.layout import Layout
+from megatron_cp_plugin.core.linear import LinearAlgorithm, LinearShape
+from megatron_cp_plugin.core.placement import Placement
+from megatron_cp_plugin.core.plan import PHASES
+from megatron_cp_plugin.core.shape import Shape
+from megatron_cp_plugin.core.tiles import Mask
+from megatron_cp_plugin.core.topology import Topology
+from megatron_cp_plugin.errors import ContextParallelError
+
+Options = tuple[tuple[str, object], ...]
+
+# They change how sums are rounded, which is not for a planner to decide.
+_ROUNDING = frozenset(("gradients", "partials"))
+# Its default is whatever the machine can do.
+_AS_POSSIBLE = frozenset(("transport",))
+# Of options that are numbers, those to try on so many ranks; all others stay at their defaults.
+_NUMBERS: Mapping[str, Callable[[int], list[int]]] = {
+    "chunks": lambda size: [0, 1, 2, 4, 8],
+    "rows": lambda size: _divisors(size),
+    # A team of one rank is the ring, one of all ranks is ulysses.
+    "ulysses": lambda size: _divisors(size)[1:-1],
+}
+
+
+class Question(NamedTuple):
+    """An attention layer and the ranks that compute it.
+
+    Attributes: layouts: names of those that the tokens may have; None: all that need nothing of
+        whoever cuts the batches.
+    """
+
+    shape: Shape
+    mask: Mask
+    topology: Topology
+    layouts: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """An algorithm with options.
+
+    Attributes: options: those that are not at their defaults. placements: of forward and backward;
+        two candidates with equal ones do the same.
+    """
+
+    algo: str
+    options: Options
+    layout: Layout
+    placements: tuple[Placement, ...]
+
+    @property
+    def name(self) -> str:
+        """As on a command line."""
+        return label(self.algo, self.options)
+
+
+class Refusal(NamedTuple):
+    """Why a candidate is none."""
+
+    name: str
+    reason: str
+
+
+def label(algo: str, options: Options) -> str:
+    """An algorithm with its options in words."""
+    return " ".join((algo, *(f"{name}={value}" for name, value in options)))
+
+
+def candidates(question: Question) -> tuple[list[Candidate], list[Refusal]]:
+    """All that serve a layer of softmax attention, each once, in an order that is always the same.
+
+    Of several that do the same the one with the fewest options is taken. Of what an algorithm
+    refuses the first is named; combinations of options that contradict each other are not.
+    """
+    found: dict[tuple[Placement, ...], Candidate] = {}
+    refused: dict[str, Refusal] = {}
+    for algo in registry.available("softmax"):
+        cls = registry.algorithm_class(algo)
+        assert issubclass(cls, Algorithm)
+        for options in _combinations(cls, question.topology.size):
+            layout = cls.layout_for(options)
+            if not _is_open(layout, question):
+                continue
+            given = _given(options)
+            try:
+                candidate = _candidate(cls, options, given, question)
+            except ContextParallelError as error:
+                if len(given) < 2:
+                    refused.setdefault(algo, Refusal(label(algo, given), str(error)))
+                continue
+            found.setdefault(candidate.placements, candidate)
+    return list(found.values()), list(refused.values())
+
+
+def linear_candidates(
+    shape: LinearShape, size: int, layouts: tuple[str, ...] | None
+) -> tuple[list[tuple[str, Options, str]], list[Refusal]]:
+    """The same for linear attention: algorithm, options and name of the layout."""
+    found: list[tuple[str, Options, str]] = []
+    refused: dict[str, str] = {}
+    for algo in registry.available("linear"):
+        cls = registry.algorithm_class(algo)
+        assert issubclass(cls, LinearAlgorithm)
+        for options in _combinations(cls, size):
+            layout, given = cls.layout_for(options).name, _given(options)
+            if layouts is not None and layout not in layouts:
+                continue
+            try:
+                cls.check(options, size=size, heads=shape.heads)
+            except ContextParallelError as error:
+                refused.setdefault(str(error), algo)
+                continue
+            found.append((algo, given, layout))
+    return found, [Refusal(name, why) for why, name in refused.items()]
+
+
+def _candidate(
+    cls: type[Algorithm], options: Algorithm.Options, given: Options, question: Question
+) -> Candidate:
+    """Raises: ContextParallelError if the algorithm cannot serve this."""
+    shape, mask, topology = question.shape, question.mask, question.topology
+    cls.check(
+        options,
+        size=topology.size,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        causal=mask.causal,
+    )
+    algorithm = cls(topology, options).within(mask.documents)
+    if mask.special and not algorithm.windows:
+        raise ContextParallelError(f"{cls.name} does not serve {mask.special}")
+    placements = tuple(algorithm.placement(shape, mask, phase) for phase in PHASES)
+    return Candidate(cls.name, given, algorithm.layout, placements)
+
+
+def _is_open(layout: Layout, question: Question) -> bool:
+    """Whether the tokens may have this layout."""
+    if question.layouts is not None:
+        return layout.name in question.layouts
+    cut_by_callers = layout.name == PaddedDocuments.name
+    return not cut_by_callers and (not layout.follows_documents or bool(question.mask.documents))
+
+
+def _combinations(cls: registry.AnyClass, size: int) -> list[Algorithm.Options]:
+    """Of all values of all options, those with the fewest options first."""
+    defaults, hints = cls.Options(), get_type_hints(cls.Options)
+    names = [field.name for field in fields(cls.Options)]
+    values = [_values(name, hints[name], getattr(defaults, name), size) for name in names]
+    found = [cls.Options(**dict(zip(names, chosen, strict=True))) for chosen in product(*values)]
+    return sorted(found, key=lambda options: len(_given(options)))
+
+
+def _given(options: Algorithm.Options) -> Options:
+    """Those that are not at their defaults."""
+    defaults = vars(type(options)())
+    return tuple((name, value) for name, value in vars(options).items() if value != defaults[name])
+
+
+def _values(name: str, kind: object, default: object, size: int) -> list[object]:
+    """What is tried of an option; switches are for measurements."""
+    if get_origin(kind) is Literal and name not in _ROUNDING | _AS_POSSIBLE:
+        return list(get_args(kind))
+    return list(_NUMBERS[name](size)) if name in _NUMBERS else [default]
+
+
+def _divisors(size: int) -> list[int]:
+    return [n for n in range(1, size + 1) if size % n == 0]

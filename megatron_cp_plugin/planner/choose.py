@@ -1,0 +1,505 @@
+"""The choice of an algorithm: the fastest by the simulator, of all that serve a model and fit.
+
+Everything follows from the question alone, so that all ranks that ask it choose the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from math import inf
+from statistics import median
+from typing import NamedTuple
+
+from megatron_cp_plugin import registry
+from megatron_cp_plugin.core.linear import LinearShape
+from megatron_cp_plugin.core.memory import Alone, peak_of
+from megatron_cp_plugin.core.placement import HeadPlacement
+from megatron_cp_plugin.core.shape import Shape
+from megatron_cp_plugin.core.tiles import Mask
+from megatron_cp_plugin.errors import ConfigError
+from megatron_cp_plugin.kernels.base import kernel_called, kernel_names
+from megatron_cp_plugin.layers import options_by_name
+from megatron_cp_plugin.planner.candidates import (
+    Candidate,
+    Options,
+    Question,
+    Refusal,
+    candidates,
+    label,
+    linear_candidates,
+)
+from megatron_cp_plugin.planner.estimate import Estimate, Estimator
+from megatron_cp_plugin.planner.machine import Machine
+from megatron_cp_plugin.planner.simulate import simulate
+
+# Simulations take time; these keep a choice to a few seconds. In pairs of blocks, and what each
+# simulation takes beside them.
+_WORK, _BESIDE = 1200, 16
+_FEWEST, _SHARE = 4, 80  # simulations: so many at least, or divided by the number of ranks
+_ALGORITHMS = 12  # and layouts, of which the best is simulated in any case
+_NEAR = 1.3  # times the fastest: what an estimate may be off
+_MOST_CELLS, _FEW = 2**16, 16  # pairs of ranks, and ranks, whose memory is looked at
+# Times the best estimate: what is beyond is not worth a closer look; less so of many ranks.
+_FAR, _FAR_OF_MANY, _MANY = 1.6, 1.3, 64
+_ALIKE = 1.002  # times as slow: no reason for further options
+_USUAL = "flash4"  # whose memory stands for that of kernels that are not among ours
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Attention layers of a model that compute alike.
+
+    Attributes: shape: of the whole sequence. count: how many layers.
+    """
+
+    name: str
+    shape: Shape | LinearShape
+    mask: Mask
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the layers run.
+
+    Attributes: nodes: of each context-parallel rank. kernel: name of one that the machine knows.
+        memory_bytes: that attention may take of a GPU; None: whatever it takes.
+    """
+
+    machine: Machine
+    nodes: tuple[int, ...]
+    kernel: str
+    memory_bytes: float | None = None
+
+    @property
+    def peer(self) -> bool:
+        """Whether ranks reach each other's memory."""
+        return self.machine.copy is not None and len(set(self.nodes)) == 1
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one layer takes with one candidate.
+
+    Attributes:
+        forward, backward: seconds. exposed: of these, in which the slowest rank waits for messages.
+        inside, between: bytes that a rank sends in its node, and to others. simulated: it was
+            simulated; otherwise estimated. peak_bytes: of the GPU that needs most; None: unknown.
+    """
+
+    algo: str
+    options: Options
+    layout: str
+    forward: float
+    backward: float
+    exposed: float
+    inside: float
+    between: float
+    simulated: bool = False
+    peak_bytes: int | None = None
+
+    @property
+    def name(self) -> str:
+        """As on a command line."""
+        return label(self.algo, self.options)
+
+    @property
+    def seconds(self) -> float:
+        """Of both passes."""
+        return self.forward + self.backward
+
+
+class Table(NamedTuple):
+    """All candidates of one kind of layers, and why others are none."""
+
+    kind: Kind
+    rows: tuple[Row, ...]
+    refused: tuple[Refusal, ...]
+
+
+@dataclass(frozen=True)
+class Combination:
+    """An algorithm for each kind of layers, which a model can have together.
+
+    Attributes: rows: by kind. lead: number of the kind whose algorithm has the options.
+        seconds: of all layers, both passes.
+    """
+
+    rows: tuple[Row, ...]
+    lead: int
+    seconds: float
+
+    @property
+    def algo(self) -> str:
+        """The algorithm that has the options."""
+        return self.rows[self.lead].algo
+
+    @property
+    def options(self) -> Options:
+        """Those that are not at their defaults."""
+        return self.rows[self.lead].options
+
+    @property
+    def name(self) -> str:
+        """All different rows in words."""
+        return ", ".join(dict.fromkeys(row.name for row in self.rows))
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen, and from what.
+
+    Attributes: combinations: that fit and are served, the fastest first.
+    """
+
+    place: Place
+    tables: tuple[Table, ...]
+    combinations: tuple[Combination, ...]
+    refused: tuple[Refusal, ...]
+
+    @property
+    def best(self) -> Combination:
+        """The one to be taken."""
+        return self.combinations[0]
+
+
+def choose(
+    kinds: Sequence[Kind],
+    place: Place,
+    *,
+    layouts: tuple[str, ...] | None = None,
+    runs_again: bool = False,
+    quick: bool = False,
+    refusal: Callable[[Combination], str | None] = lambda combination: None,
+    among: frozenset[str] | None = None,
+) -> Choice:
+    """Finds the fastest algorithm of each kind of layers.
+
+    Args:
+        layouts: names of those that the tokens may have; None: all that need nothing of whoever
+            cuts the batches.
+        runs_again: activation recomputation runs the forward a second time.
+        quick: nothing is simulated, and memory is not looked at.
+        refusal: why a combination cannot be had, asked of the fastest ones in turn until there are
+            two algorithms that can.
+        among: names of candidates of softmax attention; None: all.
+
+    Raises: ConfigError if none can be had.
+    """
+    topology = Alone(0, place.nodes, peer_access=place.peer)
+    tables = []
+    for kind in kinds:
+        if isinstance(kind.shape, LinearShape):
+            tables.append(_linear_table(kind, kind.shape, place, layouts))
+        else:
+            question = Question(kind.shape, kind.mask, topology, layouts)
+            tables.append(_table(kind, kind.shape, question, place, among, 0 if quick else _WORK))
+    taken: list[Combination] = []
+    refused = [one for table in tables for one in table.refused]
+    found = _ranked(_combined(tables, runs_again))
+    late: list[str] = []
+    for combination in found:
+        reason = None
+        # The best one, and the best of another algorithm.
+        algorithms = {one.algo for one in taken}
+        if not quick and len(algorithms) < 2 and combination.algo not in algorithms:
+            reason = refusal(combination)
+            if reason is None:
+                combination = with_memory(combination, kinds, place)
+                reason = _too_large(combination, place)
+        if reason is None:
+            taken.append(combination)
+        else:
+            refused.append(Refusal(combination.name, reason))
+            late.append(f"{combination.name}: {reason}")
+    first: dict[str, Refusal] = {}  # of each algorithm
+    for one in refused:
+        first.setdefault(one.name.split()[0], one)
+    if not taken:
+        reasons = [f"{one.name}: {one.reason}" for one in first.values()]
+        raise ConfigError(
+            f"auto found no algorithm that serves this and fits, of {len(found)}: "
+            f"{next(iter(late + reasons), 'none has a layout in common with the others')}"
+        )
+    return Choice(place, tuple(tables), tuple(taken), tuple(first.values()))
+
+
+def _table(
+    kind: Kind,
+    shape: Shape,
+    question: Question,
+    place: Place,
+    among: frozenset[str] | None,
+    work: int,
+) -> Table:
+    """Args: work: of all simulations together, at most."""
+    found, refused = candidates(question)
+    found = [one for one in found if among is None or one.name in among]
+    estimates = _estimates(found, _estimator(kind, shape, place))
+    simulated: dict[Candidate, Row] = {}
+    left, seen = list(estimates), set[tuple[str, str]]()
+    ratios = _Ratios()
+    while left and len(simulated) < max(_FEWEST, _SHARE // len(place.nodes)):
+        # The best of several algorithms and layouts, then what may yet be the best of all.
+        new = [one for one in left if (one[0].algo, one[0].layout.name) not in seen]
+        fastest = min((row.seconds for row in simulated.values()), default=inf)
+        if new and len(seen) < _ALGORITHMS:
+            candidate, passes = new[0]
+        else:
+            candidate, passes = min(left, key=lambda one: ratios.of(one[0]) * _seconds(one[1]))
+            if ratios.of(candidate) * _seconds(passes) >= _NEAR * fastest:
+                break
+        left.remove((candidate, passes))
+        seen.add((candidate.algo, candidate.layout.name))
+        needed = _work(candidate, len(place.nodes))
+        if needed <= work:
+            with suppress(ConfigError):  # of many ranks fewer are simulated, which may be too few
+                simulated[candidate] = _simulated(candidate, kind, place)
+                ratios.add(candidate, simulated[candidate].seconds / _seconds(passes))
+                work -= needed
+    rows = [
+        simulated.get(candidate) or _estimated(candidate, passes, ratios.of(candidate))
+        for candidate, passes in estimates
+    ]
+    rows.sort(key=lambda row: (row.seconds, len(row.options), row.name))
+    if among is None:
+        refused += _far_off(found, {row.algo for row in rows}, len(place.nodes))
+    return Table(kind, tuple(rows), tuple(refused))
+
+
+class _Ratios:
+    """How much longer simulations take than estimates say: of an algorithm, or of all."""
+
+    def __init__(self) -> None:
+        self._by_algo: dict[str, list[float]] = {}
+
+    def add(self, candidate: Candidate, ratio: float) -> None:
+        self._by_algo.setdefault(candidate.algo, []).append(ratio)
+
+    def of(self, candidate: Candidate) -> float:
+        every = [ratio for ratios in self._by_algo.values() for ratio in ratios]
+        return median(self._by_algo.get(candidate.algo) or every or [1.0])
+
+
+def _far_off(found: Iterable[Candidate], kept: Collection[str], size: int) -> Iterator[Refusal]:
+    for algo in dict.fromkeys(one.algo for one in found):
+        if algo not in kept:
+            reason = (
+                f"its busiest rank alone takes more than {_far(size)} times as long as the best"
+            )
+            yield Refusal(algo, reason)
+
+
+def _work(candidate: Candidate, size: int) -> int:
+    """Of a simulation, in pairs of blocks: of 16 and 32 ranks where there are more, see there."""
+    placement = candidate.placements[0]
+    members = 1
+    if isinstance(placement, HeadPlacement):
+        members, placement = placement.members, placement.between
+    if size > 16 and placement.assembled:
+        return _BESIDE + 4 * size
+    return _BESIDE + sum(
+        (ranks // members) ** 2 * members for ranks in ((16, 32) if size > 16 else (size,))
+    )
+
+
+def _far(size: int) -> float:
+    return _FAR if size <= _MANY else _FAR_OF_MANY
+
+
+def _seconds(passes: Iterable[Estimate]) -> float:
+    return sum(one.seconds for one in passes)
+
+
+def _estimator(kind: Kind, shape: Shape, place: Place) -> Estimator:
+    return Estimator(shape, kind.mask, place.machine, place.nodes, place.peer, place.kernel)
+
+
+def _estimates(
+    found: Sequence[Candidate], estimator: Estimator
+) -> list[tuple[Candidate, list[Estimate]]]:
+    """Those that are not far from the best, the best first."""
+    rows: list[tuple[float, int, Candidate, list[Estimate]]] = []
+    best, far = inf, _far(len(estimator.nodes))
+    # Algorithms of heads and of grids are quick to look at and seldom bad: they come first.
+    for number, candidate in sorted(enumerate(found), reverse=True):
+        if estimator.least(candidate.placements) > far * best:
+            continue
+        passes = estimator.passes(candidate.placements)
+        seconds = _seconds(passes)
+        best = min(best, seconds)
+        rows.append((seconds, number, candidate, passes))
+    # Of each algorithm the best one is kept, however far.
+    rows.sort(key=lambda row: row[:2])
+    seen: set[str] = set()
+    kept = []
+    for seconds, _, candidate, passes in rows:
+        if seconds <= far * best or candidate.algo not in seen:
+            kept.append((candidate, passes))
+        seen.add(candidate.algo)
+    return kept
+
+
+def _simulated(candidate: Candidate, kind: Kind, place: Place) -> Row:
+    timeline = simulate(
+        candidate.algo,
+        dict(candidate.options),
+        kind.shape,
+        kind.mask,
+        place.machine,
+        place.nodes,
+        kernel=place.kernel,
+    )
+    sent = timeline.bytes
+    return Row(
+        candidate.algo,
+        candidate.options,
+        candidate.layout.name,
+        timeline.forward.seconds,
+        timeline.backward.seconds,
+        timeline.exposed_communication,
+        sent.get("copy", 0) + sent.get("inside", 0),
+        sent.get("between", 0),
+        simulated=True,
+    )
+
+
+def _estimated(candidate: Candidate, passes: Sequence[Estimate], scale: float) -> Row:
+    forward, backward = passes
+    return Row(
+        candidate.algo,
+        candidate.options,
+        candidate.layout.name,
+        forward.seconds * scale,
+        backward.seconds * scale,
+        (forward.exposed + backward.exposed) * scale,
+        forward.inside + backward.inside,
+        forward.between + backward.between,
+    )
+
+
+def _linear_table(
+    kind: Kind, shape: LinearShape, place: Place, layouts: tuple[str, ...] | None
+) -> Table:
+    """Few candidates and quick to simulate: all of them, on the ranks of a few nodes at most."""
+    found, refused = linear_candidates(shape, len(place.nodes), layouts)
+    rows = []
+    for algo, options, layout in found:
+        timeline = simulate(algo, dict(options), shape, kind.mask, place.machine, place.nodes)
+        sent = timeline.bytes
+        rows.append(
+            Row(
+                algo,
+                options,
+                layout,
+                timeline.forward.seconds,
+                timeline.backward.seconds,
+                timeline.exposed_communication,
+                sent.get("copy", 0) + sent.get("inside", 0),
+                sent.get("between", 0),
+                simulated=True,
+            )
+        )
+    rows.sort(key=lambda row: (row.seconds, row.name))
+    return Table(kind, tuple(rows), tuple(refused))
+
+
+def _combined(tables: Sequence[Table], runs_again: bool) -> Iterator[Combination]:
+    """All that a model can have together: one layout, and options for one algorithm."""
+
+    def seconds(rows: Iterable[Row]) -> float:
+        return sum(
+            table.kind.count * (row.seconds + runs_again * row.forward)
+            for table, row in zip(tables, rows, strict=True)
+        )
+
+    if len(tables) == 1:
+        for row in tables[0].rows:
+            yield Combination((row,), 0, seconds((row,)))
+        return
+    for lead, table in enumerate(tables):
+        for row in table.rows:
+            others = [
+                [row] if number == lead else list(_beside(row, other.rows))
+                for number, other in enumerate(tables)
+            ]
+            if all(others):
+                best = tuple(min(rows, key=lambda one: one.seconds) for rows in others)
+                yield Combination(best, lead, seconds(best))
+
+
+def _ranked(combinations: Iterable[Combination]) -> list[Combination]:
+    """The fastest first; of those as good as equal to it, one that was simulated and is simple."""
+    found = sorted(combinations, key=lambda one: (one.seconds, one.name))
+    alike = [one for one in found if one.seconds <= _ALIKE * found[0].seconds]
+
+    def order(one: Combination) -> tuple[int, int, float, str]:
+        estimated = sum(not row.simulated for row in one.rows)
+        return estimated, sum(len(row.options) for row in one.rows), one.seconds, one.name
+
+    alike.sort(key=order)
+    return [*alike, *found[len(alike) :]]
+
+
+def _beside(lead: Row, rows: Iterable[Row]) -> Iterator[Row]:
+    """The rows that other layers can have: the same, or with the options that follow from it."""
+    for row in rows:
+        if row.layout != lead.layout:
+            continue
+        if row.algo == lead.algo:
+            if row.options == lead.options:
+                yield row
+        elif row.options == _following(lead, row.algo):
+            yield row
+
+
+def _following(lead: Row, algo: str) -> Options | None:
+    try:
+        given = options_by_name((lead.algo, algo), lead.algo, lead.options)[algo]
+    except ConfigError:
+        return None
+    return given
+
+
+def with_memory(combination: Combination, kinds: Sequence[Kind], place: Place) -> Combination:
+    """With the peak memory of all rows."""
+    rows = tuple(
+        replace(row, peak_bytes=peak_bytes(row, kind, place))
+        for row, kind in zip(combination.rows, kinds, strict=True)
+    )
+    return replace(combination, rows=rows)
+
+
+def peak_bytes(row: Row, kind: Kind, place: Place) -> int | None:
+    """Of a GPU, beside q, k, v and dout; None: of linear attention, and of very many ranks."""
+    shape, nodes = kind.shape, place.nodes
+    if isinstance(shape, LinearShape) or len(nodes) ** 2 > _MOST_CELLS:
+        return None
+    # The first and the last rank see the least and the most; of many ranks one has to do.
+    ranks = {0, len(nodes) - 1} if len(nodes) <= _FEW else {len(nodes) - 1}
+    found = [
+        peak_of(
+            lambda topology: registry.create(row.algo, topology, dict(row.options)),
+            rank,
+            nodes,
+            shape,
+            kind.mask,
+            kernel_called(place.kernel if place.kernel in kernel_names() else _USUAL),
+            peer_access=place.peer,
+        )
+        for rank in sorted(ranks)
+    ]
+    return max(max(one.forward, one.backward) for one in found)
+
+
+def _too_large(combination: Combination, place: Place) -> str | None:
+    peaks = [row.peak_bytes for row in combination.rows if row.peak_bytes is not None]
+    if place.memory_bytes is None or max(peaks, default=0) <= place.memory_bytes:
+        return None
+    return (
+        f"attention needs {max(peaks) / GIB:.1f} GiB of a GPU, of which it may take "
+        f"{place.memory_bytes / GIB:.1f}"
+    )

@@ -1,0 +1,156 @@
+"""What `megatron-cp plan` prints of a machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+
+from megatron_cp_plugin.core.shape import Shape
+from megatron_cp_plugin.core.tiles import Mask
+from megatron_cp_plugin.errors import ConfigError, nearest
+from megatron_cp_plugin.extras import need
+from megatron_cp_plugin.planner.candidates import Options
+from megatron_cp_plugin.planner.choose import GIB, Kind, Place, choose
+from megatron_cp_plugin.planner.explain import sentence, table
+from megatron_cp_plugin.planner.here import kernel_on, machine_named
+from megatron_cp_plugin.planner.splits import STEP_TOKENS, Job, proposals
+from megatron_cp_plugin.planner.step import MODELS, Split
+from megatron_cp_plugin.registry import AUTO
+from megatron_cp_plugin.text_table import text_table
+
+_PROPOSALS = 10
+
+
+def plan_layer(name: str, size: int, shape: Shape, mask: Mask, path: Path | None) -> None:
+    """Prints which algorithm is the fastest for a layer, and why.
+
+    Args: name: of a machine. size: number of ranks. path: of a run file to write.
+    """
+    machine = machine_named(name)
+    place = Place(machine, machine.nodes(size), kernel_on(machine, AUTO), machine.memory_gib * GIB)
+    choice = choose([Kind("attention", shape, mask)], place)
+    print(table(choice))
+    print(sentence(choice))
+    if path is not None:
+        megatron = {"context_parallel_size": size, "seq_length": shape.seq_len}
+        write_run_file(path, megatron, choice.best.algo, choice.best.options)
+
+
+def plan_model(
+    model: str, tokens: int, gpus: int, name: str, mask: Mask, batch: int | None, path: Path | None
+) -> None:
+    """Prints how to split a model among GPUs.
+
+    Args: name: of a machine. batch: sequences of a step; None: as make some millions of tokens.
+    """
+    if model not in MODELS:
+        raise ConfigError(
+            f"there is no model {model!r}{nearest(model, MODELS)}: use one of {', '.join(MODELS)}, "
+            "or --size, --seq-len and --heads for its attention alone"
+        )
+    machine = machine_named(name)
+    sequences = batch or max(1, STEP_TOKENS // tokens)
+    job = Job(MODELS[model], tokens, gpus, machine, kernel_on(machine, AUTO), mask, sequences)
+    found = proposals(job, _PROPOSALS)
+    best = found[0]
+    print(
+        f"{model}, {gpus} GPUs of {machine.name}, {sequences} sequence{'s' * (sequences > 1)} of "
+        f"{tokens} tokens a step"
+    )
+    headers = ("TP", "CP", "PP", "DP", "EP", "recompute", "s a step", "tokens/s/GPU", "GiB")
+    rows = [
+        (
+            *map(str, (s.tensor, s.context, s.pipeline, s.data, s.expert)),
+            s.recompute,
+            f"{one.step.seconds:.2f}",
+            f"{one.rate:.0f}",
+            f"{one.step.gib:.0f}",
+            one.choice.best.name,
+        )
+        for one in found
+        for s in [one.split]
+    ]
+    print(text_table((*headers, "attention by"), rows, right=(0, 1, 2, 3, 4, 6, 7, 8)))
+    parts = ", ".join(f"{key} {seconds:.2f} s" for key, seconds in best.step.parts.items())
+    print(f"the first: {parts}")
+    memory = ", ".join(f"{key} {gib:.1f}" for key, gib in best.step.memory.items() if gib > 0)
+    print(f"GiB of the GPU that needs most: {memory}")
+    print(table(best.choice))
+    print(sentence(best.choice))
+    if path is not None:
+        chosen = best.choice.best
+        linear = "transnormer" if job.model.linear else None
+        settings = megatron_settings(job, best.split)
+        write_run_file(path, settings, chosen.algo, chosen.options, linear_model=linear)
+
+
+def megatron_settings(job: Job, split: Split) -> dict[str, object]:
+    """Flags of Megatron for a model and its split, but for those of data and tokenizer."""
+    model = job.model
+    settings: dict[str, object] = {
+        "num_layers": model.layers,
+        "hidden_size": model.hidden,
+        "ffn_hidden_size": model.ffn,
+        "num_attention_heads": model.heads,
+        "kv_channels": model.head_dim,
+        "swiglu": model.gated,
+        "disable_bias_linear": True,
+        "normalization": "RMSNorm",
+        "position_embedding_type": "none" if model.linear else "rope",
+        "untie_embeddings_and_output_weights": not model.tied,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "bf16": True,
+        "seq_length": job.tokens,
+        "max_position_embeddings": job.tokens,
+        "micro_batch_size": 1,
+        "global_batch_size": job.sequences,
+        "tensor_model_parallel_size": split.tensor,
+        "context_parallel_size": split.context,
+        "pipeline_model_parallel_size": split.pipeline,
+        "use_distributed_optimizer": True,
+    }
+    if model.kv_heads < model.heads:
+        settings |= {"group_query_attention": True, "num_query_groups": model.kv_heads}
+    if split.tensor > 1:
+        settings["sequence_parallel"] = True
+    if model.experts:
+        settings |= {"num_experts": model.experts, "moe_router_topk": model.active}
+        settings["expert_model_parallel_size"] = split.expert
+    if split.recompute == "full":
+        settings |= {"recompute_granularity": "full", "recompute_method": "uniform"}
+        settings["recompute_num_layers"] = 1
+    return settings
+
+
+def write_run_file(
+    path: Path,
+    megatron: Mapping[str, object],
+    algo: str,
+    options: Options,
+    layers: Sequence[str] = (),
+    linear_model: str | None = None,
+) -> None:
+    """Writes what was chosen as a run file, and says so.
+
+    Args: layers: the algorithm of each, where they have several. linear_model: what layers of
+        linear attention are.
+    """
+    need("megatron", "--yaml", "yaml")
+    import yaml
+
+    chosen: dict[str, object] = {"algo": algo, **dict(options)}
+    if len(set(layers)) > 1:
+        chosen["layers"] = pattern(layers)
+    if linear_model is not None:
+        chosen["linear_model"] = linear_model
+    sections = {"megatron": dict(megatron), "context_parallel": chosen}
+    path.write_text(yaml.safe_dump(sections, sort_keys=False))
+    print(f"wrote {path}")
+
+
+def pattern(layers: Sequence[str]) -> str:
+    """Layers as `layers.parse_layers` reads them."""
+    runs = [(name, len(list(same))) for name, same in groupby(layers)]
+    return ", ".join(name if count == 1 else f"{name}*{count}" for name, count in runs)

@@ -1,0 +1,171 @@
+"""What a choice says: one line for a log, a table for whoever wants to know why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from megatron_cp_plugin.planner.choose import (
+    GIB,
+    Choice,
+    Combination,
+    Kind,
+    Place,
+    Row,
+    choose,
+    peak_bytes,
+)
+from megatron_cp_plugin.planner.machine import Links
+from megatron_cp_plugin.text_table import text_table
+
+_OF_EACH = 3  # candidates of an algorithm that are shown
+_CLEARLY = 1.03  # times as fast: what differs by less would not change the choice
+
+
+def sentence(choice: Choice) -> str:
+    """What was chosen and why, in one line."""
+    best = choice.best
+    exposed = sum(
+        table.kind.count * row.exposed for table, row in zip(choice.tables, best.rows, strict=True)
+    )
+    layers = sum(table.kind.count for table in choice.tables)
+    time = f"{best.seconds * 1e3:.2f} ms for {layers} layers" if layers > 1 else _ms(best.seconds)
+    words = [
+        f"auto chose {described(choice)}: {time} forward and backward, {_ms(exposed)} of it "
+        "waiting for messages"
+    ]
+    others = [one for one in choice.combinations[1:] if one.algo != best.algo]
+    if others:
+        percent = 100 * (others[0].seconds / best.seconds - 1)
+        words.append(f"next best {others[0].name}, {percent:.1f}% slower")
+    rows = [row for table in choice.tables for row in table.rows]
+    simulated = sum(row.simulated for row in rows)
+    words.append(
+        f"of {len(rows)} candidates on {choice.place.machine.name}, {simulated} simulated, "
+        "the others estimated"
+    )
+    return "; ".join(words)
+
+
+def described(choice: Choice) -> str:
+    """Algorithms, by kind of layers where there are several, and layout."""
+    best, tables = choice.best, choice.tables
+    layout = f"({best.rows[0].layout} layout)"
+    if len({row.name for row in best.rows}) == 1:
+        return f"{best.rows[0].name} {layout}"
+    parts = (f"{row.name} for {t.kind.name}" for t, row in zip(tables, best.rows, strict=True))
+    return f"{', '.join(parts)} {layout}"
+
+
+def table(choice: Choice) -> str:
+    """For each kind of layers its candidates, the fastest first; what was refused; what would
+    change the choice.
+    """
+    lines = []
+    for number, (kind, found, _) in enumerate(choice.tables):
+        lines.append(f"{kind.name}, one of {kind.count}:" if kind.count > 1 else f"{kind.name}:")
+        lines.append(_table(choice, number, _shown(found, choice.best.rows[number])))
+    if not all(row.simulated for one in choice.tables for row in one.rows):
+        lines.append("~ estimated, the others simulated; * chosen; MiB that a rank sends")
+    lines += [f"not {name}: {reason}" for name, reason in choice.refused]
+    lines += changes(choice)
+    return "\n".join(lines)
+
+
+def _shown(found: Sequence[Row], chosen: Row) -> list[Row]:
+    """The best ones of each algorithm, and the one that was chosen."""
+    shown: list[Row] = []
+    for row in found:
+        same = [one for one in shown if one.algo == row.algo]
+        alike = any(_figures(one) == _figures(row) for one in same)
+        if row.name == chosen.name or (len(same) < _OF_EACH and not alike):
+            shown.append(row)
+    return shown
+
+
+def _figures(row: Row) -> tuple[object, ...]:
+    return row.layout, row.forward, row.backward, row.inside, row.between
+
+
+def _table(choice: Choice, number: int, rows: Sequence[Row]) -> str:
+    kind, chosen = choice.tables[number].kind, choice.best.rows[number].name
+    known = {one.rows[number].name: one.rows[number].peak_bytes for one in choice.combinations}
+    seen: set[str] = set()
+    cells = []
+    for row in rows:
+        peak = known.get(row.name)
+        if peak is None and row.algo not in seen:
+            peak = peak_bytes(row, kind, choice.place)
+        seen.add(row.algo)
+        cells.append(
+            (
+                f"{row.name} *" if row.name == chosen else row.name,
+                row.layout,
+                f"{'' if row.simulated else '~'}{row.seconds * 1e3:.2f}",
+                f"{row.exposed * 1e3:.2f}",
+                f"{row.inside / 2**20:.1f}",
+                f"{row.between / 2**20:.1f}",
+                "-" if peak is None else f"{peak / GIB:.2f}",
+            )
+        )
+    headers = ("algorithm", "layout", "ms", "exposed", "in node", "between", "peak GiB")
+    return text_table(headers, cells, right=range(2, len(headers)))
+
+
+def changes(choice: Choice) -> list[str]:
+    """What would make another algorithm the fastest, by estimates."""
+    kinds = [table.kind for table in choice.tables]
+    shown = (
+        _shown(one.rows, row) for one, row in zip(choice.tables, choice.best.rows, strict=True)
+    )
+    among = frozenset(row.name for rows in shown for row in rows)
+    lines = []
+    for words, changed, place in _variations(kinds, choice.place):
+        layouts = (choice.best.rows[0].layout,) if len(kinds) > 1 else None
+        others = choose(changed, place, layouts=layouts, quick=True, among=among)
+        same = [one for one in others.combinations if _names(one) == _names(choice.best)]
+        gain = same[0].seconds / others.best.seconds if same else None
+        if others.best.algo != choice.best.algo and (gain is None or gain > _CLEARLY):
+            times = f", {gain:.2f} times as fast" if gain else ""
+            lines.append(f"{words}: {others.best.name}{times}")
+    return lines or ["nothing near changes the choice: half or twice the tokens or the network"]
+
+
+def _names(combination: Combination) -> tuple[str, ...]:
+    return tuple(row.name for row in combination.rows)
+
+
+def _variations(kinds: Sequence[Kind], place: Place) -> Iterator[tuple[str, list[Kind], Place]]:
+    for factor, name in ((0.5, "half"), (2, "twice")):
+        tokens = int(kinds[0].shape.seq_len * factor)
+        if not any(kind.mask.documents for kind in kinds):
+            changed = [replace(k, shape=replace(k.shape, seq_len=tokens)) for k in kinds]
+            yield f"with {name} the tokens", changed, place
+        if len(set(place.nodes)) > 1:
+            machine = replace(
+                place.machine,
+                between=_scaled(place.machine.between, factor),
+                between_total=place.machine.between_total and place.machine.between_total * factor,
+            )
+            yield (
+                f"with {name} the bandwidth between nodes",
+                list(kinds),
+                replace(place, machine=machine),
+            )
+
+
+def _scaled(links: Links, factor: float) -> Links:
+    return Links(
+        replace(links.exchange, bytes_per_second=links.exchange.bytes_per_second * factor),
+        {
+            operation: {
+                count: replace(rate, bytes_per_second=rate.bytes_per_second * factor)
+                for count, rate in rates.items()
+            }
+            for operation, rates in links.collective.items()
+        },
+    )
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f} ms"

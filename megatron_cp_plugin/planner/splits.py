@@ -1,0 +1,150 @@
+"""How to split a model among GPUs: tensor, context, pipeline and data parallelism, ranked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import NamedTuple
+
+from megatron_cp_plugin.core.linear import LinearShape
+from megatron_cp_plugin.core.tiles import Mask, visible_pairs
+from megatron_cp_plugin.errors import ConfigError
+from megatron_cp_plugin.planner.choose import GIB, Choice, Kind, Place, choose
+from megatron_cp_plugin.planner.machine import Machine
+from megatron_cp_plugin.planner.simulate import PASSES, tile_seconds
+from megatron_cp_plugin.planner.step import (
+    Model,
+    Recompute,
+    Split,
+    Step,
+    check_split,
+    nodes_of,
+    only,
+    step,
+)
+from megatron_cp_plugin.planner.trace import Tile
+
+STEP_TOKENS = 2**22  # of a step, where nobody says
+_CLOSER = 6  # whose attention is simulated, and not only estimated
+
+
+class Proposal(NamedTuple):
+    """A way to split a model, and what a step takes then."""
+
+    split: Split
+    choice: Choice
+    step: Step
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second and GPU."""
+        return self.step.tokens / self.step.seconds / self.split.gpus
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be trained.
+
+    Attributes: tokens: of a sequence. sequences: of a step, of all data-parallel ranks.
+    """
+
+    model: Model
+    tokens: int
+    gpus: int
+    machine: Machine
+    kernel: str
+    mask: Mask
+    sequences: int
+
+
+def proposals(job: Job, most: int) -> list[Proposal]:
+    """The fastest ways that fit, the fastest first.
+
+    Args: most: how many, at most.
+
+    Raises: ConfigError if nothing fits.
+    """
+    ways, choices = list(_ways(job)), dict[tuple[int, int], Choice]()
+    open_ = sorted(((_step(job, one, _least(job, one)), one) for one in ways), key=_time)
+    fitting = [(best, split) for best, split in open_ if best.fits(job.machine)]
+    if not fitting:
+        least = min(open_, key=lambda one: one[0].gib, default=None)
+        raise ConfigError(
+            f"{job.model.name} of {job.tokens} tokens does not fit {job.gpus} GPUs of "
+            f"{job.machine.memory_gib:g} GiB"
+            + (f", got {least[0].gib:.0f} GiB at least" if least else "")
+            + ": use more GPUs or fewer tokens"
+        )
+    found: list[tuple[Step, Split]] = []
+    for best, split in fitting:
+        if len(found) >= most and best.seconds > sorted(found, key=_time)[most - 1][0].seconds:
+            break
+        seconds = _choice(job, split, choices, quick=True).best.seconds
+        found.append((_step(job, split, seconds), split))
+    found.sort(key=_time)
+    closer: dict[tuple[int, int], Choice] = {}
+    made = []
+    for _, split in found[: 2 * most]:
+        if len(closer) < _CLOSER or (split.tensor, split.context) in closer:
+            choice = _choice(job, split, closer, quick=False)
+            gib = max(row.peak_bytes or 0 for row in choice.best.rows) / GIB
+            taken = _step(job, split, choice.best.seconds, gib)
+            if taken.fits(job.machine):
+                made.append(Proposal(split, choice, taken))
+    made.sort(key=lambda one: (-one.rate, one.split.tensor * one.split.pipeline))
+    return made[:most]
+
+
+def _time(one: tuple[Step, Split]) -> tuple[float, int, int]:
+    found, split = one
+    return found.seconds, split.tensor * split.pipeline, split.context
+
+
+def _ways(job: Job) -> Iterator[Split]:
+    """All that the model, the tokens and the GPUs let."""
+    powers = [2**n for n in range(job.gpus.bit_length())]
+    experts = [1, *(n for n in powers[1:] if job.model.experts and job.model.experts % n == 0)]
+    for tensor, context, pipeline, expert in product(powers, powers, powers, experts):
+        ranks = tensor * context * pipeline
+        if tensor > job.machine.gpus_per_node or job.gpus % ranks:
+            continue
+        data = job.gpus // ranks
+        if job.sequences % data or (data * context) % expert:
+            continue
+        recomputes: tuple[Recompute, ...] = ("none", "full")
+        for recompute in recomputes:
+            split = Split(tensor, context, pipeline, data, expert, job.sequences // data, recompute)
+            try:
+                check_split(job.model, split, job.tokens)
+            except ConfigError:
+                continue
+            if job.tokens % (2 * context * tensor) == 0:
+                yield split
+
+
+def _step(job: Job, split: Split, seconds: float, gib: float = 0.0) -> Step:
+    """Args: seconds: of one layer's attention."""
+    return step(
+        job.model, split, job.tokens, job.machine, attention=only(seconds), attention_gib=gib
+    )
+
+
+def _least(job: Job, split: Split) -> float:
+    """Seconds of a layer's attention if nothing is waited for."""
+    shape = job.model.shape(job.tokens, split.tensor)
+    if isinstance(shape, LinearShape):
+        return 0.0
+    pairs = visible_pairs(job.tokens, job.mask)
+    sizes = shape.heads, shape.kv_heads, shape.head_dim, shape.value_dim
+    tiles = (Tile(p, 1, job.tokens, job.tokens, pairs, *sizes, job.mask.causal) for p in PASSES)
+    return sum(tile_seconds(job.machine, job.kernel, tile) for tile in tiles) / split.context
+
+
+def _choice(job: Job, split: Split, known: dict[tuple[int, int], Choice], *, quick: bool) -> Choice:
+    key = split.tensor, split.context
+    if key not in known:
+        kind = Kind("attention", job.model.shape(job.tokens, split.tensor), job.mask)
+        place = Place(job.machine, nodes_of(split, job.machine), job.kernel)
+        known[key] = choose([kind], place, quick=quick)
+    return known[key]

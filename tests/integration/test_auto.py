@@ -1,0 +1,197 @@
+"""`--context-parallel-algo auto`: a name takes its place before anything asks for one."""
+
+import argparse
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from megatron.training.arguments import add_megatron_arguments
+
+from megatron_cp_plugin import registry
+from megatron_cp_plugin.core.tiles import Mask
+from megatron_cp_plugin.errors import ConfigError, ContextParallelError
+from megatron_cp_plugin.integration.args import PluginFlags, add_arguments, split_flags
+from megatron_cp_plugin.integration.auto import resolve
+from megatron_cp_plugin.integration.checks import check_arguments
+from megatron_cp_plugin.integration.yaml_config import yaml_to_argv
+from megatron_cp_plugin.planner.command import megatron_settings, write_run_file
+from megatron_cp_plugin.planner.machine import Host, Machine
+from megatron_cp_plugin.planner.splits import Job
+from megatron_cp_plugin.planner.step import MODELS, Split
+
+CPU = torch.device("cpu")
+Choosing = Callable[..., tuple[PluginFlags, list[str]]]
+TINY = "--num-layers 4 --hidden-size 64 --num-attention-heads 8 --seq-length 64 "
+TINY += "--attention-dropout 0 --position-embedding-type rope --micro-batch-size 1 "
+LLAMA = "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --bf16 --swiglu "
+LLAMA += "--group-query-attention --num-query-groups 8 --attention-dropout 0 "
+LLAMA += "--position-embedding-type rope --micro-batch-size 1 "
+WINDOWS = "--window-size 1023,0 --window-attn-skip-freq 4"
+
+
+@pytest.fixture(scope="module")
+def parser() -> argparse.ArgumentParser:
+    return add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+
+
+@pytest.fixture
+def choose(
+    parser: argparse.ArgumentParser, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Choosing:
+    # Its kernels are fast, so that messages decide; calibrated ones may change.
+    machine = Machine.load("h200_nvlink")
+    replace(machine, host=Host()).save(tmp_path / "machine.yaml")
+
+    def of(
+        words: str, size: int, world_size: int = 0, **more: str
+    ) -> tuple[PluginFlags, list[str]]:
+        given = ["--context-parallel-algo", "auto", "--cp-machine", str(tmp_path / "machine.yaml")]
+        given += [f"--context-parallel-size={size}", *words.split()]
+        for name, value in more.items():
+            given += [f"--cp-{name.replace('_', '-')}", value]
+        flags, rest = split_flags(given)
+        flags.check()
+        args = parser.parse_args(rest)
+        args.world_size = world_size or size
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(min(8, args.world_size)))
+        named, said = resolve(flags, args, CPU)
+        assert not named.is_auto
+        check_arguments(args, named.config(size), CPU)  # what comes next finds nothing to refuse
+        assert resolve(flags, args, CPU) == (named, said)
+        return named, said
+
+    return of
+
+
+def test_models_differ_and_so_do_choices(choose: Choosing) -> None:
+    """Heads enough; nodes of one GPU each that have all of a rank's heads; linear attention."""
+    one, _ = choose(LLAMA + "--seq-length 65536", 8)
+    far, _ = choose(LLAMA + "--seq-length 131072 --tensor-model-parallel-size 8", 8, 64)
+    linear = TINY.replace("rope", "none") + "--cp-linear-model transnormer"
+    states, _ = choose(linear, 4)
+    assert len({one.algo, far.algo, states.algo}) == 3
+    assert one.algo == "ulysses"
+    assert registry.kind_of(states.algo) == "linear"
+
+
+def test_layers_that_differ_have_algorithms_of_their_own(choose: Choosing) -> None:
+    named, (said,) = choose(LLAMA + "--seq-length 65536 " + WINDOWS, 8)
+    assert "windows of 1024 tokens" in said or not named.layers
+    if named.layers:
+        assert len(named.layers) == 32
+        full = {named.layers[number] for number in range(3, 32, 4)}
+        assert len(full) == 1
+    whole, _ = choose(LLAMA + "--seq-length 65536", 8)
+    assert whole.layers == ()
+
+
+def test_a_hybrid_of_both_kinds(choose: Choosing) -> None:
+    named, (said,) = choose(TINY, 4, layers="linear*3, softmax", linear_model="transnormer")
+    kinds = [registry.kind_of(named.config(4).algo_of_layer(n)) for n in (1, 2, 3, 4)]
+    assert kinds == ["linear", "linear", "linear", "softmax"]
+    assert "linear attention" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "size"),
+    [
+        (TINY, 1),
+        (TINY + "--seq-length 68", 4),  # no multiple of 2P
+        (TINY + "--num-attention-heads 2", 4),  # fewer heads than ranks
+        (TINY + "--dataloader-inter-document-masking", 4),
+        (TINY + "--multi-latent-attention --no-rope-fusion", 4),
+        (LLAMA + "--seq-length 131072 --recompute-granularity full", 8),
+    ],
+)
+def test_what_is_chosen_is_served(choose: Choosing, words: str, size: int) -> None:
+    """`choose` itself checks it, and that it is the same again."""
+    choose(words, size)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            TINY + "--attention-dropout 0.1",
+            r"--context-parallel-algo \w+ does not serve attention dr",
+        ),
+        (TINY + "--num-attention-heads 9", "num_attention_heads must be divisible by tensor_model"),
+        (TINY.replace("--hidden-size 64", ""), "auto needs the size of the model, got no --hidden"),
+        (TINY + "--window-size 8,8", "--window-size needs LEFT,0"),
+        (TINY + "--cp-options chunks=2", "auto chooses options too, got --cp-options chunks=2"),
+        (TINY + "--cp-layers zigzag", "layers whose algorithms auto chooses are softmax or linear"),
+        (TINY + "--cp-layers linear,softmax", "choose --cp-linear-model transnormer or"),
+        (TINY + "--cp-comm-type a2a", "means ulysses, got also --context-parallel-algo auto"),
+        (TINY + "--cp-mean-document 0", "--cp-mean-document must be at least 1"),
+        (TINY + "--cp-machine h300", "there is no machine 'h300'"),
+        (TINY + "--seq-length 61", r"\w+ needs seq_length divisible by"),
+    ],
+)
+def test_refusals_are_those_of_a_named_algorithm(
+    choose: Choosing, words: str, message: str
+) -> None:
+    tensor = " --tensor-model-parallel-size 2" if "heads 9" in words else ""
+    with pytest.raises(ContextParallelError, match=message) as error:
+        choose(words + tensor, 4, 8)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("flag", ["--cp-machine h200", "--cp-explain", "--cp-mean-document 8"])
+def test_what_is_for_a_choice_needs_one(flag: str) -> None:
+    flags, _ = split_flags(f"--context-parallel-algo zigzag {flag}".split())
+    with pytest.raises(ConfigError, match="is for a choice, got algorithm zigzag"):
+        flags.check()
+
+
+def test_the_log_says_what_was_assumed_and_explains(choose: Choosing) -> None:
+    _, (said,) = choose(TINY + "--dataloader-inter-document-masking", 4)
+    assert "documents of 4096 tokens in the mean, by default" in said
+    _, said = choose(TINY + "--dataloader-inter-document-masking --cp-explain", 4)
+    assert "│ algorithm " in said[1]
+    _, (said,) = choose(TINY + "--dataloader-inter-document-masking", 4, mean_document="16")
+    assert "in the mean" not in said
+
+
+@pytest.mark.slow
+def test_a_model_leaves_memory_for_attention(choose: Choosing) -> None:
+    """8B on 8 GPUs: at 448K tokens so little is left that the fastest one does not fit."""
+    words = LLAMA + "--vocab-size 128256 --ffn-hidden-size 14336 --use-distributed-optimizer "
+    words += "--recompute-granularity full --untie-embeddings-and-output-weights --cp-explain "
+    fast, (_, table) = choose(words + "--seq-length 262144", 8)
+    assert "attention needs" not in table
+    small, (_, table) = choose(words + "--seq-length 458752", 8)
+    assert f"not {fast.algo}: attention needs" in table
+    assert (small.algo, small.options) != (fast.algo, fast.options)
+
+
+@pytest.mark.parametrize("name", ["llama3-8b", "qwen3-30b-a3b", "tnl-1b"])
+def test_written_choices_are_run_files(tmp_path: Path, name: str) -> None:
+    """`plan --model --yaml` names flags that Megatron has, and options that the algorithm has."""
+    machine = Machine.load("h100_400g")
+    split = Split(2, 4, 2, 2, 2 if MODELS[name].experts else 1, 4, "full")
+    job = Job(MODELS[name], 65536, 32, machine, "flash4", Mask(), 8)
+    options: tuple[tuple[str, object], ...] = (("route", "straight"), ("chunks", 2))
+    settings = megatron_settings(job, split)
+    write_run_file(tmp_path / "run.yaml", settings, "zigzag", options)
+    parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    words = yaml_to_argv(tmp_path / "run.yaml", add_arguments(parser))
+    flags, rest = split_flags(words)
+    assert (flags.algo, dict(flags.options)) == ("zigzag", {"route": "straight", "chunks": "2"})
+    args = parser.parse_args(rest)
+    assert (args.hidden_size, args.context_parallel_size) == (MODELS[name].hidden, 4)
+    assert (args.num_experts or 0) == MODELS[name].experts
+
+
+def test_the_door_takes_names_alone(group: object) -> None:
+    from megatron.core import parallel_state
+
+    from megatron_cp_plugin.integration.door import install
+
+    parallel_state.initialize_model_parallel()
+    try:
+        with pytest.raises(ConfigError, match="chooses for a model that a command line describes"):
+            install("auto")
+    finally:
+        parallel_state.destroy_model_parallel()

@@ -1,0 +1,227 @@
+"""What is chosen of what, and what never is."""
+
+import time
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_cp_plugin import registry
+from megatron_cp_plugin.config import ContextParallelConfig
+from megatron_cp_plugin.core.algorithm import Algorithm
+from megatron_cp_plugin.core.documents import random_documents
+from megatron_cp_plugin.core.linear import LinearShape
+from megatron_cp_plugin.core.memory import Alone
+from megatron_cp_plugin.core.placement import HeadPlacement
+from megatron_cp_plugin.core.shape import Shape
+from megatron_cp_plugin.core.tiles import Mask
+from megatron_cp_plugin.errors import ConfigError
+from megatron_cp_plugin.layers import options_by_name
+from megatron_cp_plugin.planner.candidates import Question, candidates
+from megatron_cp_plugin.planner.choose import GIB, Choice, Kind, Place, choose
+from megatron_cp_plugin.planner.estimate import Estimator
+from megatron_cp_plugin.planner.explain import sentence, table
+from megatron_cp_plugin.planner.machine import Machine
+from megatron_cp_plugin.planner.simulate import simulate
+
+H200 = Machine.load("h200_nvlink")
+GQA = Shape(1, 16384, 16, 4, 64)
+
+
+def place(size: int, machine: Machine = H200, per_node: int = 8, gib: float = 0.0) -> Place:
+    nodes = tuple(rank // per_node for rank in range(size))
+    return Place(machine, nodes, next(iter(machine.kernels)), gib * GIB or None)
+
+
+def of_one(shape: Shape, size: int, mask: Mask | None = None, **how: object) -> Choice:
+    return choose([Kind("attention", shape, mask or Mask())], place(size), **how)  # type: ignore[arg-type]
+
+
+shapes = st.builds(
+    lambda heads, ratio, per_rank: (heads * ratio, heads, per_rank),
+    st.sampled_from([1, 2, 3, 8]),
+    st.sampled_from([1, 2, 6]),
+    st.sampled_from([1, 7, 64]),
+)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.data(), st.integers(1, 12), shapes, st.integers(1, 6))
+def test_candidates_serve_and_differ(
+    data: st.DataObject, size: int, shape: tuple[int, int, int], per_node: int
+) -> None:
+    heads, kv_heads, per_rank = shape
+    tokens = size * per_rank
+    masks = [Mask(), Mask(causal=False), Mask(window=max(1, tokens // 4))]
+    if tokens > 4:
+        masks.append(Mask(documents=(tokens // 3, tokens // 2)))
+    mask, nodes = data.draw(st.sampled_from(masks)), tuple(r // per_node for r in range(size))
+    question = Question(
+        Shape(1, tokens, heads, kv_heads, 16), mask, Alone(0, nodes, peer_access=True)
+    )
+    found, refused = candidates(question)
+    assert found
+    assert len({one.placements for one in found}) == len(found)
+    assert candidates(question) == (found, refused)
+    for one in found:
+        cls = registry.algorithm_class(one.algo)
+        options = registry.read_options(one.algo, dict(one.options))
+        assert issubclass(cls, Algorithm)
+        cls.check(options, size=size, heads=heads, kv_heads=kv_heads, causal=mask.causal)
+        assert cls.windows or not mask.special
+        assert registry.layout_of(one.algo, dict(one.options)).name == one.layout.name
+    for refusal in refused:
+        assert refusal.name.split()[0] in registry.available("softmax")
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 6, 9])
+def test_a_rank_finds_all_its_pairs(size: int) -> None:
+    """`pairs_of` leaves none out of those that `place` gives a rank."""
+    nodes = tuple(rank // 3 for rank in range(size))
+    question = Question(Shape(1, 64 * size, 12, 12, 16), Mask(), Alone(0, nodes, peer_access=True))
+    for one in candidates(question)[0]:
+        for placement in one.placements:
+            if isinstance(placement, HeadPlacement):
+                placement = placement.between
+            every = range(placement.size)
+            for rank in every:
+                pairs = {
+                    (q, k)
+                    for q in every
+                    for k in every
+                    if any(place.rank == rank for place in placement.place(q, k))
+                }
+                assert pairs <= set(placement.pairs_of(rank)), one.name
+
+
+@pytest.mark.parametrize(("size", "per_node"), [(4, 8), (4, 2)])
+def test_estimates_are_near_simulations(size: int, per_node: int) -> None:
+    """So near that the one that is the fastest by a simulation is not left out."""
+    shape, where = Shape(1, size * 8192, 32, 8, 128), place(size, per_node=per_node)
+    found, _ = candidates(Question(shape, Mask(), Alone(0, where.nodes, peer_access=where.peer)))
+    estimator = Estimator(shape, Mask(), H200, where.nodes, where.peer, where.kernel)
+    for one in found[:: len(found) // 12]:
+        estimated = sum(passed.seconds for passed in estimator.passes(one.placements))
+        assert estimator.least(one.placements) <= 1.02 * estimated
+        made = simulate(one.algo, dict(one.options), shape, Mask(), H200, where.nodes)
+        assert estimated == pytest.approx(made.seconds, rel=0.35), one.name
+
+
+def test_the_fastest_is_taken_and_the_table_is_sorted() -> None:
+    choice = of_one(Shape(1, 65536, 32, 8, 128), 8)
+    (found,) = choice.tables
+    assert [row.seconds for row in found.rows] == sorted(row.seconds for row in found.rows)
+    assert choice.best.seconds <= 1.002 * found.rows[0].seconds
+    assert choice.best.rows[0].simulated
+    text = table(choice)
+    times = [line.split("│")[3].strip(" ~") for line in text.splitlines() if line.startswith("│")]
+    assert times[0] == "ms"
+    assert [float(time) for time in times[1:]] == sorted(map(float, times[1:]))
+    assert text.count(" * ") == 2  # the chosen row, and what the star means
+    assert sentence(choice).startswith(f"auto chose {choice.best.name} (")
+    assert "\n" not in sentence(choice)
+
+
+def test_the_same_question_has_the_same_answer() -> None:
+    assert of_one(GQA, 4) == of_one(GQA, 4)
+
+
+def test_what_cannot_be_had_is_named() -> None:
+    choice = of_one(Shape(1, 16384, 6, 2, 64), 4)
+    reasons = {one.name: one.reason for one in choice.refused}
+    assert "divisible by the 4 ranks" in reasons["ulysses"]
+    assert choice.best.algo != "ulysses"
+    with pytest.raises(ConfigError, match="auto found no algorithm that serves this and fits"):
+        of_one(GQA, 4, refusal=lambda combination: "not today")
+
+
+def test_what_is_refused_later_is_not_taken() -> None:
+    first = of_one(GQA, 4)
+    other = of_one(GQA, 4, refusal=lambda one: "no" if one.algo == first.best.algo else None)
+    assert other.best.algo != first.best.algo
+    assert (first.best.name, "no") in other.refused
+
+
+def test_what_does_not_fit_is_not_taken() -> None:
+    kinds = [Kind("attention", Shape(1, 2**17, 32, 32, 128), Mask())]
+    free = choose(kinds, place(4))
+    peak = free.best.rows[0].peak_bytes
+    assert peak is not None
+    tight = choose(kinds, replace(place(4), memory_bytes=peak * 0.95))
+    assert tight.best.rows[0].peak_bytes is not None
+    assert tight.best.rows[0].peak_bytes <= peak * 0.95
+    assert any("attention needs" in one.reason for one in tight.refused)
+    with pytest.raises(ConfigError, match="attention needs"):
+        choose([Kind("attention", GQA, Mask())], replace(place(2), memory_bytes=1.0))
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+def test_a_layout_that_is_given_is_kept(layout: str) -> None:
+    choice = of_one(GQA, 4, layouts=(layout,))
+    assert {row.layout for row in choice.tables[0].rows} == {layout}
+
+
+def test_documents_may_have_their_own_layout() -> None:
+    topology = Alone(0, (0,) * 4, peer_access=True)
+    documents = Mask(documents=random_documents(GQA.seq_len, 1024))
+    layouts = [
+        {one.layout.name for one in candidates(Question(GQA, mask, topology))[0]}
+        for mask in (Mask(), documents)
+    ]
+    assert layouts == [{"zigzag", "contiguous", "cyclic"}, {*layouts[0], "documents"}]
+
+
+def test_layers_of_several_kinds_go_together() -> None:
+    """One layout, and the options that the run's configuration gives all but one of them."""
+    kinds = [
+        Kind("full", GQA, Mask(), 2),
+        Kind("windows", GQA, Mask(window=256), 6),
+        Kind("linear", LinearShape(1, GQA.seq_len, 16, 64, 64), Mask(), 8),
+    ]
+    choice = choose(kinds, place(4))
+    for one in choice.combinations[:50]:
+        assert len({row.layout for row in one.rows}) == 1
+        names = [row.algo for row in one.rows]
+        for row in one.rows:
+            expected = options_by_name(names, one.algo, one.options)[row.algo]
+            assert row.options == expected
+        layers = (names[0], names[1], names[2])
+        config = ContextParallelConfig(
+            one.algo, 4, options=one.options, layers=layers, linear_model="transnormer"
+        )
+        config.check_layers()
+    taken = sum(kind.count * row.seconds for kind, row in zip(kinds, choice.best.rows, strict=True))
+    assert choice.best.seconds == pytest.approx(taken)
+    alone = [choose([kind], place(4)).best.seconds for kind in kinds]
+    assert choice.best.seconds >= sum(alone) * 0.999
+
+
+def test_a_slow_network_changes_the_choice() -> None:
+    """Between nodes of one GPU heads cannot be split without the network."""
+    slow = replace(
+        H200,
+        between=replace(
+            H200.between,
+            exchange=replace(H200.between.exchange, bytes_per_second=2e9),
+            collective={},
+        ),
+    )
+    shape = Shape(1, 8 * 8192, 8, 8, 128)
+    near = choose([Kind("attention", shape, Mask())], place(8))
+    far = choose([Kind("attention", shape, Mask())], place(8, slow, per_node=1))
+    assert far.best.seconds > 1.5 * near.best.seconds
+    assert far.best.rows[0].between > 0
+    assert near.best.rows[0].between == 0
+    in_pairs = choose([Kind("attention", shape, Mask())], place(8, slow, per_node=4))
+    assert in_pairs.best.rows[0].between < far.best.rows[0].between
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [128, 1024])
+def test_many_ranks_take_seconds(size: int) -> None:
+    of_one(GQA, 2)  # torch's imports
+    begun = time.process_time()
+    choice = of_one(Shape(1, size * 4096, 32, 8, 128), size)
+    assert time.process_time() - begun < 10  # less than 5 on a CPU that nobody else uses
+    assert len(choice.combinations) > 10

@@ -1,0 +1,85 @@
+"""`megatron-cp plan` with a machine: what it prints, writes and refuses."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megatron_cp_plugin import cli, registry
+from megatron_cp_plugin.core.tiles import Mask
+from megatron_cp_plugin.layers import parse_layers
+from megatron_cp_plugin.planner.command import megatron_settings, pattern
+from megatron_cp_plugin.planner.here import machine_here, machine_named
+from megatron_cp_plugin.planner.machine import Machine
+from megatron_cp_plugin.planner.splits import Job, proposals
+from megatron_cp_plugin.planner.step import MODELS
+
+LAYER = "plan --size 4 --seq-len 32K --heads 8 --kv-heads 2 --machine h200"
+
+
+def test_a_layer(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    assert cli.main([*LAYER.split(), "--yaml", str(path)]) == 0
+    *_, said, wrote = capsys.readouterr().out.splitlines()
+    assert said.startswith("auto chose ")
+    assert wrote == f"wrote {path}"
+    written = yaml.safe_load(path.read_text())
+    assert written["megatron"] == {"context_parallel_size": 4, "seq_length": 32768}
+    algo = written["context_parallel"].pop("algo")
+    registry.read_options(algo, written["context_parallel"])
+    assert said.removeprefix("auto chose ").startswith(algo)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (f"{LAYER} --algo zigzag", "--machine tries all algorithms and options: leave --algo out"),
+        (LAYER.replace("h200", "h300"), "there is no machine 'h300'"),
+        (LAYER.replace("--machine h200", "--yaml x.yaml"), "needs --machine, got none"),
+        ("plan --size 4", "plan needs --size, --seq-len and --heads, or --model, got no --seq-len"),
+        ("plan --model llama3-8b --tokens 8K --gpus 8", "got no --machine"),
+        ("plan --model llama3-8 --tokens 8K --gpus 8 --machine h100", "did you mean 'llama3-8b'?"),
+        (
+            "plan --model llama3-8b --tokens 8K --gpus 8 --machine h100 --heads 8",
+            "--model brings its own sizes, got --heads",
+        ),
+        (
+            "plan --model llama3-405b --tokens 128K --gpus 8 --machine h100",
+            "does not fit 8 GPUs of 80 GiB",
+        ),
+    ],
+)
+def test_mistakes(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(words.split()) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line
+
+
+def test_ways_to_split_a_model_are_ranked_and_fit() -> None:
+    machine = machine_named("h100")
+    kernel = next(iter(machine.kernels))
+    job = Job(MODELS["llama3-8b"], 65536, 8, machine, kernel, Mask(), 8)
+    found = proposals(job, 4)
+    assert 1 < len(found) <= 4
+    assert [one.rate for one in found] == sorted((one.rate for one in found), reverse=True)
+    for one in found:
+        assert one.split.gpus == 8
+        assert one.step.fits(machine)
+        assert one.step.memory["attention"] > 0
+        settings = megatron_settings(job, one.split)
+        assert settings["context_parallel_size"] == one.split.context
+        assert settings["num_query_groups"] == 8
+
+
+def test_machines_by_their_gpu() -> None:
+    assert machine_here(None, "NVIDIA H100 80GB HBM3")[0] == Machine.load("h100_400g")
+    assert machine_here(None, "NVIDIA A800-SXM4-80GB")[0] == Machine.load("a800_4x200g")
+    found, how = machine_here(None, "NVIDIA T4")
+    assert found == Machine.load("h200_nvlink")
+    assert how == "by default, for no machine is known for NVIDIA T4: name yours"
+    assert machine_here("h100", "NVIDIA T4") == (Machine.load("h100_400g"), "as it was named")
+
+
+@pytest.mark.parametrize("layers", [("lasp2",) * 7 + ("zigzag",), ("ring", "zigzag") * 2])
+def test_patterns_are_read_back(layers: tuple[str, ...]) -> None:
+    assert parse_layers(pattern(layers)) == layers

@@ -1,0 +1,79 @@
+"""`algo="auto"`: what is chosen, by whom, and what never is."""
+
+import logging
+
+import pytest
+import torch
+
+import megatron_cp_plugin as cp
+from megatron_cp_plugin.core.topology import Topology
+from megatron_cp_plugin.core.virtual import run_virtual
+from megatron_cp_plugin.errors import ConfigError, ContextParallelError
+from tests.oracle import naive_attention
+
+
+def tensors(tokens: int) -> tuple[torch.Tensor, ...]:
+    torch.manual_seed(0)
+    return tuple(torch.randn(1, tokens, n, 16, dtype=torch.float64) for n in (8, 4, 4))
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+def test_a_call_is_right_and_chosen_once(layout: str, caplog: pytest.LogCaptureFixture) -> None:
+    q, k, v = tensors(64)
+
+    def job(topology: Topology) -> torch.Tensor:
+        how = {"algo": "auto", "group": topology, "layout": layout}
+        shards = [cp.shard(x, 1, **how) for x in (q, k, v)]
+        cp.attention(*shards, **how)
+        return cp.unshard(cp.attention(*shards, **how), 1, **how)
+
+    with caplog.at_level(logging.INFO):
+        for whole in run_virtual(4, job):
+            expected = naive_attention(q, k, v, causal=True, scale=0.25)
+            torch.testing.assert_close(whole, expected, rtol=1e-10, atol=1e-10)
+    said = [r.getMessage() for r in caplog.records if r.getMessage().startswith("auto chose ")]
+    assert len(said) == 1
+    assert f"({layout} layout)" in said[0]
+
+
+def test_what_auto_does_not_take() -> None:
+    q, k, v = tensors(8)
+    with pytest.raises(ConfigError, match="has no option 'chunks': it takes layout, machine"):
+        cp.attention(q, k, v, algo="auto", chunks=2)
+    with pytest.raises(ConfigError, match=r"got 'zigzg' \(did you mean 'zigzag'\?\)"):
+        cp.shard(q, 1, algo="auto", layout="zigzg")
+    with pytest.raises(ConfigError, match=r"no option 'layot' \(did you mean 'layout'\?\)"):
+        cp.shard(q, 1, algo="auto", layot="contiguous")
+    with pytest.raises(ConfigError, match="no machine 'h300'"):
+        cp.attention(q, k, v, algo="auto", machine="h300")
+
+
+def test_ranks_that_ask_otherwise_are_told() -> None:
+    q, k, v = tensors(64)
+
+    def job(topology: Topology) -> None:
+        window = 8 + topology.rank
+        how = {"algo": "auto", "group": topology}
+        shards = [cp.shard(x, 1, **how) for x in (q, k, v)]
+        cp.attention(*shards, window=window, **how)
+
+    with pytest.raises(ContextParallelError, match="all ranks need the same choice of auto"):
+        run_virtual(2, job)
+
+
+def test_what_is_tried_is_not_counted() -> None:
+    """The simulator runs the algorithms' own code, whose messages go nowhere."""
+    q, k, v = tensors(96)
+
+    def job(topology: Topology) -> list[int]:
+        how = {"algo": "auto", "group": topology}
+        shards = [cp.shard(x, 1, **how) for x in (q, k, v)]
+        sent = []
+        for _ in range(2):
+            with cp.record_communication() as log:
+                cp.attention(*shards, **how)
+            sent.append(log.bytes(rank=topology.rank))
+        return sent
+
+    for first, second in run_virtual(2, job):
+        assert first == second > 0
