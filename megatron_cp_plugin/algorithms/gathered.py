@@ -16,7 +16,7 @@ from megatron_cp_plugin.core.partial import accumulation_dtype
 from megatron_cp_plugin.core.plan import Move, Plan
 from megatron_cp_plugin.core.program import during
 from megatron_cp_plugin.core.rows import positions_of, row_count
-from megatron_cp_plugin.core.team import GatheringTeam, Packing, Team
+from megatron_cp_plugin.core.team import GatheringTeam, Team, Travelling
 from megatron_cp_plugin.core.tile_batches import Part, parts
 from megatron_cp_plugin.core.topology import Topology
 
@@ -83,7 +83,7 @@ class Gathered:
 
 def _order(
     plan: Plan, moves: Sequence[Move], members: Sequence[int], own: int, *, of_keys: bool
-) -> tuple[Assembly, Packing | None]:
+) -> tuple[Assembly, Travelling | None]:
     """The tokens that a rank has in the end, and what travels of its own.
 
     Args: moves: from or to it. members: whose blocks they are, in the order of the channel. own:
@@ -101,7 +101,7 @@ def _order(
         plan.spans[owner] if owner == own else positions_of(plan.spans[owner], rows[owner])
         for owner in members
     )
-    return assemble(list(spans), width), Packing(members.index(own), rows[own])
+    return assemble(list(spans), width), Travelling(members.index(own), rows[own])
 
 
 def transposed(

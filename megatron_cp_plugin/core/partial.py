@@ -27,7 +27,7 @@ class RowIndex(NamedTuple):
     of: Tensor | None = None
 
 
-Rows = slice | RowIndex
+SomeRows = slice | RowIndex
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -91,7 +91,7 @@ def _sum_into(out: Tensor, a: Tensor, b: Tensor | None = None) -> None:
         out.copy_(a.to(wide) + b.to(wide))
 
 
-def _add_rows(total: Tensor, rows: Rows, gradient: Tensor) -> None:
+def _add_rows(total: Tensor, rows: SomeRows, gradient: Tensor) -> None:
     """Adds to some rows of a total [B,S,heads,D], in place."""
     if isinstance(rows, RowIndex):
         _add_at(total, rows, gradient)
@@ -147,7 +147,7 @@ class Accumulator:
         self._wide = accumulation_dtype(q.dtype)
         self._total: tuple[Tensor, Tensor] | None = None
         self._owned = False  # whether _total is a wide buffer of ours, free to be written
-        self._last: tuple[Rows, Tensor, Tensor] | None = None
+        self._last: tuple[SomeRows, Tensor, Tensor] | None = None
         self._borrowed = False
 
     @property
@@ -155,7 +155,7 @@ class Accumulator:
         """Whether there is no partial yet."""
         return self._last is None and self._total is None
 
-    def add(self, rows: Rows, out: Tensor, lse: Tensor, *, borrowed: bool = False) -> None:
+    def add(self, rows: SomeRows, out: Tensor, lse: Tensor, *, borrowed: bool = False) -> None:
         """Merges a partial of some rows: out [B,rows,H,E], lse [B,H,rows].
 
         Args: borrowed: it may be changed after the next `add` or `settle`.
@@ -192,7 +192,7 @@ class Accumulator:
         merge_into(out, lse, *self._total, last_out, last_lse)
         return out, lse
 
-    def _settle(self, rows: Rows, out: Tensor, lse: Tensor) -> None:
+    def _settle(self, rows: SomeRows, out: Tensor, lse: Tensor) -> None:
         """Merges a partial into the total."""
         if self._total is None and self._whole(rows, out):
             self._total = (out, lse)
@@ -211,7 +211,7 @@ class Accumulator:
         self._total, self._owned = wide, True
 
     @staticmethod
-    def _merge_rows(total: tuple[Tensor, Tensor], rows: Rows, out: Tensor, lse: Tensor) -> None:
+    def _merge_rows(total: tuple[Tensor, Tensor], rows: SomeRows, out: Tensor, lse: Tensor) -> None:
         """Merges a partial of some rows into the total, in place."""
         if isinstance(rows, RowIndex):
             _merge_at(*total, rows, out, lse)
@@ -231,7 +231,7 @@ class Accumulator:
         batch, tokens, heads, _ = self._like.shape
         return self._like.new_empty((batch, heads, tokens), dtype=self._wide)
 
-    def _whole(self, rows: Rows, out: Tensor) -> bool:
+    def _whole(self, rows: SomeRows, out: Tensor) -> bool:
         return isinstance(rows, slice) and out.shape[1] == self._like.shape[1]
 
 
@@ -248,9 +248,9 @@ class GradientSum:
         self._few = few
         self._total: Tensor | None = None
         self._owned = False  # whether _total is a wide buffer of ours
-        self._second: tuple[Rows, Tensor] | None = None  # to be added to the first
+        self._second: tuple[SomeRows, Tensor] | None = None  # to be added to the first
 
-    def add(self, rows: Rows, gradient: Tensor) -> None:
+    def add(self, rows: SomeRows, gradient: Tensor) -> None:
         """Adds the gradient of some rows [B,rows,heads,D]."""
         if self._total is None and self._whole(rows, gradient):
             self._total = gradient
@@ -298,7 +298,7 @@ class GradientSum:
             second, self._second = self._second, None
             self._add(*second)
 
-    def _add(self, rows: Rows, gradient: Tensor) -> None:
+    def _add(self, rows: SomeRows, gradient: Tensor) -> None:
         """Adds to a wide total."""
         if not self._owned and self._total is not None and self._whole(rows, gradient):
             self._total, self._owned = self._plus(self._total, gradient, self._wide), True
@@ -325,7 +325,7 @@ class GradientSum:
         self._owned = True
         return self._total
 
-    def _whole(self, rows: Rows, gradient: Tensor) -> bool:
+    def _whole(self, rows: SomeRows, gradient: Tensor) -> bool:
         return isinstance(rows, slice) and gradient.shape[1] == self._like.shape[1]
 
 

@@ -60,7 +60,7 @@ class Team(ABC):
         """Brings results for a team's tokens to where these are, into some heads of targets."""
 
 
-class Packing(NamedTuple):
+class Travelling(NamedTuple):
     """What travels of a rank's tokens, where that is not all.
 
     Attributes: member: which of the team it is. rows: that travel.
@@ -82,11 +82,11 @@ class GatheringTeam(Team):
         inward: Communicator,
         outward: Communicator,
         order: Assembly,
-        packing: Packing | None = None,
+        travelling: Travelling | None = None,
     ) -> None:
-        """See Team. Args: packing: None: all tokens travel."""
+        """See Team. Args: travelling: None: all tokens travel."""
         super().__init__(inward, outward, order)
-        self._packing = packing
+        self._travelling = travelling
 
     def gather(self, message: TensorNames, given: Named, heads: HeadGroup) -> Pending[Tensors]:
         """See Team.gather; tensors travel and are put in order as one."""
@@ -102,15 +102,15 @@ class GatheringTeam(Team):
 
     def _packed(self, own: Tensor, dim: int) -> Tensor:
         """What travels of a tensor of the own tokens."""
-        if self._packing is None:
+        if self._travelling is None:
             return own
-        return packed(own, dim, [slice(*each) for each in self._packing.rows])
+        return packed(own, dim, [slice(*each) for each in self._travelling.rows])
 
     def _with(self, blocks: Tensor, own: Tensor | None) -> Blocks:
         """Blocks of all members, in which the own tokens are all there."""
-        if self._packing is None or own is None:
+        if self._travelling is None or own is None:
             return blocks
-        member = self._packing.member
+        member = self._travelling.member
         return (*blocks[:member], own, *blocks[member + 1 :])
 
     def scatter(
@@ -120,7 +120,7 @@ class GatheringTeam(Team):
         own = [heads_of(name, targets[name], operation.heads) for name in operation.names]
         blocks, lses = self._placed(own, results, wide=operation.wide)
         tokens = between(0, own[0].shape[1])
-        pieces = common(tokens if self._packing is None else self._packing.rows, tokens)
+        pieces = common(tokens if self._travelling is None else self._travelling.rows, tokens)
         if lses is None:
             summed = _sum_scatter(self._outward, blocks)
             widths = [x.shape[3] for x in own]
@@ -158,7 +158,7 @@ class GatheringTeam(Team):
         # Of all own tokens, some of which travel.
         mine = (
             []
-            if self._packing is None
+            if self._travelling is None
             else [
                 x.new_empty(x.shape, dtype=place.dtype)
                 for x, place in zip(own, places, strict=True)
@@ -167,11 +167,13 @@ class GatheringTeam(Team):
         for rows, tensors in results:
             for place, whole, x in zip_longest(places, mine, tensors):
                 self.order.place(self._with(place, whole), token_dim(x), rows, x)
-        if self._packing is not None:
+        if self._travelling is not None:
             for place, whole, target in zip(places, mine, own, strict=True):
                 dim = token_dim(target)
                 travelling = self._packed(whole, dim)
-                place[self._packing.member].narrow(dim, 0, travelling.shape[dim]).copy_(travelling)
+                place[self._travelling.member].narrow(dim, 0, travelling.shape[dim]).copy_(
+                    travelling
+                )
                 target.copy_(whole)
         return blocks, (rows_of[0] if rows_of else None)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron_cp_plugin.core.devices import uploaded
 from megatron_cp_plugin.core.kernel import Packing
-from megatron_cp_plugin.core.partial import RowIndex, Rows
+from megatron_cp_plugin.core.partial import RowIndex, SomeRows
 from megatron_cp_plugin.core.tiles import Tile
 
 # Pairs of a query and a key, for all heads, with which a call keeps a GPU busy for longer than the
@@ -44,7 +44,7 @@ class Side(NamedTuple):
     """
 
     taken: slice | Tensor
-    given: tuple[Rows, ...]
+    given: tuple[SomeRows, ...]
 
 
 @dataclass(frozen=True, eq=False)
