@@ -7,6 +7,7 @@ has a formula of its own for it.
 """
 
 import weakref
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -25,7 +26,8 @@ from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
 
-_DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
+# By bytes of an element.
+DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
 
 class Peak(NamedTuple):
@@ -67,7 +69,7 @@ def peak_of(
     widths = (shape.heads, shape.kv_heads), (shape.head_dim, shape.value_dim)
     (heads, kv_heads), (dim, value_dim) = widths
     q, k, v, dout = (
-        torch.empty((shape.batch, tokens, n, d), dtype=_DTYPES[shape.element_bytes], device="meta")
+        torch.empty((shape.batch, tokens, n, d), dtype=DTYPES[shape.element_bytes], device="meta")
         for n, d in ((heads, dim), (kv_heads, dim), (kv_heads, value_dim), (heads, value_dim))
     )
     call = Call(shape.seq_len, mask, dim**-0.5, _Sizes(kernel))
@@ -199,15 +201,26 @@ def _after[T](inputs: Sequence[object], result: T) -> Pending[T]:
     return Pending(finish)
 
 
-class _Sizes(SoftmaxKernel):
-    """Makes what a kernel would make."""
+class SizesOnly(SoftmaxKernel):
+    """Makes what a kernel would make, of tensors without storage; subclasses say what a call is."""
 
     name = "sizes"
 
-    def __init__(self, kernel: SoftmaxKernel) -> None:
-        self._kernel = kernel
-        self.rectangular_causal = kernel.rectangular_causal
-        self.packs, self.gaps = kernel.packs, kernel.gaps
+    def __init__(self, *, rectangular: bool, packs: bool, gaps: bool) -> None:
+        self.rectangular_causal, self.packs, self.gaps = rectangular, packs, gaps
+
+    @abstractmethod
+    def called(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        statistics: Statistics | None,
+        packing: Packing,
+        *,
+        causal: bool,
+    ) -> None:
+        """What there is to a call beside its results. Args: statistics: None: it is a forward."""
 
     def unsupported(self, problem: object) -> str | None:
         return None
@@ -215,16 +228,7 @@ class _Sizes(SoftmaxKernel):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool
     ) -> tuple[Tensor, Tensor]:
-        return self._attend(q, k, v, causal, 1)
-
-    def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, sequences: int
-    ) -> tuple[Tensor, Tensor]:
-        batch, tokens, heads, _ = q.shape
-        out = q.new_empty((batch, tokens, heads, v.shape[3]))
-        lse = q.new_empty((batch, heads, tokens), dtype=accumulation_dtype(q.dtype))
-        _take(q, self._kernel.workspace(q, k, v, None, causal=causal, sequences=sequences))
-        return out, lse
+        return self._attend(q, k, v, _whole(q, k), causal=causal)
 
     def backward(
         self,
@@ -237,26 +241,13 @@ class _Sizes(SoftmaxKernel):
         scale: float,
         causal: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return self._differentiate(q, k, v, statistics, causal, 1)
-
-    def _differentiate(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        statistics: Statistics,
-        causal: bool,
-        sequences: int,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
-        _take(q, self._kernel.workspace(q, k, v, statistics, causal=causal, sequences=sequences))
-        return dq, dk, dv
+        return self._differentiate(q, k, v, statistics, _whole(q, k), causal=causal)
 
     def forward_packed(
         self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, *, scale: float, causal: bool
     ) -> tuple[Tensor, Tensor]:
         if self.packs:
-            return self._attend(q, k, v, causal, len(packing.q))
+            return self._attend(q, k, v, packing, causal=causal)
         return super().forward_packed(q, k, v, packing, scale=scale, causal=causal)
 
     def backward_packed(
@@ -272,10 +263,59 @@ class _Sizes(SoftmaxKernel):
         causal: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         if self.packs:
-            return self._differentiate(q, k, v, statistics, causal, len(packing.q))
+            return self._differentiate(q, k, v, statistics, packing, causal=causal)
         return super().backward_packed(
             dout, q, k, v, statistics, packing, scale=scale, causal=causal
         )
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, *, causal: bool
+    ) -> tuple[Tensor, Tensor]:
+        batch, tokens, heads, _ = q.shape
+        out = q.new_empty((batch, tokens, heads, v.shape[3]))
+        lse = q.new_empty((batch, heads, tokens), dtype=accumulation_dtype(q.dtype))
+        self.called(q, k, v, None, packing, causal=causal)
+        return out, lse
+
+    def _differentiate(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        statistics: Statistics,
+        packing: Packing,
+        *,
+        causal: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+        self.called(q, k, v, statistics, packing, causal=causal)
+        return dq, dk, dv
+
+
+def _whole(q: Tensor, k: Tensor) -> Packing:
+    return Packing.adjacent((0, q.shape[1]), (0, k.shape[1]))
+
+
+class _Sizes(SizesOnly):
+    """With the memory that a kernel takes within."""
+
+    def __init__(self, kernel: SoftmaxKernel) -> None:
+        rectangular = kernel.rectangular_causal
+        super().__init__(rectangular=rectangular, packs=kernel.packs, gaps=kernel.gaps)
+        self._kernel = kernel
+
+    def called(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        statistics: Statistics | None,
+        packing: Packing,
+        *,
+        causal: bool,
+    ) -> None:
+        count = len(packing.q)
+        _take(q, self._kernel.workspace(q, k, v, statistics, causal=causal, sequences=count))
 
 
 class OnePass:

@@ -23,10 +23,10 @@ from megatron_cp_plugin.core.algorithm import Algorithm, Call
 from megatron_cp_plugin.core.comm import Communicator, Pending, Receive, Send
 from megatron_cp_plugin.core.decay import Decay
 from megatron_cp_plugin.core.fused import register_fused
-from megatron_cp_plugin.core.kernel import Packing, SoftmaxKernel, Statistics
+from megatron_cp_plugin.core.kernel import Packing, Statistics
 from megatron_cp_plugin.core.linear import LinearAlgorithm, LinearCall, LinearShape
 from megatron_cp_plugin.core.linear_kernel import BackwardPass, ForwardPass, LinearKernel
-from megatron_cp_plugin.core.memory import OnePass
+from megatron_cp_plugin.core.memory import DTYPES, OnePass, SizesOnly
 from megatron_cp_plugin.core.partial import accumulation_dtype
 from megatron_cp_plugin.core.peer import SlottedCommunicator
 from megatron_cp_plugin.core.shape import Shape
@@ -34,7 +34,6 @@ from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.planner.machine import Operation, Pass
 
-_DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 ChannelId = tuple[str, tuple[int, ...]]  # its name, and the global ranks of its group
 
 
@@ -124,7 +123,7 @@ def trace_softmax(
     """
     algorithm = make(alone(rank, nodes, peer_access=peer_access))
     tokens = algorithm.layout.within(mask.documents).length(rank, len(nodes), shape.seq_len)
-    dtype, (heads, kv_heads) = _DTYPES[shape.element_bytes], (shape.heads, shape.kv_heads)
+    dtype, (heads, kv_heads) = DTYPES[shape.element_bytes], (shape.heads, shape.kv_heads)
     q, k, v, dout = (
         torch.empty((shape.batch, tokens, n, d), dtype=dtype, device="meta")
         for n, d in (
@@ -134,7 +133,12 @@ def trace_softmax(
             (heads, shape.value_dim),
         )
     )
-    call = Call(shape.seq_len, mask, shape.head_dim**-0.5, _Kernel(rectangular=rectangular))
+    call = Call(
+        shape.seq_len,
+        mask,
+        shape.head_dim**-0.5,
+        _Kernel(rectangular=rectangular, packs=True, gaps=True),
+    )
     on = algorithm.within(mask.documents)
     with _recorded() as forward:
         saved = on.forward(q, k, v, call)[2]
@@ -157,7 +161,7 @@ def trace_linear(
     q, k, v, dout = (
         torch.empty(
             (shape.batch, tokens, shape.heads, dim),
-            dtype=_DTYPES[shape.element_bytes],
+            dtype=DTYPES[shape.element_bytes],
             device="meta",
         )
         for dim in (shape.head_dim, shape.head_dim, shape.value_dim, shape.value_dim)
@@ -255,89 +259,35 @@ class _Fused(OnePass):
         return super().delta_of(dout, out)
 
 
-class _Kernel(SoftmaxKernel):
-    """Notes tiles, and gives tensors of the right sizes."""
+class _Kernel(SizesOnly):
+    """Notes tiles."""
 
-    name = "noted"
-    packs = True
-    gaps = True
-
-    def __init__(self, *, rectangular: bool) -> None:
-        self.rectangular_causal = rectangular
-
-    def unsupported(self, problem: object) -> str | None:
-        return None
-
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool
-    ) -> tuple[Tensor, Tensor]:
-        return self._forward(q, k, v, _area(q.shape[1], k.shape[1], causal=causal), causal)
-
-    def backward(
+    def called(
         self,
-        dout: Tensor,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        statistics: Statistics,
-        *,
-        scale: float,
-        causal: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return self._backward(q, k, v, _area(q.shape[1], k.shape[1], causal=causal), causal)
-
-    def forward_packed(
-        self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, *, scale: float, causal: bool
-    ) -> tuple[Tensor, Tensor]:
-        return self._forward(q, k, v, _packed_area(packing, causal), causal, len(packing.q))
-
-    def backward_packed(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        statistics: Statistics,
+        statistics: Statistics | None,
         packing: Packing,
         *,
-        scale: float,
         causal: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return self._backward(q, k, v, _packed_area(packing, causal), causal, len(packing.q))
-
-    def _forward(
-        self, q: Tensor, k: Tensor, v: Tensor, area: float, causal: bool, pieces: int = 1
-    ) -> tuple[Tensor, Tensor]:
-        self._noted("forward", q, k, v, area, causal, pieces)
-        batch, tokens, heads, _ = q.shape
-        out = q.new_empty((batch, tokens, heads, v.shape[3]))
-        lse = q.new_empty((batch, heads, tokens), dtype=accumulation_dtype(q.dtype))
-        return out, lse
-
-    def _backward(
-        self, q: Tensor, k: Tensor, v: Tensor, area: float, causal: bool, pieces: int = 1
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        self._noted("backward", q, k, v, area, causal, pieces)
-        dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
-        return dq, dk, dv
-
-    @staticmethod
-    def _noted(
-        phase: Pass, q: Tensor, k: Tensor, v: Tensor, area: float, causal: bool, pieces: int
     ) -> None:
         (batch, rows, heads, dim), (columns, kv_heads, value_dim) = q.shape, v.shape[1:]
+        pieces = len(packing.q)
         size = rows // pieces, columns // pieces  # of a document, in the mean
+        phase: Pass = "forward" if statistics is None else "backward"
+        area = _area(packing, causal=causal)
         _note(Tile(phase, batch, *size, area, heads, kv_heads, dim, value_dim, causal))
 
 
-def _area(rows: int, columns: int, *, causal: bool) -> float:
-    """Pairs of a query and a key that see each other; causal tiles are aligned bottom-right."""
-    return rows * (columns - (rows - 1) / 2) if causal else rows * columns
-
-
-def _packed_area(packing: Packing, causal: bool) -> float:
-    sequences = zip(packing.q, packing.kv, strict=True)
-    return sum(_area(q.stop - q.start, kv.stop - kv.start, causal=causal) for q, kv in sequences)
+def _area(packing: Packing, *, causal: bool) -> float:
+    """Pairs of a query and a key that see each other; causal sequences are aligned bottom-right."""
+    sizes = (
+        (q.stop - q.start, kv.stop - kv.start) for q, kv in zip(packing.q, packing.kv, strict=True)
+    )
+    return sum(
+        rows * (columns - (rows - 1) / 2) if causal else rows * columns for rows, columns in sizes
+    )
 
 
 class _LinearKernel(LinearKernel):
