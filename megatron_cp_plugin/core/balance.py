@@ -25,7 +25,7 @@ from typing import NamedTuple
 # What a rank may be off its share, to have whole parts, and what is left for the others is not.
 _SLACK = 0.005
 
-Rows = tuple[int, int]  # start and stop
+Range = tuple[int, int]  # of rows: start and stop
 Work = Callable[[int, int], int]
 
 
@@ -34,7 +34,7 @@ def _room(rank: int, size: int, rows: int) -> int:
     return rows // size + (rank < rows % size)
 
 
-def deal(parts: Sequence[Rows], size: int, work: Work) -> list[list[Rows]]:
+def deal(parts: Sequence[Range], size: int, work: Work) -> list[list[Range]]:
     """The rows of every rank.
 
     Args: parts: that follow each other. work: of rows [start, stop) of one part, if any: how many
@@ -43,7 +43,7 @@ def deal(parts: Sequence[Rows], size: int, work: Work) -> list[list[Rows]]:
     pool = _Pool(parts, work)
     total = sum(stop - start for start, stop in parts)
     remaining = sum(work(*part) for part in parts)
-    found: list[list[Rows]] = [[] for _ in range(size)]
+    found: list[list[Range]] = [[] for _ in range(size)]
     for rank in range(size - 1, 0, -1):
         found[rank] = pool.serve(_room(rank, size, total), remaining / (rank + 1))
         remaining -= sum(work(*rows) for rows in found[rank])
@@ -76,7 +76,7 @@ def _part(work: Work, start: int, stop: int) -> _Part:
 class _Pool:
     """What is left, the lightest parts first, by work per row."""
 
-    def __init__(self, parts: Sequence[Rows], work: Work) -> None:
+    def __init__(self, parts: Sequence[Range], work: Work) -> None:
         self._work = work
         self._parts = sorted(_part(work, *rows) for rows in parts if rows[0] < rows[1])
         self._low = 0  # parts before this one are taken
@@ -88,7 +88,7 @@ class _Pool:
         self._sum(0)
 
     @property
-    def left(self) -> list[Rows]:
+    def left(self) -> list[Range]:
         """All of it."""
         return [(part.start, part.stop) for part in self._parts[self._low :]]
 
@@ -112,9 +112,9 @@ class _Pool:
         self._sum(index)
         return part
 
-    def serve(self, room: int, share: float) -> list[Rows]:
+    def serve(self, room: int, share: float) -> list[Range]:
         """Takes the rows of a rank. Args: room: how many. share: their work."""
-        found: list[Rows] = []
+        found: list[Range] = []
         slack, wanted = share * _SLACK, share
         while room:
             index = None
@@ -181,7 +181,7 @@ class _Pool:
         missing = self._rows[index] - rows
         return self._works[-1] - self._works[index] + self._work(stop - missing, stop)
 
-    def _cut(self, room: int, wanted: float, slack: float, *, longest: bool) -> list[Rows]:
+    def _cut(self, room: int, wanted: float, slack: float, *, longest: bool) -> list[Range]:
         """Takes the last rows of one part and the lightest parts for the rest of the room."""
         index = self._heavy(room, wanted, longest=longest)
         most = min(room, self._parts[index].rows)

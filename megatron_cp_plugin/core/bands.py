@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from megatron_cp_plugin.core.layout import Span
 
 Spans = tuple[Span, ...]
-# Half-open, ascending, not touching each other.
-Ranges = tuple[tuple[int, int], ...]
+# Half-open ranges of a block's rows, ascending, that do not touch each other.
+Rows = tuple[tuple[int, int], ...]
 Numbers = NDArray[np.int64]
 
 # Where a mask ends whose length nobody has said, and diagonals that leave all of it.
@@ -265,7 +265,7 @@ def _of_residues(
 
 
 @lru_cache(maxsize=8192)  # both passes of a micro-batch have the same
-def touched(q_spans: Spans, kv_spans: Spans, bands: Bands) -> tuple[Ranges, Ranges]:
+def touched(q_spans: Spans, kv_spans: Spans, bands: Bands) -> tuple[Rows, Rows]:
     """Rows of a block of queries that see any key of another block, and those of these keys.
 
     Of positions with a step, all from the first to the last one that a band has. Args: as of
@@ -297,20 +297,16 @@ def _expanded(counts: Numbers) -> tuple[Numbers, Numbers]:
     return whose, np.arange(len(whose)) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
-def _union_of(slices: Iterable[slice]) -> Ranges:
+def _union_of(slices: Iterable[slice]) -> Rows:
     edges = [(part.start, part.stop) for part in slices]
     return _union(np.array(edges, dtype=np.int64).reshape(-1, 2).T)
 
 
-def _union(edges: Numbers) -> Ranges:
+def _union(edges: Numbers) -> Rows:
     """Args: edges: [2,n], starts and stops of ranges that are not empty."""
-    if not edges.size:
-        return ()
-    starts, stops = edges[:, np.argsort(edges[0])]
-    stops = np.maximum.accumulate(stops)
-    first = np.flatnonzero(np.append(True, starts[1:] > stops[:-1]))
-    last = np.append(first[1:], len(starts)) - 1
-    return tuple(zip(starts[first].tolist(), stops[last].tolist(), strict=True))
+    same = np.zeros(edges.shape[1], np.int64)
+    _, starts, stops = _merged(same, edges[0], edges[1], np.zeros(1, np.int64))
+    return tuple(zip(starts.tolist(), stops.tolist(), strict=True))
 
 
 @lru_cache(maxsize=8192)
@@ -319,9 +315,7 @@ def visible(q_spans: Spans, kv_spans: Spans, bands: Bands) -> bool:
     return any(cell.visible for cell in cells(q_spans, kv_spans, bands))
 
 
-def keys_seen(
-    blocks: Sequence[Spans], bands: Bands, gaps: Sequence[int]
-) -> list[dict[int, Ranges]]:
+def keys_seen(blocks: Sequence[Spans], bands: Bands, gaps: Sequence[int]) -> list[dict[int, Rows]]:
     """[queries][keys]: rows of the second block that any query of the first one sees, if any.
 
     Args: blocks: of step 1, ascending; no two have a position in common. gaps: of each block how
@@ -349,7 +343,7 @@ def keys_seen(
     begin = np.maximum(begin[which], starts[span]) + shift
     end = np.minimum(end[which], stops[span]) + shift
     pair, begin, end = _merged(pair, begin, end, np.tile(np.array(gaps, np.int64), size))
-    rows: list[dict[int, Ranges]] = [{} for _ in range(size)]
+    rows: list[dict[int, Rows]] = [{} for _ in range(size)]
     ranges = list(zip(begin.tolist(), end.tolist(), strict=True))
     pairs, counts = np.unique(pair, return_counts=True)
     at = 0

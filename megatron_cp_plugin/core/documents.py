@@ -1,4 +1,4 @@
-"""Documents that are packed into one sequence: where they begin, and what blocks have of each."""
+"""Documents that are packed into one sequence: where they begin."""
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise, takewhile
@@ -6,10 +6,7 @@ from math import ceil
 from random import Random
 
 from megatron_cp_plugin.core.document_lengths import Exponential, Lengths
-from megatron_cp_plugin.core.layout import Span
 from megatron_cp_plugin.errors import ContextParallelError
-
-Spans = tuple[Span, ...]
 
 
 def document_starts(cu_seqlens: Sequence[int], seq_len: int) -> tuple[int, ...]:

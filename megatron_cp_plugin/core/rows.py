@@ -9,11 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_cp_plugin.core.bands import Rows as Rows
 from megatron_cp_plugin.core.bands import Spans
 from megatron_cp_plugin.core.layout import Span, rows_of
-
-# Half-open ranges of a block's rows, ascending, that do not touch each other.
-Rows = tuple[tuple[int, int], ...]
 
 
 def between(start: int, stop: int) -> Rows:

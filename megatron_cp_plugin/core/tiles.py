@@ -17,7 +17,7 @@ from typing import NamedTuple, Self
 from megatron_cp_plugin.core.bands import (
     Bands,
     Cell,
-    Ranges,
+    Rows,
     Spans,
     cells,
     touched,
@@ -184,7 +184,7 @@ def sees(q_spans: Sequence[Span], kv_spans: Sequence[Span], mask: Mask) -> bool:
 
 def touched_rows(
     q_spans: Sequence[Span], kv_spans: Sequence[Span], mask: Mask
-) -> tuple[Ranges, Ranges]:
+) -> tuple[Rows, Rows]:
     """Rows of a block of queries that see any key of another block, and those of these keys.
 
     Of positions with a step, perhaps others between them.

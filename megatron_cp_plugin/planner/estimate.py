@@ -15,7 +15,7 @@ from functools import cache, cached_property
 from typing import NamedTuple
 
 from megatron_cp_plugin.core.assembly import assemble
-from megatron_cp_plugin.core.documents import Spans
+from megatron_cp_plugin.core.bands import Spans
 from megatron_cp_plugin.core.layout import Layout, Span, rows_of
 from megatron_cp_plugin.core.pipeline import HeadGroup, together
 from megatron_cp_plugin.core.placement import BlockPlacement, HeadPlacement, Placement
