@@ -28,8 +28,6 @@ import argparse
 import gc
 import json
 import os
-import statistics
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -41,6 +39,7 @@ from typing import Any
 
 import bars
 import rivals
+import timing
 import torch
 import torch.distributed as dist
 from bars import Bar, Legend, Panel
@@ -161,7 +160,9 @@ class Bench:
         names = rivals.PACKED if args.packed else rivals.NAMES
         self.rivals = rivals.installed(names) if self.cuda and args.rivals != "none" else ()
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.device = torch.device("cuda", torch.cuda.current_device()) if self.cuda else "cpu"
+        self.device = torch.device("cpu")
+        if self.cuda:
+            self.device = torch.device("cuda", torch.cuda.current_device())
 
     def problem(self, tokens: int, heads: int, kv_heads: int, lengths: Lengths | None) -> None:
         """Draws the whole q, k, v and dout, and documents, the same on every rank.
@@ -193,36 +194,17 @@ class Bench:
             self.cu_seqlens = (0, *self.documents, tokens)
 
     def time_ms(self, body: Callable[[], object]) -> float:
-        """Median time of a call; the maximum over ranks."""
-        times = []
-        for index in range(self.args.warmup + self.args.iters):
-            self.align()
-            if self.cuda:
-                start, stop = (torch.cuda.Event(enable_timing=True) for _ in "ab")
-                start.record()
-                body()
-                stop.record()
-                torch.cuda.synchronize()
-                elapsed = start.elapsed_time(stop)
-            else:
-                begin = time.perf_counter()
-                body()
-                elapsed = 1000 * (time.perf_counter() - begin)
-            if index >= self.args.warmup:
-                times.append(elapsed)
-        return self.maximum(statistics.median(times))
+        """See timing.time_ms."""
+        warmup, iters = self.args.warmup, self.args.iters
+        return timing.time_ms(body, self.device, warmup=warmup, iters=iters)
 
     def align(self) -> None:
-        """Lets all ranks begin together."""
-        dist.all_reduce(torch.zeros(1, device=self.device))
-        if self.cuda:
-            torch.cuda.synchronize()
+        """See timing.align."""
+        timing.align(self.device)
 
     def maximum(self, value: float) -> float:
-        """The greatest value of any rank."""
-        tensor = torch.tensor(value, dtype=torch.float64, device=self.device)
-        dist.all_reduce(tensor, dist.ReduceOp.MAX)
-        return tensor.item()
+        """See timing.maximum."""
+        return timing.maximum(value, self.device)
 
     def limit(self, row: Row, kernel: SoftmaxKernel) -> Row:
         """One GPU's kernel on the whole sequence; its result is what others are held against."""

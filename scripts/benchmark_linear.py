@@ -19,6 +19,7 @@ from math import exp, log
 from pathlib import Path
 from typing import Any
 
+import timing
 import torch
 import torch.distributed as dist
 from rich.console import Console
@@ -128,9 +129,7 @@ class Bench:
 
     def maximum(self, value: float) -> float:
         """The greatest value of any rank."""
-        tensor = torch.tensor(value, dtype=torch.float64, device="cuda")
-        dist.all_reduce(tensor, dist.ReduceOp.MAX)
-        return tensor.item()
+        return timing.maximum(value, torch.device("cuda"))
 
     def measure(self, tokens: int, spec: str, limit: Row | None) -> Row:
         """One row; its shares are those of the limit."""

@@ -10,14 +10,12 @@ that they are right is for tests/test_spans.py.
 
 import argparse
 import json
-import statistics
-import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lengths import head_dims_of
+from timing import time_ms
 
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.core.devices import take_gpu
@@ -37,28 +35,6 @@ def masks(scale: int) -> dict[str, tuple[int, list[Slice]]]:
         "shared prefix": (tokens, cp.spans.shared_prefix((32 * scale, [4 * scale] * 8))),
         "image blocks": (tokens, cp.spans.image_blocks(tokens, images)),
     }
-
-
-def time_ms(body: Callable[[], object], iters: int, device: torch.device) -> float:
-    """The median of some runs after two, the slowest rank's."""
-    times = []
-    for number in range(iters + 2):
-        _finish(device)
-        dist.barrier()
-        _finish(device)
-        before = time.perf_counter()
-        body()
-        _finish(device)
-        if number >= 2:
-            times.append(1e3 * (time.perf_counter() - before))
-    slowest = torch.tensor(statistics.median(times), device=device)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return float(slowest)
-
-
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 class Bench:
@@ -93,7 +69,7 @@ class Bench:
             statistics = Statistics(lse, out=out)
             self.kernel.backward(dout, q, k, v, statistics, scale=scale, causal=True)
 
-        return time_ms(both, self._args.iters, self._device)
+        return time_ms(both, self._device, warmup=2, iters=self._args.iters)
 
     def ours(self, algo: str, tokens: int, spans: list[Slice]) -> float:
         """An algorithm on all ranks, ms. Args: algo: with options, as zigzag:chunks=1."""
@@ -109,7 +85,7 @@ class Bench:
             out = cp.attention(q, k, v, algo=name, spans=spans, kernel=kernel, **options)
             torch.autograd.grad(out, inputs, dout)
 
-        return time_ms(both, self._args.iters, self._device)
+        return time_ms(both, self._device, warmup=2, iters=self._args.iters)
 
 
 def main() -> None:
