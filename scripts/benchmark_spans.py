@@ -88,6 +88,12 @@ class Bench:
         return time_ms(both, self._device, warmup=2, iters=self._args.iters)
 
 
+def say(row: dict[str, object]) -> None:
+    """Prints a row, once for all ranks."""
+    if dist.get_rank() == 0:
+        print(json.dumps(row), flush=True)
+
+
 def main() -> None:
     """Runs on every rank under torchrun."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -104,20 +110,16 @@ def main() -> None:
         device = take_gpu("use --device cpu")
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     bench, size = Bench(args, device), dist.get_world_size()
-    rows: list[dict[str, object]] = []
     for mask, (tokens, spans) in masks(args.scale).items():
         share = visible_pairs(tokens, Mask.of(Slices.of(spans, tokens)))
         limit = bench.alone(tokens) * share / visible_pairs(tokens, Mask()) / size
-        rows.append({"mask": mask, "name": f"one GPU / {size}: {bench.kernel.name}", "ms": limit})
+        say({"mask": mask, "name": f"one GPU / {size}: {bench.kernel.name}", "ms": limit})
         for algo in args.algos.split(","):
             try:
                 took = bench.ours(algo, tokens, spans)
-                rows.append({"mask": mask, "name": algo, "ms": took, "of_limit": limit / took})
+                say({"mask": mask, "name": algo, "ms": took, "of_limit": limit / took})
             except ContextParallelError as error:
-                rows.append({"mask": mask, "name": algo, "note": str(error)})
-    if dist.get_rank() == 0:
-        for row in rows:
-            print(json.dumps(row))
+                say({"mask": mask, "name": algo, "note": str(error)})
     dist.destroy_process_group()
     cp.release()
 
