@@ -26,6 +26,8 @@ from megatron_cp_plugin.ending import one_line_errors
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.kernels import resolve
 
+ALGOS = "zigzag,zigzag:layout=documents,distflash,allgather,attention2d,ulysses"
+
 
 def masks(scale: int) -> dict[str, tuple[int, list[Slice]]]:
     """Tokens and spans of each mask. Args: scale: 1024; smaller for tries."""
@@ -99,7 +101,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--heads", default="32:8", help="query heads : KV heads")
     parser.add_argument("--head-dim", default=(128, 128), type=head_dims_of)
-    parser.add_argument("--algos", default="zigzag,distflash,allgather,attention2d,ulysses")
+    parser.add_argument("--algos", default=ALGOS)
     parser.add_argument("--kernel", default="auto")
     parser.add_argument("--scale", type=int, default=1024, help="tokens in place of each 1K")
     parser.add_argument("--iters", type=int, default=5)
