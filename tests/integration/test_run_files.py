@@ -117,8 +117,9 @@ def test_run_files_train_on_two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     readme, text = Path(__file__).parents[2] / "README.md", str(tmp_path / "text")
     assert prepare_data.main([str(readme), "--output", text]) == 0
+    tokenizer = f"--tokenizer-model {tmp_path}/tokenizer"
     data = {
-        "llama3_8b_sft": f"--data-path {tmp_path}/data.jsonl --tokenizer-model {tmp_path}/tokenizer",
+        "llama3_8b_sft": f"--data-path {tmp_path}/data.jsonl {tokenizer}",
         "tnl400m_lasp2_16k": f"--data-path {text}",
     }
 
