@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,12 +34,10 @@ from rich.table import Table
 
 from megatron_cp_plugin.ending import one_line_errors
 from megatron_cp_plugin.errors import ConfigError
+from megatron_cp_plugin.harness.parity import Iteration
 from megatron_cp_plugin.integration.yaml_config import load_run_file
 from megatron_cp_plugin.paths import check_folder
 
-_LINE = re.compile(
-    r"iteration +(\d+)/.* elapsed time per iteration \(ms\): ([\d.]+) .*lm loss: ([\d.E+-]+) "
-)
 _LAST = 100  # iterations whose mean loss is shown
 
 
@@ -69,21 +67,31 @@ class Training:
         made = run_file(config, self.run, iterations)
         made.megatron.save = made.megatron.load = str(self._checkpoints)
         made.megatron.save_interval = made.megatron.exit_interval = part
-        made.megatron.log_interval = 1
         folder = self._folder / f"from-{self.done:06d}"
         folder.mkdir(parents=True, exist_ok=True)
         OmegaConf.save(made, folder / "run.yaml")
-        failure = launch(self.run, folder, extra, timeout, lambda _: None, recorded=False)
+        failure = launch(self.run, folder, extra, timeout, lambda _: None)
+        # Gradients and checkpoints take gigabytes each.
+        for gradients in folder.glob("recording/*.pt"):
+            gradients.unlink()
         if failure:
             print_tail(folder / "log.txt", Console(stderr=True))
-        return failure
+            return failure
+        for checkpoint in sorted(self._checkpoints.glob("iter_*"))[:-1]:
+            shutil.rmtree(checkpoint)
+        return ""
 
     def steps(self) -> tuple[list[float], list[float]]:
-        """Returns the losses and the milliseconds of all iterations up to the checkpoint."""
+        """Returns the losses and the milliseconds of all iterations up to the checkpoint.
+
+        Of recordings: what Megatron logs second is the mean of two losses.
+        """
         found: dict[int, tuple[float, float]] = {}
-        for log in sorted(self._folder.glob("from-*/log.txt")):
-            for step, time, loss in _LINE.findall(log.read_text(errors="replace")):
-                found[int(step)] = float(loss), float(time)
+        for path in sorted(self._folder.glob("from-*/recording/rank00000.jsonl")):
+            before = int(path.parts[-3].removeprefix("from-"))
+            for line in path.read_text().splitlines():
+                step = Iteration(**json.loads(line))
+                found[before + step.iteration] = step.losses["lm loss"], 1000 * step.seconds
         rows = [found[step] for step in range(1, self.done + 1)]
         return [loss for loss, _ in rows], [time for _, time in rows]
 

@@ -64,8 +64,6 @@ def launch(
     timeout: float,
     on_iterations: Callable[[int], None],
     environment: Mapping[str, str] | None = None,
-    *,
-    recorded: bool = True,
 ) -> str:
     """Trains; returns the empty string, or one line that says why it failed.
 
@@ -76,16 +74,13 @@ def launch(
         timeout: Seconds after which the run is ended.
         on_iterations: Called with the number of iterations done whenever it may have changed.
         environment: Variables that the processes have beside those of this one.
-        recorded: Whether there is to be a recording.
 
     Raises:
         ConfigError: The run ended because its settings are wrong.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--master-port", str(free_port())]
     command += ["--nproc-per-node", str(run.processes), str(LAUNCHER)]
-    command += ["--config", str(folder / "run.yaml")]
-    if recorded:
-        command += ["--cp-record", str(folder / "recording")]
+    command += ["--config", str(folder / "run.yaml"), "--cp-record", str(folder / "recording")]
     # One thread a process, also for one process: torchrun does so for several, and runs that share
     # cores would otherwise spend their time waiting for each other's threads.
     variables = {"OMP_NUM_THREADS": "1", **os.environ, **(environment or {})}
