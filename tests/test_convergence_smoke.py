@@ -567,6 +567,16 @@ def test_equal_losses_are_drawn_at_zero(
     assert low < 0.0 < 0.02 < high
 
 
+@pytest.mark.parametrize("before", ["", "  traceback : "])
+def test_what_a_run_was_refused_with(harness: ModuleType, tmp_path: Path, before: str) -> None:
+    """As the launcher says it, and as torchrun passes it on."""
+    log = tmp_path / "log.txt"
+    log.write_text(f"a word\n{before}megatron_cp_plugin: error: use 4096\nanother\n")
+    assert harness.refusal(log) == "use 4096"
+    log.write_text("print('megatron_cp_plugin: error: of a line of code')\n")
+    assert harness.refusal(log) == ""
+
+
 @pytest.mark.slow
 def test_settings_error_of_a_run_is_passed_on(harness: ModuleType, tmp_path: Path) -> None:
     """A launcher that complains ends the harness with its own line."""
