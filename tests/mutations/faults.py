@@ -53,8 +53,8 @@ FAULTS = (
     ),
     Fault(
         "core/partial.py",
-        "        self._merge_last()\n        self._last, self._borrowed = (rows",
-        "        self._last, self._borrowed = (rows",
+        "            self._merge_waiting()\n        self._waiting.add",
+        "            self._waiting.take()\n        self._waiting.add",
         "a partial is dropped when the next one comes",
         "core/test_partial.py::test_any_split_of_the_keys_in_any_order_gives_the_whole",
     ),
