@@ -9,7 +9,8 @@ parameter. Linear attention, which Transformer Engine has not, is compared with 
 bfloat16 with the bounds of parity_matrix.py.
 
 Runs in CUDA graphs must equal the same runs without to the bit, in Megatron's deterministic mode,
-and must have replayed graphs that hold all of attention.
+and must have replayed graphs that hold all of attention, where it is captured. Rows that need more
+GPUs than there are (`graphs-tp`, `graphs-pp*`, `graphs-vpp*`: four) are left out without --only.
 
     python scripts/parity_gpus.py --output results/parity_gpus      # two GPUs, about ten minutes
     python scripts/parity_gpus.py --only 'bf16/*' --output results/parity_gpus
@@ -51,10 +52,14 @@ from parity_combinations import (
     DOCUMENTS,
     EP2,
     FAMILIES,
+    INTERLEAVED,
     MEGATRON_FSDP,
     MOE,
+    MTP,
+    PP2,
     RECOMPUTE,
     SOFTMAX,
+    SP,
     TORCH_FSDP,
     Combination,
     thd,
@@ -118,6 +123,7 @@ MLA: dict[str, object] = NO_ROPE_FUSION | {
     "v_head_dim": 128,
     "rope_type": "rope",
 }
+SINKS: dict[str, object] = {"softmax_type": "learnable"}
 GATED_DELTA_NET: dict[str, object] = {
     # Before it makes weights Megatron draws numbers for each token of a rank; with more tokens the
     # generator that the convolution's weights come from would stand elsewhere at CP 2 than at 1.
@@ -142,6 +148,9 @@ UNTIED: dict[str, object] = {"untie_embeddings_and_output_weights": True}
 SHARDED = ("use_torch_fsdp2", "use_megatron_fsdp")
 TRANSNORMER = "lasp2,lasp,linear_ulysses"
 LINEAR: dict[str, object] = {"group_query_attention": False, "position_embedding_type": "none"}
+WINDOWS: dict[str, object] = {"window_size": "1023,0", "window_attn_skip_freq": 2}
+# Between the iterations whose gradients are recorded.
+EVALUATION: dict[str, object] = {"split": "90,10,0", "eval_interval": 3, "eval_iters": 2}
 GRAPHED = "zigzag,ulysses,attention2d,allgather,distflash"
 # What captured runs and those that they are to be equal to have in common.
 BEFORE_GRAPHS: dict[str, object] = {
@@ -233,6 +242,7 @@ def graphs(
 
 
 _BOTH = "zigzag,attention2d"
+_SOME = "zigzag,distflash,ulysses"
 _ALL = f"{SOFTMAX},attention2d:variant=no,attention2d:variant=overlap"
 
 ROWS = (
@@ -383,6 +393,73 @@ ROWS = (
         row("graphs-mla", "multi-latent attention", "zigzag", BF16, MLA, alone=True),
         local=("zigzag", {}),
     ),
+    *graphs(
+        row("graphs-window", "sliding windows", GRAPHED, BF16, WINDOWS, alone=True),
+        local=(GRAPHED, {}),
+        te=("zigzag", {}),
+        full=("zigzag", {}),
+    ),
+    *graphs(
+        row("graphs-sinks", "attention sinks", _SOME, BF16, SINKS, alone=True),
+        local=(_SOME, {}),
+        te=("zigzag", {}),
+        full=("zigzag", {}),
+    ),
+    *graphs(
+        row("graphs-mtp", "multi-token prediction", _SOME, BF16, MTP, alone=True),
+        local=(_SOME, {}),
+        te=("zigzag", {}),
+        full=("zigzag", {}),
+    ),
+    *graphs(
+        row("graphs-eval", "evaluation between iterations", _SOME, BF16, EVALUATION, alone=True),
+        local=(_SOME, {}),
+        te=("zigzag", {}),
+        full=("zigzag", {}),
+    ),
+    *graphs(
+        row(
+            "graphs-twice",
+            "attention recomputed, and run twice",
+            "zigzag",
+            BF16,
+            RECOMPUTE_CORE,
+            plugin={"recompute_attention": True},
+            alone=True,
+        ),
+        te=("zigzag", {}),
+        full=("zigzag", {}),
+    ),
+    *graphs(
+        row(
+            "graphs-documents",
+            "packed documents, MLPs captured",
+            "zigzag,distflash",
+            BF16,
+            DOCUMENTS | {"null_tokenizer_eod_id": prepare_data.END_OF_DOCUMENT},
+            alone=True,
+        ),
+        te=("zigzag,distflash", {"cuda_graph_modules": ["mlp"]}),
+    ),
+    # Of four GPUs.
+    *graphs(
+        row("graphs-tp", "TP 2, sequence-parallel", "zigzag", BF16, SP, alone=True),
+        local=("zigzag", {}),
+        te=("zigzag", {}),
+        full=("zigzag", {}),
+    ),
+    *graphs(
+        row("graphs-pp", "PP 2", "zigzag", BF16, PP2, alone=True),
+        local=("zigzag", {}),
+        te=("zigzag", {}),
+        full=("zigzag", {}),
+    ),
+    *graphs(
+        row("graphs-vpp", "PP 2, interleaved", "zigzag", BF16, INTERLEAVED, alone=True),
+        local=("zigzag", {}),
+        te=("zigzag", {}),
+        full=("zigzag", {}),
+    ),
 )
 
 
@@ -432,6 +509,12 @@ class Job:
         if one.alone or self.role == "reference":
             return None
         return Job(one, "reference", one.reference)
+
+    @property
+    def captures_attention(self) -> bool:
+        """Whether CUDA graphs hold all of attention."""
+        modules = self.config.megatron.get("cuda_graph_modules")
+        return bool(self.combination.eager) and (not modules or "attn" in modules)
 
     @property
     def config(self) -> DictConfig:
@@ -504,7 +587,9 @@ def measure(
     found["losses"] = run.losses()
     found["problems"] = check_is(run, job.run, job.iterations)
     if job.role not in JUDGES:
-        found["problems"] += check_graphs(run, captured=bool(job.combination.eager))
+        found["problems"] += check_graphs(
+            run, captured=bool(job.combination.eager), attention=job.captures_attention
+        )
     if reference is None:
         return found
     try:
@@ -533,11 +618,11 @@ def measure(
     return found
 
 
-def check_graphs(recording: Recording, *, captured: bool) -> list[str]:
+def check_graphs(recording: Recording, *, captured: bool, attention: bool) -> list[str]:
     """Says whether a run replayed CUDA graphs otherwise than it should have, in its last iteration.
 
     Args:
-        captured: Whether all of attention should have been in them.
+        captured: Whether there should have been any. attention: whether in them.
     """
     found = []
     for number, rank in enumerate(recording.ranks):
@@ -545,7 +630,7 @@ def check_graphs(recording: Recording, *, captured: bool) -> list[str]:
         replays, sent = rank.replays[last], rank.sent_bytes[last]
         if bool(replays) != captured:
             found.append(f"rank {number} replayed {replays} CUDA graphs in iteration {last}")
-        if captured and sent:
+        if attention and sent:
             found.append(f"rank {number} sent {sent} bytes for attention outside of CUDA graphs")
     return found
 
@@ -661,9 +746,10 @@ def graphs_section(report: Mapping[str, Any] | None) -> str:
         "A GPT of 4 layers among Transformer Engine's layers at CP 2, two micro-batches a step, in",
         "Megatron's deterministic mode. Equal: all losses, and the gradients of every parameter at",
         "the first, the middle and the last iteration, are those of the same run without graphs to",
-        "the bit; in the last one all of attention was replayed. Without: how far the run without",
-        "graphs is from CP 1, as in [parity.md](parity.md), or that it trained; without the",
-        "gradient of the embedding, which Megatron sums in bfloat16 in this mode. Empty: not run.",
+        "the bit; in the last one all that is captured was replayed. Without: how far the run",
+        "without graphs is from CP 1, as in [parity.md](parity.md), or that it trained; without",
+        "the gradient of the embedding, which Megatron sums in bfloat16 in this mode. Empty: not",
+        "run.",
         "",
         f"| {' | '.join(['model', 'algorithm', 'transport', 'without', *map(_impl, GRAPHS)])} |",
         "|" + " --- |" * (4 + len(GRAPHS)),
@@ -874,6 +960,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         write_pages(json.loads(args.table.read_text()))
         return 0
     every = {job.name: job for row in ROWS for job in jobs_of(row)}
+    gpus = torch.cuda.device_count()
+    if gpus and not args.only:
+        every = {name: job for name, job in every.items() if job.run.processes <= gpus}
     wanted = [every[name] for name in choose(every, args, parser)]
     wanted += [job.equals for job in wanted if job.equals]
     keys = {job.combination.key for job in wanted}

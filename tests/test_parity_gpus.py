@@ -213,8 +213,17 @@ def recorded(replays: int, sent: int, digest: str = "a") -> Recording:
 def test_a_run_was_captured_as_it_should_be(
     gpus: ModuleType, replays: int, sent: int, captured: bool, said: str
 ) -> None:
-    found = gpus.check_graphs(recorded(replays, sent), captured=captured)
+    found = gpus.check_graphs(recorded(replays, sent), captured=captured, attention=captured)
     assert found[:1] == ([said] if said else [])
+
+
+def test_attention_may_run_beside_captured_mlps(gpus: ModuleType) -> None:
+    jobs = {job.name: job for row in gpus.ROWS for job in gpus.jobs_of(row)}
+    assert not jobs["graphs-documents-te/zigzag"].captures_attention
+    assert jobs["graphs-moe-te/zigzag"].captures_attention
+    assert not jobs["graphs/zigzag"].captures_attention
+    assert gpus.check_graphs(recorded(8, 64), captured=True, attention=False) == []
+    assert len(gpus.check_graphs(recorded(0, 64), captured=True, attention=False)) == 2
 
 
 def test_a_captured_run_equals_the_eager_one_to_the_bit(gpus: ModuleType) -> None:
