@@ -301,8 +301,8 @@ FAULTS = (
     ),
     Fault(
         "core/peer.py",
-        "        copies.wait_stream(current)\n",
-        "",
+        "        self._stream.wait_stream(torch.cuda.current_stream())\n",
+        "        pass\n",
         "copies to peers do not wait for what is copied",
         "core/test_peer.py::test_blocks_are_whole",
     ),
