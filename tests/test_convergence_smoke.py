@@ -25,7 +25,7 @@ from megatron_cp_plugin.harness.parity import (
     Recording,
     Tolerances,
     compare,
-    gradient_error,
+    gradient_errors,
 )
 
 ROOT = Path(__file__).parents[1]
@@ -137,9 +137,11 @@ def test_gross_gradient_errors(factor: float) -> None:
 
 def test_zero_reference_admits_zero_alone() -> None:
     zero = torch.zeros(3)
-    assert gradient_error(zero, zero) == 0.0
-    assert gradient_error(zero + 1e-30, zero) == math.inf
-    assert gradient_error(zero, zero + 1) == 1.0
+    assert gradient_errors(zero, zero) == (0.0, 0.0)
+    assert gradient_errors(zero + 1e-30, zero) == (math.inf, math.inf)
+    assert gradient_errors(zero, zero + 1) == (1.0, 1.0)
+    few = torch.tensor([3.0, 4.0, 0.0])
+    assert gradient_errors(few, few + torch.tensor([0.0, 0.0, 1.0])) == (26**-0.5, 0.25)
 
 
 def test_reference_of_zeros_proves_nothing() -> None:

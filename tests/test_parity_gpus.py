@@ -13,7 +13,12 @@ import torch
 from megatron.training.arguments import add_megatron_arguments
 from omegaconf import OmegaConf
 
-from megatron_cp_plugin.harness.parity import RankRecording, Recording, _counted_replays
+from megatron_cp_plugin.harness.parity import (
+    Iteration,
+    RankRecording,
+    Recording,
+    _counted_replays,
+)
 from megatron_cp_plugin.integration.args import add_arguments, split_flags
 from megatron_cp_plugin.integration.checks import check_arguments, check_graphs
 from megatron_cp_plugin.integration.features import FEATURES
@@ -208,8 +213,17 @@ def recorded(replays: int, sent: int, digest: str = "a") -> Recording:
 def test_a_run_was_captured_as_it_should_be(
     gpus: ModuleType, replays: int, sent: int, captured: bool, said: str
 ) -> None:
-    found = gpus.check_graphs(recorded(replays, sent), captured=captured)
+    found = gpus.check_graphs(recorded(replays, sent), captured=captured, attention=captured)
     assert found[:1] == ([said] if said else [])
+
+
+def test_attention_may_run_beside_captured_mlps(gpus: ModuleType) -> None:
+    jobs = {job.name: job for row in gpus.ROWS for job in gpus.jobs_of(row)}
+    assert not jobs["graphs-documents-te/zigzag"].captures_attention
+    assert jobs["graphs-moe-te/zigzag"].captures_attention
+    assert not jobs["graphs/zigzag"].captures_attention
+    assert gpus.check_graphs(recorded(8, 64), captured=True, attention=False) == []
+    assert len(gpus.check_graphs(recorded(0, 64), captured=True, attention=False)) == 2
 
 
 def test_a_captured_run_equals_the_eager_one_to_the_bit(gpus: ModuleType) -> None:
@@ -239,6 +253,47 @@ def test_the_replays_of_an_iteration_are_counted(monkeypatch: pytest.MonkeyPatch
         torch.cuda.CUDAGraph.replay("a graph")  # type: ignore[arg-type]
     torch.cuda.CUDAGraph.replay("another")  # type: ignore[arg-type]
     assert (len(counted), replayed) == (1, ["a graph", "another"])
+
+
+def test_each_recording_is_read_once_by_one_thread(
+    gpus: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And none is kept, on disk or in memory, when nothing is compared with it any more."""
+    read: list[tuple[str, int]] = []
+
+    def load(folder: Path) -> Recording:
+        read.append((str(folder.relative_to(tmp_path)), torch.get_num_threads()))
+        captured = "-te" in folder.parts[-3]
+        recording = recorded(8 * captured, 64 * (not captured))
+        for rank in recording.ranks:
+            rank.iterations.append(Iteration(1, {"lm loss": 2.0}, 1.0, skipped=False, seconds=1.0))
+        recording.gradients[1] = {(0, 0, 0): {"weight": torch.ones(3)}}
+        return recording
+
+    monkeypatch.setattr(Recording, "load", load)
+    monkeypatch.setattr(gpus, "check_is", lambda *_: [])
+    rows = [row for row in gpus.ROWS if row.key in ("graphs", "graphs-te")]
+    jobs = [job for row in rows for job in gpus.jobs_of(row)]
+    (tmp_path / "out").mkdir()
+    collector = gpus.Collector(jobs, tmp_path, tmp_path / "out", "abc")
+    for job in reversed(jobs):
+        (tmp_path / job.folder).mkdir(parents=True)
+        # Captured, and one without graphs that it is compared with.
+        failed = job.name == "graphs/ulysses"
+        collector.add(job, "exit code 1" if failed else "")
+    assert sorted(read) == sorted(
+        (f"{job.folder}/recording", 1) for job in jobs if job.name != "graphs/ulysses"
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert not collector._recordings
+    eager, captured = json.loads((tmp_path / "out" / "rows.json").read_text())["rows"]
+    failures = [(run["role"], run["failure"]) for run in eager["runs"] + captured["runs"]]
+    assert [each for each in failures if each[1]] == [
+        ("ulysses", "exit code 1"),
+        ("ulysses", "the run to compare with failed"),
+    ]
+    assert not any(run["problems"] for run in eager["runs"] + captured["runs"])
+    assert not collector.good
 
 
 @pytest.mark.slow
