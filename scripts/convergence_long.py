@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -219,5 +220,7 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    # As Ctrl-C does, so that a run under way is ended too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with one_line_errors("convergence_long: error"):
         sys.exit(main())
