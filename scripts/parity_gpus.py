@@ -25,14 +25,10 @@ failed or is further off than allowed.
 from __future__ import annotations
 
 import argparse
-import datetime
-import importlib.metadata
 import json
 import math
 import os
-import platform
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -44,7 +40,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from convergence_runs import Run, Variant, run_file
+from convergence_runs import Run, run_file
 from convergence_smoke import check_is, launch
 from omegaconf import DictConfig, OmegaConf
 from parity_combinations import (
@@ -65,24 +61,22 @@ from parity_combinations import (
     thd,
 )
 from parity_flags import choose, make_parser
-from parity_matrix import ON_GPUS, TABLE, padded_documents, write_data
+from parity_judging import check_digests, check_graphs, judge
+from parity_matrix import padded_documents, write_data
+from parity_pages import (
+    ITERATIONS,
+    CapturedRow,
+    cell,
+    describe,
+    graphs_section,
+    section,
+    write_pages,
+)
 
-from megatron_cp_plugin import registry
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.harness import prepare_data
 from megatron_cp_plugin.harness.parity import Recording, Tolerances, compare
 
-ITERATIONS = 10
-# How many times the yardstick's error is allowed. Errors of a gradient are sums over thousands of
-# roundings, which vary little; those of ten losses do.
-GRADIENT_FACTOR, LOSS_FACTOR = 2.0, 3.0
-# What stands below the table.
-NOTES = """Bold: further off than allowed. `linear` in bfloat16 is so by one kind of parameter, the
-angles of positions, whose gradient is a sum over all tokens with much cancellation: in float32
-its error is 3e-5 to 5e-5, some 500 roundings, and as many roundings of bfloat16 are all of it; all
-other gradients are within the bound. Gated delta net in bfloat16 (`delta-net`) could not be run:
-flash-linear-attention 0.6.0 refuses Triton 3.6 on Hopper, with Megatron's own split as well.
-"""
 UNBOUNDED = Tolerances(math.inf, math.inf, math.inf, math.inf)
 EXACT = Tolerances(0.0, 0.0, 0.0, 0.0)
 
@@ -175,8 +169,6 @@ DETERMINISTIC = {
 # Transformer Engine's own split; p2p is Megatron's default.
 P2P = Run(None, 2, 2)
 JUDGES = ("reference", "yardstick")
-GRAPHS_PAGE = TABLE.with_name("graphs.md")
-ON_CAPTURED_RUNS = "## What was run"
 
 
 @dataclass(frozen=True)
@@ -541,6 +533,22 @@ class Job:
         return found
 
 
+def captured_models() -> list[CapturedRow]:
+    """Whose runs in CUDA graphs are compared with those without."""
+    keys = {one.eager for one in ROWS if one.eager}
+    captors = {str(flags["cuda_graph_impl"]): who for who, flags in GRAPHS.items()}
+    return [
+        CapturedRow(
+            one.key,
+            one.about,
+            one.variants,
+            {name: f"{one.key}-{who}" for name, who in captors.items()},
+        )
+        for one in ROWS
+        if one.key in keys
+    ]
+
+
 def jobs_of(combination: GpuCombination) -> list[Job]:
     """The runs of a row, those that the others are judged by first."""
     jobs = []
@@ -618,219 +626,8 @@ def measure(
     return found
 
 
-def check_graphs(recording: Recording, *, captured: bool, attention: bool) -> list[str]:
-    """Says whether a run replayed CUDA graphs otherwise than it should have, in its last iteration.
-
-    Args:
-        captured: Whether there should have been any. attention: whether in them.
-    """
-    found = []
-    for number, rank in enumerate(recording.ranks):
-        last = max(rank.gradients)
-        replays, sent = rank.replays[last], rank.sent_bytes[last]
-        if bool(replays) != captured:
-            found.append(f"rank {number} replayed {replays} CUDA graphs in iteration {last}")
-        if attention and sent:
-            found.append(f"rank {number} sent {sent} bytes for attention outside of CUDA graphs")
-    return found
-
-
-def check_digests(wanted: Recording, recording: Recording) -> list[str]:
-    """Says where gradients of two runs differ by a bit."""
-    found = []
-    for number, (want, got) in enumerate(zip(wanted.ranks, recording.ranks, strict=True)):
-        for step, digests in want.gradients.items():
-            names = [n for n, digest in digests.items() if got.gradients[step].get(n) != digest]
-            if names:
-                found.append(
-                    f"{len(names)} of {len(digests)} gradients of rank {number} differ in "
-                    f"iteration {step}: {names[0]}"
-                )
-    return found
-
-
 def _relative(got: float, want: float) -> float:
     return abs(got - want) / abs(want) if want else math.inf if got else 0.0
-
-
-def judge(run: Mapping[str, Any], yardstick: Mapping[str, Any] | None) -> list[str]:
-    """Says what is wrong with a measured run; nothing, if it is as near as it has to be.
-
-    Args:
-        run: As `measure` gave it, of an algorithm.
-        yardstick: The same of the yardstick; None if the run was held to tolerances.
-    """
-    if run["failure"]:
-        return [run["failure"]]
-    problems = list(run["problems"])
-    if yardstick is None:
-        return problems
-    if yardstick["failure"] or yardstick["problems"]:
-        return [*problems, "the yardstick failed"]
-    loss, allowed = run["loss_error"], LOSS_FACTOR * yardstick["loss_error"]
-    # Not `>`: NaN is above everything.
-    if not loss <= allowed:
-        problems.append(f"a loss is off by {loss:.1e} (allowed {allowed:.1e})")
-    ratio, at = worst_ratio(run, yardstick)
-    if not ratio <= GRADIENT_FACTOR:
-        off = run["gradient_errors"][at]
-        problems.append(f"gradient is off by {off:.1e}, {ratio:.1f} times the yardstick: {at}")
-    return problems
-
-
-def worst_ratio(run: Mapping[str, Any], yardstick: Mapping[str, Any]) -> tuple[float, str]:
-    """How many times the yardstick's error a gradient's error is at most, and which gradient's.
-
-    A gradient that the yardstick happens to have nearly right counts as its median one.
-    """
-    errors = yardstick["gradient_errors"]
-    median = sorted(errors.values())[len(errors) // 2]
-    worst, at = -math.inf, ""
-    for name, error in run["gradient_errors"].items():
-        base = max(errors.get(name, 0.0), median)
-        ratio = error / base if base else math.inf if error else 0.0
-        if math.isnan(ratio) or ratio > worst:
-            worst, at = (math.inf if math.isnan(ratio) else ratio), name
-    return worst, at
-
-
-def section(report: Mapping[str, Any]) -> str:
-    """Returns the part of docs/parity.md on GPUs.
-
-    Args:
-        report: What rows.json holds.
-    """
-    about = report["about"]
-    lines = [
-        ON_GPUS,
-        "",
-        f"Written by `scripts/parity_gpus.py` on {about['date']}, commit {about['commit']}: "
-        f"{about['versions']}, {about['device']}.",
-        "",
-        f"A run trains a GPT of 4 layers with heads of dim 128 for {ITERATIONS} iterations of two",
-        "sequences of 4096 tokens at CP 2, among Transformer Engine's layers, and is compared with",
-        "Transformer Engine's own attention at CP 1 (linear attention: lasp2 at CP 1): the worst",
-        "loss of any iteration / the worst gradient of any parameter at iterations 1, 5, 10,",
-        "relative. In float32, TF32 off, the bounds are those above. In bfloat16 gradients are in",
-        f"the Euclidean norm, and no loss may be off by more than {LOSS_FACTOR:g} times, no",
-        f"gradient by more than {GRADIENT_FACTOR:g} times what Transformer Engine's p2p at CP 2",
-        "is off; in brackets how many times that the worst gradient is. Linear attention has the",
-        "bounds above in bfloat16 too.",
-        "",
-        "| key | combination | p2p | algorithms |",
-        "| --- | --- | --- | --- |",
-    ]
-    for one in report["rows"]:
-        stick = one["yardstick"]
-        found = "" if stick is None else _errors(stick)
-        runs = ", ".join(f"{run['role']} {_cell(run, stick)}" for run in one["runs"])
-        lines.append(f"| `{one['key']}` | {one['about']} | {found} | {runs} |")
-    return "\n".join([*lines, "", NOTES])
-
-
-def graphs_section(report: Mapping[str, Any] | None) -> str:
-    """Returns the part of docs/graphs.md on what was run.
-
-    Args:
-        report: What rows.json holds; None: nothing was run yet.
-    """
-    lines = [ON_CAPTURED_RUNS, ""]
-    if report is not None:
-        about = report["about"]
-        lines += [
-            f"Written by `scripts/parity_gpus.py` on {about['date']}, commit {about['commit']}: "
-            f"{about['versions']}, {about['device']}.",
-            "",
-        ]
-    lines += [
-        "A GPT of 4 layers among Transformer Engine's layers at CP 2, two micro-batches a step, in",
-        "Megatron's deterministic mode. Equal: all losses, and the gradients of every parameter at",
-        "the first, the middle and the last iteration, are those of the same run without graphs to",
-        "the bit; in the last one all that is captured was replayed. Without: how far the run",
-        "without graphs is from CP 1, as in [parity.md](parity.md), or that it trained; without",
-        "the gradient of the embedding, which Megatron sums in bfloat16 in this mode. Empty: not",
-        "run.",
-        "",
-        f"| {' | '.join(['model', 'algorithm', 'transport', 'without', *map(_impl, GRAPHS)])} |",
-        "|" + " --- |" * (4 + len(GRAPHS)),
-    ]
-    rows = {one["key"]: one for one in (report or {"rows": ()})["rows"]}
-    captured = {one.key: one for one in ROWS if one.eager}
-    for eager in (one for one in ROWS if one.key in {each.eager for each in captured.values()}):
-        for variant in eager.variants:
-            cells = [eager.about, variant.label, _transport(variant)]
-            for key in (eager.key, *(f"{eager.key}-{who}" for who in GRAPHS)):
-                row = rows.get(key, {"runs": (), "yardstick": None})
-                found = [run for run in row["runs"] if run["role"] == variant.label]
-                other = "" if key == eager.key else eager.key
-                cells.append(_cell(found[0], row["yardstick"], other) if found else "")
-            lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, ""])
-
-
-def _impl(who: str) -> str:
-    return str(GRAPHS[who]["cuda_graph_impl"])
-
-
-def _transport(variant: Variant) -> str:
-    """What blocks travel by on GPUs of one node."""
-    kind = registry.algorithm_class(variant.algo).Options
-    if "transport" not in kind.__dataclass_fields__:
-        return "process group"
-    chosen = dict(variant.options).get("transport", "auto")
-    return "process group" if chosen == "group" else "peer memory"
-
-
-def _cell(run: Mapping[str, Any], yardstick: Mapping[str, Any] | None, eager: str = "") -> str:
-    if run["failure"]:
-        return "**failed**"
-    if eager:
-        return "**differs**" if run["problems"] else "equal"
-    if "gradient_errors" not in run:
-        return "**failed**" if run["problems"] else "trained"
-    text = _errors(run)
-    if yardstick is not None and yardstick.get("gradient_errors"):
-        text += f" ({worst_ratio(run, yardstick)[0]:.1f})"
-    return f"**{text}**" if judge(run, yardstick) else text
-
-
-def _errors(run: Mapping[str, Any]) -> str:
-    if "gradient_errors" not in run:
-        return "**failed**"
-    return f"{run['loss_error']:.0e} / {max(run['gradient_errors'].values(), default=math.nan):.0e}"
-
-
-def write_pages(report: Mapping[str, Any]) -> None:
-    """Puts what rows.json holds into the pages; a page that it has nothing for stays as it is."""
-    captured = {each for one in ROWS if one.eager for each in (one.key, one.eager)}
-    parts = [one for one in report["rows"] if one["key"] in captured]
-    others = [one for one in report["rows"] if one["key"] not in captured]
-    for page, heading, rows, text in (
-        (TABLE, ON_GPUS, others, section),
-        (GRAPHS_PAGE, ON_CAPTURED_RUNS, parts, graphs_section),
-    ):
-        if rows:
-            before, _, _ = page.read_text().partition(heading)
-            page.write_text(f"{before.rstrip()}\n\n{text({**report, 'rows': rows})}")
-
-
-def describe(commit: str) -> dict[str, str]:
-    """What the numbers were measured with."""
-    packages = "torch", "megatron-core", "transformer-engine"
-    versions = [f"Python {platform.python_version()}"]
-    for name in packages:
-        try:
-            versions.append(f"{name} {importlib.metadata.version(name)}")
-        except importlib.metadata.PackageNotFoundError:
-            versions.append(f"no {name}")
-    if not commit:
-        words = ["git", "rev-parse", "--short", "HEAD"]
-        result = subprocess.run(words, cwd=TABLE.parent, capture_output=True, text=True)
-        commit = result.stdout.strip() or "unknown"
-    count = torch.cuda.device_count()
-    device = f"{count} x {torch.cuda.get_device_name()}" if count else "no GPU"
-    date = str(datetime.date.today())
-    return {"date": date, "commit": commit, "versions": ", ".join(versions), "device": device}
 
 
 class Collector:
@@ -908,7 +705,7 @@ class Collector:
             problems = [problem for problem in problems if problem]
             self.good &= not problems
             name = f"{combination.key}/{run['role']}"
-            errors = _cell(run, stick, combination.eager) if judged and not run["failure"] else ""
+            errors = cell(run, stick, combination.eager) if judged and not run["failure"] else ""
             print(f"{name}: {'; '.join(problems) or f'as it should be {errors}'}", flush=True)
         self._report["rows"].append(
             {
@@ -925,7 +722,7 @@ class Collector:
         # NaN and infinities are written as Python's json module reads them.
         (self._output / "rows.json").write_text(json.dumps(self._report, indent=1) + "\n")
         (self._output / "rows.md").write_text(
-            f"{section(self._report)}\n{graphs_section(self._report)}"
+            f"{section(self._report)}\n{graphs_section(self._report, captured_models())}"
         )
 
 
@@ -957,7 +754,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     args = parser.parse_args(argv)
     if args.table:
-        write_pages(json.loads(args.table.read_text()))
+        write_pages(json.loads(args.table.read_text()), captured_models())
         return 0
     every = {job.name: job for row in ROWS for job in jobs_of(row)}
     gpus = torch.cuda.device_count()

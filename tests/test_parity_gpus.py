@@ -34,6 +34,11 @@ def gpus() -> ModuleType:
         return importlib.import_module("parity_gpus")
 
 
+@pytest.fixture(scope="module")
+def pages(gpus: ModuleType) -> ModuleType:
+    return importlib.import_module("parity_pages")
+
+
 def test_run_files_are_accepted(
     gpus: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,21 +123,21 @@ def report(*runs: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_the_table_goes_into_the_page(
-    gpus: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    gpus: ModuleType, pages: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page = tmp_path / "parity.md"
     page.write_text("# Parity\n\nof CPUs\n")
     graphs = tmp_path / "graphs.md"
     graphs.write_text("as it was")
-    monkeypatch.setattr(gpus, "TABLE", page)
-    monkeypatch.setattr(gpus, "GRAPHS_PAGE", graphs)
+    monkeypatch.setattr(pages, "TABLE", page)
+    monkeypatch.setattr(pages, "GRAPHS_PAGE", graphs)
     rows = tmp_path / "rows.json"
     for error in (1e-2, 9e-2):
         rows.write_text(json.dumps(report(measured(1e-5, a=error))))
         assert gpus.main(["--table", str(rows)]) == 0
     text = page.read_text()
     assert text.startswith("# Parity\n\nof CPUs\n\n## On GPUs\n\n")
-    assert text.count(gpus.ON_GPUS) == 1
+    assert text.count(pages.ON_GPUS) == 1
     assert "on 2026-11-22, commit abc: torch 2, 2 x H200." in text
     assert "| `bf16` | bfloat16 | 1e-04 / 3e-02 | zigzag **1e-05 / 9e-02 (4.5)** |" in text
     assert "ring **failed** |" in text
@@ -141,13 +146,13 @@ def test_the_table_goes_into_the_page(
 
 
 def test_captured_runs_go_into_a_page_of_their_own(
-    gpus: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    gpus: ModuleType, pages: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other, page = tmp_path / "parity.md", tmp_path / "graphs.md"
     other.write_text("as it was")
-    page.write_text(f"# Graphs\n\n{gpus.graphs_section(None)}")
-    monkeypatch.setattr(gpus, "TABLE", other)
-    monkeypatch.setattr(gpus, "GRAPHS_PAGE", page)
+    page.write_text(f"# Graphs\n\n{pages.graphs_section(None, gpus.captured_models())}")
+    monkeypatch.setattr(pages, "TABLE", other)
+    monkeypatch.setattr(pages, "GRAPHS_PAGE", page)
     found = report(measured(1e-5, a=1e-2))
     eager = found["rows"][0] | {"key": "graphs"}
     local, te, full = (
@@ -162,22 +167,24 @@ def test_captured_runs_go_into_a_page_of_their_own(
     assert gpus.main(["--table", str(tmp_path / "rows.json")]) == 0
     text = page.read_text()
     assert other.read_text() == "as it was"
-    assert text.count(gpus.ON_CAPTURED_RUNS) == 1
+    assert text.count(pages.ON_CAPTURED_RUNS) == 1
     assert "commit abc: torch 2, 2 x H200." in text
     cells = "1e-05 / 1e-02 (0.5) | equal | **differs** | **failed**"
     assert f"| bfloat16 | zigzag | peer memory | {cells} |" in text
     assert "| bfloat16 | ulysses | process group |  |  |  |  |" in text
 
 
-def test_the_page_on_graphs_has_what_is_run_and_refused(gpus: ModuleType) -> None:
+def test_the_page_on_graphs_has_what_is_run_and_refused(
+    gpus: ModuleType, pages: ModuleType
+) -> None:
     """So that a new algorithm or refusal cannot be forgotten there; results are the GPUs'."""
-    page = gpus.GRAPHS_PAGE.read_text()
+    page = pages.GRAPHS_PAGE.read_text()
 
     def names(text: str) -> list[list[str]]:
-        table = text.partition(gpus.ON_CAPTURED_RUNS)[2].splitlines()
+        table = text.partition(pages.ON_CAPTURED_RUNS)[2].splitlines()
         return [line.split(" | ")[:3] for line in table if line.startswith("|")]
 
-    assert names(page) == names(gpus.graphs_section(None))
+    assert names(page) == names(pages.graphs_section(None, gpus.captured_models()))
     refused = [each for each in FEATURES if "CUDA graph" in each.name]
     assert len(refused) > 4
     for each in refused:
