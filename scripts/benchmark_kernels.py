@@ -44,8 +44,10 @@ from megatron_cp_plugin.tokens import tokens_of
 # Each adds up partials of its own in every step.
 MERGING = ("distflash", "zigzag", "ring")
 REPEATS = 3
-SHARE_HEADER = ("algorithm", "P", "forward kernels", "merges", "share")
-SHARE_HEADER += ("backward kernels", "sums", "share", "of both passes")
+SHARE_HEADER = (
+    *("algorithm", "P", "forward kernels", "merges", "share"),
+    *("backward kernels", "sums", "share", "of both passes"),
+)
 
 
 def milliseconds(body: Callable[[], object]) -> float:
@@ -202,7 +204,7 @@ def share_rows(
     sizes: Sequence[int], tokens: int, heads: tuple[int, int], dim: int
 ) -> list[Sequence[str]]:
     """One row an algorithm and number of ranks: kernels, merges and sums in both passes."""
-    rows = []
+    rows: list[Sequence[str]] = []
     for spec, size in product(MERGING, sizes):
         passes = passes_of_a_rank(spec, size, tokens, heads, dim, torch.device("cuda", 0))
         row, merging, whole = [spec, str(size)], 0.0, 0.0
@@ -269,8 +271,8 @@ def main() -> None:
             table = Table(title=f"{title}, causal, the last of P ranks, ms")
             for header in SHARE_HEADER:
                 table.add_column(header, justify="right")
-            sizes = [int(size) for size in args.merges.split(",")]
-            for row in share_rows(sizes, length, (n_heads, kv_heads), dim):
+            ranks = [int(size) for size in args.merges.split(",")]
+            for row in share_rows(ranks, length, (n_heads, kv_heads), dim):
                 table.add_row(*row)
             Console(width=120).print(table)
             continue

@@ -437,8 +437,8 @@ class Job:
 
     @property
     def _code(self) -> int:
-        """The exit code of the first node that failed, or 0."""
-        return next(filter(None, (process.returncode for process in self._processes)), 0)
+        """0, or the exit code of a node that failed, if possible by itself."""
+        return max((p.returncode for p in self._processes if p.returncode), default=0)
 
     def stop(self) -> None:
         """Ends it; torchrun ends its ranks."""
