@@ -14,7 +14,7 @@ from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.derive import plan_of
 from megatron_cp_plugin.core.layout import LAYOUTS
 from megatron_cp_plugin.core.pipeline import head_groups
-from megatron_cp_plugin.core.placement import BlockPlacement, HeadPlacement, Place
+from megatron_cp_plugin.core.placement import BlockPlacement, Place
 from megatron_cp_plugin.core.plan import PHASES, Block, Move, Plan, Setting
 from megatron_cp_plugin.core.plan_check import PlanError, check, check_slots
 from megatron_cp_plugin.core.program import during
