@@ -142,6 +142,24 @@ def test_the_fastest_is_taken_and_the_table_is_sorted() -> None:
     assert "\n" not in sentence(choice)
 
 
+@pytest.mark.parametrize("kv_heads", [2, 4])
+def test_the_choice_was_simulated(kv_heads: int) -> None:
+    """Not only estimated, where few of many candidates can be simulated."""
+    machine = Machine.load("h100_400g")
+    shape = Shape(1, 2**20, 8, kv_heads, 128)
+    choice = choose([Kind("attention", shape, Mask())], place(16, machine, per_node=2))
+    assert choice.best.rows[0].simulated
+
+
+def test_words_for_what_is_as_good() -> None:
+    """A simpler one is taken where it is as fast: nothing is a negative percentage slower."""
+    choice = of_one(GQA, 4)
+    first, other = choice.combinations[0], choice.combinations[-1]
+    other = replace(other, seconds=first.seconds * 0.999)
+    said = sentence(replace(choice, combinations=(first, other)))
+    assert f"next best {other.name}, as fast;" in said
+
+
 def test_the_same_question_has_the_same_answer() -> None:
     assert of_one(GQA, 4) == of_one(GQA, 4)
 
