@@ -21,6 +21,7 @@ class ContextParallelConfig:
         layers: the algorithm of each layer, repeated over the depth; (): `algo` for all.
         linear_model: what layers of linear attention are, one of LINEAR_MODELS.
         chunked_loss: how many tokens' logits there are at a time; None: all.
+        by_auto: whether `auto` has chosen the algorithm.
     """
 
     algo: str
@@ -31,6 +32,7 @@ class ContextParallelConfig:
     layers: tuple[str, ...] = ()
     linear_model: str | None = None
     chunked_loss: int | None = None
+    by_auto: bool = False
 
     @property
     def layout(self) -> Layout:

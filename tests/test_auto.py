@@ -1,6 +1,7 @@
 """`algo="auto"`: what is chosen, by whom, and what never is."""
 
 import logging
+from itertools import pairwise
 
 import pytest
 import torch
@@ -36,6 +37,28 @@ def test_a_call_is_right_and_chosen_once(layout: str, caplog: pytest.LogCaptureF
     assert f"({layout} layout)" in said[0]
 
 
+@pytest.mark.parametrize("layout", ["zigzag", "thd", "documents"])
+def test_documents_stand_for_others_of_the_layout(layout: str) -> None:
+    """What is assumed of their lengths suits the layout, whatever the batch at hand has."""
+    q, k, v = tensors(96)
+    bounds = (0, 40, 48, 96)
+
+    def job(topology: Topology) -> torch.Tensor:
+        how = {"algo": "auto", "group": topology, "layout": layout, "cu_seqlens": bounds}
+        shards = [cp.shard(x, 1, **how) for x in (q, k, v)]
+        return cp.unshard(cp.attention(*shards, **how), 1, **how)
+
+    expected = torch.cat(
+        [
+            naive_attention(*(x[:, a:b] for x in (q, k, v)), causal=True, scale=0.25)
+            for a, b in pairwise(bounds)
+        ],
+        1,
+    )
+    for whole in run_virtual(4, job):
+        torch.testing.assert_close(whole, expected, rtol=1e-10, atol=1e-10)
+
+
 def test_what_auto_does_not_take() -> None:
     q, k, v = tensors(8)
     with pytest.raises(ConfigError, match="has no option 'chunks': it takes layout, machine"):
@@ -44,6 +67,8 @@ def test_what_auto_does_not_take() -> None:
         cp.shard(q, 1, algo="auto", layout="zigzg")
     with pytest.raises(ConfigError, match=r"no option 'layot' \(did you mean 'layout'\?\)"):
         cp.shard(q, 1, algo="auto", layot="contiguous")
+    with pytest.raises(ContextParallelError, match="does not choose for spans: name an algorithm"):
+        cp.attention(q, k, v, algo="auto", spans=[(0, 8, 0, 8, "causal")])
     with pytest.raises(ConfigError, match="no machine 'h300'"):
         cp.attention(q, k, v, algo="auto", machine="h300")
 

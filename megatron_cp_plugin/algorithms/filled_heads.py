@@ -1,6 +1,7 @@
 """Zero heads that fill attention up, so that ranks can split the heads however many there are."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 from math import gcd, lcm
 from typing import Self
 
@@ -25,6 +26,7 @@ class FilledHeads:
     all_shared: int
 
     @classmethod
+    @lru_cache(maxsize=64)
     def of(cls, heads: int, kv_heads: int, ranks: int) -> Self:
         """The fewest query heads that `ranks` can split; then the fewest KV heads that are sent,
         and of these the fewest that are copies.

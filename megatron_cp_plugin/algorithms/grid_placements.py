@@ -23,7 +23,7 @@ class GridPlacement(BlockPlacement):
 
     def key_holder(self, owner: int) -> int:
         """See BlockPlacement.key_holder: a rank of the column that gathers the keys."""
-        return self.grid.key_owners.index(owner)
+        return self.grid.key_holders[owner]
 
     def pairs_of(self, rank: int) -> Iterator[tuple[int, int]]:
         """See BlockPlacement.pairs_of."""

@@ -133,6 +133,6 @@ class HeadSplit(Algorithm):
 
     def _make_exchanged(self, shape: Shape, phase: Phase) -> Exchanged:
         channels, ring = self._ring(shape)
-        plan = self.plan(shape, Mask(), phase)
+        plan = self.plan(shape, Mask(), phase, rank=self.topology.rank)
         groups, heads = self.exchanged_groups(shape), self._filled(shape)
         return Exchanged(plan, groups, ring, channels, self.topology.rank, heads)

@@ -1,5 +1,6 @@
 """Where the ranks of a ring meet each other's blocks, and which way these take."""
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -82,7 +83,7 @@ class DoubleRingPlacement(RingPlacement):
         """See BlockPlacement.leg: the node."""
         return self.nodes[rank]
 
-    @property
+    @cached_property
     def lag(self) -> int:
         """See BlockPlacement.lag: as many steps as a node has ranks."""
         return self.nodes.count(self.nodes[0])
@@ -90,8 +91,10 @@ class DoubleRingPlacement(RingPlacement):
     @cached_property
     def _places(self) -> tuple[tuple[int, int], ...]:
         """Of each rank the number of its node, and its place in there."""
-        numbers = list(dict.fromkeys(self.nodes))
-        return tuple(
-            (numbers.index(node), self.nodes[:rank].count(node))
-            for rank, node in enumerate(self.nodes)
-        )
+        numbers = {node: number for number, node in enumerate(dict.fromkeys(self.nodes))}
+        before = Counter[int]()
+        found = []
+        for node in self.nodes:
+            found.append((numbers[node], before[node]))
+            before[node] += 1
+        return tuple(found)

@@ -48,7 +48,8 @@ Side = Literal["queries", "keys"]
 def plan_of(placement: Placement, setting: Setting) -> Plan:
     """The plan of one pass, made once: at short lengths a step of training is bound by the host."""
     if isinstance(placement, HeadPlacement):
-        return with_teams(placement, plan_of(placement.between, setting))
+        between = plan_of(placement.between, setting._replace(rank=None))
+        return with_teams(placement, between, setting.rank)
     # Of what the mask has no say in, one rank's part is made without that of others.
     alone = None if placement.masked or setting.mask.special else setting.rank
     shared = Setting(setting.seq_len, setting.mask, "forward", rank=alone)

@@ -1,6 +1,6 @@
 """Plans of teams of ranks that split the heads, from the plan of whole teams."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import accumulate
 
@@ -15,38 +15,51 @@ from megatron_cp_plugin.core.plan import (
     Move,
     Plan,
     TensorNames,
+    Time,
 )
 from megatron_cp_plugin.core.rows import between
 
 
-def with_teams(placement: HeadPlacement, between: Plan) -> Plan:
-    """The plan of all ranks. Args: between: of the teams, each as if it were one rank."""
+def with_teams(placement: HeadPlacement, between: Plan, rank: int | None) -> Plan:
+    """The plan of all ranks.
+
+    Args: between: of the teams, each as if it were one rank. rank: as of `Setting`.
+    """
     seq_len = sum(len(span) for spans in between.spans for span in spans)
     size = len(between.spans) * placement.members
     layout = placement.layout.within(between.mask.followed)
     spans = tuple(layout.spans(rank, size, seq_len) for rank in range(size))
-    making = _Teams(placement, between, tuple(sum(map(len, own)) for own in spans))
+    making = _Teams(placement, between, tuple(sum(map(len, own)) for own in spans), rank)
+    exchanged = tuple(making.exchanged())
     return replace(
         between,
         spans=spans,
         computes=tuple(making.computes()),
-        moves=(*making.exchanged(), *making.moved()),
+        moves=(*exchanged, *making.moved()),
         kept=tuple(making.kept()),
         shares=placement.members,
+        # All teams exchange at the same times.
+        times=frozenset(
+            Time(move.messages[0][0], move.posted, move.needed)
+            for move in (() if rank is None else (*exchanged, *between.moves))
+            if move.needed >= 0 and move.posted < between.steps
+        ),
     )
 
 
 class _Teams:
-    """The plan of all ranks in the making. Attributes: lengths: tokens of each rank."""
+    """A plan in the making. Attributes: lengths: tokens of each rank. rank: as of `Setting`."""
 
-    def __init__(self, placement: HeadPlacement, between: Plan, lengths: tuple[int, ...]) -> None:
+    def __init__(
+        self, placement: HeadPlacement, between: Plan, lengths: tuple[int, ...], rank: int | None
+    ) -> None:
         self.placement, self.between, self.lengths = placement, between, lengths
-        self.members = placement.members
+        self.members, self.rank = placement.members, rank
 
     def computes(self) -> Iterator[Compute]:
         for compute in self.between.computes:
             queries, keys = self._block(compute.queries), self._block(compute.keys)
-            for share in range(self.members):
+            for share in self._shares(compute.rank):
                 rank = compute.rank * self.members + share
                 yield compute._replace(rank=rank, queries=queries, keys=keys, share=share)
 
@@ -54,7 +67,7 @@ class _Teams:
         """Between teams: every rank to the one with the same share of the heads."""
         for move in self.between.moves:
             block = self._block(move.block)
-            for share in range(self.members):
+            for share in self._shares(move.source, move.target):
                 source, target = (
                     rank * self.members + share for rank in (move.source, move.target)
                 )
@@ -80,9 +93,16 @@ class _Teams:
 
     def kept(self) -> Iterator[Kept]:
         if self.between.phase == "backward" and self.placement.keep:
-            for rank in range(len(self.lengths)):
+            for rank in range(len(self.lengths)) if self.rank is None else (self.rank,):
                 team, share = divmod(rank, self.members)
                 yield Kept(rank, ("q", "k", "v", "lse"), self._ranks((team,)), share)
+
+    def _shares(self, *teams: int) -> Iterable[int]:
+        """Of the heads, those of ranks in these teams of which the plan is."""
+        if self.rank is None:
+            return range(self.members)
+        team, share = divmod(self.rank, self.members)
+        return (share,) if team in teams else ()
 
     def _ranks(self, teams: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(team * self.members + share for team in teams for share in range(self.members))
@@ -114,10 +134,18 @@ class _Teams:
     ) -> Iterator[Move]:
         back = messages[0][0] in RESULTS
         width = max(self.lengths)
-        for source in range(len(self.lengths)):
-            first = source // self.members * self.members
-            for target in range(first, first + self.members):
-                owner, share = (target, source - first) if back else (source, target - first)
-                if source != target:
-                    block = Block((owner,), between(0, self.lengths[owner]))
-                    yield Move(posted, needed, source, target, messages, block, width, heads, share)
+        for source, target in self._mates():
+            share = (source if back else target) % self.members
+            owner = target if back else source
+            block = Block((owner,), between(0, self.lengths[owner]))
+            yield Move(posted, needed, source, target, messages, block, width, heads, share)
+
+    def _mates(self) -> Iterator[tuple[int, int]]:
+        """All pairs of different ranks of a team; if the plan is of one rank those with it."""
+        rank, of_all = self.rank or 0, range(len(self.lengths))
+        first = rank // self.members * self.members
+        for source in of_all if self.rank is None else range(first, first + self.members):
+            start = source // self.members * self.members
+            for target in range(start, start + self.members):
+                if source != target and self.rank in (None, source, target):
+                    yield source, target

@@ -148,6 +148,7 @@ class PluginFlags:
             options, linear_model, recompute_attention, chunked_loss, platform, record,
             allow_untested_megatron: as in `add_arguments`.
         comm_type: the same in Megatron's spelling. machine, mean_document, explain: of auto.
+        by_auto: as in `ContextParallelConfig`.
     """
 
     algo: str | None
@@ -164,6 +165,7 @@ class PluginFlags:
     machine: str | None = None
     mean_document: int | None = None
     explain: bool = False
+    by_auto: bool = False
 
     @property
     def is_auto(self) -> bool:
@@ -245,6 +247,7 @@ class PluginFlags:
             self.layers,
             self.linear_model,
             self.chunked_loss,
+            self.by_auto,
         )
 
 

@@ -6,10 +6,12 @@ algorithm as if it had been named.
 
 from __future__ import annotations
 
+import logging
 import os
+import socket
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from megatron_cp_plugin import registry
 from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.core.document_layout import NAMED, PaddedDocuments
 from megatron_cp_plugin.core.documents import random_documents
+from megatron_cp_plugin.core.layout import Layout
 from megatron_cp_plugin.core.linear import LinearShape
 from megatron_cp_plugin.core.partial import accumulation_dtype
 from megatron_cp_plugin.core.shape import Shape
@@ -34,13 +37,22 @@ from megatron_cp_plugin.integration.checks import (
     window_of,
 )
 from megatron_cp_plugin.integration.features import Settings, packs_documents
+from megatron_cp_plugin.integration.groups import attention_shape
+from megatron_cp_plugin.planner.candidates import Options
 from megatron_cp_plugin.planner.choose import GIB, Choice, Combination, Kind, Place, choose
 from megatron_cp_plugin.planner.explain import sentence, table
-from megatron_cp_plugin.planner.here import check_agreement, kernel_on, machine_here
+from megatron_cp_plugin.planner.here import (
+    check_agreement,
+    documents_like,
+    kernel_on,
+    machine_here,
+)
 from megatron_cp_plugin.planner.machine import Machine
 from megatron_cp_plugin.planner.step import Model, Split, memory
 
 _SPARE = 0.1  # of a GPU's memory, for what is not counted
+
+log = logging.getLogger(__name__)
 
 
 def resolve(flags: PluginFlags, args: Any, device: torch.device) -> tuple[PluginFlags, list[str]]:
@@ -79,6 +91,7 @@ def resolve(flags: PluginFlags, args: Any, device: torch.device) -> tuple[Plugin
             flags,
             algo=combination.algo,
             options=combination.options,
+            by_auto=True,
             layers=tuple(algorithms[kind.name] for kind in layers)
             if len(set(algorithms.values())) > 1
             else (),
@@ -105,6 +118,118 @@ def resolve(flags: PluginFlags, args: Any, device: torch.device) -> tuple[Plugin
             raise errors[0] from None
         raise
     return named(choice.best), list(_said(choice, flags, args, how))
+
+
+@dataclass(frozen=True)
+class Batches:
+    """What is known of the batches that a program will cut by itself.
+
+    Attributes:
+        tokens: Of a micro-batch, on all context-parallel ranks; None: not known.
+        mean_document: How long documents are in the mean; None: `MEAN_DOCUMENT`.
+    """
+
+    tokens: int | None = None
+    mean_document: int | None = None
+
+    def check(self, algo: str) -> None:
+        """Raises ConfigError if they do not go with an algorithm, or with the choice of one."""
+        for name, value in (("tokens", self.tokens), ("mean_document", self.mean_document)):
+            if value is not None and algo != registry.AUTO:
+                raise ConfigError(
+                    f"{name} is for a choice, got it with algorithm {algo}: name {registry.AUTO}, "
+                    f"or leave {name} out"
+                )
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1, got {value}")
+        if algo == registry.AUTO and self.tokens is None:
+            raise ConfigError(
+                f"{algo} needs to know how long batches are, got no tokens: give those of a "
+                "micro-batch on all context-parallel ranks, such as tokens=65536, or name an "
+                "algorithm"
+            )
+
+
+def resolve_model(
+    asked: ContextParallelConfig, batches: Batches, model: Any, group: dist.ProcessGroup
+) -> ContextParallelConfig:
+    """Chooses the algorithm of a model that a program builds by itself.
+
+    World rank 0 chooses for all, one algorithm for all layers; a collective operation of all ranks
+    of the job.
+
+    Args:
+        asked: With auto; the layout of its options stays.
+        batches: With a number of tokens.
+        model: The model's TransformerConfig.
+        group: The context-parallel group.
+
+    Raises:
+        ContextParallelError: On all ranks, if nothing serves the model, or ranks ask otherwise.
+    """
+    given = dict(asked.options)
+    layout, machine = asked.layout, given.get("machine")
+    kinds = _kinds_of_model(model, batches, layout, asked.size)
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, (repr((kinds, asked)), socket.gethostname(), gpu))
+    check_agreement([question for question, _, _ in every])
+    answer: tuple[str, Options] | ContextParallelError | None = None
+    if dist.get_rank() == 0:
+        hosts = [every[rank][1] for rank in dist.get_process_group_ranks(group)]
+        try:
+            found, how = machine_here(None if machine is None else str(machine), gpu)
+            place = Place(
+                found,
+                tuple(map(hosts.index, hosts)),
+                kernel_on(found, asked.kernel),
+                found.memory_gib * GIB * (1 - _SPARE),
+            )
+            choice = choose(
+                kinds,
+                place,
+                layouts=(layout.name,),
+                runs_again=asked.recompute_attention
+                and _recomputes_attention(model.recompute_granularity, model.recompute_modules),
+                refusal=_of_several,
+            )
+            log.info("%s (machine found %s)", sentence(choice), how)
+            answer = choice.best.algo, choice.best.options
+        except ContextParallelError as error:
+            answer = error
+    answers = [answer]
+    dist.broadcast_object_list(answers)
+    if isinstance(answers[0], ContextParallelError):
+        raise answers[0]
+    assert answers[0] is not None  # rank 0 has one
+    algo, options = answers[0]
+    options = tuple(sorted((dict(options) | {"layout": layout.name}).items()))
+    return replace(asked, algo=algo, options=options, by_auto=True)
+
+
+def _of_several(combination: Combination) -> str | None:
+    """Why layers of one model cannot have it."""
+    if len({(row.algo, row.options) for row in combination.rows}) == 1:
+        return None
+    return "layers of one model have one algorithm where a program cuts batches by itself"
+
+
+def _kinds_of_model(model: Any, batches: Batches, layout: Layout, size: int) -> list[Kind]:
+    assert batches.tokens is not None
+    multiple = layout.multiple(size)
+    tokens = -(-batches.tokens // multiple) * multiple
+    documents = documents_like(batches.mean_document or MEAN_DOCUMENT, tokens, layout, size)
+    shape = attention_shape(model, tokens)
+    kinds = [
+        Kind(
+            "full attention" if window is None else f"windows of {window} tokens",
+            shape,
+            Mask(True, window, documents),
+        )
+        for number in range(model.num_layers)
+        for window in [window_of(model.window_size) if _has_window(model, number + 1) else None]
+    ]
+    return [replace(kind, count=count) for kind, count in Counter(kinds).items()]
 
 
 def check_same(flags: PluginFlags) -> None:
@@ -276,7 +401,11 @@ def _layouts(args: Any, *, packed: bool) -> tuple[str, ...]:
 
 def _runs_again(args: Any, flags: PluginFlags) -> bool:
     """Whether activation recomputation runs attention twice."""
-    recomputes = args.recompute_activations or args.recompute_granularity is not None
-    modules = args.recompute_modules or ["core_attn"]
-    attention = args.recompute_granularity == "full" or "core_attn" in modules
-    return bool(flags.recompute_attention and recomputes and attention)
+    granularity = "selective" if args.recompute_activations else args.recompute_granularity
+    return flags.recompute_attention and _recomputes_attention(granularity, args.recompute_modules)
+
+
+def _recomputes_attention(granularity: str | None, modules: Sequence[str] | None) -> bool:
+    if granularity == "selective":
+        return "core_attn" in (modules or ["core_attn"])
+    return granularity == "full"

@@ -5,6 +5,7 @@ Nothing here needs a command line or `megatron.training`.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.integration import compat
 from megatron_cp_plugin.integration.attention import ContextParallelAttention
+from megatron_cp_plugin.integration.auto import Batches, resolve_model
 from megatron_cp_plugin.integration.checks import check_settings
 from megatron_cp_plugin.integration.groups import set_up_groups
 from megatron_cp_plugin.integration.hooks import Hooks
@@ -39,6 +41,8 @@ def install(
     layout: str = "thd",
     kernel: str = "auto",
     recompute_attention: bool = False,
+    tokens: int | None = None,
+    mean_document: int | None = None,
     allow_untested_megatron: bool = False,
     **options: object,
 ) -> None:
@@ -52,12 +56,16 @@ def install(
     this rank's tokens and packed_seq_params of whole documents.
 
     Args:
-        algo: A name of `megatron_cp_plugin.available("softmax")`.
+        algo: A name of `megatron_cp_plugin.available("softmax")`; or "auto": the planner chooses
+            one when the first model is built, for the GPU of rank 0 or the machine of option
+            `machine`, and all models have it.
         layout: By which the caller cuts batches. "thd": each document padded to a multiple of 2P
             and cut by zigzag; without packed_seq_params each sample so. "contiguous": whole packs,
             or samples, in P consecutive parts.
         kernel: "auto" or a kernel's name.
         recompute_attention: Activation recomputation runs attention a second time.
+        tokens: With auto, which needs it: of a micro-batch on all context-parallel ranks, about.
+        mean_document: With auto: how long documents are in the mean; default 4096.
         allow_untested_megatron: Run a version of Megatron that nobody ran with the plugin.
         options: Of the algorithm.
 
@@ -65,18 +73,20 @@ def install(
         ContextParallelError: There is no parallel state, another algorithm is in force, this
             Megatron is not as the plugin takes it to be, or a setting has no meaning.
     """
-    config = _config(algo, layout, kernel, recompute_attention, options)
+    batches = Batches(tokens, mean_document)
+    config = _config(algo, layout, kernel, recompute_attention, options, batches)
     found = _in_force()
     if found is not None:
-        if not _same(found.config(config.size), config):
+        before = found.batches if isinstance(found, _Installed) else Batches()
+        if before != batches or not _same(found.config(config.size), config):
             raise ConfigError(
-                f"one algorithm is in force in a process, got {_words(config)} beside "
-                f"{_words(found.config(config.size))}: leave one of them out, or call uninstall "
-                "before"
+                f"one algorithm is in force in a process, got {_words(config, batches)} beside "
+                f"{_words(found.config(config.size), before)}: leave one of them out, or call "
+                "uninstall before"
             )
         return
     compat.check("algorithm", allow_untested=allow_untested_megatron)
-    _Installed(config).put()
+    _Installed(config, batches).put()
 
 
 def uninstall() -> None:
@@ -103,6 +113,8 @@ def serve(
     kernel: str = "auto",
     vp_stage: int | None = None,
     pg_collection: Any = None,
+    tokens: int | None = None,
+    mean_document: int | None = None,
     **options: object,
 ) -> LayerSpec:
     """Returns a model's spec with the plugin's attention, for this model alone, without `install`.
@@ -113,7 +125,7 @@ def serve(
     Args:
         spec: Of all layers, the block's or a HybridModel's stack's.
         config: Of the model.
-        algo, layout, kernel, options: As in `install`.
+        algo, layout, kernel, tokens, mean_document, options: As in `install`.
         vp_stage: Virtual pipeline stage.
         pg_collection: The model's ProcessGroupCollection; None: Megatron's own groups.
 
@@ -125,8 +137,10 @@ def serve(
             "an algorithm is in force for all models of this process, got serve for one: build "
             "the model of its own spec, or leave install out"
         )
-    runtime = Runtime(_config(algo, layout, kernel, True, options), callers=True)
-    check_settings(config, runtime.config)
+    batches = Batches(tokens, mean_document)
+    asked = _config(algo, layout, kernel, True, options, batches)
+    check_settings(config, asked)
+    runtime = Runtime(_chosen(asked, batches, config, pg_collection), callers=True)
     check_comm_type(config, runtime)
     if config.mtp_num_layers:
         raise ConfigError(
@@ -163,13 +177,16 @@ def adopt(model: nn.Module) -> nn.Module:
 class _Installed:
     """What `install` put in force."""
 
-    def __init__(self, config: ContextParallelConfig) -> None:
-        self._runtime = Runtime(config, callers=True)
+    def __init__(self, config: ContextParallelConfig, batches: Batches) -> None:
+        """Args: batches: For a choice."""
+        self.batches = batches
+        self._asked = config
+        self._made: Runtime | None = None
         self._replaced: list[compat.Replacement] = []
 
     def config(self, size: int) -> ContextParallelConfig:
-        """As `Hooks.config`; the size is that of Megatron's parallel state."""
-        return self._runtime.config
+        """As `Hooks.config`; as it was asked for, of the size of Megatron's parallel state."""
+        return self._asked
 
     def put(self) -> None:
         hooks: dict[str, Callable[..., Any]] = {
@@ -178,7 +195,7 @@ class _Installed:
             "roll_tensor": self._roll,
             "YarnRotaryEmbedding._set_cos_sin_cache": set_cos_sin_cache,
         }
-        if not self._runtime.config.recompute_attention:
+        if not self._asked.recompute_attention:
             hooks |= {"checkpoint": checkpoint, "te_checkpoint": checkpoint}
         self._replaced = compat.replace(hooks, "algorithm")
 
@@ -187,11 +204,18 @@ class _Installed:
             replacement.undo()
 
     def _build_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        model = build_model(original, args, kwargs, runtime=self._runtime, settings=None)
-        serve_cut_inputs(model, self._runtime, model.pg_collection.cp)
+        if self._made is None:
+            call = inspect.signature(original).bind(*args, **kwargs)
+            model_config, groups = call.arguments["config"], call.arguments.get("pg_collection")
+            check_settings(model_config, self._asked)
+            config = _chosen(self._asked, self.batches, model_config, groups)
+            self._made = Runtime(config, callers=True)
+        model = build_model(original, args, kwargs, runtime=self._made, settings=None)
+        serve_cut_inputs(model, self._made, model.pg_collection.cp)
 
     def _roll(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return roll_tensor(original, self._runtime, *args, **kwargs)
+        assert self._made is not None  # a model calls it
+        return roll_tensor(original, self._made, *args, **kwargs)
 
 
 def _in_force() -> _Installed | Hooks | None:
@@ -201,8 +225,23 @@ def _in_force() -> _Installed | Hooks | None:
     return found if isinstance(found, (_Installed, Hooks)) else None
 
 
+def _chosen(
+    asked: ContextParallelConfig, batches: Batches, model: TransformerConfig, groups: Any
+) -> ContextParallelConfig:
+    """The same, with the planner's choice in the place of auto."""
+    if asked.algo != registry.AUTO:
+        return asked
+    group = parallel_state.get_context_parallel_group() if groups is None else groups.cp
+    return resolve_model(asked, batches, model, group)
+
+
 def _config(
-    algo: str, layout: str, kernel: str, recompute_attention: bool, options: dict[str, object]
+    algo: str,
+    layout: str,
+    kernel: str,
+    recompute_attention: bool,
+    options: dict[str, object],
+    batches: Batches,
 ) -> ContextParallelConfig:
     """What was asked for, over the ranks of Megatron's parallel state."""
     if not parallel_state.model_parallel_is_initialized():
@@ -216,12 +255,8 @@ def _config(
             f"batches that their callers cut have the layout {' or '.join(_LAYOUTS)}, got "
             f"{layout!r}: use one of them, or the launcher"
         )
-    if algo == registry.AUTO:
-        raise ConfigError(
-            f"{algo} chooses for a model that a command line describes, got install or serve: name "
-            "an algorithm; megatron-cp plan --machine says which"
-        )
-    if registry.kind_of(algo) == "linear":
+    batches.check(algo)
+    if algo != registry.AUTO and registry.kind_of(algo) == "linear":
         raise ConfigError(
             f"packed batches of other programs are for softmax attention, got {algo}: use one of "
             f"{', '.join(registry.available('softmax'))}"
@@ -235,12 +270,15 @@ def _config(
 
 def _same(one: ContextParallelConfig, other: ContextParallelConfig) -> bool:
     def settings(config: ContextParallelConfig) -> tuple[object, ...]:
+        if config.algo == registry.AUTO:
+            return (config,)
         options = registry.read_options(config.algo, dict(config.options))
         return (config.algorithms, options, config.kernel, config.recompute_attention)
 
     return one.algo == other.algo and settings(one) == settings(other)
 
 
-def _words(config: ContextParallelConfig) -> str:
-    options = ", ".join(f"{name}={value}" for name, value in config.options)
+def _words(config: ContextParallelConfig, batches: Batches) -> str:
+    given = (*config.options, *((k, v) for k, v in vars(batches).items() if v is not None))
+    options = ", ".join(f"{name}={value}" for name, value in given)
     return f"{config.algo} ({options})" if options else config.algo

@@ -29,11 +29,17 @@ def set_up_groups(
         groups: The model's ProcessGroupCollection; None: Megatron's own groups.
     """
     own = parallel_state.get_context_parallel_group() if groups is None else groups.cp
-    runtime.set_up(own, _shape(config, runtime, own.size()), _new_group(args))
+    shape = attention_shape(config, runtime.config.layout.multiple(own.size()))
+    runtime.set_up(own, shape, _new_group(args))
 
 
-def _shape(config: TransformerConfig, runtime: Runtime, size: int) -> Shape:
-    """What attention layers compute on a tensor-parallel rank, of any length that suits all."""
+def attention_shape(config: TransformerConfig, tokens: int) -> Shape:
+    """What an attention layer of a model computes on a tensor-parallel rank.
+
+    Args:
+        config: Of the model.
+        tokens: Of the whole sequence.
+    """
     heads = config.num_attention_heads // config.tensor_model_parallel_size
     kv_heads = (
         config.num_query_groups or config.num_attention_heads
@@ -45,7 +51,7 @@ def _shape(config: TransformerConfig, runtime: Runtime, size: int) -> Shape:
     dtype = config.params_dtype
     return Shape(
         1,
-        runtime.config.layout.multiple(size),
+        tokens,
         heads,
         max(1, kv_heads),
         head_dim,

@@ -198,6 +198,11 @@ def _check_spans(
     }
     for reason in (reason for reason, applies in reasons.items() if applies):
         raise ContextParallelError(f"{reason}, got attention_spans: leave one of the two out")
+    if config.by_auto:
+        raise ContextParallelError(
+            f"auto does not choose for spans, got attention_spans after it chose {config.algo}: "
+            "name an algorithm"
+        )
 
 
 def _check_capture(model: Any, mask: DocumentMask | None) -> None:

@@ -12,6 +12,7 @@ from megatron_cp_plugin.integration.groups import set_up_groups
 from megatron_cp_plugin.integration.rope import use_layout
 from megatron_cp_plugin.integration.runtime import Runtime
 from megatron_cp_plugin.integration.spec import with_multi_token, with_plugin
+from megatron_cp_plugin.registry import AUTO
 
 
 def build_model(
@@ -67,7 +68,10 @@ def check_comm_type(config: Any, runtime: Runtime) -> None:
     Raises:
         ContextParallelError: It does, by Transformer Engine's name of it.
     """
-    if config.cp_comm_type not in (None, "p2p", comm_type(runtime.config.algo)):  # p2p: the default
+    served = {comm_type(runtime.config.algo)}
+    if runtime.config.by_auto:
+        served.add(comm_type(AUTO))
+    if config.cp_comm_type not in (None, "p2p", *served):  # p2p: the default
         raise ContextParallelError(
             f"the script sets cp_comm_type {config.cp_comm_type} by itself, which would be "
             "ignored: give --cp-comm-type on the command line"

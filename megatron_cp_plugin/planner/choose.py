@@ -38,6 +38,7 @@ from megatron_cp_plugin.planner.simulate import simulate
 # simulation takes beside them.
 _WORK, _BESIDE = 1200, 16
 _FEWEST, _SHARE = 4, 80  # simulations: so many at least, or divided by the number of ranks
+_CHECKS = 3  # more, of what would be the best by its estimate alone
 _ALGORITHMS = 12  # and layouts, of which the best is simulated in any case
 _NEAR = 1.3  # times the fastest: what an estimate may be off
 _MOST_CELLS, _FEW = 2**16, 16  # pairs of ranks, and ranks, whose memory is looked at
@@ -242,15 +243,17 @@ def _table(
     simulated: dict[Candidate, Row] = {}
     left, seen = list(estimates), set[tuple[str, str]]()
     ratios = _Ratios()
-    while left and len(simulated) < max(_FEWEST, _SHARE // len(place.nodes)):
+    most = max(_FEWEST, _SHARE // len(place.nodes))
+    while left and len(simulated) < most + _CHECKS:
         # The best of several algorithms and layouts, then what may yet be the best of all.
         new = [one for one in left if (one[0].algo, one[0].layout.name) not in seen]
         fastest = min((row.seconds for row in simulated.values()), default=inf)
-        if new and len(seen) < _ALGORITHMS:
+        if new and len(seen) < _ALGORITHMS and len(simulated) < most:
             candidate, passes = new[0]
         else:
             candidate, passes = min(left, key=lambda one: ratios.of(one[0]) * _seconds(one[1]))
-            if ratios.of(candidate) * _seconds(passes) >= _NEAR * fastest:
+            near = _NEAR if len(simulated) < most else 1.0
+            if ratios.of(candidate) * _seconds(passes) >= near * fastest:
                 break
         left.remove((candidate, passes))
         seen.add((candidate.algo, candidate.layout.name))

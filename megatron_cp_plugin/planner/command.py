@@ -55,8 +55,8 @@ def plan_model(
     found = proposals(job, _PROPOSALS)
     best = found[0]
     print(
-        f"{model}, {gpus} GPUs of {machine.name}, {sequences} sequence{'s' * (sequences > 1)} of "
-        f"{tokens} tokens a step"
+        f"{model}, {gpus} GPUs of {machine.name} with {machine.memory_gib:g} GiB each, {sequences} "
+        f"sequence{'s' * (sequences > 1)} of {tokens} tokens a step"
     )
     headers = ("TP", "CP", "PP", "DP", "EP", "recompute", "s a step", "tokens/s/GPU", "GiB")
     rows = [
@@ -66,7 +66,7 @@ def plan_model(
             f"{one.step.seconds:.2f}",
             f"{one.rate:.0f}",
             f"{one.step.gib:.0f}",
-            one.choice.best.name,
+            one.choice.best.name if s.context > 1 else "-",
         )
         for one in found
         for s in [one.split]
@@ -76,8 +76,9 @@ def plan_model(
     print(f"the first: {parts}")
     memory = ", ".join(f"{key} {gib:.1f}" for key, gib in best.step.memory.items() if gib > 0)
     print(f"GiB of the GPU that needs most: {memory}")
-    print(table(best.choice))
-    print(sentence(best.choice))
+    if best.split.context > 1:
+        print(table(best.choice))
+        print(sentence(best.choice))
     if path is not None:
         chosen = best.choice.best
         linear = "transnormer" if job.model.linear else None
@@ -118,6 +119,9 @@ def megatron_settings(job: Job, split: Split) -> dict[str, object]:
     if model.experts:
         settings |= {"num_experts": model.experts, "moe_router_topk": model.active}
         settings["expert_model_parallel_size"] = split.expert
+    if split.counts_ends(model):
+        settings["account_for_embedding_in_pipeline_split"] = True
+        settings["account_for_loss_in_pipeline_split"] = True
     if split.recompute == "full":
         settings |= {"recompute_granularity": "full", "recompute_method": "uniform"}
         settings["recompute_num_layers"] = 1

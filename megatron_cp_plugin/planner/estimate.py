@@ -9,7 +9,7 @@ B batch, S local tokens, H query heads, G KV heads, P ranks, U ranks of a team.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import NamedTuple
@@ -28,6 +28,7 @@ from megatron_cp_plugin.planner.trace import Tile as Kernel
 
 _INPUTS = {"forward": ("q",), "backward": ("q", "dout", "delta", "lse")}
 _RESULTS = {"forward": ("out", "lse"), "backward": ("dq",)}
+_Owners = tuple[tuple[int, ...], tuple[int, ...]]  # of queries and of keys
 _ALL = HeadGroup(slice(0, 1), slice(0, 1), first=True, last=True)
 
 
@@ -40,6 +41,14 @@ class _Tiles(NamedTuple):
     causal: bool
 
 
+class _Met(NamedTuple):
+    """What a block of queries and one of keys have to do. Attributes: rows, columns: touched."""
+
+    tiles: tuple[_Tiles, ...]
+    rows: int
+    columns: int
+
+
 class _Step(NamedTuple):
     """What a rank does in a step.
 
@@ -49,6 +58,9 @@ class _Step(NamedTuple):
     tiles: tuple[_Tiles, ...]
     queries: tuple[int, int]
     keys: tuple[int, int]
+
+
+_Steps = tuple[tuple[_Step, ...], list[int]]
 
 
 class _Moved(NamedTuple):
@@ -109,8 +121,7 @@ class Estimator:
         links = (self.machine.inside.exchange, self.machine.between.exchange, self.machine.copy)
         fastest = max(link.bytes_per_second for link in links if link is not None)
         for rank in {0, placement.size - 1}:
-            pairs = zip(*placement.pairs_of(rank), strict=True)
-            queries, keys = (set(owners) for owners in pairs)
+            queries, keys = self._owners(placement, rank)
             if len(queries) < placement.size and len(keys) < placement.size:
                 # Of a grid, whose ranks get all blocks of their rows and columns.
                 tokens = self.shape.batch * self.shape.seq_len // placement.size
@@ -129,7 +140,7 @@ class Estimator:
         if key not in self._owns:
             own, every = self._spans(placement)(rank), (Span(0, self.shape.seq_len),)
             both = (own, every) if of_queries else (every, own)
-            tiles = map(_sizes, plan_tiles(both[0], both[1], self.mask, rectangular=True))
+            tiles = self._meet(*both).tiles
             self._owns[key] = self._computing(tiles, together(placement.groups), phase)
         return self._owns[key]
 
@@ -169,15 +180,14 @@ class Estimator:
         self, placement: BlockPlacement, phase: Pass, rank: int, members: int
     ) -> Estimate:
         spans, groups = self._spans(placement), placement.groups
-        queries, keys = (
-            sorted({*owners}) for owners in zip(*placement.pairs_of(rank), strict=True)
-        )
+        queries, keys = self._owners(placement, rank)
         width = max(sum(map(len, spans(owner))) for owner in (*queries, *keys))
-        q, k = (assemble([spans(owner) for owner in owners], width) for owners in (queries, keys))
-        tiles = plan_tiles(q.spans, k.spans, self.mask, rectangular=True)
-        coming, leaving = _Moved(), _Moved()
-        sizes = [_sizes(tile) for tile in tiles]
-        computing = sum(self._computing(sizes, group, phase) for group in groups)
+        key = placement.layout, (queries, keys)
+        if key not in self._assembled:
+            q, k = (assemble([spans(one) for one in owners], width) for owners in (queries, keys))
+            self._assembled[key] = self._meet(q.spans, k.spans).tiles
+        sizes, coming, leaving = self._assembled[key], _Moved(), _Moved()
+        computing = len(groups) * self._computing(sizes, groups[0], phase)
         whole = together(groups)
         inputs = self._width(_INPUTS[phase], whole), self._width(("k", "v"), whole)
         results = (
@@ -196,18 +206,30 @@ class Estimator:
         computed = Estimate(computing, computing, host=host)
         return self._pipeline(len(groups), computed, coming, leaving)
 
+    def _owners(self, placement: BlockPlacement, rank: int) -> _Owners:
+        """Whose queries, and whose keys, meet on a rank."""
+        key = replace(placement, groups=(_ALL,)), rank
+        if key not in self._owners_of:
+            pairs = zip(*placement.pairs_of(rank), strict=True)
+            queries, keys = (tuple(sorted(set(owners))) for owners in pairs)
+            self._owners_of[key] = queries, keys
+        return self._owners_of[key]
+
+    @cached_property
+    def _owners_of(self) -> dict[tuple[BlockPlacement, int], _Owners]:
+        return {}
+
     def _steps(self, placement: BlockPlacement, phase: Pass, rank: int, members: int) -> Estimate:
-        steps, group = self._of_rank(placement, rank, members), placement.groups[0]
+        kinds, order = self._of_rank(placement, rank, members)
+        group, times = placement.groups[0], len(placement.groups)
         wide, backward = placement.wide_gradients, phase == "backward"
         of_query = self._width(_INPUTS[phase], group)
         of_query += self._width(_RESULTS[phase], group, wide=wide)
         of_key = self._width(("k", "v"), group)
         of_key += self._width(("dk", "dv"), group, wide=wide) if backward else 0
         lag = placement.lag if placement.relay else 0
-        known: dict[_Step, tuple[float, _Moved]] = {}
-        for step in steps:
-            if step in known:
-                continue
+        known: list[tuple[float, _Moved]] = []
+        for step in kinds:
             moved = _Moved()
             for far in (False, True):
                 size = step.queries[far] * of_query + step.keys[far] * of_key
@@ -218,32 +240,35 @@ class Estimator:
             computing = self._computing(tiles, group, phase)
             if not self.peer:
                 computing += min(computing, moved.seconds) * (1 - self.machine.group_share)
-            known[step] = computing, moved
+            known.append((computing, moved))
         now = came = before = 0.0
         for _ in placement.groups:
-            for step in steps:
-                computing, moved = known[step]
+            for kind in order:
+                computing, moved = known[kind]
                 # It comes while the step before computes, and no sooner.
                 came = max(came, before) + moved.seconds if moved.seconds else came
                 before = max(now, came)
                 now = before + computing
-        last = max((moved.seconds for _, moved in known.values()), default=0.0)
-        times = len(placement.groups)
-        whole = [sum(x) * times for x in zip(*(known[step][1] for step in steps), strict=True)]
-        computed = sum(known[step][0] for step in steps) * times
-        host = times * sum(
-            self._launching(len(step.tiles), 1 + backward if known[step][1].seconds else 0, phase)
-            for step in steps
-        )
-        return Estimate(now + last * backward, computed, whole[1], whole[2], host)
+        last = max((moved.seconds for _, moved in known), default=0.0)
+        computed = inside = between = host = 0.0
+        for kind, count in Counter(order).items():
+            computing, moved = known[kind]
+            computed += count * times * computing
+            inside += count * times * moved.inside
+            between += count * times * moved.between
+            messages = 1 + backward if moved.seconds else 0
+            host += count * times * self._launching(len(kinds[kind].tiles), messages, phase)
+        return Estimate(now + last * backward, computed, inside, between, host)
 
-    def _of_rank(self, placement: BlockPlacement, rank: int, members: int) -> tuple[_Step, ...]:
-        """In their order."""
+    def _of_rank(self, placement: BlockPlacement, rank: int, members: int) -> _Steps:
+        """Steps that differ, and which of them comes when."""
         key = replace(placement, groups=(_ALL,)), rank, members
-        found = self._known.get(key)
-        if found is None:
-            found = self._known[key] = tuple(self._place(placement, rank, members))
-        return found
+        if key not in self._known:
+            kinds: dict[_Step, int] = {}
+            steps = self._place(placement, rank, members)
+            order = [kinds.setdefault(step, len(kinds)) for step in steps]
+            self._known[key] = tuple(kinds), order
+        return self._known[key]
 
     def _place(self, placement: BlockPlacement, rank: int, members: int) -> Iterator[_Step]:
         tiles: defaultdict[int, list[_Tiles]] = defaultdict(list)
@@ -258,10 +283,10 @@ class Estimator:
                 if place.part != (0, 1):
                     tokens, (index, count) = sum(map(len, q)), place.part
                     q = rows_of(q, tokens * index // count, tokens * (index + 1) // count)
-                found = plan_tiles(q, k, self.mask, rectangular=True)
-                if not found:
+                found = self._meet(q, k)
+                if not found.tiles:
                     continue
-                tiles[place.step] += map(_sizes, found)
+                tiles[place.step] += found.tiles
                 for side, owner in enumerate(pair):
                     if owner == rank or (side, owner) in seen:
                         continue
@@ -270,15 +295,52 @@ class Estimator:
                     if placement.relay:
                         rows = sum(map(len, spans(owner)))
                     else:
-                        edges = [tile.kv if side else tile.q for tile in found]
-                        rows = max(e.stop for e in edges) - min(e.start for e in edges)
+                        rows = found.columns if side else found.rows
                     moved[place.step][side][far] += rows
         for number in sorted(tiles):
             (q_near, q_far), (k_near, k_far) = moved[number]
             yield _Step(tuple(tiles[number]), (q_near, q_far), (k_near, k_far))
 
+    def _meet(self, queries: Spans, keys: Spans) -> _Met:
+        """Blocks that lie alike to each other have the same tiles, wherever they are."""
+        key = self._places(queries, keys)
+        found = self._mets.get(key)
+        if found is None:
+            tiles = plan_tiles(queries, keys, self.mask, rectangular=True)
+            rows, columns = (
+                max(edge.stop for edge in edges) - min(edge.start for edge in edges) if edges else 0
+                for edges in ([tile.q for tile in tiles], [tile.kv for tile in tiles])
+            )
+            found = self._mets[key] = _Met(tuple(map(_sizes, tiles)), rows, columns)
+        return found
+
+    def _places(self, queries: Spans, keys: Spans) -> Hashable:
+        """What tiles depend on: lengths, and distances as far as the mask tells them apart."""
+        mask, steps = self.mask, {span.step for span in (*queries, *keys)}
+        if mask.documents or mask.slices or len(steps) > 1:
+            return queries, keys
+        (step,), window = steps, mask.window or 0
+        rows = [(q.start, len(q)) for q in queries]
+        places = [step, *(count for _, count in rows)]
+        for k in keys:
+            start, columns = k.start, len(k)
+            places.append(columns)
+            for first, count in rows:
+                places.append(max(-count, min(columns, (first - start) // step)))
+                if window:
+                    places.append(max(-count, min(columns, (first - start - window) // step)))
+        return tuple(places)
+
     @cached_property
-    def _known(self) -> dict[tuple[BlockPlacement, int, int], tuple[_Step, ...]]:
+    def _mets(self) -> dict[Hashable, _Met]:
+        return {}
+
+    @cached_property
+    def _assembled(self) -> dict[tuple[Layout, _Owners], tuple[_Tiles, ...]]:
+        return {}
+
+    @cached_property
+    def _known(self) -> dict[tuple[BlockPlacement, int, int], _Steps]:
         return {}
 
     def _link(self, size: float, far: bool, members: int, lag: int) -> _Moved:

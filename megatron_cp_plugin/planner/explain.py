@@ -19,6 +19,7 @@ from megatron_cp_plugin.planner.machine import Links
 from megatron_cp_plugin.text_table import text_table
 
 _OF_EACH = 3  # candidates of an algorithm that are shown
+_ALIKE_PERCENT = 0.2  # slower: what ranks as equal
 _CLEARLY = 1.03  # times as fast: what differs by less would not change the choice
 
 
@@ -37,12 +38,13 @@ def sentence(choice: Choice) -> str:
     others = [one for one in choice.combinations[1:] if one.algo != best.algo]
     if others:
         percent = 100 * (others[0].seconds / best.seconds - 1)
-        words.append(f"next best {others[0].name}, {percent:.1f}% slower")
+        slower = f"{percent:.1f}% slower" if percent >= _ALIKE_PERCENT else "as fast"
+        words.append(f"next best {others[0].name}, {slower}")
     rows = [row for table in choice.tables for row in table.rows]
     simulated = sum(row.simulated for row in rows)
+    rest = "" if simulated == len(rows) else ", the others estimated"
     words.append(
-        f"of {len(rows)} candidates on {choice.place.machine.name}, {simulated} simulated, "
-        "the others estimated"
+        f"of {len(rows)} candidates on {choice.place.machine.name}, {simulated} simulated{rest}"
     )
     return "; ".join(words)
 
@@ -65,8 +67,10 @@ def table(choice: Choice) -> str:
     for number, (kind, found, _) in enumerate(choice.tables):
         lines.append(f"{kind.name}, one of {kind.count}:" if kind.count > 1 else f"{kind.name}:")
         lines.append(_table(choice, number, _shown(found, choice.best.rows[number])))
+    legend = "MiB that a rank sends in its node and between nodes; * chosen"
     if not all(row.simulated for one in choice.tables for row in one.rows):
-        lines.append("~ estimated, the others simulated; * chosen; MiB that a rank sends")
+        legend += "; ~ estimated, the others simulated"
+    lines.append(legend)
     lines += [f"not {name}: {reason}" for name, reason in choice.refused]
     lines += changes(choice)
     return "\n".join(lines)
@@ -119,16 +123,18 @@ def changes(choice: Choice) -> list[str]:
         _shown(one.rows, row) for one, row in zip(choice.tables, choice.best.rows, strict=True)
     )
     among = frozenset(row.name for rows in shown for row in rows)
-    lines = []
+    lines: list[str] = []
+    looked: list[str] = []
     for words, changed, place in _variations(kinds, choice.place):
         layouts = (choice.best.rows[0].layout,) if len(kinds) > 1 else None
         others = choose(changed, place, layouts=layouts, quick=True, among=among)
         same = [one for one in others.combinations if _names(one) == _names(choice.best)]
         gain = same[0].seconds / others.best.seconds if same else None
         if others.best.algo != choice.best.algo and (gain is None or gain > _CLEARLY):
-            times = f", {gain:.2f} times as fast" if gain else ""
-            lines.append(f"{words}: {others.best.name}{times}")
-    return lines or ["nothing near changes the choice: half or twice the tokens or the network"]
+            than = f", {gain:.2f} times as fast as {choice.best.name}" if gain else ""
+            lines.append(f"{words} it would be {others.best.name}{than}")
+        looked.append(words)
+    return lines or [f"the same choice {words}" for words in [" or ".join(looked)] if looked]
 
 
 def _names(combination: Combination) -> tuple[str, ...]:

@@ -9,7 +9,9 @@ from functools import lru_cache
 
 import torch
 
+from megatron_cp_plugin.core.document_layout import PaddedDocuments
 from megatron_cp_plugin.core.documents import random_documents
+from megatron_cp_plugin.core.layout import Layout
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
@@ -57,7 +59,7 @@ def kernel_on(machine: Machine, name: str) -> str:
     return next(one for one in (name, _KERNEL, *machine.kernels) if one in machine.kernels)
 
 
-def statistics_of(mask: Mask, seq_len: int) -> Mask:
+def statistics_of(mask: Mask, seq_len: int, layout: Layout, size: int) -> Mask:
     """A mask that stands for many: documents of random lengths, with about the same mean.
 
     So that a choice need not be made again for every batch.
@@ -65,7 +67,16 @@ def statistics_of(mask: Mask, seq_len: int) -> Mask:
     if not mask.documents:
         return mask
     mean = seq_len / (len(mask.documents) + 1)
-    return replace(mask, documents=random_documents(seq_len, 1 << round(mean).bit_length() - 1))
+    return replace(
+        mask,
+        documents=documents_like(1 << round(mean).bit_length() - 1, seq_len, layout, size),
+    )
+
+
+def documents_like(mean: int, seq_len: int, layout: Layout, size: int) -> tuple[int, ...]:
+    """Documents of random lengths with about this mean, padded as the layout needs them."""
+    padded = layout.name == PaddedDocuments.name
+    return random_documents(seq_len, mean, multiple=layout.multiple(size) if padded else 1)
 
 
 def choose_for(
@@ -78,10 +89,10 @@ def choose_for(
     Raises: ConfigError: Another option is given, or nothing serves. ContextParallelError: The ranks
         have not chosen the same.
     """
-    layout, machine = layout_of(AUTO, given).name, given.get("machine")
-    mask = statistics_of(mask, shape.seq_len)
+    layout, machine = layout_of(AUTO, given), given.get("machine")
+    mask = statistics_of(mask, shape.seq_len, layout, topology.size)
     named = None if machine is None else str(machine)
-    return _chosen(topology, shape, mask, kernel, layout, named)
+    return _chosen(topology, shape, mask, kernel, layout.name, named)
 
 
 @lru_cache(maxsize=256)

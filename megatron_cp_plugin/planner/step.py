@@ -11,7 +11,7 @@ tensor-parallel and expert-parallel messages with computation.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -132,6 +132,11 @@ class Split:
         """Number of them."""
         return self.tensor * self.context * self.pipeline * self.data
 
+    def counts_ends(self, model: Model) -> bool:
+        """Whether embedding and logits stand in the place of a layer each of their stages."""
+        even = not model.layers % self.pipeline
+        return not even and not (model.layers + 2) % self.pipeline
+
 
 @dataclass(frozen=True)
 class Step:
@@ -198,11 +203,17 @@ def step(
 
 def check_split(model: Model, split: Split, tokens: int) -> None:
     """Raises: ConfigError if the model cannot be split like this."""
+    if model.layers % split.pipeline and not split.counts_ends(model):
+        raise ConfigError(
+            f"{model.name} needs layers, or layers + 2 with embedding and logits counted as one "
+            f"each, divisible by pipeline, got {model.layers} layers and pipeline "
+            f"{split.pipeline}: use a divisor of {model.layers} or of {model.layers + 2}"
+        )
     rows = (
         ("heads", model.heads, "tensor", split.tensor),
-        ("layers", model.layers, "pipeline", split.pipeline),
         ("tokens", tokens, "tensor * context", split.tensor * split.context),
         ("experts", max(1, model.experts), "expert", split.expert),
+        ("data * context", split.data * split.context, "expert", split.expert),
     )
     for what, count, name, ways in rows:
         if count % ways:
@@ -217,7 +228,7 @@ def _times(
 ) -> dict[str, float]:
     again = split.recompute == "full"
     passes = 4 if again else 3  # of matrix products, a backward being two
-    layers = model.layers // split.pipeline
+    layers = -(-model.layers // split.pipeline)
     local = tokens / split.context
     per_layer = model.attention_parameters + max(1, model.active) * model.expert_parameters
     products = layers * per_layer
@@ -270,14 +281,15 @@ def _expert(model: Model, split: Split, local: float, machine: Machine, *, again
 
 def _optimizer(model: Model, split: Split, machine: Machine) -> float:
     """Gradients are summed in float32, states updated, and parameters gathered in bfloat16."""
-    own = _own_parameters(model, split)
-    copies = split.data * split.context
-    touched = own * 4 * 6 + own * 16 * 2 / (copies if split.distributed_optimizer else 1)
-    seconds = touched / machine.memory_bytes_per_second
-    if copies > 1:
-        part = own * (copies - 1) / copies
-        seconds += _collective(machine, "reduce_scatter", copies, split.tensor, 4 * part)
-        seconds += _collective(machine, "all_gather", copies, split.tensor, 2 * part)
+    seconds = 0.0
+    for own, copies in _own_parameters(model, split):
+        touched = own * 4 * 6 + own * 16 * 2 / (copies if split.distributed_optimizer else 1)
+        seconds += touched / machine.memory_bytes_per_second
+        if copies > 1:
+            stride = split.gpus // split.pipeline // copies
+            part = own * (copies - 1) / copies
+            seconds += _collective(machine, "reduce_scatter", copies, stride, 4 * part)
+            seconds += _collective(machine, "all_gather", copies, stride, 2 * part)
     return seconds
 
 
@@ -297,12 +309,20 @@ def _collective(
     return max(between, machine.inside.rate(operation, local).time(size))
 
 
-def _own_parameters(model: Model, split: Split) -> float:
-    """Of a GPU."""
-    layer = model.attention_parameters
-    layer += max(1, model.experts) // split.expert * model.expert_parameters
-    layers = model.layers / split.pipeline * layer
-    return (layers + model.embedding_parameters / min(2, split.pipeline)) / split.tensor
+def _own_parameters(model: Model, split: Split) -> Iterator[tuple[float, int]]:
+    """Of a GPU of the first stage, and how many GPUs have the same: experts, and all others."""
+    layers, copies = _first_layers(model, split), split.data * split.context
+    experts = model.experts // split.expert * model.expert_parameters
+    others = model.attention_parameters + (0 if model.experts else model.expert_parameters)
+    whole = layers * others + model.embedding_parameters / min(2, split.pipeline)
+    yield whole / split.tensor, copies
+    if model.experts:
+        yield layers * experts / split.tensor, copies // split.expert
+
+
+def _first_layers(model: Model, split: Split) -> int:
+    """Of the first stage of a pipeline."""
+    return -(-model.layers // split.pipeline) - split.counts_ends(model)
 
 
 def memory(model: Model, split: Split, tokens: int) -> dict[str, float]:
@@ -310,11 +330,11 @@ def memory(model: Model, split: Split, tokens: int) -> dict[str, float]:
 
     Args: tokens: of a micro-batch, on all context-parallel ranks.
     """
-    own = _own_parameters(model, split)
-    copies = split.data * split.context if split.distributed_optimizer else 1
+    parameters = list(_own_parameters(model, split))
+    states = sum(own / (copies if split.distributed_optimizer else 1) for own, copies in parameters)
     local = tokens / split.context / split.tensor
     held = min(split.pipeline, split.micro_batches)
-    layers = model.layers // split.pipeline
+    layers = _first_layers(model, split)
     layer = _activation_bytes(model) * local
     kept = 2 * model.hidden * local
     if split.recompute == "full":
@@ -323,8 +343,8 @@ def memory(model: Model, split: Split, tokens: int) -> dict[str, float]:
     activations = held * layers * (layer if split.recompute == "none" else kept)
     working = max(logits, layer if split.recompute == "full" else 0.0)
     return {
-        "parameters and gradients": own * 6 / _GIB,
-        "optimizer": own * 12 / copies / _GIB,
+        "parameters and gradients": sum(own for own, _ in parameters) * 6 / _GIB,
+        "optimizer": states * 12 / _GIB,
         "activations": activations / _GIB,
         "logits, or a layer run again": working / _GIB,
     }

@@ -24,6 +24,7 @@ BATCHES: dict[str, tuple[int, ...]] = {
     "one": (21,),
 }
 SERVED = {"distflash": "thd", "zigzag": "thd", "ulysses": "contiguous", "attention2d": "contiguous"}
+CHOICE: dict[str, Any] = {"tokens": 64, "mean_document": 8}  # what auto has to know
 SOFTMAX: dict[str, dict[str, object]] = {
     "zigzag": {},
     "ring": {},
@@ -327,8 +328,19 @@ def by_install(size: int) -> dict[str, Any]:
             predicting = make_model(make_config(size, mtp_num_layers=1), groups)
             found[f"{algo}, one more token"] = compare_all(further, predicting, rank, size)
         cp_megatron.uninstall()
+    cp_megatron.install("auto", **CHOICE)
+    cp_megatron.install("auto", **CHOICE)
+    found["auto"] = compare_all(reference, make_model(make_config(size), groups), rank, size)
+    try:
+        cp_megatron.install("auto", tokens=128)
+        other = ""
+    except ConfigError as error:
+        other = str(error)
+    cp_megatron.uninstall()
     cp_megatron.install("zigzag")
-    found["refused"] = refusals(make_model(make_config(size), groups), rank, size)
+    found["refused"] = {"two choices": other} | refusals(
+        make_model(make_config(size), groups), rank, size
+    )
     try:
         cp_megatron.install("ring")
     except ConfigError as error:
@@ -371,8 +383,9 @@ def by_serve(size: int) -> dict[str, Any]:
     reference = make_model(make_config(1), alone(groups))
     config = make_config(size)
     found, left = {}, {}
-    for algo, layout in SERVED.items():
-        spec = cp_megatron.serve(get_gpt_layer_local_spec(), config, algo, layout=layout)
+    for algo, layout in (SERVED | {"auto": "thd"}).items():
+        how = {"layout": layout} | (CHOICE if algo == "auto" else {})
+        spec = cp_megatron.serve(get_gpt_layer_local_spec(), config, algo, **how)
         model = cp_megatron.adopt(cp_megatron.adopt(make_model(config, groups, spec)))
         if algo == "zigzag":
             with_embedding_of_its_own(model)

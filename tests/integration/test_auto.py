@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -185,14 +186,27 @@ def test_written_choices_are_run_files(tmp_path: Path, name: str) -> None:
     assert (args.num_experts or 0) == MODELS[name].experts
 
 
-def test_the_door_takes_names_alone(group: object) -> None:
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"algo": "auto"}, "auto needs to know how long batches are, got no tokens: give those of"),
+        ({"algo": "auto", "tokens": 0}, "tokens must be at least 1, got 0"),
+        ({"algo": "zigzag", "tokens": 64}, "tokens is for a choice, got it with algorithm zigzag"),
+        ({"algo": "ring", "mean_document": 64}, "mean_document is for a choice, got it with algo"),
+        ({"algo": "auto", "tokens": 64, "chunks": 2}, "auto has no option 'chunks': it takes"),
+    ],
+)
+def test_the_door_says_what_a_choice_needs(
+    group: object, given: dict[str, Any], message: str
+) -> None:
     from megatron.core import parallel_state
 
     from megatron_cp_plugin.integration.door import install
 
     parallel_state.initialize_model_parallel()
     try:
-        with pytest.raises(ConfigError, match="chooses for a model that a command line describes"):
-            install("auto")
+        with pytest.raises(ConfigError, match=message) as error:
+            install(**given)
+        assert "\n" not in str(error.value)
     finally:
         parallel_state.destroy_model_parallel()

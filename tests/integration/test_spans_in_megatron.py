@@ -209,6 +209,15 @@ def test_what_spans_do_not_go_with_is_refused(
     assert "\n" not in str(error.value)
 
 
+def test_spans_after_a_choice_without_them_are_refused() -> None:
+    model = Model()
+    config = ContextParallelConfig("ring", 1, by_auto=True)
+    serve_inputs(model, Batches(Runtime(config)), ALONE)
+    assert model(torch.arange(8)[None]) is None
+    with pytest.raises(ContextParallelError, match="after it chose ring: name an algorithm"):
+        model(torch.arange(8)[None], attention_spans(FULL))
+
+
 def test_layers_of_linear_attention_are_refused() -> None:
     config = ContextParallelConfig(
         "zigzag", 1, layers=("zigzag", "lasp2"), linear_model="transnormer"

@@ -202,8 +202,8 @@ FAULTS = (
     ),
     Fault(
         "core/derive_heads.py",
-        "owner, share = (target, source - first) if back else (source, target - first)",
-        "owner, share = (source, source - first) if back else (source, target - first)",
+        "owner = target if back else source",
+        "owner = source",
         "plans of Ulysses give results back as those of the rank that computed them",
         "core/test_plan.py::test_every_plan_is_correct",
     ),

@@ -4,8 +4,11 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ConfigError
+from megatron_cp_plugin.planner.command import megatron_settings
 from megatron_cp_plugin.planner.machine import Machine
+from megatron_cp_plugin.planner.splits import Job
 from megatron_cp_plugin.planner.step import MODELS, Split, only, step
 
 H100 = Machine.load("h100_400g")
@@ -64,6 +67,21 @@ def test_experts():
     assert spread.memory["parameters and gradients"] < alone.memory["parameters and gradients"] / 4
     assert "expert-parallel messages" in spread.parts
     assert alone.parts["matrix products"] == spread.parts["matrix products"]
+    for found in (alone, spread):  # all GPUs together have all states
+        states = found.memory["optimizer"] * 2**30 * 8
+        assert states == pytest.approx(12 * model.parameters)
+
+
+def test_embedding_and_logits_count_as_layers():
+    """As Llama 3 405B was trained: 126 layers on 16 stages."""
+    model, split = MODELS["llama3-405b"], Split(8, 8, 16, micro_batches=16, recompute="full")
+    found = step(model, split, 131072, H100, attention=only(1e-3))
+    assert found.fits(H100)
+    job = Job(model, 131072, 1024, H100, next(iter(H100.kernels)), Mask(), 16)
+    settings = megatron_settings(job, split)
+    assert settings["account_for_embedding_in_pipeline_split"]
+    assert settings["account_for_loss_in_pipeline_split"]
+    assert "account_for_loss_in_pipeline_split" not in megatron_settings(job, Split(8, 64, 2))
 
 
 def test_what_fits():
@@ -77,7 +95,10 @@ def test_what_fits():
     ("split", "message"),
     [
         (Split(tensor=3), "heads divisible by tensor, got 32 heads and tensor 3"),
-        (Split(pipeline=5), "layers divisible by pipeline, got 32 layers and pipeline 5"),
+        (
+            Split(pipeline=5),
+            "by pipeline, got 32 layers and pipeline 5: use a divisor of 32 or",
+        ),
         (Split(context=7), "tokens divisible by tensor . context, got 8192 tokens"),
         (Split(expert=2), "experts divisible by expert, got 1 experts and expert 2"),
     ],
