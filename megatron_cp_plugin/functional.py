@@ -20,7 +20,8 @@ from megatron_cp_plugin.core.function import attend, check_shapes
 from megatron_cp_plugin.core.layout import Layout
 from megatron_cp_plugin.core.layout_check import describe_mismatch
 from megatron_cp_plugin.core.lengths import agreed_length
-from megatron_cp_plugin.core.linear import LinearAlgorithm, attend_linearly
+from megatron_cp_plugin.core.linear import LinearAlgorithm
+from megatron_cp_plugin.core.linear_function import attend_linearly
 from megatron_cp_plugin.core.process_groups import release_topologies, topology_of
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.slices import Slices

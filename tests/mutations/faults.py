@@ -329,14 +329,14 @@ FAULTS = (
     ),
     # core: linear attention
     Fault(
-        "core/linear.py",
+        "core/state_passing.py",
         "out = (out.to(wide) + later.flip(1).to(wide) - own).to(q.dtype)",
         "out = (out.to(wide) + later.flip(1).to(wide)).to(q.dtype)",
         "full linear attention counts each token itself twice",
         "test_linear_conformance.py::test_equals_the_recurrence",
     ),
     Fault(
-        "core/linear.py",
+        "core/state_passing.py",
         "return dq, dk, dv, end if self.topology.rank == back.last_rank else None",
         "return dq, dk, dv, end",
         "every rank has the gradient of the initial state",
@@ -464,7 +464,7 @@ FAULTS = (
         "test_linear_conformance.py::test_equals_the_recurrence",
     ),
     Fault(
-        "core/linear.py",
+        "core/linear_route.py",
         "self.documents[after] > stop",
         "self.documents[after] >= stop",
         "a state goes on into a document that begins where a run begins",
