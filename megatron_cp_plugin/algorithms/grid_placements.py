@@ -23,7 +23,7 @@ class GridPlacement(BlockPlacement):
 
     def key_holder(self, owner: int) -> int:
         """See BlockPlacement.key_holder: a rank of the column that gathers the keys."""
-        return self.grid.key_owners.index(owner)
+        return self.grid.key_holders[owner]
 
     def pairs_of(self, rank: int) -> Iterator[tuple[int, int]]:
         """See BlockPlacement.pairs_of."""
@@ -41,15 +41,6 @@ class GatheredPlacement(GridPlacement):
 
     assembled = True
     masked = False
-
-    def met(self, rank: int) -> Iterator[tuple[int, int]]:
-        """See BlockPlacement.met."""
-        held = self.grid.key_owners[rank]
-        keys = [self.grid.key_owners[other] for other in self.grid.column(rank)]
-        yield from product(self.grid.row(rank), keys)
-        yield from ((rank, key) for key in range(self.size) if key not in keys)
-        others = set(range(self.size)) - set(self.grid.row(rank))
-        yield from ((query, held) for query in sorted(others))
 
     def place(self, query: int, key: int) -> Iterator[Place]:
         """See BlockPlacement.place."""

@@ -41,6 +41,11 @@ class Grid:
         return self.ranks[self._places[a][0]][self._places[b][1]]
 
     @cached_property
+    def key_holders(self) -> tuple[int, ...]:
+        """By owner, the rank that holds its keys when columns gather them."""
+        return tuple(sorted(range(len(self.key_owners)), key=self.key_owners.__getitem__))
+
+    @cached_property
     def _rows(self) -> tuple[tuple[int, ...], ...]:
         return tuple(tuple(sorted(row)) for row in self.ranks)
 

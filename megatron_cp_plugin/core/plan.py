@@ -30,7 +30,8 @@ class Setting(NamedTuple):
     """What a plan depends on beside the placement.
 
     Attributes: seq_len: global. rectangular: as in `plan_tiles`. rank: whose part it is alone: what
-        it computes, sends and receives, in the steps of all; None: of all ranks.
+        it computes, sends and receives, in the steps of all, and what all ranks exchange before
+        and after these; None: of all ranks.
     """
 
     seq_len: int
