@@ -119,7 +119,7 @@ def prepare(argv: Sequence[str], run_file: bool = False) -> list[str]:
     skip_built_helpers()
     if flags.record is not None:
         check_folder("--cp-record", flags.record)
-        from megatron_cp_plugin.harness.parity import Recorder
+        from megatron_cp_plugin.harness.recorder import Recorder
 
         algo, allow_untested = flags.algo or MEGATRON, flags.allow_untested_megatron
         Recorder(flags.record, algo, allow_untested).install()
