@@ -92,7 +92,10 @@ class BlockPlacement(ABC):
         return 1
 
     def key_holder(self, owner: int) -> int:
-        """The rank that has a block of keys before any computation; others get it from there."""
+        """The rank that has a block of keys before any computation, another one for each block.
+
+        Others get it from there; it comes to it before the first step, whatever the algorithm.
+        """
         return owner
 
     def retained_by(self, owner: int) -> int | None:

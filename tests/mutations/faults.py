@@ -222,6 +222,13 @@ FAULTS = (
         "core/test_memory.py::test_prediction_is_what_ranks_need",
     ),
     Fault(
+        "core/transport.py",
+        "    moves, rank = outside(plan), topology.rank\n",
+        "    moves, rank = (), topology.rank\n",
+        "keys that a rank computes with are not those that it was given",
+        "core/test_placement.py::test_keys_that_begin_on_another_rank_than_their_owner",
+    ),
+    Fault(
         "core/passes.py",
         "dk, dv = self._sums[task.heads.q.start, True]",
         "dv, dk = self._sums[task.heads.q.start, True]",
