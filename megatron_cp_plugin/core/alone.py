@@ -55,10 +55,12 @@ class Alone(Topology):
         note: Note = lambda event: None,
         ranks: tuple[int, ...] | None = None,
     ) -> None:
-        """Args:
-        rank: in the group. nodes: the node of each rank of the group. peer_access: whether the
-            ranks of one node reach each other's memory. note: is told of what is posted and waited
-            for. ranks: global, of the group; None: these are all.
+        """Stands for one rank.
+
+        Args:
+            rank: in the group. nodes: the node of each rank of the group. peer_access: whether the
+                ranks of one node reach each other's memory. note: is told of what is posted and
+                waited for. ranks: global, of the group; None: these are all.
         """
         super().__init__(rank, len(nodes))
         self._nodes, self._peer_access, self._note = tuple(nodes), peer_access, note

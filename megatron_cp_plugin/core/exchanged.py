@@ -98,16 +98,20 @@ class Exchanged:
             dout.new_empty((*dout.shape[:2], number, given[name].shape[3]))
             for name, number in numbers.items()
         )
-        wanted = {"dq": dq} if call.dq else {}
-        wanted |= {"dk": dk, "dv": dv} if call.dkv else {}
         filled = self._filled({"out": given["out"]} if kept else given)
         by_group = [
             dict(zip(_KEPT, kept[start : start + len(_KEPT)], strict=True))
             for start in range(0, len(kept), len(_KEPT))
         ]
-        dout = heads.fill_queries(dout)
         collective.backward(
-            self._rounds, self._teams, dout, filled, wanted, differentiate, by_group
+            self._rounds,
+            self._teams,
+            heads.fill_queries(dout),
+            filled,
+            (dq, dk, dv),
+            call,
+            differentiate,
+            by_group,
         )
         return heads.own_queries(dq), heads.own_keys(dk), heads.own_keys(dv)
 

@@ -68,10 +68,8 @@ class Gathered:
         """As of `Algorithm`."""
         given = dict(zip(("q", "k", "v", "out", "lse"), saved, strict=True))
         dq, dk, dv = (torch.empty_like(given[name]) for name in "qkv")
-        targets = {"dq": dq} if call.dq else {}
-        targets |= {"dk": dk, "dv": dv} if call.dkv else {}
         compute = collective.differentiate(self._parts(call), call)
-        collective.backward(self._rounds, self._teams, dout, given, targets, compute)
+        collective.backward(self._rounds, self._teams, dout, given, (dq, dk, dv), call, compute)
         return dq, *redistribute(self._topology, self._plan, dk, dv)
 
     def _parts(self, call: Call) -> tuple[Part, ...]:
