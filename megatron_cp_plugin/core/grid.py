@@ -41,9 +41,9 @@ class Grid:
         return self.ranks[self._places[a][0]][self._places[b][1]]
 
     @cached_property
-    def key_holders(self) -> tuple[int, ...]:
-        """By owner, the rank that holds its keys when columns gather them."""
-        return tuple(sorted(range(len(self.key_owners)), key=self.key_owners.__getitem__))
+    def key_holders(self) -> dict[int, int]:
+        """The rank that holds a rank's keys when columns gather them, by their owner."""
+        return {owner: rank for rank, owner in enumerate(self.key_owners)}
 
     @cached_property
     def _rows(self) -> tuple[tuple[int, ...], ...]:
