@@ -23,7 +23,7 @@ from megatron_cp_plugin.errors import ConfigError
 class PointToPoint(Algorithm):
     """Attention by a plan that `core.execute` follows; subclasses say where blocks meet.
 
-    Attributes: overlap: messages travel during computations.
+    Attributes: overlap: messages travel during computations. transport: chooses the channels.
     """
 
     windows = True
