@@ -1,4 +1,8 @@
-"""The functional interface: torch alone, no Megatron."""
+"""The functional interface: torch alone, no Megatron.
+
+B batch, S local tokens, N tokens of the whole sequence, H query heads, G KV heads, D head dim of
+queries and keys, E that of values, P ranks. Positions and lengths are in tokens.
+"""
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,7 +24,8 @@ from megatron_cp_plugin.core.function import attend, check_shapes
 from megatron_cp_plugin.core.layout import Documents, Layout
 from megatron_cp_plugin.core.layout_check import describe_mismatch
 from megatron_cp_plugin.core.lengths import agreed_length
-from megatron_cp_plugin.core.linear import LinearAlgorithm, attend_linearly
+from megatron_cp_plugin.core.linear import LinearAlgorithm
+from megatron_cp_plugin.core.linear_function import attend_linearly
 from megatron_cp_plugin.core.process_groups import release_topologies, topology_of
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.slices import Slices, starts_and_slices
@@ -80,37 +85,43 @@ def attention(
     dtype. torch.compile makes a break between two graphs of it.
 
     Args:
-        q: [B,S,H,D]; k: [B,S,G,D]; v: [B,S,G,E], G dividing H; this rank's shards as `shard` gives
-            them.
+        q: [B,S,H,D]; k: [B,S,G,D]; v: [B,S,G,E], G dividing H; of one dtype and on one device;
+            this rank's shards as `shard` gives them. float16 or bfloat16; float32 and float64 are
+            for CPUs: GPUs have kernel "reference" alone for them, whose memory is quadratic.
         algo: a name of `available()`; or "auto": the planner chooses one, once for each shape, for
             the layout of option `layout` (default zigzag), by which `shard` has split the tokens
             then, and for the machine of option `machine`, default that of rank 0's GPU.
         group: process group of the context-parallel ranks; None: all processes. At first use its
             ranks alone make further groups. Unless all ranks of the job make equally many, call
             `torch.distributed.new_group` for other groups before, or it hangs.
+        causal: queries see no later keys.
         scale: of the scores, default D**-0.5.
-        kernel: "auto" or a kernel's name.
+        kernel: "auto" or a name of `kernels.kernel_names`.
         seq_len: global length; needed only where ranks hold unequally many tokens. If it is not
             given there, all ranks raise ContextParallelError; where others than `shard` made such
             shards, after equal ones, some may wait for the group's timeout, CommunicationError.
-        window: queries see only the last so many keys, the one at their own position included.
-        cu_seqlens: cumulative lengths of documents, 0, n1, n1 + n2, ..., seq_len, of any length:
-            queries see keys of their own document only, in every entry of the batch alike. A
-            tensor on a GPU is copied to the host at every call.
+        window: queries see only the last so many keys, the one at their own position included: of
+            Transformer Engine's and flash-attn's `window_size` (left, 0) this is left + 1.
+        cu_seqlens: cumulative lengths of documents, 0, n1, n1 + n2, ..., seq_len, of any length,
+            of the whole sequence: queries see keys of their own document only, in every entry of
+            the batch alike. A tensor on a GPU is copied to the host at every call.
         spans: which keys which queries see, in place of `causal`, `window` and `cu_seqlens`, in
             every entry of the batch alike: (q_start, q_stop, k_start, k_stop, kind) each, global
-            positions, half-open; or integers [n,5] with kinds 0 to 3. Of keys [k_start, k_stop)
-            query i of [q_start, q_stop) sees with kind "full" all; "causal" key j if
-            k_stop - j >= q_stop - i; "inverse_causal" if j - k_start >= i - q_start; "bi_causal" if
-            both. No query and key are named twice. A query that no span names gives out 0.
+            positions, half-open; or integers [n,5], with kinds by number in this order. Of keys
+            [k_start, k_stop) query i of [q_start, q_stop) sees with kind "full" all; "causal" key j
+            if k_stop - j >= q_stop - i; "inverse_causal" if j - k_start >= i - q_start; "bi_causal"
+            if both. No query and key are named twice. A query that no span names gives out 0.
             `megatron_cp_plugin.spans` makes such lists.
         sink: [H], differentiable: for each head the score of a key without a value that every
-            query sees. The ranks' gradients of it add up to the whole one.
+            query sees (Megatron's `softmax_offset`). The ranks' gradients of it add up to the
+            whole one.
         options: of the algorithm.
 
-    Returns: out [B,S,H,D] in q's dtype; differentiable.
+    Returns: out [B,S,H,E] in q's dtype; differentiable: gradients of q, k and v are those of the
+    sum of all ranks' losses, for this rank's shards.
     Raises: ConfigError for an unknown name or option, ContextParallelError for shapes that do not
-    fit, KernelUnavailableError if the kernel cannot serve them.
+    fit, KernelUnavailableError if the kernel cannot serve them, CommunicationError if another rank
+    cannot be reached any more.
     """
     if spans is not None:
         _check_alone(causal, window, cu_seqlens)
@@ -222,6 +233,7 @@ def chunked_cross_entropy(
 
     The log-probability of a label is the negative of its loss with reduction "none". With context
     parallelism each rank gives its own tokens, in any order; nothing is sent between those ranks.
+    H hidden size, V vocabulary.
 
     Args:
         hidden: [..., H], of the tokens; with `sequence_parallel` this rank's part of them, cut

@@ -25,7 +25,8 @@ _algorithms: dict[str, AnyClass] = {}
 def register[A: AnyClass](name: str) -> Callable[[A], A]:
     """Class decorator: makes an algorithm available under a name.
 
-    What it computes follows from its base: Algorithm (softmax attention) or LinearAlgorithm.
+    What it computes follows from its base: Algorithm (softmax attention) or LinearAlgorithm. From
+    then on `cp.attention`, or `cp.linear_attention`, takes the name.
 
     Raises: ConfigError if the name is taken.
     """
@@ -62,6 +63,8 @@ def algorithm_class(name: str) -> AnyClass:
 
 def create(name: str, topology: Topology, options: Mapping[str, object]) -> Algorithm:
     """Makes an algorithm of softmax attention; a collective operation of the topology's ranks.
+
+    Args: options: by name, values as they are or as text; others have their defaults.
 
     Raises: ConfigError if the name, an option or a value is unknown, or it is linear attention.
     """

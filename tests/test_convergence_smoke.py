@@ -21,12 +21,12 @@ from megatron_cp_plugin.harness import prepare_data
 from megatron_cp_plugin.harness.parity import (
     Iteration,
     RankRecording,
-    Recorder,
     Recording,
     Tolerances,
     compare,
     gradient_errors,
 )
+from megatron_cp_plugin.harness.recorder import Recorder
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "scripts" / "convergence_smoke.py"

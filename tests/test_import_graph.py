@@ -116,7 +116,7 @@ def test_what_trains_needs_the_harness_for_recordings_alone() -> None:
     assert commands == {
         (f"{PACKAGE}.cli", f"{PACKAGE}.harness.{n}") for n in ("train", "prepare_data")
     }
-    assert found - commands == {(f"{PACKAGE}.integration.launch", f"{PACKAGE}.harness.parity")}
+    assert found - commands == {(f"{PACKAGE}.integration.launch", f"{PACKAGE}.harness.recorder")}
 
 
 @pytest.mark.parametrize("foreign", FOREIGN)

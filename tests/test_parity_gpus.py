@@ -13,12 +13,8 @@ import torch
 from megatron.training.arguments import add_megatron_arguments
 from omegaconf import OmegaConf
 
-from megatron_cp_plugin.harness.parity import (
-    Iteration,
-    RankRecording,
-    Recording,
-    _counted_replays,
-)
+from megatron_cp_plugin.harness.parity import Iteration, RankRecording, Recording
+from megatron_cp_plugin.harness.recorder import _counted_replays
 from megatron_cp_plugin.integration.args import add_arguments, split_flags
 from megatron_cp_plugin.integration.checks import check_arguments, check_graphs
 from megatron_cp_plugin.integration.features import FEATURES

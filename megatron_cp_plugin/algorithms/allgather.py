@@ -68,7 +68,7 @@ class KvAllGather(GridAlgorithm):
     @property
     def kind(self) -> type[GridPlacement]:
         """See GridAlgorithm.kind."""
-        return GridBlocksPlacement if self.pushed else GatheredPlacement
+        return GridBlocksPlacement if self.transport.pushes else GatheredPlacement
 
     def head_groups(self, shape: Shape, mask: Mask) -> tuple[HeadGroup, ...]:
         """See GridAlgorithm.head_groups: as many as the bound on the K and V of others needs.
@@ -77,7 +77,7 @@ class KvAllGather(GridAlgorithm):
         """
         groups, size = super().head_groups(shape, mask), self.topology.size
         # One group is computed with while the next one arrives, or is put in order.
-        blocks = self.slots(shape) if self.pushed else 2 * size
+        blocks = self.slots(shape) if self.transport.pushes else 2 * size
         tokens = max(self.layout.length(rank, size, shape.seq_len) for rank in range(size))
         row = (shape.head_dim + shape.value_dim) * shape.element_bytes
         head, count = blocks * shape.batch * tokens * row / 2**20, len(groups)

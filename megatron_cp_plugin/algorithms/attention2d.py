@@ -101,7 +101,7 @@ class Attention2D(GridAlgorithm):
         """See GridAlgorithm.kind."""
         if self.options.variant == "overlap":
             return GridRingPlacement
-        pushed = self.options.variant == "zigzag" and self.pushed
+        pushed = self.options.variant == "zigzag" and self.transport.pushes
         return GridBlocksPlacement if pushed else GatheredPlacement
 
     @classmethod

@@ -97,7 +97,7 @@ class DistFlash(PointToPoint):
 
     @dataclass(frozen=True)
     class Options(PointToPoint.Options):
-        """Options of distflash.
+        """Options of distflash, beside those of PointToPoint.
 
         Attributes:
             balanced: idle ranks help; false gives the unbalanced ring of the paper (Algorithm 1).
@@ -109,7 +109,6 @@ class DistFlash(PointToPoint):
             overlap: the fetch for the next step runs during the present one; false waits for each
                 message where it is posted, for measurements.
             layout: "contiguous", or "thd", see ring.
-            transport: see PointToPoint.
         """
 
         chunks: int = 1

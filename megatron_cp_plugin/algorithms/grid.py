@@ -10,7 +10,6 @@ from typing import Literal
 
 from torch import Tensor
 
-from megatron_cp_plugin.algorithms.gathered import Gathered, GridChannels, transposed
 from megatron_cp_plugin.algorithms.grid_placements import (
     GatheredPlacement,
     GridPlacement,
@@ -21,10 +20,10 @@ from megatron_cp_plugin.core.algorithm import Algorithm, Call, Saved
 from megatron_cp_plugin.core.caching import cached_method
 from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.derive import plan_of
+from megatron_cp_plugin.core.gathered import Gathered
 from megatron_cp_plugin.core.grid import Grid, cheapest, column_major, row_major
 from megatron_cp_plugin.core.pipeline import HeadGroup, group_count, head_groups
 from megatron_cp_plugin.core.plan import PHASES, Plan, Setting
-from megatron_cp_plugin.core.program import outside
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
@@ -60,7 +59,6 @@ class GridAlgorithm(PointToPoint):
         # Looked up once a pass: at short lengths a step of training is bound by the host.
         self._grid_shape = cached_method(self._cheapest, 256)
         self._gathered = cached_method(self._make_gathered, 64)
-        self._channels_of: dict[tuple[int, int], GridChannels] = {}
 
     @property
     @abstractmethod
@@ -68,9 +66,9 @@ class GridAlgorithm(PointToPoint):
         """How blocks come together."""
 
     @property
-    def pushed(self) -> bool:
-        """Whether copy engines can push blocks from rank to rank, and shall."""
-        return self.options.transport != "group" and self.topology.peer_access
+    def planned_alone(self) -> int | None:
+        """See PointToPoint.planned_alone: of all that is gathered, in one order, its own part."""
+        return self.topology.rank if self.kind is GatheredPlacement else super().planned_alone
 
     def grid_shape(self, shape: Shape) -> tuple[int, int]:
         """R and C: as set, or what moves the fewest bytes in forward and backward together."""
@@ -107,34 +105,27 @@ class GridAlgorithm(PointToPoint):
 
     def make_channels(self, shape: Shape) -> None:
         """See Algorithm.make_channels."""
-        if self.kind is GatheredPlacement:
-            self._gathered(shape, Mask(), "forward", True)
-        else:
+        if self.kind is not GatheredPlacement:
             super().make_channels(shape)
-        if self._transposes(shape):
-            self.topology.channel("transposes")
+        else:
+            self._gathered(shape, self.plan(shape, Mask(), "forward", rank=self.planned_alone))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Saved]:
         """See Algorithm.forward."""
-        shape = Shape.of(q, k, v, call.seq_len)
-        k, v = self._transpose(shape, "forward", k, v)
         if self.kind is not GatheredPlacement:
             return super().forward(q, k, v, call)
-        out, lse = self._gathered_for(shape, call, "forward").forward(q, k, v, call)
-        return out, lse, (q, k, v, out, lse)
+        shape = Shape.of(q, k, v, call.seq_len)
+        plan = self.plan_for(shape, call, "forward")
+        return self._gathered(shape, plan).forward(q, k, v, call)
 
     def backward(self, dout: Tensor, saved: Saved, call: Call) -> tuple[Tensor, Tensor, Tensor]:
         """See Algorithm.backward."""
-        q, k, v, out, lse = saved
-        shape = Shape.of(q, k, v, call.seq_len)
         if self.kind is not GatheredPlacement:
-            dq, dk, dv = super().backward(dout, saved, call)
-        else:
-            given = {"q": q, "k": k, "v": v, "out": out, "lse": lse}
-            dq, dk, dv = self._gathered_for(shape, call, "backward").backward(dout, given, call)
-        if call.dkv:
-            dk, dv = self._transpose(shape, "backward", dk, dv)
-        return dq, dk, dv
+            return super().backward(dout, saved, call)
+        q, k, v, *_ = saved
+        shape = Shape.of(q, k, v, call.seq_len)
+        plan = self.plan_for(shape, call, "backward")
+        return self._gathered(shape, plan).backward(dout, saved, call)
 
     def _cheapest(self, shape: Shape) -> tuple[int, int]:
         size, whole = self.topology.size, head_groups(shape.heads, shape.kv_heads, 1)
@@ -158,29 +149,8 @@ class GridAlgorithm(PointToPoint):
         alone = rows == 1 or cols == 1
         return row_major(rows, cols, (0,) * (rows * cols) if alone else self.topology.nodes)
 
-    def _gathered_for(self, shape: Shape, call: Call, phase: Phase) -> Gathered:
-        return self._gathered(shape, call.mask, phase, call.kernel.rectangular_causal)
-
-    def _make_gathered(self, shape: Shape, mask: Mask, phase: Phase, rectangular: bool) -> Gathered:
-        grid = self._grid(*self.grid_shape(shape))
-        key = grid.rows, grid.cols
-        if key not in self._channels_of:
-            self._channels_of[key] = GridChannels(self.topology, grid)
-        # Collective operations: nothing depends on what other ranks do meanwhile.
-        plan = self.plan(shape, mask, phase, rectangular=rectangular, rank=self.topology.rank)
-        return Gathered(plan, grid, self._channels_of[key], self.topology.rank)
-
-    def _transpose(self, shape: Shape, phase: Phase, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """K and V to where their column needs them, or their gradients back to their owner."""
-        if not self._transposes(shape):
-            return a, b
-        plan = self.plan(shape, Mask(), phase, rank=self.topology.rank)
-        return transposed(self.topology, outside(plan), a, b)
-
-    def _transposes(self, shape: Shape) -> bool:
-        """Whether some rank of a column holds the keys of another."""
-        owners = self._grid(*self.grid_shape(shape)).key_owners
-        return owners != tuple(range(self.topology.size))
+    def _make_gathered(self, shape: Shape, plan: Plan) -> Gathered:
+        return Gathered(plan, self._grid(*self.grid_shape(shape)), self.topology)
 
     def _make_plan(
         self, shape: Shape, mask: Mask, phase: Phase, rectangular: bool, rank: int | None

@@ -42,15 +42,6 @@ class GatheredPlacement(GridPlacement):
     assembled = True
     masked = False
 
-    def met(self, rank: int) -> Iterator[tuple[int, int]]:
-        """See BlockPlacement.met."""
-        held = self.grid.key_owners[rank]
-        keys = [self.grid.key_owners[other] for other in self.grid.column(rank)]
-        yield from product(self.grid.row(rank), keys)
-        yield from ((rank, key) for key in range(self.size) if key not in keys)
-        others = set(range(self.size)) - set(self.grid.row(rank))
-        yield from ((query, held) for query in sorted(others))
-
     def place(self, query: int, key: int) -> Iterator[Place]:
         """See BlockPlacement.place."""
         yield Place(self.crossing(query, key), 0)

@@ -5,19 +5,18 @@ B batch, S local tokens, H query heads, G KV heads, D head dim, P ranks, U ranks
 
 from abc import abstractmethod
 from dataclasses import dataclass, replace
-from math import lcm
 from typing import Literal
 
 from torch import Tensor
 
-from megatron_cp_plugin.algorithms.exchanged import Exchanged
-from megatron_cp_plugin.algorithms.filled_heads import FilledHeads
 from megatron_cp_plugin.algorithms.ring import Ring
 from megatron_cp_plugin.core.algorithm import Algorithm, Call, Saved
 from megatron_cp_plugin.core.caching import cached_method
 from megatron_cp_plugin.core.comm import Communicator, Phase
+from megatron_cp_plugin.core.exchanged import Exchanged
+from megatron_cp_plugin.core.filled_heads import FilledHeads
 from megatron_cp_plugin.core.layout import Grouped
-from megatron_cp_plugin.core.pipeline import HeadGroup, group_count, head_groups
+from megatron_cp_plugin.core.pipeline import HeadGroup, check_chunks, group_count, head_groups
 from megatron_cp_plugin.core.placement import HeadPlacement
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
@@ -59,6 +58,14 @@ class HeadSplit(Algorithm):
         self._rings: dict[int, tuple[tuple[Communicator, Communicator], Ring]] = {}
         # Looked up once a pass: at short lengths a step of training is bound by the host.
         self._exchanged = cached_method(self._make_exchanged, 64)
+
+    @classmethod
+    def check(
+        cls, options: Algorithm.Options, *, size: int, heads: int, kv_heads: int, causal: bool
+    ) -> None:
+        """See Algorithm.check."""
+        assert isinstance(options, cls.Options)
+        check_chunks(cls.name, options.chunks)
 
     @abstractmethod
     def degree(self, kv_heads: int) -> int:
@@ -106,12 +113,11 @@ class HeadSplit(Algorithm):
         """Of one rank's heads, exchanged one after another."""
         size, total = self.degree(shape.kv_heads), self.topology.size
         filled = self._filled(shape)
-        sent = lcm(filled.all_kv_heads, size)  # each to one rank
         most = group_count(self.options.chunks, shape.flop(total)) if size > 1 else 1
         # A ring would send shared KV heads once for each group. Otherwise sharing them is worth
         # it only where there would be no second group.
-        share_kv = size == total and sent == size
-        return head_groups(filled.heads // size, sent // size, most, share_kv=share_kv)
+        of_rank = filled.heads // size, filled.sent_kv_heads // size
+        return head_groups(*of_rank, most, share_kv=size == total and of_rank[1] == 1)
 
     def _filled(self, shape: Shape) -> FilledHeads:
         return FilledHeads.of(shape.heads, shape.kv_heads, self.degree(shape.kv_heads))

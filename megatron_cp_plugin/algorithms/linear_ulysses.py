@@ -3,7 +3,6 @@
 B batch, S local tokens, H heads, D, E head dims of q and k, and of v, P ranks.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import permutations
@@ -11,11 +10,10 @@ from typing import Literal
 
 from torch import Tensor
 
-from megatron_cp_plugin.algorithms.lasp import Lasp2
+from megatron_cp_plugin.algorithms.lasp2 import Lasp2
 from megatron_cp_plugin.core.algorithm import Algorithm, Traffic
 from megatron_cp_plugin.core.assembly import assemble
 from megatron_cp_plugin.core.decay import Decay
-from megatron_cp_plugin.core.layout import LAYOUTS, Layout
 from megatron_cp_plugin.core.linear import (
     LinearAlgorithm,
     LinearCall,
@@ -58,12 +56,6 @@ class LinearUlysses(LinearAlgorithm):
         self._whole = Lasp2(topology.subgroup([topology.rank], "alone"), Lasp2.Options())
 
     @classmethod
-    def layout_for(cls, options: Algorithm.Options) -> Layout:
-        """See LinearAlgorithm.layout_for."""
-        assert isinstance(options, cls.Options)
-        return LAYOUTS[options.layout]
-
-    @classmethod
     def check(cls, options: Algorithm.Options, *, size: int, heads: int) -> None:
         """See LinearAlgorithm.check."""
         if heads % size:
@@ -77,11 +69,11 @@ class LinearUlysses(LinearAlgorithm):
     ) -> tuple[Tensor, Tensor | None, Saved]:
         """See LinearAlgorithm.forward."""
         exchange, mine = self._exchange(call.seq_len), self._heads(q.shape[2])
-        inputs = [x.wait() for x in [exchange.come(x) for x in (q, k, v)]]
+        out = q.new_empty((*q.shape[:3], v.shape[3]))
+        q, k, v = (coming.wait() for coming in [exchange.come(x) for x in (q, k, v)])
         if initial is not None:
             initial = initial[:, mine].contiguous()
-        part, final, saved = self._whole.forward(*_triple(inputs), initial, _of(call, mine))
-        out = q.new_empty((*q.shape[:3], v.shape[3]))
+        part, final, saved = self._whole.forward(q, k, v, initial, _of(call, mine))
         leaving = exchange.leave(part, out)
         if final is not None:
             final = self._states.all_gather(final).wait().movedim(0, 1).flatten(1, 2)
@@ -98,18 +90,14 @@ class LinearUlysses(LinearAlgorithm):
             by_rank = dfinal.unflatten(1, (self.topology.size, -1)).movedim(1, 0)
             dfinal = self._states.all_to_all(by_rank.contiguous()).wait().sum(0)
         *parts, own = self._whole.backward(arriving.wait(), dfinal, saved, _of(call, mine))
-        shapes = [(*dout.shape[:3], part.shape[3]) for part in _triple(parts)]
-        gradients = [dout.new_empty(shape) for shape in shapes]
-        leaving = [
-            exchange.leave(part, gradient)
-            for part, gradient in zip(_triple(parts), gradients, strict=True)
-        ]
-        for one in leaving:
-            one.wait()
+        dq, dk, dv = (dout.new_empty((*dout.shape[:3], part.shape[3])) for part in parts)
+        leaving = [exchange.leave(*each) for each in zip(parts, (dq, dk, dv), strict=True)]
+        for each in leaving:
+            each.wait()
         assert own is not None
         dinitial = own.new_zeros((own.shape[0], dout.shape[2], *own.shape[2:]))
         dinitial[:, mine] = own
-        return *_triple(gradients), dinitial
+        return dq, dk, dv, dinitial
 
     def traffic(
         self,
@@ -161,11 +149,6 @@ class LinearUlysses(LinearAlgorithm):
         """The heads that this rank computes."""
         share = heads // self.topology.size
         return slice(self.topology.rank * share, (self.topology.rank + 1) * share)
-
-
-def _triple(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    a, b, c = tensors
-    return a, b, c
 
 
 def _of(call: LinearCall, heads: slice) -> LinearCall:

@@ -5,7 +5,6 @@
 B batch, S local tokens, H query heads, G KV heads, D head dim, P ranks.
 """
 
-from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -13,8 +12,12 @@ from megatron_cp_plugin.algorithms.point_to_point import PointToPoint
 from megatron_cp_plugin.algorithms.ring_routes import (
     DoubleRingPlacement,
     RingPlacement,
+    Route,
+    Rule,
     StraightPlacement,
     Travelling,
+    cheaper,
+    check_nodes,
 )
 from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.derive import sees_all
@@ -22,7 +25,6 @@ from megatron_cp_plugin.core.layout import Contiguous, Layout, Zigzag
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
-from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.registry import register
 
 _SHORT = 2**25  # elements of a rank's q, up to which time goes by messages more than by memory
@@ -56,15 +58,12 @@ class Ring(PointToPoint):
 
     @dataclass(frozen=True)
     class Options(PointToPoint.Options):
-        """Options of the ring.
+        """Options of the ring, beside those of PointToPoint. With more than one of `chunks` a
+        group's last hop of the backward runs beside the next group's first step.
 
         Attributes:
             backward: what travels in the backward: "kv" (K, V, dK, dV), "query" (Q, dO, delta,
                 lse, dQ), or "auto", the one with fewer bytes for this ratio of heads.
-            chunks: groups of heads that are computed one after another, at most as many as KV
-                heads: less memory, and in the backward one group's last hop runs beside the next
-                group's first step; 0: two for long sequences without windows, documents and spans,
-                else one.
             keep: what stays for the backward: "local", the rank's own tensors; or "auto", of short
                 sequences with at least four query heads a KV head also K and V of the block that
                 came last, where all ranks see all blocks. The backward begins with these then, K
@@ -76,24 +75,19 @@ class Ring(PointToPoint):
                 it, and gradients straight back, as kernels give them; or "double": rings inside
                 nodes, and between nodes every block once to each, where a ring would send a block
                 over one link from node to node in every step.
-            transport: see PointToPoint.
         """
 
-        backward: Literal["auto", "kv", "query"] = "auto"
+        backward: Rule = "auto"
         keep: Literal["auto", "local"] = "auto"
         gradients: Literal["float32", "model"] = "float32"
-        route: Literal["ring", "straight", "double"] = "ring"
+        route: Route = "ring"
 
     options: Options
 
     def __init__(self, topology: Topology, options: Options) -> None:
         super().__init__(topology, options)
-        ranks = Counter(topology.nodes if options.route == "double" else ())
-        if len(set(ranks.values())) > 1:
-            raise ConfigError(
-                f"{self.name} route double needs as many ranks on one node as on another, got "
-                f"{', '.join(map(str, ranks.values()))}: use route ring"
-            )
+        if options.route == "double":
+            check_nodes(self.name, topology.nodes)
 
     def placement(self, shape: Shape, mask: Mask, phase: Phase) -> RingPlacement:
         """See Algorithm.placement."""
@@ -135,10 +129,7 @@ class Ring(PointToPoint):
         """What travels in the backward; with "auto" whatever moves fewer bytes a hop."""
         if self.options.backward != "auto":
             return self.options.backward
-        e, g = shape.element_bytes, shape.wide_bytes if self._wide else shape.element_bytes
-        of_queries = (shape.query_width + shape.out_width) * e + shape.query_width * g
-        rows = 2 * shape.heads * shape.wide_bytes
-        return "kv" if shape.kv_width * (e + g) <= of_queries + rows else "query"
+        return cheaper(shape, wide_gradients=self._wide)
 
 
 @register("ring")

@@ -1,14 +1,18 @@
 """Where the ranks of a ring meet each other's blocks, and which way these take."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
 from megatron_cp_plugin.core.placement import BlockPlacement, Place
+from megatron_cp_plugin.core.shape import Shape
+from megatron_cp_plugin.errors import ConfigError
 
 Travelling = Literal["kv", "query"]
+Rule = Literal["auto", "kv", "query"]  # of the backward
+Route = Literal["ring", "straight", "double"]
 
 
 @dataclass(frozen=True)
@@ -98,3 +102,23 @@ class DoubleRingPlacement(RingPlacement):
             found.append((numbers[node], before[node]))
             before[node] += 1
         return tuple(found)
+
+
+def cheaper(shape: Shape, *, wide_gradients: bool) -> Travelling:
+    """What moves fewer bytes a hop of the backward: K, V, dK, dV; or Q, dO, dQ and rows of lse and
+    delta. Args: wide_gradients: dQ, dK and dV travel in float32.
+    """
+    e, g = shape.element_bytes, shape.wide_bytes if wide_gradients else shape.element_bytes
+    of_queries = (shape.query_width + shape.out_width) * e + shape.query_width * g
+    rows = 2 * shape.heads * shape.wide_bytes
+    return "kv" if shape.kv_width * (e + g) <= of_queries + rows else "query"
+
+
+def check_nodes(name: str, nodes: Sequence[int]) -> None:
+    """Raises: ConfigError if nodes have unequally many ranks. Args: nodes: of each rank."""
+    ranks = Counter(nodes)
+    if len(set(ranks.values())) > 1:
+        raise ConfigError(
+            f"{name} route double needs as many ranks on one node as on another, got "
+            f"{', '.join(map(str, ranks.values()))}: use route ring"
+        )

@@ -4,8 +4,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron_cp_plugin.algorithms.head_split import HeadSplit
-from megatron_cp_plugin.core.algorithm import Algorithm
-from megatron_cp_plugin.core.pipeline import check_chunks
 from megatron_cp_plugin.registry import register
 
 
@@ -46,11 +44,3 @@ class Ulysses(HeadSplit):
     def degree(self, kv_heads: int) -> int:
         """See HeadSplit.degree."""
         return self.topology.size
-
-    @classmethod
-    def check(
-        cls, options: Algorithm.Options, *, size: int, heads: int, kv_heads: int, causal: bool
-    ) -> None:
-        """See Algorithm.check."""
-        assert isinstance(options, cls.Options)
-        check_chunks(cls.name, options.chunks)

@@ -6,10 +6,11 @@ from typing import Literal
 
 from megatron_cp_plugin.algorithms.head_split import HeadSplit
 from megatron_cp_plugin.algorithms.ring import Ring
+from megatron_cp_plugin.algorithms.ring_routes import Route, Rule
 from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.core.layout import Contiguous, Layout, Zigzag
-from megatron_cp_plugin.core.pipeline import check_chunks
 from megatron_cp_plugin.core.topology import Topology
+from megatron_cp_plugin.core.transport import Wanted
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.registry import register
 
@@ -48,10 +49,10 @@ class Usp(HeadSplit):
         ulysses: int = 0
         ring: Literal["zigzag", "ring"] = "zigzag"
         layout: Literal["auto", "contiguous", "thd"] = "auto"
-        backward: Literal["auto", "kv", "query"] = "auto"
+        backward: Rule = "auto"
         gradients: Literal["float32", "model"] = "float32"
-        route: Literal["ring", "straight", "double"] = "ring"
-        transport: Literal["auto", "group", "peer"] = "auto"
+        route: Route = "ring"
+        transport: Wanted = "auto"
 
     options: Options
 
@@ -83,7 +84,7 @@ class Usp(HeadSplit):
     ) -> None:
         """See Algorithm.check."""
         assert isinstance(options, cls.Options)
-        check_chunks(cls.name, options.chunks)
+        super().check(options, size=size, heads=heads, kv_heads=kv_heads, causal=causal)
         if options.ulysses < 0 or (options.ulysses and size % options.ulysses):
             allowed = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
             raise ConfigError(

@@ -44,7 +44,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one rank sends in one attention layer."""
+    """What one rank sends in one attention layer: payload in bytes, and how many messages."""
 
     forward_bytes: int
     forward_messages: int
@@ -58,13 +58,17 @@ Saved = tuple[Tensor, ...]
 class Algorithm(ABC):
     """Softmax attention over a sequence that is split among the ranks of a topology.
 
-    B batch, S local tokens, H query heads, G KV heads, D head dim, E that of values and outputs,
-    which formulas of subclasses take to be D. Subclasses are made by
+    Most algorithms derive from `algorithms.point_to_point.PointToPoint`, which follows any
+    placement, and give `layout`, `Options` and `placement` alone. Subclasses are made by
     `registry.create` with a topology and an instance of their own `Options`.
+
+    B batch, S local tokens, H query heads, G KV heads, D head dim, E that of values and outputs,
+    which formulas of subclasses take to be D.
 
     Attributes:
         name: set by the registry. layout: which tokens each rank holds; serves batch slicing,
-        RoPE and attention alike. windows: whether it serves masks with a window or documents.
+            RoPE and attention alike. windows: whether it serves masks with a window, documents or
+            spans. topology: the ranks. options: as given.
     """
 
     name: str = ""
@@ -73,7 +77,9 @@ class Algorithm(ABC):
 
     @dataclass(frozen=True)
     class Options:
-        """Settings of the algorithm; subclasses declare theirs."""
+        """Settings of the algorithm, of types Literal, bool, int, float or str; subclasses declare
+        theirs, with defaults.
+        """
 
     def __init__(self, topology: Topology, options: Options) -> None:
         self.topology = topology
@@ -139,7 +145,11 @@ class Algorithm(ABC):
 
     @abstractmethod
     def placement(self, shape: Shape, mask: Mask, phase: Phase) -> Placement:
-        """Which rank computes what, in which order, and from whom it gets the rest, in a pass."""
+        """Which rank computes what, in which order, and from whom it gets the rest, in a pass.
+
+        Args: shape: of the whole problem, `shape.seq_len` tokens of all ranks. mask: of the whole
+            sequence. phase: "forward" or "backward".
+        """
 
     def plan(
         self,
@@ -163,7 +173,7 @@ class Algorithm(ABC):
         return plan_of(self.placement(shape, mask, phase), setting)
 
     def traffic(self, shape: Shape, mask: Mask, rank: int) -> Traffic:
-        """What `rank` sends."""
+        """What `rank` sends, by the plans of both passes."""
         forward, backward = (self.plan(shape, mask, phase).sent(rank, shape) for phase in PHASES)
         return Traffic(*forward, *backward)
 

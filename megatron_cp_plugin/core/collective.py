@@ -175,14 +175,17 @@ def backward(
     teams: Mapping[bool, Team],
     dout: Tensor,
     given: Named,
-    targets: Named,
+    gradients: tuple[Tensor, Tensor, Tensor],
+    call: Call,
     compute: Compute,
     kept: Sequence[Named] = (),
 ) -> None:
-    """Gradients of the own q, k and v, into those targets that are wanted.
+    """Gradients of the own q, k and v, as far as the call wants them.
 
-    Args: given: q, k, v, out and lse, as far as they are not kept.
+    Args: given: q, k, v, out and lse, as far as they are not kept. gradients: where they belong.
     """
+    wanted = {"dq": call.dq, "dk": call.dkv, "dv": call.dkv}
+    targets = {name: x for name, x in zip(wanted, gradients, strict=True) if wanted[name]}
     names = {name for one in plan for operation in one.inputs for name in operation.names}
     given = {**given, "dout": dout}
     if "delta" in names:  # it travels in place of out

@@ -22,6 +22,7 @@ from torch import Tensor
 from megatron_cp_plugin.errors import CommunicationError
 
 Phase = Literal["forward", "backward"]
+Operation = Literal["exchange", "all_gather", "reduce_scatter", "all_to_all"]
 Send = tuple[Tensor, int]
 Receive = tuple[Tensor, int]
 Described = tuple[tuple[int, ...], torch.dtype]
@@ -45,14 +46,12 @@ class Transfer:
 
     Attributes:
         rank: global rank that counts it. channel: of the messages.
-        op: exchange, all_gather, reduce_scatter or all_to_all.
-        phase: forward or backward. direction: sent or received.
         messages, bytes: how many messages, and their payload.
     """
 
     rank: int
     channel: str
-    op: str
+    op: Operation
     phase: Phase
     direction: Literal["sent", "received"]
     messages: int
@@ -192,7 +191,7 @@ class Communicator(ABC):
         self._count("all_to_all", others, others)
         return self._all_to_all(x.contiguous())
 
-    def _count(self, op: str, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
+    def _count(self, op: Operation, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
         if not _recordings:
             return
         for direction, tensors in (("sent", sent), ("received", received)):

@@ -460,9 +460,10 @@ class _Derivation:
                 yield Kept(rank, ("k", "v"), (owner,), rows=rows)
 
     def _absent(self) -> Iterator[tuple[int, int]]:
+        """Owners whose keys others hold: of all ranks, which exchange them together."""
         for owner in range(self.placement.size):
             holder = self.placement.key_holder(owner)
-            if holder != owner and self._concerns(owner, holder):
+            if holder != owner:
                 yield owner, holder
 
     def _whole(

@@ -8,7 +8,7 @@ has a formula of its own for it.
 
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,11 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_cp_plugin.core.algorithm import Algorithm, Call
-from megatron_cp_plugin.core.comm import Communicator, Pending, Receive, Send
+from megatron_cp_plugin.core.alone import Alone
 from megatron_cp_plugin.core.fused import register_fused
 from megatron_cp_plugin.core.kernel import Packing, SoftmaxKernel, Statistics
 from megatron_cp_plugin.core.partial import accumulation_dtype
-from megatron_cp_plugin.core.peer import SlottedCommunicator
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
@@ -118,87 +117,6 @@ class LivingBytes(TorchDispatchMode):
     def _freed(self, key: int, size: int) -> None:
         self._living.discard(key)
         self.now -= size
-
-
-class Alone(Topology):
-    """A rank whose messages go nowhere and come from nowhere."""
-
-    def __init__(self, rank: int, nodes: Sequence[int], *, peer_access: bool) -> None:
-        super().__init__(rank, len(nodes))
-        self._nodes, self._peer_access = tuple(nodes), peer_access
-
-    def slabs(self) -> Iterator[Tensor]:
-        """Receive buffers in peer memory, here and in subgroups."""
-        for channel in self._peer_channels.values():
-            assert isinstance(channel, _PeerChannel)
-            yield channel.slab
-        for topology in self._subgroups.values():
-            assert isinstance(topology, Alone)
-            yield from topology.slabs()
-
-    def channel(self, name: str) -> Communicator:
-        return _Channel(name, self.rank, self.size, self.rank)
-
-    @property
-    def peer_access(self) -> bool:
-        return self._peer_access and self.size > 1 and len(set(self._nodes)) == 1
-
-    def _make_peer_channel(self, name: str, slots: int) -> SlottedCommunicator:
-        return _PeerChannel(name, self.rank, self.size, self.rank, slots)
-
-    def _make_subgroup(self, ranks: tuple[int, ...], name: str) -> Topology:
-        nodes = [self._nodes[rank] for rank in ranks]
-        return Alone(ranks.index(self.rank), nodes, peer_access=self._peer_access)
-
-    @property
-    def nodes(self) -> tuple[int, ...]:
-        return self._nodes
-
-    def gather[T](self, mine: T) -> list[T]:
-        return [mine] * self.size
-
-
-class _Channel(Communicator):
-    """Results take memory when an operation is posted; what is sent lives until the wait."""
-
-    def _exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Pending[None]:
-        return _after(sends, None)
-
-    def _all_gather(self, x: Tensor) -> Pending[Tensor]:
-        return _after([x], x.new_empty((self.size, *x.shape)))
-
-    def _reduce_scatter(self, x: Tensor) -> Pending[Tensor]:
-        return _after([x], torch.empty_like(x[0]))
-
-    def _all_to_all(self, x: Tensor) -> Pending[Tensor]:
-        return _after([x], torch.empty_like(x))
-
-
-class _PeerChannel(SlottedCommunicator):
-    def __init__(self, channel: str, rank: int, size: int, global_rank: int, slots: int) -> None:
-        super().__init__(channel, rank, size, global_rank, slots)
-        self._slab = torch.empty(0, dtype=torch.uint8, device="meta")
-
-    @property
-    def slab(self) -> Tensor:
-        """All slots, one after another."""
-        return self._slab
-
-    def _grow(self, slot_bytes: int) -> None:
-        self._slab = torch.empty(self._slots * slot_bytes, dtype=torch.uint8, device="meta")
-
-    def _post(self, slot: int, sends: Sequence[Send], receives: Sequence[Receive]) -> Pending[None]:
-        return _after(sends, None)
-
-
-def _after[T](inputs: Sequence[object], result: T) -> Pending[T]:
-    held = [inputs]
-
-    def finish() -> T:
-        held.clear()
-        return result
-
-    return Pending(finish)
 
 
 class SizesOnly(SoftmaxKernel):

@@ -7,8 +7,8 @@ what it does not own. What travels, and when, follows: see `core.derive`.
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import product
-from typing import ClassVar, NamedTuple
+from itertools import chain, product
+from typing import ClassVar, NamedTuple, final
 
 from megatron_cp_plugin.core.layout import Layout
 from megatron_cp_plugin.core.pipeline import HeadGroup
@@ -65,9 +65,18 @@ class BlockPlacement(ABC):
         """
         return product(range(self.size), range(self.size))
 
+    @final
     def met(self, rank: int) -> Iterable[tuple[int, int]]:
-        """All pairs whose place is a rank, and all of the queries, or the keys, that it holds."""
-        return product(range(self.size), range(self.size))
+        """Pairs that tell a rank's part of a plan: of what it computes, and of its own blocks.
+
+        All pairs where blocks come in several steps.
+        """
+        size = range(self.size)
+        if not self.assembled:
+            return product(size, size)
+        held = [key for key in size if self.key_holder(key) == rank]
+        pairs = chain(self.pairs_of(rank), product((rank,), size), product(size, held))
+        return dict.fromkeys(pairs)
 
     def leg(self, rank: int) -> int:
         """Which part of a relay a rank belongs to.
@@ -83,7 +92,10 @@ class BlockPlacement(ABC):
         return 1
 
     def key_holder(self, owner: int) -> int:
-        """The rank that has a block of keys before any computation; others get it from there."""
+        """The rank that has a block of keys before any computation, another one for each block.
+
+        Others get it from there; it comes to it before the first step, whatever the algorithm.
+        """
         return owner
 
     def retained_by(self, owner: int) -> int | None:

@@ -5,9 +5,9 @@ Pure data about all ranks, made before a tensor moves. It is executed, checked, 
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from megatron_cp_plugin.core.assembly import assemble
@@ -30,7 +30,8 @@ class Setting(NamedTuple):
     """What a plan depends on beside the placement.
 
     Attributes: seq_len: global. rectangular: as in `plan_tiles`. rank: whose part it is alone: what
-        it computes, sends and receives, in the steps of all; None: of all ranks.
+        it computes, sends and receives, in the steps of all, and what all ranks exchange before
+        and after these; None: of all ranks.
     """
 
     seq_len: int
@@ -238,6 +239,17 @@ class Plan:
             work[compute.step][compute.rank] += float(self.pairs(compute))
         time = sum(map(max, work))
         return 1 - sum(map(sum, work)) / (self.size * time) if time else 0.0
+
+
+@lru_cache(maxsize=256)
+def with_wanted_gradients(plan: Plan, *, dq: bool, dkv: bool) -> Plan:
+    """A plan in which gradients travel only if they are wanted; of a forward itself."""
+    if plan.phase == "forward" or (dq and dkv):
+        return plan
+    wanted = {False: dq, True: dkv}
+    moves = (move for move in plan.moves if not move.result or wanted[move.of_keys])
+    times = (time for time in plan.times if not time.result or wanted[time.of_keys])
+    return replace(plan, moves=tuple(moves), times=frozenset(times))
 
 
 def move_row_bytes(move: Move, shape: Shape) -> int:

@@ -16,7 +16,7 @@ def _import_megatron() -> None:
         "megatron_cp_plugin.algorithms",
         "megatron_cp_plugin.integration.checks",
         "megatron_cp_plugin.integration.hooks",
-        "megatron_cp_plugin.harness.parity",
+        "megatron_cp_plugin.harness.recorder",
         "megatron_cp_plugin.integration.spec",
         "megatron_cp_plugin.integration.yaml_config",
         "torch._dynamo",

@@ -69,22 +69,44 @@ class Hooks:
         return speak_in_one_line(add_algorithm(original(parser)))
 
     def _validate_args(self, original: Callable[..., Any], args: Any, defaults: Any = None) -> Any:
-        from megatron_cp_plugin.integration import gated_delta_net
         from megatron_cp_plugin.integration.checks import (
-            check_arguments,
             check_graphs,
             check_interleaving,
-            describe,
             describe_graphs,
-            describe_heads,
-            describe_window,
         )
         from megatron_cp_plugin.integration.files import check_files
         from megatron_cp_plugin.integration.models import comm_type
-        from megatron_cp_plugin.integration.recompute import describe as describe_recompute
 
         compat.check_args(args)
         self._flags.comm_type.check_model(args)
+        config = self._put_in_force(args)
+        _hand_over(config, args)
+        check_files(args)
+        with _refusals_in_one_line():
+            validated = original(args, {} if defaults is None else defaults)
+        compat.check_args(validated, "validated args")
+        check_interleaving(validated)
+        # Megatron has put the flags of today in the place of their former names.
+        check_graphs(validated, config, self._device)
+        captured = describe_graphs(validated)
+        if validated.rank == 0 and captured:
+            print(f"megatron_cp_plugin: {captured}", flush=True)
+        if config.size > 1:
+            validated.cp_comm_type = [comm_type(config.algo)]
+        self._args = validated
+        return validated
+
+    def _put_in_force(self, args: Any) -> ContextParallelConfig:
+        """Checks the plugin's settings against Megatron's, and says what they come to."""
+        from megatron_cp_plugin.integration import gated_delta_net
+        from megatron_cp_plugin.integration.checks import (
+            check_arguments,
+            describe,
+            describe_heads,
+            describe_window,
+        )
+        from megatron_cp_plugin.integration.recompute import describe as describe_recompute
+
         said: list[str] = []
         if self._flags.is_auto:
             from megatron_cp_plugin.integration import auto
@@ -108,33 +130,7 @@ class Hooks:
                 ),
             ):
                 print(f"megatron_cp_plugin: {line}", flush=True)
-        # Recorded in checkpoints and in Megatron's list of arguments.
-        args.context_parallel_algo = config.algo
-        args.cp_kernel = config.kernel
-        args.cp_options = [f"{name}={value}" for name, value in config.options]
-        args.cp_layers = ", ".join(config.layers) or None
-        args.cp_linear_model = config.linear_model
-        args.cp_chunked_loss = config.chunked_loss
-        # The mask follows from the layout; Megatron would build one of N x N tokens.
-        args.create_attention_mask_in_dataloader = False
-        if args.seq_length is not None and args.seq_length % (2 * config.size):
-            # Megatron demands a multiple of 2P of --seq-length, for its zigzag layout, but not of
-            # --encoder-seq-length, its other name for the same quantity. The layout was checked.
-            args.seq_length, args.encoder_seq_length = None, args.seq_length
-        check_files(args)
-        with _refusals_in_one_line():
-            validated = original(args, {} if defaults is None else defaults)
-        compat.check_args(validated, "validated args")
-        check_interleaving(validated)
-        # Megatron has put the flags of today in the place of their former names.
-        check_graphs(validated, config, self._device)
-        captured = describe_graphs(validated)
-        if validated.rank == 0 and captured:
-            print(f"megatron_cp_plugin: {captured}", flush=True)
-        if config.size > 1:
-            validated.cp_comm_type = [comm_type(config.algo)]
-        self._args = validated
-        return validated
+        return config
 
     def config(self, size: int) -> ContextParallelConfig:
         """Returns what is in force for so many context-parallel ranks."""
@@ -228,3 +224,20 @@ def _models() -> tuple[type, ...]:
     from megatron.core.models.hybrid.hybrid_model import HybridModel
 
     return (GPTModel, HybridModel)
+
+
+def _hand_over(config: ContextParallelConfig, args: Any) -> None:
+    """Puts settings where Megatron records them, and takes out what it would refuse or build."""
+    # Recorded in checkpoints and in Megatron's list of arguments.
+    args.context_parallel_algo = config.algo
+    args.cp_kernel = config.kernel
+    args.cp_options = [f"{name}={value}" for name, value in config.options]
+    args.cp_layers = ", ".join(config.layers) or None
+    args.cp_linear_model = config.linear_model
+    args.cp_chunked_loss = config.chunked_loss
+    # The mask follows from the layout; Megatron would build one of N x N tokens.
+    args.create_attention_mask_in_dataloader = False
+    if args.seq_length is not None and args.seq_length % (2 * config.size):
+        # Megatron demands a multiple of 2P of --seq-length, for its zigzag layout, but not of
+        # --encoder-seq-length, its other name for the same quantity. The layout was checked.
+        args.seq_length, args.encoder_seq_length = None, args.seq_length

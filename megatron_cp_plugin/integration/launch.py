@@ -21,6 +21,7 @@ from megatron_cp_plugin.integration.args import (
     MEGATRON,
     PLATFORMS,
     OneLineParser,
+    PluginFlags,
     add_arguments,
     algorithm_flag,
     make_help_printable,
@@ -113,13 +114,17 @@ def prepare(argv: Sequence[str], run_file: bool = False) -> list[str]:
         if platform == "cuda" and flags.record is None and not run_file:
             # A GPU is there and Megatron's own path is asked for: nothing is touched.
             return rest
+    return _install(flags, platform, rest)
 
+
+def _install(flags: PluginFlags, platform: str, rest: list[str]) -> list[str]:
+    """Puts the recorder and the algorithm in force. Returns: the command line for Megatron."""
     from megatron_cp_plugin.integration.hooks import Hooks, skip_built_helpers
 
     skip_built_helpers()
     if flags.record is not None:
         check_folder("--cp-record", flags.record)
-        from megatron_cp_plugin.harness.parity import Recorder
+        from megatron_cp_plugin.harness.recorder import Recorder
 
         algo, allow_untested = flags.algo or MEGATRON, flags.allow_untested_megatron
         Recorder(flags.record, algo, allow_untested).install()

@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from megatron_cp_plugin.core.decay import Decay
-from megatron_cp_plugin.core.linear import attend_linearly
+from megatron_cp_plugin.core.linear_function import attend_linearly
 from megatron_cp_plugin.core.partial import accumulation_dtype
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration.attention import is_causal, sharded_by_heads

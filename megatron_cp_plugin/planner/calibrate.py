@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_cp_plugin import functional
-from megatron_cp_plugin.core.comm import Communicator, Pending
+from megatron_cp_plugin.core.comm import Communicator, Operation, Pending
 from megatron_cp_plugin.core.decay import Decay
 from megatron_cp_plugin.core.kernel import Problem, SoftmaxKernel, Statistics
 from megatron_cp_plugin.core.linear_kernel import LinearProblem
@@ -32,7 +32,6 @@ from megatron_cp_plugin.planner.machine import (
     KernelSpeed,
     Links,
     Machine,
-    Operation,
     Pass,
     Rate,
 )

@@ -13,8 +13,9 @@ from statistics import median
 from typing import NamedTuple
 
 from megatron_cp_plugin import registry
+from megatron_cp_plugin.core.alone import Alone
 from megatron_cp_plugin.core.linear import LinearShape
-from megatron_cp_plugin.core.memory import Alone, peak_of
+from megatron_cp_plugin.core.memory import peak_of
 from megatron_cp_plugin.core.placement import HeadPlacement
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask

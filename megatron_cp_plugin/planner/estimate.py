@@ -16,13 +16,14 @@ from typing import NamedTuple
 
 from megatron_cp_plugin.core.assembly import assemble
 from megatron_cp_plugin.core.bands import Spans
+from megatron_cp_plugin.core.comm import Operation
 from megatron_cp_plugin.core.layout import Layout, Span, rows_of
 from megatron_cp_plugin.core.pipeline import HeadGroup, together
 from megatron_cp_plugin.core.placement import BlockPlacement, HeadPlacement, Placement
 from megatron_cp_plugin.core.plan import row_bytes
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask, Tile, plan_tiles
-from megatron_cp_plugin.planner.machine import Machine, Operation, Pass
+from megatron_cp_plugin.planner.machine import Machine, Pass
 from megatron_cp_plugin.planner.simulate import PASSES, tile_seconds
 from megatron_cp_plugin.planner.trace import Tile as Kernel
 

@@ -11,11 +11,11 @@ from math import log
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
+from megatron_cp_plugin.core.comm import Operation
 from megatron_cp_plugin.errors import ConfigError, nearest
 from megatron_cp_plugin.extras import need
 
 Pass = Literal["forward", "backward"]
-Operation = Literal["exchange", "all_gather", "reduce_scatter", "all_to_all"]
 OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 _FOLDER = Path(__file__).parent.parent / "configs" / "machines"
 

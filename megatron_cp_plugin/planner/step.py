@@ -15,11 +15,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron_cp_plugin.core.comm import Operation
 from megatron_cp_plugin.core.linear import LinearShape
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ConfigError
-from megatron_cp_plugin.planner.machine import Machine, Operation
+from megatron_cp_plugin.planner.machine import Machine
 from megatron_cp_plugin.planner.simulate import PassTime, Timeline, simulate
 
 Recompute = Literal["none", "full"]

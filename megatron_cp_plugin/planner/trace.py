@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_cp_plugin.core.algorithm import Algorithm, Call
-from megatron_cp_plugin.core.comm import Communicator, Pending, Receive, Send
+from megatron_cp_plugin.core.alone import Alone, Post, Wait
 from megatron_cp_plugin.core.decay import Decay
 from megatron_cp_plugin.core.fused import register_fused
 from megatron_cp_plugin.core.kernel import Packing, Statistics
@@ -28,13 +27,10 @@ from megatron_cp_plugin.core.linear import LinearAlgorithm, LinearCall, LinearSh
 from megatron_cp_plugin.core.linear_kernel import BackwardPass, ForwardPass, LinearKernel
 from megatron_cp_plugin.core.memory import DTYPES, OnePass, SizesOnly
 from megatron_cp_plugin.core.partial import accumulation_dtype
-from megatron_cp_plugin.core.peer import SlottedCommunicator
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
-from megatron_cp_plugin.planner.machine import Operation, Pass
-
-ChannelId = tuple[str, tuple[int, ...]]  # its name, and the global ranks of its group
+from megatron_cp_plugin.planner.machine import Pass
 
 
 class Tile(NamedTuple):
@@ -64,30 +60,6 @@ class Memory(NamedTuple):
 
     name: str
     bytes: int
-
-
-class Post(NamedTuple):
-    """Begins an operation of a channel.
-
-    Attributes:
-        channel, number: which, and its how many-th. operation: None: by copy engines. sends,
-            receives: (global rank, bytes) of each message. bytes: of a collective operation, what
-            this rank sends.
-    """
-
-    channel: ChannelId
-    number: int
-    operation: Operation | None
-    sends: tuple[tuple[int, int], ...]
-    receives: tuple[tuple[int, int], ...]
-    bytes: int
-
-
-class Wait(NamedTuple):
-    """Waits for what was posted."""
-
-    channel: ChannelId
-    number: int
 
 
 Event = Tile | Linear | Memory | Post | Wait
@@ -175,8 +147,8 @@ def trace_linear(
 
 
 def alone(rank: int, nodes: Sequence[int], *, peer_access: bool) -> Topology:
-    """A rank whose messages go nowhere. Args: as in `trace_softmax`."""
-    return _Topology(tuple(range(len(nodes))), rank, nodes, peer_access=peer_access)
+    """A rank whose messages are noted. Args: as in `trace_softmax`."""
+    return Alone(rank, nodes, peer_access=peer_access, note=_note)
 
 
 @contextmanager
@@ -352,112 +324,3 @@ class _LinearBackward(BackwardPass):
     def finish(self, doutgoing: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         dq, dk, dv = (torch.empty_like(x) for x in self._of)
         return dq, dk, dv
-
-
-@dataclass(frozen=True)
-class _Group:
-    """Global ranks of a group of which one rank is."""
-
-    ranks: tuple[int, ...]
-    rank: int
-
-
-class _Topology(Topology):
-    """A rank alone, whose messages are noted."""
-
-    def __init__(
-        self, ranks: tuple[int, ...], rank: int, nodes: Sequence[int], *, peer_access: bool
-    ) -> None:
-        """Args: ranks: global, of the group. rank: in the group. nodes: of the group's ranks."""
-        super().__init__(rank, len(ranks))
-        self._group, self._nodes = _Group(ranks, ranks[rank]), tuple(nodes)
-        self._peer_access = peer_access
-        self._channels: dict[str, Communicator] = {}
-
-    def channel(self, name: str) -> Communicator:
-        return self._channels.setdefault(name, _Channel(name, self._group))
-
-    @property
-    def peer_access(self) -> bool:
-        return self._peer_access and self.size > 1 and len(set(self._nodes)) == 1
-
-    def _make_peer_channel(self, name: str, slots: int) -> SlottedCommunicator:
-        return _PeerChannel(name, self._group, slots)
-
-    def _make_subgroup(self, ranks: tuple[int, ...], name: str) -> Topology:
-        members = tuple(self._group.ranks[rank] for rank in ranks)
-        nodes = [self._nodes[rank] for rank in ranks]
-        return _Topology(members, ranks.index(self.rank), nodes, peer_access=self._peer_access)
-
-    @property
-    def nodes(self) -> tuple[int, ...]:
-        return self._nodes
-
-    def gather[T](self, mine: T) -> list[T]:
-        return [mine] * self.size
-
-
-class _Posting:
-    """Notes operations of a channel."""
-
-    def __init__(self, name: str, group: _Group) -> None:
-        self._id = name, group.ranks
-        self._ranks, self._number = group.ranks, 0
-
-    def post(
-        self,
-        operation: Operation | None,
-        sends: Sequence[Send],
-        receives: Sequence[Receive],
-        size_bytes: int = 0,
-    ) -> Callable[[], None]:
-        """Returns: what notes that it is waited for."""
-        number, self._number = self._number, self._number + 1
-        sent, received = (
-            tuple((self._ranks[rank], _bytes(x)) for x, rank in messages)
-            for messages in (sends, receives)
-        )
-        _note(Post(self._id, number, operation, sent, received, size_bytes))
-        return lambda: _note(Wait(self._id, number))
-
-
-class _Channel(Communicator):
-    def __init__(self, name: str, group: _Group) -> None:
-        rank = group.ranks.index(group.rank)
-        super().__init__(name, rank, len(group.ranks), group.rank)
-        self._posting = _Posting(name, group)
-
-    def _exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Pending[None]:
-        return Pending(self._posting.post("exchange", sends, receives))
-
-    def _all_gather(self, x: Tensor) -> Pending[Tensor]:
-        return self._collective("all_gather", _bytes(x), x.new_empty((self.size, *x.shape)))
-
-    def _reduce_scatter(self, x: Tensor) -> Pending[Tensor]:
-        return self._collective("reduce_scatter", _bytes(x[0]), torch.empty_like(x[0]))
-
-    def _all_to_all(self, x: Tensor) -> Pending[Tensor]:
-        return self._collective("all_to_all", _bytes(x[0]), torch.empty_like(x))
-
-    def _collective[T](self, operation: Operation, block_bytes: int, result: T) -> Pending[T]:
-        noted = self._posting.post(operation, (), (), block_bytes * (self.size - 1))
-
-        def finish() -> T:
-            noted()
-            return result
-
-        return Pending(finish)
-
-
-class _PeerChannel(SlottedCommunicator):
-    def __init__(self, name: str, group: _Group, slots: int) -> None:
-        rank = group.ranks.index(group.rank)
-        super().__init__(name, rank, len(group.ranks), group.rank, slots)
-        self._slab = torch.empty(0, dtype=torch.uint8, device="meta")
-        self._posting = _Posting(f"{name} by copy engines", group)
-
-    def _grow(self, slot_bytes: int) -> None:
-        self._slab = torch.empty(self._slots * slot_bytes, dtype=torch.uint8, device="meta")
-
-    def _post(self, slot: int, sends: Sequence[Send], receives: Sequence[Receive]) -> Pending[None]:
-        return Pending(self._posting.post(None, sends, receives))

@@ -90,3 +90,27 @@ def test_pairs_left_out_or_computed_twice_are_found() -> None:
     register(lambda q, k, size: [Place(q, (q - k) % size)] * (1 + (q == k)))
     with pytest.raises(PlanError, match="times for head"):
         check(create("placed", VirtualWorld(3).topology(0), {}).plan(Shape(1, 24, 1, 1, 8), Mask()))
+
+
+class Shifted(BlockPlacement):
+    """Every rank begins with the keys of the rank before it."""
+
+    def key_holder(self, owner: int) -> int:
+        return (owner + 1) % self.size
+
+    def place(self, query: int, key: int) -> Iterator[Place]:
+        yield Place(query, (query - self.key_holder(key)) % self.size)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_keys_that_begin_on_another_rank_than_their_owner(size: int) -> None:
+    @cp.register("shifted")
+    class _Algorithm(PointToPoint):
+        layout = Contiguous()
+
+        def placement(self, shape: Shape, mask: Mask, phase: Phase) -> BlockPlacement:
+            return Shifted(self.layout, self.topology.size, self.head_groups(shape, mask))
+
+    expected = expected_attention(seq_len=6 * size, heads=4, kv_heads=2, head_dim=8, causal=True)
+    results, _ = run(Case("shifted"), expected, size, causal=True)
+    assert_matches(Case("shifted"), results, expected, bound=1e-10)

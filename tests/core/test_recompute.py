@@ -17,7 +17,7 @@ from megatron_cp_plugin.core import recompute
 from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.core.decay import Decay
 from megatron_cp_plugin.core.function import attend
-from megatron_cp_plugin.core.linear import attend_linearly
+from megatron_cp_plugin.core.linear_function import attend_linearly
 from megatron_cp_plugin.core.recompute import Checkpointed, computed_once
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.core.virtual import VirtualWorld, run_virtual

@@ -22,7 +22,7 @@ from megatron.training.arguments import add_megatron_arguments
 
 from megatron_cp_plugin.cli import main
 from megatron_cp_plugin.errors import ContextParallelError
-from megatron_cp_plugin.harness.parity import Recorder
+from megatron_cp_plugin.harness.recorder import Recorder
 from megatron_cp_plugin.integration import compat, contract
 from megatron_cp_plugin.integration.args import split_flags
 from megatron_cp_plugin.integration.contract import NAMES, SETTINGS, VERSIONS, Name

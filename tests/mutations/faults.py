@@ -222,6 +222,13 @@ FAULTS = (
         "core/test_memory.py::test_prediction_is_what_ranks_need",
     ),
     Fault(
+        "core/transport.py",
+        "    moves, rank = outside(plan), topology.rank\n",
+        "    moves, rank = (), topology.rank\n",
+        "keys that a rank computes with are not those that it was given",
+        "core/test_placement.py::test_keys_that_begin_on_another_rank_than_their_owner",
+    ),
+    Fault(
         "core/passes.py",
         "dk, dv = self._sums[task.heads.q.start, True]",
         "dv, dk = self._sums[task.heads.q.start, True]",
@@ -329,14 +336,14 @@ FAULTS = (
     ),
     # core: linear attention
     Fault(
-        "core/linear.py",
+        "core/state_passing.py",
         "out = (out.to(wide) + later.flip(1).to(wide) - own).to(q.dtype)",
         "out = (out.to(wide) + later.flip(1).to(wide)).to(q.dtype)",
         "full linear attention counts each token itself twice",
         "test_linear_conformance.py::test_equals_the_recurrence",
     ),
     Fault(
-        "core/linear.py",
+        "core/state_passing.py",
         "return dq, dk, dv, end if self.topology.rank == back.last_rank else None",
         "return dq, dk, dv, end",
         "every rank has the gradient of the initial state",
@@ -464,7 +471,7 @@ FAULTS = (
         "test_linear_conformance.py::test_equals_the_recurrence",
     ),
     Fault(
-        "core/linear.py",
+        "core/linear_route.py",
         "self.documents[after] > stop",
         "self.documents[after] >= stop",
         "a state goes on into a document that begins where a run begins",

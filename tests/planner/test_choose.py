@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.core.algorithm import Algorithm
+from megatron_cp_plugin.core.alone import Alone
 from megatron_cp_plugin.core.documents import random_documents
 from megatron_cp_plugin.core.linear import LinearShape
-from megatron_cp_plugin.core.memory import Alone
 from megatron_cp_plugin.core.placement import HeadPlacement
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask

@@ -7,6 +7,7 @@ import pytest
 
 from megatron_cp_plugin import costs, registry
 from megatron_cp_plugin.cli import main
+from megatron_cp_plugin.core.alone import Post, Wait
 from megatron_cp_plugin.core.linear import LinearShape
 from megatron_cp_plugin.core.plan import PHASES
 from megatron_cp_plugin.core.shape import Shape
@@ -23,7 +24,7 @@ from megatron_cp_plugin.planner.machine import (
 )
 from megatron_cp_plugin.planner.play import play
 from megatron_cp_plugin.planner.simulate import layer_seconds, simulate
-from megatron_cp_plugin.planner.trace import Memory, Post, Tile, Trace, Wait, trace_softmax
+from megatron_cp_plugin.planner.trace import Memory, Tile, Trace, trace_softmax
 
 FLOPS, BYTES = 1e12, 1e9
 KERNELS = Kernels(

@@ -9,26 +9,17 @@ import torch
 from torch import Tensor
 
 from megatron_cp_plugin.core import collective
-from megatron_cp_plugin.core.algorithm import Call
+from megatron_cp_plugin.core.algorithm import Call, Saved
 from megatron_cp_plugin.core.assembly import Assembly, assemble
 from megatron_cp_plugin.core.grid import Grid
 from megatron_cp_plugin.core.partial import accumulation_dtype
 from megatron_cp_plugin.core.plan import Move, Plan
-from megatron_cp_plugin.core.program import during
+from megatron_cp_plugin.core.program import during, outside
 from megatron_cp_plugin.core.rows import positions_of, row_count
 from megatron_cp_plugin.core.team import GatheringTeam, Team, Travelling
 from megatron_cp_plugin.core.tile_batches import Part, parts
 from megatron_cp_plugin.core.topology import Topology
-
-
-class GridChannels:
-    """Channels of a rank's row and column; making them is a collective operation."""
-
-    def __init__(self, topology: Topology, grid: Grid) -> None:
-        row = topology.subgroup(grid.row(topology.rank), "row")
-        column = topology.subgroup(grid.column(topology.rank), "column")
-        self.queries, self.outputs = row.channel("queries"), row.channel("outputs")
-        self.keys, self.gradients = column.channel("keys"), column.channel("key gradients")
+from megatron_cp_plugin.core.transport import REDISTRIBUTED, redistribute
 
 
 class Gathered:
@@ -40,15 +31,22 @@ class Gathered:
     Source: Attention2D, Algorithms 1, 2 and 3. Differs: groups of heads overlap.
     """
 
-    def __init__(self, plan: Plan, grid: Grid, channels: GridChannels, rank: int) -> None:
-        """Args: plan: of forward or backward."""
+    def __init__(self, plan: Plan, grid: Grid, topology: Topology) -> None:
+        """Makes the channels it needs, a collective operation. Args: plan: of one pass."""
+        self._plan, self._topology, rank = plan, topology, topology.rank
+        if outside(plan):
+            topology.channel(REDISTRIBUTED)
         row, column = grid.row(rank), [grid.key_owners[other] for other in grid.column(rank)]
         moves = [move for move in during(plan) if rank in (move.source, move.target)]
         queries = _order(plan, moves, row, rank, of_keys=False)
         keys = _order(plan, moves, column, grid.key_owners[rank], of_keys=True)
+        in_row = topology.subgroup(row, "row")
+        in_column = topology.subgroup(grid.column(rank), "column")
         self._teams: dict[bool, Team] = {
-            False: GatheringTeam(channels.queries, channels.outputs, *queries),
-            True: GatheringTeam(channels.keys, channels.gradients, *keys),
+            False: GatheringTeam(in_row.channel("queries"), in_row.channel("outputs"), *queries),
+            True: GatheringTeam(
+                in_column.channel("keys"), in_column.channel("key gradients"), *keys
+            ),
         }
         mine = (move for move in moves if move.source == rank)
         self._rounds = collective.rounds(mine, plan.groups)
@@ -58,22 +56,21 @@ class Gathered:
         tiles = (plan.tiles(compute) for compute in computes)  # the same of all groups of heads
         self._tiles = next(tiles, ())
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-        """Out and lse of the own queries."""
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Saved]:
+        """As of `Algorithm`."""
+        k, v = redistribute(self._topology, self._plan, k, v)
         dtype = accumulation_dtype(q.dtype) if self._wide else q.dtype
         compute = collective.attend(self._parts(call), call, dtype)
-        return collective.forward(self._rounds, self._teams, q, k, v, compute)
+        out, lse = collective.forward(self._rounds, self._teams, q, k, v, compute)
+        return out, lse, (q, k, v, out, lse)
 
-    def backward(
-        self, dout: Tensor, given: dict[str, Tensor], call: Call
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of the own q, k and v. Args: given: these, out and lse."""
+    def backward(self, dout: Tensor, saved: Saved, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+        """As of `Algorithm`."""
+        given = dict(zip(("q", "k", "v", "out", "lse"), saved, strict=True))
         dq, dk, dv = (torch.empty_like(given[name]) for name in "qkv")
-        targets = {"dq": dq} if call.dq else {}
-        targets |= {"dk": dk, "dv": dv} if call.dkv else {}
         compute = collective.differentiate(self._parts(call), call)
-        collective.backward(self._rounds, self._teams, dout, given, targets, compute)
-        return dq, dk, dv
+        collective.backward(self._rounds, self._teams, dout, given, (dq, dk, dv), call, compute)
+        return dq, *redistribute(self._topology, self._plan, dk, dv)
 
     def _parts(self, call: Call) -> tuple[Part, ...]:
         """What is computed with the queries of the row and the keys of the column."""
@@ -102,18 +99,3 @@ def _order(
         for owner in members
     )
     return assemble(list(spans), width), Travelling(members.index(own), rows[own])
-
-
-def transposed(
-    topology: Topology, moves: Sequence[Move], a: Tensor, b: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Two tensors of keys [B,S,G,D] as the moves exchange them among ranks."""
-    rank = topology.rank
-    sends = [(x, move.target) for move in moves if move.source == rank for x in (a, b)]
-    receives = []
-    for move in moves:
-        if move.target == rank:
-            a, b = (x.new_empty((len(x), move.tokens, *x.shape[2:])) for x in (a, b))
-            receives += [(a, move.source), (b, move.source)]
-    topology.channel("transposes").exchange(sends, receives).wait()
-    return a, b
