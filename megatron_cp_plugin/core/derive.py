@@ -1,15 +1,15 @@
 """From a placement, a mask and a length to a plan: what every rank computes, sends and receives."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import product, zip_longest
 from typing import Literal, NamedTuple
 
-from megatron_cp_plugin.core.bands import Spans
 from megatron_cp_plugin.core.derive_heads import with_teams
 from megatron_cp_plugin.core.layout import Layout, joined, rows_of
+from megatron_cp_plugin.core.owned import Owned
 from megatron_cp_plugin.core.pipeline import together
 from megatron_cp_plugin.core.placement import BlockPlacement, HeadPlacement, Place, Placement
 from megatron_cp_plugin.core.plan import (
@@ -98,14 +98,14 @@ class _Derivation:
         self.placement, self.setting = placement, setting
         size, layout = placement.size, placement.layout.within(setting.mask.documents)
         self.tokens = layout, size, setting.seq_len
-        self.spans = tuple(layout.spans(rank, size, setting.seq_len) for rank in range(size))
-        special, gaps = bool(setting.mask.special), _has_gaps(self.spans)
+        self.spans = Owned(layout, size, setting.seq_len)
+        special, gaps = bool(setting.mask.special), self.spans.gaps
         self.masked = placement.masked or (special and not gaps)
         # Whole blocks need not be packed; where ranks pass them on, few would be any shorter.
         self.selective = self.masked and (special or not placement.relay)
         # With gaps one pair of blocks after another is looked at.
         self.at_once = self.masked and not gaps
-        self.lengths = tuple(sum(map(len, spans)) for spans in self.spans)
+        self.lengths = self.spans.lengths
         self.width = max(self.lengths)
         groups = placement.groups
         self.all_heads = groups[0] if len(groups) == 1 else together(groups)
@@ -135,11 +135,10 @@ class _Derivation:
         index, count = place.part
         tokens = self.lengths[query]
         start, stop = tokens * index // count, tokens * (index + 1) // count
-        queries, keys = self.spans[query], self.spans[key]
         needed = not self.masked or self._sees(query, key)
         if needed and self.masked and count > 1:
-            queries = rows_of(queries, start, stop)
-            needed = sees(queries, keys, self.setting.mask)
+            queries = rows_of(self.spans[query], start, stop)
+            needed = sees(queries, self.spans[key], self.setting.mask)
         if needed:
             self.cells.append(_Cell(place, query, key, start, stop))
         here = place.rank == query, place.rank == self.placement.key_holder(key)
@@ -150,7 +149,8 @@ class _Derivation:
             rows = () if here[0] else self.queries_seeing[key][query]
             cols = () if here[1] else self.keys_seen[query][key]
         elif self.selective and not all(here):
-            rows, cols = touched_rows(queries, keys, self.setting.mask)
+            queries = rows_of(self.spans[query], start, stop)
+            rows, cols = touched_rows(queries, self.spans[key], self.setting.mask)
             rows = tuple((start + first, start + last) for first, last in rows)
         if not here[0]:
             self._visit("queries", query, place, rows)
@@ -481,15 +481,10 @@ class _Derivation:
 def sees_all(layout: Layout, size: int, seq_len: int, mask: Mask) -> bool:
     """Whether some query of every rank's block sees some key of every block."""
     layout = layout.within(mask.documents)
-    blocks = [layout.spans(rank, size, seq_len) for rank in range(size)]
-    if _has_gaps(blocks):
+    blocks = Owned(layout, size, seq_len)
+    if blocks.gaps:
         return all(sees(queries, keys, mask) for queries in blocks for keys in blocks)
     return all(len(seen) == size for seen in keys_seen(layout, size, seq_len, mask))
-
-
-def _has_gaps(blocks: Sequence[Spans]) -> bool:
-    """Whether a block has positions with a step."""
-    return any(span.step > 1 for spans in blocks for span in spans)
 
 
 def _packed(tensors: TensorNames, assembled: bool) -> tuple[TensorNames, ...]:

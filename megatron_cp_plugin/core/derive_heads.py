@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import accumulate
 
+from megatron_cp_plugin.core.owned import Owned
 from megatron_cp_plugin.core.pipeline import HeadGroup
 from megatron_cp_plugin.core.placement import HeadPlacement
 from megatron_cp_plugin.core.plan import (
@@ -21,11 +22,11 @@ from megatron_cp_plugin.core.rows import between
 
 def with_teams(placement: HeadPlacement, between: Plan) -> Plan:
     """The plan of all ranks. Args: between: of the teams, each as if it were one rank."""
-    seq_len = sum(len(span) for spans in between.spans for span in spans)
+    seq_len = sum(between.spans.lengths)
     size = len(between.spans) * placement.members
     layout = placement.layout.within(between.mask.documents)
-    spans = tuple(layout.spans(rank, size, seq_len) for rank in range(size))
-    making = _Teams(placement, between, tuple(sum(map(len, own)) for own in spans))
+    spans = Owned(layout, size, seq_len)
+    making = _Teams(placement, between, spans.lengths)
     return replace(
         between,
         spans=spans,
