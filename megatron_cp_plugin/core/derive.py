@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import product, zip_longest
+from itertools import product, starmap, zip_longest
 from typing import Literal, NamedTuple
 
 from megatron_cp_plugin.core.derive_heads import with_teams
@@ -142,9 +142,9 @@ class _Derivation:
         if needed:
             self.cells.append(_Cell(place, query, key, start, stop))
         here = place.rank == query, place.rank == self.placement.key_holder(key)
-        rows, cols = between(start, stop), between(0, self.lengths[key])
+        rows, cols = (between(start, stop), between(0, self.lengths[key])) if needed else ((), ())
         if not needed:
-            rows = cols = ()
+            pass
         elif self.selective and self.at_once and count == 1:
             rows = () if here[0] else self.queries_seeing[key][query]
             cols = () if here[1] else self.keys_seen[query][key]
@@ -186,15 +186,20 @@ class _Derivation:
         placement = self.placement
         if not self.masked or placement.assembled:
             return
-        others: dict[int, _Visit] = {}
         for rank, step in passing:
-            known = visits if rank in visits else others
-            known.setdefault(rank, _Visit(rank, step, step)).add(step, ())
+            if rank in visits:
+                visits[rank].add(step, ())
         last: dict[int, int] = {}  # by leg
         for visit in visits.values():
             if visit.needed:
                 leg = placement.leg(visit.rank)
                 last[leg] = max(visit.first, last.get(leg, -1))
+        others: dict[int, _Visit] = {}
+        for rank, step in passing:
+            if rank in others:
+                others[rank].add(step, ())
+            elif rank not in visits:
+                others[rank] = _Visit(rank, step, step)
         for rank, visit in others.items():
             if visit.first <= last.get(placement.leg(rank), -1):
                 visits[rank] = visit
@@ -207,7 +212,8 @@ class _Derivation:
         """Works out which rows come to every rank."""
         gap = longest_gap(self.lengths[owner])
         for visit in visits.values():
-            visit.given = visit.needed = union((visit.needed,), gap)
+            if visit.needed:
+                visit.given = visit.needed = union((visit.needed,), gap)
         if self.placement.assembled or self.placement.retained_by(owner) is not None:
             all_rows = union((visit.needed for visit in visits.values()), gap)
             for visit in visits.values():
@@ -218,7 +224,7 @@ class _Derivation:
             ):
                 if source in visits:
                     before = visits[source]
-                    before.given = union((before.given, visit.given), gap)
+                    before.given = _added(before.given, visit.given, gap)
 
     def _join_teams(self) -> dict[tuple[bool, int], int]:
         """Rows of a message of queries (false), of keys (true), by their owner: as many as the
@@ -240,7 +246,7 @@ class _Derivation:
 
     def plan(self) -> Plan:
         placement, setting = self.placement, self.setting
-        self.times: set[Time] = set()
+        self.times: set[tuple[str, int, int]] = set()
         templates = [*self._inputs(), *self._results()]
         computes = list(self._assembled() if placement.assembled else self._computes())
         moves: list[Move] = [*self._to_key_holders()]
@@ -280,7 +286,7 @@ class _Derivation:
         """Those of all groups of heads."""
         for index, group in enumerate(self.placement.groups):
             offset = index * self.steps
-            for time in self.times:
+            for time in starmap(Time, self.times):
                 shared = time.of_keys and not (group.last if time.result else group.first)
                 once = time.tensor in OF_ROWS and self.placement.assembled
                 if not shared and not (once and index):
@@ -333,13 +339,15 @@ class _Derivation:
             if side == "keys" and retaining is not None and self.setting.phase == "backward":
                 holder = retaining
                 others = {rank: visit for rank, visit in visits.items() if rank != retaining}
+            sources = list(self._sources(holder, others))
+            times = {(posted, visit.first) for _, posted, visit in sources}
+            sources = [each for each in sources if self._concerns(each[0], each[2].rank)]
             for messages in self._messages(side, results=False):
-                for source, posted, visit in self._sources(holder, others):
-                    self.times.add(Time(messages[0][0], posted, visit.first))
-                    if self._concerns(source, visit.rank):
-                        yield self._move(
-                            posted, visit.first, source, visit.rank, messages, owner, visit.given
-                        )
+                self.times.update((messages[0][0], *time) for time in times)
+                for source, posted, visit in sources:
+                    yield self._move(
+                        posted, visit.first, source, visit.rank, messages, owner, visit.given
+                    )
 
     def _sources(self, holder: int, visits: dict[int, _Visit]) -> Iterator[tuple[int, int, _Visit]]:
         """From whom, and when, every rank gets a block: as soon as the other one has it."""
@@ -371,21 +379,22 @@ class _Derivation:
                 # Nothing is sent before there is something to add.
                 elif leg or visit.needed:
                     before = leg[-1][1] if leg else ()
-                    leg.append((visit, union((before, visit.needed), gap)))
+                    leg.append((visit, _added(before, visit.needed, gap)))
+            times: set[tuple[int, int]] = set()
+            found: list[tuple[int, int, int, int, Rows]] = []
+            for number, leg in legs.items():
+                lag = 1 if number in (-1, placement.leg(holder)) else placement.lag
+                for (visit, rows), after in zip_longest(leg, leg[1:] if placement.relay else ()):
+                    target, needed = holder, visit.last + lag
+                    if after is not None:
+                        target, needed = after[0].rank, after[0].last
+                    times.add((visit.last, needed))
+                    if self._concerns(visit.rank, target):
+                        found.append((visit.last, needed, visit.rank, target, rows))
             for messages in self._messages(side, results=True):
-                for number, leg in legs.items():
-                    lag = 1 if number in (-1, placement.leg(holder)) else placement.lag
-                    for (visit, rows), after in zip_longest(
-                        leg, leg[1:] if placement.relay else ()
-                    ):
-                        target, needed = holder, visit.last + lag
-                        if after is not None:
-                            target, needed = after[0].rank, after[0].last
-                        self.times.add(Time(messages[0][0], visit.last, needed))
-                        if self._concerns(visit.rank, target):
-                            yield self._move(
-                                visit.last, needed, visit.rank, target, messages, owner, rows
-                            )
+                self.times.update((messages[0][0], *time) for time in times)
+                for posted, needed, source, target, rows in found:
+                    yield self._move(posted, needed, source, target, messages, owner, rows)
 
     def _concerns(self, *ranks: int) -> bool:
         """Whether the plan is of all ranks, or of one of these."""
@@ -485,6 +494,13 @@ def sees_all(layout: Layout, size: int, seq_len: int, mask: Mask) -> bool:
     if blocks.gaps:
         return all(sees(queries, keys, mask) for queries in blocks for keys in blocks)
     return all(len(seen) == size for seen in keys_seen(layout, size, seq_len, mask))
+
+
+def _added(rows: Rows, others: Rows, gap: int) -> Rows:
+    """The union of two, of which most often one has nothing that the other one has not."""
+    if not others or rows == others:
+        return rows
+    return union((rows, others), gap) if rows else others
 
 
 def _packed(tensors: TensorNames, assembled: bool) -> tuple[TensorNames, ...]:
