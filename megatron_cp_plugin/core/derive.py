@@ -50,7 +50,8 @@ def plan_of(placement: Placement, setting: Setting) -> Plan:
     if isinstance(placement, HeadPlacement):
         return with_teams(placement, plan_of(placement.between, setting))
     # Of what the mask has no say in, one rank's part is made without that of others.
-    alone = None if placement.masked or setting.mask.special else setting.rank
+    free = not placement.masked and not setting.mask.special
+    alone = setting.rank if free or _goes_round(placement, setting) else None
     shared = Setting(setting.seq_len, setting.mask, "forward", rank=alone)
     making = copy(_meeting(placement, shared))
     making.setting = setting
@@ -88,7 +89,17 @@ class _Cell(NamedTuple):
 
 @lru_cache(maxsize=16)  # both passes of a micro-batch have the same, where placements are
 def _meeting(placement: BlockPlacement, setting: Setting) -> "_Derivation":
+    if setting.rank is not None and _goes_round(placement, setting):
+        return _OneOfARing(placement, setting)
     return _Derivation(placement, setting)
+
+
+def _goes_round(placement: BlockPlacement, setting: Setting) -> bool:
+    """Whether one rank's part of a ring can be made without that of others."""
+    if placement.goes_round is None or not setting.mask.special:
+        return False
+    layout = placement.layout.within(setting.mask.documents)
+    return not Owned(layout, placement.size, setting.seq_len).gaps
 
 
 class _Derivation:
@@ -113,8 +124,13 @@ class _Derivation:
         self.visits: dict[tuple[Side, int], dict[int, _Visit]] = {}
         # Where blocks are that nobody needs there: of a relay, (rank, step).
         self.passing: dict[tuple[Side, int], list[tuple[int, int]]] = {}
+        self.steps = 1 + self._meet()
+
+    def _meet(self) -> int:
+        """Finds out which blocks meet where, and what comes to ranks. Returns: the last step."""
+        placement, size = self.placement, self.placement.size
         sparse = self.masked and not placement.relay and not placement.assembled
-        everyone, rank = product(range(size), range(size)), setting.rank
+        everyone, rank = product(range(size), range(size)), self.setting.rank
         for query, key in everyone if rank is None else placement.met(rank):
             if not sparse or self._sees(query, key):
                 for place in placement.place(query, key):
@@ -124,7 +140,7 @@ class _Derivation:
             self._give(side, owner, visits)
         self.widths = self._join_teams() if placement.assembled and self.masked else {}
         found = [v.last for visits in self.visits.values() for v in visits.values()]
-        self.steps = 1 + max([*found, *(cell.place.step for cell in self.cells)], default=0)
+        return max([*found, *(cell.place.step for cell in self.cells)], default=0)
 
     def _add(self, query: int, key: int, place: Place) -> None:
         if not (0 <= place.rank < self.placement.size and place.step >= 0):
@@ -485,6 +501,101 @@ class _Derivation:
         tokens = self.lengths[owner]
         block = Block((owner,), between(0, tokens))
         return Move(posted, needed, source, target, messages, block, tokens, self.all_heads)
+
+
+@dataclass
+class _Lap:
+    """What concerns a rank of a block that goes round a ring.
+
+    Attributes: hop: of the block to the rank; 0: it owns it. first, last: the hops to those that
+        need it. given: rows that come, and that go on. found: rows of the sums that the rank before
+        sends, this one, and the last one.
+    """
+
+    hop: int
+    first: int
+    last: int
+    given: tuple[Rows, Rows]
+    found: tuple[Rows, Rows, Rows]
+
+
+class _OneOfARing(_Derivation):
+    """One rank's part, where blocks go round: without looking at what passes between others."""
+
+    def _meet(self) -> int:
+        """See _Derivation."""
+        rank, size, side = self.setting.rank, self.placement.size, self.placement.goes_round
+        assert rank is not None
+        assert side is not None
+        self.side: Side = side
+        self.up = 1 if side == "keys" else -1
+        seen = self.keys_seen if side == "keys" else self.queries_seeing
+        for other in sorted(seen[rank]):
+            query, key = (rank, other) if side == "keys" else (other, rank)
+            (place,) = self.placement.place(query, key)
+            self.cells.append(_Cell(place, query, key, 0, self.lengths[query]))
+        needed: dict[int, dict[int, Rows]] = {}  # by owner and hop
+        for visitor, owners in enumerate(seen):
+            for owner, rows in owners.items():
+                if owner != visitor:
+                    hop = self.up * (visitor - owner) % size
+                    needed.setdefault(owner, {})[hop] = rows
+        # In the order in which pairs of queries and keys are.
+        order = needed if side == "keys" else sorted(needed)
+        self.laps = {owner: self._lap(owner, needed[owner]) for owner in order}
+        self.widths = {}
+        return max((lap.last for lap in self.laps.values()), default=0)
+
+    def _lap(self, owner: int, needed: dict[int, Rows]) -> _Lap:
+        rank, size = self.setting.rank, self.placement.size
+        assert rank is not None
+        hop, first, last = self.up * (rank - owner) % size, min(needed), max(needed)
+        gap = longest_gap(self.lengths[owner])
+
+        def of(begin: int, end: int) -> Rows:
+            return union((rows for at, rows in needed.items() if begin <= at <= end), gap)
+
+        lap = _Lap(
+            hop,
+            first,
+            last,
+            (of(hop, last) if hop else (), of(hop + 1, last)),
+            (of(first, hop - 1), of(first, hop), () if hop else of(first, last)),
+        )
+        if 1 <= hop <= last:
+            visit = _Visit(rank, hop, hop, needed.get(hop, ()), lap.given[0])
+            self.visits[self.side, owner] = {rank: visit}
+        return lap
+
+    def _at(self, owner: int, hop: int) -> int:
+        return (owner + self.up * hop) % self.placement.size
+
+    def _inputs(self) -> Iterator[Move]:
+        for owner, lap in self.laps.items():
+            hops = [hop for hop in (lap.hop - 1, lap.hop) if 0 <= hop < lap.last]
+            for messages in self._messages(self.side, results=False):
+                name = messages[0][0]
+                self.times.update((name, hop, hop + 1) for hop in range(lap.last))
+                for hop in hops:
+                    rows = lap.given[hop == lap.hop]
+                    source, target = self._at(owner, hop), self._at(owner, hop + 1)
+                    yield self._move(hop, hop + 1, source, target, messages, owner, rows)
+
+    def _results(self) -> Iterator[Move]:
+        for owner, lap in self.laps.items():
+            (came, sent, returned), hop = lap.found, lap.hop
+            found: list[tuple[int, Rows]] = [] if hop else [(lap.last, returned)]
+            if lap.first < hop <= lap.last:
+                found.append((hop - 1, came))
+            if hop and lap.first <= hop <= lap.last:
+                found.append((hop, sent))
+            for messages in self._messages(self.side, results=True):
+                name = messages[0][0]
+                self.times.update((name, hop, hop + 1) for hop in range(lap.first, lap.last + 1))
+                for hop, rows in found:
+                    source = self._at(owner, hop)
+                    target = owner if hop == lap.last else self._at(owner, hop + 1)
+                    yield self._move(hop, hop + 1, source, target, messages, owner, rows)
 
 
 def sees_all(layout: Layout, size: int, seq_len: int, mask: Mask) -> bool:

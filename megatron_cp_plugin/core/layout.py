@@ -20,6 +20,10 @@ class Span:
     stop: int
     step: int = 1
 
+    def __hash__(self) -> int:
+        # Of spans in one key only one starts there: packs have a thousand, and keys are many.
+        return hash(self.start)
+
     def __len__(self) -> int:
         return max(0, -(-(self.stop - self.start) // self.step))
 

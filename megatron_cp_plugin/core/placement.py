@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import product
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 from megatron_cp_plugin.core.layout import Layout
 from megatron_cp_plugin.core.pipeline import HeadGroup
@@ -68,6 +68,13 @@ class BlockPlacement(ABC):
     def met(self, rank: int) -> Iterable[tuple[int, int]]:
         """All pairs whose place is a rank, and all of the queries, or the keys, that it holds."""
         return product(range(self.size), range(self.size))
+
+    @property
+    def goes_round(self) -> Literal["queries", "keys"] | None:
+        """Which blocks go round one ring of all ranks, one rank a step: keys up, to rank + 1, or
+        queries down. Others stay where they are, and nothing is retained. None: it is otherwise.
+        """
+        return None
 
     def leg(self, rank: int) -> int:
         """Which part of a relay a rank belongs to.

@@ -15,7 +15,7 @@ from megatron_cp_plugin.core.bands import Spans
 from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.owned import Owned
 from megatron_cp_plugin.core.pipeline import HeadGroup, together
-from megatron_cp_plugin.core.rows import Rows, positions_of
+from megatron_cp_plugin.core.rows import Rows, between, positions_of
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tile_table import TileTable, tiles_of
 from megatron_cp_plugin.core.tiles import Mask
@@ -149,7 +149,9 @@ class Sent(NamedTuple):
 def _positions(spans: Owned, block: Block) -> Spans:
     members = [spans[owner] for owner in block.owners]
     if len(members) == 1:
-        return positions_of(members[0], block.rows)
+        (owner,) = block.owners
+        whole = block.rows == between(0, spans.lengths[owner])
+        return members[0] if whole else positions_of(members[0], block.rows)
     width = max(spans.lengths[owner] for owner in block.owners)
     return positions_of(assemble(members, width).spans, block.rows)
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_cp_plugin.core.bands import FAR, Bands, Extent, Numbers, Spans, expanded
-from megatron_cp_plugin.core.tiles import Mask, Tile, plan_tiles
+from megatron_cp_plugin.core.tiles import Mask, Tile, filled, plan_tiles
 
 Flags = NDArray[np.bool_]
 
@@ -132,7 +132,7 @@ def tiles_of(q_spans: Spans, kv_spans: Spans, mask: Mask, *, rectangular: bool) 
     """The tiles of `plan_tiles`; where blocks share many documents all are planned together."""
     table = None
     if len(mask.bands) >= _MANY and all(span.step == 1 for span in (*q_spans, *kv_spans)):
-        queries, keys = (tuple(filter(len, spans)) for spans in (q_spans, kv_spans))
+        queries, keys = filled(q_spans), filled(kv_spans)
         table = _at_once(queries, keys, mask.bands, rectangular=rectangular)
     if table is None:
         table = TileTable.of(plan_tiles(q_spans, kv_spans, mask, rectangular=rectangular))

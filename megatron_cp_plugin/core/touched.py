@@ -1,13 +1,13 @@
 """Which rows of all blocks meet under a mask: those that have to travel."""
 
-from functools import lru_cache
+from functools import cache, lru_cache
 
 from megatron_cp_plugin.core import bands
 from megatron_cp_plugin.core.bands import Bands
 from megatron_cp_plugin.core.layout import Layout
 from megatron_cp_plugin.core.owned import Owned
 from megatron_cp_plugin.core.rows import Rows, union
-from megatron_cp_plugin.core.tiles import Mask, touched_rows
+from megatron_cp_plugin.core.tiles import Mask, filled, touched_rows
 
 # Rows that nobody needs travel too where they are fewer, one behind the other, than a block has by
 # this number: every range more is a copy more before and after a message.
@@ -44,21 +44,19 @@ def queries_seeing(layout: Layout, size: int, seq_len: int, mask: Mask) -> list[
 
 
 def _of_all_pairs(owned: Owned, mask: Bands) -> list[dict[int, Rows]]:
-    blocks = [tuple(filter(len, spans)) for spans in owned]
+    blocks = [filled(spans) for spans in owned]
     return bands.keys_seen(blocks, mask, [longest_gap(length) for length in owned.lengths])
 
 
 def _of_kinds(owned: Owned, mask: Mask) -> list[dict[int, tuple[Rows, Rows]]]:
     """[rank][owner]: rows of the rank's queries and of the owner's keys that see each other."""
-    found: dict[tuple[int, int] | None, tuple[Rows, Rows]] = {}
-    gap = longest_gap(max(owned.lengths))
+    gap, alike = longest_gap(max(owned.lengths)), owned.layout.alike
 
-    def rows(query: int, key: int) -> tuple[Rows, Rows]:
-        pair = owned.alike(query, key, mask)
-        if pair not in found:
-            q, kv = touched_rows(owned[query], owned[key], mask)
-            found[pair] = union((q,), gap), union((kv,), gap)
-        return found[pair]
+    @cache
+    def rows(pair: tuple[int, int]) -> tuple[Rows, Rows]:
+        query, key = pair
+        q, kv = touched_rows(owned[query], owned[key], mask)
+        return union((q,), gap), union((kv,), gap)
 
     ranks = range(len(owned))
-    return [{key: rows(query, key) for key in ranks} for query in ranks]
+    return [{key: rows(alike(query, key)) for key in ranks} for query in ranks]
