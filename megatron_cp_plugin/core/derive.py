@@ -98,7 +98,7 @@ def _goes_round(placement: BlockPlacement, setting: Setting) -> bool:
     """Whether one rank's part of a ring can be made without that of others."""
     if placement.goes_round is None or not setting.mask.special:
         return False
-    layout = placement.layout.within(setting.mask.documents)
+    layout = placement.layout.within(setting.mask.followed)
     return not Owned(layout, placement.size, setting.seq_len).gaps
 
 
@@ -107,7 +107,7 @@ class _Derivation:
 
     def __init__(self, placement: BlockPlacement, setting: Setting) -> None:
         self.placement, self.setting = placement, setting
-        size, layout = placement.size, placement.layout.within(setting.mask.documents)
+        size, layout = placement.size, placement.layout.within(setting.mask.followed)
         self.tokens = layout, size, setting.seq_len
         self.spans = Owned(layout, size, setting.seq_len)
         special, gaps = bool(setting.mask.special), self.spans.gaps
@@ -600,7 +600,7 @@ class _OneOfARing(_Derivation):
 
 def sees_all(layout: Layout, size: int, seq_len: int, mask: Mask) -> bool:
     """Whether some query of every rank's block sees some key of every block."""
-    layout = layout.within(mask.documents)
+    layout = layout.within(mask.followed)
     blocks = Owned(layout, size, seq_len)
     if blocks.gaps:
         return all(sees(queries, keys, mask) for queries in blocks for keys in blocks)

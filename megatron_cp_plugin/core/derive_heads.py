@@ -24,7 +24,7 @@ def with_teams(placement: HeadPlacement, between: Plan) -> Plan:
     """The plan of all ranks. Args: between: of the teams, each as if it were one rank."""
     seq_len = sum(between.spans.lengths)
     size = len(between.spans) * placement.members
-    layout = placement.layout.within(between.mask.documents)
+    layout = placement.layout.within(between.mask.followed)
     spans = Owned(layout, size, seq_len)
     making = _Teams(placement, between, spans.lengths)
     return replace(

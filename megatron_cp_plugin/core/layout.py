@@ -11,6 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+# What a layout may follow: where documents begin, as of `document_starts`, or the slices of a span
+# mask (`core.slices`).
+type Documents = tuple[int, ...] | tuple[tuple[int, int, int, int, str], ...]
+
 
 @dataclass(frozen=True)
 class Span:
@@ -69,7 +73,7 @@ class Layout(ABC):
 
     Layouts are values: two of one kind and of the same fields are equal.
 
-    Attributes: follows_documents: it depends on the documents which tokens a rank holds.
+    Attributes: follows_documents: it depends on documents, or spans, which tokens a rank holds.
     """
 
     name: str
@@ -96,8 +100,8 @@ class Layout(ABC):
         """
         return None
 
-    def within(self, documents: tuple[int, ...]) -> "Layout":
-        """The layout of a sequence of documents, as of `document_starts`; for most the same.
+    def within(self, documents: "Documents") -> "Layout":
+        """The layout of a sequence of documents, or under a span mask; for most the same.
 
         Without documents that of the ones that it has already.
         """
@@ -179,7 +183,7 @@ class Grouped(Layout):
         """See Layout.alike: as of the single ranks, of which each follows the one before."""
         return self.parts.alike(query, key)
 
-    def within(self, documents: tuple[int, ...]) -> "Grouped":
+    def within(self, documents: "Documents") -> "Grouped":
         return Grouped(self.parts.within(documents), self.members)
 
 
