@@ -161,8 +161,9 @@ class Batches:
         """
         way = packed, gaps, forward
         if way not in self._calls:
+            several = packed and len(self.tiles.joined) > 1
             found = (
-                _packed(self.tiles, self._heads, gaps, forward) if packed else _singly(self.tiles)
+                _packed(self.tiles, self._heads, gaps, forward) if several else _singly(self.tiles)
             )
             self._calls[way] = tuple(found)
         return self._calls[way]

@@ -35,6 +35,7 @@ class TileTable(Sequence[Tile]):
     def of(cls, tiles: Iterable[Tile]) -> Self:
         """The same tiles."""
         found: list[tuple[int, ...]] = []
+        tiles = tuple(tiles)
         for tile in tiles:
             (q, q_step), (kv, kv_step) = ((x.start, x.step or 1) for x in (tile.q, tile.kv))
             kind = tile.causal, tile.reverse
@@ -44,7 +45,9 @@ class TileTable(Sequence[Tile]):
                 q_place, kv_place = (q, tile.q.stop, q_step), (kv, tile.kv.stop, kv_step)
                 found.append((*q_place, *kv_place, *kind, False))
         table = np.array(found, np.int64).reshape(-1, 9).T
-        return cls(table[:3], table[3:6], *table[6:].astype(np.bool_))
+        made = cls(table[:3], table[3:6], *table[6:].astype(np.bool_))
+        made._tiles = tiles
+        return made
 
     @cached_property
     def _tiles(self) -> tuple[Tile, ...]:
