@@ -179,19 +179,20 @@ def _packed(tiles: TileTable, heads: int, gaps: bool, forward: bool) -> list[Ker
     found: list[KernelCall] = []
     rows, keys = (int(x[1].max(initial=0)) for x in (tiles.q, tiles.kv))
     least, most = (queries // heads for queries in _COPIED)
+    most_rows = min(max(rows // 2, least), most)
     kinds = 2 * tiles.causal + tiles.reverse
     for kind in dict.fromkeys(kinds.tolist()):
         of_kind = tiles.some(kinds == kind)
         units = _Units(of_kind if kind > 1 else _larger(of_kind))
         rest = np.ones(len(units), np.bool_)
-        for group in _in_place(units, forward) if gaps else ():
+        for group in _in_place(units, forward, most_rows) if gaps else ():
             found.append(_call(units.tiles, units.numbers(group), apart=True, forward=forward))
             rest[group] = False
         large = units.area * heads >= _LARGE
         alone = np.flatnonzero(rest & large).tolist()
         found += (_call(units.tiles, units.numbers([unit])) for unit in alone)
         small = np.flatnonzero(rest & ~large)
-        groups = _disjoint(units, small, min(max(rows // 2, least), most), 2 * keys)
+        groups = _disjoint(units, small, most_rows, 2 * keys)
         found += (_call(units.tiles, units.numbers(group), forward=forward) for group in groups)
     # What may be all rows comes first: there is nothing yet to merge it with.
     return sorted(found, key=_row_count, reverse=True)
@@ -285,27 +286,52 @@ def _disjoint(
     return groups
 
 
-def _in_place(units: _Units, forward: bool) -> list[list[int]]:
-    """Groups of units that a kernel takes where they are, leaving out what is between them."""
+def _in_place(units: _Units, forward: bool, copied: int) -> list[list[int]]:
+    """Groups of units that a kernel takes where they are, leaving out what is between them.
+
+    Args: copied: as many rows may be copied for one call.
+    """
     if not units.plain:
         return []
-    everything = np.arange(len(units))
-    groups = _disjoint(units, everything) if forward else [everything.tolist()]
-    return [group for group in groups if len(group) > 1 and _fits(units, group, forward)]
+    if forward:
+        groups = _disjoint(units, np.arange(len(units)))
+        return [group for group in groups if len(group) > 1 and _fits(units, group, forward)]
+    groups = _ascending(units)
+    # Each call makes gradients of all rows, and of all keys, that are added up.
+    few = len(groups) == 1 or (len(groups) == 2 and units.rows.sum() > copied)
+    fit = few and all(len(group) > 1 and _fits(units, group, forward) for group in groups)
+    return groups if fit else []
+
+
+def _ascending(units: _Units) -> list[list[int]]:
+    """Groups of units that follow each other in rows and in columns, as few as can be."""
+    follows = (units.stop[:-1] <= units.start[1:]) & (units.k_stop[:-1] <= units.k_start[1:])
+    if follows.all():
+        return [[*range(len(units))]]
+    groups: list[list[int]] = []
+    ends: list[tuple[int, int]] = []
+    columns = (units.start, units.k_start, units.stop, units.k_stop)
+    for number, (row, col, *end) in enumerate(zip(*(x.tolist() for x in columns), strict=True)):
+        for index, (last_row, last_col) in enumerate(ends):
+            if row >= last_row and col >= last_col:
+                groups[index].append(number)
+                ends[index] = end[0], end[1]
+                break
+        else:
+            groups.append([number])
+            ends.append((end[0], end[1]))
+    return groups
 
 
 def _fits(units: _Units, group: Sequence[int], forward: bool) -> bool:
-    """Whether rows ascend, and columns too unless they are only read, and few are left out."""
+    """Whether few rows are left out, and few columns unless they are only read."""
     start, stop = units.start[group], units.stop[group]
-    if (stop[:-1] > start[1:]).any():
-        return False
     few_rows = bool(stop[-1] - start[0] <= _SPARSE * (stop - start).sum())
     if forward:
         return few_rows
     start, stop = units.k_start[group], units.k_stop[group]
-    ascend = bool((stop[:-1] <= start[1:]).all())
     few_cols = bool(stop[-1] - start[0] <= _SPARSE * units.cols[group].sum())
-    return few_rows and ascend and few_cols
+    return few_rows and few_cols
 
 
 def _call(
