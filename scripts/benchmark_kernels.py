@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from functools import partial
 from itertools import product
+from math import log2
+from statistics import median
 
 import torch
 from lengths import head_dims_of
@@ -108,7 +110,8 @@ def document_rows(
     tokens: int, heads: int, kv_heads: int, dims: tuple[int, int], mean: int
 ) -> list[Sequence[str]]:
     """What two of four ranks have of documents that are split over them: a call for each tile, and
-    few calls, with copies or without; merges and sums among them.
+    few calls, with copies or without; merges and sums among them. The last column has the pairs of
+    the tile in the middle, for all heads: from some number on a call for each is as fast.
     """
     device, size, (dim, value_dim) = torch.device("cuda", 0), 4, dims
     whole = size * tokens
@@ -129,6 +132,7 @@ def document_rows(
             call = Call(whole, mask, dim**-0.5, kernel)
             for queries, keys in ((earlier, later), (later, earlier)):
                 tiles = plan_tiles(queries, keys, mask, rectangular=True)
+                pairs = median(tile.area for tile in tiles)
                 work = Batches(tiles, heads)
                 forward, backward = times(tokens, kv_heads, heads, dims, work, call)
                 calls = len(work.calls(packed=packs, gaps=gaps))
@@ -140,7 +144,7 @@ def document_rows(
                         f"{forward:.3f}",
                         f"{calls} calls",
                         f"{backward:.3f}",
-                        f"{len(tiles)} tiles",
+                        f"{len(tiles)} tiles, 2^{log2(heads * pairs):.1f}",
                     )
                 )
     return rows

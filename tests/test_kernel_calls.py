@@ -5,6 +5,7 @@ from collections import Counter
 import pytest
 import torch
 
+from megatron_cp_plugin.core import partial
 from megatron_cp_plugin.core.algorithm import Call
 from megatron_cp_plugin.core.layout import shard
 from megatron_cp_plugin.core.tiles import Mask
@@ -98,6 +99,30 @@ def test_calls_of_a_pass(
     errors, calls = zip(*run_virtual(SIZE, body), strict=True)
     assert max(errors) < 1e-12
     assert 0 < max(max(counts.values()) for counts in calls) <= most * (3 if window else 1)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_rows_that_came_are_added_together(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not range by range, of which there is one a document: dq, dk and dv of a step once each."""
+    added: list[int] = []
+    add = partial._add_rows
+
+    def counted(total, rows, gradient):
+        added.append(gradient.shape[1])
+        add(total, rows, gradient)
+
+    @torch.no_grad()
+    def body(topology: Topology) -> None:
+        algorithm = create("zigzag", topology, {"layout": "thd"}).within(DOCUMENTS)
+        length = algorithm.layout.length(topology.rank, size, SEQ_LEN)
+        q = torch.randn(1, length, 4, 8, dtype=torch.float64)
+        call = Call(SEQ_LEN, Mask(documents=DOCUMENTS), 8**-0.5, Reference())
+        algorithm.backward(q, algorithm.forward(q, q, q, call)[2], call)
+
+    monkeypatch.setattr(partial, "_add_rows", counted)
+    run_virtual(size, body)
+    # A step's own computation, and what the rank before it sends on, or returns.
+    assert len(added) <= 3 * size * (size - 1)
 
 
 class Unpacked(Spy):

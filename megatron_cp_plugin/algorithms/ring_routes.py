@@ -40,6 +40,13 @@ class RingPlacement(BlockPlacement):
         step = self.size - 1 - hops if self.reverse else hops
         yield Place(query if self.travelling == "kv" else key, step)
 
+    @property
+    def goes_round(self) -> Literal["queries", "keys"] | None:
+        """See BlockPlacement.goes_round."""
+        if self.retains or not self.relay:
+            return None
+        return "keys" if self.travelling == "kv" else "queries"
+
     def pairs_of(self, rank: int) -> Iterator[tuple[int, int]]:
         """See BlockPlacement.pairs_of."""
         for other in range(self.size):
@@ -82,6 +89,11 @@ class DoubleRingPlacement(RingPlacement):
         outer = (of_query - of_key) % (self.size // self.lag)
         inner = (first - second) % self.lag
         yield Place(query if self.travelling == "kv" else key, outer * self.lag + inner)
+
+    @property
+    def goes_round(self) -> None:
+        """See BlockPlacement.goes_round."""
+        return None
 
     def leg(self, rank: int) -> int:
         """See BlockPlacement.leg: the node."""

@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 
 from megatron_cp_plugin.core.devices import uploaded
 from megatron_cp_plugin.core.layout import Span
+from megatron_cp_plugin.core.partial import rows_at
 
 # Segments a member up to which a copy for each is as fast as a gather of rows by indices.
 _FEW = 8
@@ -110,7 +111,12 @@ class _Table:
         else:
             widths = tuple(block.shape[dim] for block in gathered)
             line = torch.cat(tuple(gathered), dim)
-        return line.index_select(dim, _joined(self, widths, line.device))
+        return _taken(line, dim, _joined(self, widths, line.device))
+
+    def split(self, whole: Tensor, dim: int) -> Tensor:
+        """See Assembly.split."""
+        rows = _taken(whole, dim, _split(self, whole.device))
+        return rows.unflatten(dim, (self._members, self._width)).movedim(dim, 0)
 
     def place(self, blocks: Blocks, dim: int, rows: slice, values: Tensor) -> None:
         """See Assembly.place."""
@@ -123,6 +129,13 @@ class _Table:
         """Of each assembled row: where it is in blocks of so many rows, one behind the other."""
         return torch.tensor([0, *widths[:-1]]).cumsum(0)[self._member] + self._local
 
+    @property
+    def split_rows(self) -> Tensor:
+        """Of each row of all members: which assembled one it is; of padding any."""
+        rows = torch.zeros(self._members * self._width, dtype=torch.int64)
+        rows[self._member * self._width + self._local] = torch.arange(len(self._member))
+        return rows
+
     def placed(self, rows: slice) -> list[tuple[Tensor, Tensor]]:
         """Of each member: which of some rows are its own, and where there."""
         member, local = self._member[rows], self._local[rows]
@@ -133,6 +146,17 @@ class _Table:
 @lru_cache(maxsize=32)  # those of some micro-batches: they take memory of the device
 def _joined(table: _Table, widths: tuple[int, ...], device: torch.device) -> Tensor:
     return uploaded(table.joined(widths), device)
+
+
+@lru_cache(maxsize=32)
+def _split(table: _Table, device: torch.device) -> Tensor:
+    return uploaded(table.split_rows, device)
+
+
+def _taken(x: Tensor, dim: int, rows: Tensor) -> Tensor:
+    # Fused operations compute in float32.
+    fused = (dim, x.dim()) == (1, 4) and x.dtype in (torch.bfloat16, torch.float16, torch.float32)
+    return rows_at(x, rows) if fused else x.index_select(dim, rows)
 
 
 @lru_cache(maxsize=32)
@@ -206,6 +230,8 @@ class _Contiguous(Assembly):
     def split(self, whole: Tensor, dim: int) -> Tensor:
         if self._in_order and self.tokens == self.members * self.width:
             return whole.unflatten(dim, (self.members, self.width)).movedim(dim, 0)
+        if self._table is not None:
+            return self._table.split(whole, dim)
         return super().split(whole, dim)
 
 

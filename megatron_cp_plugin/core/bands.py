@@ -132,7 +132,7 @@ def cells(q_spans: Spans, kv_spans: Spans, bands: Bands) -> Iterator[Cell]:
     if not q_spans or not kv_spans:
         return
     if all(span.step == 1 for span in (*q_spans, *kv_spans)):
-        of_queries, of_keys = _Extent.of(q_spans, bands, 0), _Extent.of(kv_spans, bands, 2)
+        of_queries, of_keys = Extent.of(q_spans, bands, 0), Extent.of(kv_spans, bands, 2)
         for number in of_queries.shared_with(of_keys):
             band = bands.rows[number]
             q, rows = of_queries.part(number, band.q_start, band.q_stop)
@@ -163,8 +163,11 @@ def _part(local: slice, whole: Span, part: Span) -> slice:
     return within(local, part.start - whole.start, part.stop - whole.start)
 
 
-class _Extent:
-    """Which rows of a block each band has. Attributes: bands, side: of queries 0, of keys 2."""
+class Extent:
+    """Which rows of a block each band has.
+
+    Attributes: start, stop: int64 [bands], these rows. first, last: their positions.
+    """
 
     def __init__(self, spans: Spans, bands: Bands, side: int) -> None:
         if any(a.stop > b.start for a, b in pairwise(spans)):
@@ -176,27 +179,28 @@ class _Extent:
         self._begin, self._end, self._side = starts, stops, side
         self._before = np.concatenate(([0], np.cumsum(stops - starts)))
 
-        def rows_below(positions: Numbers) -> Numbers:
-            last = np.searchsorted(starts, positions, side="right") - 1
-            inside = np.minimum(positions, stops[last]) - starts[last]
-            return np.where(last < 0, 0, self._before[last] + inside)
-
         def position_of(rows: Numbers) -> Numbers:
             number = np.searchsorted(self._before, rows, side="right") - 1
             number = np.clip(number, 0, len(spans) - 1)
             return starts[number] + rows - self._before[number]
 
-        self.start, self.stop = map(rows_below, bands.table[side : side + 2])
+        self.start, self.stop = map(self.rows_below, bands.table[side : side + 2])
         self.filled = self.start < self.stop
         self.first, self.last = position_of(self.start), position_of(self.stop - 1)
 
     @staticmethod
     @lru_cache(maxsize=1024)  # a block is computed with every other one
-    def of(spans: Spans, bands: Bands, side: int) -> "_Extent":
+    def of(spans: Spans, bands: Bands, side: int) -> "Extent":
         """That of a block."""
-        return _Extent(spans, bands, side)
+        return Extent(spans, bands, side)
 
-    def shared_with(self, keys: "_Extent") -> list[int]:
+    def rows_below(self, positions: Numbers) -> Numbers:
+        """How many rows of the block are before some positions."""
+        last = np.searchsorted(self._begin, positions, side="right") - 1
+        inside = np.minimum(positions, self._end[last]) - self._begin[last]
+        return np.where(last < 0, 0, self._before[last] + inside)
+
+    def shared_with(self, keys: "Extent") -> list[int]:
         """Bands that may have pairs of these queries and those keys."""
         low, high = self._bands.table[4:]
         found = self.filled & keys.filled
@@ -210,6 +214,10 @@ class _Extent:
             for rows in (self.start[numbers], self.stop[numbers] - 1)
         )
         return first, last - first + 1
+
+    def span_before(self, positions: Numbers) -> Numbers:
+        """The last span of the block that begins before some positions; -1 if none does."""
+        return np.searchsorted(self._begin, positions) - 1
 
     def piece(self, numbers: Numbers, spans: Numbers) -> tuple[Numbers, Numbers, Numbers]:
         """Positions [start, stop) that bands have of spans, and how far these are before rows."""
@@ -276,11 +284,11 @@ def touched(q_spans: Spans, kv_spans: Spans, bands: Bands) -> tuple[Rows, Rows]:
     if any(span.step > 1 for span in (*q_spans, *kv_spans)):
         found = [cell for cell in cells(q_spans, kv_spans, bands) if cell.visible]
         return _union_of(cell.rows for cell in found), _union_of(cell.cols for cell in found)
-    of_queries, of_keys = _Extent.of(q_spans, bands, 0), _Extent.of(kv_spans, bands, 2)
+    of_queries, of_keys = Extent.of(q_spans, bands, 0), Extent.of(kv_spans, bands, 2)
     number = np.array(of_queries.shared_with(of_keys), dtype=np.int64)
     # All pairs of a span of queries and one of keys that a band has.
     (q_first, q_count), (k_first, k_count) = of_queries.spans_of(number), of_keys.spans_of(number)
-    which, pair = _expanded(q_count * k_count)
+    which, pair = expanded(q_count * k_count)
     number = number[which]
     low, high = bands.table[4:, number]
     x_start, x_stop, before_x = of_queries.piece(number, q_first[which] + pair // k_count[which])
@@ -291,7 +299,7 @@ def touched(q_spans: Spans, kv_spans: Spans, bands: Bands) -> tuple[Rows, Rows]:
     return _union((rows - before_x)[:, seen]), _union((cols - before_y)[:, seen])
 
 
-def _expanded(counts: Numbers) -> tuple[Numbers, Numbers]:
+def expanded(counts: Numbers) -> tuple[Numbers, Numbers]:
     """Of so many elements each: whose it is, and its number there."""
     whose = np.repeat(np.arange(len(counts)), counts)
     return whose, np.arange(len(whose)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -327,7 +335,7 @@ def keys_seen(blocks: Sequence[Spans], bands: Bands, gaps: Sequence[int]) -> lis
     # Keys [begin, end) that are seen from each span of queries that a band has.
     q_start, q_stop, k_start, k_stop, low, high = bands.table
     first = np.searchsorted(stops, q_start, side="right")
-    band, span = _expanded(np.maximum(np.searchsorted(starts, q_stop) - first, 0))
+    band, span = expanded(np.maximum(np.searchsorted(starts, q_stop) - first, 0))
     span += first[band]
     top, bottom = np.maximum(starts[span], q_start[band]), np.minimum(stops[span], q_stop[band])
     begin = np.maximum(top + low[band], k_start[band])
@@ -336,7 +344,7 @@ def keys_seen(blocks: Sequence[Spans], bands: Bands, gaps: Sequence[int]) -> lis
     query, begin, end = _merged(owner[span[seen]], begin[seen], end[seen], np.zeros(size, np.int64))
     # The same by blocks of keys, and their rows.
     first = np.searchsorted(stops, begin, side="right")
-    which, span = _expanded(np.maximum(np.searchsorted(starts, end) - first, 0))
+    which, span = expanded(np.maximum(np.searchsorted(starts, end) - first, 0))
     span += first[which]
     shift = (_rows_before(owner, stops - starts) - starts)[span]
     pair = query[which] * size + owner[span]

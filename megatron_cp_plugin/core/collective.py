@@ -226,4 +226,4 @@ def differentiate(parts: Sequence[Part], call: Call) -> Compute:
 
 def _reach(part: Part) -> int:
     """Number of leading keys that a part's queries see."""
-    return max((tile.kv.stop for tile in part.work.tiles), default=0)
+    return int(part.work.tiles.kv[1].max(initial=0))

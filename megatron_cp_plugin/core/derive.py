@@ -1,15 +1,15 @@
 """From a placement, a mask and a length to a plan: what every rank computes, sends and receives."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import product, zip_longest
+from itertools import product, starmap, zip_longest
 from typing import Literal, NamedTuple
 
-from megatron_cp_plugin.core.bands import Spans
 from megatron_cp_plugin.core.derive_heads import with_teams
 from megatron_cp_plugin.core.layout import Layout, joined, rows_of
+from megatron_cp_plugin.core.owned import Owned
 from megatron_cp_plugin.core.pipeline import together
 from megatron_cp_plugin.core.placement import BlockPlacement, HeadPlacement, Place, Placement
 from megatron_cp_plugin.core.plan import (
@@ -51,7 +51,8 @@ def plan_of(placement: Placement, setting: Setting) -> Plan:
         between = plan_of(placement.between, setting._replace(rank=None))
         return with_teams(placement, between, setting.rank)
     # Of what the mask has no say in, one rank's part is made without that of others.
-    alone = None if placement.masked or setting.mask.special else setting.rank
+    free = not placement.masked and not setting.mask.special
+    alone = setting.rank if free or _goes_round(placement, setting) else None
     shared = Setting(setting.seq_len, setting.mask, "forward", rank=alone)
     making = copy(_meeting(placement, shared))
     making.setting = setting
@@ -89,7 +90,17 @@ class _Cell(NamedTuple):
 
 @lru_cache(maxsize=16)  # both passes of a micro-batch have the same, where placements are
 def _meeting(placement: BlockPlacement, setting: Setting) -> "_Derivation":
+    if setting.rank is not None and _goes_round(placement, setting):
+        return _OneOfARing(placement, setting)
     return _Derivation(placement, setting)
+
+
+def _goes_round(placement: BlockPlacement, setting: Setting) -> bool:
+    """Whether one rank's part of a ring can be made without that of others."""
+    if placement.goes_round is None or not setting.mask.special:
+        return False
+    layout = placement.layout.within(setting.mask.followed)
+    return not Owned(layout, placement.size, setting.seq_len).gaps
 
 
 class _Derivation:
@@ -99,14 +110,14 @@ class _Derivation:
         self.placement, self.setting = placement, setting
         size, layout = placement.size, placement.layout.within(setting.mask.followed)
         self.tokens = layout, size, setting.seq_len
-        self.spans = tuple(layout.spans(rank, size, setting.seq_len) for rank in range(size))
-        special, gaps = bool(setting.mask.special), _has_gaps(self.spans)
+        self.spans = Owned(layout, size, setting.seq_len)
+        special, gaps = bool(setting.mask.special), self.spans.gaps
         self.masked = placement.masked or (special and not gaps)
         # Whole blocks need not be packed; where ranks pass them on, few would be any shorter.
         self.selective = self.masked and (special or not placement.relay)
         # With gaps one pair of blocks after another is looked at.
         self.at_once = self.masked and not gaps
-        self.lengths = tuple(sum(map(len, spans)) for spans in self.spans)
+        self.lengths = self.spans.lengths
         self.width = max(self.lengths)
         groups = placement.groups
         self.all_heads = groups[0] if len(groups) == 1 else together(groups)
@@ -114,8 +125,13 @@ class _Derivation:
         self.visits: dict[tuple[Side, int], dict[int, _Visit]] = {}
         # Where blocks are that nobody needs there: of a relay, (rank, step).
         self.passing: dict[tuple[Side, int], list[tuple[int, int]]] = {}
+        self.steps = 1 + self._meet()
+
+    def _meet(self) -> int:
+        """Finds out which blocks meet where, and what comes to ranks. Returns: the last step."""
+        placement, size = self.placement, self.placement.size
         sparse = self.masked and not placement.relay and not placement.assembled
-        everyone, rank = product(range(size), range(size)), setting.rank
+        everyone, rank = product(range(size), range(size)), self.setting.rank
         for query, key in everyone if rank is None else placement.met(rank):
             if not sparse or self._sees(query, key):
                 for place in placement.place(query, key):
@@ -125,7 +141,7 @@ class _Derivation:
             self._give(side, owner, visits)
         self.widths = self._join_teams() if placement.assembled and self.masked else {}
         found = [v.last for visits in self.visits.values() for v in visits.values()]
-        self.steps = 1 + max([*found, *(cell.place.step for cell in self.cells)], default=0)
+        return max([*found, *(cell.place.step for cell in self.cells)], default=0)
 
     def _add(self, query: int, key: int, place: Place) -> None:
         if not (0 <= place.rank < self.placement.size and place.step >= 0):
@@ -136,22 +152,22 @@ class _Derivation:
         index, count = place.part
         tokens = self.lengths[query]
         start, stop = tokens * index // count, tokens * (index + 1) // count
-        queries, keys = self.spans[query], self.spans[key]
         needed = not self.masked or self._sees(query, key)
         if needed and self.masked and count > 1:
-            queries = rows_of(queries, start, stop)
-            needed = sees(queries, keys, self.setting.mask)
+            queries = rows_of(self.spans[query], start, stop)
+            needed = sees(queries, self.spans[key], self.setting.mask)
         if needed:
             self.cells.append(_Cell(place, query, key, start, stop))
         here = place.rank == query, place.rank == self.placement.key_holder(key)
-        rows, cols = between(start, stop), between(0, self.lengths[key])
+        rows, cols = (between(start, stop), between(0, self.lengths[key])) if needed else ((), ())
         if not needed:
-            rows = cols = ()
+            pass
         elif self.selective and self.at_once and count == 1:
             rows = () if here[0] else self.queries_seeing[key][query]
             cols = () if here[1] else self.keys_seen[query][key]
         elif self.selective and not all(here):
-            rows, cols = touched_rows(queries, keys, self.setting.mask)
+            queries = rows_of(self.spans[query], start, stop)
+            rows, cols = touched_rows(queries, self.spans[key], self.setting.mask)
             rows = tuple((start + first, start + last) for first, last in rows)
         if not here[0]:
             self._visit("queries", query, place, rows)
@@ -187,15 +203,20 @@ class _Derivation:
         placement = self.placement
         if not self.masked or placement.assembled:
             return
-        others: dict[int, _Visit] = {}
         for rank, step in passing:
-            known = visits if rank in visits else others
-            known.setdefault(rank, _Visit(rank, step, step)).add(step, ())
+            if rank in visits:
+                visits[rank].add(step, ())
         last: dict[int, int] = {}  # by leg
         for visit in visits.values():
             if visit.needed:
                 leg = placement.leg(visit.rank)
                 last[leg] = max(visit.first, last.get(leg, -1))
+        others: dict[int, _Visit] = {}
+        for rank, step in passing:
+            if rank in others:
+                others[rank].add(step, ())
+            elif rank not in visits:
+                others[rank] = _Visit(rank, step, step)
         for rank, visit in others.items():
             if visit.first <= last.get(placement.leg(rank), -1):
                 visits[rank] = visit
@@ -208,7 +229,8 @@ class _Derivation:
         """Works out which rows come to every rank."""
         gap = longest_gap(self.lengths[owner])
         for visit in visits.values():
-            visit.given = visit.needed = union((visit.needed,), gap)
+            if visit.needed:
+                visit.given = visit.needed = union((visit.needed,), gap)
         if self.placement.assembled or self.placement.retained_by(owner) is not None:
             all_rows = union((visit.needed for visit in visits.values()), gap)
             for visit in visits.values():
@@ -219,7 +241,7 @@ class _Derivation:
             ):
                 if source in visits:
                     before = visits[source]
-                    before.given = union((before.given, visit.given), gap)
+                    before.given = _added(before.given, visit.given, gap)
 
     def _join_teams(self) -> dict[tuple[bool, int], int]:
         """Rows of a message of queries (false), of keys (true), by their owner: as many as the
@@ -241,7 +263,7 @@ class _Derivation:
 
     def plan(self) -> Plan:
         placement, setting = self.placement, self.setting
-        self.times: set[Time] = set()
+        self.times: set[tuple[str, int, int]] = set()
         templates = [*self._inputs(), *self._results()]
         computes = list(self._assembled() if placement.assembled else self._computes())
         moves: list[Move] = [*self._to_key_holders()]
@@ -281,7 +303,7 @@ class _Derivation:
         """Those of all groups of heads."""
         for index, group in enumerate(self.placement.groups):
             offset = index * self.steps
-            for time in self.times:
+            for time in starmap(Time, self.times):
                 shared = time.of_keys and not (group.last if time.result else group.first)
                 once = time.tensor in OF_ROWS and self.placement.assembled
                 if not shared and not (once and index):
@@ -334,13 +356,15 @@ class _Derivation:
             if side == "keys" and retaining is not None and self.setting.phase == "backward":
                 holder = retaining
                 others = {rank: visit for rank, visit in visits.items() if rank != retaining}
+            sources = list(self._sources(holder, others))
+            times = {(posted, visit.first) for _, posted, visit in sources}
+            sources = [each for each in sources if self._concerns(each[0], each[2].rank)]
             for messages in self._messages(side, results=False):
-                for source, posted, visit in self._sources(holder, others):
-                    self.times.add(Time(messages[0][0], posted, visit.first))
-                    if self._concerns(source, visit.rank):
-                        yield self._move(
-                            posted, visit.first, source, visit.rank, messages, owner, visit.given
-                        )
+                self.times.update((messages[0][0], *time) for time in times)
+                for source, posted, visit in sources:
+                    yield self._move(
+                        posted, visit.first, source, visit.rank, messages, owner, visit.given
+                    )
 
     def _sources(self, holder: int, visits: dict[int, _Visit]) -> Iterator[tuple[int, int, _Visit]]:
         """From whom, and when, every rank gets a block: as soon as the other one has it."""
@@ -372,21 +396,22 @@ class _Derivation:
                 # Nothing is sent before there is something to add.
                 elif leg or visit.needed:
                     before = leg[-1][1] if leg else ()
-                    leg.append((visit, union((before, visit.needed), gap)))
+                    leg.append((visit, _added(before, visit.needed, gap)))
+            times: set[tuple[int, int]] = set()
+            found: list[tuple[int, int, int, int, Rows]] = []
+            for number, leg in legs.items():
+                lag = 1 if number in (-1, placement.leg(holder)) else placement.lag
+                for (visit, rows), after in zip_longest(leg, leg[1:] if placement.relay else ()):
+                    target, needed = holder, visit.last + lag
+                    if after is not None:
+                        target, needed = after[0].rank, after[0].last
+                    times.add((visit.last, needed))
+                    if self._concerns(visit.rank, target):
+                        found.append((visit.last, needed, visit.rank, target, rows))
             for messages in self._messages(side, results=True):
-                for number, leg in legs.items():
-                    lag = 1 if number in (-1, placement.leg(holder)) else placement.lag
-                    for (visit, rows), after in zip_longest(
-                        leg, leg[1:] if placement.relay else ()
-                    ):
-                        target, needed = holder, visit.last + lag
-                        if after is not None:
-                            target, needed = after[0].rank, after[0].last
-                        self.times.add(Time(messages[0][0], visit.last, needed))
-                        if self._concerns(visit.rank, target):
-                            yield self._move(
-                                visit.last, needed, visit.rank, target, messages, owner, rows
-                            )
+                self.times.update((messages[0][0], *time) for time in times)
+                for posted, needed, source, target, rows in found:
+                    yield self._move(posted, needed, source, target, messages, owner, rows)
 
     def _concerns(self, *ranks: int) -> bool:
         """Whether the plan is of all ranks, or of one of these."""
@@ -480,18 +505,115 @@ class _Derivation:
         return Move(posted, needed, source, target, messages, block, tokens, self.all_heads)
 
 
+@dataclass
+class _Lap:
+    """What concerns a rank of a block that goes round a ring.
+
+    Attributes: hop: of the block to the rank; 0: it owns it. first, last: the hops to those that
+        need it. given: rows that come, and that go on. found: rows of the sums that the rank before
+        sends, this one, and the last one.
+    """
+
+    hop: int
+    first: int
+    last: int
+    given: tuple[Rows, Rows]
+    found: tuple[Rows, Rows, Rows]
+
+
+class _OneOfARing(_Derivation):
+    """One rank's part, where blocks go round: without looking at what passes between others."""
+
+    def _meet(self) -> int:
+        """See _Derivation."""
+        rank, size, side = self.setting.rank, self.placement.size, self.placement.goes_round
+        assert rank is not None
+        assert side is not None
+        self.side: Side = side
+        self.up = 1 if side == "keys" else -1
+        seen = self.keys_seen if side == "keys" else self.queries_seeing
+        for other in sorted(seen[rank]):
+            query, key = (rank, other) if side == "keys" else (other, rank)
+            (place,) = self.placement.place(query, key)
+            self.cells.append(_Cell(place, query, key, 0, self.lengths[query]))
+        needed: dict[int, dict[int, Rows]] = {}  # by owner and hop
+        for visitor, owners in enumerate(seen):
+            for owner, rows in owners.items():
+                if owner != visitor:
+                    hop = self.up * (visitor - owner) % size
+                    needed.setdefault(owner, {})[hop] = rows
+        # In the order in which pairs of queries and keys are.
+        order = needed if side == "keys" else sorted(needed)
+        self.laps = {owner: self._lap(owner, needed[owner]) for owner in order}
+        self.widths = {}
+        return max((lap.last for lap in self.laps.values()), default=0)
+
+    def _lap(self, owner: int, needed: dict[int, Rows]) -> _Lap:
+        rank, size = self.setting.rank, self.placement.size
+        assert rank is not None
+        hop, first, last = self.up * (rank - owner) % size, min(needed), max(needed)
+        gap = longest_gap(self.lengths[owner])
+
+        def of(begin: int, end: int) -> Rows:
+            return union((rows for at, rows in needed.items() if begin <= at <= end), gap)
+
+        lap = _Lap(
+            hop,
+            first,
+            last,
+            (of(hop, last) if hop else (), of(hop + 1, last)),
+            (of(first, hop - 1), of(first, hop), () if hop else of(first, last)),
+        )
+        if 1 <= hop <= last:
+            visit = _Visit(rank, hop, hop, needed.get(hop, ()), lap.given[0])
+            self.visits[self.side, owner] = {rank: visit}
+        return lap
+
+    def _at(self, owner: int, hop: int) -> int:
+        return (owner + self.up * hop) % self.placement.size
+
+    def _inputs(self) -> Iterator[Move]:
+        for owner, lap in self.laps.items():
+            hops = [hop for hop in (lap.hop - 1, lap.hop) if 0 <= hop < lap.last]
+            for messages in self._messages(self.side, results=False):
+                name = messages[0][0]
+                self.times.update((name, hop, hop + 1) for hop in range(lap.last))
+                for hop in hops:
+                    rows = lap.given[hop == lap.hop]
+                    source, target = self._at(owner, hop), self._at(owner, hop + 1)
+                    yield self._move(hop, hop + 1, source, target, messages, owner, rows)
+
+    def _results(self) -> Iterator[Move]:
+        for owner, lap in self.laps.items():
+            (came, sent, returned), hop = lap.found, lap.hop
+            found: list[tuple[int, Rows]] = [] if hop else [(lap.last, returned)]
+            if lap.first < hop <= lap.last:
+                found.append((hop - 1, came))
+            if hop and lap.first <= hop <= lap.last:
+                found.append((hop, sent))
+            for messages in self._messages(self.side, results=True):
+                name = messages[0][0]
+                self.times.update((name, hop, hop + 1) for hop in range(lap.first, lap.last + 1))
+                for hop, rows in found:
+                    source = self._at(owner, hop)
+                    target = owner if hop == lap.last else self._at(owner, hop + 1)
+                    yield self._move(hop, hop + 1, source, target, messages, owner, rows)
+
+
 def sees_all(layout: Layout, size: int, seq_len: int, mask: Mask) -> bool:
     """Whether some query of every rank's block sees some key of every block."""
     layout = layout.within(mask.followed)
-    blocks = [layout.spans(rank, size, seq_len) for rank in range(size)]
-    if _has_gaps(blocks):
+    blocks = Owned(layout, size, seq_len)
+    if blocks.gaps:
         return all(sees(queries, keys, mask) for queries in blocks for keys in blocks)
     return all(len(seen) == size for seen in keys_seen(layout, size, seq_len, mask))
 
 
-def _has_gaps(blocks: Sequence[Spans]) -> bool:
-    """Whether a block has positions with a step."""
-    return any(span.step > 1 for spans in blocks for span in spans)
+def _added(rows: Rows, others: Rows, gap: int) -> Rows:
+    """The union of two, of which most often one has nothing that the other one has not."""
+    if not others or rows == others:
+        return rows
+    return union((rows, others), gap) if rows else others
 
 
 def _packed(tensors: TensorNames, assembled: bool) -> tuple[TensorNames, ...]:

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import accumulate
 
+from megatron_cp_plugin.core.owned import Owned
 from megatron_cp_plugin.core.pipeline import HeadGroup
 from megatron_cp_plugin.core.placement import HeadPlacement
 from megatron_cp_plugin.core.plan import (
@@ -25,11 +26,11 @@ def with_teams(placement: HeadPlacement, between: Plan, rank: int | None) -> Pla
 
     Args: between: of the teams, each as if it were one rank. rank: as of `Setting`.
     """
-    seq_len = sum(len(span) for spans in between.spans for span in spans)
+    seq_len = sum(between.spans.lengths)
     size = len(between.spans) * placement.members
     layout = placement.layout.within(between.mask.followed)
-    spans = tuple(layout.spans(rank, size, seq_len) for rank in range(size))
-    making = _Teams(placement, between, tuple(sum(map(len, own)) for own in spans), rank)
+    spans = Owned(layout, size, seq_len)
+    making = _Teams(placement, between, spans.lengths, rank)
     exchanged = tuple(making.exchanged())
     return replace(
         between,

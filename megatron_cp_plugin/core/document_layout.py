@@ -67,13 +67,17 @@ class PaddedDocuments(Layout):
     follows_documents = True
 
     def spans(self, rank: int, size: int, seq_len: int) -> tuple[Span, ...]:
-        return _chunks_of_each((0, *self.documents, seq_len), size)[rank]
+        return _chunks_of_each((0, *self.documents, seq_len), size, rank)
 
     def length(self, rank: int, size: int, seq_len: int) -> int:
         return _ZIGZAG.length(rank, size, seq_len)
 
     def multiple(self, size: int) -> int:
         return _ZIGZAG.multiple(size) if size > 1 else 1
+
+    def alike(self, query: int, key: int) -> tuple[int, int] | None:
+        """See Layout.alike: chunks of two ranks are in one of three orders, in all documents."""
+        return (int(query > key), int(query < key)) if self.documents else None
 
     def within(self, documents: Documents) -> "PaddedDocuments":
         starts, _ = starts_and_slices(documents)
@@ -87,27 +91,31 @@ NAMED: dict[str, Layout] = {
 
 
 @lru_cache(maxsize=64)
-def _chunks_of_each(bounds: tuple[int, ...], size: int) -> tuple[tuple[Span, ...], ...]:
-    """The spans of every rank. Args: bounds: 0, ..., N: where padded documents begin and end.
+def _chunks_of_each(bounds: tuple[int, ...], size: int, rank: int) -> tuple[Span, ...]:
+    """The spans of a rank. Args: bounds: 0, ..., N: where padded documents begin and end.
 
     Raises: ContextParallelError if a length is no multiple of 2P.
     """
     if size == 1:
-        return ((Span(0, bounds[-1]),),)
+        return (Span(0, bounds[-1]),)
     multiple = _ZIGZAG.multiple(size)
-    found: list[list[Span]] = [[] for _ in range(size)]
-    for number, (start, stop) in enumerate(pairwise(bounds), 1):
-        chunk, rest = divmod(stop - start, multiple)
-        if rest:
-            raise ContextParallelError(
-                f"the thd layout needs lengths of documents divisible by 2 * context_parallel_size "
-                f"= {multiple}, got {stop - start} tokens in document {number} of "
-                f"{len(bounds) - 1}: pad it to {stop - start - rest + multiple}"
-            )
-        for rank, spans in enumerate(found):
-            for index in (rank, multiple - 1 - rank):
-                spans.append(Span(start + index * chunk, start + (index + 1) * chunk))
-    return tuple(joined(spans) for spans in found)
+    edges = np.array(bounds, np.int64)
+    starts, lengths = edges[:-1], np.diff(edges)
+    uneven = np.flatnonzero(lengths % multiple)
+    if len(uneven):
+        number = int(uneven[0])
+        length = int(lengths[number])
+        raise ContextParallelError(
+            f"the thd layout needs lengths of documents divisible by 2 * context_parallel_size "
+            f"= {multiple}, got {length} tokens in document {number + 1} of "
+            f"{len(lengths)}: pad it to {-(-length // multiple) * multiple}"
+        )
+    chunks = lengths // multiple
+    first = np.stack([starts + index * chunks for index in (rank, multiple - 1 - rank)], 1)
+    begins, ends = first.ravel(), (first + chunks[:, None]).ravel()
+    apart = ends[:-1] != begins[1:]
+    begins, ends = begins[np.append(True, apart)], ends[np.append(apart, True)]
+    return tuple(map(Span, begins.tolist(), ends.tolist()))
 
 
 @lru_cache(maxsize=64)

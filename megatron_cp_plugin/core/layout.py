@@ -24,6 +24,10 @@ class Span:
     stop: int
     step: int = 1
 
+    def __hash__(self) -> int:
+        # Of spans in one key only one starts there: packs have a thousand, and keys are many.
+        return hash(self.start)
+
     def __len__(self) -> int:
         return max(0, -(-(self.stop - self.start) // self.step))
 
@@ -88,6 +92,13 @@ class Layout(ABC):
     def length(self, rank: int, size: int, seq_len: int) -> int:
         """Number of tokens that `rank` holds."""
         return sum(map(len, self.spans(rank, size, seq_len)))
+
+    def alike(self, query: int, key: int) -> tuple[int, int] | None:
+        """Two ranks of which the rows of the first one's queries see the same rows of the second
+        one's keys as with two given ranks, where a mask knows no more than which of two positions
+        comes first, and the documents of the layout. None: none are known.
+        """
+        return None
 
     def within(self, documents: "Documents") -> "Layout":
         """The layout of a sequence of documents, or under a span mask; for most the same.
@@ -162,6 +173,15 @@ class Grouped(Layout):
 
     def multiple(self, size: int) -> int:
         return self.parts.multiple(size * self.members)
+
+    @property
+    def follows_documents(self) -> bool:  # type: ignore[override]
+        """Whether that of the single ranks does."""
+        return self.parts.follows_documents
+
+    def alike(self, query: int, key: int) -> tuple[int, int] | None:
+        """See Layout.alike: as of the single ranks, of which each follows the one before."""
+        return self.parts.alike(query, key)
 
     def within(self, documents: "Documents") -> "Grouped":
         return Grouped(self.parts.within(documents), self.members)

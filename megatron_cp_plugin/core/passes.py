@@ -3,14 +3,21 @@
 B batch, S local tokens, H query heads, G KV heads, D head dim, E that of values.
 """
 
+from collections.abc import Iterator
+from functools import lru_cache
+
+import torch
 from torch import Tensor
 
 from megatron_cp_plugin.core.algorithm import Call, Gradients, attend_block, differentiate_block
+from megatron_cp_plugin.core.devices import uploaded
 from megatron_cp_plugin.core.execute import Packed, Pass, Tensors
 from megatron_cp_plugin.core.kernel import Statistics
 from megatron_cp_plugin.core.partial import (
     Accumulator,
     GradientSum,
+    RowIndex,
+    SomeRows,
     WholeGradient,
     accumulation_dtype,
 )
@@ -18,6 +25,9 @@ from megatron_cp_plugin.core.pipeline import HeadGroup
 from megatron_cp_plugin.core.plan import Move
 from megatron_cp_plugin.core.program import BlockId, Task
 from megatron_cp_plugin.core.rows import Piece, Rows, between, common, row_count
+
+# Pieces of rows up to which each is added by a kernel of its own; more are in one, by numbers.
+_FEW = 2
 
 
 class Forward(Pass):
@@ -70,19 +80,18 @@ class Forward(Pass):
         if held != rows:
             found = total.result(accumulation_dtype(self.q.dtype))
             total = Accumulator(_like(self._queries[0], rows), self.v.shape[3])
-            for piece in common(held, rows):
-                total.add(piece.there, *_part(found, piece))
+            for there, partial in _shared(Packed(held, found), rows):
+                total.add(there, *partial)
         if before is not None:
-            for piece in common(before.rows, rows):
-                _add(total, piece.there, _part(before.tensors, piece))
+            _merge(total, before, rows)
         dtype = accumulation_dtype(self.q.dtype) if move.wide else self.q.dtype
         out, lse = total.result(dtype)
         return out.contiguous(), lse.contiguous()
 
     def accept(self, move: Move, results: Tensors) -> None:
         """See Pass.accept."""
-        for piece in common(move.block.rows, between(0, self.q.shape[1])):
-            _add(self._totals[move.heads.q.start], piece.there, _part(results, piece))
+        own = between(0, self.q.shape[1])
+        _merge(self._totals[move.heads.q.start], Packed(move.block.rows, results), own)
 
     def settle(self) -> None:
         """See Pass.settle."""
@@ -95,8 +104,7 @@ class Forward(Pass):
             return
         total = self._totals.pop(heads.q.start)
         if others is not None:
-            for piece in common(others.rows, between(0, self.q.shape[1])):
-                _add(total, piece.there, _part(others.tensors, piece))
+            _merge(total, others, between(0, self.q.shape[1]))
         out, lse = total.result()
         if self._groups == 1:
             self.out, self.lse = out, lse
@@ -217,12 +225,15 @@ class Backward(Pass):
         return dq, dk, dv
 
 
-def _add(total: Accumulator, rows: slice, partial: Tensors) -> None:
-    """Merges a partial that came, which the next one overwrites."""
-    out, lse = partial
-    if total.empty:  # which keeps what it is given
-        out, lse = out.clone(), lse.clone()
-    total.add(rows, out, lse, borrowed=True)
+def _merge(total: Accumulator, partial: Packed, rows: Rows) -> None:
+    """Merges a partial that came, which the next one overwrites.
+
+    Args: rows: of the block, of which the total is.
+    """
+    for there, (out, lse) in _shared(partial, rows):
+        if total.empty:  # which keeps what it is given
+            out, lse = out.clone(), lse.clone()
+        total.add(there, out, lse, borrowed=True)
 
 
 def _add_gradients(sums: tuple[GradientSum, ...], results: Packed, rows: Rows) -> None:
@@ -230,9 +241,32 @@ def _add_gradients(sums: tuple[GradientSum, ...], results: Packed, rows: Rows) -
 
     Args: rows: of the block, of which the sums are.
     """
-    for piece in common(results.rows, rows):
-        for total, gradient in zip(sums, _part(results.tensors, piece), strict=True):
-            total.add(piece.there, gradient.clone() if total.empty else gradient)
+    for there, gradients in _shared(results, rows):
+        for total, gradient in zip(sums, gradients, strict=True):
+            total.add(there, gradient.clone() if total.empty else gradient)
+
+
+def _shared(here: Packed, rows: Rows) -> Iterator[tuple[SomeRows, Tensors]]:
+    """The rows that two packed blocks have: where they are in the second, tensors of the first."""
+    pieces = common(here.rows, rows)
+    if len(pieces) > _FEW:
+        yield _numbers(here.rows, rows, here.tensors[0].device), here.tensors
+        return
+    for piece in pieces:
+        yield piece.there, _part(here.tensors, piece)
+
+
+@lru_cache(maxsize=64)  # of some micro-batches: they take memory of the device
+def _numbers(here: Rows, rows: Rows, device: torch.device) -> RowIndex:
+    pieces = common(here, rows)
+    to, of = (
+        torch.cat([torch.arange(part.start, part.stop) for part in parts])
+        for parts in ([piece.there for piece in pieces], [piece.here for piece in pieces])
+    )
+    if len(of) == row_count(here):
+        return RowIndex(uploaded(to, device))
+    to, of = uploaded(torch.stack((to, of)), device)
+    return RowIndex(to, of)
 
 
 def _part(tensors: Tensors, piece: Piece) -> Tensors:

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain, product
-from typing import ClassVar, NamedTuple, final
+from typing import ClassVar, Literal, NamedTuple, final
 
 from megatron_cp_plugin.core.layout import Layout
 from megatron_cp_plugin.core.pipeline import HeadGroup
@@ -77,6 +77,13 @@ class BlockPlacement(ABC):
         held = [key for key in size if self.key_holder(key) == rank]
         pairs = chain(self.pairs_of(rank), product((rank,), size), product(size, held))
         return dict.fromkeys(pairs)
+
+    @property
+    def goes_round(self) -> Literal["queries", "keys"] | None:
+        """Which blocks go round one ring of all ranks, one rank a step: keys up, to rank + 1, or
+        queries down. Others stay where they are, and nothing is retained. None: it is otherwise.
+        """
+        return None
 
     def leg(self, rank: int) -> int:
         """Which part of a relay a rank belongs to.

@@ -13,10 +13,12 @@ from typing import NamedTuple
 from megatron_cp_plugin.core.assembly import assemble
 from megatron_cp_plugin.core.bands import Spans
 from megatron_cp_plugin.core.comm import Phase
+from megatron_cp_plugin.core.owned import Owned
 from megatron_cp_plugin.core.pipeline import HeadGroup, together
-from megatron_cp_plugin.core.rows import Rows, positions_of
+from megatron_cp_plugin.core.rows import Rows, between, positions_of
 from megatron_cp_plugin.core.shape import Shape
-from megatron_cp_plugin.core.tiles import Mask, Tile, plan_tiles
+from megatron_cp_plugin.core.tile_table import TileTable, tiles_of
+from megatron_cp_plugin.core.tiles import Mask
 
 PHASES: tuple[Phase, ...] = ("forward", "backward")
 # Names of tensors: q, k, v, dout, lse, delta are inputs, the others results.
@@ -145,6 +147,22 @@ class Sent(NamedTuple):
     messages: int
 
 
+def _positions(spans: Owned, block: Block) -> Spans:
+    members = [spans[owner] for owner in block.owners]
+    if len(members) == 1:
+        (owner,) = block.owners
+        whole = block.rows == between(0, spans.lengths[owner])
+        return members[0] if whole else positions_of(members[0], block.rows)
+    width = max(spans.lengths[owner] for owner in block.owners)
+    return positions_of(assemble(members, width).spans, block.rows)
+
+
+@lru_cache(maxsize=4096)  # both passes of a micro-batch have the same
+def _tiles(spans: Owned, queries: Block, keys: Block, mask: Mask, rectangular: bool) -> TileTable:
+    q_spans, kv_spans = _positions(spans, queries), _positions(spans, keys)
+    return tiles_of(q_spans, kv_spans, mask, rectangular=rectangular)
+
+
 @dataclass(frozen=True, eq=False)
 class Plan:
     """One pass of one attention on all ranks.
@@ -162,7 +180,7 @@ class Plan:
     phase: Phase
     mask: Mask
     rectangular: bool
-    spans: tuple[Spans, ...]
+    spans: Owned
     groups: tuple[HeadGroup, ...]
     steps: int
     computes: tuple[Compute, ...]
@@ -183,34 +201,27 @@ class Plan:
         """All heads of a share."""
         return together(self.groups)
 
-    def tiles(self, compute: Compute) -> tuple[Tile, ...]:
+    def tiles(self, compute: Compute) -> TileTable:
         """What is computed; rows and columns are those of the two blocks, packed.
 
-        Planned on demand: a rank needs no other rank's tiles.
+        Planned on demand: a rank needs no other rank's tiles. Computations of pairs of ranks that
+        are alike have the very same ones.
         """
-        if compute not in self._tiles:
-            queries, keys = (self.positions(block) for block in (compute.queries, compute.keys))
-            self._tiles[compute] = plan_tiles(
-                queries, keys, self.mask, rectangular=self.rectangular
-            )
-        return self._tiles[compute]
-
-    @cached_property
-    def _tiles(self) -> dict[Compute, tuple[Tile, ...]]:
-        return {}
+        queries, keys = compute.queries, compute.keys
+        if len(queries.owners) == len(keys.owners) == 1:
+            pair = self.spans.alike(queries.owners[0], keys.owners[0], self.mask)
+            if pair is not None:
+                queries, keys = Block(pair[:1], queries.rows), Block(pair[1:], keys.rows)
+        return _tiles(self.spans, queries, keys, self.mask, self.rectangular)
 
     def positions(self, block: Block) -> Spans:
         """Those of a block's rows, in its order."""
-        members = [self.spans[owner] for owner in block.owners]
-        if len(members) == 1:
-            return positions_of(members[0], block.rows)
-        width = max(sum(map(len, spans)) for spans in members)
-        return positions_of(assemble(members, width).spans, block.rows)
+        return _positions(self.spans, block)
 
     def pairs(self, compute: Compute) -> Fraction:
         """Pairs of a query and a key, for all heads, that are computed."""
         part = Fraction(compute.heads.heads, self.heads.heads * self.shares)
-        return sum(tile.area for tile in self.tiles(compute)) * part
+        return int(self.tiles(compute).areas.sum()) * part
 
     def sent(self, rank: int, shape: Shape, nodes: Sequence[int] | None = None) -> Sent:
         """What a rank sends. Args: nodes: of each rank; if given, only to other nodes."""

@@ -27,6 +27,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_cp_plugin.core.layout import Span
+from megatron_cp_plugin.core.owned import Owned
 from megatron_cp_plugin.core.pipeline import HeadGroup
 from megatron_cp_plugin.core.plan import Block, Compute, Kept, Move, Plan, move_row_bytes
 from megatron_cp_plugin.core.rows import Rows
@@ -87,7 +88,9 @@ def from_json(document: Mapping[str, Any]) -> Plan:
         document["phase"],
         Mask(mask["causal"], mask["window"], tuple(mask["documents"]), slices),
         document["rectangular"],
-        tuple(tuple(Span(*span) for span in rank["positions"]) for rank in document["ranks"]),
+        Owned.recorded(
+            [tuple(Span(*span) for span in rank["positions"]) for rank in document["ranks"]]
+        ),
         tuple(map(_heads_of, document["head_groups"])),
         document["steps"],
         tuple(

@@ -10,6 +10,7 @@ from megatron_cp_plugin.core.pipeline import HeadGroup
 from megatron_cp_plugin.core.plan import Move, Plan
 from megatron_cp_plugin.core.rows import Rows, common
 from megatron_cp_plugin.core.tile_batches import Batches
+from megatron_cp_plugin.core.tile_table import TileTable
 
 # The owner of a block, and whether it is one of keys; else it is one of queries.
 BlockId = tuple[int, bool]
@@ -161,12 +162,16 @@ def _tasks(plan: Plan, rank: int, held: Mapping[BlockId, Rows]) -> dict[int, tup
             query, key = (compute.queries.owners[0], False), (compute.keys.owners[0], True)
             rows = _first(compute.queries.rows, held.get(query))
             cols = _first(compute.keys.rows, held.get(key))
-            if rows or cols:
-                tiles = tuple(tile.moved(rows, cols) for tile in tiles)
-            work = Batches(tiles, compute.heads.heads)
+            work = _work(tiles, rows, cols, compute.heads.heads)
             task = Task(query, key, work, compute.heads)
             tasks[compute.step] = (*tasks.get(compute.step, ()), task)
     return tasks
+
+
+@lru_cache(maxsize=1024)
+def _work(tiles: TileTable, rows: int, cols: int, heads: int) -> Batches:
+    """Of blocks before which there are some rows and columns; the same for the same tiles."""
+    return Batches(tiles.moved(rows, cols), heads)
 
 
 def _first(rows: Rows, held: Rows | None) -> int:

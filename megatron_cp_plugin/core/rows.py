@@ -26,7 +26,12 @@ def row_count(rows: Rows) -> int:
 
 def union(parts: Iterable[Rows], gap: int = 0) -> Rows:
     """Rows that are in any part, and those between them in gaps of at most `gap` rows."""
-    ranges = {one for rows in parts for one in rows}
+    distinct = [*{rows for rows in parts if rows}]
+    if len(distinct) > 1:
+        # Often one of them is all rows.
+        whole = min(rows[0][0] for rows in distinct), max(rows[-1][1] for rows in distinct)
+        distinct = [rows for rows in distinct if rows == (whole,)] or distinct
+    ranges = {one for rows in distinct for one in rows}
     if len(ranges) < 2:
         return tuple(ranges)
     found: list[tuple[int, int]] = []

@@ -7,19 +7,21 @@ one of each would cost more than the copies.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from math import inf
-from typing import NamedTuple
+from typing import NamedTuple, Self, overload
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_cp_plugin.core.bands import Numbers, expanded
 from megatron_cp_plugin.core.devices import uploaded
 from megatron_cp_plugin.core.kernel import Packing
 from megatron_cp_plugin.core.partial import RowIndex, SomeRows
+from megatron_cp_plugin.core.tile_table import Flags, TileTable, table_of
 from megatron_cp_plugin.core.tiles import Tile
 
 # Pairs of a query and a key, for all heads, with which a call keeps a GPU busy for longer than the
@@ -32,7 +34,61 @@ _COPIED = 2**13, 2**17
 # memory, if no time.
 _SPARSE = 4
 
-Ranges = tuple[range, ...]
+
+class Ranges(Sequence[range]):
+    """Elements of a block, as ranges that come one after another.
+
+    Attributes: first, step, lengths: int64 [n]. A step may be negative; no length is 0.
+    """
+
+    def __init__(self, first: Numbers, step: Numbers, lengths: Numbers) -> None:
+        self.first, self.step, self.lengths = first, step, lengths
+
+    @classmethod
+    def of(cls, places: Numbers, lengths: Numbers, reverse: Flags) -> Self:
+        """Args: places: start, stop and step of slices. reverse: which of them are reversed."""
+        first, _, step = places
+        first = np.where(reverse, first + step * (lengths - 1), first)
+        return cls(first, np.where(reverse, -step, step), lengths)
+
+    def __len__(self) -> int:
+        return len(self.first)
+
+    @overload
+    def __getitem__(self, index: int) -> range: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[range, ...]: ...
+    def __getitem__(self, index: int | slice) -> range | tuple[range, ...]:
+        if isinstance(index, slice):
+            return tuple(self)[index]
+        first, step, count = (int(x[index]) for x in (self.first, self.step, self.lengths))
+        return range(first, first + step * count, step)
+
+    @cached_property
+    def extents(self) -> Numbers:
+        """[2,n]: the first of each range, and the one after the last, in ascending order."""
+        last = self.first + self.step * (self.lengths - 1)
+        return np.stack((np.minimum(self.first, last), np.maximum(self.first, last) + 1))
+
+    @property
+    def extent(self) -> tuple[int, int]:
+        """The first of all, and the one after the last."""
+        return int(self.extents[0].min()), int(self.extents[1].max())
+
+    @property
+    def bounds(self) -> Numbers:
+        """[n + 1]: where they begin and end when they are packed."""
+        return np.concatenate(([0], np.cumsum(self.lengths)))
+
+    def some(self, wanted: Sequence[int]) -> Self:
+        """Some of them, by their numbers."""
+        return type(self)(self.first[wanted], self.step[wanted], self.lengths[wanted])
+
+    @property
+    def elements(self) -> Tensor:
+        """Of all ranges, one after the other. By NumPy: torch's threads cost more."""
+        whose, within = expanded(self.lengths)
+        return torch.from_numpy(self.first[whose] + within * self.step[whose])
 
 
 class Side(NamedTuple):
@@ -92,7 +148,7 @@ class Batches:
 
     def __init__(self, tiles: Iterable[Tile], heads: int) -> None:
         """Args: heads: query heads that are computed at a time."""
-        self.tiles, self._heads = tuple(tiles), heads
+        self.tiles, self._heads = table_of(tiles), heads
         self._calls: dict[tuple[bool, bool, bool], tuple[KernelCall, ...]] = {}
 
     def calls(
@@ -105,172 +161,194 @@ class Batches:
         """
         way = packed, gaps, forward
         if way not in self._calls:
-            singly = (_call([_Unit(tile)], tile.causal) for tile in self.tiles)
-            found = _packed(self.tiles, self._heads, gaps, forward) if packed else singly
+            several = packed and len(self.tiles.joined) > 1
+            found = (
+                _packed(self.tiles, self._heads, gaps, forward) if several else _singly(self.tiles)
+            )
             self._calls[way] = tuple(found)
         return self._calls[way]
 
 
-def _packed(tiles: Sequence[Tile], heads: int, gaps: bool, forward: bool) -> list[KernelCall]:
+def _singly(tiles: TileTable) -> Iterator[KernelCall]:
+    bounds = [*np.flatnonzero(~tiles.joined).tolist(), len(tiles.joined)]
+    for tile, (start, stop) in zip(tiles, pairwise(bounds), strict=True):
+        yield tile if stop == start + 1 else _call(tiles, np.arange(start, stop))
+
+
+def _packed(tiles: TileTable, heads: int, gaps: bool, forward: bool) -> list[KernelCall]:
     found: list[KernelCall] = []
-    rows = max((tile.q.stop for tile in tiles), default=0)
-    keys = max((tile.kv.stop for tile in tiles), default=0)
+    rows, keys = (int(x[1].max(initial=0)) for x in (tiles.q, tiles.kv))
     least, most = (queries // heads for queries in _COPIED)
-    by_kind: dict[tuple[bool, bool], list[Tile]] = {}
-    for tile in tiles:
-        by_kind.setdefault((tile.causal, tile.reverse), []).append(tile)
-    for (causal, _), of_kind in by_kind.items():
-        units = _units(of_kind if causal else _larger(of_kind))
-        in_place = _in_place(units, forward) if gaps else []
-        found += (_call(group, causal, apart=True, forward=forward) for group in in_place)
-        taken = {unit for group in in_place for unit in group}
-        units = [unit for unit in units if unit not in taken]
-        found += (_call([u], causal) for u in units if u.area * heads >= _LARGE)
-        small = (unit for unit in units if unit.area * heads < _LARGE)
-        groups = _disjoint(small, min(max(rows // 2, least), most), 2 * keys)
-        found += (_call(group, causal, forward=forward) for group in groups)
+    most_rows = min(max(rows // 2, least), most)
+    kinds = 2 * tiles.causal + tiles.reverse
+    for kind in dict.fromkeys(kinds.tolist()):
+        of_kind = tiles.some(kinds == kind)
+        units = _Units(of_kind if kind > 1 else _larger(of_kind))
+        rest = np.ones(len(units), np.bool_)
+        for group in _in_place(units, forward, most_rows) if gaps else ():
+            found.append(_call(units.tiles, units.numbers(group), apart=True, forward=forward))
+            rest[group] = False
+        large = units.area * heads >= _LARGE
+        alone = np.flatnonzero(rest & large).tolist()
+        found += (_call(units.tiles, units.numbers([unit])) for unit in alone)
+        small = np.flatnonzero(rest & ~large)
+        groups = _disjoint(units, small, most_rows, 2 * keys)
+        found += (_call(units.tiles, units.numbers(group), forward=forward) for group in groups)
     # What may be all rows comes first: there is nothing yet to merge it with.
     return sorted(found, key=_row_count, reverse=True)
 
 
-class _Unit:
-    """Tiles of one kind that follow each other in rows and in columns.
+class _Units:
+    """Tiles of one kind, those as one that follow each other in rows and in columns.
 
-    Attributes: tiles: in that order. start, stop: of all rows. area, cols: of all tiles. plain:
-        they are slices without steps, and not reversed.
+    Attributes: tiles: in that order. Of each unit, int64 [n]: start, stop: of all rows; k_start,
+        k_stop: of all columns; rows, cols, area: of all its tiles. plain: they all are slices
+        without steps, and not reversed.
     """
 
-    def __init__(self, tile: Tile) -> None:
-        self.tiles, self.area, self.cols = [tile], tile.area, tile.cols
-        self.start, self.stop = tile.q.start, tile.q.stop
-        self.plain = tile.q.step in (None, 1) and tile.kv.step in (None, 1) and not tile.reverse
+    def __init__(self, tiles: TileTable) -> None:
+        self.tiles = tiles = tiles.some(np.lexsort((tiles.kv[0], tiles.q[0]))).single
+        plain = (tiles.q[2] == 1) & (tiles.kv[2] == 1) & ~tiles.reverse
+        follows = plain[1:] & plain[:-1]
+        for x in (tiles.q, tiles.kv):
+            follows &= x[1, :-1] == x[0, 1:]
+        self._first, self._last = _runs(follows, len(plain))
+        self.start, self.k_start = tiles.q[0, self._first], tiles.kv[0, self._first]
+        self.stop, self.k_stop = tiles.q[1, self._last], tiles.kv[1, self._last]
+        self.rows = self.stop - self.start
+        self.cols = np.add.reduceat(tiles.cols, self._first)
+        self.area = np.add.reduceat(tiles.areas, self._first)
+        self.plain = bool(plain.all())
 
-    def takes(self, other: "_Unit") -> bool:
-        """Whether another unit of one tile follows, and is taken in."""
-        (tile,), last = other.tiles, self.tiles[-1]
-        follows = (tile.q.start, tile.kv.start) == (last.q.stop, last.kv.stop)
-        if not (follows and self.plain and other.plain):
-            return False
-        self.tiles.append(tile)
-        self.area, self.cols, self.stop = self.area + other.area, self.cols + other.cols, other.stop
-        return True
+    def __len__(self) -> int:
+        return len(self._first)
+
+    def numbers(self, units: Sequence[int] | Numbers) -> Numbers:
+        """Those of the tiles of some units."""
+        whose, within = expanded((self._last - self._first + 1)[units])
+        return self._first[units][whose] + within
 
 
-def _larger(tiles: Iterable[Tile]) -> list[Tile]:
+def _runs(follows: Flags, count: int) -> tuple[Numbers, Numbers]:
+    """The first and the last ones of runs. Args: follows: whether the next one goes on a run."""
+    ends = np.flatnonzero(~follows)
+    return np.concatenate(([0], ends + 1)), np.append(ends, count - 1)
+
+
+def _larger(tiles: TileTable) -> TileTable:
     """Full tiles, those as one that have the same rows and columns that follow each other, or the
     same columns and rows that do.
     """
-    found: list[Tile] = []
-    for tile in sorted(tiles, key=lambda tile: (tile.q.start, tile.q.stop, tile.kv.start)):
-        if found and found[-1].q == tile.q and _follow(found[-1].kv, tile.kv):
-            kv = slice(found[-1].kv.start, tile.kv.stop)
-            found[-1] = replace(tile, kv=kv, cols=found[-1].cols + tile.cols)
-        else:
-            found.append(tile)
-    wide, found = found, []
-    for tile in sorted(wide, key=lambda tile: (tile.kv.start, tile.kv.stop, tile.q.start)):
-        if found and found[-1].kv == tile.kv and _follow(found[-1].q, tile.q):
-            q = slice(found[-1].q.start, tile.q.stop)
-            found[-1] = replace(tile, q=q, rows=found[-1].rows + tile.rows)
-        else:
-            found.append(tile)
-    return found
+    order = np.lexsort((tiles.kv[0], tiles.q[1], tiles.q[0]))
+    q, kv = _widened(tiles.q[:, order], tiles.kv[:, order])
+    order = np.lexsort((q[0], kv[1], kv[0]))
+    kv, q = _widened(kv[:, order], q[:, order])
+    no = np.zeros(q.shape[1], np.bool_)
+    return TileTable(q, kv, no, no, no)
 
 
-def _follow(before: slice, part: slice) -> bool:
-    unit = before.step in (None, 1) and part.step in (None, 1)
-    return unit and before.stop == part.start
-
-
-def _units(tiles: Iterable[Tile]) -> list[_Unit]:
-    units: list[_Unit] = []
-    for tile in sorted(tiles, key=lambda tile: (tile.q.start, tile.kv.start)):
-        unit = _Unit(tile)
-        if not (units and units[-1].takes(unit)):
-            units.append(unit)
-    return units
+def _widened(same: Numbers, wide: Numbers) -> tuple[Numbers, Numbers]:
+    """Those as one of which one side is the same, and the others follow each other."""
+    follows = (same[:, 1:] == same[:, :-1]).all(0) & (wide[1, :-1] == wide[0, 1:])
+    follows &= (wide[2, 1:] == 1) & (wide[2, :-1] == 1)
+    first, last = _runs(follows, same.shape[1])
+    return same[:, first], np.stack((wide[0, first], wide[1, last], wide[2, first]))
 
 
 def _disjoint(
-    units: Iterable[_Unit], most_rows: float = inf, most_cols: float = inf
-) -> list[list[_Unit]]:
+    units: _Units, numbers: Numbers, most_rows: float = inf, most_cols: float = inf
+) -> list[list[int]]:
     """As few groups as can be, of units that have no row in common.
 
-    Args: units: ascending in rows. most_rows, most_cols: of a group, repeated ones counted again.
+    Args: numbers: of units, ascending in rows. most_rows, most_cols: of a group, repeated ones
+        counted again.
     """
-    groups: list[list[_Unit]] = []
-    sizes: list[tuple[int, int]] = []
-    for unit in units:
-        own = unit.stop - unit.start, unit.cols
-        for index, (group, (rows, cols)) in enumerate(zip(groups, sizes, strict=True)):
-            fits = rows + own[0] <= most_rows and cols + own[1] <= most_cols
-            if unit.start >= group[-1].stop and fits:
-                group.append(unit)
-                sizes[index] = rows + own[0], cols + own[1]
+    columns = (x[numbers] for x in (units.start, units.stop, units.rows, units.cols))
+    start, stop, rows, cols = columns
+    fit = rows.sum() <= most_rows and cols.sum() <= most_cols
+    if len(numbers) and fit and (stop[:-1] <= start[1:]).all():
+        return [numbers.tolist()]
+    groups: list[list[int]] = []
+    sizes: list[tuple[int, int, int]] = []  # where a group ends, its rows and its columns
+    for number, *unit in zip(
+        *(x.tolist() for x in (numbers, start, stop, rows, cols)), strict=True
+    ):
+        begin, end, own_rows, own_cols = unit
+        for index, (reached, of_group, of_keys) in enumerate(sizes):
+            new = end, of_group + own_rows, of_keys + own_cols
+            if begin >= reached and new[1] <= most_rows and new[2] <= most_cols:
+                groups[index].append(number)
+                sizes[index] = new
                 break
         else:
-            groups.append([unit])
-            sizes.append(own)
+            groups.append([number])
+            sizes.append((end, own_rows, own_cols))
     return groups
 
 
-def _in_place(units: Sequence[_Unit], forward: bool) -> list[list[_Unit]]:
-    """Groups of units that a kernel takes where they are, leaving out what is between them."""
-    if not all(unit.plain for unit in units):
+def _in_place(units: _Units, forward: bool, copied: int) -> list[list[int]]:
+    """Groups of units that a kernel takes where they are, leaving out what is between them.
+
+    Args: copied: as many rows may be copied for one call.
+    """
+    if not units.plain:
         return []
-    groups = _disjoint(units) if forward else [[*units]]
-    return [group for group in groups if len(group) > 1 and _fits(group, forward)]
+    if forward:
+        groups = _disjoint(units, np.arange(len(units)))
+        return [group for group in groups if len(group) > 1 and _fits(units, group, forward)]
+    groups = _ascending(units)
+    # Each call makes gradients of all rows, and of all keys, that are added up.
+    few = len(groups) == 1 or (len(groups) == 2 and units.rows.sum() > copied)
+    fit = few and all(len(group) > 1 and _fits(units, group, forward) for group in groups)
+    return groups if fit else []
 
 
-def _fits(units: Sequence[_Unit], forward: bool) -> bool:
-    """Whether rows ascend, and columns too unless they are only read, and few are left out."""
-    if any(a.stop > b.start for a, b in pairwise(units)):
-        return False
-    rows = units[-1].stop - units[0].start
-    few_rows = rows <= _SPARSE * sum(unit.stop - unit.start for unit in units)
+def _ascending(units: _Units) -> list[list[int]]:
+    """Groups of units that follow each other in rows and in columns, as few as can be."""
+    follows = (units.stop[:-1] <= units.start[1:]) & (units.k_stop[:-1] <= units.k_start[1:])
+    if follows.all():
+        return [[*range(len(units))]]
+    groups: list[list[int]] = []
+    ends: list[tuple[int, int]] = []
+    columns = (units.start, units.k_start, units.stop, units.k_stop)
+    for number, (row, col, *end) in enumerate(zip(*(x.tolist() for x in columns), strict=True)):
+        for index, (last_row, last_col) in enumerate(ends):
+            if row >= last_row and col >= last_col:
+                groups[index].append(number)
+                ends[index] = end[0], end[1]
+                break
+        else:
+            groups.append([number])
+            ends.append((end[0], end[1]))
+    return groups
+
+
+def _fits(units: _Units, group: Sequence[int], forward: bool) -> bool:
+    """Whether few rows are left out, and few columns unless they are only read."""
+    start, stop = units.start[group], units.stop[group]
+    few_rows = bool(stop[-1] - start[0] <= _SPARSE * (stop - start).sum())
     if forward:
         return few_rows
-    places = [(unit.tiles[0].kv.start, unit.tiles[-1].kv.stop) for unit in units]
-    ascend = all(a[1] <= b[0] for a, b in pairwise(places))
-    few_cols = places[-1][1] - places[0][0] <= _SPARSE * sum(unit.cols for unit in units)
-    return few_rows and ascend and few_cols
+    start, stop = units.k_start[group], units.k_stop[group]
+    few_cols = bool(stop[-1] - start[0] <= _SPARSE * units.cols[group].sum())
+    return few_rows and few_cols
 
 
 def _call(
-    units: Sequence[_Unit], causal: bool, *, apart: bool = False, forward: bool = False
+    tiles: TileTable, numbers: Numbers, *, apart: bool = False, forward: bool = False
 ) -> KernelCall:
-    tiles = [tile for unit in units for tile in unit.tiles]
-    if len(tiles) == 1 and not tiles[0].document_bounds:
-        return tiles[0]
-    rows: list[range] = []
-    cols: list[range] = []
-    for tile in tiles:
-        if tile.document_bounds:
-            documents = [slice(a, b) for a, b in pairwise(tile.document_bounds)]
-            rows += (_range(tile.q)[part] for part in documents)
-            cols += (_range(tile.kv)[part] for part in documents)
-        else:
-            order = -1 if tile.reverse else 1
-            rows.append(_range(tile.q)[::order])
-            cols.append(_range(tile.kv)[::order])
-    return Batch(tuple(rows), tuple(cols), causal, apart, forward)
+    """One of some tiles. Args: numbers: of the tiles, all of one kind."""
+    some = tiles.some(numbers)
+    if len(numbers) == 1:
+        (tile,) = some
+        return tile
+    rows = Ranges.of(some.q, some.rows, some.reverse)
+    cols = Ranges.of(some.kv, some.cols, some.reverse)
+    return Batch(rows, cols, bool(some.causal[0]), apart, forward)
 
 
 def _row_count(call: KernelCall) -> int:
-    return call.rows if isinstance(call, Tile) else sum(map(len, call.rows))
-
-
-def _range(part: slice) -> range:
-    return range(part.start, part.stop, part.step or 1)
-
-
-def _extent(rows: range) -> tuple[int, int]:
-    """The first of some rows, and the one after the last, in ascending order."""
-    return min(rows[0], rows[-1]), max(rows[0], rows[-1]) + 1
-
-
-def _follows(before: range, rows: range) -> bool:
-    return before.step == rows.step == 1 and before.stop == rows.start
+    return call.rows if isinstance(call, Tile) else int(call.rows.lengths.sum())
 
 
 class _Picked(NamedTuple):
@@ -283,57 +361,54 @@ class _Picked(NamedTuple):
 def _places(ranges: Ranges, *, apart: bool) -> tuple[slice, ...]:
     """Where the sequences are in what a kernel is given."""
     if apart:
-        first = min(x.start for x in ranges)
-        return tuple(slice(x.start - first, x.stop - first) for x in ranges)
-    return tuple(slice(a, b) for a, b in pairwise(accumulate(map(len, ranges), initial=0)))
+        starts, stops = ranges.extents - ranges.first.min()
+    else:
+        starts, stops = ranges.bounds[:-1], ranges.bounds[1:]
+    return tuple(map(slice, starts.tolist(), stops.tolist()))
 
 
 def _picked(ranges: Ranges, *, apart: bool, given: bool = True) -> _Picked:
     """Args: given: there are results for them."""
-    if all(_follows(a, b) for a, b in pairwise(ranges)) and ranges[0].step == 1:
-        return _Picked(slice(ranges[0].start, ranges[-1].stop), None if given else ())
+    start, stop = ranges.extents
+    if (ranges.step == 1).all() and (stop[:-1] == start[1:]).all():
+        return _Picked(slice(*ranges.extent), None if given else ())
     if apart:
-        whole = slice(min(x.start for x in ranges), max(x.stop for x in ranges))
+        whole = slice(*ranges.extent)
         if not given:
             return _Picked(whole, ())
-        numbers = _numbers(ranges)
+        numbers = ranges.elements
         return _Picked(whole, ((numbers, numbers - whole.start),))
-    taken = _numbers(ranges)
+    taken = ranges.elements
     if not given:
         return _Picked(taken, ())
     rounds = _rounds(ranges)
     if len(rounds) == 1:
         return _Picked(taken)
-    packed = [range(a, b) for a, b in pairwise(accumulate(map(len, ranges), initial=0))]
-    pairs = (
-        (_numbers([ranges[n] for n in numbers]), _numbers([packed[n] for n in numbers]))
-        for numbers in rounds
-    )
+    packed = Ranges(ranges.bounds[:-1], np.ones_like(ranges.lengths), ranges.lengths)
+    pairs = ((ranges.some(numbers).elements, packed.some(numbers).elements) for numbers in rounds)
     return _Picked(taken, tuple(pairs))
 
 
 def _rounds(ranges: Ranges) -> list[list[int]]:
     """Numbers of the ranges, in groups that have nothing in common."""
-    extents = list(map(_extent, ranges))
-    groups: list[tuple[int, list[int]]] = []
-    for number in sorted(range(len(ranges)), key=extents.__getitem__):
-        start, stop = extents[number]
-        for index, (reached, group) in enumerate(groups):
-            if start >= reached:
-                group.append(number)
-                groups[index] = stop, group
+    start, stop = ranges.extents
+    order = np.lexsort((stop, start))
+    if (stop[order][:-1] <= start[order][1:]).all():
+        return [order.tolist()]
+    groups: list[list[int]] = []
+    ends: list[int] = []
+    for number, begin, end in zip(
+        *(x.tolist() for x in (order, start[order], stop[order])), strict=True
+    ):
+        for index, reached in enumerate(ends):
+            if begin >= reached:
+                groups[index].append(number)
+                ends[index] = end
                 break
         else:
-            groups.append((stop, [number]))
-    return [group for _, group in groups]
-
-
-def _numbers(ranges: Sequence[range]) -> Tensor:
-    """The elements of all ranges, one after the other. By NumPy: torch's threads cost more."""
-    table = np.array([(x.start, x.step, len(x)) for x in ranges], np.int64)
-    starts, steps, lengths = table.T
-    within = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    return torch.from_numpy(np.repeat(starts, lengths) + within * np.repeat(steps, lengths))
+            groups.append([number])
+            ends.append(end)
+    return groups
 
 
 def _indices(side: _Picked) -> Iterator[Tensor]:
@@ -364,7 +439,7 @@ class Part:
 
 @lru_cache(maxsize=256)
 def parts(
-    tiles: tuple[Tile, ...], rows: int, heads: int, packed: bool, gaps: bool
+    tiles: Sequence[Tile], rows: int, heads: int, packed: bool, gaps: bool
 ) -> tuple[Part, ...]:
     """Divides a block of `rows` queries where no kernel call has rows on both sides.
 
@@ -373,27 +448,27 @@ def parts(
 
     Args: heads, packed, gaps: as in `Batches`.
     """
-    calls = Batches(tiles, heads).calls(packed=packed, gaps=gaps)
-    return tuple(_parts(tiles, rows, heads, _merged(map(_rows_of, calls))))
+    work = Batches(tiles, heads)
+    cuts = _merged(map(_rows_of, work.calls(packed=packed, gaps=gaps)))
+    return tuple(_parts(work.tiles, rows, heads, cuts))
 
 
 def _parts(
-    tiles: tuple[Tile, ...], rows: int, heads: int, cuts: Iterable[tuple[int, int]]
+    tiles: TileTable, rows: int, heads: int, cuts: Iterable[tuple[int, int]]
 ) -> Iterator[Part]:
     reached = 0
     for start, stop in cuts:
         if start > reached:
             yield Part(slice(reached, start), Batches((), heads))
-        own = (tile.moved(-start, 0) for tile in tiles if start <= tile.q.start < stop)
-        yield Part(slice(start, stop), Batches(own, heads))
+        own = tiles.some((start <= tiles.q[0]) & (tiles.q[0] < stop))
+        yield Part(slice(start, stop), Batches(own.moved(-start, 0), heads))
         reached = stop
     if reached < rows:
         yield Part(slice(reached, rows), Batches((), heads))
 
 
 def _rows_of(call: KernelCall) -> tuple[int, int]:
-    extents = [_extent(x) for x in ([_range(call.q)] if isinstance(call, Tile) else call.rows)]
-    return min(start for start, _ in extents), max(stop for _, stop in extents)
+    return (call.q.start, call.q.stop) if isinstance(call, Tile) else call.rows.extent
 
 
 def _merged(extents: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

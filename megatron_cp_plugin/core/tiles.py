@@ -175,7 +175,7 @@ def _planned_once(
 ) -> tuple[Tile, ...]:
     found = (
         tile
-        for cell in cells(_filled(q_spans), _filled(kv_spans), mask.bands)
+        for cell in cells(filled(q_spans), filled(kv_spans), mask.bands)
         for stair in _stairs(cell)
         for tile in _cover(stair, cell, rectangular)
     )
@@ -184,7 +184,7 @@ def _planned_once(
 
 def sees(q_spans: Sequence[Span], kv_spans: Sequence[Span], mask: Mask) -> bool:
     """Whether any query of a block sees any key of another: whether `plan_tiles` has a tile."""
-    return visible(_filled(q_spans), _filled(kv_spans), mask.bands)
+    return visible(filled(q_spans), filled(kv_spans), mask.bands)
 
 
 def touched_rows(
@@ -194,11 +194,12 @@ def touched_rows(
 
     Of positions with a step, perhaps others between them.
     """
-    return touched(_filled(q_spans), _filled(kv_spans), mask.bands)
+    return touched(filled(q_spans), filled(kv_spans), mask.bands)
 
 
-def _filled(spans: Sequence[Span]) -> Spans:
-    return tuple(filter(len, spans))
+def filled(spans: Sequence[Span]) -> Spans:
+    """Those that are not empty."""
+    return tuple([span for span in spans if span.start < span.stop])
 
 
 def _joined(tiles: Iterable[Tile]) -> Iterator[Tile]:

@@ -1,12 +1,13 @@
 """Which rows of all blocks meet under a mask: those that have to travel."""
 
-from functools import lru_cache
+from functools import cache, lru_cache
 
 from megatron_cp_plugin.core import bands
 from megatron_cp_plugin.core.bands import Bands
 from megatron_cp_plugin.core.layout import Layout
-from megatron_cp_plugin.core.rows import Rows
-from megatron_cp_plugin.core.tiles import Mask
+from megatron_cp_plugin.core.owned import Owned
+from megatron_cp_plugin.core.rows import Rows, union
+from megatron_cp_plugin.core.tiles import Mask, filled, touched_rows
 
 # Rows that nobody needs travel too where they are fewer, one behind the other, than a block has by
 # this number: every range more is a copy more before and after a message.
@@ -26,15 +27,36 @@ def keys_seen(layout: Layout, size: int, seq_len: int, mask: Mask) -> list[dict[
 
     Args: layout: of positions without a step.
     """
-    return _of_all_pairs(layout, size, seq_len, mask.bands)
+    owned = Owned(layout, size, seq_len)
+    if owned.alike(0, 0, mask) is None:
+        return _of_all_pairs(owned, mask.bands)
+    return [{key: cols for key, (_, cols) in met.items()} for met in _of_kinds(owned, mask)]
 
 
 @lru_cache(maxsize=16)
 def queries_seeing(layout: Layout, size: int, seq_len: int, mask: Mask) -> list[dict[int, Rows]]:
     """[rank][owner]: rows of the owner's queries that see any key of the rank; as `keys_seen`."""
-    return _of_all_pairs(layout, size, seq_len, mask.bands.transposed)
+    owned = Owned(layout, size, seq_len)
+    if owned.alike(0, 0, mask) is None:
+        return _of_all_pairs(owned, mask.bands.transposed)
+    met = _of_kinds(owned, mask)
+    return [{query: met[query][key][0] for query in range(size)} for key in range(size)]
 
 
-def _of_all_pairs(layout: Layout, size: int, seq_len: int, mask: Bands) -> list[dict[int, Rows]]:
-    blocks = [tuple(filter(len, layout.spans(rank, size, seq_len))) for rank in range(size)]
-    return bands.keys_seen(blocks, mask, [longest_gap(sum(map(len, spans))) for spans in blocks])
+def _of_all_pairs(owned: Owned, mask: Bands) -> list[dict[int, Rows]]:
+    blocks = [filled(spans) for spans in owned]
+    return bands.keys_seen(blocks, mask, [longest_gap(length) for length in owned.lengths])
+
+
+def _of_kinds(owned: Owned, mask: Mask) -> list[dict[int, tuple[Rows, Rows]]]:
+    """[rank][owner]: rows of the rank's queries and of the owner's keys that see each other."""
+    gap, alike = longest_gap(max(owned.lengths)), owned.layout.alike
+
+    @cache
+    def rows(pair: tuple[int, int]) -> tuple[Rows, Rows]:
+        query, key = pair
+        q, kv = touched_rows(owned[query], owned[key], mask)
+        return union((q,), gap), union((kv,), gap)
+
+    ranks = range(len(owned))
+    return [{key: rows(alike(query, key)) for key in ranks} for query in ranks]

@@ -278,3 +278,18 @@ def test_few_queries_are_copied_at_a_time(heads: int, most: int) -> None:
     calls = Batches(tiles, heads).calls(packed=True, gaps=True)
     counts = [1 if isinstance(one, Tile) else len(one.rows) for one in calls]
     assert counts == [most] * (64 // most)
+
+
+def test_gradients_of_keys_that_two_chunks_see_are_found_where_they_are() -> None:
+    """The first and the last chunk of each document with all its keys: two calls, no copies."""
+    documents = tuple(range(64, 512, 64))
+    spans = PaddedDocuments(documents).spans(0, 2, 512)
+    everything = Contiguous().spans(0, 1, 512)
+    tiles = plan_tiles(spans, everything, Mask(documents=documents), rectangular=True)
+    calls = Batches(tiles, 128).calls(packed=True, gaps=True)
+    assert [(len(call.rows), call.apart) for call in calls] == [(8, True)] * 2
+    assert all(isinstance(side.taken, slice) for call in calls for side in call.sides(CPU))
+    (copied,) = Batches(tiles, 4).calls(packed=True, gaps=True)
+    assert not copied.apart  # so few rows are one call
+    (forward,) = Batches(tiles, 4).calls(packed=True, gaps=True, forward=True)
+    assert forward.apart

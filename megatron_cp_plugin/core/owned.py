@@ -1,0 +1,75 @@
+"""Which positions the ranks own, and which pairs of ranks are alike."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Self, overload
+
+from megatron_cp_plugin.core.bands import Spans
+from megatron_cp_plugin.core.layout import Layout
+from megatron_cp_plugin.core.tiles import Mask
+
+
+@dataclass(frozen=True)
+class _Recorded(Layout):
+    """What ranks were found to own."""
+
+    of_ranks: tuple[Spans, ...]
+    name = "recorded"
+
+    def spans(self, rank: int, size: int, seq_len: int) -> Spans:
+        return self.of_ranks[rank]
+
+    def multiple(self, size: int) -> int:
+        return 1
+
+
+@dataclass(frozen=True)
+class Owned(Sequence[Spans]):
+    """The positions that each rank owns.
+
+    A rank's are made when they are asked for: with many documents all of them take longer than
+    what one rank plans with them.
+
+    Attributes: layout: for the documents of the mask.
+    """
+
+    layout: Layout
+    size: int
+    seq_len: int
+
+    @classmethod
+    def recorded(cls, spans: Sequence[Spans]) -> Self:
+        """Positions that are known already."""
+        return cls(_Recorded(tuple(spans)), len(spans), 0)
+
+    def __len__(self) -> int:
+        return self.size
+
+    @overload
+    def __getitem__(self, index: int) -> Spans: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Spans, ...]: ...
+    def __getitem__(self, index: int | slice) -> Spans | tuple[Spans, ...]:
+        if isinstance(index, slice):
+            return tuple(self)[index]
+        rank = range(self.size)[index]
+        return self.layout.spans(rank, self.size, self.seq_len)
+
+    @cached_property
+    def lengths(self) -> tuple[int, ...]:
+        """How many positions each rank owns."""
+        ranks = range(self.size)
+        return tuple(self.layout.length(rank, self.size, self.seq_len) for rank in ranks)
+
+    @cached_property
+    def gaps(self) -> bool:
+        """Whether a rank owns positions with a step."""
+        if self.layout.follows_documents:
+            return False
+        return any(span.step > 1 for spans in self for span in spans)
+
+    def alike(self, query: int, key: int, mask: Mask) -> tuple[int, int] | None:
+        """See `Layout.alike`; None too if the mask knows distances."""
+        distances = mask.window is not None or mask.slices is not None
+        return None if distances else self.layout.alike(query, key)
