@@ -137,7 +137,7 @@ class Replacement:
 
         Also those of programs around Megatron, which may have done so long before.
         """
-        _set(((each, each._original, each._replacement) for each in replacements))
+        _set((each, each._original, each._replacement) for each in replacements)
 
     def undo(self) -> None:
         """Puts Megatron's own back; who imported the name meanwhile calls that one again too."""
