@@ -16,7 +16,7 @@ from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.integration import cpu, hooks, launch
 from megatron_cp_plugin.integration.args import split_flags
 from megatron_cp_plugin.integration.hooks import Hooks
-from tests.integration.megatron_job import LAUNCHER, TINY, Job, run, run_warm
+from tests.integration.megatron_job import LAUNCH, LAUNCHER, TINY, Job, run, run_warm
 
 # What a process does once it has imported Megatron, each in a fork of its own.
 _FORKS = """
@@ -219,15 +219,15 @@ def test_wrong_flags_are_refused_before_anything_is_in_force(
         launch.prepare(["--cp-platform", "cpu", *arguments.split()])
 
 
-def test_flag_that_only_megatrons_own_script_serves() -> None:
-    said = refused(run(*TINY, "--logits-load-dir", "x"))
+def test_flag_that_only_megatrons_own_script_serves(tmp_path: Path) -> None:
+    said = refused(run_warm(tmp_path, *TINY, "--logits-load-dir", "x"))
     assert "this script does not serve --logits-load-dir: leave it out" in said
 
 
 def test_broken_run_file(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("megatron: [\n")
-    assert "not valid YAML" in refused(run("--config", str(file)))
+    assert "not valid YAML" in refused(run_warm(tmp_path, "--config", str(file)))
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
@@ -242,7 +242,8 @@ def test_launcher_without_a_script(arguments: list[str], message: str) -> None:
 def test_script_that_builds_a_model_before_its_arguments_are_checked(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("from megatron.core.models.gpt import GPTModel\nGPTModel(None, None, 1, 1)\n")
-    job = run(*TINY, "--context-parallel-algo", "ring", program=(*LAUNCHER, str(script)))
+    words = (str(script), *TINY, "--context-parallel-algo", "ring")
+    job = run_warm(tmp_path, *words, script=LAUNCH)
     assert "needs a script that lets Megatron validate its arguments before" in refused(job)
 
 
