@@ -1,6 +1,9 @@
 """Imported by the process that `forks` forks: the CPU platform, and what training imports."""
 
+import argparse
+import functools
 import importlib
+import inspect
 import sys
 import warnings
 
@@ -22,9 +25,18 @@ def _import_megatron() -> None:
         "torch._dynamo",
     ):
         importlib.import_module(name)
+    _read_sources()
     # It takes names of Megatron, and has to do so after the plugin has replaced them: once a rank.
     del sys.modules["megatron_cp_plugin.harness.pretrain"]
     delattr(sys.modules["megatron_cp_plugin.harness"], "pretrain")
+
+
+def _read_sources() -> None:
+    """Reads once for all ranks what Megatron looks up in its sources for the help of its flags."""
+    from megatron.training.arguments import add_megatron_arguments
+
+    inspect.getsource = functools.cache(inspect.getsource)  # type: ignore[assignment]
+    add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
 
 
 with warnings.catch_warnings():

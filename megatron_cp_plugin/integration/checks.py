@@ -30,7 +30,7 @@ from megatron_cp_plugin.integration.features import (
 )
 from megatron_cp_plugin.kernels import resolve
 from megatron_cp_plugin.kernels.linear import resolve_linear
-from megatron_cp_plugin.kernels.selfcheck import check_kernel
+from megatron_cp_plugin.kernels.selfcheck import check_kernel, check_linear_kernel
 
 
 def check_settings(source: Any, config: ContextParallelConfig) -> None:
@@ -353,7 +353,11 @@ def _check_kernel(args: Any, config: ContextParallelConfig, device: torch.device
         # Linearized positions double the features of q and k.
         features = head_dim * (2 if config.linear_model == "transnormer" else 1)
         linear = LinearProblem(device, dtype, local, features, head_dim, fixed)
-        return resolve_linear(config.kernel, linear).name
+        recurrent = resolve_linear(config.kernel, linear)
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                check_linear_kernel(recurrent, linear)
+        return recurrent.name
     kv_heads = max(1, kv_heads_of(args) // tensor)
     packed = packs_documents(Settings(args)) is not None
     shape = device, dtype, local, kv_heads, head_dim

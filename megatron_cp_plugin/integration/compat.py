@@ -111,17 +111,13 @@ def report() -> tuple[str, list[str]]:
 
 
 class Replacement:
-    """A name of Megatron with the plugin's function in its place.
+    """A name of Megatron with the plugin's function in its place, once `replace` has put it there.
 
     Attributes:
         hook: Is called in place of Megatron's own, which it is given before the arguments.
     """
 
     def __init__(self, row: Name, hook: Callable[..., Any]) -> None:
-        """Puts it in force, here and wherever modules have imported the name.
-
-        Also those of programs around Megatron, which may have done so long before.
-        """
         self.hook: Callable[..., Any] | None = hook
         self._owner, self._name = _owner(row)
         self._original = getattr(self._owner, self._name)
@@ -134,22 +130,32 @@ class Replacement:
 
         replacement.replaced = self  # type: ignore[attr-defined]
         self._replacement = replacement
-        self._put(self._original, replacement)
+
+    @staticmethod
+    def put(replacements: Iterable[Replacement]) -> None:
+        """Puts them in force, here and wherever modules have imported the names.
+
+        Also those of programs around Megatron, which may have done so long before.
+        """
+        _set((each, each._original, each._replacement) for each in replacements)
 
     def undo(self) -> None:
         """Puts Megatron's own back; who imported the name meanwhile calls that one again too."""
         self.hook = None
-        self._put(self._replacement, self._original)
+        _set([(self, self._replacement, self._original)])
 
-    def _put(self, before: Any, after: Any) -> None:
-        setattr(self._owner, self._name, after)
-        if not isinstance(self._owner, ModuleType):
-            return
-        loaded = (each for each in list(sys.modules.values()) if isinstance(each, ModuleType))
-        for module in loaded:
-            for alias, value in list(vars(module).items()):
-                if value is before:
-                    setattr(module, alias, after)
+
+def _set(changes: Iterable[tuple[Replacement, Any, Any]]) -> None:
+    """Sets the names of replacements, from one object to another, in all modules at once."""
+    after: dict[int, Any] = {}
+    for each, before, value in changes:
+        setattr(each._owner, each._name, value)
+        if isinstance(each._owner, ModuleType):
+            after[id(before)] = value
+    for module in [each for each in list(sys.modules.values()) if isinstance(each, ModuleType)]:
+        for alias, value in list(vars(module).items()):
+            if id(value) in after:
+                setattr(module, alias, after[id(value)])
 
 
 def replace(hooks: Mapping[str, Callable[..., Any]], *parts: Part) -> list[Replacement]:
@@ -163,7 +169,9 @@ def replace(hooks: Mapping[str, Callable[..., Any]], *parts: Part) -> list[Repla
     version, _ = running_version()
     rows = {row.name: row for row in NAMES if row.replaced and row.part in parts}
     named = [(rows[name], hook) for name, hook in hooks.items()]
-    return [Replacement(row, hook) for row, hook in named if row.is_in(version)]
+    made = [Replacement(row, hook) for row, hook in named if row.is_in(version)]
+    Replacement.put(made)
+    return made
 
 
 def hook_of(function: Any) -> Callable[..., Any] | None:

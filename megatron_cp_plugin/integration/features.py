@@ -151,6 +151,7 @@ _KERNELS = "the attention kernels here do not compute it"
 _BY_RANK = "each rank does it with its own tokens, so the split would change the result"
 _UNTESTED = "never run together with the plugin"
 _ONE_BATCH = "a graph keeps the documents of the batch that was captured"
+_FSDP_CHECKPOINTS = "Megatron's torch_dist does not save them, and its torch_dcp loads nothing"
 
 FEATURES: tuple[Feature, ...] = (
     Feature(
@@ -286,6 +287,30 @@ FEATURES: tuple[Feature, ...] = (
         ),
         "it knows which parameters are split by the names of Megatron's own classes",
         "use --use-torch-fsdp2",
+    ),
+    # Checkpoints that Megatron begins and does not end, or never reads again.
+    Feature(
+        "optimizer states in checkpoints of FSDP",
+        "save",
+        lambda settings: (
+            bool(settings.use_torch_fsdp2 and settings.save)
+            and not (settings.ckpt_format == "torch_dist" and settings.no_save_optim)
+        ),
+        _FSDP_CHECKPOINTS,
+        "add --no-save-optim --ckpt-format torch_dist, or leave --save out",
+    ),
+    Feature(
+        "loading optimizer states with FSDP",
+        "load",
+        lambda settings: (
+            bool(settings.use_torch_fsdp2 and settings.load)
+            and not (
+                settings.ckpt_format == "torch_dist"
+                and (settings.no_load_optim or settings.finetune)
+            )
+        ),
+        _FSDP_CHECKPOINTS,
+        "add --no-load-optim --ckpt-format torch_dist, or leave --load out",
     ),
     # Modes of the whole program.
     Feature(

@@ -60,7 +60,7 @@ def serve_inputs(model: nn.Module, batches: Batches, group: dist.ProcessGroup) -
     runtime = batches.runtime
     parameters = inspect.signature(model.forward)
     recurrent = gated_delta_net.has_layers(model)
-    calls = FirstCalls()
+    calls, stages = FirstCalls(), _Stages(model)
 
     def enter(
         module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -72,6 +72,7 @@ def serve_inputs(model: nn.Module, batches: Batches, group: dist.ProcessGroup) -
             mask = document_mask(given.get("packed_seq_params"), recurrent=recurrent)
             mask = _with_spans(mask, batches.spans)
             _check_spans(model, mask, runtime.config, recurrent=recurrent)
+            stages.compare(mask is not None and mask.spans is not None)
             runtime.documents = mask.starts if mask else ()
             runtime.spans = mask.spans if mask else None
             runtime.rotary_positions = mask.positions if mask else None
@@ -169,6 +170,38 @@ class CutInputs:
         if not torch.cuda.is_available() or not torch.cuda.is_current_stream_capturing():
             number = torch.full((1,), crc32(repr(held).encode()), device=device)
             self._same = same_on_all_ranks(number, self._group)
+
+
+class _Stages:
+    """Whether all stages of a pipeline see by spans in a first call, or none does.
+
+    A later stage runs once the first one has, so that they cannot wait for each other: the first
+    leaves a note where the others look.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._group = getattr(getattr(model, "pg_collection", None), "pp", None)
+        self._tells = bool(getattr(model, "pre_process", True))
+        self._compared: set[bool] = set()
+
+    def compare(self, spans: bool) -> None:
+        """Args: spans: Whether this stage sees by spans; the first one's answer is compared."""
+        training = torch.is_grad_enabled()
+        if self._group is None or self._group.size() == 1 or training in self._compared:
+            return
+        self._compared.add(training)
+        first = dist.get_process_group_ranks(self._group)[0]
+        key = f"megatron_cp_plugin/spans/{first}/{training}"
+        store = dist.distributed_c10d._get_default_store()
+        if self._tells:
+            store.set(key, str(spans))
+        elif store.check([key]) and store.get(key).decode() != str(spans):
+            seeing, blind = ("this", "the first") if spans else ("the first", "this")
+            raise ContextParallelError(
+                f"all pipeline stages need the same attention_spans, got some on {seeing} stage "
+                f"and none on {blind} stage, which would see all earlier tokens: give "
+                "get_batch_on_this_cp_rank attention_spans on every stage"
+            )
 
 
 def _with_spans(mask: DocumentMask | None, spans: DocumentMask | None) -> DocumentMask | None:

@@ -1,25 +1,29 @@
-"""Whether a kernel is right on this device: a small problem against attention in float64.
+"""Whether a kernel is right on this device: a small problem against the same in float64.
 
 A kernel may compile and run with head dims, or on devices, for which it computes something else.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from megatron_cp_plugin.core.decay import Decay
 from megatron_cp_plugin.core.kernel import Packing, Problem, SoftmaxKernel, Statistics
+from megatron_cp_plugin.core.linear_kernel import LinearKernel, LinearProblem
 from megatron_cp_plugin.core.partial import delta_of
 from megatron_cp_plugin.errors import KernelUnavailableError
 from megatron_cp_plugin.kernels.base import kernel_names, resolve
+from megatron_cp_plugin.kernels.chunked import Chunked
 from megatron_cp_plugin.kernels.reference import Reference
 
 # Relative errors of outputs and gradients, in the norm: of rounding, with some room.
 _BOUNDS = {torch.float64: 1e-12, torch.float32: 2e-6}
 _HALF_BOUND = 1e-2
 _TOKENS = 192  # a block of keys of the kernels for GPUs, and a part of one
+Results = list[tuple[str, Tensor, Tensor]]  # name, what the kernel made, what is right
 # What one call computes, when the problem has documents or windows: ends of the queries and of the
 # keys of each sequence. Squares are for kernels whose causal tiles are no others.
 _SQUARES = Packing.adjacent((0, 1, 130, 131, _TOKENS), (0, 1, 130, 131, _TOKENS))
@@ -28,11 +32,14 @@ _APART = Packing(
     (slice(0, 3), slice(20, 60), slice(60, _TOKENS // 2)),
     (slice(0, 50), slice(51, 120), slice(130, _TOKENS)),
 )
+# Of linear attention: a chunk and a part of one, and a run long enough to be cut into segments.
+_RUNS = (100, 2048)
+_RATES = (1.0, 1 - 1 / 256, 1 - 1 / 16, 0.5)
 
 
 @dataclass(frozen=True)
 class Accuracy:
-    """How far a kernel is from attention in float64.
+    """How far a kernel is from the same in float64.
 
     Attributes: error: the greatest relative one; inf for NaN. bound: what is right. where: such as
         "dk of a full tile".
@@ -44,7 +51,7 @@ class Accuracy:
 
     @property
     def right(self) -> bool:
-        """Whether the kernel computes attention."""
+        """Whether the kernel computes what it should."""
         return self.error <= self.bound
 
 
@@ -56,12 +63,33 @@ def check_kernel(kernel: SoftmaxKernel, problem: Problem) -> None:
     if isinstance(kernel, Reference):
         return
     found = accuracy(kernel, problem)
-    if found.right:
+    if not found.right:
+        raise _wrong(kernel, "attention", problem, found, _other(kernel, problem))
+
+
+def check_linear_kernel(kernel: LinearKernel, problem: LinearProblem) -> None:
+    """Runs a kernel of linear attention forward and backward; `chunked` has none to pass.
+
+    Raises: KernelUnavailableError, in one line, if its results are wrong, or there are none.
+    """
+    if isinstance(kernel, Chunked):
         return
-    raise KernelUnavailableError(
-        f"kernel {kernel.name} computes something else than attention here with "
+    found = linear_accuracy(kernel, problem)
+    if not found.right:
+        raise _wrong(kernel, "linear attention", problem, found, Chunked.name)
+
+
+def _wrong(
+    kernel: SoftmaxKernel | LinearKernel,
+    what: str,
+    problem: Problem | LinearProblem,
+    found: Accuracy,
+    other: str,
+) -> KernelUnavailableError:
+    return KernelUnavailableError(
+        f"kernel {kernel.name} computes something else than {what} here with "
         f"{problem}: {found.where} is off by {found.error:.1e}, at most "
-        f"{found.bound:.0e} is right; use kernel {_other(kernel, problem)}"
+        f"{found.bound:.0e} is right; use kernel {other}"
     )
 
 
@@ -73,23 +101,44 @@ def accuracy(kernel: SoftmaxKernel, problem: Problem) -> Accuracy:
 
     Raises: KernelUnavailableError if the kernel fails.
     """
+    with _failing(kernel, problem, lambda: _other(kernel, problem)):
+        return _worst(_results(kernel, problem), problem)
+
+
+def linear_accuracy(kernel: LinearKernel, problem: LinearProblem) -> Accuracy:
+    """The greatest error of outputs, states and all gradients, with a state before and after.
+
+    Raises: KernelUnavailableError if the kernel fails.
+    """
+    with _failing(kernel, problem, lambda: Chunked.name):
+        return _worst(_runs(kernel, problem), problem)
+
+
+@contextmanager
+def _failing(
+    kernel: SoftmaxKernel | LinearKernel,
+    problem: Problem | LinearProblem,
+    other: Callable[[], str],
+) -> Iterator[None]:
+    """Says in one line which kernel failed, and what to use instead."""
     try:
-        errors = {
-            f"{name} of {tile}": _distance(got, want)
-            for tile, results in _results(kernel, problem)
-            for name, got, want in results
-        }
+        yield
     except Exception as error:
         reason = next(iter(str(error).splitlines()), "")
         raise KernelUnavailableError(
-            f"kernel {kernel.name} fails here with {problem}: use kernel "
-            f"{_other(kernel, problem)} ({type(error).__name__}: {reason})"
+            f"kernel {kernel.name} fails here with {problem}: use kernel {other()} "
+            f"({type(error).__name__}: {reason})"
         ) from error
+
+
+def _worst(found: Iterable[tuple[str, Results]], problem: Problem | LinearProblem) -> Accuracy:
+    errors = {
+        f"{name} of {part}": _distance(got, want)
+        for part, results in found
+        for name, got, want in results
+    }
     where = max(errors, key=lambda name: errors[name])
     return Accuracy(errors[where], _BOUNDS.get(problem.dtype, _HALF_BOUND), where)
-
-
-Results = list[tuple[str, Tensor, Tensor]]
 
 
 def _results(kernel: SoftmaxKernel, problem: Problem) -> Iterator[tuple[str, Results]]:
@@ -159,13 +208,57 @@ def _tile(
     return results
 
 
+def _runs(kernel: LinearKernel, problem: LinearProblem) -> Iterator[tuple[str, Results]]:
+    """What the kernel and `chunked` in float64 make of each of `_RUNS`."""
+    names = "out", "the last state", "dq", "dk", "dv", "the gradient of the first state"
+    decay = Decay(tuple(_RATES[head % len(_RATES)] for head in range(problem.heads)))
+    for tokens in _RUNS:
+        generator = torch.Generator().manual_seed(0)
+        like = problem.heads, problem.head_dim, problem.value_dim
+        drawn = _linear_inputs(generator, tokens, *like)
+        # What the kernel gets, rounded; states are float32.
+        inputs = [x.to(problem.device, problem.dtype) for x in drawn[:4]]
+        states = [x.to(problem.device, torch.float32) for x in drawn[4:]]
+        if problem.dtype == torch.float64:
+            states = [x.double() for x in states]
+        want = _run(Chunked(), [x.double() for x in (*inputs, *states)], decay)
+        with _as_in_the_run(problem):
+            got = _run(kernel, [*inputs, *states], decay)
+        yield f"{tokens} tokens", list(zip(names, got, want, strict=True))
+
+
+def _linear_inputs(
+    generator: torch.Generator, tokens: int, heads: int, dim: int, value_dim: int
+) -> list[Tensor]:
+    """q, k, v, dout, the state before, and the gradient of the one after."""
+    of_tokens = [(tokens, heads, size) for size in (dim, dim, value_dim, value_dim)]
+    shapes = [*of_tokens, (heads, dim, value_dim), (heads, dim, value_dim)]
+    q, k, *others = (torch.randn(1, *shape, generator=generator) for shape in shapes)
+    return [q * dim**-0.5, k * dim**-0.5, *others]
+
+
+def _run(kernel: LinearKernel, inputs: Sequence[Tensor], decay: Decay) -> tuple[Tensor, ...]:
+    """out, the last state, dq, dk, dv and the gradient of the first state."""
+    q, k, v, dout, before, dafter = inputs
+    tokens = torch.tensor([q.shape[1]], device=q.device)
+    kept = decay.powers(tokens)[0][:, None, None].to(before.dtype)
+    forward = kernel.forward(q, k, v, decay)
+    last = forward.state + kept * before
+    forward.intra()
+    out, cache = forward.finish(before)
+    backward = kernel.backward(dout, q, k, v, decay, cache)
+    dbefore = backward.dstate + kept * dafter
+    backward.intra()
+    return (out, last, *backward.finish(dafter), dbefore)
+
+
 def _parts(x: Tensor, places: Sequence[slice]) -> Tensor:
     """What counts of [B,S,...], one after the other."""
     return torch.cat([x[:, place] for place in places], 1)
 
 
 @contextmanager
-def _as_in_the_run(problem: Problem) -> Iterator[None]:
+def _as_in_the_run(problem: Problem | LinearProblem) -> Iterator[None]:
     """Kernels have another backward where every run must give the same bits."""
     before = torch.get_deterministic_debug_mode()
     if problem.deterministic:

@@ -69,7 +69,7 @@ def pairs_of(calls, shape) -> torch.Tensor:
     return found
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(
     st.sampled_from([Contiguous(), Zigzag(), Cyclic()]),
     st.integers(1, 4),

@@ -1,8 +1,9 @@
 """A training script whose micro-batches bring masks of all kinds, each another one.
 
 `--mask dense` gives the model a mask [b, 1, N, N], as Megatron takes it; `--mask spans` gives the
-batch attention_spans; `--mask given` gives them to the model itself. Rotary embeddings take other
-positions than those in the sequence.
+batch attention_spans; `--mask given` gives them to the model itself; `--mask first` gives them to
+the batch of a pipeline's first stage only, `--mask later` to those of the others. Rotary embeddings
+take other positions than those in the sequence.
 """
 
 import sys
@@ -80,7 +81,7 @@ def serve(pretrain: Any, kind: str) -> None:
         if kind == "dense":
             batch["attention_mask"] = (dense(mask, tokens) == 0)[None, None]
             RotaryEmbedding.forward = lambda *args, **kwargs: angles(*args, **kwargs)[positions]
-        elif kind == "spans":
+        elif kind == "spans" or kind == ("first" if mpu.is_pipeline_first_stage() else "later"):
             rows = [[*one[:4], KINDS.index(one[4])] for one in mask]
             batch["attention_spans"] = torch.tensor([[*rows, [0] * 5]])
             batch["attention_positions"] = positions[None]

@@ -47,6 +47,8 @@ ASKING: dict[str, Any] = {
     "recompute_granularity": "full",
     "cuda_graph_warmup_steps": 0,
     "mtp_num_layers": 1,
+    "save": "checkpoints",
+    "load": "checkpoints",
 }
 # What is refused only beside another setting, or by another value than `ASKING` has, by the
 # feature's name.
@@ -75,6 +77,8 @@ BESIDE: dict[str, dict[str, Any]] = {
         "cuda_graph_modules": ["mlp"],
     },
     "gated delta net layers in CUDA graphs": GATED,
+    "optimizer states in checkpoints of FSDP": {"use_torch_fsdp2": True},
+    "loading optimizer states with FSDP": {"use_torch_fsdp2": True},
     "Megatron-FSDP in CUDA graphs": {"cuda_graph_impl": "local"},
     "FSDP in CUDA graphs": {"cuda_graph_impl": "transformer_engine"},
     "full recompute in CUDA graphs of layers": {"cuda_graph_impl": "local"},
@@ -120,6 +124,10 @@ def refusal(args: argparse.Namespace, algo: str = "zigzag", **changes: Any) -> s
     message = str(error.value)
     assert "\n" not in message
     return message
+
+
+def copy_of(args: argparse.Namespace, **changes: Any) -> argparse.Namespace:
+    return argparse.Namespace(**(vars(args) | changes))
 
 
 @pytest.mark.parametrize("algo", ["ring", "zigzag"])
@@ -419,6 +427,24 @@ def test_heads(args: argparse.Namespace) -> None:
     args.tensor_model_parallel_size, args.world_size = 1, 4
     message = refusal(args, group_query_attention=True, num_query_groups=3)
     assert "num_attention_heads 8 must be divisible by num_query_groups, got 3" in message
+
+
+@pytest.mark.parametrize("format", ["torch_dist", "torch_dcp"])
+def test_what_fsdp_saves_and_loads(args: argparse.Namespace, format: str) -> None:
+    """Weights, by torch_dist; neither without FSDP nor for them is anything refused."""
+    flags = {"ckpt_format": format, "save": "there", "load": "there"}
+    check_arguments(copy_of(args, **flags), ContextParallelConfig("zigzag", 4), CPU)
+    sharded = flags | {"use_torch_fsdp2": True}
+    assert "got --save there (Megatron's torch_dist does not save" in refusal(
+        copy_of(args), **sharded
+    )
+    weights = sharded | {"no_save_optim": True, "ckpt_format": "torch_dist"}
+    assert "got --load there (Megatron's torch_dist does not save" in refusal(
+        copy_of(args), **weights
+    )
+    for other in ("no_load_optim", "finetune"):
+        whole = copy_of(args, **weights, **{other: True})
+        check_arguments(whole, ContextParallelConfig("zigzag", 4), CPU)
 
 
 def test_megatron_fsdp_without_einops(

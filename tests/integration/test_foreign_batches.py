@@ -2,14 +2,12 @@
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.integration.foreign_batches_job import SEEN_BY_ALL, Ways
-from tests.integration.megatron_job import TINY, process_environment, run_warm
+from tests.integration.megatron_job import TINY, run_warm
 
 JOB = Path(__file__).with_name("foreign_batches_job.py")
 WAYS = list(Ways(dict, 0, 2).all())
@@ -54,9 +52,10 @@ def test_a_run_with_such_batches_ends_before_its_first_loss(tmp_path: Path, stag
         assert "these are the tokens of rank 0 in the contiguous layout" in lines[0]
 
 
-def test_a_worker_without_the_plugin_refuses_the_same_command_line() -> None:
+def test_a_worker_without_the_plugin_refuses_the_same_command_line(tmp_path: Path) -> None:
     """It would train with Megatron's own attention, and without a word."""
-    program = (
+    program = tmp_path / "program.py"
+    program.write_text(
         "import sys; from megatron_cp_plugin.integration import launch\n"
         "sys.argv[1:] = launch.prepare(sys.argv[1:])\n"
         "import subprocess\n"
@@ -65,13 +64,6 @@ def test_a_worker_without_the_plugin_refuses_the_same_command_line() -> None:
         "from megatron.training.arguments import parse_args\n"
         "print('HERE', parse_args().context_parallel_algo, 'WORKER', done.returncode)\n"
     )
-    words = (*TINY, "--context-parallel-algo", "ring")
-    done = subprocess.run(
-        [sys.executable, "-c", program, *words],
-        env=process_environment(),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert "HERE ring WORKER 2" in done.stdout
-    assert "unrecognized arguments: --context-parallel-algo ring" in done.stderr
+    job = run_warm(tmp_path, *TINY, "--context-parallel-algo", "ring", script=program).succeeded()
+    assert "HERE ring WORKER 2" in job.text
+    assert "unrecognized arguments: --context-parallel-algo ring" in job.text

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,15 +16,33 @@ from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.integration import cpu, hooks, launch
 from megatron_cp_plugin.integration.args import split_flags
 from megatron_cp_plugin.integration.hooks import Hooks
-from tests.integration.megatron_job import LAUNCHER, TINY, Job, run, run_warm
+from tests.integration.megatron_job import LAUNCH, LAUNCHER, TINY, Job, run, run_warm
+
+# What a process does once it has imported Megatron, each in a fork of its own.
+_FORKS = """
+import os, sys
+import torch
+import megatron.training.training, megatron.core.datasets.utils, megatron.core.recompute
+import megatron.training.models.gpt, megatron.core.models.gpt.gpt_model
+from megatron.core.extensions import transformer_engine
+from megatron.core.tensor_parallel import random
+from megatron.core.transformer import multi_token_prediction
+
+for number, program in enumerate(sys.argv[1:]):
+    sys.stdout.flush()
+    if not os.fork():
+        print("PROGRAM", number)
+        exec(program)
+        sys.stdout.flush()
+        os._exit(0)
+    if os.wait()[1]:
+        sys.exit(f"program {number} failed")
+"""
 
 # Prints which names of Megatron, torch and torch.cuda are others after `prepare`, and under which
 # names Megatron had what the table says is replaced.
 _DIFFERENCE = """
-import importlib, json, sys
-import torch
-import megatron.training.training, megatron.core.datasets.utils, megatron.core.recompute
-import megatron.training.models.gpt, megatron.core.models.gpt.gpt_model
+import importlib, json
 from megatron_cp_plugin.integration import launch
 from megatron_cp_plugin.integration.contract import NAMES
 
@@ -49,7 +68,7 @@ before = names()
 paths = {row.path for row in rows}
 originals = {before[path] for path in paths} - {id(None)}
 listed = sorted(n for n in before if before[n] in originals or n in paths)
-for argv in sys.argv[1:]:
+for argv in ARGV:
     rest = launch.prepare(argv.split())
 after = names()
 changed = sorted(n for n in before if n in after and before[n] != after[n])
@@ -57,49 +76,15 @@ print("RESULT" + json.dumps({"rest": rest, "changed": changed, "listed": listed}
 """
 
 
-def difference(*argv: str, gpu: bool, parts: tuple[str, ...] = ()) -> dict[str, list[str]]:
+def difference(*argv: str, gpu: bool, parts: tuple[str, ...] = ()) -> str:
     program = _DIFFERENCE.replace("GPU", str(gpu)).replace("PARTS", str(parts))
-    output = subprocess.run(
-        [sys.executable, "-c", program, *argv], capture_output=True, text=True, check=False
-    )
-    assert output.returncode == 0, output.stderr
-    result: dict[str, list[str]] = json.loads(output.stdout.split("RESULT")[1])
-    return result
-
-
-def test_without_an_algorithm_nothing_of_megatron_changes() -> None:
-    runs = ("--lr 1", "--lr 1 --context-parallel-algo megatron", "--lr 1 --cp-platform cuda")
-    found = difference(*runs, gpu=True)
-    assert (found["changed"], found["rest"]) == ([], ["--lr", "1"])
-
-
-def test_an_algorithm_replaces_the_names_of_the_table_and_no_others() -> None:
-    """Wherever modules of Megatron have imported them."""
-    run = "--lr 1 --context-parallel-algo ring --cp-chunked-loss"  # which replaces one more
-    found = difference(run, gpu=True, parts=("any", "algorithm", "training"))
-    assert found["rest"] == ["--lr", "1", "--context-parallel-algo", "ring"]
-    assert found["changed"] == found["listed"]
-    assert len(found["listed"]) > 12  # some under several names
-
-
-def test_the_cpu_platform_replaces_the_names_of_the_table_and_no_others() -> None:
-    # Only what a run needs; nothing is in force beside it without an algorithm.
-    found = difference("--lr 1 --cp-platform cpu", gpu=False, parts=("any", "cpu"))
-    assert "torch.cuda.is_available" in found["changed"]
-    assert [n for n in found["changed"] if n.startswith("megatron.")] == found["listed"]
-    assert found["rest"][:4] == ["--lr", "1", "--distributed-backend", "gloo"]
+    return program.replace("ARGV", str(argv))
 
 
 _IMPORTERS = """
-import sys, warnings
-import torch
-torch.cuda.is_available = lambda: True
-import megatron.training.training, megatron.core.recompute
-from megatron.core.transformer import multi_token_prediction
-from megatron.core.extensions import transformer_engine
-from megatron.core.tensor_parallel import random
 from megatron_cp_plugin.integration import launch
 
+torch.cuda.is_available = lambda: True
 originals = transformer_engine.te_checkpoint, random.checkpoint
 launch.prepare("--context-parallel-algo ring".split())
 for name, module in sorted(sys.modules.items()):
@@ -108,14 +93,74 @@ for name, module in sorted(sys.modules.items()):
             if any(value is original for original in originals):
                 print("LEFT", name + "." + key)
 """
+PROGRAMS = {
+    "nothing": difference(
+        "--lr 1",
+        "--lr 1 --context-parallel-algo megatron",
+        "--lr 1 --cp-platform cuda",
+        gpu=True,
+    ),
+    # The loss in chunks replaces one more.
+    "algorithm": difference(
+        "--lr 1 --context-parallel-algo ring --cp-chunked-loss",
+        gpu=True,
+        parts=("any", "algorithm", "training"),
+    ),
+    "cpu": difference("--lr 1 --cp-platform cpu", gpu=False, parts=("any", "cpu")),
+    "importers": _IMPORTERS,
+}
 
 
-def test_no_module_of_megatron_keeps_a_checkpoint_that_runs_attention_twice() -> None:
-    """Multi-token prediction takes `te_checkpoint` from where it is defined, when it runs."""
+@pytest.fixture(scope="module")
+def printed() -> dict[str, str]:
+    """By each of `PROGRAMS`."""
     output = subprocess.run(
-        [sys.executable, "-c", _IMPORTERS], capture_output=True, text=True, check=True
+        [sys.executable, "-c", _FORKS, *PROGRAMS.values()],
+        capture_output=True,
+        text=True,
+        check=False,
     )
-    assert [line for line in output.stdout.splitlines() if line.startswith("LEFT")] == []
+    assert output.returncode == 0, output.stderr
+    _, *texts = re.split(r"^PROGRAM \d+$", output.stdout, flags=re.MULTILINE)
+    return dict(zip(PROGRAMS, texts, strict=True))
+
+
+def result(printed: str) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = json.loads(printed.split("RESULT")[1])
+    return found
+
+
+def test_without_an_algorithm_nothing_of_megatron_changes(printed: dict[str, str]) -> None:
+    found = result(printed["nothing"])
+    assert (found["changed"], found["rest"]) == ([], ["--lr", "1"])
+
+
+def test_an_algorithm_replaces_the_names_of_the_table_and_no_others(
+    printed: dict[str, str],
+) -> None:
+    """Wherever modules of Megatron have imported them."""
+    found = result(printed["algorithm"])
+    assert found["rest"] == ["--lr", "1", "--context-parallel-algo", "ring"]
+    assert found["changed"] == found["listed"]
+    assert len(found["listed"]) > 12  # some under several names
+
+
+def test_the_cpu_platform_replaces_the_names_of_the_table_and_no_others(
+    printed: dict[str, str],
+) -> None:
+    # Only what a run needs; nothing is in force beside it without an algorithm.
+    found = result(printed["cpu"])
+    assert "torch.cuda.is_available" in found["changed"]
+    assert [n for n in found["changed"] if n.startswith("megatron.")] == found["listed"]
+    assert found["rest"][:4] == ["--lr", "1", "--distributed-backend", "gloo"]
+
+
+def test_no_module_of_megatron_keeps_a_checkpoint_that_runs_attention_twice(
+    printed: dict[str, str],
+) -> None:
+    """Multi-token prediction takes `te_checkpoint` from where it is defined, when it runs."""
+    lines = printed["importers"].splitlines()
+    assert [line for line in lines if line.startswith("LEFT")] == []
 
 
 def refused(job: Job) -> str:
@@ -174,15 +219,15 @@ def test_wrong_flags_are_refused_before_anything_is_in_force(
         launch.prepare(["--cp-platform", "cpu", *arguments.split()])
 
 
-def test_flag_that_only_megatrons_own_script_serves() -> None:
-    said = refused(run(*TINY, "--logits-load-dir", "x"))
+def test_flag_that_only_megatrons_own_script_serves(tmp_path: Path) -> None:
+    said = refused(run_warm(tmp_path, *TINY, "--logits-load-dir", "x"))
     assert "this script does not serve --logits-load-dir: leave it out" in said
 
 
 def test_broken_run_file(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("megatron: [\n")
-    assert "not valid YAML" in refused(run("--config", str(file)))
+    assert "not valid YAML" in refused(run_warm(tmp_path, "--config", str(file)))
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
@@ -197,7 +242,8 @@ def test_launcher_without_a_script(arguments: list[str], message: str) -> None:
 def test_script_that_builds_a_model_before_its_arguments_are_checked(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("from megatron.core.models.gpt import GPTModel\nGPTModel(None, None, 1, 1)\n")
-    job = run(*TINY, "--context-parallel-algo", "ring", program=(*LAUNCHER, str(script)))
+    words = (str(script), *TINY, "--context-parallel-algo", "ring")
+    job = run_warm(tmp_path, *words, script=LAUNCH)
     assert "needs a script that lets Megatron validate its arguments before" in refused(job)
 
 

@@ -62,7 +62,7 @@ MISTAKES = (
         "dropout",
         "--attention-dropout 0.1",
         "attention dropout, got --attention-dropout 0.1 .*: add --attention-dropout 0",
-        ranks=4,
+        program=(*of("tiny_zigzag"), "--context-parallel-size", "2"),
     ),
     Mistake(
         "flag", "--seq-lenght 1024", r"unknown flag --seq-lenght \(did you mean '--seq-length'"
@@ -244,7 +244,7 @@ MISTAKES = (
         program=(str(ROOT / "scripts" / "benchmark_attention.py"),),
     ),
 )
-QUICK = ("dropout", "flag", "our flag of a script that is not ours")
+QUICK = ("dropout", "our flag of a script that is not ours")
 
 # What a run says before it is looked at, and what torchrun says of itself.
 _START = re.compile(

@@ -29,7 +29,7 @@ from tests.integration.megatron_job import (
 
 pytestmark = pytest.mark.timeout(300)
 
-SAVED, STEPS = 5, 15
+SAVED, STEPS = 3, 9
 MODEL = (*TINY, "--position-embedding-type", "rope", "--group-query-attention")
 MODEL = (*MODEL, "--num-query-groups", "2", "--swiglu", "--normalization", "RMSNorm")
 # The vocabulary is padded to the same size at every tensor-parallel size.

@@ -84,6 +84,28 @@ def test_spans_change_the_losses(references: dict[str, Recording], tmp_path: Pat
     assert comparison.gradient.error > 1e-1
 
 
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("kind", "seeing", "blind"),
+    [
+        ("first", "the first", "this"),
+        ("later", "this", "the first"),
+    ],
+)
+def test_a_stage_without_spans_is_refused(
+    tmp_path: Path, kind: str, seeing: str, blind: str, size: int
+) -> None:
+    """It would see all earlier tokens, and train without a word."""
+    words = f"--mask {kind} --position-embedding-type rope --pipeline-model-parallel-size 2 "
+    words += f"--context-parallel-algo ring --context-parallel-size {size}"
+    job = run_warm(tmp_path, *MODEL, *words.split(), ranks=2 * size, script=JOB)
+    assert all(process.returncode for process in job.processes)
+    assert not job.losses
+    assert f"got some on {seeing} stage and none on {blind} stage" in job.text
+    said = [line for line in job.text.splitlines() if "error: all pipeline stages need" in line]
+    assert len(said) == size
+
+
 class Model(nn.Module):
     """Takes packed_seq_params as models of Megatron do."""
 

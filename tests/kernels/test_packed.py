@@ -59,7 +59,11 @@ def tensors(
 
 
 def expected(seen: Tensor, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor]:
-    """out, lse [B,H,S], dq, dk and dv by the definition; every query sees a key. seen: [S,T]."""
+    """out, lse [B,H,S], dq, dk and dv by the definition, where q is; every query sees a key.
+
+    Args: seen: [S,T]. For the lengths that a GPU gets, one core would take half a minute.
+    """
+    seen = seen.to(q.device)
     q, k, v = (x.double().requires_grad_() for x in (q, k, v))
     groups = q.shape[2] // k.shape[2]
     keys, values = (x.repeat_interleave(groups, 2) for x in (k, v))
@@ -73,7 +77,7 @@ def expected(seen: Tensor, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> lis
 def assert_close(found, wanted, bound: float) -> None:
     names = ("out", "lse", "dq", "dk", "dv")
     errors = {
-        name: relative_error(got.cpu(), want)
+        name: relative_error(got, want)
         for name, got, want in zip(names, found, wanted, strict=True)
     }
     assert max(errors.values()) < bound, errors
@@ -109,8 +113,8 @@ def test_sequences_of_different_lengths(
         a, b = rows[index], cols[index]
         seen[a : a + n, b : b + m] = part.tril(m - n) if causal else part
     q, k, v, dout = tensors(rows[-1], cols[-1], kv_heads, dims, dtype, batch)
-    wanted = expected(seen, q, k, v, dout)
     q, k, v, dout = (x.to(device) for x in (q, k, v, dout))
+    wanted = expected(seen, q, k, v, dout)
     packing, settings = Packing.adjacent(rows, cols), {"causal": causal}
     settings["scale"] = dims[0] ** -0.5
     out, lse = kernel.forward_packed(q, k, v, packing, **settings)
@@ -147,15 +151,15 @@ def test_sequences_with_gaps(
     used, used_keys = seen.any(1), seen.any(0)
     assert not used.all()
     assert not used_keys.all()
-    q, k, v, dout = tensors(rows, cols, kv_heads, dims, dtype, 2)
+    q, k, v, dout = (x.to(device) for x in tensors(rows, cols, kv_heads, dims, dtype, 2))
+    used, used_keys = used.to(device), used_keys.to(device)
     out, lse, dq, dk, dv = expected(seen[used], q[:, used], k, v, dout[:, used])
     wanted = out, lse, dq, dk[:, used_keys], dv[:, used_keys]
-    q, k, v, dout = (x.to(device) for x in (q, k, v, dout))
     settings = {"scale": dims[0] ** -0.5, "causal": causal}
     out, lse = kernel.forward_packed(q, k, v, packing, **settings)
     # As merged: what is left out is not read.
-    out = out.masked_fill(~used[:, None, None].to(device), 0.0)
-    lse = lse.masked_fill(~used.to(device), 0.0)
+    out = out.masked_fill(~used[:, None, None], 0.0)
+    lse = lse.masked_fill(~used, 0.0)
     statistics = Statistics(lse, out=out)
     if given == "delta":
         statistics = Statistics(lse, delta=delta_of(dout, out))
@@ -231,9 +235,10 @@ def test_tiles_of_all_kinds(
     assert any(len(call.sides(CPU)[1].given) > 1 for call in packed)
     mine, theirs = seen.any(1), seen.any(0)
     assert not mine.all()
-    q, k, v, dout = tensors(rows, rows, kv_heads, (64, 64), dtype, batch)
-    wanted = expected(seen[mine].bool(), q[:, mine], k, v, dout[:, mine])
-    q, k, v, dout = (x.to(device) for x in (q, k, v, dout))
+    mine, theirs = mine.to(device), theirs.to(device)
+    inputs = tensors(rows, rows, kv_heads, (64, 64), dtype, batch)
+    q, k, v, dout = (x.to(device) for x in inputs)
+    wanted = expected(seen.to(device)[mine].bool(), q[:, mine], k, v, dout[:, mine])
     call = Call(rows, Mask(window=5), 64**-0.5, kernel)
     assert call.packed
     total = Accumulator(q, 64)

@@ -4,9 +4,17 @@ import pytest
 import torch
 
 from megatron_cp_plugin.core.kernel import Packing, Problem, Statistics
+from megatron_cp_plugin.core.linear_kernel import LinearKernel, LinearProblem
 from megatron_cp_plugin.errors import KernelUnavailableError
 from megatron_cp_plugin.kernels import resolve
-from megatron_cp_plugin.kernels.selfcheck import accuracy, check_kernel
+from megatron_cp_plugin.kernels.chunked import Chunked
+from megatron_cp_plugin.kernels.linear import resolve_linear
+from megatron_cp_plugin.kernels.selfcheck import (
+    accuracy,
+    check_kernel,
+    check_linear_kernel,
+    linear_accuracy,
+)
 from megatron_cp_plugin.kernels.torch_flash import CpuFlashAttention
 
 CPU = torch.device("cpu")
@@ -172,3 +180,91 @@ def test_the_choice_is_said_in_words_by_the_first_rank(caplog, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     resolve("auto", Problem(CPU, torch.float32, 8, 2, 16, value_dim=8))
     assert caplog.messages == ["kernel: reference for 8:2 heads of 16 and 8 in float32"]
+
+
+class PlantedLinear(LinearKernel):
+    """`chunked`, right but for one thing."""
+
+    name = "planted"
+
+    def __init__(self, fault=""):
+        self.fault = fault
+
+    def unsupported(self, problem):
+        return None
+
+    def forward(self, q, k, v, decay):
+        if self.fault == "crash":
+            raise RuntimeError("no image for this device\nand more lines")
+        if self.fault == "segments" and q.shape[1] > 1024:
+            k = torch.cat((torch.zeros_like(k[:, :1024]), k[:, 1024:]), 1)
+        made = Chunked().forward(q, k, v, decay)
+        if self.fault == "state":
+            made.state = made.state * 1.02
+        if self.fault == "incoming":
+            finish = made.finish
+            made.finish = lambda incoming: (finish(None)[0], incoming)
+        return made
+
+    def backward(self, dout, q, k, v, decay, cache):
+        made = Chunked().backward(dout, q, k, v, decay, cache)
+        if self.fault == "nan":
+            finish = made.finish
+            made.finish = lambda doutgoing: (*finish(doutgoing)[:2], torch.full_like(v, torch.nan))
+        if self.fault == "dstate":
+            made.dstate = -made.dstate
+        return made
+
+
+def linear_problem(dtype=torch.bfloat16):
+    return LinearProblem(CPU, dtype, 4, 24, 16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_right_kernels_of_linear_attention_pass(dtype):
+    asked = linear_problem(dtype)
+    check_linear_kernel(PlantedLinear(), asked)
+    assert linear_accuracy(PlantedLinear(), asked).right
+
+
+@pytest.mark.parametrize(
+    ("fault", "where"),
+    [
+        ("segments", "of 2048 tokens"),
+        ("state", "the last state of "),
+        ("incoming", "out of "),
+        ("nan", "dv of 100 tokens is off by inf"),
+        ("dstate", "the gradient of the first state of "),
+    ],
+)
+def test_wrong_kernels_of_linear_attention_are_named(fault, where):
+    with pytest.raises(KernelUnavailableError) as refusal:
+        check_linear_kernel(PlantedLinear(fault), linear_problem())
+    text = str(refusal.value)
+    assert text.startswith(
+        "kernel planted computes something else than linear attention here with 4 heads of 24 and "
+        "16 in bfloat16: "
+    )
+    assert where in text
+    assert text.endswith("; use kernel chunked")
+    assert "\n" not in text
+
+
+def test_a_kernel_of_linear_attention_that_fails():
+    with pytest.raises(KernelUnavailableError) as refusal:
+        check_linear_kernel(PlantedLinear("crash"), linear_problem())
+    assert str(refusal.value) == (
+        "kernel planted fails here with 4 heads of 24 and 16 in bfloat16: use kernel chunked "
+        "(RuntimeError: no image for this device)"
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 128)])
+def test_flash_linear_attention(dims):
+    asked = LinearProblem(torch.device("cuda", 0), torch.bfloat16, 4, *dims)
+    try:
+        kernel = resolve_linear("fla", asked)
+    except KernelUnavailableError as error:
+        pytest.skip(str(error))
+    check_linear_kernel(kernel, asked)
