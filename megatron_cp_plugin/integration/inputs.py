@@ -25,7 +25,7 @@ from megatron_cp_plugin.integration.documents import (
     document_mask,
     mask_of_cut,
 )
-from megatron_cp_plugin.integration.features import Settings, graphs
+from megatron_cp_plugin.integration.features import Settings, captures_attention, graphs
 from megatron_cp_plugin.integration.rope import use_layout
 from megatron_cp_plugin.integration.runtime import Runtime
 
@@ -239,13 +239,14 @@ def _check_spans(
 
 
 def _check_capture(model: Any, mask: DocumentMask | None) -> None:
-    captured = graphs(Settings(model.config)) if mask else "none"
-    if captured != "none":
+    settings = Settings(model.config)
+    if mask and captures_attention(settings):
         got = "attention_spans" if mask and mask.spans is not None else "packed sequences"
         other = got if got == "attention_spans" else "packed_seq_params"
         raise ContextParallelError(
-            f"--cuda-graph-impl {captured} keeps the documents of the batch that was captured, got "
-            f"{got}: leave it or {other} out"
+            f"--cuda-graph-impl {graphs(settings)} keeps the documents of the batch that was "
+            f"captured, got {got}: use --cuda-graph-impl transformer_engine --cuda-graph-modules "
+            f"mlp, or leave it or {other} out"
         )
 
 

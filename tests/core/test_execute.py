@@ -1,16 +1,21 @@
 """The executor over slots of memory, as copy engines use them, and over process groups."""
 
-from collections.abc import Collection
-from dataclasses import replace
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
 from threading import current_thread
 from typing import Any
 
 import pytest
 from torch import Tensor
 
+from megatron_cp_plugin.algorithms.distflash import DistFlash, HelpedPlacement
 from megatron_cp_plugin.core.algorithm import Call
+from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.layout import shard, unshard
 from megatron_cp_plugin.core.peer import SlottedCommunicator
+from megatron_cp_plugin.core.pipeline import head_groups
+from megatron_cp_plugin.core.placement import Place
+from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.core.virtual import VirtualPeerCommunicator, run_virtual
@@ -109,6 +114,28 @@ def test_helpers_may_send_results_while_their_owner_computes(
     for rank, offers in (("rank 0", []), ("rank 1", ["offers returns"])):
         forward = done[rank][: 3 + len(offers)]
         assert forward == ["offers fetches", "computes", *offers, "computes"]
+
+
+@dataclass(frozen=True)
+class _Late(HelpedPlacement):
+    """Rank 2 of 3 is helped in step 1 and in step 3; in between nothing comes for any rank."""
+
+    def place(self, query: int, key: int) -> Iterator[Place]:
+        helpers = {(2, 0): Place(0, 1), (2, 1): Place(1, 3)}
+        yield helpers.get((query, key), Place(query, (query - key) % self.size))
+
+
+def test_results_that_wait_to_be_merged_are_not_overwritten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By those that are expected next, in the same slot."""
+
+    def placement(self: DistFlash, shape: Shape, mask: Mask, phase: Phase) -> _Late:
+        groups = head_groups(shape.heads, shape.kv_heads, 1, share_kv=False)
+        return _Late(self.layout, self.topology.size, groups)
+
+    monkeypatch.setattr(DistFlash, "placement", placement)
+    compare("distflash", {}, 3, Mask(), 12)
 
 
 @pytest.mark.parametrize("gradients", ["float32", "model"])

@@ -240,6 +240,23 @@ def test_spans_after_a_choice_without_them_are_refused() -> None:
         model(torch.arange(8)[None], attention_spans(FULL))
 
 
+@pytest.mark.parametrize("callers", [False, True])
+@pytest.mark.parametrize("modules", [["mlp"], ["attn", "mlp"]])
+def test_attention_beside_captured_layers_takes_spans(modules: list[str], callers: bool) -> None:
+    """As it takes documents: only what is captured keeps those of its batch."""
+    model = Model(cuda_graph_impl="transformer_engine", cuda_graph_modules=modules)
+    runtime = Runtime(ContextParallelConfig("ring", 1), callers=callers)
+    if callers:
+        serve_cut_inputs(model, runtime, ALONE)
+    else:
+        serve_inputs(model, Batches(runtime), ALONE)
+    if "attn" in modules:
+        with pytest.raises(ContextParallelError, match="cuda-graph-modules mlp, or leave it or"):
+            model(packed_seq_params=attention_spans(FULL))
+    else:
+        model(packed_seq_params=attention_spans(FULL))
+
+
 def test_layers_of_linear_attention_are_refused() -> None:
     config = ContextParallelConfig(
         "zigzag", 1, layers=("zigzag", "lasp2"), linear_model="transnormer"
