@@ -119,7 +119,8 @@ def show(report: dict[str, object], console: Console) -> None:
     table = Table(title=f"{report['config']}, {report['iterations']} iterations")
     for header in ("algorithm", "CP", "iterations", "last loss", f"mean of last {_LAST}"):
         table.add_column(header, justify="right")
-    table.add_column("largest relative\ndistance from the first", justify="right")
+    for header in ("distance of the mean\nfrom the first run's", "largest of\nan iteration"):
+        table.add_column(header, justify="right")
     table.add_column("ms per\niteration", justify="right")
     expected: list[float] | None = None
     for run in report["runs"]:  # type: ignore[attr-defined]
@@ -130,10 +131,12 @@ def show(report: dict[str, object], console: Console) -> None:
             continue
         cells += [f"{losses[-1]:.5f}", f"{fmean(losses[-_LAST:]):.5f}"]
         if expected:
-            errors = (abs(a - b) / b for a, b in zip(losses, expected, strict=False))
-            cells.append(f"{max(errors):.1e}")
+            pairs = list(zip(losses, expected, strict=False))
+            own, first = (fmean(side[-_LAST:]) for side in zip(*pairs, strict=True))
+            largest = max(abs(a - b) / b for a, b in pairs)
+            cells += [f"{(own - first) / first:+.2%}", f"{largest:.1e}"]
         else:
-            cells.append("")
+            cells += ["", ""]
         table.add_row(*cells, f"{run['ms_per_iteration']:.0f}")
         expected = expected or losses
     console.print(table)
