@@ -457,7 +457,7 @@ WRONG = """## Where it is wrong
   run, of linear attention by heads on 2 GPUs, has no file of its own: it is 69% off.
 - Emulated nodes: the ring of zigzag was measured four times as slow as its bytes take, which is not
   understood; nothing in the model says so either. Backwards of gathers are faster than predicted,
-  also with all-to-alls at the rate of exchanges, which was tried and changes 2%.
+  also with all-to-alls at the rate of exchanges, which was tried and changes 1%.
 - Linear attention: a launch of one of fla's kernels takes the host 0.1 to 0.2 ms, eight a layer,
   here as long as an attention kernel's. With 0.1 ms the forwards at 256K came from 26 to 31% below
   what was measured to 13 to 15%, but both passes of lasp2 from 14% to 27% above: left as it was.
