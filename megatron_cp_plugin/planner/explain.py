@@ -134,7 +134,7 @@ def changes(choice: Choice) -> list[str]:
             than = f", {gain:.2f} times as fast as {choice.best.name}" if gain else ""
             lines.append(f"{words} it would be {others.best.name}{than}")
         looked.append(words)
-    return lines or [f"the same choice {words}" for words in [" or ".join(looked)] if looked]
+    return lines or [f"the same choice {words}" for words in [", ".join(looked)] if looked]
 
 
 def _names(combination: Combination) -> tuple[str, ...]:
