@@ -2,6 +2,11 @@
 
     python scripts/benchmark_kernels.py --tokens 8K,32K --head-dims 128,192:128
     python scripts/benchmark_kernels.py --tokens 64K --heads 32:8 --documents 1K,2K,8K
+    python scripts/benchmark_kernels.py --tokens 128K --merges 2,4,8,16
+
+The last one runs what one of so many ranks computes, kernels and merges as the algorithm has them;
+what others would send is memory that nobody has written. Its shares bound what a kernel that
+accumulates in place of merging (DISTFLASHATTN, Algorithm 3) could bring.
 
 What `kernel="auto"` prefers follows this table (docs/benchmarks.md).
 """
@@ -16,10 +21,12 @@ from statistics import median
 
 import torch
 from lengths import head_dims_of
+from profiles import by_class, device_spans, new_profiler
 from rich.console import Console
 from rich.table import Table
 from triton.testing import do_bench
 
+from megatron_cp_plugin import registry
 from megatron_cp_plugin.core.algorithm import Call, Gradients, attend_block, differentiate_block
 from megatron_cp_plugin.core.devices import take_gpu
 from megatron_cp_plugin.core.document_layout import PaddedDocuments
@@ -33,7 +40,16 @@ from megatron_cp_plugin.errors import KernelUnavailableError
 from megatron_cp_plugin.kernels import kernel_names, resolve
 from megatron_cp_plugin.kernels.base import kernel_called
 from megatron_cp_plugin.kernels.fused import merge_into, sum_into
+from megatron_cp_plugin.planner.trace import alone
 from megatron_cp_plugin.tokens import tokens_of
+
+# Each adds up partials of its own in every step.
+MERGING = ("distflash", "zigzag", "ring")
+REPEATS = 3
+SHARE_HEADER = (
+    *("algorithm", "P", "forward kernels", "merges", "share"),
+    *("backward kernels", "sums", "share", "of both passes"),
+)
 
 
 def milliseconds(body: Callable[[], object]) -> float:
@@ -161,6 +177,61 @@ def times(
     return milliseconds(forward), milliseconds(backward)
 
 
+def passes_of_a_rank(
+    spec: str, size: int, tokens: int, heads: tuple[int, int], dim: int, device: torch.device
+) -> tuple[Callable[[], object], Callable[[], object]]:
+    """Forward and backward of the last rank, which meets all keys where a layout is contiguous.
+
+    Args: spec: name:option=value. tokens: of all ranks. heads: those of queries, and of keys.
+    """
+    name, *pairs = spec.split(":")
+    n_heads, kv_heads = heads
+    algorithm = registry.create(
+        name,
+        alone(size - 1, (0,) * size, peer_access=False),
+        dict(pair.split("=", 1) for pair in pairs),
+    )
+    algorithm.check(algorithm.options, size=size, heads=n_heads, kv_heads=kv_heads, causal=True)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    kernel = resolve("auto", Problem(device, dtype, n_heads, kv_heads, dim))
+    call = Call(tokens, Mask(), dim**-0.5, kernel)
+    own = algorithm.layout.length(size - 1, size, tokens)
+    q, k, v, dout = (
+        torch.randn(1, own, n, dim, device=device, dtype=dtype)
+        for n in (n_heads, kv_heads, kv_heads, n_heads)
+    )
+    saved = algorithm.forward(q, k, v, call)[2]
+    return partial(algorithm.forward, q, k, v, call), partial(algorithm.backward, dout, saved, call)
+
+
+def share_rows(
+    sizes: Sequence[int], tokens: int, heads: tuple[int, int], dim: int
+) -> list[Sequence[str]]:
+    """One row an algorithm and number of ranks: kernels, merges and sums in both passes."""
+    rows: list[Sequence[str]] = []
+    for spec, size in product(MERGING, sizes):
+        passes = passes_of_a_rank(spec, size, tokens, heads, dim, torch.device("cuda", 0))
+        row, merging, whole = [spec, str(size)], 0.0, 0.0
+        for body in passes:
+            body()
+            with new_profiler() as profiler:
+                for _ in range(REPEATS):
+                    body()
+                torch.cuda.synchronize()
+            spans = device_spans(profiler.events())
+            kernels = by_class(spans)["attention"] / REPEATS
+            # Of kernels/fused.py.
+            fused = [
+                span for span in spans if "_merge_kernel" in span[0] or "_sum_kernel" in span[0]
+            ]
+            merges = sum(end - start for _, start, end in fused) / (1000 * REPEATS)
+            row += [f"{kernels:.2f}", f"{merges:.3f}", f"{merges / (kernels + merges):.2%}"]
+            merging, whole = merging + merges, whole + kernels + merges
+        rows.append([*row, f"{merging / whole:.2%}"])
+        torch.cuda.empty_cache()
+    return rows
+
+
 def merge_rows(tokens: int, heads: int, dim: int) -> list[Sequence[str]]:
     """Times of merging and summing whole blocks, with the bytes a second that they move."""
     a, b = (torch.randn(1, tokens, heads, dim, device="cuda").bfloat16() for _ in "ab")
@@ -190,13 +261,26 @@ def main() -> None:
     parser.add_argument("--heads", default="32:32,32:8")
     parser.add_argument("--documents", default="", help="many tiles only: mean length on a rank")
     parser.add_argument("--head-dims", default="128", help="192:128: values of another one")
+    parser.add_argument(
+        "--merges", default="", metavar="RANKS", help="shares of merges and sums only, 2,4,8,16"
+    )
     args = parser.parse_args()
     take_gpu("run it on a machine that has one")
     lists = (args.heads.split(","), args.tokens.split(","), args.head_dims.split(","))
     for heads, tokens, dims in product(*lists):
         n_heads, kv_heads = map(int, heads.split(":"))
         length, (dim, value_dim) = tokens_of(tokens), head_dims_of(dims)
-        table = Table(title=f"{tokens} tokens, heads {heads}, head dim {dims}")
+        title = f"{tokens} tokens, heads {heads}, head dim {dims}"
+        if args.merges:
+            table = Table(title=f"{title}, causal, the last of P ranks, ms")
+            for header in SHARE_HEADER:
+                table.add_column(header, justify="right")
+            ranks = [int(size) for size in args.merges.split(",")]
+            for row in share_rows(ranks, length, (n_heads, kv_heads), dim):
+                table.add_row(*row)
+            Console(width=120).print(table)
+            continue
+        table = Table(title=title)
         for header in ("kernel", "mask", "forward ms", "TFLOP/s", "backward ms", "TFLOP/s"):
             table.add_column(header)
         for mean in filter(None, args.documents.split(",")):

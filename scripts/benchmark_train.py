@@ -6,6 +6,8 @@
         --gpus 1,2,4 --runs lasp,lasp2,linear_ulysses --recompute none,full
     python scripts/benchmark_train.py --shape llama7b --tokens 16K,32K,64K --longest --gpus 2 \
         --runs tp,tp-v1,zigzag,ulysses --prefill
+    python scripts/benchmark_train.py --shape gpt3-2.7b --layers 8 --tokens 32K --gpus 2 \
+        --net nodes --pipeline 2 --micro-batches 4 --runs te:p2p,zigzag,attention2d:variant=no
 
 Every combination of run, recompute, CUDA graphs and number of GPUs is one torchrun of
 benchmark_train_job.py, which measures all lengths (one, where a graph fixes it): random data,
@@ -15,7 +17,9 @@ Megatron's tensor and sequence parallelism on as many GPUs, of which the model g
 they do not divide its own; `tp-v1` is tensor parallelism alone, whose ranks all-reduce; `tp:ALGO`
 has the attention kernel that ALGO takes at context-parallel size 1. Jobs start ahead, as far as
 they need no GPU, while others measure; those of fewer GPUs go side by side. `--net sockets` is a
-slow network, as in benchmark_attention.py.
+slow network, as in benchmark_attention.py; `--net nodes` takes every GPU twice, as a rank of each
+of two nodes that reach each other through loopback. `--pipeline` and `--data` take their share of
+the ranks, the algorithm has the rest.
 
 Prints a table, writes markdown, JSON and a picture. Running out of memory is a result. Without a
 GPU, the tiny shapes show that it works. A waiting job holds a CUDA context on each of its GPUs,
@@ -133,7 +137,14 @@ SHARDING = {
 }
 # All through TCP sockets of one host: a stand-in for a slow network.
 SOCKETS = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
-NETWORKS: dict[str, dict[str, str]] = {"default": {}, "sockets": SOCKETS}
+# Two nodes of one host: to NCCL and to us they are two if their NCCL_HOSTID differ.
+NODES = {"NCCL_SOCKET_IFNAME": "lo"}
+NETWORKS: dict[str, dict[str, str]] = {"default": {}, "sockets": SOCKETS, "nodes": NODES}
+NETWORK_TITLES = {
+    "default": "",
+    "sockets": ", TCP sockets of one host, emulating a slow network",
+    "nodes": ", two emulated nodes: a rank of each on every GPU, TCP loopback between them",
+}
 # Runs without context parallelism.
 TENSOR = ("tp", "tp-v1")
 CAPTURE_STEPS = 6  # until all is captured, whoever does it
@@ -199,6 +210,8 @@ def parse() -> argparse.Namespace:
         "--graphs", default="none", help=f"CUDA graphs; comma-separated, of {', '.join(GRAPHS)}"
     )
     parser.add_argument("--micro-batches", type=int, default=1, help="in each step")
+    parser.add_argument("--pipeline", type=int, default=1, help="pipeline-parallel size")
+    parser.add_argument("--data", type=int, default=1, help="data-parallel size")
     parser.add_argument("--iters", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument(
@@ -235,6 +248,18 @@ def parse() -> argparse.Namespace:
             f"--prefill has no backward, got --recompute {args.recompute} --graphs {args.graphs} "
             f"--micro-batches {args.micro_batches}: leave them out"
         )
+    for gpus in map(int, args.gpus.split(",")):
+        ranks, split = gpus * nodes_of(args), args.pipeline * args.data
+        if ranks % split:
+            parser.error(
+                f"--pipeline {args.pipeline} and --data {args.data} need a multiple of {split} "
+                f"ranks, got {ranks}: change --gpus"
+            )
+    if args.prefill and args.pipeline * args.data > 1:
+        parser.error(
+            f"--prefill is of one prompt on ranks that all have the whole model, got --pipeline "
+            f"{args.pipeline} --data {args.data}: leave them out"
+        )
     for name, recompute in product(args.runs.split(","), args.recompute.split(",")):
         if recompute not in RECOMPUTE:
             parser.error(f"--recompute takes {', '.join(RECOMPUTE)}, got {recompute}")
@@ -242,6 +267,11 @@ def parse() -> argparse.Namespace:
         if shape.linear and (name.startswith("te:") or name in TENSOR):
             parser.error(f"{args.shape} has linear attention, {name} is softmax attention")
     return args
+
+
+def nodes_of(args: argparse.Namespace) -> int:
+    """How many nodes the GPUs stand for."""
+    return 2 if args.net == "nodes" else 1
 
 
 def plan_cases(args: argparse.Namespace) -> list[Case]:
@@ -265,10 +295,13 @@ def plan_cases(args: argparse.Namespace) -> list[Case]:
     return cases
 
 
-def command(args: argparse.Namespace, case: Case, gate: Path, port: int) -> list[str]:
-    """The torchrun of one case."""
+def command(
+    args: argparse.Namespace, case: Case, gate: Path, port: int, node: int = 0
+) -> list[str]:
+    """The torchrun of one case, on one of its nodes."""
     shape = SHAPES[args.shape]
-    size = len(case.devices)
+    nodes = nodes_of(args)
+    size = len(case.devices) * nodes // (args.pipeline * args.data)
     kv_heads = args.kv_heads or shape.kv_heads
     plan = Plan(
         case.lengths,
@@ -278,11 +311,11 @@ def command(args: argparse.Namespace, case: Case, gate: Path, port: int) -> list
         shape.vocabulary,
         str(gate),
         args.profile,
-        args.micro_batches,
         args.prefill,
     )
     flags: dict[str, object] = {
         "context-parallel-size": size,
+        "pipeline-model-parallel-size": args.pipeline,
         "num-layers": args.layers or shape.layers,
         "hidden-size": shape.hidden,
         "ffn-hidden-size": shape.ffn,
@@ -294,7 +327,7 @@ def command(args: argparse.Namespace, case: Case, gate: Path, port: int) -> list
         "tokenizer-type": "NullTokenizer",
         "vocab-size": shape.vocabulary,
         "micro-batch-size": 1,
-        "global-batch-size": args.micro_batches,
+        "global-batch-size": args.micro_batches * args.data,
         "train-iters": 10**6,  # the plan ends it
         "lr": 1e-4,
         "lr-decay-style": "constant",
@@ -341,7 +374,8 @@ def command(args: argparse.Namespace, case: Case, gate: Path, port: int) -> list
             chosen += ["--cp-linear-model", "transnormer"]
     return [
         *(sys.executable, "-m", "torch.distributed.run"),
-        *("--nproc-per-node", str(size), "--master-port", str(port)),
+        *("--nnodes", str(nodes), "--node-rank", str(node), "--master-addr", "127.0.0.1"),
+        *("--nproc-per-node", str(len(case.devices)), "--master-port", str(port)),
         *(str(ROOT / "scripts" / "benchmark_train_job.py"), json.dumps(asdict(plan))),
         *(word for flag, value in flags.items() for word in (f"--{flag}", str(value))),
         *(f"--{switch}" for switch in switches),
@@ -354,7 +388,7 @@ def command(args: argparse.Namespace, case: Case, gate: Path, port: int) -> list
 
 
 class Job:
-    """A torchrun that waits for its turn."""
+    """A torchrun, or one on each node, that waits for its turn."""
 
     def __init__(self, args: argparse.Namespace, case: Case, folder: Path, port: int) -> None:
         self.case = case
@@ -364,20 +398,25 @@ class Job:
         self._began: float | None = None
         everything = ",".join(map(str, range(128)))
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", everything).split(",")
+        environment = {
+            **os.environ,
+            # Megatron's own path refuses to start with more on Hopper, and with sharded
+            # parameters without.
+            "CUDA_DEVICE_MAX_CONNECTIONS": "1" if args.sharding == "optimizer" else "8",
+            **NETWORKS[args.net],
+            "CUDA_VISIBLE_DEVICES": ",".join(visible[device] for device in case.devices),
+        }
+        nodes = nodes_of(args)
         with self._log.open("w") as log:
-            self._process = subprocess.Popen(
-                command(args, case, self._gate, port),
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={
-                    **os.environ,
-                    # Megatron's own path refuses to start with more on Hopper, and with sharded
-                    # parameters without.
-                    "CUDA_DEVICE_MAX_CONNECTIONS": "1" if args.sharding == "optimizer" else "8",
-                    **NETWORKS[args.net],
-                    "CUDA_VISIBLE_DEVICES": ",".join(visible[device] for device in case.devices),
-                },
-            )
+            self._processes = [
+                subprocess.Popen(
+                    command(args, case, self._gate, port, node),
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=environment | ({"NCCL_HOSTID": f"node{node}"} if nodes > 1 else {}),
+                )
+                for node in range(nodes)
+            ]
 
     def go(self) -> None:
         """Lets the job touch its GPUs."""
@@ -391,15 +430,23 @@ class Job:
     @property
     def finished(self) -> bool:
         """Whether it has ended, by itself or because its time is over."""
-        if self._began is not None and time.monotonic() - self._began > self._timeout:
-            self.stop()
-        return self._process.poll() is not None
+        late = self._began is not None and time.monotonic() - self._began > self._timeout
+        if late or any(process.poll() for process in self._processes):
+            self.stop()  # a node does not see that another one has failed
+        return all(process.poll() is not None for process in self._processes)
+
+    @property
+    def _code(self) -> int:
+        """0, or the exit code of a node that failed, if possible by itself."""
+        return max((p.returncode for p in self._processes if p.returncode), default=0)
 
     def stop(self) -> None:
         """Ends it; torchrun ends its ranks."""
-        if self._process.poll() is None:
-            self._process.terminate()
-            self._process.wait()
+        for process in self._processes:
+            if process.poll() is None:
+                process.terminate()
+        for process in self._processes:
+            process.wait()
 
     def rows(self, args: argparse.Namespace) -> list[Row]:
         """What it measured; a row without figures where it failed."""
@@ -409,10 +456,10 @@ class Job:
         done = {report.tokens for report in reports}
         missing = [tokens for tokens in case.lengths if tokens not in done]
         exhausted = any(report.out_of_memory for report in reports)
-        if self._process.returncode == 0 or exhausted:
+        if self._code == 0 or exhausted:
             note = "out of memory"
         else:
-            note = f"failed (exit {self._process.returncode}), see {self._log.name}"
+            note = f"failed (exit {self._code}), see {self._log.name}"
             missing = missing or [0]  # it measured all that was asked, and failed nevertheless
         size = len(case.devices)
         return rows + [
@@ -429,9 +476,9 @@ def row(args: argparse.Namespace, case: Case, report: Report) -> Row:
         )
     step_ms = statistics.median(report.step_ms)
     shape = SHAPES[args.shape]
-    tokens = report.tokens * args.micro_batches
+    sequences = args.micro_batches * args.data
     count = shape.prefill_flops if args.prefill else shape.flops
-    flops = count(args.layers or shape.layers, report.tokens) * args.micro_batches
+    flops = count(args.layers or shape.layers, report.tokens) * sequences
     return Row(
         case.name,
         case.recompute,
@@ -439,7 +486,7 @@ def row(args: argparse.Namespace, case: Case, report: Report) -> Row:
         report.tokens,
         case.graphs,
         step_ms,
-        tokens / step_ms * 1000,
+        sequences * report.tokens / step_ms * 1000,
         flops / (step_ms / 1000) / size / (H200_DENSE_BF16_TFLOPS * 1e12),
         report.memory_bytes / 2**30,
         report.loss,
@@ -544,7 +591,9 @@ def main() -> int:
     title = f"{args.shape} shape{scaled}, {kind}, batch 1{batches}"
     title += ", forward alone" if args.prefill else ""
     title += f", sharded by {args.sharding}" if args.sharding != "optimizer" else ""
-    title += ", TCP sockets of one host, emulating a slow network" if args.net == "sockets" else ""
+    title += f", {args.pipeline} pipeline stages" if args.pipeline > 1 else ""
+    title += f", data parallel {args.data}" if args.data > 1 else ""
+    title += NETWORK_TITLES[args.net]
     names = PREFILL_HEADER if args.prefill else HEADER
     rows = []
     for row in run_all(args, plan_cases(args)):

@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 4 scripts/benchmark_train_job.py PLAN [flags of pretrain_gpt.py]
 
 Starting a job takes longer than measuring it, so one job measures all lengths. Megatron builds the
-model and trains as it always does; the data iterator changes the length and looks at the clock
-each time Megatron asks for a batch.
+model and trains as it always does; before each step all ranks change the length, if it is time for
+another one, and look at the clock.
 """
 
 import gc
@@ -13,7 +13,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -43,7 +43,6 @@ class Plan:
         lengths: global tokens, ascending. longest: after them, double until memory is exhausted.
         gate: the job leaves its GPUs alone before this file exists.
         profile: all ranks profile one more step of each length.
-        micro_batches: in each step.
         prefill: a step is a forward alone, up to the logits of the last token.
     """
 
@@ -54,7 +53,6 @@ class Plan:
     vocabulary: int
     gate: str
     profile: bool = False
-    micro_batches: int = 1
     prefill: bool = False
 
     def all_lengths(self) -> Iterator[int]:
@@ -98,37 +96,54 @@ def read_reports(text: str) -> list[Report]:
 
 
 class Clock:
-    """Gives Megatron its batches, step for step, and measures the steps between."""
+    """Says which batch is trained on, step for step, and measures the steps between.
+
+    Attributes: tokens: of the present length.
+    """
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self.tokens = plan.lengths[0]
+        self._batch: dict[str, Tensor] = {}
         self._loss = torch.zeros(2)
+        self._steps = self._all_steps()
 
-    def batches(self) -> Iterator[dict[str, Tensor]]:
-        """Batches of all lengths, the same random tokens on all ranks.
+    def tick(self) -> None:
+        """Begins a step, on all ranks, also those that get no batches.
 
         Raises: EndOfPlan after the last step.
         """
+        next(self._steps)
+
+    def timed(self, train_step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Megatron's `train_step`, with a tick before it."""
+        self.tick()
+        return train_step(*args, **kwargs)
+
+    def batches(self) -> Iterator[dict[str, Tensor]]:
+        """The same random tokens on all ranks, over and over."""
+        while True:
+            yield dict(self._batch)
+
+    def _all_steps(self) -> Iterator[None]:
         from megatron.training import get_args
 
         for tokens in self._plan.all_lengths():
             self.tokens = tokens
-            get_args().seq_length = tokens  # tensor-parallel ranks make room for a batch by it
+            get_args().seq_length = tokens  # ranks make room by it for what others send
             gc.collect()
             torch.cuda.empty_cache()
-            batch = _batch(tokens, self._plan.vocabulary)
+            self._batch = _batch(tokens, self._plan.vocabulary)
             marks = []
             for step in range(self._plan.warmup + self._plan.iters):
                 marks.append(_now())
                 if step == self._plan.warmup:
                     torch.cuda.reset_peak_memory_stats()
-                for _ in range(self._plan.micro_batches):
-                    yield dict(batch)
+                yield
             marks.append(_now())
             times = [1000 * (end - start) for start, end in pairwise(marks)]
             memory = torch.cuda.max_memory_allocated()
-            spans = (yield from self._profiled(batch)) if self._plan.profile else []
+            spans = (yield from self._profiled()) if self._plan.profile else []
             self._report(times[self._plan.warmup :], memory, spans)
         dist.barrier()  # whoever ends first would look like a lost rank to the others
         raise EndOfPlan
@@ -139,11 +154,10 @@ class Clock:
         self._loss = result[2]["lm loss"]
         return result
 
-    def _profiled(self, batch: dict[str, Tensor]) -> Generator[dict[str, Tensor], None, list[Span]]:
+    def _profiled(self) -> Generator[None, None, list[Span]]:
         profiler = new_profiler()
         with profiler:
-            for _ in range(self._plan.micro_batches):
-                yield dict(batch)
+            yield
             torch.cuda.synchronize()
         return device_spans(profiler.events())
 
@@ -237,7 +251,6 @@ def main() -> NoReturn:
 
 def _train(plan: Plan) -> int:
     # Not before the plugin is in force.
-    from megatron.core import parallel_state
     from megatron.core.enums import ModelType
     from megatron.training import pretrain
     from megatron.training.argument_utils import (
@@ -247,6 +260,7 @@ def _train(plan: Plan) -> int:
     from megatron.training.arguments import parse_and_validate_args
 
     from megatron_cp_plugin.harness.pretrain import forward_step
+    from megatron_cp_plugin.integration import compat
 
     args = parse_and_validate_args(args_defaults={"dataloader_type": "external"})
     config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
@@ -256,15 +270,15 @@ def _train(plan: Plan) -> int:
         return (None, clock.batches(), None) if plan.prefill else (clock.batches(), None, None)
 
     def step(data: Iterator[Any], model: Any) -> tuple[Tensor, Any]:
-        if parallel_state.get_tensor_model_parallel_rank():
-            next(data)  # they get the first one's batch, but measure too
-        if plan.prefill:
+        if plan.prefill:  # a step is this call
+            clock.tick()
             logit, _ = forward_step(data, FirstToken(model, clock.tokens))
             return logit, partial(clock.keep_loss, _as_loss)
         output, loss = forward_step(data, model)
         return output, partial(clock.keep_loss, loss)
 
     provide.is_distributed = True  # type: ignore[attr-defined]
+    compat.replace({"train_step": clock.timed}, "record")
     while not Path(plan.gate).exists():
         time.sleep(0.02)
     try:

@@ -17,6 +17,8 @@ from rich.table import Table
 from megatron_cp_plugin.harness.parity import Tolerances
 
 _LINEAR_TO = 1e-9
+_DOTTED_TO = 100  # iterations, each of which is seen
+Curve = tuple[str, Sequence[float]]
 
 
 def show(outcomes: Sequence[Outcome], tolerances: Tolerances, console: Console) -> None:
@@ -88,37 +90,55 @@ def write_report(
     path.write_text(json.dumps(_plain(report), indent=2, allow_nan=False) + "\n")
 
 
-def draw(outcomes: Sequence[Outcome], tolerances: Tolerances, title: str, path: Path) -> None:
-    """Draws the loss curves, and their distances from the reference."""
+def curves_of(outcomes: Sequence[Outcome]) -> list[Curve]:
+    """Returns the losses of the runs that finished, the reference first."""
+    return [
+        (
+            o.run.label if o.run.is_reference else f"{o.run.label}, CP {o.run.cp}",
+            next(iter(o.recording.losses().values()), []),
+        )
+        for o in outcomes
+        if o.recording is not None
+    ]
+
+
+def draw(curves: Sequence[Curve], title: str, path: Path, allowed: float | None = None) -> None:
+    """Draws loss curves, and their distances from the first one.
+
+    Args:
+        curves: What the runs are called, and their losses.
+        title: Of the picture.
+        path: Where it goes.
+        allowed: The largest relative distance, if there is one.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
     from matplotlib.ticker import MaxNLocator
 
-    finished = [(o.run, o.recording) for o in outcomes if o.recording is not None]
-    curves = [(run, next(iter(rec.losses().values()), [])) for run, rec in finished]
     if not curves:
         return
     figure, (top, bottom) = pyplot.subplots(
         2, 1, figsize=(8, 7), sharex=True, height_ratios=(3, 2), layout="constrained"
     )
-    reference, expected = curves[0]
-    top.plot(
-        range(1, len(expected) + 1), expected, color="0.75", linewidth=6, label=reference.label
-    )
-    for number, (run, losses) in enumerate(curves[1:]):
+    (reference, expected), *others = curves
+    steps = range(1, len(expected) + 1)
+    marker = "." if len(expected) <= _DOTTED_TO else ""
+    top.plot(steps, expected, color="0.75", linewidth=6 if marker else 3, label=reference)
+    for number, (label, losses) in enumerate(others):
         steps = range(1, len(losses) + 1)
-        style: dict[str, Any] = {"color": f"C{number}", "linewidth": 1.4}
+        style: dict[str, Any] = {"color": f"C{number}", "linewidth": 1.4 if marker else 0.7}
         style["linestyle"] = ("-", "--", ":", "-.")[number % 4]
-        top.plot(steps, losses, label=f"{run.label}, CP {run.cp}", **style)
+        top.plot(steps, losses, label=label, **style)
         errors = [
             abs(got - want) / abs(want) if want else math.nan
             for got, want in zip(losses, expected, strict=False)
         ]
-        bottom.plot(steps[: len(errors)], errors, marker=".", **style)
-    bottom.axhline(tolerances.loss, color="0.4", linestyle="--", linewidth=1)
-    bottom.annotate("allowed", (1, tolerances.loss * 0.8), va="top", color="0.4")
+        bottom.plot(steps[: len(errors)], errors, marker=marker, **style)
+    if allowed is not None:
+        bottom.axhline(allowed, color="0.4", linestyle="--", linewidth=1)
+        bottom.annotate("allowed", (1, allowed * 0.8), va="top", color="0.4")
     # Linear from 0 to less than one rounding of float32, so that exactly equal is drawn as 0.
     bottom.set_yscale("symlog", linthresh=_LINEAR_TO, linscale=0.5)
     bottom.set_ylim(bottom=-_LINEAR_TO / 2)

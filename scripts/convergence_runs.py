@@ -235,7 +235,8 @@ def run_file(config: DictConfig, run: Run, iterations: int) -> DictConfig:
     # They say what the model is.
     section.update({key: given[key] for key in ("layers", "linear_model") if key in given})
     if run.variant is not None:
-        section.update({key: given[key] for key in ("kernel", "chunked_loss") if key in given})
+        kept = ("kernel", "chunked_loss", "recompute_attention")
+        section.update({key: given[key] for key in kept if key in given})
         if given.get("algo") == run.algo:
             section = {**given, **section}
         section.update(run.variant.options)

@@ -29,7 +29,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from convergence_report import draw, show, write_report
+from convergence_report import curves_of, draw, show, write_report
 from convergence_runs import (
     Outcome,
     Run,
@@ -114,8 +114,10 @@ def launch(
 def refusal(log: Path) -> str:
     """Returns the line in which the launcher refused a run, or the empty string."""
     for line in log.read_text(errors="replace").splitlines():
-        if line.startswith(_ERROR_PREFIX):
-            return line.removeprefix(_ERROR_PREFIX)
+        # torchrun reports it as the "traceback" of the rank that failed first.
+        before, prefix, reason = line.partition(_ERROR_PREFIX)
+        if prefix and before.strip() in ("", "traceback :"):
+            return reason
     return ""
 
 
@@ -261,7 +263,7 @@ def _compare_all(args: argparse.Namespace, extra: Sequence[str], console: Consol
             )
             progress.update(task, completed=before + args.iters)
             if failure:
-                _print_tail(folder / "log.txt", console)
+                print_tail(folder / "log.txt", console)
                 outcome = Outcome(run, failure=f"{failure}; log: {folder / 'log.txt'}")
             else:
                 reference = outcomes[0].recording if outcomes else None
@@ -274,7 +276,7 @@ def _compare_all(args: argparse.Namespace, extra: Sequence[str], console: Consol
     show(outcomes, tolerances, console)
     about = {"config": args.config, "iterations": args.iters, "flags": list(extra)}
     write_report(outcomes, tolerances, about, numbers)
-    draw(outcomes, tolerances, f"{Path(args.config).stem}: loss", picture)
+    draw(curves_of(outcomes), f"{Path(args.config).stem}: loss", picture, tolerances.loss)
     for what, path in (("picture", picture), ("numbers", numbers)):
         if path.is_file():
             console.print(f"{what}: {path}", markup=False, highlight=False, soft_wrap=True)
@@ -312,7 +314,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def _print_tail(log: Path, console: Console) -> None:
+def print_tail(log: Path, console: Console) -> None:
+    """Prints what the processes of a failed run said last."""
     lines = log.read_text(errors="replace").splitlines()
     # What torchrun says about the end of its workers would hide what they said themselves.
     ends = (n for n, line in enumerate(lines) if "/elastic/multiprocessing/api.py" in line)

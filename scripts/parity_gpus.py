@@ -9,7 +9,8 @@ parameter. Linear attention, which Transformer Engine has not, is compared with 
 bfloat16 with the bounds of parity_matrix.py.
 
 Runs in CUDA graphs must equal the same runs without to the bit, in Megatron's deterministic mode,
-and must have replayed graphs that hold all of attention.
+and must have replayed graphs that hold all of attention, where it is captured. Rows that need more
+GPUs than there are (`graphs-tp`, `graphs-pp*`, `graphs-vpp*`: four) are left out without --only.
 
     python scripts/parity_gpus.py --output results/parity_gpus      # two GPUs, about ten minutes
     python scripts/parity_gpus.py --only 'bf16/*' --output results/parity_gpus
@@ -24,24 +25,22 @@ failed or is further off than allowed.
 from __future__ import annotations
 
 import argparse
-import datetime
-import importlib.metadata
 import json
 import math
-import platform
+import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from convergence_runs import Run, Variant, run_file
+from convergence_runs import Run, run_file
 from convergence_smoke import check_is, launch
 from omegaconf import DictConfig, OmegaConf
 from parity_combinations import (
@@ -49,33 +48,35 @@ from parity_combinations import (
     DOCUMENTS,
     EP2,
     FAMILIES,
+    INTERLEAVED,
     MEGATRON_FSDP,
     MOE,
+    MTP,
+    PP2,
     RECOMPUTE,
     SOFTMAX,
+    SP,
     TORCH_FSDP,
     Combination,
     thd,
 )
 from parity_flags import choose, make_parser
-from parity_matrix import ON_GPUS, TABLE, padded_documents, write_data
+from parity_judging import check_digests, check_graphs, judge
+from parity_matrix import padded_documents, write_data
+from parity_pages import (
+    ITERATIONS,
+    CapturedRow,
+    cell,
+    describe,
+    graphs_section,
+    section,
+    write_pages,
+)
 
-from megatron_cp_plugin import registry
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.harness import prepare_data
 from megatron_cp_plugin.harness.parity import Recording, Tolerances, compare
 
-ITERATIONS = 10
-# How many times the yardstick's error is allowed. Errors of a gradient are sums over thousands of
-# roundings, which vary little; those of ten losses do.
-GRADIENT_FACTOR, LOSS_FACTOR = 2.0, 3.0
-# What stands below the table.
-NOTES = """Bold: further off than allowed. `linear` in bfloat16 is so by one kind of parameter, the
-angles of positions, whose gradient is a sum over all tokens with much cancellation: in float32
-its error is 3e-5 to 5e-5, some 500 roundings, and as many roundings of bfloat16 are all of it; all
-other gradients are within the bound. Gated delta net in bfloat16 (`delta-net`) could not be run:
-flash-linear-attention 0.6.0 refuses Triton 3.6 on Hopper, with Megatron's own split as well.
-"""
 UNBOUNDED = Tolerances(math.inf, math.inf, math.inf, math.inf)
 EXACT = Tolerances(0.0, 0.0, 0.0, 0.0)
 
@@ -116,6 +117,7 @@ MLA: dict[str, object] = NO_ROPE_FUSION | {
     "v_head_dim": 128,
     "rope_type": "rope",
 }
+SINKS: dict[str, object] = {"softmax_type": "learnable"}
 GATED_DELTA_NET: dict[str, object] = {
     # Before it makes weights Megatron draws numbers for each token of a rank; with more tokens the
     # generator that the convolution's weights come from would stand elsewhere at CP 2 than at 1.
@@ -140,6 +142,9 @@ UNTIED: dict[str, object] = {"untie_embeddings_and_output_weights": True}
 SHARDED = ("use_torch_fsdp2", "use_megatron_fsdp")
 TRANSNORMER = "lasp2,lasp,linear_ulysses"
 LINEAR: dict[str, object] = {"group_query_attention": False, "position_embedding_type": "none"}
+WINDOWS: dict[str, object] = {"window_size": "1023,0", "window_attn_skip_freq": 2}
+# Between the iterations whose gradients are recorded.
+EVALUATION: dict[str, object] = {"split": "90,10,0", "eval_interval": 3, "eval_iters": 2}
 GRAPHED = "zigzag,ulysses,attention2d,allgather,distflash"
 # What captured runs and those that they are to be equal to have in common.
 BEFORE_GRAPHS: dict[str, object] = {
@@ -164,8 +169,6 @@ DETERMINISTIC = {
 # Transformer Engine's own split; p2p is Megatron's default.
 P2P = Run(None, 2, 2)
 JUDGES = ("reference", "yardstick")
-GRAPHS_PAGE = TABLE.with_name("graphs.md")
-ON_CAPTURED_RUNS = "## What was run"
 
 
 @dataclass(frozen=True)
@@ -231,6 +234,7 @@ def graphs(
 
 
 _BOTH = "zigzag,attention2d"
+_SOME = "zigzag,distflash,ulysses"
 _ALL = f"{SOFTMAX},attention2d:variant=no,attention2d:variant=overlap"
 
 ROWS = (
@@ -381,6 +385,73 @@ ROWS = (
         row("graphs-mla", "multi-latent attention", "zigzag", BF16, MLA, alone=True),
         local=("zigzag", {}),
     ),
+    *graphs(
+        row("graphs-window", "sliding windows", GRAPHED, BF16, WINDOWS, alone=True),
+        local=(GRAPHED, {}),
+        te=("zigzag", {}),
+        full=("zigzag", {}),
+    ),
+    *graphs(
+        row("graphs-sinks", "attention sinks", _SOME, BF16, SINKS, alone=True),
+        local=(_SOME, {}),
+        te=("zigzag", {}),
+        full=("zigzag", {}),
+    ),
+    *graphs(
+        row("graphs-mtp", "multi-token prediction", _SOME, BF16, MTP, alone=True),
+        local=(_SOME, {}),
+        te=("zigzag", {}),
+        full=("zigzag", {}),
+    ),
+    *graphs(
+        row("graphs-eval", "evaluation between iterations", _SOME, BF16, EVALUATION, alone=True),
+        local=(_SOME, {}),
+        te=("zigzag", {}),
+        full=("zigzag", {}),
+    ),
+    *graphs(
+        row(
+            "graphs-twice",
+            "attention recomputed, and run twice",
+            "zigzag",
+            BF16,
+            RECOMPUTE_CORE,
+            plugin={"recompute_attention": True},
+            alone=True,
+        ),
+        te=("zigzag", {}),
+        full=("zigzag", {}),
+    ),
+    *graphs(
+        row(
+            "graphs-documents",
+            "packed documents, MLPs captured",
+            "zigzag,distflash",
+            BF16,
+            DOCUMENTS | {"null_tokenizer_eod_id": prepare_data.END_OF_DOCUMENT},
+            alone=True,
+        ),
+        te=("zigzag,distflash", {"cuda_graph_modules": ["mlp"]}),
+    ),
+    # Of four GPUs.
+    *graphs(
+        row("graphs-tp", "TP 2, sequence-parallel", "zigzag", BF16, SP, alone=True),
+        local=("zigzag", {}),
+        te=("zigzag", {}),
+        full=("zigzag", {}),
+    ),
+    *graphs(
+        row("graphs-pp", "PP 2", "zigzag", BF16, PP2, alone=True),
+        local=("zigzag", {}),
+        te=("zigzag", {}),
+        full=("zigzag", {}),
+    ),
+    *graphs(
+        row("graphs-vpp", "PP 2, interleaved", "zigzag", BF16, INTERLEAVED, alone=True),
+        local=("zigzag", {}),
+        te=("zigzag", {}),
+        full=("zigzag", {}),
+    ),
 )
 
 
@@ -422,6 +493,22 @@ class Job:
         return replace(self, combination=eager)
 
     @property
+    def judged_by(self) -> Job | None:
+        """The run that this one is compared with."""
+        one = self.combination
+        if one.eager:
+            return self.equals
+        if one.alone or self.role == "reference":
+            return None
+        return Job(one, "reference", one.reference)
+
+    @property
+    def captures_attention(self) -> bool:
+        """Whether CUDA graphs hold all of attention."""
+        modules = self.config.megatron.get("cuda_graph_modules")
+        return bool(self.combination.eager) and (not modules or "attn" in modules)
+
+    @property
     def config(self) -> DictConfig:
         """The run file that the runs of the row have in common, with the flags of this one."""
         return self.combination.config_of(self.run)
@@ -444,6 +531,22 @@ class Job:
         if self.run.processes == 1 and gpus > 1:
             found["CUDA_VISIBLE_DEVICES"] = str(number % gpus)
         return found
+
+
+def captured_models() -> list[CapturedRow]:
+    """Whose runs in CUDA graphs are compared with those without."""
+    keys = {one.eager for one in ROWS if one.eager}
+    captors = {str(flags["cuda_graph_impl"]): who for who, flags in GRAPHS.items()}
+    return [
+        CapturedRow(
+            one.key,
+            one.about,
+            one.variants,
+            {name: f"{one.key}-{who}" for name, who in captors.items()},
+        )
+        for one in ROWS
+        if one.key in keys
+    ]
 
 
 def jobs_of(combination: GpuCombination) -> list[Job]:
@@ -477,39 +580,42 @@ def train(job: Job, number: int, folder: Path, gpus: int, timeout: float) -> str
     return failure
 
 
-def measure(job: Job, folder: Path, failure: str, reference: Recording | None) -> dict[str, Any]:
-    """What a finished run is, and how far from its reference, in plain types."""
-    found: dict[str, Any] = {"role": job.role, "failure": failure, "problems": []}
-    if failure:
-        return found
+def measure(
+    job: Job, recording: Callable[[], Recording], reference: Callable[[], Recording] | None
+) -> dict[str, Any]:
+    """What a finished run is, and how far from the one that it is judged by, in plain types.
+
+    Args: recording, reference: of these two. Raise ContextParallelError if there is none.
+    """
+    found: dict[str, Any] = {"role": job.role, "failure": "", "problems": []}
     try:
-        recording = Recording.load(folder / job.folder / "recording")
+        run = recording()
     except ContextParallelError as error:
         return found | {"failure": str(error)}
-    found["losses"] = recording.losses()
-    found["problems"] = check_is(recording, job.run, job.iterations)
+    found["losses"] = run.losses()
+    found["problems"] = check_is(run, job.run, job.iterations)
     if job.role not in JUDGES:
-        found["problems"] += check_graphs(recording, captured=bool(job.combination.eager))
-    if job.role == "reference" or (job.combination.alone and not job.combination.eager):
-        return found
+        found["problems"] += check_graphs(
+            run, captured=bool(job.combination.eager), attention=job.captures_attention
+        )
     if reference is None:
+        return found
+    try:
+        wanted = reference()
+    except ContextParallelError:
         return found | {"failure": "the run to compare with failed"}
     if job.combination.eager:
-        found["problems"] += check_digests(reference, recording)
-    fixed = job.combination.tolerances if job.combination.yardstick is None else UNBOUNDED
-    comparison = compare(reference, recording, fixed)
+        found["problems"] += check_digests(wanted, run)
+    bounded = job.combination.yardstick is None
+    comparison = compare(wanted, run, job.combination.tolerances if bounded else UNBOUNDED)
     found["problems"] += comparison.problems
-    wanted = reference.losses()
+    losses = wanted.losses()
     found["loss_error"] = max(
         _relative(got, want)
-        for name in wanted
-        for got, want in zip(recording.losses().get(name, [math.nan]), wanted[name], strict=False)
+        for name in losses
+        for got, want in zip(run.losses().get(name, [math.nan]), losses[name], strict=False)
     )
-    found["gradient_errors"] = (
-        comparison.gradients
-        if job.combination.yardstick is None
-        else euclidean_errors(reference, recording)
-    )
+    found["gradient_errors"] = comparison.gradients if bounded else comparison.euclidean
     if job.config.megatron.get("deterministic_mode") and job.config.megatron.get("bf16"):
         # Megatron sums it token by token in bfloat16 then: the order of the tokens is all it shows.
         found["gradient_errors"] = {
@@ -520,242 +626,27 @@ def measure(job: Job, folder: Path, failure: str, reference: Recording | None) -
     return found
 
 
-def check_graphs(recording: Recording, *, captured: bool) -> list[str]:
-    """Says whether a run replayed CUDA graphs otherwise than it should have, in its last iteration.
-
-    Args:
-        captured: Whether all of attention should have been in them.
-    """
-    found = []
-    for number, rank in enumerate(recording.ranks):
-        last = max(rank.gradients)
-        replays, sent = rank.replays[last], rank.sent_bytes[last]
-        if bool(replays) != captured:
-            found.append(f"rank {number} replayed {replays} CUDA graphs in iteration {last}")
-        if captured and sent:
-            found.append(f"rank {number} sent {sent} bytes for attention outside of CUDA graphs")
-    return found
-
-
-def check_digests(wanted: Recording, recording: Recording) -> list[str]:
-    """Says where gradients of two runs differ by a bit."""
-    found = []
-    for number, (want, got) in enumerate(zip(wanted.ranks, recording.ranks, strict=True)):
-        for step, digests in want.gradients.items():
-            names = [n for n, digest in digests.items() if got.gradients[step].get(n) != digest]
-            if names:
-                found.append(
-                    f"{len(names)} of {len(digests)} gradients of rank {number} differ in "
-                    f"iteration {step}: {names[0]}"
-                )
-    return found
-
-
-def euclidean_errors(reference: Recording, run: Recording) -> dict[str, float]:
-    """Relative error in the Euclidean norm of every gradient that both runs have, by its name."""
-    found = {}
-    for step in sorted(reference.gradients.keys() & run.gradients.keys()):
-        wanted, shards = reference.gradients[step], run.gradients[step]
-        for shard in sorted(wanted.keys() & shards.keys()):
-            for name in wanted[shard].keys() & shards[shard].keys():
-                want, got = wanted[shard][name].double(), shards[shard][name].double()
-                size, off = want.norm().item(), (got - want).norm().item()
-                label = f"{name} {shard}, iteration {step}"
-                found[label] = off / size if size else math.inf if off else 0.0
-    return found
-
-
 def _relative(got: float, want: float) -> float:
     return abs(got - want) / abs(want) if want else math.inf if got else 0.0
 
 
-def judge(run: Mapping[str, Any], yardstick: Mapping[str, Any] | None) -> list[str]:
-    """Says what is wrong with a measured run; nothing, if it is as near as it has to be.
-
-    Args:
-        run: As `measure` gave it, of an algorithm.
-        yardstick: The same of the yardstick; None if the run was held to tolerances.
-    """
-    if run["failure"]:
-        return [run["failure"]]
-    problems = list(run["problems"])
-    if yardstick is None:
-        return problems
-    if yardstick["failure"] or yardstick["problems"]:
-        return [*problems, "the yardstick failed"]
-    loss, allowed = run["loss_error"], LOSS_FACTOR * yardstick["loss_error"]
-    # Not `>`: NaN is above everything.
-    if not loss <= allowed:
-        problems.append(f"a loss is off by {loss:.1e} (allowed {allowed:.1e})")
-    ratio, at = worst_ratio(run, yardstick)
-    if not ratio <= GRADIENT_FACTOR:
-        off = run["gradient_errors"][at]
-        problems.append(f"gradient is off by {off:.1e}, {ratio:.1f} times the yardstick: {at}")
-    return problems
-
-
-def worst_ratio(run: Mapping[str, Any], yardstick: Mapping[str, Any]) -> tuple[float, str]:
-    """How many times the yardstick's error a gradient's error is at most, and which gradient's.
-
-    A gradient that the yardstick happens to have nearly right counts as its median one.
-    """
-    errors = yardstick["gradient_errors"]
-    median = sorted(errors.values())[len(errors) // 2]
-    worst, at = -math.inf, ""
-    for name, error in run["gradient_errors"].items():
-        base = max(errors.get(name, 0.0), median)
-        ratio = error / base if base else math.inf if error else 0.0
-        if math.isnan(ratio) or ratio > worst:
-            worst, at = (math.inf if math.isnan(ratio) else ratio), name
-    return worst, at
-
-
-def section(report: Mapping[str, Any]) -> str:
-    """Returns the part of docs/parity.md on GPUs.
-
-    Args:
-        report: What rows.json holds.
-    """
-    about = report["about"]
-    lines = [
-        ON_GPUS,
-        "",
-        f"Written by `scripts/parity_gpus.py` on {about['date']}, commit {about['commit']}: "
-        f"{about['versions']}, {about['device']}.",
-        "",
-        f"A run trains a GPT of 4 layers with heads of dim 128 for {ITERATIONS} iterations of two",
-        "sequences of 4096 tokens at CP 2, among Transformer Engine's layers, and is compared with",
-        "Transformer Engine's own attention at CP 1 (linear attention: lasp2 at CP 1): the worst",
-        "loss of any iteration / the worst gradient of any parameter at iterations 1, 5, 10,",
-        "relative. In float32, TF32 off, the bounds are those above. In bfloat16 gradients are in",
-        f"the Euclidean norm, and no loss may be off by more than {LOSS_FACTOR:g} times, no",
-        f"gradient by more than {GRADIENT_FACTOR:g} times what Transformer Engine's p2p at CP 2",
-        "is off; in brackets how many times that the worst gradient is. Linear attention has the",
-        "bounds above in bfloat16 too.",
-        "",
-        "| key | combination | p2p | algorithms |",
-        "| --- | --- | --- | --- |",
-    ]
-    for one in report["rows"]:
-        stick = one["yardstick"]
-        found = "" if stick is None else _errors(stick)
-        runs = ", ".join(f"{run['role']} {_cell(run, stick)}" for run in one["runs"])
-        lines.append(f"| `{one['key']}` | {one['about']} | {found} | {runs} |")
-    return "\n".join([*lines, "", NOTES])
-
-
-def graphs_section(report: Mapping[str, Any] | None) -> str:
-    """Returns the part of docs/graphs.md on what was run.
-
-    Args:
-        report: What rows.json holds; None: nothing was run yet.
-    """
-    lines = [ON_CAPTURED_RUNS, ""]
-    if report is not None:
-        about = report["about"]
-        lines += [
-            f"Written by `scripts/parity_gpus.py` on {about['date']}, commit {about['commit']}: "
-            f"{about['versions']}, {about['device']}.",
-            "",
-        ]
-    lines += [
-        "A GPT of 4 layers among Transformer Engine's layers at CP 2, two micro-batches a step, in",
-        "Megatron's deterministic mode. Equal: all losses, and the gradients of every parameter at",
-        "the first, the middle and the last iteration, are those of the same run without graphs to",
-        "the bit; in the last one all of attention was replayed. Without: how far the run without",
-        "graphs is from CP 1, as in [parity.md](parity.md), or that it trained; without the",
-        "gradient of the embedding, which Megatron sums in bfloat16 in this mode. Empty: not run.",
-        "",
-        f"| {' | '.join(['model', 'algorithm', 'transport', 'without', *map(_impl, GRAPHS)])} |",
-        "|" + " --- |" * (4 + len(GRAPHS)),
-    ]
-    rows = {one["key"]: one for one in (report or {"rows": ()})["rows"]}
-    captured = {one.key: one for one in ROWS if one.eager}
-    for eager in (one for one in ROWS if one.key in {each.eager for each in captured.values()}):
-        for variant in eager.variants:
-            cells = [eager.about, variant.label, _transport(variant)]
-            for key in (eager.key, *(f"{eager.key}-{who}" for who in GRAPHS)):
-                row = rows.get(key, {"runs": (), "yardstick": None})
-                found = [run for run in row["runs"] if run["role"] == variant.label]
-                other = "" if key == eager.key else eager.key
-                cells.append(_cell(found[0], row["yardstick"], other) if found else "")
-            lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, ""])
-
-
-def _impl(who: str) -> str:
-    return str(GRAPHS[who]["cuda_graph_impl"])
-
-
-def _transport(variant: Variant) -> str:
-    """What blocks travel by on GPUs of one node."""
-    kind = registry.algorithm_class(variant.algo).Options
-    if "transport" not in kind.__dataclass_fields__:
-        return "process group"
-    chosen = dict(variant.options).get("transport", "auto")
-    return "process group" if chosen == "group" else "peer memory"
-
-
-def _cell(run: Mapping[str, Any], yardstick: Mapping[str, Any] | None, eager: str = "") -> str:
-    if run["failure"]:
-        return "**failed**"
-    if eager:
-        return "**differs**" if run["problems"] else "equal"
-    if "gradient_errors" not in run:
-        return "**failed**" if run["problems"] else "trained"
-    text = _errors(run)
-    if yardstick is not None and yardstick.get("gradient_errors"):
-        text += f" ({worst_ratio(run, yardstick)[0]:.1f})"
-    return f"**{text}**" if judge(run, yardstick) else text
-
-
-def _errors(run: Mapping[str, Any]) -> str:
-    if "gradient_errors" not in run:
-        return "**failed**"
-    return f"{run['loss_error']:.0e} / {max(run['gradient_errors'].values(), default=math.nan):.0e}"
-
-
-def write_pages(report: Mapping[str, Any]) -> None:
-    """Puts what rows.json holds into the pages; a page that it has nothing for stays as it is."""
-    captured = {each for one in ROWS if one.eager for each in (one.key, one.eager)}
-    parts = [one for one in report["rows"] if one["key"] in captured]
-    others = [one for one in report["rows"] if one["key"] not in captured]
-    for page, heading, rows, text in (
-        (TABLE, ON_GPUS, others, section),
-        (GRAPHS_PAGE, ON_CAPTURED_RUNS, parts, graphs_section),
-    ):
-        if rows:
-            before, _, _ = page.read_text().partition(heading)
-            page.write_text(f"{before.rstrip()}\n\n{text({**report, 'rows': rows})}")
-
-
-def describe(commit: str) -> dict[str, str]:
-    """What the numbers were measured with."""
-    packages = "torch", "megatron-core", "transformer-engine"
-    versions = [f"Python {platform.python_version()}"]
-    for name in packages:
-        try:
-            versions.append(f"{name} {importlib.metadata.version(name)}")
-        except importlib.metadata.PackageNotFoundError:
-            versions.append(f"no {name}")
-    if not commit:
-        words = ["git", "rev-parse", "--short", "HEAD"]
-        result = subprocess.run(words, cwd=TABLE.parent, capture_output=True, text=True)
-        commit = result.stdout.strip() or "unknown"
-    count = torch.cuda.device_count()
-    device = f"{count} x {torch.cuda.get_device_name()}" if count else "no GPU"
-    date = str(datetime.date.today())
-    return {"date": date, "commit": commit, "versions": ", ".join(versions), "device": device}
-
-
 class Collector:
-    """Measures each row when its runs have ended, and writes what there is so far."""
+    """Compares each run as soon as it and its judge have ended, and writes rows that are complete.
+
+    A recording is read once, and forgotten when all that are compared with it are.
+    """
 
     def __init__(self, jobs: Sequence[Job], folder: Path, output: Path, commit: str) -> None:
         self._jobs = jobs
         self._folder = folder
         self._output = output
         self._failures: dict[str, str] = {}
+        # One thread each: those of one operation would wait for each other wherever torch sees
+        # more cores than it gets, ten times as long as the operation takes.
+        threads = min(8, os.cpu_count() or 1)
+        self._pool = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
+        self._recordings: dict[str, Future[Recording]] = {}
+        self._measured: dict[str, Future[dict[str, Any]]] = {}
         self._done: set[str] = set()
         self._report: dict[str, Any] = {"about": describe(commit), "rows": []}
         self.good = True
@@ -763,34 +654,49 @@ class Collector:
     def add(self, job: Job, failure: str) -> None:
         """Takes note of a run that has ended."""
         self._failures[job.name] = failure
+        place = self._folder / job.folder
         if failure:
-            log = self._folder / job.folder / "log.txt"
+            log = place / "log.txt"
             if log.is_file():
                 shutil.copy(log, self._output / f"{job.folder.replace('/', '_')}.log")
-        keys = {one.combination.key for one in self._jobs} - self._done
-        for key in sorted(keys):
+        else:
+            loaded = self._pool.submit(Recording.load, place / "recording")
+            self._recordings[job.name] = loaded
+        for one in self._jobs:
+            needed = [one, *([one.judged_by] if one.judged_by else [])]
+            if one.name not in self._measured and all(x.name in self._failures for x in needed):
+                # After what it waits for, so that this has a thread by then.
+                self._measured[one.name] = self._pool.submit(self._measure, one)
+        for key in sorted({one.combination.key for one in self._jobs} - self._done):
             mine = [one for one in self._jobs if one.combination.key == key]
-            awaited = mine + [one.equals for one in mine if one.equals]
-            if all(one.name in self._failures for one in awaited):
-                self._done.add(key)
-                self._finish(mine)
+            if all(one.name in self._measured for one in mine):
+                self._finish(key, mine)
+        self._forget()
 
-    def _recording(self, job: Job) -> Recording | None:
-        if self._failures[job.name]:
-            return None
-        try:
-            return Recording.load(self._folder / job.folder / "recording")
-        except ContextParallelError:
-            return None
+    def _measure(self, job: Job) -> dict[str, Any]:
+        if failure := self._failures[job.name]:
+            return {"role": job.role, "failure": failure, "problems": []}
+        wanted = partial(self._recording, job.judged_by) if job.judged_by else None
+        return measure(job, partial(self._recording, job), wanted)
 
-    def _finish(self, jobs: Sequence[Job]) -> None:
-        combination, reference = jobs[0].combination, None
-        runs: list[dict[str, Any]] = []
-        for job in jobs:
-            wanted = self._recording(job.equals) if job.equals else reference
-            runs.append(measure(job, self._folder, self._failures[job.name], wanted))
-            if job.role == "reference":
-                reference = self._recording(job)
+    def _recording(self, job: Job) -> Recording:
+        if failure := self._failures[job.name]:
+            raise ContextParallelError(failure)
+        return self._recordings[job.name].result()
+
+    def _forget(self) -> None:
+        """Gradients take some hundred MiB a row."""
+        for key in self._done:
+            others = (one for one in self._jobs if one.combination.eager == key)
+            if all(one.combination.key in self._done for one in others):
+                shutil.rmtree(self._folder / key, ignore_errors=True)
+                for name in [name for name in self._recordings if name.split("/")[0] == key]:
+                    del self._recordings[name]
+
+    def _finish(self, key: str, jobs: Sequence[Job]) -> None:
+        self._done.add(key)
+        combination = jobs[0].combination
+        runs = [self._measured[job.name].result() for job in jobs]
         stick = next((run for run in runs if run["role"] == "yardstick"), None)
         others = [run for run in runs if run["role"] not in JUDGES]
         for run in runs:
@@ -799,7 +705,7 @@ class Collector:
             problems = [problem for problem in problems if problem]
             self.good &= not problems
             name = f"{combination.key}/{run['role']}"
-            errors = _cell(run, stick, combination.eager) if judged and not run["failure"] else ""
+            errors = cell(run, stick, combination.eager) if judged and not run["failure"] else ""
             print(f"{name}: {'; '.join(problems) or f'as it should be {errors}'}", flush=True)
         self._report["rows"].append(
             {
@@ -816,11 +722,8 @@ class Collector:
         # NaN and infinities are written as Python's json module reads them.
         (self._output / "rows.json").write_text(json.dumps(self._report, indent=1) + "\n")
         (self._output / "rows.md").write_text(
-            f"{section(self._report)}\n{graphs_section(self._report)}"
+            f"{section(self._report)}\n{graphs_section(self._report, captured_models())}"
         )
-        # Gradients take some hundred MiB a row.
-        if not any(one.combination.eager == combination.key for one in self._jobs):
-            shutil.rmtree(self._folder / combination.key)
 
 
 def run_all(args: argparse.Namespace, jobs: Sequence[Job]) -> bool:
@@ -851,9 +754,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     args = parser.parse_args(argv)
     if args.table:
-        write_pages(json.loads(args.table.read_text()))
+        write_pages(json.loads(args.table.read_text()), captured_models())
         return 0
     every = {job.name: job for row in ROWS for job in jobs_of(row)}
+    gpus = torch.cuda.device_count()
+    if gpus and not args.only:
+        every = {name: job for name, job in every.items() if job.run.processes <= gpus}
     wanted = [every[name] for name in choose(every, args, parser)]
     wanted += [job.equals for job in wanted if job.equals]
     keys = {job.combination.key for job in wanted}

@@ -5,6 +5,7 @@ import sys
 import time
 from argparse import Namespace
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 import benchmark_train
-from benchmark_train_job import OUT_OF_MEMORY, Plan, is_out_of_memory, read_reports
+from benchmark_train_job import OUT_OF_MEMORY, Plan, Report, is_out_of_memory, read_reports
 
 from tests.integration.megatron_job import Job, run
 
@@ -74,6 +75,30 @@ def test_a_slow_network_is_emulated_and_said(
     assert "TCP sockets" in json.loads((tmp_path / "rows.json").read_text())["title"]
 
 
+def test_pipelines_replicas_and_nodes_share_the_ranks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Eight ranks on four GPUs: two stages of two replicas of two context-parallel ranks."""
+    args = arguments(
+        monkeypatch,
+        "--net nodes --gpus 4 --pipeline 2 --data 2 --micro-batches 3 --runs zigzag,tp --tokens 1K",
+    )
+    for case, flag in zip(
+        benchmark_train.plan_cases(args),
+        ("--context-parallel-size", "--tensor-model-parallel-size"),
+        strict=True,
+    ):
+        for node in range(2):
+            words = benchmark_train.command(args, case, tmp_path, 0, node)
+            given = dict(pairwise(words))
+            assert (given["--nproc-per-node"], given["--nnodes"]) == ("4", "2")
+            assert given["--node-rank"] == str(node)
+            assert (given["--pipeline-model-parallel-size"], given[flag]) == ("2", "2")
+            assert given["--global-batch-size"] == "6"
+        row = benchmark_train.row(args, case, Report(1024, (500.0,)))
+        assert row.tokens_per_s == pytest.approx(6 * 1024 / 0.5)
+
+
 def test_a_graph_is_of_one_length(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     words = "--gpus 1 --runs zigzag --tokens 1K,2K --graphs none,local --micro-batches 4"
     args = arguments(monkeypatch, words)
@@ -118,6 +143,8 @@ def test_parameters_are_sharded(
         "--shape llama8b",
         "--shape tnl-1b --runs lasp,tp",
         "--prefill --recompute full",
+        "--gpus 4 --prefill --data 2",
+        "--gpus 2 --pipeline 3",
         "--graphs all",
     ],
 )
@@ -191,6 +218,35 @@ def test_tensor_parallel_ranks_measure_the_same_lengths(
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+def test_pipeline_stages_measure_the_same_lengths(tmp_path: Path) -> None:
+    """Two stages without and with context parallelism; other stages would have other weights."""
+    found = []
+    for ranks in (2, 4):
+        _, job = measure(tmp_path, "tiny", "zigzag", ranks, pipeline=2)
+        *lengths, exhausted = read_reports(job.text)
+        assert exhausted.out_of_memory, job.text[-3000:]
+        found.append({report.tokens: report.loss for report in lengths})
+    whole, split = found
+    assert split.keys() == {32, 64}
+    assert split == pytest.approx(whole, rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_step_on_emulated_nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One rank each, so that all transfers are between nodes."""
+    words = "--shape tiny --tokens 32 --gpus 1 --net nodes --iters 1 --runs zigzag:route=double"
+    monkeypatch.setattr(sys, "argv", ["", *words.split(), "--output", str(tmp_path)])
+    assert benchmark_train.main() == 0, (tmp_path / "zigzag_route_double_none_1.log").read_text()
+    found = json.loads((tmp_path / "rows.json").read_text())
+    assert "two emulated nodes" in found["title"]
+    (row,) = found["rows"]
+    assert (row["gpus"], row["tokens"]) == (1, 32)
+    assert row["loss"] == pytest.approx(5.5, abs=0.3)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_the_first_token_is_the_same_however_a_prompt_is_split(tmp_path: Path) -> None:
     """The largest logit of the last token, which the last rank has, the first, or all."""
     found = {}
@@ -239,7 +295,13 @@ def test_the_command_of_tensor_parallelism(monkeypatch: pytest.MonkeyPatch, tmp_
 
 
 def measure(
-    folder: Path, shape: str, name: str, ranks: int = 1, *, prefill: bool = False
+    folder: Path,
+    shape: str,
+    name: str,
+    ranks: int = 1,
+    *,
+    prefill: bool = False,
+    pipeline: int = 1,
 ) -> tuple[Plan, Job]:
     """Lengths of 32, 64 and 128 tokens, for the last of which there is no memory."""
     gate = folder / "gate"
@@ -257,6 +319,9 @@ def measure(
         iters=2,
         profile=False,
         micro_batches=1,
+        pipeline=pipeline,
+        data=1,
+        net="default",
         prefill=prefill,
         sharding="optimizer",
     )

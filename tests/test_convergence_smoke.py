@@ -25,7 +25,7 @@ from megatron_cp_plugin.harness.parity import (
     Recording,
     Tolerances,
     compare,
-    gradient_error,
+    gradient_errors,
 )
 
 ROOT = Path(__file__).parents[1]
@@ -137,9 +137,11 @@ def test_gross_gradient_errors(factor: float) -> None:
 
 def test_zero_reference_admits_zero_alone() -> None:
     zero = torch.zeros(3)
-    assert gradient_error(zero, zero) == 0.0
-    assert gradient_error(zero + 1e-30, zero) == math.inf
-    assert gradient_error(zero, zero + 1) == 1.0
+    assert gradient_errors(zero, zero) == (0.0, 0.0)
+    assert gradient_errors(zero + 1e-30, zero) == (math.inf, math.inf)
+    assert gradient_errors(zero, zero + 1) == (1.0, 1.0)
+    few = torch.tensor([3.0, 4.0, 0.0])
+    assert gradient_errors(few, few + torch.tensor([0.0, 0.0, 1.0])) == (26**-0.5, 0.25)
 
 
 def test_reference_of_zeros_proves_nothing() -> None:
@@ -565,6 +567,16 @@ def test_equal_losses_are_drawn_at_zero(
     assert places[0] < places[1] - 5 < places[2] - 10
     low, high = bottom.get_ylim()
     assert low < 0.0 < 0.02 < high
+
+
+@pytest.mark.parametrize("before", ["", "  traceback : "])
+def test_what_a_run_was_refused_with(harness: ModuleType, tmp_path: Path, before: str) -> None:
+    """As the launcher says it, and as torchrun passes it on."""
+    log = tmp_path / "log.txt"
+    log.write_text(f"a word\n{before}megatron_cp_plugin: error: use 4096\nanother\n")
+    assert harness.refusal(log) == "use 4096"
+    log.write_text("print('megatron_cp_plugin: error: of a line of code')\n")
+    assert harness.refusal(log) == ""
 
 
 @pytest.mark.slow

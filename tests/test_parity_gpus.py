@@ -13,7 +13,12 @@ import torch
 from megatron.training.arguments import add_megatron_arguments
 from omegaconf import OmegaConf
 
-from megatron_cp_plugin.harness.parity import RankRecording, Recording, _counted_replays
+from megatron_cp_plugin.harness.parity import (
+    Iteration,
+    RankRecording,
+    Recording,
+    _counted_replays,
+)
 from megatron_cp_plugin.integration.args import add_arguments, split_flags
 from megatron_cp_plugin.integration.checks import check_arguments, check_graphs
 from megatron_cp_plugin.integration.features import FEATURES
@@ -27,6 +32,11 @@ def gpus() -> ModuleType:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(SCRIPT.parent)
         return importlib.import_module("parity_gpus")
+
+
+@pytest.fixture(scope="module")
+def pages(gpus: ModuleType) -> ModuleType:
+    return importlib.import_module("parity_pages")
 
 
 def test_run_files_are_accepted(
@@ -113,21 +123,21 @@ def report(*runs: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_the_table_goes_into_the_page(
-    gpus: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    gpus: ModuleType, pages: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page = tmp_path / "parity.md"
     page.write_text("# Parity\n\nof CPUs\n")
     graphs = tmp_path / "graphs.md"
     graphs.write_text("as it was")
-    monkeypatch.setattr(gpus, "TABLE", page)
-    monkeypatch.setattr(gpus, "GRAPHS_PAGE", graphs)
+    monkeypatch.setattr(pages, "TABLE", page)
+    monkeypatch.setattr(pages, "GRAPHS_PAGE", graphs)
     rows = tmp_path / "rows.json"
     for error in (1e-2, 9e-2):
         rows.write_text(json.dumps(report(measured(1e-5, a=error))))
         assert gpus.main(["--table", str(rows)]) == 0
     text = page.read_text()
     assert text.startswith("# Parity\n\nof CPUs\n\n## On GPUs\n\n")
-    assert text.count(gpus.ON_GPUS) == 1
+    assert text.count(pages.ON_GPUS) == 1
     assert "on 2026-11-22, commit abc: torch 2, 2 x H200." in text
     assert "| `bf16` | bfloat16 | 1e-04 / 3e-02 | zigzag **1e-05 / 9e-02 (4.5)** |" in text
     assert "ring **failed** |" in text
@@ -136,13 +146,13 @@ def test_the_table_goes_into_the_page(
 
 
 def test_captured_runs_go_into_a_page_of_their_own(
-    gpus: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    gpus: ModuleType, pages: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other, page = tmp_path / "parity.md", tmp_path / "graphs.md"
     other.write_text("as it was")
-    page.write_text(f"# Graphs\n\n{gpus.graphs_section(None)}")
-    monkeypatch.setattr(gpus, "TABLE", other)
-    monkeypatch.setattr(gpus, "GRAPHS_PAGE", page)
+    page.write_text(f"# Graphs\n\n{pages.graphs_section(None, gpus.captured_models())}")
+    monkeypatch.setattr(pages, "TABLE", other)
+    monkeypatch.setattr(pages, "GRAPHS_PAGE", page)
     found = report(measured(1e-5, a=1e-2))
     eager = found["rows"][0] | {"key": "graphs"}
     local, te, full = (
@@ -157,22 +167,24 @@ def test_captured_runs_go_into_a_page_of_their_own(
     assert gpus.main(["--table", str(tmp_path / "rows.json")]) == 0
     text = page.read_text()
     assert other.read_text() == "as it was"
-    assert text.count(gpus.ON_CAPTURED_RUNS) == 1
+    assert text.count(pages.ON_CAPTURED_RUNS) == 1
     assert "commit abc: torch 2, 2 x H200." in text
     cells = "1e-05 / 1e-02 (0.5) | equal | **differs** | **failed**"
     assert f"| bfloat16 | zigzag | peer memory | {cells} |" in text
     assert "| bfloat16 | ulysses | process group |  |  |  |  |" in text
 
 
-def test_the_page_on_graphs_has_what_is_run_and_refused(gpus: ModuleType) -> None:
+def test_the_page_on_graphs_has_what_is_run_and_refused(
+    gpus: ModuleType, pages: ModuleType
+) -> None:
     """So that a new algorithm or refusal cannot be forgotten there; results are the GPUs'."""
-    page = gpus.GRAPHS_PAGE.read_text()
+    page = pages.GRAPHS_PAGE.read_text()
 
     def names(text: str) -> list[list[str]]:
-        table = text.partition(gpus.ON_CAPTURED_RUNS)[2].splitlines()
+        table = text.partition(pages.ON_CAPTURED_RUNS)[2].splitlines()
         return [line.split(" | ")[:3] for line in table if line.startswith("|")]
 
-    assert names(page) == names(gpus.graphs_section(None))
+    assert names(page) == names(pages.graphs_section(None, gpus.captured_models()))
     refused = [each for each in FEATURES if "CUDA graph" in each.name]
     assert len(refused) > 4
     for each in refused:
@@ -208,8 +220,17 @@ def recorded(replays: int, sent: int, digest: str = "a") -> Recording:
 def test_a_run_was_captured_as_it_should_be(
     gpus: ModuleType, replays: int, sent: int, captured: bool, said: str
 ) -> None:
-    found = gpus.check_graphs(recorded(replays, sent), captured=captured)
+    found = gpus.check_graphs(recorded(replays, sent), captured=captured, attention=captured)
     assert found[:1] == ([said] if said else [])
+
+
+def test_attention_may_run_beside_captured_mlps(gpus: ModuleType) -> None:
+    jobs = {job.name: job for row in gpus.ROWS for job in gpus.jobs_of(row)}
+    assert not jobs["graphs-documents-te/zigzag"].captures_attention
+    assert jobs["graphs-moe-te/zigzag"].captures_attention
+    assert not jobs["graphs/zigzag"].captures_attention
+    assert gpus.check_graphs(recorded(8, 64), captured=True, attention=False) == []
+    assert len(gpus.check_graphs(recorded(0, 64), captured=True, attention=False)) == 2
 
 
 def test_a_captured_run_equals_the_eager_one_to_the_bit(gpus: ModuleType) -> None:
@@ -239,6 +260,47 @@ def test_the_replays_of_an_iteration_are_counted(monkeypatch: pytest.MonkeyPatch
         torch.cuda.CUDAGraph.replay("a graph")  # type: ignore[arg-type]
     torch.cuda.CUDAGraph.replay("another")  # type: ignore[arg-type]
     assert (len(counted), replayed) == (1, ["a graph", "another"])
+
+
+def test_each_recording_is_read_once_by_one_thread(
+    gpus: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And none is kept, on disk or in memory, when nothing is compared with it any more."""
+    read: list[tuple[str, int]] = []
+
+    def load(folder: Path) -> Recording:
+        read.append((str(folder.relative_to(tmp_path)), torch.get_num_threads()))
+        captured = "-te" in folder.parts[-3]
+        recording = recorded(8 * captured, 64 * (not captured))
+        for rank in recording.ranks:
+            rank.iterations.append(Iteration(1, {"lm loss": 2.0}, 1.0, skipped=False, seconds=1.0))
+        recording.gradients[1] = {(0, 0, 0): {"weight": torch.ones(3)}}
+        return recording
+
+    monkeypatch.setattr(Recording, "load", load)
+    monkeypatch.setattr(gpus, "check_is", lambda *_: [])
+    rows = [row for row in gpus.ROWS if row.key in ("graphs", "graphs-te")]
+    jobs = [job for row in rows for job in gpus.jobs_of(row)]
+    (tmp_path / "out").mkdir()
+    collector = gpus.Collector(jobs, tmp_path, tmp_path / "out", "abc")
+    for job in reversed(jobs):
+        (tmp_path / job.folder).mkdir(parents=True)
+        # Captured, and one without graphs that it is compared with.
+        failed = job.name == "graphs/ulysses"
+        collector.add(job, "exit code 1" if failed else "")
+    assert sorted(read) == sorted(
+        (f"{job.folder}/recording", 1) for job in jobs if job.name != "graphs/ulysses"
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert not collector._recordings
+    eager, captured = json.loads((tmp_path / "out" / "rows.json").read_text())["rows"]
+    failures = [(run["role"], run["failure"]) for run in eager["runs"] + captured["runs"]]
+    assert [each for each in failures if each[1]] == [
+        ("ulysses", "exit code 1"),
+        ("ulysses", "the run to compare with failed"),
+    ]
+    assert not any(run["problems"] for run in eager["runs"] + captured["runs"])
+    assert not collector.good
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.core.virtual import VirtualPeerCommunicator, run_virtual
 from megatron_cp_plugin.errors import ConfigError
 from tests import stress_transport
+from tests.integration.megatron_job import run
 
 
 def attend(topology: Topology, **settings):
@@ -28,6 +29,19 @@ def test_peer_transport_without_peer_access_is_refused():
 def test_one_process_has_one_topology():
     """It is the key of caches."""
     assert topology_of(None) is topology_of(None)
+
+
+def test_nodes_are_those_that_nccl_tells_apart():
+    """By NCCL_HOSTID, which some clusters set and which emulates nodes of one machine."""
+    program = """if True:
+        import os, torch.distributed as dist
+        from megatron_cp_plugin.core.process_groups import topology_of
+        os.environ["NCCL_HOSTID"] = ("here", "there", "")[int(os.environ["RANK"])]
+        dist.init_process_group("gloo")
+        print(topology_of(None).nodes)
+    """
+    job = run(ranks=3, program=("-c", program)).succeeded()
+    assert [process.stdout.strip() for process in job.processes] == ["(0, 1, 2)"] * 3
 
 
 def channels(topology: Topology, *slots: int):

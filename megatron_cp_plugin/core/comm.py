@@ -8,7 +8,7 @@ among P ranks is P - 1 messages of x sent by each, whatever the backend does bel
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -149,6 +149,12 @@ class Communicator(ABC):
 
     def reserve(self, like: Sequence[Described]) -> None:  # noqa: B027  (most need no room)
         """Makes room for `buffers` like these. All ranks call it where blocks are unequal."""
+
+    def expect(self, sources: Collection[int]) -> None:  # noqa: B027  (most need not know)
+        """Lets ranks send already what the next exchange receives from them, if there is room.
+
+        What was received before is no longer read then, but by what is queued already.
+        """
 
     def exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Pending[None]:
         """Sends tensors to ranks and fills buffers from ranks, all at once.

@@ -151,6 +151,7 @@ class _Run:
         self._take_inputs(turn.step)
         if overlap:
             self._post_inputs(turn)
+            self._expect_results(turn)
         for task in turn.tasks:
             work.compute(task, self._held.get(task.query), self._held.get(task.key))
         self._dropped = turn.dropped
@@ -219,6 +220,13 @@ class _Run:
         for exchange in turn.inputs:
             channel = self._channels.slow_inputs if exchange.slow else self._channels.inputs
             self._inputs.setdefault(exchange.needed, []).append(self._post(channel, exchange))
+
+    def _expect_results(self, turn: Turn) -> None:
+        """Lets others send results while this rank still computes its own, if it waits for none."""
+        for exchange in turn.results:
+            if exchange.receives and not exchange.slow and not self._results:
+                self._work.settle()
+                self._channels.results.expect({move.source for move in exchange.receives})
 
     def _post(self, channel: Communicator, exchange: Exchange) -> Pending[Arrived]:
         sends = [(x, move.target) for move in exchange.sends for x in self._sent(move)]

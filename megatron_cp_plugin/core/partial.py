@@ -30,6 +30,46 @@ class RowIndex(NamedTuple):
 SomeRows = slice | RowIndex
 
 
+class _Apart:
+    """Partials of rows that no two of them share, in the order in which they came.
+
+    Where each row is written once, it can be written in the final dtype.
+    """
+
+    def __init__(self) -> None:
+        self._partials: list[tuple[SomeRows, tuple[Tensor, ...]]] = []
+        self._start = self._stop = 0  # between which their rows are
+
+    def __bool__(self) -> bool:
+        return bool(self._partials)
+
+    def fits(self, rows: SomeRows) -> bool:
+        """Whether rows lie outside of all that are here. Only of slices this is known."""
+        if not self._partials:
+            return True
+        if isinstance(rows, RowIndex) or isinstance(self._partials[0][0], RowIndex):
+            return False
+        return bool(rows.stop <= self._start or rows.start >= self._stop)
+
+    def add(self, rows: SomeRows, *tensors: Tensor) -> None:
+        """Takes a partial whose rows fit."""
+        if isinstance(rows, slice):
+            first = not self._partials
+            self._start = rows.start if first else min(self._start, rows.start)
+            self._stop = rows.stop if first else max(self._stop, rows.stop)
+        self._partials.append((rows, tensors))
+
+    @property
+    def single(self) -> tuple[SomeRows, tuple[Tensor, ...]] | None:
+        """The only one, if there is just one."""
+        return self._partials[0] if len(self._partials) == 1 else None
+
+    def take(self) -> list[tuple[SomeRows, tuple[Tensor, ...]]]:
+        """All of them, of which none stays here."""
+        taken, self._partials = self._partials, []
+        return taken
+
+
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
@@ -134,9 +174,10 @@ def rows_at(x: Tensor, rows: slice | Tensor) -> Tensor:
 class Accumulator:
     """Running merge of the partials of one block of queries.
 
-    A partial is merged when the next one comes, or the result is asked for: so the last merge
-    writes the output in its final dtype, a single partial is the output as it is, and nothing is
-    copied to float32 only to be read again. Rows without any partial end as out 0, lse -inf.
+    A partial is merged when the next one of the same rows comes, or the result is asked for: so the
+    last merge writes the output in its final dtype, a single partial is the output as it is, and
+    nothing is copied to float32 only to be read again. Rows without any partial end as out 0, lse
+    -inf.
     The first partial may be written to.
     """
 
@@ -147,57 +188,61 @@ class Accumulator:
         self._wide = accumulation_dtype(q.dtype)
         self._total: tuple[Tensor, Tensor] | None = None
         self._owned = False  # whether _total is a wide buffer of ours, free to be written
-        self._last: tuple[SomeRows, Tensor, Tensor] | None = None
+        self._waiting = _Apart()
         self._borrowed = False
 
     @property
     def empty(self) -> bool:
         """Whether there is no partial yet."""
-        return self._last is None and self._total is None
+        return not self._waiting and self._total is None
 
     def add(self, rows: SomeRows, out: Tensor, lse: Tensor, *, borrowed: bool = False) -> None:
         """Merges a partial of some rows: out [B,rows,H,E], lse [B,H,rows].
 
         Args: borrowed: it may be changed after the next `add` or `settle`.
         """
-        self._merge_last()
-        self._last, self._borrowed = (rows, out, lse), borrowed
+        if not self._waiting.fits(rows):
+            self._merge_waiting()
+        self._waiting.add(rows, out, lse)
+        self._borrowed |= borrowed
 
     def settle(self) -> None:
-        """Merges the partial that came last, if it is borrowed."""
+        """Merges what waits, if some of it is borrowed."""
         if self._borrowed:
-            self._merge_last()
+            self._merge_waiting()
 
-    def _merge_last(self) -> None:
-        if self._last is not None:
-            self._settle(*self._last)
-        self._last, self._borrowed = None, False
+    def _merge_waiting(self) -> None:
+        for rows, (out, lse) in self._waiting.take():
+            self._settle(rows, out, lse)
+        self._borrowed = False
 
     def result(self, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
         """Returns: out [B,S,H,E] in `dtype` (default: q's), lse [B,H,S] float32 or float64."""
         dtype = dtype or self._like.dtype
-        if self._last is not None and not self._whole(*self._last[:2]):
-            if self._total is not None and self._total[0].dtype == dtype:
-                self._merge_rows(self._total, *self._last)
-                self._last = None
-            else:
-                self._merge_last()
-        if self._last is None:
-            out, lse = self._total or self._nothing()
-            return out.to(dtype), lse
-        _, last_out, last_lse = self._last
-        if self._total is None:
-            return last_out.to(dtype), last_lse
-        out, lse = self._like.new_empty(self._shape, dtype=dtype), self._empty_lse()
-        merge_into(out, lse, *self._total, last_out, last_lse)
-        return out, lse
+        last = self._waiting.single
+        if last is not None and self._whole(last[0], last[1][0]):
+            last_out, last_lse = last[1]
+            if self._total is None:
+                return last_out.to(dtype), last_lse
+            out, lse = self._like.new_empty(self._shape, dtype=dtype), self._empty_lse()
+            merge_into(out, lse, *self._total, last_out, last_lse)
+            return out, lse
+        total = self._total or self._nothing(dtype)
+        if total[0].dtype == dtype:
+            for rows, (out, lse) in self._waiting.take():
+                self._merge_rows(total, rows, out, lse)
+            return total
+        self._merge_waiting()
+        assert self._total is not None
+        out, lse = self._total
+        return out.to(dtype), lse
 
     def _settle(self, rows: SomeRows, out: Tensor, lse: Tensor) -> None:
         """Merges a partial into the total."""
         if self._total is None and self._whole(rows, out):
             self._total = (out, lse)
             return
-        total_out, total_lse = self._total or self._nothing()
+        total_out, total_lse = self._total or self._nothing(self._wide)
         if self._owned:
             self._merge_rows((total_out, total_lse), rows, out, lse)
             return
@@ -219,10 +264,10 @@ class Accumulator:
         part = total[0][:, rows], total[1][:, :, rows]
         merge_into(*part, *part, out, lse)
 
-    def _nothing(self) -> tuple[Tensor, Tensor]:
-        self._owned = True
+    def _nothing(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        self._owned = dtype == self._wide
         self._total = (
-            self._like.new_zeros(self._shape, dtype=self._wide),
+            self._like.new_zeros(self._shape, dtype=dtype),
             self._empty_lse().fill_(-torch.inf),
         )
         return self._total
@@ -241,23 +286,25 @@ class GradientSum:
     def __init__(self, like: Tensor, *, few: bool = False) -> None:
         """Args:
         like: [B,S,heads,D]; shape, dtype and device of the gradient.
-        few: the second partial is probably the last, and waits: if it is, the sum is written in
-            its final dtype, in the place of the first. With more to come that takes more memory.
+        few: a partial that comes after the first is probably the last of its rows, and waits: if
+            it is, the sum is written in its final dtype, at best in the place of the first. With
+            more to come that takes more memory.
         """
         self._like = like
         self._few = few
         self._total: Tensor | None = None
         self._owned = False  # whether _total is a wide buffer of ours
-        self._second: tuple[SomeRows, Tensor] | None = None  # to be added to the first
+        self._waiting = _Apart()  # to be added to the total
 
     def add(self, rows: SomeRows, gradient: Tensor) -> None:
         """Adds the gradient of some rows [B,rows,heads,D]."""
         if self._total is None and self._whole(rows, gradient):
             self._total = gradient
-        elif self._few and not self._owned and self._second is None:
-            self._second = rows, gradient
+        elif self._few:
+            if not self._waiting.fits(rows):
+                self._settle()
+            self._waiting.add(rows, gradient)
         else:
-            self._settle()
             self._add(rows, gradient)
 
     def result(self, dtype: torch.dtype | None = None, plus: Tensor | None = None) -> Tensor:
@@ -277,7 +324,7 @@ class GradientSum:
     @property
     def empty(self) -> bool:
         """Whether there is no gradient yet."""
-        return self._total is None and self._second is None
+        return self._total is None and not self._waiting
 
     @property
     def held(self) -> Tensor:
@@ -287,16 +334,18 @@ class GradientSum:
 
     def _final(self, dtype: torch.dtype) -> Tensor:
         """The sum; rounded already where it ends in `dtype`, and nothing is added to it then."""
-        if self._second is not None and self._total is not None and self._total.dtype == dtype:
-            (rows, gradient), self._second = self._second, None
-            _add_rows(self._total, rows, gradient)
+        last = self._waiting.single
+        if self._total is not None and self._total.dtype == dtype:
+            for rows, (gradient,) in self._waiting.take():
+                _add_rows(self._total, rows, gradient)
+        elif self._total is not None and last is not None and self._whole(last[0], last[1][0]):
+            return self._plus(self._total, last[1][0], dtype)
         return self.held
 
     def _settle(self) -> None:
-        """Adds the partial that waits, if one does."""
-        if self._second is not None:
-            second, self._second = self._second, None
-            self._add(*second)
+        """Adds what waits."""
+        for rows, (gradient,) in self._waiting.take():
+            self._add(rows, gradient)
 
     def _add(self, rows: SomeRows, gradient: Tensor) -> None:
         """Adds to a wide total."""

@@ -6,7 +6,7 @@ not kernels and not the host, wait for flags.
 """
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -26,7 +26,7 @@ class SlottedCommunicator(Communicator):
     All ranks post the same number of exchanges; what one rank sends has the shapes of what the
     other expects. Exchanges take the n slots in turn, those that receive nothing too. A received
     block may be read, on the stream that waited for it, until the next exchange is posted that
-    takes the same slot and receives. The collective operations are not offered.
+    takes the same slot and receives, or is expected. The collective operations are not offered.
 
     Attributes: held_bytes: memory held for receiving, which torch's statistics do not show.
     """
@@ -39,6 +39,7 @@ class SlottedCommunicator(Communicator):
         self._slot_bytes = 0
         self._turn = 0
         self._awaited: set[int] = set()  # slots
+        self._offered = False  # the slot of this turn
 
     def buffers(self, like: Sequence[Described], device: torch.device) -> tuple[Tensor, ...]:
         """See Communicator.buffers; views of this turn's slot."""
@@ -58,6 +59,14 @@ class SlottedCommunicator(Communicator):
             self._grow(needed)
             self._slot_bytes = needed
 
+    def expect(self, sources: Collection[int]) -> None:
+        """See Communicator.expect; where the slot is not free yet the exchange offers it."""
+        slot = self._turn % self._slots
+        if slot not in self._awaited and not self._offered:
+            self._follow()
+            self._offer(slot, sources)
+            self._offered = True
+
     @property
     def held_bytes(self) -> int:
         return self._slots * self._slot_bytes
@@ -74,7 +83,7 @@ class SlottedCommunicator(Communicator):
         if receives and slot in self._awaited:
             raise RuntimeError(f"a block on {self.channel!r} was not waited for before the next")
         pending = self._post(slot, sends, receives)
-        self._turn += 1
+        self._turn, self._offered = self._turn + 1, False
         if not receives:
             return pending
         self._awaited.add(slot)
@@ -84,9 +93,15 @@ class SlottedCommunicator(Communicator):
     def _grow(self, slot_bytes: int) -> None:
         """Replaces the slab by one with larger slots; all ranks come here in the same turn."""
 
+    def _follow(self) -> None:
+        """What is done next comes after all that the present stream has queued."""
+
+    def _offer(self, slot: int, sources: Collection[int]) -> None:
+        """Lets ranks write to a slot, after `_follow`."""
+
     @abstractmethod
     def _post(self, slot: int, sends: Sequence[Send], receives: Sequence[Receive]) -> Pending[None]:
-        """An exchange with one destination and one source at most."""
+        """An exchange with one destination and one source at most; an offer, if none is made."""
 
     def _all_gather(self, x: Tensor) -> Pending[Tensor]:
         raise NotImplementedError("peer transport exchanges only")
@@ -146,15 +161,10 @@ class PeerCommunicator(SlottedCommunicator):
         current, copies = torch.cuda.current_stream(), self._stream
         capture = _capture_of(current)
         self._captured |= capture != 0
-        offer, arrival = self.rank * self._slots + slot, self.size * self._slots + slot
-        copies.wait_stream(current)
-        for source in {source for _, source in receives}:
-            reader = self._readers[slot]
-            # Before a capture, and before a replay, everything is in order on one stream.
-            if reader is not None and reader[0] != current and reader[1] == capture:
-                copies.wait_stream(reader[0])
-            self._write(copies, self.rank, arrival, 0)
-            self._write(copies, source, offer, 1)
+        arrival = self.size * self._slots + slot
+        self._follow()
+        if not self._offered:
+            self._offer(slot, {source for _, source in receives})
         base, done = slot * self._slot_bytes, torch.cuda.Event()
 
         def send() -> None:
@@ -190,6 +200,19 @@ class PeerCommunicator(SlottedCommunicator):
                 self._readers[slot] = now, _capture_of(now)
 
         return Pending(finish)
+
+    def _follow(self) -> None:
+        self._stream.wait_stream(torch.cuda.current_stream())
+
+    def _offer(self, slot: int, sources: Collection[int]) -> None:
+        current, copies = torch.cuda.current_stream(), self._stream
+        reader = self._readers[slot]
+        for source in sources:
+            # Before a capture, and before a replay, everything is in order on one stream.
+            if reader is not None and reader[0] != current and reader[1] == _capture_of(current):
+                copies.wait_stream(reader[0])
+            self._write(copies, self.rank, self.size * self._slots + slot, 0)
+            self._write(copies, source, self.rank * self._slots + slot, 1)
 
     def _remote(self, rank: int, offset: int, like: Tensor) -> Tensor:
         """A view of a peer's slab."""

@@ -102,7 +102,9 @@ class ProcessGroupTopology(Topology):
     def nodes(self) -> tuple[int, ...]:
         if self._nodes is None:
             hosts: list[str] = [""] * self.size
-            dist.all_gather_object(hosts, gethostname(), group=self._group)
+            # What NCCL goes by: containers of one machine may have one name, or several.
+            mine = os.environ.get("NCCL_HOSTID") or gethostname()
+            dist.all_gather_object(hosts, mine, group=self._group)
             self._nodes = tuple(hosts.index(host) for host in hosts)
         return self._nodes
 

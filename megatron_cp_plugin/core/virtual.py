@@ -3,7 +3,7 @@
 For tests and for trying an algorithm in a notebook; nothing here is fast.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pickle import dumps, loads
 from queue import Empty, SimpleQueue
 from threading import Event, Lock, Thread
@@ -172,9 +172,9 @@ class _VirtualCommunicator(Communicator):
 class VirtualPeerCommunicator(SlottedCommunicator):
     """As over peer memory, at its worst: what is read too late or changed too early is seen.
 
-    A slot is NaN from the moment when an exchange that receives into it is posted; its messages
-    are there once that is waited for. What is sent must be waited for, and be the same then as
-    when it was posted. Ranks that do not make room in the same turn are an error.
+    A slot is NaN from the moment when an exchange that receives into it is expected or posted; its
+    messages are there once that is waited for. What is sent must be waited for, and be the same
+    then as when it was posted. Ranks that do not make room in the same turn are an error.
     """
 
     def __init__(
@@ -205,6 +205,11 @@ class VirtualPeerCommunicator(SlottedCommunicator):
                 )
         self._slab = torch.full((self._slots * slot_bytes,), _NAN, dtype=torch.uint8)
 
+    def _offer(self, slot: int, sources: Collection[int]) -> None:
+        if sources:
+            start = slot * self._slot_bytes
+            self._slab[start : start + self._slot_bytes] = _NAN
+
     def _post(self, slot: int, sends: Sequence[Send], receives: Sequence[Receive]) -> Pending[None]:
         turn = self._turn
         posted = [(tensor, _bits(tensor).clone()) for tensor, _ in sends]
@@ -212,9 +217,8 @@ class VirtualPeerCommunicator(SlottedCommunicator):
         self._world.under_way.update(addresses)
         for (_, to), (_, bits) in zip(sends, posted, strict=True):
             self._world.post(self._address("blocks", turn, self.rank, to), bits)
-        if receives:
-            start = slot * self._slot_bytes
-            self._slab[start : start + self._slot_bytes] = _NAN
+        if not self._offered:
+            self._offer(slot, {source for _, source in receives})
 
         def finish() -> None:
             for buffer, source in receives:

@@ -88,6 +88,8 @@ def graphs(settings: Settings) -> str:
 def captured_modules(settings: Settings) -> list[str]:
     """The modules of each layer that are captured; none: the layers are captured whole."""
     modules = [getattr(module, "name", module) for module in settings.cuda_graph_modules or ()]
+    if any(module.startswith("full") for module in modules):  # former names of whole layers
+        return []
     # This one captures the layers of a GPT whole, whichever of these are named.
     local = graphs(settings) == "local" and not settings.hybrid_layer_pattern
     return [] if local and {"attn", "mlp"} & {*modules} else modules
@@ -97,6 +99,16 @@ def captures_attention(settings: Settings) -> bool:
     """Whether attention is in the graphs."""
     modules = captured_modules(settings)
     return graphs(settings) != "none" and (not modules or "attn" in modules)
+
+
+def has_experts(settings: Settings) -> bool:
+    """Whether layers have a mixture of experts."""
+    return (settings.num_experts or 1) > 1
+
+
+def _captures_documents(settings: Settings) -> bool:
+    """Whether attention is in the graphs, and packed documents are in the sequence."""
+    return captures_attention(settings) and packs_documents(settings) is not None
 
 
 def is_latent(settings: Settings) -> bool:
@@ -138,6 +150,7 @@ _OTHER_GROUPS = "it takes other groups of ranks from sample to sample"
 _KERNELS = "the attention kernels here do not compute it"
 _BY_RANK = "each rank does it with its own tokens, so the split would change the result"
 _UNTESTED = "never run together with the plugin"
+_ONE_BATCH = "a graph keeps the documents of the batch that was captured"
 
 FEATURES: tuple[Feature, ...] = (
     Feature(
@@ -276,11 +289,43 @@ FEATURES: tuple[Feature, ...] = (
     ),
     # Modes of the whole program.
     Feature(
+        "a mixture of experts in CUDA graphs of whole layers or iterations",
+        "cuda_graph_impl",
+        lambda settings: (
+            graphs(settings) != "none"
+            and has_experts(settings)
+            and not captured_modules(settings)
+            and packs_documents(settings) is None
+        ),
+        "experts take as many tokens as come, which no graph holds",
+        "use --cuda-graph-impl transformer_engine --cuda-graph-modules attn moe_router",
+    ),
+    Feature(
         "packed documents in CUDA graphs",
         "cuda_graph_impl",
-        lambda settings: graphs(settings) != "none" and packs_documents(settings) is not None,
-        "a graph keeps the documents of the batch that was captured",
-        "leave --cuda-graph-impl out",
+        lambda settings: _captures_documents(settings) and not has_experts(settings),
+        _ONE_BATCH,
+        "use --cuda-graph-impl transformer_engine --cuda-graph-modules mlp, or leave "
+        "--cuda-graph-impl out",
+    ),
+    Feature(
+        "packed documents in CUDA graphs with a mixture of experts",
+        "cuda_graph_impl",
+        lambda settings: _captures_documents(settings) and has_experts(settings),
+        _ONE_BATCH,
+        "use --cuda-graph-impl transformer_engine --cuda-graph-modules moe_router, or leave "
+        "--cuda-graph-impl out",
+    ),
+    Feature(
+        "documents of several samples in CUDA graphs",
+        "micro_batch_size",
+        lambda settings: (
+            graphs(settings) != "none"
+            and packs_documents(settings) is not None
+            and (settings.micro_batch_size or 1) > 1
+        ),
+        "Megatron makes one sequence of them, and captures several",
+        "use --micro-batch-size 1",
     ),
     Feature(
         "gated delta net layers in CUDA graphs",

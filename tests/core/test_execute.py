@@ -1,6 +1,9 @@
 """The executor over slots of memory, as copy engines use them, and over process groups."""
 
+from collections.abc import Collection
 from dataclasses import replace
+from threading import current_thread
+from typing import Any
 
 import pytest
 from torch import Tensor
@@ -10,7 +13,7 @@ from megatron_cp_plugin.core.layout import shard, unshard
 from megatron_cp_plugin.core.peer import SlottedCommunicator
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
-from megatron_cp_plugin.core.virtual import run_virtual
+from megatron_cp_plugin.core.virtual import VirtualPeerCommunicator, run_virtual
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.kernels.reference import Reference
 from megatron_cp_plugin.registry import create, layout_of
@@ -80,6 +83,32 @@ def test_copy_engines_find_what_they_need(
     for name in by_rank[0]:
         channels = [channels[name] for channels in by_rank]
         assert len({(channel._turn, channel.held_bytes) for channel in channels}) == 1
+
+
+def test_helpers_may_send_results_while_their_owner_computes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rank 0 has computed some rows of rank 1 when that has computed the others."""
+    done: dict[str, list[str]] = {"rank 0": [], "rank 1": []}
+
+    def note(what: str) -> None:
+        done[current_thread().name].append(what)
+
+    def offer(self: SlottedCommunicator, slot: int, sources: Collection[int]) -> None:
+        if sources:
+            note(f"offers {self.channel}")
+
+    def forward(*args: Any, **settings: Any) -> tuple[Tensor, Tensor]:
+        note("computes")
+        return attend(*args, **settings)
+
+    attend = Reference.forward
+    monkeypatch.setattr(VirtualPeerCommunicator, "_offer", offer)
+    monkeypatch.setattr(Reference, "forward", forward)
+    compare("distflash", {}, 2, Mask(), 8)
+    for rank, offers in (("rank 0", []), ("rank 1", ["offers returns"])):
+        forward = done[rank][: 3 + len(offers)]
+        assert forward == ["offers fetches", "computes", *offers, "computes"]
 
 
 @pytest.mark.parametrize("gradients", ["float32", "model"])

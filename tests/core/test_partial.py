@@ -108,6 +108,91 @@ def test_sums_of_some_rows():
     assert GradientSum(torch.zeros(1, 4, 1, 2)).result().abs().sum() == 0
 
 
+class Counted:
+    """Fused operations of a CPU, in float32, that count how often they are asked for."""
+
+    def __init__(self):
+        self.asked = []
+
+    def merge_into(self, out, lse, a, a_lse, b, b_lse):
+        self.asked.append(("merge", out.dtype, out.shape[1]))
+        merged = torch.logaddexp(a_lse, b_lse)
+        parts = ((a, a_lse), (b, b_lse))
+        out.copy_(sum(x * (x_lse - merged).exp().mT.unsqueeze(-1) for x, x_lse in parts))
+        lse.copy_(merged)
+
+    def sum_into(self, out, a, b):
+        self.asked.append(("sum", out.dtype, out.shape[1]))
+        out.copy_(a if b is None else a.float() + b.float())
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    monkeypatch.setattr(fused, "_by_device", {})
+    operations = Counted()
+    fused.register_fused("cpu", lambda: operations)
+    return operations
+
+
+def test_partials_of_other_rows_are_merged_where_the_output_is(counted):
+    """As where one rank computes some rows of a block, and another one the rest."""
+    tokens, half = 64, slice(0, 32)
+    generator = torch.Generator().manual_seed(0)
+
+    def partial(rows):
+        out = torch.randn(1, rows, 2, 8, generator=generator).bfloat16()
+        return out, torch.randn(1, 2, rows, generator=generator)
+
+    own, later, earlier = partial(tokens), partial(32), partial(32)
+    whole = torch.cat((earlier[0], later[0]), 1), torch.cat((earlier[1], later[1]), 2)
+    total = Accumulator(own[0], 8)
+    total.add(slice(0, tokens), own[0].clone(), own[1].clone())
+    total.add(slice(32, tokens), *later)
+    total.add(half, *earlier, borrowed=True)
+    out, lse = total.result()
+    assert counted.asked == [("merge", torch.bfloat16, 32)] * 2
+    merged = torch.empty_like(own[0]), torch.empty_like(own[1])
+    counted.merge_into(*merged, *own, *whole)
+    assert torch.equal(out, merged[0])
+    assert torch.equal(lse, merged[1])
+
+
+def test_borrowed_partials_of_other_rows_are_merged_in_time():
+    q = torch.zeros(1, 4, 1, 2)
+    total = Accumulator(q, 2)
+    parts = [(torch.full((1, 2, 1, 2), float(i)), torch.zeros(1, 1, 2)) for i in (1, 2)]
+    total.add(slice(2, 4), *parts[0], borrowed=True)
+    total.add(slice(0, 2), *parts[1])
+    total.settle()
+    parts[0][0].fill_(torch.nan)
+    assert total.result()[0][0, :, 0, 0].tolist() == [2, 2, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("rows", "asked"),
+    [
+        # Each row gets one more: in the place of the first, rounded once.
+        ([(32, 64), (0, 32)], [("sum", torch.bfloat16, 32)] * 2),
+        # Two more: one sum in float32, and one that ends in bfloat16.
+        ([(0, 64), (0, 64)], [("sum", torch.float32, 64), ("sum", torch.bfloat16, 64)]),
+    ],
+)
+def test_few_gradients_are_summed_in_as_few_passes(counted, rows, asked):
+    like = torch.zeros(1, 64, 2, 8, dtype=torch.bfloat16)
+    generator = torch.Generator().manual_seed(0)
+    parts = [torch.randn(1, stop - start, 2, 8, generator=generator).bfloat16()
+             for start, stop in [(0, 64), *rows]]  # fmt: skip
+    expected = parts[0].float()
+    for (start, stop), part in zip(rows, parts[1:], strict=True):
+        expected[:, start:stop] += part
+    total = GradientSum(like, few=True)
+    total.add(slice(0, 64), parts[0])
+    for (start, stop), part in zip(rows, parts[1:], strict=True):
+        total.add(slice(start, stop), part)
+    assert torch.equal(total.result(), expected.bfloat16())
+    assert counted.asked == asked
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_delta(dtype):
     """Only what comes in is rounded, not what is summed."""

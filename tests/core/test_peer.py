@@ -296,6 +296,9 @@ def cuda(gpus: Gpus) -> Iterator[None]:
         yield
 
 
+What = Literal["expect", "post", "wait"]
+
+
 @dataclass(frozen=True)
 class Exchange:
     """Each of the receivers gets a block from the rank `shift` before it."""
@@ -307,32 +310,47 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Program:
-    """What all ranks do in one order: posts an exchange, or waits for it, by its index."""
+    """What all ranks do in one order: expect an exchange, post it, or wait for it, by its index."""
 
     exchanges: tuple[Exchange, ...]
-    events: tuple[tuple[bool, int], ...]  # whether posted
+    events: tuple[tuple[What, int], ...]
 
     @staticmethod
     def draw(random: Random, case: "Case") -> "Program":
         exchanges: list[Exchange] = []
-        events: list[tuple[bool, int]] = []
+        events: list[tuple[What, int]] = []
+        expected: dict[int, int] = {}  # by channel
         under_way: list[int] = []
         count = random.randrange(1, 6)
-        while len(exchanges) < count or under_way:
+        while len(exchanges) < count or under_way or expected:
             channel = random.randrange(case.channels)
             turns = [n for n, other in enumerate(exchanges) if other.channel == channel]
+            if channel in expected:
+                turns.remove(expected[channel])
             # A slot is waited for before it is taken again.
             free = not any(index in under_way for index in turns[-case.slots : len(turns)][:1])
             free |= len(turns) < case.slots
-            if len(exchanges) < count and free and random.random() < 0.6:
+            if channel in expected:
+                if free and random.random() < 0.6:
+                    under_way.append(expected.pop(channel))
+                    events.append(("post", under_way[-1]))
+                    continue
+            elif len(exchanges) < count and random.random() < 0.6:
                 receivers = [rank for rank in range(case.size) if random.random() < 0.8]
                 shift = random.randrange(1, case.size)
+                if random.random() < 0.4:
+                    expected[channel] = len(exchanges)
+                    events.append(("expect", len(exchanges)))
+                elif free:
+                    under_way.append(len(exchanges))
+                    events.append(("post", len(exchanges)))
+                else:
+                    continue
                 exchanges.append(Exchange(channel, shift, frozenset(receivers)))
-                under_way.append(len(exchanges) - 1)
-                events.append((True, under_way[-1]))
-            elif under_way:
+                continue
+            if under_way:
                 index = under_way.pop(random.randrange(len(under_way)))
-                events.append((False, index))
+                events.append(("wait", index))
         return Program(tuple(exchanges), tuple(events))
 
 
@@ -378,13 +396,16 @@ class Rank:
         case, random, pending = self.case, self.gpus.random, {}
         for stream in streams[1:]:
             stream.wait_stream(streams[0])
-        for posted, index in program.events:
+        for what, index in program.events:
             exchange = program.exchanges[index]
             channel, stream = self.channels[exchange.channel], random.choice(streams)
             source = (self.rank - exchange.shift) % case.size
             target = (self.rank + exchange.shift) % case.size
             with self.gpus.on(stream):
-                if posted:
+                if what == "expect":
+                    if self.rank in exchange.receivers:
+                        channel.expect({source})
+                elif what == "post":
                     sent, sends, receives = torch.full((4,), float("nan")), [], []
                     if self.rank in exchange.receivers:
                         (buffer,) = channel.buffers([FLOAT], torch.device("cpu"))
@@ -497,13 +518,15 @@ def test_blocks_are_whole(
 
 
 WRONG, STUCK = "a block is wrong", "streams wait for each other"
+LEFT = "an offer is left"
 OUTSIDE, OPEN = "waits for work outside of the capture", "did not come back before capture ended"
 _FINISH = "            now.wait_event(done)\n"
 _READ = "                self._readers[slot] = now, _capture_of(now)\n"
+_OFFER = "                self._write(now, receives[0][1], self.rank * self._slots + slot, 1)\n"
 # Lines of the transport, what is put in their place, and what comes of it.
 FAULTS: dict[str, tuple[dict[str, str], str]] = {
     "the flag of what has come is not set back": (
-        {"self._write(copies, self.rank, arrival, 0)": "pass"},
+        {"self._write(copies, self.rank, self.size * self._slots + slot, 0)": "pass"},
         WRONG,
     ),
     "the flag of an offer is not set back": (
@@ -523,18 +546,29 @@ FAULTS: dict[str, tuple[dict[str, str], str]] = {
         WRONG,
     ),
     "a slot is offered again, to the next graph too, as soon as its block has come": (
-        {_READ: _READ + "                self._write(now, receives[0][1], offer, 1)\n"},
+        {_READ: _READ + _OFFER},
         STUCK,
     ),
     "a block is sent before it is made": (
-        {"        copies.wait_stream(current)\n": ""},
+        {"        self._stream.wait_stream(torch.cuda.current_stream())\n": "        pass\n"},
         OUTSIDE,
     ),
     "a sender changes a block before it has left": (
         {_FINISH: "            if not sends:\n    " + _FINISH},
         OPEN,
     ),
-    "a captured stream waits for a reader of before": ({" and reader[1] == capture": ""}, OUTSIDE),
+    "a captured stream waits for a reader of before": (
+        {" and reader[1] == _capture_of(current)": ""},
+        OUTSIDE,
+    ),
+    "a slot is expected while its block is awaited": (
+        {"slot not in self._awaited and not self._offered": "not self._offered"},
+        WRONG,
+    ),
+    "a slot that is expected is offered once more": (
+        {"        if not self._offered:\n": "        if True:\n"},
+        LEFT,
+    ),
 }
 
 
@@ -563,7 +597,7 @@ def found(case: Case, seed: int, module: ModuleType = peer) -> str:
         run(case, seed, module)
     except AssertionError as error:
         said = str(error).splitlines()[0]
-        return next((each for each in (WRONG, STUCK, OUTSIDE, OPEN) if each in said), said)
+        return next((each for each in (WRONG, STUCK, LEFT, OUTSIDE, OPEN) if each in said), said)
     return ""
 
 
@@ -574,7 +608,7 @@ def test_replays_keep_the_memory_that_they_write_to() -> None:
         rank = Rank(0, Case(size=2), gpus, peer)
         (channel,) = rank.channels
         held = channel.held_bytes
-        nothing = Program((Exchange(0, 1, frozenset([0])),), ((True, 0), (False, 0)))
+        nothing = Program((Exchange(0, 1, frozenset([0])),), (("post", 0), ("wait", 0)))
         with gpus.on(rank.streams[0]):
             channel.reserve([((1024,), torch.float32)])
             assert channel.held_bytes > held  # nothing was captured: the former memory is free

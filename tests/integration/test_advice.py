@@ -172,10 +172,10 @@ def _changes(
     """What each choice of an advice does to Megatron's arguments."""
     defaults = vars(parser.parse_args(split_flags(MODEL)[1]))
     options = parser._option_string_actions
-    flag = r"--[\w-]+"
+    flag, value = r"--[\w-]+", r"[^-\s]\S*"
     for choice in re.split(r", or ", feature.instead):
         leave = re.fullmatch(r"leave (.+) out(?:, and choose a kernel with --cp-kernel)?", choice)
-        add = re.fullmatch(rf"(?:add|use) ({flag}(?: [^-\s]\S*)?(?: {flag} \S+)?)", choice)
+        add = re.fullmatch(rf"(?:add|use) ({flag}(?: {value})?(?: {flag}(?: {value})+)?)", choice)
         words = re.fullmatch(r"use (.+)", choice)
         if choice == "use scripts/pretrain_gpt.py --config":
             yield lambda args: setattr(args, "yaml_cfg", None)

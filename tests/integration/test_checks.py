@@ -51,6 +51,7 @@ ASKING: dict[str, Any] = {
 # What is refused only beside another setting, or by another value than `ASKING` has, by the
 # feature's name.
 DOCUMENTS = {"dataloader_inter_document_masking": True}
+EXPERTS = {"num_experts": 4}
 GATED = {"experimental_attention_variant": "gated_delta_net"}
 LATENT = {"multi_latent_attention": True, "apply_rope_fusion": False}
 BESIDE: dict[str, dict[str, Any]] = {
@@ -65,7 +66,14 @@ BESIDE: dict[str, dict[str, Any]] = {
         "pipeline_model_parallel_size": 2,
         "world_size": 8,
     },
+    "a mixture of experts in CUDA graphs of whole layers or iterations": EXPERTS,
     "packed documents in CUDA graphs": DOCUMENTS,
+    "packed documents in CUDA graphs with a mixture of experts": DOCUMENTS | EXPERTS,
+    "documents of several samples in CUDA graphs": {
+        **DOCUMENTS,
+        "cuda_graph_impl": "transformer_engine",
+        "cuda_graph_modules": ["mlp"],
+    },
     "gated delta net layers in CUDA graphs": GATED,
     "Megatron-FSDP in CUDA graphs": {"cuda_graph_impl": "local"},
     "FSDP in CUDA graphs": {"cuda_graph_impl": "transformer_engine"},
@@ -129,6 +137,54 @@ def test_every_refused_feature_is_named(args: argparse.Namespace, feature: Any) 
     assert feature.name in message
     assert f"got {feature.flag} {getattr(value, 'name', value)}" in message
     assert message.endswith(feature.instead)
+
+
+@pytest.mark.parametrize(
+    ("flags", "refused"),
+    [
+        ("--cuda-graph-impl local", "a mixture of experts"),
+        ("--cuda-graph-impl local --cuda-graph-modules attn moe_router", "a mixture of experts"),
+        ("--cuda-graph-impl local --cuda-graph-modules moe_router", ""),
+        ("--cuda-graph-impl full_iteration", "a mixture of experts"),
+        ("--cuda-graph-impl transformer_engine", "a mixture of experts"),
+        ("--cuda-graph-impl transformer_engine --cuda-graph-modules full", "a mixture of experts"),
+        ("--cuda-graph-impl transformer_engine --cuda-graph-modules attn moe_router", ""),
+    ],
+)
+def test_a_mixture_of_experts_in_graphs(
+    parser: argparse.ArgumentParser, args: argparse.Namespace, flags: str, refused: str
+) -> None:
+    vars(args).update(EXPERTS)
+    parser.parse_args(flags.split(), namespace=args)
+    if refused:
+        assert refused in refusal(args)
+    else:
+        check_settings(args, ContextParallelConfig("zigzag", 4))
+
+
+@pytest.mark.parametrize(
+    ("flags", "refused"),
+    [
+        ("--cuda-graph-impl local --cuda-graph-modules mlp", "packed documents"),
+        ("--cuda-graph-impl full_iteration", "packed documents"),
+        ("--cuda-graph-impl transformer_engine --cuda-graph-modules attn mlp", "packed documents"),
+        ("--cuda-graph-impl transformer_engine --cuda-graph-modules full", "packed documents"),
+        ("--cuda-graph-impl transformer_engine --cuda-graph-modules mlp", ""),
+        (
+            "--cuda-graph-impl transformer_engine --cuda-graph-modules mlp --micro-batch-size 2",
+            "documents of several samples in CUDA graphs",
+        ),
+    ],
+)
+def test_packed_documents_in_graphs(
+    parser: argparse.ArgumentParser, args: argparse.Namespace, flags: str, refused: str
+) -> None:
+    vars(args).update(DOCUMENTS)
+    parser.parse_args(flags.split(), namespace=args)
+    if refused:
+        assert refused in refusal(args)
+    else:
+        check_settings(args, ContextParallelConfig("zigzag", 4))
 
 
 @pytest.mark.parametrize("feature", FEATURES, ids=lambda feature: feature.setting)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_cp_plugin.harness import prepare_data
 from tests.integration.conversations import write_conversations
 from tests.integration.megatron_job import SCRIPT, run
 
@@ -62,11 +63,12 @@ SCALED = {
     "llama13b_ring_128k": f"{OF_RANDOM_TOKENS} {OF_A_RANK} 40",
     "llama3_8b_fsdp_128k": f"{OF_RANDOM_TOKENS} {OF_A_RANK} 32",
     "tnl1b_lasp2_512k": f"{OF_RANDOM_TOKENS} --hidden-size 2048",
+    "tnl400m_lasp2_16k": OF_RANDOM_TOKENS,
 }
 # The same unsplit, by Megatron's own attention where it has the model. The weights of gated delta
 # nets come from other numbers then, and those of experts from other generators.
 UNSPLIT = dict.fromkeys(SCALED, "--context-parallel-algo megatron --context-parallel-size 1")
-UNSPLIT["tnl1b_lasp2_512k"] = "--context-parallel-size 1"
+UNSPLIT["tnl1b_lasp2_512k"] = UNSPLIT["tnl400m_lasp2_16k"] = "--context-parallel-size 1"
 del UNSPLIT["qwen3_next_64k"]
 
 RUNS = (
@@ -93,6 +95,8 @@ RUNS = (
     "tnl1b_lasp2_512k 8 --context-parallel-algo lasp",
     "tnl1b_lasp2_512k 8 --context-parallel-algo linear_ulysses",
     "tnl1b_lasp2_512k 8 --cp-layers lasp2*3,zigzag --cp-options layout=zigzag",
+    "tnl400m_lasp2_16k 2",
+    "tnl400m_lasp2_16k 1 --context-parallel-size 1",
     "llama13b_ring_128k 32",
     "llama13b_ring_128k 32 --context-parallel-algo zigzag",
     "llama13b_ring_128k 4 --context-parallel-size 4 --num-layers 8",
@@ -111,10 +115,16 @@ def test_run_files_train_on_two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyP
         pytest.skip(f"needs two GPUs, found {torch.cuda.device_count()}")
     write_conversations(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    data = f"--data-path {tmp_path}/data.jsonl --tokenizer-model {tmp_path}/tokenizer"
+    readme, text = Path(__file__).parents[2] / "README.md", str(tmp_path / "text")
+    assert prepare_data.main([str(readme), "--output", text]) == 0
+    tokenizer = f"--tokenizer-model {tmp_path}/tokenizer"
+    data = {
+        "llama3_8b_sft": f"--data-path {tmp_path}/data.jsonl {tokenizer}",
+        "tnl400m_lasp2_16k": f"--data-path {text}",
+    }
 
     def losses(name: str, split: bool) -> list[float]:
-        words = [*SCALED[name].split(), *(data.split() if name == "llama3_8b_sft" else ())]
+        words = [*SCALED[name].split(), *data.get(name, "").split()]
         words += ["--context-parallel-size", "2"] if split else UNSPLIT[name].split()
         words += ["--data-cache-path", str(tmp_path / f"{name}-{split}")]
         command = (str(SCRIPT), "--config", name)

@@ -53,8 +53,8 @@ FAULTS = (
     ),
     Fault(
         "core/partial.py",
-        "        self._merge_last()\n        self._last, self._borrowed = (rows",
-        "        self._last, self._borrowed = (rows",
+        "            self._merge_waiting()\n        self._waiting.add",
+        "            self._waiting.take()\n        self._waiting.add",
         "a partial is dropped when the next one comes",
         "core/test_partial.py::test_any_split_of_the_keys_in_any_order_gives_the_whole",
     ),
@@ -301,8 +301,8 @@ FAULTS = (
     ),
     Fault(
         "core/peer.py",
-        "        copies.wait_stream(current)\n",
-        "",
+        "        self._stream.wait_stream(torch.cuda.current_stream())\n",
+        "        pass\n",
         "copies to peers do not wait for what is copied",
         "core/test_peer.py::test_blocks_are_whole",
     ),

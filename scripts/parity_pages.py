@@ -1,0 +1,185 @@
+"""What the parity runs of GPUs found, as parts of docs/parity.md and docs/graphs.md."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import math
+import platform
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from convergence_runs import Variant
+from parity_judging import GRADIENT_FACTOR, LOSS_FACTOR, judge, worst_ratio
+from parity_matrix import ON_GPUS, TABLE
+
+from megatron_cp_plugin import registry
+
+ITERATIONS = 10  # that most runs train
+GRAPHS_PAGE = TABLE.with_name("graphs.md")
+ON_CAPTURED_RUNS = "## What was run"
+# What stands below the table.
+NOTES = """Bold: further off than allowed. `linear` in bfloat16 is so by one kind of parameter, the
+angles of positions, whose gradient is a sum over all tokens with much cancellation: in float32
+its error is 3e-5 to 5e-5, some 500 roundings, and as many roundings of bfloat16 are all of it; all
+other gradients are within the bound. Gated delta net in bfloat16 (`delta-net`) could not be run:
+flash-linear-attention 0.6.0 refuses Triton 3.6 on Hopper, with Megatron's own split as well.
+"""
+
+
+@dataclass(frozen=True)
+class CapturedRow:
+    """A model in docs/graphs.md.
+
+    Attributes:
+        key: Of its runs without CUDA graphs.
+        about: Names it in the table.
+        variants: The algorithms.
+        captured: By who captures, as Megatron's flag says it, the key of the runs in CUDA graphs.
+    """
+
+    key: str
+    about: str
+    variants: Sequence[Variant]
+    captured: Mapping[str, str]
+
+
+def section(report: Mapping[str, Any]) -> str:
+    """Returns the part of docs/parity.md on GPUs.
+
+    Args:
+        report: What rows.json holds.
+    """
+    about = report["about"]
+    lines = [
+        ON_GPUS,
+        "",
+        f"Written by `scripts/parity_gpus.py` on {about['date']}, commit {about['commit']}: "
+        f"{about['versions']}, {about['device']}.",
+        "",
+        f"A run trains a GPT of 4 layers with heads of dim 128 for {ITERATIONS} iterations of two",
+        "sequences of 4096 tokens at CP 2, among Transformer Engine's layers, and is compared with",
+        "Transformer Engine's own attention at CP 1 (linear attention: lasp2 at CP 1): the worst",
+        "loss of any iteration / the worst gradient of any parameter at iterations 1, 5, 10,",
+        "relative. In float32, TF32 off, the bounds are those above. In bfloat16 gradients are in",
+        f"the Euclidean norm, and no loss may be off by more than {LOSS_FACTOR:g} times, no",
+        f"gradient by more than {GRADIENT_FACTOR:g} times what Transformer Engine's p2p at CP 2",
+        "is off; in brackets how many times that the worst gradient is. Linear attention has the",
+        "bounds above in bfloat16 too.",
+        "",
+        "| key | combination | p2p | algorithms |",
+        "| --- | --- | --- | --- |",
+    ]
+    for one in report["rows"]:
+        stick = one["yardstick"]
+        found = "" if stick is None else _errors(stick)
+        runs = ", ".join(f"{run['role']} {cell(run, stick)}" for run in one["runs"])
+        lines.append(f"| `{one['key']}` | {one['about']} | {found} | {runs} |")
+    return "\n".join([*lines, "", NOTES])
+
+
+def graphs_section(report: Mapping[str, Any] | None, models: Sequence[CapturedRow]) -> str:
+    """Returns the part of docs/graphs.md on what was run.
+
+    Args:
+        report: What rows.json holds; None: nothing was run yet.
+        models: All that may be run, each with the same captors.
+    """
+    captors = [name for model in models[:1] for name in model.captured]
+    lines = [ON_CAPTURED_RUNS, ""]
+    if report is not None:
+        about = report["about"]
+        lines += [
+            f"Written by `scripts/parity_gpus.py` on {about['date']}, commit {about['commit']}: "
+            f"{about['versions']}, {about['device']}.",
+            "",
+        ]
+    lines += [
+        "A GPT of 4 layers among Transformer Engine's layers at CP 2, two micro-batches a step, in",
+        "Megatron's deterministic mode. Equal: all losses, and the gradients of every parameter at",
+        "the first, the middle and the last iteration, are those of the same run without graphs to",
+        "the bit; in the last one all that is captured was replayed. Without: how far the run",
+        "without graphs is from CP 1, as in [parity.md](parity.md), or that it trained; without",
+        "the gradient of the embedding, which Megatron sums in bfloat16 in this mode. Empty: not",
+        "run.",
+        "",
+        f"| {' | '.join(['model', 'algorithm', 'transport', 'without', *captors])} |",
+        "|" + " --- |" * (4 + len(captors)),
+    ]
+    rows = {one["key"]: one for one in (report or {"rows": ()})["rows"]}
+    for model in models:
+        for variant in model.variants:
+            cells = [model.about, variant.label, _transport(variant)]
+            for key in (model.key, *model.captured.values()):
+                row = rows.get(key, {"runs": (), "yardstick": None})
+                found = [run for run in row["runs"] if run["role"] == variant.label]
+                other = "" if key == model.key else model.key
+                cells.append(cell(found[0], row["yardstick"], other) if found else "")
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, ""])
+
+
+def _transport(variant: Variant) -> str:
+    """What blocks travel by on GPUs of one node."""
+    kind = registry.algorithm_class(variant.algo).Options
+    if "transport" not in kind.__dataclass_fields__:
+        return "process group"
+    chosen = dict(variant.options).get("transport", "auto")
+    return "process group" if chosen == "group" else "peer memory"
+
+
+def cell(run: Mapping[str, Any], yardstick: Mapping[str, Any] | None, eager: str = "") -> str:
+    """What the tables say of a run. Args: eager: key of the runs that it must equal, if any."""
+    if run["failure"]:
+        return "**failed**"
+    if eager:
+        return "**differs**" if run["problems"] else "equal"
+    if "gradient_errors" not in run:
+        return "**failed**" if run["problems"] else "trained"
+    text = _errors(run)
+    if yardstick is not None and yardstick.get("gradient_errors"):
+        text += f" ({worst_ratio(run, yardstick)[0]:.1f})"
+    return f"**{text}**" if judge(run, yardstick) else text
+
+
+def _errors(run: Mapping[str, Any]) -> str:
+    if "gradient_errors" not in run:
+        return "**failed**"
+    return f"{run['loss_error']:.0e} / {max(run['gradient_errors'].values(), default=math.nan):.0e}"
+
+
+def write_pages(report: Mapping[str, Any], models: Sequence[CapturedRow]) -> None:
+    """Puts what rows.json holds into the pages; a page that it has nothing for stays as it is."""
+    captured = {key for model in models for key in (model.key, *model.captured.values())}
+    parts = [one for one in report["rows"] if one["key"] in captured]
+    others = [one for one in report["rows"] if one["key"] not in captured]
+    for page, heading, rows, text in (
+        (TABLE, ON_GPUS, others, section),
+        (GRAPHS_PAGE, ON_CAPTURED_RUNS, parts, partial(graphs_section, models=models)),
+    ):
+        if rows:
+            before, _, _ = page.read_text().partition(heading)
+            page.write_text(f"{before.rstrip()}\n\n{text({**report, 'rows': rows})}")
+
+
+def describe(commit: str) -> dict[str, str]:
+    """What the numbers were measured with."""
+    packages = "torch", "megatron-core", "transformer-engine"
+    versions = [f"Python {platform.python_version()}"]
+    for name in packages:
+        try:
+            versions.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            versions.append(f"no {name}")
+    if not commit:
+        words = ["git", "rev-parse", "--short", "HEAD"]
+        result = subprocess.run(words, cwd=TABLE.parent, capture_output=True, text=True)
+        commit = result.stdout.strip() or "unknown"
+    count = torch.cuda.device_count()
+    device = f"{count} x {torch.cuda.get_device_name()}" if count else "no GPU"
+    date = str(datetime.date.today())
+    return {"date": date, "commit": commit, "versions": ", ".join(versions), "device": device}
