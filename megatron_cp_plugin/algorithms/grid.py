@@ -83,7 +83,8 @@ class GridAlgorithm(PointToPoint):
         self, kind: type[GridPlacement], grid: Grid, groups: tuple[HeadGroup, ...], phase: Phase
     ) -> GridPlacement:
         wide = self.partials == "float32", self.options.gradients == "float32"
-        backward = phase == "backward"
+        # What is gathered is so in both passes, of which one plan is derived then.
+        backward = phase == "backward" and kind is not GatheredPlacement
         return kind(self.layout, self.topology.size, groups, *wide, grid=grid, backward=backward)
 
     def head_groups(self, shape: Shape, mask: Mask) -> tuple[HeadGroup, ...]:

@@ -15,7 +15,7 @@ from megatron_cp_plugin.core.placement import BlockPlacement, Place
 class GridPlacement(BlockPlacement):
     """Queries of a row of ranks meet the keys of a column on the rank where they cross.
 
-    Attributes: backward: of which pass it is.
+    Attributes: backward: whether it is of that pass, where this changes when blocks meet.
     """
 
     grid: Grid = field(kw_only=True)

@@ -24,9 +24,9 @@ class _Recorded(Layout):
         return 1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Owned(Sequence[Spans]):
-    """The positions that each rank owns.
+    """The positions that each rank owns; equal to others that are the same.
 
     A rank's are made when they are asked for: with many documents all of them take longer than
     what one rank plans with them.
@@ -42,6 +42,15 @@ class Owned(Sequence[Spans]):
     def recorded(cls, spans: Sequence[Spans]) -> Self:
         """Positions that are known already."""
         return cls(_Recorded(tuple(spans)), len(spans), 0)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Owned):
+            return NotImplemented
+        mine, others = ((x.layout, x.size, x.seq_len) for x in (self, other))
+        return mine == others or tuple(self) == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(self.lengths)
 
     def __len__(self) -> int:
         return self.size
