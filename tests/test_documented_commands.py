@@ -145,3 +145,17 @@ def test_commands_of_the_pages(command: str, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert says in done.stdout
+
+
+def test_code_on_pages_imports_what_it_uses() -> None:
+    """Of what pages show as Python, also where nothing runs it."""
+    blocks: list[str] = []
+    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")):
+        found = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+        # Of one program there, of several files elsewhere.
+        blocks += ["\n".join(found)] if page.name == "spans.md" else found
+    assert len(blocks) > 5
+    for block in blocks:
+        command = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F821", "-"]
+        done = subprocess.run(command, input=block, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + block

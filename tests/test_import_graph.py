@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,7 @@ def imported(tree: ast.AST, modules: Iterable[str]) -> Iterator[str]:
                 yield name if name in modules else str(node.module)
 
 
+@cache
 def import_graph() -> dict[str, set[str]]:
     files = {
         ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
