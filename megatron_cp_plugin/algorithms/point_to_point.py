@@ -112,8 +112,9 @@ class PointToPoint(Algorithm):
             shape, call.mask, "backward", rectangular=rectangular, rank=self.planned_alone
         )
         plan = _with_results(plan, dq=call.dq, dkv=call.dkv)
-        few = plan.steps <= 2 * len(plan.groups)
-        work = Backward(dout, q, k, v, statistics, call, few=few, retained=retained)
+        groups = len(plan.groups)
+        few = plan.steps <= 2 * groups
+        work = Backward(dout, q, k, v, statistics, call, groups=groups, few=few, retained=retained)
         follow(plan, self._channels(plan, shape), work, overlap=self.overlap)
         return work.gradients
 

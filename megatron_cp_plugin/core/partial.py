@@ -7,7 +7,7 @@ Source: AttnFix (Attention2D, Algorithm 2); the same as rescale (DISTFLASHATTN, 
 GAO (BurstAttention, Algorithm 1, lines 13-16). Differs: rows that no key is visible to.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -79,16 +79,16 @@ def _weight(lse: Tensor, merged: Tensor) -> Tensor:
     return factor.transpose(1, 2).unsqueeze(-1)
 
 
-def _sum_into(out: Tensor, a: Tensor, b: Tensor | None = None) -> None:
-    """out = a + b, summed in float32 (float64 for float64); out may be a; no b: a copy."""
+def _sum_into(out: Tensor, a: Tensor, *others: Tensor) -> None:
+    """out = a + the others, two at most, summed in float32 (float64 for float64); out may be a."""
     fused = fused_for(out)
     if fused is not None and a.dtype != torch.float64:
-        fused.sum_into(out, a, b)
-    elif b is None:
+        fused.sum_into(out, a, *others)
+    elif not others:
         out.copy_(a)
     else:
         wide = accumulation_dtype(a.dtype)
-        out.copy_(a.to(wide) + b.to(wide))
+        out.copy_(sum((b.to(wide) for b in others), start=a.to(wide)))
 
 
 def _add_rows(total: Tensor, rows: SomeRows, gradient: Tensor) -> None:
@@ -140,9 +140,16 @@ class Accumulator:
     The first partial may be written to.
     """
 
-    def __init__(self, q: Tensor, value_dim: int) -> None:
-        """Args: q: [B,S,H,D]. value_dim: E of the output to come, which is else like q."""
+    def __init__(
+        self, q: Tensor, value_dim: int, place: tuple[Tensor, Tensor] | None = None
+    ) -> None:
+        """Args:
+        q: [B,S,H,D]. value_dim: E of the output to come, which is else like q.
+        place: where the result will be, out [B,S,H,E] in q's dtype and lse [B,H,S], which may be
+            strided; None: in memory of its own.
+        """
         self._like = q
+        self._place = place
         self._shape = (*q.shape[:3], value_dim)
         self._wide = accumulation_dtype(q.dtype)
         self._total: tuple[Tensor, Tensor] | None = None
@@ -154,6 +161,10 @@ class Accumulator:
     def empty(self) -> bool:
         """Whether there is no partial yet."""
         return self._last is None and self._total is None
+
+    def place_of_first(self, rows: int) -> tuple[Tensor, Tensor] | None:
+        """Where the result will be, if the first partial, of so many rows, can be there."""
+        return self._place if self.empty and rows == self._like.shape[1] else None
 
     def add(self, rows: SomeRows, out: Tensor, lse: Tensor, *, borrowed: bool = False) -> None:
         """Merges a partial of some rows: out [B,rows,H,E], lse [B,H,rows].
@@ -174,7 +185,10 @@ class Accumulator:
         self._last, self._borrowed = None, False
 
     def result(self, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-        """Returns: out [B,S,H,E] in `dtype` (default: q's), lse [B,H,S] float32 or float64."""
+        """Returns: out [B,S,H,E] in `dtype` (default: q's), lse [B,H,S] float32 or float64.
+
+        Args: dtype: of a result that has no place.
+        """
         dtype = dtype or self._like.dtype
         if self._last is not None and not self._whole(*self._last[:2]):
             if self._total is not None and self._total[0].dtype == dtype:
@@ -183,14 +197,25 @@ class Accumulator:
             else:
                 self._merge_last()
         if self._last is None:
-            out, lse = self._total or self._nothing()
-            return out.to(dtype), lse
+            return self._placed(dtype, *(self._total or self._nothing()))
         _, last_out, last_lse = self._last
         if self._total is None:
-            return last_out.to(dtype), last_lse
-        out, lse = self._like.new_empty(self._shape, dtype=dtype), self._empty_lse()
+            return self._placed(dtype, last_out, last_lse)
+        out, lse = self._place or (
+            self._like.new_empty(self._shape, dtype=dtype),
+            self._empty_lse(),
+        )
         merge_into(out, lse, *self._total, last_out, last_lse)
         return out, lse
+
+    def _placed(self, dtype: torch.dtype, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        """A result where it belongs."""
+        if self._place is None:
+            return out.to(dtype), lse
+        if out is not self._place[0]:
+            _sum_into(self._place[0], out)
+            self._place[1].copy_(lse)
+        return self._place
 
     def _settle(self, rows: SomeRows, out: Tensor, lse: Tensor) -> None:
         """Merges a partial into the total."""
@@ -238,24 +263,30 @@ class Accumulator:
 class GradientSum:
     """Running sum of the partial gradients of one block, in float32 from the second one on."""
 
-    def __init__(self, like: Tensor, *, few: bool = False) -> None:
+    def __init__(self, like: Tensor, *, few: bool = False, place: Tensor | None = None) -> None:
         """Args:
         like: [B,S,heads,D]; shape, dtype and device of the gradient.
-        few: the second partial is probably the last, and waits: if it is, the sum is written in
-            its final dtype, in the place of the first. With more to come that takes more memory.
+        few: partials wait, of which a row has three at most: the sum is written in its final
+            dtype, in the place of the first. With more to come that takes more memory.
+        place: where the sum will be written to, so that the first partial can be there.
         """
         self._like = like
         self._few = few
+        self._place = place
         self._total: Tensor | None = None
         self._owned = False  # whether _total is a wide buffer of ours
-        self._second: tuple[SomeRows, Tensor] | None = None  # to be added to the first
+        self._waiting: list[tuple[slice, Tensor]] = []  # to be added to the first
+
+    def place_of_first(self, rows: int) -> Tensor | None:
+        """Where the sum will be, if the first partial, of so many rows, can be there."""
+        return self._place if self.empty and rows == self._like.shape[1] else None
 
     def add(self, rows: SomeRows, gradient: Tensor) -> None:
         """Adds the gradient of some rows [B,rows,heads,D]."""
         if self._total is None and self._whole(rows, gradient):
             self._total = gradient
-        elif self._few and not self._owned and self._second is None:
-            self._second = rows, gradient
+        elif self._few and not self._owned and self._may_wait(rows):
+            self._waiting.append((rows, gradient))
         else:
             self._settle()
             self._add(rows, gradient)
@@ -272,12 +303,16 @@ class GradientSum:
 
     def write(self, out: Tensor, plus: Tensor | None = None) -> None:
         """out [B,S,heads,D] = the sum, and `plus` if there is one; out may be strided."""
-        _sum_into(out, self._final(out.dtype) if plus is None else self.held, plus)
+        total = self._final(out.dtype) if plus is None else self.held
+        if plus is not None:
+            _sum_into(out, total, plus)
+        elif total is not self._place:
+            _sum_into(out, total)
 
     @property
     def empty(self) -> bool:
         """Whether there is no gradient yet."""
-        return self._total is None and self._second is None
+        return self._total is None and not self._waiting
 
     @property
     def held(self) -> Tensor:
@@ -287,16 +322,38 @@ class GradientSum:
 
     def _final(self, dtype: torch.dtype) -> Tensor:
         """The sum; rounded already where it ends in `dtype`, and nothing is added to it then."""
-        if self._second is not None and self._total is not None and self._total.dtype == dtype:
-            (rows, gradient), self._second = self._second, None
-            _add_rows(self._total, rows, gradient)
+        if self._total is not None and self._total.dtype == dtype:
+            while self._waiting:
+                self._add_in_place(self._total, *self._waiting.pop())
         return self.held
 
+    def _add_in_place(self, total: Tensor, rows: slice, gradient: Tensor) -> None:
+        """Adds a partial, and another one that waits for some of its rows, each row once."""
+        index = next((n for n, (other, _) in enumerate(self._waiting) if _meet(rows, other)), None)
+        if index is None:
+            _add_rows(total, rows, gradient)
+            return
+        pair = (rows, gradient), self._waiting.pop(index)
+        both = slice(max(one.start for one, _ in pair), min(one.stop for one, _ in pair))
+        parts = (x[:, both.start - one.start : both.stop - one.start] for one, x in pair)
+        _sum_into(total[:, both], total[:, both], *parts)
+        for one, x in pair:
+            if one.start < both.start:
+                self._waiting.append((slice(one.start, both.start), x[:, : both.start - one.start]))
+            if one.stop > both.stop:
+                self._waiting.append((slice(both.stop, one.stop), x[:, both.stop - one.start :]))
+
     def _settle(self) -> None:
-        """Adds the partial that waits, if one does."""
-        if self._second is not None:
-            second, self._second = self._second, None
-            self._add(*second)
+        """Adds the partials that wait, if any do."""
+        while self._waiting:
+            self._add(*self._waiting.pop(0))
+
+    def _may_wait(self, rows: SomeRows) -> TypeGuard[slice]:
+        """Whether one partial that waits, at most, has any of these rows."""
+        if not isinstance(rows, slice):
+            return False
+        met = [other for other, _ in self._waiting if _meet(rows, other)]
+        return not met or (len(met) == 1 and all(x.step in (None, 1) for x in (rows, *met)))
 
     def _add(self, rows: SomeRows, gradient: Tensor) -> None:
         """Adds to a wide total."""
@@ -329,10 +386,14 @@ class GradientSum:
         return isinstance(rows, slice) and gradient.shape[1] == self._like.shape[1]
 
 
+def _meet(a: slice, b: slice) -> bool:
+    return a.start < b.stop and b.start < a.stop
+
+
 class WholeGradient:
     """A gradient [B,S,heads,D] that is put together from groups of heads, one after another.
 
-    Its memory is taken when the first group is there, for that is when most is free again.
+    Its memory is taken when it is first of use, for later more is free again.
     """
 
     def __init__(self, like: Tensor) -> None:
@@ -340,14 +401,18 @@ class WholeGradient:
         self._like = like
         self._whole: Tensor | None = None
 
-    def write(self, heads: slice, total: GradientSum, plus: Tensor | None = None) -> None:
-        """Writes the sum of some heads, and `plus` [B,S,heads,D] if there is one."""
-        if heads == slice(0, self._like.shape[2]):
-            self._whole = total.result(plus=plus)
-            return
+    def place(self, heads: slice) -> Tensor:
+        """Where the sum of some heads belongs, [B,S,heads,D]."""
         if self._whole is None:
             self._whole = torch.empty_like(self._like)
-        total.write(self._whole[:, :, heads], plus)
+        return self._whole[:, :, heads]
+
+    def write(self, heads: slice, total: GradientSum, plus: Tensor | None = None) -> None:
+        """Writes the sum of some heads, and `plus` [B,S,heads,D] if there is one."""
+        if self._whole is None and heads == slice(0, self._like.shape[2]):
+            self._whole = total.result(plus=plus)
+        else:
+            total.write(self.place(heads), plus)
 
     @property
     def whole(self) -> Tensor:

@@ -1,5 +1,6 @@
 """flash-attn 4 (flash_attn.cute), compiled for the device at first use of a shape."""
 
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -30,6 +31,7 @@ class Flash4(PackingKernel):
     deterministic = True
     rectangular_causal = True
     gaps = True
+    places_outputs = places_gradients = True
 
     def unsupported(self, problem: Problem) -> str | None:
         if find_spec("flash_attn") is None or find_spec("flash_attn.cute") is None:
@@ -45,6 +47,21 @@ class Flash4(PackingKernel):
     ) -> tuple[Tensor, Tensor]:
         return self._forward(q, k, v, softmax_scale=scale, causal=causal)
 
+    def forward_to(
+        self,
+        results: tuple[Tensor, Tensor],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        causal: bool,
+    ) -> None:
+        settings: dict[str, Any] = {"softmax_scale": scale, "causal": causal}
+        if _served_dims(q, k, v) == (q.shape[-1], v.shape[-1]):
+            settings |= zip(("out", "lse"), results, strict=True)
+        _keep(results, self._forward(q, k, v, **settings))
+
     def backward(
         self,
         dout: Tensor,
@@ -57,6 +74,23 @@ class Flash4(PackingKernel):
         causal: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         return self._backward(dout, q, k, v, statistics, softmax_scale=scale, causal=causal)
+
+    def backward_to(
+        self,
+        gradients: tuple[Tensor, Tensor, Tensor],
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        statistics: Statistics,
+        *,
+        scale: float,
+        causal: bool,
+    ) -> None:
+        settings: dict[str, Any] = {"softmax_scale": scale, "causal": causal}
+        if _served_dims(q, k, v) == (q.shape[-1], v.shape[-1]):
+            settings |= zip(("dq", "dk", "dv"), gradients, strict=True)
+        _keep(gradients, self._backward(dout, q, k, v, statistics, **settings))
 
     def forward_flat(
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, *, scale: float, causal: bool
@@ -145,6 +179,13 @@ class Flash4(PackingKernel):
             *wide, lse, dlse=dlse, deterministic=deterministic, **settings
         )
         return _cut(dq, q.shape[-1]), _cut(dk, k.shape[-1]), _cut(dv, v.shape[-1])
+
+
+def _keep(places: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+    """Puts results where they belong, unless the kernel has put them there."""
+    for place, x in zip(places, results, strict=True):
+        if x is not place:
+            place.copy_(x)
 
 
 def _settings(lengths: Lengths) -> dict[str, Tensor | int]:
