@@ -200,7 +200,7 @@ def _attend_tile(
 ) -> None:
     """Adds attention of a tile's rows [B,rows,H,D] over its columns [B,cols,G,D]."""
     q, k, v = q[:, tile.q], k[:, tile.kv], v[:, tile.kv]
-    place = None if tile.reverse else total.place_of_first(tile.rows)
+    place = None if tile.reverse else total.place_of_first(q.shape[1])
     if place is not None and call.places_outputs:
         call.kernel.forward_to(place, q, k, v, scale=call.scale, causal=tile.causal)
         total.add(tile.q, *place)
@@ -219,11 +219,21 @@ class Gradients:
     dk: GradientSum
     dv: GradientSum
 
-    def places_of_first(self, tile: Tile) -> tuple[Tensor, Tensor, Tensor] | None:
-        """See GradientSum.place_of_first; None unless a tile's gradients are the first of all."""
-        dq = self.dq.place_of_first(tile.rows)
-        dk, dv = (total.place_of_first(tile.cols) for total in (self.dk, self.dv))
-        return None if dq is None or dk is None or dv is None else (dq, dk, dv)
+    def places(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Where gradients of a tile's q, k and v go: those that are the first of a block to where
+        its sum will be, others to memory of their own; None if all do.
+        """
+        places = [
+            total.place_of_first(x.shape[1])
+            for total, x in zip((self.dq, self.dk, self.dv), (q, k, v), strict=True)
+        ]
+        if places == [None, None, None]:
+            return None
+        dq, dk, dv = (
+            x.new_empty(x.shape) if place is None else place
+            for place, x in zip(places, (q, k, v), strict=True)
+        )
+        return dq, dk, dv
 
 
 def differentiate_block(
@@ -288,8 +298,8 @@ def _differentiate_tile(
     """The gradients of `_attend_tile`; where the sums will be, if they are the first."""
     dout, q, k, v = dout[:, tile.q], q[:, tile.q], k[:, tile.kv], v[:, tile.kv]
     statistics = statistics.rows(tile.q)
-    places = None if tile.reverse else sums.places_of_first(tile)
-    if places is not None and call.places_gradients:
+    places = sums.places(q, k, v) if call.places_gradients and not tile.reverse else None
+    if places is not None:
         call.kernel.backward_to(
             places, dout, q, k, v, statistics, scale=call.scale, causal=tile.causal
         )

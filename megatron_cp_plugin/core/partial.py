@@ -7,6 +7,7 @@ Source: AttnFix (Attention2D, Algorithm 2); the same as rescale (DISTFLASHATTN, 
 GAO (BurstAttention, Algorithm 1, lines 13-16). Differs: rows that no key is visible to.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple, TypeGuard
 
 import torch
@@ -263,23 +264,29 @@ class Accumulator:
 class GradientSum:
     """Running sum of the partial gradients of one block, in float32 from the second one on."""
 
-    def __init__(self, like: Tensor, *, few: bool = False, place: Tensor | None = None) -> None:
+    def __init__(
+        self, like: Tensor, *, few: bool = False, place: Callable[[], Tensor] | None = None
+    ) -> None:
         """Args:
         like: [B,S,heads,D]; shape, dtype and device of the gradient.
         few: partials wait, of which a row has three at most: the sum is written in its final
             dtype, in the place of the first. With more to come that takes more memory.
-        place: where the sum will be written to, so that the first partial can be there.
+        place: gives what the sum will be written to, so that the first partial can be there.
         """
         self._like = like
         self._few = few
         self._place = place
+        self._placed: Tensor | None = None
         self._total: Tensor | None = None
         self._owned = False  # whether _total is a wide buffer of ours
         self._waiting: list[tuple[slice, Tensor]] = []  # to be added to the first
 
     def place_of_first(self, rows: int) -> Tensor | None:
-        """Where the sum will be, if the first partial, of so many rows, can be there."""
-        return self._place if self.empty and rows == self._like.shape[1] else None
+        """Where the first partial, of so many rows, is to be written to; None: anywhere."""
+        if self._place is not None and self.empty and rows == self._like.shape[1]:
+            self._placed = self._place()
+            return self._placed
+        return None
 
     def add(self, rows: SomeRows, gradient: Tensor) -> None:
         """Adds the gradient of some rows [B,rows,heads,D]."""
@@ -306,7 +313,7 @@ class GradientSum:
         total = self._final(out.dtype) if plus is None else self.held
         if plus is not None:
             _sum_into(out, total, plus)
-        elif total is not self._place:
+        elif total is not self._placed:
             _sum_into(out, total)
 
     @property

@@ -3,6 +3,8 @@
 B batch, S local tokens, H query heads, G KV heads, D head dim, E that of values.
 """
 
+from functools import partial
+
 from torch import Tensor
 
 from megatron_cp_plugin.core.algorithm import Call, Gradients, attend_block, differentiate_block
@@ -148,14 +150,11 @@ class Backward(Pass):
             lse, delta = self._statistics.lse, self._statistics.delta_for(self._queries[1])
             self._queries += (delta, lse)
             self._statistics = Statistics(lse, self._statistics.out, delta)
+        wholes = zip(self._whole, (heads.q, heads.kv, heads.kv), strict=True)
+        places = (partial(whole.place, part) if self._placing else None for whole, part in wholes)
         sums = (
-            GradientSum(x, few=self._few, place=whole.place(part) if self._placing else None)
-            for x, whole, part in zip(
-                (self._queries[0], *self._keys),
-                self._whole,
-                (heads.q, heads.kv, heads.kv),
-                strict=True,
-            )
+            GradientSum(x, few=self._few, place=place)
+            for x, place in zip((self._queries[0], *self._keys), places, strict=True)
         )
         dq, dk, dv = sums
         self._sums[heads.q.start, False] = (dq,)
@@ -234,9 +233,9 @@ class Backward(Pass):
         return dq, dk, dv
 
 
-def _add(total: Accumulator, rows: slice, partial: Tensors) -> None:
+def _add(total: Accumulator, rows: slice, came: Tensors) -> None:
     """Merges a partial that came, which the next one overwrites."""
-    out, lse = partial
+    out, lse = came
     if total.empty:  # which keeps what it is given
         out, lse = out.clone(), lse.clone()
     total.add(rows, out, lse, borrowed=True)

@@ -106,10 +106,11 @@ def test_sums_of_few_gradients_are_rounded_once(placed):
     whole = torch.full((1, 64, 4, 8), torch.nan, dtype=torch.bfloat16)
     first, *parts = torch.randn(4, 1, 64, 2, 8).bfloat16()
     rows = slice(10, 50), slice(0, 30), slice(50, 60)
-    total = GradientSum(first, few=True, place=whole[:, :, 1:3] if placed else None)
-    assert (total.place_of_first(64) is None) == (not placed)
+    total = GradientSum(first, few=True, place=(lambda: whole[:, :, 1:3]) if placed else None)
     assert total.place_of_first(63) is None
-    place = total.place_of_first(64) if placed else first.clone()
+    place = total.place_of_first(64)
+    assert (place is None) == (not placed)
+    place = first.clone() if place is None else place
     total.add(slice(0, 64), place.copy_(first))
     assert total.place_of_first(64) is None
     expected = first.float()
