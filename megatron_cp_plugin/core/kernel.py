@@ -105,7 +105,7 @@ class Statistics:
     def copied_bytes(self, dout_bytes: int) -> int:
         """Bytes of what kernels make of these that want a contiguous lse and an out.
 
-        Args: dout_bytes: of a tensor like out.
+        Args: dout_bytes: of what is made in the place of out.
         """
         lse = 0 if self.lse.is_contiguous() else self.lse.numel() * self.lse.element_size()
         return lse + (dout_bytes if self.out is None else 0)

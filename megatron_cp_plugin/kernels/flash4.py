@@ -142,7 +142,7 @@ class Flash4(PackingKernel):
         if heads > kv_heads:
             widths = rounded(dim, multiple) + rounded(value_dim, multiple)
             numbers += kv_heads * rounded(cols, key_tile) * widths
-        made = statistics.copied_bytes(q.numel() // dim * value_dim * q.element_size())
+        made = statistics.copied_bytes(dout_bytes=0)
         if statistics.delta is not None and statistics.out is None:
             made += statistics.delta.numel() * 4
         return 4 * batch * numbers + made
@@ -168,9 +168,11 @@ class Flash4(PackingKernel):
 
         out, dlse = statistics.out, None
         if out is None:
-            # The kernel takes delta - dlse for delta, with delta = rowsum(dout * out) = 0 here.
+            # The kernel takes delta - dlse for delta, with delta = rowsum(dout * out) = 0 here: one
+            # row of zeros, which it reads again and again.
             assert statistics.delta is not None
-            out, dlse = torch.zeros_like(dout), statistics.delta.neg().contiguous()
+            out = dout.new_zeros(dout.shape[-1]).expand_as(dout)
+            dlse = statistics.delta.neg().contiguous()
         deterministic = torch.are_deterministic_algorithms_enabled()
         lse = statistics.lse.contiguous()
         dim, value_dim = _served_dims(q, k, v)
