@@ -329,6 +329,8 @@ class GradientSum:
 
     def _final(self, dtype: torch.dtype) -> Tensor:
         """The sum; rounded already where it ends in `dtype`, and nothing is added to it then."""
+        if self._total is None and self._waiting:
+            self._total = self._like.new_zeros(self._like.shape, dtype=dtype)
         if self._total is not None and self._total.dtype == dtype:
             while self._waiting:
                 self._add_in_place(self._total, *self._waiting.pop())

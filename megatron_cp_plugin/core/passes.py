@@ -127,7 +127,7 @@ class Backward(Pass):
         retained: Tensors,
     ) -> None:
         """Args:
-        groups: of heads, of which the plan is. few: as in `GradientSum`, of the own tokens.
+        groups: of heads, of which the plan is. few: as in `GradientSum`.
         retained: as in `Pass`.
         """
         super().__init__(q, k, v, retained)
@@ -183,7 +183,7 @@ class Backward(Pass):
 
     def _of_others(self, block: BlockId, like: Tensors, *, wanted: bool) -> tuple[GradientSum, ...]:
         """The sums of a block of another rank; kept only if they are wanted there."""
-        new = tuple(map(GradientSum, like))
+        new = tuple(GradientSum(x, few=self._few) for x in like)
         return self._found.setdefault(block, new) if wanted else new
 
     def results_for(self, move: Move, held: Rows, before: Packed | None) -> Tensors:
