@@ -7,8 +7,9 @@ Source: AttnFix (Attention2D, Algorithm 2); the same as rescale (DISTFLASHATTN, 
 GAO (BurstAttention, Algorithm 1, lines 13-16). Differs: rows that no key is visible to.
 """
 
-from collections.abc import Callable
-from typing import NamedTuple, TypeGuard
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -92,13 +93,14 @@ def _sum_into(out: Tensor, a: Tensor, *others: Tensor) -> None:
         out.copy_(sum((b.to(wide) for b in others), start=a.to(wide)))
 
 
-def _add_rows(total: Tensor, rows: SomeRows, gradient: Tensor) -> None:
-    """Adds to some rows of a total [B,S,heads,D], in place."""
+def _add_rows(total: Tensor, rows: SomeRows, *gradients: Tensor) -> None:
+    """Adds one or two to some rows of a total [B,S,heads,D], in place; one if rows are numbers."""
     if isinstance(rows, RowIndex):
+        (gradient,) = gradients
         _add_at(total, rows, gradient)
         return
     part = total[:, rows]
-    _sum_into(part, part, gradient)
+    _sum_into(part, part, *gradients)
 
 
 def _add_at(total: Tensor, rows: RowIndex, gradient: Tensor) -> None:
@@ -279,7 +281,7 @@ class GradientSum:
         self._placed: Tensor | None = None
         self._total: Tensor | None = None
         self._owned = False  # whether _total is a wide buffer of ours
-        self._waiting: list[tuple[slice, Tensor]] = []  # to be added to the first
+        self._waiting: list[tuple[SomeRows, Tensor]] = []  # to be added to the first
 
     def place_of_first(self, rows: int) -> Tensor | None:
         """Where the first partial, of so many rows, is to be written to; None: anywhere."""
@@ -332,37 +334,24 @@ class GradientSum:
         if self._total is None and self._waiting:
             self._total = self._like.new_zeros(self._like.shape, dtype=dtype)
         if self._total is not None and self._total.dtype == dtype:
-            while self._waiting:
-                self._add_in_place(self._total, *self._waiting.pop())
+            waiting, self._waiting = self._waiting, []
+            for rows, parts in _apart(waiting):
+                _add_rows(self._total, rows, *parts)
         return self.held
-
-    def _add_in_place(self, total: Tensor, rows: slice, gradient: Tensor) -> None:
-        """Adds a partial, and another one that waits for some of its rows, each row once."""
-        index = next((n for n, (other, _) in enumerate(self._waiting) if _meet(rows, other)), None)
-        if index is None:
-            _add_rows(total, rows, gradient)
-            return
-        pair = (rows, gradient), self._waiting.pop(index)
-        both = slice(max(one.start for one, _ in pair), min(one.stop for one, _ in pair))
-        parts = (x[:, both.start - one.start : both.stop - one.start] for one, x in pair)
-        _sum_into(total[:, both], total[:, both], *parts)
-        for one, x in pair:
-            if one.start < both.start:
-                self._waiting.append((slice(one.start, both.start), x[:, : both.start - one.start]))
-            if one.stop > both.stop:
-                self._waiting.append((slice(both.stop, one.stop), x[:, both.stop - one.start :]))
 
     def _settle(self) -> None:
         """Adds the partials that wait, if any do."""
         while self._waiting:
             self._add(*self._waiting.pop(0))
 
-    def _may_wait(self, rows: SomeRows) -> TypeGuard[slice]:
-        """Whether one partial that waits, at most, has any of these rows."""
-        if not isinstance(rows, slice):
+    def _may_wait(self, rows: SomeRows) -> bool:
+        """Whether these rows can be added together with what waits: two partials at most."""
+        if not self._waiting:
+            return True
+        (other, _), *more = self._waiting
+        if more or isinstance(rows, RowIndex) or isinstance(other, RowIndex):
             return False
-        met = [other for other, _ in self._waiting if _meet(rows, other)]
-        return not met or (len(met) == 1 and all(x.step in (None, 1) for x in (rows, *met)))
+        return not _meet(rows, other) or {rows.step, other.step} <= {None, 1}
 
     def _add(self, rows: SomeRows, gradient: Tensor) -> None:
         """Adds to a wide total."""
@@ -397,6 +386,24 @@ class GradientSum:
 
 def _meet(a: slice, b: slice) -> bool:
     return a.start < b.stop and b.start < a.stop
+
+
+def _apart(
+    partials: list[tuple[SomeRows, Tensor]],
+) -> Iterator[tuple[SomeRows, tuple[Tensor, ...]]]:
+    """Up to two partials as rows that come once, each with all that is to be added there."""
+    slices = [rows for rows, _ in partials if isinstance(rows, slice)]
+    if len(slices) < 2 or not _meet(*slices):
+        yield from ((rows, (x,)) for rows, x in partials)
+        return
+    bounds = sorted({bound for rows in slices for bound in (rows.start, rows.stop)})
+    for start, stop in pairwise(bounds):
+        parts = (
+            x[:, start - rows.start : stop - rows.start]
+            for rows, (_, x) in zip(slices, partials, strict=True)
+            if rows.start <= start and stop <= rows.stop
+        )
+        yield slice(start, stop), tuple(parts)
 
 
 class WholeGradient:
