@@ -17,13 +17,13 @@ from megatron_cp_plugin.core.comm import communicating_in
 from megatron_cp_plugin.core.decay import Decay
 from megatron_cp_plugin.core.documents import document_starts
 from megatron_cp_plugin.core.function import attend, check_shapes
-from megatron_cp_plugin.core.layout import Layout
+from megatron_cp_plugin.core.layout import Documents, Layout
 from megatron_cp_plugin.core.layout_check import describe_mismatch
 from megatron_cp_plugin.core.lengths import agreed_length
 from megatron_cp_plugin.core.linear import LinearAlgorithm, attend_linearly
 from megatron_cp_plugin.core.process_groups import release_topologies, topology_of
 from megatron_cp_plugin.core.shape import Shape
-from megatron_cp_plugin.core.slices import Slices
+from megatron_cp_plugin.core.slices import Slices, starts_and_slices
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ContextParallelError
@@ -31,6 +31,8 @@ from megatron_cp_plugin.kernels import resolve
 from megatron_cp_plugin.kernels.linear import resolve_linear
 
 Group = dist.ProcessGroup | Topology | None
+# As `attention` takes them.
+RawSpans = Iterable[Sequence[object]] | Tensor
 
 
 def _not_compiled[**P, R](function: Callable[P, R]) -> Callable[P, R]:
@@ -62,7 +64,7 @@ def attention(
     seq_len: int | None = None,
     window: int | None = None,
     cu_seqlens: Sequence[int] | Tensor | None = None,
-    spans: Iterable[Sequence[object]] | Tensor | None = None,
+    spans: RawSpans | None = None,
     sink: Tensor | None = None,
     **options: object,
 ) -> Tensor:
@@ -117,7 +119,8 @@ def attention(
     topology, layout = _topology(group), registry.layout_of(algo, options)
     if algo != registry.AUTO:
         algorithm = _algorithm(algo, topology, tuple(sorted(options.items())))
-    seq_len, documents = _sequence(topology, layout, q.shape[1], seq_len, cu_seqlens)
+    seq_len, followed = _sequence(topology, layout, q.shape[1], seq_len, cu_seqlens, spans)
+    documents, slices = starts_and_slices(followed)
     if algo == registry.AUTO:
         check_shapes(q, k, v)
         shape, mask = Shape.of(q, k, v, seq_len), Mask(causal, window, documents)
@@ -133,7 +136,7 @@ def attention(
         kernel_for=partial(resolve, kernel),
         window=window,
         documents=documents,
-        slices=_slices(spans, seq_len),
+        slices=slices,
         sink=sink,
     )
 
@@ -184,8 +187,8 @@ def linear_attention(
     for shapes that do not fit, KernelUnavailableError if the kernel cannot serve them.
     """
     algorithm = _linear_algorithm(algo, _topology(group), tuple(sorted(options.items())))
-    seq_len, documents = _sequence(
-        algorithm.topology, algorithm.layout, q.shape[1], seq_len, cu_seqlens
+    seq_len, followed = _sequence(
+        algorithm.topology, algorithm.layout, q.shape[1], seq_len, cu_seqlens, None
     )
     out, final_state = attend_linearly(
         q,
@@ -198,7 +201,7 @@ def linear_attention(
         kernel_for=partial(resolve_linear, kernel),
         initial_state=initial_state,
         output_final_state=output_final_state,
-        documents=documents,
+        documents=starts_and_slices(followed)[0],
     )
     return out if final_state is None else (out, final_state)
 
@@ -262,18 +265,20 @@ def shard(
     algo: str,
     group: Group = None,
     cu_seqlens: Sequence[int] | Tensor | None = None,
+    spans: RawSpans | None = None,
     **options: object,
 ) -> Tensor:
     """This rank's part of a whole tensor, in the algorithm's layout.
 
-    Args: x: the whole tensor, the same on all ranks; N tokens along `dim`. cu_seqlens: as in
-        `attention`; needed where the layout follows the documents.
+    Args: x: the whole tensor, the same on all ranks; N tokens along `dim`. cu_seqlens, spans: as in
+        `attention`; needed where the layout follows the documents, or spans.
 
     Returns: S tokens along `dim`, contiguous; differentiable (the gradient is this rank's part).
     Raises: ConfigError for an unknown name or option.
     """
     topology = _topology(group)
-    layout = registry.layout_of(algo, options).within(_documents(cu_seqlens, x.shape[dim]))
+    layout = registry.layout_of(algo, options)
+    layout = layout.within(_followed(cu_seqlens, spans, x.shape[dim]))
     topology.lengths.unequal |= x.shape[dim] % topology.size > 0
     return layouts.shard(x, dim, layout, topology.rank, topology.size)
 
@@ -287,11 +292,12 @@ def unshard(
     group: Group = None,
     seq_len: int | None = None,
     cu_seqlens: Sequence[int] | Tensor | None = None,
+    spans: RawSpans | None = None,
     **options: object,
 ) -> Tensor:
     """The whole tensor of all ranks' parts, in global order: the inverse of `shard`.
 
-    Args: x: S tokens along `dim`. seq_len, cu_seqlens: as in `attention` and `shard`.
+    Args: x: S tokens along `dim`. seq_len, cu_seqlens, spans: as in `attention` and `shard`.
 
     Returns: N tokens along `dim`, the same on all ranks. Not differentiable.
     Raises: ConfigError for an unknown name or option, ContextParallelError if the ranks' numbers of
@@ -300,8 +306,8 @@ def unshard(
     topology = _topology(group)
     size = topology.size
     layout = registry.layout_of(algo, options)
-    total, documents = _sequence(topology, layout, x.shape[dim], seq_len, cu_seqlens)
-    layout = layout.within(documents)
+    total, followed = _sequence(topology, layout, x.shape[dim], seq_len, cu_seqlens, spans)
+    layout = layout.within(followed)
     moved = x.detach().movedim(dim, 0).contiguous()
     lengths = [layout.length(rank, size, total) for rank in range(size)]
     if x.shape[dim] != lengths[topology.rank]:
@@ -327,6 +333,7 @@ def check_layout(
     group: Group = None,
     seq_len: int | None = None,
     cu_seqlens: Sequence[int] | Tensor | None = None,
+    spans: RawSpans | None = None,
     **options: object,
 ) -> None:
     """Checks that every rank holds the tokens that the layout gives it; one small message.
@@ -337,7 +344,7 @@ def check_layout(
     Args:
         positions: of this rank's tokens in the whole sequence, counted from 0 and through all
             documents, in their local order: integers [S] or [B,S].
-        algo, group, seq_len, cu_seqlens, options: as in `attention`, of either kind.
+        algo, group, seq_len, cu_seqlens, spans, options: as in `attention`, of either kind.
 
     Raises: ContextParallelError on all ranks, with the same words: which rank is the first with
     other tokens, what it has, and whose tokens they look like.
@@ -345,8 +352,8 @@ def check_layout(
     topology = _topology(group)
     layout = registry.layout_of(algo, options)
     tokens = positions.shape[-1] if positions.dim() else 0
-    total, documents = _sequence(topology, layout, tokens, seq_len, cu_seqlens)
-    layout, size = layout.within(documents), topology.size
+    total, followed = _sequence(topology, layout, tokens, seq_len, cu_seqlens, spans)
+    layout, size = layout.within(followed), topology.size
     found = topology.gather(describe_mismatch(positions, layout, topology.rank, size, total))
     for rank, mismatch in enumerate(found):
         if mismatch is not None:
@@ -362,13 +369,24 @@ def _sequence(
     tokens: int,
     seq_len: int | None,
     cu_seqlens: Sequence[int] | Tensor | None,
-) -> tuple[int, tuple[int, ...]]:
-    """The global length and where documents begin, once the ranks agree on their tokens."""
+    spans: RawSpans | None,
+) -> tuple[int, Documents]:
+    """The global length and what layouts follow, once the ranks agree on their tokens."""
     if seq_len is not None:
-        documents = _documents(cu_seqlens, seq_len)
-        return agreed_length(topology, layout.within(documents), tokens, seq_len), documents
+        followed = _followed(cu_seqlens, spans, seq_len)
+        return agreed_length(topology, layout.within(followed), tokens, seq_len), followed
     seq_len = agreed_length(topology, layout, tokens, None)
-    return seq_len, _documents(cu_seqlens, seq_len)
+    return seq_len, _followed(cu_seqlens, spans, seq_len)
+
+
+def _followed(
+    cu_seqlens: Sequence[int] | Tensor | None, spans: RawSpans | None, seq_len: int
+) -> Documents:
+    """Raises: ContextParallelError if there are both."""
+    if spans is None:
+        return _documents(cu_seqlens, seq_len)
+    _check_alone(True, None, cu_seqlens)
+    return Slices.of(spans.tolist() if isinstance(spans, Tensor) else spans, seq_len)
 
 
 def _documents(cu_seqlens: Sequence[int] | Tensor | None, seq_len: int) -> tuple[int, ...]:
@@ -391,12 +409,6 @@ def _check_alone(
             f"spans alone say which keys a query sees, got {name} too: leave it out "
             "(spans.documents makes spans of packed documents and windows)"
         )
-
-
-def _slices(spans: Iterable[Sequence[object]] | Tensor | None, seq_len: int) -> Slices | None:
-    if isinstance(spans, Tensor):
-        spans = spans.tolist()
-    return None if spans is None else Slices.of(spans, seq_len)
 
 
 def _topology(group: Group) -> Topology:

@@ -26,6 +26,8 @@ from megatron_cp_plugin.ending import one_line_errors
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.kernels import resolve
 
+ALGOS = "zigzag,zigzag:layout=documents,distflash,allgather,attention2d,ulysses"
+
 
 def masks(scale: int) -> dict[str, tuple[int, list[Slice]]]:
     """Tokens and spans of each mask. Args: scale: 1024; smaller for tries."""
@@ -88,12 +90,18 @@ class Bench:
         return time_ms(both, self._device, warmup=2, iters=self._args.iters)
 
 
+def say(row: dict[str, object]) -> None:
+    """Prints a row, once for all ranks."""
+    if dist.get_rank() == 0:
+        print(json.dumps(row), flush=True)
+
+
 def main() -> None:
     """Runs on every rank under torchrun."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--heads", default="32:8", help="query heads : KV heads")
     parser.add_argument("--head-dim", default=(128, 128), type=head_dims_of)
-    parser.add_argument("--algos", default="zigzag,distflash,allgather,attention2d,ulysses")
+    parser.add_argument("--algos", default=ALGOS)
     parser.add_argument("--kernel", default="auto")
     parser.add_argument("--scale", type=int, default=1024, help="tokens in place of each 1K")
     parser.add_argument("--iters", type=int, default=5)
@@ -104,20 +112,16 @@ def main() -> None:
         device = take_gpu("use --device cpu")
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     bench, size = Bench(args, device), dist.get_world_size()
-    rows: list[dict[str, object]] = []
     for mask, (tokens, spans) in masks(args.scale).items():
         share = visible_pairs(tokens, Mask.of(Slices.of(spans, tokens)))
         limit = bench.alone(tokens) * share / visible_pairs(tokens, Mask()) / size
-        rows.append({"mask": mask, "name": f"one GPU / {size}: {bench.kernel.name}", "ms": limit})
+        say({"mask": mask, "name": f"one GPU / {size}: {bench.kernel.name}", "ms": limit})
         for algo in args.algos.split(","):
             try:
                 took = bench.ours(algo, tokens, spans)
-                rows.append({"mask": mask, "name": algo, "ms": took, "of_limit": limit / took})
+                say({"mask": mask, "name": algo, "ms": took, "of_limit": limit / took})
             except ContextParallelError as error:
-                rows.append({"mask": mask, "name": algo, "note": str(error)})
-    if dist.get_rank() == 0:
-        for row in rows:
-            print(json.dumps(row))
+                say({"mask": mask, "name": algo, "note": str(error)})
     dist.destroy_process_group()
     cp.release()
 

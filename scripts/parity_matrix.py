@@ -157,7 +157,8 @@ class Matrix:
         return Cell(combination, variant, outcome, refused)
 
     def _reference(self, combination: Combination) -> Outcome:
-        key = f"{OmegaConf.to_yaml(combination.config)} {combination.reference}"
+        what = combination.reference, combination.data
+        key = f"{OmegaConf.to_yaml(combination.config)} {what}"
         if key not in self._references:
             self._references[key], _ = self._train(combination, combination.reference, None)
         return self._references[key]

@@ -1,6 +1,6 @@
 """Every registered algorithm against unsplit attention in float64: forward and all gradients."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from megatron_cp_plugin.core.documents import document_starts
 from megatron_cp_plugin.core.layout import Contiguous, Layout, shard, unshard
 from megatron_cp_plugin.core.plan import Plan
 from megatron_cp_plugin.core.shape import Shape
+from megatron_cp_plugin.core.slices import Slices
 from megatron_cp_plugin.core.tiles import Mask, visible_pairs
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.core.virtual import run_virtual
@@ -80,7 +81,7 @@ def run(
     core.virtual. mask: causal, window, cu_seqlens of `cp.attention`.
     """
     options: Mapping[str, object] = dict(case.options)
-    layout = layout_for(case, expected, mask.get("cu_seqlens"))
+    layout = layout_for(case, expected, mask.get("cu_seqlens"), mask.get("spans"))
     seq_len = expected.q.shape[1]
 
     def body(topology: Topology) -> tuple[Tensor, ...]:
@@ -107,12 +108,19 @@ def run(
     return results, log
 
 
-def layout_for(case: Case, expected: Expected, cu_seqlens: Tensor | None = None) -> Layout:
-    """The layout of a problem, which may follow its documents."""
-    layout = layout_of(case.algo, dict(case.options))
+def layout_for(
+    case: Case,
+    expected: Expected,
+    cu_seqlens: Tensor | None = None,
+    spans: Sequence[Sequence[object]] | None = None,
+) -> Layout:
+    """The layout of a problem, which may follow its documents, or spans."""
+    layout, seq_len = layout_of(case.algo, dict(case.options)), expected.q.shape[1]
+    if spans is not None:
+        return layout.within(Slices.of(spans, seq_len))
     if cu_seqlens is None:
         return layout
-    return layout.within(document_starts(cu_seqlens.tolist(), expected.q.shape[1]))
+    return layout.within(document_starts(cu_seqlens.tolist(), seq_len))
 
 
 def assert_matches(
@@ -121,8 +129,9 @@ def assert_matches(
     expected: Expected,
     bound: float,
     cu_seqlens: Tensor | None = None,
+    spans: Sequence[Sequence[object]] | None = None,
 ) -> None:
-    layout = layout_for(case, expected, cu_seqlens)
+    layout = layout_for(case, expected, cu_seqlens, spans)
     for index, name in enumerate(("out", "dq", "dk", "dv")):
         whole = unshard([result[index] for result in results], 1, layout)
         error = relative_error(whole, getattr(expected, name))

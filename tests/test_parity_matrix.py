@@ -90,3 +90,22 @@ def test_the_reference_shards_no_parameters(matrix: ModuleType) -> None:
     row = next(c for c in matrix.COMBINATIONS if c.key == "fsdp")
     assert "use_torch_fsdp2" not in row.config_of(row.reference).megatron
     assert row.config_of(row.run(row.variants[0])).megatron.use_torch_fsdp2
+
+
+def test_rows_of_other_data_have_references_of_their_own(
+    matrix: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """`documents` and `thd` differ in nothing else, and were once held against one run."""
+    trained: list[tuple[str, str]] = []
+
+    def train(self: object, combination: object, run: object, reference: object) -> object:
+        trained.append((combination.key, str(run)))  # type: ignore[attr-defined]
+        return matrix.Outcome(run), ""
+
+    monkeypatch.setattr(matrix.Matrix, "_train", train)
+    monkeypatch.setattr(matrix, "write_data", lambda *_: None)
+    rows = {row.key: row for row in matrix.COMBINATIONS}
+    matrix_ = matrix.Matrix(tmp_path, 1.0, keep=True)
+    for key in ("documents", "thd", "documents"):
+        matrix_._reference(rows[key])
+    assert [key for key, _ in trained] == ["documents", "thd"]

@@ -38,6 +38,12 @@ from tests.test_windows import CASES, divides
 
 HEADS = {"MHA": (8, 8), "GQA": (8, 2), "MQA": (8, 1)}
 SIZES = (1, 2, 3, 4, 5, 8)
+# The layout that follows the spans, too.
+CASES = [
+    *CASES,
+    Case("zigzag", (("layout", "documents"),)),
+    Case("zigzag", (("layout", "documents"), ("backward", "query"), ("route", "straight"))),
+]
 
 
 @pytest.mark.parametrize(
@@ -100,7 +106,7 @@ def compare(
         sink=sink,
     )
     results, log = run(case, expected, size, kernel=kernel, spans=spans, sink=sink)
-    assert_matches(case, results, expected, bound=1e-10)
+    assert_matches(case, results, expected, bound=1e-10, spans=spans)
     shape = Shape(2, seq_len, n_heads, kv_heads, 8, element_bytes=8, wide_bytes=8)
     assert_plan_is_kept(case, size, shape, Mask.of(Slices.of(spans, seq_len)), log)
 
@@ -388,8 +394,11 @@ def test_every_algorithm_takes_spans_and_one_that_does_not_refuses(
 def test_the_snippet_of_the_page_on_masks() -> None:
     page = (Path(__file__).parents[1] / "docs" / "spans.md").read_text()
     names: dict[str, Any] = {}
-    exec(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1], names)
-    assert names["out"].shape == (1, 512, 8, 64)
+    snippets = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert len(snippets) == 2
+    for snippet in snippets:
+        exec(snippet, names)
+        assert names.pop("out").shape == (1, 512, 8, 64)
     for word in re.findall(r"cp\.spans\.(\w+)\(", page):
         assert callable(getattr(cp.spans, word))
 

@@ -171,8 +171,8 @@ class ZigzagRing(Ring):
     class Options(Ring.Options):
         """Options of zigzag.
 
-        Attributes: layout: "zigzag"; "documents": equal work whatever the documents, which are
-            whole or on few ranks (`core.balance`); "thd": as for ring; "contiguous".
+        Attributes: layout: "zigzag"; "documents": equal work whatever the documents, or spans;
+            documents are whole, or on few ranks (`core.balance`); "thd": as for ring; "contiguous".
         """
 
         layout: Literal["zigzag", "documents", "thd", "contiguous"] = "zigzag"

@@ -11,7 +11,7 @@ from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.derive import plan_of
 from megatron_cp_plugin.core.document_layout import NAMED
 from megatron_cp_plugin.core.kernel import SoftmaxKernel, Statistics
-from megatron_cp_plugin.core.layout import Layout
+from megatron_cp_plugin.core.layout import Documents, Layout
 from megatron_cp_plugin.core.partial import Accumulator, GradientSum, rows_at
 from megatron_cp_plugin.core.placement import Placement
 from megatron_cp_plugin.core.plan import PHASES, Plan, Setting
@@ -99,8 +99,8 @@ class Algorithm(ABC):
         choice = getattr(options, "layout", None)
         return cls.layout if choice is None else NAMED[choice]
 
-    def within(self, documents: tuple[int, ...]) -> "Algorithm":
-        """The algorithm on the layout that it has for a sequence of documents; for most itself.
+    def within(self, documents: Documents) -> "Algorithm":
+        """The algorithm on the layout that it has for such a sequence, see `Layout.within`.
 
         Sends nothing: channels and groups are those of the topology.
         """

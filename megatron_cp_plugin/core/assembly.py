@@ -12,8 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from megatron_cp_plugin.core.devices import uploaded
 from megatron_cp_plugin.core.layout import Span
 
+# Segments a member up to which a copy for each is as fast as a gather of rows by indices.
+_FEW = 8
 # [n, ..., S, ...] as one tensor; or a tensor of each rank, some of them longer than S.
 Blocks = Tensor | Sequence[Tensor]
 
@@ -85,6 +88,64 @@ class _Segment:
     row: int
 
 
+class _Table:
+    """The order of many segments as indices: one gather in place of a copy for each.
+
+    A pack of documents that are cut each by itself has some segments a document.
+    """
+
+    def __init__(self, segments: Sequence[_Segment], members: int, width: int) -> None:
+        self._members, self._width = members, width
+        # Of each assembled row, in ascending order: the member that has it, and where there.
+        self._member = torch.tensor([s.member for s in segments]).repeat_interleave(
+            torch.tensor([s.length for s in segments])
+        )
+        self._local = torch.cat([torch.arange(s.start, s.start + s.length) for s in segments])
+
+    def join(self, gathered: Blocks, dim: int) -> Tensor:
+        """See Assembly.join."""
+        if isinstance(gathered, Tensor):
+            widths = (self._width,) * self._members
+            line = gathered.movedim(0, dim).flatten(dim, dim + 1)
+        else:
+            widths = tuple(block.shape[dim] for block in gathered)
+            line = torch.cat(tuple(gathered), dim)
+        return line.index_select(dim, _joined(self, widths, line.device))
+
+    def place(self, blocks: Blocks, dim: int, rows: slice, values: Tensor) -> None:
+        """See Assembly.place."""
+        indices = _placed(self, rows.start, rows.stop, values.device)
+        for block, (found, local) in zip(blocks, indices, strict=True):
+            if len(found):
+                block.index_copy_(dim, local, values.index_select(dim, found))
+
+    def joined(self, widths: Sequence[int]) -> Tensor:
+        """Of each assembled row: where it is in blocks of so many rows, one behind the other."""
+        return torch.tensor([0, *widths[:-1]]).cumsum(0)[self._member] + self._local
+
+    def placed(self, rows: slice) -> list[tuple[Tensor, Tensor]]:
+        """Of each member: which of some rows are its own, and where there."""
+        member, local = self._member[rows], self._local[rows]
+        found = [(member == number).nonzero()[:, 0] for number in range(self._members)]
+        return [(own, local[own]) for own in found]
+
+
+@lru_cache(maxsize=32)  # those of some micro-batches: they take memory of the device
+def _joined(table: _Table, widths: tuple[int, ...], device: torch.device) -> Tensor:
+    return uploaded(table.joined(widths), device)
+
+
+@lru_cache(maxsize=32)
+def _placed(
+    table: _Table, start: int, stop: int, device: torch.device
+) -> tuple[tuple[Tensor, Tensor], ...]:
+    pairs = table.placed(slice(start, stop))
+    lengths = [len(found) for found, _ in pairs for _ in range(2)]
+    line = uploaded(torch.cat([x for pair in pairs for x in pair]), device).long()
+    parts = iter(line.split(lengths))
+    return tuple(zip(parts, parts, strict=True))
+
+
 class _Contiguous(Assembly):
     """Spans without gaps, sorted by position."""
 
@@ -113,6 +174,9 @@ class _Contiguous(Assembly):
                 merged.append(span)
             row += len(span)
         self.spans, self.tokens, self._segments = tuple(merged), row, tuple(segments)
+        self._table: _Table | None = None
+        if len(segments) > _FEW * self.members:
+            self._table = _Table(segments, self.members, width)
         # Padding may follow the last rank's block: it is cut off at the end.
         self._in_order = all(
             segment.member == index and (segment.length == width or index == self.members - 1)
@@ -122,10 +186,15 @@ class _Contiguous(Assembly):
     def join(self, gathered: Blocks, dim: int) -> Tensor:
         if self._in_order and isinstance(gathered, Tensor):
             return gathered.movedim(0, dim).flatten(dim, dim + 1).narrow(dim, 0, self.tokens)
+        if self._table is not None:
+            return self._table.join(gathered, dim)
         segments = [gathered[p.member].narrow(dim, p.start, p.length) for p in self._segments]
         return torch.cat(segments, dim) if segments else gathered[0].narrow(dim, 0, 0)
 
     def place(self, blocks: Blocks, dim: int, rows: slice, values: Tensor) -> None:
+        if self._table is not None:
+            self._table.place(blocks, dim, rows, values)
+            return
         for segment in self._segments:
             low = max(rows.start, segment.row)
             length = min(rows.stop, segment.row + segment.length) - low

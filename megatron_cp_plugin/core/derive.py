@@ -96,7 +96,7 @@ class _Derivation:
 
     def __init__(self, placement: BlockPlacement, setting: Setting) -> None:
         self.placement, self.setting = placement, setting
-        size, layout = placement.size, placement.layout.within(setting.mask.documents)
+        size, layout = placement.size, placement.layout.within(setting.mask.followed)
         self.tokens = layout, size, setting.seq_len
         self.spans = tuple(layout.spans(rank, size, setting.seq_len) for rank in range(size))
         special, gaps = bool(setting.mask.special), _has_gaps(self.spans)
@@ -480,7 +480,7 @@ class _Derivation:
 
 def sees_all(layout: Layout, size: int, seq_len: int, mask: Mask) -> bool:
     """Whether some query of every rank's block sees some key of every block."""
-    layout = layout.within(mask.documents)
+    layout = layout.within(mask.followed)
     blocks = [layout.spans(rank, size, seq_len) for rank in range(size)]
     if _has_gaps(blocks):
         return all(sees(queries, keys, mask) for queries in blocks for keys in blocks)

@@ -23,7 +23,7 @@ def with_teams(placement: HeadPlacement, between: Plan) -> Plan:
     """The plan of all ranks. Args: between: of the teams, each as if it were one rank."""
     seq_len = sum(len(span) for spans in between.spans for span in spans)
     size = len(between.spans) * placement.members
-    layout = placement.layout.within(between.mask.documents)
+    layout = placement.layout.within(between.mask.followed)
     spans = tuple(layout.spans(rank, size, seq_len) for rank in range(size))
     making = _Teams(placement, between, tuple(sum(map(len, own)) for own in spans))
     return replace(

@@ -5,28 +5,38 @@ document grows with the square of its length.
 """
 
 from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
+import numpy as np
+
 from megatron_cp_plugin.core.balance import deal
-from megatron_cp_plugin.core.layout import LAYOUTS, Layout, Span, Zigzag, joined
+from megatron_cp_plugin.core.layout import LAYOUTS, Documents, Layout, Span, Zigzag, joined
+from megatron_cp_plugin.core.slices import Slices, starts_and_slices
 from megatron_cp_plugin.errors import ContextParallelError
+
+# Into how many parts a rank those rows are cut of which later ones see fewer keys.
+_PARTS = 32
 
 
 @dataclass(frozen=True)
 class Balanced(Layout):
     """Equally many tokens and equal work on every rank; documents whole, or on few ranks, see
-    `core.balance`. Without documents this is the zigzag layout.
+    `core.balance`. Without documents and spans this is the zigzag layout.
 
-    Attributes: documents: as of `document_starts`.
+    Attributes: documents: as of `document_starts`. slices: who sees whom, in place of these.
     """
 
     documents: tuple[int, ...] = ()
+    slices: Slices | None = None
     name = "documents"
     follows_documents = True
 
     def spans(self, rank: int, size: int, seq_len: int) -> tuple[Span, ...]:
+        if self.slices:
+            return _balanced_under(self.slices, seq_len, size)[rank]
         if not self.documents:
             return _ZIGZAG.spans(rank, size, seq_len)
         return _balanced((0, *self.documents, seq_len), size)[rank]
@@ -34,8 +44,8 @@ class Balanced(Layout):
     def multiple(self, size: int) -> int:
         return _ZIGZAG.multiple(size)
 
-    def within(self, documents: tuple[int, ...]) -> "Balanced":
-        return Balanced(documents) if documents else self
+    def within(self, documents: Documents) -> "Balanced":
+        return Balanced(*starts_and_slices(documents)) if documents else self
 
 
 @dataclass(frozen=True)
@@ -65,8 +75,9 @@ class PaddedDocuments(Layout):
     def multiple(self, size: int) -> int:
         return _ZIGZAG.multiple(size) if size > 1 else 1
 
-    def within(self, documents: tuple[int, ...]) -> "PaddedDocuments":
-        return PaddedDocuments(documents) if documents else self
+    def within(self, documents: Documents) -> "PaddedDocuments":
+        starts, _ = starts_and_slices(documents)
+        return PaddedDocuments(starts) if starts else self
 
 
 _ZIGZAG = Zigzag()
@@ -108,5 +119,31 @@ def _balanced(bounds: tuple[int, ...], size: int) -> tuple[tuple[Span, ...], ...
         before = bounds[bisect_right(bounds, start) - 1]  # where their document begins
         return (stop - start) * (start + stop + 1 - 2 * before) // 2
 
-    dealt = deal(list(pairwise(bounds)), size, visible)
+    return _dealt(list(pairwise(bounds)), size, visible)
+
+
+@lru_cache(maxsize=64)
+def _balanced_under(slices: Slices, seq_len: int, size: int) -> tuple[tuple[Span, ...], ...]:
+    """The spans of every rank under a span mask."""
+    keys = slices.keys_of(seq_len)
+    before = [0, *np.cumsum(keys).tolist()]
+    edges = np.unique((0, seq_len, *(edge for one in slices for edge in one[:2])))
+    falls = np.flatnonzero(np.diff(keys) < 0) + 1
+    least = max(1, seq_len // (_PARTS * size))
+    parts: list[tuple[int, int]] = []
+    start = 0
+    for edge in edges[1:].tolist():
+        if edge - start < least and edge < seq_len:
+            continue  # a short one goes with the next
+        inside = np.searchsorted(falls, (start + 1, edge))
+        step = least if inside[0] < inside[1] else edge - start
+        parts += pairwise((*range(start, edge, step), edge))
+        start = edge
+    return _dealt(parts, size, lambda start, stop: before[stop] - before[start])
+
+
+def _dealt(
+    parts: list[tuple[int, int]], size: int, work: Callable[[int, int], int]
+) -> tuple[tuple[Span, ...], ...]:
+    dealt = deal(parts, size, work)
     return tuple(joined(Span(*rows) for rows in of_rank) or (Span(0, 0),) for of_rank in dealt)

@@ -127,12 +127,12 @@ def attend(
     fit; KernelUnavailableError if the kernel cannot serve them.
     """
     q, k, v = cast_inputs(q, k, v)
-    algorithm = algorithm.within(documents)
+    mask = Mask(causal, window, documents) if slices is None else Mask.of(slices)
+    algorithm = algorithm.within(mask.followed)
     check_shapes(q, k, v)
     _check_tokens(q, algorithm, seq_len)
     heads, head_dim = q.shape[2:]
     shape = q.device, q.dtype, heads, k.shape[2], head_dim
-    mask = Mask(causal, window, documents) if slices is None else Mask.of(slices)
     problem = Problem(
         *shape,
         documents=bool(documents) or slices is not None,

@@ -11,6 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+# What a layout may follow: where documents begin, as of `document_starts`, or the slices of a span
+# mask (`core.slices`).
+type Documents = tuple[int, ...] | tuple[tuple[int, int, int, int, str], ...]
+
 
 @dataclass(frozen=True)
 class Span:
@@ -65,7 +69,7 @@ class Layout(ABC):
 
     Layouts are values: two of one kind and of the same fields are equal.
 
-    Attributes: follows_documents: it depends on the documents which tokens a rank holds.
+    Attributes: follows_documents: it depends on documents, or spans, which tokens a rank holds.
     """
 
     name: str
@@ -85,8 +89,8 @@ class Layout(ABC):
         """Number of tokens that `rank` holds."""
         return sum(map(len, self.spans(rank, size, seq_len)))
 
-    def within(self, documents: tuple[int, ...]) -> "Layout":
-        """The layout of a sequence of documents, as of `document_starts`; for most the same.
+    def within(self, documents: "Documents") -> "Layout":
+        """The layout of a sequence of documents, or under a span mask; for most the same.
 
         Without documents that of the ones that it has already.
         """
@@ -159,7 +163,7 @@ class Grouped(Layout):
     def multiple(self, size: int) -> int:
         return self.parts.multiple(size * self.members)
 
-    def within(self, documents: tuple[int, ...]) -> "Grouped":
+    def within(self, documents: "Documents") -> "Grouped":
         return Grouped(self.parts.within(documents), self.members)
 
 

@@ -64,7 +64,7 @@ def peak_of(
     """
     topology = Alone(rank, nodes, peer_access=peer_access)
     algorithm = make(topology)
-    layout = algorithm.layout.within(mask.documents)
+    layout = algorithm.layout.within(mask.followed)
     tokens = layout.length(rank, len(nodes), shape.seq_len)
     widths = (shape.heads, shape.kv_heads), (shape.head_dim, shape.value_dim)
     (heads, kv_heads), (dim, value_dim) = widths

@@ -4,11 +4,12 @@ from collections.abc import Iterable, Iterator
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from operator import index
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 
 from megatron_cp_plugin.core.bands import FAR, Bands, Numbers
+from megatron_cp_plugin.core.layout import Documents
 from megatron_cp_plugin.errors import ContextParallelError, nearest
 
 # By the numbers that tensors have for them.
@@ -73,11 +74,27 @@ class Slices(tuple[Slice, ...]):
         high = np.where(kind % 2 == KINDS.index("causal"), k_stop - q_stop, FAR)
         return Bands(np.stack((q_start, q_stop, k_start, k_stop, low, high)))
 
+    def keys_of(self, seq_len: int) -> Numbers:
+        """How many keys each query of a sequence sees, int64 [N]."""
+        found = np.zeros(seq_len, np.int64)
+        for q_start, q_stop, k_start, k_stop, low, high in self.bands.table.T.tolist():
+            row = np.arange(q_start, q_stop)
+            first, stop = np.maximum(k_start, row + low), np.minimum(k_stop, row + high + 1)
+            found[q_start:q_stop] += np.maximum(stop - first, 0)
+        return found
+
     @cached_property
     def causal(self) -> bool:
         """Whether no query sees a key of a later position."""
         q_start, _, _, k_stop, _, high = self.bands.table
         return bool((np.minimum(high, k_stop - 1 - q_start) <= 0).all())
+
+
+def starts_and_slices(documents: Documents) -> tuple[tuple[int, ...], Slices | None]:
+    """What a layout follows as where documents begin, or as slices."""
+    if isinstance(documents, Slices):
+        return (), documents
+    return cast(tuple[int, ...], documents), None
 
 
 @lru_cache(maxsize=64)  # all layers and passes of a micro-batch have the same

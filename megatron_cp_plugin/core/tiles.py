@@ -24,7 +24,7 @@ from megatron_cp_plugin.core.bands import (
     visible,
     within,
 )
-from megatron_cp_plugin.core.layout import Span
+from megatron_cp_plugin.core.layout import Documents, Span
 from megatron_cp_plugin.core.slices import Slices
 from megatron_cp_plugin.errors import ContextParallelError
 
@@ -67,6 +67,11 @@ class Mask:
     def bands(self) -> Bands:
         """All pairs of a query and a key that it lets through."""
         return _bands(self)
+
+    @property
+    def followed(self) -> Documents:
+        """What a layout follows that depends on documents, see `Layout.within`."""
+        return self.documents if self.slices is None else self.slices
 
     @property
     def special(self) -> str:

@@ -20,7 +20,7 @@ from megatron_cp_plugin.core.documents import document_starts
 from megatron_cp_plugin.core.streams import capturing
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration.agreement import FirstCalls, later, same_on_all_ranks
-from megatron_cp_plugin.integration.documents import DocumentMask, attention_spans
+from megatron_cp_plugin.integration.documents import DocumentMask, RawSpans, attention_spans
 from megatron_cp_plugin.integration.runtime import Runtime
 
 _OF_DOCUMENTS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
@@ -41,9 +41,11 @@ class Cut:
 
     Attributes:
         documents: Where documents begin, as in `core.tiles.Mask`, if the layout follows them.
+        spans: Who sees whom, if there are spans and the layout follows them.
     """
 
-    documents: tuple[int, ...] | None
+    documents: tuple[int, ...] | None = None
+    spans: RawSpans | None = None
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ class Batches:
         self.spans: DocumentMask | None = None
         self._calls = FirstCalls()
         self._last: dict[str, Tensor] = {}
-        self._last_cut = Cut(None)
+        self._last_cut = Cut()
         self._checks: list[Callable[[], str | None]] = []
 
     def shard(self, batch: dict[str, Any], group: dist.ProcessGroup) -> dict[str, Any]:
@@ -99,15 +101,18 @@ class Batches:
         if whole:
             self._check_whole(whole, group)
         follows = self.runtime.follows_documents
-        documents = _documents_of(batch) if follows else ()
+        spans = self.spans if follows else None
+        documents = _documents_of(batch) if follows and spans is None else ()
         for key, value in batch.items():
             if not isinstance(value, Tensor) or key in _OF_DOCUMENTS:
                 continue
             dim = 2 if key == "attention_mask" else 1
-            local = self.runtime.positions(group, value.size(dim), value.device, documents)
+            tokens = value.size(dim)
+            followed = documents if spans is None else spans.slices(tokens) or ()
+            local = self.runtime.positions(group, tokens, value.device, followed)
             batch[key] = value.index_select(dim, local)
         self._last = {key: batch[key] for key in whole}
-        self._last_cut = Cut(documents if follows else None)
+        self._last_cut = Cut(documents, spans and spans.spans) if follows else Cut()
         for key, tensor in self._last.items():
             setattr(tensor, _MARK, _Mark(key, self._last_cut, _version(tensor)))
         return batch

@@ -20,6 +20,7 @@ from megatron_cp_plugin.integration.batch import Batches, Cut
 from megatron_cp_plugin.integration.checks import window_of
 from megatron_cp_plugin.integration.documents import (
     DocumentMask,
+    RawSpans,
     check_positions,
     document_mask,
     mask_of_cut,
@@ -72,10 +73,11 @@ def serve_inputs(model: nn.Module, batches: Batches, group: dist.ProcessGroup) -
             mask = _with_spans(mask, batches.spans)
             _check_spans(model, mask, runtime.config, recurrent=recurrent)
             runtime.documents = mask.starts if mask else ()
+            runtime.spans = mask.spans if mask else None
             runtime.rotary_positions = mask.positions if mask else None
             _check_capture(model, mask)
             if cut is not None:
-                _check_documents(cut, runtime.documents)
+                _check_documents(cut, mask)
         except ContextParallelError as error:
             fault = str(error)
         calls.compare(fault, group)
@@ -119,6 +121,7 @@ class CutInputs:
             use_layout(model, self._runtime)
             self._called = True
         self._runtime.documents = mask.starts if mask else ()
+        self._runtime.spans = mask.spans if mask else None
         self._runtime.rotary_positions = mask.positions if mask else None
         self._runtime.seq_len = (mask.seq_len or None) if mask else None
         if mask is not None:
@@ -280,10 +283,23 @@ def _whose(position_ids: Any, batches: Batches, group: dist.ProcessGroup) -> str
     return f" ({mismatch})" if mismatch else ""
 
 
-def _check_documents(cut: Cut, documents: tuple[int, ...]) -> None:
-    if cut.documents not in (None, documents):
+def _check_documents(cut: Cut, mask: DocumentMask | None) -> None:
+    if cut.documents is None:
+        return
+    documents, spans = (mask.starts, mask.spans) if mask else ((), None)
+    if cut.spans != spans:
+        raise ContextParallelError(
+            f"a batch was cut by {_spans(cut.spans)}, and the model got {_spans(spans)}: give "
+            "attention_spans to get_batch_on_this_cp_rank, with the batch, or leave the option "
+            "layout=documents out"
+        )
+    if cut.documents != documents:
         raise ContextParallelError(
             f"a batch was cut by {len(cut.documents or ()) + 1} documents, and the model got "
             f"{len(documents) + 1} others: let both have the same cu_seqlens, or leave the "
             "option layout=documents out"
         )
+
+
+def _spans(spans: RawSpans | None) -> str:
+    return "no spans" if spans is None else f"{len(spans)} spans"

@@ -15,11 +15,12 @@ from megatron_cp_plugin import registry
 from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.core.document_layout import PaddedDocuments
-from megatron_cp_plugin.core.layout import positions
+from megatron_cp_plugin.core.layout import Documents, positions
 from megatron_cp_plugin.core.linear import LinearAlgorithm
 from megatron_cp_plugin.core.process_groups import JointMaking, ProcessGroupTopology, topology_of
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.topology import Topology
+from megatron_cp_plugin.integration.documents import RawSpans
 
 
 class Runtime:
@@ -30,6 +31,7 @@ class Runtime:
         documents: Where documents begin in the micro-batch whose forward runs, as in
             `core.tiles.Mask`. Not for what may be computed again in the backward.
         seq_len: Of how many tokens they are; None: as many as the model is told.
+        spans: Of that micro-batch, as in `DocumentMask`; None: documents say who sees whom.
         rotary_positions: Of all tokens [N], for rotary embeddings, of that micro-batch; None: by
             their order in the documents.
     """
@@ -40,6 +42,7 @@ class Runtime:
         self._callers = callers
         self.documents: tuple[int, ...] = ()
         self.seq_len: int | None = None
+        self.spans: RawSpans | None = None
         self.rotary_positions: Tensor | None = None
         self._layout = config.layout
         self._algorithms: dict[dist.ProcessGroup, Algorithm] = {}
@@ -122,7 +125,7 @@ class Runtime:
         group: dist.ProcessGroup,
         seq_len: int,
         device: torch.device,
-        documents: tuple[int, ...] = (),
+        documents: Documents = (),
     ) -> Tensor:
         """Returns the global positions of this rank's tokens, int64 [S], in local order.
 
@@ -130,7 +133,7 @@ class Runtime:
             group: The context-parallel group.
             seq_len: Tokens of the whole sequence.
             device: Of the result.
-            documents: Where documents begin in this sequence.
+            documents: Where documents begin in this sequence, or who sees whom.
         """
         layout = self._layout.within(documents)
         return _positions(layout, group.rank(), group.size(), seq_len, device)

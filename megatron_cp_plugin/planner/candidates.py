@@ -139,7 +139,7 @@ def _candidate(
         kv_heads=shape.kv_heads,
         causal=mask.causal,
     )
-    algorithm = cls(topology, options).within(mask.documents)
+    algorithm = cls(topology, options).within(mask.followed)
     if mask.special and not algorithm.windows:
         raise ContextParallelError(f"{cls.name} does not serve {mask.special}")
     placements = tuple(algorithm.placement(shape, mask, phase) for phase in PHASES)

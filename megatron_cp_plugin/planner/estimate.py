@@ -397,7 +397,7 @@ class Estimator:
         return sum(row_bytes(name, self.shape, group, wide) for name in names)
 
     def _spans(self, placement: BlockPlacement) -> Callable[[int], Spans]:
-        layout = placement.layout.within(self.mask.documents)
+        layout = placement.layout.within(self.mask.followed)
         if (layout, placement.size) not in self._spans_of:
             self._spans_of[layout, placement.size] = cache(
                 lambda owner: layout.spans(owner, placement.size, self.shape.seq_len)

@@ -122,7 +122,7 @@ def trace_softmax(
             columns than rows.
     """
     algorithm = make(alone(rank, nodes, peer_access=peer_access))
-    tokens = algorithm.layout.within(mask.documents).length(rank, len(nodes), shape.seq_len)
+    tokens = algorithm.layout.within(mask.followed).length(rank, len(nodes), shape.seq_len)
     dtype, (heads, kv_heads) = DTYPES[shape.element_bytes], (shape.heads, shape.kv_heads)
     q, k, v, dout = (
         torch.empty((shape.batch, tokens, n, d), dtype=dtype, device="meta")
@@ -137,7 +137,7 @@ def trace_softmax(
         rectangular=rectangular, packs=True, gaps=True, places_outputs=True, places_gradients=True
     )
     call = Call(shape.seq_len, mask, shape.head_dim**-0.5, kernel)
-    on = algorithm.within(mask.documents)
+    on = algorithm.within(mask.followed)
     with _recorded() as forward:
         saved = on.forward(q, k, v, call)[2]
     with _recorded() as backward:

@@ -2,10 +2,12 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_cp_plugin.core.assembly import assemble, padded
+from megatron_cp_plugin.core.document_layout import PaddedDocuments
 from megatron_cp_plugin.core.grid import column_major, row_major
 from megatron_cp_plugin.core.layout import LAYOUTS, Grouped, Span
 
@@ -68,6 +70,47 @@ def test_blocks_that_are_in_order_already_are_not_copied():
     joined = order.join(gathered, 1)
     assert joined.data_ptr() == gathered.data_ptr()
     assert order.split(joined, 1).data_ptr() == gathered.data_ptr()
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("kind", ["tensor", "unequal"])
+@settings(deadline=None, max_examples=20)
+@given(data=st.data())
+def test_documents_cut_each_by_itself_are_joined_by_one_gather(dim, kind, data):
+    """As many segments as there are documents, and more, in a fixed number of operations."""
+    ranks = data.draw(st.integers(1, 4))
+    lengths = data.draw(st.lists(st.integers(1, 3), min_size=17, max_size=40))
+    starts = [2 * ranks * sum(lengths[:number]) for number in range(len(lengths) + 1)]
+    layout = PaddedDocuments().within(starts[1:-1])
+    spans = [layout.spans(rank, ranks, starts[-1]) for rank in range(ranks)]
+    held = [[p for s in own for p in s.positions] for own in spans]
+    order = assemble(spans, len(held[0]))
+    blocks = [torch.tensor([own, own]).T for own in held]
+    if dim:
+        blocks = [block.T for block in blocks]
+    whole = torch.stack(blocks)
+    gathered = whole
+    if kind == "unequal":  # the own block of a rank may be longer than what travels
+        gathered = [padded(block, dim, order.width + number) for number, block in enumerate(blocks)]
+    with CountingMode() as counted:
+        joined = order.join(gathered, dim)
+        target = torch.full_like(whole, -1)
+        order.place(target, dim, slice(0, order.tokens), joined)
+    assert joined.select(1 - dim, 1).tolist() == list(range(starts[-1]))
+    assert torch.equal(target, whole)
+    assert torch.equal(placed_in_two(order, whole, joined, dim, data), whole)
+    if ranks > 1:
+        assert counted.calls <= 20 + 12 * ranks < 3 * len(lengths) * ranks
+
+
+class CountingMode(TorchDispatchMode):
+    """Counts operations of torch."""
+
+    calls = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.calls += 1
+        return function(*args, **(kwargs or {}))
 
 
 def test_spans_that_leave_gaps_between_turns_are_refused():

@@ -10,6 +10,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import nn
 
 from megatron_cp_plugin.config import ContextParallelConfig
+from megatron_cp_plugin.core.layout import positions
+from megatron_cp_plugin.core.slices import Slices
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.harness.parity import Recording, Tolerances, compare
 from megatron_cp_plugin.integration.batch import Batches
@@ -52,6 +54,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Recording]
     [
         ("rotary", "--mask spans --context-parallel-algo ring", 1),
         ("rotary", "--mask given --context-parallel-algo zigzag --context-parallel-size 2", 2),
+        ("rotary", "--mask spans --context-parallel-algo zigzag --cp-options layout=documents", 2),
         pytest.param(
             *("rotary", f"--mask spans --context-parallel-algo ulysses {RECOMPUTE}", 2),
             marks=pytest.mark.slow,
@@ -112,6 +115,30 @@ def test_the_model_gets_the_spans_of_its_batch(size: int) -> None:
         assert model(tokens) is None
 
     on_ranks(size, rank)
+
+
+def test_a_layout_that_follows_spans_cuts_by_those_of_the_batch() -> None:
+    """Other ones given to the model, or none, would leave its tokens at wrong places."""
+    spans = [(0, 12, 0, 12, "causal"), (12, 16, 12, 16, "full")]
+    options = (("layout", "documents"),)
+
+    def rank(group: Any) -> None:
+        config = ContextParallelConfig("zigzag", 2, options=options)
+        model, batches = Model(), Batches(Runtime(config))
+        serve_inputs(model, batches, group)
+
+        def cut(**more: Any) -> torch.Tensor:
+            return batches.shard({"tokens": torch.arange(16)[None], **more}, group)["tokens"]
+
+        tokens = cut(attention_spans=spans)
+        layout = config.layout.within(Slices.of(spans, 16))
+        assert tokens.tolist() == [positions(layout, group.rank(), 2, 16).tolist()]
+        assert tokens.tolist() != cut().tolist()
+        model(cut(attention_spans=spans))
+        with pytest.raises(ContextParallelError, match="by no spans, and the model got 2 spans"):
+            model(cut(), packed_seq_params=attention_spans(spans))
+
+    on_ranks(2, rank)
 
 
 def test_a_stage_without_tokens_gets_them_too() -> None:
