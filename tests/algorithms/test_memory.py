@@ -275,6 +275,18 @@ def test_plans_take_no_more_than_what_they_replaced(name: str, tokens: int) -> N
             assert found < (gib + 0.005) * tokens / 2**17 + 0.005  # these are rounded
 
 
+@pytest.mark.parametrize("algo", ["allgather", "attention2d"])
+@pytest.mark.parametrize(
+    ("tokens", "kv_heads", "groups"),
+    [(2**14, 32, 1), (2**14, 8, 1), (2**15, 8, 2), (2**16, 32, 2), (2**16, 8, 4)],
+)
+def test_more_groups_where_they_save_memory(algo, tokens, kv_heads, groups) -> None:
+    """On two ranks over peer memory, and none where there is little work."""
+    algorithm = create(algo, predicted.Alone(0, (0, 0), peer_access=True), {})
+    plan = algorithm.plan(Shape(1, tokens, 32, kv_heads, DIM), Mask())
+    assert len(plan.groups) == groups
+
+
 @pytest.mark.parametrize(("size", "rows", "kv_heads"), [(4, 2, 8), (16, 4, 8), (8, 4, 2)])
 def test_overlap(monkeypatch, size: int, rows: int, kv_heads: int) -> None:
     options = {"variant": "overlap", "rows": rows}
