@@ -52,7 +52,8 @@ class KvAllGather(GridAlgorithm):
             gathered_mib: bound on the gathered K and V of a rank in MiB. More groups of heads are
                 made until it holds; if single heads are too large the call is refused.
             chunks: number of groups of heads at least, if there are as many KV heads; 0: 4, or
-                fewer where that would be too little work for each; over peer memory half of that.
+                fewer where that would be too little work for each; over peer memory half of that,
+                or 4 for fewer KV heads than query heads where there is much work.
             gradients: dtype in which partial dK and dV travel; they are summed in float32.
             transport: "peer" (by blocks, see PointToPoint), "group" (gathered, over the process
                 group), or "auto", peer where that is possible.

@@ -75,7 +75,8 @@ class Attention2D(GridAlgorithm):
                 give them, or "float32".
             gradients: dtype in which partial gradients travel; they are summed in float32.
             chunks: at most so many groups of heads, pipelined; 0: 4, or fewer where that would be
-                too little work for each; half of that over peer memory with one row or column.
+                too little work for each; over peer memory with one row or column half of that, or 4
+                for fewer KV heads than query heads where there is much work.
                 "overlap" has none.
             transport: "peer" (block by block, "zigzag" only; see PointToPoint), "group" (over the
                 process group), or "auto", peer where that is possible.

@@ -94,10 +94,18 @@ class GridAlgorithm(PointToPoint):
             count = 1
         elif self.kind is not GatheredPlacement and 1 in self.grid_shape(shape):
             # Blocks overlap within a group too, and two of them are all that is held at a time.
-            count = self.options.chunks or (1 if mask.special else max(1, count // 2))
+            count = self.options.chunks or (1 if mask.special else self._few_groups(shape, count))
         # Where only K and V are gathered, groups that share them would have nothing to wait for.
         share_kv = self.kind is GatheredPlacement and self.grid_shape(shape)[1] > 1
         return head_groups(shape.heads, shape.kv_heads, count, share_kv=share_kv)
+
+    def _few_groups(self, shape: Shape, count: int) -> int:
+        """Groups where blocks go from rank to rank. Args: count: where they are gathered."""
+        half = max(1, count // 2)
+        if shape.kv_heads == shape.heads:
+            return half
+        # Most of the memory is that of queries, which few groups would not make less than gathers.
+        return max(half, group_count(0, shape.flop(self.topology.size) // 4))
 
     def slots(self, shape: Shape) -> int:
         """See PointToPoint.slots: a column's blocks are held until the last one of the row came."""

@@ -101,8 +101,9 @@ class PointToPoint(Algorithm):
         """As `backward`, where either out or delta is at hand."""
         shape = Shape.of(q, k, v, call.seq_len)
         plan = self.plan_for(shape, call, "backward")
-        few = plan.steps <= 2 * len(plan.groups)
-        work = Backward(dout, q, k, v, statistics, call, few=few, retained=retained)
+        groups = len(plan.groups)
+        few = plan.steps <= 2 * groups
+        work = Backward(dout, q, k, v, statistics, call, groups=groups, few=few, retained=retained)
         channels = self.transport.channels(plan, self.slots(shape))
         follow(plan, channels, work, overlap=self.overlap)
         dq, dk, dv = work.gradients

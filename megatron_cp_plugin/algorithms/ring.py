@@ -46,7 +46,9 @@ class Ring(PointToPoint):
         backward  "kv": 1.5q + 7kv, n > 1: (2.5q + 9kv) / n
                   "query": 9q + 1.5kv, n > 1: (12q + 2.5kv) / n
 
-    and what kernels need within. With transport peer, receive buffers are kept between calls.
+    and what kernels need within. With transport peer, receive buffers are kept between calls, but
+    own tensors are sent from where they are; and kernels that write results where they belong
+    (flash4) need no memory beside these for the first ones of a group.
 
     Source: BurstAttention, Algorithms 1, 2 and 3. Differs: out and all gradients are summed in
     float32; blocks that are wholly in the causal future are not sent on; dQ travels on a channel

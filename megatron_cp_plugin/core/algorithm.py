@@ -41,6 +41,16 @@ class Call:
         """Whether tiles are put together into kernel calls: where the mask makes many of them."""
         return self.kernel.packs and bool(self.mask.special)
 
+    @cached_property
+    def places_outputs(self) -> bool:
+        """Whether the output of a block's first tile can be where that of all tiles belongs."""
+        return self.kernel.places_outputs and not self.packed
+
+    @cached_property
+    def places_gradients(self) -> bool:
+        """As `places_outputs`."""
+        return self.kernel.places_gradients and not self.packed
+
 
 @dataclass(frozen=True)
 class Traffic:
@@ -184,7 +194,7 @@ def attend_block(
     """Adds attention of a block of queries over a block of keys to `total`."""
     for each in work.calls(packed=call.packed, gaps=call.kernel.gaps, forward=True):
         if isinstance(each, Tile):
-            total.add(each.q, *_attend_tile(q, k, v, each, call))
+            _attend_tile(total, q, k, v, each, call)
             continue
         queries, keys = each.sides(q.device)
         (rows,) = queries.given
@@ -195,13 +205,20 @@ def attend_block(
         total.add(rows, out, lse)
 
 
-def _attend_tile(q: Tensor, k: Tensor, v: Tensor, tile: Tile, call: Call) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a tile's rows [B,rows,H,E] over its columns [B,cols,G,D]."""
+def _attend_tile(
+    total: Accumulator, q: Tensor, k: Tensor, v: Tensor, tile: Tile, call: Call
+) -> None:
+    """Adds attention of a tile's rows [B,rows,H,D] over its columns [B,cols,G,D]."""
     q, k, v = q[:, tile.q], k[:, tile.kv], v[:, tile.kv]
+    place = None if tile.reverse else total.place_of_first(q.shape[1])
+    if place is not None and call.places_outputs:
+        call.kernel.forward_to(place, q, k, v, scale=call.scale, causal=tile.causal)
+        total.add(tile.q, *place)
+        return
     if tile.reverse:
         q, k, v = q.flip(1), k.flip(1), v.flip(1)
     out, lse = call.kernel.forward(q, k, v, scale=call.scale, causal=tile.causal)
-    return (out.flip(1), lse.flip(2)) if tile.reverse else (out, lse)
+    total.add(tile.q, *((out.flip(1), lse.flip(2)) if tile.reverse else (out, lse)))
 
 
 @dataclass(frozen=True)
@@ -211,6 +228,22 @@ class Gradients:
     dq: GradientSum
     dk: GradientSum
     dv: GradientSum
+
+    def places(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Where gradients of a tile's q, k and v go: those that are the first of a block to where
+        its sum will be, others to memory of their own; None if all do.
+        """
+        places = [
+            total.place_of_first(x.shape[1])
+            for total, x in zip((self.dq, self.dk, self.dv), (q, k, v), strict=True)
+        ]
+        if places == [None, None, None]:
+            return None
+        dq, dk, dv = (
+            x.new_empty(x.shape) if place is None else place
+            for place, x in zip(places, (q, k, v), strict=True)
+        )
+        return dq, dk, dv
 
 
 def differentiate_block(
@@ -226,7 +259,7 @@ def differentiate_block(
     """Adds the gradients of `attend_block`; `statistics` are those of all rows of q."""
     for each in work.calls(packed=call.packed, gaps=call.kernel.gaps):
         if isinstance(each, Tile):
-            dq, dk, dv = _differentiate_tile(dout, q, k, v, statistics, each, call)
+            dq, dk, dv = _differentiate_tile(sums, dout, q, k, v, statistics, each, call)
             sums.dq.add(each.q, dq)
             sums.dk.add(each.kv, dk)
             sums.dv.add(each.kv, dv)
@@ -263,6 +296,7 @@ def _differentiate_batch(
 
 
 def _differentiate_tile(
+    sums: Gradients,
     dout: Tensor,
     q: Tensor,
     k: Tensor,
@@ -271,9 +305,15 @@ def _differentiate_tile(
     tile: Tile,
     call: Call,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of `_attend_tile`."""
+    """The gradients of `_attend_tile`; where the sums will be, if they are the first."""
     dout, q, k, v = dout[:, tile.q], q[:, tile.q], k[:, tile.kv], v[:, tile.kv]
     statistics = statistics.rows(tile.q)
+    places = sums.places(q, k, v) if call.places_gradients and not tile.reverse else None
+    if places is not None:
+        call.kernel.backward_to(
+            places, dout, q, k, v, statistics, scale=call.scale, causal=tile.causal
+        )
+        return places
     if tile.reverse:
         dout, q, k, v = dout.flip(1), q.flip(1), k.flip(1), v.flip(1)
         statistics = statistics.flipped()

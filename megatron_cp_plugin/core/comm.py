@@ -133,8 +133,11 @@ class Communicator(ABC):
 
     All ranks post the same operations in the same order, also those in which they do nothing.
 
-    Attributes: rank, size: within the group. global_rank: for the log. channel: its name.
+    Attributes: rank, size: within the group. global_rank: for the log. channel: its name. strided:
+        whether `exchange` sends tensors that are not contiguous.
     """
+
+    strided: bool = False
 
     def __init__(self, channel: str, rank: int, size: int, global_rank: int) -> None:
         self.channel = channel
@@ -161,7 +164,8 @@ class Communicator(ABC):
         Several messages between one pair of ranks arrive in the order in which they are listed.
 
         Args:
-            sends: (contiguous tensor, destination); not to be changed before `wait`.
+            sends: (tensor, destination), contiguous unless `strided`; not to be changed before
+                `wait`.
             receives: (contiguous buffer, source).
         """
         self._count("exchange", [t for t, _ in sends], [t for t, _ in receives])

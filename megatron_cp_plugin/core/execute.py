@@ -54,15 +54,16 @@ class Pass(ABC):
         self._described: dict[tuple[tuple[TensorNames, ...], int, bool], list[Described]] = {}
 
     @abstractmethod
-    def open(self, heads: HeadGroup, sent: frozenset[bool]) -> None:
+    def open(self, heads: HeadGroup, sent: frozenset[bool], *, strided: bool) -> None:
         """Begins with some heads.
 
         Args: sent: whether the own block of queries (false), of keys (true), goes to others.
+            strided: they may go as slices of all heads.
         """
 
     @abstractmethod
     def own(self, of_keys: bool) -> Tensors:
-        """The own block, contiguous, in the order in which its tensors travel."""
+        """The own block in the order in which its tensors travel."""
 
     @abstractmethod
     def compute(self, task: Task, queries: Tensors | None, keys: Tensors | None) -> None:
@@ -125,6 +126,7 @@ class _Run:
     def __init__(self, plan: Plan, parts: Program, channels: Channels, work: Pass) -> None:
         self._relay, self._parts, self._channels, self._work = plan.relay, parts, channels, work
         self._device = work.q.device
+        self._strided = channels.inputs.strided and channels.slow_inputs.strided
         self._held: dict[BlockId, Tensors] = {}
         # Which block to keep at the end.
         self._retained = parts.retained if plan.phase == "forward" else None
@@ -147,7 +149,7 @@ class _Run:
         """Does one step."""
         work = self._work
         if turn.first:
-            work.open(turn.heads, self._parts.sent)
+            work.open(turn.heads, self._parts.sent, strided=self._strided)
         self._take_inputs(turn.step)
         if overlap:
             self._post_inputs(turn)
@@ -229,7 +231,8 @@ class _Run:
                 self._channels.results.expect({move.source for move in exchange.receives})
 
     def _post(self, channel: Communicator, exchange: Exchange) -> Pending[Arrived]:
-        sends = [(x, move.target) for move in exchange.sends for x in self._sent(move)]
+        strided = channel.strided
+        sends = [(x, move.target) for move in exchange.sends for x in self._sent(move, strided)]
         described = [self._work.describe(move) for move in exchange.receives]
         buffers = channel.buffers([tensor for each in described for tensor in each], self._device)
         arriving, start = [], 0
@@ -246,13 +249,15 @@ class _Run:
 
         return Pending(finish)
 
-    def _sent(self, move: Move) -> Sequence[Tensor]:
+    def _sent(self, move: Move, strided: bool) -> Sequence[Tensor]:
         block, rows = (move.block.owners[0], move.of_keys), move.block.rows
         if move.result:
             held = self._parts.rows[block]
             return self._work.results_for(move, held, self._earlier.pop(block, None))
         if block in self._held:
             parts = [piece.there for piece in common(rows, self._parts.rows[block])]
-            return [packed(x, token_dim(x), parts) for x in self._held[block]]
-        parts = [slice(*each) for each in rows]
-        return [packed(x, token_dim(x), parts) for x in self._work.own(move.of_keys)]
+            tensors = self._held[block]
+        else:
+            parts = [slice(*each) for each in rows]
+            tensors = self._work.own(move.of_keys)
+        return [packed(x, token_dim(x), parts, strided=strided) for x in tensors]

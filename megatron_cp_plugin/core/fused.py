@@ -17,8 +17,11 @@ class FusedOperations(Protocol):
     ) -> None:
         """As `partial.merge_into`, with lse in float32."""
 
-    def sum_into(self, out: Tensor, a: Tensor, b: Tensor | None) -> None:
-        """out = a + b; out may be a; no b: a copy. Args: all [B,S,heads,D], not float64."""
+    def sum_into(self, out: Tensor, a: Tensor, *others: Tensor) -> None:
+        """out = a + the others, two at most; out may be a; a copy if there are none.
+
+        Args: all [B,S,heads,D], not float64.
+        """
 
     def merge_rows_into(
         self, out: Tensor, lse: Tensor, to: Tensor, b: Tensor, b_lse: Tensor, of: Tensor | None

@@ -105,7 +105,7 @@ class Statistics:
     def copied_bytes(self, dout_bytes: int) -> int:
         """Bytes of what kernels make of these that want a contiguous lse and an out.
 
-        Args: dout_bytes: of a tensor like out.
+        Args: dout_bytes: of what is made in the place of out.
         """
         lse = 0 if self.lse.is_contiguous() else self.lse.numel() * self.lse.element_size()
         return lse + (dout_bytes if self.out is None else 0)
@@ -218,11 +218,14 @@ class SoftmaxKernel(Kernel[Problem]):
         packs: `forward_packed` and `backward_packed` are one call, however many sequences there
             are, so that it pays to copy small tiles together for it.
         gaps: of packed sequences: there may be queries and keys between them.
+        places_outputs, places_gradients: has `forward_to`, `backward_to`.
     """
 
     rectangular_causal: bool = False
     packs: bool = False
     gaps: bool = False
+    places_outputs: bool = False
+    places_gradients: bool = False
 
     @abstractmethod
     def forward(
@@ -235,6 +238,19 @@ class SoftmaxKernel(Kernel[Problem]):
 
         Returns: out [B,S,H,E] in q's dtype, lse [B,H,S] float32 (float64 for float64), natural log.
         """
+
+    def forward_to(
+        self,
+        results: tuple[Tensor, Tensor],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        causal: bool,
+    ) -> None:
+        """As `forward`. Args: results: out and lse, which may be some heads of wider tensors."""
+        raise NotImplementedError(f"{self.name} does not place outputs")
 
     @abstractmethod
     def backward(
@@ -254,6 +270,21 @@ class SoftmaxKernel(Kernel[Problem]):
 
         Returns: dq [B,S,H,D], dk [B,T,G,D], dv [B,T,G,E].
         """
+
+    def backward_to(
+        self,
+        gradients: tuple[Tensor, Tensor, Tensor],
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        statistics: Statistics,
+        *,
+        scale: float,
+        causal: bool,
+    ) -> None:
+        """As `backward`. Args: gradients: dq, dk, dv, which may be some heads of wider tensors."""
+        raise NotImplementedError(f"{self.name} does not place gradients")
 
     def workspace(
         self,

@@ -124,8 +124,17 @@ class SizesOnly(SoftmaxKernel):
 
     name = "sizes"
 
-    def __init__(self, *, rectangular: bool, packs: bool, gaps: bool) -> None:
+    def __init__(
+        self,
+        *,
+        rectangular: bool,
+        packs: bool,
+        gaps: bool,
+        places_outputs: bool,
+        places_gradients: bool,
+    ) -> None:
         self.rectangular_causal, self.packs, self.gaps = rectangular, packs, gaps
+        self.places_outputs, self.places_gradients = places_outputs, places_gradients
 
     @abstractmethod
     def called(
@@ -148,6 +157,18 @@ class SizesOnly(SoftmaxKernel):
     ) -> tuple[Tensor, Tensor]:
         return self._attend(q, k, v, _whole(q, k), causal=causal)
 
+    def forward_to(
+        self,
+        results: tuple[Tensor, Tensor],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        causal: bool,
+    ) -> None:
+        self.called(q, k, v, None, _whole(q, k), causal=causal)
+
     def backward(
         self,
         dout: Tensor,
@@ -160,6 +181,20 @@ class SizesOnly(SoftmaxKernel):
         causal: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         return self._differentiate(q, k, v, statistics, _whole(q, k), causal=causal)
+
+    def backward_to(
+        self,
+        gradients: tuple[Tensor, Tensor, Tensor],
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        statistics: Statistics,
+        *,
+        scale: float,
+        causal: bool,
+    ) -> None:
+        self.called(q, k, v, statistics, _whole(q, k), causal=causal)
 
     def forward_packed(
         self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, *, scale: float, causal: bool
@@ -219,7 +254,13 @@ class _Sizes(SizesOnly):
 
     def __init__(self, kernel: SoftmaxKernel) -> None:
         rectangular = kernel.rectangular_causal
-        super().__init__(rectangular=rectangular, packs=kernel.packs, gaps=kernel.gaps)
+        super().__init__(
+            rectangular=rectangular,
+            packs=kernel.packs,
+            gaps=kernel.gaps,
+            places_outputs=kernel.places_outputs,
+            places_gradients=kernel.places_gradients,
+        )
         self._kernel = kernel
 
     def called(
@@ -244,7 +285,7 @@ class OnePass:
     ) -> None:
         pass
 
-    def sum_into(self, out: Tensor, a: Tensor, b: Tensor | None) -> None:
+    def sum_into(self, out: Tensor, a: Tensor, *others: Tensor) -> None:
         pass
 
     def merge_rows_into(

@@ -7,6 +7,8 @@ Source: AttnFix (Attention2D, Algorithm 2); the same as rescale (DISTFLASHATTN, 
 GAO (BurstAttention, Algorithm 1, lines 13-16). Differs: rows that no key is visible to.
 """
 
+from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -30,15 +32,19 @@ class RowIndex(NamedTuple):
 SomeRows = slice | RowIndex
 
 
-class _Apart:
-    """Partials of rows that no two of them share, in the order in which they came.
+Partial = tuple[SomeRows, tuple[Tensor, ...]]
+
+
+class _Waiting:
+    """Partials in the order in which they came: of rows that no two of them share, or two that do.
 
     Where each row is written once, it can be written in the final dtype.
     """
 
     def __init__(self) -> None:
-        self._partials: list[tuple[SomeRows, tuple[Tensor, ...]]] = []
+        self._partials: list[Partial] = []
         self._start = self._stop = 0  # between which their rows are
+        self._paired = False
 
     def __bool__(self) -> bool:
         return bool(self._partials)
@@ -49,10 +55,18 @@ class _Apart:
             return True
         if isinstance(rows, RowIndex) or isinstance(self._partials[0][0], RowIndex):
             return False
-        return bool(rows.stop <= self._start or rows.start >= self._stop)
+        return not self._paired and bool(rows.stop <= self._start or rows.start >= self._stop)
+
+    def pairs_with(self, rows: SomeRows) -> bool:
+        """Whether these rows and those of the only one here can be taken in one pass."""
+        if self.single is None or isinstance(rows, RowIndex):
+            return False
+        other, _ = self.single
+        return isinstance(other, slice) and {rows.step, other.step} <= {None, 1}
 
     def add(self, rows: SomeRows, *tensors: Tensor) -> None:
-        """Takes a partial whose rows fit."""
+        """Takes a partial whose rows fit, or that pairs with the only one."""
+        self._paired = not self.fits(rows)
         if isinstance(rows, slice):
             first = not self._partials
             self._start = rows.start if first else min(self._start, rows.start)
@@ -60,13 +74,13 @@ class _Apart:
         self._partials.append((rows, tensors))
 
     @property
-    def single(self) -> tuple[SomeRows, tuple[Tensor, ...]] | None:
+    def single(self) -> Partial | None:
         """The only one, if there is just one."""
         return self._partials[0] if len(self._partials) == 1 else None
 
-    def take(self) -> list[tuple[SomeRows, tuple[Tensor, ...]]]:
+    def take(self) -> list[Partial]:
         """All of them, of which none stays here."""
-        taken, self._partials = self._partials, []
+        taken, self._partials, self._paired = self._partials, [], False
         return taken
 
 
@@ -119,25 +133,26 @@ def _weight(lse: Tensor, merged: Tensor) -> Tensor:
     return factor.transpose(1, 2).unsqueeze(-1)
 
 
-def _sum_into(out: Tensor, a: Tensor, b: Tensor | None = None) -> None:
-    """out = a + b, summed in float32 (float64 for float64); out may be a; no b: a copy."""
+def _sum_into(out: Tensor, a: Tensor, *others: Tensor) -> None:
+    """out = a + the others, two at most, summed in float32 (float64 for float64); out may be a."""
     fused = fused_for(out)
     if fused is not None and a.dtype != torch.float64:
-        fused.sum_into(out, a, b)
-    elif b is None:
+        fused.sum_into(out, a, *others)
+    elif not others:
         out.copy_(a)
     else:
         wide = accumulation_dtype(a.dtype)
-        out.copy_(a.to(wide) + b.to(wide))
+        out.copy_(sum((b.to(wide) for b in others), start=a.to(wide)))
 
 
-def _add_rows(total: Tensor, rows: SomeRows, gradient: Tensor) -> None:
-    """Adds to some rows of a total [B,S,heads,D], in place."""
+def _add_rows(total: Tensor, rows: SomeRows, *gradients: Tensor) -> None:
+    """Adds one or two to some rows of a total [B,S,heads,D], in place; one if rows are numbers."""
     if isinstance(rows, RowIndex):
+        (gradient,) = gradients
         _add_at(total, rows, gradient)
         return
     part = total[:, rows]
-    _sum_into(part, part, gradient)
+    _sum_into(part, part, *gradients)
 
 
 def _add_at(total: Tensor, rows: RowIndex, gradient: Tensor) -> None:
@@ -181,20 +196,31 @@ class Accumulator:
     The first partial may be written to.
     """
 
-    def __init__(self, q: Tensor, value_dim: int) -> None:
-        """Args: q: [B,S,H,D]. value_dim: E of the output to come, which is else like q."""
+    def __init__(
+        self, q: Tensor, value_dim: int, place: tuple[Tensor, Tensor] | None = None
+    ) -> None:
+        """Args:
+        q: [B,S,H,D]. value_dim: E of the output to come, which is else like q.
+        place: where the result will be, out [B,S,H,E] in q's dtype and lse [B,H,S], which may be
+            strided; None: in memory of its own.
+        """
         self._like = q
+        self._place = place
         self._shape = (*q.shape[:3], value_dim)
         self._wide = accumulation_dtype(q.dtype)
         self._total: tuple[Tensor, Tensor] | None = None
         self._owned = False  # whether _total is a wide buffer of ours, free to be written
-        self._waiting = _Apart()
+        self._waiting = _Waiting()
         self._borrowed = False
 
     @property
     def empty(self) -> bool:
         """Whether there is no partial yet."""
         return not self._waiting and self._total is None
+
+    def place_of_first(self, rows: int) -> tuple[Tensor, Tensor] | None:
+        """Where the result will be, if the first partial, of so many rows, can be there."""
+        return self._place if self.empty and rows == self._like.shape[1] else None
 
     def add(self, rows: SomeRows, out: Tensor, lse: Tensor, *, borrowed: bool = False) -> None:
         """Merges a partial of some rows: out [B,rows,H,E], lse [B,H,rows].
@@ -217,25 +243,39 @@ class Accumulator:
         self._borrowed = False
 
     def result(self, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-        """Returns: out [B,S,H,E] in `dtype` (default: q's), lse [B,H,S] float32 or float64."""
+        """Returns: out [B,S,H,E] in `dtype` (default: q's), lse [B,H,S] float32 or float64.
+
+        Args: dtype: of a result that has no place.
+        """
         dtype = dtype or self._like.dtype
         last = self._waiting.single
         if last is not None and self._whole(last[0], last[1][0]):
             last_out, last_lse = last[1]
             if self._total is None:
-                return last_out.to(dtype), last_lse
-            out, lse = self._like.new_empty(self._shape, dtype=dtype), self._empty_lse()
+                return self._placed(dtype, last_out, last_lse)
+            out, lse = self._place or (
+                self._like.new_empty(self._shape, dtype=dtype),
+                self._empty_lse(),
+            )
             merge_into(out, lse, *self._total, last_out, last_lse)
             return out, lse
         total = self._total or self._nothing(dtype)
         if total[0].dtype == dtype:
             for rows, (out, lse) in self._waiting.take():
                 self._merge_rows(total, rows, out, lse)
-            return total
+            return self._placed(dtype, *total)
         self._merge_waiting()
         assert self._total is not None
-        out, lse = self._total
-        return out.to(dtype), lse
+        return self._placed(dtype, *self._total)
+
+    def _placed(self, dtype: torch.dtype, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        """A result where it belongs."""
+        if self._place is None:
+            return out.to(dtype), lse
+        if out is not self._place[0]:
+            _sum_into(self._place[0], out)
+            self._place[1].copy_(lse)
+        return self._place
 
     def _settle(self, rows: SomeRows, out: Tensor, lse: Tensor) -> None:
         """Merges a partial into the total."""
@@ -283,25 +323,37 @@ class Accumulator:
 class GradientSum:
     """Running sum of the partial gradients of one block, in float32 from the second one on."""
 
-    def __init__(self, like: Tensor, *, few: bool = False) -> None:
+    def __init__(
+        self, like: Tensor, *, few: bool = False, place: Callable[[], Tensor] | None = None
+    ) -> None:
         """Args:
         like: [B,S,heads,D]; shape, dtype and device of the gradient.
-        few: a partial that comes after the first is probably the last of its rows, and waits: if
-            it is, the sum is written in its final dtype, at best in the place of the first. With
-            more to come that takes more memory.
+        few: a partial that comes after the first is probably the last of its rows, and waits, or
+            two do: if they are, the sum is written in its final dtype, at best in the place of the
+            first. With more to come that takes more memory.
+        place: gives what the sum will be written to, so that the first partial can be there.
         """
         self._like = like
         self._few = few
+        self._place = place
+        self._placed: Tensor | None = None
         self._total: Tensor | None = None
         self._owned = False  # whether _total is a wide buffer of ours
-        self._waiting = _Apart()  # to be added to the total
+        self._waiting = _Waiting()  # to be added to the total
+
+    def place_of_first(self, rows: int) -> Tensor | None:
+        """Where the first partial, of so many rows, is to be written to; None: anywhere."""
+        if self._place is not None and self.empty and rows == self._like.shape[1]:
+            self._placed = self._place()
+            return self._placed
+        return None
 
     def add(self, rows: SomeRows, gradient: Tensor) -> None:
         """Adds the gradient of some rows [B,rows,heads,D]."""
         if self._total is None and self._whole(rows, gradient):
             self._total = gradient
         elif self._few:
-            if not self._waiting.fits(rows):
+            if not (self._waiting.fits(rows) or self._waiting.pairs_with(rows)):
                 self._settle()
             self._waiting.add(rows, gradient)
         else:
@@ -319,7 +371,11 @@ class GradientSum:
 
     def write(self, out: Tensor, plus: Tensor | None = None) -> None:
         """out [B,S,heads,D] = the sum, and `plus` if there is one; out may be strided."""
-        _sum_into(out, self._final(out.dtype) if plus is None else self.held, plus)
+        total = self._final(out.dtype) if plus is None else self.held
+        if plus is not None:
+            _sum_into(out, total, plus)
+        elif total is not self._placed:
+            _sum_into(out, total)
 
     @property
     def empty(self) -> bool:
@@ -335,9 +391,11 @@ class GradientSum:
     def _final(self, dtype: torch.dtype) -> Tensor:
         """The sum; rounded already where it ends in `dtype`, and nothing is added to it then."""
         last = self._waiting.single
+        if self._total is None and self._waiting:
+            self._total = self._like.new_zeros(self._like.shape, dtype=dtype)
         if self._total is not None and self._total.dtype == dtype:
-            for rows, (gradient,) in self._waiting.take():
-                _add_rows(self._total, rows, gradient)
+            for rows, parts in _apart(self._waiting.take()):
+                _add_rows(self._total, rows, *parts)
         elif self._total is not None and last is not None and self._whole(last[0], last[1][0]):
             return self._plus(self._total, last[1][0], dtype)
         return self.held
@@ -378,10 +436,26 @@ class GradientSum:
         return isinstance(rows, slice) and gradient.shape[1] == self._like.shape[1]
 
 
+def _apart(partials: list[Partial]) -> Iterator[Partial]:
+    """Of two partials that share rows, rows that come once, each with all that is added there."""
+    slices = [rows for rows, _ in partials if isinstance(rows, slice)]
+    if len(slices) != 2 or slices[0].stop <= slices[1].start or slices[1].stop <= slices[0].start:
+        yield from partials
+        return
+    bounds = sorted({bound for rows in slices for bound in (rows.start, rows.stop)})
+    for start, stop in pairwise(bounds):
+        parts = (
+            x[:, start - rows.start : stop - rows.start]
+            for rows, (_, (x,)) in zip(slices, partials, strict=True)
+            if rows.start <= start and stop <= rows.stop
+        )
+        yield slice(start, stop), tuple(parts)
+
+
 class WholeGradient:
     """A gradient [B,S,heads,D] that is put together from groups of heads, one after another.
 
-    Its memory is taken when the first group is there, for that is when most is free again.
+    Its memory is taken when it is first of use, for later more is free again.
     """
 
     def __init__(self, like: Tensor) -> None:
@@ -389,14 +463,18 @@ class WholeGradient:
         self._like = like
         self._whole: Tensor | None = None
 
-    def write(self, heads: slice, total: GradientSum, plus: Tensor | None = None) -> None:
-        """Writes the sum of some heads, and `plus` [B,S,heads,D] if there is one."""
-        if heads == slice(0, self._like.shape[2]):
-            self._whole = total.result(plus=plus)
-            return
+    def place(self, heads: slice) -> Tensor:
+        """Where the sum of some heads belongs, [B,S,heads,D]."""
         if self._whole is None:
             self._whole = torch.empty_like(self._like)
-        total.write(self._whole[:, :, heads], plus)
+        return self._whole[:, :, heads]
+
+    def write(self, heads: slice, total: GradientSum, plus: Tensor | None = None) -> None:
+        """Writes the sum of some heads, and `plus` [B,S,heads,D] if there is one."""
+        if self._whole is None and heads == slice(0, self._like.shape[2]):
+            self._whole = total.result(plus=plus)
+        else:
+            total.write(self.place(heads), plus)
 
     @property
     def whole(self) -> Tensor:

@@ -4,7 +4,7 @@ B batch, S local tokens, H query heads, G KV heads, D head dim, E that of values
 """
 
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -42,8 +42,9 @@ class Forward(Pass):
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, call: Call, *, groups: int) -> None:
         """Args: groups: of heads, of which the plan is."""
         super().__init__(q, k, v)
-        self._call, self._groups = call, groups
-        if groups > 1:
+        self._call = call
+        self._placing = groups > 1 or call.places_outputs
+        if self._placing:
             batch, tokens, heads, _ = q.shape
             self.out = q.new_empty((batch, tokens, heads, v.shape[3]))
             wide = accumulation_dtype(q.dtype)
@@ -51,11 +52,13 @@ class Forward(Pass):
         # Of the own block, by the first head of groups that are not closed.
         self._totals: dict[int, Accumulator] = {}
 
-    def open(self, heads: HeadGroup, sent: frozenset[bool]) -> None:
+    def open(self, heads: HeadGroup, sent: frozenset[bool], *, strided: bool) -> None:
         """See Pass.open."""
-        self._queries = _some(heads.q, (self.q,), copied=False in sent)
-        self._keys = _some(heads.kv, (self.k, self.v), copied=True in sent)
-        self._totals[heads.q.start] = Accumulator(self._queries[0], self.v.shape[3])
+        copied = frozenset() if strided else sent
+        self._queries = _some(heads.q, (self.q,), copied=False in copied)
+        self._keys = _some(heads.kv, (self.k, self.v), copied=True in copied)
+        place = (self.out[:, :, heads.q], self.lse[:, heads.q]) if self._placing else None
+        self._totals[heads.q.start] = Accumulator(self._queries[0], self.v.shape[3], place)
         self._found: dict[int, Accumulator] = {}
 
     def own(self, of_keys: bool) -> Tensors:
@@ -106,11 +109,8 @@ class Forward(Pass):
         if others is not None:
             _merge(total, others, between(0, self.q.shape[1]))
         out, lse = total.result()
-        if self._groups == 1:
+        if not self._placing:
             self.out, self.lse = out, lse
-        else:
-            self.out[:, :, heads.q] = out
-            self.lse[:, heads.q] = lse
 
 
 class Backward(Pass):
@@ -128,29 +128,43 @@ class Backward(Pass):
         statistics: Statistics,
         call: Call,
         *,
+        groups: int,
         few: bool,
         retained: Tensors,
     ) -> None:
-        """Args: few: as in `GradientSum`, of the own tokens. retained: as in `Pass`."""
+        """Args:
+        groups: of heads, of which the plan is. few: as in `GradientSum`.
+        retained: as in `Pass`.
+        """
         super().__init__(q, k, v, retained)
         self._few = few
+        # A first partial that waits for a sum in float32 would take memory there.
+        self._placing = (groups > 1 or few) and call.places_gradients
         self._dout, self._all, self._call = dout, statistics, call
         self._whole = WholeGradient(q), WholeGradient(k), WholeGradient(v)
         # Of the own block, by the first head of groups that are not closed: dq; dk and dv (true).
         self._sums: dict[tuple[int, bool], tuple[GradientSum, ...]] = {}
         self._found: dict[BlockId, tuple[GradientSum, ...]] = {}  # of blocks of other ranks
 
-    def open(self, heads: HeadGroup, sent: frozenset[bool]) -> None:
+    def open(self, heads: HeadGroup, sent: frozenset[bool], *, strided: bool) -> None:
         """See Pass.open."""
-        self._keys = _some(heads.kv, (self.k, self.v), copied=True in sent)
-        self._queries = _some(heads.q, (self.q, self._dout), copied=False in sent)
+        copied = frozenset() if strided else sent
+        self._keys = _some(heads.kv, (self.k, self.v), copied=True in copied)
+        self._queries = _some(heads.q, (self.q, self._dout), copied=False in copied)
         self._statistics = self._all.heads(heads.q)
         if False in sent:
             lse, delta = self._statistics.lse, self._statistics.delta_for(self._queries[1])
             self._queries += (delta, lse)
             self._statistics = Statistics(lse, self._statistics.out, delta)
-        self._sums[heads.q.start, False] = (GradientSum(self._queries[0], few=self._few),)
-        self._sums[heads.q.start, True] = tuple(GradientSum(x, few=self._few) for x in self._keys)
+        wholes = zip(self._whole, (heads.q, heads.kv, heads.kv), strict=True)
+        places = (partial(whole.place, part) if self._placing else None for whole, part in wholes)
+        sums = (
+            GradientSum(x, few=self._few, place=place)
+            for x, place in zip((self._queries[0], *self._keys), places, strict=True)
+        )
+        dq, dk, dv = sums
+        self._sums[heads.q.start, False] = (dq,)
+        self._sums[heads.q.start, True] = dk, dv
 
     def own(self, of_keys: bool) -> Tensors:
         """See Pass.own."""
@@ -175,7 +189,7 @@ class Backward(Pass):
 
     def _of_others(self, block: BlockId, like: Tensors, *, wanted: bool) -> tuple[GradientSum, ...]:
         """The sums of a block of another rank; kept only if they are wanted there."""
-        new = tuple(map(GradientSum, like))
+        new = tuple(GradientSum(x, few=self._few) for x in like)
         return self._found.setdefault(block, new) if wanted else new
 
     def results_for(self, move: Move, held: Rows, before: Packed | None) -> Tensors:
@@ -225,12 +239,12 @@ class Backward(Pass):
         return dq, dk, dv
 
 
-def _merge(total: Accumulator, partial: Packed, rows: Rows) -> None:
+def _merge(total: Accumulator, came: Packed, rows: Rows) -> None:
     """Merges a partial that came, which the next one overwrites.
 
     Args: rows: of the block, of which the total is.
     """
-    for there, (out, lse) in _shared(partial, rows):
+    for there, (out, lse) in _shared(came, rows):
         if total.empty:  # which keeps what it is given
             out, lse = out.clone(), lse.clone()
         total.add(there, out, lse, borrowed=True)

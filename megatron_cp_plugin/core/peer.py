@@ -31,6 +31,7 @@ class SlottedCommunicator(Communicator):
     Attributes: held_bytes: memory held for receiving, which torch's statistics do not show.
     """
 
+    strided = True
     _slab: Tensor
 
     def __init__(self, channel: str, rank: int, size: int, global_rank: int, slots: int) -> None:
@@ -174,7 +175,7 @@ class PeerCommunicator(SlottedCommunicator):
                 offsets = _offsets([t.numel() * t.element_size() for t, _ in sends])
                 with torch.cuda.stream(copies):
                     for (tensor, _), start in zip(sends, offsets, strict=False):
-                        self._remote(to, base + start, tensor).copy_(tensor)
+                        _push(copies, tensor, self._remote(to, base + start, tensor))
                 self._write(copies, to, arrival, 1)
             done.record(copies)
 
@@ -251,6 +252,46 @@ class PeerCommunicator(SlottedCommunicator):
         address = self._flags_handle.buffer_ptrs[self.rank] + 4 * word
         equal = driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ
         _checked(driver.cuStreamWaitValue32(stream.cuda_stream, address, 1, int(equal)))
+
+
+def _push(copies: torch.cuda.Stream, tensor: Tensor, target: Tensor) -> None:
+    """Copies a tensor to a contiguous one, by a copy engine. Args: copies: the current stream."""
+    if tensor.is_contiguous():
+        target.copy_(tensor)
+        return
+    pieces = _pieces(tensor)
+    if pieces is None:
+        for part, place in zip(tensor, target, strict=True):
+            _push(copies, part, place)
+        return
+    from cuda.bindings import driver
+
+    # torch would do it by a kernel.
+    count, elements, distance = pieces
+    width = elements * tensor.element_size()
+    copy = driver.CUDA_MEMCPY2D()
+    copy.srcMemoryType = copy.dstMemoryType = driver.CUmemorytype.CU_MEMORYTYPE_UNIFIED
+    copy.srcDevice, copy.srcPitch = tensor.data_ptr(), distance * tensor.element_size()
+    copy.dstDevice, copy.dstPitch = target.data_ptr(), width
+    copy.WidthInBytes, copy.Height = width, count
+    _checked(driver.cuMemcpy2DAsync(copy, copies.cuda_stream))
+
+
+def _pieces(x: Tensor) -> tuple[int, int, int] | None:
+    """How many contiguous pieces at equal distances a tensor is, of how many elements, and the
+    distance between their beginnings; None: it is nothing so simple.
+    """
+    count, elements, distance = 1, 1, 0
+    for size, stride in zip(reversed(x.shape), reversed(x.stride()), strict=True):
+        if count == 1 and stride == elements:
+            elements *= size
+        elif size > 1 and count == 1:
+            count, distance = size, stride
+        elif size > 1 and stride == count * distance:
+            count *= size
+        elif size > 1:
+            return None
+    return count, elements, distance
 
 
 def _capture_of(stream: torch.cuda.Stream) -> int:

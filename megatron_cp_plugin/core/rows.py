@@ -111,9 +111,12 @@ def token_dim(x: Tensor, before: int = 0) -> int:
     return before + (1 if x.dim() == 4 else 2)
 
 
-def packed(x: Tensor, dim: int, rows: Sequence[slice]) -> Tensor:
-    """Some rows along a dimension, contiguous; x itself if they are all of it."""
+def packed(x: Tensor, dim: int, rows: Sequence[slice], *, strided: bool = False) -> Tensor:
+    """Some rows along a dimension, one behind the other; x itself if they are all of it.
+
+    Args: strided: only the last dimension need be contiguous, so that rows without gaps are a view.
+    """
     parts = [x.narrow(dim, part.start, part.stop - part.start) for part in rows]
     if len(parts) == 1:
-        return parts[0].contiguous()
+        return parts[0] if strided and parts[0].stride(-1) == 1 else parts[0].contiguous()
     return torch.cat(parts, dim) if parts else x.narrow(dim, 0, 0).contiguous()

@@ -216,7 +216,7 @@ class VirtualPeerCommunicator(SlottedCommunicator):
         addresses = {self._address("blocks", turn, self.rank, to) for _, to in sends}
         self._world.under_way.update(addresses)
         for (_, to), (_, bits) in zip(sends, posted, strict=True):
-            self._world.post(self._address("blocks", turn, self.rank, to), bits)
+            self._world.post(self._address("blocks", turn, self.rank, to), bits.view(-1))
         if not self._offered:
             self._offer(slot, {source for _, source in receives})
 
@@ -241,9 +241,9 @@ class VirtualPeerCommunicator(SlottedCommunicator):
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """The bytes of a contiguous tensor, as a view."""
-    assert tensor.is_contiguous(), "messages are contiguous tensors"
-    return tensor.detach().view(-1).view(torch.uint8)
+    """The bytes of a tensor, as a view; flat if it is contiguous."""
+    x = tensor.detach()
+    return (x.view(-1) if x.is_contiguous() else x).view(torch.uint8)
 
 
 def run_virtual[T](

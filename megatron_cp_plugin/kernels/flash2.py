@@ -23,6 +23,7 @@ class Flash2(PackingKernel):
     name = "flash2"
     deterministic = True
     rectangular_causal = True
+    places_gradients = True
 
     def unsupported(self, problem: Problem) -> str | None:
         if find_spec("flash_attn") is None or find_spec("flash_attn.flash_attn_interface") is None:
@@ -50,11 +51,26 @@ class Flash2(PackingKernel):
         scale: float,
         causal: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        gradients = _like(q, k, v)
+        self.backward_to(gradients, dout, q, k, v, statistics, scale=scale, causal=causal)
+        return gradients
+
+    def backward_to(
+        self,
+        gradients: tuple[Tensor, Tensor, Tensor],
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        statistics: Statistics,
+        *,
+        scale: float,
+        causal: bool,
+    ) -> None:
         from flash_attn.flash_attn_interface import _flash_attn_backward
 
-        return self._differentiate(
-            _flash_attn_backward, dout, q, k, v, statistics, softmax_scale=scale, causal=causal
-        )
+        settings = {"softmax_scale": scale, "causal": causal}
+        _differentiate(_flash_attn_backward, gradients, dout, q, k, v, statistics, **settings)
 
     def workspace(
         self,
@@ -95,36 +111,38 @@ class Flash2(PackingKernel):
         from flash_attn.flash_attn_interface import _flash_attn_varlen_backward
 
         settings = {"softmax_scale": scale, "causal": causal, **by_name(lengths)}
-        return self._differentiate(
-            _flash_attn_varlen_backward, dout, q, k, v, statistics, **settings
-        )
+        gradients = _like(q, k, v)
+        function = _flash_attn_varlen_backward
+        _differentiate(function, gradients, dout, q, k, v, statistics, **settings)
+        return gradients
 
-    @staticmethod
-    def _differentiate(
-        function: Callable[..., object],
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        statistics: Statistics,
-        **settings: Any,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-        function(
-            dout,
-            q,
-            k,
-            v,
-            statistics.out_for(dout),
-            statistics.lse.contiguous(),
-            dq,
-            dk,
-            dv,
-            deterministic=torch.are_deterministic_algorithms_enabled(),
-            **settings,
-            **_PLAIN,
-        )
-        return dq, dk, dv
+
+def _like(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def _differentiate(
+    function: Callable[..., object],
+    gradients: tuple[Tensor, Tensor, Tensor],
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    statistics: Statistics,
+    **settings: Any,
+) -> None:
+    function(
+        dout,
+        q,
+        k,
+        v,
+        statistics.out_for(dout),
+        statistics.lse.contiguous(),
+        *gradients,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+        **settings,
+        **_PLAIN,
+    )
 
 
 # What no tile here has.

@@ -1,5 +1,6 @@
 """flash-attn 4 (flash_attn.cute), compiled for the device at first use of a shape."""
 
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -30,6 +31,7 @@ class Flash4(PackingKernel):
     deterministic = True
     rectangular_causal = True
     gaps = True
+    places_outputs = places_gradients = True
 
     def unsupported(self, problem: Problem) -> str | None:
         if find_spec("flash_attn") is None or find_spec("flash_attn.cute") is None:
@@ -45,6 +47,21 @@ class Flash4(PackingKernel):
     ) -> tuple[Tensor, Tensor]:
         return self._forward(q, k, v, softmax_scale=scale, causal=causal)
 
+    def forward_to(
+        self,
+        results: tuple[Tensor, Tensor],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        causal: bool,
+    ) -> None:
+        settings: dict[str, Any] = {"softmax_scale": scale, "causal": causal}
+        if _served_dims(q, k, v) == (q.shape[-1], v.shape[-1]):
+            settings |= zip(("out", "lse"), results, strict=True)
+        _keep(results, self._forward(q, k, v, **settings))
+
     def backward(
         self,
         dout: Tensor,
@@ -57,6 +74,23 @@ class Flash4(PackingKernel):
         causal: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         return self._backward(dout, q, k, v, statistics, softmax_scale=scale, causal=causal)
+
+    def backward_to(
+        self,
+        gradients: tuple[Tensor, Tensor, Tensor],
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        statistics: Statistics,
+        *,
+        scale: float,
+        causal: bool,
+    ) -> None:
+        settings: dict[str, Any] = {"softmax_scale": scale, "causal": causal}
+        if _served_dims(q, k, v) == (q.shape[-1], v.shape[-1]):
+            settings |= zip(("dq", "dk", "dv"), gradients, strict=True)
+        _keep(gradients, self._backward(dout, q, k, v, statistics, **settings))
 
     def forward_flat(
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, *, scale: float, causal: bool
@@ -108,7 +142,7 @@ class Flash4(PackingKernel):
         if heads > kv_heads:
             widths = rounded(dim, multiple) + rounded(value_dim, multiple)
             numbers += kv_heads * rounded(cols, key_tile) * widths
-        made = statistics.copied_bytes(q.numel() // dim * value_dim * q.element_size())
+        made = statistics.copied_bytes(dout_bytes=0)
         if statistics.delta is not None and statistics.out is None:
             made += statistics.delta.numel() * 4
         return 4 * batch * numbers + made
@@ -134,9 +168,11 @@ class Flash4(PackingKernel):
 
         out, dlse = statistics.out, None
         if out is None:
-            # The kernel takes delta - dlse for delta, with delta = rowsum(dout * out) = 0 here.
+            # The kernel takes delta - dlse for delta, with delta = rowsum(dout * out) = 0 here: one
+            # row of zeros, which it reads again and again.
             assert statistics.delta is not None
-            out, dlse = torch.zeros_like(dout), statistics.delta.neg().contiguous()
+            out = dout.new_zeros(dout.shape[-1]).expand_as(dout)
+            dlse = statistics.delta.neg().contiguous()
         deterministic = torch.are_deterministic_algorithms_enabled()
         lse = statistics.lse.contiguous()
         dim, value_dim = _served_dims(q, k, v)
@@ -145,6 +181,13 @@ class Flash4(PackingKernel):
             *wide, lse, dlse=dlse, deterministic=deterministic, **settings
         )
         return _cut(dq, q.shape[-1]), _cut(dk, k.shape[-1]), _cut(dv, v.shape[-1])
+
+
+def _keep(places: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+    """Puts results where they belong, unless the kernel has put them there."""
+    for place, x in zip(places, results, strict=True):
+        if x is not place:
+            place.copy_(x)
 
 
 def _settings(lengths: Lengths) -> dict[str, Tensor | int]:

@@ -4,6 +4,8 @@ Every tensor is read once and written once, whatever its dtype and strides (the 
 contiguous); all arithmetic is float32.
 """
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -167,6 +169,7 @@ def _sum_kernel(  # type: ignore[no-untyped-def]
     out_ptr,
     a_ptr,
     b_ptr,
+    c_ptr,
     out_at_ptr,  # tokens of out, OUT_AT; and so on
     a_at_ptr,
     b_at_ptr,
@@ -183,9 +186,12 @@ def _sum_kernel(  # type: ignore[no-untyped-def]
     b_b,
     b_s,
     b_h,
+    c_b,
+    c_s,
+    c_h,
     ROWS: tl.constexpr,
     DIM: tl.constexpr,
-    TWO: tl.constexpr,
+    COUNT: tl.constexpr,
     OUT_AT: tl.constexpr,
     A_AT: tl.constexpr,
     B_AT: tl.constexpr,
@@ -202,20 +208,23 @@ def _sum_kernel(  # type: ignore[no-untyped-def]
         b_token = tl.load(b_at_ptr + token).to(tl.int64)
     a_at = _places(batch, a_token, head, column, a_b, a_s, a_h)
     total = tl.load(a_ptr + a_at, inside, 0.0).to(tl.float32)
-    if TWO:
+    if COUNT > 1:
         b_at = _places(batch, b_token, head, column, b_b, b_s, b_h)
         total += tl.load(b_ptr + b_at, inside, 0.0).to(tl.float32)
+    if COUNT > 2:
+        c_at = _places(batch, token, head, column, c_b, c_s, c_h)
+        total += tl.load(c_ptr + c_at, inside, 0.0).to(tl.float32)
     tl.debug_barrier()  # out may be a, and a narrow row may be loaded by several warps
     out_at = _places(batch, out_token, head, column, out_b, out_s, out_h)
     tl.store(out_ptr + out_at, total.to(out_ptr.dtype.element_ty), inside)
 
 
-def sum_into(out: Tensor, a: Tensor, b: Tensor | None) -> None:
-    """out = a + b, summed in float32; out may be a; no b: a copy in another dtype.
+def sum_into(out: Tensor, a: Tensor, *others: Tensor) -> None:
+    """out = a + the others, two at most, summed in float32; out may be a; no others: a copy.
 
     Args: all [B,S,heads,D], any floating dtypes.
     """
-    _sum(out, a, b, out.shape[1])
+    _sum(out, (a, *others), out.shape[1])
 
 
 def add_rows_into(total: Tensor, to: Tensor, b: Tensor, of: Tensor | None) -> None:
@@ -223,34 +232,34 @@ def add_rows_into(total: Tensor, to: Tensor, b: Tensor, of: Tensor | None) -> No
 
     Args: total, b: [B,S,heads,D], any floating dtypes. to, of: [n] int32, none twice.
     """
-    _sum(total, total, b, len(to), to, to, of)
+    _sum(total, (total, b), len(to), to, to, of)
 
 
 def rows_at(x: Tensor, rows: Tensor) -> Tensor:
     """Some rows of [B,S,heads,D], in their order, contiguous. Args: rows: [n] int32."""
     out = x.new_empty((x.shape[0], len(rows), *x.shape[2:]))
-    _sum(out, x, None, len(rows), None, rows)
+    _sum(out, (x,), len(rows), None, rows)
     return out
 
 
 def _sum(
     out: Tensor,
-    a: Tensor,
-    b: Tensor | None,
+    parts: Sequence[Tensor],
     tokens: int,
     out_at: Tensor | None = None,
     a_at: Tensor | None = None,
     b_at: Tensor | None = None,
 ) -> None:
-    """out[out_at] = a[a_at] + b[b_at], each of so many tokens."""
+    """out[out_at] = a[a_at] + b[b_at] + c, of so many tokens. Args: parts: a, or more of these."""
     batch, _, heads, dim = out.shape
     rows = batch * tokens * heads
-    other = a if b is None else b
+    a, b, c = (*parts, *[parts[0]] * (3 - len(parts)))
     if rows:
         _sum_kernel[(triton.cdiv(rows, _ROWS),)](
             out,
             a,
-            other,
+            b,
+            c,
             *(out if at is None else at for at in (out_at, a_at, b_at)),
             tokens,
             heads,
@@ -258,10 +267,11 @@ def _sum(
             dim,
             *out.stride()[:3],
             *a.stride()[:3],
-            *other.stride()[:3],
+            *b.stride()[:3],
+            *c.stride()[:3],
             ROWS=_ROWS,
             DIM=triton.next_power_of_2(dim),
-            TWO=b is not None,
+            COUNT=len(parts),
             OUT_AT=out_at is not None,
             A_AT=a_at is not None,
             B_AT=b_at is not None,

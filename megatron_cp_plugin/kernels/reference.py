@@ -17,6 +17,7 @@ class Reference(SoftmaxKernel):
     deterministic = True
     rectangular_causal = True
     packs = gaps = True  # one sequence after the other, but called as kernels for GPUs are
+    places_outputs = places_gradients = True
 
     def unsupported(self, problem: Problem) -> str | None:
         return None
@@ -29,6 +30,20 @@ class Reference(SoftmaxKernel):
         p = torch.exp(scores - lse.unsqueeze(-1))
         out = torch.einsum("bgnst,btgd->bsgnd", p, v.to(p.dtype))
         return out.flatten(2, 3).to(q.dtype), lse.flatten(1, 2)
+
+    def forward_to(
+        self,
+        results: tuple[Tensor, Tensor],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        causal: bool,
+    ) -> None:
+        found = self.forward(q, k, v, scale=scale, causal=causal)
+        for place, x in zip(results, found, strict=True):
+            place.copy_(x)
 
     def backward(
         self,
@@ -53,6 +68,22 @@ class Reference(SoftmaxKernel):
         dk = torch.einsum("bgnst,bsgnd->btgd", ds, wide_q.unflatten(2, (kv_heads, -1)))
         dv = torch.einsum("bgnst,bsgnd->btgd", p, dout_g)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+    def backward_to(
+        self,
+        gradients: tuple[Tensor, Tensor, Tensor],
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        statistics: Statistics,
+        *,
+        scale: float,
+        causal: bool,
+    ) -> None:
+        found = self.backward(dout, q, k, v, statistics, scale=scale, causal=causal)
+        for place, x in zip(gradients, found, strict=True):
+            place.copy_(x)
 
 
 def _by_group(row_values: Tensor, kv_heads: int) -> Tensor:

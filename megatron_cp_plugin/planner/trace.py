@@ -105,12 +105,10 @@ def trace_softmax(
             (heads, shape.value_dim),
         )
     )
-    call = Call(
-        shape.seq_len,
-        mask,
-        shape.head_dim**-0.5,
-        _Kernel(rectangular=rectangular, packs=True, gaps=True),
+    kernel = _Kernel(
+        rectangular=rectangular, packs=True, gaps=True, places_outputs=True, places_gradients=True
     )
+    call = Call(shape.seq_len, mask, shape.head_dim**-0.5, kernel)
     on = algorithm.within(mask.followed)
     with _recorded() as forward:
         saved = on.forward(q, k, v, call)[2]
@@ -209,8 +207,8 @@ class _Fused(OnePass):
     ) -> None:
         _note(Memory("merge", sum(map(_bytes, (out, lse, a, a_lse, b, b_lse)))))
 
-    def sum_into(self, out: Tensor, a: Tensor, b: Tensor | None) -> None:
-        _note(Memory("sum", sum(map(_bytes, (out, a) if b is None else (out, a, b)))))
+    def sum_into(self, out: Tensor, a: Tensor, *others: Tensor) -> None:
+        _note(Memory("sum", sum(map(_bytes, (out, a, *others)))))
 
     def merge_rows_into(
         self, out: Tensor, lse: Tensor, to: Tensor, b: Tensor, b_lse: Tensor, of: Tensor | None

@@ -25,6 +25,7 @@ from megatron_cp_plugin.core.kernel import SoftmaxKernel
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.virtual import VirtualTopology, VirtualWorld
+from megatron_cp_plugin.kernels.flash4 import Flash4
 from megatron_cp_plugin.registry import create
 
 TOKENS, DIM, ELEMENT = 256, 128, 2
@@ -220,10 +221,7 @@ def test_gathered_keys_stay_within_their_bound(monkeypatch) -> None:
     ],
 )
 def test_blocks_over_peer_memory(algo, size, options, tokens: int, kv_heads: int) -> None:
-    """A step takes no more than with gathers, receive buffers of both passes among it.
-
-    But for two ranks with few KV heads, whose gathers are of four groups and blocks of two: 4%.
-    """
+    """A step takes no more than with gathers, receive buffers of both passes among it."""
     shape = Shape(1, tokens, 32, kv_heads, DIM)
 
     def peak(peer_access: bool) -> predicted.Peak:
@@ -239,8 +237,54 @@ def test_blocks_over_peer_memory(algo, size, options, tokens: int, kv_heads: int
 
     blocks, gathered = peak(True), peak(False)
     assert blocks.peer > 0 == gathered.peer
-    more = 1.05 if (algo, size, kv_heads) == ("allgather", 2, 8) else 1
-    assert max(blocks.forward, blocks.backward) <= more * max(gathered.forward, gathered.backward)
+    assert max(blocks.forward, blocks.backward) <= max(gathered.forward, gathered.backward)
+
+
+# GiB that two H200 needed at 128K tokens with flash-attn 4 before algorithms followed plans, with
+# 32 and with 8 KV heads (docs/benchmarks.md); half of that at 64K.
+BEFORE = {
+    "zigzag": (6.65, 3.27),
+    "zigzag:transport=group": (5.64, 3.14),
+    "distflash": (8.76, 4.54),
+    "distflash:transport=group": (5.27, 3.53),
+    "ring": (5.79, 3.27),
+    "allgather": (5.88, 2.42),
+    "attention2d": (5.08, 2.42),
+    "ulysses": (5.41, 3.47),
+    "usp": (5.78, 3.54),
+}
+
+
+@pytest.mark.parametrize("tokens", [2**16, 2**17])
+@pytest.mark.parametrize("name", BEFORE)
+def test_plans_take_no_more_than_what_they_replaced(name: str, tokens: int) -> None:
+    algo, _, transport = name.partition(":transport=")
+    options = {"transport": transport} if transport else {}
+    for kv_heads, gib in zip((32, 8), BEFORE[name], strict=True):
+        for rank in range(2):
+            peak = predicted.peak_of(
+                lambda topology: create(algo, topology, options),
+                rank,
+                (0, 0),
+                Shape(1, tokens, 32, kv_heads, DIM),
+                Mask(),
+                Flash4(),
+                peer_access=True,
+            )
+            found = max(peak.forward, peak.backward) / 2**30
+            assert found < (gib + 0.005) * tokens / 2**17 + 0.005  # these are rounded
+
+
+@pytest.mark.parametrize("algo", ["allgather", "attention2d"])
+@pytest.mark.parametrize(
+    ("tokens", "kv_heads", "groups"),
+    [(2**14, 32, 1), (2**14, 8, 1), (2**15, 8, 2), (2**16, 32, 2), (2**16, 8, 4)],
+)
+def test_more_groups_where_they_save_memory(algo, tokens, kv_heads, groups) -> None:
+    """On two ranks over peer memory, and none where there is little work."""
+    algorithm = create(algo, predicted.Alone(0, (0, 0), peer_access=True), {})
+    plan = algorithm.plan(Shape(1, tokens, 32, kv_heads, DIM), Mask())
+    assert len(plan.groups) == groups
 
 
 @pytest.mark.parametrize(("size", "rows", "kv_heads"), [(4, 2, 8), (16, 4, 8), (8, 4, 2)])

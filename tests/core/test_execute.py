@@ -6,6 +6,7 @@ from threading import current_thread
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from megatron_cp_plugin.algorithms.distflash import DistFlash, HelpedPlacement
@@ -42,6 +43,7 @@ def compare(
 ) -> list[Channels]:
     """Runs attention over slots, holds it against float64. Returns: the channels of every rank."""
     expected = expected_attention(
+        batch=2,
         seq_len=seq_len,
         heads=4,
         kv_heads=2,
@@ -58,8 +60,9 @@ def compare(
             for x in (expected.q, expected.k, expected.v, expected.dout)
         )
         call = Call(seq_len, mask, 8**-0.5, Reference())
-        out, _, saved = algorithm.forward(q, k, v, call)
-        return topology._peer_channels, (out, *algorithm.backward(dout, saved, call))
+        with torch.no_grad():
+            out, _, saved = algorithm.forward(q, k, v, call)
+            return topology._peer_channels, (out, *algorithm.backward(dout, saved, call))
 
     results = run_virtual(size, body, peer_access=True)
     layout = layout_of(algo, options)
@@ -136,6 +139,24 @@ def test_results_that_wait_to_be_merged_are_not_overwritten(
 
     monkeypatch.setattr(DistFlash, "placement", placement)
     compare("distflash", {}, 3, Mask(), 12)
+
+
+@pytest.mark.parametrize("mask", [Mask(), Mask(window=7)], ids=str)
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(
+    ("algo", "options"),
+    [
+        ("allgather", {"chunks": 2}),
+        ("attention2d", {"chunks": 2}),
+        ("attention2d", {"chunks": 2, "rows": 1}),
+        ("zigzag", {"chunks": 2, "route": "straight"}),
+    ],
+    ids=str,
+)
+def test_groups_of_heads_straight_from_their_owners(
+    algo: str, options: dict[str, object], size: int, mask: Mask
+) -> None:
+    assert compare(algo, options, size, mask, 5 * size + size // 2)[0]
 
 
 @pytest.mark.parametrize("gradients", ["float32", "model"])

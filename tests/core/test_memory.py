@@ -92,12 +92,23 @@ class WithWorkspace(Reference):
             results = super().forward(q, k, v, scale=scale, causal=causal)
         return tuple(counted(x) for x in results)
 
+    def forward_to(self, results, q, k, v, *, scale, causal):
+        with _disable_current_modes():
+            super().forward_to(results, q, k, v, scale=scale, causal=causal)
+
     def backward(self, dout, q, k, v, statistics, *, scale, causal):
         with _disable_current_modes():
             results = super().backward(dout, q, k, v, statistics, scale=scale, causal=causal)
         gradients = tuple(counted(x) for x in results)
         torch.empty(self.workspace(q, k, v, statistics, causal=causal), dtype=torch.uint8)
         return gradients
+
+    def backward_to(self, gradients, dout, q, k, v, statistics, *, scale, causal):
+        with _disable_current_modes():
+            found = super().backward(dout, q, k, v, statistics, scale=scale, causal=causal)
+            for place, x in zip(gradients, found, strict=True):
+                place.copy_(x)
+        torch.empty(self.workspace(q, k, v, statistics, causal=causal), dtype=torch.uint8)
 
     def forward_packed(self, q, k, v, packing, **settings):
         with _disable_current_modes():

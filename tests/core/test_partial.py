@@ -100,6 +100,52 @@ def test_sums_of_bf16_gradients_lose_nothing_but_the_last_rounding(count):
     assert torch.equal(total.result(torch.float32), parts.float().sum(0))
 
 
+@pytest.mark.parametrize("placed", [False, True])
+def test_sums_of_few_gradients_are_rounded_once(placed):
+    """Whether or not the first is where the sum belongs, and partials have some rows only."""
+    whole = torch.full((1, 64, 4, 8), torch.nan, dtype=torch.bfloat16)
+    first, *parts = torch.randn(4, 1, 64, 2, 8).bfloat16()
+    rows = slice(10, 50), slice(0, 30), slice(50, 60)
+    total = GradientSum(first, few=True, place=(lambda: whole[:, :, 1:3]) if placed else None)
+    assert total.place_of_first(63) is None
+    place = total.place_of_first(64)
+    assert (place is None) == (not placed)
+    place = first.clone() if place is None else place
+    total.add(slice(0, 64), place.copy_(first))
+    assert total.place_of_first(64) is None
+    expected = first.float()
+    for part, some in zip(parts, rows, strict=True):
+        total.add(some, part[:, some])
+        expected[:, some] += part[:, some]
+    total.write(whole[:, :, 1:3])
+    assert torch.equal(whole[:, :, 1:3], expected.bfloat16())
+    assert whole[:, :, [0, 3]].isnan().all()
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize("placing", [False, True])
+def test_outputs_where_they_belong(count, placing):
+    q, k, v = random_qkv(TOKENS)
+    whole = q.new_full((BATCH, TOKENS, HEADS + 2, DIM), torch.nan)
+    lses = q.new_full((BATCH, HEADS + 2, TOKENS), torch.nan)
+    heads = slice(1, 1 + HEADS)
+    total = Accumulator(q, DIM, (whole[:, :, heads], lses[:, heads]))
+    for keys, values in zip(k.chunk(count, 1), v.chunk(count, 1), strict=True):
+        partial = Reference().forward(q, keys, values, scale=0.5, causal=False)
+        place = total.place_of_first(TOKENS)
+        assert (place is None) == (not total.empty)
+        assert total.place_of_first(TOKENS - 1) is None
+        if placing and place is not None:
+            partial = tuple(x.copy_(y) for x, y in zip(place, partial, strict=True))
+        total.add(slice(0, TOKENS), *partial)
+    total.result()
+    scores = torch.einsum("bshd,bthd->bhst", q, k) * 0.5
+    torch.testing.assert_close(whole[:, :, heads], naive_attention_over(q, k, v))
+    torch.testing.assert_close(lses[:, heads], scores.logsumexp(-1))
+    assert whole[:, :, [0, -1]].isnan().all()
+    assert lses[:, [0, -1]].isnan().all()
+
+
 def test_sums_of_some_rows():
     total = GradientSum(torch.zeros(1, 4, 1, 2))
     total.add(slice(2, 4), torch.ones(1, 2, 1, 2))
@@ -121,9 +167,9 @@ class Counted:
         out.copy_(sum(x * (x_lse - merged).exp().mT.unsqueeze(-1) for x, x_lse in parts))
         lse.copy_(merged)
 
-    def sum_into(self, out, a, b):
+    def sum_into(self, out, a, *others):
         self.asked.append(("sum", out.dtype, out.shape[1]))
-        out.copy_(a if b is None else a.float() + b.float())
+        out.copy_(sum((b.float() for b in others), start=a.float()))
 
 
 @pytest.fixture
@@ -173,8 +219,13 @@ def test_borrowed_partials_of_other_rows_are_merged_in_time():
     [
         # Each row gets one more: in the place of the first, rounded once.
         ([(32, 64), (0, 32)], [("sum", torch.bfloat16, 32)] * 2),
-        # Two more: one sum in float32, and one that ends in bfloat16.
-        ([(0, 64), (0, 64)], [("sum", torch.float32, 64), ("sum", torch.bfloat16, 64)]),
+        # Two more: one pass.
+        ([(0, 64), (0, 64)], [("sum", torch.bfloat16, 64)]),
+        # Three more: two of them in float32, and one that ends in bfloat16.
+        (
+            [(0, 64), (0, 64), (0, 64)],
+            [("sum", torch.float32, 64)] * 2 + [("sum", torch.bfloat16, 64)],
+        ),
     ],
 )
 def test_few_gradients_are_summed_in_as_few_passes(counted, rows, asked):

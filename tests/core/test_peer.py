@@ -8,6 +8,7 @@ that they were captured from. Where all nodes go through one queue of the hardwa
 waits holds up those behind it, also those that it does not depend on.
 """
 
+import ctypes
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +30,8 @@ from megatron_cp_plugin.core.peer import PeerCommunicator
 from megatron_cp_plugin.errors import ContextParallelError
 
 ROUNDS = 12
-FLOAT = ((4,), torch.float32)
+SHAPE = (2, 2, 2)
+FLOAT = (SHAPE, torch.float32)
 
 # "streams": each has a queue of its own in the hardware, and each branch of a graph. "graph": all
 # branches of a graph share one. "gpu": everything on a GPU shares one, as it was submitted.
@@ -233,7 +235,24 @@ class Gpus:
         def info(stream: Stream) -> tuple[int, int, int]:
             return 0, int(stream.graph is not None), stream.graph.number if stream.graph else 0
 
+        def copy(places: SimpleNamespace, stream: Stream) -> tuple[int]:
+            assert places.srcMemoryType == places.dstMemoryType == "unified"
+            assert places.WidthInBytes <= min(places.srcPitch, places.dstPitch)
+            for row in range(places.Height):
+                there, here = (
+                    start + row * pitch
+                    for start, pitch in (
+                        (places.dstDevice, places.dstPitch),
+                        (places.srcDevice, places.srcPitch),
+                    )
+                )
+                stream.do(partial(ctypes.memmove, there, here, places.WidthInBytes))
+            return (0,)
+
         return SimpleNamespace(
+            CUDA_MEMCPY2D=SimpleNamespace,
+            CUmemorytype=SimpleNamespace(CU_MEMORYTYPE_UNIFIED="unified"),
+            cuMemcpy2DAsync=copy,
             cuStreamWriteValue32=write,
             cuStreamWaitValue32=wait,
             cuStreamGetCaptureInfo=info,
@@ -252,12 +271,26 @@ class Memory:
     def get_buffer(self, rank: int, shape: Sequence[int], dtype: torch.dtype, offset: int) -> Any:
         whole = self.gpus.memory[self.channel, self.count, rank]
         target = whole[offset * dtype.itemsize :].view(dtype)[: torch.Size(shape).numel()]
+        return Remote(self.gpus, target.view(shape))
 
-        def copy(tensor: Tensor) -> None:
-            assert self.gpus.current is not None
-            self.gpus.current.do(lambda: target.copy_(tensor))
 
-        return SimpleNamespace(copy_=copy)
+@dataclass
+class Remote:
+    """A tensor in another rank's memory."""
+
+    gpus: Gpus
+    target: Tensor
+
+    def __iter__(self) -> Iterator["Remote"]:
+        return (Remote(self.gpus, x) for x in self.target)
+
+    def data_ptr(self) -> int:
+        return self.target.data_ptr()
+
+    def copy_(self, tensor: Tensor) -> None:
+        assert tensor.is_contiguous(), "a kernel would copy it, not a copy engine"
+        assert self.gpus.current is not None
+        self.gpus.current.do(lambda: self.target.copy_(tensor))
 
 
 def modelled(module: ModuleType, gpus: Gpus) -> type[PeerCommunicator]:
@@ -406,7 +439,7 @@ class Rank:
                     if self.rank in exchange.receivers:
                         channel.expect({source})
                 elif what == "post":
-                    sent, sends, receives = torch.full((4,), float("nan")), [], []
+                    sent, sends, receives = self._block(index), [], []
                     if self.rank in exchange.receivers:
                         (buffer,) = channel.buffers([FLOAT], torch.device("cpu"))
                         receives = [(buffer, source)]
@@ -427,6 +460,12 @@ class Rank:
         for stream in streams[1:]:
             streams[0].wait_stream(stream)
 
+    @staticmethod
+    def _block(index: int) -> Tensor:
+        """Contiguous, some heads of all rows, or some heads of some rows."""
+        whole = SHAPE, (2, 2, 3), (2, 3, 3)
+        return torch.full(whole[index % 3], float("nan"))[:, :2, :2]
+
     def _work(self, stream: Stream) -> None:
         for _ in range(self.gpus.random.randrange(4)):
             stream.do(lambda: None)
@@ -435,7 +474,7 @@ class Rank:
         sent.fill_(100 * self.round.item() + 10 * index + self.rank)
 
     def _keep(self, buffer: Tensor, source: int, index: int) -> None:
-        wanted = torch.full((4,), 100 * self.round.item() + 10 * index + source)
+        wanted = torch.full(SHAPE, 100 * self.round.item() + 10 * index + source)
         self.kept.append(torch.stack((buffer, wanted)))
 
     def capture(self, program: Program) -> Iterator[None]:

@@ -22,17 +22,36 @@ def called(monkeypatch):
     """Head dims of queries and values of every call of the stand-in."""
     dims = []
 
-    def forward(q, k, v, *, return_lse, softmax_scale, causal, **lengths):
+    def forward(q, k, v, *, return_lse, softmax_scale, causal, out=None, lse=None, **lengths):
         assert return_lse
         dims.append((q.shape[-1], v.shape[-1]))
         settings = {"scale": softmax_scale, "causal": causal}
+        if out is not None:
+            Reference().forward_to((out, lse), q, k, v, **settings)
+            return out, lse
         if not lengths:
             return Reference().forward(q, k, v, **settings)
         packing = packing_of(**lengths)
         out, lse = Reference().forward_packed(*(x[None] for x in (q, k, v)), packing, **settings)
         return out[0], lse[0]
 
-    def backward(q, k, v, out, dout, lse, *, dlse, deterministic, softmax_scale, causal, **lengths):
+    def backward(
+        q,
+        k,
+        v,
+        out,
+        dout,
+        lse,
+        *,
+        dlse,
+        deterministic,
+        softmax_scale,
+        causal,
+        dq=None,
+        dk=None,
+        dv=None,
+        **lengths,
+    ):
         assert not deterministic
         assert out.shape == dout.shape
         dims.append((q.shape[-1], v.shape[-1]))
@@ -42,6 +61,9 @@ def called(monkeypatch):
             dlse = None if dlse is None else dlse[None]
         delta = delta_of(dout, out) - (0 if dlse is None else dlse)
         statistics = Statistics(lse, delta=delta)
+        if dq is not None:
+            Reference().backward_to((dq, dk, dv), dout, q, k, v, statistics, **settings)
+            return dq, dk, dv
         if not lengths:
             return Reference().backward(dout, q, k, v, statistics, **settings)
         packing = packing_of(**lengths)
@@ -121,6 +143,12 @@ def test_head_dims_are_filled_up(called, monkeypatch, capability, dims, kv_heads
     for got, want in zip(found, (expected.out, *gradients, *gradients), strict=True):
         assert got.shape == want.shape
         assert got.is_contiguous() or served == dims
+        assert relative_error(got, want) < 1e-12
+    places = tuple(torch.full_like(x, torch.nan) for x in (*found[:4], lse))
+    Flash4().forward_to((places[0], places[4]), *inputs, **settings)
+    statistics = Statistics(places[4], out=places[0])
+    Flash4().backward_to(places[1:4], expected.dout, *inputs, statistics, **settings)
+    for got, want in zip(places, (expected.out, *gradients, lse), strict=True):
         assert relative_error(got, want) < 1e-12
 
 

@@ -46,6 +46,37 @@ def check(kernel: SoftmaxKernel, expected, bound: float, *, causal=True, bounds=
         for got, want in zip(gradients, (expected.dq, expected.dk, expected.dv), strict=True):
             assert got.dtype == q.dtype
             assert relative_error(got.cpu(), want) < bound
+    if not bounds:
+        check_places(kernel, (dout, q, k, v, out, lse), expected, bound, settings)
+
+
+def check_places(kernel: SoftmaxKernel, tensors, expected, bound: float, settings) -> None:
+    """All tensors are some heads of wider ones; those beside the results stay as they are."""
+    dout, q, k, v, out, lse = (among_others(x).copy_(x) for x in tensors)
+    found = [among_others(out), *map(among_others, (q, k, v))]
+    results = found[0], among_others(lse)
+    if kernel.places_outputs:
+        kernel.forward_to(results, q, k, v, **settings)
+        torch.testing.assert_close(results[1], lse)
+    else:
+        found[0].copy_(kernel.forward(q, k, v, **settings)[0])
+    given = dout, q, k, v, Statistics(lse, out=out)
+    if kernel.places_gradients:
+        kernel.backward_to(tuple(found[1:]), *given, **settings)
+    else:
+        for place, x in zip(found[1:], kernel.backward(*given, **settings), strict=True):
+            place.copy_(x)
+    for got, want in zip(found, (expected.out, expected.dq, expected.dk, expected.dv), strict=True):
+        assert relative_error(got.cpu(), want) < bound
+    for x in (*found, results[1] if kernel.places_outputs else found[0]):
+        assert int(x._base.isnan().sum()) == x._base.numel() - x.numel()
+
+
+def among_others(x):
+    """Room for [B,S,H,D], or [B,H,S], as the middle heads of a NaN tensor with three times more."""
+    dim = 2 if x.dim() == 4 else 1
+    shape = [*x.shape[:dim], 3 * x.shape[dim], *x.shape[dim + 1 :]]
+    return x.new_full(shape, torch.nan).narrow(dim, x.shape[dim], x.shape[dim])
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
@@ -181,8 +212,11 @@ total = torch.full((2, 5, 3, 8), torch.nan)
 fused.sum_into(total[:, 1:3], a[:, 1:3], b[:, 2:4])
 assert torch.equal(total[:, 1:3], a[:, 1:3].float() + b[:, 2:4].float())
 assert total[:, 0].isnan().all() and total[:, 3:].isnan().all()
-fused.sum_into(total, a, None)
+fused.sum_into(total, a)
 assert torch.equal(total, a.float())
+first, c = a.float(), torch.randn(2, 5, 5, 8).bfloat16()[:, :, 1:4]
+fused.sum_into(first, first, b, c)
+assert torch.equal(first, a.float() + b.float() + c.float())
 
 from megatron_cp_plugin.core.partial import _add_at, _merge_at, RowIndex, rows_at
 
@@ -254,9 +288,9 @@ def test_triton_kernels_in_the_interpreter():
     [
         ("merge", {"AT": False, "B_AT": False}),
         ("merge", {"AT": True, "B_AT": True}),
-        ("sum", {"TWO": True, "OUT_AT": False, "A_AT": False, "B_AT": False}),
-        ("sum", {"TWO": True, "OUT_AT": True, "A_AT": True, "B_AT": True}),
-        ("sum", {"TWO": False, "OUT_AT": False, "A_AT": True, "B_AT": False}),
+        ("sum", {"COUNT": 3, "OUT_AT": False, "A_AT": False, "B_AT": False}),
+        ("sum", {"COUNT": 2, "OUT_AT": True, "A_AT": True, "B_AT": True}),
+        ("sum", {"COUNT": 1, "OUT_AT": False, "A_AT": True, "B_AT": False}),
         ("delta", {}),
         ("product", {"LESS": True}),
         ("product", {"LESS": False}),

@@ -60,8 +60,8 @@ FAULTS = (
     ),
     Fault(
         "core/partial.py",
-        "return bool(rows.stop <= self._start or rows.start >= self._stop)",
-        "return True",
+        "self._paired and bool(rows.stop <= self._start or rows.start >= self._stop)",
+        "self._paired",
         "partials of the same rows are merged in the dtype of the output",
         "core/test_partial.py::test_partials_of_other_rows_are_merged_where_the_output_is",
     ),
@@ -102,8 +102,8 @@ FAULTS = (
     ),
     Fault(
         "core/partial.py",
-        "out.copy_(a.to(wide) + b.to(wide))",
-        "out.copy_(a + b)",
+        "out.copy_(sum((b.to(wide) for b in others), start=a.to(wide)))",
+        "out.copy_(sum(others, start=a))",
         "two gradients are added in bfloat16",
         "core/test_partial.py::test_sums_of_bf16_gradients_lose_nothing_but_the_last_rounding",
     ),

@@ -1,0 +1,103 @@
+"""How much is copied around kernels when heads are computed in groups.
+
+A rank runs alone, on tensors without storage; what merges and sums read and write, each in one
+pass, is no copy, but a sum of one tensor is.
+"""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_cp_plugin.core import fused
+from megatron_cp_plugin.core.algorithm import Call
+from megatron_cp_plugin.core.memory import Alone, OnePass, SizesOnly
+from megatron_cp_plugin.core.shape import Shape
+from megatron_cp_plugin.core.tiles import Mask
+from megatron_cp_plugin.registry import create
+
+SHAPE = Shape(1, 4096, 16, 8, 32)
+
+
+class Kernel(SizesOnly):
+    def __init__(self, *, places: bool) -> None:
+        super().__init__(
+            rectangular=True, packs=True, gaps=True, places_outputs=places, places_gradients=places
+        )
+
+    def called(self, *args, **settings) -> None:
+        pass
+
+
+class Copies(TorchDispatchMode):
+    """Attributes: elements: of all copies, without rows of lse and delta."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__ in ("clone", "copy_", "cat", "_to_copy", "index_select"):
+            self.note(result)
+        return result
+
+    def note(self, x: Tensor) -> None:
+        self.elements += x.numel() if x.dim() == 4 else 0
+
+
+def copied(monkeypatch, algo: str, rank: int, *, size: int, places: bool, **options) -> float:
+    """In units of a rank's q, in both passes."""
+    copies = Copies()
+
+    class Counting(OnePass):
+        def sum_into(self, out: Tensor, a: Tensor, *others: Tensor) -> None:
+            if not others:
+                copies.note(out)
+
+    monkeypatch.setattr(fused, "_by_device", {"meta": Counting})
+    algorithm = create(algo, Alone(rank, (0,) * size, peer_access=True), options)
+    q, k, v, dout = (
+        torch.empty((1, SHAPE.seq_len // size, n, 32), dtype=torch.bfloat16, device="meta")
+        for n in (SHAPE.heads, SHAPE.kv_heads, SHAPE.kv_heads, SHAPE.heads)
+    )
+    call = Call(SHAPE.seq_len, Mask(), 1.0, Kernel(places=places))
+    with copies:
+        saved = algorithm.forward(q, k, v, call)[2]
+        algorithm.backward(dout, saved, call)
+    return copies.elements / q.numel()
+
+
+CASES = [
+    ("zigzag", {}),
+    ("zigzag", {"backward": "query"}),
+    ("zigzag", {"route": "straight"}),
+    ("allgather", {}),
+    ("attention2d", {}),
+    ("distflash", {}),
+]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(("algo", "options"), CASES)
+def test_groups_of_heads_are_computed_and_pushed_where_they_are(
+    monkeypatch, algo, options, size
+) -> None:
+    """Only sums that end in another dtype are copied, of all heads at once or of some."""
+    for rank in range(size):
+        whole, *groups = (
+            copied(monkeypatch, algo, rank, size=size, places=True, chunks=chunks, **options)
+            for chunks in (1, 2, 4)
+        )
+        assert groups == [whole, whole], rank
+        if size == 2 and algo != "distflash":
+            assert whole == 0
+
+
+def test_kernels_that_place_nothing_have_their_results_copied_once(monkeypatch) -> None:
+    """So the others could be found to copy: out, dq, dk and dv of a group each."""
+    found = [
+        copied(monkeypatch, "allgather", 0, size=2, places=False, chunks=chunks)
+        for chunks in (1, 2)
+    ]
+    assert found == [0, 3]
