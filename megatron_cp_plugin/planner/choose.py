@@ -33,7 +33,7 @@ from megatron_cp_plugin.planner.candidates import (
 )
 from megatron_cp_plugin.planner.estimate import Estimate, Estimator
 from megatron_cp_plugin.planner.machine import Machine
-from megatron_cp_plugin.planner.simulate import simulate
+from megatron_cp_plugin.planner.simulate import Timeline, simulate
 
 # Simulations take time; these keep a choice to a few seconds. In pairs of blocks, and what each
 # simulation takes beside them.
@@ -357,11 +357,15 @@ def _simulated(candidate: Candidate, kind: Kind, place: Place) -> Row:
         place.nodes,
         kernel=place.kernel,
     )
+    return _row(candidate.algo, candidate.options, candidate.layout.name, timeline)
+
+
+def _row(algo: str, options: Options, layout: str, timeline: Timeline) -> Row:
     sent = timeline.bytes
     return Row(
-        candidate.algo,
-        candidate.options,
-        candidate.layout.name,
+        algo,
+        options,
+        layout,
         timeline.forward.seconds,
         timeline.backward.seconds,
         timeline.exposed_communication,
@@ -393,20 +397,7 @@ def _linear_table(
     rows = []
     for algo, options, layout in found:
         timeline = simulate(algo, dict(options), shape, kind.mask, place.machine, place.nodes)
-        sent = timeline.bytes
-        rows.append(
-            Row(
-                algo,
-                options,
-                layout,
-                timeline.forward.seconds,
-                timeline.backward.seconds,
-                timeline.exposed_communication,
-                sent.get("copy", 0) + sent.get("inside", 0),
-                sent.get("between", 0),
-                simulated=True,
-            )
-        )
+        rows.append(_row(algo, options, layout, timeline))
     rows.sort(key=lambda row: (row.seconds, row.name))
     return Table(kind, tuple(rows), tuple(refused))
 
