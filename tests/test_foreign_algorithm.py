@@ -69,12 +69,7 @@ def plans(case: Case, size: int, shape: Shape, mask: Mask) -> Iterator[Plan]:
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize(
     ("case", "size"),
-    [
-        (case, size)
-        for case in CASES
-        for size in SIZES
-        if case.algo == "random_balanced" or size in (2, 5)
-    ],
+    [(case, size) for case in CASES for size in SIZES if case == CASES[0] or size in (2, 5)],
     ids=str,
 )
 def test_conformance_plan_bytes_cost_and_picture(case: Case, size: int, mask: str) -> None:

@@ -43,6 +43,7 @@ class Mistake:
         return (*self.program, *self.flags.split())
 
 
+ON_TWO = (*of("tiny_zigzag"), "--context-parallel-size", "2")
 PLAIN = (str(SCRIPT), *TINY)
 ZIGZAG = (*PLAIN, "--context-parallel-algo", "zigzag", "--context-parallel-size", "2")
 LAUNCHED = (*LAUNCHER, "script.py", *TINY)
@@ -62,7 +63,7 @@ MISTAKES = (
         "dropout",
         "--attention-dropout 0.1",
         "attention dropout, got --attention-dropout 0.1 .*: add --attention-dropout 0",
-        program=(*of("tiny_zigzag"), "--context-parallel-size", "2"),
+        program=ON_TWO,
     ),
     Mistake(
         "flag", "--seq-lenght 1024", r"unknown flag --seq-lenght \(did you mean '--seq-length'"
@@ -71,7 +72,6 @@ MISTAKES = (
         "our flag",
         "--context-paralel-algo ring",
         "unknown flag --context-paralel-algo .did you mean '--context-parallel-algo'",
-        ranks=4,
     ),
     Mistake(
         "our flag of a script that is not ours",
@@ -104,8 +104,8 @@ MISTAKES = (
         "ulysses has no option 'backward'",
         program=of("tiny_ring"),
     ),
-    Mistake("kernel", "--cp-kernel flsh4 --mock-data", "did you mean 'flash4'", ranks=4),
-    Mistake("kernel of GPUs", "--cp-kernel cudnn --mock-data", "use kernel auto", ranks=4),
+    Mistake("kernel", "--cp-kernel flsh4 --mock-data", "did you mean 'flash4'", program=ON_TWO),
+    Mistake("kernel of GPUs", "--cp-kernel cudnn --mock-data", "use kernel auto", program=ON_TWO),
     Mistake("platform", "--cp-platform gpu", "choose from"),
     Mistake("no GPU", "--cp-platform cuda", "needs a GPU, got none: use --cp-platform cpu"),
     Mistake(
@@ -182,7 +182,7 @@ MISTAKES = (
         "use one of 1x4, 2x2, 4x1",
         ranks=4,
     ),
-    Mistake("data", "", "prepare-data --output data/stdlib, or add --mock-data", ranks=4),
+    Mistake("data", "", "prepare-data --output data/stdlib, or add --mock-data", program=ON_TWO),
     Mistake(
         "documents",
         "",
@@ -198,9 +198,9 @@ MISTAKES = (
         "Megatron's own",
         "--context-parallel-algo megatron",
         "needs the attention of Transformer Engine, got",
-        ranks=4,
+        program=ON_TWO,
     ),
-    Mistake("linear", "--context-parallel-algo lasp", "choose --cp-linear-model", ranks=4),
+    Mistake("linear", "--context-parallel-algo lasp", "choose --cp-linear-model", program=ON_TWO),
     Mistake("layers", "--cp-layers lasp2*x", "layers takes NAME or NAME.COUNT"),
     Mistake("comm type", "--cp-comm-type p2pp", "did you mean 'p2p'", program=PLAIN),
     Mistake(
