@@ -101,6 +101,56 @@ def test_calls_of_a_pass(
     assert 0 < max(max(counts.values()) for counts in calls) <= most * (3 if window else 1)
 
 
+@pytest.mark.parametrize("gaps", [False, True], ids=["copied", "gaps"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("algo", "options"),
+    [
+        ("zigzag", {}),
+        ("zigzag", {"backward": "query"}),
+        ("distflash", {}),
+        ("allgather", {}),
+        ("allgather", {"transport": "group"}),
+        ("attention2d", {"rows": 2}),
+        ("attention2d", {"rows": 2, "transport": "group"}),
+        ("attention2d", {"variant": "no", "rows": 2}),
+        ("ulysses", {}),
+        ("usp", {"ulysses": 2}),
+    ],
+    ids=str,
+)
+def test_dtypes_that_models_have(algo: str, options: dict, dtype: torch.dtype, gaps: bool) -> None:
+    """Sums and merges are in float32, what travels and is returned is not."""
+    expected = expected_attention(
+        seq_len=SEQ_LEN,
+        heads=4,
+        kv_heads=2,
+        head_dim=8,
+        causal=True,
+        cu_seqlens=(0, *DOCUMENTS, SEQ_LEN),
+    )
+    whole = expected.q, expected.k, expected.v, expected.dout
+    want = expected.out, expected.dq, expected.dk, expected.dv
+
+    @torch.no_grad()
+    def body(topology: Topology) -> float:
+        kernel = Reference()
+        kernel.gaps = gaps
+        algorithm = create(algo, topology, {"layout": "thd", **options}).within(DOCUMENTS)
+        of_rank = [algorithm.layout, topology.rank, SIZE]
+        q, k, v, dout = (shard(x, 1, *of_rank).to(dtype) for x in whole)
+        call = Call(SEQ_LEN, Mask(documents=DOCUMENTS), 8**-0.5, kernel)
+        out, _, saved = algorithm.forward(q, k, v, call)
+        found = out, *algorithm.backward(dout, saved, call)
+        assert {x.dtype for x in found} == {dtype}
+        return max(
+            relative_error(x.double(), shard(y, 1, *of_rank))
+            for x, y in zip(found, want, strict=True)
+        )
+
+    assert max(run_virtual(SIZE, body)) < 8 * torch.finfo(dtype).eps
+
+
 @pytest.mark.parametrize("size", [2, 4])
 def test_rows_that_came_are_added_together(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not range by range, of which there is one a document: dq, dk and dv of a step once each."""

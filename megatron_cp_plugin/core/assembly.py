@@ -123,7 +123,8 @@ class _Table:
         indices = _placed(self, rows.start, rows.stop, values.device)
         for block, (found, local) in zip(blocks, indices, strict=True):
             if len(found):
-                block.index_copy_(dim, local, values.index_select(dim, found))
+                # Values may be sums in float32.
+                block.index_copy_(dim, local, values.index_select(dim, found).to(block.dtype))
 
     def joined(self, widths: Sequence[int]) -> Tensor:
         """Of each assembled row: where it is in blocks of so many rows, one behind the other."""

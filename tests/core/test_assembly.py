@@ -95,7 +95,7 @@ def test_documents_cut_each_by_itself_are_joined_by_one_gather(dim, kind, data):
     with CountingMode() as counted:
         joined = order.join(gathered, dim)
         target = torch.full_like(whole, -1)
-        order.place(target, dim, slice(0, order.tokens), joined)
+        order.place(target, dim, slice(0, order.tokens), joined.double())
     assert joined.select(1 - dim, 1).tolist() == list(range(starts[-1]))
     assert torch.equal(target, whole)
     assert torch.equal(placed_in_two(order, whole, joined, dim, data), whole)

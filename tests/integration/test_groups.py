@@ -10,12 +10,10 @@ import pytest
 import torch
 from megatron.core import parallel_state
 
-from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.core.process_groups import JointMaking
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration import groups
-from megatron_cp_plugin.integration.runtime import Runtime
 from tests.integration.megatron_job import LAUNCH, TINY, run_warm
 
 JOB = Path(__file__).with_name("new_group_job.py")
@@ -106,8 +104,7 @@ def test_shape_of_the_attention_of_a_tensor_parallel_rank(
 ) -> None:
     common = {"num_attention_heads": 8, "tensor_model_parallel_size": 2, "kv_channels": 16}
     common |= {"num_query_groups": 8, "params_dtype": torch.bfloat16}
-    runtime = Runtime(ContextParallelConfig("zigzag", 4))
-    assert groups._shape(Namespace(**(common | settings)), runtime, 4) == expected
+    assert groups.attention_shape(Namespace(**(common | settings)), 8) == expected  # type: ignore[arg-type]
 
 
 def test_a_group_that_was_not_made_at_set_up_is_refused() -> None:
