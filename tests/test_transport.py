@@ -34,11 +34,13 @@ def test_one_process_has_one_topology():
 def test_nodes_are_those_that_nccl_tells_apart():
     """By NCCL_HOSTID, which some clusters set and which emulates nodes of one machine."""
     program = """if True:
-        import os, torch.distributed as dist
+        import os, torch.distributed as dist, megatron_cp_plugin as cp
         from megatron_cp_plugin.core.process_groups import topology_of
         os.environ["NCCL_HOSTID"] = ("here", "there", "")[int(os.environ["RANK"])]
         dist.init_process_group("gloo")
         print(topology_of(None).nodes)
+        dist.destroy_process_group()
+        cp.release()
     """
     job = run(ranks=3, program=("-c", program)).succeeded()
     assert [process.stdout.strip() for process in job.processes] == ["(0, 1, 2)"] * 3
