@@ -91,12 +91,12 @@ def test_ranks_have_equal_work_whatever_the_spans(name, size):
         "images": cp.spans.image_blocks(
             seq_len, [(n, n + 99) for n in range(0, seq_len - 99, 400)]
         ),
-        "diffusion": cp.spans.block_diffusion(seq_len // 2, 16),
+        "diffusion": cp.spans.block_diffusion(seq_len // 2, 64),
         "prefix_lm": cp.spans.prefix_lm(seq_len // 3, seq_len),
         "sequences": cp.spans.prefix_lm(seq_len // 3, seq_len // 2)
         + cp.spans.image_blocks(seq_len // 2, [(0, 100)], start=seq_len // 2),
     }[name]
-    seen = dense(spans, seq_len).sum(1) if seq_len <= 4096 else None
+    seen = dense(spans, seq_len).sum(1) if seq_len <= 2048 else None
     slices = Slices.of(spans, seq_len)
     layout, keys = Balanced().within(slices), torch.from_numpy(slices.keys_of(seq_len))
     if seen is not None:
