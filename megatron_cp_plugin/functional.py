@@ -37,7 +37,7 @@ from megatron_cp_plugin.kernels.linear import resolve_linear
 
 Group = dist.ProcessGroup | Topology | None
 # As `attention` takes them.
-RawSpans = Iterable[Sequence[object]] | Tensor
+SpanMask = Iterable[Sequence[object]] | Tensor
 
 
 def _not_compiled[**P, R](function: Callable[P, R]) -> Callable[P, R]:
@@ -69,7 +69,7 @@ def attention(
     seq_len: int | None = None,
     window: int | None = None,
     cu_seqlens: Sequence[int] | Tensor | None = None,
-    spans: RawSpans | None = None,
+    spans: SpanMask | None = None,
     sink: Tensor | None = None,
     **options: object,
 ) -> Tensor:
@@ -277,7 +277,7 @@ def shard(
     algo: str,
     group: Group = None,
     cu_seqlens: Sequence[int] | Tensor | None = None,
-    spans: RawSpans | None = None,
+    spans: SpanMask | None = None,
     **options: object,
 ) -> Tensor:
     """This rank's part of a whole tensor, in the algorithm's layout.
@@ -304,7 +304,7 @@ def unshard(
     group: Group = None,
     seq_len: int | None = None,
     cu_seqlens: Sequence[int] | Tensor | None = None,
-    spans: RawSpans | None = None,
+    spans: SpanMask | None = None,
     **options: object,
 ) -> Tensor:
     """The whole tensor of all ranks' parts, in global order: the inverse of `shard`.
@@ -345,7 +345,7 @@ def check_layout(
     group: Group = None,
     seq_len: int | None = None,
     cu_seqlens: Sequence[int] | Tensor | None = None,
-    spans: RawSpans | None = None,
+    spans: SpanMask | None = None,
     **options: object,
 ) -> None:
     """Checks that every rank holds the tokens that the layout gives it; one small message.
@@ -381,7 +381,7 @@ def _sequence(
     tokens: int,
     seq_len: int | None,
     cu_seqlens: Sequence[int] | Tensor | None,
-    spans: RawSpans | None,
+    spans: SpanMask | None,
 ) -> tuple[int, Documents]:
     """The global length and what layouts follow, once the ranks agree on their tokens."""
     if seq_len is not None:
@@ -392,7 +392,7 @@ def _sequence(
 
 
 def _followed(
-    cu_seqlens: Sequence[int] | Tensor | None, spans: RawSpans | None, seq_len: int
+    cu_seqlens: Sequence[int] | Tensor | None, spans: SpanMask | None, seq_len: int
 ) -> Documents:
     """Raises: ContextParallelError if there are both."""
     if spans is None:

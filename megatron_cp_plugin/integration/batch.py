@@ -108,7 +108,7 @@ class Batches:
                 continue
             dim = 2 if key == "attention_mask" else 1
             tokens = value.size(dim)
-            followed = documents if spans is None else spans.slices(tokens) or ()
+            followed = documents if spans is None else spans.followed(tokens)
             local = self.runtime.positions(group, tokens, value.device, followed)
             batch[key] = value.index_select(dim, local)
         self._last = {key: batch[key] for key in whole}

@@ -9,7 +9,7 @@ the model gets the boundaries in a form that all but attention ignore.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron_cp_plugin.core.document_layout import NAMED, PaddedDocuments
 from megatron_cp_plugin.core.documents import document_starts
-from megatron_cp_plugin.core.layout import Layout
+from megatron_cp_plugin.core.layout import Documents, Layout
 from megatron_cp_plugin.core.layout import positions as positions_of
 from megatron_cp_plugin.core.slices import Slices
 from megatron_cp_plugin.errors import ContextParallelError
@@ -50,6 +50,12 @@ class DocumentMask(PackedSeqParams):
     padded: bool = False
     spans: RawSpans | None = None
     positions: Tensor | None = None
+    _checked: tuple[int, Slices] | None = field(default=None, init=False, repr=False, compare=False)
+
+    def followed(self, seq_len: int) -> Documents:
+        """Returns what a layout follows, see `Layout.within`; otherwise as `slices`."""
+        slices = self.slices(seq_len)
+        return self.starts if slices is None else slices
 
     def slices(self, seq_len: int) -> Slices | None:
         """Returns the spans, of a sequence of so many tokens.
@@ -57,7 +63,11 @@ class DocumentMask(PackedSeqParams):
         Raises:
             ContextParallelError: They do not fit, or name a query and a key twice.
         """
-        return None if self.spans is None else Slices.of(self.spans, seq_len)
+        if self.spans is None:
+            return None
+        if self._checked is None or self._checked[0] != seq_len:  # every layer asks
+            self._checked = seq_len, Slices.of(self.spans, seq_len)
+        return self._checked[1]
 
 
 def attention_spans(

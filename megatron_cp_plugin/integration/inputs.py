@@ -73,9 +73,7 @@ def serve_inputs(model: nn.Module, batches: Batches, group: dist.ProcessGroup) -
             mask = _with_spans(mask, batches.spans)
             _check_spans(model, mask, runtime.config, recurrent=recurrent)
             stages.compare(mask is not None and mask.spans is not None)
-            runtime.documents = mask.starts if mask else ()
-            runtime.spans = mask.spans if mask else None
-            runtime.rotary_positions = mask.positions if mask else None
+            runtime.mask = mask
             _check_capture(model, mask)
             if cut is not None:
                 _check_documents(cut, mask)
@@ -121,10 +119,7 @@ class CutInputs:
             # Frameworks give a model other position embeddings once it is built.
             use_layout(model, self._runtime)
             self._called = True
-        self._runtime.documents = mask.starts if mask else ()
-        self._runtime.spans = mask.spans if mask else None
-        self._runtime.rotary_positions = mask.positions if mask else None
-        self._runtime.seq_len = (mask.seq_len or None) if mask else None
+        self._runtime.mask = mask
         if mask is not None:
             given["packed_seq_params"] = mask
         return call.args, call.kwargs

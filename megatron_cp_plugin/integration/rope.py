@@ -12,8 +12,6 @@ from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import Yar
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 from torch import Tensor, nn
 
-from megatron_cp_plugin.core.layout import Documents
-from megatron_cp_plugin.core.slices import Slices
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration.attention import ContextParallelAttention
 from megatron_cp_plugin.integration.documents import DocumentMask
@@ -87,30 +85,20 @@ class LayoutRotaryEmbedding(nn.Module):
         """
         if packed_seq or cp_group not in (None, self._group):
             raise ContextParallelError("packed sequences and dynamic groups are not supported")
-        runtime, packed = self._runtime, self.packed
-        documents = runtime.documents if packed is None else packed.starts
-        seq_len = runtime.seq_len if packed is None else packed.seq_len
-        spans = runtime.spans if packed is None else packed.spans
-        given = runtime.rotary_positions if packed is None else packed.positions
-        max_seq_len = seq_len or max_seq_len
-        if documents or spans is not None or given is not None:
-            followed = documents if spans is None else Slices.of(spans, max_seq_len)
-            return self._angles(max_seq_len, offset, documents, followed, given)
+        mask = self._runtime.mask if self.packed is None else self.packed
+        max_seq_len = (mask.seq_len if mask else 0) or max_seq_len
+        if mask and (mask.starts or mask.spans is not None):
+            return self._angles(max_seq_len, offset, mask)
         key = (max_seq_len, offset)
         if key not in self._tables:
             if len(self._tables) == _TABLES:
                 del self._tables[next(iter(self._tables))]
-            self._tables[key] = self._angles(max_seq_len, offset)
+            self._tables[key] = self._angles(max_seq_len, offset, None)
         return self._tables[key]
 
-    def _angles(
-        self,
-        seq_len: int,
-        offset: int,
-        documents: tuple[int, ...] = (),
-        followed: Documents = (),
-        given: Tensor | None = None,
-    ) -> Any:
+    def _angles(self, seq_len: int, offset: int, mask: DocumentMask | None) -> Any:
+        mask = mask or DocumentMask()
+        documents, given = mask.starts, mask.positions
         if given is not None and len(given) != seq_len:
             raise ContextParallelError(
                 f"attention_positions need one for each of the {seq_len} tokens of the whole "
@@ -118,7 +106,9 @@ class LayoutRotaryEmbedding(nn.Module):
             )
         whole = self.embedding.get_emb(seq_len, offset)
         angles = whole[0] if isinstance(whole, tuple) else whole
-        positions = self._runtime.positions(self._group, seq_len, angles.device, followed)
+        positions = self._runtime.positions(
+            self._group, seq_len, angles.device, mask.followed(seq_len)
+        )
         if documents:
             starts = torch.tensor((0, *documents), device=angles.device)
             positions = positions - starts[torch.bucketize(positions, starts, right=True) - 1]

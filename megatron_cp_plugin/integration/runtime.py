@@ -20,7 +20,7 @@ from megatron_cp_plugin.core.linear import LinearAlgorithm
 from megatron_cp_plugin.core.process_groups import JointMaking, ProcessGroupTopology, topology_of
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.topology import Topology
-from megatron_cp_plugin.integration.documents import RawSpans
+from megatron_cp_plugin.integration.documents import DocumentMask
 
 
 class Runtime:
@@ -28,22 +28,15 @@ class Runtime:
 
     Attributes:
         config: The run's configuration.
-        documents: Where documents begin in the micro-batch whose forward runs, as in
-            `core.tiles.Mask`. Not for what may be computed again in the backward.
-        seq_len: Of how many tokens they are; None: as many as the model is told.
-        spans: Of that micro-batch, as in `DocumentMask`; None: documents say who sees whom.
-        rotary_positions: Of all tokens [N], for rotary embeddings, of that micro-batch; None: by
-            their order in the documents.
+        mask: Of the micro-batch whose forward runs; None: tokens see all earlier ones. Not for what
+            may be computed again in the backward.
     """
 
     def __init__(self, config: ContextParallelConfig, *, callers: bool = False) -> None:
         """Args: callers: See `is_cut_by_callers`; they always do with the layout thd."""
         self.config = config
         self._callers = callers
-        self.documents: tuple[int, ...] = ()
-        self.seq_len: int | None = None
-        self.spans: RawSpans | None = None
-        self.rotary_positions: Tensor | None = None
+        self.mask: DocumentMask | None = None
         self._layout = config.layout
         self._algorithms: dict[dist.ProcessGroup, Algorithm] = {}
         self._linear: dict[dist.ProcessGroup, LinearAlgorithm] = {}

@@ -16,6 +16,7 @@ from megatron_cp_plugin.core.layout import LAYOUTS
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration.agreement import COMPARED_EVERY
 from megatron_cp_plugin.integration.batch import Batches
+from megatron_cp_plugin.integration.documents import DocumentMask
 from megatron_cp_plugin.integration.rope import (
     LayoutRotaryEmbedding,
     set_cos_sin_cache,
@@ -208,7 +209,7 @@ def test_positions_count_from_the_beginning_of_a_document(layout: str) -> None:
     run = runtime(layout)
     embedding = LayoutRotaryEmbedding(inner, run, group)
     for documents in ((4, 5, 9), (3,), ()):
-        run.documents = documents
+        run.mask = DocumentMask(seq_len=N, starts=documents)
         starts = [max(s for s in (0, *documents) if s <= p) for p in EXPECTED[layout]]
         want = [p - start for p, start in zip(EXPECTED[layout], starts, strict=True)]
         assert embedding(N).flatten().tolist() == want

@@ -260,9 +260,9 @@ def test_the_model_gets_a_mask_and_the_runtime_is_told() -> None:
     mask = model(packed_seq_params=packed)
     assert (mask.qkv_format, mask.starts, mask.seq_len) == ("bshd", (3,), 8)
     assert mask.tokens_per_sample == 4
-    assert batches.runtime.documents == (3,)
+    assert batches.runtime.mask is mask
     assert model() is None
-    assert batches.runtime.documents == ()
+    assert batches.runtime.mask is None
 
 
 @pytest.mark.parametrize("impl", ["local", "transformer_engine", "full_iteration"])

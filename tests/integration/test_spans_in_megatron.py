@@ -182,9 +182,9 @@ def test_position_ids_of_a_tree_are_taken() -> None:
             batches.shard(whole | {"attention_spans": FULL}, group)
         given = {"attention_spans": FULL, "attention_positions": positions}
         model(batches.shard(whole | given, group)["tokens"])
-        assert batches.runtime.rotary_positions.tolist() == positions
+        assert batches.runtime.mask.positions.tolist() == positions
         model(batches.shard({"tokens": torch.arange(8)[None]}, group)["tokens"])
-        assert batches.runtime.rotary_positions is None
+        assert batches.runtime.mask is None
         with pytest.raises(ContextParallelError, match="go with attention_spans, got none"):
             batches.shard(whole | {"attention_positions": positions}, group)
 
