@@ -60,6 +60,12 @@ def test_equals_a_mask_of_all_pairs(
     compare(case, size, heads, random_spans(source, seq_len), seq_len, kernel=kernel)
 
 
+def test_results_of_a_relay_before_its_last_computation() -> None:
+    """dK and dV of keys that few queries see are complete elsewhere before the owner's are."""
+    case = Case("attention2d", (("variant", "overlap"), ("cols", 2)))
+    compare(case, 8, "MQA", [(0, 16, 0, 8, "causal")], 16)
+
+
 @pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(

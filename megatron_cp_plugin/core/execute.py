@@ -134,8 +134,10 @@ class _Run:
             self._held[parts.retained] = work.retained
         self._dropped: tuple[BlockId, ...] = ()
         self._earlier: dict[BlockId, Packed] = {}  # sums of ranks before this one
-        # Results for the own block that have come, by the first head and whether it is of keys.
+        # Results for the own block that a relay brought, by the first head and whether it is of
+        # keys; none when they are complete and the block is closed.
         self._came: Counter[tuple[int, bool]] = Counter()
+        self._computed: set[int] = set()  # groups, by the first head, in or past their last step
         # Heads whose queries, or keys (true), still get results that are under way.
         self._ended: list[tuple[HeadGroup, bool]] = []
         # What is under way, by the step that needs it.
@@ -160,6 +162,8 @@ class _Run:
         if turn.last and self._retained is not None:
             # In memory of its own: the next call's messages take this one.
             work.retained = tuple(x.clone() for x in self._held[self._retained])
+        if turn.last:
+            self._computed.add(turn.heads.q.start)
         self.take_results(turn.step)
         for exchange in turn.results:
             if exchange.receives:
@@ -181,9 +185,10 @@ class _Run:
         self._close_ended()
 
     def _end(self, heads: HeadGroup) -> None:
-        """Closes what gets no results any more. A relay's last one closes, see `_take`."""
+        """Closes what gets no results any more. A relay's last one may still close, see `_take`."""
         for of_keys in (False, True):
-            if not self._parts.awaited[of_keys]:
+            awaited = self._parts.awaited[of_keys]
+            if not awaited or self._came[heads.q.start, of_keys] == awaited:
                 self._work.close(heads, of_keys, None)
             elif not self._relay:
                 self._ended.append((heads, of_keys))
@@ -203,12 +208,19 @@ class _Run:
             self._work.accept(move, tensors)
 
     def _is_last(self, move: Move) -> bool:
-        """Whether a relay's results for the own block, of some heads, are complete with this."""
+        """Whether nothing is added to the own block, of some heads, after these results of a relay.
+
+        Where a mask shortens its way, they may come before this rank's own last computation.
+        """
         if not self._relay:
             return False
         group = move.heads.q.start, move.of_keys
         self._came[group] += 1
-        return self._came[group] == self._parts.awaited[move.of_keys]
+        complete = self._came[group] == self._parts.awaited[move.of_keys]
+        last = complete and move.heads.q.start in self._computed
+        if last:
+            del self._came[group]
+        return last
 
     def _take_inputs(self, step: int) -> None:
         arrived = [pending.wait() for pending in self._inputs.pop(step, ())]
