@@ -459,7 +459,8 @@ def _linear_algorithm(
 def release() -> None:
     """Frees the receive buffers in peer memory that earlier calls made; process groups stay.
 
-    All ranks call it. After `dist.destroy_process_group()`, as a program's last act, it forgets the
+    All ranks call it, and replay no CUDA graph that was captured before: it writes to those
+    buffers. After `dist.destroy_process_group()`, as a program's last act, it forgets the
     groups too. The threads of a gloo group live until nobody holds it, and one that waits to let go
     of a tensor when Python is finalized aborts the process.
     """

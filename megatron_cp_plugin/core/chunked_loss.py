@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_cp_plugin.core.autocast import as_written, cast_inputs
+from megatron_cp_plugin.core.devices import check_device
 from megatron_cp_plugin.core.fused import fused_for
 from megatron_cp_plugin.core.partial import accumulation_dtype
 from megatron_cp_plugin.errors import ContextParallelError
@@ -54,6 +55,7 @@ def losses_and_predictions(
     group = None if alone else tp_group
     main_grad = _main_grad(weight) if into_main_grad else None
     head = _Head(chunk_tokens, group, sequence_parallel and not alone, main_grad, predict)
+    check_device(hidden.device)
     head.check(hidden, weight, labels)
     tokens = hidden.reshape(-1, hidden.size(-1)).contiguous()
     losses, predicted = _ChunkedCrossEntropy.apply(tokens, weight, labels.reshape(-1), head)

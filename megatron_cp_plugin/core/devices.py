@@ -26,6 +26,17 @@ def take_gpu(instead: str) -> torch.device:
     return device
 
 
+def check_device(device: torch.device) -> None:
+    """Raises: ContextParallelError if tensors are on another GPU than the current one, on whose
+    streams kernels and messages are queued.
+    """
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        raise ContextParallelError(
+            f"needs tensors on the current GPU cuda:{torch.cuda.current_device()}, got {device}: "
+            f"call torch.cuda.set_device({device.index}) before"
+        )
+
+
 def kept_on_device[*Ts, R](
     maxsize: int,
 ) -> Callable[[Callable[[*Ts, torch.device], R]], Callable[[*Ts, torch.device], R]]:

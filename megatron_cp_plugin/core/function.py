@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 from megatron_cp_plugin.core.algorithm import Algorithm, Call
 from megatron_cp_plugin.core.autocast import as_written, cast_inputs
 from megatron_cp_plugin.core.comm import communicating_in
+from megatron_cp_plugin.core.devices import check_device
 from megatron_cp_plugin.core.kernel import Problem, SoftmaxKernel
 from megatron_cp_plugin.core.partial import delta_of
 from megatron_cp_plugin.core.recompute import computed_once
@@ -165,6 +166,7 @@ def attend(
 
 def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raises: ContextParallelError if no attention has such inputs."""
+    check_device(q.device)
     shapes = f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4 or k.shape[:3] != v.shape[:3]:
         raise ContextParallelError(

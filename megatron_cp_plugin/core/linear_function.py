@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 from megatron_cp_plugin.core.autocast import as_written, cast_inputs
 from megatron_cp_plugin.core.comm import communicating_in
 from megatron_cp_plugin.core.decay import Decay
+from megatron_cp_plugin.core.devices import check_device
 from megatron_cp_plugin.core.linear import LinearAlgorithm, LinearCall
 from megatron_cp_plugin.core.linear_kernel import LinearKernel, LinearProblem
 from megatron_cp_plugin.core.partial import accumulation_dtype
@@ -108,6 +109,7 @@ def _check(
     algorithm: LinearAlgorithm,
     seq_len: int,
 ) -> None:
+    check_device(q.device)
     shapes = f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if q.dim() != 4 or q.shape != k.shape or v.dim() != 4 or v.shape[:3] != k.shape[:3]:
         raise ContextParallelError(

@@ -6,8 +6,9 @@ from weakref import ref
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-import megatron_cp_plugin
+import megatron_cp_plugin as cp
 from megatron_cp_plugin.core import passes
 from megatron_cp_plugin.core.devices import uploaded
 from megatron_cp_plugin.errors import ContextParallelError
@@ -38,7 +39,7 @@ def test_what_a_graph_was_captured_with_outlives_the_cache(monkeypatch: pytest.M
 def test_all_tensors_of_a_device_are_kept_for_graphs() -> None:
     """No function that takes a device has another cache, but for streams, which are no memory."""
     found = []
-    for path in Path(megatron_cp_plugin.__file__).parent.rglob("*.py"):
+    for path in Path(cp.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef):
                 caches = ("cache", "lru_cache")
@@ -56,3 +57,20 @@ def test_indices_beyond_int32_are_refused() -> None:
     assert uploaded(torch.tensor([0, last]), torch.device("cpu")).tolist() == [0, last]
     with pytest.raises(ContextParallelError, match="up to 2147483647, got 2147483648"):
         uploaded(torch.tensor([0, last + 1]), torch.device("cpu"))
+
+
+def test_tensors_of_another_gpu_than_the_current_one_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Kernels and messages would be queued on streams that know nothing of those tensors."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    with FakeTensorMode():
+        x = torch.empty((1, 8, 2, 8), device="cuda:1")
+        calls = (
+            lambda: cp.attention(x, x, x, algo="zigzag"),
+            lambda: cp.linear_attention(x, x, x, decay=1.0),
+            lambda: cp.chunked_cross_entropy(x[0, 0], x[0, 0], x[0, 0, :, 0].long()),
+        )
+        for call in calls:
+            with pytest.raises(ContextParallelError, match=r"got cuda:1: call .*set_device\(1\)"):
+                call()
