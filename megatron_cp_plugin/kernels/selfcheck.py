@@ -205,7 +205,49 @@ def _tile(
             (f"{name}{rule}", _parts(x, place), _parts(y, place))
             for name, x, y, place in zip(("dq", "dk", "dv"), got, want, places, strict=True)
         ]
+    if packing is None:
+        names, wanted = ("out", "lse", "dq", "dk", "dv"), (want_out, want_lse, *want)
+        with _as_in_the_run(problem):
+            found = _in_place(kernel, dout, q, k, v, out, lse, scale=scale, causal=causal)
+        results += [
+            (f"{name} in its place", x, y)
+            for name, x, y in zip(names, found, wanted, strict=True)
+            if x is not None
+        ]
     return results
+
+
+def _in_place(
+    kernel: SoftmaxKernel,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    scale: float,
+    causal: bool,
+) -> tuple[Tensor | None, ...]:
+    """out, lse, dq, dk, dv as some heads of wider tensors; None where the kernel places none."""
+    found: tuple[Tensor | None, ...] = (None, None)
+    if kernel.places_outputs:
+        results = _some_heads(out, 2), _some_heads(lse, 1)
+        kernel.forward_to(results, q, k, v, scale=scale, causal=causal)
+        found = results
+    if not kernel.places_gradients:
+        return (*found, None, None, None)
+    gradients = _some_heads(q, 2), _some_heads(k, 2), _some_heads(v, 2)
+    statistics = Statistics(lse, out=out)
+    kernel.backward_to(gradients, dout, q, k, v, statistics, scale=scale, causal=causal)
+    return (*found, *gradients)
+
+
+def _some_heads(like: Tensor, dim: int) -> Tensor:
+    """The second half of the heads of a tensor that is NaN. Args: dim: of the heads."""
+    count = like.shape[dim]
+    shape = (*like.shape[:dim], 2 * count, *like.shape[dim + 1 :])
+    return like.new_full(shape, torch.nan).narrow(dim, count, count)
 
 
 def _runs(kernel: LinearKernel, problem: LinearProblem) -> Iterator[tuple[str, Results]]:

@@ -122,6 +122,38 @@ def test_kernels_that_pack_are_checked_for_windows_too():
             check_kernel(Packs(fault), problem(windows=True))
 
 
+def test_what_a_kernel_writes_where_it_is_told_is_checked():
+    """Most tiles of a run are computed so, as some heads of wider tensors."""
+
+    class Places(CpuFlashAttention):
+        name = "places"
+        places_outputs = places_gradients = True
+
+        def __init__(self, wrong):
+            self.wrong = wrong
+
+        def forward_to(self, results, q, k, v, **settings):
+            for name, place, x in zip(
+                ("out", "lse"), results, self.forward(q, k, v, **settings), strict=True
+            ):
+                self.write(name, place, x)
+
+        def backward_to(self, gradients, *tensors, **settings):
+            found = self.backward(*tensors, **settings)
+            for name, place, x in zip(("dq", "dk", "dv"), gradients, found, strict=True):
+                self.write(name, place, x)
+
+        def write(self, name, place, x):
+            if name == self.wrong:  # as if the place were contiguous
+                place = place.as_strided(x.shape, x.stride())
+            place.copy_(x)
+
+    check_kernel(Places(None), problem())
+    for name in ("out", "lse", "dq", "dk", "dv"):
+        with pytest.raises(KernelUnavailableError, match=f"{name} in its place of a .* off by"):
+            check_kernel(Places(name), problem())
+
+
 def test_a_kernel_that_fails():
     with pytest.raises(KernelUnavailableError) as refusal:
         check_kernel(Planted("crash"), problem())
