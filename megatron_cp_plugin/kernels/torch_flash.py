@@ -16,6 +16,7 @@ from megatron_cp_plugin.kernels.base import (
     wide_heads_reason,
     with_stand_in,
 )
+from megatron_cp_plugin.kernels.reference import Reference
 
 _aten = torch.ops.aten
 
@@ -171,10 +172,12 @@ class CudnnAttention(SoftmaxKernel):
     """cuDNN's fused attention (CUDA, compute capability 9.0 and newer).
 
     Not deterministic: torch does not ask cuDNN for its deterministic backward. Not for documents:
-    it makes a plan for each new length, which takes some tenths of a second.
+    it makes a plan for each new length, which takes some tenths of a second. Not for one key, for
+    which PyTorch does not call it either: a softmax of one score is written out.
     """
 
     name = "cudnn"
+    _of_one_key = Reference()
 
     def unsupported(self, problem: Problem) -> str | None:
         if problem.documents:
@@ -184,6 +187,8 @@ class CudnnAttention(SoftmaxKernel):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool
     ) -> tuple[Tensor, Tensor]:
+        if k.shape[1] == 1:
+            return self._of_one_key.forward(q, k, v, scale=scale, causal=causal)
         out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
             _swap(q), _swap(k), _swap(v), None, True, 0.0, causal, False, scale=scale
         )
@@ -200,6 +205,8 @@ class CudnnAttention(SoftmaxKernel):
         scale: float,
         causal: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        if k.shape[1] == 1:
+            return self._of_one_key.backward(dout, q, k, v, statistics, scale=scale, causal=causal)
         no_dropout = torch.zeros((), dtype=torch.int64, device=q.device)
         dq, dk, dv = _aten._scaled_dot_product_cudnn_attention_backward(
             _swap(dout),

@@ -12,8 +12,9 @@ from megatron_cp_plugin.core.kernel import Packing, Problem, SoftmaxKernel, Stat
 from megatron_cp_plugin.core.linear_kernel import LinearProblem
 from megatron_cp_plugin.core.partial import delta_of
 from megatron_cp_plugin.errors import KernelUnavailableError
-from megatron_cp_plugin.kernels import kernel_names, resolve
+from megatron_cp_plugin.kernels import kernel_names, resolve, torch_flash
 from megatron_cp_plugin.kernels.linear import resolve_linear
+from megatron_cp_plugin.kernels.reference import Reference
 from tests.oracle import expected_attention, relative_error
 
 CPU = torch.device("cpu")
@@ -353,6 +354,40 @@ def test_merges_in_place_on_a_busy_gpu(head_dim):
         fused.merge_into(*got, *got, outs[1], lses[1])
         wrong += sum((x != y).sum() for x, y in zip(got, want, strict=True))
     assert not wrong.item()
+
+
+def one_key(kernel, device):
+    """Errors of all results where queries see one key."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(tokens, heads):
+        x = torch.randn((2, tokens, heads, 64), generator=generator)
+        return x.to(device, torch.bfloat16)
+
+    q, k, v, dout = random(200, 4), random(1, 2), random(1, 2), random(200, 4)
+    settings = {"scale": 0.125, "causal": False}
+    want_out, want_lse = Reference().forward(*(x.double() for x in (q, k, v)), **settings)
+    out, lse = kernel.forward(q, k, v, **settings)
+    assert max(relative_error(out, want_out), relative_error(lse, want_lse)) < 1e-2
+    # As if there were other keys: of one alone the scores have no gradients.
+    statistics = Statistics(lse + 1, out=out.flip(1).contiguous())
+    wide = Statistics(want_lse + 1, out=statistics.out.double())
+    got = kernel.backward(dout, q, k, v, statistics, **settings)
+    want = Reference().backward(*(x.double() for x in (dout, q, k, v)), wide, **settings)
+    return [relative_error(x, y) for x, y in zip(got, want, strict=True)]
+
+
+def test_cudnn_is_not_called_with_one_key(monkeypatch):
+    monkeypatch.setattr(torch_flash, "_aten", None)
+    assert max(one_key(torch_flash.CudnnAttention(), CPU)) < 1e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", GPU_KERNELS)
+def test_gpu_kernels_with_one_key(name):
+    device = torch.device("cuda", 0)
+    kernel = resolve(name, Problem(device, torch.bfloat16, 4, 2, 64))
+    assert max(one_key(kernel, device)) < 1e-2
 
 
 # Offsets of the last rows are beyond int32: 2^31 elements and some, 4 GiB each in bfloat16.
