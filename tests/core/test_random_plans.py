@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -17,29 +16,27 @@ from megatron_cp_plugin.core.plan_check import check
 from megatron_cp_plugin.core.plan_json import from_json, to_json
 from megatron_cp_plugin.core.program import outside
 from megatron_cp_plugin.core.shape import Shape
-from megatron_cp_plugin.core.slices import Slices
-from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.virtual import VirtualWorld
 from megatron_cp_plugin.errors import ContextParallelError
-from megatron_cp_plugin.registry import create, layout_of
+from megatron_cp_plugin.registry import create
 from tests.any_placement import AnyPlacement, AnyRelay, registered
 from tests.random_tests import examples
-from tests.test_random_attention import HEADS, Choice, attention_masks, choices
+from tests.test_random_attention import (
+    HEADS,
+    Choice,
+    World,
+    choices,
+    lengths,
+    mask_of,
+    masks,
+    worlds,
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def foreign() -> Iterator[None]:
     with registered():
         yield
-
-
-def mask_of(given: tuple[tuple[str, Any], ...], seq_len: int) -> Mask:
-    mask = dict(given)
-    if "spans" in mask:
-        return Mask.of(Slices.of(mask["spans"], seq_len))
-    bounds = mask.get("cu_seqlens", ())
-    starts = tuple(sorted({n for n in bounds if 0 < n < seq_len}))
-    return Mask(mask["causal"], mask.get("window"), starts)
 
 
 def assert_comes_back(plan: Plan, shape: Shape, nodes: tuple[int, ...]) -> None:
@@ -56,18 +53,16 @@ def assert_right(plan: Plan, shape: Shape, nodes: tuple[int, ...]) -> None:
 @examples(30)
 @given(st.data())
 def test_plans_of_algorithms(data: st.DataObject) -> None:
-    choice: Choice = data.draw(choices(16))
-    layout = layout_of(choice.algo, dict(choice.options))
-    multiple = 2 * choice.size if layout.name == "thd" and choice.size > 1 else 1
-    seq_len = multiple * data.draw(st.integers(1, 4 if multiple > 1 else 5 * choice.size))
-    mask = mask_of(data.draw(attention_masks(seq_len, multiple)), seq_len)
-    heads, kv_heads = data.draw(st.sampled_from(HEADS))
-    shape = Shape(1, seq_len, heads, kv_heads, 8)
-    world = VirtualWorld(
-        choice.size, ranks_per_node=choice.ranks_per_node, peer_access=choice.peer_access
+    world: World = data.draw(worlds(16))
+    choice: Choice = data.draw(choices(world))
+    seq_len, multiple = data.draw(lengths(choice, world.size))
+    mask = mask_of(data.draw(masks(seq_len, multiple)), seq_len)
+    shape = Shape(1, seq_len, *data.draw(st.sampled_from(HEADS)), 8)
+    virtual = VirtualWorld(
+        world.size, ranks_per_node=world.ranks_per_node, peer_access=world.peer_access
     )
     rectangular = data.draw(st.booleans())
-    topology = world.topology(data.draw(st.integers(0, choice.size - 1)))
+    topology = virtual.topology(data.draw(st.integers(0, world.size - 1)))
     try:
         made = create(choice.algo, topology, dict(choice.options)).within(mask.followed)
         plans = [made.plan(shape, mask, phase, rectangular=rectangular) for phase in PHASES]
@@ -107,7 +102,7 @@ def test_plans_of_any_placement(data: st.DataObject) -> None:
     size = data.draw(st.integers(1, 9))
     placement = data.draw(placements(size))
     seq_len = data.draw(st.integers(1, 5 * min(size, 16)))
-    mask = mask_of(data.draw(attention_masks(seq_len, 1)), seq_len)
+    mask = mask_of(data.draw(masks(seq_len)), seq_len)
     shape = Shape(1, seq_len, 4, 4, 8)
     rank = data.draw(st.integers(0, size - 1))
     for phase in PHASES:
