@@ -32,11 +32,10 @@ from megatron_cp_plugin.registry import register
 class LinearUlysses(LinearAlgorithm):
     """All-to-alls give each rank H/P heads of all tokens, and their results go back the same way.
 
-    With S = N/P tokens a rank and elements of e bytes, a rank sends 2 * B*S*H*(P-1)/P * (D+E) * e,
-    forward and backward alike: more the longer the sequence, where lasp2 sends (P-1) * B*H*D*E
-    float32. Kept for the backward: q, k, v and states as they were exchanged.
-
-    It is not pipelined: linear attention is too fast to hide an exchange of its inputs.
+    With S = N/P tokens a rank and elements of e bytes, a rank sends 2 * B*S*H*(P-1)/P * (D+E) * e
+    bytes, forward and backward alike: more the longer the sequence is, while lasp2 sends
+    (P-1) * B*H*D*E float32 numbers for any length. Kept for the backward: the exchanged q, k, v and
+    their states. Not pipelined: linear attention is too fast to hide an exchange of its inputs.
 
     Source: DeepSpeed-Ulysses, as in LASP, section 4.1.
     """
@@ -100,15 +99,9 @@ class LinearUlysses(LinearAlgorithm):
         return dq, dk, dv, dinitial
 
     def traffic(
-        self,
-        shape: LinearShape,
-        rank: int,
-        *,
-        causal: bool,
-        final_state: bool,
-        decays: bool = True,
+        self, shape: LinearShape, rank: int, *, causal: bool, final_state: bool, decays: bool = True
     ) -> Traffic:
-        """See LinearAlgorithm.traffic: what the class states, and the final state's heads."""
+        """See LinearAlgorithm.traffic: what the class states, and heads of the final state."""
         size = self.topology.size
         tokens = shape.batch * self._width(shape.seq_len) * (size - 1)
         width = 2 * shape.heads // size * (shape.head_dim + shape.value_dim)
