@@ -250,7 +250,7 @@ def gpt3_nodes() -> list[str]:
 def _grid(size: int, variant: str) -> tuple[str, Options]:
     side = int(size**0.5)
     square: Options = {"variant": variant, "rows": side, "cols": side}
-    return "attention2d", square | ({"chunks": 1} if variant == "no" else {})
+    return "attention2d", {**square, **({"chunks": 1} if variant == "no" else {})}
 
 
 def _over_the_ring(
@@ -368,7 +368,7 @@ def lasp_figure4() -> list[str]:
 # ---- DISTFLASHATTN and LightSeq
 
 NCCL: Options = {"transport": "group"}  # as theirs
-PAPERS_BALANCE: Options = NCCL | {"last_step": "owner"}
+PAPERS_BALANCE: Options = {**NCCL, "last_step": "owner"}
 THEIRS = {
     # Megatron-LM, DISTFLASHATTN: 7B, GQA, 33H.
     (8, 64): ((6.81, 5.98), (6.60, 5.61), (8.37, 6.08)),
@@ -382,7 +382,7 @@ THEIRS = {
 
 def _distflash(model: Model, gpus: int, tokens: int, on: Machine, **options: object) -> float:
     split = Split(context=gpus, recompute="full")
-    return whole(model, split, tokens, on, "distflash", PAPERS_BALANCE | options).seconds
+    return whole(model, split, tokens, on, "distflash", {**PAPERS_BALANCE, **options}).seconds
 
 
 def distflash_table1() -> list[str]:
@@ -489,7 +489,7 @@ def distflash_figure5() -> list[str]:
     on, rows = machine("a100_8x100g"), []
     lengths = [n * K for n in (4, 8, 16, 32, 64, 128, 256)]
     for name, options in (
-        ("unbalanced", NCCL | {"balanced": "false"}),
+        ("unbalanced", {**NCCL, "balanced": "false"}),
         ("balanced", PAPERS_BALANCE),
         ("last step shared", NCCL),
     ):
@@ -507,7 +507,7 @@ def distflash_figure5() -> list[str]:
         row = [f"16 GPUs, exposed: {name}"]
         for tokens in lengths:
             shape = Shape(1, tokens, 32, 32, 128)
-            options = PAPERS_BALANCE | {"overlap": overlap}
+            options = {**PAPERS_BALANCE, "overlap": overlap}
             took, bare = (
                 layer("distflash", options, shape, m, nodes).forward.seconds for m in (on, at_once)
             )
@@ -651,12 +651,12 @@ def burst_batches() -> list[str]:
     ring, by_heads = ["8 A100, step, BurstAttention, tokens/s"], ["the same, Megatron V3"]
     for batch in batches:
         # Beside attention, sequences side by side take what a long one takes.
-        shape = replace(LLAMA.shape(4 * K), batch=batch)
-        assert isinstance(shape, Shape)
-        attention = layer(*BURST, shape, pci(600), (0,) * 8, full)
+        longer = replace(LLAMA.shape(4 * K), batch=batch)
+        assert isinstance(longer, Shape)
+        attention = layer(*BURST, longer, pci(600), (0,) * 8, full)
         one = step(LLAMA, split, batch * 4 * K, pci(600), attention=attention)
         ring.append(f"{batch * 4 * K / one.seconds:.0f}")
-        attention = layer("zigzag", {}, replace(shape, heads=4, kv_heads=4), pci(600), (0,))
+        attention = layer("zigzag", {}, replace(longer, heads=4, kv_heads=4), pci(600), (0,))
         one = step(LLAMA, Split(tensor=8), batch * 4 * K, pci(600), attention=attention)
         by_heads.append(f"{batch * 4 * K / one.seconds:.0f}")
     return table(["batch", *map(str, batches)], [*rows, ring, by_heads])
