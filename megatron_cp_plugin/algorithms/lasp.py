@@ -130,13 +130,7 @@ class Lasp(StatePassing):
         return torch.stack([gradient, *parts]).sum(0)
 
     def traffic(
-        self,
-        shape: LinearShape,
-        rank: int,
-        *,
-        causal: bool,
-        final_state: bool,
-        decays: bool = True,
+        self, shape: LinearShape, rank: int, *, causal: bool, final_state: bool, decays: bool = True
     ) -> Traffic:
         """See LinearAlgorithm.traffic: one state a hop, whatever the number of tokens."""
         last = self.topology.size - 1
