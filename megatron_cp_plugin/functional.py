@@ -95,7 +95,7 @@ def attention(
             ranks alone make further groups. Unless all ranks of the job make equally many, call
             `torch.distributed.new_group` for other groups before, or it hangs.
         causal: queries see no later keys.
-        scale: of the scores, default D**-0.5.
+        scale: of the scores, above 0; default D**-0.5.
         kernel: "auto" or a name of `kernels.kernel_names`.
         seq_len: global length; needed only where ranks hold unequally many tokens. If it is not
             given there, all ranks raise ContextParallelError; where others than `shard` made such
