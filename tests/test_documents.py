@@ -269,13 +269,11 @@ def test_whole_documents_are_one_kernel_call() -> None:
 
 
 @pytest.mark.parametrize(
-    "cu_seqlens", [[], [0], [1, 8], [0, 7], [0, 5, 3, 8], [0, 9], [0, 3.5, 8]], ids=lambda x: str(x)
+    "cu_seqlens", [[], [0], [1, 8], [0, 7], [0, 5, 3, 8], [0, 9]], ids=lambda x: str(x)
 )
 def test_lengths_that_are_none_are_refused(cu_seqlens: list[int]) -> None:
     q = torch.ones(1, 8, 2, 8)
-    with pytest.raises(
-        ContextParallelError, match="ascending whole numbers from 0 to seq_len = 8, got"
-    ):
+    with pytest.raises(ContextParallelError, match="ascending numbers from 0 to seq_len = 8, got"):
         cp.attention(q, q, q, algo="ring", cu_seqlens=cu_seqlens)
 
 

@@ -61,6 +61,22 @@ def test_equals_a_mask_of_all_pairs(
     compare(case, size, heads, random_spans(source, seq_len), seq_len, kernel=kernel)
 
 
+@pytest.mark.parametrize("size", [3, 4])
+@pytest.mark.parametrize("algo", cp.available("softmax"))
+def test_global_tokens_beside_a_window(algo: str, size: int) -> None:
+    """DISTFLASHATTN, appendix D: all later tokens see the first 8, and the 16 up to themselves."""
+    seq_len, first, window = 24 * size, 8, 16
+    spans: Spans = [
+        (0, first, 0, first, "causal"),
+        (first, seq_len, 0, first, "full"),
+        (first, first + window - 1, first, first + window - 1, "causal"),
+        (first + window - 1, seq_len, first, seq_len, "bi_causal"),
+    ]
+    q, k = (torch.arange(seq_len)[:, None], torch.arange(seq_len)[None])
+    assert torch.equal(dense(spans, seq_len) == 1, (k <= q) & ((k < first) | (q - k < window)))
+    compare(Case(algo), size, "GQA", spans, seq_len)
+
+
 def test_results_of_a_relay_before_its_last_computation() -> None:
     """dK and dV of keys that few queries see are complete elsewhere before the owner's are."""
     case = Case("attention2d", (("variant", "overlap"), ("cols", 2)))

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
-from numbers import Integral
 from typing import NamedTuple, Self
 
 from megatron_cp_plugin.core.bands import (
@@ -52,13 +51,11 @@ class Mask:
             assert self.window is None
             assert not self.documents
             assert self.causal == self.slices.causal
-        window = self.window
-        whole = window is None or isinstance(window, Integral)
-        if window is not None and not (whole and window >= 1 and self.causal):
+        if self.window is not None and (self.window < 1 or not self.causal):
             shape = "causal" if self.causal else "full"
             raise ContextParallelError(
-                f"a window is a whole number from 1 and needs causal attention, got {window} with "
-                f"{shape} attention: leave window out"
+                f"a window is 1 or more and needs causal attention, got {self.window} with {shape} "
+                "attention: leave window out"
             )
 
     @classmethod
