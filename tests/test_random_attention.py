@@ -24,6 +24,7 @@ from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.core.virtual import run_virtual
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.registry import algorithm_class, create, layout_of
+from tests.any_kernel import ABILITIES
 from tests.any_placement import registered
 from tests.oracle import naive_attention
 from tests.random_tests import examples
@@ -264,7 +265,8 @@ def attentions(draw: st.DrawFn, world: World, choice: Choice, *, lean: bool = Fa
     heads, kv_heads = draw(st.sampled_from(FEW_HEADS if lean else HEADS))
     head_dim = draw(st.sampled_from([1, 2] if lean else [8, 8, 1, 3]))
     value_dim = draw(st.sampled_from([head_dim, head_dim, 5]))
-    kernels = ["torch_cpu" if head_dim == value_dim else "auto", "reference"]
+    kernels = st.sampled_from(["torch_cpu" if head_dim == value_dim else "auto", "reference"])
+    any_kernels = st.integers(0, 2 ** (len(ABILITIES) + 1) - 1).map("any{}".format)
     some = st.tuples(*[st.booleans()] * 4)
     return Attention(
         choice,
@@ -277,7 +279,7 @@ def attentions(draw: st.DrawFn, world: World, choice: Choice, *, lean: bool = Fa
         mask,
         draw(st.booleans()),
         draw(st.just((True,) * 4) | some),
-        draw(st.sampled_from(kernels)),
+        draw(kernels | any_kernels),
         torch.float64 if lean else draw(st.sampled_from([torch.float64, *BOUNDS])),
         *(draw(st.booleans()) for _ in range(5)),
         draw(st.integers(0, 99)),
