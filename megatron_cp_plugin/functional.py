@@ -97,7 +97,7 @@ def attention(
             them, make your own groups before that call: `torch.distributed.new_group` hangs after
             it.
         causal: queries see no later keys.
-        scale: factor of the scores; None: D**-0.5. Not differentiable.
+        scale: factor of the scores, above 0; None: D**-0.5. Not differentiable.
         kernel: "auto" or a name of `kernels.kernel_names`.
         seq_len: N; needed only where ranks hold unequal numbers of tokens: all ranks raise
             ContextParallelError there if it is missing. With shards that `shard` has not made, and

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from random import Random
 from typing import ClassVar, Literal
 
@@ -16,6 +16,8 @@ from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.placement import BlockPlacement, Place
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
+from megatron_cp_plugin.kernels import base
+from tests.any_kernel import ABILITIES, AnyKernel
 from tests.foreign_algorithm import RandomBalanced
 from tests.halves import Halves
 
@@ -107,11 +109,17 @@ class AnyAlgorithm(PointToPoint):
 
 @contextmanager
 def registered() -> Iterator[None]:
-    """Algorithms of nobody's are registered meanwhile; other suites run every one that is."""
+    """Algorithms and kernels of nobody's have names meanwhile; other suites run all that have."""
     cp.available()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(registry, "_algorithms", dict(registry._algorithms))
         cp.register("any")(AnyAlgorithm)
         cp.register("random_balanced")(RandomBalanced)
         cp.register("halves")(Halves)
+        for kernel in map(AnyKernel, range(2 ** (len(ABILITIES) + 1))):
+            patch.setitem(base._KERNELS, kernel.name, partial(_itself, kernel))
         yield
+
+
+def _itself(kernel: AnyKernel) -> AnyKernel:
+    return kernel

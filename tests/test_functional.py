@@ -310,6 +310,14 @@ def test_only_sinks_are_trained():
     assert not log.bytes(phase="backward")
 
 
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_scale_that_kernels_take_for_a_mask_is_refused(scale):
+    """torch's kernel for CPUs gives NaN for the first two, and numbers for the third."""
+    q = torch.ones(1, 8, 2, 8)
+    with pytest.raises(ContextParallelError, match=f"needs a scale above 0, got {scale}: leave"):
+        cp.attention(q, q, q, algo="zigzag", scale=scale)
+
+
 @pytest.mark.parametrize("size", [1, 2])
 def test_attention_is_a_break_between_two_graphs(size):
     """torch.compile neither traces into the planner nor compiles anew for every length."""

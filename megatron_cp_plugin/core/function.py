@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Hashable
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 import torch
@@ -165,6 +166,12 @@ def attend(
     if sink is not None and sink.device != q.device:
         raise ContextParallelError(f"a sink needs the device of q, {q.device}, got {sink.device}")
     scale = head_dim**-0.5 if scale is None else scale
+    # Kernels that mask scores before they scale them make NaN, or worse, of others.
+    if not 0 < scale < inf:
+        raise ContextParallelError(
+            f"attention needs a scale above 0, got {scale}: leave it out for head_dim**-0.5, or "
+            "multiply q by it"
+        )
     call = Call(seq_len, mask, scale, kernel_for(problem))
     return _Attention.apply(q, k, v, sink, algorithm, call, site)
 
