@@ -1,9 +1,9 @@
-"""Batches as a trainer's own code cuts them: framework_batches_job.py TRAINER LAYOUT SIZE ALGORITHMS.
+"""Batches as trainers' own code cuts them: framework_batches_job.py TRAINER LAYOUT SIZE ALGORITHMS.
 
 TRAINER: verl, slime, swift or bridge, which must be installed. It prints, for each algorithm, what
 loss and gradients of a model are off by, compared with each document alone through Megatron's own
-attention, as JSON. Where Transformer Engine is missing an empty module takes its name, without which
-two of them cannot be imported; nothing of it is called but what `_partitioned` says.
+attention, as JSON. Where Transformer Engine is missing an empty module takes its name, for two of
+them cannot be imported without; nothing of it is called but what `_partitioned` says.
 """
 
 import importlib.machinery
@@ -13,6 +13,7 @@ import types
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
+from itertools import pairwise
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -142,7 +143,7 @@ def by_bridge(model: Any, documents: Sequence[Tensor], layout: str) -> Loss:
         labels = torch.nn.functional.pad(document[1:], (0, room - len(document) + 1))
         whole.append(torch.stack([tokens, labels, torch.arange(room) < len(document) - 1]))
     bounds, with_padding = (torch.tensor([each], dtype=torch.int32) for each in (real, padded))
-    longest = torch.tensor(max(b - a for a, b in zip(padded, padded[1:], strict=False)))
+    longest = torch.tensor(max(b - a for a, b in pairwise(padded)))
     if len(documents) % 2:
         ends = torch.tensor([[-1, -1]], dtype=torch.int32)
         data = {
@@ -168,7 +169,7 @@ def by_bridge(model: Any, documents: Sequence[Tensor], layout: str) -> Loss:
         device=torch.device("cpu"),
     )
     ids, labels, counts = torch.cat(whole, 1)[:, None, mine]
-    places = torch.cat([torch.arange(b - a) for a, b in zip(padded, padded[1:], strict=False)])
+    places = torch.cat([torch.arange(b - a) for a, b in pairwise(padded)])
     losses = model(
         input_ids=ids,
         position_ids=places[None, mine],
@@ -198,7 +199,7 @@ def _partitioned(bounds: Tensor, total: int, size: int, rank: int) -> Tensor:
     """Transformer Engine's thd_get_partitioned_indices: chunks p and 2P-1-p of each document."""
     chunks = [
         torch.arange(start, stop).view(2 * size, -1)[[rank, 2 * size - 1 - rank]].flatten()
-        for start, stop in zip(bounds.tolist(), bounds[1:].tolist(), strict=False)
+        for start, stop in pairwise(bounds.tolist())
     ]
     found = torch.cat(chunks)
     assert len(found) * size == total

@@ -1,4 +1,4 @@
-"""The code by which verl, slime, ms-swift and Megatron-Bridge cut batches, where it is installed."""
+"""The code that cuts batches in verl, slime, ms-swift, Megatron-Bridge, where it is installed."""
 
 import json
 from importlib.util import find_spec
