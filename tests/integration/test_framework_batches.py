@@ -5,12 +5,14 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from megatron.core.packed_seq_params import PackedSeqParams
 
 from tests.integration.framework_batches_job import BATCHES, TRAINERS
 from tests.integration.megatron_job import run_warm
 
 JOB = Path(__file__).with_name("framework_batches_job.py")
 ALGORITHMS = ("zigzag", "distflash", "ulysses", "attention2d")
+_MODE = "cp_partition_mode"
 BOUNDS = {"loss": 1e-5, "gradients": 1e-4}
 
 
@@ -31,6 +33,8 @@ def test_batches_of(trainer: str, layout: str, size: int, tmp_path: Path) -> Non
         pytest.skip(f"{TRAINERS[trainer][0]} is not installed")
     if (trainer, layout) == ("bridge", "contiguous"):
         pytest.skip("Megatron-Bridge cuts each document by zigzag")
+    if (trainer, layout) == ("verl", "contiguous") and not hasattr(PackedSeqParams, _MODE):
+        pytest.skip(f"verl cuts so for a Megatron whose PackedSeqParams have {_MODE}")
     words = (trainer, layout, str(size), ",".join(ALGORITHMS))
     job = run_warm(tmp_path, *words, ranks=size, script=JOB).succeeded()
     for process in job.processes:
