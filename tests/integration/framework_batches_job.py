@@ -222,15 +222,25 @@ def do_without_transformer_engine() -> None:
     utils.tex = Namespace(thd_get_partitioned_indices=_partitioned)
 
 
-def provided(config: Any, groups: Any) -> Any:
-    """The model that Megatron-Bridge's provider makes, without padding of its vocabulary."""
+def provided(trainer: str, config: Any, groups: Any) -> Any:
+    """The model as the trainer's own code makes it: of Megatron-Bridge or of mcore-bridge."""
     from dataclasses import fields
 
-    from megatron.bridge.models.gpt_provider import GPTModelProvider
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.transformer_config import TransformerConfig
 
+    if trainer not in ("bridge", "swift"):
+        return make_model(config, groups)
     of_model = {f.name: getattr(config, f.name) for f in fields(TransformerConfig) if f.init}
+    if trainer == "swift":
+        from mcore_bridge.config import ModelConfig
+        from mcore_bridge.model.gpt_model import GPTModel
+
+        own = {"swiglu": False, "padded_vocab_size": VOCABULARY, "max_position_embeddings": 256}
+        own |= {"window_attn_skip_freq": None, "moe_layer_freq": "1", "mcore_model_type": "gpt"}
+        return GPTModel(ModelConfig(**of_model | own), get_gpt_layer_local_spec())
+    from megatron.bridge.models.gpt_provider import GPTModelProvider
+
     provider = GPTModelProvider(
         **of_model,
         transformer_layer_spec=get_gpt_layer_local_spec(),
@@ -285,8 +295,7 @@ def main() -> None:
     found: dict[str, Any] = {}
     for algo in algos.split(","):
         cp_megatron.install(algo, layout=layout)
-        build = provided if trainer == "bridge" else make_model
-        model = build(make_config(int(size)), groups)
+        model = provided(trainer, make_config(int(size)), groups)
         model.load_state_dict(reference.state_dict(), strict=False)
         found[algo] = {
             name: compare(
