@@ -702,6 +702,9 @@ COMBINATIONS = (
     linear("linear-transformer", "Linear Transformer", GPT2, model="linear_transformer"),
     linear("transnormer-bf16", "TransNormerLLM, bfloat16", BF16, tolerances=BF16_BOUND),
     linear("transnormer-padded", "TransNormerLLM, padding", PADDED),
+    linear(
+        "transnormer-33h", "TransNormerLLM, 33 heads", {"num_attention_heads": 33, "kv_channels": 8}
+    ),
     linear("transnormer-tp", "TransNormerLLM, TP 2, sequence parallel", SP, cp=2),
     linear("transnormer-pp", "TransNormerLLM, PP 2, interleaved", INTERLEAVED, cp=2),
     linear("transnormer-moe", "TransNormerLLM, 4 experts, auxiliary loss", MOE),
