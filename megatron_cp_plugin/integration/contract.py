@@ -471,6 +471,7 @@ NAMES: tuple[Name, ...] = (
         "MultiTokenPredictionBlockSubmodules",
         parameters=("layer_specs",),
     ),
+    Name(f"{_LAYERS}.multi_token_prediction", "MultiTokenPredictionLayer"),
     *(
         Name(
             f"{_LAYERS}.multi_token_prediction",

@@ -72,7 +72,7 @@ def serve_inputs(model: nn.Module, batches: Batches, group: dist.ProcessGroup) -
             mask = document_mask(given.get("packed_seq_params"), recurrent=recurrent)
             mask = _with_spans(mask, batches.spans)
             _check_spans(model, mask, runtime.config, recurrent=recurrent)
-            stages.compare(mask is not None and mask.spans is not None)
+            stages.compare(mask)
             runtime.mask = mask
             _check_capture(model, mask)
             if cut is not None:
@@ -91,16 +91,18 @@ class CutInputs:
     """Holds what a model is given against what packed_seq_params say, where callers cut batches.
 
     In its first call for training, and for evaluation, the context-parallel ranks compare notes;
-    later the documents of some calls, and the next call says what was found.
+    later, in some calls, the documents of all calls, and the next call says what was found.
     """
 
-    def __init__(self, runtime: Runtime, group: dist.ProcessGroup, *, recurrent: bool) -> None:
-        """Args: recurrent: Whether the model has layers whose state goes on across documents."""
+    def __init__(self, model: nn.Module, runtime: Runtime, group: dist.ProcessGroup) -> None:
         self._runtime = runtime
         self._group = group
-        self._recurrent = recurrent
+        # Layers whose state goes on across documents.
+        self._recurrent = gated_delta_net.has_layers(model)
+        self._stages = _Stages(model)
         self._calls = FirstCalls()
         self._same: Callable[[], bool] | None = None
+        self._held = 0  # a number of the documents of all calls
         self._called = False
 
     def __call__(
@@ -111,6 +113,7 @@ class CutInputs:
         given, mask, fault = call.arguments, None, None
         try:
             mask = self._mask_of(model, given)
+            self._stages.compare(mask)
         except ContextParallelError as error:
             fault = str(error)
         devices = (parameter.device for parameter in model.parameters())
@@ -156,6 +159,7 @@ class CutInputs:
         """Refuses other documents on other ranks: now, or where the host need not wait for it."""
         held = (mask.seq_len, mask.starts, mask.spans) if mask else None
         first = self._calls.is_first
+        self._held = crc32(repr(held).encode(), self._held)
         self._calls.compare(fault, self._group, held, lambda *_: _OTHER_DOCUMENTS)
         if self._same is not None and not self._same():
             raise ContextParallelError(_OTHER_DOCUMENTS)
@@ -163,12 +167,12 @@ class CutInputs:
         if first or self._group.size() == 1 or not self._calls.is_turn():
             return
         if not torch.cuda.is_available() or not torch.cuda.is_current_stream_capturing():
-            number = torch.full((1,), crc32(repr(held).encode()), device=device)
+            number = torch.full((1,), self._held, device=device)
             self._same = same_on_all_ranks(number, self._group)
 
 
 class _Stages:
-    """Whether all stages of a pipeline see by spans in a first call, or none does.
+    """Whether all stages of a pipeline hold the same documents, or spans, in a first call.
 
     A later stage runs once the first one has, so that they cannot wait for each other: the first
     leaves a note where the others look.
@@ -178,25 +182,49 @@ class _Stages:
         self._group = getattr(getattr(model, "pg_collection", None), "pp", None)
         self._tells = bool(getattr(model, "pre_process", True))
         self._compared: set[bool] = set()
+        if self._is_split:
+            # Stages build their models in the same order; the virtual ones of a rank are one model.
+            built = _store().add(f"megatron_cp_plugin/models/{dist.get_rank()}", 1)
+            self._number = built - (getattr(model, "vp_stage", None) or 0)
 
-    def compare(self, spans: bool) -> None:
-        """Args: spans: Whether this stage sees by spans; the first one's answer is compared."""
+    @property
+    def _is_split(self) -> bool:
+        return self._group is not None and self._group.size() > 1
+
+    def compare(self, mask: DocumentMask | None) -> None:
+        """Args: mask: What this stage sees by; what the first one does is compared with it."""
         training = torch.is_grad_enabled()
-        if self._group is None or self._group.size() == 1 or training in self._compared:
+        if not self._is_split or training in self._compared:
             return
         self._compared.add(training)
         first = dist.get_process_group_ranks(self._group)[0]
-        key = f"megatron_cp_plugin/spans/{first}/{training}"
-        store = dist.distributed_c10d._get_default_store()
+        key = f"megatron_cp_plugin/stages/{first}/{self._number}/{training}"
+        kind, mine = "", ""
+        if mask is not None:
+            kind = "packed_seq_params" if mask.spans is None else "attention_spans"
+            mine = f"{kind} {crc32(repr((mask.seq_len, mask.starts)).encode())}"
         if self._tells:
-            store.set(key, str(spans))
-        elif store.check([key]) and store.get(key).decode() != str(spans):
-            seeing, blind = ("this", "the first") if spans else ("the first", "this")
+            _store().set(key, mine)
+            return
+        theirs = _store().get(key).decode() if _store().check([key]) else mine
+        if theirs == mine:
+            return
+        if theirs and mine:
             raise ContextParallelError(
-                f"all pipeline stages need the same attention_spans, got some on {seeing} stage "
-                f"and none on {blind} stage, which would see all earlier tokens: give "
-                "get_batch_on_this_cp_rank attention_spans on every stage"
+                f"all pipeline stages need the documents of the same batch, got {kind} on this "
+                "stage that are not those of the first: give every stage the same batch"
             )
+        seeing, blind = ("this", "the first") if mine else ("the first", "this")
+        what = kind or theirs.split()[0]
+        whom = "get_batch_on_this_cp_rank" if what == "attention_spans" else "the model"
+        raise ContextParallelError(
+            f"all pipeline stages need the same {what}, got some on {seeing} stage and none on "
+            f"{blind} stage, which would see all earlier tokens: give {whom} {what} on every stage"
+        )
+
+
+def _store() -> Any:
+    return dist.distributed_c10d._get_default_store()
 
 
 def _with_spans(mask: DocumentMask | None, spans: DocumentMask | None) -> DocumentMask | None:
@@ -268,8 +296,7 @@ def serve_cut_inputs(model: nn.Module, runtime: Runtime, group: dist.ProcessGrou
     """
     if serves_inputs(model):
         return
-    inputs = CutInputs(runtime, group, recurrent=gated_delta_net.has_layers(model))
-    model.register_forward_pre_hook(inputs, with_kwargs=True)
+    model.register_forward_pre_hook(CutInputs(model, runtime, group), with_kwargs=True)
 
 
 def serves_inputs(model: nn.Module) -> bool:

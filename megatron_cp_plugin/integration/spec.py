@@ -10,6 +10,7 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
     LayerNormImpl,
@@ -91,13 +92,20 @@ def with_multi_token(spec: Any, config: TransformerConfig, runtime: Runtime) -> 
         runtime: The run's layout and algorithms.
 
     Raises:
-        ContextParallelError: As `with_attention`.
+        ContextParallelError: As `with_attention`; or a layer is not Megatron's own.
     """
     if isinstance(spec, ModuleSpec):
         return replace(spec, submodules=with_multi_token(spec.submodules, config, runtime))
     served = runtime.serving(runtime.config.algo_of_layer(config.num_layers))
     layers = []
     for layer in spec.layer_specs:
+        if layer.module.forward is not MultiTokenPredictionLayer.forward:
+            # That of mcore-bridge shifts angles by the order in which a rank has its tokens.
+            raise ContextParallelError(
+                "multi-token prediction is served in Megatron's own layers, which know nothing of "
+                f"the order of a rank's tokens, got {layer.module.__module__}."
+                f"{_name(layer.module)}: leave mtp_num_layers out"
+            )
         parts = layer.submodules
         # Its name before Megatron 0.17.
         name = "mtp_model_layer" if hasattr(parts, "mtp_model_layer") else "transformer_layer"

@@ -493,6 +493,31 @@ def compare_stages(reference: Any, pipeline: Pipeline, layout: str) -> dict[str,
     return off | {"seen": float(len(found))}
 
 
+def refused_stages(size: int, groups: Any) -> dict[str, str]:
+    """What the last stage says if it does not get what the first one does; in a first call."""
+    from megatron_cp_plugin.errors import ContextParallelError
+
+    batch, other = (
+        Batch(lengths, groups.cp.rank(), size) for lengths in ((16 * size,), (8 * size, 8 * size))
+    )
+    whole = batch.packed(real=False)
+    tries = {
+        "none": (whole, None),
+        "some": (None, whole),
+        "others": (whole, other.packed(real=False)),
+        "the same": (whole, whole),
+    }
+    said = {}
+    for name, given in tries.items():
+        model = Pipeline(size, groups)
+        try:
+            model.step([(batch, given[groups.pp.rank()])], log_probs=True)
+            said[name] = ""
+        except ContextParallelError as error:
+            said[name] = str(error)
+    return said
+
+
 def beside_pipeline_parallelism(size: int) -> dict[str, Any]:
     """Two stages, then four, interleaved; all batches are micro-batches of one step."""
     from megatron.core import parallel_state
@@ -514,6 +539,10 @@ def beside_pipeline_parallelism(size: int) -> dict[str, Any]:
             more = again | {"recompute_num_layers": 1} if algo == "zigzag" else {}
             model = Pipeline(size, groups, chunks=chunks, **more)
             found[f"{algo}, {chunks}"] = compare_stages(reference, model, layout)
+            cp_megatron.uninstall()
+        if chunks == 1:
+            cp_megatron.install("zigzag")
+            found["refused"] = refused_stages(size, groups)
             cp_megatron.uninstall()
         parallel_state.set_virtual_pipeline_model_parallel_world_size(None)
     return found

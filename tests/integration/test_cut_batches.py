@@ -80,7 +80,15 @@ def test_beside_tensor_parallelism(tmp_path: Path) -> None:
 def test_beside_pipeline_parallelism(tmp_path: Path, size: int) -> None:
     """Micro-batches of other documents follow one another; zigzag computes attention again."""
     for results in run(tmp_path, "pipeline", str(size), ranks=2 * size):
-        seen = 2 * len(BATCHES) if results.pop("is last") else 0
+        is_last, refused = results.pop("is last"), results.pop("refused")
+        assert all(bool(line) == (is_last and name != "the same") for name, line in refused.items())
+        assert all("\n" not in line for line in refused.values())
+        if is_last:
+            needed = "all pipeline stages need the same packed_seq_params, got some on"
+            assert f"{needed} the first stage and none on this stage, which" in refused["none"]
+            assert f"{needed} this stage and none on the first stage, which" in refused["some"]
+            assert "on this stage that are not those of the first: give" in refused["others"]
+        seen = 2 * len(BATCHES) if is_last else 0
         assert results.keys() == {f"{algo}, {chunks}" for algo in SERVED for chunks in (1, 2)}
         for case, off in results.items():
             assert off.pop("seen") == seen

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import multi_token_prediction as megatron
+from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
 from megatron_cp_plugin.config import ContextParallelConfig
@@ -15,6 +16,8 @@ from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration.documents import DocumentMask
 from megatron_cp_plugin.integration.multi_token import roll_tensor
 from megatron_cp_plugin.integration.runtime import Runtime
+from megatron_cp_plugin.integration.spec import with_multi_token
+from tests.integration.cut_batches_job import make_config
 from tests.integration.ranks import on_ranks
 
 TOKENS, BATCH = 24, 2
@@ -119,3 +122,17 @@ def test_what_megatron_never_asks_for_is_refused(arguments: dict[str, Any], mess
             )
 
     with_layout(2, "zigzag", body)
+
+
+def test_layers_of_another_program() -> None:
+    """mcore-bridge's shift angles along the tokens of a rank, in whatever order it has them."""
+
+    class Layer(megatron.MultiTokenPredictionLayer):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return super().forward(*args, **kwargs)
+
+    runtime = Runtime(ContextParallelConfig("zigzag", 1))
+    spec = megatron.MultiTokenPredictionBlockSubmodules(layer_specs=[ModuleSpec(module=Layer)])
+    with pytest.raises(ContextParallelError, match=r"Layer: leave mtp_num_layers out") as said:
+        with_multi_token(spec, make_config(1, mtp_num_layers=1), runtime)
+    assert "\n" not in str(said.value)

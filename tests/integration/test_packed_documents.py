@@ -373,14 +373,15 @@ def test_positions_that_callers_leave_as_they_were() -> None:
     on_ranks(2, rank)
 
 
-def test_documents_of_another_rank_from_some_batch_on() -> None:
+@pytest.mark.parametrize("last", [6, 2 * COMPARED_EVERY])
+def test_documents_of_another_rank_from_some_batch_on(last: int) -> None:
     config = ContextParallelConfig("zigzag", 2, options=(("layout", "thd"),))
 
     def rank(group: Any) -> tuple[int, str]:
         model = Model()
         serve_cut_inputs(model, Runtime(config), group)
         for number in range(2 * COMPARED_EVERY):
-            other = number > 5 and group.rank()
+            other = 5 < number <= last and group.rank()
             bounds = torch.tensor([0, 4, 16] if other else [0, 8, 16], dtype=torch.int32)
             try:
                 model(torch.zeros(1, 8), packed_seq_params=PackedSeqParams("thd", bounds, bounds))
