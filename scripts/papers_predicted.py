@@ -15,8 +15,8 @@ from functools import lru_cache
 from pathlib import Path
 from textwrap import wrap
 
+import headlines
 import predictions
-from headlines import RING
 
 from megatron_cp_plugin.core.linear import LinearShape
 from megatron_cp_plugin.core.shape import Shape
@@ -39,7 +39,8 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "papers.md"
 K = 1024
 MS = 1e3
-Options = Mapping[str, object]
+Options = dict[str, object]
+RING: tuple[str, Options] = (headlines.RING[0], {**headlines.RING[1]})
 
 LLAMA = MODELS["llama2-7b"]
 GQA = replace(LLAMA, name="llama-gqa", kv_heads=8)
@@ -697,8 +698,7 @@ def burst_batches() -> list[str]:
     ring, by_heads = ["8 A100, step, BurstAttention, tokens/s"], ["the same, Megatron V3"]
     for batch in batches:
         # Beside attention, sequences side by side take what a long one takes.
-        shape = replace(LLAMA.shape(4 * K), batch=batch)
-        assert isinstance(shape, Shape)
+        shape = Shape(batch, 4 * K, LLAMA.heads, LLAMA.kv_heads, LLAMA.head_dim)
         attention = layer(*BURST, shape, pci(600), (0,) * 8, full)
         one = step(LLAMA, split, batch * 4 * K, pci(600), attention=attention)
         ring.append(f"{batch * 4 * K / one.seconds:.0f}")
