@@ -11,18 +11,19 @@ import argparse
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from textwrap import wrap
 
 import headlines
 import predictions
 
+from megatron_cp_plugin import registry
 from megatron_cp_plugin.core.linear import LinearShape
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.planner.machine import Links, Machine, Rate
-from megatron_cp_plugin.planner.simulate import Timeline, simulate
+from megatron_cp_plugin.planner.simulate import Timeline, simulate, tile_seconds
 from megatron_cp_plugin.planner.step import (
     MODELS,
     Model,
@@ -34,6 +35,7 @@ from megatron_cp_plugin.planner.step import (
     only,
     step,
 )
+from megatron_cp_plugin.planner.trace import Event, Memory, Tile, trace_softmax
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "papers.md"
@@ -551,6 +553,39 @@ def distflash_figure5() -> list[str]:
     return table(["forward, 32 heads of 128", *map(length, lengths)], rows)
 
 
+def distflash_merges() -> list[str]:
+    """What merges take of a rank's forward, and merges and sums of both passes."""
+    rows = []
+    for kilo in (128, 512):
+        for algo in ("distflash", "zigzag"):
+            row = [f"{algo}, {kilo}K"]
+            for size in (2, 4, 8, 16):
+                found = trace_softmax(
+                    partial(registry.create, algo, options={}),
+                    size - 1,
+                    (0,) * size,
+                    Shape(1, kilo * K, 32, 32, 128),
+                    Mask(),
+                    peer_access=True,
+                )
+                both = (*found.forward, *found.backward)
+                row.append(f"{_merging(found.forward):.1%}, {_merging(both):.1%}")
+            rows.append(row)
+    return table(["", "P = 2", "P = 4", "P = 8", "P = 16"], rows)
+
+
+def _merging(events: Sequence[Event]) -> float:
+    """The share of merges and sums, each alone."""
+    on = machine("h200_nvlink")
+    kernels = sum(tile_seconds(on, "flash4", one) for one in events if isinstance(one, Tile))
+    merges = sum(
+        on.operation_seconds + one.bytes / on.memory_bytes_per_second
+        for one in events
+        if isinstance(one, Memory) and one.name in ("merge", "sum")
+    )
+    return merges / (kernels + merges)
+
+
 def distflash_table5() -> list[str]:
     """Attention run twice against once, on 8 and 16 A100."""
     on, rows = machine("a100_8x100g"), []
@@ -743,6 +778,7 @@ BLOCKS: Mapping[str, Callable[[], list[str]]] = {
         few_heads,
         distflash_figure5,
         distflash_table5,
+        distflash_merges,
         lightseq,
         burst_prefill_here,
         burst_prefill,
