@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -32,6 +32,7 @@ from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.registry import create
 from tests.oracle import expected_attention, naive_attention
 from tests.pairwise import pairwise
+from tests.random_tests import examples
 from tests.span_masks import Spans, dense, random_spans
 from tests.test_conformance import Case, assert_matches, assert_plan_is_kept, run
 from tests.test_windows import CASES, divides
@@ -83,7 +84,7 @@ def test_results_of_a_relay_before_its_last_computation() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(
     st.sampled_from(pairwise(CASES, SIZES, tuple(HEADS), allowed=divides)),
     st.integers(1, 9),
@@ -162,7 +163,7 @@ def assert_touched(q: Sequence[Span], kv: Sequence[Span], mask: Mask, found: Ten
         assert all(before[1] < after[0] for before, after in pairs_of(touched))
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(
     st.sampled_from([Contiguous(), Zigzag(), Cyclic()]),
     st.sampled_from([Contiguous(), Zigzag(), Cyclic()]),
@@ -366,7 +367,7 @@ def test_what_makes_no_sense_is_refused(spans, settings, message: str) -> None:
     assert "\n" not in str(error.value)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(st.randoms(use_true_random=False), st.integers(1, 24))
 def test_pairs_that_are_named_twice_are_found(source: Random, seq_len: int) -> None:
     def edges() -> list[int]:

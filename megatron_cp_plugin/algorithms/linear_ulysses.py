@@ -33,14 +33,13 @@ from megatron_cp_plugin.registry import register
 class LinearUlysses(LinearAlgorithm):
     """All-to-alls give each rank H/P heads of all tokens, and their results go back the same way.
 
-    With S = N/P tokens a rank and elements of e bytes, a rank sends 2 * B*S*H*(P-1)/P * (D+E) * e,
-    forward and backward alike: more the longer the sequence, where lasp2 sends (P-1) * B*H*D*E
-    float32. Kept for the backward: q, k, v and states as they were exchanged.
+    With S = N/P tokens a rank and elements of e bytes, a rank sends 2 * B*S*H*(P-1)/P * (D+E) * e
+    bytes, forward and backward alike: more the longer the sequence is, while lasp2 sends
+    (P-1) * B*H*D*E float32 numbers for any length. Kept for the backward: the exchanged q, k, v and
+    their states. Not pipelined: linear attention is too fast to hide an exchange of its inputs.
 
     Where P does not divide H, heads of zeros are added to what is exchanged and computed, and taken
     off again: H is then the next multiple of P, here and in `traffic`, 36 for 33 heads on 4 ranks.
-
-    It is not pipelined: linear attention is too fast to hide an exchange of its inputs.
 
     Source: DeepSpeed-Ulysses, as in LASP, section 4.1. Differs: any number of heads.
     """
@@ -101,15 +100,9 @@ class LinearUlysses(LinearAlgorithm):
         return dq, dk, dv, _own_states(dinitial, heads)
 
     def traffic(
-        self,
-        shape: LinearShape,
-        rank: int,
-        *,
-        causal: bool,
-        final_state: bool,
-        decays: bool = True,
+        self, shape: LinearShape, rank: int, *, causal: bool, final_state: bool, decays: bool = True
     ) -> Traffic:
-        """See LinearAlgorithm.traffic: what the class states, and the final state's heads."""
+        """See LinearAlgorithm.traffic: what the class states, and heads of the final state."""
         size = self.topology.size
         shape = replace(shape, heads=self._filled(shape.heads).heads)
         tokens = shape.batch * self._width(shape.seq_len) * (size - 1)
