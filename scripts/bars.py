@@ -56,7 +56,8 @@ def figure(grid: Sequence[Sequence[Panel]], legend: Legend, title: str) -> Any:
     from matplotlib.figure import Figure
 
     names = list(dict.fromkeys(bar.name for line in grid for p in line for bar in p.bars))
-    width = 1.6 + 2.6 * len(grid[0])
+    of_names = 0.5 + 0.07 * max(map(len, names), default=0)  # inches that they take on the left
+    width = of_names + 2.6 * len(grid[0])
     height = 0.9 + len(grid) * (0.7 + 0.24 * len(names))
     drawn = Figure(figsize=(width, height), layout="constrained")
     places = drawn.subplots(len(grid), len(grid[0]), squeeze=False, sharey=True)
@@ -69,9 +70,10 @@ def figure(grid: Sequence[Sequence[Panel]], legend: Legend, title: str) -> Any:
     found = dict(
         zip(*reversed(places[0][0].get_legend_handles_labels()), strict=True)  # by label
     )
-    drawn.legend(
-        found.values(), found, loc="outside lower center", ncols=3, fontsize=7, frameon=False
-    )
+    if len(found) > 1:  # what a single part is, the axis says
+        drawn.legend(
+            found.values(), found, loc="outside lower center", ncols=3, fontsize=7, frameon=False
+        )
     drawn.suptitle("\n".join(wrap(title, int(13 * width))), fontsize=9)
     return drawn
 
@@ -87,7 +89,8 @@ def _draw(axis: Any, panel: Panel, legend: Legend, names: Sequence[str]) -> None
     axis.bar_label(drawn, [f"{total:.4g}" for total in left], padding=2, fontsize=6)
     for bar in panel.bars:
         if not bar.parts:
-            axis.text(0, names.index(bar.name), f" {bar.note[:28]}", va="center", fontsize=5)
+            note = f" {bar.note.split(',')[0][:36]}"  # where the log is, the table says
+            axis.text(0, names.index(bar.name), note, va="center", fontsize=6)
     if panel.limit is not None:
         axis.axvline(panel.limit, color="black", linestyle="--", linewidth=0.8, label=legend.limit)
     axis.set_title(panel.title, fontsize=8)

@@ -142,7 +142,7 @@ def draw(curves: Sequence[Curve], title: str, path: Path, allowed: float | None 
     # Linear from 0 to less than one rounding of float32, so that exactly equal is drawn as 0.
     bottom.set_yscale("symlog", linthresh=_LINEAR_TO, linscale=0.5)
     bottom.set_ylim(bottom=-_LINEAR_TO / 2)
-    bottom.set(ylabel="relative distance", xlabel="iteration")
+    bottom.set(ylabel=f"relative distance from {reference}", xlabel="iteration")
     bottom.xaxis.set_major_locator(MaxNLocator(integer=True))
     top.set(ylabel="loss", title=title)
     top.legend()

@@ -112,12 +112,18 @@ def section() -> list[str]:
 def _draw_grids(found: Mapping[str, Mapping[int, Sequence[float]]]) -> None:
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(6, 3.4))
+    figure, axes = plt.subplots(figsize=(7.6, 3.4))
     for (name, ratios), color in zip(found.items(), ("tab:blue", "tab:orange"), strict=True):
         for place, label, style in ((0, "layer", "-"), (1, "step", "--")):
             values = [ratio[place] for ratio in ratios.values()]
             axes.plot(
-                list(ratios), values, style, color=color, marker="o", label=f"{name}, {label}"
+                list(ratios),
+                values,
+                style,
+                color=color,
+                marker="o",
+                markersize=4,
+                label=f"{name}, {label}",
             )
     published = {16: 2.4, 64: 4.0}
     axes.plot(
@@ -133,8 +139,10 @@ def _draw_grids(found: Mapping[str, Mapping[int, Sequence[float]]]) -> None:
     axes.set_xticks([16, 64, 256, 1024], ["16", "64", "256", "1,024"])
     axes.set_yticks([1, 2, 4, 8, 16], ["1x", "2x", "4x", "8x", "16x"])
     axes.set_xlabel("GPUs")
+    axes.set_ylabel("times as fast as the ring")
     axes.set_title("Attention2D over the ring, 128K tokens: predicted", fontsize=10)
-    axes.legend(fontsize=7)
+    # Beside the lines; its own are long enough to tell dashes.
+    axes.legend(fontsize=7, handlelength=4, loc="center left", bbox_to_anchor=(1.0, 0.5))
     _save(figure, "predicted_attention2d")
 
 
@@ -147,6 +155,7 @@ def _draw_linear(found: Mapping[str, Mapping[int, float]]) -> None:
         places = [place + (number - 1) * 0.27 for place in range(len(lengths))]
         axes.bar(places, [rate / 1e3 for rate in rates.values()], 0.25, label=name)
     axes.set_xticks(range(len(lengths)), [f"{length}K" for length in lengths])
+    axes.set_xlabel("tokens of a sequence")
     axes.set_ylabel("thousand tokens a second")
     axes.set_title("TNL-1B on 64 A100: predicted", fontsize=10)
     axes.legend(fontsize=8)

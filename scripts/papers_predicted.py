@@ -11,18 +11,19 @@ import argparse
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from textwrap import wrap
 
+import headlines
 import predictions
-from headlines import RING
 
+from megatron_cp_plugin import registry
 from megatron_cp_plugin.core.linear import LinearShape
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.planner.machine import Links, Machine, Rate
-from megatron_cp_plugin.planner.simulate import Timeline, simulate
+from megatron_cp_plugin.planner.simulate import Timeline, simulate, tile_seconds
 from megatron_cp_plugin.planner.step import (
     MODELS,
     Model,
@@ -34,12 +35,14 @@ from megatron_cp_plugin.planner.step import (
     only,
     step,
 )
+from megatron_cp_plugin.planner.trace import Event, Memory, Tile, trace_softmax
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "papers.md"
 K = 1024
 MS = 1e3
-Options = Mapping[str, object]
+Options = dict[str, object]
+RING: tuple[str, Options] = (headlines.RING[0], {**headlines.RING[1]})
 
 LLAMA = MODELS["llama2-7b"]
 GQA = replace(LLAMA, name="llama-gqa", kv_heads=8)
@@ -195,10 +198,19 @@ HERE: Mapping[str, tuple[str, Options]] = {
 }
 
 
+# Ms of steps of 12 layers, 64K tokens, 2 GPUs, by TE's p2p and by zigzag: docs/benchmarks.md.
+MEASURED_GPT = {"760M": (850.8, 698.6), "2.7B": (1693.4, 1457.8)}
+
+
 def gpt3_steps() -> list[str]:
     """Steps of the GPT-3 shapes on 2 GPUs."""
     on = machine("h200_nvlink")
-    rows = []
+    rows, errors = [], []
+    for name, times in MEASURED_GPT.items():
+        model = replace(GPT[name], layers=12, vocabulary=32000)
+        for way, measured in zip((RING, ("zigzag", {})), times, strict=True):
+            got = whole(model, Split(context=2), 64 * K, on, *way).seconds * MS
+            errors.append(f"{got / measured - 1:+.0%}")
     for name, layers, lengths in (
         ("760M", 8, (32, 128)),
         ("2.7B", 8, (32, 128)),
@@ -210,7 +222,12 @@ def gpt3_steps() -> list[str]:
         for tokens in (n * K for n in lengths):
             found = [whole(model, Split(context=2), tokens, on, *way) for way in HERE.values()]
             rows.append([f"{name}, {layers} layers, {length(tokens)}", *_ms(found)])
-    lines = [f"2 GPUs, ms a step, **predicted** ({off('steps: ours, 2 GPUs')}):", ""]
+    lines = [
+        f"2 GPUs, ms a step, **predicted** (steps of Llama-7B: {off('steps: ours, 2 GPUs')}; "
+        f"against the steps that were measured, above: the ring {errors[0]} and {errors[2]} of "
+        f"TE's, zigzag {errors[1]} and {errors[3]}):",
+        "",
+    ]
     return lines + table(["", *HERE], rows)
 
 
@@ -250,7 +267,7 @@ def gpt3_nodes() -> list[str]:
 def _grid(size: int, variant: str) -> tuple[str, Options]:
     side = int(size**0.5)
     square: Options = {"variant": variant, "rows": side, "cols": side}
-    return "attention2d", {**square, **({"chunks": 1} if variant == "no" else {})}
+    return "attention2d", square | ({"chunks": 1} if variant == "no" else {})
 
 
 def _over_the_ring(
@@ -368,7 +385,7 @@ def lasp_figure4() -> list[str]:
 # ---- DISTFLASHATTN and LightSeq
 
 NCCL: Options = {"transport": "group"}  # as theirs
-PAPERS_BALANCE: Options = {**NCCL, "last_step": "owner"}
+PAPERS_BALANCE: Options = NCCL | {"last_step": "owner"}
 THEIRS = {
     # Megatron-LM, DISTFLASHATTN: 7B, GQA, 33H.
     (8, 64): ((6.81, 5.98), (6.60, 5.61), (8.37, 6.08)),
@@ -382,7 +399,7 @@ THEIRS = {
 
 def _distflash(model: Model, gpus: int, tokens: int, on: Machine, **options: object) -> float:
     split = Split(context=gpus, recompute="full")
-    return whole(model, split, tokens, on, "distflash", {**PAPERS_BALANCE, **options}).seconds
+    return whole(model, split, tokens, on, "distflash", PAPERS_BALANCE | options).seconds
 
 
 def distflash_table1() -> list[str]:
@@ -404,29 +421,45 @@ def distflash_table1() -> list[str]:
     return lines + table(["", "LLaMA-7B", "LLaMA-GQA", "LLaMA-33H"], rows)
 
 
-# Ms of steps of Llama-7B of 4 layers on 2 GPUs by tp, as measured: docs/benchmarks.md.
-MEASURED_TP = {32: 319, 64: 846, 128: 2611}
+# Ms of steps of Llama-7B of 4 layers on 2 GPUs, by thousands of tokens: docs/benchmarks.md.
+MEASURED_LLAMA = {
+    "tp": {32: 319, 64: 846, 128: 2611},
+    "distflash": {32: 300, 64: 781, 128: 2328},
+    "zigzag": {32: 296, 64: 786, 128: 2323},
+    "ulysses": {32: 305, 64: 791, 128: 2375},
+}
+
+
+def _llama_errors() -> str:
+    """Of predictions of these steps."""
+    on, model, found = machine("h200_nvlink"), replace(LLAMA, layers=4), []
+    for name, times in MEASURED_LLAMA.items():
+        errors = []
+        for kilo, measured in times.items():
+            if name == "tp":
+                got = tensor(model, 2, kilo * K, on)
+            else:
+                got = whole(model, Split(context=2), kilo * K, on, name).seconds
+            errors.append(f"{got * MS / measured - 1:+.0%}")
+        found.append(f"{name} {', '.join(errors)}")
+    return "; ".join(found)
 
 
 def distflash_table1_here() -> list[str]:
     """Tensor parallelism, and ours, on 2 GPUs."""
-    on, rows, errors = machine("h200_nvlink"), [], []
+    on, rows = machine("h200_nvlink"), []
     algos = ("distflash", "zigzag", "ulysses", "ring")
     for model in (LLAMA, GQA, LLAMA_33):
         model = replace(model, layers=4)
-        for kilo, measured in MEASURED_TP.items():
-            split, tokens = Split(context=2), kilo * K
-            by_tensor = tensor(model, 2, tokens, on)
-            if model.name == LLAMA.name:
-                errors.append(f"{by_tensor * MS / measured - 1:+.0%}")
-            found = [whole(model, split, tokens, on, algo) for algo in algos]
-            ratio = f", {by_tensor / found[0].seconds:.2f}x"
+        for kilo in (32, 64, 128):
+            by_tensor = tensor(model, 2, kilo * K, on)
+            found = [whole(model, Split(context=2), kilo * K, on, algo) for algo in algos]
             cells = _ms(found)
-            cells[0] += ratio
+            cells[0] += f", {by_tensor / found[0].seconds:.2f}x"
             rows.append([f"{model.name}, {kilo}K", f"{by_tensor * MS:.0f}", *cells])
     lines = [
-        f"2 GPUs, 4 layers, ms a step, **predicted** (ours: {off('steps: ours, 2 GPUs')}; `tp` of "
-        f"the 7B against what was measured: {', '.join(errors)}):",
+        "2 GPUs, 4 layers, ms a step, **predicted** (the 7B against what was measured, above: "
+        f"{_llama_errors()}):",
         "",
     ]
     return lines + table(["", "tp", *algos], rows)
@@ -476,12 +509,16 @@ def _longest(model: Model, split: Split, gib: float, sharded: int) -> int:
     weights and gradients are split too.
     """
     tokens = 8 * K
-    while True:
-        found = memory(model, split, 2 * tokens)
-        weights = found["parameters and gradients"]
-        if sum(found.values()) - weights + weights / sharded > 0.9 * gib:
-            return tokens
+    while _sharded(model, split, 2 * tokens, sharded) <= 0.9 * gib:
         tokens *= 2
+    return tokens
+
+
+def _sharded(model: Model, split: Split, tokens: int, ways: int) -> float:
+    """GiB of a GPU, where weights and gradients are split too in so many ways."""
+    found = memory(model, split, tokens)
+    weights = found["parameters and gradients"]
+    return sum(found.values()) - weights + weights / ways
 
 
 def distflash_figure5() -> list[str]:
@@ -489,7 +526,7 @@ def distflash_figure5() -> list[str]:
     on, rows = machine("a100_8x100g"), []
     lengths = [n * K for n in (4, 8, 16, 32, 64, 128, 256)]
     for name, options in (
-        ("unbalanced", {**NCCL, "balanced": "false"}),
+        ("unbalanced", NCCL | {"balanced": "false"}),
         ("balanced", PAPERS_BALANCE),
         ("last step shared", NCCL),
     ):
@@ -507,13 +544,46 @@ def distflash_figure5() -> list[str]:
         row = [f"16 GPUs, exposed: {name}"]
         for tokens in lengths:
             shape = Shape(1, tokens, 32, 32, 128)
-            options = {**PAPERS_BALANCE, "overlap": overlap}
+            options = PAPERS_BALANCE | {"overlap": overlap}
             took, bare = (
                 layer("distflash", options, shape, m, nodes).forward.seconds for m in (on, at_once)
             )
             row.append(f"{took / bare - 1:.0%}")
         rows.append(row)
     return table(["forward, 32 heads of 128", *map(length, lengths)], rows)
+
+
+def distflash_merges() -> list[str]:
+    """What merges take of a rank's forward, and merges and sums of both passes."""
+    rows = []
+    for kilo in (128, 512):
+        for algo in ("distflash", "zigzag"):
+            row = [f"{algo}, {kilo}K"]
+            for size in (2, 4, 8, 16):
+                found = trace_softmax(
+                    partial(registry.create, algo, options={}),
+                    size - 1,
+                    (0,) * size,
+                    Shape(1, kilo * K, 32, 32, 128),
+                    Mask(),
+                    peer_access=True,
+                )
+                both = (*found.forward, *found.backward)
+                row.append(f"{_merging(found.forward):.1%}, {_merging(both):.1%}")
+            rows.append(row)
+    return table(["", "P = 2", "P = 4", "P = 8", "P = 16"], rows)
+
+
+def _merging(events: Sequence[Event]) -> float:
+    """The share of merges and sums, each alone."""
+    on = machine("h200_nvlink")
+    kernels = sum(tile_seconds(on, "flash4", one) for one in events if isinstance(one, Tile))
+    merges = sum(
+        on.operation_seconds + one.bytes / on.memory_bytes_per_second
+        for one in events
+        if isinstance(one, Memory) and one.name in ("merge", "sum")
+    )
+    return merges / (kernels + merges)
 
 
 def distflash_table5() -> list[str]:
@@ -587,7 +657,12 @@ def burst_prefill_here() -> list[str]:
             ]
             times.append(prefill(model, Split(), tokens, on))
             rows.append([f"{model.name}, {length(tokens)}", *(f"{time:.2f}" for time in times)])
-    return table(["", "tp", "ring", "zigzag", "one GPU"], rows)
+    lines = [
+        "2 H200, seconds, **predicted** (no first token was measured; steps of training of the 7B, "
+        f"4 layers: {_llama_errors()}):",
+        "",
+    ]
+    return lines + table(["", "tp", "ring", "zigzag", "one GPU"], rows)
 
 
 def burst_prefill() -> list[str]:
@@ -618,7 +693,14 @@ def burst_training() -> list[str]:
             ring = whole(LLAMA, Split(context=gpus), tokens, pci(600), *BURST, mask=full).seconds
             row.append(f"{by_heads:.2f} / {ring:.2f}, {by_heads / ring:.2f}x")
         rows.append(row)
-    return table(["Megatron V3 / BurstAttention, s", *map(length, lengths)], rows)
+    for gpus in (8, 32):
+        row = [f"{gpus} GPUs, GiB"]
+        for tokens in lengths:
+            by_heads = sum(memory(LLAMA, Split(tensor=gpus), tokens).values())
+            ring = _sharded(LLAMA, Split(context=gpus), tokens, gpus)
+            row.append(f"{by_heads:.0f} / {ring:.0f}")
+        rows.append(row)
+    return table(["Megatron V3 / BurstAttention (+ZeRO)", *map(length, lengths)], rows)
 
 
 def burst_figure4a() -> list[str]:
@@ -651,12 +733,11 @@ def burst_batches() -> list[str]:
     ring, by_heads = ["8 A100, step, BurstAttention, tokens/s"], ["the same, Megatron V3"]
     for batch in batches:
         # Beside attention, sequences side by side take what a long one takes.
-        longer = replace(LLAMA.shape(4 * K), batch=batch)
-        assert isinstance(longer, Shape)
-        attention = layer(*BURST, longer, pci(600), (0,) * 8, full)
+        shape = Shape(batch, 4 * K, LLAMA.heads, LLAMA.kv_heads, LLAMA.head_dim)
+        attention = layer(*BURST, shape, pci(600), (0,) * 8, full)
         one = step(LLAMA, split, batch * 4 * K, pci(600), attention=attention)
         ring.append(f"{batch * 4 * K / one.seconds:.0f}")
-        attention = layer("zigzag", {}, replace(longer, heads=4, kv_heads=4), pci(600), (0,))
+        attention = layer("zigzag", {}, replace(shape, heads=4, kv_heads=4), pci(600), (0,))
         one = step(LLAMA, Split(tensor=8), batch * 4 * K, pci(600), attention=attention)
         by_heads.append(f"{batch * 4 * K / one.seconds:.0f}")
     return table(["batch", *map(str, batches)], [*rows, ring, by_heads])
@@ -697,6 +778,7 @@ BLOCKS: Mapping[str, Callable[[], list[str]]] = {
         few_heads,
         distflash_figure5,
         distflash_table5,
+        distflash_merges,
         lightseq,
         burst_prefill_here,
         burst_prefill,

@@ -379,16 +379,17 @@ def test_kinds_in_the_registry() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("heads", [4, 5])
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize("case", tuple(cases()), ids=str)
-def test_on_a_gpu(case: Case, causal: bool) -> None:
+def test_on_a_gpu(case: Case, causal: bool, heads: int) -> None:
     """With fla's kernels, in bfloat16, against the chunked kernel on one rank in float64."""
     generator = torch.Generator("cuda").manual_seed(0)
-    rates = (1.0, 0.996, 0.94, 0.5)
+    rates = (1.0, 0.996, 0.94, 0.5, 0.98)[:heads]
     size, seq_len = 4, 4 * 2048
 
     def random() -> Tensor:
-        x = torch.randn(1, seq_len, 4, 128, generator=generator, device="cuda") / 4
+        x = torch.randn(1, seq_len, heads, 128, generator=generator, device="cuda") / 4
         return x.bfloat16()
 
     whole = [random() for _ in range(4)]
