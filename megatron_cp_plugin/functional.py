@@ -7,7 +7,7 @@ queries and keys, E that of values, P ranks. Positions and lengths are in tokens
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache, partial, wraps
-from typing import Literal
+from typing import Literal, SupportsFloat
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,7 @@ from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.slices import Slices, starts_and_slices
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
-from megatron_cp_plugin.errors import ContextParallelError
+from megatron_cp_plugin.errors import ContextParallelError, whole_number
 from megatron_cp_plugin.kernels import resolve
 from megatron_cp_plugin.kernels.linear import resolve_linear
 
@@ -97,7 +97,7 @@ def attention(
             them, make your own groups before that call: `torch.distributed.new_group` hangs after
             it.
         causal: queries see no later keys.
-        scale: factor of the scores; None: D**-0.5.
+        scale: factor of the scores; None: D**-0.5. Not differentiable.
         kernel: "auto" or a name of `kernels.kernel_names`.
         seq_len: N; needed only where ranks hold unequal numbers of tokens: all ranks raise
             ContextParallelError there if it is missing. With shards that `shard` has not made, and
@@ -129,6 +129,8 @@ def attention(
     fit, KernelUnavailableError if the kernel cannot serve them, CommunicationError if another rank
     cannot be reached any more.
     """
+    check_shapes(q, k, v)
+    window = None if window is None else whole_number("window", window)
     if spans is not None:
         _check_alone(causal, window, cu_seqlens)
         if algo == registry.AUTO:
@@ -139,7 +141,6 @@ def attention(
     seq_len, followed = _sequence(topology, layout, q.shape[1], seq_len, cu_seqlens, spans)
     documents, slices = starts_and_slices(followed)
     if algo == registry.AUTO:
-        check_shapes(q, k, v)
         shape, mask = Shape.of(q, k, v, seq_len), Mask(causal, window, documents)
         algorithm = _algorithm(*_choose(topology, shape, mask, kernel, options))
     return attend(
@@ -149,7 +150,7 @@ def attention(
         algorithm=algorithm,
         seq_len=seq_len,
         causal=causal,
-        scale=scale,
+        scale=_fixed_number("scale", scale),
         kernel_for=partial(resolve, kernel),
         window=window,
         documents=documents,
@@ -264,7 +265,7 @@ def chunked_cross_entropy(
         hidden,
         weight,
         labels,
-        chunk_tokens=chunk_tokens,
+        chunk_tokens=whole_number("chunk_tokens", chunk_tokens),
         tp_group=tp_group,
         sequence_parallel=sequence_parallel,
         into_main_grad=into_main_grad,
@@ -391,6 +392,7 @@ def _sequence(
 ) -> tuple[int, Documents]:
     """The global length and what layouts follow, once the ranks agree on their tokens."""
     if seq_len is not None:
+        seq_len = whole_number("seq_len", seq_len)
         followed = _followed(cu_seqlens, spans, seq_len)
         return agreed_length(topology, layout.within(followed), tokens, seq_len), followed
     seq_len = agreed_length(topology, layout, tokens, None)
@@ -405,6 +407,19 @@ def _followed(
         return _documents(cu_seqlens, seq_len)
     _check_alone(True, None, cu_seqlens)
     return Slices.of(spans.tolist() if isinstance(spans, Tensor) else spans, seq_len)
+
+
+def _fixed_number(name: str, value: float | Tensor | None) -> float | None:
+    """Raises: ContextParallelError unless it is a number without a gradient."""
+    if isinstance(value, Tensor) and value.requires_grad:
+        raise ContextParallelError(
+            f"{name} is not differentiable, got a tensor that requires grad: multiply q by it"
+        )
+    if value is None:
+        return None
+    if not isinstance(value, SupportsFloat):
+        raise ContextParallelError(f"{name} needs a number, got {value!r}")
+    return float(value)
 
 
 def _documents(cu_seqlens: Sequence[int] | Tensor | None, seq_len: int) -> tuple[int, ...]:
@@ -437,6 +452,11 @@ def _topology(group: Group) -> Topology:
         raise ContextParallelError(
             f"{processes} processes (WORLD_SIZE) need a process group to split a sequence, got "
             "none: call torch.distributed.init_process_group first, or pass group="
+        )
+    if not isinstance(group, dist.ProcessGroup | None):
+        raise ContextParallelError(
+            f"group needs a process group that this rank is in, got {group!r}: of a DeviceMesh "
+            "pass get_group(), and call on the group's ranks alone"
         )
     return topology_of(group)
 

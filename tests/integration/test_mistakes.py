@@ -239,6 +239,18 @@ MISTAKES = (
         "Megatron refuses these flags: .*max_position_embeddings",
         program=ZIGZAG,
     ),
+    Mistake(
+        "configuration",
+        "--num-experts 4 --moe-router-topk 1",
+        "Megatron refuses these flags: Please use --moe-router-pre-softmax when topk is 1",
+        program=ZIGZAG,
+    ),
+    Mistake(
+        "latent configuration",
+        "--multi-latent-attention --attention-output-gate",
+        "Megatron refuses these flags: Output gate is not supported for MLA yet",
+        program=ZIGZAG,
+    ),
     Mistake("batch", "--micro-batch-size 3", "Megatron refuses these flags", program=ZIGZAG),
     Mistake("no script", "", "the first argument must be a training script", program=LAUNCHER),
     Mistake("no such script", "", "no training script at x.py", program=(*LAUNCHER, "x.py")),
@@ -268,8 +280,8 @@ UNDER_TORCHRUN = (
 # What a run says before it is looked at, and what torchrun says of itself.
 _START = re.compile(
     r"^\S+: \w*Warning: |^  +warnings\.warn\(|^  warn\(|^\*+$|^Setting OMP_NUM_THREADS|^$"
-    r"|No CUDA runtime is found|DeprecationWarning|^-+ .* -+$|^  \w+ \.{2,} |^using world size"
-    r"|^Number of virtual stages|^setting |^WARNING|^INFO|^> "
+    r"|No CUDA runtime is found|DeprecationWarning|^-+ .* -+$|^  \w+ \.{2,} |^  \w{45,} "
+    r"|^using world size|^Number of virtual stages|^setting |^WARNING|^INFO|^> "
 )
 _TORCHRUN = "Traceback (most recent call last):\n  File"
 
