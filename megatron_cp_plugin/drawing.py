@@ -162,15 +162,8 @@ def picture(
     if mask.special and not getattr(registry.algorithm_class(algo), "windows", False):
         raise ConfigError(f"{algo} does not serve {mask.special}: leave it out")
     title = ", ".join([algo, *(f"{name}={value}" for name, value in options.items())])
-    shape = "causal" if mask.causal else "full attention"
-    if mask.window is not None:
-        shape += f", window {mask.window}"
-    if mask.documents:
-        shape += f", {len(mask.documents) + 1} documents"
-    if mask.slices is not None:
-        shape = f"{len(mask.slices)} spans"
     ranks = "1 rank" if size == 1 else f"{size} ranks"
-    subtitle = f"{ranks} · {shape} · {seq_len} tokens · {phase}"
+    subtitle = f"{ranks} · {_words_of(mask)} · {seq_len} tokens · {phase}"
     if registry.kind_of(algo) == "linear":
         if phase == "backward":
             raise ConfigError(f"{algo} is drawn forward only, got phase backward: leave it out")
@@ -183,15 +176,31 @@ def picture(
     steps = _steps(plan)
     transfers, collectives = _travelling([_message(plan, move) for move in plan.moves])
     groups = len(plan.groups)
+    return Picture(title, subtitle, size, steps, transfers, collectives, _kinds(plan), groups)
+
+
+def _words_of(mask: Mask) -> str:
+    if mask.slices is not None:
+        return f"{len(mask.slices)} spans"
+    words = ["causal" if mask.causal else "full attention"]
+    if mask.window is not None:
+        words.append(f"window {mask.window}")
+    if mask.documents:
+        words.append(f"{len(mask.documents) + 1} documents")
+    return ", ".join(words)
+
+
+def _kinds(plan: Plan) -> dict[Kind, str]:
+    """What travels in a pass, in words."""
     partial = "partial " if plan.shares == 1 else ""  # else those of some heads, complete
     kinds: dict[Kind, str] = {
         "keys": "keys and values",
         "queries": "queries",
         "results": f"{partial}outputs and lse",
     }
-    if phase == "backward":
+    if plan.phase == "backward":
         kinds |= {"queries": "of queries: Q, dO, lse, delta", "results": f"{partial}gradients"}
-    return Picture(title, subtitle, size, steps, transfers, collectives, kinds, groups)
+    return kinds
 
 
 class _Message(NamedTuple):

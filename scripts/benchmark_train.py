@@ -35,7 +35,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
@@ -299,30 +299,46 @@ def command(
     args: argparse.Namespace, case: Case, gate: Path, port: int, node: int = 0
 ) -> list[str]:
     """The torchrun of one case, on one of its nodes."""
-    shape = SHAPES[args.shape]
     nodes = nodes_of(args)
     size = len(case.devices) * nodes // (args.pipeline * args.data)
-    kv_heads = args.kv_heads or shape.kv_heads
     plan = Plan(
         case.lengths,
         args.longest,
         args.warmup + (CAPTURE_STEPS if case.graphs != "none" else 0),
         args.iters,
-        shape.vocabulary,
+        SHAPES[args.shape].vocabulary,
         str(gate),
         args.profile,
         args.prefill,
     )
+    # Flags of the algorithm come last, for some take the place of the model's.
+    flags = model_flags(args, case.lengths[0]) | algorithm_flags(args, case.name, size)
+    return [
+        *(sys.executable, "-m", "torch.distributed.run"),
+        *("--nnodes", str(nodes), "--node-rank", str(node), "--master-addr", "127.0.0.1"),
+        *("--nproc-per-node", str(len(case.devices)), "--master-port", str(port)),
+        *(str(ROOT / "scripts" / "benchmark_train_job.py"), json.dumps(asdict(plan))),
+        *words_of(flags),
+        *RECOMPUTE[case.recompute].split(),
+        *GRAPHS[case.graphs].split(),
+        *SHARDING[args.sharding].split(),
+        *args.extra.split(),
+    ]
+
+
+def model_flags(args: argparse.Namespace, tokens: int) -> dict[str, object]:
+    """Megatron's flags for a shape and how it is trained, see `words_of`."""
+    shape = SHAPES[args.shape]
+    kv_heads = args.kv_heads or shape.kv_heads
     flags: dict[str, object] = {
-        "context-parallel-size": size,
         "pipeline-model-parallel-size": args.pipeline,
         "num-layers": args.layers or shape.layers,
         "hidden-size": shape.hidden,
         "ffn-hidden-size": shape.ffn,
         "num-attention-heads": shape.heads,
         "kv-channels": shape.hidden // shape.heads,
-        "seq-length": case.lengths[0],
-        "max-position-embeddings": case.lengths[0],
+        "seq-length": tokens,
+        "max-position-embeddings": tokens,
         "position-embedding-type": "none" if shape.linear else "rope",
         "tokenizer-type": "NullTokenizer",
         "vocab-size": shape.vocabulary,
@@ -338,53 +354,50 @@ def command(
         "eval-iters": 0,
         "eval-interval": 10**7,
         "dataloader-type": "external",
+        "mock-data": True,
+        "disable-bias-linear": True,
+        "untie-embeddings-and-output-weights": True,
+        "no-gradient-accumulation-fusion": True,
+        "no-create-attention-mask-in-dataloader": True,
     }
-    switches = [
-        "mock-data",
-        "disable-bias-linear",
-        "untie-embeddings-and-output-weights",
-        "no-gradient-accumulation-fusion",
-        "no-create-attention-mask-in-dataloader",
-    ]
     if args.prefill:
-        switches.append("skip-train")
-        flags["eval-iters"] = 10**6
+        flags |= {"skip-train": True, "eval-iters": 10**6}
     if torch.cuda.is_available():
-        flags["transformer-impl"] = "transformer_engine"
-        switches.append("bf16")
+        flags |= {"transformer-impl": "transformer_engine", "bf16": True}
     if shape.swiglu:
-        switches.append("swiglu")
+        flags["swiglu"] = True
     if kv_heads != shape.heads:
-        switches.append("group-query-attention")
-        flags["num-query-groups"] = kv_heads
-    algo, *options = case.name.split(":")
-    chosen: list[str] = []
+        flags |= {"group-query-attention": True, "num-query-groups": kv_heads}
+    return flags
+
+
+def algorithm_flags(args: argparse.Namespace, name: str, size: int) -> dict[str, object]:
+    """The flags that split a layer over `size` GPUs as the name of a run says."""
+    shape = SHAPES[args.shape]
+    algo, *options = name.split(":")
+    flags: dict[str, object] = {"context-parallel-size": size}
     if algo in TENSOR:
-        flags |= {"context-parallel-size": 1, "tensor-model-parallel-size": size}
+        flags = {"context-parallel-size": 1, "tensor-model-parallel-size": size}
         flags["num-attention-heads"] = -(-shape.heads // size) * size
-        switches += ["sequence-parallel"] if size > 1 and algo == "tp" else []
+        if size > 1 and algo == "tp":
+            flags["sequence-parallel"] = True
         algo, *options = options or ["megatron"]
     if algo == "te":
-        flags |= {"context-parallel-algo": "megatron", "cp-comm-type": options[0]}
-    else:
-        chosen = ["--context-parallel-algo", algo]
-        if options:
-            chosen += ["--cp-options", *options]
-        if shape.linear:
-            chosen += ["--cp-linear-model", "transnormer"]
-    return [
-        *(sys.executable, "-m", "torch.distributed.run"),
-        *("--nnodes", str(nodes), "--node-rank", str(node), "--master-addr", "127.0.0.1"),
-        *("--nproc-per-node", str(len(case.devices)), "--master-port", str(port)),
-        *(str(ROOT / "scripts" / "benchmark_train_job.py"), json.dumps(asdict(plan))),
-        *(word for flag, value in flags.items() for word in (f"--{flag}", str(value))),
-        *(f"--{switch}" for switch in switches),
-        *chosen,
-        *RECOMPUTE[case.recompute].split(),
-        *GRAPHS[case.graphs].split(),
-        *SHARDING[args.sharding].split(),
-        *args.extra.split(),
-    ]
+        return flags | {"context-parallel-algo": "megatron", "cp-comm-type": options[0]}
+    flags["context-parallel-algo"] = algo
+    if options:
+        flags["cp-options"] = options
+    if shape.linear:
+        flags["cp-linear-model"] = "transnormer"
+    return flags
+
+
+def words_of(flags: Mapping[str, object]) -> Iterator[str]:
+    """A command line of flags: True is a flag without a value, a list several values."""
+    for flag, value in flags.items():
+        yield f"--{flag}"
+        if value is not True:
+            yield from map(str, value if isinstance(value, list) else [value])
 
 
 class Job:

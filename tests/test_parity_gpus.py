@@ -31,12 +31,17 @@ def gpus() -> ModuleType:
 
 
 @pytest.fixture(scope="module")
+def table(gpus: ModuleType) -> ModuleType:
+    return importlib.import_module("parity_gpu_rows")
+
+
+@pytest.fixture(scope="module")
 def pages(gpus: ModuleType) -> ModuleType:
     return importlib.import_module("parity_pages")
 
 
 def test_run_files_are_accepted(
-    gpus: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    gpus: ModuleType, table: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By Megatron's parser and by the start-up checks, so that no GPU is asked in vain."""
     monkeypatch.setattr("megatron.core.ssm.gated_delta_net.HAVE_FLA", True)
@@ -45,7 +50,7 @@ def test_run_files_are_accepted(
     )
     add_arguments(both)
     names = set()
-    for job in (job for row in gpus.ROWS for job in gpus.jobs_of(row)):
+    for job in (job for row in table.ROWS for job in gpus.jobs_of(row)):
         names.add(job.name)
         config = job.config
         config.megatron.data_path = ["text"]
@@ -65,7 +70,7 @@ def test_run_files_are_accepted(
             if flags.kernel in ("auto", "chunked"):  # which are tried where they run
                 device, args.cuda_graph_impl = torch.device("cpu"), "none"
             check_arguments(args, config, device)
-    assert {f"bf16/{algo}" for algo in gpus.SOFTMAX.split(",")} < names
+    assert {f"bf16/{algo}" for algo in table.SOFTMAX.split(",")} < names
     assert "fp8/yardstick" in names
 
 
@@ -142,11 +147,15 @@ def test_the_table_goes_into_the_page(
 
 
 def test_captured_runs_go_into_a_page_of_their_own(
-    gpus: ModuleType, pages: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    gpus: ModuleType,
+    table: ModuleType,
+    pages: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     other, page = tmp_path / "parity.md", tmp_path / "graphs.md"
     other.write_text("as it was")
-    page.write_text(f"# Graphs\n\n{pages.graphs_section(None, gpus.captured_models())}")
+    page.write_text(f"# Graphs\n\n{pages.graphs_section(None, table.captured_models())}")
     monkeypatch.setattr(pages, "TABLE", other)
     monkeypatch.setattr(pages, "GRAPHS_PAGE", page)
     found = report(measured(1e-5, a=1e-2))
@@ -171,7 +180,7 @@ def test_captured_runs_go_into_a_page_of_their_own(
 
 
 def test_the_page_on_graphs_has_what_is_run_and_refused(
-    gpus: ModuleType, pages: ModuleType
+    gpus: ModuleType, table: ModuleType, pages: ModuleType
 ) -> None:
     """So that a new algorithm or refusal cannot be forgotten there; results are the GPUs'."""
     page = pages.GRAPHS_PAGE.read_text()
@@ -180,7 +189,7 @@ def test_the_page_on_graphs_has_what_is_run_and_refused(
         table = text.partition(pages.ON_CAPTURED_RUNS)[2].splitlines()
         return [line.split(" | ")[:3] for line in table if line.startswith("|")]
 
-    assert names(page) == names(pages.graphs_section(None, gpus.captured_models()))
+    assert names(page) == names(pages.graphs_section(None, table.captured_models()))
     refused = [each for each in FEATURES if "CUDA graph" in each.name]
     assert len(refused) > 4
     for each in refused:
@@ -220,8 +229,8 @@ def test_a_run_was_captured_as_it_should_be(
     assert found[:1] == ([said] if said else [])
 
 
-def test_attention_may_run_beside_captured_mlps(gpus: ModuleType) -> None:
-    jobs = {job.name: job for row in gpus.ROWS for job in gpus.jobs_of(row)}
+def test_attention_may_run_beside_captured_mlps(gpus: ModuleType, table: ModuleType) -> None:
+    jobs = {job.name: job for row in table.ROWS for job in gpus.jobs_of(row)}
     assert not jobs["graphs-documents-te/zigzag"].captures_attention
     assert jobs["graphs-moe-te/zigzag"].captures_attention
     assert not jobs["graphs/zigzag"].captures_attention
@@ -236,12 +245,12 @@ def test_a_captured_run_equals_the_eager_one_to_the_bit(gpus: ModuleType) -> Non
 
 
 def test_captured_rows_are_run_beside_eager_ones(
-    gpus: ModuleType, capsys: pytest.CaptureFixture[str]
+    gpus: ModuleType, table: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert gpus.main(["--list", "--only", "graphs-te/zigzag"]) == 0
     names = capsys.readouterr().out.split()
     assert names == ["graphs/reference", "graphs/yardstick", "graphs/zigzag", "graphs-te/zigzag"]
-    (captured,) = (j for row in gpus.ROWS for j in gpus.jobs_of(row) if j.name == names[-1])
+    (captured,) = (j for row in table.ROWS for j in gpus.jobs_of(row) if j.name == names[-1])
     eager, given = captured.equals.config.megatron, captured.config.megatron
     assert {name: given[name] for name in given if given[name] != eager.get(name)} == {
         "cuda_graph_impl": "transformer_engine"
@@ -259,7 +268,7 @@ def test_the_replays_of_an_iteration_are_counted(monkeypatch: pytest.MonkeyPatch
 
 
 def test_each_recording_is_read_once_by_one_thread(
-    gpus: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    gpus: ModuleType, table: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And none is kept, on disk or in memory, when nothing is compared with it any more."""
     read: list[tuple[str, int]] = []
@@ -275,7 +284,7 @@ def test_each_recording_is_read_once_by_one_thread(
 
     monkeypatch.setattr(Recording, "load", load)
     monkeypatch.setattr(gpus, "check_is", lambda *_: [])
-    rows = [row for row in gpus.ROWS if row.key in ("graphs", "graphs-te")]
+    rows = [row for row in table.ROWS if row.key in ("graphs", "graphs-te")]
     jobs = [job for row in rows for job in gpus.jobs_of(row)]
     (tmp_path / "out").mkdir()
     collector = gpus.Collector(jobs, tmp_path, tmp_path / "out", "abc")
@@ -302,12 +311,12 @@ def test_each_recording_is_read_once_by_one_thread(
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_rows_are_trained_and_judged(
-    gpus: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    gpus: ModuleType, table: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A row on CPU processes, whose yardstick is another algorithm."""
-    megatron = gpus.MODEL | gpus.LOCAL
+    megatron = table.MODEL | table.LOCAL
     megatron |= {"num_layers": 1, "hidden_size": 64, "ffn_hidden_size": 64, "seq_length": 128}
-    row = gpus.GpuCombination(
+    row = table.GpuCombination(
         "tiny",
         "a test",
         megatron,
@@ -315,7 +324,7 @@ def test_rows_are_trained_and_judged(
         "zigzag",
         yardstick=gpus.Run(importlib.import_module("convergence_runs").Variant("ring"), 2, 2),
     )
-    monkeypatch.setattr(gpus, "ROWS", (row,))
+    monkeypatch.setattr(table, "ROWS", (row,))
     monkeypatch.setattr(gpus, "ITERATIONS", 4)
     # In float32 a yardstick may by chance be off by nothing.
     monkeypatch.setattr(gpus, "judge", lambda run, yardstick: run["problems"])
@@ -334,14 +343,14 @@ def test_rows_are_trained_and_judged(
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_run_that_was_not_captured_is_found(
-    gpus: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    gpus: ModuleType, table: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On CPU processes, which capture nothing: the runs are equal, and that is not enough."""
-    megatron = gpus.MODEL | gpus.LOCAL
+    megatron = table.MODEL | table.LOCAL
     megatron |= {"num_layers": 1, "hidden_size": 64, "ffn_hidden_size": 64, "seq_length": 128}
-    eager = gpus.GpuCombination("tiny", "a test", megatron, 2, "zigzag,ring", alone=True)
-    monkeypatch.setattr(gpus, "GRAPHS", {"local": {"cuda_graph_impl": "none"}})
-    monkeypatch.setattr(gpus, "ROWS", gpus.graphs(eager, local=("zigzag", {})))
+    eager = table.GpuCombination("tiny", "a test", megatron, 2, "zigzag,ring", alone=True)
+    monkeypatch.setattr(table, "GRAPHS", {"local": {"cuda_graph_impl": "none"}})
+    monkeypatch.setattr(table, "ROWS", table.graphs(eager, local=("zigzag", {})))
     monkeypatch.setattr(gpus, "ITERATIONS", 2)
     words = ["--output", str(tmp_path), "--jobs", "2", "--commit", "abc"]
     assert gpus.main([*words, "--only", "tiny-local/*"]) == 1

@@ -16,7 +16,7 @@ from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.integration import cpu, hooks, launch
 from megatron_cp_plugin.integration.args import split_flags
 from megatron_cp_plugin.integration.hooks import Hooks
-from tests.integration.megatron_job import LAUNCH, LAUNCHER, TINY, Job, run, run_warm
+from tests.integration.megatron_job import LAUNCH, TINY, Job, run_warm
 
 # What a process does once it has imported Megatron, each in a fork of its own.
 _FORKS = """
@@ -235,8 +235,8 @@ def test_broken_run_file(tmp_path: Path) -> None:
     (["--lr"], "the first argument must be a training script"),
     (["no/such/script.py"], "no training script at no/such/script.py"),
 ])  # fmt: skip
-def test_launcher_without_a_script(arguments: list[str], message: str) -> None:
-    assert message in refused(run(*arguments, program=LAUNCHER))
+def test_launcher_without_a_script(arguments: list[str], message: str, tmp_path: Path) -> None:
+    assert message in refused(run_warm(tmp_path, *arguments, script=LAUNCH))
 
 
 def test_script_that_builds_a_model_before_its_arguments_are_checked(tmp_path: Path) -> None:

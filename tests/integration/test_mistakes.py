@@ -14,6 +14,7 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -268,12 +269,12 @@ MISTAKES = (
         program=(str(ROOT / "scripts" / "benchmark_attention.py"),),
     ),
 )
-QUICK = ("dropout", "our flag of a script that is not ours")
+QUICK = ("dropout", "flag of a script that is not ours")
 # Before and after torch.distributed, of run files, of other programs, of more ranks than two; and
 # what a fork, whose platform is the CPU, would not see.
 UNDER_TORCHRUN = (
-    *QUICK,
-    *("flag", "no YAML", "heads", "grid", "data", "record", "no script", "no such script"),
+    *("dropout", "flag", "no YAML", "heads", "grid", "data", "record"),
+    *("our flag of a script that is not ours", "no script", "no such script"),
     *("platform", "no GPU", "doctor", "conformance without GPUs", "benchmark without GPUs"),
 )
 
@@ -320,11 +321,16 @@ def _processor_seconds() -> float:
     return used.ru_utime + used.ru_stime
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "mistake",
-    [pytest.param(m, id=m.name) for m in MISTAKES if m.name not in UNDER_TORCHRUN],
-)
+def mistakes(*, under_torchrun: bool) -> list[Any]:
+    """The rows of a test; most are slow ones."""
+    return [
+        pytest.param(m, id=m.name, marks=() if m.name in QUICK else pytest.mark.slow)
+        for m in MISTAKES
+        if (m.name in UNDER_TORCHRUN) is under_torchrun
+    ]
+
+
+@pytest.mark.parametrize("mistake", mistakes(under_torchrun=False))
 def test_a_mistake_is_said_by_one_rank(mistake: Mistake, tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(mistake.file)
     (tmp_path / "script.py").write_text(FOREIGN)
@@ -340,14 +346,7 @@ def test_a_mistake_is_said_by_one_rank(mistake: Mistake, tmp_path: Path) -> None
     assert re.search(mistake.says, PREFIX.split(message, maxsplit=1)[1]), message
 
 
-@pytest.mark.parametrize(
-    "mistake",
-    [
-        pytest.param(m, id=m.name, marks=() if m.name in QUICK else pytest.mark.slow)
-        for m in MISTAKES
-        if m.name in UNDER_TORCHRUN
-    ],
-)
+@pytest.mark.parametrize("mistake", mistakes(under_torchrun=True))
 def test_a_mistake_is_one_line_said_once_and_last(mistake: Mistake, tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(mistake.file)
     (tmp_path / "script.py").write_text(FOREIGN)
