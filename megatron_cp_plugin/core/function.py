@@ -33,7 +33,7 @@ class _Attention(torch.autograd.Function):
         call: Call,
         site: Hashable | None,
     ) -> Tensor:
-        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        q, k, v = _aligned(q), _aligned(k), _aligned(v)
 
         def compute() -> tuple[Tensor, ...]:
             out, lse, saved = algorithm.forward(q, k, v, call)
@@ -55,7 +55,13 @@ class _Attention(torch.autograd.Function):
     @differentiable_once
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         with communicating_in("backward"), as_written(dout.device):
-            return (*_differentiate(ctx, dout.contiguous()), None, None, None)
+            return (*_differentiate(ctx, _aligned(dout)), None, None, None)
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """x contiguous, from a multiple of 16 bytes on: kernels for GPUs load so many at a time."""
+    x = x.contiguous()
+    return x.clone() if x.storage_offset() * x.element_size() % 16 else x
 
 
 def _differentiate(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
