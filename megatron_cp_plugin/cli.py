@@ -165,14 +165,13 @@ def _calibrate(arguments: argparse.Namespace) -> int:
     from torch import distributed
 
     from megatron_cp_plugin.core.process_groups import topology_of
-    from megatron_cp_plugin.doctor import join
+    from megatron_cp_plugin.doctor import check_heads, join
     from megatron_cp_plugin.functional import release
     from megatron_cp_plugin.planner.calibrate import calibrate
 
     check_file("--output", arguments.output)
     heads, kv_heads = arguments.heads, arguments.kv_heads
-    if kv_heads < 1 or heads % kv_heads:
-        raise ConfigError(f"--kv-heads must divide the {heads} heads, got {kv_heads}")
+    check_heads(heads, kv_heads, [arguments.head_dim])
     device, path = join(), arguments.output
     topology = topology_of(None)
     machine = calibrate(path.stem, topology, device, heads, kv_heads, arguments.head_dim)
@@ -248,6 +247,7 @@ def _add_draw(commands: Any) -> None:
 def _draw_times(arguments: argparse.Namespace) -> int:
     from megatron_cp_plugin.core.linear import LinearShape
     from megatron_cp_plugin.core.shape import Shape
+    from megatron_cp_plugin.doctor import check_heads
     from megatron_cp_plugin.planner.machine import Machine
     from megatron_cp_plugin.planner.picture import save
     from megatron_cp_plugin.planner.simulate import simulate
@@ -259,8 +259,7 @@ def _draw_times(arguments: argparse.Namespace) -> int:
     check_file("--output", arguments.output)
     heads, dim = arguments.heads, arguments.head_dim
     kv_heads = arguments.kv_heads or heads
-    if heads < 1 or kv_heads < 1 or heads % kv_heads:
-        raise ConfigError(f"--kv-heads must divide the {heads} heads, got {kv_heads}")
+    check_heads(heads, kv_heads, [dim])
     shape: Shape | LinearShape = Shape(1, arguments.seq_len, heads, kv_heads, dim)
     if kind_of(arguments.algo) == "linear":
         shape = LinearShape(1, arguments.seq_len, heads, dim, dim)
@@ -537,8 +536,6 @@ def _write_plan(
     from megatron_cp_plugin.costs import document
 
     path: Path = arguments.json
-    if not path.parent.is_dir():
-        raise ConfigError(f"there is no folder {str(path.parent)!r}: make it first")
     check_file("--json", path)
     written = document(arguments.algo, arguments.size, shape, mask, options)
     path.write_text(json.dumps(written, indent=1) + "\n")

@@ -56,6 +56,15 @@ class Finding:
     failed: bool = False
 
 
+def check_heads(heads: int, kv_heads: int, head_dims: Sequence[int]) -> None:
+    """Raises: ConfigError if no attention has so many heads, or of such dims."""
+    for name, number in ("heads", heads), *(("head-dim", dim) for dim in head_dims):
+        if number < 1:
+            raise ConfigError(f"--{name} must be more than 0, got {number}")
+    if kv_heads < 1 or heads % kv_heads:
+        raise ConfigError(f"--kv-heads must divide the {heads} heads, got {kv_heads}")
+
+
 def examine(heads: int = 32, kv_heads: int = 8, head_dims: Sequence[int] = (128,)) -> list[Finding]:
     """Examines this machine; under torchrun a collective operation of all ranks.
 
@@ -63,8 +72,7 @@ def examine(heads: int = 32, kv_heads: int = 8, head_dims: Sequence[int] = (128,
 
     Raises: ConfigError if the heads are not equally many for each KV head.
     """
-    if kv_heads < 1 or heads % kv_heads:
-        raise ConfigError(f"--kv-heads must divide the {heads} heads, got {kv_heads}")
+    check_heads(heads, kv_heads, head_dims)
     device = join()
     findings = _installed()
     for head_dim in head_dims:

@@ -19,6 +19,7 @@ from megatron_cp_plugin.core.plan import Compute, Move, Plan
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.virtual import VirtualWorld
+from megatron_cp_plugin.costs import planned
 from megatron_cp_plugin.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -158,7 +159,6 @@ def picture(
         seq_len = registry.layout_of(algo, options).multiple(size) * _TOKENS_PER_CHUNK
     if seq_len < 1:
         raise ConfigError(f"seq-len must be 1 or more, got {seq_len}: give the global tokens")
-    topology = VirtualWorld(size).topology(0)
     if mask.special and not getattr(registry.algorithm_class(algo), "windows", False):
         raise ConfigError(f"{algo} does not serve {mask.special}: leave it out")
     title = ", ".join([algo, *(f"{name}={value}" for name, value in options.items())])
@@ -167,12 +167,12 @@ def picture(
     if registry.kind_of(algo) == "linear":
         if phase == "backward":
             raise ConfigError(f"{algo} is drawn forward only, got phase backward: leave it out")
-        linear = registry.create_linear(algo, topology, options)
+        linear = registry.create_linear(algo, VirtualWorld(size).topology(0), options)
         return _of_linear(linear, seq_len, mask, title, subtitle)
-    algorithm = registry.create(algo, topology, options)
     # So many heads that every algorithm can divide them, and each part again.
     heads = _HEADS_PER_RANK * size
-    plan = algorithm.plan(Shape(1, seq_len, heads, heads, 1), mask, phase)
+    layer = Shape(1, seq_len, heads, heads, 1)
+    plan = planned(algo, size, layer, mask, options).plan(layer, mask, phase)
     steps = _steps(plan)
     transfers, collectives = _travelling([_message(plan, move) for move in plan.moves])
     groups = len(plan.groups)

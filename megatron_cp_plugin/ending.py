@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from megatron_cp_plugin.errors import ContextParallelError
+from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 
 REFUSED = 2
 INTERRUPTED = 130
@@ -58,6 +59,19 @@ def one_line_errors(program: str = "megatron_cp_plugin: error") -> Iterator[None
         if os.environ.get("RANK", "0") == "0":
             print(f"{program.partition(':')[0]}: interrupted", file=sys.stderr)
         _leave(INTERRUPTED)
+
+
+@contextmanager
+def refusals_in_one_line() -> Iterator[None]:
+    """Turns what Megatron refuses of a command line, by an assertion, into an error of one line."""
+    try:
+        yield
+    except ContextParallelError:
+        raise
+    except (AssertionError, ValueError, NotImplementedError) as error:
+        # Many of its assertions have no message, and speak for themselves.
+        why = " ".join(str(error).split()) or traceback.extract_tb(error.__traceback__)[-1].line
+        raise ConfigError(f"Megatron refuses these flags: {why}") from error
 
 
 def _refuse(line: str) -> NoReturn:

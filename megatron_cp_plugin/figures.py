@@ -61,12 +61,10 @@ def save(drawn: Picture, path: Path) -> None:
         path: Ends in .png or .svg.
 
     Raises:
-        ConfigError: Another ending, no such folder, or matplotlib is not installed.
+        ConfigError: Another ending, or matplotlib is not installed.
     """
     if path.suffix not in (".png", ".svg"):
         raise ConfigError(f"a picture is a .png or .svg file, got {path.name!r}: change its ending")
-    if not path.parent.is_dir():
-        raise ConfigError(f"there is no folder {str(path.parent)!r}: make it first")
     if find_spec("matplotlib") is None:
         raise ConfigError(
             f"{path.name!r} needs matplotlib, which is not installed: "

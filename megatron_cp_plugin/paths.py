@@ -30,7 +30,15 @@ def check_folder(flag: str, path: str | Path) -> None:
 
 
 def check_file(flag: str, path: str | Path) -> None:
-    """Refuses a file that cannot be written. Args, raises: as `check_folder`."""
+    """Refuses a file that cannot be written, or whose folder is yet to be made.
+
+    Args, raises: as `check_folder`.
+    """
+    folder = Path(path).parent
     if Path(path).is_dir():
         raise ConfigError(f"{flag} got {path}, which is a folder: name a file")
-    check_folder(flag, Path(path).parent)
+    if not folder.is_dir():
+        raise ConfigError(
+            f"{flag} got {path}, and there is no folder {str(folder)!r}: make it first"
+        )
+    check_folder(flag, folder)

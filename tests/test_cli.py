@@ -65,6 +65,9 @@ def test_what_needs_more_than_torch_says_how_to_get_it() -> None:
         assert line.endswith("installed: pip install 'megatron-cp-plugin[megatron]'")
 
 
+LAYER = "--size 4 --seq-len 32K --heads 32 --machine h200"
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -73,7 +76,15 @@ def test_what_needs_more_than_torch_says_how_to_get_it() -> None:
         ("plan --size eight --seq-len 1K --heads 8", "--size takes a whole number, got 'eight'"),
         ("plam", "invalid choice: 'plam'"),
         ("doctor --heads 30 --kv-heads 8", "--kv-heads must divide the 30 heads, got 8"),
+        ("doctor --heads 0", "--heads must be more than 0, got 0"),
+        ("doctor --head-dim 64 0", "--head-dim must be more than 0, got 0"),
+        ("prepare-data", "the following arguments are required: --output: see --help"),
+        ("prepare-data --outptu x", "unknown flag --outptu (did you mean '--output'?): see --help"),
         ("draw --algo ring --size 2 --output /proc/x.png", "--output got /proc, where nothing can"),
+        (
+            f"plan {LAYER} --yaml /x/y.yaml",
+            "got /x/y.yaml, and there is no folder '/x': make it first",
+        ),
         ("train --config tiny_zigzg --nproc-per-node 1", "did you mean 'tiny_zigzag'?"),
     ],
 )

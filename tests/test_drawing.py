@@ -302,6 +302,7 @@ def test_a_png_is_written(tmp_path: Path) -> None:
         (("--algo", "ring", "--size", "0"), "size must be 1 or more, got 0"),
         (("--algo", "ring", "--size", "2", "--seq-len", "0"), "seq-len must be 1 or more"),
         (("--algo", "ring", "--size", "2", "--option", "x"), "--option takes KEY=VALUE"),
+        (("--algo", "usp", "--size", "6", "--option", "ulysses=4"), "use one of 1, 2, 3, 6"),
         (("--algo", "ring", "--size", "2", "--output", "a.pdf"), "'a.pdf': change its ending"),
         (("--algo", "ring", "--size", "2", "--output", "nowhere/a.png"), "no folder 'nowhere'"),
     ],

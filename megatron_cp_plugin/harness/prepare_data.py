@@ -23,6 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_cp_plugin.errors import ConfigError
+from megatron_cp_plugin.integration.args import OneLineParser
 from megatron_cp_plugin.paths import check_folder
 
 END_OF_DOCUMENT = 256
@@ -159,7 +160,7 @@ def read_current(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code (0 written or up to date, 2 bad input)."""
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog="megatron-cp prepare-data",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -185,8 +186,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="cut files into documents of N bytes and a rest (default: a file is a document)",
     )
     parser.add_argument("--force", action="store_true", help="write even if nothing changed")
-    given = parser.parse_args(argv)
     try:
+        given = parser.parse_args(argv)
         if given.document_bytes is not None and given.document_bytes < 1:
             raise ConfigError(f"--document-bytes must be 1 or more, got {given.document_bytes}")
         check_folder("--output", given.output.parent)

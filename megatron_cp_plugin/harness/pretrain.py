@@ -35,6 +35,7 @@ from megatron.training.datasets.sft_dataset import SFTDataset
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 from torch import Tensor
 
+from megatron_cp_plugin.ending import refusals_in_one_line
 from megatron_cp_plugin.errors import ConfigError
 
 _OF_DOCUMENTS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
@@ -54,7 +55,8 @@ def run() -> None:
     Raises:
         ConfigError: A flag asks for what this program does not do.
     """
-    args = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
+    with refusals_in_one_line():
+        args = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
     for name in _NOT_HERE:
         if getattr(args, name, None):
             flag = "--" + name.replace("_", "-")
@@ -68,7 +70,8 @@ def run() -> None:
             "script with python -m megatron_cp_plugin.launch"
         )
     model = hybrid_config_from_args if args.hybrid_layer_pattern else gpt_config_from_args
-    config = pretrain_cfg_container_from_args(args, model(args))
+    with refusals_in_one_line():
+        config = pretrain_cfg_container_from_args(args, model(args))
     build_datasets.is_distributed = True  # type: ignore[attr-defined]
     pretrain(config, build_datasets, ModelType.encoder_or_decoder, forward_step)
 

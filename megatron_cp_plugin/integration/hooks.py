@@ -8,15 +8,14 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import inspect
-import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from megatron_cp_plugin.config import ContextParallelConfig
-from megatron_cp_plugin.errors import ConfigError, ContextParallelError
+from megatron_cp_plugin.ending import refusals_in_one_line
+from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration import compat
 from megatron_cp_plugin.integration.args import PluginFlags, add_algorithm, speak_in_one_line
 from megatron_cp_plugin.integration.batch import Batches
@@ -84,7 +83,7 @@ class Hooks:
         config = self._put_in_force(args)
         _hand_over(config, args)
         check_files(args)
-        with _refusals_in_one_line():
+        with refusals_in_one_line():
             validated = original(args, {} if defaults is None else defaults)
         compat.check_args(validated, "validated args")
         check_interleaving(validated)
@@ -206,21 +205,8 @@ def skip_built_helpers() -> None:
         compat.replace({"compile_helpers": lambda original: None}, "any")
 
 
-@contextmanager
-def _refusals_in_one_line() -> Iterator[None]:
-    """Turns what Megatron refuses by an assertion into an error of one line."""
-    try:
-        yield
-    except ContextParallelError:
-        raise
-    except (AssertionError, ValueError, NotImplementedError) as error:
-        # Many of its assertions have no message, and speak for themselves.
-        why = " ".join(str(error).split()) or traceback.extract_tb(error.__traceback__)[-1].line
-        raise ConfigError(f"Megatron refuses these flags: {why}") from error
-
-
 def _check_model_config(original: Callable[..., None], config: Any) -> None:
-    with _refusals_in_one_line():
+    with refusals_in_one_line():
         original(config)
 
 

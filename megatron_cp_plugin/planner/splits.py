@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from megatron_cp_plugin.core.linear import LinearShape
 from megatron_cp_plugin.core.tiles import Mask, visible_pairs
-from megatron_cp_plugin.errors import ConfigError
+from megatron_cp_plugin.errors import ConfigError, near_multiples
 from megatron_cp_plugin.planner.choose import GIB, Choice, Kind, Place, choose
 from megatron_cp_plugin.planner.machine import Machine
 from megatron_cp_plugin.planner.simulate import PASSES, tile_seconds
@@ -66,6 +66,14 @@ def proposals(job: Job, most: int) -> list[Proposal]:
     Raises: ConfigError if nothing fits.
     """
     ways, choices = list(_ways(job)), dict[tuple[int, int], Choice]()
+    if not ways:
+        raise ConfigError(
+            f"{job.model.name} has no way to split {job.sequences} sequences of {job.tokens} "
+            f"tokens among {job.gpus} GPUs: tensor, context and pipeline parallelism are powers of "
+            "two, tokens a multiple of 2 * TP * CP, and sequences one of DP: use --gpus "
+            f"{2 ** (job.gpus.bit_length() - 1)} and --tokens "
+            f"{near_multiples(job.tokens, 2 ** job.gpus.bit_length())}"
+        )
     open_ = sorted(((_step(job, one, _least(job, one)), one) for one in ways), key=_time)
     fitting = [(best, split) for best, split in open_ if best.fits(job.machine)]
     if not fitting:

@@ -252,6 +252,9 @@ MISTAKES = (
         "Megatron refuses these flags: Output gate is not supported for MLA yet",
         program=ZIGZAG,
     ),
+    Mistake(
+        "nothing at all", "train", "refuses these flags: assert args.micro_batch", program=MODULE
+    ),
     Mistake("batch", "--micro-batch-size 3", "Megatron refuses these flags", program=ZIGZAG),
     Mistake("no script", "", "the first argument must be a training script", program=LAUNCHER),
     Mistake("no such script", "", "no training script at x.py", program=(*LAUNCHER, "x.py")),

@@ -47,6 +47,14 @@ def test_a_layer(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
             "plan --model llama3-405b --tokens 128K --gpus 8 --machine h100",
             "does not fit 8 GPUs of 80 GiB",
         ),
+        (
+            "plan --model llama3-8b --tokens 12345 --gpus 8 --machine h100",
+            "no way to split 339 sequences of 12345 tokens among 8 GPUs: ",
+        ),
+        (
+            "plan --model llama3-8b --tokens 8K --gpus 7 --machine h100",
+            "use --gpus 4 and --tokens 8192 or 8200",
+        ),
     ],
 )
 def test_mistakes(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
