@@ -13,7 +13,15 @@ from itertools import pairwise
 import numpy as np
 
 from megatron_cp_plugin.core.balance import deal
-from megatron_cp_plugin.core.layout import LAYOUTS, Documents, Layout, Span, Zigzag, joined
+from megatron_cp_plugin.core.layout import (
+    LAYOUTS,
+    Documents,
+    Layout,
+    ManySpans,
+    Span,
+    Zigzag,
+    joined,
+)
 from megatron_cp_plugin.core.slices import Slices, starts_and_slices
 from megatron_cp_plugin.errors import ContextParallelError
 
@@ -115,7 +123,7 @@ def _chunks_of_each(bounds: tuple[int, ...], size: int, rank: int) -> tuple[Span
     begins, ends = first.ravel(), (first + chunks[:, None]).ravel()
     apart = ends[:-1] != begins[1:]
     begins, ends = begins[np.append(True, apart)], ends[np.append(apart, True)]
-    return tuple(map(Span, begins.tolist(), ends.tolist()))
+    return ManySpans(map(Span, begins.tolist(), ends.tolist()))
 
 
 @lru_cache(maxsize=64)
@@ -154,4 +162,6 @@ def _dealt(
     parts: list[tuple[int, int]], size: int, work: Callable[[int, int], int]
 ) -> tuple[tuple[Span, ...], ...]:
     dealt = deal(parts, size, work)
-    return tuple(joined(Span(*rows) for rows in of_rank) or (Span(0, 0),) for of_rank in dealt)
+    return tuple(
+        ManySpans(joined(Span(*rows) for rows in of_rank) or (Span(0, 0),)) for of_rank in dealt
+    )

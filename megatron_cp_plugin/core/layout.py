@@ -7,6 +7,7 @@ at the end apply it to tensors.
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -34,6 +35,17 @@ class Span:
     @property
     def positions(self) -> range:
         return range(self.start, self.stop, self.step)
+
+
+class ManySpans(tuple[Span, ...]):
+    """Spans that are hashed once: with documents a rank has a thousand."""
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return super().__hash__()
 
 
 def chunk_bounds(index: int, chunks: int, seq_len: int) -> tuple[int, int]:

@@ -39,10 +39,10 @@ class BlockPlacement(ABC):
             from its owner straight to each, and results straight back.
         masked: only what the mask needs travels; otherwise every block goes wherever it has a
             place, unless the mask has a window or documents and positions are without gaps.
-        assembled: by collective operations. All that a rank computes in one step is one block of
-            queries and one of keys; blocks are padded to equal lengths; tensors of one kind travel
-            as one; lse and delta of all heads at once. Rows that travel are the same for all that
-            get a block.
+        assembled: by collective operations. All that a rank computes, in step 0, is one block of
+            queries and one of keys, of all pairs that `pairs_of` names; blocks are padded to equal
+            lengths; tensors of one kind travel as one; lse and delta of all heads at once. Rows
+            that travel are the same for all that get a block.
     """
 
     layout: Layout

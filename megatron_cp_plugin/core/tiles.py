@@ -188,18 +188,20 @@ def sees(q_spans: Sequence[Span], kv_spans: Sequence[Span], mask: Mask) -> bool:
 
 
 def touched_rows(
-    q_spans: Sequence[Span], kv_spans: Sequence[Span], mask: Mask
+    q_spans: Sequence[Span], kv_spans: Sequence[Span], mask: Mask, gap: int = 0
 ) -> tuple[Rows, Rows]:
     """Rows of a block of queries that see any key of another block, and those of these keys.
 
-    Of positions with a step, perhaps others between them.
+    Of positions with a step, perhaps others between them; and those in gaps of at most `gap` rows.
     """
-    return touched(filled(q_spans), filled(kv_spans), mask.bands)
+    return touched(filled(q_spans), filled(kv_spans), mask.bands, gap)
 
 
 def filled(spans: Sequence[Span]) -> Spans:
     """Those that are not empty."""
-    return tuple([span for span in spans if span.start < span.stop])
+    found = tuple([span for span in spans if span.start < span.stop])
+    # They themselves if they can be, which may be hashed already.
+    return spans if isinstance(spans, tuple) and len(found) == len(spans) else found
 
 
 def _joined(tiles: Iterable[Tile]) -> Iterator[Tile]:
