@@ -410,7 +410,7 @@ class Derivation:
             posted, needed, source, target, messages, block, tokens, self.all_heads, 0, wide
         )
 
-    @property
+    @cached_property
     def _wide(self) -> TensorNames:
         partials = ("out",) if self.placement.wide_partials else ()
         return (*partials, "dq", "dk", "dv") if self.placement.wide_gradients else partials

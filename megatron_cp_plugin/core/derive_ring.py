@@ -44,8 +44,8 @@ class OneOfARing(Derivation):
         for visitor, owners in enumerate(seen):
             for owner, rows in owners.items():
                 if owner != visitor:
-                    hop = self.up * (visitor - owner) % size
-                    needed.setdefault(owner, {})[hop] = rows
+                    of_owner = needed.get(owner) or needed.setdefault(owner, {})
+                    of_owner[self.up * (visitor - owner) % size] = rows
         # In the order in which pairs of queries and keys are.
         order = needed if side == "keys" else sorted(needed)
         self.laps = {owner: self._lap(owner, needed[owner]) for owner in order}
@@ -58,11 +58,9 @@ class OneOfARing(Derivation):
         hop, first, last = self.up * (rank - owner) % size, min(needed), max(needed)
         gap = longest_gap(self.lengths[owner])
 
-        def of(begin: int, end: int) -> Rows:
-            return union((rows for at, rows in needed.items() if begin <= at <= end), gap)
-
-        own, further = needed.get(hop, ()), of(hop + 1, last)
-        before = of(first, hop - 1) if hop else ()
+        own = needed.get(hop, ())
+        further = union([rows for at, rows in needed.items() if at > hop], gap)
+        before = union([rows for at, rows in needed.items() if at < hop], gap)
         lap = _Lap(
             hop,
             first,

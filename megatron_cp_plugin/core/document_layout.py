@@ -5,7 +5,7 @@ document grows with the square of its length.
 """
 
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -83,9 +83,11 @@ class PaddedDocuments(Layout):
     def multiple(self, size: int) -> int:
         return _ZIGZAG.multiple(size) if size > 1 else 1
 
-    def alike(self, query: int, key: int) -> tuple[int, int] | None:
+    def alike(self, query: int, size: int) -> Sequence[tuple[int, int]] | None:
         """See Layout.alike: chunks of two ranks are in one of three orders, in all documents."""
-        return (int(query > key), int(query < key)) if self.documents else None
+        if not self.documents:
+            return None
+        return [(1, 0)] * query + [(0, 0)] + [(0, 1)] * (size - 1 - query)
 
     def within(self, documents: Documents) -> "PaddedDocuments":
         starts, _ = starts_and_slices(documents)

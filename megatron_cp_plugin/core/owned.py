@@ -84,7 +84,7 @@ class Owned(Sequence[Spans]):
             return False
         return any(span.step > 1 for spans in self for span in spans)
 
-    def alike(self, query: int, key: int, mask: Mask) -> tuple[int, int] | None:
+    def alike(self, query: int, mask: Mask) -> Sequence[tuple[int, int]] | None:
         """See `Layout.alike`; None too if the mask knows distances."""
         distances = mask.window is not None or mask.slices is not None
-        return None if distances else self.layout.alike(query, key)
+        return None if distances else self.layout.alike(query, self.size)

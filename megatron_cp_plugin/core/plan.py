@@ -230,8 +230,9 @@ class Plan:
         """
         queries, keys = compute.queries, compute.keys
         if len(queries.owners) == len(keys.owners) == 1:
-            pair = self.spans.alike(queries.owners[0], keys.owners[0], self.mask)
-            if pair is not None:
+            alike = self.spans.alike(queries.owners[0], self.mask)
+            if alike is not None:
+                pair = alike[keys.owners[0]]
                 queries, keys = Block(pair[:1], queries.rows), Block(pair[1:], keys.rows)
         return _tiles(self.spans, queries, keys, self.mask, self.rectangular)
 

@@ -10,7 +10,7 @@ grow by one a row, so a few rectangles and triangles cover what is between them 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple, Self
 
@@ -57,6 +57,14 @@ class Mask:
                 f"a window is 1 or more and needs causal attention, got {self.window} with {shape} "
                 "attention: leave window out"
             )
+
+    def __hash__(self) -> int:
+        # Plans and tiles are kept by it: hashed once, however many documents it has.
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.causal, self.window, self.documents, self.slices))
 
     @classmethod
     def of(cls, slices: Slices) -> "Mask":

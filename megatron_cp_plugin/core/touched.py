@@ -29,7 +29,7 @@ def keys_seen(layout: Layout, size: int, seq_len: int, mask: Mask) -> list[dict[
     Args: layout: of positions without a step.
     """
     owned = Owned.of(layout, size, seq_len)
-    if owned.alike(0, 0, mask) is None:
+    if owned.alike(0, mask) is None:
         return _of_all_pairs(owned, mask.bands)
     return [dict(enumerate(met)) for met in _of_kinds(owned, mask, 1)]
 
@@ -38,7 +38,7 @@ def keys_seen(layout: Layout, size: int, seq_len: int, mask: Mask) -> list[dict[
 def queries_seeing(layout: Layout, size: int, seq_len: int, mask: Mask) -> list[dict[int, Rows]]:
     """[rank][owner]: rows of the owner's queries that see any key of the rank; as `keys_seen`."""
     owned = Owned.of(layout, size, seq_len)
-    if owned.alike(0, 0, mask) is None:
+    if owned.alike(0, mask) is None:
         return _of_all_pairs(owned, mask.bands.transposed)
     return [dict(enumerate(met)) for met in zip(*_of_kinds(owned, mask, 0), strict=True)]
 
@@ -50,14 +50,10 @@ def _of_all_pairs(owned: Owned, mask: Bands) -> list[dict[int, Rows]]:
 
 def _of_kinds(owned: Owned, mask: Mask, side: Literal[0, 1]) -> list[list[Rows]]:
     """[rank][owner]: rows of the rank's queries (0), of the owner's keys (1), that meet others."""
-    gap, alike, ranks = longest_gap(max(owned.lengths)), owned.layout.alike, range(len(owned))
-    found: dict[tuple[int, int] | None, Rows] = {}
-
-    def rows(pair: tuple[int, int] | None) -> Rows:
-        if pair not in found:
-            assert pair is not None
-            query, key = pair
-            found[pair] = touched_rows(owned[query], owned[key], mask, gap)[side]
-        return found[pair]
-
-    return [[rows(alike(query, key)) for key in ranks] for query in ranks]
+    alike = [owned.alike(query, mask) or () for query in range(len(owned))]
+    gap = longest_gap(max(owned.lengths))
+    rows = {
+        (query, key): touched_rows(owned[query], owned[key], mask, gap)[side]
+        for query, key in {pair for pairs in alike for pair in pairs}
+    }
+    return [[rows[pair] for pair in pairs] for pairs in alike]

@@ -429,8 +429,8 @@ FAULTS = (
     ),
     Fault(
         "core/document_layout.py",
-        "return (int(query > key), int(query < key)) if",
-        "return (int(query > key), 0) if",
+        "return [(1, 0)] * query + [(0, 0)] + [(0, 1)] *",
+        "return [(1, 0)] * query + [(0, 0)] + [(0, 0)] *",
         "pairs of ranks count as alike whose chunks lie otherwise",
         "core/test_tile_table.py::test_documents_that_are_planned_together",
     ),
