@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
+from math import sqrt
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
@@ -25,6 +26,7 @@ from megatron_cp_plugin.core.linear import LinearShape
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.planner.machine import Machine, Pass
+from megatron_cp_plugin.planner.products import product_seconds
 from megatron_cp_plugin.planner.simulate import simulate, tile_seconds
 from megatron_cp_plugin.planner.step import MODELS, Split, Step, step
 from megatron_cp_plugin.planner.trace import Tile
@@ -333,6 +335,9 @@ def page() -> str:
     for source in dict.fromkeys(row.source for row, _ in others):
         errors = [got / row.value - 1 for row, got in others if row.source == source]
         lines.append(f"| published: {source} | {_summary(errors)} |")
+    of_products = products()
+    errors = [got / row.tflops - 1 for row, got in of_products if row.use == "held"]
+    lines.append(f"| published: matrix products, DeepGEMM, H800 | {_summary(errors)} |")
     for source in dict.fromkeys(row.source for row, _ in whole):
         errors = [one.seconds / row.seconds - 1 for row, one in whole if row.source == source]
         lines.append(f"| steps: {source} | {_summary(errors)} |")
@@ -353,6 +358,7 @@ def page() -> str:
     ]
     lines += _published_tables(others)
     lines += _step_table(whole)
+    lines += _product_table(of_products)
     lines += section()
     lines += _emulated(ours)
     lines += [
@@ -536,6 +542,69 @@ def _step_table(found: Sequence[tuple[StepRow, Step]]) -> list[str]:
         "",
     ]
     return lines
+
+
+@dataclass(frozen=True)
+class ProductRow:
+    """A row of docs/data/products.csv: as many products of rows with [inner, outer] as experts.
+
+    Attributes: tflops: of the FLOP that are asked for. use: "fit" or "held".
+    """
+
+    source: str
+    experts: int
+    rows: int
+    outer: int
+    inner: int
+    tflops: float
+    use: str
+
+    @property
+    def flop(self) -> float:
+        """Of all of them."""
+        return 2.0 * self.experts * self.rows * self.outer * self.inner
+
+    @property
+    def moved_bytes(self) -> int:
+        """Operands in FP8, results in bfloat16."""
+        operands = self.rows * self.inner + self.inner * self.outer
+        return self.experts * (operands + 2 * self.rows * self.outer)
+
+
+def products() -> list[tuple[ProductRow, float]]:
+    """Matrix products of others, each with the predicted TFLOP/s.
+
+    Memory is as fast as in the file of H100; the rate of very large products is the one with which
+    the row to fit to comes out.
+    """
+    kinds, found = ProductRow.__annotations__, []
+    with (DATA / "products.csv").open() as lines:
+        for values in csv.DictReader(lines):
+            found.append(ProductRow(**{key: kinds[key](value) for key, value in values.items()}))
+    memory = Machine.load("h100_400g").memory_bytes_per_second
+    (largest,) = (row for row in found if row.use == "fit")
+    seconds = largest.flop / largest.tflops / 1e12
+    flops = largest.flop / sqrt(seconds**2 - (largest.moved_bytes / memory) ** 2)
+    return [
+        (row, row.flop / product_seconds(row.flop, row.moved_bytes, flops, memory) / 1e12)
+        for row in found
+    ]
+
+
+def _product_table(found: Sequence[tuple[ProductRow, float]]) -> list[str]:
+    lines = ["## Matrix products by their rows", ""]
+    lines += [
+        "TFLOP/s in FP8, measured / predicted (`planner/products.py`), from DeepGEMM's README of",
+        "March 2025. With few rows a matrix takes longer to be read than to be multiplied.",
+        "",
+        "| products | rows of each | matrix | TFLOP/s |",
+        "| --- | --- | --- | --- |",
+    ]
+    for row, got in found:
+        mark = " *f*" if row.use == "fit" else ""
+        cells = f"{row.tflops:g} / {got:.0f}, {got / row.tflops - 1:+.0%}{mark}"
+        lines.append(f"| {row.experts} | {row.rows} | {row.inner} x {row.outer} | {cells} |")
+    return [*lines, ""]
 
 
 def _emulated(ours: Sequence[Prediction]) -> list[str]:

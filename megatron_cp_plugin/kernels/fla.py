@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from megatron_cp_plugin.core.decay import Decay, combine
+from megatron_cp_plugin.core.devices import kept_on_device
 from megatron_cp_plugin.core.linear_kernel import (
     BackwardPass,
     ForwardPass,
@@ -33,7 +34,7 @@ from megatron_cp_plugin.core.linear_kernel import (
     LinearProblem,
 )
 
-_CHUNK = 64
+CHUNK = 64  # tokens
 _SEQUENCES = 256  # batch entries times heads times segments that fill a GPU
 _SHORTEST_SEGMENT = 1024
 
@@ -106,8 +107,8 @@ class _Forward(ForwardPass):
                 v=self._v,
                 g_gamma=self._segments.log2_rates,
                 output_final_state=True,
-                chunk_size=_CHUNK,
-                split_size=self._segments.chunks * _CHUNK,
+                chunk_size=CHUNK,
+                split_size=self._segments.chunks * CHUNK,
             )
         self._ends = self._segments.by_segment(ends)
         self.state = self._segments.after_all(self._ends)
@@ -158,7 +159,7 @@ def _outputs(q: Tensor, k: Tensor, v: Tensor, before: Tensor | None, log2_rates:
             H=heads,
             K=head_dim,
             V=value_dim,
-            BT=_CHUNK,
+            BT=CHUNK,
             BK=1 << max(4, (head_dim - 1).bit_length()),
         )
     return out
@@ -224,7 +225,7 @@ class _Backward(BackwardPass):
                 v=self._v,
                 g_gamma=self._segments.log2_rates,
                 h0=self._before,
-                chunk_size=_CHUNK,
+                chunk_size=CHUNK,
             )
 
     def finish(self, doutgoing: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -242,7 +243,7 @@ class _Backward(BackwardPass):
                 do=self._dout,
                 dh=dafter_chunks,
                 scale=1.0,
-                chunk_size=_CHUNK,
+                chunk_size=CHUNK,
             )
             del self._before_chunks
             dv = chunk_bwd_dv(
@@ -252,7 +253,7 @@ class _Backward(BackwardPass):
                 do=self._dout,
                 dh=dafter_chunks,
                 scale=1.0,
-                chunk_size=_CHUNK,
+                chunk_size=CHUNK,
             )
         dq, dk, dv = (self._segments.unfold(x) for x in (dq, dk, dv))
         return dq, dk, dv
@@ -273,9 +274,21 @@ class _Backward(BackwardPass):
                 dht=dends,
                 scale=1.0,
                 g_gamma=self._segments.log2_rates,
-                chunk_size=_CHUNK,
-                split_size=chunks_per_state * _CHUNK,
+                chunk_size=CHUNK,
+                split_size=chunks_per_state * CHUNK,
             )
+
+
+def segments_of(batch: int, tokens: int, heads: int) -> int:
+    """Into how many segments a run is cut."""
+    count = 1
+    while (
+        batch * heads * count < _SEQUENCES
+        and tokens % (2 * count * CHUNK) == 0
+        and tokens >= 2 * count * _SHORTEST_SEGMENT
+    ):
+        count *= 2
+    return count
 
 
 class _Segments:
@@ -288,15 +301,9 @@ class _Segments:
         """Args: like: [B,C,H,D]."""
         batch, tokens, heads, _ = like.shape
         self._decay = decay
-        self._count = 1
-        while (
-            batch * heads * self._count < _SEQUENCES
-            and tokens % (2 * self._count * _CHUNK) == 0
-            and tokens >= 2 * self._count * _SHORTEST_SEGMENT
-        ):
-            self._count *= 2
+        self._count = segments_of(batch, tokens, heads)
         self._length = tokens // self._count
-        self.chunks = -(-self._length // _CHUNK)
+        self.chunks = -(-self._length // CHUNK)
         self.log2_rates = _log2_rates(decay, like.device)
 
     def fold(self, x: Tensor) -> Tensor:
@@ -357,7 +364,7 @@ class _Segments:
 
 # Kept here too: at short lengths a step is bound by the host, to which the distances between all
 # segments are longer work than a kernel's launch.
-@lru_cache(maxsize=4096)
+@kept_on_device(maxsize=4096)
 def _weights(
     decay: Decay,
     length: int,
@@ -373,6 +380,6 @@ def _weights(
     return decay.weights(distances, torch.float32, device)
 
 
-@lru_cache(maxsize=1024)
+@kept_on_device(maxsize=1024)
 def _log2_rates(decay: Decay, device: torch.device) -> Tensor:
     return (decay.logarithms(device) / log(2)).float()

@@ -12,15 +12,12 @@ from math import inf
 from statistics import median
 from typing import NamedTuple
 
-from megatron_cp_plugin import registry
 from megatron_cp_plugin.core.alone import Alone
 from megatron_cp_plugin.core.linear import LinearShape
-from megatron_cp_plugin.core.memory import peak_of
 from megatron_cp_plugin.core.placement import HeadPlacement
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ConfigError
-from megatron_cp_plugin.kernels.base import kernel_called, kernel_names
 from megatron_cp_plugin.layers import options_by_name
 from megatron_cp_plugin.planner.candidates import (
     Candidate,
@@ -33,6 +30,7 @@ from megatron_cp_plugin.planner.candidates import (
 )
 from megatron_cp_plugin.planner.estimate import Estimate, Estimator
 from megatron_cp_plugin.planner.machine import Machine
+from megatron_cp_plugin.planner.peak import peak_bytes
 from megatron_cp_plugin.planner.simulate import Timeline, simulate
 
 # Simulations take time; these keep a choice to a few seconds. In pairs of blocks, and what each
@@ -42,11 +40,9 @@ _FEWEST, _SHARE = 4, 80  # simulations: so many at least, or divided by the numb
 _CHECKS = 3  # more, of what would be the best by its estimate alone
 _ALGORITHMS = 12  # and layouts, of which the best is simulated in any case
 _NEAR = 1.3  # times the fastest: what an estimate may be off
-_MOST_CELLS, _FEW = 2**16, 16  # pairs of ranks, and ranks, whose memory is looked at
 # Times the best estimate: what is beyond is not worth a closer look; less so of many ranks.
 _FAR, _FAR_OF_MANY, _MANY = 1.6, 1.3, 64
 _ALIKE = 1.002  # times as slow: no reason for further options
-_USUAL = "flash4"  # whose memory stands for that of kernels that are not among ours
 GIB = 2**30
 
 
@@ -89,7 +85,8 @@ class Row:
     Attributes:
         forward, backward: seconds. exposed: of these, in which the slowest rank waits for messages.
         inside, between: bytes that a rank sends in its node, and to others. simulated: it was
-            simulated; otherwise estimated. peak_bytes: of the GPU that needs most; None: unknown.
+            simulated; otherwise estimated. peak_bytes: of the GPU that needs most; None: it was not
+            looked at.
     """
 
     algo: str
@@ -462,32 +459,18 @@ def _following(lead: Row, algo: str) -> Options | None:
 def with_memory(combination: Combination, kinds: Sequence[Kind], place: Place) -> Combination:
     """With the peak memory of all rows."""
     rows = tuple(
-        replace(row, peak_bytes=peak_bytes(row, kind, place))
+        replace(row, peak_bytes=peak_of_row(row, kind, place))
         for row, kind in zip(combination.rows, kinds, strict=True)
     )
     return replace(combination, rows=rows)
 
 
-def peak_bytes(row: Row, kind: Kind, place: Place) -> int | None:
-    """Of a GPU, beside q, k, v and dout; None: of linear attention, and of very many ranks."""
-    shape, nodes = kind.shape, place.nodes
-    if isinstance(shape, LinearShape) or len(nodes) ** 2 > _MOST_CELLS:
-        return None
-    # The first and the last rank see the least and the most; of many ranks one has to do.
-    ranks = {0, len(nodes) - 1} if len(nodes) <= _FEW else {len(nodes) - 1}
-    found = [
-        peak_of(
-            lambda topology: registry.create(row.algo, topology, dict(row.options)),
-            rank,
-            nodes,
-            shape,
-            kind.mask,
-            kernel_called(place.kernel if place.kernel in kernel_names() else _USUAL),
-            peer_access=place.peer,
-        )
-        for rank in sorted(ranks)
-    ]
-    return max(max(one.forward, one.backward) for one in found)
+def peak_of_row(row: Row, kind: Kind, place: Place) -> int:
+    """Of a GPU, beside q, k, v and dout."""
+    nodes, peer = place.nodes, place.peer
+    return peak_bytes(
+        row.algo, dict(row.options), kind.shape, kind.mask, nodes, place.kernel, peer_access=peer
+    )
 
 
 def _too_large(combination: Combination, place: Place) -> str | None:

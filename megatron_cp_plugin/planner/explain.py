@@ -13,7 +13,7 @@ from megatron_cp_plugin.planner.choose import (
     Place,
     Row,
     choose,
-    peak_bytes,
+    peak_of_row,
 )
 from megatron_cp_plugin.planner.machine import Links
 from megatron_cp_plugin.text_table import text_table
@@ -99,7 +99,7 @@ def _table(choice: Choice, number: int, rows: Sequence[Row]) -> str:
     for row in rows:
         peak = known.get(row.name)
         if peak is None and row.algo not in seen:
-            peak = peak_bytes(row, kind, choice.place)
+            peak = peak_of_row(row, kind, choice.place)
         seen.add(row.algo)
         cells.append(
             (

@@ -82,8 +82,8 @@ def simulate(
     peer_access = transport != "group" and machine.copy is not None and len(set(nodes)) == 1
     ranks: tuple[int, ...] = tuple(range(size))
     if size > _ALL:
-        options = _pinned(algo, options, shape, mask, nodes, peer_access=peer_access)
-        if _by_collectives(algo, options, shape, nodes, peer_access=peer_access):
+        options = pinned(algo, options, shape, mask, nodes, peer_access=peer_access)
+        if by_collectives(algo, options, shape, nodes, peer_access=peer_access):
             ranks = (0, size // 2, size - 1)
         elif counts := _smaller(algo, options, nodes):
             tokens = shape.seq_len // size
@@ -92,7 +92,7 @@ def simulate(
                     algo,
                     options,
                     replace(shape, seq_len=tokens * count),
-                    _within(mask, tokens * count),
+                    within(mask, tokens * count),
                     machine,
                     nodes[:count],
                     transport=transport if peer_access else "group",
@@ -133,7 +133,7 @@ def _smaller(
     return None
 
 
-def _within(mask: Mask, tokens: int) -> Mask:
+def within(mask: Mask, tokens: int) -> Mask:
     """A mask of the first tokens."""
     return replace(mask, documents=tuple(start for start in mask.documents if start < tokens))
 
@@ -217,7 +217,7 @@ def _traces(
     return {rank: _trace(*of_all, rank, nodes, peer_access=peer_access) for rank in ranks}
 
 
-def _pinned(
+def pinned(
     algo: str,
     options: Mapping[str, object],
     shape: Shape | LinearShape,
@@ -244,7 +244,7 @@ def _pinned(
     return pinned
 
 
-def _by_collectives(
+def by_collectives(
     algo: str,
     options: Mapping[str, object],
     shape: Shape | LinearShape,

@@ -1,8 +1,9 @@
 """A step of training of a whole model, roughly: its time, and the memory of a GPU.
 
-Around attention, which is simulated, everything is counted: matrix products at a machine's rate,
-what reads and writes activations, collective operations at the rates of their links, the bubble of
-a pipeline. It is enough to say what fits, and which way of splitting a model is worth to be tried.
+Around attention, which is simulated, everything is counted: matrix products by their sizes
+(`planner.products`), what reads and writes activations, collective operations at the rates of their
+links, the bubble of a pipeline. It is enough to say what fits, and which way of splitting a model
+is worth to be tried.
 
 What is left out: dropout, padding of the vocabulary, imbalance between experts and between stages
 of a pipeline (the stage with the embedding or the logits has more to do), the host, overlap of
@@ -11,7 +12,7 @@ tensor-parallel and expert-parallel messages with computation.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,6 +22,7 @@ from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.planner.machine import Machine
+from megatron_cp_plugin.planner.products import Product, passes_seconds
 from megatron_cp_plugin.planner.simulate import PassTime, Timeline, simulate
 
 Recompute = Literal["none", "full"]
@@ -59,16 +61,32 @@ class Model:
     tied: bool = False
 
     @property
-    def attention_parameters(self) -> int:
+    def attention_matrices(self) -> tuple[Product, ...]:
         """Of a layer."""
         value_dim = self.value_dim or self.head_dim
-        width = (self.heads + self.kv_heads) * self.head_dim
-        return self.hidden * (width + (self.heads + self.kv_heads) * value_dim)
+        of_keys = self.kv_heads * (self.head_dim + value_dim)
+        return (
+            Product(self.hidden, self.heads * self.head_dim + of_keys),
+            Product(self.heads * value_dim, self.hidden, by_inner=True),
+        )
+
+    @property
+    def attention_parameters(self) -> int:
+        """Of a layer."""
+        return sum(one.parameters for one in self.attention_matrices)
+
+    @property
+    def expert_matrices(self) -> tuple[Product, ...]:
+        """Of an expert, or of a layer's MLP."""
+        return (
+            Product(self.hidden, (2 if self.gated else 1) * self.ffn),
+            Product(self.ffn, self.hidden, by_inner=True),
+        )
 
     @property
     def expert_parameters(self) -> int:
         """Of an expert, or of a layer's MLP."""
-        return (3 if self.gated else 2) * self.hidden * self.ffn
+        return sum(one.parameters for one in self.expert_matrices)
 
     @property
     def layer_parameters(self) -> int:
@@ -228,18 +246,13 @@ def _times(
     model: Model, split: Split, tokens: int, machine: Machine, attention: Timeline
 ) -> dict[str, float]:
     again = split.recompute == "full"
-    passes = 4 if again else 3  # of matrix products, a backward being two
     layers = -(-model.layers // split.pipeline)
     local = tokens / split.context
-    per_layer = model.attention_parameters + max(1, model.active) * model.expert_parameters
-    products = layers * per_layer
-    logits = model.hidden * model.vocabulary / split.pipeline  # of the last stage: the mean
-    flop = 2 * local / split.tensor * (passes * products + 3 * logits)
-    touched = layers * _TOUCHED * (4 / 3 if again else 1) * model.hidden * 2
+    touched = layers * _touched(model) * (4 / 3 if again else 1) * model.hidden * 2
     touched += _LOGIT_BYTES * model.vocabulary / split.pipeline
     each = {
         "attention": layers * attention.seconds,
-        "matrix products": flop / machine.matmul_flops,
+        "matrix products": _products(model, split, local, machine, layers, again=again),
         "other kernels": local / split.tensor * touched / machine.memory_bytes_per_second,
         "tensor-parallel messages": layers * _tensor(model, split, local, machine, again=again),
         "expert-parallel messages": layers * _expert(model, split, local, machine, again=again),
@@ -252,6 +265,37 @@ def _times(
         parts["pipeline bubble"] = bubble
     parts["gradients and optimizer"] = _optimizer(model, split, machine)
     return parts
+
+
+def _products(
+    model: Model, split: Split, local: float, machine: Machine, layers: int, *, again: bool
+) -> float:
+    """Of all layers of a stage, and its share of the logits."""
+
+    def seconds(matrices: Iterable[Product], rows: float, count: int = 1, *, again: bool) -> float:
+        return sum(
+            passes_seconds(machine, one.split(split.tensor), rows, count, again=again)
+            for one in matrices
+        )
+
+    layer = seconds(model.attention_matrices, local, again=again)
+    if model.experts:
+        of_rank = model.experts // split.expert
+        layer += seconds(
+            model.expert_matrices, local * model.active / of_rank, of_rank, again=again
+        )
+    else:
+        layer += seconds(model.expert_matrices, local, again=again)
+    logits = seconds([Product(model.hidden, model.vocabulary)], local, again=False)
+    return layers * layer + logits / split.pipeline  # of the last stage: the mean
+
+
+def _touched(model: Model) -> int:
+    """How often a layer reads or writes a tensor of one activation, see `_TOUCHED`.
+
+    Each token is copied to its experts and their results are added, and so are the gradients.
+    """
+    return _TOUCHED + (4 * (model.active + 1) if model.experts else 0)
 
 
 def _tensor(model: Model, split: Split, local: float, machine: Machine, *, again: bool) -> float:
@@ -356,6 +400,8 @@ def _activation_bytes(model: Model) -> float:
     width = (model.heads + 2 * model.kv_heads) * model.head_dim
     out = model.heads * (model.value_dim or model.head_dim)
     mlp = (3 if model.gated else 2) * model.ffn * max(1, model.active)
+    if model.experts:
+        mlp += model.hidden * model.active  # the tokens as they come to experts
     return 2.0 * (4 * model.hidden + width + out + mlp)
 
 

@@ -66,10 +66,31 @@ def test_experts():
     )
     assert spread.memory["parameters and gradients"] < alone.memory["parameters and gradients"] / 4
     assert "expert-parallel messages" in spread.parts
-    assert alone.parts["matrix products"] == spread.parts["matrix products"]
+    # One expert with eight times the rows.
+    assert 1 < alone.parts["matrix products"] / spread.parts["matrix products"] < 1.2
     for found in (alone, spread):  # all GPUs together have all states
         states = found.memory["optimizer"] * 2**30 * 8
         assert states == pytest.approx(12 * model.parameters)
+
+
+def test_small_experts_are_split_rather_than_multiplied_slowly():
+    """128 experts on every GPU have few rows each; on 16 GPUs each has those of 16."""
+    model = MODELS["qwen3-30b-a3b"]
+    alone, spread = (
+        step(model, Split(data=16, expert=ways), 8192, H100, attention=only(0.0))
+        for ways in (1, 16)
+    )
+    assert alone.parts["matrix products"] > 1.3 * spread.parts["matrix products"]
+    assert alone.seconds > spread.seconds
+
+
+def test_tokens_that_come_to_experts_are_kept():
+    """Each a copy, for the gradient of the expert's first matrix."""
+    model = MODELS["qwen3-30b-a3b"]
+    fewer = replace(model, active=4)
+    kept = [step(one, Split(), 8192, H100, attention=only(0.0)) for one in (model, fewer)]
+    grown = (kept[0].memory["activations"] - kept[1].memory["activations"]) * 2**30
+    assert grown == pytest.approx(model.layers * 8192 * 2 * 4 * (3 * model.ffn + model.hidden))
 
 
 def test_embedding_and_logits_count_as_layers():

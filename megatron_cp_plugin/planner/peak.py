@@ -1,0 +1,207 @@
+"""Peak memory of a layer of attention, on any number of ranks: see `core.memory`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import lcm
+
+import torch
+from torch import Tensor
+
+from megatron_cp_plugin import registry
+from megatron_cp_plugin.core.decay import Decay
+from megatron_cp_plugin.core.linear import LinearCall, LinearShape
+from megatron_cp_plugin.core.linear_kernel import BackwardPass, ForwardPass, LinearKernel
+from megatron_cp_plugin.core.memory import DTYPES, LivingBytes, peak_of
+from megatron_cp_plugin.core.partial import accumulation_dtype
+from megatron_cp_plugin.core.shape import Shape
+from megatron_cp_plugin.core.tiles import Mask
+from megatron_cp_plugin.kernels.base import kernel_called, kernel_names
+from megatron_cp_plugin.kernels.fla import CHUNK, segments_of
+from megatron_cp_plugin.planner.simulate import by_collectives, pinned, within
+from megatron_cp_plugin.planner.trace import alone
+
+_BOTH_ENDS = 16  # of so many ranks the first and the last are looked at, of more the last
+_ALL, _FEW_TEAMS = 64, 4  # ranks, and teams of them, that stand for more
+_USUAL = "flash4"  # whose memory stands for that of kernels that are not among ours
+
+
+def peak_bytes(
+    algo: str,
+    options: Mapping[str, object],
+    shape: Shape | LinearShape,
+    mask: Mask,
+    nodes: Sequence[int],
+    kernel: str,
+    *,
+    peer_access: bool,
+) -> int:
+    """Bytes of the GPU that needs most, beside q, k, v and dout.
+
+    Of more than 64 ranks, where these exchange block by block, it is that of 32 and of 64 (or of
+    four and eight teams or nodes) with as many tokens each, and goes on in a straight line: what a
+    rank holds at a time grows by as much with every further one, or not at all.
+
+    Args:
+        algo, options: as `registry.create`. nodes: of each rank. kernel: name of one; where it is
+            none of ours `flash4` stands for it. peer_access: ranks reach each other's memory.
+
+    Raises: ConfigError if the algorithm cannot serve this.
+    """
+    nodes, size = tuple(nodes), len(nodes)
+    if isinstance(shape, LinearShape):
+        return _linear_peak(algo, options, shape, mask, nodes)
+    if size > _ALL:
+        options = pinned(algo, options, shape, mask, nodes, peer_access=peer_access)
+        rows = int(str(options.get("rows", 1)))
+        step = lcm(nodes.count(nodes[0]), int(str(options.get("ulysses", 1))), rows)
+        few = step * max(_FEW_TEAMS, _ALL // 2 // step)
+        meet_at_once = by_collectives(algo, options, shape, nodes, peer_access=peer_access)
+        if not meet_at_once and 2 * few < size:
+            tokens = shape.seq_len // size
+            low, high = (
+                _peak(
+                    algo,
+                    {**options, **({"cols": count // rows} if "rows" in options else {})},
+                    replace(shape, seq_len=tokens * count),
+                    within(mask, tokens * count),
+                    nodes[:count],
+                    kernel,
+                    peer_access=peer_access,
+                )
+                for count in (few, 2 * few)
+            )
+            return high + max(0, high - low) * (size - 2 * few) // few
+    return _peak(algo, options, shape, mask, nodes, kernel, peer_access=peer_access)
+
+
+def _peak(
+    algo: str,
+    options: Mapping[str, object],
+    shape: Shape,
+    mask: Mask,
+    nodes: tuple[int, ...],
+    kernel: str,
+    *,
+    peer_access: bool,
+) -> int:
+    last = len(nodes) - 1  # sees the most
+    found = [
+        peak_of(
+            lambda topology: registry.create(algo, topology, dict(options)),
+            rank,
+            nodes,
+            shape,
+            mask,
+            kernel_called(kernel if kernel in kernel_names() else _USUAL),
+            peer_access=peer_access,
+        )
+        for rank in sorted({0, last} if last < _BOTH_ENDS else {last})
+    ]
+    return max(max(one.forward, one.backward) for one in found)
+
+
+# ---- linear attention
+
+
+def _linear_peak(
+    algo: str,
+    options: Mapping[str, object],
+    shape: LinearShape,
+    mask: Mask,
+    nodes: tuple[int, ...],
+) -> int:
+    """Of a rank in the middle, as all are; with fla's kernels."""
+    rank, size = len(nodes) // 2, len(nodes)
+    algorithm = registry.create_linear(algo, alone(rank, nodes, peer_access=False), options)
+    algorithm.check(algorithm.options, size=size, heads=shape.heads)
+    tokens = algorithm.layout.length(rank, size, shape.seq_len)
+    q, k, v, dout = (
+        torch.empty(
+            (shape.batch, tokens, shape.heads, dim),
+            dtype=DTYPES[shape.element_bytes],
+            device="meta",
+        )
+        for dim in (shape.head_dim, shape.head_dim, shape.value_dim, shape.value_dim)
+    )
+    # Any rate below 1: so states are weighted, as most models have them.
+    call = LinearCall(shape.seq_len, mask.causal, Decay((0.5,) * shape.heads), _LinearSizes())
+    with LivingBytes([q, k, v, dout]) as living:
+        out, _, saved = algorithm.forward(q, k, v, None, call)
+        gradients = algorithm.backward(dout, None, saved, call)
+    del out, gradients
+    return living.most
+
+
+class _LinearSizes(LinearKernel):
+    """Makes what fla's kernels make, of tensors without storage."""
+
+    name = "sizes"
+
+    def unsupported(self, problem: object) -> str | None:
+        return None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, decay: Decay) -> ForwardPass:
+        return _LinearForward(q, v)
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        decay: Decay,
+        cache: Tensor | None,
+    ) -> BackwardPass:
+        return _LinearBackward(q, k, v)
+
+
+def _states(q: Tensor, v: Tensor, count: int, dtype: torch.dtype | None = None) -> Tensor:
+    batch, _, heads, dim = q.shape
+    shape = (batch * count, heads, dim, v.shape[3])
+    return q.new_empty(shape, dtype=dtype or accumulation_dtype(q.dtype))
+
+
+def _segments(q: Tensor) -> int:
+    batch, tokens, heads, _ = q.shape
+    return segments_of(batch, tokens, heads)
+
+
+class _LinearForward(ForwardPass):
+    def __init__(self, q: Tensor, v: Tensor) -> None:
+        self._q, self._v = q, v
+        self._ends = _states(q, v, _segments(q))
+        self.state = _states(q, v, 1)
+
+    def intra(self) -> None:
+        self._before = _states(self._q, self._v, _segments(self._q))
+        self._out = torch.empty_like(self._v)
+
+    def finish(self, incoming: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        if incoming is not None:
+            self._before = _states(self._q, self._v, _segments(self._q))
+        return self._out, self._before
+
+
+class _LinearBackward(BackwardPass):
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        self._of = q, k, v
+        self._dstarts = _states(q, v, _segments(q))
+        self.dstate = _states(q, v, 1)
+
+    def intra(self) -> None:
+        self._before_chunks = self._of_chunks()
+
+    def finish(self, doutgoing: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = self._of
+        dends, dafter_chunks = _states(q, v, _segments(q)), self._of_chunks()
+        dq, dk = torch.empty_like(q), torch.empty_like(k)
+        del self._before_chunks
+        dv = torch.empty_like(v)
+        del dends, dafter_chunks
+        return dq, dk, dv
+
+    def _of_chunks(self) -> Tensor:
+        q, _, v = self._of
+        return _states(q, v, -(-q.shape[1] // CHUNK), q.dtype)
