@@ -7,7 +7,6 @@ A causal mask, a window, a packed document and a slice of a span mask are one th
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property, lru_cache
-from itertools import pairwise
 from math import lcm
 from typing import NamedTuple, Self
 
@@ -170,12 +169,12 @@ class Extent:
     """
 
     def __init__(self, spans: Spans, bands: Bands, side: int) -> None:
-        if any(a.stop > b.start for a, b in pairwise(spans)):
-            raise ValueError(f"spans must be ascending and disjoint, got {spans}")
         self._spans, self._bands = spans, bands
         self._starts = [span.start for span in spans]
         starts = np.array(self._starts, dtype=np.int64)
         stops = np.array([span.stop for span in spans], dtype=np.int64)
+        if (stops[:-1] > starts[1:]).any():
+            raise ValueError(f"spans must be ascending and disjoint, got {spans}")
         self._begin, self._end, self._side = starts, stops, side
         self._before = np.concatenate(([0], np.cumsum(stops - starts)))
 
@@ -273,17 +272,19 @@ def _of_residues(
 
 
 @lru_cache(maxsize=8192)  # both passes of a micro-batch have the same
-def touched(q_spans: Spans, kv_spans: Spans, bands: Bands) -> tuple[Rows, Rows]:
+def touched(q_spans: Spans, kv_spans: Spans, bands: Bands, gap: int) -> tuple[Rows, Rows]:
     """Rows of a block of queries that see any key of another block, and those of these keys.
 
-    Of positions with a step, all from the first to the last one that a band has. Args: as of
-    `cells`.
+    Of positions with a step, all from the first to the last one that a band has.
+
+    Args: gap: how many rows may lie between others that come with them. Otherwise as of `cells`.
     """
     if not q_spans or not kv_spans:
         return (), ()
     if any(span.step > 1 for span in (*q_spans, *kv_spans)):
         found = [cell for cell in cells(q_spans, kv_spans, bands) if cell.visible]
-        return _union_of(cell.rows for cell in found), _union_of(cell.cols for cell in found)
+        of_rows = _union_of((cell.rows for cell in found), gap)
+        return of_rows, _union_of((cell.cols for cell in found), gap)
     of_queries, of_keys = Extent.of(q_spans, bands, 0), Extent.of(kv_spans, bands, 2)
     number = np.array(of_queries.shared_with(of_keys), dtype=np.int64)
     # All pairs of a span of queries and one of keys that a band has.
@@ -296,7 +297,7 @@ def touched(q_spans: Spans, kv_spans: Spans, bands: Bands) -> tuple[Rows, Rows]:
     rows = np.stack((np.maximum(x_start, y_start - high), np.minimum(x_stop, y_stop - low)))
     cols = np.stack((np.maximum(y_start, x_start + low), np.minimum(y_stop, x_stop + high)))
     seen = rows[0] < rows[1]
-    return _union((rows - before_x)[:, seen]), _union((cols - before_y)[:, seen])
+    return _union((rows - before_x)[:, seen], gap), _union((cols - before_y)[:, seen], gap)
 
 
 def expanded(counts: Numbers) -> tuple[Numbers, Numbers]:
@@ -305,15 +306,15 @@ def expanded(counts: Numbers) -> tuple[Numbers, Numbers]:
     return whose, np.arange(len(whose)) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
-def _union_of(slices: Iterable[slice]) -> Rows:
+def _union_of(slices: Iterable[slice], gap: int) -> Rows:
     edges = [(part.start, part.stop) for part in slices]
-    return _union(np.array(edges, dtype=np.int64).reshape(-1, 2).T)
+    return _union(np.array(edges, dtype=np.int64).reshape(-1, 2).T, gap)
 
 
-def _union(edges: Numbers) -> Rows:
-    """Args: edges: [2,n], starts and stops of ranges that are not empty."""
+def _union(edges: Numbers, gap: int) -> Rows:
+    """Args: edges: [2,n], starts and stops of ranges that are not empty. gap: as of `touched`."""
     same = np.zeros(edges.shape[1], np.int64)
-    _, starts, stops = _merged(same, edges[0], edges[1], np.zeros(1, np.int64))
+    _, starts, stops = _merged(same, edges[0], edges[1], np.array([gap], np.int64))
     return tuple(zip(starts.tolist(), stops.tolist(), strict=True))
 
 

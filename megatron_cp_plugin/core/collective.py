@@ -44,9 +44,12 @@ def rounds(moves: Iterable[Move], groups: Sequence[HeadGroup]) -> tuple[Round, .
     of all heads comes before the first.
     """
     found: dict[tuple[HeadGroup, bool], dict[Operation, None]] = {}
+    last: Operation | None = None
     for move in moves:
-        group = move.heads if move.heads in groups else groups[0]
         operation = Operation(move.messages, move.heads, move.wide)
+        if operation == last:  # as most are: of one block after another
+            continue
+        last, group = operation, move.heads if move.heads in groups else groups[0]
         found.setdefault((group, move.result), {})[operation] = None
     return tuple(
         Round(group, tuple(found.get((group, False), ())), tuple(found.get((group, True), ())))

@@ -29,7 +29,7 @@ def with_teams(placement: HeadPlacement, between: Plan, rank: int | None) -> Pla
     seq_len = sum(between.spans.lengths)
     size = len(between.spans) * placement.members
     layout = placement.layout.within(between.mask.followed)
-    spans = Owned(layout, size, seq_len)
+    spans = Owned.of(layout, size, seq_len)
     making = _Teams(placement, between, spans.lengths, rank)
     exchanged = tuple(making.exchanged())
     return replace(

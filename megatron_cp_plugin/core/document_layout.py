@@ -5,7 +5,7 @@ document grows with the square of its length.
 """
 
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -13,7 +13,15 @@ from itertools import pairwise
 import numpy as np
 
 from megatron_cp_plugin.core.balance import deal
-from megatron_cp_plugin.core.layout import LAYOUTS, Documents, Layout, Span, Zigzag, joined
+from megatron_cp_plugin.core.layout import (
+    LAYOUTS,
+    Documents,
+    Layout,
+    ManySpans,
+    Span,
+    Zigzag,
+    joined,
+)
 from megatron_cp_plugin.core.slices import Slices, starts_and_slices
 from megatron_cp_plugin.errors import ContextParallelError
 
@@ -75,9 +83,11 @@ class PaddedDocuments(Layout):
     def multiple(self, size: int) -> int:
         return _ZIGZAG.multiple(size) if size > 1 else 1
 
-    def alike(self, query: int, key: int) -> tuple[int, int] | None:
+    def alike(self, query: int, size: int) -> Sequence[tuple[int, int]] | None:
         """See Layout.alike: chunks of two ranks are in one of three orders, in all documents."""
-        return (int(query > key), int(query < key)) if self.documents else None
+        if not self.documents:
+            return None
+        return [(1, 0)] * query + [(0, 0)] + [(0, 1)] * (size - 1 - query)
 
     def within(self, documents: Documents) -> "PaddedDocuments":
         starts, _ = starts_and_slices(documents)
@@ -115,7 +125,7 @@ def _chunks_of_each(bounds: tuple[int, ...], size: int, rank: int) -> tuple[Span
     begins, ends = first.ravel(), (first + chunks[:, None]).ravel()
     apart = ends[:-1] != begins[1:]
     begins, ends = begins[np.append(True, apart)], ends[np.append(apart, True)]
-    return tuple(map(Span, begins.tolist(), ends.tolist()))
+    return ManySpans(map(Span, begins.tolist(), ends.tolist()))
 
 
 @lru_cache(maxsize=64)
@@ -154,4 +164,6 @@ def _dealt(
     parts: list[tuple[int, int]], size: int, work: Callable[[int, int], int]
 ) -> tuple[tuple[Span, ...], ...]:
     dealt = deal(parts, size, work)
-    return tuple(joined(Span(*rows) for rows in of_rank) or (Span(0, 0),) for of_rank in dealt)
+    return tuple(
+        ManySpans(joined(Span(*rows) for rows in of_rank) or (Span(0, 0),)) for of_rank in dealt
+    )

@@ -4,6 +4,7 @@ B batch, S local tokens, H query heads, G KV heads, D head dim.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -12,10 +13,11 @@ from megatron_cp_plugin.core import collective
 from megatron_cp_plugin.core.algorithm import Call, Saved
 from megatron_cp_plugin.core.assembly import Assembly, assemble
 from megatron_cp_plugin.core.grid import Grid
+from megatron_cp_plugin.core.owned import Owned
 from megatron_cp_plugin.core.partial import accumulation_dtype
 from megatron_cp_plugin.core.plan import Move, Plan
 from megatron_cp_plugin.core.program import during, outside
-from megatron_cp_plugin.core.rows import positions_of, row_count
+from megatron_cp_plugin.core.rows import Rows, positions_of, row_count
 from megatron_cp_plugin.core.team import GatheringTeam, Team, Travelling
 from megatron_cp_plugin.core.tile_batches import Part, parts
 from megatron_cp_plugin.core.topology import Topology
@@ -38,8 +40,10 @@ class Gathered:
             topology.channel(REDISTRIBUTED)
         row, column = grid.row(rank), [grid.key_owners[other] for other in grid.column(rank)]
         moves = [move for move in during(plan) if rank in (move.source, move.target)]
-        queries = _order(plan, moves, row, rank, of_keys=False)
-        keys = _order(plan, moves, column, grid.key_owners[rank], of_keys=True)
+        # The same rows for all groups of heads.
+        first = [move for move in moves if move.needed == 0 and not move.result]
+        queries = _order(plan, first, row, rank, of_keys=False)
+        keys = _order(plan, first, column, grid.key_owners[rank], of_keys=True)
         in_row = topology.subgroup(row, "row")
         in_column = topology.subgroup(grid.column(rank), "column")
         self._teams: dict[bool, Team] = {
@@ -86,16 +90,28 @@ def _order(
     Args: moves: from or to it. members: whose blocks they are, in the order of the channel. own:
         whose block it has at the beginning.
     """
-    travelling = [move for move in moves if not move.result and move.of_keys == of_keys]
+    travelling = [move for move in moves if move.of_keys == of_keys]
     if not travelling:
         members = [own]
     rows = {move.block.owners[0]: move.block.rows for move in travelling}
-    lengths = {owner: sum(map(len, plan.spans[owner])) for owner in members}
-    width = max((move.tokens for move in travelling), default=lengths[own])
-    if all(row_count(rows[owner]) == lengths[owner] for owner in rows):
-        return assemble([plan.spans[owner] for owner in members], width), None
-    spans = (
-        plan.spans[owner] if owner == own else positions_of(plan.spans[owner], rows[owner])
+    width = max((move.tokens for move in travelling), default=plan.spans.lengths[own])
+    return _ordered(plan.spans, tuple(members), own, tuple(sorted(rows.items())), width)
+
+
+@lru_cache(maxsize=64)  # both passes of a micro-batch have the same
+def _ordered(
+    owned: Owned,
+    members: tuple[int, ...],
+    own: int,
+    travelling: tuple[tuple[int, Rows], ...],
+    width: int,
+) -> tuple[Assembly, Travelling | None]:
+    """See `_order`. Args: travelling: which rows of each member."""
+    rows = dict(travelling)
+    if all(row_count(rows[owner]) == owned.lengths[owner] for owner in rows):
+        return assemble([owned[owner] for owner in members], width), None
+    spans = [
+        owned[owner] if owner == own else positions_of(owned[owner], rows[owner])
         for owner in members
-    )
-    return assemble(list(spans), width), Travelling(members.index(own), rows[own])
+    ]
+    return assemble(spans, width), Travelling(members.index(own), rows[own])

@@ -7,6 +7,7 @@ at the end apply it to tensors.
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -36,6 +37,17 @@ class Span:
         return range(self.start, self.stop, self.step)
 
 
+class ManySpans(tuple[Span, ...]):
+    """Spans that are hashed once: with documents a rank has a thousand."""
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return super().__hash__()
+
+
 def chunk_bounds(index: int, chunks: int, seq_len: int) -> tuple[int, int]:
     """Bounds of one of `chunks` consecutive pieces of seq_len; the first pieces take the rest."""
     size, rest = divmod(seq_len, chunks)
@@ -58,13 +70,18 @@ def rows_of(spans: tuple[Span, ...], start: int, stop: int) -> tuple[Span, ...]:
     """Positions of rows [start, stop) of a block."""
     if not start and stop >= sum(map(len, spans)):
         return spans
-    found = []
+    found: list[Span] = []
     for span in spans:
-        first, last = max(start, 0), min(stop, len(span))
+        length = len(span)
+        first, last = max(start, 0), min(stop, length)
         if first < last:
-            positions = span.positions[first:last]
-            found.append(Span(positions.start, positions.stop, span.step))
-        start, stop = start - len(span), stop - len(span)
+            if last - first < length or span.step > 1:
+                positions = span.positions[first:last]
+                span = Span(positions.start, positions.stop, span.step)
+            found.append(span)
+        elif stop <= 0:
+            break
+        start, stop = start - length, stop - length
     return tuple(found)
 
 
@@ -93,10 +110,10 @@ class Layout(ABC):
         """Number of tokens that `rank` holds."""
         return sum(map(len, self.spans(rank, size, seq_len)))
 
-    def alike(self, query: int, key: int) -> tuple[int, int] | None:
-        """Two ranks of which the rows of the first one's queries see the same rows of the second
-        one's keys as with two given ranks, where a mask knows no more than which of two positions
-        comes first, and the documents of the layout. None: none are known.
+    def alike(self, query: int, size: int) -> Sequence[tuple[int, int]] | None:
+        """[key]: two ranks of which the rows of the first one's queries see the same rows of the
+        second one's keys as with ranks `query` and `key`, where a mask knows no more than which of
+        two positions comes first, and the documents of the layout. None: none are known.
         """
         return None
 
@@ -179,9 +196,9 @@ class Grouped(Layout):
         """Whether that of the single ranks does."""
         return self.parts.follows_documents
 
-    def alike(self, query: int, key: int) -> tuple[int, int] | None:
+    def alike(self, query: int, size: int) -> Sequence[tuple[int, int]] | None:
         """See Layout.alike: as of the single ranks, of which each follows the one before."""
-        return self.parts.alike(query, key)
+        return self.parts.alike(query, size)
 
     def within(self, documents: "Documents") -> "Grouped":
         return Grouped(self.parts.within(documents), self.members)

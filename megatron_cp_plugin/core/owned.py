@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Self, overload
 
 from megatron_cp_plugin.core.bands import Spans
@@ -37,6 +37,12 @@ class Owned(Sequence[Spans]):
     layout: Layout
     size: int
     seq_len: int
+
+    @staticmethod
+    @lru_cache(maxsize=16)  # both passes of a micro-batch have the same
+    def of(layout: Layout, size: int, seq_len: int) -> "Owned":
+        """What the ranks own in a layout."""
+        return Owned(layout, size, seq_len)
 
     @classmethod
     def recorded(cls, spans: Sequence[Spans]) -> Self:
@@ -78,7 +84,7 @@ class Owned(Sequence[Spans]):
             return False
         return any(span.step > 1 for spans in self for span in spans)
 
-    def alike(self, query: int, key: int, mask: Mask) -> tuple[int, int] | None:
+    def alike(self, query: int, mask: Mask) -> Sequence[tuple[int, int]] | None:
         """See `Layout.alike`; None too if the mask knows distances."""
         distances = mask.window is not None or mask.slices is not None
-        return None if distances else self.layout.alike(query, key)
+        return None if distances else self.layout.alike(query, self.size)

@@ -42,9 +42,9 @@ class BlockPlacement(ABC):
             way; otherwise it goes straight from its owner to each, and results straight back.
         masked: only what the mask needs travels; otherwise whole blocks go to every rank where they
             have a place, but for masks with a window, documents or spans on layouts without gaps.
-        assembled: blocks come by collective operations. All that a rank computes in one step is
-            one block of queries and one of keys. Blocks are padded to equal lengths, and all ranks
-            that get a block get the same rows of it. Tensors of one kind travel as one; lse and
+        assembled: blocks come by collective operations. All that a rank computes, in step 0, is
+            one block of queries and one of keys, of all the pairs that `pairs_of` names. Blocks
+            are padded to equal lengths, and all ranks that get a block get the same rows of it. Tensors of one kind travel as one; lse and
             delta of all heads at once.
     """
 

@@ -226,21 +226,21 @@ def _exchanges(plan: Plan, rank: int) -> dict[tuple[bool, int], tuple[Exchange, 
 def _all_exchanges(plan: Plan) -> tuple[tuple[tuple[bool, tuple[Move, ...]], ...], bool, bool]:
     """`receivable`, `one_peer` and `slow` of a program."""
     received: dict[tuple[bool, int, int, int], list[Move]] = {}
-    peers: dict[tuple[bool, int, int, int, bool], set[int]] = {}
+    sent_to: dict[tuple[bool, int, int, int], int] = {}
+    one_peer = True
     for move in plan.moves:
-        at = move.result, move.posted, move.needed
-        received.setdefault((*at, move.target), []).append(move)
-        peers.setdefault((*at, move.source, True), set()).add(move.target)
-        peers.setdefault((*at, move.target, False), set()).add(move.source)
+        at, source, target = (move.result, move.posted, move.needed), move.source, move.target
+        moves = received.setdefault((*at, target), [])
+        moves.append(move)
+        same = moves[0].source == source and sent_to.setdefault((*at, source), target) == target
+        one_peer = one_peer and same
     largest: dict[tuple[object, ...], tuple[Move, ...]] = {}
     for (result, *_), moves in received.items():
         kind = result, *((move.messages, move.heads, move.wide) for move in moves)
-        before = largest.get(kind, moves)
-        pairs = zip(before, moves, strict=True)
-        largest[kind] = tuple(max(pair, key=lambda move: move.tokens) for pair in pairs)
+        pairs = zip(largest.get(kind, moves), moves, strict=True)
+        largest[kind] = tuple(a if a.tokens >= b.tokens else b for a, b in pairs)
     unequal = {result for result in (False, True) if not _equal_for_all(plan, received, result)}
     found = tuple((ms[0].result, ms) for ms in largest.values() if ms[0].result in unequal)
-    one_peer = all(len(others) == 1 for others in peers.values())
     times = (*((move.posted, move.needed) for move in plan.moves), *(t[1:] for t in plan.times))
     slow = any(needed > posted + 1 for posted, needed in times)
     return found, one_peer, slow

@@ -10,7 +10,7 @@ grow by one a row, so a few rectangles and triangles cover what is between them 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple, Self
 
@@ -57,6 +57,14 @@ class Mask:
                 f"a window is 1 or more and needs causal attention, got {self.window} with {shape} "
                 "attention: leave window out"
             )
+
+    def __hash__(self) -> int:
+        # Plans and tiles are kept by it: hashed once, however many documents it has.
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.causal, self.window, self.documents, self.slices))
 
     @classmethod
     def of(cls, slices: Slices) -> "Mask":
@@ -188,18 +196,20 @@ def sees(q_spans: Sequence[Span], kv_spans: Sequence[Span], mask: Mask) -> bool:
 
 
 def touched_rows(
-    q_spans: Sequence[Span], kv_spans: Sequence[Span], mask: Mask
+    q_spans: Sequence[Span], kv_spans: Sequence[Span], mask: Mask, gap: int = 0
 ) -> tuple[Rows, Rows]:
     """Rows of a block of queries that see any key of another block, and those of these keys.
 
-    Of positions with a step, perhaps others between them.
+    Of positions with a step, perhaps others between them; and those in gaps of at most `gap` rows.
     """
-    return touched(filled(q_spans), filled(kv_spans), mask.bands)
+    return touched(filled(q_spans), filled(kv_spans), mask.bands, gap)
 
 
 def filled(spans: Sequence[Span]) -> Spans:
     """Those that are not empty."""
-    return tuple([span for span in spans if span.start < span.stop])
+    found = tuple([span for span in spans if span.start < span.stop])
+    # They themselves if they can be, which may be hashed already.
+    return spans if isinstance(spans, tuple) and len(found) == len(spans) else found
 
 
 def _joined(tiles: Iterable[Tile]) -> Iterator[Tile]:

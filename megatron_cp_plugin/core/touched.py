@@ -1,12 +1,13 @@
 """Which rows of all blocks meet under a mask: those that have to travel."""
 
-from functools import cache, lru_cache
+from functools import lru_cache
+from typing import Literal
 
 from megatron_cp_plugin.core import bands
 from megatron_cp_plugin.core.bands import Bands
 from megatron_cp_plugin.core.layout import Layout
 from megatron_cp_plugin.core.owned import Owned
-from megatron_cp_plugin.core.rows import Rows, union
+from megatron_cp_plugin.core.rows import Rows
 from megatron_cp_plugin.core.tiles import Mask, filled, touched_rows
 
 # Rows that nobody needs travel too where they are fewer, one behind the other, than a block has by
@@ -27,20 +28,19 @@ def keys_seen(layout: Layout, size: int, seq_len: int, mask: Mask) -> list[dict[
 
     Args: layout: of positions without a step.
     """
-    owned = Owned(layout, size, seq_len)
-    if owned.alike(0, 0, mask) is None:
+    owned = Owned.of(layout, size, seq_len)
+    if owned.alike(0, mask) is None:
         return _of_all_pairs(owned, mask.bands)
-    return [{key: cols for key, (_, cols) in met.items()} for met in _of_kinds(owned, mask)]
+    return [dict(enumerate(met)) for met in _of_kinds(owned, mask, 1)]
 
 
 @lru_cache(maxsize=16)
 def queries_seeing(layout: Layout, size: int, seq_len: int, mask: Mask) -> list[dict[int, Rows]]:
     """[rank][owner]: rows of the owner's queries that see any key of the rank; as `keys_seen`."""
-    owned = Owned(layout, size, seq_len)
-    if owned.alike(0, 0, mask) is None:
+    owned = Owned.of(layout, size, seq_len)
+    if owned.alike(0, mask) is None:
         return _of_all_pairs(owned, mask.bands.transposed)
-    met = _of_kinds(owned, mask)
-    return [{query: met[query][key][0] for query in range(size)} for key in range(size)]
+    return [dict(enumerate(met)) for met in zip(*_of_kinds(owned, mask, 0), strict=True)]
 
 
 def _of_all_pairs(owned: Owned, mask: Bands) -> list[dict[int, Rows]]:
@@ -48,15 +48,12 @@ def _of_all_pairs(owned: Owned, mask: Bands) -> list[dict[int, Rows]]:
     return bands.keys_seen(blocks, mask, [longest_gap(length) for length in owned.lengths])
 
 
-def _of_kinds(owned: Owned, mask: Mask) -> list[dict[int, tuple[Rows, Rows]]]:
-    """[rank][owner]: rows of the rank's queries and of the owner's keys that see each other."""
-    gap, alike = longest_gap(max(owned.lengths)), owned.layout.alike
-
-    @cache
-    def rows(pair: tuple[int, int]) -> tuple[Rows, Rows]:
-        query, key = pair
-        q, kv = touched_rows(owned[query], owned[key], mask)
-        return union((q,), gap), union((kv,), gap)
-
-    ranks = range(len(owned))
-    return [{key: rows(alike(query, key)) for key in ranks} for query in ranks]
+def _of_kinds(owned: Owned, mask: Mask, side: Literal[0, 1]) -> list[list[Rows]]:
+    """[rank][owner]: rows of the rank's queries (0), of the owner's keys (1), that meet others."""
+    alike = [owned.alike(query, mask) or () for query in range(len(owned))]
+    gap = longest_gap(max(owned.lengths))
+    rows = {
+        (query, key): touched_rows(owned[query], owned[key], mask, gap)[side]
+        for query, key in {pair for pairs in alike for pair in pairs}
+    }
+    return [[rows[pair] for pair in pairs] for pairs in alike]

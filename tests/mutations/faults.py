@@ -208,21 +208,21 @@ FAULTS = (
     ),
     # core: plans and their execution
     Fault(
-        "core/derive.py",
+        "core/derive_blocks.py",
         "start, stop = tokens * index // count, tokens * (index + 1) // count",
         "start, stop = tokens // count * index, tokens // count * (index + 1)",
         "the odd row of a block that two ranks share is computed by none",
         "core/test_execute.py::test_copy_engines_find_what_they_need",
     ),
     Fault(
-        "core/derive.py",
+        "core/derive_blocks.py",
         "min(self.first, step), max(self.last, step)",
         "min(self.first, step), self.last",
         "results leave after the first of several steps",
         "core/test_plan.py::test_every_plan_is_correct",
     ),
     Fault(
-        "core/derive.py",
+        "core/derive_blocks.py",
         "rows = tuple((start + first, start + last) for first, last in rows)",
         "rows = tuple((first, start + last) for first, last in rows)",
         "a helper gets rows that it does not compute",
@@ -429,13 +429,13 @@ FAULTS = (
     ),
     Fault(
         "core/document_layout.py",
-        "return (int(query > key), int(query < key)) if",
-        "return (int(query > key), 0) if",
+        "return [(1, 0)] * query + [(0, 0)] + [(0, 1)] *",
+        "return [(1, 0)] * query + [(0, 0)] + [(0, 0)] *",
         "pairs of ranks count as alike whose chunks lie otherwise",
         "core/test_tile_table.py::test_documents_that_are_planned_together",
     ),
     Fault(
-        "core/derive.py",
+        "core/derive_ring.py",
         "if lap.first < hop <= lap.last:",
         "if lap.first < hop < lap.last:",
         "the last rank of a ring that needs a block does not get the sums of those before",
