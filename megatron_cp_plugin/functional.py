@@ -125,8 +125,6 @@ def attention(
     """
     if spans is not None:
         _check_alone(causal, window, cu_seqlens)
-        if algo == registry.AUTO:
-            raise ContextParallelError("auto does not choose for spans: name an algorithm")
     topology, layout = _topology(group), registry.layout_of(algo, options)
     if algo != registry.AUTO:
         algorithm = _algorithm(algo, topology, tuple(sorted(options.items())))
@@ -134,7 +132,8 @@ def attention(
     documents, slices = starts_and_slices(followed)
     if algo == registry.AUTO:
         check_shapes(q, k, v)
-        shape, mask = Shape.of(q, k, v, seq_len), Mask(causal, window, documents)
+        shape = Shape.of(q, k, v, seq_len)
+        mask = Mask(causal, window, documents) if slices is None else Mask.of(slices)
         algorithm = _algorithm(*_choose(topology, shape, mask, kernel, options))
     return attend(
         q,
