@@ -521,9 +521,9 @@ def steps() -> list[tuple[StepRow, Step]]:
         for values in csv.DictReader(lines):
             # torch's DDP keeps all states of the optimizer on every GPU.
             split = "DDP" not in values["source"]
-            numbers_of = {"layers": int, "gpus": int, "tokens": int}
-            numbers_of |= {"seconds": float, "host_seconds": float}
-            row = StepRow(**{k: numbers_of.get(k, str)(v) for k, v in values.items()})
+            kinds: dict[str, Any] = {"layers": int, "gpus": int, "tokens": int, "seconds": float}
+            kinds["host_seconds"] = float
+            row = StepRow(**{k: kinds.get(k, str)(v) for k, v in values.items()})
             predicted = step(
                 replace(MODELS[row.model], layers=row.layers),
                 Split(context=row.gpus, recompute=row.recompute, distributed_optimizer=split),

@@ -176,7 +176,7 @@ def test_a_model_leaves_memory_for_attention(choose: Choosing) -> None:
     assert (small.algo, small.options) != (fast.algo, fast.options)
 
 
-@pytest.mark.parametrize("name", ["llama3-8b", "qwen3-30b-a3b", "tnl-1b"])
+@pytest.mark.parametrize("name", ["llama3-8b", "qwen3-30b-a3b", "deepseek-v3", "tnl-1b"])
 def test_written_choices_are_run_files(tmp_path: Path, name: str) -> None:
     """`plan --model --yaml` names flags that Megatron has, and options that the algorithm has."""
     machine = Machine.load("h100_400g")
