@@ -64,7 +64,7 @@ def plan_model(
         (
             *map(str, (s.tensor, s.context, s.pipeline, s.data, s.expert)),
             s.recompute,
-            "in chunks" if s.chunked_loss else "whole",
+            "chunked" if s.chunked_loss else "whole",
             f"{one.step.seconds:.2f}",
             f"{one.rate:.0f}",
             f"{one.step.gib:.0f}",
