@@ -1,9 +1,12 @@
 # Every target makes .venv first, so each of them works right after a clone.
 PY := .venv/bin/python
 ARGS ?=
+# Of `make fuzz`.
+MINUTES ?= 10
+EXAMPLES ?= 5
 
 .DEFAULT_GOAL := help
-.PHONY: help setup smoke test test-all lint format lock clean
+.PHONY: help setup smoke test test-all fuzz lint format lock clean
 
 help: ## List the targets
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -20,6 +23,13 @@ test: setup ## Run the tests but the slow ones (ARGS="-k layout" to choose)
 
 test-all: setup ## Run all tests
 	@$(PY) -m pytest $(ARGS)
+
+fuzz: setup ## Try new random examples till a test fails (MINUTES=10; EXAMPLES=5 times as many a round)
+	@end=$$(($$(date +%s) + 60 * $(MINUTES))); \
+	while [ $$(date +%s) -lt $$end ]; do \
+	  $(PY) -m pytest -q -x -m hypothesis --timeout 0 --examples $(EXAMPLES) \
+	    --hypothesis-seed $$(od -An -N4 -tu4 /dev/urandom) $(ARGS) || exit 1; \
+	done
 
 lint: setup ## ruff and mypy
 	@$(PY) -m ruff check .

@@ -6,7 +6,7 @@
     out = cp.attention(q, k, v, algo="zigzag")       # [B,S,H,D], differentiable
     whole = cp.unshard(out, dim=1, algo="zigzag")
 
-Importing this needs torch alone and changes nothing. What is raised is in `errors`.
+Importing this needs torch alone and changes nothing. All exceptions are those of `errors`.
 """
 
 from megatron_cp_plugin import algorithms as algorithms  # registers them all

@@ -1,7 +1,10 @@
 """Errors of this package. Each message is one line: what, got, allowed, what to do."""
 
 from collections.abc import Iterable
+from contextlib import suppress
 from difflib import get_close_matches
+from operator import index
+from typing import SupportsIndex
 
 
 class ContextParallelError(ValueError):
@@ -20,9 +23,21 @@ class CommunicationError(RuntimeError):
     """Another rank cannot be reached any more."""
 
 
-def nearest(name: str, choices: Iterable[str]) -> str:
+def whole_number(name: str, value: object) -> int:
+    """Returns a setting as an int.
+
+    Raises:
+        ContextParallelError: It is no whole number.
+    """
+    if isinstance(value, SupportsIndex) and not isinstance(value, bool):
+        with suppress(TypeError):  # a tensor of fractions, or of several numbers
+            return index(value)
+    raise ContextParallelError(f"{name} needs a whole number, got {value!r}: cast it first")
+
+
+def nearest(name: object, choices: Iterable[str]) -> str:
     """Returns " (did you mean 'x'?)" for the choice closest to `name`, or "" if none is close."""
-    close = get_close_matches(name, list(choices), n=1, cutoff=0.5)
+    close = get_close_matches(str(name), list(choices), n=1, cutoff=0.5)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 

@@ -7,7 +7,7 @@ queries and keys, E that of values, P ranks. Positions and lengths are in tokens
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache, partial, wraps
-from typing import Literal
+from typing import Literal, SupportsFloat
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,7 @@ from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.slices import Slices, starts_and_slices
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
-from megatron_cp_plugin.errors import ContextParallelError
+from megatron_cp_plugin.errors import ContextParallelError, whole_number
 from megatron_cp_plugin.kernels import resolve
 from megatron_cp_plugin.kernels.linear import resolve_linear
 
@@ -75,46 +75,52 @@ def attention(
 ) -> Tensor:
     """Softmax attention over a sequence that is split among the ranks of a group.
 
-    A collective operation: all ranks of the group call it with the same settings. Of what they hold
-    their numbers of tokens are compared, in one small message at the first call with a new one;
-    `check_layout` tells whether they are the right tokens. Whether q, and whether k or v, require
-    gradients is the same on all ranks too: gradients that nobody wants do not travel with
-    all algorithms but `attention2d`'s variant overlap.
+    A collective operation: all ranks of the group call it with the same settings, and agree in
+    whether q requires a gradient and whether k or v does. Gradients that are not required are not
+    sent, but by `attention2d` with variant "overlap".
 
-    As torch's scaled_dot_product_attention, under torch.autocast it takes q, k and v in autocast's
-    dtype. torch.compile makes a break between two graphs of it.
+    Ranks compare how many tokens they hold, in one small message at the first call with a new
+    number. Which tokens these are is compared by `check_layout` alone.
+
+    Under torch.autocast q, k and v are cast to autocast's dtype, as torch's
+    scaled_dot_product_attention does. Under torch.compile the call is a graph break.
 
     Args:
         q: [B,S,H,D]; k: [B,S,G,D]; v: [B,S,G,E], G dividing H; of one dtype and on one device;
-            this rank's shards as `shard` gives them. float16 or bfloat16; float32 and float64 are
-            for CPUs: GPUs have kernel "reference" alone for them, whose memory is quadratic.
-        algo: a name of `available()`; or "auto": the planner chooses one, once for each shape, for
-            the layout of option `layout` (default zigzag), by which `shard` has split the tokens
-            then, and for the machine of option `machine`, default that of rank 0's GPU.
-        group: process group of the context-parallel ranks; None: all processes. At first use its
-            ranks alone make further groups. Unless all ranks of the job make equally many, call
-            `torch.distributed.new_group` for other groups before, or it hangs.
+            this rank's shards as `shard` gives them. float16 or bfloat16; on CPUs also float32 and
+            float64. On GPUs only kernel "reference" takes those two, with quadratic memory.
+        algo: a name of `available("softmax")`; or "auto": the planner chooses, once for each shape,
+            among the algorithms for the layout that option `layout` names (default "zigzag"; give
+            `shard` the same), on the machine that option `machine` names (default: rank 0's GPU).
+        group: process group of the context-parallel ranks; None: all processes. The first call
+            makes further groups of these ranks. Unless all ranks of the job make equally many of
+            them, make your own groups before that call: `torch.distributed.new_group` hangs after
+            it.
         causal: queries see no later keys.
-        scale: of the scores, default D**-0.5.
+        scale: factor of the scores; None: D**-0.5. Not differentiable.
         kernel: "auto" or a name of `kernels.kernel_names`.
-        seq_len: global length; needed only where ranks hold unequally many tokens. If it is not
-            given there, all ranks raise ContextParallelError; where others than `shard` made such
-            shards, after equal ones, some may wait for the group's timeout, CommunicationError.
-        window: queries see only the last so many keys, the one at their own position included: of
-            Transformer Engine's and flash-attn's `window_size` (left, 0) this is left + 1.
-        cu_seqlens: cumulative lengths of documents, 0, n1, n1 + n2, ..., seq_len, of any length,
-            of the whole sequence: queries see keys of their own document only, in every entry of
-            the batch alike. A tensor on a GPU is copied to the host at every call.
-        spans: which keys which queries see, in place of `causal`, `window` and `cu_seqlens`, in
-            every entry of the batch alike: (q_start, q_stop, k_start, k_stop, kind) each, global
-            positions, half-open; or integers [n,5], with kinds by number in this order. Of keys
-            [k_start, k_stop) query i of [q_start, q_stop) sees with kind "full" all; "causal" key j
-            if k_stop - j >= q_stop - i; "inverse_causal" if j - k_start >= i - q_start; "bi_causal"
-            if both. No query and key are named twice. A query that no span names gives out 0.
+        seq_len: N; needed only where ranks hold unequal numbers of tokens: all ranks raise
+            ContextParallelError there if it is missing. With shards that `shard` has not made, and
+            equal ones before, some may wait for the group's timeout instead and raise
+            CommunicationError.
+        window: queries see the last `window` keys up to their own position, which counts: one more
+            than `left` of Transformer Engine's and flash-attn's `window_size` (left, 0).
+        cu_seqlens: cumulative lengths of the documents in the whole sequence, 0, n1, n1 + n2, ...,
+            N, the same for every entry of the batch: queries see keys of their own document only.
+            A tensor on a GPU is copied to the host at every call.
+        spans: which keys each query sees, in place of `causal`, `window` and `cu_seqlens`, the same
+            for every entry of the batch. Each is (q_start, q_stop, k_start, k_stop, kind), with
+            global positions, half-open; or a row of an integer tensor [n,5], with kinds 0 to 3 in
+            this order. Query i of [q_start, q_stop) sees key j of [k_start, k_stop)
+            - "full": always;
+            - "causal": if k_stop - j >= q_stop - i;
+            - "inverse_causal": if j - k_start >= i - q_start;
+            - "bi_causal": if both hold.
+            No two spans have the same query and key. A query of no span has out 0.
             `megatron_cp_plugin.spans` makes such lists.
-        sink: [H], differentiable: for each head the score of a key without a value that every
-            query sees (Megatron's `softmax_offset`). The ranks' gradients of it add up to the
-            whole one.
+        sink: [H], differentiable: the score, for each head, of a further key that every query sees
+            and that has no value (Megatron's `softmax_offset`). Its whole gradient is the sum of
+            the ranks' gradients.
         options: of the algorithm.
 
     Returns: out [B,S,H,E] in q's dtype; differentiable: gradients of q, k and v are those of the
@@ -123,6 +129,8 @@ def attention(
     fit, KernelUnavailableError if the kernel cannot serve them, CommunicationError if another rank
     cannot be reached any more.
     """
+    check_shapes(q, k, v)
+    window = None if window is None else whole_number("window", window)
     if spans is not None:
         _check_alone(causal, window, cu_seqlens)
     topology, layout = _topology(group), registry.layout_of(algo, options)
@@ -131,7 +139,6 @@ def attention(
     seq_len, followed = _sequence(topology, layout, q.shape[1], seq_len, cu_seqlens, spans)
     documents, slices = starts_and_slices(followed)
     if algo == registry.AUTO:
-        check_shapes(q, k, v)
         shape = Shape.of(q, k, v, seq_len)
         mask = Mask(causal, window, documents) if slices is None else Mask.of(slices)
         algorithm = _algorithm(*_choose(topology, shape, mask, kernel, options))
@@ -142,7 +149,7 @@ def attention(
         algorithm=algorithm,
         seq_len=seq_len,
         causal=causal,
-        scale=scale,
+        scale=_fixed_number("scale", scale),
         kernel_for=partial(resolve, kernel),
         window=window,
         documents=documents,
@@ -171,8 +178,8 @@ def linear_attention(
     """Linear attention with decay over a sequence that is split among the ranks of a group.
 
     With a head's rate l: kv_s = l kv_{s-1} + k_s v_s^T and o_s = kv_s^T q_s; nothing is scaled or
-    normalised. A collective operation: all ranks of the group call it with the same settings. What
-    they hold is compared, and autocast and torch.compile are served, as in `attention`.
+    normalised. A collective operation: all ranks of the group call it with the same settings.
+    Numbers of tokens are compared, and autocast and torch.compile served, as in `attention`.
 
     Args:
         q, k: [B,S,H,D]; v: [B,S,H,E]: this rank's shards as `shard` gives them.
@@ -180,19 +187,18 @@ def linear_attention(
             a GPU is copied to the host at every call.
         algo: a name of `available("linear")`.
         group: process group of the context-parallel ranks; None: all processes.
-        causal: False: every token sees all, token i at the rate l**|s - i|. With rates of 1 this
-            is q_s^T times the sum of all k v^T.
+        causal: False: o_s = sum over all i of l**|s - i| (q_s^T k_i) v_i.
         initial_state: kv_0 [B,H,D,E], the same on all ranks; None: 0.
         output_final_state: return kv_N too.
         kernel: "auto" or a name of `kernels.linear.linear_kernel_names`.
-        seq_len: global length; needed only where ranks hold unequally many tokens, as there.
-        cu_seqlens: cumulative lengths of documents, as there: tokens see others of their own
-            document only. kv_0 is before the first one, kv_N is that of the last one.
+        seq_len: N; needed only where ranks hold unequal numbers of tokens, see `attention`.
+        cu_seqlens: cumulative lengths of documents, see `attention`: every document begins with a
+            state of 0, but the first with kv_0; kv_N is the state at the end of the last.
         options: of the algorithm.
 
     Returns: out [B,S,H,E] in q's dtype; with `output_final_state` also kv_N [B,H,D,E] float32
     (float64 for float64), the same on all ranks. Differentiable; gradients are those of the sum of
-    the ranks' losses: the ranks' gradients of initial_state add up to the whole one.
+    the ranks' losses; the whole one of initial_state is the sum of the ranks' gradients.
     Raises: ConfigError for an unknown name or option or a rate out of range, ContextParallelError
     for shapes that do not fit, KernelUnavailableError if the kernel cannot serve them.
     """
@@ -230,25 +236,26 @@ def chunked_cross_entropy(
 ) -> Tensor:
     """Cross entropy of `hidden @ weight.T` and labels, without ever holding all the logits.
 
-    The log-probability of a label is the negative of its loss with reduction "none". With context
-    parallelism each rank gives its own tokens, in any order; nothing is sent between those ranks.
+    With context parallelism each rank gives its own tokens, in any order; nothing is sent between
+    those ranks. With reduction "none" a loss is the negative log-probability of its label.
     H hidden size, V vocabulary.
 
     Args:
-        hidden: [..., H], of the tokens; with `sequence_parallel` this rank's part of them, cut
-            along the first dimension.
+        hidden: [..., H]; with `sequence_parallel` this rank's part of the tokens, cut along the
+            first dimension.
         weight: [V,H] in hidden's dtype: the whole vocabulary, or this rank's part in a `tp_group`,
             all parts equally large and in the order of the ranks.
-        labels: [...], of all tokens: ids of the whole vocabulary. The loss of any other number is
-            finite, and to be masked.
-        chunk_tokens: how many tokens' logits there are at a time.
+        labels: [...] integers, of all tokens: ids of the whole vocabulary. Any other number, such
+            as -100, has a finite loss without a meaning: mask it.
+        chunk_tokens: how many tokens' logits are in memory at a time.
         tp_group: the tensor-parallel ranks, which all make this call.
+        sequence_parallel: `hidden` is split over `tp_group`, as by Megatron's sequence parallelism.
         reduction: "sum" and "mean" are over all tokens; a loss mask needs "none".
-        into_main_grad: adds the gradient of the weight to its float32 attribute `main_grad`, as
-            Megatron's layers do, in place of a gradient of its own; that one is then zeros, for
-            hooks that wait for it.
+        into_main_grad: adds the gradient of the weight to `weight.main_grad` (float32), as
+            Megatron's layers do. Autograd gets zeros for it, so that hooks run.
 
-    Returns: the losses, [...] as labels or [], in float32 or in float64; differentiable once.
+    Returns: the losses, [...] as labels or [], in float32 (float64 for float64); differentiable
+    once.
     Raises: ContextParallelError for shapes, dtypes or settings that do not fit.
     """
     if reduction not in ("none", "sum", "mean"):
@@ -257,7 +264,7 @@ def chunked_cross_entropy(
         hidden,
         weight,
         labels,
-        chunk_tokens=chunk_tokens,
+        chunk_tokens=whole_number("chunk_tokens", chunk_tokens),
         tp_group=tp_group,
         sequence_parallel=sequence_parallel,
         into_main_grad=into_main_grad,
@@ -282,7 +289,7 @@ def shard(
     """This rank's part of a whole tensor, in the algorithm's layout.
 
     Args: x: the whole tensor, the same on all ranks; N tokens along `dim`. cu_seqlens, spans: as in
-        `attention`; needed where the layout follows the documents, or spans.
+        `attention`; needed where the layout depends on them.
 
     Returns: S tokens along `dim`, contiguous; differentiable (the gradient is this rank's part).
     Raises: ConfigError for an unknown name or option.
@@ -384,6 +391,7 @@ def _sequence(
 ) -> tuple[int, Documents]:
     """The global length and what layouts follow, once the ranks agree on their tokens."""
     if seq_len is not None:
+        seq_len = whole_number("seq_len", seq_len)
         followed = _followed(cu_seqlens, spans, seq_len)
         return agreed_length(topology, layout.within(followed), tokens, seq_len), followed
     seq_len = agreed_length(topology, layout, tokens, None)
@@ -398,6 +406,19 @@ def _followed(
         return _documents(cu_seqlens, seq_len)
     _check_alone(True, None, cu_seqlens)
     return Slices.of(spans.tolist() if isinstance(spans, Tensor) else spans, seq_len)
+
+
+def _fixed_number(name: str, value: float | Tensor | None) -> float | None:
+    """Raises: ContextParallelError unless it is a number without a gradient."""
+    if isinstance(value, Tensor) and value.requires_grad:
+        raise ContextParallelError(
+            f"{name} is not differentiable, got a tensor that requires grad: multiply q by it"
+        )
+    if value is None:
+        return None
+    if not isinstance(value, SupportsFloat):
+        raise ContextParallelError(f"{name} needs a number, got {value!r}")
+    return float(value)
 
 
 def _documents(cu_seqlens: Sequence[int] | Tensor | None, seq_len: int) -> tuple[int, ...]:
@@ -431,6 +452,11 @@ def _topology(group: Group) -> Topology:
             f"{processes} processes (WORLD_SIZE) need a process group to split a sequence, got "
             "none: call torch.distributed.init_process_group first, or pass group="
         )
+    if not isinstance(group, dist.ProcessGroup | None):
+        raise ContextParallelError(
+            f"group needs a process group that this rank is in, got {group!r}: of a DeviceMesh "
+            "pass get_group(), and call on the group's ranks alone"
+        )
     return topology_of(group)
 
 
@@ -458,9 +484,9 @@ def _linear_algorithm(
 def release() -> None:
     """Frees the receive buffers in peer memory that earlier calls made; process groups stay.
 
-    All ranks call it. After `dist.destroy_process_group()`, as a program's last act, it forgets the
-    groups too. The threads of a gloo group live until nobody holds it, and one that waits to let go
-    of a tensor when Python is finalized aborts the process.
+    All ranks call it. Called after `dist.destroy_process_group()`, as a program's last act, it lets
+    go of the process groups too, so that gloo's threads end: one that still has a tensor to release
+    while Python is finalized aborts the process.
     """
     _algorithm.cache_clear()
     _linear_algorithm.cache_clear()

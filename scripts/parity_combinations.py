@@ -569,6 +569,32 @@ COMBINATIONS = (
         algos=FAMILIES,
         own=MEGATRON_FSDP | {"data_parallel_sharding_strategy": "optim_grads_params"},
     ),
+    Combination(
+        "fsdp-moe",
+        "4 experts, auxiliary loss, torch's FSDP2",
+        MOE,
+        cp=2,
+        algos=FAMILIES,
+        own=TORCH_FSDP,
+    ),
+    Combination(
+        "megatron-fsdp-moe",
+        "4 experts, auxiliary loss, Megatron-FSDP, optim_grads_params sharded",
+        MOE,
+        cp=2,
+        algos=FAMILIES,
+        own=MEGATRON_FSDP | {"data_parallel_sharding_strategy": "optim_grads_params"},
+    ),
+    Combination(
+        "megatron-fsdp-moe-ep",
+        "EP 2 over DP 2, Megatron-FSDP, optim_grads_params sharded",
+        MOE | EP2,
+        cp=2,
+        dp=2,
+        reference_dp=2,
+        algos=FAMILIES,
+        own=MEGATRON_FSDP | {"data_parallel_sharding_strategy": "optim_grads_params"},
+    ),
     # Other parallelism.
     Combination("tp", "TP 2", TP2, cp=2, algos=FAMILIES),
     Combination(
@@ -676,6 +702,9 @@ COMBINATIONS = (
     linear("linear-transformer", "Linear Transformer", GPT2, model="linear_transformer"),
     linear("transnormer-bf16", "TransNormerLLM, bfloat16", BF16, tolerances=BF16_BOUND),
     linear("transnormer-padded", "TransNormerLLM, padding", PADDED),
+    linear(
+        "transnormer-33h", "TransNormerLLM, 33 heads", {"num_attention_heads": 33, "kv_channels": 8}
+    ),
     linear("transnormer-tp", "TransNormerLLM, TP 2, sequence parallel", SP, cp=2),
     linear("transnormer-pp", "TransNormerLLM, PP 2, interleaved", INTERLEAVED, cp=2),
     linear("transnormer-moe", "TransNormerLLM, 4 experts, auxiliary loss", MOE),

@@ -28,10 +28,10 @@ angles of positions, whose gradient is a sum over all tokens with much cancellat
 its error is 3e-5 to 5e-5, some 500 roundings, and as many roundings of bfloat16 are all of it; all
 other gradients are within the bound. Gated delta net in bfloat16 (`delta-net`) could not be run:
 flash-linear-attention 0.6.0 refuses Triton 3.6 on Hopper, with Megatron's own split as well.
-`megatron-fsdp` in bfloat16 is bold for one reason: the weights that are recorded before its first
-iteration are not those of the reference, layer norms of ones included, so it is their dtype or
-what Megatron-FSDP holds at that time, which is not understood; its losses and gradients are within
-the bounds.
+`megatron-fsdp` in bfloat16 is bold for one reason: its recording compared the bytes of the weights
+before the first iteration, which are the optimizer's, in float32, where the reference has those of
+the model, in bfloat16. Values are compared since (equal on CPUs; the row is to be run again); its
+losses and gradients are within the bounds.
 """
 
 

@@ -461,14 +461,14 @@ WRONG = """## Where it is wrong
 - Sockets: one rate of exchanges for all. Fewer messages at a time are faster (distflash 10 to 30%
   faster than predicted), and in each run short messages had another rate than long ones. A fourth
   run, of linear attention by heads on 2 GPUs, has no file of its own: it is 69% off.
-- Emulated nodes: the forward of zigzag's ring was measured at 545 ms, 124 predicted. By reasoning it
-  is not the ring that makes it slow: `route=straight` posts its hops in the same order, each after
-  the one before, and took 159 (156 predicted, fitted to); and both passes took 218 ms more than the
-  forward (211 predicted), though the backward goes round the other way by the same code with twice
-  the bytes. What is left is that two processes share a GPU in turns there, so that a hop inside a
-  node goes on only while both of its ranks have theirs, and that it was the first to be measured.
-  Neither was tried, and nothing in the model says so. Backwards of gathers are faster than
-  predicted, also with all-to-alls at the rate of exchanges, which was tried and changes 1%.
+- Emulated nodes: the forward of zigzag's ring was measured at 545 ms, 124 predicted. By reasoning
+  it is not the ring that makes it slow: `route=straight` posts its hops in the same order, each
+  after the one before, and took 159 (156 predicted, fitted to); and both passes took 218 ms more
+  than the forward (211 predicted), though the backward goes round the other way by the same code
+  with twice the bytes. What is left is that two processes share a GPU in turns there, so that a hop
+  inside a node goes on only while both of its ranks have theirs, and that it was the first to be
+  measured. Neither was tried, and nothing in the model says so. Backwards of gathers are faster
+  than predicted, also with all-to-alls at the rate of exchanges, which was tried and changes 1%.
 - Linear attention: a launch of one of fla's kernels takes the host 0.1 to 0.2 ms, eight a layer,
   here as long as an attention kernel's. With 0.1 ms the forwards at 256K came from 26 to 31% below
   what was measured to 13 to 15%, but both passes of lasp2 from 14% to 27% above: left as it was.

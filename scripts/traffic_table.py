@@ -76,6 +76,12 @@ def rows(heads: int, kv_heads: int, sizes: Sequence[int] = SIZES) -> list[list[s
     """One row a line and baseline: label, then a cell for each number of ranks."""
     shape = Shape(1, 4 * max(sizes) * 64, heads, kv_heads, 128)
     found = [[line.label, *(cell(line, size, shape) for size in sizes)] for line in LINES]
+    return found + baseline_rows(shape, sizes)
+
+
+def baseline_rows(shape: Shape, sizes: Sequence[int]) -> list[list[str]]:
+    """As `rows`, of what the papers compare with."""
+    found = []
     for baseline in BASELINES:
         costs = (baseline.cost(size, shape, Mask()) for size in sizes)
         found.append([baseline.name, *(f"{units(one, shape):.2f}" for one in costs)])

@@ -1,11 +1,37 @@
-"""Settings of all tests: one torch thread, and GPU tests only where there is a GPU."""
+"""Settings of all tests: one torch thread, GPU tests only where there is a GPU, and the examples
+of random tests the same at each call, unless others are asked for.
+"""
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--examples",
+        metavar="N",
+        type=int,
+        default=None,
+        help="random tests try N times as many examples as in `make test`, others at each call",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
+    times = config.getoption("--examples")
+    # 100 is what `examples` in random_tests.py counts from. How loaded a machine is tells nothing
+    # about a test.
+    settings.register_profile(
+        "random tests",
+        max_examples=100 * (times or 1),
+        derandomize=times is None,
+        database=None,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
+        print_blob=False,
+    )
+    settings.load_profile("random tests")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -14,3 +40,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    times, seed = config.getoption("--examples"), config.getoption("--hypothesis-seed")
+    if times is None or seed is None:
+        return
+    for report in terminalreporter.getreports("failed"):
+        terminalreporter.write_line(
+            f"again: .venv/bin/python -m pytest '{report.nodeid}' --timeout 0 --examples {times} "
+            f"--hypothesis-seed {seed}"
+        )

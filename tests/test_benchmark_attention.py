@@ -1,7 +1,6 @@
 """The benchmark of attention: its command line, runs on CPU ranks, and its picture."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,9 +14,11 @@ from benchmark_attention import Row
 
 from megatron_cp_plugin.core.document_lengths import Exponential, LogNormal
 from megatron_cp_plugin.errors import ConfigError
+from tests.integration.megatron_job import run_program
 
 ROOT = Path(__file__).parents[1]
-LONG_TAIL = "configs/lengths/long_tail.csv"
+SCRIPT = ROOT / "scripts" / "benchmark_attention.py"
+LONG_TAIL = str(ROOT / "configs" / "lengths" / "long_tail.csv")
 
 
 def test_several_distributions() -> None:
@@ -54,14 +55,10 @@ def test_all_contenders_get_the_same_documents(tmp_path: Path) -> None:
     """Of lengths that every layout can have; each is checked against one call with all of them."""
     algos = ["zigzag", "zigzag:layout=documents", "ring:layout=thd", "allgather"]
     words = (
-        "-m torch.distributed.run --nproc-per-node 2 scripts/benchmark_attention.py --device cpu "
-        f"--tokens 1K --heads 2:1 --head-dim 8 --documents 100,{LONG_TAIL} --algos "
-        f"{','.join(algos)} --iters 1 --warmup 0 --output {tmp_path}"
+        f"{SCRIPT} --device cpu --tokens 1K --heads 2:1 --head-dim 8 --documents 100,{LONG_TAIL} "
+        f"--algos {','.join(algos)} --iters 1 --warmup 0 --output {tmp_path}"
     )
-    done = subprocess.run(
-        [sys.executable, *words.split()], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
+    run_program(tmp_path, *words.split(), ranks=2).succeeded()
     found = json.loads((tmp_path / "rows.json").read_text())
     assert "all of lengths that are multiples of 4" in found["title"]
     rows = found["rows"]
@@ -75,7 +72,6 @@ def test_all_contenders_get_the_same_documents(tmp_path: Path) -> None:
     assert "documents" in (tmp_path / "table.md").read_text().splitlines()[2]
 
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "benchmark_attention.py"
 TITLE = (
     "attention, causal, batch 1, head dim 128, 4 x NVIDIA H200, TCP sockets of one host, emulating "
     "a slow network"
@@ -114,12 +110,11 @@ def test_bars_side_by_side_under_titles_that_fit(lengths: tuple[int, ...], tmp_p
 
 @pytest.mark.slow
 def test_a_batch_with_a_kernel_of_its_own(tmp_path: Path) -> None:
-    words = "--device cpu --tokens 64 --heads 4:4 --head-dim 16 --batch 2 --iters 1 --warmup 0"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "2", str(SCRIPT), *words.split()]
-    command += ["--algos", "ring:kernel=reference,zigzag:backward=query", "--output", str(tmp_path)]
-    job = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
-    assert job.returncode == 0, job.stdout + job.stderr
+    words = (
+        f"{SCRIPT} --device cpu --tokens 64 --heads 4:4 --head-dim 16 --batch 2 --iters 1 --warmup "
+        f"0 --algos ring:kernel=reference,zigzag:backward=query --output {tmp_path}"
+    )
+    run_program(tmp_path, *words.split(), ranks=2).succeeded()
     found = json.loads((tmp_path / "rows.json").read_text())
     assert "batch 2" in found["title"]
     timed = [row for row in found["rows"] if not row["note"]]
@@ -128,17 +123,15 @@ def test_a_batch_with_a_kernel_of_its_own(tmp_path: Path) -> None:
     assert (tmp_path / "time.png").stat().st_size > 10_000
 
 
-def test_span_masks_are_timed() -> None:
+def test_span_masks_are_timed(tmp_path: Path) -> None:
     """A shared prefix and images, by every algorithm asked for, on CPU ranks."""
     words = (
-        "-m torch.distributed.run --nproc-per-node 2 scripts/benchmark_spans.py --device cpu "
-        "--scale 4 --heads 2:1 --head-dim 8 --iters 1 --kernel reference --algos zigzag,ulysses"
+        f"{SCRIPT.with_name('benchmark_spans.py')} --device cpu --scale 4 --heads 2:1 --head-dim 8 "
+        "--iters 1 --kernel reference --algos zigzag,ulysses"
     )
-    done = subprocess.run(
-        [sys.executable, *words.split()], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    first, second = run_program(tmp_path, *words.split(), ranks=2).succeeded().processes
+    assert not second.stdout
+    rows = [json.loads(line) for line in first.stdout.splitlines()]
     assert [row["name"] for row in rows] == ["one GPU / 2: reference", "zigzag", "ulysses"] * 2
     assert {row["mask"] for row in rows} == {"shared prefix", "image blocks"}
     assert all(row["of_limit"] > 0 for row in rows if not row["name"].startswith("one GPU"))

@@ -65,6 +65,7 @@ ELSEWHERE: dict[str, str] = {
     "make smoke": "tests/test_convergence_smoke.py",
     "make test": ITSELF,
     "make test-all": ITSELF,
+    "make fuzz": ITSELF,
     'make test ARGS="-k layout"': ITSELF,
     "make lint": ITSELF,
     "make format": ITSELF,

@@ -5,7 +5,7 @@ from itertools import accumulate
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import megatron_cp_plugin as cp
@@ -19,6 +19,7 @@ from megatron_cp_plugin.core.virtual import run_virtual
 from megatron_cp_plugin.errors import ContextParallelError
 from tests.oracle import expected_attention
 from tests.pairwise import pairwise
+from tests.random_tests import examples
 from tests.test_conformance import Case, assert_matches, assert_plan_is_kept, run
 from tests.test_windows import CASES as STATIC
 from tests.test_windows import divides
@@ -200,7 +201,7 @@ def check(
     assert_plan_is_kept(case, size, shape, mask, log)
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(
     st.sampled_from([Contiguous(), Zigzag(), Cyclic()]),
     st.integers(1, 5),

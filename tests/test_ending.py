@@ -1,10 +1,9 @@
 """Who of many processes says a refusal, and with which codes all end."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.integration.megatron_job import run_program
 
 RANKS = 2
 # Rank 0 comes late; the ranks of argv refuse.
@@ -25,22 +24,10 @@ with ending.one_line_errors():
 
 def end(folder: Path, program: str, *arguments: str) -> list[tuple[int, str, str]]:
     """Exit code, stderr and error file of every rank, where torchrun has its files."""
+    job = run_program(folder, "-c", program, *arguments, ranks=RANKS)
     files = [folder / str(rank) / "error.json" for rank in range(RANKS)]
-    started = []
-    for rank, file in enumerate(files):
-        file.parent.mkdir()
-        places = {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(RANKS)}
-        started.append(
-            subprocess.Popen(
-                [sys.executable, "-c", program, *arguments],
-                env={**os.environ, **places, "TORCHELASTIC_ERROR_FILE": str(file)},
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
-    errors = [process.communicate(timeout=120)[1] for process in started]
     texts = [file.read_text() if file.exists() else "" for file in files]
-    return [(p.returncode, e, t) for p, e, t in zip(started, errors, texts, strict=True)]
+    return [(p.returncode, p.stderr, t) for p, t in zip(job.processes, texts, strict=True)]
 
 
 def test_one_rank_speaks_for_all_that_refuse(tmp_path: Path) -> None:

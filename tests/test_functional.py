@@ -6,6 +6,7 @@ import re
 import weakref
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -341,3 +342,85 @@ def test_attention_is_a_break_between_two_graphs(size):
     assert all(names in ({"mul"}, {"relu"}) for names in graphs)
     # For the first length, and once for all others.
     assert len(graphs) <= 8 * size
+
+
+TENSOR = torch.zeros(1, 8, 4, 8)
+WRONG_CALLS = {
+    "window": ({"window": 1.5}, "window needs a whole number, got 1.5"),
+    "flag as window": ({"window": True}, "window needs a whole number, got True"),
+    "length": ({"seq_len": 8.0}, "seq_len needs a whole number, got 8.0"),
+    "learnt scale": (
+        {"scale": torch.ones((), requires_grad=True)},
+        "scale is not differentiable, got a tensor that requires grad: multiply q by it",
+    ),
+    "scale": ({"scale": "auto"}, "scale needs a number, got 'auto'"),
+    "fractions": (
+        {"cu_seqlens": torch.tensor([0, 3.5, 8])},
+        "cu_seqlens needs whole numbers from 0 to seq_len = 8, got [0.0, 3.5, 8.0]",
+    ),
+    "one length": ({"cu_seqlens": torch.tensor(8)}, "cu_seqlens needs whole numbers"),
+    "no algorithm": ({"algo": None}, "unknown context-parallel algorithm None: use one of"),
+    "no kernel": ({"kernel": None}, "unknown kernel None: use auto or one of"),
+    "not in the group": (
+        {"group": torch.distributed.GroupMember.NON_GROUP_MEMBER},
+        "group needs a process group that this rank is in, got -100: of a DeviceMesh",
+    ),
+    "devices": (
+        {"k": TENSOR.to("meta")},
+        "q, k, v need one device, got cpu, meta, cpu: move them first",
+    ),
+    "sink's device": (
+        {"sink": torch.zeros(4, device="meta")},
+        "a sink needs the device of q, cpu, got meta",
+    ),
+    "whole numbers": (
+        dict.fromkeys("qkv", TENSOR.int()),
+        "q, k, v need one of torch.float16, torch.bfloat16, torch.float32, torch.float64, got "
+        "torch.int32: cast them first",
+    ),
+    "no heads": (
+        dict.fromkeys("qkv", TENSOR[:, :, :0]),
+        "attention needs heads, each of one element or more, got q (1, 8, 0, 8), ",
+    ),
+    "one dimension": (dict.fromkeys("qkv", torch.zeros(8)), "attention needs q [B,S,H,D], k"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_CALLS)
+def test_a_wrong_call_is_refused_in_one_line(name):
+    changed, message = WRONG_CALLS[name]
+    with pytest.raises(ContextParallelError, match=re.escape(message)) as refusal:
+        cp.attention(**({"q": TENSOR, "k": TENSOR, "v": TENSOR, "algo": "zigzag"} | changed))
+    assert "\n" not in str(refusal.value)
+
+
+def test_linear_attention_takes_no_whole_numbers():
+    x = TENSOR.int()
+    with pytest.raises(ContextParallelError, match=r"need one of .*, got torch\.int32"):
+        cp.linear_attention(x, x, x, algo="lasp", decay=0.5)
+
+
+def test_numbers_of_other_libraries_are_numbers():
+    q = torch.randn(1, 8, 4, 8)
+    lengths = torch.tensor([0, 3, 8])
+    expected = cp.attention(q, q, q, algo="zigzag", window=3, cu_seqlens=[0, 3, 8], scale=0.5)
+    for whole, fraction in ((torch.tensor, torch.tensor), (np.int64, np.float32)):
+        call = {"window": whole(3), "seq_len": whole(8), "scale": fraction(0.5)}
+        assert torch.equal(
+            cp.attention(q, q, q, algo="zigzag", cu_seqlens=lengths, **call), expected
+        )
+
+
+@pytest.mark.parametrize("call", ["attention", "linear_attention", "chunked_cross_entropy"])
+def test_second_derivatives_are_refused_and_not_zero(call):
+    """Where the gradient that comes in requires none, torch takes ours for a constant."""
+    q = torch.randn(1, 8, 4, 8, requires_grad=True)
+    if call == "attention":
+        out = cp.attention(q, q, q, algo="zigzag")
+    elif call == "linear_attention":
+        out = cp.linear_attention(q, q, q, algo="lasp", decay=0.5)
+    else:
+        out = cp.chunked_cross_entropy(q, q.new_ones(5, 8), q.new_zeros(1, 8, 4, dtype=torch.long))
+    (gradient,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        (q.square().sum() + gradient.square().sum()).backward()

@@ -7,6 +7,7 @@ import torch
 
 from megatron_cp_plugin.core import partial
 from megatron_cp_plugin.core.algorithm import Call
+from megatron_cp_plugin.core.function import attend
 from megatron_cp_plugin.core.layout import shard
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
@@ -190,3 +191,45 @@ def test_attention_without_documents_keeps_a_call_a_tile() -> None:
         return spy.calls["forward"]
 
     assert run_virtual(SIZE, body) == [2, 2, 2, 1]
+
+
+@pytest.mark.parametrize("algo", ["zigzag", "allgather", "ulysses"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_vector_loads_find_tensors_where_they_need_them(algo: str, size: int) -> None:
+    """Kernels for GPUs load 16 bytes at a time; a caller's views may begin anywhere."""
+
+    def somewhere(x: torch.Tensor) -> torch.Tensor:
+        return torch.cat((x.new_zeros(1), x.flatten()))[1:].view(x.shape)
+
+    class Loads(Reference):
+        def forward(self, *tensors, **settings):
+            self._load(*tensors)
+            return super().forward(*tensors, **settings)
+
+        def backward(self, dout, q, k, v, statistics, **settings):
+            self._load(dout, q, k, v, statistics.out_for(dout))
+            return super().backward(dout, q, k, v, statistics, **settings)
+
+        @staticmethod
+        def _load(*tensors: torch.Tensor) -> None:
+            assert not any(x.data_ptr() % 16 for x in tensors)
+
+    expected = expected_attention(
+        seq_len=64, heads=4, kv_heads=2, head_dim=8, causal=True, dtype=torch.bfloat16
+    )
+
+    def body(topology: Topology) -> float:
+        algorithm = create(algo, topology, {})
+        of_rank = [algorithm.layout, topology.rank, size]
+        given = (expected.q, expected.k, expected.v, expected.dout)
+        *leaves, dout = (somewhere(shard(x, 1, *of_rank)) for x in given)
+        for x in leaves:
+            x.requires_grad_()
+        out = attend(*leaves, algorithm=algorithm, seq_len=64, kernel_for=lambda _: Loads())
+        found = out.detach(), *torch.autograd.grad(out, leaves, dout)
+        wanted = (expected.out, expected.dq, expected.dk, expected.dv)
+        return max(
+            relative_error(x, shard(y, 1, *of_rank)) for x, y in zip(found, wanted, strict=True)
+        )
+
+    assert max(run_virtual(size, body)) < 8 * torch.finfo(torch.bfloat16).eps

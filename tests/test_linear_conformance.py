@@ -48,12 +48,6 @@ def cases() -> Iterator[Case]:
             yield Case(algo)
 
 
-def rates_for(algo: str, rates: str, size: int) -> tuple[float, ...]:
-    """Of 4 heads, or as many more as ranks that split them need."""
-    splits = algo == "linear_ulysses" and len(RATES[rates]) % size
-    return RATES[rates] * (size if splits else 1)
-
-
 @dataclass(frozen=True)
 class Result:
     """What one rank got."""
@@ -140,9 +134,41 @@ def assert_all_match(case: Case, results: list[Result], expected: LinearExpected
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("case", tuple(cases()), ids=str)
 def test_equals_the_recurrence(case: Case, size: int, rates: str, causal: bool) -> None:
-    expected = linear_expected(rates_for(case.algo, rates, size), 6 * size, causal=causal)
+    expected = linear_expected(RATES[rates], 6 * size, causal=causal)
     results, _ = run(case, expected, size, causal=causal, states=True)
     assert_all_match(case, results, expected)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 7, 33])
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+@pytest.mark.parametrize("case", tuple(cases()), ids=str)
+def test_heads_that_ranks_do_not_divide(case: Case, size: int, heads: int) -> None:
+    """Outputs, states, all gradients; bytes, of linear_ulysses those of as many heads as it fills
+    up to.
+    """
+    causal, seq_len = heads % 2 == 1, 4 * size
+    rates = tuple(0.97**head for head in range(heads))
+    expected = linear_expected(rates, seq_len, batch=1, head_dim=3, causal=causal)
+    results, log = run(case, expected, size, causal=causal, states=True)
+    assert results[0].out.shape[2] == heads
+    assert_all_match(case, results, expected)
+    value_dim = expected.v.shape[3]
+    shape = LinearShape(1, seq_len, heads, 3, value_dim, element_bytes=8, wide_bytes=8)
+    filled = -(-heads // size) * size
+    others = 8 * (size - 1) * filled // size
+    for rank in range(size):
+        if case.algo == "linear_ulysses":  # 2 * B*S*H*(P-1)/P * (D+E) * e, and the final state
+            sent = others * (2 * 4 * (3 + value_dim) + 3 * value_dim)
+            assert log.bytes(rank=rank, phase="forward") == sent
+            assert log.bytes(rank=rank, phase="backward") == sent
+
+    def compare(topology: Topology) -> None:
+        made, rank = create_linear(case.algo, topology, dict(case.options)), topology.rank
+        traffic = made.traffic(shape, rank, causal=causal, final_state=True)
+        assert log.bytes(rank=rank, phase="forward") == traffic.forward_bytes
+        assert log.bytes(rank=rank, phase="backward") == traffic.backward_bytes
+
+    run_virtual(size, compare)
 
 
 # Where documents other than the first one begin, in runs of 6 tokens, or of 3 on zigzag: in the
@@ -167,7 +193,7 @@ def test_a_state_begins_anew_at_each_document(
     """With an initial state, which the first document alone sees; bytes as without documents."""
     seq_len = 6 * size
     starts = tuple(sorted({n for n in DOCUMENTS[documents](seq_len) if 0 < n < seq_len}))
-    of_heads = rates_for(case.algo, rates, size)
+    of_heads = RATES[rates]
     expected = linear_expected(of_heads, seq_len, causal=causal, documents=starts)
     cu_seqlens = (0, *starts, seq_len)
     results, log = run(case, expected, size, causal=causal, states=True, cu_seqlens=cu_seqlens)
@@ -200,7 +226,7 @@ def test_documents_on_ranks_with_unequally_many_tokens(algo: str, size: int) -> 
 
 def assert_states_match(case: Case, size: int, seq_len: int, starts: tuple[int, ...]) -> None:
     """Outputs, states and all gradients. Args: starts: of documents but the first."""
-    expected = linear_expected(rates_for(case.algo, "slopes", size), seq_len, documents=starts)
+    expected = linear_expected(RATES["slopes"], seq_len, documents=starts)
     results, _ = run(case, expected, size, states=True, cu_seqlens=(0, *starts, seq_len))
     assert_all_match(case, results, expected)
 
@@ -210,7 +236,7 @@ def assert_states_match(case: Case, size: int, seq_len: int, starts: tuple[int, 
 @pytest.mark.parametrize("case", tuple(cases()), ids=str)
 def test_without_states(case: Case, size: int, causal: bool) -> None:
     """No initial state is one of zeros; the final one need not be asked for."""
-    slopes = rates_for(case.algo, "slopes", size)
+    slopes = RATES["slopes"]
     drawn = linear_expected(slopes, 4 * size, causal=causal, seed=1)
     results, _ = run(case, drawn, size, causal=causal)
     q, k, v = (x.clone().requires_grad_() for x in (drawn.q, drawn.k, drawn.v))
@@ -258,7 +284,7 @@ def test_bfloat16(case: Case, causal: bool) -> None:
 def test_bytes_are_those_of_the_formula(
     case: Case, size: int, causal: bool, states: bool, rates: str
 ) -> None:
-    expected = linear_expected(rates_for(case.algo, rates, size), 4 * size, causal=causal)
+    expected = linear_expected(RATES[rates], 4 * size, causal=causal)
     _, log = run(case, expected, size, causal=causal, states=states, dtype=torch.bfloat16)
     shape = LinearShape(*expected.q.shape, expected.v.shape[3])
 
@@ -331,15 +357,6 @@ def test_wrong_calls_are_refused() -> None:
         cp.linear_attention(x, x, x, decay=1.0, initial_state=torch.zeros(1, 2, 4, 5))
     with pytest.raises(ContextParallelError, match="repeat the KV heads"):
         cp.linear_attention(x, x[:, :, :1], x[:, :, :1], decay=1.0)
-    with pytest.raises(
-        ConfigError, match=r"the 3 ranks that split them, got 2 heads: .*-algo lasp2"
-    ):
-        run_virtual(
-            3,
-            lambda topology: cp.linear_attention(
-                x, x, x, decay=1.0, algo="linear_ulysses", group=topology
-            ),
-        )
     with pytest.raises(ContextParallelError, match="one dtype"):
         cp.linear_attention(x, x, x.double(), decay=1.0)
 

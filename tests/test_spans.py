@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -32,6 +32,7 @@ from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.registry import create
 from tests.oracle import expected_attention, naive_attention
 from tests.pairwise import pairwise
+from tests.random_tests import examples
 from tests.span_masks import Spans, dense, random_spans
 from tests.test_conformance import Case, assert_matches, assert_plan_is_kept, run
 from tests.test_windows import CASES, divides
@@ -60,6 +61,22 @@ def test_equals_a_mask_of_all_pairs(
     compare(case, size, heads, random_spans(source, seq_len), seq_len, kernel=kernel)
 
 
+@pytest.mark.parametrize("size", [3, 4])
+@pytest.mark.parametrize("algo", cp.available("softmax"))
+def test_global_tokens_beside_a_window(algo: str, size: int) -> None:
+    """DISTFLASHATTN, appendix D: all later tokens see the first 8, and the 16 up to themselves."""
+    seq_len, first, window = 24 * size, 8, 16
+    spans: Spans = [
+        (0, first, 0, first, "causal"),
+        (first, seq_len, 0, first, "full"),
+        (first, first + window - 1, first, first + window - 1, "causal"),
+        (first + window - 1, seq_len, first, seq_len, "bi_causal"),
+    ]
+    q, k = (torch.arange(seq_len)[:, None], torch.arange(seq_len)[None])
+    assert torch.equal(dense(spans, seq_len) == 1, (k <= q) & ((k < first) | (q - k < window)))
+    compare(Case(algo), size, "GQA", spans, seq_len)
+
+
 def test_results_of_a_relay_before_its_last_computation() -> None:
     """dK and dV of keys that few queries see are complete elsewhere before the owner's are."""
     case = Case("attention2d", (("variant", "overlap"), ("cols", 2)))
@@ -67,7 +84,7 @@ def test_results_of_a_relay_before_its_last_computation() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(
     st.sampled_from(pairwise(CASES, SIZES, tuple(HEADS), allowed=divides)),
     st.integers(1, 9),
@@ -146,7 +163,7 @@ def assert_touched(q: Sequence[Span], kv: Sequence[Span], mask: Mask, found: Ten
         assert all(before[1] < after[0] for before, after in pairs_of(touched))
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(
     st.sampled_from([Contiguous(), Zigzag(), Cyclic()]),
     st.sampled_from([Contiguous(), Zigzag(), Cyclic()]),
@@ -350,7 +367,7 @@ def test_what_makes_no_sense_is_refused(spans, settings, message: str) -> None:
     assert "\n" not in str(error.value)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(st.randoms(use_true_random=False), st.integers(1, 24))
 def test_pairs_that_are_named_twice_are_found(source: Random, seq_len: int) -> None:
     def edges() -> list[int]:

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_cp_plugin.core.document_layout import Balanced
@@ -27,6 +27,7 @@ from megatron_cp_plugin.core.virtual import VirtualWorld
 from megatron_cp_plugin.registry import create
 from tests.core.test_plan import masks, variants
 from tests.oracle import expected_attention
+from tests.random_tests import examples
 from tests.test_conformance import (
     Case,
     assert_matches,
@@ -322,7 +323,7 @@ def numbers_of(rows: Rows) -> list[int]:
 SETS = st.sets(st.integers(0, 30), max_size=20)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(SETS, SETS, st.integers(0, 30), st.integers(0, 30), st.integers(0, 4))
 def test_rows_are_sets(a: set[int], b: set[int], start: int, stop: int, gap: int) -> None:
     here, there = of_numbers(a), of_numbers(b)
@@ -339,7 +340,7 @@ def test_rows_are_sets(a: set[int], b: set[int], start: int, stop: int, gap: int
     assert found.keys() == a & b
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(SETS, SETS)
 def test_rows_at_positions(a: set[int], b: set[int]) -> None:
     spans, positions = (tuple(Span(*one) for one in of_numbers(numbers)) for numbers in (a, a & b))
@@ -349,7 +350,7 @@ def test_rows_at_positions(a: set[int], b: set[int]) -> None:
     assert found == sorted(a & b)
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(
     SETS,
     SETS,
@@ -374,7 +375,7 @@ def test_touched_rows(
     assert numbers_of(cols) == sorted({j for _, j in pairs})
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(
     st.sampled_from([Contiguous(), Zigzag(), Balanced()]),
     st.integers(1, 7),

@@ -11,7 +11,7 @@ from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.core.virtual import VirtualPeerCommunicator, run_virtual
 from megatron_cp_plugin.errors import ConfigError
 from tests import stress_transport
-from tests.integration.megatron_job import run
+from tests.integration.megatron_job import run_program
 
 
 def attend(topology: Topology, **settings):
@@ -31,7 +31,7 @@ def test_one_process_has_one_topology():
     assert topology_of(None) is topology_of(None)
 
 
-def test_nodes_are_those_that_nccl_tells_apart():
+def test_nodes_are_those_that_nccl_tells_apart(tmp_path):
     """By NCCL_HOSTID, which some clusters set and which emulates nodes of one machine."""
     program = """if True:
         import os, torch.distributed as dist, megatron_cp_plugin as cp
@@ -42,7 +42,7 @@ def test_nodes_are_those_that_nccl_tells_apart():
         dist.destroy_process_group()
         cp.release()
     """
-    job = run(ranks=3, program=("-c", program)).succeeded()
+    job = run_program(tmp_path, "-c", program, ranks=3).succeeded()
     assert [process.stdout.strip() for process in job.processes] == ["(0, 1, 2)"] * 3
 
 

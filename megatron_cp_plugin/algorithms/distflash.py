@@ -47,10 +47,10 @@ class HelpedPlacement(BlockPlacement):
 
     def pairs_of(self, rank: int) -> Iterator[tuple[int, int]]:
         """See BlockPlacement.pairs_of."""
-        yield rank, rank
         for other in range(self.size):
+            yield rank, other
             if other != rank:
-                yield from ((rank, other), (other, rank))
+                yield other, rank
 
     def place(self, query: int, key: int) -> Iterator[Place]:
         """See BlockPlacement.place."""
@@ -70,9 +70,8 @@ class DistFlash(PointToPoint):
 
     An owner of queries fetches K, V and (backward) returns dK, dV. A helper fetches Q and returns
     (out, lse); in the backward it fetches Q, dO, delta, lse, returns dQ and keeps its own dK, dV.
-    What is fetched or returned goes straight from rank to rank, on one channel each; neither
-    queries nor KV heads are ever expanded. Every returned gradient is that of one block pair, as
-    the kernel gave it, and is summed in float32 where it belongs.
+    Everything goes straight from rank to rank. A returned gradient is that of one pair of blocks,
+    as the kernel gave it; its owner sums in float32.
 
     With causal masking and S = N/P tokens each, let e and w be the bytes of an element and of a
     float32, h = floor((P-1)/2) the number of steps with helpers, and for rank p = 0..P-1
@@ -87,8 +86,8 @@ class DistFlash(PointToPoint):
         forward   kv(p) * 2GDe + q(p) * HDe + o(p) * (HDe + Hw)
         backward  kv(p) * 2GDe + own(p) * 2GDe + q(p) * (2HDe + 2Hw) + o(p) * HDe
 
-    Without helpers floor(P/2) becomes P-1 and h becomes 0. With a shared last step of an even P,
-    ranks p < P/2 help and ranks p >= P/2 are helped once more, with half of the rows.
+    Without helpers P-1 takes the place of floor(P/2), and h is 0. Where the last step of an even P
+    is shared, ranks p < P/2 help once more and ranks p >= P/2 are helped, with half of the rows.
 
     Source: DISTFLASHATTN, Algorithms 1 and 2, section 3.2.
     """
@@ -106,8 +105,8 @@ class DistFlash(PointToPoint):
                 paper's rule; on 4 GPUs it takes 1.25 times as long).
             chunks: groups of heads that the backward takes one after another, at most as many as
                 KV heads: two need less memory, and 1 to 2% more time.
-            overlap: the fetch for the next step runs during the present one; false waits for each
-                message where it is posted, for measurements.
+            overlap: the next step's blocks come during the present one; false, for measurements:
+                every message is waited for where it is posted.
             layout: "contiguous", or "thd", see ring.
         """
 

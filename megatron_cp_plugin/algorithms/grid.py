@@ -8,22 +8,18 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Literal
 
-from torch import Tensor
-
+from megatron_cp_plugin.algorithms.gathering import Gathering
 from megatron_cp_plugin.algorithms.grid_placements import (
     GatheredPlacement,
     GridPlacement,
     GridRingPlacement,
 )
-from megatron_cp_plugin.algorithms.point_to_point import PointToPoint
-from megatron_cp_plugin.core.algorithm import Algorithm, Call, Saved
 from megatron_cp_plugin.core.caching import cached_method
 from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.derive import plan_of
-from megatron_cp_plugin.core.gathered import Gathered
 from megatron_cp_plugin.core.grid import Grid, cheapest, column_major, row_major
 from megatron_cp_plugin.core.pipeline import HeadGroup, group_count, head_groups
-from megatron_cp_plugin.core.plan import PHASES, Plan, Setting
+from megatron_cp_plugin.core.plan import PHASES, Setting
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
@@ -31,7 +27,7 @@ from megatron_cp_plugin.core.topology import Topology
 Wire = Literal["model", "float32"]
 
 
-class GridAlgorithm(PointToPoint):
+class GridAlgorithm(Gathering):
     """Attention on a grid of ranks; subclasses say on which, and how blocks come together.
 
     Attributes: rows, cols: R and C; 0: whatever moves fewer bytes. partials: dtype in which partial
@@ -44,7 +40,7 @@ class GridAlgorithm(PointToPoint):
     transposed = False
 
     @dataclass(frozen=True)
-    class Options(PointToPoint.Options):
+    class Options(Gathering.Options):
         """Options of grids.
 
         Attributes: gradients: dtype in which partial gradients travel; summed in float32.
@@ -58,7 +54,6 @@ class GridAlgorithm(PointToPoint):
         super().__init__(topology, options)
         # Looked up once a pass: at short lengths a step of training is bound by the host.
         self._grid_shape = cached_method(self._cheapest, 256)
-        self._gathered = cached_method(self._make_gathered, 64)
 
     @property
     @abstractmethod
@@ -66,18 +61,21 @@ class GridAlgorithm(PointToPoint):
         """How blocks come together."""
 
     @property
-    def planned_alone(self) -> int | None:
-        """See PointToPoint.planned_alone: of all that is gathered, in one order, its own part."""
-        return self.topology.rank if self.kind is GatheredPlacement else super().planned_alone
+    def gathers(self) -> bool:
+        """See Gathering.gathers."""
+        return self.kind is GatheredPlacement
 
     def grid_shape(self, shape: Shape) -> tuple[int, int]:
         """R and C: as set, or what moves the fewest bytes in forward and backward together."""
         return self._grid_shape(shape)
 
+    def grid(self, shape: Shape) -> Grid:
+        """See Gathering.grid."""
+        return self._grid(*self.grid_shape(shape))
+
     def placement(self, shape: Shape, mask: Mask, phase: Phase) -> GridPlacement:
         """See Algorithm.placement."""
-        grid = self._grid(*self.grid_shape(shape))
-        return self._placed(self.kind, grid, self.head_groups(shape, mask), phase)
+        return self._placed(self.kind, self.grid(shape), self.head_groups(shape, mask), phase)
 
     def _placed(
         self, kind: type[GridPlacement], grid: Grid, groups: tuple[HeadGroup, ...], phase: Phase
@@ -92,11 +90,11 @@ class GridAlgorithm(PointToPoint):
         count = group_count(self.options.chunks, shape.flop(self.topology.size))
         if self.topology.size == 1 or self.kind is GridRingPlacement:
             count = 1
-        elif self.kind is not GatheredPlacement and 1 in self.grid_shape(shape):
+        elif not self.gathers and 1 in self.grid_shape(shape):
             # Blocks overlap within a group too, and two of them are all that is held at a time.
             count = self.options.chunks or (1 if mask.special else self._few_groups(shape, count))
         # Where only K and V are gathered, groups that share them would have nothing to wait for.
-        share_kv = self.kind is GatheredPlacement and self.grid_shape(shape)[1] > 1
+        share_kv = self.gathers and self.grid_shape(shape)[1] > 1
         return head_groups(shape.heads, shape.kv_heads, count, share_kv=share_kv)
 
     def _few_groups(self, shape: Shape, count: int) -> int:
@@ -111,30 +109,6 @@ class GridAlgorithm(PointToPoint):
         """See PointToPoint.slots: a column's blocks are held until the last one of the row came."""
         rows, cols = self.grid_shape(shape)
         return rows + cols - 2 if min(rows, cols) > 1 else super().slots(shape)
-
-    def make_channels(self, shape: Shape) -> None:
-        """See Algorithm.make_channels."""
-        if self.kind is not GatheredPlacement:
-            super().make_channels(shape)
-        else:
-            self._gathered(shape, self.plan(shape, Mask(), "forward", rank=self.planned_alone))
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Saved]:
-        """See Algorithm.forward."""
-        if self.kind is not GatheredPlacement:
-            return super().forward(q, k, v, call)
-        shape = Shape.of(q, k, v, call.seq_len)
-        plan = self.plan_for(shape, call, "forward")
-        return self._gathered(shape, plan).forward(q, k, v, call)
-
-    def backward(self, dout: Tensor, saved: Saved, call: Call) -> tuple[Tensor, Tensor, Tensor]:
-        """See Algorithm.backward."""
-        if self.kind is not GatheredPlacement:
-            return super().backward(dout, saved, call)
-        q, k, v, *_ = saved
-        shape = Shape.of(q, k, v, call.seq_len)
-        plan = self.plan_for(shape, call, "backward")
-        return self._gathered(shape, plan).backward(dout, saved, call)
 
     def _cheapest(self, shape: Shape) -> tuple[int, int]:
         size, whole = self.topology.size, head_groups(shape.heads, shape.kv_heads, 1)
@@ -157,12 +131,3 @@ class GridAlgorithm(PointToPoint):
             return column_major(rows, cols)
         alone = rows == 1 or cols == 1
         return row_major(rows, cols, (0,) * (rows * cols) if alone else self.topology.nodes)
-
-    def _make_gathered(self, shape: Shape, plan: Plan) -> Gathered:
-        return Gathered(plan, self._grid(*self.grid_shape(shape)), self.topology)
-
-    def _make_plan(
-        self, shape: Shape, mask: Mask, phase: Phase, rectangular: bool, rank: int | None
-    ) -> Plan:
-        kind: type[Algorithm] = Algorithm if self.kind is GatheredPlacement else PointToPoint
-        return kind._make_plan(self, shape, mask, phase, rectangular, rank)

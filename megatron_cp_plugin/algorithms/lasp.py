@@ -34,7 +34,8 @@ class Lasp(StatePassing):
     def __init__(self, topology: Topology, options: Algorithm.Options) -> None:
         super().__init__(topology, options)
         self._states = topology.channel("states")
-        self._sent: Pending[None] | None = None
+        # What is under way, and the state.
+        self._sent: tuple[Pending[None], Tensor] | None = None
 
     def carry(
         self,
@@ -56,6 +57,7 @@ class Lasp(StatePassing):
         ((start, stop),) = route.runs[self.topology.rank]
         (own,) = states
         beside = Beside(own.device)
+        before = self._sent  # which is waited for beside: its memory goes back to this stream
         arrived = first
         self._sit_out(place - 1)
         if place:
@@ -78,6 +80,7 @@ class Lasp(StatePassing):
         if not place:
             local_work()
         beside.join()
+        del before
         at_the_end = place + 1 == len(chain)
         return None if arrived is None else arrived.unsqueeze(0), end if at_the_end else None
 
@@ -93,11 +96,11 @@ class Lasp(StatePassing):
             self._sent = None  # sent before the capture, which began when all that was done
         self._finish_sending()
         if later:
-            self._sent = self._states.exchange([(state, later[0])], [])
+            self._sent = self._states.exchange([(state, later[0])], []), state
 
     def _finish_sending(self) -> None:
         if self._sent is not None:
-            self._sent.wait()
+            self._sent[0].wait()
             self._sent = None
 
     def _sit_out(self, hops: int) -> None:
@@ -127,13 +130,7 @@ class Lasp(StatePassing):
         return torch.stack([gradient, *parts]).sum(0)
 
     def traffic(
-        self,
-        shape: LinearShape,
-        rank: int,
-        *,
-        causal: bool,
-        final_state: bool,
-        decays: bool = True,
+        self, shape: LinearShape, rank: int, *, causal: bool, final_state: bool, decays: bool = True
     ) -> Traffic:
         """See LinearAlgorithm.traffic: one state a hop, whatever the number of tokens."""
         last = self.topology.size - 1

@@ -85,13 +85,7 @@ class Lasp2(StatePassing):
         return self._states.all_gather(gradient).wait().sum(0)
 
     def traffic(
-        self,
-        shape: LinearShape,
-        rank: int,
-        *,
-        causal: bool,
-        final_state: bool,
-        decays: bool = True,
+        self, shape: LinearShape, rank: int, *, causal: bool, final_state: bool, decays: bool = True
     ) -> Traffic:
         """See LinearAlgorithm.traffic: n states to each other rank, in each direction."""
         others = self.topology.size - 1

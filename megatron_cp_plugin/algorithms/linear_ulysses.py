@@ -9,11 +9,13 @@ from itertools import permutations
 from typing import Literal
 
 from torch import Tensor
+from torch.nn.functional import pad
 
 from megatron_cp_plugin.algorithms.lasp2 import Lasp2
 from megatron_cp_plugin.core.algorithm import Algorithm, Traffic
 from megatron_cp_plugin.core.assembly import assemble
 from megatron_cp_plugin.core.decay import Decay
+from megatron_cp_plugin.core.filled_heads import FilledHeads
 from megatron_cp_plugin.core.linear import (
     LinearAlgorithm,
     LinearCall,
@@ -24,7 +26,6 @@ from megatron_cp_plugin.core.linear import (
 )
 from megatron_cp_plugin.core.team import ExchangingTeam
 from megatron_cp_plugin.core.topology import Topology
-from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.registry import register
 
 
@@ -32,13 +33,15 @@ from megatron_cp_plugin.registry import register
 class LinearUlysses(LinearAlgorithm):
     """All-to-alls give each rank H/P heads of all tokens, and their results go back the same way.
 
-    With S = N/P tokens a rank and elements of e bytes, a rank sends 2 * B*S*H*(P-1)/P * (D+E) * e,
-    forward and backward alike: more the longer the sequence, where lasp2 sends (P-1) * B*H*D*E
-    float32. Kept for the backward: q, k, v and states as they were exchanged.
+    With S = N/P tokens a rank and elements of e bytes, a rank sends 2 * B*S*H*(P-1)/P * (D+E) * e
+    bytes, forward and backward alike: more the longer the sequence is, while lasp2 sends
+    (P-1) * B*H*D*E float32 numbers for any length. Kept for the backward: the exchanged q, k, v and
+    their states. Not pipelined: linear attention is too fast to hide an exchange of its inputs.
 
-    It is not pipelined: linear attention is too fast to hide an exchange of its inputs.
+    Where P does not divide H, heads of zeros are added to what is exchanged and computed, and taken
+    off again: H is then the next multiple of P, here and in `traffic`, 36 for 33 heads on 4 ranks.
 
-    Source: DeepSpeed-Ulysses, as in LASP, section 4.1.
+    Source: DeepSpeed-Ulysses, as in LASP, section 4.1. Differs: any number of heads.
     """
 
     @dataclass(frozen=True)
@@ -55,61 +58,53 @@ class LinearUlysses(LinearAlgorithm):
         self._states = topology.channel("states")
         self._whole = Lasp2(topology.subgroup([topology.rank], "alone"), Lasp2.Options())
 
-    @classmethod
-    def check(cls, options: Algorithm.Options, *, size: int, heads: int) -> None:
-        """See LinearAlgorithm.check."""
-        if heads % size:
-            raise ConfigError(
-                f"{cls.name} needs heads divisible by the {size} ranks that split them, got "
-                f"{heads} heads: use --context-parallel-algo lasp2"
-            )
-
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, initial: Tensor | None, call: LinearCall
     ) -> tuple[Tensor, Tensor | None, Saved]:
         """See LinearAlgorithm.forward."""
-        exchange, mine = self._exchange(call.seq_len), self._heads(q.shape[2])
-        out = q.new_empty((*q.shape[:3], v.shape[3]))
-        q, k, v = (coming.wait() for coming in [exchange.come(x) for x in (q, k, v)])
+        exchange, heads, local = self._exchange(call.seq_len), self._filled(q.shape[2]), q.shape[1]
+        q, k, v = (
+            coming.wait() for coming in [exchange.come(heads.fill_queries(x)) for x in (q, k, v)]
+        )
         if initial is not None:
-            initial = initial[:, mine].contiguous()
-        part, final, saved = self._whole.forward(q, k, v, initial, _of(call, mine))
+            initial = _fill_states(initial, heads)[:, self._mine(heads)].contiguous()
+        part, final, saved = self._whole.forward(q, k, v, initial, self._of(call, heads))
+        out = part.new_empty((len(part), local, heads.heads, part.shape[3]))
         leaving = exchange.leave(part, out)
         if final is not None:
             final = self._states.all_gather(final).wait().movedim(0, 1).flatten(1, 2)
+            final = _own_states(final, heads)
         leaving.wait()
-        return out, final, saved
+        return heads.own_queries(out), final, saved
 
     def backward(
         self, dout: Tensor, dfinal: Tensor | None, saved: Saved, call: LinearCall
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """See LinearAlgorithm.backward: dinitial is 0 but for this rank's heads."""
-        exchange, mine = self._exchange(call.seq_len), self._heads(dout.shape[2])
+        exchange, heads = self._exchange(call.seq_len), self._filled(dout.shape[2])
+        dout = heads.fill_queries(dout)
         arriving = exchange.come(dout)
         if dfinal is not None:
+            dfinal = _fill_states(dfinal, heads)
             by_rank = dfinal.unflatten(1, (self.topology.size, -1)).movedim(1, 0)
             dfinal = self._states.all_to_all(by_rank.contiguous()).wait().sum(0)
-        *parts, own = self._whole.backward(arriving.wait(), dfinal, saved, _of(call, mine))
-        dq, dk, dv = (dout.new_empty((*dout.shape[:3], part.shape[3])) for part in parts)
-        leaving = [exchange.leave(*each) for each in zip(parts, (dq, dk, dv), strict=True)]
+        *parts, own = self._whole.backward(arriving.wait(), dfinal, saved, self._of(call, heads))
+        gradients = [dout.new_empty((*dout.shape[:3], part.shape[3])) for part in parts]
+        leaving = [exchange.leave(*each) for each in zip(parts, gradients, strict=True)]
         for each in leaving:
             each.wait()
+        dq, dk, dv = map(heads.own_queries, gradients)
         assert own is not None
-        dinitial = own.new_zeros((own.shape[0], dout.shape[2], *own.shape[2:]))
-        dinitial[:, mine] = own
-        return dq, dk, dv, dinitial
+        dinitial = own.new_zeros((own.shape[0], heads.heads, *own.shape[2:]))
+        dinitial[:, self._mine(heads)] = own
+        return dq, dk, dv, _own_states(dinitial, heads)
 
     def traffic(
-        self,
-        shape: LinearShape,
-        rank: int,
-        *,
-        causal: bool,
-        final_state: bool,
-        decays: bool = True,
+        self, shape: LinearShape, rank: int, *, causal: bool, final_state: bool, decays: bool = True
     ) -> Traffic:
-        """See LinearAlgorithm.traffic: what the class states, and the final state's heads."""
+        """See LinearAlgorithm.traffic: what the class states, and heads of the final state."""
         size = self.topology.size
+        shape = replace(shape, heads=self._filled(shape.heads).heads)
         tokens = shape.batch * self._width(shape.seq_len) * (size - 1)
         width = 2 * shape.heads // size * (shape.head_dim + shape.value_dim)
         bytes_ = tokens * width * shape.element_bytes
@@ -145,12 +140,26 @@ class LinearUlysses(LinearAlgorithm):
         size = self.topology.size
         return max(self.layout.length(rank, size, seq_len) for rank in range(size))
 
-    def _heads(self, heads: int) -> slice:
+    def _filled(self, heads: int) -> FilledHeads:
+        return FilledHeads.of(heads, heads, self.topology.size)
+
+    def _mine(self, heads: FilledHeads) -> slice:
         """The heads that this rank computes."""
-        share = heads // self.topology.size
+        share = heads.heads // self.topology.size
         return slice(self.topology.rank * share, (self.topology.rank + 1) * share)
 
+    def _of(self, call: LinearCall, heads: FilledHeads) -> LinearCall:
+        """The same attention of this rank's heads, those of zeros without decay."""
+        rates = call.decay.rates + (1.0,) * (heads.heads - len(call.decay.rates))
+        return replace(call, decay=Decay(rates[self._mine(heads)]))
 
-def _of(call: LinearCall, heads: slice) -> LinearCall:
-    """The same attention of some heads."""
-    return replace(call, decay=Decay(call.decay.rates[heads]))
+
+def _fill_states(x: Tensor, heads: FilledHeads) -> Tensor:
+    """[B,H,D,E] with the states of zero heads."""
+    missing = heads.heads - x.shape[1]
+    return pad(x, (0, 0, 0, 0, 0, missing)) if missing else x
+
+
+def _own_states(x: Tensor, heads: FilledHeads) -> Tensor:
+    """Without them: [B,H,D,E]."""
+    return x[:, : heads.kv_heads].contiguous()

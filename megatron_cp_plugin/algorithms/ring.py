@@ -5,7 +5,7 @@
 B batch, S local tokens, H query heads, G KV heads, D head dim, P ranks.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from megatron_cp_plugin.algorithms.point_to_point import PointToPoint
@@ -18,37 +18,35 @@ from megatron_cp_plugin.algorithms.ring_routes import (
     Travelling,
     cheaper,
     check_nodes,
+    worth_retaining,
 )
 from megatron_cp_plugin.core.comm import Phase
-from megatron_cp_plugin.core.derive import sees_all
 from megatron_cp_plugin.core.layout import Contiguous, Layout, Zigzag
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.registry import register
 
-_SHORT = 2**25  # elements of a rank's q, up to which time goes by messages more than by memory
-
 
 class Ring(PointToPoint):
     """BurstAttention: GAO forward (Algorithm 1), either rule of backward, double-buffered.
 
-    While a rank computes with one block the next one arrives; no rank ever holds more than two.
-    Where every block visits every rank there are P-1 hops of K, V; backward "kv" P-1 hops of K, V,
-    dK, dV; backward "query" P-1 hops of Q, dO, dQ and of delta and lse.
+    The next block arrives while a rank computes with the present one; it never holds more than two.
+    Where every rank sees every block, a forward is P-1 hops of K, V; a backward P-1 hops of K, V,
+    dK, dV (rule "kv") or of Q, dO, dQ, delta, lse (rule "query").
 
-    Kept for the backward: q, k, v, out and lse of the rank's own tokens, and what option keep says.
+    Kept for the backward: q, k, v, out and lse of the rank's own tokens, and what `keep` adds.
+
     Beside these and its results a rank holds at most, with elements of 2 bytes, q = 2*B*H*S*D bytes
-    of queries, kv = 4*B*G*S*D of keys and values and n groups of heads (`chunks`), rows of lse and
-    delta aside,
+    of queries and kv = 4*B*G*S*D of keys and values,
 
-        forward   3q + 2kv; n > 1: (4q + 3kv) / n
-        backward  "kv": 1.5q + 7kv, n > 1: (2.5q + 9kv) / n
-                  "query": 9q + 1.5kv, n > 1: (12q + 2.5kv) / n
+                            one group of heads    n > 1 groups (`chunks`)
+        forward             3q + 2kv              (4q + 3kv) / n
+        backward, "kv"      1.5q + 7kv            (2.5q + 9kv) / n
+        backward, "query"   9q + 1.5kv            (12q + 2.5kv) / n
 
-    and what kernels need within. With transport peer, receive buffers are kept between calls, but
-    own tensors are sent from where they are; and kernels that write results where they belong
-    (flash4) need no memory beside these for the first ones of a group.
+    without rows of lse and delta, and without what kernels need; less with kernels that write
+    results where they belong (flash4). Over peer memory receive buffers stay between calls.
 
     Source: BurstAttention, Algorithms 1, 2 and 3. Differs: out and all gradients are summed in
     float32; blocks that are wholly in the causal future are not sent on; dQ travels on a channel
@@ -60,23 +58,19 @@ class Ring(PointToPoint):
 
     @dataclass(frozen=True)
     class Options(PointToPoint.Options):
-        """Options of the ring, beside those of PointToPoint. With more than one of `chunks` a
-        group's last hop of the backward runs beside the next group's first step.
+        """Options of the ring, beside those of PointToPoint.
 
         Attributes:
             backward: what travels in the backward: "kv" (K, V, dK, dV), "query" (Q, dO, delta,
                 lse, dQ), or "auto", the one with fewer bytes for this ratio of heads.
-            keep: what stays for the backward: "local", the rank's own tensors; or "auto", of short
-                sequences with at least four query heads a KV head also K and V of the block that
-                came last, where all ranks see all blocks. The backward begins with these then, K
-                and V make one hop less, and the last sums come while a rank computes with its own.
-            gradients: dtype in which sums of gradients are passed on: "float32" or "model", the
-                dtype of q. Two ranks pass nothing on: what one finds goes to the other as kernels
-                give it.
-            route: "ring", from each rank to the next; "straight", from the owner to whoever needs
-                it, and gradients straight back, as kernels give them; or "double": rings inside
-                nodes, and between nodes every block once to each, where a ring would send a block
-                over one link from node to node in every step.
+            keep: what stays for the backward: "local", the rank's own tensors; "auto", also K and V
+                of the block that came last, where `worth_retaining` says so. The backward begins
+                with that block then, which saves a hop of K and V.
+            gradients: dtype in which sums of gradients are passed on: "float32", or "model", the
+                dtype of q. Gradients that are no sums, as between two ranks, travel in that of q.
+            route: "ring", from each rank to the next; "straight", from the owner to every rank that
+                needs the block, and its gradients straight back; "double", once to each other node
+                and from rank to rank inside nodes.
         """
 
         backward: Rule = "auto"
@@ -104,28 +98,26 @@ class Ring(PointToPoint):
             reverse=retains and phase == "backward",
         )
         if self.options.route == "straight":
-            return StraightPlacement(**vars(replace(ring, wide_gradients=False)))
+            return StraightPlacement(**vars(ring))
         if self.options.route == "double":
             return DoubleRingPlacement(**vars(ring), nodes=self.topology.nodes)
         return ring
 
     def _retains(self, shape: Shape, mask: Mask) -> bool:
         """Whether the forward keeps K and V of its last block for the backward."""
-        size = self.topology.size
         return (
             self.options.keep == "auto"
             and self.options.route == "ring"
-            and size > 1
-            and shape.elements(size) <= _SHORT
-            and 4 * shape.kv_heads <= shape.heads
             and len(self.head_groups(shape, mask)) == 1
             and self._travelling(shape) == "kv"
-            and sees_all(self.layout, size, shape.seq_len, mask)
+            and worth_retaining(self.layout, self.topology.size, shape, mask)
         )
 
     @property
     def _wide(self) -> bool:
-        return self.options.gradients == "float32" and self.topology.size > 2
+        """Whether gradients travel in float32: only where they are sums."""
+        passed_on = self.topology.size > 2 and self.options.route != "straight"
+        return passed_on and self.options.gradients == "float32"
 
     def _travelling(self, shape: Shape) -> Travelling:
         """What travels in the backward; with "auto" whatever moves fewer bytes a hop."""

@@ -6,13 +6,18 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+from megatron_cp_plugin.core.derive import sees_all
+from megatron_cp_plugin.core.layout import Layout
 from megatron_cp_plugin.core.placement import BlockPlacement, Place
 from megatron_cp_plugin.core.shape import Shape
+from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ConfigError
 
 Travelling = Literal["kv", "query"]
 Rule = Literal["auto", "kv", "query"]  # of the backward
 Route = Literal["ring", "straight", "double"]
+
+_SHORT = 2**25  # elements of a rank's q, up to which time goes by messages more than by memory
 
 
 @dataclass(frozen=True)
@@ -124,6 +129,18 @@ def cheaper(shape: Shape, *, wide_gradients: bool) -> Travelling:
     of_queries = (shape.query_width + shape.out_width) * e + shape.query_width * g
     rows = 2 * shape.heads * shape.wide_bytes
     return "kv" if shape.kv_width * (e + g) <= of_queries + rows else "query"
+
+
+def worth_retaining(layout: Layout, size: int, shape: Shape, mask: Mask) -> bool:
+    """Whether keeping K and V of a rank's last block pays: all ranks save the same hop, and K and V
+    are small.
+    """
+    return (
+        size > 1
+        and shape.elements(size) <= _SHORT
+        and 4 * shape.kv_heads <= shape.heads
+        and sees_all(layout, size, shape.seq_len, mask)
+    )
 
 
 def check_nodes(name: str, nodes: Sequence[int]) -> None:

@@ -25,8 +25,9 @@ from megatron_cp_plugin.core.topology import Topology
 class Call:
     """One attention over the whole split sequence.
 
-    Attributes: seq_len: global. scale: of the scores. kernel: computes the tiles. dq, dkv: whether
-        the gradient of q, and those of k and v, are wanted; the same on all ranks.
+    Attributes: seq_len: N, in tokens. mask: of the whole sequence. scale: factor of the scores.
+        kernel: computes the tiles. dq, dkv: whether the gradient of q, and those of k and v, are
+        wanted; the same on all ranks.
     """
 
     seq_len: int
@@ -38,23 +39,23 @@ class Call:
 
     @cached_property
     def packed(self) -> bool:
-        """Whether tiles are put together into kernel calls: where the mask makes many of them."""
+        """Whether one kernel call computes several tiles: with masks that make many of them."""
         return self.kernel.packs and bool(self.mask.special)
 
     @cached_property
     def places_outputs(self) -> bool:
-        """Whether the output of a block's first tile can be where that of all tiles belongs."""
+        """Whether the kernel writes a block's first partial output where the merged one will be."""
         return self.kernel.places_outputs and not self.packed
 
     @cached_property
     def places_gradients(self) -> bool:
-        """As `places_outputs`."""
+        """Whether the kernel writes a block's first gradients where their sums will be."""
         return self.kernel.places_gradients and not self.packed
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one rank sends in one attention layer: payload in bytes, and how many messages."""
+    """What one rank sends in one attention layer: bytes of payload, and numbers of messages."""
 
     forward_bytes: int
     forward_messages: int
@@ -69,16 +70,18 @@ class Algorithm(ABC):
     """Softmax attention over a sequence that is split among the ranks of a topology.
 
     Most algorithms derive from `algorithms.point_to_point.PointToPoint`, which follows any
-    placement, and give `layout`, `Options` and `placement` alone. Subclasses are made by
-    `registry.create` with a topology and an instance of their own `Options`.
+    placement, and define only `layout`, `Options` and `placement`. `registry.create` makes them,
+    with a topology and an instance of their own `Options`.
 
-    B batch, S local tokens, H query heads, G KV heads, D head dim, E that of values and outputs,
-    which formulas of subclasses take to be D.
+    B batch, S local tokens, N tokens of the whole sequence, H query heads, G KV heads, D head dim
+    of queries and keys, E that of values and outputs. Formulas of subclasses are for E = D.
 
     Attributes:
-        name: set by the registry. layout: which tokens each rank holds; serves batch slicing,
-            RoPE and attention alike. windows: whether it serves masks with a window, documents or
-            spans. topology: the ranks. options: as given.
+        name: set by the registry.
+        layout: which tokens each rank holds, for batch slicing, RoPE and attention alike.
+        windows: whether it serves masks with a window, documents or spans.
+        topology: the ranks.
+        options: as given.
     """
 
     name: str = ""
@@ -101,12 +104,14 @@ class Algorithm(ABC):
 
     @classmethod
     def layout_for(cls, options: Options) -> Layout:
-        """The layout that an instance with these options has: of an option `layout`, if any."""
+        """The layout of an instance with these options: the one that option `layout` names, if the
+        algorithm has that option; else the class's.
+        """
         choice = getattr(options, "layout", None)
         return cls.layout if choice is None else NAMED[choice]
 
     def within(self, documents: Documents) -> "Algorithm":
-        """The algorithm on the layout that it has for such a sequence, see `Layout.within`.
+        """This algorithm with the layout of a sequence of such documents, see `Layout.within`.
 
         Sends nothing: channels and groups are those of the topology.
         """
@@ -120,12 +125,13 @@ class Algorithm(ABC):
 
     @classmethod  # noqa: B027  (most algorithms serve everything)
     def check(cls, options: Options, *, size: int, heads: int, kv_heads: int, causal: bool) -> None:
-        """Raises: ConfigError if the algorithm cannot serve this; needs no processes."""
+        """Raises: ConfigError if the algorithm cannot serve this; needs no process group."""
 
     def make_channels(self, shape: Shape) -> None:  # noqa: B027  (some make all in the constructor)
         """Makes the process groups that calls need; a collective operation.
 
-        Args: shape: with the heads and dtypes of all calls, and equally many tokens on all ranks.
+        Args: shape: heads, head dims and dtypes are those of all calls; every rank has equally many
+            of its tokens.
         """
 
     @abstractmethod
@@ -135,30 +141,31 @@ class Algorithm(ABC):
         Args: q: [B,S,H,D]; k: [B,S,G,D]; v: [B,S,G,E]; contiguous, local shards in the order of
             `layout`.
 
-        Returns: out [B,S,H,E], lse [B,H,S], and what `backward` needs: local tensors only, of
-        which out is the very one that is returned (attention sinks change it in place).
+        Returns: out [B,S,H,E] in q's dtype; lse [B,H,S], natural logarithm, float32 (float64 for
+        float64); and what `backward` needs, local tensors only. Out among them is the same tensor
+        as the one that is returned, because attention sinks change it in place.
         """
 
     @abstractmethod
     def backward(self, dout: Tensor, saved: Saved, call: Call) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of the local shards.
 
-        Args: dout: [B,S,H,E] contiguous. saved: of `forward`.
+        Args: dout: [B,S,H,E] contiguous, in q's dtype. saved: of `forward`.
 
-        Returns: dq [B,S,H,D], dk [B,S,G,D], dv [B,S,G,E], in the dtypes of q, k, v; whatever
-        tensors in place of those that the call does not want, which need not travel.
+        Returns: dq [B,S,H,D], dk [B,S,G,D], dv [B,S,G,E], in the dtypes of q, k, v. Those that the
+        call does not want may be any tensors, and need not be sent.
         """
 
     def computed(self, shape: Shape) -> Shape:
-        """What is computed where `shape` is asked for: with heads of zeros, if any are added."""
+        """The shape that is computed for `shape`: with the heads of zeros, if any are added."""
         return shape
 
     @abstractmethod
     def placement(self, shape: Shape, mask: Mask, phase: Phase) -> Placement:
-        """Which rank computes what, in which order, and from whom it gets the rest, in a pass.
+        """Which rank computes what in a pass, in which order, and from whom it gets the rest.
 
-        Args: shape: of the whole problem, `shape.seq_len` tokens of all ranks. mask: of the whole
-            sequence. phase: "forward" or "backward".
+        Args: shape: of the whole problem, with the `shape.seq_len` tokens of all ranks. mask: of
+            the whole sequence. phase: "forward" or "backward".
         """
 
     def plan(
@@ -172,7 +179,7 @@ class Algorithm(ABC):
     ) -> Plan:
         """What all ranks compute and move in one pass.
 
-        Args: rectangular: as in `plan_tiles`. rank: only its part, as of `Setting`.
+        Args: rectangular: as in `plan_tiles`. rank: only the part of this rank, see `Setting`.
         """
         return self._plan(shape, mask, phase, rectangular, rank)
 
@@ -183,7 +190,7 @@ class Algorithm(ABC):
         return plan_of(self.placement(shape, mask, phase), setting)
 
     def traffic(self, shape: Shape, mask: Mask, rank: int) -> Traffic:
-        """What `rank` sends, by the plans of both passes."""
+        """What `rank` sends, as the plans of both passes say."""
         forward, backward = (self.plan(shape, mask, phase).sent(rank, shape) for phase in PHASES)
         return Traffic(*forward, *backward)
 
@@ -230,8 +237,8 @@ class Gradients:
     dv: GradientSum
 
     def places(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Where gradients of a tile's q, k and v go: those that are the first of a block to where
-        its sum will be, others to memory of their own; None if all do.
+        """Where the kernel writes the gradients of a tile's q, k and v: the first ones of a block
+        where its sum will be, others to new memory. None: no gradient is the first.
         """
         places = [
             total.place_of_first(x.shape[1])
@@ -256,7 +263,10 @@ def differentiate_block(
     work: Batches,
     call: Call,
 ) -> None:
-    """Adds the gradients of `attend_block`; `statistics` are those of all rows of q."""
+    """Adds the gradients of a block's q, k and v to `sums`, see `attend_block`.
+
+    Args: statistics: of all rows of q.
+    """
     for each in work.calls(packed=call.packed, gaps=call.kernel.gaps):
         if isinstance(each, Tile):
             dq, dk, dv = _differentiate_tile(sums, dout, q, k, v, statistics, each, call)
@@ -305,7 +315,7 @@ def _differentiate_tile(
     tile: Tile,
     call: Call,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of `_attend_tile`; where the sums will be, if they are the first."""
+    """The gradients of `_attend_tile`; the first ones of a block are where its sums will be."""
     dout, q, k, v = dout[:, tile.q], q[:, tile.q], k[:, tile.kv], v[:, tile.kv]
     statistics = statistics.rows(tile.q)
     places = sums.places(q, k, v) if call.places_gradients and not tile.reverse else None

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megatron_cp_plugin.core.devices import uploaded
+from megatron_cp_plugin.core.devices import kept_on_device, uploaded
 from megatron_cp_plugin.core.layout import Span
 from megatron_cp_plugin.core.partial import rows_at
 
@@ -144,12 +144,12 @@ class _Table:
         return [(own, local[own]) for own in found]
 
 
-@lru_cache(maxsize=32)  # those of some micro-batches: they take memory of the device
+@kept_on_device(maxsize=32)  # those of some micro-batches: they take memory of the device
 def _joined(table: _Table, widths: tuple[int, ...], device: torch.device) -> Tensor:
     return uploaded(table.joined(widths), device)
 
 
-@lru_cache(maxsize=32)
+@kept_on_device(maxsize=32)
 def _split(table: _Table, device: torch.device) -> Tensor:
     return uploaded(table.split_rows, device)
 
@@ -160,7 +160,7 @@ def _taken(x: Tensor, dim: int, rows: Tensor) -> Tensor:
     return rows_at(x, rows) if fused else x.index_select(dim, rows)
 
 
-@lru_cache(maxsize=32)
+@kept_on_device(maxsize=32)
 def _placed(
     table: _Table, start: int, stop: int, device: torch.device
 ) -> tuple[tuple[Tensor, Tensor], ...]:

@@ -22,14 +22,15 @@ from typing import Any, override
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron_cp_plugin.core.autocast import as_written, cast_inputs
 from megatron_cp_plugin.core.fused import fused_for
+from megatron_cp_plugin.core.once import differentiable_once
 from megatron_cp_plugin.core.partial import accumulation_dtype
 from megatron_cp_plugin.errors import ContextParallelError
 
 CHUNK_TOKENS = 4096
+_IDS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def losses_and_predictions(
@@ -114,8 +115,13 @@ class _Head:
                 f"hidden and weight must have one floating dtype, got {hidden.dtype} and "
                 f"{weight.dtype}"
             )
+        if not hidden.device == weight.device == labels.device:
+            raise ContextParallelError(
+                "hidden, weight and labels need one device, got "
+                f"{hidden.device}, {weight.device} and {labels.device}"
+            )
         whole = (hidden.size(0) * self.parts, *hidden.shape[1:-1])
-        if labels.shape != whole or labels.is_floating_point():
+        if labels.shape != whole or labels.dtype not in _IDS:
             raise ContextParallelError(
                 f"labels must be whole numbers {list(whole)} for hidden {list(hidden.shape)}, got "
                 f"{labels.dtype} {list(labels.shape)}"
@@ -159,7 +165,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @override
-    @once_differentiable
+    @differentiable_once
     def backward(
         ctx: Any, dlosses: Tensor, _: Tensor
     ) -> tuple[Tensor | None, Tensor | None, None, None]:

@@ -5,12 +5,12 @@ B batch, H heads, D head dim of q and k, E head dim of v. A state is k v^T summe
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from math import log
 
 import torch
 from torch import Tensor
 
+from megatron_cp_plugin.core.devices import kept_on_device
 from megatron_cp_plugin.errors import ConfigError
 
 Distances = tuple[tuple[int | None, ...], ...]
@@ -64,17 +64,17 @@ class Decay:
 
     def weights(self, distances: Distances, dtype: torch.dtype, device: torch.device) -> Tensor:
         """rate ** distance [H, rows, columns]; 0 where it is None."""
-        return _weights(self.rates, distances, device, dtype)
+        return _weights(self.rates, distances, dtype, device)
 
 
-@lru_cache(maxsize=1024)
+@kept_on_device(maxsize=1024)
 def _logarithms(rates: tuple[float, ...], device: torch.device) -> Tensor:
     return torch.tensor([log(rate) for rate in rates], dtype=torch.float64, device=device)
 
 
-@lru_cache(maxsize=1024)
+@kept_on_device(maxsize=1024)
 def _weights(
-    rates: tuple[float, ...], distances: Distances, device: torch.device, dtype: torch.dtype
+    rates: tuple[float, ...], distances: Distances, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
     powers = [[[0.0 if n is None else rate**n for n in row] for row in distances] for rate in rates]
     return torch.tensor(powers, dtype=dtype, device=device)

@@ -475,7 +475,8 @@ class _Derivation:
     def _kept(self) -> tuple[Kept, ...]:
         if self.setting.phase == "forward":
             return ()
-        return tuple(Kept(holder, ("k", "v"), (owner,)) for owner, holder in self._absent())
+        kept = (Kept(holder, ("k", "v"), (owner,)) for owner, holder in self._absent())
+        return tuple(sorted(kept))
 
     def _retained(self) -> Iterator[Kept]:
         for owner in range(self.placement.size):

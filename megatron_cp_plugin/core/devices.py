@@ -1,6 +1,8 @@
 """The GPU of a rank, and what goes there from the host."""
 
 import os
+from collections.abc import Callable
+from functools import lru_cache, wraps
 
 import torch
 from torch import Tensor
@@ -24,14 +26,48 @@ def take_gpu(instead: str) -> torch.device:
     return device
 
 
+def kept_on_device[*Ts, R](
+    maxsize: int,
+) -> Callable[[Callable[[*Ts, torch.device], R]], Callable[[*Ts, torch.device], R]]:
+    """Decorates a function that makes tensors on a device: its last results are kept.
+
+    What a CUDA graph was captured with is kept for good: replays read that memory, and nobody else
+    knows of it. Args: maxsize: of the others. The function's arguments are hashable and positional.
+    """
+
+    def decorate(
+        make: Callable[[*Ts, torch.device], R],
+    ) -> Callable[[*Ts, torch.device], R]:
+        recent = lru_cache(maxsize)(make)
+        of_graphs: dict[tuple[*Ts, torch.device], R] = {}
+
+        @wraps(make)
+        def call(*args: *tuple[*Ts, torch.device]) -> R:
+            if args[-1].type != "cuda" or not torch.cuda.is_current_stream_capturing():
+                return recent(*args)
+            if args not in of_graphs:
+                of_graphs[args] = recent(*args)
+            return of_graphs[args]
+
+        return call
+
+    return decorate
+
+
 def uploaded(numbers: Tensor, device: torch.device) -> Tensor:
     """Integers of the host as int32 on a device, without waiting for what is queued there.
 
     They are there for whatever is queued later on the current stream, and for what follows that.
 
-    Raises: ContextParallelError while a CUDA graph is captured: replays would copy them again, from
-    memory that is given on by then.
+    Raises: ContextParallelError if a number is too large for that; while a CUDA graph is captured,
+    since replays would copy them again, from memory that is given on by then.
     """
+    largest = torch.iinfo(torch.int32).max
+    if numbers.numel() and (last := int(numbers.max())) > largest:
+        raise ContextParallelError(
+            f"kernels take numbers of tokens up to {largest}, got {last}: use a smaller batch, or "
+            "more ranks"
+        )
     numbers = numbers.to(torch.int32)
     if device.type != "cuda":
         return numbers.to(device)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from itertools import accumulate, pairwise, takewhile
 from math import ceil
+from operator import index
 from random import Random
 
 from megatron_cp_plugin.core.document_lengths import Exponential, Lengths
@@ -13,8 +14,14 @@ def document_starts(cu_seqlens: Sequence[int], seq_len: int) -> tuple[int, ...]:
     """Where documents other than the first one begin, from cumulative lengths (0, n1, n1 + n2,
     ..., N); empty documents are none.
 
-    Raises: ContextParallelError unless the lengths ascend from 0 to seq_len.
+    Raises: ContextParallelError unless they are whole numbers that ascend from 0 to seq_len.
     """
+    try:
+        cu_seqlens = [index(bound) for bound in cu_seqlens]
+    except TypeError:
+        raise ContextParallelError(
+            f"cu_seqlens needs whole numbers from 0 to seq_len = {seq_len}, got {cu_seqlens!r}"
+        ) from None
     descends = any(a > b for a, b in pairwise(cu_seqlens))
     if descends or [*cu_seqlens[:1], *cu_seqlens[-1:]] != [0, seq_len]:
         few = ", ".join(map(str, cu_seqlens[:8])) + (", ..." if len(cu_seqlens) > 8 else "")

@@ -6,17 +6,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron_cp_plugin.core.algorithm import Algorithm, Call
 from megatron_cp_plugin.core.autocast import as_written, cast_inputs
 from megatron_cp_plugin.core.comm import communicating_in
 from megatron_cp_plugin.core.kernel import Problem, SoftmaxKernel
+from megatron_cp_plugin.core.once import differentiable_once
 from megatron_cp_plugin.core.partial import delta_of
 from megatron_cp_plugin.core.recompute import computed_once
 from megatron_cp_plugin.core.slices import Slices
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ContextParallelError
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class _Attention(torch.autograd.Function):
@@ -31,7 +33,7 @@ class _Attention(torch.autograd.Function):
         call: Call,
         site: Hashable | None,
     ) -> Tensor:
-        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        q, k, v = _aligned(q), _aligned(k), _aligned(v)
 
         def compute() -> tuple[Tensor, ...]:
             out, lse, saved = algorithm.forward(q, k, v, call)
@@ -50,10 +52,16 @@ class _Attention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         with communicating_in("backward"), as_written(dout.device):
-            return (*_differentiate(ctx, dout.contiguous()), None, None, None)
+            return (*_differentiate(ctx, _aligned(dout)), None, None, None)
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """x contiguous, from a multiple of 16 bytes on: kernels for GPUs load so many at a time."""
+    x = x.contiguous()
+    return x.clone() if x.storage_offset() * x.element_size() % 16 else x
 
 
 def _differentiate(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
@@ -126,10 +134,11 @@ def attend(
     Returns: out [B,S,H,E] in q's dtype. Raises: ContextParallelError if shapes or dtypes do not
     fit; KernelUnavailableError if the kernel cannot serve them.
     """
+    check_shapes(q, k, v)
     q, k, v = cast_inputs(q, k, v)
+    check_dtypes(q, k, v)
     mask = Mask(causal, window, documents) if slices is None else Mask.of(slices)
     algorithm = algorithm.within(mask.followed)
-    check_shapes(q, k, v)
     _check_tokens(q, algorithm, seq_len)
     heads, head_dim = q.shape[2:]
     shape = q.device, q.dtype, heads, k.shape[2], head_dim
@@ -152,13 +161,15 @@ def attend(
         raise ContextParallelError(
             f"a sink is one number for each of the {heads} query heads, got {tuple(sink.shape)}"
         )
+    if sink is not None and sink.device != q.device:
+        raise ContextParallelError(f"a sink needs the device of q, {q.device}, got {sink.device}")
     scale = head_dim**-0.5 if scale is None else scale
     call = Call(seq_len, mask, scale, kernel_for(problem))
     return _Attention.apply(q, k, v, sink, algorithm, call, site)
 
 
 def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raises: ContextParallelError if no attention has such inputs."""
+    """Raises: ContextParallelError for shapes that no attention has, or for several devices."""
     shapes = f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4 or k.shape[:3] != v.shape[:3]:
         raise ContextParallelError(
@@ -166,12 +177,25 @@ def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
     if q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
         raise ContextParallelError(f"q and k need equal batch, tokens and head dim, {shapes}")
+    if min(*q.shape[2:], *k.shape[2:], v.shape[3]) < 1:
+        raise ContextParallelError(f"attention needs heads, each of one element or more, {shapes}")
     if q.shape[2] % k.shape[2]:
         raise ContextParallelError(f"query heads must be a multiple of KV heads, {shapes}")
+    if not q.device == k.device == v.device:
+        raise ContextParallelError(
+            f"q, k, v need one device, got {q.device}, {k.device}, {v.device}: move them first"
+        )
+
+
+def check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raises: ContextParallelError if no kernel takes them."""
     if not q.dtype == k.dtype == v.dtype:
         raise ContextParallelError(
             f"q, k, v need one dtype, got {q.dtype}, {k.dtype}, {v.dtype}: cast them first"
         )
+    if q.dtype not in _DTYPES:
+        allowed = ", ".join(map(str, _DTYPES))
+        raise ContextParallelError(f"q, k, v need one of {allowed}, got {q.dtype}: cast them first")
 
 
 def _check_tokens(q: Tensor, algorithm: Algorithm, seq_len: int) -> None:

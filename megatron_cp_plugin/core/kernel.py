@@ -7,14 +7,14 @@ of values and outputs.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.core.devices import uploaded
+from megatron_cp_plugin.core.devices import kept_on_device, uploaded
 from megatron_cp_plugin.core.partial import delta_of, rows_at
 
 
@@ -193,7 +193,7 @@ class Packing:
         return _lengths(self, batch, device)
 
 
-@lru_cache(maxsize=512)  # all layers of a micro-batch have the same packings
+@kept_on_device(maxsize=512)  # all layers of a micro-batch have the same packings
 def _lengths(packing: Packing, batch: int, device: torch.device) -> Lengths:
     sides = packing.q, packing.kv
     bounds = torch.tensor([[[x.start, x.stop] for x in side] for side in sides])

@@ -148,13 +148,7 @@ class LinearAlgorithm(ABC):
 
     @abstractmethod
     def traffic(
-        self,
-        shape: LinearShape,
-        rank: int,
-        *,
-        causal: bool,
-        final_state: bool,
-        decays: bool = True,
+        self, shape: LinearShape, rank: int, *, causal: bool, final_state: bool, decays: bool = True
     ) -> Traffic:
         """What `rank` sends, by closed formula; the tests hold it against the counters.
 

@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron_cp_plugin.core.autocast import as_written, cast_inputs
 from megatron_cp_plugin.core.comm import communicating_in
 from megatron_cp_plugin.core.decay import Decay
+from megatron_cp_plugin.core.function import check_dtypes
 from megatron_cp_plugin.core.linear import LinearAlgorithm, LinearCall
 from megatron_cp_plugin.core.linear_kernel import LinearKernel, LinearProblem
+from megatron_cp_plugin.core.once import differentiable_once
 from megatron_cp_plugin.core.partial import accumulation_dtype
 from megatron_cp_plugin.core.recompute import computed_once
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
@@ -47,7 +48,7 @@ class _LinearAttention(torch.autograd.Function):
         return out, final
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, dout: Tensor, dfinal: Tensor | None) -> tuple[Tensor | None, ...]:
         with communicating_in("backward"), as_written(dout.device):
             dq, dk, dv, dinitial = ctx.algorithm.backward(
@@ -114,10 +115,7 @@ def _check(
             f"linear attention needs q, k [B,S,H,D] and v [B,S,H,E], {shapes}: repeat the KV heads "
             "if there are fewer"
         )
-    if not q.dtype == k.dtype == v.dtype:
-        raise ContextParallelError(
-            f"q, k, v need one dtype, got {q.dtype}, {k.dtype}, {v.dtype}: cast them first"
-        )
+    check_dtypes(q, k, v)
     state = (q.shape[0], *q.shape[2:], v.shape[3])
     if initial_state is not None and initial_state.shape != state:
         raise ContextParallelError(

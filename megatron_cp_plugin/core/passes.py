@@ -4,13 +4,13 @@ B batch, S local tokens, H query heads, G KV heads, D head dim, E that of values
 """
 
 from collections.abc import Iterator
-from functools import lru_cache, partial
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from megatron_cp_plugin.core.algorithm import Call, Gradients, attend_block, differentiate_block
-from megatron_cp_plugin.core.devices import uploaded
+from megatron_cp_plugin.core.devices import kept_on_device, uploaded
 from megatron_cp_plugin.core.execute import Packed, Pass, Tensors
 from megatron_cp_plugin.core.kernel import Statistics
 from megatron_cp_plugin.core.partial import (
@@ -270,7 +270,7 @@ def _shared(here: Packed, rows: Rows) -> Iterator[tuple[SomeRows, Tensors]]:
         yield piece.there, _part(here.tensors, piece)
 
 
-@lru_cache(maxsize=64)  # of some micro-batches: they take memory of the device
+@kept_on_device(maxsize=64)  # of some micro-batches: they take memory of the device
 def _numbers(here: Rows, rows: Rows, device: torch.device) -> RowIndex:
     pieces = common(here, rows)
     to, of = (

@@ -18,6 +18,11 @@ from megatron_cp_plugin.core.comm import Communicator, Described, Pending, Recei
 from megatron_cp_plugin.errors import ContextParallelError
 
 _ALIGNMENT = 256
+_MAX_PITCH = 2**31 - 1  # bytes, of a two-dimensional copy: CU_DEVICE_ATTRIBUTE_MAX_PITCH
+_AFTER_AN_ERROR = (
+    "did a call before it end in an error? Start again, or call megatron_cp_plugin.release() on "
+    "all ranks"
+)
 
 
 class SlottedCommunicator(Communicator):
@@ -40,7 +45,7 @@ class SlottedCommunicator(Communicator):
         self._slot_bytes = 0
         self._turn = 0
         self._awaited: set[int] = set()  # slots
-        self._offered = False  # the slot of this turn
+        self._offered: frozenset[int] = frozenset()  # to whom, the slot of this turn
 
     def buffers(self, like: Sequence[Described], device: torch.device) -> tuple[Tensor, ...]:
         """See Communicator.buffers; views of this turn's slot."""
@@ -66,7 +71,7 @@ class SlottedCommunicator(Communicator):
         if slot not in self._awaited and not self._offered:
             self._follow()
             self._offer(slot, sources)
-            self._offered = True
+            self._offered = frozenset(sources)
 
     @property
     def held_bytes(self) -> int:
@@ -82,9 +87,16 @@ class SlottedCommunicator(Communicator):
             )
         slot = self._turn % self._slots
         if receives and slot in self._awaited:
-            raise RuntimeError(f"a block on {self.channel!r} was not waited for before the next")
+            raise RuntimeError(
+                f"a block on {self.channel!r} was not waited for before the next: {_AFTER_AN_ERROR}"
+            )
+        if self._offered and self._offered != sources:
+            raise RuntimeError(
+                f"ranks {sorted(self._offered)} were expected to send on {self.channel!r}, got an "
+                f"exchange with ranks {sorted(sources)}: {_AFTER_AN_ERROR}"
+            )
         pending = self._post(slot, sends, receives)
-        self._turn, self._offered = self._turn + 1, False
+        self._turn, self._offered = self._turn + 1, frozenset()
         if not receives:
             return pending
         self._awaited.add(slot)
@@ -260,7 +272,7 @@ def _push(copies: torch.cuda.Stream, tensor: Tensor, target: Tensor) -> None:
         target.copy_(tensor)
         return
     pieces = _pieces(tensor)
-    if pieces is None:
+    if pieces is None or pieces[2] * tensor.element_size() > _MAX_PITCH:
         for part, place in zip(tensor, target, strict=True):
             _push(copies, part, place)
         return

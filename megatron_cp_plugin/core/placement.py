@@ -1,7 +1,7 @@
 """A placement: what an algorithm is, for given numbers of ranks and heads, in one pass.
 
 It says which rank computes which queries against which keys, in which step, and from whom it gets
-what it does not own. What travels, and when, follows: see `core.derive`.
+what it does not own. `core.derive` works out from it what travels, and when.
 """
 
 from abc import ABC, abstractmethod
@@ -18,8 +18,9 @@ class Place(NamedTuple):
     """Where and when a block of queries meets a block of keys.
 
     Attributes:
-        step: from 0; with blocks of other ranks, which have to come, from 1 where they go from rank
-            to rank. part: (i, n): only the i-th of n parts of the query rows.
+        rank: computes the pair. step: from 0. Blocks of other ranks are there from step 1, gathered
+            ones (`assembled`) from step 0. part: (i, n): only the i-th of n equal parts of the
+            query rows, i from 0.
     """
 
     rank: int
@@ -32,17 +33,19 @@ class BlockPlacement(ABC):
     """Pairs of the ranks' blocks, each pair on one rank; subclasses say where and when.
 
     Attributes:
-        layout: of the tokens. size: number of ranks. groups: of heads, that are computed one after
-            another in the same way. wide_partials, wide_gradients: partial outputs, and sums of
-            gradients, travel in float32, not in the model's dtype.
-        relay: a block goes from one rank that needs it to the next, its sums behind it; otherwise
-            from its owner straight to each, and results straight back.
-        masked: only what the mask needs travels; otherwise every block goes wherever it has a
-            place, unless the mask has a window or documents and positions are without gaps.
-        assembled: by collective operations. All that a rank computes in one step is one block of
-            queries and one of keys; blocks are padded to equal lengths; tensors of one kind travel
-            as one; lse and delta of all heads at once. Rows that travel are the same for all that
-            get a block.
+        layout: of the tokens.
+        size: number of ranks.
+        groups: of heads, computed one after another in the same way.
+        wide_partials, wide_gradients: partial outputs, and sums of gradients, travel in float32,
+            not in the model's dtype.
+        relay: a block goes from one rank that needs it to the next, and its sums follow the same
+            way; otherwise it goes straight from its owner to each, and results straight back.
+        masked: only what the mask needs travels; otherwise whole blocks go to every rank where they
+            have a place, but for masks with a window, documents or spans on layouts without gaps.
+        assembled: blocks come by collective operations. All that a rank computes in one step is
+            one block of queries and one of keys. Blocks are padded to equal lengths, and all ranks
+            that get a block get the same rows of it. Tensors of one kind travel as one; lse and
+            delta of all heads at once.
     """
 
     layout: Layout
@@ -59,17 +62,16 @@ class BlockPlacement(ABC):
         """Where and when the queries of one rank meet the keys of another, whatever the mask."""
 
     def pairs_of(self, rank: int) -> Iterable[tuple[int, int]]:
-        """Owners of queries and of keys among which are all that have a place on a rank.
+        """Pairs of owners, of queries and of keys, with all those among them that meet on a rank.
 
-        So that what one rank does can be looked at without placing all pairs of a thousand ranks.
+        With it, what one rank does is found without placing all pairs of a thousand ranks.
         """
         return product(range(self.size), range(self.size))
 
     @final
     def met(self, rank: int) -> Iterable[tuple[int, int]]:
-        """Pairs that tell a rank's part of a plan: of what it computes, and of its own blocks.
-
-        All pairs where blocks come in several steps.
+        """The pairs that a rank's part of a plan follows from: those that it computes, and those of
+        its own blocks. All pairs, unless blocks are `assembled`.
         """
         size = range(self.size)
         if not self.assembled:
@@ -80,8 +82,8 @@ class BlockPlacement(ABC):
 
     @property
     def goes_round(self) -> Literal["queries", "keys"] | None:
-        """Which blocks go round one ring of all ranks, one rank a step: keys up, to rank + 1, or
-        queries down. Others stay where they are, and nothing is retained. None: it is otherwise.
+        """Which blocks go round one ring of all ranks, a hop each step, while the others stay: keys
+        go up, to rank + 1, queries down. Nothing is retained. None: blocks go another way.
         """
         return None
 
@@ -99,16 +101,16 @@ class BlockPlacement(ABC):
         return 1
 
     def key_holder(self, owner: int) -> int:
-        """The rank that has a block of keys before any computation, another one for each block.
+        """The rank from which others get a block of keys; a different one for each block.
 
-        Others get it from there; it comes to it before the first step, whatever the algorithm.
+        The block goes there from its owner before the first step.
         """
         return owner
 
     def retained_by(self, owner: int) -> int | None:
-        """The rank that keeps a block of keys from its last step of the forward on, if one does.
+        """The rank that keeps a block of keys from its last step of the forward on; None: no rank.
 
-        In the backward the block goes to others from there, not from its owner.
+        In the backward others get the block from there, not from its owner.
         """
         return None
 
@@ -121,10 +123,13 @@ class HeadPlacement:
     heads, and results go back the same way, one group of heads after another.
 
     Attributes:
-        layout: of the single ranks. members: ranks of a team. between: of the teams, for one share
-            of the heads; its groups are those that it computes one after another.
+        layout: of the tokens on single ranks.
+        members: how many ranks a team has.
+        between: the placement of the teams' blocks, for one rank's share of the heads; its groups
+            are computed one after another.
         exchanges: groups of heads that are exchanged at a time, each with the number of groups of
-            `between` in it. keep: q, k, v and lse stay exchanged for the backward.
+            `between` in it.
+        keep: q, k, v and lse stay exchanged for the backward.
     """
 
     layout: Layout

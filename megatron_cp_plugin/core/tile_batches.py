@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron_cp_plugin.core.bands import Numbers, expanded
-from megatron_cp_plugin.core.devices import uploaded
+from megatron_cp_plugin.core.devices import kept_on_device, uploaded
 from megatron_cp_plugin.core.kernel import Packing
 from megatron_cp_plugin.core.partial import RowIndex, SomeRows
 from megatron_cp_plugin.core.tile_table import Flags, TileTable, table_of
@@ -129,7 +129,7 @@ class Batch:
         return _on_device(self, device)
 
 
-@lru_cache(maxsize=512)  # batches of some micro-batches: they take memory of the device
+@kept_on_device(maxsize=512)  # batches of some micro-batches: they take memory of the device
 def _on_device(batch: Batch, device: torch.device) -> tuple[Side, Side]:
     rows = _picked(batch.rows, apart=batch.apart)
     cols = _picked(batch.cols, apart=batch.apart, given=not batch.forward)

@@ -132,8 +132,7 @@ class Recorder:
             if self._iteration == 1:
                 started = time.perf_counter()
                 self._content["weights"] = {
-                    name: _digest(gathered(p, p) if isinstance(p, DTensor) else p)
-                    for name, p in _parameters(model).items()
+                    name: _digest(_values(p)) for name, p in _parameters(model).items()
                 }
                 self._recording_s += time.perf_counter() - started
             # A distributed optimizer would leave each rank with a part of the gradients.
@@ -281,6 +280,16 @@ def _gradients(model: Any) -> dict[str, Tensor]:
         else:
             found[name] = gradient
     return found
+
+
+def _values(parameter: torch.nn.Parameter) -> Tensor:
+    """A whole parameter on the CPU, in float32, which holds every value of a smaller type.
+
+    What Megatron-FSDP has in the place of a model's parameters are its optimizer's main weights: in
+    float32 where the model computes in bfloat16. At the start the values are the same.
+    """
+    whole = gathered(parameter, parameter) if isinstance(parameter, DTensor) else parameter
+    return whole.detach().to("cpu").float()
 
 
 def _digest(tensor: Tensor) -> str:

@@ -197,6 +197,20 @@ NAMES: tuple[Name, ...] = (
         first=("args", "defaults"),
     ),
     Name(
+        f"{_LAYERS}.transformer_config",
+        "TransformerConfig.__post_init__",
+        "says in one line what Megatron refuses when it makes a model's configuration",
+        replaced=True,
+        part="training",
+    ),
+    Name(
+        f"{_LAYERS}.transformer_config",
+        "MLATransformerConfig.__post_init__",
+        "the same for multi-latent attention",
+        replaced=True,
+        part="training",
+    ),
+    Name(
         f"{_CORE}.models.gpt.gpt_model",
         "GPTModel.__init__",
         "swaps `core_attention` in the layer spec that it is given, local or Transformer Engine's, "

@@ -288,6 +288,15 @@ FEATURES: tuple[Feature, ...] = (
         "it knows which parameters are split by the names of Megatron's own classes",
         "use --use-torch-fsdp2",
     ),
+    Feature(
+        "Megatron-FSDP in a pipeline",
+        "use_megatron_fsdp",
+        lambda settings: (
+            bool(settings.use_megatron_fsdp) and (settings.pipeline_model_parallel_size or 1) > 1
+        ),
+        "it takes all ranks of the job for those of one pipeline stage",
+        "use --use-distributed-optimizer, or leave --pipeline-model-parallel-size out",
+    ),
     # Checkpoints that Megatron begins and does not end, or never reads again.
     Feature(
         "optimizer states in checkpoints of FSDP",

@@ -49,6 +49,8 @@ class Hooks:
         hooks: dict[str, Callable[..., Any]] = {
             "add_megatron_arguments": self._add_arguments,
             "validate_args": self._validate_args,
+            "TransformerConfig.__post_init__": _check_model_config,
+            "MLATransformerConfig.__post_init__": _check_model_config,
             "GPTModel.__init__": self._build_model,
             "HybridModel.__init__": self._build_model,
             "setup_model_and_optimizer": self._set_up_model,
@@ -209,10 +211,17 @@ def _refusals_in_one_line() -> Iterator[None]:
     """Turns what Megatron refuses by an assertion into an error of one line."""
     try:
         yield
-    except (AssertionError, ValueError) as error:
+    except ContextParallelError:
+        raise
+    except (AssertionError, ValueError, NotImplementedError) as error:
         # Many of its assertions have no message, and speak for themselves.
         why = " ".join(str(error).split()) or traceback.extract_tb(error.__traceback__)[-1].line
         raise ConfigError(f"Megatron refuses these flags: {why}") from error
+
+
+def _check_model_config(original: Callable[..., None], config: Any) -> None:
+    with _refusals_in_one_line():
+        original(config)
 
 
 def _models() -> tuple[type, ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -14,8 +13,9 @@ from torch import Tensor
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.core.algorithm import Algorithm
+from megatron_cp_plugin.core.devices import kept_on_device
 from megatron_cp_plugin.core.document_layout import PaddedDocuments
-from megatron_cp_plugin.core.layout import Documents, positions
+from megatron_cp_plugin.core.layout import Documents, Layout, positions
 from megatron_cp_plugin.core.linear import LinearAlgorithm
 from megatron_cp_plugin.core.process_groups import JointMaking, ProcessGroupTopology, topology_of
 from megatron_cp_plugin.core.shape import Shape
@@ -137,4 +137,6 @@ class Runtime:
 
 
 # All tensors of a batch, and the angles of its positions, ask for the same ones.
-_positions = lru_cache(maxsize=16)(positions)
+@kept_on_device(maxsize=16)
+def _positions(layout: Layout, rank: int, size: int, seq_len: int, device: torch.device) -> Tensor:
+    return positions(layout, rank, size, seq_len, device)

@@ -23,15 +23,17 @@ def _add_kernel(  # type: ignore[no-untyped-def]
     X_DIM: tl.constexpr,
     OUT_DIM: tl.constexpr,
 ):
-    first = tl.program_id(0) * TILES * TOKENS
-    sequence = tl.program_id(1).to(tl.int64)
+    # Of a grid's dimensions only the first takes more than 65535.
+    parts = tl.cdiv(tokens, TILES * TOKENS)
+    first = tl.program_id(0) % parts * TILES * TOKENS
+    sequence = (tl.program_id(0) // parts).to(tl.int64)
     head = sequence % heads
     log2_rate = tl.load(log2_rate_ptr + head)
     # Behind some distance of a decaying head nothing is left to add.
     if tl.exp2(log2_rate * (first + 1)) > 0:
         in_column = tl.arange(0, X_DIM)
         in_live = in_column < x_dim
-        column = tl.program_id(2) * OUT_DIM + tl.arange(0, OUT_DIM)
+        column = tl.program_id(1) * OUT_DIM + tl.arange(0, OUT_DIM)
         live = column < out_dim
         state_at = (sequence * x_dim + in_column[:, None]) * out_dim + column[None, :]
         state = tl.load(state_ptr + state_at, in_live[:, None] & live[None, :], 0.0)
@@ -59,8 +61,7 @@ def add_decayed_(out: Tensor, x: Tensor, states: Tensor, log2_rates: Tensor) -> 
     out_dim = out.shape[3]
     columns = min(128, max(16, triton.next_power_of_2(out_dim)))
     grid = (
-        triton.cdiv(tokens, _TILES * _TOKENS),
-        batch * heads,
+        triton.cdiv(tokens, _TILES * _TOKENS) * batch * heads,
         triton.cdiv(out_dim, columns),
     )
     _add_kernel[grid](

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from megatron_cp_plugin.core.decay import Decay, combine
+from megatron_cp_plugin.core.devices import kept_on_device
 from megatron_cp_plugin.core.linear_kernel import (
     BackwardPass,
     ForwardPass,
@@ -363,7 +364,7 @@ class _Segments:
 
 # Kept here too: at short lengths a step is bound by the host, to which the distances between all
 # segments are longer work than a kernel's launch.
-@lru_cache(maxsize=4096)
+@kept_on_device(maxsize=4096)
 def _weights(
     decay: Decay,
     length: int,
@@ -379,6 +380,6 @@ def _weights(
     return decay.weights(distances, torch.float32, device)
 
 
-@lru_cache(maxsize=1024)
+@kept_on_device(maxsize=1024)
 def _log2_rates(decay: Decay, device: torch.device) -> Tensor:
     return (decay.logarithms(device) / log(2)).float()

@@ -4,7 +4,6 @@ One run serves all questions: out and gradients against unsplit attention in flo
 messages against the plan, the plan against the mask.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,6 +19,7 @@ from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.kernels.reference import Reference
 from megatron_cp_plugin.registry import create
 from tests.oracle import expected_attention
+from tests.pairwise import pairwise
 from tests.test_conformance import Case, assert_matches, run
 
 SIZES = (1, 2, 3, 4, 6, 8, 9)
@@ -67,8 +67,9 @@ def check(
         assert log.messages(rank=rank, phase="forward") == traffic.forward_messages
         assert log.bytes(rank=rank, phase="backward") == traffic.backward_bytes
         assert log.messages(rank=rank, phase="backward") == traffic.backward_messages
-        plan = algorithm.plan(shape, Mask(causal))
-        assert sum(map(plan.pairs, plan.computes)) == visible_pairs(seq_len, Mask(causal))
+        if rank == 0:  # plans are those of all ranks
+            plan = algorithm.plan(shape, Mask(causal))
+            assert sum(map(plan.pairs, plan.computes)) == visible_pairs(seq_len, Mask(causal))
 
     run_virtual(size, compare, peer_access=peer_access)
 
@@ -86,18 +87,17 @@ def uneven(size: int) -> int:
     return 5 * size + size // 2 + 1
 
 
-def grids() -> Iterator[tuple[int, int, str]]:
-    for size in SIZES:
-        for rows in range(1, size + 1):
-            if size % rows == 0:
-                for kind in KINDS:
-                    yield size, rows, kind
+def length_for(size: int, causal: bool) -> int:
+    return uneven(size) if causal else 4 * size
 
 
-@pytest.mark.parametrize(("size", "rows", "kind"), list(grids()))
-def test_every_grid(size: int, rows: int, kind: str) -> None:
-    check_grid(kind, size, {"rows": rows}, causal=True, seq_len=uneven(size))
-    check_grid(kind, size, {"rows": rows}, causal=False, seq_len=4 * size)
+GRIDS = [(size, rows) for size in SIZES for rows in range(1, size + 1) if size % rows == 0]
+
+
+@pytest.mark.parametrize(("grid", "kind", "causal"), pairwise(GRIDS, KINDS, (True, False)))
+def test_every_grid(grid: tuple[int, int], kind: str, causal: bool) -> None:
+    size, rows = grid
+    check_grid(kind, size, {"rows": rows}, causal=causal, seq_len=length_for(size, causal))
 
 
 @pytest.mark.parametrize("kv_heads", [1, 4], ids=["MQA", "MHA"])
@@ -223,29 +223,43 @@ def test_every_rank_makes_the_same_flows(case: Case, monkeypatch: pytest.MonkeyP
     assert all(flows == made[0] for flows in made.values())
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("kv_heads", [1, 2, 4], ids=["MQA", "GQA", "MHA"])
-@pytest.mark.parametrize("peer_access", [False, True], ids=["gathered", "blocks"])
-def test_allgather(size: int, kv_heads: int, peer_access: bool) -> None:
-    case = Case("allgather", (("chunks", 4),))
-    settings: dict[str, Any] = {"kv_heads": kv_heads, "peer_access": peer_access}
-    check(case, size, seq_len=uneven(size), **settings)
-    check(case, size, causal=False, seq_len=4 * size, **settings)
+@pytest.mark.parametrize(
+    ("size", "kv_heads", "peer_access", "causal"),
+    pairwise(SIZES, (1, 2, 4), (False, True), (True, False)),
+)
+def test_allgather(size: int, kv_heads: int, peer_access: bool, causal: bool) -> None:
+    check(
+        Case("allgather", (("chunks", 4),)),
+        size,
+        causal=causal,
+        seq_len=length_for(size, causal),
+        kv_heads=kv_heads,
+        peer_access=peer_access,
+    )
 
 
 def heads_for(size: int) -> int:
     return size if 4 % size and size != 3 else {3: 6}.get(size, 4)
 
 
-@pytest.mark.parametrize("keep", ["exchanged", "local"])
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-@pytest.mark.parametrize("size", SIZES)
-def test_ulysses(size: int, layout: str, keep: str) -> None:
+RATIOS = ("MQA", "GQA", "MHA")
+
+
+@pytest.mark.parametrize(
+    ("size", "layout", "keep", "ratio", "causal"),
+    pairwise(SIZES, ("contiguous", "zigzag"), ("exchanged", "local"), RATIOS, (True, False)),
+)
+def test_ulysses(size: int, layout: str, keep: str, ratio: str, causal: bool) -> None:
     heads = heads_for(size)
-    case = Case("ulysses", (("layout", layout), ("keep", keep), ("chunks", 4)))
-    for kv_heads in {1, heads, heads // 2 or 1} if heads % 2 == 0 else {1, heads, heads // 3}:
-        check(case, size, seq_len=uneven(size), heads=heads, kv_heads=kv_heads)
-        check(case, size, causal=False, seq_len=4 * size, heads=heads, kv_heads=kv_heads)
+    few = heads // 2 if heads % 2 == 0 else heads // 3
+    check(
+        Case("ulysses", (("layout", layout), ("keep", keep), ("chunks", 4))),
+        size,
+        causal=causal,
+        seq_len=length_for(size, causal),
+        heads=heads,
+        kv_heads={"MQA": 1, "GQA": few, "MHA": heads}[ratio],
+    )
 
 
 def test_ulysses_where_neither_kv_heads_nor_ranks_divide_each_other() -> None:
@@ -254,22 +268,32 @@ def test_ulysses_where_neither_kv_heads_nor_ranks_divide_each_other() -> None:
         check(Case("ulysses", (("chunks", chunks),)), 4, seq_len=20, heads=24, kv_heads=3)
 
 
-def teams() -> Iterator[tuple[int, int]]:
-    for size in SIZES:
-        for ulysses in range(size + 1):
-            if not ulysses or size % ulysses == 0:
-                yield size, ulysses
+TEAMS = [(size, u) for size in SIZES for u in range(size + 1) if u == 0 or size % u == 0]
 
 
-@pytest.mark.parametrize("ring", ["zigzag", "ring"])
-@pytest.mark.parametrize(("size", "ulysses"), list(teams()))
-def test_usp(size: int, ulysses: int, ring: str) -> None:
-    heads = heads_for(size)
-    for rule, keep in (("kv", "exchanged"), ("query", "local")):
-        options = (("ulysses", ulysses), ("ring", ring), ("backward", rule), ("keep", keep))
-        case = Case("usp", options)
-        check(case, size, seq_len=uneven(size), heads=heads, kv_heads=heads, causal=rule == "kv")
-    check(Case("usp", options[:2]), size, seq_len=4 * size, heads=heads, kv_heads=1)
+@pytest.mark.parametrize(
+    ("teams", "ring", "rule", "keep", "ratio", "causal"),
+    pairwise(
+        TEAMS,
+        ("zigzag", "ring"),
+        ("auto", "kv", "query"),
+        ("exchanged", "local"),
+        ("MQA", "MHA"),
+        (True, False),
+    ),
+)
+def test_usp(
+    teams: tuple[int, int], ring: str, rule: str, keep: str, ratio: str, causal: bool
+) -> None:
+    (size, ulysses), heads = teams, heads_for(teams[0])
+    check(
+        Case("usp", (("ulysses", ulysses), ("ring", ring), ("backward", rule), ("keep", keep))),
+        size,
+        causal=causal,
+        seq_len=length_for(size, causal),
+        heads=heads,
+        kv_heads=1 if ratio == "MQA" else heads,
+    )
 
 
 SAVED = [

@@ -1,13 +1,17 @@
 """LASP's state is under way from call to call, but not into a CUDA graph or out of it."""
 
+import weakref
+
 import pytest
 import torch
 
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.algorithms import lasp
 from megatron_cp_plugin.core.comm import Pending
+from megatron_cp_plugin.core.decay import Decay
+from megatron_cp_plugin.core.linear_route import Route
 from megatron_cp_plugin.core.topology import Topology
-from megatron_cp_plugin.core.virtual import run_virtual
+from megatron_cp_plugin.core.virtual import VirtualWorld, run_virtual
 
 RANKS = 3
 
@@ -38,7 +42,7 @@ def test_a_graph_waits_for_what_it_sends_and_for_nothing_else(
     carry = lasp.Lasp.carry
 
     def after_an_eager_call(self: lasp.Lasp, *args: object, **kwargs: object) -> object:
-        self._sent = Pending(never)
+        self._sent = Pending(never), torch.ones(1)
         return carry(self, *args, **kwargs)  # type: ignore[arg-type]
 
     monkeypatch.setattr(lasp.Lasp, "carry", after_an_eager_call)
@@ -46,3 +50,49 @@ def test_a_graph_waits_for_what_it_sends_and_for_nothing_else(
     assert all(torch.equal(a, b) for a, b in zip(eager, captured, strict=True))
     assert len(made) == RANKS
     assert not any(each._sent for each in made)
+
+
+def test_what_is_sent_stays_until_the_main_stream_has_come_to_its_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Torch holds what NCCL sends until it is waited for, which a stream beside the main one does:
+    memory that came from the main one is given on there, whatever may still read it.
+    """
+    log: list[tuple[str, bool]] = []  # what was queued on the main stream; the first state is there
+    states: list[weakref.ref[torch.Tensor]] = []
+
+    def note(what: str) -> None:
+        log.append((what, states[0]() is not None))
+
+    class Beside:
+        def __init__(self, _: torch.device) -> None: ...
+
+        def __enter__(self) -> None: ...
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def join(self) -> None:
+            note("join")
+
+    class Channel:
+        def exchange(self, sends: list, receives: list) -> Pending[None]:
+            held = [x for x, _ in sends]
+            return Pending(held.clear)
+
+    monkeypatch.setattr(lasp, "Beside", Beside)
+    algorithm = lasp.Lasp(VirtualWorld(2).topology(0), lasp.Lasp.Options())
+    algorithm._states = Channel()  # type: ignore[assignment]
+    route = Route.of(algorithm.layout, 2, 8)
+
+    def call() -> None:
+        state = torch.zeros(1, 1, 1, 4, 4)
+        states.append(weakref.ref(state))
+        algorithm.carry(
+            state, None, route, Decay((0.9,)), lambda: note("local work"), to_the_end=False
+        )
+
+    call()
+    log.clear()
+    call()
+    assert log == [("local work", True), ("join", True)]
+    assert [each() is not None for each in states] == [False, True]

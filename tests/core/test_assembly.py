@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -10,6 +10,7 @@ from megatron_cp_plugin.core.assembly import assemble, padded
 from megatron_cp_plugin.core.document_layout import PaddedDocuments
 from megatron_cp_plugin.core.grid import column_major, row_major
 from megatron_cp_plugin.core.layout import LAYOUTS, Grouped, Span
+from tests.random_tests import examples
 
 
 def members_of(layout_name, rows, cols, seq_len, rank):
@@ -74,7 +75,7 @@ def test_blocks_that_are_in_order_already_are_not_copied():
 
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("kind", ["tensor", "unequal"])
-@settings(deadline=None, max_examples=20)
+@examples(20)
 @given(data=st.data())
 def test_documents_cut_each_by_itself_are_joined_by_one_gather(dim, kind, data):
     """As many segments as there are documents, and more, in a fixed number of operations."""

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import megatron_cp_plugin as cp
@@ -18,6 +18,7 @@ from megatron_cp_plugin.core.documents import random_documents
 from megatron_cp_plugin.core.layout import LAYOUTS, positions, shard, unshard
 from megatron_cp_plugin.core.slices import Slices
 from megatron_cp_plugin.core.tiles import Mask, visible_pairs
+from tests.random_tests import examples
 from tests.span_masks import dense, random_spans
 
 layouts = st.sampled_from(sorted(LAYOUTS)).map(LAYOUTS.__getitem__)
@@ -170,7 +171,7 @@ def test_equal_parts_stay_whole():
     assert [len(rank) for rank in dealt] == [2] * 4
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=30), st.integers(1, 8), st.data())
 def test_any_work_is_dealt(lengths, size, data):
     """Of any mask: rows in all, and equally many; work of some of them may not divide."""

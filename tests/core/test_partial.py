@@ -2,13 +2,14 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_cp_plugin.core import fused
 from megatron_cp_plugin.core.partial import Accumulator, GradientSum, delta_of, merge_into
 from megatron_cp_plugin.kernels.reference import Reference
 from tests.oracle import naive_attention, relative_error
+from tests.random_tests import examples
 
 BATCH, TOKENS, HEADS, DIM = 2, 7, 3, 4
 
@@ -20,7 +21,7 @@ def random_qkv(keys, dtype=torch.float64):
     return q, k, v
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=5), st.randoms())
 def test_any_split_of_the_keys_in_any_order_gives_the_whole(lengths, random):
     q, k, v = random_qkv(sum(lengths))
@@ -38,7 +39,7 @@ def naive_attention_over(q, k, v):
     return torch.einsum("bhst,bthd->bshd", scores.softmax(-1), v)
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(
     st.lists(st.tuples(st.integers(0, TOKENS - 1), st.integers(1, TOKENS)), max_size=5),
     st.sampled_from([torch.float64, torch.bfloat16]),

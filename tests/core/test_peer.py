@@ -238,6 +238,8 @@ class Gpus:
         def copy(places: SimpleNamespace, stream: Stream) -> tuple[int]:
             assert places.srcMemoryType == places.dstMemoryType == "unified"
             assert places.WidthInBytes <= min(places.srcPitch, places.dstPitch)
+            if max(places.srcPitch, places.dstPitch) >= 2**31:
+                return (1,)  # CUDA_ERROR_INVALID_VALUE
             for row in range(places.Height):
                 there, here = (
                     start + row * pitch
@@ -671,6 +673,62 @@ def test_room_is_made_before_a_capture() -> None:
             pytest.raises(ContextParallelError, match="make the same call once before"),
         ):
             rank.channels[0].reserve([((1024,), torch.float32)])
+
+
+@dataclass
+class Place:
+    """Where a tensor without storage is pushed to. Attributes: copied: bytes of whole copies."""
+
+    shape: tuple[int, ...]
+    copied: list[int]
+
+    def __iter__(self) -> Iterator["Place"]:
+        return (Place(self.shape[1:], self.copied) for _ in range(self.shape[0]))
+
+    def data_ptr(self) -> int:
+        return 0
+
+    def copy_(self, tensor: Tensor) -> None:
+        assert tensor.is_contiguous()
+        assert tuple(tensor.shape) == self.shape
+        self.copied.append(tensor.numel() * tensor.element_size())
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "whole"),
+    [
+        # Of two sequences of 256K tokens, 64 heads of 64: the first 128 tokens, and all but one.
+        ((2, 128, 64, 64), (2**30, 4096, 64, 1), [2**20, 2**20]),
+        ((2, 2**18 - 1, 64, 64), (2**30, 4096, 64, 1), [2**31 - 2**13] * 2),
+        ((1, 2, 3, 8), (2**32, 2**30, 8, 1), [48, 48]),
+        # One token fewer in a sequence, and one copy serves.
+        ((2, 128, 64, 64), (2**30 - 4096, 4096, 64, 1), []),
+    ],
+)
+def test_pieces_are_no_further_apart_than_a_copy_in_two_dimensions_takes(
+    shape: tuple[int, ...], strides: tuple[int, ...], whole: list[int]
+) -> None:
+    """CUDA refuses pitches from 2 GiB on."""
+    x = torch.empty_strided(shape, strides, dtype=torch.bfloat16, device="meta")
+    place = Place(shape, [])
+    gpus = Gpus(Random(0))
+    with cuda(gpus):
+        peer._push(Stream(), x, place)  # type: ignore[arg-type]
+    assert place.copied == whole
+
+
+def test_what_an_error_has_left_is_no_hang() -> None:
+    """A rank that others may write to already, after an error, does not wait for another one."""
+    gpus = Gpus(Random(0))
+    with cuda(gpus):
+        ranks = [Rank(rank, Case(size=3), gpus, peer) for rank in range(3)]
+        channel, stream = ranks[0].channels[0], ranks[0].streams[0]
+        (buffer,) = channel.buffers([FLOAT], torch.device("cpu"))
+        with gpus.on(stream):
+            channel.expect({1})
+            with pytest.raises(RuntimeError, match=r"release\(\) on all ranks"):
+                channel.exchange([], [(buffer, 2)])
+            channel.exchange([], [(buffer, 1)])
 
 
 def test_memory_that_another_stream_gets_back_waits_for_the_copy(

@@ -6,7 +6,7 @@ from fractions import Fraction
 from math import gcd, lcm
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_cp_plugin.core.algorithm import Algorithm, Traffic
@@ -25,6 +25,7 @@ from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.core.virtual import VirtualWorld, run_virtual
 from megatron_cp_plugin.registry import create
 from tests.halves import HalvesPlacement
+from tests.random_tests import examples
 from tests.span_masks import random_spans
 
 
@@ -67,7 +68,7 @@ def masks(draw: st.DrawFn, seq_len: int) -> Mask:
     return Mask(causal, window, documents)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.data())
 def test_every_plan_is_correct(data: st.DataObject) -> None:
     size = data.draw(st.integers(1, 12))
@@ -85,7 +86,7 @@ def test_every_plan_is_correct(data: st.DataObject) -> None:
         check(plan)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.data())
 def test_the_part_of_a_rank_is_what_concerns_it(data: st.DataObject) -> None:
     """In the steps of all: its computations, and moves from it or to it, in the same order; it

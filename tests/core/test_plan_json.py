@@ -23,6 +23,7 @@ VARIANTS = [
     *((algo, {}) for algo in cp.available("softmax")),
     ("zigzag", {"route": "double", "chunks": 2}),
     ("attention2d", {"variant": "no", "chunks": 2}),
+    ("attention2d", {"variant": "no", "rows": 2}),
     ("attention2d", {"variant": "overlap"}),
     ("usp", {"ulysses": 2, "chunks": 2}),
 ]

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_cp_plugin.core.document_layout import PaddedDocuments
@@ -12,6 +12,7 @@ from megatron_cp_plugin.core.layout import Contiguous, Cyclic, Layout, Zigzag
 from megatron_cp_plugin.core.partial import RowIndex
 from megatron_cp_plugin.core.tile_batches import Batches, parts
 from megatron_cp_plugin.core.tiles import Mask, Tile, plan_tiles
+from tests.random_tests import examples
 
 CPU = torch.device("cpu")
 # Packed, with gaps, forward.
@@ -69,7 +70,7 @@ def pairs_of(calls, shape) -> torch.Tensor:
     return found
 
 
-@settings(max_examples=120, deadline=None)
+@examples(120)
 @given(
     st.sampled_from([Contiguous(), Zigzag(), Cyclic()]),
     st.integers(1, 4),

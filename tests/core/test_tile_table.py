@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -16,6 +16,7 @@ from megatron_cp_plugin.core.tile_table import TileTable, tiles_of
 from megatron_cp_plugin.core.tiles import Mask, plan_tiles
 from megatron_cp_plugin.core.virtual import VirtualWorld
 from megatron_cp_plugin.registry import create
+from tests.random_tests import examples
 
 
 def pairs_of(tiles: TileTable, shape: tuple[int, int]) -> Tensor:
@@ -47,7 +48,7 @@ def visible(layout: Layout, ranks: tuple[int, int], size: int, seq_len: int, mas
 LAYOUTS = [Contiguous(), Zigzag(), Balanced(), PaddedDocuments(), Grouped(PaddedDocuments(), 2)]
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(
     st.sampled_from(LAYOUTS),
     st.sampled_from([1, 2, 3, 4]),

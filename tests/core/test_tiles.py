@@ -4,13 +4,14 @@ import math
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_cp_plugin.core.layout import LAYOUTS, Span
 from megatron_cp_plugin.core.tiles import Mask, plan_tiles
 from megatron_cp_plugin.core.tiles import visible_pairs as count_visible_pairs
 from megatron_cp_plugin.errors import ContextParallelError
+from tests.random_tests import examples
 
 masks = st.one_of(
     st.booleans().map(Mask), st.integers(1, 40).map(lambda window: Mask(window=window))
@@ -58,7 +59,7 @@ def check(q_spans, kv_spans, mask, rectangular):
         assert rectangular or not tile.causal or tile.rows == tile.cols
 
 
-@settings(deadline=None)
+@examples(100)
 @given(layouts, layouts, st.integers(1, 6), st.integers(1, 40), masks, st.booleans())
 def test_blocks_of_all_rank_pairs_cover_the_mask_once(
     q_layout, kv_layout, size, seq_len, mask, rectangular
@@ -80,13 +81,13 @@ def ascending_spans(draw):
     return tuple(Span(a, b) for a, b in list(pairwise(bounds))[::2])
 
 
-@settings(deadline=None)
+@examples(100)
 @given(ascending_spans(), ascending_spans(), masks, st.booleans())
 def test_any_ascending_spans(q_spans, kv_spans, mask, rectangular):
     check(q_spans, kv_spans, mask, rectangular)
 
 
-@settings(deadline=None)
+@examples(100)
 @given(st.integers(1, 6), st.integers(1, 6), st.data())
 def test_rows_and_columns_of_a_grid_on_the_cyclic_layout(rows, cols, data):
     """Attention2D gathers positions r + i*R in a row and c + j*C in a column."""

@@ -1,14 +1,16 @@
 """A program on megatron.core that cuts packed batches by itself: cut_batches_job.py WAY [FLAGS].
 
 It knows nothing of the plugin but the lines that put it in force, by WAY: install, tensor (beside
-tensor parallelism), serve, or launcher, which takes FLAGS. It prints what a model and its gradients
-are off by, compared with each document alone through Megatron's own attention, as JSON.
+tensor parallelism), pipeline (of two stages), serve, or launcher, which takes FLAGS. It prints what
+a model and its gradients are off by, compared with each document alone through Megatron's own
+attention, as JSON.
 """
 
 import gc
 import json
+import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -66,11 +68,11 @@ def make_config(size: int, *, latent: bool = False, **settings: Any) -> Any:
         TransformerConfig,
     )
 
+    settings = {"num_layers": 2} | settings
     kind: type = MLATransformerConfig if latent else TransformerConfig
     sizes = {"qk_head_dim": 8, "qk_pos_emb_head_dim": 4, "v_head_dim": 8, "kv_lora_rank": 16}
     sizes |= {"rope_type": "rope", "apply_rope_fusion": False}
     return kind(
-        num_layers=2,
         hidden_size=32,
         num_attention_heads=4,
         attention_dropout=0.0,
@@ -85,12 +87,12 @@ def make_config(size: int, *, latent: bool = False, **settings: Any) -> Any:
 
 
 def alone(groups: Any) -> Any:
-    """The same process groups, but for context parallelism by this rank only."""
+    """The same process groups, but for a model that neither context nor stages split."""
     from copy import copy
 
     single = copy(groups)
     made = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
-    single.cp = made[dist.get_rank()]
+    single.cp = single.pp = made[dist.get_rank()]
     return single
 
 
@@ -245,14 +247,14 @@ def left_by_log_probs(model: Any, batch: Batch) -> int:
     return living[1] - living[0]
 
 
-def set_up(size: int, tensor: int = 1) -> Any:
+def set_up(size: int, tensor: int = 1, stages: int = 1) -> Any:
     """Process groups, as a worker of a framework makes them; returns them."""
     from megatron.core import parallel_state
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     dist.init_process_group("gloo")
-    parallel_state.initialize_model_parallel(tensor, context_parallel_size=size)
+    parallel_state.initialize_model_parallel(tensor, stages, context_parallel_size=size)
     model_parallel_cuda_manual_seed(7)
     return ProcessGroupCollection.use_mpu_process_groups()
 
@@ -373,6 +375,150 @@ def beside_tensor_parallelism(size: int) -> dict[str, Any]:
     return found
 
 
+class Pipeline:
+    """A model in two stages, or in four of which each rank has two, driven as frameworks do."""
+
+    def __init__(self, size: int, groups: Any, *, chunks: int = 1, **settings: Any) -> None:
+        """Args: chunks: Stages of a rank."""
+        from megatron.core import parallel_state
+
+        stages = groups.pp.size()
+        if chunks > 1:
+            # Two ranks have messages of both directions under way, which are not to be mixed up.
+            settings |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
+            settings["virtual_pipeline_model_parallel_size"] = chunks
+            parallel_state.set_virtual_pipeline_model_parallel_world_size(chunks)
+        config = make_config(
+            size,
+            num_layers=stages * chunks,
+            pipeline_model_parallel_size=stages,
+            pipeline_dtype=torch.float32,
+            variable_seq_lengths=True,
+            moe_token_dispatcher_type="alltoall",  # else lengths may not vary
+            **settings,
+        )
+        self.group = groups.cp
+        self.chunks = [
+            make_model(
+                config,
+                groups,
+                pre_process=(groups.pp.rank(), chunk) == (0, 0),
+                post_process=(groups.pp.rank(), chunk) == (stages - 1, chunks - 1),
+                vp_stage=chunk if chunks > 1 else None,
+            )
+            for chunk in range(chunks)
+        ]
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """By the names that a model has which is not split."""
+        for chunk in self.chunks:
+            first = chunk.decoder.layers[0].layer_number - 1
+            for name, parameter in chunk.named_parameters():
+                layer = re.match(r"decoder\.layers\.(\d+)", name)
+                rest = name[layer.end() :] if layer else ""
+                number = first + int(layer[1]) if layer else 0
+                yield (f"decoder.layers.{number}{rest}" if layer else name), parameter
+
+    def step(
+        self, batches: Sequence[tuple[Batch, Any]], *, log_probs: bool = False
+    ) -> list[Tensor]:
+        """Of the last stage: losses [], or log-probs [T/P], of batches with packed_seq_params.
+
+        Args: log_probs: In a pass forward only.
+        """
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        # Megatron's schedules weigh a loss so, where it is a mean.
+        weight = len(batches) / self.group.size()
+
+        def forward(data: Iterator[tuple[Batch, Any]], model: Any) -> Any:
+            batch, packed = next(data)
+            ids, labels = batch.cut(batch.ids), batch.cut(batch.labels)
+            counts = batch.cut([torch.ones(len(x)) for x in batch.ids])
+            places = batch.cut([torch.arange(len(x)) for x in batch.ids])
+            more = {} if log_probs else {"labels": labels, "loss_mask": counts}
+            out = model(ids, places, None, packed_seq_params=packed, **more)
+
+            def loss(out: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+                if log_probs:
+                    kept = out[0].float().log_softmax(-1).gather(-1, labels[0][:, None])[:, 0]
+                    return out.sum(), {"kept": kept * counts[0]}
+                total = (out * counts).sum() / batch.tokens
+                return total * weight, {"kept": total.detach()}
+
+            return out, loss
+
+        found = get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=[iter(batches) for _ in self.chunks],
+            model=self.chunks,
+            num_microbatches=len(batches),
+            seq_length=64,
+            micro_batch_size=1,
+            forward_only=log_probs,
+        )
+        return [each["kept"] for each in found]
+
+
+def compare_stages(reference: Any, pipeline: Pipeline, layout: str) -> dict[str, float]:
+    """What losses, log-probs and gradients of one step of all batches are off by."""
+    group, whole = pipeline.group, dict(reference.named_parameters())
+    with torch.no_grad():
+        for name, parameter in pipeline.named_parameters():
+            parameter.copy_(whole[name])
+    batches = [
+        (Batch(lengths, group.rank(), group.size(), layout), real)
+        for real in (False, True)
+        for lengths in BATCHES.values()
+    ]
+    reference.zero_grad()
+    expected = [alone_in_turn(reference, batch) for batch, _ in batches]
+
+    def given() -> list[tuple[Batch, Any]]:
+        return [(batch, batch.packed(real=real)) for batch, real in batches]
+
+    off = {"loss": 0.0, "log-probs": 0.0, "gradients": 0.0}
+    for loss, (wanted, _) in zip(pipeline.step(given()), expected, strict=False):
+        dist.all_reduce(loss, group=group)
+        off["loss"] = max(off["loss"], abs(float(loss) - wanted) / wanted)
+    for name, parameter in pipeline.named_parameters():
+        gradient, theirs = parameter.grad.clone(), whole[name].grad
+        dist.all_reduce(gradient, group=group)
+        scale = theirs.abs().max().clamp_min(1e-3)
+        off["gradients"] = max(off["gradients"], float((gradient - theirs).abs().max() / scale))
+    found = pipeline.step(given(), log_probs=True)
+    for mine, (batch, _), (_, wanted) in zip(found, batches, expected, strict=False):
+        error = float((mine - batch.cut(wanted)[0]).abs().max())
+        off["log-probs"] = max(off["log-probs"], error)
+    return off | {"seen": float(len(found))}
+
+
+def beside_pipeline_parallelism(size: int) -> dict[str, Any]:
+    """Two stages, then four, interleaved; all batches are micro-batches of one step."""
+    from megatron.core import parallel_state
+
+    from megatron_cp_plugin.integration import cpu
+
+    cpu.install()  # Megatron's schedules ask for GPUs
+    from megatron_cp_plugin import megatron as cp_megatron
+
+    groups = set_up(size, stages=2)
+    found: dict[str, Any] = {"is last": groups.pp.rank() == 1}
+    again = {"recompute_granularity": "full", "recompute_method": "uniform"}
+    for chunks in (1, 2):
+        reference = make_model(make_config(1, num_layers=2 * chunks), alone(groups))
+        dist.broadcast_object_list(weights := [reference.state_dict()])
+        reference.load_state_dict(weights[0])
+        for algo, layout in SERVED.items():
+            cp_megatron.install(algo, layout=layout)
+            more = again | {"recompute_num_layers": 1} if algo == "zigzag" else {}
+            model = Pipeline(size, groups, chunks=chunks, **more)
+            found[f"{algo}, {chunks}"] = compare_stages(reference, model, layout)
+            cp_megatron.uninstall()
+        parallel_state.set_virtual_pipeline_model_parallel_world_size(None)
+    return found
+
+
 def by_serve(size: int) -> dict[str, Any]:
     """One model only."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -462,7 +608,12 @@ def main() -> None:
     if way == "launcher":
         found = by_launcher()
     else:
-        ways = {"install": by_install, "tensor": beside_tensor_parallelism, "serve": by_serve}
+        ways = {
+            "install": by_install,
+            "tensor": beside_tensor_parallelism,
+            "pipeline": beside_pipeline_parallelism,
+            "serve": by_serve,
+        }
         found = ways[way](int(sys.argv[1]))
     print("FOUND" + json.dumps(found), flush=True)
 

@@ -15,6 +15,7 @@ from megatron_cp_plugin.harness.forks import ForkedJob, free_port
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "pretrain_gpt.py"
 LAUNCHER = ("-m", "megatron_cp_plugin.launch")
+PROGRAM = Path(__file__).with_name("program_job.py")
 # The same as a file, for `run_warm`.
 LAUNCH = Path(megatron_cp_plugin.__file__).with_name("launch.py")
 TIMEOUT_S = 240
@@ -131,6 +132,14 @@ class WarmJob:
 def run_warm(folder: Path, *arguments: str, ranks: int = 1, script: Path = SCRIPT) -> Job:
     """Runs a script, by default our own, in `ranks` processes; `folder` is for what they print."""
     return WarmJob(folder, *arguments, ranks=ranks, script=script).finish()
+
+
+def run_program(folder: Path, *words: str, ranks: int = 1) -> Job:
+    """Runs `python *words` in an empty `folder`, in forks as `run_warm`.
+
+    As under torchrun, a rank may say in `folder`/RANK/error.json why it ended.
+    """
+    return run_warm(folder / "printed", str(folder), *words, ranks=ranks, script=PROGRAM)
 
 
 def run_torchrun(*arguments: str, ranks: int) -> Job:

@@ -56,10 +56,6 @@ COMMANDS: tuple[tuple[str, int, dict[str, str]], ...] = (
         "variant zigzag": "--cp-options variant=zigzag",
         "or no": "--cp-options variant=no",
     }),
-    ("--context-parallel-size 7 --context-parallel-algo linear_ulysses --num-attention-heads 8 "
-     "--cp-linear-model transnormer --position-embedding-type none", 7, {
-        "use --context-parallel-algo lasp2": "--context-parallel-algo lasp2",
-    }),
     ("--context-parallel-size 3", 4, {
         "use context_parallel_size 1": "--context-parallel-size 1",
         "or 2": "--context-parallel-size 2",

@@ -63,6 +63,7 @@ BESIDE: dict[str, dict[str, Any]] = {
         "tensor_model_parallel_size": 2,
         "world_size": 8,
     },
+    "Megatron-FSDP in a pipeline": {"pipeline_model_parallel_size": 2, "world_size": 8},
     "documents of several samples in a pipeline": {
         **DOCUMENTS,
         "pipeline_model_parallel_size": 2,

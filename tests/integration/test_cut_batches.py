@@ -76,6 +76,19 @@ def test_beside_tensor_parallelism(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("size", [1, 2])
+def test_beside_pipeline_parallelism(tmp_path: Path, size: int) -> None:
+    """Micro-batches of other documents follow one another; zigzag computes attention again."""
+    for results in run(tmp_path, "pipeline", str(size), ranks=2 * size):
+        seen = 2 * len(BATCHES) if results.pop("is last") else 0
+        assert results.keys() == {f"{algo}, {chunks}" for algo in SERVED for chunks in (1, 2)}
+        for case, off in results.items():
+            assert off.pop("seen") == seen
+            for name, error in off.items():
+                assert error <= BOUNDS[name], f"{case}: {name} is off by {error:.1e}"
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("algo", "size"), [("zigzag", 4), ("ulysses", 2), ("attention2d", 4)])
 def test_launcher(tmp_path: Path, algo: str, size: int) -> None:
     flags = f"--context-parallel-algo {algo} --cp-options layout=thd --context-parallel-size {size}"

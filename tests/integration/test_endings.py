@@ -1,14 +1,12 @@
 """How processes end: with the code that they deserve, whatever threads of gloo still do."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from megatron_cp_plugin.registry import available
-from tests.integration.megatron_job import process_environment, run
+from tests.integration.megatron_job import Process, run, run_program
 
 # Both ranks of a gloo group in one process. Once the all-gather is posted the main thread keeps the
 # GIL until Python is finalized, while gloo's threads wait for it to let go of the tensors. In a
@@ -45,9 +43,10 @@ for thread in threads:
 launch.main()
 """
 
-# What is printed is buffered, for it goes to a pipe.
+# What is printed is buffered, for it goes to a file. Each process, without torchrun, ends its own
+# way: that of its rank among its arguments.
 PROGRAM = """
-import atexit, sys, threading, time
+import atexit, os, sys, threading, time
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.ending import whole_program
 
@@ -55,10 +54,11 @@ def work():
     time.sleep(0.5)
     print("thread ends")
 
+del os.environ["TORCHELASTIC_ERROR_FILE"]
 with whole_program():
     atexit.register(print, "handler runs")
     threading.Thread(target=work).start()
-    {last}
+    exec(sys.argv[1 + int(os.environ["RANK"])])
 """
 
 # Runs a job in this process and prints how many threads of gloo it left.
@@ -81,29 +81,22 @@ def test_a_job_ends_with_0_while_gloo_lets_go_of_tensors(tmp_path: Path) -> None
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="Python ends the process there")
-def test_an_end_has_its_code_and_its_last_words() -> None:
+def test_an_end_has_its_code_and_its_last_words(tmp_path: Path) -> None:
     endings = {
         "pass": (0, ""),
         "sys.exit(3)": (3, ""),
         "sys.exit('why')": (1, "why\n"),
         "raise ConfigError('why')": (2, "megatron_cp_plugin: error: why\n"),
     }
-    processes = {
-        last: subprocess.Popen(
-            [sys.executable, "-c", PROGRAM.format(last=last)],
-            env=process_environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for last in (*endings, "raise ValueError('why')")
-    }
-    found = {last: (*p.communicate(timeout=120), p.returncode) for last, p in processes.items()}
-    *_, traceback, code = found.pop("raise ValueError('why')")
-    assert code == 1
-    assert traceback.endswith("ValueError: why\n")
+    job = run_program(
+        tmp_path, "-c", PROGRAM, *endings, "raise ValueError('why')", ranks=len(endings) + 1
+    )
+    *ended, failed = job.processes
+    assert failed.returncode == 1
+    assert failed.stderr.endswith("ValueError: why\n")
+    found = dict(zip(endings, ended, strict=True))
     said = "thread ends\nhandler runs\n"
-    assert found == {last: (said, error, code) for last, (code, error) in endings.items()}
+    assert found == {last: Process(code, said, error) for last, (code, error) in endings.items()}
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads as Linux does")

@@ -1,5 +1,10 @@
-"""Usual mistakes, made under torchrun as users make them: one line, said once and last."""
+"""Usual mistakes, made as users make them: one line, said once and last.
 
+Under torchrun those that end in ways of their own; the others in forks, which are started in a
+fraction of the time, with what torchrun gives its ranks.
+"""
+
+import json
 import os
 import re
 import resource
@@ -12,7 +17,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.megatron_job import LAUNCHER, SCRIPT, TINY, process_environment, torchrun
+from tests.integration.megatron_job import (
+    LAUNCHER,
+    SCRIPT,
+    TINY,
+    process_environment,
+    run_program,
+    torchrun,
+)
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 LINES = 12
@@ -227,6 +239,18 @@ MISTAKES = (
         "Megatron refuses these flags: .*max_position_embeddings",
         program=ZIGZAG,
     ),
+    Mistake(
+        "configuration",
+        "--num-experts 4 --moe-router-topk 1",
+        "Megatron refuses these flags: Please use --moe-router-pre-softmax when topk is 1",
+        program=ZIGZAG,
+    ),
+    Mistake(
+        "latent configuration",
+        "--multi-latent-attention --attention-output-gate",
+        "Megatron refuses these flags: Output gate is not supported for MLA yet",
+        program=ZIGZAG,
+    ),
     Mistake("batch", "--micro-batch-size 3", "Megatron refuses these flags", program=ZIGZAG),
     Mistake("no script", "", "the first argument must be a training script", program=LAUNCHER),
     Mistake("no such script", "", "no training script at x.py", program=(*LAUNCHER, "x.py")),
@@ -245,12 +269,19 @@ MISTAKES = (
     ),
 )
 QUICK = ("dropout", "our flag of a script that is not ours")
+# Before and after torch.distributed, of run files, of other programs, of more ranks than two; and
+# what a fork, whose platform is the CPU, would not see.
+UNDER_TORCHRUN = (
+    *QUICK,
+    *("flag", "no YAML", "heads", "grid", "data", "record", "no script", "no such script"),
+    *("platform", "no GPU", "doctor", "conformance without GPUs", "benchmark without GPUs"),
+)
 
 # What a run says before it is looked at, and what torchrun says of itself.
 _START = re.compile(
     r"^\S+: \w*Warning: |^  +warnings\.warn\(|^  warn\(|^\*+$|^Setting OMP_NUM_THREADS|^$"
-    r"|No CUDA runtime is found|DeprecationWarning|^-+ .* -+$|^  \w+ \.{2,} |^using world size"
-    r"|^Number of virtual stages|^setting |^WARNING|^INFO|^> "
+    r"|No CUDA runtime is found|DeprecationWarning|^-+ .* -+$|^  \w+ \.{2,} |^  \w{45,} "
+    r"|^using world size|^Number of virtual stages|^setting |^WARNING|^INFO|^> "
 )
 _TORCHRUN = "Traceback (most recent call last):\n  File"
 
@@ -289,11 +320,32 @@ def _processor_seconds() -> float:
     return used.ru_utime + used.ru_stime
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "mistake",
+    [pytest.param(m, id=m.name) for m in MISTAKES if m.name not in UNDER_TORCHRUN],
+)
+def test_a_mistake_is_said_by_one_rank(mistake: Mistake, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(mistake.file)
+    (tmp_path / "script.py").write_text(FOREIGN)
+    job = run_program(tmp_path, *mistake.words, ranks=mistake.ranks)
+    lines = [line for line in job.text.splitlines() if not _START.search(line)]
+    codes = [process.returncode for process in job.processes]
+    assert sorted(codes) == [*[0] * (mistake.ranks - 1), 2], job.text
+    assert not PREFIX.findall(job.text), job.text
+    assert len(lines) <= LINES, "\n".join(lines)
+    (error_file,) = tmp_path.glob("*/error.json")
+    message = json.loads(error_file.read_text())["message"]["message"]
+    assert "\n" not in message
+    assert re.search(mistake.says, PREFIX.split(message, maxsplit=1)[1]), message
+
+
 @pytest.mark.parametrize(
     "mistake",
     [
         pytest.param(m, id=m.name, marks=() if m.name in QUICK else pytest.mark.slow)
         for m in MISTAKES
+        if m.name in UNDER_TORCHRUN
     ],
 )
 def test_a_mistake_is_one_line_said_once_and_last(mistake: Mistake, tmp_path: Path) -> None:

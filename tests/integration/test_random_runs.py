@@ -24,6 +24,7 @@ from megatron_cp_plugin.integration.args import split_flags
 from megatron_cp_plugin.integration.checks import check_arguments
 from megatron_cp_plugin.layers import options_by_name
 from tests.integration.megatron_job import Job, run_warm
+from tests.random_tests import examples
 
 pytestmark = pytest.mark.timeout(0)
 
@@ -288,11 +289,7 @@ def parser() -> argparse.ArgumentParser:
     return add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
 
 
-@settings(
-    max_examples=200,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
+@examples(200)
 @given(run=runs(16))
 def test_start_up_checks_pass_or_say_why_not(parser: argparse.ArgumentParser, run: Run) -> None:
     """The checks alone, which need no processes: on anything they return, or raise one line."""

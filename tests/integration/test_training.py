@@ -170,6 +170,27 @@ def test_sharded_data_parallelism(
     assert any("[key]" in name for name in comparison.gradients)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", ["optim_grads_params", "no_shard"])
+def test_recorded_weights_of_sharded_runs(
+    sharding: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bfloat16, where what Megatron-FSDP calls a model's parameters are its main weights."""
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    flags = [*ROPE, "--untie-embeddings-and-output-weights", "--bf16", *algo("zigzag", 2)]
+    megatron = f"--use-megatron-fsdp --data-parallel-sharding-strategy {sharding} "
+    megatron += "--use-distributed-optimizer --ckpt-format fsdp_dtensor"
+    recordings = []
+    for name, words in (("replicas", ""), ("shards", megatron)):
+        folder = tmp_path / name
+        job = run_warm(folder, *flags, *words.split(), "--cp-record", str(folder), ranks=2)
+        job.succeeded()
+        recordings.append(Recording.load(folder))
+    replicas, shards = ([rank.weights for rank in each.ranks] for each in recordings)
+    assert len(replicas[0]) > 10
+    assert shards == replicas
+
+
 def test_sliding_windows(tmp_path: Path) -> None:
     """Of the first layer only, as in models that alternate."""
     flags = (*ROPE, "--window-size", "9,0", "--window-attn-skip-freq", "2")

@@ -1,6 +1,8 @@
 """Kernels of linear attention against the recurrence in float64."""
 
-from math import exp
+import subprocess
+import sys
+from math import exp, prod
 
 import numpy as np
 import pytest
@@ -128,6 +130,68 @@ def test_choice():
         resolve_linear("chunk", problem)
     with pytest.raises(KernelUnavailableError, match="use kernel auto"):
         resolve_linear("fla", problem)
+
+
+DECAYED = """
+import torch
+from megatron_cp_plugin.core.decay import Decay
+from megatron_cp_plugin.kernels.decayed import add_decayed_
+
+torch.manual_seed(0)
+decay = Decay((1.0, 0.999, 0.5))
+log2_rates = decay.logarithms(torch.device("cpu")).div(torch.log(torch.tensor(2.0))).float()
+for tokens, x_dim, out_dim in ((1, 16, 16), (1100, 20, 130)):
+    out, x = (torch.randn(2, tokens, 3, dim) for dim in (out_dim, x_dim))
+    states = torch.randn(2, 3, x_dim, out_dim)
+    kept = decay.powers(torch.arange(1, tokens + 1)).float()
+    want = out + kept[None, :, :, None] * torch.einsum("bthd,bhde->bthe", x, states)
+    add_decayed_(out, x, states, log2_rates)
+    torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-4)
+"""
+
+
+def test_what_a_state_adds_in_the_interpreter():
+    """Triton reads its switch at import, so the kernel runs in a process of its own."""
+    pytest.importorskip("triton")
+    command = f"import os; os.environ['TRITON_INTERPRET'] = '1'\n{DECAYED}"
+    subprocess.run([sys.executable, "-c", command], check=True)
+
+
+def test_what_a_state_adds_compiles_for_gpus(tmp_path, monkeypatch):
+    """As far as machine code, without a GPU."""
+    triton = pytest.importorskip("triton")
+    compiler = pytest.importorskip("triton.backends.compiler")
+    from megatron_cp_plugin.kernels import decayed
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
+    constants = {"TILES": 16, "TOKENS": 64, "X_DIM": 128, "OUT_DIM": 128}
+    types = dict.fromkeys(decayed._add_kernel.arg_names, "i32")
+    types |= {"out_ptr": "*bf16", "x_ptr": "*bf16", "state_ptr": "*fp32", "log2_rate_ptr": "*fp32"}
+    types |= dict.fromkeys(constants, "constexpr")
+    source = triton.compiler.ASTSource(decayed._add_kernel, types, constants)
+    compiled = triton.compile(source, target=compiler.GPUTarget("cuda", 90, 32))
+    assert len(compiled.asm["cubin"]) > 0
+
+
+def test_any_number_of_sequences_fits_a_grid(monkeypatch):
+    """CUDA takes 65535 in all dimensions of a grid but the first."""
+    pytest.importorskip("triton")
+    from megatron_cp_plugin.kernels import decayed
+
+    grids = []
+
+    class Kernel:
+        def __getitem__(self, grid):
+            grids.append(grid)
+            return lambda *args, **settings: None
+
+    monkeypatch.setattr(decayed, "_add_kernel", Kernel())
+    x, states = (torch.empty(shape, device="meta") for shape in ((2048, 1024, 64, 128), (1, 1)))
+    decayed.add_decayed_(x, x, states, states)
+    (grid,) = grids
+    assert prod(grid) == 2048 * 64
+    assert all(size <= 65535 for size in grid[1:])
 
 
 @pytest.mark.gpu

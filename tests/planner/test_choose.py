@@ -4,7 +4,7 @@ import time
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_cp_plugin import registry
@@ -26,6 +26,7 @@ from megatron_cp_plugin.planner.explain import sentence, table
 from megatron_cp_plugin.planner.machine import Machine
 from megatron_cp_plugin.planner.simulate import simulate
 from megatron_cp_plugin.spans import block_diffusion
+from tests.random_tests import examples
 
 H200 = Machine.load("h200_nvlink")
 GQA = Shape(1, 16384, 16, 4, 64)
@@ -48,7 +49,7 @@ shapes = st.builds(
 )
 
 
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(st.data(), st.integers(1, 12), shapes, st.integers(1, 6))
 def test_candidates_serve_and_differ(
     data: st.DataObject, size: int, shape: tuple[int, int, int], per_node: int

@@ -1,0 +1,29 @@
+"""Backwards that cannot be differentiated again."""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+def differentiable_once[R](backward: Callable[..., R]) -> Callable[..., R]:
+    """torch's `once_differentiable`, for a backward whose results depend on saved tensors too.
+
+    That one refuses a second derivative only where the gradient that comes in requires one; where
+    it does not, as that of a plain sum, the second derivative would silently be zero.
+    """
+    once = once_differentiable(backward)
+
+    @wraps(backward)
+    def call(ctx: Any, *gradients: Tensor | None) -> R:
+        if torch.is_grad_enabled():  # create_graph=True
+            gradients = tuple(
+                x.detach().requires_grad_() if x is not None and x.is_floating_point() else x
+                for x in gradients
+            )
+        return once(ctx, *gradients)
+
+    return call

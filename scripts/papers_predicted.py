@@ -1,0 +1,737 @@
+"""What the simulator says of the papers' experiments that were not measured, for docs/papers.md.
+
+    python scripts/papers_predicted.py                 # all blocks of the page, some minutes
+    python scripts/papers_predicted.py --only figure6
+
+Writes every block of the page that stands between `<!-- predicted: NAME -->` and `<!-- end -->`.
+How far predictions are off is read from docs/predictions.md: write that page first.
+"""
+
+import argparse
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from textwrap import wrap
+
+import predictions
+from headlines import RING
+
+from megatron_cp_plugin.core.linear import LinearShape
+from megatron_cp_plugin.core.shape import Shape
+from megatron_cp_plugin.core.tiles import Mask
+from megatron_cp_plugin.planner.machine import Links, Machine, Rate
+from megatron_cp_plugin.planner.simulate import Timeline, simulate
+from megatron_cp_plugin.planner.step import (
+    MODELS,
+    Model,
+    Recompute,
+    Split,
+    Step,
+    memory,
+    nodes_of,
+    only,
+    step,
+)
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "papers.md"
+K = 1024
+MS = 1e3
+Options = Mapping[str, object]
+
+LLAMA = MODELS["llama2-7b"]
+GQA = replace(LLAMA, name="llama-gqa", kv_heads=8)
+LLAMA_33 = replace(LLAMA, name="llama-33h", hidden=4224, heads=33, kv_heads=33)
+LLAMA_13B = Model("llama-13b", 40, 5120, 13824, 40, 40, 128, 32000)
+FEW_HEADS = tuple(
+    Model(f"llama-{n}h", 1024 // n, 128 * n, 11008, n, n, 128, 32000) for n in (16, 8, 4, 2)
+)
+GPT = {
+    name: Model(name, layers, heads * dim, 4 * heads * dim, heads, heads, dim, 50304, gated=False)
+    for name, layers, heads, dim in (
+        ("760M", 24, 16, 96),
+        ("2.7B", 32, 32, 80),
+        ("13B", 40, 40, 128),
+        ("66B", 64, 72, 128),
+        ("175B", 96, 96, 128),
+    )
+}
+TNL = MODELS["tnl-1b"]
+TNL_7B = Model("tnl-7b", 30, 4096, 11264, 32, 32, 128, 64000, linear=True)
+
+
+@lru_cache
+def machine(name: str) -> Machine:
+    """Of configs/machines or docs/data."""
+    return predictions.machine_of(name)
+
+
+def pci(nodes_gbit: float) -> Machine:
+    """BurstAttention's: 8 A100 over PCI-E a node, a network of so many Gb/s a node."""
+    found = machine("a100_ethernet")
+    rate = Rate(found.between.exchange.seconds, 0.9 * nodes_gbit / 8 * 1e9)
+    return replace(found, gpus_per_node=8, between=Links(rate))
+
+
+def off(rows: str) -> str:
+    """How far predictions of such rows are off, as docs/predictions.md has it."""
+    text = (ROOT / "docs" / "predictions.md").read_text()
+    found = re.search(
+        rf"^\| {re.escape(rows)} \| (\d+) \| ([\d.]+%) \| \d+% \| (\d+%) \|$", text, re.M
+    )
+    if found is None:
+        raise ValueError(f"docs/predictions.md has no errors of {rows}: write it first")
+    return f"median error {found[2]}, at most {found[3]}, of {found[1]} numbers"
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Lines of markdown."""
+    lines = [f"| {' | '.join(header)} |", "| --- |" + " --- |" * (len(header) - 1)]
+    return lines + [f"| {' | '.join(row)} |" for row in rows]
+
+
+def length(tokens: int) -> str:
+    """128K for 131072."""
+    return f"{tokens // K}K"
+
+
+# ---- what takes how long
+
+
+@lru_cache(maxsize=4096)
+def _layer(
+    algo: str,
+    options: tuple[tuple[str, object], ...],
+    shape: Shape | LinearShape,
+    mask: Mask,
+    on: str,
+    nodes: tuple[int, ...],
+) -> Timeline:
+    given = dict(options)
+    transport = str(given.pop("transport", "auto"))
+    return simulate(algo, given, shape, mask, _MACHINES[on], nodes, transport=transport)
+
+
+_MACHINES: dict[str, Machine] = {}
+
+
+def layer(
+    algo: str,
+    options: Options,
+    shape: Shape | LinearShape,
+    on: Machine,
+    nodes: Sequence[int],
+    mask: Mask | None = None,
+) -> Timeline:
+    """A layer of attention; the same is simulated once."""
+    key = f"{hash(repr(on))}"
+    _MACHINES[key] = on
+    return _layer(algo, tuple(options.items()), shape, mask or Mask(), key, tuple(nodes))
+
+
+def whole(
+    model: Model,
+    split: Split,
+    tokens: int,
+    on: Machine,
+    algo: str = "zigzag",
+    options: Options | None = None,
+    mask: Mask | None = None,
+) -> Step:
+    """A step of training."""
+    nodes = nodes_of(split, on)
+    attention = layer(algo, options or {}, model.shape(tokens, split.tensor), on, nodes, mask)
+    return step(model, split, tokens, on, attention=attention)
+
+
+def filled(model: Model, ways: int) -> Model:
+    """With as many heads as so many ranks can split."""
+    heads = -(-model.heads // ways) * ways
+    kv_heads = heads if model.kv_heads == model.heads else model.kv_heads
+    return replace(model, heads=heads, kv_heads=kv_heads)
+
+
+def tensor(
+    model: Model, ways: int, tokens: int, on: Machine, recompute: Recompute = "none"
+) -> float:
+    """Seconds of a step by tensor and sequence parallelism; attention too is computed again."""
+    model, split = filled(model, ways), Split(tensor=ways, recompute=recompute)
+    attention = layer("zigzag", {}, model.shape(tokens, ways), on, (0,))
+    again = model.layers * attention.forward.seconds if recompute == "full" else 0.0
+    return step(model, split, tokens, on, attention=attention).seconds + again
+
+
+def prefill(
+    model: Model,
+    split: Split,
+    tokens: int,
+    on: Machine,
+    algo: str = "zigzag",
+    options: Options | None = None,
+    mask: Mask | None = None,
+) -> float:
+    """Seconds of a forward alone: what full recompute adds to a step, and attention's forward."""
+    model = filled(model, split.tensor)
+    nodes = nodes_of(split, on)
+    attention = layer(algo, options or {}, model.shape(tokens, split.tensor), on, nodes, mask)
+    once, again = (
+        step(model, replace(split, recompute=how), tokens, on, attention=only(0.0)).seconds
+        for how in ("none", "full")
+    )
+    return again - once + model.layers * attention.forward.seconds
+
+
+# ---- Attention2D
+
+NO: Options = {"variant": "no", "chunks": 1}
+HERE: Mapping[str, tuple[str, Options]] = {
+    "ring, as TE p2p": RING,
+    "zigzag": ("zigzag", {}),
+    "attention2d": ("attention2d", {}),
+    "`variant=no`": ("attention2d", NO),
+    "`variant=overlap`": ("attention2d", {"variant": "overlap"}),
+}
+
+
+def gpt3_steps() -> list[str]:
+    """Steps of the GPT-3 shapes on 2 GPUs."""
+    on = machine("h200_nvlink")
+    rows = []
+    for name, layers, lengths in (
+        ("760M", 8, (32, 128)),
+        ("2.7B", 8, (32, 128)),
+        ("13B", 8, (32, 128)),
+        ("66B", 4, (8, 32)),
+        ("175B", 3, (8,)),
+    ):
+        model = replace(GPT[name], layers=layers, vocabulary=32000)
+        for tokens in (n * K for n in lengths):
+            found = [whole(model, Split(context=2), tokens, on, *way) for way in HERE.values()]
+            rows.append([f"{name}, {layers} layers, {length(tokens)}", *_ms(found)])
+    lines = [f"2 GPUs, ms a step, **predicted** ({off('steps: ours, 2 GPUs')}):", ""]
+    return lines + table(["", *HERE], rows)
+
+
+def _ms(found: Iterable[Step]) -> list[str]:
+    return [f"{one.seconds * MS:.0f}" for one in found]
+
+
+def gpt3_nodes() -> list[str]:
+    """The 2.7B on emulated nodes: two ranks share a GPU."""
+    on = machine("h200_emulated_nodes")
+    shared = replace(
+        on,
+        matmul_flops=on.matmul_flops / on.ranks_per_gpu,
+        memory_bytes_per_second=on.memory_bytes_per_second / on.ranks_per_gpu,
+    )
+    model = replace(GPT["2.7B"], layers=4, vocabulary=32000)
+    rows = []
+    for what, split, tokens in (
+        ("CP 4, 16K", Split(context=4), 16 * K),
+        ("CP 4, 32K", Split(context=4), 32 * K),
+        ("CP 2, PP 2, 4 micro-batches, 32K", Split(context=2, pipeline=2, micro_batches=4), 32 * K),
+        ("CP 2, DP 2, 32K", Split(context=2, data=2), 32 * K),
+    ):
+        found = []
+        for algo, options in HERE.values():
+            attention = layer(algo, options, model.shape(tokens), on, nodes_of(split, on))
+            found.append(step(model, split, tokens, shared, attention=attention))
+        rows.append([what, *_ms(found)])
+    lines = [
+        "The 2.7B, 4 layers, 4 ranks on 2 GPUs as two emulated nodes, ms a step, **predicted** "
+        f"(layers alone: {off('emulated nodes, 2 x 2')}; the ring is predicted too fast):",
+        "",
+    ]
+    return lines + table(["", *HERE], rows)
+
+
+def _grid(size: int, variant: str) -> tuple[str, Options]:
+    side = int(size**0.5)
+    square: Options = {"variant": variant, "rows": side, "cols": side}
+    return "attention2d", {**square, **({"chunks": 1} if variant == "no" else {})}
+
+
+def _over_the_ring(
+    model: Model, size: int, tokens: int, on: Machine, batch: int, recompute: Recompute
+) -> tuple[float, float, float]:
+    """Seconds a step: the ring, `no`, `overlap`."""
+    split = Split(context=size, micro_batches=batch, recompute=recompute)
+    ways = (RING, _grid(size, "no"), _grid(size, "overlap"))
+    ring, no, overlap = (whole(model, split, tokens, on, *way).seconds for way in ways)
+    return ring, no, overlap
+
+
+def figure4() -> list[str]:
+    """Speed-ups over the ring of the three models, 16 and 64 GPUs."""
+    on, rows = machine("a100_ethernet"), []
+    for size in (16, 64):
+        for name, batch in (("760M", 64), ("2.7B", 32), ("13B", 16)):
+            row = [f"{size} GPUs, {name}"]
+            for tokens in (8 * K, 32 * K, 128 * K):
+                again = name == "13B" and tokens >= 64 * K
+                ring, no, overlap = _over_the_ring(
+                    GPT[name], size, tokens, on, batch, "full" if again else "none"
+                )
+                row.append(f"{ring / no:.1f}x, {ring / overlap:.1f}x")
+            rows.append(row)
+    return table(["`no`, `overlap` over the ring", "8K", "32K", "128K"], rows)
+
+
+def figure5() -> list[str]:
+    """Strong scaling of the 2.7B from 16 to 64 GPUs."""
+    on, rows = machine("a100_ethernet"), []
+    for tokens in (8 * K, 16 * K, 32 * K, 64 * K, 128 * K):
+        few, many = (_over_the_ring(GPT["2.7B"], size, tokens, on, 32, "none") for size in (16, 64))
+        rows.append(
+            [length(tokens)]
+            + [f"{a:.1f}, {b:.1f}, {a / b:.2f}x" for a, b in zip(few, many, strict=True)]
+        )
+    return table(["s on 16, on 64 GPUs, gain", "ring", "`no`", "`overlap`"], rows)
+
+
+def figure6() -> list[str]:
+    """One pipeline stage of the 66B and of the 175B on 64 nodes of one H100."""
+    on, rows = machine("h100_ethernet"), []
+    for name, layers in (("66B", 8), ("175B", 6)):
+        model, row = replace(GPT[name], layers=layers), [f"{name}, {layers} layers"]
+        for tokens in (8 * K, 16 * K, 32 * K, 64 * K, 128 * K):
+            ring, no, overlap = _over_the_ring(model, 64, tokens, on, 16, "none")
+            row.append(f"{ring / no:.1f}x, {ring / overlap:.1f}x")
+        rows.append(row)
+    return table(["`no`, `overlap` over the ring", "8K", "16K", "32K", "64K", "128K"], rows)
+
+
+# ---- LASP
+
+
+def lasp_table4() -> list[str]:
+    """Seconds a step of LASP + DDP."""
+    cells: dict[int, dict[int, str]] = {}
+    for row, one in predictions.steps():
+        if row.source.startswith("LASP"):
+            cells.setdefault(row.gpus, {})[row.tokens] = f"{row.seconds:.2f} / {one.seconds:.2f}"
+    lengths = sorted({tokens for found in cells.values() for tokens in found})
+    rows = [[f"{gpus} GPUs", *(found.get(n, "") for n in lengths)] for gpus, found in cells.items()]
+    return table(["theirs / predicted", *map(length, lengths)], rows)
+
+
+LINEAR = ("lasp", "lasp2", "linear_ulysses")
+
+
+def _linear_tensor(model: Model, split: Split, tokens: int, on: Machine) -> Step:
+    """Some heads of all tokens: as much work as all heads of some tokens, without messages."""
+    one = layer("lasp", {}, model.shape(tokens // split.tensor), on, (0,))
+    return step(model, split, tokens, on, attention=only(one.seconds))
+
+
+def lasp_figure4_here() -> list[str]:
+    """Steps of TNL-1B and -7B on 2 GPUs."""
+    on, rows = machine("h200_nvlink"), []
+    cases: tuple[tuple[Model, Recompute, tuple[int, ...]], ...] = (
+        (TNL, "none", (32, 64, 128)),
+        (TNL_7B, "full", (32, 64)),
+    )
+    for model, recompute, lengths in cases:
+        for tokens in (n * K for n in lengths):
+            found = [
+                whole(model, Split(context=2, recompute=recompute), tokens, on, algo)
+                for algo in LINEAR
+            ]
+            found.append(_linear_tensor(model, Split(tensor=2, recompute=recompute), tokens, on))
+            what = f"{model.name.upper()}, {length(tokens)}, recompute {recompute}"
+            rows.append([what, *_ms(found)])
+    lines = [f"2 GPUs, ms a step, **predicted** ({off('steps: ours, linear attention')}):", ""]
+    return lines + table(["", *LINEAR, "tensor + sequence parallel"], rows)
+
+
+def lasp_figure4() -> list[str]:
+    """Tokens a second on 64 A100."""
+    on, rows = machine("a100_8x100g"), []
+    lengths = [n * K for n in (32, 64, 128, 256, 512, 1024, 2048, 4096)]
+    for model in (TNL, TNL_7B):
+        # As many heads as 64 ranks of Ulysses and of Megatron can split.
+        model = replace(model, heads=64, kv_heads=64, head_dim=model.hidden // 64)
+        for name in ("lasp", "linear_ulysses", "Megatron-SP"):
+            row = [f"{model.name.upper()}, {name}"]
+            for tokens in lengths:
+                if name == "Megatron-SP":
+                    one = _linear_tensor(model, Split(tensor=64), tokens, on)
+                else:
+                    one = whole(model, Split(context=64), tokens, on, name)
+                row.append(f"{tokens / one.seconds / 1e3:.0f}" + ("" if one.fits(on) else " (2)"))
+            rows.append(row)
+    return table(["thousand tokens a second", *map(length, lengths)], rows)
+
+
+# ---- DISTFLASHATTN and LightSeq
+
+NCCL: Options = {"transport": "group"}  # as theirs
+PAPERS_BALANCE: Options = {**NCCL, "last_step": "owner"}
+THEIRS = {
+    # Megatron-LM, DISTFLASHATTN: 7B, GQA, 33H.
+    (8, 64): ((6.81, 5.98), (6.60, 5.61), (8.37, 6.08)),
+    (8, 128): ((20.93, 17.26), (20.53, 16.86), (25.75, 17.77)),
+    (8, 256): ((72.75, 58.46), (71.93, 57.01), (90.21, 59.96)),
+    (16, 128): ((14.26, 12.75), (14.21, 9.74), (20.63, 13.12)),
+    (16, 256): ((43.44, 30.21), (43.20, 28.49), (62.78, 31.33)),
+    (16, 512): ((147.06, 106.37), (146.38, 102.34), (216.70, 107.76)),
+}
+
+
+def _distflash(model: Model, gpus: int, tokens: int, on: Machine, **options: object) -> float:
+    split = Split(context=gpus, recompute="full")
+    return whole(model, split, tokens, on, "distflash", {**PAPERS_BALANCE, **options}).seconds
+
+
+def distflash_table1() -> list[str]:
+    """Megatron-LM beside DISTFLASHATTN on 8 and 16 A100."""
+    on, rows = machine("a100_8x100g"), []
+    for (gpus, kilo), _ in THEIRS.items():
+        row = [f"{gpus} GPUs, {kilo}K"]
+        for model in (LLAMA, GQA, LLAMA_33):
+            megatron = tensor(model, gpus, kilo * K, on, "full")
+            ours = _distflash(model, gpus, kilo * K, on)
+            row.append(f"{megatron:.2f} / {ours:.2f}, {megatron / ours:.2f}x")
+        rows.append(row)
+    one, two = "DISTFLASHATTN, A100, one node", "DISTFLASHATTN, A100, a card of 100 Gb/s a GPU"
+    lines = [
+        "**Predicted**, Megatron-LM / DISTFLASHATTN in seconds (its own steps of the 7B: "
+        f"{off('steps: ' + one)} on one node; {off('steps: ' + two)} on two):",
+        "",
+    ]
+    return lines + table(["", "LLaMA-7B", "LLaMA-GQA", "LLaMA-33H"], rows)
+
+
+# Ms of steps of Llama-7B of 4 layers on 2 GPUs by tp, as measured: docs/benchmarks.md.
+MEASURED_TP = {32: 319, 64: 846, 128: 2611}
+
+
+def distflash_table1_here() -> list[str]:
+    """Tensor parallelism, and ours, on 2 GPUs."""
+    on, rows, errors = machine("h200_nvlink"), [], []
+    algos = ("distflash", "zigzag", "ulysses", "ring")
+    for model in (LLAMA, GQA, LLAMA_33):
+        model = replace(model, layers=4)
+        for kilo, measured in MEASURED_TP.items():
+            split, tokens = Split(context=2), kilo * K
+            by_tensor = tensor(model, 2, tokens, on)
+            if model.name == LLAMA.name:
+                errors.append(f"{by_tensor * MS / measured - 1:+.0%}")
+            found = [whole(model, split, tokens, on, algo) for algo in algos]
+            ratio = f", {by_tensor / found[0].seconds:.2f}x"
+            cells = _ms(found)
+            cells[0] += ratio
+            rows.append([f"{model.name}, {kilo}K", f"{by_tensor * MS:.0f}", *cells])
+    lines = [
+        f"2 GPUs, 4 layers, ms a step, **predicted** (ours: {off('steps: ours, 2 GPUs')}; `tp` of "
+        f"the 7B against what was measured: {', '.join(errors)}):",
+        "",
+    ]
+    return lines + table(["", "tp", *algos], rows)
+
+
+def irregular_heads() -> list[str]:
+    """Attention alone, 2 GPUs."""
+    on, rows = machine("h200_nvlink"), []
+    algos = ("zigzag", "distflash", "attention2d", "allgather", "ulysses", "usp")
+    for heads, kv_heads in ((33, 33), (33, 11), (2, 2), (7, 1)):
+        for tokens in (32 * K, 128 * K):
+            shape = Shape(1, tokens, heads, kv_heads, 128)
+            times = [layer(algo, {}, shape, on, (0, 0)).seconds * MS for algo in algos]
+            what = f"{heads}:{kv_heads}, {length(tokens)}"
+            rows.append([what, *(f"{time:.1f}" for time in times)])
+    lines = [f"2 GPUs, ms forward + backward, **predicted** ({off('plans, 2 GPUs')}):", ""]
+    return lines + table(["", *algos], rows)
+
+
+def few_heads() -> list[str]:
+    """The longest sequence on 16 A100 of 40 GB, and on 2 H200."""
+    rows = []
+    for model in FEW_HEADS:
+        ways = model.heads
+        split = _longest(model, Split(context=16, recompute="full"), 40.0, sharded=16)
+        head = _longest(
+            model, Split(tensor=ways, data=16 // ways, recompute="full"), 40.0, sharded=16 // ways
+        )
+        on = machine("h200_nvlink")
+        own = _longest(model, Split(context=2, recompute="full"), on.memory_gib, sharded=1)
+        seconds = whole(model, Split(context=2, recompute="full"), own, on, "distflash").seconds
+        rows.append(
+            [
+                model.name,
+                length(head),
+                length(split),
+                f"{split // head}x",
+                f"{length(own)}, {seconds:.0f} s a step",
+            ]
+        )
+    header = ["", "TP x DP", "distflash", "longer", "distflash, 2 H200, ZeRO-1"]
+    return table(header, rows)
+
+
+def _longest(model: Model, split: Split, gib: float, sharded: int) -> int:
+    """Tokens, a power of two, whose step fits into 0.9 of so much. Args: sharded: ways in which
+    weights and gradients are split too.
+    """
+    tokens = 8 * K
+    while True:
+        found = memory(model, split, 2 * tokens)
+        weights = found["parameters and gradients"]
+        if sum(found.values()) - weights + weights / sharded > 0.9 * gib:
+            return tokens
+        tokens *= 2
+
+
+def distflash_figure5() -> list[str]:
+    """Balance on 8 A100; overlap on two boxes."""
+    on, rows = machine("a100_8x100g"), []
+    lengths = [n * K for n in (4, 8, 16, 32, 64, 128, 256)]
+    for name, options in (
+        ("unbalanced", {**NCCL, "balanced": "false"}),
+        ("balanced", PAPERS_BALANCE),
+        ("last step shared", NCCL),
+    ):
+        row = [f"8 GPUs over one: {name}"]
+        for tokens in lengths:
+            shape = Shape(1, tokens, 32, 32, 128)
+            one = layer("zigzag", {}, shape, on, (0,)).forward.seconds
+            many = layer("distflash", options, shape, on, (0,) * 8).forward.seconds
+            row.append(f"{one / many:.1f}x")
+        rows.append(row)
+    free = Links(Rate(0.0, 1e18))
+    at_once = replace(on, inside=free, between=free, copy=None, group_share=1.0)
+    nodes = (0,) * 8 + (1,) * 8
+    for name, overlap in (("blocking", "false"), ("overlapped", "true")):
+        row = [f"16 GPUs, exposed: {name}"]
+        for tokens in lengths:
+            shape = Shape(1, tokens, 32, 32, 128)
+            options = {**PAPERS_BALANCE, "overlap": overlap}
+            took, bare = (
+                layer("distflash", options, shape, m, nodes).forward.seconds for m in (on, at_once)
+            )
+            row.append(f"{took / bare - 1:.0%}")
+        rows.append(row)
+    return table(["forward, 32 heads of 128", *map(length, lengths)], rows)
+
+
+def distflash_table5() -> list[str]:
+    """Attention run twice against once, on 8 and 16 A100."""
+    on, rows = machine("a100_8x100g"), []
+    for gpus in (8, 16):
+        row = [f"{gpus} GPUs"]
+        for kilo in (8, 16, 32):
+            split, tokens = Split(context=gpus, recompute="full"), gpus * kilo * K
+            attention = layer(
+                "distflash", PAPERS_BALANCE, LLAMA.shape(tokens), on, nodes_of(split, on)
+            )
+            once = step(LLAMA, split, tokens, on, attention=attention).seconds
+            twice = once + LLAMA.layers * attention.forward.seconds
+            row.append(f"{twice:.1f} / {once:.1f} s, {twice / once:.2f}x")
+        rows.append(row)
+    return table(["twice / once", "8K a GPU", "16K", "32K"], rows)
+
+
+LIGHTSEQ = {
+    "Llama-7B": (
+        (5.29, 4.29, 6.85),
+        (14.26, 11.61, 12.75),
+        (43.44, 37.53, 30.21),
+        (147.06, 134.09, 106.37),
+    ),
+    "Llama-33H": (
+        (7.52, 6.42, 7.03),
+        (20.63, 17.47, 13.12),
+        (62.78, 56.63, 31.33),
+        (216.70, 202.89, 107.76),
+    ),
+}
+
+
+def lightseq() -> list[str]:
+    """Three systems on 16 A100."""
+    on, rows = machine("a100_8x100g"), []
+    for (name, theirs), model in zip(LIGHTSEQ.items(), (LLAMA, LLAMA_33), strict=True):
+        for tokens, seconds in zip((64 * K, 128 * K, 256 * K, 512 * K), theirs, strict=True):
+            split = Split(context=16, recompute="full")
+            # Ulysses computes attention again with the layer, as Megatron's.
+            attention = layer("ulysses", {}, model.shape(tokens), on, nodes_of(split, on))
+            by_heads = step(model, split, tokens, on, attention=attention).seconds
+            got = (
+                tensor(model, 16, tokens, on, "full"),
+                by_heads + model.layers * attention.forward.seconds,
+                _distflash(model, 16, tokens, on),
+            )
+            cells = [
+                f"{a:.2f} / {b:.2f}, {b / a - 1:+.0%}" for a, b in zip(seconds, got, strict=True)
+            ]
+            rows.append([f"{name}, {length(tokens)}", *cells])
+    header = ["theirs / predicted, error", "Megatron-LM", "DeepSpeed-Ulysses", "LightSeq"]
+    return table(header, rows)
+
+
+# ---- BurstAttention
+
+BURST: tuple[str, Options] = ("ring", {"backward": "query", "gradients": "model"})
+
+
+def burst_prefill_here() -> list[str]:
+    """Seconds to the first token on 2 H200."""
+    on, rows = machine("h200_nvlink"), []
+    for model, lengths in ((LLAMA, (16, 32, 64, 128, 256)), (LLAMA_13B, (16, 32, 64, 128))):
+        for tokens in (n * K for n in lengths):
+            times = [prefill(model, Split(tensor=2), tokens, on)]
+            times += [
+                prefill(model, Split(context=2), tokens, on, algo) for algo in ("ring", "zigzag")
+            ]
+            times.append(prefill(model, Split(), tokens, on))
+            rows.append([f"{model.name}, {length(tokens)}", *(f"{time:.2f}" for time in times)])
+    return table(["", "tp", "ring", "zigzag", "one GPU"], rows)
+
+
+def burst_prefill() -> list[str]:
+    """Seconds to the first token on 8 A100 over PCI-E, and on 32."""
+    rows, full = [], Mask(causal=False)
+    lengths = [n * K for n in (8, 16, 32, 64, 128, 256)]
+    for model in (LLAMA, LLAMA_13B):
+        for gpus in (8, 32):
+            if model.heads % gpus:
+                continue
+            row = [f"{model.name}, {gpus} GPUs"]
+            for tokens in lengths:
+                by_heads = prefill(model, Split(tensor=gpus), tokens, pci(600))
+                ring = prefill(model, Split(context=gpus), tokens, pci(600), *BURST, mask=full)
+                row.append(f"{by_heads:.2f} / {ring:.2f}")
+            rows.append(row)
+    return table(["Megatron V3 / BurstAttention, s", *map(length, lengths)], rows)
+
+
+def burst_training() -> list[str]:
+    """Steps of LLaMA-7b on 8 and 32 A100 over PCI-E."""
+    rows, full = [], Mask(causal=False)
+    lengths = [n * K for n in (8, 16, 32, 64, 128, 256)]
+    for gpus in (8, 32):
+        row = [f"{gpus} GPUs"]
+        for tokens in lengths:
+            by_heads = tensor(LLAMA, gpus, tokens, pci(600))
+            ring = whole(LLAMA, Split(context=gpus), tokens, pci(600), *BURST, mask=full).seconds
+            row.append(f"{by_heads:.2f} / {ring:.2f}, {by_heads / ring:.2f}x")
+        rows.append(row)
+    return table(["Megatron V3 / BurstAttention, s", *map(length, lengths)], rows)
+
+
+def burst_figure4a() -> list[str]:
+    """13b, 64K tokens, by GPUs."""
+    rows, full = [], Mask(causal=False)
+    for name, on, sizes in (
+        ("A100, PCI-E", pci(600), (1, 2, 4, 8)),
+        ("H200, NVLink", machine("h200_nvlink"), (1, 2, 4, 8)),
+    ):
+        cells = []
+        for gpus in sizes:
+            by_heads = prefill(LLAMA_13B, Split(tensor=gpus), 64 * K, on)
+            ring = prefill(LLAMA_13B, Split(context=gpus), 64 * K, on, *BURST, mask=full)
+            cells.append(f"{by_heads:.2f} / {ring:.2f}")
+        rows.append([name, *cells])
+    return table(["Megatron V3 / BurstAttention, s", "1 GPU", "2", "4", "8"], rows)
+
+
+def burst_batches() -> list[str]:
+    """Attention of 4K tokens with larger batches on 2 GPUs; steps of the 7b on 8 A100."""
+    on, rows = machine("h200_nvlink"), []
+    batches = (1, 2, 4, 8)
+    for algo in ("ring", "zigzag"):
+        row = [f"2 H200, attention, {algo}, ms"]
+        for batch in batches:
+            shape = Shape(batch, 4 * K, 32, 32, 128)
+            row.append(f"{layer(algo, {}, shape, on, (0, 0)).seconds * MS:.2f}")
+        rows.append(row)
+    split, full = Split(context=8), Mask(causal=False)
+    ring, by_heads = ["8 A100, step, BurstAttention, tokens/s"], ["the same, Megatron V3"]
+    for batch in batches:
+        # Beside attention, sequences side by side take what a long one takes.
+        longer = replace(LLAMA.shape(4 * K), batch=batch)
+        assert isinstance(longer, Shape)
+        attention = layer(*BURST, longer, pci(600), (0,) * 8, full)
+        one = step(LLAMA, split, batch * 4 * K, pci(600), attention=attention)
+        ring.append(f"{batch * 4 * K / one.seconds:.0f}")
+        attention = layer("zigzag", {}, replace(longer, heads=4, kv_heads=4), pci(600), (0,))
+        one = step(LLAMA, Split(tensor=8), batch * 4 * K, pci(600), attention=attention)
+        by_heads.append(f"{batch * 4 * K / one.seconds:.0f}")
+    return table(["batch", *map(str, batches)], [*rows, ring, by_heads])
+
+
+def burst_backward() -> list[str]:
+    """What travels in the backward, 128K tokens, 2 GPUs."""
+    on, rows = machine("h200_nvlink"), []
+    ways = [(algo, back) for algo in ("ring", "zigzag") for back in ("kv", "query")]
+    for kv_heads in (32, 8, 4):
+        row = [f"32:{kv_heads}"]
+        for algo, back in ways:
+            shape = Shape(1, 128 * K, 32, kv_heads, 128)
+            found = layer(algo, {"backward": back}, shape, on, (0, 0))
+            row.append(f"{found.seconds * MS:.1f}")
+        rows.append(row)
+    lines = [
+        f"2 GPUs, 128K tokens, ms forward + backward, **predicted** ({off('plans, 2 GPUs')}):",
+        "",
+    ]
+    return lines + table(["heads", *(f"{algo}, {back}" for algo, back in ways)], rows)
+
+
+BLOCKS: Mapping[str, Callable[[], list[str]]] = {
+    function.__name__: function
+    for function in (
+        gpt3_steps,
+        gpt3_nodes,
+        figure4,
+        figure5,
+        figure6,
+        lasp_table4,
+        lasp_figure4_here,
+        lasp_figure4,
+        distflash_table1,
+        distflash_table1_here,
+        irregular_heads,
+        few_heads,
+        distflash_figure5,
+        distflash_table5,
+        lightseq,
+        burst_prefill_here,
+        burst_prefill,
+        burst_training,
+        burst_figure4a,
+        burst_batches,
+        burst_backward,
+    )
+}
+
+
+def written(text: str, name: str, lines: Sequence[str]) -> str:
+    """The page with another block. Raises: ValueError if it has no such block, or two."""
+    block = re.compile(rf"(<!-- predicted: {name} -->\n).*?(<!-- end -->)", re.S)
+    kept = (line if line.startswith("|") else "\n".join(wrap(line, 118)) for line in lines)
+    body = "\n" + "\n".join(kept) + "\n\n"
+    text, count = block.subn(lambda found: found[1] + body + found[2], text)
+    if count != 1:
+        raise ValueError(f"docs/papers.md needs one block {name}, has {count}")
+    return text
+
+
+def main() -> None:
+    """Writes the blocks."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="+", choices=BLOCKS, default=list(BLOCKS))
+    parser.add_argument("--print", action="store_true", help="to the terminal, not to the page")
+    args = parser.parse_args()
+    for name in args.only:
+        lines = BLOCKS[name]()
+        if args.print:
+            print(f"{name}\n" + "\n".join(lines), flush=True)
+        else:
+            PAGE.write_text(written(PAGE.read_text(), name, lines))
+
+
+if __name__ == "__main__":
+    main()

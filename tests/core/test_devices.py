@@ -1,0 +1,58 @@
+"""What is kept on a device, and what goes there."""
+
+import ast
+from pathlib import Path
+from weakref import ref
+
+import pytest
+import torch
+
+import megatron_cp_plugin
+from megatron_cp_plugin.core import passes
+from megatron_cp_plugin.core.devices import uploaded
+from megatron_cp_plugin.errors import ContextParallelError
+
+
+def test_what_a_graph_was_captured_with_outlives_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay reads the indices of the mask that it was captured with, whatever came since."""
+    captures = False
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captures)
+    monkeypatch.setattr(passes, "uploaded", lambda numbers, _: numbers.clone())
+
+    def indices(mask: int) -> torch.Tensor:
+        rows = ((0, mask), (mask + 1, mask + 2))
+        return passes._numbers(rows, rows, torch.device("cuda")).to
+
+    eager, captured = ref(indices(1)), ref(indices(2))
+    captures = True
+    assert indices(2) is captured()
+    captures = False
+    for mask in range(3, 100):
+        indices(mask)
+    assert eager() is None
+    assert captured() is not None
+    captures = True
+    assert indices(2) is captured()
+
+
+def test_all_tensors_of_a_device_are_kept_for_graphs() -> None:
+    """No function that takes a device has another cache, but for streams, which are no memory."""
+    found = []
+    for path in Path(megatron_cp_plugin.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                caches = ("cache", "lru_cache")
+                cached = any(ast.unparse(x).startswith(caches) for x in node.decorator_list)
+                takes = [ast.unparse(arg.annotation or arg) for arg in node.args.args]
+                makes = ast.unparse(node.returns) if node.returns else ""
+                if cached and "torch.device" in takes and "Stream" not in makes:
+                    found.append(node.name)
+    assert not found
+
+
+def test_indices_beyond_int32_are_refused() -> None:
+    """Kernels take them as int32, in which they would be others."""
+    last = 2**31 - 1
+    assert uploaded(torch.tensor([0, last]), torch.device("cpu")).tolist() == [0, last]
+    with pytest.raises(ContextParallelError, match="up to 2147483647, got 2147483648"):
+        uploaded(torch.tensor([0, last + 1]), torch.device("cpu"))

@@ -1,0 +1,114 @@
+"""Plans of random placements and of all algorithms with random options: right, and as JSON."""
+
+import json
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_cp_plugin.core.derive import plan_of
+from megatron_cp_plugin.core.document_layout import NAMED
+from megatron_cp_plugin.core.pipeline import head_groups
+from megatron_cp_plugin.core.placement import BlockPlacement
+from megatron_cp_plugin.core.plan import PHASES, Plan, Setting
+from megatron_cp_plugin.core.plan_check import check
+from megatron_cp_plugin.core.plan_json import from_json, to_json
+from megatron_cp_plugin.core.program import outside
+from megatron_cp_plugin.core.shape import Shape
+from megatron_cp_plugin.core.virtual import VirtualWorld
+from megatron_cp_plugin.errors import ContextParallelError
+from megatron_cp_plugin.registry import create
+from tests.any_placement import AnyPlacement, AnyRelay, registered
+from tests.random_tests import examples
+from tests.test_random_attention import (
+    HEADS,
+    Choice,
+    World,
+    choices,
+    lengths,
+    mask_of,
+    masks,
+    worlds,
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def foreign() -> Iterator[None]:
+    with registered():
+        yield
+
+
+def assert_comes_back(plan: Plan, shape: Shape, nodes: tuple[int, ...]) -> None:
+    back = from_json(json.loads(json.dumps(to_json(plan, shape, nodes))))
+    for name in Plan.__dataclass_fields__:
+        assert getattr(back, name) == getattr(plan, name), name
+
+
+def assert_right(plan: Plan, shape: Shape, nodes: tuple[int, ...]) -> None:
+    check(plan)
+    assert_comes_back(plan, shape, nodes)
+
+
+@examples(30)
+@given(st.data())
+def test_plans_of_algorithms(data: st.DataObject) -> None:
+    world: World = data.draw(worlds(16))
+    choice: Choice = data.draw(choices(world))
+    seq_len, multiple = data.draw(lengths(choice, world.size))
+    mask = mask_of(data.draw(masks(seq_len, multiple)), seq_len)
+    shape = Shape(1, seq_len, *data.draw(st.sampled_from(HEADS)), 8)
+    virtual = VirtualWorld(
+        world.size, ranks_per_node=world.ranks_per_node, peer_access=world.peer_access
+    )
+    rectangular = data.draw(st.booleans())
+    topology = virtual.topology(data.draw(st.integers(0, world.size - 1)))
+    try:
+        made = create(choice.algo, topology, dict(choice.options)).within(mask.followed)
+        plans = [made.plan(shape, mask, phase, rectangular=rectangular) for phase in PHASES]
+    except ContextParallelError:
+        return
+    for plan in plans:
+        assert_right(plan, shape, topology.nodes)
+        part = made.plan(shape, mask, plan.phase, rectangular=rectangular, rank=topology.rank)
+        rank = topology.rank
+        assert part.computes == tuple(c for c in plan.computes if c.rank == rank)
+        outer = outside(plan) if plan.shares == 1 else ()
+        mine = [m for m in plan.moves if rank in (m.source, m.target) or m in outer]
+        assert sorted(map(str, part.moves)) == sorted(map(str, mine))
+
+
+@st.composite
+def placements(draw: st.DrawFn, size: int, relays: bool = True) -> BlockPlacement:
+    layout = NAMED[draw(st.sampled_from(sorted(set(NAMED) - {"thd"})))]
+    groups = head_groups(4, 4, draw(st.sampled_from([1, 2, 4])))
+    wide = draw(st.booleans()), draw(st.booleans())
+    of_all = layout, size, groups, *wide
+    seed = draw(st.integers(0, 10**6))
+    if relays and draw(st.booleans()):
+        return AnyRelay(*of_all, seed=seed, travelling=draw(st.sampled_from(["keys", "queries"])))
+    return AnyPlacement(
+        *of_all,
+        seed=seed,
+        steps=draw(st.integers(1, 9)),
+        parts=draw(st.sampled_from([1, 1, 2, 3])),
+        hosts=draw(st.sampled_from(["any", "owners"])),
+    )
+
+
+@examples(30)
+@given(st.data())
+def test_plans_of_any_placement(data: st.DataObject) -> None:
+    size = data.draw(st.integers(1, 9))
+    placement = data.draw(placements(size))
+    seq_len = data.draw(st.integers(1, 5 * min(size, 16)))
+    mask = mask_of(data.draw(masks(seq_len)), seq_len)
+    shape = Shape(1, seq_len, 4, 4, 8)
+    rank = data.draw(st.integers(0, size - 1))
+    for phase in PHASES:
+        plan = plan_of(placement, Setting(seq_len, mask, phase))
+        assert_right(plan, shape, (0,) * size)
+        part = plan_of(placement, Setting(seq_len, mask, phase, rank=rank))
+        assert part.computes == tuple(c for c in plan.computes if c.rank == rank)
+        mine = [m for m in plan.moves if rank in (m.source, m.target)]
+        assert sorted(map(str, part.moves)) == sorted(map(str, mine))

@@ -1,0 +1,71 @@
+"""What is said of any layer before it runs: costs, memory and pictures."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import astuple, replace
+
+import pytest
+from hypothesis import event, given
+from hypothesis import strategies as st
+
+from megatron_cp_plugin.core.plan import PHASES
+from megatron_cp_plugin.core.shape import Shape
+from megatron_cp_plugin.core.tiles import visible_pairs
+from megatron_cp_plugin.core.virtual import VirtualWorld
+from megatron_cp_plugin.costs import cost, document, peak
+from megatron_cp_plugin.drawing import picture, table
+from megatron_cp_plugin.errors import ContextParallelError
+from megatron_cp_plugin.figures import figure
+from megatron_cp_plugin.kernels.base import kernel_names
+from megatron_cp_plugin.registry import create
+from tests.any_placement import registered
+from tests.random_tests import examples
+from tests.test_random_attention import HEADS, choices, lengths, mask_of, masks, worlds
+
+
+@pytest.fixture(scope="module", autouse=True)
+def foreign() -> Iterator[None]:
+    with registered():
+        yield
+
+
+@examples(30)
+@given(st.data())
+def test_any_layer(data: st.DataObject) -> None:
+    world = replace(data.draw(worlds()), peer_access=False)
+    choice = data.draw(choices(world))
+    seq_len, multiple = data.draw(lengths(choice, world.size))
+    mask = mask_of(data.draw(masks(seq_len, multiple)), seq_len)
+    shape = Shape(1, seq_len, *data.draw(st.sampled_from(HEADS)), 8)
+    options, rank = dict(choice.options), data.draw(st.integers(0, world.size - 1))
+    kernel = data.draw(st.sampled_from(kernel_names()))
+    phase = data.draw(st.sampled_from(PHASES))
+
+    try:
+        found = cost(choice.algo, world.size, shape, mask, options)
+        memory = peak(choice.algo, world.size, rank, shape, mask, options, kernel=kernel)
+        told = document(choice.algo, world.size, shape, mask, options, kernel=kernel)
+        drawn = picture(
+            choice.algo, world.size, seq_len=seq_len, mask=mask, options=options, phase=phase
+        )
+    except ContextParallelError as error:
+        event(f"refused: {str(error)[:70]}")
+        return
+    made = create(choice.algo, VirtualWorld(world.size).topology(0), options).within(mask.followed)
+    sent = [astuple(made.traffic(shape, mask, each)) for each in range(world.size)]
+    assert found.forward_bytes + found.backward_bytes == max(a + b for a, _, b, _ in sent)
+    assert 0 <= found.idle < 1
+    computed = made.computed(shape)
+    pairs = visible_pairs(seq_len, mask)
+    assert found.forward_flop == 4 * pairs * computed.query_width
+    assert 0 <= memory.saved <= min(memory.forward, memory.backward)
+    for number, plan_phase in enumerate(PHASES):
+        (passed,) = (told["passes"][name] for name in PHASES if name == plan_phase)
+        for each, of_rank in enumerate(json.loads(json.dumps(passed))["ranks"]):
+            assert of_rank["sends"]["bytes"] == sent[each][2 * number]
+            assert of_rank["sends"]["messages"] == sent[each][2 * number + 1]
+    cells = [cell.pairs for step in drawn.steps for cell in step if cell]
+    assert sum(cells) == pytest.approx(pairs)
+    table(drawn)
+    if data.draw(st.integers(0, 9)) == 0:
+        figure(drawn)
