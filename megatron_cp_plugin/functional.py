@@ -133,15 +133,14 @@ def attention(
     window = None if window is None else whole_number("window", window)
     if spans is not None:
         _check_alone(causal, window, cu_seqlens)
-        if algo == registry.AUTO:
-            raise ContextParallelError("auto does not choose for spans: name an algorithm")
     topology, layout = _topology(group), registry.layout_of(algo, options)
     if algo != registry.AUTO:
         algorithm = _algorithm(algo, topology, tuple(sorted(options.items())))
     seq_len, followed = _sequence(topology, layout, q.shape[1], seq_len, cu_seqlens, spans)
     documents, slices = starts_and_slices(followed)
     if algo == registry.AUTO:
-        shape, mask = Shape.of(q, k, v, seq_len), Mask(causal, window, documents)
+        shape = Shape.of(q, k, v, seq_len)
+        mask = Mask(causal, window, documents) if slices is None else Mask.of(slices)
         algorithm = _algorithm(*_choose(topology, shape, mask, kernel, options))
     return attend(
         q,

@@ -1,15 +1,19 @@
 """`algo="auto"`: what is chosen, by whom, and what never is."""
 
 import logging
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import pytest
 import torch
 
 import megatron_cp_plugin as cp
+from megatron_cp_plugin.core.documents import document_starts
+from megatron_cp_plugin.core.layout import Contiguous
+from megatron_cp_plugin.core.tiles import Mask, visible_pairs
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.core.virtual import run_virtual
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
+from megatron_cp_plugin.planner.here import example_of
 from tests.oracle import naive_attention
 
 
@@ -59,6 +63,52 @@ def test_documents_stand_for_others_of_the_layout(layout: str) -> None:
         torch.testing.assert_close(whole, expected, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous", "documents"])
+def test_spans_are_chosen_for(layout: str, caplog: pytest.LogCaptureFixture) -> None:
+    """By those of a first call, for others that let about as many pairs through."""
+    tokens = 96
+    q, k, v = tensors(tokens)
+    prefixes = 20, 24
+
+    def job(topology: Topology) -> list[torch.Tensor]:
+        found = []
+        for prefix in prefixes:
+            spans = cp.spans.prefix_lm(prefix, tokens)
+            how = {"algo": "auto", "group": topology, "layout": layout, "spans": spans}
+            shards = [cp.shard(x, 1, **how) for x in (q, k, v)]
+            found.append(cp.unshard(cp.attention(*shards, **how), 1, **how))
+        return found
+
+    with caplog.at_level(logging.INFO):
+        wholes = run_virtual(4, job)
+    for whole in wholes:
+        for got, prefix in zip(whole, prefixes, strict=True):
+            expected = naive_attention(q, k, v, causal=True, scale=0.25)
+            expected[:, :prefix] = naive_attention(
+                *(x[:, :prefix] for x in (q, k, v)), causal=False, scale=0.25
+            )
+            torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
+    said = [r.getMessage() for r in caplog.records if r.getMessage().startswith("auto chose ")]
+    assert len(said) == 1
+    assert "; spans as of the first such call, 2 slices with 52" in said[0]
+
+
+@pytest.mark.parametrize("lengths", [[1024] * 16, [8192, *[128] * 64], [16384]])
+def test_documents_stand_for_others_like_them(lengths: list[int]) -> None:
+    """With about as many pairs of a query and a key, however unequal the lengths are."""
+    total = sum(lengths)
+    mask = Mask(documents=document_starts((0, *accumulate(lengths)), total))
+    example = example_of(mask, total, Contiguous(), 4)
+    pairs = [visible_pairs(total, one) for one in (mask, example.mask)]
+    assert 0.5 < pairs[1] / pairs[0] < 2
+    moved = Mask(documents=document_starts((0, *accumulate(reversed(lengths))), total))
+    assert example_of(moved, total, Contiguous(), 4) == example
+    longer = Mask(documents=mask.documents[::4])
+    if len(lengths) > 1:
+        assert example_of(longer, total, Contiguous(), 4) != example
+        assert "as in this call" in example.words
+
+
 def test_what_auto_does_not_take() -> None:
     q, k, v = tensors(8)
     with pytest.raises(ConfigError, match="has no option 'chunks': it takes layout, machine"):
@@ -67,8 +117,6 @@ def test_what_auto_does_not_take() -> None:
         cp.shard(q, 1, algo="auto", layout="zigzg")
     with pytest.raises(ConfigError, match=r"no option 'layot' \(did you mean 'layout'\?\)"):
         cp.shard(q, 1, algo="auto", layot="contiguous")
-    with pytest.raises(ContextParallelError, match="does not choose for spans: name an algorithm"):
-        cp.attention(q, k, v, algo="auto", spans=[(0, 8, 0, 8, "causal")])
     with pytest.raises(ConfigError, match="no machine 'h300'"):
         cp.attention(q, k, v, algo="auto", machine="h300")
 

@@ -74,6 +74,16 @@ class Bands:
         """Number of pairs among the first seq_len positions."""
         return sum(_area(band, seq_len) for band in self.rows)
 
+    def keys_of(self, seq_len: int) -> Numbers:
+        """How many keys each query of a sequence sees, int64 [N]."""
+        found = np.zeros(seq_len, np.int64)
+        for q_start, q_stop, k_start, k_stop, low, high in self.table.T.tolist():
+            row = np.arange(q_start, min(q_stop, seq_len))
+            first = np.maximum(k_start, row + low)
+            stop = np.minimum(min(k_stop, seq_len), row + high + 1)
+            found[q_start:q_stop] += np.maximum(stop - first, 0)
+        return found
+
 
 def _area(band: Band, seq_len: int) -> int:
     q_start, q_stop, k_start, k_stop, low, high = band

@@ -143,7 +143,7 @@ def _balanced(bounds: tuple[int, ...], size: int) -> tuple[tuple[Span, ...], ...
 @lru_cache(maxsize=64)
 def _balanced_under(slices: Slices, seq_len: int, size: int) -> tuple[tuple[Span, ...], ...]:
     """The spans of every rank under a span mask."""
-    keys = slices.keys_of(seq_len)
+    keys = slices.bands.keys_of(seq_len)
     before = [0, *np.cumsum(keys).tolist()]
     edges = np.unique((0, seq_len, *(edge for one in slices for edge in one[:2])))
     falls = np.flatnonzero(np.diff(keys) < 0) + 1

@@ -74,15 +74,6 @@ class Slices(tuple[Slice, ...]):
         high = np.where(kind % 2 == KINDS.index("causal"), k_stop - q_stop, FAR)
         return Bands(np.stack((q_start, q_stop, k_start, k_stop, low, high)))
 
-    def keys_of(self, seq_len: int) -> Numbers:
-        """How many keys each query of a sequence sees, int64 [N]."""
-        found = np.zeros(seq_len, np.int64)
-        for q_start, q_stop, k_start, k_stop, low, high in self.bands.table.T.tolist():
-            row = np.arange(q_start, q_stop)
-            first, stop = np.maximum(k_start, row + low), np.minimum(k_stop, row + high + 1)
-            found[q_start:q_stop] += np.maximum(stop - first, 0)
-        return found
-
     @cached_property
     def causal(self) -> bool:
         """Whether no query sees a key of a later position."""

@@ -12,6 +12,7 @@ from typing import Any, NoReturn, override
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.config import LINEAR_MODELS, ContextParallelConfig
 from megatron_cp_plugin.core.chunked_loss import CHUNK_TOKENS
+from megatron_cp_plugin.core.document_lengths import Lengths, lengths_of
 from megatron_cp_plugin.errors import ConfigError, nearest
 from megatron_cp_plugin.integration.comm_type import CommType
 from megatron_cp_plugin.layers import leading_algorithm, parse_layers
@@ -67,10 +68,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     )
     group.add_argument(
         "--cp-mean-document",
-        metavar="TOKENS",
-        type=int,
+        metavar="LENGTHS",
         default=None,
-        help=f"for auto: how long packed documents are in the mean; default {MEAN_DOCUMENT}",
+        help="for auto: how long packed documents are: tokens in the mean, lognormal:MEAN:SIGMA, "
+        f"or a histogram, FILE.csv or FILE.json, as `plan --documents`; default {MEAN_DOCUMENT}",
     )
     group.add_argument(
         "--cp-explain",
@@ -139,6 +140,22 @@ def algorithm_flag(algo: str) -> tuple[str, str]:
     return "--context-parallel-algo", algo
 
 
+def document_lengths(given: str | int | None, name: str) -> Lengths:
+    """How long packed documents are.
+
+    Args:
+        given: As of `lengths_of`; None: `MEAN_DOCUMENT` in the mean.
+        name: Of the setting, for errors.
+
+    Raises:
+        ConfigError: It is no such thing.
+    """
+    try:
+        return lengths_of(str(MEAN_DOCUMENT if given is None else given))
+    except argparse.ArgumentTypeError as error:
+        raise ConfigError(f"{name} {error}: leave it out for {MEAN_DOCUMENT}") from None
+
+
 @dataclass(frozen=True)
 class PluginFlags:
     """The plugin's flags as given on one command line.
@@ -163,7 +180,7 @@ class PluginFlags:
     allow_untested_megatron: bool
     comm_type: CommType
     machine: str | None = None
-    mean_document: int | None = None
+    mean_document: str | None = None
     explain: bool = False
     by_auto: bool = False
 
@@ -229,11 +246,7 @@ class PluginFlags:
                 "--cp-layers got linear, which is another model: choose --cp-linear-model "
                 f"{' or '.join(LINEAR_MODELS)}"
             )
-        if self.mean_document is not None and self.mean_document < 1:
-            raise ConfigError(
-                f"--cp-mean-document must be at least 1, got {self.mean_document}: leave it out "
-                f"for {MEAN_DOCUMENT}"
-            )
+        document_lengths(self.mean_document, "--cp-mean-document")
 
     def config(self, size: int) -> ContextParallelConfig:
         """Returns the configuration for `size` context-parallel ranks; needs an algorithm."""

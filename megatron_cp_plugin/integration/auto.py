@@ -20,15 +20,14 @@ import torch.distributed as dist
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.core.document_layout import NAMED, PaddedDocuments
-from megatron_cp_plugin.core.documents import random_documents
-from megatron_cp_plugin.core.layout import Layout
+from megatron_cp_plugin.core.layout import Contiguous, Layout
 from megatron_cp_plugin.core.linear import LinearShape
 from megatron_cp_plugin.core.partial import accumulation_dtype
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.integration import gated_delta_net
-from megatron_cp_plugin.integration.args import MEAN_DOCUMENT, PluginFlags
+from megatron_cp_plugin.integration.args import MEAN_DOCUMENT, PluginFlags, document_lengths
 from megatron_cp_plugin.integration.checks import (
     check_arguments,
     check_sizes,
@@ -126,11 +125,12 @@ class Batches:
 
     Attributes:
         tokens: Of a micro-batch, on all context-parallel ranks; None: not known.
-        mean_document: How long documents are in the mean; None: `MEAN_DOCUMENT`.
+        mean_document: How long documents are, as of `lengths_of`; None: `MEAN_DOCUMENT` in the
+            mean.
     """
 
     tokens: int | None = None
-    mean_document: int | None = None
+    mean_document: str | int | None = None
 
     def check(self, algo: str) -> None:
         """Raises ConfigError if they do not go with an algorithm, or with the choice of one."""
@@ -140,8 +140,9 @@ class Batches:
                     f"{name} is for a choice, got it with algorithm {algo}: name {registry.AUTO}, "
                     f"or leave {name} out"
                 )
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} must be at least 1, got {value}")
+        document_lengths(self.mean_document, "mean_document")
+        if self.tokens is not None and self.tokens < 1:
+            raise ConfigError(f"tokens must be at least 1, got {self.tokens}")
         if algo == registry.AUTO and self.tokens is None:
             raise ConfigError(
                 f"{algo} needs to know how long batches are, got no tokens: give those of a "
@@ -193,7 +194,8 @@ def resolve_model(
                 and _recomputes_attention(model.recompute_granularity, model.recompute_modules),
                 refusal=_of_several,
             )
-            log.info("%s (machine found %s)", sentence(choice), how)
+            assumed = _assumed(batches.mean_document)
+            log.info("%s (machine found %s%s)", sentence(choice), how, assumed)
             answer = choice.best.algo, choice.best.options
         except ContextParallelError as error:
             answer = error
@@ -218,7 +220,8 @@ def _kinds_of_model(model: Any, batches: Batches, layout: Layout, size: int) -> 
     assert batches.tokens is not None
     multiple = layout.multiple(size)
     tokens = -(-batches.tokens // multiple) * multiple
-    documents = documents_like(batches.mean_document or MEAN_DOCUMENT, tokens, layout, size)
+    lengths = document_lengths(batches.mean_document, "mean_document")
+    documents = documents_like(lengths, tokens, layout, size)
     shape = attention_shape(model, tokens)
     kinds = [
         Kind(
@@ -248,12 +251,17 @@ def check_same(flags: PluginFlags) -> None:
 
 
 def _said(choice: Choice, flags: PluginFlags, args: Any, how: str) -> Iterator[str]:
-    assumed = ""
-    if packs_documents(Settings(args)) and flags.mean_document is None:
-        assumed = f"; documents of {MEAN_DOCUMENT} tokens in the mean, by default"
+    assumed = _assumed(flags.mean_document) if packs_documents(Settings(args)) else ""
     yield f"{sentence(choice)} (machine found {how}{assumed})"
     if flags.explain:
         yield f"from what auto has chosen\n{table(choice)}"
+
+
+def _assumed(mean_document: str | int | None) -> str:
+    """What a choice takes packed documents for, in words."""
+    if mean_document is None:
+        return f"; documents of {MEAN_DOCUMENT} tokens in the mean, by default"
+    return f"; documents {document_lengths(mean_document, '').label}"
 
 
 def _kinds_of_layers(flags: PluginFlags, args: Any) -> list[Kind]:
@@ -278,7 +286,8 @@ def _kinds_of_layers(flags: PluginFlags, args: Any) -> list[Kind]:
     window = window_of(Settings(args).window_size)
     documents: tuple[int, ...] = ()
     if packs_documents(Settings(args)):
-        documents = random_documents(seq_length, flags.mean_document or MEAN_DOCUMENT)
+        lengths = document_lengths(flags.mean_document, "--cp-mean-document")
+        documents = documents_like(lengths, seq_length, Contiguous(), args.context_parallel_size)
     found = []
     for number in range(args.num_layers):
         if kinds[number % len(kinds)] == "linear":

@@ -42,7 +42,7 @@ def install(
     kernel: str = "auto",
     recompute_attention: bool = False,
     tokens: int | None = None,
-    mean_document: int | None = None,
+    mean_document: str | int | None = None,
     allow_untested_megatron: bool = False,
     **options: object,
 ) -> None:
@@ -65,7 +65,8 @@ def install(
         kernel: "auto" or a kernel's name.
         recompute_attention: Activation recomputation runs attention a second time.
         tokens: With auto, which needs it: of a micro-batch on all context-parallel ranks, about.
-        mean_document: With auto: how long documents are in the mean; default 4096.
+        mean_document: With auto: how long documents are: tokens in the mean,
+            "lognormal:MEAN:SIGMA", or a histogram, "FILE.csv" or "FILE.json"; default 4096.
         allow_untested_megatron: Run a version of Megatron that nobody ran with the plugin.
         options: Of the algorithm.
 
@@ -114,7 +115,7 @@ def serve(
     vp_stage: int | None = None,
     pg_collection: Any = None,
     tokens: int | None = None,
-    mean_document: int | None = None,
+    mean_document: str | int | None = None,
     **options: object,
 ) -> LayerSpec:
     """Returns a model's spec with the plugin's attention, for this model alone, without `install`.

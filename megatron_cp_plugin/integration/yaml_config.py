@@ -16,7 +16,7 @@ A file has two sections::
       recompute_attention: false
       chunked_loss: null   # or how many tokens' logits there are at a time
       machine: null        # these three with algo: auto: a machine by name or file,
-      mean_document: null  # tokens of a packed document,
+      mean_document: null  # how long packed documents are, such as 8K or FILE.csv,
       explain: false       # and whether to print from what was chosen
       backward: kv         # the other keys are options of the algorithm
 

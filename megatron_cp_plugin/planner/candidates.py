@@ -151,7 +151,7 @@ def _is_open(layout: Layout, question: Question) -> bool:
     if question.layouts is not None:
         return layout.name in question.layouts
     cut_by_callers = layout.name == PaddedDocuments.name
-    return not cut_by_callers and (not layout.follows_documents or bool(question.mask.documents))
+    return not cut_by_callers and (not layout.follows_documents or bool(question.mask.followed))
 
 
 def _combinations(cls: registry.AnyClass, size: int) -> list[Algorithm.Options]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 
+from megatron_cp_plugin.core.chunked_loss import CHUNK_TOKENS
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ConfigError, nearest
@@ -58,11 +59,12 @@ def plan_model(
         f"{model}, {gpus} GPUs of {machine.name} with {machine.memory_gib:g} GiB each, {sequences} "
         f"sequence{'s' * (sequences > 1)} of {tokens} tokens a step"
     )
-    headers = ("TP", "CP", "PP", "DP", "EP", "recompute", "s a step", "tokens/s/GPU", "GiB")
+    headers = ("TP", "CP", "PP", "DP", "EP", "recompute", "loss", "s a step", "tokens/s/GPU", "GiB")
     rows = [
         (
             *map(str, (s.tensor, s.context, s.pipeline, s.data, s.expert)),
             s.recompute,
+            "chunked" if s.chunked_loss else "whole",
             f"{one.step.seconds:.2f}",
             f"{one.rate:.0f}",
             f"{one.step.gib:.0f}",
@@ -71,7 +73,7 @@ def plan_model(
         for one in found
         for s in [one.split]
     ]
-    print(text_table((*headers, "attention by"), rows, right=(0, 1, 2, 3, 4, 6, 7, 8)))
+    print(text_table((*headers, "attention by"), rows, right=(0, 1, 2, 3, 4, 7, 8, 9)))
     parts = ", ".join(f"{key} {seconds:.2f} s" for key, seconds in best.step.parts.items())
     print(f"the first: {parts}")
     memory = ", ".join(f"{key} {gib:.1f}" for key, gib in best.step.memory.items() if gib > 0)
@@ -83,7 +85,10 @@ def plan_model(
         chosen = best.choice.best
         linear = "transnormer" if job.model.linear else None
         settings = megatron_settings(job, best.split)
-        write_run_file(path, settings, chosen.algo, chosen.options, linear_model=linear)
+        options = chosen.options
+        if best.split.chunked_loss:
+            options = (*options, ("chunked_loss", CHUNK_TOKENS))
+        write_run_file(path, settings, chosen.algo, options, linear_model=linear)
 
 
 def megatron_settings(job: Job, split: Split) -> dict[str, object]:
@@ -118,10 +123,29 @@ def megatron_settings(job: Job, split: Split) -> dict[str, object]:
         settings["sequence_parallel"] = True
     if model.experts:
         settings |= {"num_experts": model.experts, "moe_router_topk": model.active}
+        settings["moe_ffn_hidden_size"] = model.ffn
+        settings["moe_grouped_gemm"] = True
         settings["expert_model_parallel_size"] = split.expert
+    if model.shared:
+        settings["moe_shared_expert_intermediate_size"] = model.shared
+    if model.dense:
+        settings["ffn_hidden_size"] = model.dense_ffn
+        settings["moe_layer_freq"] = f"[0]*{model.dense}+[1]*{model.layers - model.dense}"
+    if model.key_rank:
+        del settings["kv_channels"]
+        settings |= {
+            "multi_latent_attention": True,
+            "q_lora_rank": model.query_rank,
+            "kv_lora_rank": model.key_rank,
+            "qk_head_dim": model.head_dim - model.rotary_dim,
+            "qk_pos_emb_head_dim": model.rotary_dim,
+            "v_head_dim": model.value_dim,
+        }
     if split.counts_ends(model):
         settings["account_for_embedding_in_pipeline_split"] = True
         settings["account_for_loss_in_pipeline_split"] = True
+    elif model.layers % split.pipeline:
+        settings["decoder_last_pipeline_num_layers"] = split.last_layers(model)
     if split.recompute == "full":
         settings |= {"recompute_granularity": "full", "recompute_method": "uniform"}
         settings["recompute_num_layers"] = 1

@@ -15,7 +15,7 @@ from functools import cache, cached_property
 from typing import NamedTuple
 
 from megatron_cp_plugin.core.assembly import assemble
-from megatron_cp_plugin.core.bands import Spans
+from megatron_cp_plugin.core.bands import Numbers, Spans
 from megatron_cp_plugin.core.comm import Operation
 from megatron_cp_plugin.core.layout import Layout, Span, rows_of
 from megatron_cp_plugin.core.pipeline import HeadGroup, together
@@ -121,7 +121,7 @@ class Estimator:
         whole, most = together(placement.groups), 0.0
         links = (self.machine.inside.exchange, self.machine.between.exchange, self.machine.copy)
         fastest = max(link.bytes_per_second for link in links if link is not None)
-        for rank in {0, placement.size - 1}:
+        for rank in {0, placement.size - 1, *self._busiest(placement)}:
             queries, keys = self._owners(placement, rank)
             if len(queries) < placement.size and len(keys) < placement.size:
                 # Of a grid, whose ranks get all blocks of their rows and columns.
@@ -173,7 +173,7 @@ class Estimator:
 
     def _by_blocks(self, placement: BlockPlacement, phase: Pass, members: int) -> Estimate:
         """Args: members: ranks of a team; 1: ranks are on their own."""
-        ranks = {0, placement.size - 1}
+        ranks = {0, placement.size - 1, *self._busiest(placement)}
         one = self._gathered if placement.assembled else self._steps
         return max(one(placement, phase, rank, members) for rank in ranks)
 
@@ -206,6 +206,36 @@ class Estimator:
         host = len(groups) * self._launching(len(sizes), 4, phase)
         computed = Estimate(computing, computing, host=host)
         return self._pipeline(len(groups), computed, coming, leaving)
+
+    def _busiest(self, placement: BlockPlacement) -> tuple[int, ...]:
+        """Ranks whose queries see most, and whose keys are seen most.
+
+        With a causal mask, or a full one, the first and the last rank have the least and the most.
+        """
+        if not self.mask.followed:
+            return ()
+        key = placement.layout, placement.size
+        if key not in self._busiest_of:
+            spans = self._spans(placement)
+            work = [
+                [
+                    sum(int(one[span.start : span.stop : span.step].sum()) for span in spans(rank))
+                    for rank in range(placement.size)
+                ]
+                for one in self._seen
+            ]
+            self._busiest_of[key] = tuple({one.index(max(one)) for one in work})
+        return self._busiest_of[key]
+
+    @cached_property
+    def _busiest_of(self) -> dict[tuple[Layout, int], tuple[int, ...]]:
+        return {}
+
+    @cached_property
+    def _seen(self) -> tuple[Numbers, Numbers]:
+        """How many keys each query sees, and how many queries each key is seen by."""
+        bands, tokens = self.mask.bands, self.shape.seq_len
+        return bands.keys_of(tokens), bands.transposed.keys_of(tokens)
 
     def _owners(self, placement: BlockPlacement, rank: int) -> _Owners:
         """Whose queries, and whose keys, meet on a rank."""

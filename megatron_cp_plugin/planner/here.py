@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import pairwise
+from math import exp, log, log2, sqrt
 
 import torch
 
 from megatron_cp_plugin.core.document_layout import PaddedDocuments
+from megatron_cp_plugin.core.document_lengths import Lengths, LogNormal
 from megatron_cp_plugin.core.documents import random_documents
 from megatron_cp_plugin.core.layout import Layout
 from megatron_cp_plugin.core.shape import Shape
-from megatron_cp_plugin.core.tiles import Mask
+from megatron_cp_plugin.core.tiles import Mask, visible_pairs
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.planner.candidates import Options
@@ -25,8 +28,9 @@ from megatron_cp_plugin.registry import AUTO, layout_of
 _OF_GPU = {"h200": "h200_nvlink", "h100": "h100_400g", "a800": "a800_4x200g", "b200": "b200"}
 _DEFAULT = "h200"
 _KERNEL = "flash4"
+_DRAWS = 32  # of documents, of which one is taken
 
-log = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 
 def machine_named(name: str) -> Machine:
@@ -59,24 +63,74 @@ def kernel_on(machine: Machine, name: str) -> str:
     return next(one for one in (name, _KERNEL, *machine.kernels) if one in machine.kernels)
 
 
-def statistics_of(mask: Mask, seq_len: int, layout: Layout, size: int) -> Mask:
-    """A mask that stands for many: documents of random lengths, with about the same mean.
+@dataclass(frozen=True)
+class Example:
+    """A mask that stands for many, so that a choice need not be made again for every batch.
 
-    So that a choice need not be made again for every batch.
+    Examples are equal where choices would be: of documents where the statistics are, of spans
+    where about the same share of the pairs is seen.
+
+    Attributes: words: what is assumed; empty: nothing.
     """
+
+    mask: Mask = field(compare=False)
+    words: str = field(compare=False)
+    key: tuple[object, ...]
+
+
+@lru_cache(maxsize=64)  # all layers of a batch have the same mask
+def example_of(mask: Mask, seq_len: int, layout: Layout, size: int) -> Example:
+    """The example that stands for a call's mask."""
+    if mask.slices is not None:
+        share = max(1, visible_pairs(seq_len, mask)) / seq_len**2
+        words = (
+            f"; spans as of the first such call, {len(mask.slices)} slices with {share:.1%} of all "
+            "pairs"
+        )
+        return Example(mask, words, ("spans", mask.causal, round(log2(share))))
     if not mask.documents:
-        return mask
-    mean = seq_len / (len(mask.documents) + 1)
-    return replace(
-        mask,
-        documents=documents_like(1 << round(mean).bit_length() - 1, seq_len, layout, size),
-    )
+        return Example(mask, "", (mask,))
+    found = statistics_of(mask.documents, seq_len)
+    over_tokens = min(seq_len, found.mean * exp(found.sigma**2))
+    documents = documents_like(found, seq_len, layout, size, over_tokens)
+    like = replace(mask, documents=documents)
+    return Example(like, f"; documents {found.label}, as in this call", (like,))
 
 
-def documents_like(mean: int, seq_len: int, layout: Layout, size: int) -> tuple[int, ...]:
-    """Documents of random lengths with about this mean, padded as the layout needs them."""
-    padded = layout.name == PaddedDocuments.name
-    return random_documents(seq_len, mean, multiple=layout.multiple(size) if padded else 1)
+def statistics_of(documents: Sequence[int], seq_len: int) -> LogNormal:
+    """Lengths with about the same mean, and the same mean over tokens, to powers of two.
+
+    The second says how many keys a query sees. Args: documents: as of `document_starts`.
+    """
+    mean = 2.0 ** round(log2(seq_len / (len(documents) + 1)))
+    # A log-normal length is exp(sigma^2) times as long in the mean over tokens.
+    doublings = max(0, round(log2(_over_tokens(documents, seq_len) / mean)))
+    return LogNormal(mean, sqrt(log(2) * doublings))
+
+
+def documents_like(
+    lengths: Lengths | int, seq_len: int, layout: Layout, size: int, over_tokens: float = 0.0
+) -> tuple[int, ...]:
+    """Documents of such lengths, or of such a mean, padded as the layout needs them.
+
+    A few long documents, on which most depends, are a matter of chance: of several draws it is the
+    one that comes nearest to the mean of all.
+
+    Args: over_tokens: the length to come near to in the mean over tokens, not over documents; 0:
+        that of all draws.
+    """
+    multiple = layout.multiple(size) if layout.name == PaddedDocuments.name else 1
+    drawn = [
+        random_documents(seq_len, lengths, multiple=multiple, seed=seed) for seed in range(_DRAWS)
+    ]
+    means = [_over_tokens(documents, seq_len) for documents in drawn]
+    wanted = over_tokens or sum(means) / len(means)
+    return drawn[min(range(_DRAWS), key=lambda one: abs(log(means[one] / wanted)))]
+
+
+def _over_tokens(documents: Sequence[int], seq_len: int) -> float:
+    """The mean over tokens of the length of their document."""
+    return sum((b - a) ** 2 for a, b in pairwise((0, *documents, seq_len))) / seq_len
 
 
 def choose_for(
@@ -90,14 +144,14 @@ def choose_for(
         have not chosen the same.
     """
     layout, machine = layout_of(AUTO, given), given.get("machine")
-    mask = statistics_of(mask, shape.seq_len, layout, topology.size)
+    example = example_of(mask, shape.seq_len, layout, topology.size)
     named = None if machine is None else str(machine)
-    return _chosen(topology, shape, mask, kernel, layout.name, named)
+    return _chosen(topology, shape, example, kernel, layout.name, named)
 
 
 @lru_cache(maxsize=256)
 def _chosen(
-    topology: Topology, shape: Shape, mask: Mask, kernel: str, layout: str, name: str | None
+    topology: Topology, shape: Shape, example: Example, kernel: str, layout: str, name: str | None
 ) -> tuple[str, Options]:
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         raise ContextParallelError(
@@ -105,7 +159,7 @@ def _chosen(
             "while it was captured: make the same call once before"
         )
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    question = shape, mask, kernel, layout, name
+    question = shape, example.mask, kernel, layout, name
     asked = topology.gather((question, gpu))
     check_agreement([repr(question) for question, _ in asked])
     nodes, peer_access = topology.nodes, topology.peer_access
@@ -116,8 +170,8 @@ def _chosen(
             if not peer_access:
                 machine = replace(machine, copy=None)
             place = Place(machine, nodes, kernel_on(machine, kernel))
-            choice = choose([Kind("attention", shape, mask)], place, layouts=(layout,))
-            log.info("%s (machine found %s)", sentence(choice), how)
+            choice = choose([Kind("attention", shape, example.mask)], place, layouts=(layout,))
+            _log.info("%s (machine found %s%s)", sentence(choice), how, example.words)
             answer = choice.best.algo, choice.best.options
         except ContextParallelError as error:
             answer = error

@@ -41,7 +41,8 @@ def peak_bytes(
 
     Of more than 64 ranks, where these exchange block by block, it is that of 32 and of 64 (or of
     four and eight teams or nodes) with as many tokens each, and goes on in a straight line: what a
-    rank holds at a time grows by as much with every further one, or not at all.
+    rank holds at a time grows by as much with every further one, or not at all. Spans count as a
+    causal mask there, or a full one.
 
     Args:
         algo, options: as `registry.create`. nodes: of each rank. kernel: name of one; where it is
@@ -60,6 +61,7 @@ def peak_bytes(
         meet_at_once = by_collectives(algo, options, shape, nodes, peer_access=peer_access)
         if not meet_at_once and 2 * few < size:
             tokens = shape.seq_len // size
+            mask = mask if mask.slices is None else Mask(mask.causal)
             low, high = (
                 _peak(
                     algo,

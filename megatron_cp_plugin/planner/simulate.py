@@ -134,7 +134,15 @@ def _smaller(
 
 
 def within(mask: Mask, tokens: int) -> Mask:
-    """A mask of the first tokens."""
+    """A mask of the first tokens.
+
+    Raises: ConfigError for spans, of which the first tokens may see others than later ones.
+    """
+    if mask.slices is not None:
+        raise ConfigError(
+            f"spans are simulated on up to {_ALL} ranks where these exchange block by block: use "
+            "an algorithm whose ranks gather"
+        )
     return replace(mask, documents=tuple(start for start in mask.documents if start < tokens))
 
 

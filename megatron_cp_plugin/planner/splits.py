@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import NamedTuple
 
@@ -74,7 +74,7 @@ def proposals(job: Job, most: int) -> list[Proposal]:
             f"{2 ** (job.gpus.bit_length() - 1)} and --tokens "
             f"{near_multiples(job.tokens, 2 ** job.gpus.bit_length())}"
         )
-    open_ = sorted(((_step(job, one, _least(job, one)), one) for one in ways), key=_time)
+    open_ = sorted((_small_enough(job, one) for one in ways), key=_time)
     fitting = [(best, split) for best, split in open_ if best.fits(job.machine)]
     if not fitting:
         least = min(open_, key=lambda one: one[0].gib, default=None)
@@ -102,6 +102,16 @@ def proposals(job: Job, most: int) -> list[Proposal]:
                 made.append(Proposal(split, choice, taken))
     made.sort(key=lambda one: (-one.rate, one.split.tensor * one.split.pipeline))
     return made[:most]
+
+
+def _small_enough(job: Job, split: Split) -> tuple[Step, Split]:
+    """At least so long a step takes; with a loss in chunks where the whole logits do not fit."""
+    seconds = _least(job, split)
+    whole = _step(job, split, seconds)
+    if whole.fits(job.machine):
+        return whole, split
+    split = replace(split, chunked_loss=True)
+    return _step(job, split, seconds), split
 
 
 def _time(one: tuple[Step, Split]) -> tuple[float, int, int]:

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron_cp_plugin.core.chunked_loss import CHUNK_TOKENS
 from megatron_cp_plugin.core.comm import Operation
 from megatron_cp_plugin.core.linear import LinearShape
 from megatron_cp_plugin.core.shape import Shape
@@ -41,8 +42,11 @@ class Model:
     Attributes:
         ffn: width of a layer's MLP, or of an expert. gated: it has three matrices, else two.
         experts: of a layer; 0: an MLP in their place. active: of them for each token.
-        value_dim: of a head; 0: head_dim. linear: layers of linear attention. tied: embedding and
-            logits share a matrix.
+        shared: width of an expert that all tokens have beside the others; 0: none.
+        dense, dense_ffn: how many first layers have an MLP in place of experts, and its width.
+        value_dim: of a head; 0: head_dim. query_rank, key_rank: of the latents of multi-latent
+            attention, whose keys have rotary elements of `rotary_dim` that all heads share; 0: it
+            has none. linear: layers of linear attention. tied: embedding and logits share a matrix.
     """
 
     name: str
@@ -56,7 +60,13 @@ class Model:
     gated: bool = True
     experts: int = 0
     active: int = 0
+    shared: int = 0
+    dense: int = 0
+    dense_ffn: int = 0
     value_dim: int = 0
+    query_rank: int = 0
+    key_rank: int = 0
+    rotary_dim: int = 0
     linear: bool = False
     tied: bool = False
 
@@ -64,10 +74,18 @@ class Model:
     def attention_matrices(self) -> tuple[Product, ...]:
         """Of a layer."""
         value_dim = self.value_dim or self.head_dim
-        of_keys = self.kv_heads * (self.head_dim + value_dim)
+        out = Product(self.heads * value_dim, self.hidden, by_inner=True)
+        of_queries = self.heads * self.head_dim
+        if not self.key_rank:
+            of_keys = self.kv_heads * (self.head_dim + value_dim)
+            return Product(self.hidden, of_queries + of_keys), out
+        of_keys = self.kv_heads * (self.head_dim - self.rotary_dim + value_dim)
         return (
-            Product(self.hidden, self.heads * self.head_dim + of_keys),
-            Product(self.heads * value_dim, self.hidden, by_inner=True),
+            Product(self.hidden, self.query_rank),
+            Product(self.query_rank, of_queries),
+            Product(self.hidden, self.key_rank + self.rotary_dim),
+            Product(self.key_rank, of_keys),
+            out,
         )
 
     @property
@@ -76,22 +94,34 @@ class Model:
         return sum(one.parameters for one in self.attention_matrices)
 
     @property
-    def expert_matrices(self) -> tuple[Product, ...]:
-        """Of an expert, or of a layer's MLP."""
-        return (
-            Product(self.hidden, (2 if self.gated else 1) * self.ffn),
-            Product(self.ffn, self.hidden, by_inner=True),
-        )
-
-    @property
     def expert_parameters(self) -> int:
         """Of an expert, or of a layer's MLP."""
-        return sum(one.parameters for one in self.expert_matrices)
+        return sum(one.parameters for one in self.mlp_matrices(self.ffn))
 
     @property
     def layer_parameters(self) -> int:
         """Of a layer with all its experts."""
-        return self.attention_parameters + max(1, self.experts) * self.expert_parameters
+        beside = sum(one.parameters for one in self.mlp_matrices(self.shared))
+        of_experts = max(1, self.experts) * self.expert_parameters
+        return self.attention_parameters + of_experts + beside
+
+    @property
+    def dense_parameters(self) -> int:
+        """Of one of the first layers, without experts."""
+        mlp = sum(one.parameters for one in self.mlp_matrices(self.dense_ffn))
+        return self.attention_parameters + mlp
+
+    @property
+    def expert_share(self) -> float:
+        """Of the layers that have experts."""
+        return (self.layers - self.dense) / self.layers if self.experts else 0.0
+
+    def mlp_matrices(self, width: int) -> tuple[Product, ...]:
+        """Of an MLP, or of an expert."""
+        return (
+            Product(self.hidden, (2 if self.gated else 1) * width),
+            Product(width, self.hidden, by_inner=True),
+        )
 
     @property
     def embedding_parameters(self) -> int:
@@ -101,7 +131,8 @@ class Model:
     @property
     def parameters(self) -> int:
         """All of them."""
-        return self.layers * self.layer_parameters + self.embedding_parameters
+        with_experts = (self.layers - self.dense) * self.layer_parameters
+        return with_experts + self.dense * self.dense_parameters + self.embedding_parameters
 
     def shape(self, tokens: int, tensor: int = 1) -> Shape | LinearShape:
         """Of attention of one of `tensor` ranks, over all tokens of a sequence."""
@@ -122,6 +153,19 @@ MODELS: Mapping[str, Model] = {
         Model("qwen3-8b", 36, 4096, 12288, 32, 8, 128, 151936),
         Model("qwen3-30b-a3b", 48, 2048, 768, 32, 4, 128, 151936, experts=128, active=8),
         Model("mixtral-8x7b", 32, 4096, 14336, 32, 8, 128, 32000, experts=8, active=2),
+        Model(
+            "deepseek-v3",
+            *(61, 7168, 2048, 128, 128, 192, 129280),
+            experts=256,
+            active=8,
+            shared=2048,
+            dense=3,
+            dense_ffn=18432,
+            value_dim=128,
+            query_rank=1536,
+            key_rank=512,
+            rotary_dim=64,
+        ),
         Model("tnl-1b", 16, 2048, 5632, 16, 16, 128, 64000, linear=True),
     )
 }
@@ -133,8 +177,9 @@ class Split:
 
     Attributes:
         micro_batches: sequences of each data-parallel rank in a step. recompute: "full": a layer's
-            forward runs again in the backward, but for attention. distributed_optimizer: its states
-            are split among the ranks that have the same parameters.
+            forward runs again in the backward, but for attention. chunked_loss: logits are made in
+            chunks, and a second time in the backward. distributed_optimizer: its states are split
+            among the ranks that have the same parameters.
     """
 
     tensor: int = 1
@@ -144,6 +189,7 @@ class Split:
     expert: int = 1
     micro_batches: int = 1
     recompute: Recompute = "none"
+    chunked_loss: bool = False
     distributed_optimizer: bool = True
 
     @property
@@ -155,6 +201,12 @@ class Split:
         """Whether embedding and logits stand in the place of a layer each of their stages."""
         even = not model.layers % self.pipeline
         return not even and not (model.layers + 2) % self.pipeline
+
+    def last_layers(self, model: Model) -> int:
+        """Layers of the last stage, where all others have equally many; below 1: there are none."""
+        if self.counts_ends(model):
+            return -(-model.layers // self.pipeline) - 1
+        return model.layers - (self.pipeline - 1) * -(-model.layers // self.pipeline)
 
 
 @dataclass(frozen=True)
@@ -222,11 +274,11 @@ def step(
 
 def check_split(model: Model, split: Split, tokens: int) -> None:
     """Raises: ConfigError if the model cannot be split like this."""
-    if model.layers % split.pipeline and not split.counts_ends(model):
+    if split.last_layers(model) < 1:
         raise ConfigError(
-            f"{model.name} needs layers, or layers + 2 with embedding and logits counted as one "
-            f"each, divisible by pipeline, got {model.layers} layers and pipeline "
-            f"{split.pipeline}: use a divisor of {model.layers} or of {model.layers + 2}"
+            f"{model.name} needs layers for all stages of a pipeline, got {model.layers} layers "
+            f"and pipeline {split.pipeline}: use a divisor of {model.layers} or of "
+            f"{model.layers + 2}"
         )
     rows = (
         ("heads", model.heads, "tensor", split.tensor),
@@ -278,15 +330,16 @@ def _products(
             for one in matrices
         )
 
-    layer = seconds(model.attention_matrices, local, again=again)
+    of_mlp = seconds(model.mlp_matrices(model.dense_ffn or model.ffn), local, again=again)
     if model.experts:
         of_rank = model.experts // split.expert
-        layer += seconds(
-            model.expert_matrices, local * model.active / of_rank, of_rank, again=again
-        )
-    else:
-        layer += seconds(model.expert_matrices, local, again=again)
-    logits = seconds([Product(model.hidden, model.vocabulary)], local, again=False)
+        rows = local * model.active / of_rank
+        of_experts = seconds(model.mlp_matrices(model.ffn), rows, of_rank, again=again)
+        if model.shared:
+            of_experts += seconds(model.mlp_matrices(model.shared), local, again=again)
+        of_mlp += model.expert_share * (of_experts - of_mlp)
+    layer = seconds(model.attention_matrices, local, again=again) + of_mlp
+    logits = seconds([Product(model.hidden, model.vocabulary)], local, again=split.chunked_loss)
     return layers * layer + logits / split.pipeline  # of the last stage: the mean
 
 
@@ -321,7 +374,8 @@ def _expert(model: Model, split: Split, local: float, machine: Machine, *, again
     size = 2 * local / split.tensor * model.active * model.hidden
     size *= (split.expert - 1) / split.expert
     passes = 3 if again else 2
-    return passes * 2 * _collective(machine, "all_to_all", split.expert, split.tensor, size)
+    seconds = passes * 2 * _collective(machine, "all_to_all", split.expert, split.tensor, size)
+    return model.expert_share * seconds
 
 
 def _optimizer(model: Model, split: Split, machine: Machine) -> float:
@@ -357,12 +411,16 @@ def _collective(
 def _own_parameters(model: Model, split: Split) -> Iterator[tuple[float, int]]:
     """Of a GPU of the first stage, and how many GPUs have the same: experts, and all others."""
     layers, copies = _first_layers(model, split), split.data * split.context
-    experts = model.experts // split.expert * model.expert_parameters
-    others = model.attention_parameters + (0 if model.experts else model.expert_parameters)
-    whole = layers * others + model.embedding_parameters / min(2, split.pipeline)
+    with_experts = max(0, layers - model.dense) if model.experts else 0
+    experts = model.experts * model.expert_parameters
+    whole: float = (layers - with_experts) * (
+        model.dense_parameters if model.dense_ffn else model.layer_parameters
+    )
+    whole += with_experts * (model.layer_parameters - experts)
+    whole += model.embedding_parameters / min(2, split.pipeline)
     yield whole / split.tensor, copies
     if model.experts:
-        yield layers * experts / split.tensor, copies // split.expert
+        yield with_experts * experts / split.expert / split.tensor, copies // split.expert
 
 
 def _first_layers(model: Model, split: Split) -> int:
@@ -384,7 +442,8 @@ def memory(model: Model, split: Split, tokens: int) -> dict[str, float]:
     kept = 2 * model.hidden * local
     if split.recompute == "full":
         kept += 2 * model.heads * (model.value_dim or model.head_dim) * local  # of attention
-    logits = 6 * model.vocabulary * local
+    at_a_time = min(CHUNK_TOKENS / split.tensor, local) if split.chunked_loss else local
+    logits = 6 * model.vocabulary * at_a_time
     activations = held * layers * (layer if split.recompute == "none" else kept)
     working = max(logits, layer if split.recompute == "full" else 0.0)
     return {
@@ -397,11 +456,17 @@ def memory(model: Model, split: Split, tokens: int) -> dict[str, float]:
 
 def _activation_bytes(model: Model) -> float:
     """Of a token, that a layer keeps for its backward, in bfloat16."""
-    width = (model.heads + 2 * model.kv_heads) * model.head_dim
-    out = model.heads * (model.value_dim or model.head_dim)
-    mlp = (3 if model.gated else 2) * model.ffn * max(1, model.active)
+    value_dim = model.value_dim or model.head_dim
+    width = (model.heads + model.kv_heads) * model.head_dim + model.kv_heads * value_dim
+    width += model.query_rank + model.key_rank
+    out = model.heads * value_dim
+    of_ffn = 3 if model.gated else 2
+    mlp: float = of_ffn * (model.dense_ffn or model.ffn)
     if model.experts:
-        mlp += model.hidden * model.active  # the tokens as they come to experts
+        # The tokens as they come to experts, too.
+        of_experts = of_ffn * (model.ffn * model.active + model.shared)
+        of_experts += model.hidden * model.active
+        mlp += model.expert_share * (of_experts - mlp)
     return 2.0 * (4 * model.hidden + width + out + mlp)
 
 

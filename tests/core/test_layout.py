@@ -99,7 +99,7 @@ def test_ranks_have_equal_work_whatever_the_spans(name, size):
     }[name]
     seen = dense(spans, seq_len).sum(1) if seq_len <= 2048 else None
     slices = Slices.of(spans, seq_len)
-    layout, keys = Balanced().within(slices), torch.from_numpy(slices.keys_of(seq_len))
+    layout, keys = Balanced().within(slices), torch.from_numpy(slices.bands.keys_of(seq_len))
     if seen is not None:
         assert torch.equal(keys, seen)
     held = [positions(layout, rank, size, seq_len) for rank in range(size)]
@@ -113,7 +113,7 @@ def test_ranks_have_equal_work_whatever_the_spans(name, size):
 @pytest.mark.parametrize("seed", range(30))
 def test_keys_of_each_query(seed):
     spans = random_spans(Random(seed), 40)
-    assert Slices.of(spans, 40).keys_of(40).tolist() == dense(spans, 40).sum(1).tolist()
+    assert Slices.of(spans, 40).bands.keys_of(40).tolist() == dense(spans, 40).sum(1).tolist()
 
 
 def parts_of(layout, size, seq_len):

@@ -126,7 +126,10 @@ def test_what_is_chosen_is_served(choose: Choosing, words: str, size: int) -> No
         (TINY + "--cp-layers zigzag", "layers whose algorithms auto chooses are softmax or linear"),
         (TINY + "--cp-layers linear,softmax", "choose --cp-linear-model transnormer or"),
         (TINY + "--cp-comm-type a2a", "means ulysses, got also --context-parallel-algo auto"),
-        (TINY + "--cp-mean-document 0", "--cp-mean-document must be at least 1"),
+        (
+            TINY + "--cp-mean-document 0",
+            "--cp-mean-document takes a mean such as 16K.*, got .0.: leav",
+        ),
         (TINY + "--cp-machine h300", "there is no machine 'h300'"),
         (TINY + "--seq-length 61", r"\w+ needs seq_length divisible by"),
     ],
@@ -147,13 +150,18 @@ def test_what_is_for_a_choice_needs_one(flag: str) -> None:
         flags.check()
 
 
-def test_the_log_says_what_was_assumed_and_explains(choose: Choosing) -> None:
+def test_the_log_says_what_was_assumed_and_explains(choose: Choosing, tmp_path: Path) -> None:
     _, (said,) = choose(TINY + "--dataloader-inter-document-masking", 4)
     assert "documents of 4096 tokens in the mean, by default" in said
     _, said = choose(TINY + "--dataloader-inter-document-masking --cp-explain", 4)
     assert "│ algorithm " in said[1]
     _, (said,) = choose(TINY + "--dataloader-inter-document-masking", 4, mean_document="16")
     assert "in the mean" not in said
+    assert "; documents exponential, mean 16)" in said
+    file = str(tmp_path / "lengths.csv")
+    Path(file).write_text("upper_edge,share\n8,3\n64,1\n")
+    _, (said,) = choose(TINY + "--dataloader-inter-document-masking", 4, mean_document=file)
+    assert "; documents as in lengths.csv)" in said
 
 
 @pytest.mark.slow
@@ -168,7 +176,7 @@ def test_a_model_leaves_memory_for_attention(choose: Choosing) -> None:
     assert (small.algo, small.options) != (fast.algo, fast.options)
 
 
-@pytest.mark.parametrize("name", ["llama3-8b", "qwen3-30b-a3b", "tnl-1b"])
+@pytest.mark.parametrize("name", ["llama3-8b", "qwen3-30b-a3b", "deepseek-v3", "tnl-1b"])
 def test_written_choices_are_run_files(tmp_path: Path, name: str) -> None:
     """`plan --model --yaml` names flags that Megatron has, and options that the algorithm has."""
     machine = Machine.load("h100_400g")

@@ -15,6 +15,7 @@ from megatron_cp_plugin.core.documents import random_documents
 from megatron_cp_plugin.core.linear import LinearShape
 from megatron_cp_plugin.core.placement import HeadPlacement
 from megatron_cp_plugin.core.shape import Shape
+from megatron_cp_plugin.core.slices import Slices
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.layers import options_by_name
@@ -24,6 +25,7 @@ from megatron_cp_plugin.planner.estimate import Estimator
 from megatron_cp_plugin.planner.explain import sentence, table
 from megatron_cp_plugin.planner.machine import Machine
 from megatron_cp_plugin.planner.simulate import simulate
+from megatron_cp_plugin.spans import block_diffusion
 from tests.random_tests import examples
 
 H200 = Machine.load("h200_nvlink")
@@ -126,6 +128,29 @@ def test_blocks_that_lie_alike_are_looked_at_once(
     estimates = [(alike.least(one), alike.passes(one)) for one in found]
     monkeypatch.setattr(Estimator, "_places", lambda _, *spans: spans)
     assert estimates == [(each.least(one), each.passes(one)) for one in found]
+
+
+def test_the_busiest_rank_of_a_span_mask_is_looked_at() -> None:
+    """In the middle of block diffusion; the first and the last rank have half as much to do."""
+    tokens = 2**16
+    mask = Mask.of(Slices.of(block_diffusion(tokens // 2, 4096), tokens))
+    shape, where = Shape(1, tokens, 8, 8, 128), place(16)
+    found, _ = candidates(Question(shape, mask, Alone(0, where.nodes, peer_access=where.peer)))
+    ring = next(one for one in found if one.algo == "ring" and not one.options)
+    estimator = Estimator(shape, mask, H200, where.nodes, where.peer, where.kernel)
+    estimated = sum(passed.seconds for passed in estimator.passes(ring.placements))
+    made = simulate("ring", {}, shape, mask, H200, where.nodes)
+    assert estimated == pytest.approx(made.seconds, rel=0.35)
+
+
+def test_spans_of_many_ranks_are_simulated_where_these_gather() -> None:
+    tokens = 2**17
+    mask = Mask.of(Slices.of(block_diffusion(tokens // 2, 4096), tokens))
+    shape, nodes = Shape(1, tokens, 8, 8, 128), (0,) * 64
+    how = shape, mask, H200, nodes
+    with pytest.raises(ConfigError, match="spans are simulated on up to 16 ranks"):
+        simulate("ring", {}, *how, transport="group")
+    assert simulate("attention2d", {}, *how, transport="group").seconds > 0
 
 
 def test_the_fastest_is_taken_and_the_table_is_sorted() -> None:

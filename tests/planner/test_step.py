@@ -23,6 +23,7 @@ H100 = Machine.load("h100_400g")
         ("llama3-405b", 405.9),
         ("mixtral-8x7b", 46.7),
         ("qwen3-30b-a3b", 30.5),
+        ("deepseek-v3", 671),
     ],
 )
 def test_parameters_are_those_of_the_model(name, billions):
@@ -105,6 +106,31 @@ def test_embedding_and_logits_count_as_layers():
     assert "account_for_loss_in_pipeline_split" not in megatron_settings(job, Split(8, 64, 2))
 
 
+def test_a_last_stage_with_fewer_layers():
+    """DeepSeek-V3 has 61 layers."""
+    model, split = MODELS["deepseek-v3"], Split(8, 4, 16, 2, 8, 16, "full")
+    assert split.last_layers(model) == 1
+    assert step(model, split, 131072, H100, attention=only(1e-3)).seconds > 0
+    job = Job(model, 131072, 1024, H100, next(iter(H100.kernels)), Mask(), 16)
+    settings = megatron_settings(job, split)
+    assert settings["decoder_last_pipeline_num_layers"] == 1
+    assert "account_for_loss_in_pipeline_split" not in settings
+
+
+def test_a_chunked_loss_needs_little_memory_and_another_product():
+    model, local = MODELS["llama3-8b"], Split(context=8, recompute="full")
+    whole, chunked = (
+        step(model, replace(local, chunked_loss=on), 2**20, H100, attention=only(1e-3))
+        for on in (False, True)
+    )
+    name = "logits, or a layer run again"
+    assert whole.memory[name] == pytest.approx(6 * model.vocabulary * 2**17 / 2**30)
+    assert chunked.memory[name] < whole.memory[name] / 4
+    more = chunked.parts["matrix products"] - whole.parts["matrix products"]
+    flop = 2 * 2**17 * model.hidden * model.vocabulary
+    assert more == pytest.approx(flop / H100.matmul_flops, rel=0.05)
+
+
 def test_what_fits():
     model, attention = MODELS["llama3-70b"], only(1e-3)
     assert not step(model, Split(), 8192, H100, attention=attention).fits(H100)
@@ -117,8 +143,8 @@ def test_what_fits():
     [
         (Split(tensor=3), "heads divisible by tensor, got 32 heads and tensor 3"),
         (
-            Split(pipeline=5),
-            "by pipeline, got 32 layers and pipeline 5: use a divisor of 32 or",
+            Split(pipeline=24),
+            "for all stages of a pipeline, got 32 layers and pipeline 24: use a divisor of 32 or",
         ),
         (Split(context=7), "tokens divisible by tensor . context, got 8192 tokens"),
         (Split(expert=2), "experts divisible by expert, got 1 experts and expert 2"),
