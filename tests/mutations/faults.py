@@ -625,4 +625,32 @@ FAULTS = (
         "checkpoints run attention twice",
         "integration/test_recompute.py::test_each_checkpoint_gets_a_function_of_its_own",
     ),
+    Fault(
+        "core/devices.py",
+        'if args[-1].type != "cuda" or not torch.cuda.is_current_stream_capturing():',
+        "if True:",
+        "indices that a CUDA graph reads are given up when many other masks come",
+        "core/test_devices.py::test_what_a_graph_was_captured_with_outlives_the_cache",
+    ),
+    Fault(
+        "core/function.py",
+        "return x.clone() if x.storage_offset() * x.element_size() % 16 else x",
+        "return x",
+        "kernels get tensors that begin between two multiples of 16 bytes",
+        "test_kernel_calls.py::test_vector_loads_find_tensors_where_they_need_them",
+    ),
+    Fault(
+        "core/peer.py",
+        "if pieces is None or pieces[2] * tensor.element_size() > _MAX_PITCH:",
+        "if pieces is None:",
+        "copies in two dimensions have any pitch",
+        "core/test_peer.py::test_pieces_are_no_further_apart_than_a_copy_in_two_dimensions_takes",
+    ),
+    Fault(
+        "algorithms/lasp.py",
+        "before = self._sent  #",
+        "before = None  #",
+        "memory that is being sent is given on before the main stream waits for that",
+        "algorithms/test_lasp.py::test_what_is_sent_stays_until_the_main_stream_has_come_to_its_end",
+    ),
 )
