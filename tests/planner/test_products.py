@@ -1,13 +1,17 @@
 """Matrix products by their rows: beside published figures, and what experts have of it."""
 
+import statistics
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from megatron_cp_plugin.planner.here import machine_here
 from megatron_cp_plugin.planner.machine import Machine
-from megatron_cp_plugin.planner.products import Product, passes_seconds
+from megatron_cp_plugin.planner.products import Product, passes_seconds, product_seconds
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 import predictions as page
@@ -46,3 +50,41 @@ def test_a_part_of_a_matrix() -> None:
     assert Product(4096, 14336).split(8) == Product(4096, 1792)
     assert Product(14336, 4096, by_inner=True).split(8) == Product(1792, 4096, by_inner=True)
     assert Product(64, 10).split(4).outer == 3  # padded
+
+
+@pytest.mark.gpu
+def test_this_gpu_takes_what_is_predicted() -> None:
+    """Of products of 16384 rows in all, with one matrix or one for each of so many experts."""
+    machine, _ = machine_here(None, torch.cuda.get_device_name())
+    errors = []
+    for inner, outer in ((4096, 14336), (2048, 1536), (768, 2048)):
+        for experts in (1, 8, 32, 128):
+            rows = 16384 // experts
+            x, matrices = (
+                torch.randn(experts, *shape, device="cuda", dtype=torch.bfloat16)
+                for shape in ((rows, inner), (inner, outer))
+            )
+            found = _seconds(lambda x=x, matrices=matrices: torch.bmm(x, matrices))
+            flop = 2.0 * experts * rows * inner * outer
+            moved = 2.0 * (x.numel() + matrices.numel() + experts * rows * outer)
+            predicted = product_seconds(
+                flop, moved, machine.matmul_flops, machine.memory_bytes_per_second
+            )
+            errors.append(predicted / found - 1)
+            print(
+                f"{experts} x {rows} rows, {inner} x {outer}: {flop / found / 1e12:.0f} TFLOP/s, "
+                f"predicted {flop / predicted / 1e12:.0f}, {errors[-1]:+.0%} of the time"
+            )
+    assert statistics.median(map(abs, errors)) < 0.25
+
+
+def _seconds(body: Callable[[], object]) -> float:
+    for _ in range(5):
+        body()
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in "ab")
+    start.record()
+    for _ in range(20):
+        body()
+    stop.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(stop) / 20 / 1e3
