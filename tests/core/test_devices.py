@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.core import passes
 from megatron_cp_plugin.core.devices import uploaded
+from megatron_cp_plugin.core.streams import capture
 from megatron_cp_plugin.errors import ContextParallelError
 
 
@@ -34,6 +35,25 @@ def test_what_a_graph_was_captured_with_outlives_the_cache(monkeypatch: pytest.M
     assert captured() is not None
     captures = True
     assert indices(2) is captured()
+
+
+@pytest.mark.gpu
+def test_a_replay_after_many_other_masks() -> None:
+    q, k, v = (torch.randn((1, 2048, 4, 64), device="cuda").bfloat16() for _ in "qkv")
+
+    def attend(window: int) -> torch.Tensor:
+        return cp.attention(q, k, v, algo="zigzag", window=window, kernel="torch_flash")
+
+    want = attend(100)
+    graph, out = capture(lambda: attend(100), torch.cuda.synchronize)
+    for window in range(101, 701):
+        attend(window)
+    # Whatever was given up is other numbers now.
+    taken = [torch.full((size,), 2**30, device="cuda", dtype=torch.int32) for size in range(4096)]
+    out.zero_()
+    graph.replay()
+    assert torch.equal(out, want)
+    del taken
 
 
 def test_all_tensors_of_a_device_are_kept_for_graphs() -> None:
