@@ -2,6 +2,7 @@
 
 import torch
 
+from megatron_cp_plugin.harness import recorder
 from megatron_cp_plugin.harness.weight_parts import Rows
 
 
@@ -19,3 +20,13 @@ def test_a_fused_projection_is_split_by_group() -> None:
 def test_what_has_something_else_in_it_stays_whole() -> None:
     weight = torch.zeros(16, 3)
     assert Rows(1, {"query": 4, "key": 2, "value": 2}).split("qkv", weight).keys() == {"qkv"}
+
+
+def test_main_weights_have_the_values_of_the_model() -> None:
+    """In float32, of a model in bfloat16: they are recorded as equal, and others are not."""
+    weight = torch.randn(5, 3, generator=torch.Generator().manual_seed(0)).bfloat16()
+    numbers = [
+        recorder._digest(recorder._values(torch.nn.Parameter(each)))
+        for each in (weight, weight.float(), weight.float() * (1 + 2**-12))
+    ]
+    assert numbers[0] == numbers[1] != numbers[2]

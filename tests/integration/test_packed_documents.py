@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import nn
 
@@ -17,8 +18,10 @@ from megatron_cp_plugin.core.document_layout import NAMED
 from megatron_cp_plugin.core.layout import positions
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.harness.parity import Recording, Tolerances, compare
+from megatron_cp_plugin.integration import inputs
 from megatron_cp_plugin.integration.agreement import COMPARED_EVERY
 from megatron_cp_plugin.integration.batch import Batches
+from megatron_cp_plugin.integration.documents import DocumentMask
 from megatron_cp_plugin.integration.inputs import serve_cut_inputs, serve_inputs
 from megatron_cp_plugin.integration.runtime import Runtime
 from tests.integration.megatron_job import LAUNCH, LAUNCHER, SLOWLY, TINY, Job, run, run_warm
@@ -392,6 +395,30 @@ def test_documents_of_another_rank_from_some_batch_on(last: int) -> None:
     for number, said in on_ranks(2, rank):
         assert number == COMPARED_EVERY + 1  # found by one call, and said by the next
         assert "got others on other ranks: give all of them the same batch" in said
+
+
+def test_stages_that_hold_other_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first stages of two models run before the later ones, whose models were built alike."""
+    store = dist.HashStore()
+    monkeypatch.setattr(inputs, "_store", lambda: store)
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
+
+    def stages(rank: int) -> list[Any]:
+        monkeypatch.setattr(dist, "get_rank", lambda: rank)
+        groups = SimpleNamespace(pp=SimpleNamespace(size=lambda: 2))
+        model: Any = SimpleNamespace(pg_collection=groups, pre_process=rank == 0)
+        return [inputs._Stages(model) for _ in range(3)]
+
+    masks = [DocumentMask(seq_len=16, starts=starts) for starts in ((8,), (4, 8), ())]
+    for first, mask in zip(stages(0), masks, strict=True):
+        first.compare(mask)
+    later = stages(1)
+    later[0].compare(masks[0])
+    with pytest.raises(ContextParallelError, match="not those of the first: give every stage"):
+        later[1].compare(masks[0])
+    later[1].compare(masks[0])  # the first call only
+    with pytest.raises(ContextParallelError, match="some on the first stage and none on this"):
+        later[2].compare(None)
 
 
 class Model(nn.Module):
