@@ -1,7 +1,6 @@
-"""DISTFLASHATTN: contiguous chunks, and ranks that would idle compute for those that would not.
+"""DISTFLASHATTN: equal causal work on contiguous chunks, for ranks that would wait help others.
 
-No permutation of the tokens, so that everything else in a model stays as it is, and yet equal
-causal work.
+Tokens keep their order, so that everything else in a model stays as it is.
 
 B batch, S local tokens, H query heads, G KV heads, D head dim, P ranks.
 """
@@ -146,8 +145,4 @@ class DistFlash(PointToPoint):
 
 @cache
 def _say_that_nobody_helps(size: int) -> None:
-    log.info(
-        "distflash: full attention keeps all %d ranks busy, so it runs as the plain ring, "
-        "without helpers",
-        size,
-    )
+    log.info("distflash: full attention keeps all %d ranks busy, so none helps another", size)

@@ -9,7 +9,6 @@ from itertools import permutations
 from typing import Literal
 
 from torch import Tensor
-from torch.nn.functional import pad
 
 from megatron_cp_plugin.algorithms.lasp2 import Lasp2
 from megatron_cp_plugin.core.algorithm import Algorithm, Traffic
@@ -24,7 +23,7 @@ from megatron_cp_plugin.core.linear import (
     LinearWork,
     Saved,
 )
-from megatron_cp_plugin.core.team import ExchangingTeam
+from megatron_cp_plugin.core.team import ExchangingTeam, together
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.registry import register
 
@@ -63,17 +62,16 @@ class LinearUlysses(LinearAlgorithm):
     ) -> tuple[Tensor, Tensor | None, Saved]:
         """See LinearAlgorithm.forward."""
         exchange, heads, local = self._exchange(call.seq_len), self._filled(q.shape[2]), q.shape[1]
-        q, k, v = (
-            coming.wait() for coming in [exchange.come(heads.fill_queries(x)) for x in (q, k, v)]
-        )
+        coming = [exchange.come(heads.fill_queries(x)) for x in (q, k, v)]
+        q, k, v = (each.wait() for each in coming)
         if initial is not None:
-            initial = _fill_states(initial, heads)[:, self._mine(heads)].contiguous()
+            initial = heads.fill_states(initial)[:, self._mine(heads)].contiguous()
         part, final, saved = self._whole.forward(q, k, v, initial, self._of(call, heads))
         out = part.new_empty((len(part), local, heads.heads, part.shape[3]))
         leaving = exchange.leave(part, out)
         if final is not None:
             final = self._states.all_gather(final).wait().movedim(0, 1).flatten(1, 2)
-            final = _own_states(final, heads)
+            final = heads.own_states(final)
         leaving.wait()
         return heads.own_queries(out), final, saved
 
@@ -85,19 +83,17 @@ class LinearUlysses(LinearAlgorithm):
         dout = heads.fill_queries(dout)
         arriving = exchange.come(dout)
         if dfinal is not None:
-            dfinal = _fill_states(dfinal, heads)
+            dfinal = heads.fill_states(dfinal)
             by_rank = dfinal.unflatten(1, (self.topology.size, -1)).movedim(1, 0)
             dfinal = self._states.all_to_all(by_rank.contiguous()).wait().sum(0)
         *parts, own = self._whole.backward(arriving.wait(), dfinal, saved, self._of(call, heads))
         gradients = [dout.new_empty((*dout.shape[:3], part.shape[3])) for part in parts]
-        leaving = [exchange.leave(*each) for each in zip(parts, gradients, strict=True)]
-        for each in leaving:
-            each.wait()
+        together([exchange.leave(*each) for each in zip(parts, gradients, strict=True)]).wait()
         dq, dk, dv = map(heads.own_queries, gradients)
         assert own is not None
         dinitial = own.new_zeros((own.shape[0], heads.heads, *own.shape[2:]))
         dinitial[:, self._mine(heads)] = own
-        return dq, dk, dv, _own_states(dinitial, heads)
+        return dq, dk, dv, heads.own_states(dinitial)
 
     def traffic(
         self, shape: LinearShape, rank: int, *, causal: bool, final_state: bool, decays: bool = True
@@ -152,14 +148,3 @@ class LinearUlysses(LinearAlgorithm):
         """The same attention of this rank's heads, those of zeros without decay."""
         rates = call.decay.rates + (1.0,) * (heads.heads - len(call.decay.rates))
         return replace(call, decay=Decay(rates[self._mine(heads)]))
-
-
-def _fill_states(x: Tensor, heads: FilledHeads) -> Tensor:
-    """[B,H,D,E] with the states of zero heads."""
-    missing = heads.heads - x.shape[1]
-    return pad(x, (0, 0, 0, 0, 0, missing)) if missing else x
-
-
-def _own_states(x: Tensor, heads: FilledHeads) -> Tensor:
-    """Without them: [B,H,D,E]."""
-    return x[:, : heads.kv_heads].contiguous()

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import count
 from typing import Literal
 
 from megatron_cp_plugin.core.derive import sees_all
@@ -112,13 +113,9 @@ class DoubleRingPlacement(RingPlacement):
     @cached_property
     def _places(self) -> tuple[tuple[int, int], ...]:
         """Of each rank the number of its node, and its place in there."""
-        numbers = {node: number for number, node in enumerate(dict.fromkeys(self.nodes))}
-        before = Counter[int]()
-        found = []
-        for node in self.nodes:
-            found.append((numbers[node], before[node]))
-            before[node] += 1
-        return tuple(found)
+        places = {node: count() for node in self.nodes}
+        numbers = {node: number for number, node in enumerate(places)}
+        return tuple((numbers[node], next(places[node])) for node in self.nodes)
 
 
 def cheaper(shape: Shape, *, wide_gradients: bool) -> Travelling:
