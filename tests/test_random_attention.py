@@ -414,7 +414,7 @@ def test_equals_unsplit_attention(given_choice: Choice, data: st.DataObject) -> 
     assert_refused_or_equal(program, results_of(program))
 
 
-@examples(25)
+@examples(15)
 @given(programs())
 def test_calls_after_one_another(program: Program) -> None:
     found: list[list[list[Found] | str]] = []
@@ -437,7 +437,7 @@ def test_calls_after_one_another(program: Program) -> None:
         assert_refused_or_equal(program, results)
 
 
-@examples(25)
+@examples(15)
 @given(st.data())
 def test_sends_what_the_plan_says(data: st.DataObject) -> None:
     world = data.draw(worlds())
