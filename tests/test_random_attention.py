@@ -87,9 +87,9 @@ class Attention:
     Attributes:
         mask: as of `cp.attention`. wanted: whether q, k, v and the sink require gradients.
         named: the length is given where it need not be.
-        loud: scores of which few count. strided: inputs are not contiguous. summed: the loss is a
-            sum, whose gradient takes no memory. twice: the backward is made again, after somebody
-            has changed the gradients of the first one in place.
+        loud: in float64, scores of which few count. strided: inputs are not contiguous.
+        summed: the loss is a sum, whose gradient takes no memory. twice: the backward is made
+            again, after somebody has changed the gradients of the first one in place.
     """
 
     choice: Choice
@@ -131,7 +131,7 @@ class Attention:
         for heads, dim in (*of_head, *of_value):
             shape = self.batch, self.seq_len, heads, dim
             found.append(torch.randn(shape, generator=generator, dtype=torch.float64))
-        if self.loud:
+        if self.loud and self.dtype == torch.float64:
             found[0] *= 100
         if self.summed:
             found[3].fill_(1)
@@ -386,7 +386,7 @@ def assert_equal(program: Program, results: list[list[Found]]) -> None:
             assert {x.dtype for x in of_ranks} == {one.dtype}
             whole = sum(of_ranks) if name == "dsink" else unshard(of_ranks, 1, one.layout)
             want = expected[number][index]
-            bound = BOUNDS[one.dtype] * (100 if one.loud else 1)
+            bound = BOUNDS[one.dtype] * (100 if one.loud and one.dtype == torch.float64 else 1)
             # What sums up to nearly nothing is as exact as its parts.
             floor = 1e-3 if one.dtype == torch.float64 else want.numel() ** 0.5
             error = ((whole.double() - want).norm() / want.norm().clamp_min(floor)).item()
@@ -414,7 +414,7 @@ def test_equals_unsplit_attention(given_choice: Choice, data: st.DataObject) -> 
     assert_refused_or_equal(program, results_of(program))
 
 
-@examples(25)
+@examples(15)
 @given(programs())
 def test_calls_after_one_another(program: Program) -> None:
     found: list[list[list[Found] | str]] = []
@@ -437,7 +437,7 @@ def test_calls_after_one_another(program: Program) -> None:
         assert_refused_or_equal(program, results)
 
 
-@examples(25)
+@examples(15)
 @given(st.data())
 def test_sends_what_the_plan_says(data: st.DataObject) -> None:
     world = data.draw(worlds())

@@ -29,7 +29,7 @@ def foreign() -> Iterator[None]:
         yield
 
 
-@examples(30)
+@examples(8)
 @given(st.data())
 def test_any_layer(data: st.DataObject) -> None:
     world = replace(data.draw(worlds()), peer_access=False)
@@ -59,9 +59,8 @@ def test_any_layer(data: st.DataObject) -> None:
     pairs = visible_pairs(seq_len, mask)
     assert found.forward_flop == 4 * pairs * computed.query_width
     assert 0 <= memory.saved <= min(memory.forward, memory.backward)
-    for number, plan_phase in enumerate(PHASES):
-        (passed,) = (told["passes"][name] for name in PHASES if name == plan_phase)
-        for each, of_rank in enumerate(json.loads(json.dumps(passed))["ranks"]):
+    for number, name in enumerate(PHASES):
+        for each, of_rank in enumerate(json.loads(json.dumps(told["passes"][name]))["ranks"]):
             assert of_rank["sends"]["bytes"] == sent[each][2 * number]
             assert of_rank["sends"]["messages"] == sent[each][2 * number + 1]
     cells = [cell.pairs for step in drawn.steps for cell in step if cell]

@@ -50,7 +50,7 @@ def assert_right(plan: Plan, shape: Shape, nodes: tuple[int, ...]) -> None:
     assert_comes_back(plan, shape, nodes)
 
 
-@examples(30)
+@examples(15)
 @given(st.data())
 def test_plans_of_algorithms(data: st.DataObject) -> None:
     world: World = data.draw(worlds(16))
@@ -96,7 +96,7 @@ def placements(draw: st.DrawFn, size: int, relays: bool = True) -> BlockPlacemen
     )
 
 
-@examples(30)
+@examples(15)
 @given(st.data())
 def test_plans_of_any_placement(data: st.DataObject) -> None:
     size = data.draw(st.integers(1, 9))
