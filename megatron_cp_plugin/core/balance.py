@@ -85,17 +85,20 @@ class _Pool:
         self._loads = [part.work for part in self._parts]
         # Rows, and work, of all parts before one; in the end, of all.
         self._rows, self._works = [0], [0.0]
-        self._sum(0)
+        self._changed = 0  # the first part that they do not know
+        self._sum()
 
     @property
     def left(self) -> list[Range]:
         """All of it."""
         return [(part.start, part.stop) for part in self._parts[self._low :]]
 
-    def _sum(self, start: int) -> None:
-        """Sums again from a part on, which is another one now."""
+    def _sum(self) -> None:
+        """Sums again from the first part on that is another one now."""
+        start = self._changed
         self._rows[start:] = accumulate(self._counts[start:], initial=self._rows[start])
         self._works[start:] = accumulate(self._loads[start:], initial=self._works[start])
+        self._changed = len(self._parts)
 
     def _add(self, start: int, stop: int) -> None:
         if start < stop:
@@ -104,12 +107,12 @@ class _Pool:
             self._parts.insert(index, part)
             self._counts.insert(index, part.rows)
             self._loads.insert(index, part.work)
-            self._sum(index)
+            self._changed = min(self._changed, index)
 
     def _remove(self, index: int) -> _Part:
         part = self._parts.pop(index)
         del self._counts[index], self._loads[index]
-        self._sum(index)
+        self._changed = min(self._changed, index)
         return part
 
     def serve(self, room: int, share: float) -> list[Range]:
@@ -123,9 +126,11 @@ class _Pool:
                 index = self._whole(room, wanted + slack, longest=not found)
             part = None if index is None else self._remove(index)
             if part is not None:
+                self._sum()
                 after = room - part.rows, wanted - part.work
                 if self._heaviest(after[0]) < after[1] - slack:
                     self._add(part.start, part.stop)
+                    self._sum()
                     part = None
             if part is None:
                 return found + self._cut(room, wanted, slack, longest=not found)
@@ -209,6 +214,7 @@ class _Pool:
         if room:
             found.append((start, start + room))
         self._add(start + room, stop)
+        self._sum()
         return found
 
     def _heavy(self, room: int, wanted: float, *, longest: bool) -> int:

@@ -144,7 +144,7 @@ def _balanced(bounds: tuple[int, ...], size: int) -> tuple[tuple[Span, ...], ...
 def _balanced_under(slices: Slices, seq_len: int, size: int) -> tuple[tuple[Span, ...], ...]:
     """The spans of every rank under a span mask."""
     keys = slices.bands.keys_of(seq_len)
-    before = [0, *np.cumsum(keys).tolist()]
+    before = np.concatenate(([0], np.cumsum(keys)))
     edges = np.unique((0, seq_len, *(edge for one in slices for edge in one[:2])))
     falls = np.flatnonzero(np.diff(keys) < 0) + 1
     least = max(1, seq_len // (_PARTS * size))
@@ -157,7 +157,7 @@ def _balanced_under(slices: Slices, seq_len: int, size: int) -> tuple[tuple[Span
         step = least if inside[0] < inside[1] else edge - start
         parts += pairwise((*range(start, edge, step), edge))
         start = edge
-    return _dealt(parts, size, lambda start, stop: before[stop] - before[start])
+    return _dealt(parts, size, lambda start, stop: before.item(stop) - before.item(start))
 
 
 def _dealt(

@@ -44,8 +44,8 @@ class BlockPlacement(ABC):
             have a place, but for masks with a window, documents or spans on layouts without gaps.
         assembled: blocks come by collective operations. All that a rank computes, in step 0, is
             one block of queries and one of keys, of all the pairs that `pairs_of` names. Blocks
-            are padded to equal lengths, and all ranks that get a block get the same rows of it. Tensors of one kind travel as one; lse and
-            delta of all heads at once.
+            are padded to equal lengths, and all ranks that get a block get the same rows of it.
+            Tensors of one kind travel as one; lse and delta of all heads at once.
     """
 
     layout: Layout

@@ -86,6 +86,21 @@ def test_every_plan_is_correct(data: st.DataObject) -> None:
         check(plan)
 
 
+@pytest.mark.parametrize(("name", "rows"), [("allgather", None), ("attention2d", 4)])
+def test_a_rank_that_gathers_looks_at_few_pairs(
+    monkeypatch: pytest.MonkeyPatch, name: str, rows: int | None
+) -> None:
+    """Of 16 ranks, in both passes: at those of its own blocks, not at all 256."""
+    made = algorithm(name, 16, **({} if rows is None else {"rows": rows}))
+    shape, mask = Shape(1, 1600, 4, 4, 8), Mask(documents=tuple(range(10, 1600, 10)))
+    kind = type(made.placement(shape, mask, "forward"))
+    place, pairs = kind.place, []
+    monkeypatch.setattr(kind, "place", lambda *args: pairs.append(args) or place(*args))
+    for phase in PHASES:
+        made.plan(shape, mask, phase, rank=5)
+    assert 0 < len(pairs) <= 5 * 16
+
+
 @examples(60)
 @given(st.data())
 def test_the_part_of_a_rank_is_what_concerns_it(data: st.DataObject) -> None:
