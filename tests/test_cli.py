@@ -99,7 +99,10 @@ def test_mistakes_are_one_line(words: str, said: str, capsys: pytest.CaptureFixt
     assert said in line
 
 
-def test_one_version() -> None:
+def test_one_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--version"])
+    assert capsys.readouterr().out == f"megatron-cp {megatron_cp_plugin.__version__}\n"
     assert importlib.metadata.version("megatron-cp-plugin") == megatron_cp_plugin.__version__
 
 
