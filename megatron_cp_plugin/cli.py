@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_cp_plugin import __version__
 from megatron_cp_plugin.core.document_lengths import lengths_of
 from megatron_cp_plugin.ending import one_line_errors
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
@@ -48,6 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return prepare_data.main(words[1:])
     parser = OneLineParser(prog="megatron-cp", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     commands.add_parser("train", help="train a GPT with Megatron's own loop, as a run file says")
     commands.add_parser("prepare-data", help="make a dataset for Megatron of text files")

@@ -86,6 +86,7 @@ LAYER = "--size 4 --seq-len 32K --heads 32 --machine h200"
             "got /x/y.yaml, and there is no folder '/x': make it first",
         ),
         ("train --config tiny_zigzg --nproc-per-node 1", "did you mean 'tiny_zigzag'?"),
+        ("train --config tiny_zigzag --nproc-per-node 0", "must be 1 or more, got 0"),
     ],
 )
 def test_mistakes_are_one_line(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -98,7 +99,10 @@ def test_mistakes_are_one_line(words: str, said: str, capsys: pytest.CaptureFixt
     assert said in line
 
 
-def test_one_version() -> None:
+def test_one_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--version"])
+    assert capsys.readouterr().out == f"megatron-cp {megatron_cp_plugin.__version__}\n"
     assert importlib.metadata.version("megatron-cp-plugin") == megatron_cp_plugin.__version__
 
 

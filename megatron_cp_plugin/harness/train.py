@@ -62,7 +62,7 @@ def _start(argv: Sequence[str]) -> int:
     flags, _ = split_flags(rest)
     if path is None:
         flags.check()
-    ranks = known.nproc_per_node or _needed_ranks(words)
+    ranks = _needed_ranks(words) if known.nproc_per_node is None else known.nproc_per_node
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if ranks < 1:
         raise ConfigError(f"--nproc-per-node must be 1 or more, got {ranks}")
@@ -117,5 +117,6 @@ def _needed_ranks(words: Sequence[str]) -> int:
     for name in _SIZES:
         parser.add_argument("--" + name.replace("_", "-"), type=int)
     given = vars(parser.parse_known_args(rest)[0])
-    sizes = (given[name] or of_file.get(name, 1) for name in _SIZES)
-    return prod(size for size in sizes if isinstance(size, int))
+    sizes = (of_file.get(name, 1) if given[name] is None else given[name] for name in _SIZES)
+    # One rank is enough to say which size is wrong.
+    return max(1, prod(size for size in sizes if isinstance(size, int)))

@@ -419,6 +419,7 @@ FEATURES: tuple[Feature, ...] = (
         "Megatron's backward never ends: it recomputes for the bias, again and again",
         "add --disable-bias-linear, or leave mlp out",
     ),
+    _switch("a fake process group", "fake_process_group", "ranks send nothing to each other"),
     _switch("batch-invariant mode", "batch_invariant_mode", _KERNELS),
     _switch("quantization with ModelOpt", "restore_modelopt_state", _UNTESTED),
     _switch("quantization with ModelOpt", "modelopt_enabled", _UNTESTED),

@@ -8,6 +8,9 @@ from typing import Any
 from megatron.core.extensions.transformer_engine import TEDotProductAttention
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.heterogeneous.linear_replacements import (
+    ColumnParallelLinearGathered,
+)
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
@@ -118,7 +121,8 @@ def with_attention(spec: LayerSpec, runtime: Runtime) -> LayerSpec:
     """Returns a copy of a spec with one algorithm's attention in each layer.
 
     Works for specs of a layer, of a block and of a HybridModel's stack, local or Transformer
-    Engine's. Layers of gated delta net stay as they are.
+    Engine's. Layers of gated delta net, and those of a heterogeneous model that have no attention
+    or a linear map in its place, stay as they are.
 
     Raises:
         ContextParallelError: A layer's attention is neither Megatron's plain self attention nor,
@@ -134,6 +138,9 @@ def with_attention(spec: LayerSpec, runtime: Runtime) -> LayerSpec:
         return replace(spec, submodules=_stack(layer, runtime, latent=not linear))
     attention: Any = getattr(layer, "self_attention", None)
     module = getattr(attention, "module", attention)
+    replacements = ColumnParallelLinearGathered.__module__  # Transformer Engine's is there too
+    if module is IdentityOp or getattr(module, "__module__", None) == replacements:
+        return spec  # no token meets another one
     if isinstance(module, type) and gated_delta_net.is_layer(module):
         gated_delta_net.check_layout(runtime.config)
         return spec

@@ -1,6 +1,7 @@
 """The core-attention module against attention written out, and its place in layer specs."""
 
 import copy
+import json
 from typing import Any
 
 import pytest
@@ -10,11 +11,20 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
     get_gpt_layer_local_spec,
 )
+from megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs import (
+    get_gpt_heterogeneous_layer_spec,
+)
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.experimental_attention_variant.dsa import DSAttention
+from megatron.core.transformer.heterogeneous.heterogeneous_config import (
+    HeterogeneousTransformerConfig,
+)
+from megatron.core.transformer.heterogeneous.linear_replacements import (
+    ColumnParallelLinearGathered,
+)
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
@@ -227,6 +237,29 @@ def test_block_spec_of_a_mixture_of_experts(runtime: Runtime) -> None:
     assert len(swapped.layer_specs) == 2
     assert all(core_of(s).module is ContextParallelAttention for s in swapped.layer_specs)
     assert swapped.layer_norm is spec.layer_norm
+
+
+def test_heterogeneous_layers(runtime: Runtime) -> None:
+    """Layers without attention, and with a linear map in its place, stay as they are."""
+    plain: dict[str, Any] = {"no_op": False, "replace_with_linear": False}
+    attentions = [
+        plain | {"n_heads_in_group": 2},
+        plain | {"n_heads_in_group": None, "no_op": True},
+        plain | {"n_heads_in_group": None, "replace_with_linear": True},
+    ]
+    blocks = [{"attention": one, "ffn": plain | {"ffn_mult": 1.0}} for one in attentions]
+    model = HeterogeneousTransformerConfig(
+        num_layers=3,
+        hidden_size=HEADS * HEAD_DIM,
+        num_attention_heads=HEADS,
+        normalization="RMSNorm",
+        heterogeneous_layers_config_encoded_json=json.dumps({"block_configs": blocks}),
+    )
+    spec = get_gpt_heterogeneous_layer_spec(model, use_te=False, pp_rank=0)
+    served, none, linear = with_attention(spec, runtime).layer_specs
+    assert core_of(served).module is ContextParallelAttention
+    assert none.submodules.self_attention.module is IdentityOp
+    assert linear.submodules.self_attention.module is ColumnParallelLinearGathered
 
 
 def test_transformer_engine_spec(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
