@@ -482,12 +482,14 @@ def _linear_algorithm(
 
 
 def release() -> None:
-    """Frees the receive buffers in peer memory that earlier calls made; process groups stay.
+    """Frees the receive buffers in peer memory that earlier calls made, and the further groups of
+    process groups that were destroyed since.
 
     All ranks call it, and replay no CUDA graph that was captured before: it writes to those
-    buffers. Called after `dist.destroy_process_group()`, as a program's last act, it lets go of the
-    process groups too, so that gloo's threads end: one that still has a tensor to release while
-    Python is finalized aborts the process.
+    buffers. A program that makes and destroys groups calls it after each `destroy_process_group`,
+    and `dist.barrier` before: a message of `lasp` may still be under way. Every program calls it as
+    its last act, after `dist.destroy_process_group()`: a thread of gloo's that still has a tensor
+    to release while Python is finalized aborts the process.
     """
     _algorithm.cache_clear()
     _linear_algorithm.cache_clear()

@@ -46,6 +46,38 @@ def test_nodes_are_those_that_nccl_tells_apart(tmp_path):
     assert [process.stdout.strip() for process in job.processes] == ["(0, 1, 2)"] * 3
 
 
+def test_groups_that_a_program_makes_and_destroys_leave_nothing(tmp_path):
+    """Nor do the further ones that algorithms make for their channels and subgroups."""
+    program = """if True:
+        import os, torch, torch.distributed as dist, megatron_cp_plugin as cp
+        from megatron_cp_plugin.errors import ContextParallelError
+        dist.init_process_group("gloo")
+        x = torch.ones(1, 4, 2, 8, requires_grad=True)
+        found = []
+        for _ in range(6):
+            group = dist.new_group([0, 1])
+            for algo, options in ("usp", {"ulysses": 2}), ("distflash", {}), ("lasp", {}):
+                if algo == "lasp":
+                    cp.linear_attention(x, x, x, decay=(0.9, 1.0), group=group)[0].sum().backward()
+                else:
+                    cp.attention(x, x, x, algo=algo, group=group, **options).sum().backward()
+            dist.barrier(group)
+            dist.destroy_process_group(group)
+            cp.release()
+            found.append((len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))))
+        try:
+            cp.attention(x, x, x, algo="ring", group=group)
+        except ContextParallelError as error:
+            print(found[1] == found[-1], found, error, flush=True)
+        dist.destroy_process_group()
+        cp.release()
+    """
+    job = run_program(tmp_path, "-c", program, ranks=2).succeeded()
+    for process in job.processes:
+        assert "True [" in process.stdout, process.stdout
+        assert "got one that was destroyed: make another one" in process.stdout
+
+
 def channels(topology: Topology, *slots: int):
     return [topology.peer_channel("blocks", count) for count in slots]
 

@@ -21,12 +21,19 @@ _topologies: dict[dist.ProcessGroup, "ProcessGroupTopology"] = {}
 def topology_of(group: dist.ProcessGroup | None) -> Topology:
     """Topology of a process group; None: all processes, or this one where there is no
     process group. Its ranks alone make further groups, when they need them: see JointMaking.
+
+    Raises: ContextParallelError for a group that was destroyed.
     """
     if group is None:
         if not dist.is_initialized():
             return _alone()
         group = dist.group.WORLD
         assert group is not None
+    if _is_destroyed(group):
+        raise ContextParallelError(
+            "context parallelism needs a process group that exists, got one that was destroyed: "
+            "make another one"
+        )
     if dist.get_world_size(group) == 1:
         return _alone()
     if group not in _topologies:
@@ -35,11 +42,22 @@ def topology_of(group: dist.ProcessGroup | None) -> Topology:
 
 
 def release_topologies() -> None:
-    """Gives back the receive buffers of all that `topology_of` made; see functional.release."""
-    for topology in _topologies.values():
+    """Gives back the receive buffers of all that `topology_of` made, and the further groups of
+    those that were destroyed; see functional.release.
+    """
+    for group, topology in list(_topologies.items()):
         topology.drop_peer_channels()
-    if not dist.is_initialized():
-        _topologies.clear()
+        if _is_destroyed(group):
+            topology.destroy_further_groups()
+            del _topologies[group]
+
+
+def _is_destroyed(group: dist.ProcessGroup) -> bool:
+    try:
+        dist.get_backend(group)
+    except ValueError:  # also where torch.distributed as a whole was shut down
+        return True
+    return False
 
 
 @cache
@@ -59,6 +77,7 @@ class ProcessGroupTopology(Topology):
         self._channels: dict[str, Communicator] = {}
         self._nodes: tuple[int, ...] | None = None
         self._peer_access: bool | None = None
+        self._further: list[dist.ProcessGroup] = []
 
     def channel(self, name: str) -> Communicator:
         if name not in self._channels:
@@ -128,7 +147,18 @@ class ProcessGroupTopology(Topology):
             members, backend=dist.get_backend(self._group), use_local_synchronization=True
         )
         assert isinstance(group, dist.ProcessGroup)  # this rank is a member
+        self._further.append(group)
         return group
+
+    def destroy_further_groups(self) -> None:
+        """Destroys those that it made, for channels and subgroups; all its ranks do."""
+        for topology in self._subgroups.values():
+            if isinstance(topology, ProcessGroupTopology):
+                topology.destroy_further_groups()
+        for group in self._further:
+            if not _is_destroyed(group):
+                dist.destroy_process_group(group)
+        self._further.clear()
 
 
 class JointMaking:
