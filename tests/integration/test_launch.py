@@ -56,7 +56,7 @@ def names():
                 modules[name + "." + key] = value
     return {
         n + "." + k: id(v) for n, m in modules.items() for k, v in vars(m).items()
-        if not k.startswith("__") or k in ("__init__", "__new__")
+        if not k.startswith("__") or k in ("__init__", "__new__", "__post_init__")
     }
 
 if GPU:
