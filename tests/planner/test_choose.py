@@ -272,13 +272,13 @@ def test_a_slow_network_changes_the_choice() -> None:
             collective={},
         ),
     )
-    shape = Shape(1, 8 * 8192, 8, 8, 128)
-    near = choose([Kind("attention", shape, Mask())], place(8))
-    far = choose([Kind("attention", shape, Mask())], place(8, slow, per_node=1))
+    shape = Shape(1, 4 * 8192, 8, 8, 128)
+    near = choose([Kind("attention", shape, Mask())], place(4))
+    far = choose([Kind("attention", shape, Mask())], place(4, slow, per_node=1))
     assert far.best.seconds > 1.5 * near.best.seconds
     assert far.best.rows[0].between > 0
     assert near.best.rows[0].between == 0
-    in_pairs = choose([Kind("attention", shape, Mask())], place(8, slow, per_node=4))
+    in_pairs = choose([Kind("attention", shape, Mask())], place(4, slow, per_node=2))
     assert in_pairs.best.rows[0].between < far.best.rows[0].between
 
 

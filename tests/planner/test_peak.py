@@ -18,8 +18,8 @@ GIB = 2**30
 @pytest.mark.parametrize(
     ("algo", "options", "kv_heads"),
     [
-        ("zigzag", {}, 8),
-        ("zigzag", {"route": "double"}, 8),
+        pytest.param("zigzag", {}, 8, marks=pytest.mark.slow),
+        pytest.param("zigzag", {"route": "double"}, 8, marks=pytest.mark.slow),
         ("zigzag", {"backward": "query"}, 32),
         ("distflash", {}, 8),
         ("allgather", {}, 1),
