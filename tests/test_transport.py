@@ -56,7 +56,12 @@ def test_groups_that_a_program_makes_and_destroys_leave_nothing(tmp_path):
         found = []
         for _ in range(6):
             group = dist.new_group([0, 1])
-            for algo, options in ("usp", {"ulysses": 2}), ("distflash", {}), ("lasp", {}):
+            for algo, options in (
+                ("usp", {"ulysses": 2}),
+                ("distflash", {}),
+                ("auto", {"machine": "h100"}),
+                ("lasp", {}),
+            ):
                 if algo == "lasp":
                     cp.linear_attention(x, x, x, decay=(0.9, 1.0), group=group)[0].sum().backward()
                 else:
@@ -68,7 +73,9 @@ def test_groups_that_a_program_makes_and_destroys_leave_nothing(tmp_path):
         try:
             cp.attention(x, x, x, algo="ring", group=group)
         except ContextParallelError as error:
-            print(found[1] == found[-1], found, error, flush=True)
+            # One more of either may still be closing; a leak is one or more of each of four groups.
+            least = min(4 + b - a for a, b in zip(found[-1], found[1], strict=True))
+            print(least > 0, found, error, flush=True)
         dist.destroy_process_group()
         cp.release()
     """
