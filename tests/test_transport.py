@@ -165,6 +165,19 @@ def test_a_message_that_is_changed_too_early_is_seen():
         run_virtual(2, body, peer_access=True)
 
 
+def test_one_number_is_sent_whatever_its_strides():
+    """As the gradient of a sum is, of one token, head and element."""
+
+    def body(topology: Topology) -> float:
+        channel, other = topology.peer_channel("blocks", 2), 1 - topology.rank
+        sent = torch.full((), 3.0 + topology.rank, dtype=torch.float64).expand(1, 1, 1, 1)
+        (received,) = channel.buffers([(sent.shape, sent.dtype)], torch.device("cpu"))
+        channel.exchange([(sent, other)], [(received, other)]).wait()
+        return received.item()
+
+    assert run_virtual(2, body, peer_access=True) == [4.0, 3.0]
+
+
 def test_a_block_that_is_read_too_late_is_not_there():
     def body(topology: Topology):
         (channel,) = channels(topology, 2)
