@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from difflib import get_close_matches
 from operator import index
+from textwrap import shorten
 from typing import SupportsIndex
 
 
@@ -32,7 +33,12 @@ def whole_number(name: str, value: object) -> int:
     if isinstance(value, SupportsIndex) and not isinstance(value, bool):
         with suppress(TypeError):  # a tensor of fractions, or of several numbers
             return index(value)
-    raise ContextParallelError(f"{name} needs a whole number, got {value!r}: cast it first")
+    raise ContextParallelError(f"{name} needs a whole number, got {brief(value)}: cast it first")
+
+
+def brief(value: object) -> str:
+    """Returns what a value is in one line, however long it is."""
+    return shorten(repr(value), 80, placeholder=" ...")
 
 
 def nearest(name: object, choices: Iterable[str]) -> str:

@@ -6,6 +6,7 @@ queries and keys, E that of values, P ranks. Positions and lengths are in tokens
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache, partial, wraps
 from typing import Literal, SupportsFloat
 
@@ -25,13 +26,13 @@ from megatron_cp_plugin.core.layout import Documents, Layout
 from megatron_cp_plugin.core.layout_check import describe_mismatch
 from megatron_cp_plugin.core.lengths import agreed_length
 from megatron_cp_plugin.core.linear import LinearAlgorithm
-from megatron_cp_plugin.core.linear_function import attend_linearly
+from megatron_cp_plugin.core.linear_function import attend_linearly, check_linear_shapes
 from megatron_cp_plugin.core.process_groups import release_topologies, topology_of
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.slices import Slices, starts_and_slices
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
-from megatron_cp_plugin.errors import ContextParallelError, whole_number
+from megatron_cp_plugin.errors import ContextParallelError, brief, whole_number
 from megatron_cp_plugin.kernels import resolve
 from megatron_cp_plugin.kernels.linear import resolve_linear
 
@@ -202,6 +203,7 @@ def linear_attention(
     Raises: ConfigError for an unknown name or option or a rate out of range, ContextParallelError
     for shapes that do not fit, KernelUnavailableError if the kernel cannot serve them.
     """
+    check_linear_shapes(q, k, v)
     algorithm = _linear_algorithm(algo, _topology(group), tuple(sorted(options.items())))
     seq_len, followed = _sequence(
         algorithm.topology, algorithm.layout, q.shape[1], seq_len, cu_seqlens, None
@@ -416,9 +418,10 @@ def _fixed_number(name: str, value: float | Tensor | None) -> float | None:
         )
     if value is None:
         return None
-    if not isinstance(value, SupportsFloat):
-        raise ContextParallelError(f"{name} needs a number, got {value!r}")
-    return float(value)
+    if isinstance(value, SupportsFloat):
+        with suppress(TypeError, ValueError):  # of several numbers
+            return float(value)
+    raise ContextParallelError(f"{name} needs a number, got {brief(value)}")
 
 
 def _documents(cu_seqlens: Sequence[int] | Tensor | None, seq_len: int) -> tuple[int, ...]:

@@ -56,7 +56,12 @@ def test_groups_that_a_program_makes_and_destroys_leave_nothing(tmp_path):
         found = []
         for _ in range(6):
             group = dist.new_group([0, 1])
-            for algo, options in ("usp", {"ulysses": 2}), ("distflash", {}), ("lasp", {}):
+            for algo, options in (
+                ("usp", {"ulysses": 2}),
+                ("distflash", {}),
+                ("auto", {"machine": "h100"}),
+                ("lasp", {}),
+            ):
                 if algo == "lasp":
                     cp.linear_attention(x, x, x, decay=(0.9, 1.0), group=group)[0].sum().backward()
                 else:
@@ -68,7 +73,9 @@ def test_groups_that_a_program_makes_and_destroys_leave_nothing(tmp_path):
         try:
             cp.attention(x, x, x, algo="ring", group=group)
         except ContextParallelError as error:
-            print(found[1] == found[-1], found, error, flush=True)
+            # One more of either may still be closing; a leak is one or more of each of four groups.
+            least = min(4 + b - a for a, b in zip(found[-1], found[1], strict=True))
+            print(least > 0, found, error, flush=True)
         dist.destroy_process_group()
         cp.release()
     """
@@ -156,6 +163,19 @@ def test_a_message_that_is_changed_too_early_is_seen():
 
     with pytest.raises(RuntimeError, match="changed what it sent in turn 0"):
         run_virtual(2, body, peer_access=True)
+
+
+def test_one_number_is_sent_whatever_its_strides():
+    """As the gradient of a sum is, of one token, head and element."""
+
+    def body(topology: Topology) -> float:
+        channel, other = topology.peer_channel("blocks", 2), 1 - topology.rank
+        sent = torch.full((), 3.0 + topology.rank, dtype=torch.float64).expand(1, 1, 1, 1)
+        (received,) = channel.buffers([(sent.shape, sent.dtype)], torch.device("cpu"))
+        channel.exchange([(sent, other)], [(received, other)]).wait()
+        return received.item()
+
+    assert run_virtual(2, body, peer_access=True) == [4.0, 3.0]
 
 
 def test_a_block_that_is_read_too_late_is_not_there():

@@ -3,7 +3,7 @@
 B batch, H heads, D head dim of q and k, E head dim of v. A state is k v^T summed with decay.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import log
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_cp_plugin.core.devices import kept_on_device
-from megatron_cp_plugin.errors import ConfigError
+from megatron_cp_plugin.errors import ConfigError, brief
 
 Distances = tuple[tuple[int | None, ...], ...]
 
@@ -41,13 +41,21 @@ class Decay:
                     "pass decay.detach()"
                 )
             decay = decay.tolist()
-        rates = (float(decay),) * heads if isinstance(decay, int | float) else tuple(decay)
+        try:
+            if isinstance(decay, Iterable):
+                rates = tuple(map(float, decay))
+            else:
+                rates = (float(decay),) * heads
+        except (TypeError, ValueError):
+            raise ConfigError(
+                f"decay needs a number, or one for each of {heads} heads, got {brief(decay)}"
+            ) from None
         if len(rates) != heads:
             raise ConfigError(f"decay needs one rate for each of {heads} heads, got {len(rates)}")
         for rate in rates:
             if not 0 < rate <= 1:
                 raise ConfigError(f"decay rates must be above 0 and at most 1, got {rate}")
-        return Decay(tuple(map(float, rates)))
+        return Decay(rates)
 
     @property
     def none(self) -> bool:

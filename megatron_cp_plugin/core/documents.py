@@ -7,7 +7,7 @@ from operator import index
 from random import Random
 
 from megatron_cp_plugin.core.document_lengths import Exponential, Lengths
-from megatron_cp_plugin.errors import ContextParallelError
+from megatron_cp_plugin.errors import ContextParallelError, brief
 
 
 def document_starts(cu_seqlens: Sequence[int], seq_len: int) -> tuple[int, ...]:
@@ -17,16 +17,17 @@ def document_starts(cu_seqlens: Sequence[int], seq_len: int) -> tuple[int, ...]:
     Raises: ContextParallelError unless they are whole numbers that ascend from 0 to seq_len.
     """
     try:
-        cu_seqlens = [index(bound) for bound in cu_seqlens]
+        cu_seqlens = list(map(index, cu_seqlens))
     except TypeError:
         raise ContextParallelError(
-            f"cu_seqlens needs whole numbers from 0 to seq_len = {seq_len}, got {cu_seqlens!r}"
+            f"cu_seqlens needs whole numbers from 0 to seq_len = {seq_len}, got "
+            f"{brief(cu_seqlens)}: cast them first, in one dimension"
         ) from None
     descends = any(a > b for a, b in pairwise(cu_seqlens))
     if descends or [*cu_seqlens[:1], *cu_seqlens[-1:]] != [0, seq_len]:
-        few = ", ".join(map(str, cu_seqlens[:8])) + (", ..." if len(cu_seqlens) > 8 else "")
         raise ContextParallelError(
-            f"cu_seqlens needs ascending numbers from 0 to seq_len = {seq_len}, got {few}"
+            f"cu_seqlens needs ascending numbers from 0 to seq_len = {seq_len}, got "
+            f"{brief(cu_seqlens)}"
         )
     return tuple(sorted(set(cu_seqlens) - {0, seq_len}))
 

@@ -180,18 +180,24 @@ def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raises: ContextParallelError for shapes that no attention has, for several devices, or for
     another GPU than the current one.
     """
+    check_devices(q, k, v)
+    of_q, of_k, of_v = q.shape, k.shape, v.shape
+    if len(of_q) != 4 or len(of_k) != 4 or len(of_v) != 4 or of_k[:3] != of_v[:3]:
+        wrong = "attention needs q [B,S,H,D], k [B,S,G,D] and v [B,S,G,E]"
+    elif of_q[:2] != of_k[:2] or of_q[3] != of_k[3]:
+        wrong = "q and k need equal batch, tokens and head dim"
+    elif min(of_q[2], of_q[3], of_k[2], of_v[3]) < 1:
+        wrong = "attention needs heads, each of one element or more"
+    elif of_q[2] % of_k[2]:
+        wrong = "query heads must be a multiple of KV heads"
+    else:
+        return
+    raise ContextParallelError(f"{wrong}, got q {tuple(of_q)}, k {tuple(of_k)}, v {tuple(of_v)}")
+
+
+def check_devices(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raises: ContextParallelError unless all are on one device, of GPUs the current one."""
     check_device(q.device)
-    shapes = f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    if q.dim() != 4 or k.dim() != 4 or v.dim() != 4 or k.shape[:3] != v.shape[:3]:
-        raise ContextParallelError(
-            f"attention needs q [B,S,H,D], k [B,S,G,D] and v [B,S,G,E], {shapes}"
-        )
-    if q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
-        raise ContextParallelError(f"q and k need equal batch, tokens and head dim, {shapes}")
-    if min(*q.shape[2:], *k.shape[2:], v.shape[3]) < 1:
-        raise ContextParallelError(f"attention needs heads, each of one element or more, {shapes}")
-    if q.shape[2] % k.shape[2]:
-        raise ContextParallelError(f"query heads must be a multiple of KV heads, {shapes}")
     if not q.device == k.device == v.device:
         raise ContextParallelError(
             f"q, k, v need one device, got {q.device}, {k.device}, {v.device}: move them first"

@@ -12,8 +12,7 @@ from torch import Tensor
 from megatron_cp_plugin.core.autocast import as_written, cast_inputs
 from megatron_cp_plugin.core.comm import communicating_in
 from megatron_cp_plugin.core.decay import Decay
-from megatron_cp_plugin.core.devices import check_device
-from megatron_cp_plugin.core.function import check_dtypes
+from megatron_cp_plugin.core.function import check_devices, check_dtypes
 from megatron_cp_plugin.core.linear import LinearAlgorithm, LinearCall
 from megatron_cp_plugin.core.linear_kernel import LinearKernel, LinearProblem
 from megatron_cp_plugin.core.once import differentiable_once
@@ -92,6 +91,7 @@ def attend_linearly(
     Raises: ContextParallelError if shapes or dtypes do not fit; KernelUnavailableError if the
     kernel cannot serve them.
     """
+    check_linear_shapes(q, k, v)
     q, k, v = cast_inputs(q, k, v)
     _check(q, k, v, initial_state, algorithm, seq_len)
     problem = LinearProblem(q.device, q.dtype, q.shape[2], q.shape[3], v.shape[3])
@@ -102,6 +102,19 @@ def attend_linearly(
     return _LinearAttention.apply(q, k, v, initial_state, algorithm, call, site)
 
 
+def check_linear_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raises: ContextParallelError for shapes that no linear attention has, for several devices, or
+    for another GPU than the current one.
+    """
+    check_devices(q, k, v)
+    if q.dim() != 4 or q.shape != k.shape or v.dim() != 4 or v.shape[:3] != k.shape[:3]:
+        raise ContextParallelError(
+            "linear attention needs q, k [B,S,H,D] and v [B,S,H,E], got q "
+            f"{tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: repeat the KV heads if "
+            "there are fewer"
+        )
+
+
 def _check(
     q: Tensor,
     k: Tensor,
@@ -110,18 +123,15 @@ def _check(
     algorithm: LinearAlgorithm,
     seq_len: int,
 ) -> None:
-    check_device(q.device)
-    shapes = f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    if q.dim() != 4 or q.shape != k.shape or v.dim() != 4 or v.shape[:3] != k.shape[:3]:
-        raise ContextParallelError(
-            f"linear attention needs q, k [B,S,H,D] and v [B,S,H,E], {shapes}: repeat the KV heads "
-            "if there are fewer"
-        )
     check_dtypes(q, k, v)
     state = (q.shape[0], *q.shape[2:], v.shape[3])
     if initial_state is not None and initial_state.shape != state:
         raise ContextParallelError(
             f"initial_state needs the shape [B,H,D,E] = {state}, got {tuple(initial_state.shape)}"
+        )
+    if initial_state is not None and initial_state.device != q.device:
+        raise ContextParallelError(
+            f"initial_state needs the device of q, {q.device}, got {initial_state.device}"
         )
     rank, size = algorithm.topology.rank, algorithm.topology.size
     algorithm.check(algorithm.options, size=size, heads=q.shape[2])

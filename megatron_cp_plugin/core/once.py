@@ -14,6 +14,10 @@ def differentiable_once[R](backward: Callable[..., R]) -> Callable[..., R]:
 
     That one refuses a second derivative only where the gradient that comes in requires one; where
     it does not, as that of a plain sum, the second derivative would silently be zero.
+
+    Limit of both: the refusal hangs on the gradients, which do not lead back to the inputs.
+    `loss.backward()` meets it; `torch.autograd.grad(loss, inputs)` does not if something else
+    connects the two, and leaves this part of the second derivative out.
     """
     once = once_differentiable(backward)
 

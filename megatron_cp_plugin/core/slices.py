@@ -10,7 +10,7 @@ import numpy as np
 
 from megatron_cp_plugin.core.bands import FAR, Bands, Numbers
 from megatron_cp_plugin.core.layout import Documents
-from megatron_cp_plugin.errors import ContextParallelError, nearest
+from megatron_cp_plugin.errors import ContextParallelError, brief, nearest
 
 # By the numbers that tensors have for them.
 KINDS = ("full", "causal", "inverse_causal", "bi_causal")
@@ -56,7 +56,7 @@ class Slices(tuple[Slice, ...]):
         try:
             return _checked(tuple(map(tuple, spans)), seq_len)
         except TypeError:  # one that is no sequence, or has what cannot be hashed
-            raise ContextParallelError(f"{_NEEDS}, got {spans}") from None
+            raise ContextParallelError(f"{_NEEDS}, got {brief(spans)}") from None
 
     def __hash__(self) -> int:
         return self._hash

@@ -104,6 +104,11 @@ class Topology(ABC):
         """
 
     @cached_property
+    def choices(self) -> dict[Hashable, tuple[str, tuple[tuple[str, object], ...]]]:
+        """Algorithms and options that `auto` has chosen for calls: the same on all ranks."""
+        return {}
+
+    @cached_property
     def lengths(self) -> Lengths:
         """What these ranks know of each other's numbers of tokens."""
         return Lengths()

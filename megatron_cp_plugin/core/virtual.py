@@ -243,7 +243,8 @@ class VirtualPeerCommunicator(SlottedCommunicator):
 def _bits(tensor: Tensor) -> Tensor:
     """The bytes of a tensor, as a view; flat if it is contiguous."""
     x = tensor.detach()
-    return (x.view(-1) if x.is_contiguous() else x).view(torch.uint8)
+    # Of one element, expanded, a view would keep the stride of 0, of which there are no bytes.
+    return (x.as_strided((x.numel(),), (1,)) if x.is_contiguous() else x).view(torch.uint8)
 
 
 def run_virtual[T](

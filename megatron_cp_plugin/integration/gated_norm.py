@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch import distributed as dist
-from torch.autograd.function import once_differentiable
 
+from megatron_cp_plugin.core.once import differentiable_once
 from megatron_cp_plugin.core.partial import delta_of
 
 
@@ -46,7 +46,7 @@ class _GatedNorm(torch.autograd.Function):
         return _product(x.new_empty(x.shape), x, gate, scale)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         x, gate, scale = ctx.saved_tensors
         dout = dout.contiguous()

@@ -21,11 +21,11 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from megatron_cp_plugin.core.decay import Decay
 from megatron_cp_plugin.core.linear_function import attend_linearly
+from megatron_cp_plugin.core.once import differentiable_once
 from megatron_cp_plugin.core.partial import accumulation_dtype
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration.attention import is_causal, sharded_by_heads
@@ -287,7 +287,7 @@ class _Positioned(torch.autograd.Function):
         return features
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, dfeatures: Tensor) -> tuple[Tensor | None, ...]:
         features, theta, positions = ctx.saved_tensors
         angle = _angles(theta, positions, features.dtype)

@@ -29,6 +29,7 @@ _OF_GPU = {"h200": "h200_nvlink", "h100": "h100_400g", "a800": "a800_4x200g", "b
 _DEFAULT = "h200"
 _KERNEL = "flash4"
 _DRAWS = 32  # of documents, of which one is taken
+_KEPT = 256  # choices of a group
 
 _log = logging.getLogger(__name__)
 
@@ -146,10 +147,16 @@ def choose_for(
     layout, machine = layout_of(AUTO, given), given.get("machine")
     example = example_of(mask, shape.seq_len, layout, topology.size)
     named = None if machine is None else str(machine)
-    return _chosen(topology, shape, example, kernel, layout.name, named)
+    question = shape, example, kernel, layout.name, named
+    # With the topology, so that no process group is held that nobody uses any more.
+    choices = topology.choices
+    if question not in choices:
+        if len(choices) >= _KEPT:
+            choices.clear()
+        choices[question] = _chosen(topology, *question)
+    return choices[question]
 
 
-@lru_cache(maxsize=256)
 def _chosen(
     topology: Topology, shape: Shape, example: Example, kernel: str, layout: str, name: str | None
 ) -> tuple[str, Options]:

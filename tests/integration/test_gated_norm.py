@@ -42,6 +42,14 @@ def test_gradients_by_finite_differences(group: dist.ProcessGroup) -> None:
     assert torch.autograd.gradcheck(lambda x, gate: gated_norm(x, gate, EPSILON, group), (x, gate))
 
 
+def test_a_second_derivative_is_refused_and_not_zero(group: dist.ProcessGroup) -> None:
+    x, gate, _ = (y.requires_grad_() for y in inputs(torch.float64))
+    out = gated_norm(x, gate, EPSILON, group)
+    (gradient,) = torch.autograd.grad(out.sum(), gate, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        gradient.square().sum().backward()
+
+
 @BOUNDS
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_heads_split_among_ranks(size: int, dtype: torch.dtype, bound: float) -> None:
