@@ -1,4 +1,4 @@
-"""The seeds' headline ratios, predicted: tables and charts for docs/predictions.md."""
+"""The papers' headline ratios, predicted: tables and charts for docs/predictions.md."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -71,7 +71,7 @@ def section() -> list[str]:
     _draw_grids(by_gpus)
     _draw_linear(by_length)
     lines = [
-        "## The seeds' headline ratios",
+        "## The papers' headline ratios",
         "",
         "Networks are not given there: 100 Gb/s Ethernet a node is assumed for Attention2D, a card",
         "of 100 Gb/s a GPU for LASP. So these say which way and how steeply, not how much.",
@@ -90,7 +90,8 @@ def section() -> list[str]:
         lines.append(f"| {name} | {cells} | {words} |")
     lines += ["", "![](pictures/predicted_attention2d.svg)", ""]
     lines += [
-        "TNL-1B on 64 A100, thousand tokens a second by length:",
+        "TNL-1B on 64 A100, thousand tokens a second by length, as by our program (LASP's own",
+        "steps took much longer than this predicts of them: the last row of the first table):",
         "",
         "| | " + " | ".join(f"{length}K" for length in by_length["LASP"]) + " |",
         "| --- |" + " --- |" * len(by_length["LASP"]),

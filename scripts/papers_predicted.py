@@ -808,7 +808,10 @@ NEAREST: Mapping[str, tuple[str, str]] = {
     "figure5": _EMULATED,
     "figure6": _EMULATED,
     "lasp_table4": ("these steps", "steps: LASP + DDP, A100"),
-    "lasp_figure4": ("LASP's steps", "steps: LASP + DDP, A100"),
+    "lasp_figure4": (
+        "LASP's steps, as by our program like these",
+        "steps: LASP + DDP, A100, as by our program",
+    ),
     "distflash_figure5": _TWO_BOXES,
     "distflash_table5": _TWO_BOXES,
     "burst_prefill": _RINGS,

@@ -2,17 +2,19 @@
 
 import logging
 from itertools import accumulate, pairwise
+from typing import Any
 
 import pytest
 import torch
 
 import megatron_cp_plugin as cp
-from megatron_cp_plugin.core.documents import document_starts
+from megatron_cp_plugin.core.documents import document_starts, random_documents
 from megatron_cp_plugin.core.layout import Contiguous
 from megatron_cp_plugin.core.tiles import Mask, visible_pairs
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.core.virtual import run_virtual
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
+from megatron_cp_plugin.planner import here
 from megatron_cp_plugin.planner.here import example_of
 from tests.oracle import naive_attention
 
@@ -107,6 +109,24 @@ def test_documents_stand_for_others_like_them(lengths: list[int]) -> None:
     if len(lengths) > 1:
         assert example_of(longer, total, Contiguous(), 4) != example
         assert "as in this call" in example.words
+
+
+def test_documents_are_drawn_once_for_others_like_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every micro-batch has new ones: a draw takes the host up to milliseconds each time."""
+    drawn = []
+
+    def counted(*given: Any, **named: Any) -> tuple[int, ...]:
+        drawn.append(given)
+        return random_documents(*given, **named)
+
+    monkeypatch.setattr(here, "random_documents", counted)
+    total, numbers = 12288, []
+    for length in (1000, 1010, 1020):
+        mask = Mask(documents=tuple(range(length, total, length)))
+        example_of(mask, total, Contiguous(), 4)
+        numbers.append(len(drawn))
+    assert numbers[0] > 0
+    assert numbers == numbers[:1] * 3
 
 
 def test_what_auto_does_not_take() -> None:

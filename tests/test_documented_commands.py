@@ -55,6 +55,8 @@ RUN: dict[str, tuple[str, str]] = {
     "megatron-cp capabilities": ("", "| `zigzag` "),
     "make help": ("", "make test"),
 }
+# README.md shows lines of what it prints.
+PRINTED = "megatron-cp plan --model llama3-8b --tokens 256K --gpus 128 --machine h100"
 CHECK_INSTALLS = "scripts/check_installs.py"
 GPUS = "needs GPUs"
 ITSELF = "sets up or tests the checkout"
@@ -146,6 +148,10 @@ def test_commands_of_the_pages(command: str, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert says in done.stdout
+    if command == PRINTED:
+        readme = (ROOT / "README.md").read_text()
+        (block,) = re.findall(r"^```text\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
+        assert set(block.splitlines()) <= set(done.stdout.splitlines())
 
 
 def test_code_on_pages_imports_what_it_uses() -> None:

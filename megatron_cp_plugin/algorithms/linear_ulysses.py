@@ -109,7 +109,7 @@ class LinearUlysses(LinearAlgorithm):
         return Traffic(bytes_, messages, bytes_, messages)
 
     def trace(self, seq_len: int, *, causal: bool) -> tuple[LinearWork, ...]:
-        """See LinearAlgorithm.trace."""
+        """See LinearAlgorithm.trace: shares of all heads that are computed, zeros included."""
         size = self.topology.size
         return tuple(
             LinearWork(sweep, host, (), 2 * seq_len, Fraction(1, size))

@@ -78,9 +78,9 @@ class Batches:
     def shard(self, batch: dict[str, Any], group: dist.ProcessGroup) -> dict[str, Any]:
         """Keeps this rank's part of every tensor of a batch, position ids included.
 
-        The first batch of training, and of evaluation, is compared over the group, and then, after
-        every `agreement.COMPARED_EVERY` batches, all of them by one number; the next call, or the
-        loss, says what was found.
+        The first batch of training, and of evaluation, is compared over the group. Later, once in
+        `agreement.COMPARED_EVERY` batches, that one is, and by one number the tokens of all others
+        so far; the next call, or the loss, says what was found.
 
         Args:
             batch: Tensors [b, N, ...] of whole samples, the same on all ranks of the group;

@@ -106,6 +106,25 @@ def check_sizes(args: Any) -> None:
     _check_heads(args)
 
 
+def check_steps(args: Any) -> None:
+    """Checks that there is something to train, where a script trains.
+
+    Args:
+        args: Megatron's namespace, validated.
+
+    Raises:
+        ConfigError: There are no steps.
+    """
+    settings = Settings(args)
+    given = {"--train-iters": settings.train_iters, "--train-samples": settings.train_samples}
+    if not settings.skip_train and all((count or 0) < 1 for count in given.values()):
+        got = " ".join(f"{flag} {count}" for flag, count in given.items() if count is not None)
+        raise ConfigError(
+            "training needs --train-iters or --train-samples of 1 or more, got "
+            f"{got or 'neither'}: add --train-iters 1, or --skip-train to evaluate only"
+        )
+
+
 def check_interleaving(args: Any) -> None:
     """Checks the number of micro-batches of an interleaved pipeline.
 

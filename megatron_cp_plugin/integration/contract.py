@@ -232,7 +232,7 @@ NAMES: tuple[Name, ...] = (
     Name(
         f"{_TRAINING}.training",
         "setup_model_and_optimizer",
-        "refuses any other model, which would train without the algorithm",
+        "refuses any other model, which would train without the algorithm, and runs of no steps",
         replaced=True,
         part="training",
         returned=("model",),
@@ -842,7 +842,8 @@ SETTINGS: tuple[Setting, ...] = (
         "num_dataset_builder_threads num_experts perform_rl_step "
         "position_embedding_type rampup_batch_size rank recompute_activations "
         "reset_attention_mask reset_position_ids rl_use_sequence_packing save seed seq_length "
-        "sft spec split swiglu tensorboard_dir test_data_path train_data_path train_iters "
+        "sft skip_train spec split swiglu tensorboard_dir test_data_path train_data_path "
+        "train_iters train_samples "
         "untie_embeddings_and_output_weights use_distributed_optimizer use_megatron_fsdp "
         "use_rotary_position_embeddings use_torch_fsdp2 valid_data_path vocab_size world_size "
         "yaml_cfg",

@@ -162,6 +162,10 @@ class Hooks:
             serve_loss(model, self._runtime.config.chunked_loss)
 
     def _set_up_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        from megatron_cp_plugin.integration.checks import check_steps
+
+        if self._args is not None:  # else a model of ours says what is missing
+            check_steps(self._args)
         result, served = original(*args, **kwargs), _models()
         for model in map(unwrapped, result[0]):
             if not isinstance(model, served):

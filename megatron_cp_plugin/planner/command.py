@@ -140,6 +140,7 @@ def megatron_settings(job: Job, split: Split) -> dict[str, object]:
             "qk_head_dim": model.head_dim - model.rotary_dim,
             "qk_pos_emb_head_dim": model.rotary_dim,
             "v_head_dim": model.value_dim,
+            "apply_rope_fusion": False,  # the fused one cuts positions by Megatron's own layout
         }
     if split.counts_ends(model):
         settings["account_for_embedding_in_pipeline_split"] = True

@@ -109,6 +109,7 @@ def statistics_of(documents: Sequence[int], seq_len: int) -> LogNormal:
     return LogNormal(mean, sqrt(log(2) * doublings))
 
 
+@lru_cache(maxsize=64)  # every micro-batch has new documents, most of them of such lengths
 def documents_like(
     lengths: Lengths | int, seq_len: int, layout: Layout, size: int, over_tokens: float = 0.0
 ) -> tuple[int, ...]:

@@ -70,19 +70,17 @@ def proposals(job: Job, most: int) -> list[Proposal]:
         raise ConfigError(
             f"{job.model.name} has no way to split {job.sequences} sequences of {job.tokens} "
             f"tokens among {job.gpus} GPUs: tensor, context and pipeline parallelism are powers of "
-            "two, tokens a multiple of 2 * TP * CP, and sequences one of DP: use --gpus "
-            f"{2 ** (job.gpus.bit_length() - 1)} and --tokens "
-            f"{near_multiples(job.tokens, 2 ** job.gpus.bit_length())}"
+            "two, --tokens is a multiple of 2 * TP * CP, and data parallelism a divisor of "
+            f"--batch: use {_nearest(job)}"
         )
     open_ = sorted((_small_enough(job, one) for one in ways), key=_time)
     fitting = [(best, split) for best, split in open_ if best.fits(job.machine)]
     if not fitting:
-        least = min(open_, key=lambda one: one[0].gib, default=None)
+        least, _ = min(open_, key=lambda one: one[0].gib)
         raise ConfigError(
             f"{job.model.name} of {job.tokens} tokens does not fit {job.gpus} GPUs of "
-            f"{job.machine.memory_gib:g} GiB"
-            + (f", got {least[0].gib:.0f} GiB at least" if least else "")
-            + ": use more GPUs or fewer tokens"
+            f"{job.machine.memory_gib:g} GiB, got {least.gib:.0f} GiB at least: use more GPUs or "
+            "fewer tokens"
         )
     found: list[tuple[Step, Split]] = []
     for best, split in fitting:
@@ -98,10 +96,22 @@ def proposals(job: Job, most: int) -> list[Proposal]:
             choice = _choice(job, split, closer, quick=False)
             gib = max(row.peak_bytes or 0 for row in choice.best.rows) / GIB
             taken = _step(job, split, choice.best.seconds, gib)
+            if not taken.fits(job.machine) and not split.chunked_loss:
+                split = replace(split, chunked_loss=True)
+                taken = _step(job, split, choice.best.seconds, gib)
             if taken.fits(job.machine):
                 made.append(Proposal(split, choice, taken))
     made.sort(key=lambda one: (-one.rate, one.split.tensor * one.split.pipeline))
     return made[:most]
+
+
+def _nearest(job: Job) -> str:
+    """Flags of what can be split: by context parallelism alone, at least."""
+    gpus = 2 ** (job.gpus.bit_length() - 1)
+    found = [f"--gpus {gpus}"] if gpus != job.gpus else []
+    if job.tokens % (2 * gpus):
+        found.append(f"--tokens {near_multiples(job.tokens, 2 * gpus)}")
+    return " and ".join(found)
 
 
 def _small_enough(job: Job, split: Split) -> tuple[Step, Split]:

@@ -408,36 +408,51 @@ def _collective(
     return max(between, machine.inside.rate(operation, local).time(size))
 
 
-def _own_parameters(model: Model, split: Split) -> Iterator[tuple[float, int]]:
-    """Of a GPU of the first stage, and how many GPUs have the same: experts, and all others."""
-    layers, copies = _first_layers(model, split), split.data * split.context
-    with_experts = max(0, layers - model.dense) if model.experts else 0
+def _own_parameters(model: Model, split: Split, stage: int = 0) -> Iterator[tuple[float, int]]:
+    """Of a GPU of a stage, and how many GPUs have the same: experts, and all others."""
+    layers, copies = _layers_of(model, split, stage), split.data * split.context
+    before = sum(_layers_of(model, split, earlier) for earlier in range(stage))
+    dense = min(layers, max(0, model.dense - before)) if model.experts else layers
+    with_experts = layers - dense
     experts = model.experts * model.expert_parameters
-    whole: float = (layers - with_experts) * (
-        model.dense_parameters if model.dense_ffn else model.layer_parameters
-    )
+    whole: float = dense * (model.dense_parameters if model.dense_ffn else model.layer_parameters)
     whole += with_experts * (model.layer_parameters - experts)
-    whole += model.embedding_parameters / min(2, split.pipeline)
+    if stage in (0, split.pipeline - 1):
+        whole += model.embedding_parameters / min(2, split.pipeline)
     yield whole / split.tensor, copies
     if model.experts:
         yield with_experts * experts / split.expert / split.tensor, copies // split.expert
 
 
-def _first_layers(model: Model, split: Split) -> int:
-    """Of the first stage of a pipeline."""
-    return -(-model.layers // split.pipeline) - split.counts_ends(model)
+def _layers_of(model: Model, split: Split, stage: int) -> int:
+    """Of a stage of a pipeline."""
+    if 0 < stage == split.pipeline - 1:
+        return split.last_layers(model)
+    return -(-model.layers // split.pipeline) - (split.counts_ends(model) and stage == 0)
 
 
 def memory(model: Model, split: Split, tokens: int) -> dict[str, float]:
-    """GiB of the first stage of a pipeline, which holds the most micro-batches.
+    """GiB of the stage of a pipeline that needs most.
+
+    That is the first one, which holds the most micro-batches, or the first whose layers all have
+    experts.
 
     Args: tokens: of a micro-batch, on all context-parallel ranks.
     """
-    parameters = list(_own_parameters(model, split))
+    later = 0
+    while sum(_layers_of(model, split, stage) for stage in range(later)) < model.dense:
+        later += 1
+    stages = sorted({0, min(later, split.pipeline - 1)})
+    found = [_memory_of(model, split, tokens, stage) for stage in stages]
+    return max(found, key=lambda parts: sum(parts.values()))
+
+
+def _memory_of(model: Model, split: Split, tokens: int, stage: int) -> dict[str, float]:
+    parameters = list(_own_parameters(model, split, stage))
     states = sum(own / (copies if split.distributed_optimizer else 1) for own, copies in parameters)
     local = tokens / split.context / split.tensor
-    held = min(split.pipeline, split.micro_batches)
-    layers = _first_layers(model, split)
+    held = min(split.pipeline - stage, split.micro_batches)
+    layers = _layers_of(model, split, stage)
     layer = _activation_bytes(model) * local
     kept = 2 * model.hidden * local
     if split.recompute == "full":

@@ -178,7 +178,9 @@ def test_a_model_leaves_memory_for_attention(choose: Choosing) -> None:
 
 @pytest.mark.parametrize("name", ["llama3-8b", "qwen3-30b-a3b", "deepseek-v3", "tnl-1b"])
 def test_written_choices_are_run_files(tmp_path: Path, name: str) -> None:
-    """`plan --model --yaml` names flags that Megatron has, and options that the algorithm has."""
+    """`plan --model --yaml` names flags that Megatron has, options that the algorithm has, and what
+    a run may have.
+    """
     machine = Machine.load("h100_400g")
     split = Split(2, 4, 2, 2, 2 if MODELS[name].experts else 1, 4, "full")
     job = Job(MODELS[name], 65536, 32, machine, "flash4", Mask(), 8)
@@ -192,6 +194,9 @@ def test_written_choices_are_run_files(tmp_path: Path, name: str) -> None:
     args = parser.parse_args(rest)
     assert (args.hidden_size, args.context_parallel_size) == (MODELS[name].hidden, 4)
     assert (args.num_experts or 0) == MODELS[name].experts
+    args.world_size, args.rank = split.gpus, 0
+    if not MODELS[name].linear:
+        check_arguments(args, flags.config(args.context_parallel_size), CPU)
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from megatron_cp_plugin.integration.checks import (
     check_graphs,
     check_interleaving,
     check_settings,
+    check_steps,
     describe,
     describe_graphs,
 )
@@ -649,3 +650,26 @@ def test_what_is_captured_is_said(
 ) -> None:
     line = describe_graphs(parser.parse_args(flags.split()))
     assert line == (said and f"CUDA graphs by Megatron ({said}")
+
+
+@pytest.mark.parametrize(
+    ("steps", "got"),
+    [
+        ({"train_iters": 0}, "--train-iters 0"),
+        ({"train_iters": -3}, "--train-iters -3"),
+        ({"train_samples": 0}, "--train-samples 0"),
+        ({}, "neither"),
+        ({"train_iters": 1}, None),
+        ({"train_samples": 64}, None),
+        ({"train_iters": 0, "skip_train": True}, None),
+    ],
+)
+def test_runs_of_no_steps(steps: dict[str, Any], got: str | None) -> None:
+    args = argparse.Namespace(
+        **{"train_iters": None, "train_samples": None, "skip_train": False} | steps
+    )
+    if got is None:
+        check_steps(args)
+        return
+    with pytest.raises(ConfigError, match=f"of 1 or more, got {got}: add --train-iters 1, or"):
+        check_steps(args)

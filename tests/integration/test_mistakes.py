@@ -255,6 +255,8 @@ MISTAKES = (
     Mistake(
         "nothing at all", "train", "refuses these flags: assert args.micro_batch", program=MODULE
     ),
+    Mistake("no steps", "--train-iters 0", "--train-iters or --train-samples of 1", program=ZIGZAG),
+    Mistake("no steps, no algorithm", "--train-iters 0", "got --train-iters 0", program=PLAIN),
     Mistake("batch", "--micro-batch-size 3", "Megatron refuses these flags", program=ZIGZAG),
     Mistake("no script", "", "the first argument must be a training script", program=LAUNCHER),
     Mistake("no such script", "", "no training script at x.py", program=(*LAUNCHER, "x.py")),

@@ -1,5 +1,6 @@
 """`megatron-cp plan` with a machine: what it prints, writes and refuses."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -49,18 +50,35 @@ def test_a_layer(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         ),
         (
             "plan --model llama3-8b --tokens 12345 --gpus 8 --machine h100",
-            "no way to split 339 sequences of 12345 tokens among 8 GPUs: ",
+            ": use --tokens 12336 or 12352\n",
         ),
         (
             "plan --model llama3-8b --tokens 8K --gpus 7 --machine h100",
-            "use --gpus 4 and --tokens 8192 or 8200",
+            "a divisor of --batch: use --gpus 4\n",
+        ),
+        (
+            "plan --model llama3-8b --tokens 12345 --gpus 12 --machine h100",
+            ": use --gpus 8 and --tokens 12336 or 12352\n",
         ),
     ],
 )
 def test_mistakes(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(words.split()) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    (line,) = capsys.readouterr().err.splitlines(keepends=True)
     assert said in line
+
+
+def test_a_loss_is_in_chunks_where_attention_leaves_no_room_for_whole_logits() -> None:
+    machine = machine_named("h100")
+    kernel = next(iter(machine.kernels))
+    job = Job(MODELS["llama3-8b"], 65536, 8, machine, kernel, Mask(), 8)
+    unchunked = [one for one in proposals(job, 20) if not one.split.chunked_loss]
+    whole = max(unchunked, key=lambda one: one.step.memory["logits, or a layer run again"])
+    room = whole.step.gib - whole.step.memory["attention"] / 2
+    smaller = replace(job, machine=replace(machine, memory_gib=room / 0.9))
+    found = proposals(smaller, 20)
+    assert replace(whole.split, chunked_loss=True) in [one.split for one in found]
+    assert all(one.step.fits(smaller.machine) for one in found)
 
 
 def test_ways_to_split_a_model_are_ranked_and_fit() -> None:

@@ -117,6 +117,19 @@ def test_a_last_stage_with_fewer_layers():
     assert "account_for_loss_in_pipeline_split" not in settings
 
 
+@pytest.mark.parametrize(("pipeline", "layers", "ends"), [(16, 4, 0), (2, 30, 1)])
+def test_later_stages_hold_experts_where_the_first_has_dense_layers(
+    pipeline: int, layers: int, ends: int
+) -> None:
+    """DeepSeek-V3: three of the first stage's layers have none."""
+    model, split = MODELS["deepseek-v3"], Split(1, 32, pipeline, 2, 8)
+    attention = 7168 * (1536 + 576) + 1536 * 128 * 192 + 512 * 128 * 256 + 128 * 128 * 7168
+    expert = 3 * 7168 * 2048
+    own = layers * (attention + (256 // 8 + 1) * expert) + ends * 129280 * 7168
+    found = step(model, split, 32768, H100, attention=only(0.0)).memory
+    assert found["parameters and gradients"] * 2**30 == pytest.approx(6 * own)
+
+
 def test_a_chunked_loss_needs_little_memory_and_another_product():
     model, local = MODELS["llama3-8b"], Split(context=8, recompute="full")
     whole, chunked = (
