@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_cp_plugin.core.autocast import as_written, cast_inputs
-from megatron_cp_plugin.core.devices import check_device
+from megatron_cp_plugin.core.devices import check_devices
 from megatron_cp_plugin.core.fused import fused_for
 from megatron_cp_plugin.core.once import differentiable_once
 from megatron_cp_plugin.core.partial import accumulation_dtype
@@ -56,7 +56,7 @@ def losses_and_predictions(
     group = None if alone else tp_group
     main_grad = _main_grad(weight) if into_main_grad else None
     head = _Head(chunk_tokens, group, sequence_parallel and not alone, main_grad, predict)
-    check_device(hidden.device)
+    check_devices("hidden, weight, labels", hidden, weight, labels)
     head.check(hidden, weight, labels)
     tokens = hidden.reshape(-1, hidden.size(-1)).contiguous()
     losses, predicted = _ChunkedCrossEntropy.apply(tokens, weight, labels.reshape(-1), head)
@@ -116,11 +116,6 @@ class _Head:
             raise ContextParallelError(
                 f"hidden and weight must have one floating dtype, got {hidden.dtype} and "
                 f"{weight.dtype}"
-            )
-        if not hidden.device == weight.device == labels.device:
-            raise ContextParallelError(
-                "hidden, weight and labels need one device, got "
-                f"{hidden.device}, {weight.device} and {labels.device}"
             )
         whole = (hidden.size(0) * self.parts, *hidden.shape[1:-1])
         if labels.shape != whole or labels.dtype not in _IDS:

@@ -26,10 +26,14 @@ def take_gpu(instead: str) -> torch.device:
     return device
 
 
-def check_device(device: torch.device) -> None:
-    """Raises: ContextParallelError if tensors are on another GPU than the current one, on whose
-    streams kernels and messages are queued.
+def check_devices(names: str, *tensors: Tensor) -> None:
+    """Raises: ContextParallelError unless tensors are on one device, of GPUs the current one, on
+    whose streams kernels and messages are queued. Args: names: of the tensors, for errors.
     """
+    device = tensors[0].device
+    if any(x.device != device for x in tensors):
+        got = ", ".join(str(x.device) for x in tensors)
+        raise ContextParallelError(f"{names} need one device, got {got}: move them first")
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         raise ContextParallelError(
             f"needs tensors on the current GPU cuda:{torch.cuda.current_device()}, got {device}: "

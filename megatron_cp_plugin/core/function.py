@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_cp_plugin.core.algorithm import Algorithm, Call
 from megatron_cp_plugin.core.autocast import as_written, cast_inputs
 from megatron_cp_plugin.core.comm import communicating_in
-from megatron_cp_plugin.core.devices import check_device
+from megatron_cp_plugin.core.devices import check_devices
 from megatron_cp_plugin.core.kernel import Problem, SoftmaxKernel
 from megatron_cp_plugin.core.once import differentiable_once
 from megatron_cp_plugin.core.partial import delta_of
@@ -180,7 +180,7 @@ def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raises: ContextParallelError for shapes that no attention has, for several devices, or for
     another GPU than the current one.
     """
-    check_devices(q, k, v)
+    check_devices("q, k, v", q, k, v)
     of_q, of_k, of_v = q.shape, k.shape, v.shape
     if len(of_q) != 4 or len(of_k) != 4 or len(of_v) != 4 or of_k[:3] != of_v[:3]:
         wrong = "attention needs q [B,S,H,D], k [B,S,G,D] and v [B,S,G,E]"
@@ -193,15 +193,6 @@ def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
     else:
         return
     raise ContextParallelError(f"{wrong}, got q {tuple(of_q)}, k {tuple(of_k)}, v {tuple(of_v)}")
-
-
-def check_devices(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raises: ContextParallelError unless all are on one device, of GPUs the current one."""
-    check_device(q.device)
-    if not q.device == k.device == v.device:
-        raise ContextParallelError(
-            f"q, k, v need one device, got {q.device}, {k.device}, {v.device}: move them first"
-        )
 
 
 def check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:

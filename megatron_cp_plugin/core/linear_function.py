@@ -12,7 +12,8 @@ from torch import Tensor
 from megatron_cp_plugin.core.autocast import as_written, cast_inputs
 from megatron_cp_plugin.core.comm import communicating_in
 from megatron_cp_plugin.core.decay import Decay
-from megatron_cp_plugin.core.function import check_devices, check_dtypes
+from megatron_cp_plugin.core.devices import check_devices
+from megatron_cp_plugin.core.function import check_dtypes
 from megatron_cp_plugin.core.linear import LinearAlgorithm, LinearCall
 from megatron_cp_plugin.core.linear_kernel import LinearKernel, LinearProblem
 from megatron_cp_plugin.core.once import differentiable_once
@@ -106,7 +107,7 @@ def check_linear_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raises: ContextParallelError for shapes that no linear attention has, for several devices, or
     for another GPU than the current one.
     """
-    check_devices(q, k, v)
+    check_devices("q, k, v", q, k, v)
     if q.dim() != 4 or q.shape != k.shape or v.dim() != 4 or v.shape[:3] != k.shape[:3]:
         raise ContextParallelError(
             "linear attention needs q, k [B,S,H,D] and v [B,S,H,E], got q "
