@@ -117,6 +117,20 @@ def assert_matches(
         assert error <= bound, f"{case}: {name} is off by {error:.1e}"
 
 
+def assert_bytes_are_stated(
+    case: Case, size: int, shape: LinearShape, log: CommunicationLog, *, causal: bool
+) -> None:
+    """What ranks sent in both passes, with the final state, is what `traffic` says."""
+
+    def compare(topology: Topology) -> None:
+        made, rank = create_linear(case.algo, topology, dict(case.options)), topology.rank
+        traffic = made.traffic(shape, rank, causal=causal, final_state=True)
+        assert log.bytes(rank=rank, phase="forward") == traffic.forward_bytes
+        assert log.bytes(rank=rank, phase="backward") == traffic.backward_bytes
+
+    run_virtual(size, compare)
+
+
 def assert_all_match(case: Case, results: list[Result], expected: LinearExpected) -> None:
     """Final states, and the gradient of the initial one, too."""
     assert_matches(case, results, expected, bound=1e-9)
@@ -161,14 +175,7 @@ def test_heads_that_ranks_do_not_divide(case: Case, size: int, heads: int) -> No
             sent = others * (2 * 4 * (3 + value_dim) + 3 * value_dim)
             assert log.bytes(rank=rank, phase="forward") == sent
             assert log.bytes(rank=rank, phase="backward") == sent
-
-    def compare(topology: Topology) -> None:
-        made, rank = create_linear(case.algo, topology, dict(case.options)), topology.rank
-        traffic = made.traffic(shape, rank, causal=causal, final_state=True)
-        assert log.bytes(rank=rank, phase="forward") == traffic.forward_bytes
-        assert log.bytes(rank=rank, phase="backward") == traffic.backward_bytes
-
-    run_virtual(size, compare)
+    assert_bytes_are_stated(case, size, shape, log, causal=causal)
 
 
 # Where documents other than the first one begin, in runs of 6 tokens, or of 3 on zigzag: in the
@@ -199,14 +206,7 @@ def test_a_state_begins_anew_at_each_document(
     results, log = run(case, expected, size, causal=causal, states=True, cu_seqlens=cu_seqlens)
     assert_all_match(case, results, expected)
     shape = LinearShape(*expected.q.shape, expected.v.shape[3], element_bytes=8, wide_bytes=8)
-
-    def compare(topology: Topology) -> None:
-        made, rank = create_linear(case.algo, topology, dict(case.options)), topology.rank
-        traffic = made.traffic(shape, rank, causal=causal, final_state=True)
-        assert log.bytes(rank=rank, phase="forward") == traffic.forward_bytes
-        assert log.bytes(rank=rank, phase="backward") == traffic.backward_bytes
-
-    run_virtual(size, compare)
+    assert_bytes_are_stated(case, size, shape, log, causal=causal)
 
 
 @pytest.mark.parametrize("case", tuple(cases()), ids=str)
