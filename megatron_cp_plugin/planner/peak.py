@@ -7,18 +7,15 @@ from dataclasses import replace
 from math import lcm
 
 import torch
-from torch import Tensor
 
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.core.decay import Decay
 from megatron_cp_plugin.core.linear import LinearCall, LinearShape
-from megatron_cp_plugin.core.linear_kernel import BackwardPass, ForwardPass, LinearKernel
 from megatron_cp_plugin.core.memory import DTYPES, LivingBytes, peak_of
-from megatron_cp_plugin.core.partial import accumulation_dtype
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.kernels.base import kernel_called, kernel_names
-from megatron_cp_plugin.kernels.fla import CHUNK, segments_of
+from megatron_cp_plugin.planner.linear_sizes import LinearSizes
 from megatron_cp_plugin.planner.simulate import by_collectives, pinned, within
 from megatron_cp_plugin.planner.trace import alone
 
@@ -128,82 +125,9 @@ def _linear_peak(
         for dim in (shape.head_dim, shape.head_dim, shape.value_dim, shape.value_dim)
     )
     # Any rate below 1: so states are weighted, as most models have them.
-    call = LinearCall(shape.seq_len, mask.causal, Decay((0.5,) * shape.heads), _LinearSizes())
+    call = LinearCall(shape.seq_len, mask.causal, Decay((0.5,) * shape.heads), LinearSizes())
     with LivingBytes([q, k, v, dout]) as living:
         out, _, saved = algorithm.forward(q, k, v, None, call)
         gradients = algorithm.backward(dout, None, saved, call)
     del out, gradients
     return living.most
-
-
-class _LinearSizes(LinearKernel):
-    """Makes what fla's kernels make, of tensors without storage."""
-
-    name = "sizes"
-
-    def unsupported(self, problem: object) -> str | None:
-        return None
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, decay: Decay) -> ForwardPass:
-        return _LinearForward(q, v)
-
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        decay: Decay,
-        cache: Tensor | None,
-    ) -> BackwardPass:
-        return _LinearBackward(q, k, v)
-
-
-def _states(q: Tensor, v: Tensor, count: int, dtype: torch.dtype | None = None) -> Tensor:
-    batch, _, heads, dim = q.shape
-    shape = (batch * count, heads, dim, v.shape[3])
-    return q.new_empty(shape, dtype=dtype or accumulation_dtype(q.dtype))
-
-
-def _segments(q: Tensor) -> int:
-    batch, tokens, heads, _ = q.shape
-    return segments_of(batch, tokens, heads)
-
-
-class _LinearForward(ForwardPass):
-    def __init__(self, q: Tensor, v: Tensor) -> None:
-        self._q, self._v = q, v
-        self._ends = _states(q, v, _segments(q))
-        self.state = _states(q, v, 1)
-
-    def intra(self) -> None:
-        self._before = _states(self._q, self._v, _segments(self._q))
-        self._out = torch.empty_like(self._v)
-
-    def finish(self, incoming: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        if incoming is not None:
-            self._before = _states(self._q, self._v, _segments(self._q))
-        return self._out, self._before
-
-
-class _LinearBackward(BackwardPass):
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor) -> None:
-        self._of = q, k, v
-        self._dstarts = _states(q, v, _segments(q))
-        self.dstate = _states(q, v, 1)
-
-    def intra(self) -> None:
-        self._before_chunks = self._of_chunks()
-
-    def finish(self, doutgoing: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = self._of
-        dends, dafter_chunks = _states(q, v, _segments(q)), self._of_chunks()
-        dq, dk = torch.empty_like(q), torch.empty_like(k)
-        del self._before_chunks
-        dv = torch.empty_like(v)
-        del dends, dafter_chunks
-        return dq, dk, dv
-
-    def _of_chunks(self) -> Tensor:
-        q, _, v = self._of
-        return _states(q, v, -(-q.shape[1] // CHUNK), q.dtype)

@@ -24,12 +24,11 @@ from megatron_cp_plugin.core.decay import Decay
 from megatron_cp_plugin.core.fused import register_fused
 from megatron_cp_plugin.core.kernel import Packing, Statistics
 from megatron_cp_plugin.core.linear import LinearAlgorithm, LinearCall, LinearShape
-from megatron_cp_plugin.core.linear_kernel import BackwardPass, ForwardPass, LinearKernel
 from megatron_cp_plugin.core.memory import DTYPES, OnePass, SizesOnly
-from megatron_cp_plugin.core.partial import accumulation_dtype
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
+from megatron_cp_plugin.planner.linear_sizes import BackwardSizes, ForwardSizes, LinearSizes
 from megatron_cp_plugin.planner.machine import Pass
 
 
@@ -260,65 +259,41 @@ def _area(packing: Packing, *, causal: bool) -> float:
     )
 
 
-class _LinearKernel(LinearKernel):
-    """Notes the parts of a pass; the state of a run takes a third of it."""
-
-    name = "noted"
-
-    def unsupported(self, problem: object) -> str | None:
-        return None
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, decay: Decay) -> ForwardPass:
-        return _LinearForward(q, k, v)
-
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        decay: Decay,
-        cache: Tensor | None,
-    ) -> BackwardPass:
-        return _LinearBackward(q, k, v)
-
-
 def _linear_flop(q: Tensor, v: Tensor) -> float:
     """FLOP of a forward: a product for the state and one for the output of every token."""
     return 4.0 * q.numel() * v.shape[3]
 
 
-def _state(q: Tensor, v: Tensor) -> Tensor:
-    batch, _, heads, dim = q.shape
-    return q.new_empty((batch, heads, dim, v.shape[3]), dtype=accumulation_dtype(q.dtype))
-
-
-class _LinearForward(ForwardPass):
+class _LinearForward(ForwardSizes):
     def __init__(self, q: Tensor, k: Tensor, v: Tensor) -> None:
-        self._q, self._v = q, v
-        self._flop = _linear_flop(q, v)
+        self._flop, self._earlier = _linear_flop(q, v), _bytes(q) + 2 * _bytes(v)
         _note(Linear("forward", self._flop / 3))
-        self.state = _state(q, v)
+        super().__init__(q, k, v)
 
     def intra(self) -> None:
         _note(Linear("forward", self._flop * 2 / 3))
+        super().intra()
 
     def finish(self, incoming: Tensor | None) -> tuple[Tensor, Tensor | None]:
         if incoming is not None:
-            _note(Memory("earlier tokens", _bytes(self._q) + 2 * _bytes(self._v)))
-        return self._q.new_empty((*self._q.shape[:3], self._v.shape[3])), incoming
+            _note(Memory("earlier tokens", self._earlier))
+        return super().finish(incoming)
 
 
-class _LinearBackward(BackwardPass):
+class _LinearBackward(BackwardSizes):
     def __init__(self, q: Tensor, k: Tensor, v: Tensor) -> None:
-        self._of = q, k, v
         self._flop = _linear_flop(q, v)
         _note(Linear("backward", self._flop / 3))
-        self.dstate = _state(q, v)
+        super().__init__(q, k, v)
 
     def intra(self) -> None:
         _note(Linear("backward", self._flop * 2 / 3))
+        super().intra()
 
-    def finish(self, doutgoing: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        dq, dk, dv = (torch.empty_like(x) for x in self._of)
-        return dq, dk, dv
+
+class _LinearKernel(LinearSizes):
+    """Notes the parts of a pass; the state of a run takes a third of it."""
+
+    name = "noted"
+    forward_pass = _LinearForward
+    backward_pass = _LinearBackward
