@@ -4,10 +4,15 @@ All take GQA without expanding and return the natural-log lse. Called as aten op
 scaled_dot_product_attention does not return lse.
 """
 
+from collections.abc import Iterator
+from itertools import product
+
 import torch
 from torch import Tensor
 
 from megatron_cp_plugin.core.kernel import Lengths, Problem, SoftmaxKernel, Statistics
+from megatron_cp_plugin.core.pipeline import head_groups
+from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.kernels.base import (
     PackingKernel,
     equal_dims_reason,
@@ -19,6 +24,10 @@ from megatron_cp_plugin.kernels.base import (
 from megatron_cp_plugin.kernels.reference import Reference
 
 _aten = torch.ops.aten
+
+# How far apart elements of q may be for cuDNN's backward: beyond that dq is wrong, and with it dk,
+# without an error (cuDNN of torch 2.11 on an H200; its forward is right).
+_CUDNN_ELEMENTS = 2**31
 
 
 def _swap(x: Tensor) -> Tensor:
@@ -173,7 +182,8 @@ class CudnnAttention(SoftmaxKernel):
 
     Not deterministic: torch does not ask cuDNN for its deterministic backward. Not for documents:
     it makes a plan for each new length, which takes some tenths of a second. Not for one key, for
-    which PyTorch does not call it either: a softmax of one score is written out.
+    which PyTorch does not call it either: a softmax of one score is written out. The backward of
+    queries of more than 2^31 elements is called for some heads at a time.
     """
 
     name = "cudnn"
@@ -207,14 +217,41 @@ class CudnnAttention(SoftmaxKernel):
     ) -> tuple[Tensor, Tensor, Tensor]:
         if k.shape[1] == 1:
             return self._of_one_key.backward(dout, q, k, v, statistics, scale=scale, causal=causal)
+        out = statistics.out_for(dout)
+        if max(map(_extent, (q, dout, out))) <= _CUDNN_ELEMENTS:
+            return self._differentiate(
+                dout, q, k, v, out, statistics.lse, scale=scale, causal=causal
+            )
+        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+        for entry, heads, kv in _parts(dout, q, k):
+            some_dout, some_q, some_out = (x[entry, :, heads].contiguous() for x in (dout, q, out))
+            some_k, some_v = (x[entry, :, kv].contiguous() for x in (k, v))
+            lse = statistics.lse[entry, heads]
+            dq[entry, :, heads], dk[entry, :, kv], dv[entry, :, kv] = self._differentiate(
+                some_dout, some_q, some_k, some_v, some_out, lse, scale=scale, causal=causal
+            )
+        return dq, dk, dv
+
+    def _differentiate(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        *,
+        scale: float,
+        causal: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         no_dropout = torch.zeros((), dtype=torch.int64, device=q.device)
         dq, dk, dv = _aten._scaled_dot_product_cudnn_attention_backward(
             _swap(dout),
             _swap(q),
             _swap(k),
             _swap(v),
-            _swap(statistics.out_for(dout)),
-            statistics.lse.contiguous().unsqueeze(-1),
+            _swap(out),
+            lse.contiguous().unsqueeze(-1),
             no_dropout,
             no_dropout,
             None,
@@ -249,3 +286,26 @@ class CudnnAttention(SoftmaxKernel):
         of_keys = cols * heads * (dim + value_dim) if heads > kv_heads else 0
         within = batch * (4 * rows * heads * (dim + 1) + of_keys * q.element_size())
         return with_stand_in(within, q, k, v, statistics)
+
+
+def _extent(x: Tensor) -> int:
+    """Elements from the first to the last in memory, those between included."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+
+
+def _parts(dout: Tensor, q: Tensor, k: Tensor) -> Iterator[tuple[slice, slice, slice]]:
+    """Batch entries, query heads and KV heads of which cuDNN's backward is right.
+
+    Raises: ContextParallelError if one KV head's queries are too many.
+    """
+    (batch, rows, heads, _), kv_heads = q.shape, k.shape[2]
+    elements = rows * heads * max(q.shape[3], dout.shape[3])
+    counts = (n for n in range(1, kv_heads + 1) if not kv_heads % n)
+    count = next((n for n in counts if elements <= n * _CUDNN_ELEMENTS), None)
+    if count is None:
+        raise ContextParallelError(
+            f"kernel cudnn needs at most {_CUDNN_ELEMENTS} elements of queries a KV head, got "
+            f"{elements // kv_heads}: use kernel flash4 or torch_flash"
+        )
+    for entry, group in product(range(batch), head_groups(heads, kv_heads, count, share_kv=False)):
+        yield slice(entry, entry + 1), group.q, group.kv

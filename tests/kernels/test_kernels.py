@@ -11,7 +11,7 @@ from megatron_cp_plugin.core.fused import fused_for
 from megatron_cp_plugin.core.kernel import Packing, Problem, SoftmaxKernel, Statistics
 from megatron_cp_plugin.core.linear_kernel import LinearProblem
 from megatron_cp_plugin.core.partial import delta_of
-from megatron_cp_plugin.errors import KernelUnavailableError
+from megatron_cp_plugin.errors import ContextParallelError, KernelUnavailableError
 from megatron_cp_plugin.kernels import kernel_names, resolve, torch_flash
 from megatron_cp_plugin.kernels.linear import resolve_linear
 from megatron_cp_plugin.kernels.reference import Reference
@@ -19,6 +19,16 @@ from tests.oracle import expected_attention, relative_error
 
 CPU = torch.device("cpu")
 GPU_KERNELS = ("flash4", "cudnn", "torch_flash", "flash2")
+
+
+def resolved(name: str, problem: Problem) -> SoftmaxKernel:
+    """A kernel; where it is not installed, or not for this problem, the test is skipped: which
+    kernels there are is for each machine to say, and that one is refused is tested elsewhere.
+    """
+    try:
+        return resolve(name, problem)
+    except KernelUnavailableError as error:
+        pytest.skip(str(error))
 
 
 def problem_of(expected):
@@ -149,10 +159,7 @@ def test_gpu_kernels(name, dims, shape, kv_heads):
     )
     shape = torch.device("cuda", 0), torch.bfloat16, 8, kv_heads, head_dim
     problem = Problem(*shape, documents=bool(bounds), value_dim=value_dim)
-    try:
-        kernel = resolve(name, problem)
-    except KernelUnavailableError as error:
-        pytest.skip(str(error))
+    kernel = resolved(name, problem)
     check(kernel, expected, 1e-2, bounds=bounds, device=problem.device, **settings)
 
 
@@ -160,10 +167,7 @@ def test_gpu_kernels(name, dims, shape, kv_heads):
 def test_rectangular_causal_tiles_are_aligned_at_the_bottom_right(name):
     device = torch.device("cuda", 0) if torch.cuda.is_available() else CPU
     dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float64
-    try:
-        kernel = resolve(name, Problem(device, dtype, 4, 2, 64))
-    except KernelUnavailableError as error:
-        pytest.skip(str(error))
+    kernel = resolved(name, Problem(device, dtype, 4, 2, 64))
     if not kernel.rectangular_causal:
         pytest.skip(f"{name} takes square causal tiles only")
     whole = expected_attention(
@@ -388,6 +392,44 @@ def test_gpu_kernels_with_one_key(name):
     device = torch.device("cuda", 0)
     kernel = resolve(name, Problem(device, torch.bfloat16, 4, 2, 64))
     assert max(one_key(kernel, device)) < 1e-2
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "parts"), [(8, 4, 4), (4, 4, 2), (4, 1, 2)])
+def test_cudnn_backward_of_large_tensors_is_in_parts(monkeypatch, heads, kv_heads, parts):
+    """Each call has contiguous tensors of at most so many elements, also of views of some heads."""
+    limit = 100 * 4 * 16
+    monkeypatch.setattr(torch_flash, "_CUDNN_ELEMENTS", limit)
+    monkeypatch.setattr(torch_flash, "_aten", None)
+    calls = []
+
+    def backward(self, dout, q, k, v, out, lse, **settings):
+        assert all(x.is_contiguous() and x.numel() <= limit for x in (dout, q, out))
+        calls.append(q.shape)
+        statistics = Statistics(lse, out=out)
+        return Reference().backward(dout, q, k, v, statistics, **settings)
+
+    monkeypatch.setattr(torch_flash.CudnnAttention, "_differentiate", backward)
+    generator = torch.Generator().manual_seed(0)
+
+    def random(n):
+        wide = torch.randn((2, 100, 2 * n, 16), generator=generator, dtype=torch.float64)
+        return wide[:, :, :n]  # as groups of heads are
+
+    q, dout, k, v = random(heads), random(heads), random(kv_heads), random(kv_heads)
+    settings = {"scale": 0.25, "causal": True}
+    out, lse = Reference().forward(q, k, v, **settings)
+    for statistics in (
+        Statistics(lse, out=out),
+        Statistics(lse, delta=(dout * out).sum(3).transpose(1, 2)),
+    ):
+        calls.clear()
+        got = torch_flash.CudnnAttention().backward(dout, q, k, v, statistics, **settings)
+        assert len(calls) == parts
+        want = Reference().backward(dout, q, k, v, Statistics(lse, out=out), **settings)
+        assert max(map(relative_error, got, want)) < 1e-12
+    monkeypatch.setattr(torch_flash, "_CUDNN_ELEMENTS", 100 * 16 * heads // kv_heads - 1)
+    with pytest.raises(ContextParallelError, match="use kernel flash4 or torch_flash"):
+        torch_flash.CudnnAttention().backward(dout, q, k, v, Statistics(lse, out=out), **settings)
 
 
 # Offsets of the last rows are beyond int32: 2^31 elements and some, 4 GiB each in bfloat16.

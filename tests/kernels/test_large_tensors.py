@@ -1,0 +1,236 @@
+"""Offsets beyond int32 where whole tensors are smaller, or others are larger than q, k and v.
+
+Of tensors that themselves have more elements than int32 counts: test_kernels.py. On a GPU with 64
+GiB: pytest -m gpu tests/kernels/test_large_tensors.py
+"""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_cp_plugin.core.chunked_loss import losses_and_predictions
+from megatron_cp_plugin.core.decay import Decay
+from megatron_cp_plugin.core.kernel import Packing, Problem, SoftmaxKernel, Statistics
+from megatron_cp_plugin.core.partial import delta_of
+from tests.kernels.test_kernels import FEW, GPU_KERNELS, LARGE, resolved
+from tests.kernels.test_linear_kernels import run
+from tests.oracle import naive_attention, relative_error
+
+pytestmark = pytest.mark.gpu
+
+GPU = torch.device("cuda", 0)
+HEADS, DIM = 64, 128  # LARGE tokens of them are 2^31 elements and some
+LAST = slice(LARGE - FEW, LARGE)
+SETTINGS = {"scale": DIM**-0.5, "causal": False}
+
+
+@pytest.fixture(autouse=True)
+def _freed() -> Iterator[None]:
+    """Each test takes up to 50 GiB, in pieces of other sizes than the last one."""
+    torch.manual_seed(0)
+    yield
+    torch.cuda.empty_cache()
+
+
+def kernel_called(name: str, heads: int, kv_heads: int, *, packs: bool = False) -> SoftmaxKernel:
+    return resolved(name, Problem(GPU, torch.bfloat16, heads, kv_heads, DIM, documents=packs))
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.empty(shape, device=GPU, dtype=torch.bfloat16).normal_()
+
+
+def assert_near(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...], bound: float = 1e-3) -> None:
+    errors = [relative_error(x, y) for x, y in zip(found, wanted, strict=True)]
+    assert max(errors) < bound, errors
+
+
+@pytest.mark.parametrize("tokens", [2**16 + FEW, 2**17 + FEW, 2**18 - FEW])
+@pytest.mark.parametrize("name", GPU_KERNELS)
+def test_tensors_of_more_bytes_than_int32_counts(name: str, tokens: int) -> None:
+    """Of 2^29 elements and some, which float32 sums have 2^31 bytes of; of 2^30 and some, which
+    bfloat16 has; and of almost 2^31.
+    """
+    kernel = kernel_called(name, HEADS, HEADS)
+    q, dout, k, v = (normal(1, n, HEADS, DIM) for n in (tokens, tokens, FEW, FEW))
+    out, lse = kernel.forward(q, k, v, **SETTINGS)
+    dq, dk, dv = kernel.backward(dout, q, k, v, Statistics(lse, out=out), **SETTINGS)
+    last = slice(tokens - FEW, tokens)
+    few = q[:, last].contiguous(), dout[:, last].contiguous(), out[:, last].contiguous()
+    want, want_lse = kernel.forward(few[0], k, v, **SETTINGS)
+    assert_near((few[2], lse[:, :, last]), (want, want_lse))
+    statistics = Statistics(lse[:, :, last].contiguous(), out=few[2])
+    want, _, _ = kernel.backward(few[1], few[0], k, v, statistics, **SETTINGS)
+    assert_near((dq[:, last],), (want,))
+    # As queries do not see each other, all results for keys are sums over pieces.
+    sums = [torch.zeros(k.shape, device=GPU) for _ in "kv"]
+    for start in range(0, tokens, 2**15):
+        part = slice(start, min(start + 2**15, tokens))
+        statistics = Statistics(lse[:, :, part].contiguous(), out=out[:, part])
+        found = kernel.backward(dout[:, part], q[:, part], k, v, statistics, **SETTINGS)
+        for total, x in zip(sums, found[1:], strict=True):
+            total += x
+    assert_near((dk, dv), tuple(sums), 1e-2)
+
+
+@pytest.mark.parametrize("name", GPU_KERNELS)
+def test_keys_that_query_heads_share(name: str) -> None:
+    """2^28 elements, whose gradients kernels have for each of 64 query heads before they sum."""
+    kernel = kernel_called(name, HEADS, 8)
+    q, dout = normal(1, FEW, HEADS, DIM), normal(1, FEW, HEADS, DIM)
+    k, v = normal(1, LARGE, 8, DIM), normal(1, LARGE, 8, DIM)
+    out, lse = kernel.forward(q, k, v, **SETTINGS)
+    found = kernel.backward(dout, q, k, v, Statistics(lse, out=out), **SETTINGS)
+    dq = torch.zeros(q.shape, device=GPU)
+    for start in range(0, LARGE, 2**15):
+        part = slice(start, min(start + 2**15, LARGE))
+        given = dout, q, k[:, part], v[:, part], Statistics(lse, out=out)
+        more, *wanted = kernel.backward(*given, **SETTINGS)
+        assert_near((found[1][:, part], found[2][:, part]), tuple(wanted), 1e-2)
+        dq += more
+    assert_near((found[0],), (dq,), 1e-2)
+
+
+@pytest.mark.parametrize("large", ["queries", "keys"])
+@pytest.mark.parametrize("name", GPU_KERNELS)
+def test_heads_of_large_tensors(name: str, large: str) -> None:
+    """The last 8 of 64 heads, where they are: 2^28 elements, the last of them 2^31 from the first;
+    as if they were copied together.
+    """
+    kernel, some = kernel_called(name, 8, 8), slice(HEADS - 8, HEADS)
+
+    def heads(tokens: int) -> Tensor:
+        return normal(1, tokens, HEADS, DIM)[:, :, some]
+
+    q, dout, place, dq = (heads(LARGE if large == "queries" else FEW) for _ in range(4))
+    k, v, dk, dv = (heads(LARGE if large == "keys" else FEW) for _ in range(4))
+    whole = tuple(x.contiguous() for x in (q, k, v))
+    want, want_lse = kernel.forward(*whole, **SETTINGS)
+    out, lse = kernel.forward(q, k, v, **SETTINGS)
+    assert_near((out, lse), (want, want_lse))
+    wanted = kernel.backward(dout.contiguous(), *whole, Statistics(want_lse, out=want), **SETTINGS)
+    given = dout, q, k, v, Statistics(want_lse, out=place.copy_(want))
+    assert_near(kernel.backward(*given, **SETTINGS), wanted)
+    if kernel.places_outputs:
+        kernel.forward_to((place, lse), q, k, v, **SETTINGS)
+        assert_near((place, lse), (want, want_lse))
+    if kernel.places_gradients:
+        kernel.backward_to((dq, dk, dv), *given, **SETTINGS)
+        assert_near((dq, dk, dv), wanted)
+
+
+@pytest.mark.parametrize("name", ["flash4", "torch_flash", "flash2"])
+def test_packed_documents(name: str) -> None:
+    """The last two of 513 documents, against attention written out in float64."""
+    kernel = kernel_called(name, HEADS, HEADS, packs=True)
+    bounds = (*range(0, LARGE, 512), LARGE)
+    packing, settings = Packing.adjacent(bounds, bounds), {"scale": DIM**-0.5, "causal": True}
+    q, k, v, dout = (normal(1, LARGE, HEADS, DIM) for _ in range(4))
+    out, lse = kernel.forward_packed(q, k, v, packing, **settings)
+    statistics = Statistics(lse, out=out)
+    found = out, *kernel.backward_packed(dout, q, k, v, statistics, packing, **settings)
+    for start, stop in zip(bounds[-3:], bounds[-2:], strict=False):
+        rows = slice(start, stop)
+        inputs = [x[:, rows].double().requires_grad_() for x in (q, k, v)]
+        want = naive_attention(*inputs, **settings)
+        wanted = want, *torch.autograd.grad(want, inputs, dout[:, rows].double())
+        assert_near(tuple(x[:, rows] for x in found), wanted, 1e-2)
+
+
+def test_some_rows_of_large_tensors() -> None:
+    """Merged, added, multiplied; each row as in a small tensor."""
+    from megatron_cp_plugin.kernels import fused
+
+    total, b = normal(1, LARGE, HEADS, DIM), normal(1, LARGE, HEADS, DIM)
+    lse, b_lse = (torch.randn(1, HEADS, LARGE, device=GPU) for _ in "ab")
+    rows = torch.arange(LARGE - FEW, LARGE, device=GPU, dtype=torch.int32)
+    own = torch.arange(FEW, device=GPU, dtype=torch.int32)
+    small, few = total[:, LAST].contiguous(), b[:, LAST].contiguous()
+    small_lse, few_lse = lse[:, :, LAST].contiguous(), b_lse[:, :, LAST].contiguous()
+
+    fused.merge_rows_into(total, lse, rows, b, b_lse, rows)
+    fused.merge_rows_into(small, small_lse, own, few, few_lse, own)
+    assert torch.equal(total[:, LAST], small)
+    assert torch.equal(lse[:, :, LAST], small_lse)
+    fused.add_rows_into(total, rows, b, rows)
+    fused.add_rows_into(small, own, few, own)
+    assert torch.equal(total[:, LAST], small)
+    out, few_out = torch.empty_like(b), torch.empty_like(few)
+    fused.sum_into(out, b, b, total)
+    fused.sum_into(few_out, few, few, small)
+    assert torch.equal(out[:, LAST], few_out)
+    scale = torch.rand(1, LARGE, device=GPU)
+    some = scale[:, LAST].contiguous()
+    fused.product_into(out, total, b, scale, (b, scale))
+    fused.product_into(few_out, small, few, some, (few, some))
+    assert torch.equal(out[:, LAST], few_out)
+    assert torch.equal(delta_of(total, out)[:, :, LAST], delta_of(small, few_out))
+
+
+def test_a_chunk_of_logits() -> None:
+    """2^31 and some: losses and gradients of the last tokens in float64, that of the weight as
+    small chunks give it.
+    """
+    tokens, vocabulary, size = 2**14 + 1024, 2**17, 64
+    hidden, weight = normal(tokens, size), normal(vocabulary, size) / 8
+    labels = torch.randint(vocabulary, (tokens,), device=GPU)
+    dlosses = torch.randn(tokens, device=GPU)
+
+    def gradients(chunk_tokens: int) -> tuple[Tensor, ...]:
+        x, head = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        losses, predicted = losses_and_predictions(
+            x,
+            head,
+            labels,
+            chunk_tokens=chunk_tokens,
+            tp_group=None,
+            sequence_parallel=False,
+            into_main_grad=False,
+            predict=True,
+        )
+        assert predicted is not None
+        losses.backward(dlosses)
+        return losses.detach(), predicted, x.grad, head.grad
+
+    losses, predicted, dhidden, dweight = gradients(tokens)
+    assert_near((dweight,), (gradients(2048)[3],), 6e-3)
+    last = slice(tokens - FEW, tokens)
+    x = hidden[last].double().requires_grad_()
+    logits = x @ weight.double().t()
+    want = torch.nn.functional.cross_entropy(logits, labels[last], reduction="none")
+    (dx,) = torch.autograd.grad(want, x, dlosses[last].double())
+    assert_near((losses[last], dhidden[last]), (want.detach(), dx), 6e-3)
+    chosen = logits.gather(1, predicted[last, None])[:, 0]
+    assert (logits.amax(1) - chosen).max() < 2**-5  # as near as bfloat16 can tell
+
+
+def test_what_a_state_adds() -> None:
+    """At rates of 1 each token as if it were one of a few."""
+    pytest.importorskip("triton")
+    from megatron_cp_plugin.kernels.decayed import add_decayed_
+
+    out, x = normal(1, LARGE, HEADS, DIM), normal(1, LARGE, HEADS, DIM)
+    states, rates = torch.randn(1, HEADS, DIM, DIM, device=GPU), torch.zeros(HEADS, device=GPU)
+    want, few = out[:, LAST].contiguous(), x[:, LAST].contiguous()
+    add_decayed_(out, x, states, rates)
+    add_decayed_(want, few, states, rates)
+    assert_near((out[:, LAST],), (want,))
+
+
+def test_linear_attention() -> None:
+    """Queries, and states between chunks, of more than 2^31 elements in 16 segments. All heads
+    forget so much that the last tokens have what they have alone.
+    """
+    pytest.importorskip("fla")
+    tokens, heads, dim, alone = 2**21 + 2**18, 16, 64, 8192
+    decay, none = Decay((0.5,) * heads), torch.zeros(1, heads, dim, dim, device=GPU)
+    tensors = [normal(1, tokens, heads, dim) for _ in range(4)]
+    found = run("fla", *tensors, decay, none, none)
+    few = [x[:, -alone:].contiguous() for x in tensors]
+    wanted = run("fla", *few, decay, none, none)
+    last = slice(-alone // 2, None)
+    for number in (0, 2, 3, 4):  # out, dq, dk, dv
+        assert_near((found[number][:, last],), (wanted[number][:, last],), 1e-2)
+    assert_near((found[1],), (wanted[1],), 1e-2)  # the state at the end
