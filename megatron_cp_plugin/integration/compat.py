@@ -147,15 +147,17 @@ class Replacement:
 
 def _set(changes: Iterable[tuple[Replacement, Any, Any]]) -> None:
     """Sets the names of replacements, from one object to another, in all modules at once."""
-    after: dict[int, Any] = {}
+    after: dict[Any, Any] = {}  # of functions and classes
     for each, before, value in changes:
         setattr(each._owner, each._name, value)
         if isinstance(each._owner, ModuleType):
-            after[id(before)] = value
+            after[before] = value
+    kinds = {type(before) for before in after}
     for module in [each for each in list(sys.modules.values()) if isinstance(each, ModuleType)]:
         for alias, value in list(vars(module).items()):
-            if id(value) in after:
-                setattr(module, alias, after[id(value)])
+            # `id` would be slow: packages around Megatron audit each call of it.
+            if type(value) in kinds and value in after:
+                setattr(module, alias, after[value])
 
 
 def replace(hooks: Mapping[str, Callable[..., Any]], *parts: Part) -> list[Replacement]:

@@ -50,20 +50,3 @@ def test_a_run_with_such_batches_ends_before_its_first_loss(tmp_path: Path, stag
         assert len(lines) == 1
         assert "needs batches that the plugin cuts by the zigzag layout, got input_ids" in lines[0]
         assert "these are the tokens of rank 0 in the contiguous layout" in lines[0]
-
-
-def test_a_worker_without_the_plugin_refuses_the_same_command_line(tmp_path: Path) -> None:
-    """It would train with Megatron's own attention, and without a word."""
-    program = tmp_path / "program.py"
-    program.write_text(
-        "import sys; from megatron_cp_plugin.integration import launch\n"
-        "sys.argv[1:] = launch.prepare(sys.argv[1:])\n"
-        "import subprocess\n"
-        "worker = 'from megatron.training.arguments import parse_args; parse_args()'\n"
-        "done = subprocess.run([sys.executable, '-c', worker, *sys.argv[1:]])\n"
-        "from megatron.training.arguments import parse_args\n"
-        "print('HERE', parse_args().context_parallel_algo, 'WORKER', done.returncode)\n"
-    )
-    job = run_warm(tmp_path, *TINY, "--context-parallel-algo", "ring", script=program).succeeded()
-    assert "HERE ring WORKER 2" in job.text
-    assert "unrecognized arguments: --context-parallel-algo ring" in job.text

@@ -93,6 +93,17 @@ for name, module in sorted(sys.modules.items()):
             if any(value is original for original in originals):
                 print("LEFT", name + "." + key)
 """
+# A worker that a program starts with what `prepare` has left to it.
+_WORKER = """
+from megatron.training.arguments import parse_args
+sys.argv = "worker --lr 1 --context-parallel-algo ring".split()
+sys.stderr = sys.stdout
+try:
+    parse_args()
+except SystemExit as end:
+    print("CODE", end.code)
+"""
+
 PROGRAMS = {
     "nothing": difference(
         "--lr 1",
@@ -108,6 +119,7 @@ PROGRAMS = {
     ),
     "cpu": difference("--lr 1 --cp-platform cpu", gpu=False, parts=("any", "cpu")),
     "importers": _IMPORTERS,
+    "worker": _WORKER,
 }
 
 
@@ -161,6 +173,13 @@ def test_no_module_of_megatron_keeps_a_checkpoint_that_runs_attention_twice(
     """Multi-token prediction takes `te_checkpoint` from where it is defined, when it runs."""
     lines = printed["importers"].splitlines()
     assert [line for line in lines if line.startswith("LEFT")] == []
+
+
+def test_a_worker_without_the_plugin_refuses_the_same_command_line(printed: dict[str, str]) -> None:
+    """It would train with Megatron's own attention, and without a word."""
+    *_, refusal, code = printed["worker"].splitlines()
+    assert refusal.endswith(": error: unrecognized arguments: --context-parallel-algo ring")
+    assert code == "CODE 2"
 
 
 def refused(job: Job) -> str:
