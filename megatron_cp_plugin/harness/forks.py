@@ -20,6 +20,8 @@ from contextlib import suppress
 from multiprocessing import forkserver
 from pathlib import Path
 
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
 # What a rank may take to end by itself once another one has failed.
 GRACE_S = 30
 
@@ -41,9 +43,13 @@ class ForkedJob:
             arguments: Its command line.
             logs: For each rank the files that its stdout and its stderr are added to.
         """
-        _start_server()
-        common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        start_server()
+        # As torchrun has one: where rank 0 starts the store, ranks that come before it try again
+        # half a second later.
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._store.port)}
         common |= {"WORLD_SIZE": str(len(logs)), "LOCAL_WORLD_SIZE": str(len(logs))}
+        common |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
         self.ranks = []
         for rank, (stdout, stderr) in enumerate(logs):
             place = common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
@@ -95,8 +101,8 @@ def free_port() -> int:
             return port
 
 
-def _start_server() -> None:
-    """Starts the process to be forked, if there is none."""
+def start_server() -> None:
+    """Starts the process to be forked, if there is none; it imports Megatron meanwhile."""
     # It imports this, and not we: it puts the CPU platform in force.
     forkserver.set_forkserver_preload(["megatron_cp_plugin.harness.forked"])
     threads = os.environ.get("OMP_NUM_THREADS")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from torch import distributed as dist
 
-from megatron_cp_plugin.harness.forks import free_port
+from megatron_cp_plugin.harness.forks import free_port, start_server
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -30,6 +30,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=None,
         help="how many random runs to try, others at each call; default: a few, always the same",
     )
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What jobs are forks of imports Megatron while tests without jobs run."""
+    items = (item for item in session.items if isinstance(item, pytest.Function))
+    if not session.config.option.collectonly and any(
+        hasattr(item.module, "run_warm") for item in items
+    ):
+        start_server()
 
 
 @pytest.fixture(scope="session")

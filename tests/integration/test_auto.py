@@ -75,6 +75,7 @@ def test_models_differ_and_so_do_choices(choose: Choosing) -> None:
     states, _ = choose(linear, 4)
     assert len({one.algo, far.algo, states.algo}) == 3
     assert one.algo == "ulysses"
+    assert one.layers == ()
     assert registry.kind_of(states.algo) == "linear"
 
 
@@ -85,8 +86,6 @@ def test_layers_that_differ_have_algorithms_of_their_own(choose: Choosing) -> No
         assert len(named.layers) == 32
         full = {named.layers[number] for number in range(3, 32, 4)}
         assert len(full) == 1
-    whole, _ = choose(LLAMA + "--seq-length 65536", 8)
-    assert whole.layers == ()
 
 
 def test_a_hybrid_of_both_kinds(choose: Choosing) -> None:

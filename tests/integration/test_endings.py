@@ -100,8 +100,9 @@ def test_an_end_has_its_code_and_its_last_words(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads as Linux does")
-def test_the_functional_interface_leaves_no_thread_of_gloo() -> None:
+def test_the_functional_interface_leaves_no_thread_of_gloo(tmp_path: Path) -> None:
     script = Path(__file__).parent / "functional_job.py"
-    algos = available("softmax")
-    job = run(str(script), *algos, ranks=2, program=("-c", COUNT_THREADS)).succeeded()
-    assert [process.stdout for process in job.processes] == ["0 threads of gloo\n"] * 2
+    words = "-c", COUNT_THREADS, str(script), *available("softmax")
+    job = run_program(tmp_path, *words, ranks=2).succeeded()
+    last = [process.stdout.splitlines()[-1] for process in job.processes]
+    assert last == ["0 threads of gloo"] * 2
