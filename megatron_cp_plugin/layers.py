@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import get_args, get_type_hints
+from typing import get_args
 
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.core.layout import Contiguous
@@ -79,7 +79,7 @@ def options_by_name(layers: Sequence[str], algo: str, options: Options) -> Mappi
 
 def layout_choices(name: str) -> Iterator[tuple[str, str, str]]:
     """(layout, option, choice) for all choices of the options that decide an algorithm's layout."""
-    for option, kind in get_type_hints(registry.algorithm_class(name).Options).items():
+    for option, kind in registry.option_types(registry.algorithm_class(name).Options).items():
         # With "auto" other options decide.
         choices = [c for c in get_args(kind) if isinstance(c, str) and c != "auto"]
         layouts = [registry.layout_of(name, {option: choice}).name for choice in choices]
@@ -89,7 +89,7 @@ def layout_choices(name: str) -> Iterator[tuple[str, str, str]]:
 
 def _layouts(name: str) -> tuple[str, ...]:
     """The layouts that an algorithm can be given by its option of that name."""
-    hints = get_type_hints(registry.algorithm_class(name).Options)
+    hints = registry.option_types(registry.algorithm_class(name).Options)
     return get_args(hints["layout"]) if "layout" in hints else ()
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import fields
+from functools import cache
 from typing import Literal, get_args, get_origin, get_type_hints
 
 from megatron_cp_plugin.core.algorithm import Algorithm
@@ -122,10 +123,16 @@ def option_names(name: str) -> tuple[str, ...]:
     return tuple(field.name for field in fields(algorithm_class(name).Options))
 
 
+@cache  # a tenth of a millisecond, in every call of attention
+def option_types(options: type[Algorithm.Options]) -> Mapping[str, object]:
+    """Declared types of an algorithm's options, by name."""
+    return get_type_hints(options)
+
+
 def read_options(name: str, options: Mapping[str, object]) -> Algorithm.Options:
     """Checks option values, given as they are or as text. Raises: ConfigError naming the option."""
     cls = algorithm_class(name)
-    types = get_type_hints(cls.Options)
+    types = option_types(cls.Options)
     values = {}
     for option, value in options.items():
         if option not in types:

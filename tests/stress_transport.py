@@ -79,7 +79,7 @@ class Call:
         """
         if wanted == "peer" and self.cuts:
             wanted = "auto"
-        return {"allgather": "group", "attention2d": "peer"}.get(self.algo, wanted)
+        return {"allgather": "group", "attention2d": "auto"}.get(self.algo, wanted)
 
 
 @dataclass

@@ -384,7 +384,11 @@ def assert_equal(program: Program, results: list[list[Found]]) -> None:
                 assert of_ranks == [None] * len(of_ranks)
                 continue
             assert {x.dtype for x in of_ranks} == {one.dtype}
-            whole = sum(of_ranks) if name == "dsink" else unshard(of_ranks, 1, one.layout)
+            whole = (
+                sum(x.double() for x in of_ranks)
+                if name == "dsink"
+                else unshard(of_ranks, 1, one.layout)
+            )
             want = expected[number][index]
             bound = BOUNDS[one.dtype] * (100 if one.loud and one.dtype == torch.float64 else 1)
             # What sums up to nearly nothing is as exact as its parts.

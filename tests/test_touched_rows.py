@@ -12,10 +12,17 @@ from hypothesis import strategies as st
 
 from megatron_cp_plugin.core.document_layout import Balanced
 from megatron_cp_plugin.core.documents import document_starts
-from megatron_cp_plugin.core.layout import Contiguous, Layout, Span, Zigzag
+from megatron_cp_plugin.core.layout import (
+    Contiguous,
+    Layout,
+    ManySpans,
+    Span,
+    Zigzag,
+    edges_of,
+)
 from megatron_cp_plugin.core.plan import PHASES
 from megatron_cp_plugin.core.plan_check import PlanError, check
-from megatron_cp_plugin.core.rows import Rows, clipped, common, positions_of, rows_at, union
+from megatron_cp_plugin.core.rows import Rows, clipped, common, positions_of, rows_of_all, union
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask, touched_rows
 from megatron_cp_plugin.core.touched import (
@@ -341,13 +348,20 @@ def test_rows_are_sets(a: set[int], b: set[int], start: int, stop: int, gap: int
 
 
 @examples(200)
-@given(SETS, SETS)
-def test_rows_at_positions(a: set[int], b: set[int]) -> None:
-    spans, positions = (tuple(Span(*one) for one in of_numbers(numbers)) for numbers in (a, a & b))
-    rows = rows_at(spans, positions)
-    assert numbers_of(rows) == [row for row, n in enumerate(sorted(a)) if n in b]
-    found = [n for span in positions_of(spans, rows) for n in span.positions]
-    assert found == sorted(a & b)
+@given(SETS, st.lists(SETS, max_size=3))
+def test_rows_of_several_blocks(wanted: set[int], owned: list[set[int]]) -> None:
+    owned = [own.difference(*owned[:index]) for index, own in enumerate(owned)] + [set()]
+    blocks = [tuple(Span(*one) for one in of_numbers(numbers)) for numbers in owned]
+    rows = [of_numbers({i for i, n in enumerate(sorted(own)) if n in wanted}) for own in owned]
+    for spans, own, some in zip(blocks, owned, rows, strict=True):
+        as_array = ManySpans(edges_of(spans))
+        assert tuple(as_array) == spans
+        for block in (spans, as_array) if spans else (spans,):
+            found = [n for span in positions_of(block, some) for n in span.positions]
+            assert found == sorted(own & wanted)
+    both = list(zip(blocks, rows, strict=True))
+    joined = sorted(set().union(*owned))
+    assert rows_of_all(both) == of_numbers({i for i, n in enumerate(joined) if n in wanted})
 
 
 @examples(300)

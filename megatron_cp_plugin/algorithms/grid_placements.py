@@ -27,8 +27,11 @@ class GridPlacement(BlockPlacement):
 
     def pairs_of(self, rank: int) -> Iterator[tuple[int, int]]:
         """See BlockPlacement.pairs_of."""
-        keys = (self.grid.key_owners[other] for other in self.grid.column(rank))
-        return product(self.grid.row(rank), keys)
+        return product(*self.blocks_of(rank))
+
+    def blocks_of(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """See BlockPlacement.blocks_of."""
+        return self.grid.row(rank), self.grid.keys(rank)
 
     def crossing(self, query: int, key: int) -> int:
         """The rank in the row of the queries and the column of the keys."""

@@ -8,13 +8,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from megatron_cp_plugin.core.bands import Flags, Numbers, expanded
 from megatron_cp_plugin.core.devices import kept_on_device, uploaded
-from megatron_cp_plugin.core.layout import Span
-from megatron_cp_plugin.core.partial import rows_at
+from megatron_cp_plugin.core.layout import ManySpans, Span, Spans, edges_of, without_steps
+from megatron_cp_plugin.core.partial import taken
 
 # Segments a member up to which a copy for each is as fast as a gather of rows by indices.
 _FEW = 8
@@ -38,7 +40,7 @@ class Assembly(ABC):
         members: number of ranks. width: S, to which every rank's block is padded.
     """
 
-    spans: tuple[Span, ...]
+    spans: Spans
     tokens: int
     members: int
     width: int
@@ -59,7 +61,7 @@ class Assembly(ABC):
         return blocks
 
 
-def assemble(members: Sequence[Sequence[Span]], width: int) -> Assembly:
+def assemble(members: Sequence[Spans], width: int) -> Assembly:
     """The order of the tokens of some ranks.
 
     Args:
@@ -69,13 +71,15 @@ def assemble(members: Sequence[Sequence[Span]], width: int) -> Assembly:
 
     Raises: ValueError if the spans are neither.
     """
-    return _assemble(tuple(map(tuple, members)), width)
+    return _assemble(tuple(members), width)
 
 
 @lru_cache(maxsize=1024)
-def _assemble(members: tuple[tuple[Span, ...], ...], width: int) -> Assembly:
-    if all(span.step == 1 for spans in members for span in spans):
-        return _Contiguous(members, width)
+def _assemble(members: tuple[Spans, ...], width: int) -> Assembly:
+    if without_steps(*members):
+        edges = np.concatenate([edges_of(spans) for spans in members], 1)
+        owner = np.repeat(np.arange(len(members)), [len(spans) for spans in members])
+        return Contiguous(edges, owner, len(members), width)
     return _Interleaved(members, width)
 
 
@@ -95,13 +99,15 @@ class _Table:
     A pack of documents that are cut each by itself has some segments a document.
     """
 
-    def __init__(self, segments: Sequence[_Segment], members: int, width: int) -> None:
+    def __init__(
+        self, member: Numbers, start: Numbers, length: Numbers, members: int, width: int
+    ) -> None:
+        """Args: member, start, length: of each segment."""
         self._members, self._width = members, width
         # Of each assembled row, in ascending order: the member that has it, and where there.
-        self._member = torch.tensor([s.member for s in segments]).repeat_interleave(
-            torch.tensor([s.length for s in segments])
-        )
-        self._local = torch.cat([torch.arange(s.start, s.start + s.length) for s in segments])
+        segment, within = expanded(length)
+        self._member = torch.from_numpy(member[segment])
+        self._local = torch.from_numpy(start[segment] + within)
 
     def join(self, gathered: Blocks, dim: int) -> Tensor:
         """See Assembly.join."""
@@ -111,11 +117,11 @@ class _Table:
         else:
             widths = tuple(block.shape[dim] for block in gathered)
             line = torch.cat(tuple(gathered), dim)
-        return _taken(line, dim, _joined(self, widths, line.device))
+        return taken(line, dim, _joined(self, widths, line.device))
 
     def split(self, whole: Tensor, dim: int) -> Tensor:
         """See Assembly.split."""
-        rows = _taken(whole, dim, _split(self, whole.device))
+        rows = taken(whole, dim, _split(self, whole.device))
         return rows.unflatten(dim, (self._members, self._width)).movedim(dim, 0)
 
     def place(self, blocks: Blocks, dim: int, rows: slice, values: Tensor) -> None:
@@ -154,12 +160,6 @@ def _split(table: _Table, device: torch.device) -> Tensor:
     return uploaded(table.split_rows, device)
 
 
-def _taken(x: Tensor, dim: int, rows: Tensor) -> Tensor:
-    # Fused operations compute in float32.
-    fused = (dim, x.dim()) == (1, 4) and x.dtype in (torch.bfloat16, torch.float16, torch.float32)
-    return rows_at(x, rows) if fused else x.index_select(dim, rows)
-
-
 @kept_on_device(maxsize=32)
 def _placed(
     table: _Table, start: int, stop: int, device: torch.device
@@ -171,41 +171,36 @@ def _placed(
     return tuple(zip(parts, parts, strict=True))
 
 
-class _Contiguous(Assembly):
+class Contiguous(Assembly):
     """Spans without gaps, sorted by position."""
 
-    def __init__(self, members: tuple[tuple[Span, ...], ...], width: int) -> None:
-        self.members, self.width = len(members), width
-        found: list[tuple[Span, int, int]] = []
-        for member, spans in enumerate(members):
-            start = 0
-            for span in spans:
-                if len(span):
-                    found.append((span, member, start))
-                start += len(span)
-        found.sort(key=lambda item: item[0].start)
-        segments: list[_Segment] = []
-        merged: list[Span] = []
-        row = 0
-        for span, member, start in found:
-            last = segments[-1] if segments else None
-            if last and last.member == member and last.start + last.length == start:
-                segments[-1] = _Segment(member, last.start, last.length + len(span), last.row)
-            else:
-                segments.append(_Segment(member, start, len(span), row))
-            if merged and merged[-1].stop == span.start:
-                merged[-1] = Span(merged[-1].start, span.stop)
-            else:
-                merged.append(span)
-            row += len(span)
-        self.spans, self.tokens, self._segments = tuple(merged), row, tuple(segments)
-        self._table: _Table | None = None
-        if len(segments) > _FEW * self.members:
-            self._table = _Table(segments, self.members, width)
+    def __init__(self, edges: Numbers, owner: Numbers, members: int, width: int) -> None:
+        """Args: edges: [2,n], where spans start and stop, of one rank's block after another.
+        owner: [n], whose they are. members: number of ranks. width: as of `assemble`.
+        """
+        self.members, self.width = members, width
+        lengths = edges[1] - edges[0]
+        before = np.cumsum(lengths) - lengths
+        start = before - before[np.searchsorted(owner, owner)]
+        order = np.argsort(edges[0], kind="stable")
+        order = order[lengths[order] > 0]
+        (starts, stops), owner, lengths = edges[:, order], owner[order], lengths[order]
+        rows = np.cumsum(lengths) - lengths
+        self.tokens = int(lengths.sum())
+        self.spans = ManySpans(_runs(starts, stops, starts[1:] != stops[:-1]))
+        # A rank's spans that follow each other are one segment.
+        other = owner[1:] != owner[:-1]
+        first, last = _runs(rows, rows + lengths, other)
+        begins = np.flatnonzero(np.append(True, other)[: len(owner)])
+        columns = owner[begins], start[order][begins], last - first, first
+        many = len(begins) > _FEW * members
+        self._table = _Table(*columns[:3], members, width) if many else None
+        segments = () if many else zip(*(x.tolist() for x in columns), strict=True)
+        self._segments = tuple(_Segment(*one) for one in segments)
         # Padding may follow the last rank's block: it is cut off at the end.
-        self._in_order = all(
-            segment.member == index and (segment.length == width or index == self.members - 1)
-            for index, segment in enumerate(segments)
+        self._in_order = not many and all(
+            segment.member == index and (segment.length == width or index == members - 1)
+            for index, segment in enumerate(self._segments)
         )
 
     def join(self, gathered: Blocks, dim: int) -> Tensor:
@@ -236,10 +231,17 @@ class _Contiguous(Assembly):
         return super().split(whole, dim)
 
 
+def _runs(starts: Numbers, stops: Numbers, apart: Flags) -> Numbers:
+    """[2,n]: ranges, those as one that follow each other. Args: apart: which next ones do not."""
+    if not len(starts):
+        return np.stack((starts, stops))
+    return np.stack((starts[np.append(True, apart)], stops[np.append(apart, True)]))
+
+
 class _Interleaved(Assembly):
     """One span a rank, all with the same step, taken in turns."""
 
-    def __init__(self, members: tuple[tuple[Span, ...], ...], width: int) -> None:
+    def __init__(self, members: tuple[Spans, ...], width: int) -> None:
         self.members, self.width = len(members), width
         spans = [span for (span,) in members]
         step = spans[0].step

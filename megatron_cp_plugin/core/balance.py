@@ -19,8 +19,10 @@ Source: none. WLB-LLM (section 5) balances by zigzag inside each document or by 
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate
+from itertools import accumulate, starmap
 from typing import NamedTuple
+
+import numpy as np
 
 # What a rank may be off its share, to have whole parts, and what is left for the others is not.
 _SLACK = 0.005
@@ -29,7 +31,7 @@ Range = tuple[int, int]  # of rows: start and stop
 Work = Callable[[int, int], int]
 
 
-def _room(rank: int, size: int, rows: int) -> int:
+def room(rank: int, size: int, rows: int) -> int:
     """How many of all rows a rank gets: equally many, the first ranks one more if need be."""
     return rows // size + (rank < rows % size)
 
@@ -42,47 +44,51 @@ def deal(parts: Sequence[Range], size: int, work: Work) -> list[list[Range]]:
     """
     pool = _Pool(parts, work)
     total = sum(stop - start for start, stop in parts)
-    remaining = sum(work(*part) for part in parts)
     found: list[list[Range]] = [[] for _ in range(size)]
     for rank in range(size - 1, 0, -1):
-        found[rank] = pool.serve(_room(rank, size, total), remaining / (rank + 1))
-        remaining -= sum(work(*rows) for rows in found[rank])
+        found[rank] = pool.serve(room(rank, size, total), pool.work / (rank + 1))
     found[0] = pool.left
     return found
 
 
 class _Part(NamedTuple):
-    """Rows that nobody has yet. Attributes: density: work per row."""
+    """Rows that nobody has yet.
+
+    Attributes: density: work per row. rows: how many. work: of all of them; load: by its density.
+    """
 
     density: float
     start: int
     stop: int
-
-    @property
-    def rows(self) -> int:
-        """How many."""
-        return self.stop - self.start
-
-    @property
-    def work(self) -> float:
-        """Of all of them."""
-        return self.density * self.rows
+    rows: int
+    work: int
+    load: float
 
 
 def _part(work: Work, start: int, stop: int) -> _Part:
-    return _Part(work(start, stop) / (stop - start), start, stop)
+    rows, of_all = stop - start, work(start, stop)
+    density = of_all / rows
+    return _Part(density, start, stop, rows, of_all, density * rows)
 
 
 class _Pool:
-    """What is left, the lightest parts first, by work per row."""
+    """What is left, the lightest parts first, by work per row. Attributes: work: of all of it."""
 
     def __init__(self, parts: Sequence[Range], work: Work) -> None:
         self._work = work
-        self._parts = sorted(_part(work, *rows) for rows in parts if rows[0] < rows[1])
+        filled = [rows for rows in parts if rows[0] < rows[1]]
+        works = np.array(list(starmap(work, filled)), np.int64)
+        starts, stops = np.array(filled, np.int64).reshape(-1, 2).T
+        counts = stops - starts
+        density = works / counts
+        order = np.lexsort((starts, density))
+        columns = density, starts, stops, counts, works, density * counts
+        ordered = [column[order].tolist() for column in columns]
+        self._parts = list(map(_Part._make, zip(*ordered, strict=True)))
+        _, self._starts, _, self._counts, _, self._loads = ordered
+        self.work = int(works.sum())
         self._low = 0  # parts before this one are taken
         self._begun = -1  # where the part starts of which the rank before has the last rows
-        self._counts = [part.rows for part in self._parts]
-        self._loads = [part.work for part in self._parts]
         # Rows, and work, of all parts before one; in the end, of all.
         self._rows, self._works = [0], [0.0]
         self._changed = 0  # the first part that they do not know
@@ -106,12 +112,15 @@ class _Pool:
             index = bisect_left(self._parts, part, self._low)
             self._parts.insert(index, part)
             self._counts.insert(index, part.rows)
-            self._loads.insert(index, part.work)
+            self._loads.insert(index, part.load)
+            self._starts.insert(index, start)
+            self.work += part.work
             self._changed = min(self._changed, index)
 
     def _remove(self, index: int) -> _Part:
         part = self._parts.pop(index)
-        del self._counts[index], self._loads[index]
+        del self._counts[index], self._loads[index], self._starts[index]
+        self.work -= part.work
         self._changed = min(self._changed, index)
         return part
 
@@ -127,7 +136,7 @@ class _Pool:
             part = None if index is None else self._remove(index)
             if part is not None:
                 self._sum()
-                after = room - part.rows, wanted - part.work
+                after = room - part.rows, wanted - part.load
                 if self._heaviest(after[0]) < after[1] - slack:
                     self._add(part.start, part.stop)
                     self._sum()
@@ -162,7 +171,7 @@ class _Pool:
         if part.rows > room:
             return False
         lightest = self._lightest(room - part.rows, index)
-        return lightest is not None and part.work + lightest <= limit
+        return lightest is not None and part.load + lightest <= limit
 
     def _lightest(self, rows: int, below: int) -> float | None:
         """Work of so many rows of the lightest parts, the last rows of the last one; None if those
@@ -195,13 +204,14 @@ class _Pool:
             rows = _last(most, lambda count: self._beside(index, room, count) <= wanted)
         too_much = self._beside(index, room, rows) > wanted + slack
         heads = self._heads(room, wanted, index) if too_much else 0
-        _, start, stop = self._remove(index)
+        start, stop = self._remove(index)[1:3]
         found = [(stop - rows, stop)] if rows else []
         self._begun = start if rows else -1
         room, stop = room - rows, stop - rows
         while room and self._low < index:
             part = self._parts[self._low]
             self._low += 1
+            self.work -= part.work
             if part.rows <= room:
                 found.append((part.start, part.stop))
                 room -= part.rows
@@ -224,7 +234,8 @@ class _Pool:
         low, top = self._first(room), len(self._parts) - 1
         order: Iterable[int] = range(low, top)
         if longest:
-            order = (i for i in order if self._parts[i].start == self._begun)
+            begun = self._begun in self._starts[low:top]
+            order = (self._starts.index(self._begun, low, top),) if begun else ()
         for index in order:
             if self._beside(index, room, min(room, self._parts[index].rows)) >= wanted:
                 return index
@@ -232,7 +243,7 @@ class _Pool:
 
     def _beside(self, index: int, room: int, rows: int) -> float:
         """Work of a part's last rows with the lightest parts, and then its own first rows."""
-        _, start, stop = self._parts[index]
+        start, stop = self._parts[index][1:3]
         last = self._work(stop - rows, stop)
         lightest = self._lightest(room - rows, index)
         if lightest is None:

@@ -13,12 +13,12 @@ from typing import NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_cp_plugin.core.layout import Span
+from megatron_cp_plugin.core.layout import Span, Spans, edges_of, without_steps
 
-Spans = tuple[Span, ...]
 # Half-open ranges of a block's rows, ascending, that do not touch each other.
 Rows = tuple[tuple[int, int], ...]
 Numbers = NDArray[np.int64]
+Flags = NDArray[np.bool_]
 
 # Where a mask ends whose length nobody has said, and diagonals that leave all of it.
 _END = 1 << 40
@@ -76,12 +76,22 @@ class Bands:
 
     def keys_of(self, seq_len: int) -> Numbers:
         """How many keys each query of a sequence sees, int64 [N]."""
-        found = np.zeros(seq_len, np.int64)
-        for q_start, q_stop, k_start, k_stop, low, high in self.table.T.tolist():
-            row = np.arange(q_start, min(q_stop, seq_len))
-            first = np.maximum(k_start, row + low)
-            stop = np.minimum(min(k_stop, seq_len), row + high + 1)
-            found[q_start:q_stop] += np.maximum(stop - first, 0)
+        start, stop, k_start, k_stop, low, high = self.table
+        stop, keys = np.minimum(stop, seq_len), np.minimum(k_stop, seq_len) - k_start
+        some = (start < stop) & (keys > 0) & (low <= high)
+        start, stop, keys = start[some], stop[some], keys[some]
+        # Of a query and the one before it: how many more it sees, and how many more of these.
+        more, growth = np.zeros((2, seq_len + 1), np.int64)
+        for sign, shift in ((1, (high + 1 - k_start)[some]), (-1, (low - k_start)[some])):
+            # Keys below a diagonal: of each next query one more, from the first key to the last.
+            np.add.at(more, start, sign * np.clip(start + shift, 0, keys))
+            np.add.at(more, stop, -sign * np.clip(stop - 1 + shift, 0, keys))
+            first, last = np.maximum(start, -shift) + 1, np.minimum(stop, keys - shift + 1)
+            grows = first < last
+            np.add.at(growth, first[grows], sign)
+            np.add.at(growth, last[grows], -sign)
+        more += np.cumsum(growth)
+        found: Numbers = np.cumsum(more)[:-1]
         return found
 
 
@@ -140,10 +150,11 @@ def cells(q_spans: Spans, kv_spans: Spans, bands: Bands) -> Iterator[Cell]:
     """
     if not q_spans or not kv_spans:
         return
-    if all(span.step == 1 for span in (*q_spans, *kv_spans)):
+    if without_steps(q_spans, kv_spans):
         of_queries, of_keys = Extent.of(q_spans, bands, 0), Extent.of(kv_spans, bands, 2)
-        for number in of_queries.shared_with(of_keys):
-            band = bands.rows[number]
+        shared = of_queries.shared_with(of_keys)
+        for number, edges in zip(shared, bands.table[:, shared].T.tolist(), strict=True):
+            band = Band(*edges)
             q, rows = of_queries.part(number, band.q_start, band.q_stop)
             kv, cols = of_keys.part(number, band.k_start, band.k_stop)
             yield Cell(q, kv, band.low, band.high, rows, cols)
@@ -180,22 +191,25 @@ class Extent:
 
     def __init__(self, spans: Spans, bands: Bands, side: int) -> None:
         self._spans, self._bands = spans, bands
-        self._starts = [span.start for span in spans]
-        starts = np.array(self._starts, dtype=np.int64)
-        stops = np.array([span.stop for span in spans], dtype=np.int64)
+        starts, stops = edges_of(spans)
         if (stops[:-1] > starts[1:]).any():
             raise ValueError(f"spans must be ascending and disjoint, got {spans}")
         self._begin, self._end, self._side = starts, stops, side
         self._before = np.concatenate(([0], np.cumsum(stops - starts)))
+        self._shift = starts - self._before[:-1]
 
         def position_of(rows: Numbers) -> Numbers:
-            number = np.searchsorted(self._before, rows, side="right") - 1
-            number = np.clip(number, 0, len(spans) - 1)
-            return starts[number] + rows - self._before[number]
+            number = self._before[:-1].searchsorted(rows, side="right") - 1
+            return rows + self._shift[np.maximum(number, 0)]
 
         self.start, self.stop = map(self.rows_below, bands.table[side : side + 2])
         self.filled = self.start < self.stop
         self.first, self.last = position_of(self.start), position_of(self.stop - 1)
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        starts: list[int] = self._begin.tolist()
+        return starts
 
     @staticmethod
     @lru_cache(maxsize=1024)  # a block is computed with every other one
@@ -232,7 +246,7 @@ class Extent:
         """Positions [start, stop) that bands have of spans, and how far these are before rows."""
         start = np.maximum(self._begin[spans], self._bands.table[self._side, numbers])
         stop = np.minimum(self._end[spans], self._bands.table[self._side + 1, numbers])
-        return start, stop, self._begin[spans] - self._before[spans]
+        return start, stop, self._shift[spans]
 
     def part(self, number: int, start: int, stop: int) -> tuple[Spans, slice]:
         """Positions [start, stop) of the block, which are those of a band, and its rows."""
@@ -291,7 +305,7 @@ def touched(q_spans: Spans, kv_spans: Spans, bands: Bands, gap: int) -> tuple[Ro
     """
     if not q_spans or not kv_spans:
         return (), ()
-    if any(span.step > 1 for span in (*q_spans, *kv_spans)):
+    if not without_steps(q_spans, kv_spans):
         found = [cell for cell in cells(q_spans, kv_spans, bands) if cell.visible]
         of_rows = _union_of((cell.rows for cell in found), gap)
         return of_rows, _union_of((cell.cols for cell in found), gap)
@@ -307,7 +321,7 @@ def touched(q_spans: Spans, kv_spans: Spans, bands: Bands, gap: int) -> tuple[Ro
     rows = np.stack((np.maximum(x_start, y_start - high), np.minimum(x_stop, y_stop - low)))
     cols = np.stack((np.maximum(y_start, x_start + low), np.minimum(y_stop, x_stop + high)))
     seen = rows[0] < rows[1]
-    return _union((rows - before_x)[:, seen], gap), _union((cols - before_y)[:, seen], gap)
+    return united((rows - before_x)[:, seen], gap), united((cols - before_y)[:, seen], gap)
 
 
 def expanded(counts: Numbers) -> tuple[Numbers, Numbers]:
@@ -318,14 +332,18 @@ def expanded(counts: Numbers) -> tuple[Numbers, Numbers]:
 
 def _union_of(slices: Iterable[slice], gap: int) -> Rows:
     edges = [(part.start, part.stop) for part in slices]
-    return _union(np.array(edges, dtype=np.int64).reshape(-1, 2).T, gap)
+    return united(np.array(edges, dtype=np.int64).reshape(-1, 2).T, gap)
 
 
-def _union(edges: Numbers, gap: int) -> Rows:
+def united(edges: Numbers, gap: int) -> Rows:
     """Args: edges: [2,n], starts and stops of ranges that are not empty. gap: as of `touched`."""
-    same = np.zeros(edges.shape[1], np.int64)
-    _, starts, stops = _merged(same, edges[0], edges[1], np.array([gap], np.int64))
-    return tuple(zip(starts.tolist(), stops.tolist(), strict=True))
+    if not edges.shape[1]:
+        return ()
+    starts, stops = edges[:, np.argsort(edges[0], kind="stable")]
+    reached = np.maximum.accumulate(stops)
+    apart = starts[1:] > reached[:-1] + gap
+    begins, ends = starts[np.append(True, apart)], reached[np.append(apart, True)]
+    return tuple(zip(begins.tolist(), ends.tolist(), strict=True))
 
 
 @lru_cache(maxsize=8192)
@@ -341,8 +359,10 @@ def keys_seen(blocks: Sequence[Spans], bands: Bands, gaps: Sequence[int]) -> lis
         many rows that nobody sees may lie in a range.
     """
     size = len(blocks)
-    found = [(span.start, span.stop, owner) for owner, own in enumerate(blocks) for span in own]
-    starts, stops, owner = np.array(sorted(found), dtype=np.int64).reshape(-1, 3).T
+    starts, stops = np.concatenate([edges_of(own) for own in blocks], 1)
+    owner = np.repeat(np.arange(size), [len(own) for own in blocks])
+    order = np.argsort(starts)
+    starts, stops, owner = starts[order], stops[order], owner[order]
     # Keys [begin, end) that are seen from each span of queries that a band has.
     q_start, q_stop, k_start, k_stop, low, high = bands.table
     first = np.searchsorted(stops, q_start, side="right")

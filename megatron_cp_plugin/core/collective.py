@@ -44,13 +44,13 @@ def rounds(moves: Iterable[Move], groups: Sequence[HeadGroup]) -> tuple[Round, .
     of all heads comes before the first.
     """
     found: dict[tuple[HeadGroup, bool], dict[Operation, None]] = {}
-    last: Operation | None = None
+    last: object = None
     for move in moves:
-        operation = Operation(move.messages, move.heads, move.wide)
-        if operation == last:  # as most are: of one block after another
+        kind = move.messages, move.heads, move.wide
+        if kind == last:  # as most are: of one block after another
             continue
-        last, group = operation, move.heads if move.heads in groups else groups[0]
-        found.setdefault((group, move.result), {})[operation] = None
+        last, group = kind, move.heads if move.heads in groups else groups[0]
+        found.setdefault((group, move.result), {})[Operation(*kind)] = None
     return tuple(
         Round(group, tuple(found.get((group, False), ())), tuple(found.get((group, True), ())))
         for group in groups

@@ -2,13 +2,13 @@
 where a mask has no say in what travels.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product, starmap, zip_longest
 from typing import Literal, NamedTuple
 
-from megatron_cp_plugin.core.layout import joined, rows_of
+from megatron_cp_plugin.core.layout import rows_of
 from megatron_cp_plugin.core.owned import Owned
 from megatron_cp_plugin.core.pipeline import together
 from megatron_cp_plugin.core.placement import BlockPlacement, Place
@@ -23,14 +23,14 @@ from megatron_cp_plugin.core.plan import (
     Setting,
     TensorNames,
     Time,
+    later,
 )
 from megatron_cp_plugin.core.rows import (
     Rows,
     between,
     clipped,
-    positions_of,
     row_count,
-    rows_at,
+    rows_of_all,
     union,
 )
 from megatron_cp_plugin.core.tiles import sees, touched_rows
@@ -96,6 +96,8 @@ class Derivation:
         # Where blocks are that nobody needs there: of a relay, (rank, step).
         self.passing: dict[tuple[Side, int], list[tuple[int, int]]] = {}
         self.steps = 1 + self._meet()
+        # By the rank that is planned; both passes have the same.
+        self.computes: dict[int | None, tuple[Compute, ...]] = {}
 
     def _meet(self) -> int:
         """Finds out which blocks meet where, and what comes to ranks. Returns: the last step."""
@@ -235,22 +237,12 @@ class Derivation:
         placement, setting = self.placement, self.setting
         self.times: set[tuple[str, int, int]] = set()
         templates = [*self._inputs(), *self._results()]
-        computes = list(self._assembled() if placement.assembled else self._computes())
-        kinds = [
-            (move, move.result, move.of_keys, placement.assembled and move.of_rows)
-            for move in templates
-        ]
-        moves: list[Move] = [*self._to_key_holders()]
-        for index, group in enumerate(placement.groups):
-            offset = index * self.steps
-            for move, result, of_keys, once in kinds:
-                shared = of_keys and not (group.last if result else group.first)
-                if shared or (once and index):
-                    continue
-                heads = self.all_heads if once else group
-                if offset or heads is not move.heads:
-                    move = move.later(offset, heads)
-                moves.append(move)
+        if setting.rank not in self.computes:
+            first = tuple(self._assembled() if placement.assembled else self._computes())
+            groups = enumerate(placement.groups) if len(placement.groups) > 1 else ()
+            of_all = [one.later(i * self.steps, group) for i, group in groups for one in first]
+            self.computes[setting.rank] = tuple(of_all) or first
+        moves = [*self._to_key_holders(), *self._of_groups(templates)]
         moves += self._from_key_holders(len(placement.groups) * self.steps)
         return Plan(
             setting.phase,
@@ -259,17 +251,31 @@ class Derivation:
             self.spans,
             placement.groups,
             len(placement.groups) * self.steps,
-            tuple(
-                compute._replace(step=compute.step + index * self.steps, heads=group)
-                for index, group in enumerate(placement.groups)
-                for compute in computes
-            ),
+            self.computes[setting.rank],
             tuple(moves),
             placement.relay,
             self._kept(),
             retained=tuple(sorted(self._retained())),
             times=frozenset(self._times() if setting.rank is not None else ()),
         )
+
+    def _of_groups(self, templates: Sequence[Move]) -> Iterator[Move]:
+        """Moves of all groups of heads. Args: templates: of the first one, with all heads."""
+        if len(self.placement.groups) == 1:
+            yield from templates
+            return
+        kinds = [
+            (move, move.result, move.of_keys, self.placement.assembled and move.of_rows)
+            for move in templates
+        ]
+        for index, group in enumerate(self.placement.groups):
+            unshared = {True: group.last, False: group.first}
+            some = [
+                (move, self.all_heads if once else group)
+                for move, result, of_keys, once in kinds
+                if (unshared[result] or not of_keys) and not (once and index)
+            ]
+            yield from later(some, index * self.steps)
 
     def _times(self) -> Iterator[Time]:
         """Those of all groups of heads."""
@@ -315,11 +321,8 @@ class Derivation:
         tokens = sum(self.lengths[owner] for owner in held)
         if sum(map(row_count, held.values())) == tokens:
             return Block(tuple(held), between(0, tokens))
-        whole = joined(span for owner in held for span in self.spans[owner] if len(span))
-        packed = (positions_of(self.spans[owner], rows) for owner, rows in held.items())
-        return Block(
-            tuple(held), rows_at(whole, joined(span for spans in packed for span in spans))
-        )
+        blocks = [(self.spans[owner], rows) for owner, rows in held.items()]
+        return Block(tuple(held), rows_of_all(blocks))
 
     def _inputs(self) -> Iterator[Move]:
         for (side, owner), visits in self.visits.items():

@@ -19,7 +19,7 @@ class OneGathering(Derivation):
     def _meet(self) -> int:
         """See Derivation."""
         rank = self._rank
-        queries, keys = self._blocks_of(rank)
+        queries, keys = self.placement.blocks_of(rank)
         if not self.masked or any(self._sees(*pair) for pair in product(queries, keys)):
             self.cells.append(Cell(Place(rank, 0), queries[0], keys[0], 0, self.lengths[rank]))
         self.widths = {}
@@ -50,18 +50,13 @@ class OneGathering(Derivation):
         assert self.setting.rank is not None
         return self.setting.rank
 
-    def _blocks_of(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Owners of the queries, and of the keys, with which a rank computes."""
-        queries, keys = zip(*self.placement.pairs_of(rank), strict=True)
-        return tuple(dict.fromkeys(queries)), tuple(dict.fromkeys(keys))
-
     def _given(self, side: Side, owners: tuple[int, ...]) -> dict[int, Rows]:
         """Of the blocks of a team the rows that travel: all that any other rank of it needs."""
         if not self.masked:
             return {owner: between(0, self.lengths[owner]) for owner in owners}
         # Blocks of the other side that a block meets where it is from the beginning.
         stays = {
-            owner: set(self._blocks_of(self._holder(side, owner))[side == "queries"])
+            owner: self.placement.blocks_of(self._holder(side, owner))[side == "queries"]
             for owner in owners
         }
         needed: dict[int, list[Rows]] = {owner: [] for owner in owners}

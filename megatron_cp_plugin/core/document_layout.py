@@ -7,20 +7,20 @@ document grows with the square of its length.
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
 
 import numpy as np
 
-from megatron_cp_plugin.core.balance import deal
+from megatron_cp_plugin.core.balance import deal, room
 from megatron_cp_plugin.core.layout import (
     LAYOUTS,
     Documents,
     Layout,
     ManySpans,
     Span,
+    Spans,
     Zigzag,
-    joined,
 )
 from megatron_cp_plugin.core.slices import Slices, starts_and_slices
 from megatron_cp_plugin.errors import ContextParallelError
@@ -42,12 +42,29 @@ class Balanced(Layout):
     name = "documents"
     follows_documents = True
 
-    def spans(self, rank: int, size: int, seq_len: int) -> tuple[Span, ...]:
-        if self.slices:
-            return _balanced_under(self.slices, seq_len, size)[rank]
-        if not self.documents:
-            return _ZIGZAG.spans(rank, size, seq_len)
-        return _balanced((0, *self.documents, seq_len), size)[rank]
+    def spans(self, rank: int, size: int, seq_len: int) -> Spans:
+        if self.documents or self.slices:
+            return self._of_ranks(size, seq_len)[rank]
+        return _ZIGZAG.spans(rank, size, seq_len)
+
+    def _of_ranks(self, size: int, seq_len: int) -> tuple[Spans, ...]:
+        if (size, seq_len) not in self._made:
+            self._made[size, seq_len] = (
+                _balanced_under(self.slices, seq_len, size)
+                if self.slices
+                else _balanced(self.documents, seq_len, size)
+            )
+        return self._made[size, seq_len]
+
+    @cached_property
+    def _made(self) -> dict[tuple[int, int], tuple[Spans, ...]]:
+        """Spans of all ranks, without a hash of all documents for each of them."""
+        return {}
+
+    def length(self, rank: int, size: int, seq_len: int) -> int:
+        if self.documents or self.slices:
+            return room(rank, size, seq_len)
+        return _ZIGZAG.length(rank, size, seq_len)
 
     def multiple(self, size: int) -> int:
         return _ZIGZAG.multiple(size)
@@ -74,8 +91,8 @@ class PaddedDocuments(Layout):
     name = "thd"
     follows_documents = True
 
-    def spans(self, rank: int, size: int, seq_len: int) -> tuple[Span, ...]:
-        return _chunks_of_each((0, *self.documents, seq_len), size, rank)
+    def spans(self, rank: int, size: int, seq_len: int) -> Spans:
+        return _chunks_of_each(self.documents, seq_len, size, rank)
 
     def length(self, rank: int, size: int, seq_len: int) -> int:
         return _ZIGZAG.length(rank, size, seq_len)
@@ -101,15 +118,15 @@ NAMED: dict[str, Layout] = {
 
 
 @lru_cache(maxsize=64)
-def _chunks_of_each(bounds: tuple[int, ...], size: int, rank: int) -> tuple[Span, ...]:
-    """The spans of a rank. Args: bounds: 0, ..., N: where padded documents begin and end.
+def _chunks_of_each(documents: tuple[int, ...], seq_len: int, size: int, rank: int) -> Spans:
+    """The spans of a rank. Args: documents: where padded ones begin, but for the first.
 
     Raises: ContextParallelError if a length is no multiple of 2P.
     """
     if size == 1:
-        return (Span(0, bounds[-1]),)
+        return (Span(0, seq_len),)
     multiple = _ZIGZAG.multiple(size)
-    edges = np.array(bounds, np.int64)
+    edges = np.array((0, *documents, seq_len), np.int64)
     starts, lengths = edges[:-1], np.diff(edges)
     uneven = np.flatnonzero(lengths % multiple)
     if len(uneven):
@@ -124,13 +141,13 @@ def _chunks_of_each(bounds: tuple[int, ...], size: int, rank: int) -> tuple[Span
     first = np.stack([starts + index * chunks for index in (rank, multiple - 1 - rank)], 1)
     begins, ends = first.ravel(), (first + chunks[:, None]).ravel()
     apart = ends[:-1] != begins[1:]
-    begins, ends = begins[np.append(True, apart)], ends[np.append(apart, True)]
-    return ManySpans(map(Span, begins.tolist(), ends.tolist()))
+    return ManySpans(np.stack((begins[np.append(True, apart)], ends[np.append(apart, True)])))
 
 
 @lru_cache(maxsize=64)
-def _balanced(bounds: tuple[int, ...], size: int) -> tuple[tuple[Span, ...], ...]:
-    """The spans of every rank. Args: bounds: 0, ..., N: where documents begin and end."""
+def _balanced(documents: tuple[int, ...], seq_len: int, size: int) -> tuple[Spans, ...]:
+    """The spans of every rank. Args: documents: where they begin, but for the first."""
+    bounds = (0, *documents, seq_len)
 
     def visible(start: int, stop: int) -> int:
         """Keys that rows see, all of one document, under a causal mask."""
@@ -141,7 +158,7 @@ def _balanced(bounds: tuple[int, ...], size: int) -> tuple[tuple[Span, ...], ...
 
 
 @lru_cache(maxsize=64)
-def _balanced_under(slices: Slices, seq_len: int, size: int) -> tuple[tuple[Span, ...], ...]:
+def _balanced_under(slices: Slices, seq_len: int, size: int) -> tuple[Spans, ...]:
     """The spans of every rank under a span mask."""
     keys = slices.bands.keys_of(seq_len)
     before = np.concatenate(([0], np.cumsum(keys)))
@@ -162,8 +179,18 @@ def _balanced_under(slices: Slices, seq_len: int, size: int) -> tuple[tuple[Span
 
 def _dealt(
     parts: list[tuple[int, int]], size: int, work: Callable[[int, int], int]
-) -> tuple[tuple[Span, ...], ...]:
+) -> tuple[Spans, ...]:
     dealt = deal(parts, size, work)
+    found = np.array([rows for of_rank in dealt for rows in of_rank], np.int64).reshape(-1, 2)
+    rank = np.repeat(np.arange(size), list(map(len, dealt)))
+    order = np.lexsort((found[:, 0], rank))
+    rank, (starts, stops) = rank[order], found[order].T
+    # Those that touch each other are one.
+    apart = (rank[1:] != rank[:-1]) | (starts[1:] != stops[:-1])
+    starts, stops = starts[np.append(True, apart)], stops[np.append(apart, True)]
+    of_rank = np.searchsorted(rank[np.append(True, apart)], np.arange(size + 1)).tolist()
+    edges, nothing = np.stack((starts, stops)), np.zeros((2, 1), np.int64)
     return tuple(
-        ManySpans(joined(Span(*rows) for rows in of_rank) or (Span(0, 0),)) for of_rank in dealt
+        ManySpans(edges[:, first:last] if first < last else nothing)
+        for first, last in pairwise(of_rank)
     )

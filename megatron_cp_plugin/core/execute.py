@@ -13,11 +13,12 @@ from typing import NamedTuple
 from torch import Tensor
 
 from megatron_cp_plugin.core.comm import Communicator, Described, Pending
+from megatron_cp_plugin.core.packed_rows import packed
 from megatron_cp_plugin.core.partial import accumulation_dtype
 from megatron_cp_plugin.core.pipeline import HeadGroup
 from megatron_cp_plugin.core.plan import OF_KEYS, OF_ROWS, RESULTS, Move, Plan, TensorNames
 from megatron_cp_plugin.core.program import BlockId, Exchange, Program, Task, Turn, program
-from megatron_cp_plugin.core.rows import Rows, common, packed, token_dim
+from megatron_cp_plugin.core.rows import Rows, between, token_dim
 
 Tensors = tuple[Tensor, ...]
 Arrived = tuple[tuple[Move, Tensors], ...]
@@ -267,9 +268,8 @@ class _Run:
             held = self._parts.rows[block]
             return self._work.results_for(move, held, self._earlier.pop(block, None))
         if block in self._held:
-            parts = [piece.there for piece in common(rows, self._parts.rows[block])]
-            tensors = self._held[block]
+            held, tensors = self._parts.rows[block], self._held[block]
         else:
-            parts = [slice(*each) for each in rows]
             tensors = self._work.own(move.of_keys)
-        return [packed(x, token_dim(x), parts, strided=strided) for x in tensors]
+            held = between(0, tensors[0].shape[1])
+        return [packed(x, token_dim(x), rows, held, strided=strided) for x in tensors]

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from megatron_cp_plugin.core import collective
 from megatron_cp_plugin.core.algorithm import Call, Saved
-from megatron_cp_plugin.core.assembly import Assembly, assemble
+from megatron_cp_plugin.core.assembly import Assembly, Contiguous, assemble
 from megatron_cp_plugin.core.grid import Grid
 from megatron_cp_plugin.core.owned import Owned
 from megatron_cp_plugin.core.partial import accumulation_dtype
 from megatron_cp_plugin.core.plan import Move, Plan
 from megatron_cp_plugin.core.program import during, outside
-from megatron_cp_plugin.core.rows import Rows, positions_of, row_count
+from megatron_cp_plugin.core.rows import Rows, between, positions_of_all, row_count
 from megatron_cp_plugin.core.team import GatheringTeam, Team, Travelling
 from megatron_cp_plugin.core.tile_batches import Part, parts
 from megatron_cp_plugin.core.topology import Topology
@@ -38,10 +38,14 @@ class Gathered:
         self._plan, self._topology, rank = plan, topology, topology.rank
         if outside(plan):
             topology.channel(REDISTRIBUTED)
-        row, column = grid.row(rank), [grid.key_owners[other] for other in grid.column(rank)]
-        moves = [move for move in during(plan) if rank in (move.source, move.target)]
+        row, column = grid.row(rank), grid.keys(rank)
+        moves = during(plan)
         # The same rows for all groups of heads.
-        first = [move for move in moves if move.needed == 0 and not move.result]
+        first = [
+            move
+            for move in moves
+            if move.needed == 0 and not move.result and rank in (move.source, move.target)
+        ]
         queries = _order(plan, first, row, rank, of_keys=False)
         keys = _order(plan, first, column, grid.key_owners[rank], of_keys=True)
         in_row = topology.subgroup(row, "row")
@@ -110,8 +114,7 @@ def _ordered(
     rows = dict(travelling)
     if all(row_count(rows[owner]) == owned.lengths[owner] for owner in rows):
         return assemble([owned[owner] for owner in members], width), None
-    spans = [
-        owned[owner] if owner == own else positions_of(owned[owner], rows[owner])
-        for owner in members
-    ]
-    return assemble(spans, width), Travelling(members.index(own), rows[own])
+    whole = between(0, owned.lengths[own])
+    some = [(owned[owner], whole if owner == own else rows[owner]) for owner in members]
+    order = Contiguous(*positions_of_all(some), len(members), width)
+    return order, Travelling(members.index(own), rows[own])

@@ -36,6 +36,10 @@ class Grid:
         """The ranks of a rank's column, ascending."""
         return self._columns[self._places[rank][1]]
 
+    def keys(self, rank: int) -> tuple[int, ...]:
+        """Whose keys the ranks of a rank's column hold."""
+        return self._keys[self._places[rank][1]]
+
     def crossing(self, a: int, b: int) -> int:
         """The rank in the row of one rank and the column of another."""
         return self.ranks[self._places[a][0]][self._places[b][1]]
@@ -52,6 +56,10 @@ class Grid:
     @cached_property
     def _columns(self) -> tuple[tuple[int, ...], ...]:
         return tuple(tuple(sorted(column)) for column in zip(*self.ranks, strict=True))
+
+    @cached_property
+    def _keys(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(self.key_owners[rank] for rank in column) for column in self._columns)
 
     @cached_property
     def _places(self) -> dict[int, tuple[int, int]]:

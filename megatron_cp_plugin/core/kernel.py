@@ -8,12 +8,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_cp_plugin.core.bands import Numbers
 from megatron_cp_plugin.core.devices import kept_on_device, uploaded
 from megatron_cp_plugin.core.partial import delta_of, rows_at
 
@@ -169,24 +170,41 @@ class Lengths(NamedTuple):
 class Packing:
     """Sequences that one call computes, each by itself, in ascending order.
 
-    Attributes: q, kv: the queries, and the keys, of each. The first begin at 0, the last end where
-        the tensors do. If the kernel takes `gaps` there may be others between them; and in a
-        forward keys may be in any order, and in several sequences.
+    Attributes: edges: int64 [2,2,n]: of the queries, and of the keys, where they start and where
+        they stop. The first begin at 0, the last end where the tensors do. If the kernel takes
+        `gaps` there may be others between them; and in a forward keys may be in any order, and in
+        several sequences.
     """
 
-    q: tuple[slice, ...]
-    kv: tuple[slice, ...]
+    edges: Numbers
+
+    @classmethod
+    def of(cls, q: Sequence[slice], kv: Sequence[slice]) -> "Packing":
+        """Args: q, kv: the queries, and the keys, of each."""
+        return cls(np.array([[[x.start for x in s], [x.stop for x in s]] for s in (q, kv)]))
 
     @classmethod
     def adjacent(cls, q: Sequence[int], kv: Sequence[int]) -> "Packing":
         """Of sequences without gaps. Args: q, kv: where they begin and end: 0, ..., S."""
-        rows, cols = (tuple(slice(a, b) for a, b in pairwise(bounds)) for bounds in (q, kv))
-        return cls(rows, cols)
+        return cls(np.array([[side[:-1], side[1:]] for side in (q, kv)]))
+
+    def __len__(self) -> int:
+        return self.edges.shape[2]
+
+    @cached_property
+    def q(self) -> tuple[slice, ...]:
+        """The queries of each."""
+        return tuple(map(slice, *self.edges[0].tolist()))
+
+    @cached_property
+    def kv(self) -> tuple[slice, ...]:
+        """The keys of each."""
+        return tuple(map(slice, *self.edges[1].tolist()))
 
     @cached_property
     def gaps(self) -> bool:
         """Whether there are queries, or keys, between sequences."""
-        return any(a.stop != b.start for side in (self.q, self.kv) for a, b in pairwise(side))
+        return bool((self.edges[:, 1, :-1] != self.edges[:, 0, 1:]).any())
 
     def lengths(self, batch: int, device: torch.device) -> Lengths:
         """Those of all entries of a batch, one entry after the other."""
@@ -195,11 +213,10 @@ class Packing:
 
 @kept_on_device(maxsize=512)  # all layers of a micro-batch have the same packings
 def _lengths(packing: Packing, batch: int, device: torch.device) -> Lengths:
-    sides = packing.q, packing.kv
-    bounds = torch.tensor([[[x.start, x.stop] for x in side] for side in sides])
-    ends = bounds[:, :, 1].amax(1, keepdim=True)
-    starts = torch.arange(batch)[:, None] * ends[:, None] + bounds[:, None, :, 0]
-    used = bounds.diff().flatten(1)
+    first, stops = torch.from_numpy(packing.edges).unbind(1)
+    ends = stops.amax(1, keepdim=True)
+    starts = torch.arange(batch)[:, None] * ends[:, None] + first[:, None]
+    used = stops - first
     longest_q, longest_k = used.amax(1).tolist()
     numbers = torch.cat((starts.flatten(1), batch * ends, used.repeat(1, batch)), 1)
     count = batch * used.shape[1]

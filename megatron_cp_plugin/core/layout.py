@@ -5,11 +5,14 @@ at the end apply it to tensors.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import overload
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 # What a layout may follow: where documents begin, as of `document_starts`, or the slices of a span
@@ -37,15 +40,57 @@ class Span:
         return range(self.start, self.stop, self.step)
 
 
-class ManySpans(tuple[Span, ...]):
-    """Spans that are hashed once: with documents a rank has a thousand."""
+class ManySpans(Sequence[Span]):
+    """Spans of step 1 as an array, whose objects are made when they are asked for: with documents a
+    rank has a thousand. If one of them is empty it is the only one. Equal to none but their like.
+
+    Attributes: edges: int64 [2,n], where they start and stop.
+    """
+
+    def __init__(self, edges: NDArray[np.int64]) -> None:
+        self.edges = edges
+
+    def __len__(self) -> int:
+        return self.edges.shape[1]
+
+    @overload
+    def __getitem__(self, index: int) -> Span: ...
+    @overload
+    def __getitem__(self, index: slice) -> "ManySpans": ...
+    def __getitem__(self, index: int | slice) -> "Span | ManySpans":
+        edges = self.edges[:, index]
+        return ManySpans(edges) if isinstance(index, slice) else Span(*edges.tolist())
+
+    def __iter__(self) -> Iterator[Span]:
+        return map(Span, *self.edges.tolist())
+
+    def __eq__(self, other: object) -> bool:
+        same = isinstance(other, ManySpans) and np.array_equal(self.edges, other.edges)
+        return self is other or same
 
     def __hash__(self) -> int:
         return self._hash
 
     @cached_property
     def _hash(self) -> int:
-        return super().__hash__()
+        return hash(self.edges.tobytes())
+
+    @cached_property
+    def ends(self) -> NDArray[np.int64]:
+        """[n]: where the rows of each end in the block."""
+        starts, stops = self.edges
+        return np.cumsum(stops - starts)
+
+    def part(self, start: int, stop: int) -> "ManySpans":
+        """Positions of rows [start, stop), of which there are some."""
+        first, last = self.ends.searchsorted(start, side="right"), self.ends.searchsorted(stop)
+        edges = self.edges[:, first : last + 1].copy()
+        edges[1, -1] -= self.ends[last] - stop
+        edges[0, 0] = self.edges[1, first] - (self.ends[first] - start)
+        return ManySpans(edges)
+
+
+Spans = tuple[Span, ...] | ManySpans
 
 
 def chunk_bounds(index: int, chunks: int, seq_len: int) -> tuple[int, int]:
@@ -66,8 +111,27 @@ def joined(spans: Iterable[Span]) -> tuple[Span, ...]:
     return tuple(found)
 
 
-def rows_of(spans: tuple[Span, ...], start: int, stop: int) -> tuple[Span, ...]:
+def edges_of(spans: Spans) -> NDArray[np.int64]:
+    """[2,n]: where spans start and stop."""
+    if isinstance(spans, ManySpans):
+        return spans.edges
+    return np.array([[span.start for span in spans], [span.stop for span in spans]], np.int64)
+
+
+def without_steps(*blocks: Spans) -> bool:
+    """Whether all spans of some blocks have step 1."""
+    return all(
+        isinstance(spans, ManySpans) or all(span.step == 1 for span in spans) for spans in blocks
+    )
+
+
+def rows_of(spans: Spans, start: int, stop: int) -> Spans:
     """Positions of rows [start, stop) of a block."""
+    if isinstance(spans, ManySpans):
+        if not start and stop >= spans.ends[-1]:
+            return spans
+        stop = min(stop, spans.ends[-1])
+        return spans.part(start, stop) if start < stop else ()
     if not start and stop >= sum(map(len, spans)):
         return spans
     found: list[Span] = []
@@ -97,7 +161,7 @@ class Layout(ABC):
     follows_documents: bool = False
 
     @abstractmethod
-    def spans(self, rank: int, size: int, seq_len: int) -> tuple[Span, ...]:
+    def spans(self, rank: int, size: int, seq_len: int) -> Spans:
         """Positions that `rank` of `size` ranks holds, in its local order."""
 
     @abstractmethod
@@ -151,6 +215,10 @@ class Zigzag(Layout):
         return tuple(
             Span(*chunk_bounds(chunk, 2 * size, seq_len)) for chunk in (rank, 2 * size - 1 - rank)
         )
+
+    def length(self, rank: int, size: int, seq_len: int) -> int:
+        tokens, rest = divmod(seq_len, 2 * size)
+        return 2 * tokens + (rank < rest) + (2 * size - 1 - rank < rest)
 
     def multiple(self, size: int) -> int:
         return 2 * size

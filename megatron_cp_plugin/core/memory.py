@@ -273,7 +273,7 @@ class _Sizes(SizesOnly):
         *,
         causal: bool,
     ) -> None:
-        count = len(packing.q)
+        count = len(packing)
         _take(q, self._kernel.workspace(q, k, v, statistics, causal=causal, sequences=count))
 
 

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Self, overload
 
-from megatron_cp_plugin.core.bands import Spans
-from megatron_cp_plugin.core.layout import Layout
+from megatron_cp_plugin.core.layout import Layout, Spans
 from megatron_cp_plugin.core.tiles import Mask
 
 
@@ -53,7 +52,10 @@ class Owned(Sequence[Spans]):
         if not isinstance(other, Owned):
             return NotImplemented
         mine, others = ((x.layout, x.size, x.seq_len) for x in (self, other))
-        return mine == others or tuple(self) == tuple(other)
+        if mine == others:
+            return True
+        pairs = zip(self, other, strict=False)
+        return len(self) == len(other) and all(tuple(a) == tuple(b) for a, b in pairs)
 
     def __hash__(self) -> int:
         return hash(self.lengths)
@@ -68,8 +70,15 @@ class Owned(Sequence[Spans]):
     def __getitem__(self, index: int | slice) -> Spans | tuple[Spans, ...]:
         if isinstance(index, slice):
             return tuple(self)[index]
-        rank = range(self.size)[index]
-        return self.layout.spans(rank, self.size, self.seq_len)
+        rank, made = range(self.size)[index], self._made
+        if rank not in made:
+            made[rank] = self.layout.spans(rank, self.size, self.seq_len)
+        return made[rank]
+
+    @cached_property
+    def _made(self) -> dict[int, Spans]:
+        """Those that were asked for, by rank."""
+        return {}
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:

@@ -180,10 +180,15 @@ def _merge_at(out: Tensor, lse: Tensor, rows: RowIndex, b: Tensor, b_lse: Tensor
 
 def rows_at(x: Tensor, rows: slice | Tensor) -> Tensor:
     """Some rows of [B,S,heads,D]: a view of a slice; a copy, in their order, of rows [n] int32."""
-    if isinstance(rows, slice):
-        return x[:, rows]
-    fused = fused_for(x)
-    return x.index_select(1, rows) if fused is None else fused.rows_at(x, rows)
+    return x[:, rows] if isinstance(rows, slice) else taken(x, 1, rows)
+
+
+def taken(x: Tensor, dim: int, rows: Tensor) -> Tensor:
+    """A copy of some rows along a dimension, in their order. Args: rows: [n] int32."""
+    # Fused operations compute in float32.
+    exact = x.dtype in (torch.bfloat16, torch.float16, torch.float32)
+    fused = fused_for(x) if exact and (dim, x.dim()) == (1, 4) else None
+    return x.index_select(dim, rows) if fused is None else fused.rows_at(x, rows)
 
 
 class Accumulator:
@@ -381,6 +386,11 @@ class GradientSum:
     def empty(self) -> bool:
         """Whether there is no gradient yet."""
         return self._total is None and not self._waiting
+
+    @property
+    def keeps(self) -> bool:
+        """Whether a gradient of all rows would be kept as it is, even if partial ones wait."""
+        return self._total is None
 
     @property
     def held(self) -> Tensor:

@@ -6,17 +6,15 @@ B batch, S local tokens, H query heads, G KV heads, D head dim, E that of values
 from collections.abc import Iterator
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from megatron_cp_plugin.core.algorithm import Call, Gradients, attend_block, differentiate_block
-from megatron_cp_plugin.core.devices import kept_on_device, uploaded
 from megatron_cp_plugin.core.execute import Packed, Pass, Tensors
 from megatron_cp_plugin.core.kernel import Statistics
+from megatron_cp_plugin.core.packed_rows import FEW, numbers_of
 from megatron_cp_plugin.core.partial import (
     Accumulator,
     GradientSum,
-    RowIndex,
     SomeRows,
     WholeGradient,
     accumulation_dtype,
@@ -25,9 +23,6 @@ from megatron_cp_plugin.core.pipeline import HeadGroup
 from megatron_cp_plugin.core.plan import Move
 from megatron_cp_plugin.core.program import BlockId, Task
 from megatron_cp_plugin.core.rows import Piece, Rows, between, common, row_count
-
-# Pieces of rows up to which each is added by a kernel of its own; more are in one, by numbers.
-_FEW = 2
 
 
 class Forward(Pass):
@@ -257,30 +252,17 @@ def _add_gradients(sums: tuple[GradientSum, ...], results: Packed, rows: Rows) -
     """
     for there, gradients in _shared(results, rows):
         for total, gradient in zip(sums, gradients, strict=True):
-            total.add(there, gradient.clone() if total.empty else gradient)
+            total.add(there, gradient.clone() if total.keeps else gradient)
 
 
 def _shared(here: Packed, rows: Rows) -> Iterator[tuple[SomeRows, Tensors]]:
     """The rows that two packed blocks have: where they are in the second, tensors of the first."""
     pieces = common(here.rows, rows)
-    if len(pieces) > _FEW:
-        yield _numbers(here.rows, rows, here.tensors[0].device), here.tensors
+    if len(pieces) > FEW:
+        yield numbers_of(here.rows, rows, here.tensors[0].device), here.tensors
         return
     for piece in pieces:
         yield piece.there, _part(here.tensors, piece)
-
-
-@kept_on_device(maxsize=64)  # of some micro-batches: they take memory of the device
-def _numbers(here: Rows, rows: Rows, device: torch.device) -> RowIndex:
-    pieces = common(here, rows)
-    to, of = (
-        torch.cat([torch.arange(part.start, part.stop) for part in parts])
-        for parts in ([piece.there for piece in pieces], [piece.here for piece in pieces])
-    )
-    if len(of) == row_count(here):
-        return RowIndex(uploaded(to, device))
-    to, of = uploaded(torch.stack((to, of)), device)
-    return RowIndex(to, of)
 
 
 def _part(tensors: Tensors, piece: Piece) -> Tensors:

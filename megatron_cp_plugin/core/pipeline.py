@@ -25,6 +25,10 @@ class HeadGroup:
     first: bool
     last: bool
 
+    def __hash__(self) -> int:
+        # Of the groups in one key only one ends there: plans have a key for each of many messages.
+        return hash(self.q.stop)
+
     @property
     def heads(self) -> int:
         """Number of query heads."""

@@ -68,6 +68,11 @@ class BlockPlacement(ABC):
         """
         return product(range(self.size), range(self.size))
 
+    def blocks_of(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Owners of the queries, and of the keys, of the pairs of a rank."""
+        queries, keys = zip(*self.pairs_of(rank), strict=True)
+        return tuple(dict.fromkeys(queries)), tuple(dict.fromkeys(keys))
+
     @final
     def met(self, rank: int) -> Iterable[tuple[int, int]]:
         """The pairs that a rank's part of a plan follows from: those that it computes, and those of

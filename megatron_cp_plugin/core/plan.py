@@ -4,15 +4,15 @@ Pure data about all ranks, made before a tensor moves. It is executed, checked, 
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from megatron_cp_plugin.core.assembly import assemble
-from megatron_cp_plugin.core.bands import Spans
 from megatron_cp_plugin.core.comm import Phase
+from megatron_cp_plugin.core.layout import Spans
 from megatron_cp_plugin.core.owned import Owned
 from megatron_cp_plugin.core.pipeline import HeadGroup, together
 from megatron_cp_plugin.core.rows import Rows, between, positions_of
@@ -69,6 +69,10 @@ class Compute(NamedTuple):
     heads: HeadGroup
     share: int = 0
 
+    def later(self, steps: int, heads: HeadGroup) -> "Compute":
+        """The same of other heads, so many steps later."""
+        return Compute(self.step + steps, self.rank, self.queries, self.keys, heads, self.share)
+
 
 class Move(NamedTuple):
     """TensorNames of a block that go from one rank to another.
@@ -110,21 +114,14 @@ class Move(NamedTuple):
         """Whether its tensors have a number for each row and head."""
         return self.messages[0][0] in OF_ROWS
 
-    def later(self, steps: int, heads: HeadGroup) -> "Move":
-        """The same of other heads, so many steps later."""
-        # `_replace` takes three times as long, of thousands of moves.
-        return Move(
-            self.posted + steps,
-            self.needed + steps,
-            self.source,
-            self.target,
-            self.messages,
-            self.block,
-            self.tokens,
-            heads,
-            self.share,
-            self.wide,
-        )
+
+def later(moves: Sequence[tuple[Move, HeadGroup]], steps: int) -> Iterator[Move]:
+    """The same moves of other heads, so many steps later."""
+    for (posted, needed, source, target, messages, block, tokens, _, share, wide), heads in moves:
+        posted, needed = posted + steps, needed + steps
+        numbers = posted, needed, source, target, messages, block, tokens, heads, share, wide
+        # As `_make` does: `_replace` takes ten times as long, of thousands of moves.
+        yield tuple.__new__(Move, numbers)
 
 
 class Time(NamedTuple):
@@ -233,8 +230,15 @@ class Plan:
             alike = self.spans.alike(queries.owners[0], self.mask)
             if alike is not None:
                 pair = alike[keys.owners[0]]
-                queries, keys = Block(pair[:1], queries.rows), Block(pair[1:], keys.rows)
+                queries, keys = Block(pair[:1], queries.rows), Block(pair[1:], self._rows(keys))
         return _tiles(self.spans, queries, keys, self.mask, self.rectangular)
+
+    def _rows(self, keys: Block) -> Rows:
+        """Rows of a block of keys, or all where it is the last that are left out: no query of the
+        computation sees these, and with them it has the same tiles as others.
+        """
+        whole = between(0, self.spans.lengths[keys.owners[0]])
+        return whole if len(keys.rows) == 1 and keys.rows[0][0] == 0 else keys.rows
 
     def positions(self, block: Block) -> Spans:
         """Those of a block's rows, in its order."""

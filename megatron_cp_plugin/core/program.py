@@ -123,6 +123,8 @@ def program(plan: Plan, rank: int) -> Program:
 
 def during(plan: Plan) -> tuple[Move, ...]:
     """Moves without those `outside` of all steps."""
+    if not outside(plan):
+        return plan.moves
     return tuple(m for m in plan.moves if m.needed >= 0 and m.posted < plan.steps)
 
 
@@ -227,33 +229,36 @@ def _all_exchanges(plan: Plan) -> tuple[tuple[tuple[bool, tuple[Move, ...]], ...
     """`receivable`, `one_peer` and `slow` of a program."""
     received: dict[tuple[bool, int, int, int], list[Move]] = {}
     sent_to: dict[tuple[bool, int, int, int], int] = {}
-    one_peer = True
+    one_peer, slow = True, any(needed > posted + 1 for _, posted, needed in plan.times)
     for move in plan.moves:
-        at, source, target = (move.result, move.posted, move.needed), move.source, move.target
-        moves = received.setdefault((*at, target), [])
+        (posted, needed, source, target), result = move[:4], move.result
+        moves = received.setdefault((result, posted, needed, target), [])
         moves.append(move)
-        same = moves[0].source == source and sent_to.setdefault((*at, source), target) == target
-        one_peer = one_peer and same
+        to = sent_to.setdefault((result, posted, needed, source), target)
+        one_peer = one_peer and moves[0].source == source and to == target
+        slow = slow or needed > posted + 1
+    unequal = {result for result in (False, True) if not _equal_for_all(plan, received, result)}
     largest: dict[tuple[object, ...], tuple[Move, ...]] = {}
     for (result, *_), moves in received.items():
-        kind = result, *((move.messages, move.heads, move.wide) for move in moves)
-        pairs = zip(largest.get(kind, moves), moves, strict=True)
-        largest[kind] = tuple(a if a.tokens >= b.tokens else b for a, b in pairs)
-    unequal = {result for result in (False, True) if not _equal_for_all(plan, received, result)}
-    found = tuple((ms[0].result, ms) for ms in largest.values() if ms[0].result in unequal)
-    times = (*((move.posted, move.needed) for move in plan.moves), *(t[1:] for t in plan.times))
-    slow = any(needed > posted + 1 for posted, needed in times)
-    return found, one_peer, slow
+        if result in unequal:
+            kind = result, *[(move.messages, move.heads, move.wide) for move in moves]
+            before = largest.get(kind)
+            if before is None:
+                largest[kind] = tuple(moves)
+            elif any(a.tokens < b.tokens for a, b in zip(before, moves, strict=True)):
+                pairs = zip(before, moves, strict=True)
+                largest[kind] = tuple(a if a.tokens >= b.tokens else b for a, b in pairs)
+    return tuple((moves[0].result, moves) for moves in largest.values()), one_peer, slow
 
 
 def _equal_for_all(
     plan: Plan, received: Mapping[tuple[bool, int, int, int], Sequence[Move]], result: bool
 ) -> bool:
     """Whether every exchange of inputs, or of results, brings equally much to every rank."""
-    kinds, at = set(), set()
-    for (of_results, posted, needed, _), moves in received.items():
-        if of_results == result:
-            kinds.add(tuple((move.messages, move.tokens, move.wide) for move in moves))
-            at.add((posted, needed))
-    count = sum(of_results == result for of_results, *_ in received)
-    return len(kinds) <= 1 and count == plan.size * len(at)
+    of_kind = [key for key in received if key[0] == result]
+    if len(of_kind) != plan.size * len({(posted, needed) for _, posted, needed, _ in of_kind}):
+        return False
+    kinds = (
+        tuple((move.messages, move.tokens, move.wide) for move in received[key]) for key in of_kind
+    )
+    return len(set(kinds)) <= 1

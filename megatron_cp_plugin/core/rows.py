@@ -1,17 +1,15 @@
 """Some rows of a block, and where they are when they alone are packed, one behind the other."""
 
-from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
-from itertools import accumulate
 from typing import NamedTuple
 
-import torch
+import numpy as np
 from torch import Tensor
 
+from megatron_cp_plugin.core.bands import Numbers, expanded, united
 from megatron_cp_plugin.core.bands import Rows as Rows
-from megatron_cp_plugin.core.bands import Spans
-from megatron_cp_plugin.core.layout import Span, rows_of
+from megatron_cp_plugin.core.layout import ManySpans, Spans, edges_of, rows_of, without_steps
 
 
 def between(start: int, stop: int) -> Rows:
@@ -21,6 +19,8 @@ def between(start: int, stop: int) -> Rows:
 
 def row_count(rows: Rows) -> int:
     """How many rows they are."""
+    if len(rows) == 1:
+        return rows[0][1] - rows[0][0]
     return sum(stop - start for start, stop in rows)
 
 
@@ -83,40 +83,72 @@ def positions_of(spans: Spans, rows: Rows) -> Spans:
     """Positions of some rows of a block."""
     if len(rows) == 1:
         return rows_of(spans, *rows[0])
-    found: list[Span] = []
-    ends = list(accumulate(map(len, spans)))
-    for start, stop in rows:
-        first, last = bisect_right(ends, start), bisect_left(ends, stop) + 1
-        before = ends[first] - len(spans[first])
-        found += rows_of(spans[first:last], start - before, stop - before)
-    return tuple(found)
+    if not without_steps(spans):
+        return tuple(span for part in rows for span in rows_of(spans, *part))
+    return ManySpans(_cut([(spans, rows)]).positions)
 
 
-def rows_at(spans: Spans, positions: Spans) -> Rows:
-    """Rows of a block that have some positions. Args: spans, positions: ascending, without gaps."""
-    found, starts = [], [span.start for span in spans]
-    before = list(accumulate(map(len, spans), initial=0))
-    for part in positions:
-        for index in range(bisect_right(starts, part.start) - 1, bisect_left(starts, part.stop)):
-            span = spans[index]
-            start, stop = max(span.start, part.start), min(span.stop, part.stop)
-            if start < stop:
-                row = before[index] - span.start
-                found.append((row + start, row + stop))
-    return union([tuple(found)])
+class _Cut(NamedTuple):
+    """Some rows of several blocks, in ranges that are each of one span of positions.
+
+    Attributes: edges: int64 [2,n], of the spans of all blocks. before: [n], rows that these blocks
+        have before each, one block behind the other. span: [m], of each range. rows: [2,m], where
+        ranges start and stop.
+    """
+
+    edges: Numbers
+    before: Numbers
+    span: Numbers
+    rows: Numbers
+
+    @property
+    def positions(self) -> Numbers:
+        """[2,m]: where positions of the ranges start and stop."""
+        return self.rows + (self.edges[0] - self.before)[self.span]
+
+
+def _cut(blocks: Sequence[tuple[Spans, Rows]]) -> _Cut:
+    edges = np.concatenate([edges_of(spans) for spans, _ in blocks], 1)
+    ends = np.cumsum(edges[1] - edges[0])
+    before = ends - (edges[1] - edges[0])
+    ranges, number = [], 0
+    for spans, rows in blocks:
+        first = ends.item(number - 1) if number else 0
+        ranges += [(first + start, first + stop) for start, stop in rows]
+        number += len(spans)
+    start, stop = np.array(ranges, np.int64).reshape(-1, 2).T
+    span = ends.searchsorted(start, side="right")
+    which, within = expanded(ends.searchsorted(stop) - span + 1)
+    span = span[which] + within
+    start, stop = np.maximum(start[which], before[span]), np.minimum(stop[which], ends[span])
+    some = start < stop
+    return _Cut(edges, before, span[some], np.stack((start, stop))[:, some])
+
+
+def positions_of_all(blocks: Sequence[tuple[Spans, Rows]]) -> tuple[Numbers, Numbers]:
+    """Positions of some rows of several blocks, which have no steps.
+
+    Returns: [2,n], where they start and stop, of one block after another; and [n], whose they are.
+    """
+    found = _cut(blocks)
+    owner = np.repeat(np.arange(len(blocks)), [len(spans) for spans, _ in blocks])
+    return found.positions, owner[found.span]
+
+
+def rows_of_all(blocks: Sequence[tuple[Spans, Rows]]) -> Rows:
+    """Some rows of several blocks as rows of the one block that has all their positions.
+
+    Args: blocks: positions without steps, and rows.
+    """
+    found = _cut(blocks)
+    starts, stops = found.edges
+    order = np.argsort(starts, kind="stable")
+    lengths = (stops - starts)[order]
+    row = np.empty_like(starts)
+    row[order] = np.cumsum(lengths) - lengths
+    return united(found.rows + (row - found.before)[found.span], 0)
 
 
 def token_dim(x: Tensor, before: int = 0) -> int:
     """Of [B,S,heads,D] or [B,heads,S]. Args: before: dimensions that will be put before these."""
     return before + (1 if x.dim() == 4 else 2)
-
-
-def packed(x: Tensor, dim: int, rows: Sequence[slice], *, strided: bool = False) -> Tensor:
-    """Some rows along a dimension, one behind the other; x itself if they are all of it.
-
-    Args: strided: only the last dimension need be contiguous, so that rows without gaps are a view.
-    """
-    parts = [x.narrow(dim, part.start, part.stop - part.start) for part in rows]
-    if len(parts) == 1:
-        return parts[0] if strided and parts[0].stride(-1) == 1 else parts[0].contiguous()
-    return torch.cat(parts, dim) if parts else x.narrow(dim, 0, 0).contiguous()

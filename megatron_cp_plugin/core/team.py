@@ -13,10 +13,11 @@ from torch import Tensor
 
 from megatron_cp_plugin.core.assembly import Assembly, Blocks, padded
 from megatron_cp_plugin.core.comm import Communicator, Pending
+from megatron_cp_plugin.core.packed_rows import packed
 from megatron_cp_plugin.core.partial import accumulation_dtype, merge_all_into
 from megatron_cp_plugin.core.pipeline import HeadGroup
 from megatron_cp_plugin.core.plan import OF_KEYS, OF_ROWS, TensorNames
-from megatron_cp_plugin.core.rows import Rows, between, common, packed, token_dim
+from megatron_cp_plugin.core.rows import Rows, between, common, token_dim
 
 Tensors = tuple[Tensor, ...]
 Named = Mapping[str, Tensor]
@@ -104,7 +105,7 @@ class GatheringTeam(Team):
         """What travels of a tensor of the own tokens."""
         if self._travelling is None:
             return own
-        return packed(own, dim, [slice(*each) for each in self._travelling.rows])
+        return packed(own, dim, self._travelling.rows, between(0, own.shape[dim]))
 
     def _with(self, blocks: Tensor, own: Tensor | None) -> Blocks:
         """Blocks of all members, in which the own tokens are all there."""

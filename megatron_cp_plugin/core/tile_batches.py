@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.core.bands import Numbers, expanded
+from megatron_cp_plugin.core.bands import Flags, Numbers, expanded
 from megatron_cp_plugin.core.devices import kept_on_device, uploaded
 from megatron_cp_plugin.core.kernel import Packing
 from megatron_cp_plugin.core.partial import RowIndex, SomeRows
-from megatron_cp_plugin.core.tile_table import Flags, TileTable, table_of
+from megatron_cp_plugin.core.tile_table import TileTable, table_of
 from megatron_cp_plugin.core.tiles import Tile
 
 # Pairs of a query and a key, for all heads, with which a call keeps a GPU busy for longer than the
@@ -87,6 +87,10 @@ class Ranges(Sequence[range]):
     @property
     def elements(self) -> Tensor:
         """Of all ranges, one after the other. By NumPy: torch's threads cost more."""
+        if (self.step == 1).all():
+            line = np.repeat(self.first - self.bounds[:-1], self.lengths)
+            line += np.arange(len(line))
+            return torch.from_numpy(line)
         whose, within = expanded(self.lengths)
         return torch.from_numpy(self.first[whose] + within * self.step[whose])
 
@@ -122,7 +126,8 @@ class Batch:
     @cached_property
     def packing(self) -> Packing:
         """The sequences."""
-        return Packing(*(_places(x, apart=self.apart) for x in (self.rows, self.cols)))
+        sides = (_places(x, apart=self.apart) for x in (self.rows, self.cols))
+        return Packing(np.stack(tuple(sides)))
 
     def sides(self, device: torch.device) -> tuple[Side, Side]:
         """The queries and the keys; all layers of a micro-batch have the same."""
@@ -163,10 +168,17 @@ class Batches:
         if way not in self._calls:
             several = packed and len(self.tiles.joined) > 1
             found = (
-                _packed(self.tiles, self._heads, gaps, forward) if several else _singly(self.tiles)
+                _packed(self.tiles, self._units, self._heads, gaps, forward)
+                if several
+                else _singly(self.tiles)
             )
             self._calls[way] = tuple(found)
         return self._calls[way]
+
+    @cached_property
+    def _units(self) -> "tuple[_Units, ...]":
+        """The tiles of each kind; both passes have the same."""
+        return tuple(_units_of(self.tiles))
 
 
 def _singly(tiles: TileTable) -> Iterator[KernelCall]:
@@ -175,15 +187,14 @@ def _singly(tiles: TileTable) -> Iterator[KernelCall]:
         yield tile if stop == start + 1 else _call(tiles, np.arange(start, stop))
 
 
-def _packed(tiles: TileTable, heads: int, gaps: bool, forward: bool) -> list[KernelCall]:
+def _packed(
+    tiles: TileTable, kinds: "tuple[_Units, ...]", heads: int, gaps: bool, forward: bool
+) -> list[KernelCall]:
     found: list[KernelCall] = []
     rows, keys = (int(x[1].max(initial=0)) for x in (tiles.q, tiles.kv))
     least, most = (queries // heads for queries in _COPIED)
     most_rows = min(max(rows // 2, least), most)
-    kinds = 2 * tiles.causal + tiles.reverse
-    for kind in dict.fromkeys(kinds.tolist()):
-        of_kind = tiles.some(kinds == kind)
-        units = _Units(of_kind if kind > 1 else _larger(of_kind))
+    for units in kinds:
         rest = np.ones(len(units), np.bool_)
         for group in _in_place(units, forward, most_rows) if gaps else ():
             found.append(_call(units.tiles, units.numbers(group), apart=True, forward=forward))
@@ -196,6 +207,13 @@ def _packed(tiles: TileTable, heads: int, gaps: bool, forward: bool) -> list[Ker
         found += (_call(units.tiles, units.numbers(group), forward=forward) for group in groups)
     # What may be all rows comes first: there is nothing yet to merge it with.
     return sorted(found, key=_row_count, reverse=True)
+
+
+def _units_of(tiles: TileTable) -> Iterator["_Units"]:
+    kinds = 2 * tiles.causal + tiles.reverse
+    for kind in dict.fromkeys(kinds.tolist()):
+        of_kind = tiles.some(kinds == kind)
+        yield _Units(of_kind if kind > 1 else _larger(of_kind))
 
 
 class _Units:
@@ -358,13 +376,12 @@ class _Picked(NamedTuple):
     given: tuple[tuple[Tensor, Tensor], ...] | None = None
 
 
-def _places(ranges: Ranges, *, apart: bool) -> tuple[slice, ...]:
-    """Where the sequences are in what a kernel is given."""
+def _places(ranges: Ranges, *, apart: bool) -> Numbers:
+    """[2,n]: where the sequences start and stop in what a kernel is given."""
     if apart:
-        starts, stops = ranges.extents - ranges.first.min()
-    else:
-        starts, stops = ranges.bounds[:-1], ranges.bounds[1:]
-    return tuple(map(slice, starts.tolist(), stops.tolist()))
+        return ranges.extents - ranges.first.min()
+    bounds = ranges.bounds
+    return np.stack((bounds[:-1], bounds[1:]))
 
 
 def _picked(ranges: Ranges, *, apart: bool, given: bool = True) -> _Picked:

@@ -6,12 +6,10 @@ from itertools import pairwise
 from typing import NamedTuple, Self, overload
 
 import numpy as np
-from numpy.typing import NDArray
 
-from megatron_cp_plugin.core.bands import FAR, Bands, Extent, Numbers, Spans, expanded
+from megatron_cp_plugin.core.bands import FAR, Bands, Extent, Flags, Numbers, expanded
+from megatron_cp_plugin.core.layout import Spans, without_steps
 from megatron_cp_plugin.core.tiles import Mask, Tile, filled, plan_tiles
-
-Flags = NDArray[np.bool_]
 
 # Bands that two blocks have in common from which on they are planned together, not one by one.
 _MANY = 8
@@ -134,7 +132,7 @@ def _lengths(places: Numbers) -> Numbers:
 def tiles_of(q_spans: Spans, kv_spans: Spans, mask: Mask, *, rectangular: bool) -> TileTable:
     """The tiles of `plan_tiles`; where blocks share many documents all are planned together."""
     table = None
-    if len(mask.bands) >= _MANY and all(span.step == 1 for span in (*q_spans, *kv_spans)):
+    if len(mask.bands) >= _MANY and without_steps(q_spans, kv_spans):
         queries, keys = filled(q_spans), filled(kv_spans)
         table = _at_once(queries, keys, mask.bands, rectangular=rectangular)
     if table is None:

@@ -18,13 +18,12 @@ from megatron_cp_plugin.core.bands import (
     Bands,
     Cell,
     Rows,
-    Spans,
     cells,
     touched,
     visible,
     within,
 )
-from megatron_cp_plugin.core.layout import Documents, Span
+from megatron_cp_plugin.core.layout import Documents, ManySpans, Span, Spans
 from megatron_cp_plugin.core.slices import Slices
 from megatron_cp_plugin.errors import ContextParallelError
 
@@ -207,6 +206,8 @@ def touched_rows(
 
 def filled(spans: Sequence[Span]) -> Spans:
     """Those that are not empty."""
+    if isinstance(spans, ManySpans):
+        return spans if spans.edges[0, :1] < spans.edges[1, :1] else ()
     found = tuple([span for span in spans if span.start < span.stop])
     # They themselves if they can be, which may be hashed already.
     return spans if isinstance(spans, tuple) and len(found) == len(spans) else found

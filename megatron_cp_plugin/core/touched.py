@@ -31,7 +31,7 @@ def keys_seen(layout: Layout, size: int, seq_len: int, mask: Mask) -> list[dict[
     owned = Owned.of(layout, size, seq_len)
     if owned.alike(0, mask) is None:
         return _of_all_pairs(owned, mask.bands)
-    return [dict(enumerate(met)) for met in _of_kinds(owned, mask, 1)]
+    return list(map(dict, map(enumerate, _of_kinds(owned, mask, 1))))
 
 
 @lru_cache(maxsize=16)
@@ -54,6 +54,6 @@ def _of_kinds(owned: Owned, mask: Mask, side: Literal[0, 1]) -> list[list[Rows]]
     gap = longest_gap(max(owned.lengths))
     rows = {
         (query, key): touched_rows(owned[query], owned[key], mask, gap)[side]
-        for query, key in {pair for pairs in alike for pair in pairs}
+        for query, key in set().union(*alike)
     }
-    return [[rows[pair] for pair in pairs] for pairs in alike]
+    return [list(map(rows.__getitem__, pairs)) for pairs in alike]

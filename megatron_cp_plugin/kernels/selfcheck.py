@@ -28,7 +28,7 @@ Results = list[tuple[str, Tensor, Tensor]]  # name, what the kernel made, what i
 # keys of each sequence. Squares are for kernels whose causal tiles are no others.
 _SQUARES = Packing.adjacent((0, 1, 130, 131, _TOKENS), (0, 1, 130, 131, _TOKENS))
 _RECTANGLES = Packing.adjacent((0, 1, 40, 41, _TOKENS // 2), (0, 50, 130, 131, _TOKENS))
-_APART = Packing(
+_APART = Packing.of(
     (slice(0, 3), slice(20, 60), slice(60, _TOKENS // 2)),
     (slice(0, 50), slice(51, 120), slice(130, _TOKENS)),
 )

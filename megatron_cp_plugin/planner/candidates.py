@@ -6,7 +6,7 @@ Nothing is computed and nothing is sent; refused ones are left out, with the rea
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from itertools import product
-from typing import Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Literal, NamedTuple, get_args, get_origin
 
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.core.algorithm import Algorithm
@@ -156,7 +156,7 @@ def _is_open(layout: Layout, question: Question) -> bool:
 
 def _combinations(cls: registry.AnyClass, size: int) -> list[Algorithm.Options]:
     """Of all values of all options, those with the fewest options first."""
-    defaults, hints = cls.Options(), get_type_hints(cls.Options)
+    defaults, hints = cls.Options(), registry.option_types(cls.Options)
     names = [field.name for field in fields(cls.Options)]
     values = [_values(name, hints[name], getattr(defaults, name), size) for name in names]
     found = [cls.Options(**dict(zip(names, chosen, strict=True))) for chosen in product(*values)]

@@ -15,9 +15,9 @@ from functools import cache, cached_property
 from typing import NamedTuple
 
 from megatron_cp_plugin.core.assembly import assemble
-from megatron_cp_plugin.core.bands import Numbers, Spans
+from megatron_cp_plugin.core.bands import Numbers
 from megatron_cp_plugin.core.comm import Operation
-from megatron_cp_plugin.core.layout import Layout, Span, rows_of
+from megatron_cp_plugin.core.layout import Layout, Span, Spans, rows_of
 from megatron_cp_plugin.core.pipeline import HeadGroup, together
 from megatron_cp_plugin.core.placement import BlockPlacement, HeadPlacement, Placement
 from megatron_cp_plugin.core.plan import row_bytes

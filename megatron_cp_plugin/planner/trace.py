@@ -242,7 +242,7 @@ class _Kernel(SizesOnly):
         causal: bool,
     ) -> None:
         (batch, rows, heads, dim), (columns, kv_heads, value_dim) = q.shape, v.shape[1:]
-        pieces = len(packing.q)
+        pieces = len(packing)
         size = rows // pieces, columns // pieces  # of a document, in the mean
         phase: Pass = "forward" if statistics is None else "backward"
         area = _area(packing, causal=causal)

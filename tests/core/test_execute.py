@@ -184,3 +184,36 @@ def test_copy_engines_are_used_where_each_rank_has_one_peer_at_a_time(
 def test_transport_peer_is_refused_where_a_rank_has_two_peers() -> None:
     with pytest.raises(ConfigError, match="ring transport peer needs each rank to exchange with"):
         compare("ring", {"backward": "kv", "transport": "peer"}, 4, Mask(), 32)
+
+
+@pytest.mark.parametrize(
+    ("algo", "options", "documents"),
+    [
+        ("zigzag", {"backward": "kv"}, (15,)),
+        ("zigzag", {"backward": "kv", "route": "straight"}, (15,)),
+        ("attention2d", {"rows": 1}, (15,)),
+        ("attention2d", {"rows": 1}, (9, 15)),
+    ],
+    ids=str,
+)
+def test_gradients_are_in_no_receive_buffer(
+    algo: str, options: dict[str, object], documents: tuple[int, ...]
+) -> None:
+    """Not even where all rows come from another rank and few are a rank's own: with documents and
+    a kernel that computes one at a time. The next call overwrites what came.
+    """
+    whole = [torch.randn(1, 24, 2, 8, dtype=torch.float64) for _ in range(4)]
+
+    @torch.no_grad()
+    def body(topology: Topology) -> None:
+        kernel = Reference()
+        kernel.packs = False
+        algorithm = create(algo, topology, {"chunks": 1, **options})
+        q, k, v, dout = (shard(x, 1, algorithm.layout, topology.rank, 2) for x in whole)
+        call = Call(24, Mask(False, documents=documents), 1.0, kernel)
+        found = algorithm.backward(dout, algorithm.forward(q, k, v, call)[2], call)
+        before = [x.clone() for x in found]
+        algorithm.backward(2 * dout, algorithm.forward(k, q, v, call)[2], call)
+        assert all(map(torch.equal, found, before))
+
+    run_virtual(2, body, peer_access=True)

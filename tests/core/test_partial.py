@@ -1,11 +1,14 @@
 """Merging partials: exact, any order, any dtype, rows without keys, strided lse."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_cp_plugin.core import fused
+from megatron_cp_plugin.core import fused, partial
+from megatron_cp_plugin.core.packed_rows import packed
 from megatron_cp_plugin.core.partial import Accumulator, GradientSum, delta_of, merge_into
 from megatron_cp_plugin.kernels.reference import Reference
 from tests.oracle import naive_attention, relative_error
@@ -52,8 +55,8 @@ def test_partials_of_some_rows(ranges, dtype):
     for index, (start, length) in enumerate(ranges):
         rows, keys = slice(start, min(start + length, TOKENS)), slice(index, index + 1)
         seen[rows, keys] = True
-        partial = Reference().forward(q[:, rows], k[:, keys], v[:, keys], scale=0.5, causal=False)
-        total.add(rows, *partial)
+        found = Reference().forward(q[:, rows], k[:, keys], v[:, keys], scale=0.5, causal=False)
+        total.add(rows, *found)
     out, lse = total.result()
     assert out.dtype == dtype
     assert not out.isnan().any()
@@ -288,3 +291,19 @@ def test_fused_operations_take_all_but_float64(monkeypatch):
 
 def test_no_other_device_has_them():
     assert fused.fused_for(torch.zeros(1)) is None
+
+
+def test_rows_in_float64_are_not_taken_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fused operations compute in float32: rows of other dtypes, or dimensions, are PyTorch's."""
+    operations = SimpleNamespace(
+        rows_at=lambda x, rows: x.float().index_select(1, rows).to(x.dtype)
+    )
+    monkeypatch.setattr(partial, "fused_for", lambda _: operations)
+    rows, generator = torch.tensor([3, 0, 2], dtype=torch.int32), torch.Generator().manual_seed(0)
+    x = torch.randn((2, 4, 3, 5), generator=generator, dtype=torch.float64)
+    assert not torch.equal(operations.rows_at(x, rows), x[:, [3, 0, 2]])
+    assert torch.equal(partial.rows_at(x, rows), x[:, [3, 0, 2]])
+    assert torch.equal(packed(x, 1, ((0, 1), (2, 3), (3, 4)), ((0, 4),)), x[:, [0, 2, 3]])
+    assert torch.equal(partial.taken(x.float(), 2, rows[1:]), x.float()[:, :, [0, 2]])
+    monkeypatch.setattr(operations, "rows_at", lambda x, rows: None)
+    assert partial.rows_at(x.bfloat16(), rows) is None

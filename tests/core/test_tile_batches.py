@@ -220,7 +220,7 @@ def test_indices_go_to_a_device_once() -> None:
 
 
 def test_lengths_of_sequences_with_gaps() -> None:
-    packing = Packing((slice(0, 3), slice(5, 6)), (slice(0, 4), slice(4, 9)))
+    packing = Packing.of((slice(0, 3), slice(5, 6)), (slice(0, 4), slice(4, 9)))
     lengths = packing.lengths(2, CPU)
     assert lengths.cu_q.tolist() == [0, 5, 6, 11, 12]
     assert lengths.cu_k.tolist() == [0, 4, 9, 13, 18]

@@ -92,7 +92,7 @@ def packing_of(
         stops = starts[:-1] + lengths
         sides.append(tuple(map(slice, starts[:-1].tolist(), stops.tolist())))
         assert sides[-1][-1].stop == starts[-1]
-    return Packing(*sides)
+    return Packing.of(*sides)
 
 
 @pytest.mark.parametrize("name", ["flash4", "cudnn"])
@@ -159,7 +159,7 @@ def test_head_dims_are_filled_up(called, monkeypatch, capability, dims, kv_heads
     "packing",
     [
         Packing.adjacent((0, 3, 4, 9), (0, 7, 8, 20)),
-        Packing((slice(0, 3), slice(5, 9)), (slice(0, 10), slice(12, 20))),
+        Packing.of((slice(0, 3), slice(5, 9)), (slice(0, 10), slice(12, 20))),
     ],
     ids=["adjacent", "gaps"],
 )

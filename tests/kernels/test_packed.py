@@ -20,8 +20,8 @@ from megatron_cp_plugin.core.partial import Accumulator, GradientSum, delta_of
 from megatron_cp_plugin.core.streams import capture
 from megatron_cp_plugin.core.tile_batches import Batch, Batches
 from megatron_cp_plugin.core.tiles import Mask, Tile
-from megatron_cp_plugin.errors import ContextParallelError, KernelUnavailableError
-from megatron_cp_plugin.kernels import resolve
+from megatron_cp_plugin.errors import ContextParallelError
+from tests.kernels.test_kernels import resolved
 from tests.oracle import relative_error
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -38,10 +38,7 @@ def kernel_for(
     """A kernel, the dtype that it is given, and the error that is right."""
     dtype, bound = (torch.float64, 1e-12) if device == CPU else (torch.bfloat16, 1e-2)
     shape = device, dtype, 4, kv_heads, head_dim
-    try:
-        kernel = resolve(name, Problem(*shape, documents=True, value_dim=value_dim))
-    except KernelUnavailableError as error:
-        pytest.skip(str(error))
+    kernel = resolved(name, Problem(*shape, documents=True, value_dim=value_dim))
     return kernel, dtype, bound
 
 
@@ -141,7 +138,7 @@ def test_sequences_with_gaps(
         for side, length in enumerate(lengths):
             sides[side].append(slice(starts[side], starts[side] + length))
             starts[side] += length + random.choice([0, random.randint(1, longest)])
-    packing = Packing(*map(tuple, sides))
+    packing = Packing.of(*sides)
     rows, cols = sides[0][-1].stop, sides[1][-1].stop
     seen = torch.zeros(rows, cols, dtype=torch.bool)
     for mine, theirs in zip(*sides, strict=True):
