@@ -1,7 +1,11 @@
-"""Settings of all tests: one torch thread, GPU tests only where there is a GPU, and the examples
-of random tests the same at each call, unless others are asked for.
+"""Settings of all tests: one torch thread, GPU tests only where there is a GPU, random numbers that
+are the same whatever ran before, and the examples of random tests the same at each call, unless
+others are asked for.
 """
 
+import random
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -40,6 +44,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+@pytest.fixture(autouse=True)
+def _seeds() -> None:
+    random.seed(1)
+    np.random.seed(1)
+    torch.manual_seed(1)
 
 
 def pytest_terminal_summary(

@@ -363,7 +363,7 @@ WRONG_CALLS = {
     ),
     "scale": ({"scale": "auto"}, "scale needs a number, got 'auto'"),
     "scales": ({"scale": torch.ones(4)}, "scale needs a number, got tensor([1., 1., 1., 1.])"),
-    "windows": ({"window": torch.rand(99)}, "window needs a whole number, got tensor([0."),
+    "windows": ({"window": torch.ones(99)}, "window needs a whole number, got tensor([1., 1., "),
     "fractions": (
         {"cu_seqlens": torch.tensor([0, 3.5, 8])},
         "cu_seqlens needs whole numbers from 0 to seq_len = 8, got [0.0, 3.5, 8.0]",
