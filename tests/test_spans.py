@@ -19,14 +19,9 @@ from megatron_cp_plugin.core.layout import Contiguous, Cyclic, Layout, Span, Zig
 from megatron_cp_plugin.core.plan_check import check
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.slices import KINDS, Slices
-from megatron_cp_plugin.core.tiles import (
-    Mask,
-    plan_tiles,
-    sees,
-    touched_rows,
-    visible_pairs,
-)
+from megatron_cp_plugin.core.tiles import Mask, plan_tiles, visible_pairs
 from megatron_cp_plugin.core.topology import Topology
+from megatron_cp_plugin.core.touched import sees, touched_rows
 from megatron_cp_plugin.core.virtual import VirtualWorld, run_virtual
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.registry import create

@@ -24,11 +24,12 @@ from megatron_cp_plugin.core.plan import PHASES
 from megatron_cp_plugin.core.plan_check import PlanError, check
 from megatron_cp_plugin.core.rows import Rows, clipped, common, positions_of, rows_of_all, union
 from megatron_cp_plugin.core.shape import Shape
-from megatron_cp_plugin.core.tiles import Mask, touched_rows
+from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.touched import (
     keys_seen,
     longest_gap,
     queries_seeing,
+    touched_rows,
 )
 from megatron_cp_plugin.core.virtual import VirtualWorld
 from megatron_cp_plugin.registry import create

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megatron_cp_plugin.core.bands import Flags, Numbers, expanded
 from megatron_cp_plugin.core.devices import kept_on_device, uploaded
 from megatron_cp_plugin.core.layout import ManySpans, Span, Spans, edges_of, without_steps
 from megatron_cp_plugin.core.partial import taken
+from megatron_cp_plugin.core.ranges import Numbers, expanded, offsets, offsets_of_each, runs
 
 # Segments a member up to which a copy for each is as fast as a gather of rows by indices.
 _FEW = 8
@@ -180,20 +180,18 @@ class Contiguous(Assembly):
         """
         self.members, self.width = members, width
         lengths = edges[1] - edges[0]
-        before = np.cumsum(lengths) - lengths
-        start = before - before[np.searchsorted(owner, owner)]
+        local = offsets_of_each(owner, lengths)  # where each span is in its rank's block
         order = np.argsort(edges[0], kind="stable")
         order = order[lengths[order] > 0]
         (starts, stops), owner, lengths = edges[:, order], owner[order], lengths[order]
-        rows = np.cumsum(lengths) - lengths
         self.tokens = int(lengths.sum())
-        self.spans = ManySpans(_runs(starts, stops, starts[1:] != stops[:-1]))
+        first, last = runs(starts[1:] != stops[:-1], len(starts))
+        self.spans = ManySpans(np.stack((starts[first], stops[last])))
         # A rank's spans that follow each other are one segment.
-        other = owner[1:] != owner[:-1]
-        first, last = _runs(rows, rows + lengths, other)
-        begins = np.flatnonzero(np.append(True, other)[: len(owner)])
-        columns = owner[begins], start[order][begins], last - first, first
-        many = len(begins) > _FEW * members
+        first, last = runs(owner[1:] != owner[:-1], len(owner))
+        row, after = offsets(lengths), np.cumsum(lengths)
+        columns = owner[first], local[order][first], after[last] - row[first], row[first]
+        many = len(first) > _FEW * members
         self._table = _Table(*columns[:3], members, width) if many else None
         segments = () if many else zip(*(x.tolist() for x in columns), strict=True)
         self._segments = tuple(_Segment(*one) for one in segments)
@@ -229,13 +227,6 @@ class Contiguous(Assembly):
         if self._table is not None:
             return self._table.split(whole, dim)
         return super().split(whole, dim)
-
-
-def _runs(starts: Numbers, stops: Numbers, apart: Flags) -> Numbers:
-    """[2,n]: ranges, those as one that follow each other. Args: apart: which next ones do not."""
-    if not len(starts):
-        return np.stack((starts, stops))
-    return np.stack((starts[np.append(True, apart)], stops[np.append(apart, True)]))
 
 
 class _Interleaved(Assembly):

@@ -5,24 +5,21 @@ A causal mask, a window, a packed document and a slice of a span mask are one th
 """
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property, lru_cache
 from math import lcm
 from typing import NamedTuple, Self
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_cp_plugin.core.layout import Span, Spans, edges_of, without_steps
-
-# Half-open ranges of a block's rows, ascending, that do not touch each other.
-Rows = tuple[tuple[int, int], ...]
-Numbers = NDArray[np.int64]
-Flags = NDArray[np.bool_]
+from megatron_cp_plugin.core.ranges import Numbers
 
 # Where a mask ends whose length nobody has said, and diagonals that leave all of it.
 _END = 1 << 40
 FAR = 1 << 42
+# Where the table of some bands has them: the first of two columns of `Band`.
+QUERIES, KEYS = 0, 2
 
 
 class Band(NamedTuple):
@@ -116,7 +113,7 @@ def _ramp(rows: int, keys: int) -> int:
     return rising * (rising + 1) // 2 + max(0, rows - keys) * keys
 
 
-class Cell(NamedTuple):
+class BandPart(NamedTuple):
     """What a block of queries and one of keys have of a band.
 
     Attributes:
@@ -141,8 +138,8 @@ class Cell(NamedTuple):
         )
 
 
-def cells(q_spans: Spans, kv_spans: Spans, bands: Bands) -> Iterator[Cell]:
-    """What two blocks have of each band; some cells may still have no visible pair.
+def parts_of(q_spans: Spans, kv_spans: Spans, bands: Bands) -> Iterator[BandPart]:
+    """What two blocks have of each band; some may still have no visible pair.
 
     Args: q_spans, kv_spans: positions, no span of them empty.
 
@@ -151,13 +148,14 @@ def cells(q_spans: Spans, kv_spans: Spans, bands: Bands) -> Iterator[Cell]:
     if not q_spans or not kv_spans:
         return
     if without_steps(q_spans, kv_spans):
-        of_queries, of_keys = Extent.of(q_spans, bands, 0), Extent.of(kv_spans, bands, 2)
+        of_queries = BandRows.of(q_spans, bands, QUERIES)
+        of_keys = BandRows.of(kv_spans, bands, KEYS)
         shared = of_queries.shared_with(of_keys)
         for number, edges in zip(shared, bands.table[:, shared].T.tolist(), strict=True):
             band = Band(*edges)
             q, rows = of_queries.part(number, band.q_start, band.q_stop)
             kv, cols = of_keys.part(number, band.k_start, band.k_stop)
-            yield Cell(q, kv, band.low, band.high, rows, cols)
+            yield BandPart(q, kv, band.low, band.high, rows, cols)
         return
     # Positions of equal residue modulo the common step form a problem with step 1.
     common = lcm(*(span.step for span in (*q_spans, *kv_spans)))
@@ -167,7 +165,7 @@ def cells(q_spans: Spans, kv_spans: Spans, bands: Bands) -> Iterator[Cell]:
                 queries, keys = (Span(*band[:2]),), (Span(*band[2:4]),)
                 rows = _part(q_local, q_span, *queries)
                 cols = _part(k_local, k_span, *keys)
-                yield Cell(queries, keys, band.low, band.high, rows, cols)
+                yield BandPart(queries, keys, band.low, band.high, rows, cols)
 
 
 def within(outer: slice, start: int, stop: int) -> slice:
@@ -183,18 +181,20 @@ def _part(local: slice, whole: Span, part: Span) -> slice:
     return within(local, part.start - whole.start, part.stop - whole.start)
 
 
-class Extent:
+class BandRows:
     """Which rows of a block each band has.
 
-    Attributes: start, stop: int64 [bands], these rows. first, last: their positions.
+    Attributes: start, stop: int64 [bands], these rows. first, last: positions of the first and of
+        the last one. filled: whether there are any.
     """
 
     def __init__(self, spans: Spans, bands: Bands, side: int) -> None:
-        self._spans, self._bands = spans, bands
-        starts, stops = edges_of(spans)
+        """Args: side: QUERIES or KEYS."""
+        self._spans, self._bands, self._side = spans, bands, side
+        self._starts, self._stops = starts, stops = edges_of(spans)
         if (stops[:-1] > starts[1:]).any():
             raise ValueError(f"spans must be ascending and disjoint, got {spans}")
-        self._begin, self._end, self._side = starts, stops, side
+        # Rows before each span, and of all; how far positions of each are from rows.
         self._before = np.concatenate(([0], np.cumsum(stops - starts)))
         self._shift = starts - self._before[:-1]
 
@@ -206,24 +206,19 @@ class Extent:
         self.filled = self.start < self.stop
         self.first, self.last = position_of(self.start), position_of(self.stop - 1)
 
-    @cached_property
-    def _starts(self) -> list[int]:
-        starts: list[int] = self._begin.tolist()
-        return starts
-
     @staticmethod
     @lru_cache(maxsize=1024)  # a block is computed with every other one
-    def of(spans: Spans, bands: Bands, side: int) -> "Extent":
-        """That of a block."""
-        return Extent(spans, bands, side)
+    def of(spans: Spans, bands: Bands, side: int) -> "BandRows":
+        """Those of a block."""
+        return BandRows(spans, bands, side)
 
     def rows_below(self, positions: Numbers) -> Numbers:
         """How many rows of the block are before some positions."""
-        last = np.searchsorted(self._begin, positions, side="right") - 1
-        inside = np.minimum(positions, self._end[last]) - self._begin[last]
+        last = np.searchsorted(self._starts, positions, side="right") - 1
+        inside = np.minimum(positions, self._stops[last]) - self._starts[last]
         return np.where(last < 0, 0, self._before[last] + inside)
 
-    def shared_with(self, keys: "Extent") -> list[int]:
+    def shared_with(self, keys: "BandRows") -> list[int]:
         """Bands that may have pairs of these queries and those keys."""
         low, high = self._bands.table[4:]
         found = self.filled & keys.filled
@@ -240,26 +235,31 @@ class Extent:
 
     def span_before(self, positions: Numbers) -> Numbers:
         """The last span of the block that begins before some positions; -1 if none does."""
-        return np.searchsorted(self._begin, positions) - 1
+        return np.searchsorted(self._starts, positions) - 1
 
     def piece(self, numbers: Numbers, spans: Numbers) -> tuple[Numbers, Numbers, Numbers]:
-        """Positions [start, stop) that bands have of spans, and how far these are before rows."""
-        start = np.maximum(self._begin[spans], self._bands.table[self._side, numbers])
-        stop = np.minimum(self._end[spans], self._bands.table[self._side + 1, numbers])
+        """Positions [start, stop) that bands have of spans, and how far these are from rows."""
+        start = np.maximum(self._starts[spans], self._bands.table[self._side, numbers])
+        stop = np.minimum(self._stops[spans], self._bands.table[self._side + 1, numbers])
         return start, stop, self._shift[spans]
 
     def part(self, number: int, start: int, stop: int) -> tuple[Spans, slice]:
         """Positions [start, stop) of the block, which are those of a band, and its rows."""
         rows = slice(int(self.start[number]), int(self.stop[number]))
-        found = []
-        index = max(0, bisect_right(self._starts, start) - 1)
-        while index < len(self._spans) and self._starts[index] < stop:
+        found, starts = [], self._start_list
+        index = max(0, bisect_right(starts, start) - 1)
+        while index < len(starts) and starts[index] < stop:
             span = self._spans[index]
             first, last = max(span.start, start), min(span.stop, stop)
             if first < last:
                 found.append(Span(first, last))
             index += 1
         return tuple(found), rows
+
+    @cached_property
+    def _start_list(self) -> list[int]:
+        starts: list[int] = self._starts.tolist()
+        return starts
 
 
 def _residues(spans: Sequence[Span], common: int) -> Iterator[tuple[int, Span, slice]]:
@@ -293,127 +293,3 @@ def _of_residues(
     table = np.stack((q_first, q_last, k_first, k_last, lows, highs))[:, found]
     for numbers in table.T.tolist():
         yield Band(*numbers)
-
-
-@lru_cache(maxsize=8192)  # both passes of a micro-batch have the same
-def touched(q_spans: Spans, kv_spans: Spans, bands: Bands, gap: int) -> tuple[Rows, Rows]:
-    """Rows of a block of queries that see any key of another block, and those of these keys.
-
-    Of positions with a step, all from the first to the last one that a band has.
-
-    Args: gap: how many rows may lie between others that come with them. Otherwise as of `cells`.
-    """
-    if not q_spans or not kv_spans:
-        return (), ()
-    if not without_steps(q_spans, kv_spans):
-        found = [cell for cell in cells(q_spans, kv_spans, bands) if cell.visible]
-        of_rows = _union_of((cell.rows for cell in found), gap)
-        return of_rows, _union_of((cell.cols for cell in found), gap)
-    of_queries, of_keys = Extent.of(q_spans, bands, 0), Extent.of(kv_spans, bands, 2)
-    number = np.array(of_queries.shared_with(of_keys), dtype=np.int64)
-    # All pairs of a span of queries and one of keys that a band has.
-    (q_first, q_count), (k_first, k_count) = of_queries.spans_of(number), of_keys.spans_of(number)
-    which, pair = expanded(q_count * k_count)
-    number = number[which]
-    low, high = bands.table[4:, number]
-    x_start, x_stop, before_x = of_queries.piece(number, q_first[which] + pair // k_count[which])
-    y_start, y_stop, before_y = of_keys.piece(number, k_first[which] + pair % k_count[which])
-    rows = np.stack((np.maximum(x_start, y_start - high), np.minimum(x_stop, y_stop - low)))
-    cols = np.stack((np.maximum(y_start, x_start + low), np.minimum(y_stop, x_stop + high)))
-    seen = rows[0] < rows[1]
-    return united((rows - before_x)[:, seen], gap), united((cols - before_y)[:, seen], gap)
-
-
-def expanded(counts: Numbers) -> tuple[Numbers, Numbers]:
-    """Of so many elements each: whose it is, and its number there."""
-    whose = np.repeat(np.arange(len(counts)), counts)
-    return whose, np.arange(len(whose)) - np.repeat(np.cumsum(counts) - counts, counts)
-
-
-def _union_of(slices: Iterable[slice], gap: int) -> Rows:
-    edges = [(part.start, part.stop) for part in slices]
-    return united(np.array(edges, dtype=np.int64).reshape(-1, 2).T, gap)
-
-
-def united(edges: Numbers, gap: int) -> Rows:
-    """Args: edges: [2,n], starts and stops of ranges that are not empty. gap: as of `touched`."""
-    if not edges.shape[1]:
-        return ()
-    starts, stops = edges[:, np.argsort(edges[0], kind="stable")]
-    reached = np.maximum.accumulate(stops)
-    apart = starts[1:] > reached[:-1] + gap
-    begins, ends = starts[np.append(True, apart)], reached[np.append(apart, True)]
-    return tuple(zip(begins.tolist(), ends.tolist(), strict=True))
-
-
-@lru_cache(maxsize=8192)
-def visible(q_spans: Spans, kv_spans: Spans, bands: Bands) -> bool:
-    """Whether any query of a block sees any key of another. Args: as of `cells`."""
-    return any(cell.visible for cell in cells(q_spans, kv_spans, bands))
-
-
-def keys_seen(blocks: Sequence[Spans], bands: Bands, gaps: Sequence[int]) -> list[dict[int, Rows]]:
-    """[queries][keys]: rows of the second block that any query of the first one sees, if any.
-
-    Args: blocks: of step 1, ascending; no two have a position in common. gaps: of each block how
-        many rows that nobody sees may lie in a range.
-    """
-    size = len(blocks)
-    starts, stops = np.concatenate([edges_of(own) for own in blocks], 1)
-    owner = np.repeat(np.arange(size), [len(own) for own in blocks])
-    order = np.argsort(starts)
-    starts, stops, owner = starts[order], stops[order], owner[order]
-    # Keys [begin, end) that are seen from each span of queries that a band has.
-    q_start, q_stop, k_start, k_stop, low, high = bands.table
-    first = np.searchsorted(stops, q_start, side="right")
-    band, span = expanded(np.maximum(np.searchsorted(starts, q_stop) - first, 0))
-    span += first[band]
-    top, bottom = np.maximum(starts[span], q_start[band]), np.minimum(stops[span], q_stop[band])
-    begin = np.maximum(top + low[band], k_start[band])
-    end = np.minimum(bottom + high[band], k_stop[band])
-    seen = begin < end
-    query, begin, end = _merged(owner[span[seen]], begin[seen], end[seen], np.zeros(size, np.int64))
-    # The same by blocks of keys, and their rows.
-    first = np.searchsorted(stops, begin, side="right")
-    which, span = expanded(np.maximum(np.searchsorted(starts, end) - first, 0))
-    span += first[which]
-    shift = (_rows_before(owner, stops - starts) - starts)[span]
-    pair = query[which] * size + owner[span]
-    begin = np.maximum(begin[which], starts[span]) + shift
-    end = np.minimum(end[which], stops[span]) + shift
-    pair, begin, end = _merged(pair, begin, end, np.tile(np.array(gaps, np.int64), size))
-    rows: list[dict[int, Rows]] = [{} for _ in range(size)]
-    ranges = list(zip(begin.tolist(), end.tolist(), strict=True))
-    pairs, counts = np.unique(pair, return_counts=True)
-    at = 0
-    for number, count in zip(pairs.tolist(), counts.tolist(), strict=True):
-        rows[number // size][number % size] = tuple(ranges[at : at + count])
-        at += count
-    return rows
-
-
-def _rows_before(owner: Numbers, lengths: Numbers) -> Numbers:
-    """How many rows a block has before each of its spans. Args: of all spans, ascending."""
-    order = np.argsort(owner, kind="stable")
-    before, ordered = np.cumsum(lengths[order]) - lengths[order], owner[order]
-    found = np.empty_like(before)
-    found[order] = before - before[np.searchsorted(ordered, ordered)]
-    return found
-
-
-def _merged(
-    whose: Numbers, starts: Numbers, stops: Numbers, gaps: Numbers
-) -> tuple[Numbers, Numbers, Numbers]:
-    """The unions of ranges that are of the same one, in ascending order.
-
-    Args: gaps: by whose they are, how far ranges may be apart that become one.
-    """
-    order = np.lexsort((starts, whose))
-    whose, starts = whose[order], starts[order]
-    apart = whose * (stops.max(initial=0) + gaps.max(initial=0) + 1)
-    reached = np.maximum.accumulate(stops[order] + apart)
-    first = np.ones(len(order), dtype=np.bool_)
-    first[1:] = starts[1:] + apart[1:] > reached[:-1] + gaps[whose[1:]]
-    begins = np.flatnonzero(first)
-    ends = np.append(begins[1:], len(order)) - 1
-    return whose[begins], starts[begins], (reached - apart)[ends[: len(begins)]]

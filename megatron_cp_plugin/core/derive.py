@@ -11,8 +11,8 @@ from megatron_cp_plugin.core.layout import Layout
 from megatron_cp_plugin.core.owned import Owned
 from megatron_cp_plugin.core.placement import BlockPlacement, HeadPlacement, Placement
 from megatron_cp_plugin.core.plan import Plan, Setting
-from megatron_cp_plugin.core.tiles import Mask, sees
-from megatron_cp_plugin.core.touched import keys_seen
+from megatron_cp_plugin.core.tiles import Mask
+from megatron_cp_plugin.core.touched import keys_seen, sees
 
 
 @lru_cache(maxsize=64)

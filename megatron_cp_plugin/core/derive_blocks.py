@@ -33,11 +33,12 @@ from megatron_cp_plugin.core.rows import (
     rows_of_all,
     union,
 )
-from megatron_cp_plugin.core.tiles import sees, touched_rows
 from megatron_cp_plugin.core.touched import (
     keys_seen,
     longest_gap,
     queries_seeing,
+    sees,
+    touched_rows,
 )
 from megatron_cp_plugin.errors import ConfigError
 

@@ -22,6 +22,7 @@ from megatron_cp_plugin.core.layout import (
     Spans,
     Zigzag,
 )
+from megatron_cp_plugin.core.ranges import runs
 from megatron_cp_plugin.core.slices import Slices, starts_and_slices
 from megatron_cp_plugin.errors import ContextParallelError
 
@@ -138,10 +139,10 @@ def _chunks_of_each(documents: tuple[int, ...], seq_len: int, size: int, rank: i
             f"{len(lengths)}: pad it to {-(-length // multiple) * multiple}"
         )
     chunks = lengths // multiple
-    first = np.stack([starts + index * chunks for index in (rank, multiple - 1 - rank)], 1)
-    begins, ends = first.ravel(), (first + chunks[:, None]).ravel()
-    apart = ends[:-1] != begins[1:]
-    return ManySpans(np.stack((begins[np.append(True, apart)], ends[np.append(apart, True)])))
+    both = np.stack([starts + index * chunks for index in (rank, multiple - 1 - rank)], 1)
+    begins, ends = both.ravel(), (both + chunks[:, None]).ravel()
+    first, last = runs(begins[1:] != ends[:-1], len(begins))
+    return ManySpans(np.stack((begins[first], ends[last])))
 
 
 @lru_cache(maxsize=64)
@@ -186,11 +187,10 @@ def _dealt(
     order = np.lexsort((found[:, 0], rank))
     rank, (starts, stops) = rank[order], found[order].T
     # Those that touch each other are one.
-    apart = (rank[1:] != rank[:-1]) | (starts[1:] != stops[:-1])
-    starts, stops = starts[np.append(True, apart)], stops[np.append(apart, True)]
-    of_rank = np.searchsorted(rank[np.append(True, apart)], np.arange(size + 1)).tolist()
-    edges, nothing = np.stack((starts, stops)), np.zeros((2, 1), np.int64)
+    first, last = runs((rank[1:] != rank[:-1]) | (starts[1:] != stops[:-1]), len(rank))
+    edges, nothing = np.stack((starts[first], stops[last])), np.zeros((2, 1), np.int64)
+    of_rank = np.searchsorted(rank[first], np.arange(size + 1)).tolist()
     return tuple(
-        ManySpans(edges[:, first:last] if first < last else nothing)
-        for first, last in pairwise(of_rank)
+        ManySpans(edges[:, start:stop] if start < stop else nothing)
+        for start, stop in pairwise(of_rank)
     )

@@ -7,9 +7,11 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from megatron_cp_plugin.core.bands import Numbers, expanded, united
-from megatron_cp_plugin.core.bands import Rows as Rows
 from megatron_cp_plugin.core.layout import ManySpans, Spans, edges_of, rows_of, without_steps
+from megatron_cp_plugin.core.ranges import Numbers, expanded, offsets, runs
+
+# Half-open ranges of a block's rows, ascending, that do not touch each other.
+Rows = tuple[tuple[int, int], ...]
 
 
 def between(start: int, stop: int) -> Rows:
@@ -41,6 +43,14 @@ def union(parts: Iterable[Rows], gap: int = 0) -> Rows:
         else:
             found.append((start, stop))
     return tuple(found)
+
+
+def united(edges: Numbers, gap: int) -> Rows:
+    """The same of many ranges as an array [2,n], of which none is empty."""
+    starts, stops = edges[:, np.argsort(edges[0], kind="stable")]
+    reached = np.maximum.accumulate(stops)
+    first, last = runs(starts[1:] > reached[:-1] + gap, len(starts))
+    return tuple(zip(starts[first].tolist(), reached[last].tolist(), strict=True))
 
 
 def clipped(rows: Rows, start: int, stop: int) -> Rows:
@@ -145,7 +155,7 @@ def rows_of_all(blocks: Sequence[tuple[Spans, Rows]]) -> Rows:
     order = np.argsort(starts, kind="stable")
     lengths = (stops - starts)[order]
     row = np.empty_like(starts)
-    row[order] = np.cumsum(lengths) - lengths
+    row[order] = offsets(lengths)
     return united(found.rows + (row - found.before)[found.span], 0)
 
 

@@ -8,8 +8,9 @@ from typing import NamedTuple, cast
 
 import numpy as np
 
-from megatron_cp_plugin.core.bands import FAR, Bands, Numbers
+from megatron_cp_plugin.core.bands import FAR, Bands
 from megatron_cp_plugin.core.layout import Documents
+from megatron_cp_plugin.core.ranges import Numbers, expanded
 from megatron_cp_plugin.errors import ContextParallelError, brief, nearest
 
 # By the numbers that tensors have for them.
@@ -138,9 +139,9 @@ def _overlaps(table: Numbers) -> Iterator[tuple[int, int, int, int]]:
     total = np.concatenate(([0], np.cumsum(later)))
     parts = np.searchsorted(total, np.arange(0, total[-1], _COMPARED))
     for start, stop in pairwise((*parts.tolist(), count)):
-        counts = later[start:stop]
-        one = np.repeat(np.arange(start, stop), counts)
-        other = one + 1 + np.arange(len(one)) - np.repeat(np.cumsum(counts) - counts, counts)
+        which, number = expanded(later[start:stop])
+        one = start + which
+        other = one + 1 + number
         a, b = table[:, order[one]], table[:, order[other]]
         q_start, k_start, low = (np.maximum(a[row], b[row]) for row in (0, 2, 4))
         q_stop, k_stop, high = (np.minimum(a[row], b[row]) for row in (1, 3, 5))

@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.core.bands import Flags, Numbers, expanded
 from megatron_cp_plugin.core.devices import kept_on_device, uploaded
 from megatron_cp_plugin.core.kernel import Packing
 from megatron_cp_plugin.core.partial import RowIndex, SomeRows
+from megatron_cp_plugin.core.ranges import Flags, Numbers, expanded, runs
 from megatron_cp_plugin.core.tile_table import TileTable, table_of
 from megatron_cp_plugin.core.tiles import Tile
 
@@ -230,7 +230,7 @@ class _Units:
         follows = plain[1:] & plain[:-1]
         for x in (tiles.q, tiles.kv):
             follows &= x[1, :-1] == x[0, 1:]
-        self._first, self._last = _runs(follows, len(plain))
+        self._first, self._last = runs(~follows, len(plain))
         self.start, self.k_start = tiles.q[0, self._first], tiles.kv[0, self._first]
         self.stop, self.k_stop = tiles.q[1, self._last], tiles.kv[1, self._last]
         self.rows = self.stop - self.start
@@ -245,12 +245,6 @@ class _Units:
         """Those of the tiles of some units."""
         whose, within = expanded((self._last - self._first + 1)[units])
         return self._first[units][whose] + within
-
-
-def _runs(follows: Flags, count: int) -> tuple[Numbers, Numbers]:
-    """The first and the last ones of runs. Args: follows: whether the next one goes on a run."""
-    ends = np.flatnonzero(~follows)
-    return np.concatenate(([0], ends + 1)), np.append(ends, count - 1)
 
 
 def _larger(tiles: TileTable) -> TileTable:
@@ -269,7 +263,7 @@ def _widened(same: Numbers, wide: Numbers) -> tuple[Numbers, Numbers]:
     """Those as one of which one side is the same, and the others follow each other."""
     follows = (same[:, 1:] == same[:, :-1]).all(0) & (wide[1, :-1] == wide[0, 1:])
     follows &= (wide[2, 1:] == 1) & (wide[2, :-1] == 1)
-    first, last = _runs(follows, same.shape[1])
+    first, last = runs(~follows, same.shape[1])
     return same[:, first], np.stack((wide[0, first], wide[1, last], wide[2, first]))
 
 

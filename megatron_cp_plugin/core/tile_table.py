@@ -7,8 +7,9 @@ from typing import NamedTuple, Self, overload
 
 import numpy as np
 
-from megatron_cp_plugin.core.bands import FAR, Bands, Extent, Flags, Numbers, expanded
+from megatron_cp_plugin.core.bands import FAR, KEYS, QUERIES, BandRows, Bands
 from megatron_cp_plugin.core.layout import Spans, without_steps
+from megatron_cp_plugin.core.ranges import Flags, Numbers, expanded, offsets, runs
 from megatron_cp_plugin.core.tiles import Mask, Tile, filled, plan_tiles
 
 # Bands that two blocks have in common from which on they are planned together, not one by one.
@@ -160,7 +161,7 @@ def _at_once(
     """Tiles of blocks without gaps; None if few bands have any, or some have a lower diagonal."""
     if not q_spans or not kv_spans:
         return None
-    queries, keys = Extent.of(q_spans, bands, 0), Extent.of(kv_spans, bands, 2)
+    queries, keys = BandRows.of(q_spans, bands, QUERIES), BandRows.of(kv_spans, bands, KEYS)
     shared = np.array(queries.shared_with(keys), np.int64)
     if len(shared) < _MANY or (bands.table[4, shared] > -FAR).any():
         return None
@@ -168,49 +169,46 @@ def _at_once(
     return None if stairs is None else _cover(stairs, rectangular)
 
 
-def _stairs(queries: Extent, keys: Extent, shared: Numbers, high: Numbers) -> _Stairs | None:
+def _stairs(queries: BandRows, keys: BandRows, shared: Numbers, high: Numbers) -> _Stairs | None:
     """See `tiles`; None if a run goes on into one of another slope.
 
     Args: shared: bands that both have. high: their diagonals.
     """
+    # Positions [start, stop) that a band has of a span of queries: a piece.
     q_first, q_count = queries.spans_of(shared)
+    of_piece, number = expanded(q_count)
+    start, stop, shift = queries.piece(shared[of_piece], q_first[of_piece] + number)
+    # Cut where queries begin or cease to see one key more each: at the edges of spans of keys.
     k_first, k_count = keys.spans_of(shared)
-    cell, number = expanded(q_count)
-    span = q_first[cell] + number
-    start, stop, shift = queries.piece(shared[cell], span)
-    # Rows where it changes which keys are seen: at the edges of spans of keys.
     of_edge, number = expanded(k_count)
     k_start, k_stop, _ = keys.piece(shared[of_edge], k_first[of_edge] + number)
     of_edge = np.concatenate((of_edge, of_edge))
-    turn = np.concatenate((k_start, k_stop)) - high[of_edge]
-    within = queries.span_before(turn) - q_first[of_edge]
-    inside = (within >= 0) & (within < q_count[of_edge])
-    of_edge, turn, within = of_edge[inside], turn[inside], within[inside]
-    piece = (np.cumsum(q_count) - q_count)[of_edge] + within
-    inside = (start[piece] < turn) & (turn < stop[piece])
+    cut = np.concatenate((k_start, k_stop)) - high[of_edge]
+    number = queries.span_before(cut) - q_first[of_edge]
+    has = (number >= 0) & (number < q_count[of_edge])
+    piece, cut = (offsets(q_count)[of_edge] + number)[has], cut[has]
+    inside = (start[piece] < cut) & (cut < stop[piece])
     piece = np.concatenate((np.arange(len(start)), piece[inside]))
-    turn = np.concatenate((start, turn[inside]))
-    order = np.lexsort((turn, piece))
-    piece, turn = piece[order], turn[order]
-    distinct = np.ones(len(turn), np.bool_)
-    distinct[1:] = (piece[1:] != piece[:-1]) | (turn[1:] != turn[:-1])
-    piece, turn = piece[distinct], turn[distinct]
-    ends = np.append(turn[1:], 0)
-    last_of_piece = np.append(piece[1:] != piece[:-1], True)
-    rows = np.where(last_of_piece, stop[piece], ends) - turn
-    # Keys that the first one of these rows sees.
-    cell, row = cell[piece], turn - shift[piece]
-    first, total = keys.start[shared[cell]], keys.stop[shared[cell]]
-    position = turn + high[cell]
-    below, through = (np.clip(keys.rows_below(x), first, total) for x in (position, position + 1))
-    upper, last = through - below, through
+    begin = np.concatenate((start, cut[inside]))
+    order = np.lexsort((begin, piece))
+    piece, begin = piece[order], begin[order]
+    distinct, _ = runs((piece[1:] != piece[:-1]) | (begin[1:] != begin[:-1]), len(piece))
+    piece, begin = piece[distinct], begin[distinct]
+    end = np.append(begin[1:], 0)
+    is_last = np.append(piece[1:] != piece[:-1], True)
+    rows = np.where(is_last, stop[piece], end) - begin
+    # Keys that the first one of these rows sees, and whether each next row sees one more.
+    band, row = of_piece[piece], begin - shift[piece]
+    first, total = keys.start[shared[band]], keys.stop[shared[band]]
+    position = begin + high[band]
+    below, last = (np.clip(keys.rows_below(x), first, total) for x in (position, position + 1))
+    upper = last - below
     # What goes on as the rows before it did is one run with them.
-    goes_on = np.zeros(len(row), np.bool_)
-    goes_on[1:] = (cell[1:] == cell[:-1]) & ((last + upper * rows)[:-1] == last[1:])
-    if (goes_on[1:] & (upper[1:] != upper[:-1]) & (last > first)[1:]).any():
+    goes_on = (band[1:] == band[:-1]) & ((last + upper * rows)[:-1] == last[1:])
+    same_slope = upper[1:] == upper[:-1]
+    if (goes_on & ~same_slope & (last > first)[1:]).any():
         return None
-    goes_on[1:] &= upper[1:] == upper[:-1]
-    begins = np.flatnonzero(~goes_on)
+    begins, _ = runs(~(goes_on & same_slope), len(row))
     rows = np.add.reduceat(rows, begins)
     seen = last[begins] > first[begins]
     begins, rows = begins[seen], rows[seen]

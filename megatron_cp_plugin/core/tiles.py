@@ -14,15 +14,7 @@ from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple, Self
 
-from megatron_cp_plugin.core.bands import (
-    Bands,
-    Cell,
-    Rows,
-    cells,
-    touched,
-    visible,
-    within,
-)
+from megatron_cp_plugin.core.bands import BandPart, Bands, parts_of, within
 from megatron_cp_plugin.core.layout import Documents, ManySpans, Span, Spans
 from megatron_cp_plugin.core.slices import Slices
 from megatron_cp_plugin.errors import ContextParallelError
@@ -182,26 +174,11 @@ def _planned_once(
 ) -> tuple[Tile, ...]:
     found = (
         tile
-        for cell in cells(filled(q_spans), filled(kv_spans), mask.bands)
-        for stair in _stairs(cell)
-        for tile in _cover(stair, cell, rectangular)
+        for part in parts_of(filled(q_spans), filled(kv_spans), mask.bands)
+        for stair in _stairs(part)
+        for tile in _cover(stair, part, rectangular)
     )
     return tuple(_joined(found))
-
-
-def sees(q_spans: Sequence[Span], kv_spans: Sequence[Span], mask: Mask) -> bool:
-    """Whether any query of a block sees any key of another: whether `plan_tiles` has a tile."""
-    return visible(filled(q_spans), filled(kv_spans), mask.bands)
-
-
-def touched_rows(
-    q_spans: Sequence[Span], kv_spans: Sequence[Span], mask: Mask, gap: int = 0
-) -> tuple[Rows, Rows]:
-    """Rows of a block of queries that see any key of another block, and those of these keys.
-
-    Of positions with a step, perhaps others between them; and those in gaps of at most `gap` rows.
-    """
-    return touched(filled(q_spans), filled(kv_spans), mask.bands, gap)
 
 
 def filled(spans: Sequence[Span]) -> Spans:
@@ -252,10 +229,10 @@ def _follows(before: Tile, tile: Tile) -> bool:
     ) and (before.q.stop, before.kv.stop) == (tile.q.start, tile.kv.start)
 
 
-def _stairs(cell: Cell) -> Iterator[_Stair]:
+def _stairs(part: BandPart) -> Iterator[_Stair]:
     """Runs of rows whose first and last keys each stay the same, or move by one a row."""
-    starts, stops = [kv.start for kv in cell.kv], [kv.stop for kv in cell.kv]
-    before = [0, *accumulate(map(len, cell.kv))]
+    starts, stops = [kv.start for kv in part.kv], [kv.stop for kv in part.kv]
+    before = [0, *accumulate(map(len, part.kv))]
 
     def keys_below(position: int) -> tuple[int, int]:
         """How many keys are below a position, and how many at it."""
@@ -265,16 +242,16 @@ def _stairs(cell: Cell) -> Iterator[_Stair]:
         inside = position - starts[number]
         return before[number] + max(0, inside), int(inside >= 0)
 
-    turns = sorted(edge - shift for edge in (*starts, *stops) for shift in (cell.low, cell.high))
+    cuts = sorted(edge - shift for edge in (*starts, *stops) for shift in (part.low, part.high))
     run: _Stair | None = None
     row = 0
-    for q in cell.q:
-        inner = turns[bisect_right(turns, q.start) : bisect_left(turns, q.stop)]
+    for q in part.q:
+        inner = cuts[bisect_right(cuts, q.start) : bisect_left(cuts, q.stop)]
         for start, stop in pairwise((q.start, *inner, q.stop)):
             if start == stop:
                 continue
-            first, lower = keys_below(start + cell.low)
-            last, upper = keys_below(start + cell.high)
+            first, lower = keys_below(start + part.low)
+            last, upper = keys_below(start + part.high)
             local = row + start - q.start
             new = _Stair(local, local + stop - start, first, last + upper, (lower, upper))
             if run is not None and run.after(run.stop - run.start)[2:4] == new[2:4]:
@@ -291,22 +268,22 @@ def _stairs(cell: Cell) -> Iterator[_Stair]:
         yield run
 
 
-def _cover(stair: _Stair, cell: Cell, rectangular: bool) -> Iterator[Tile]:
+def _cover(stair: _Stair, part: BandPart, rectangular: bool) -> Iterator[Tile]:
     """Tiles of a run of rows."""
     start, stop, first, last, (lower, upper) = stair
     rows = stop - start
     if lower and upper and rows > last - first:
         # The two triangles of as many rows as the band is wide touch each other.
         for done in range(0, rows, last - first):
-            part = stair.after(done)
-            part = part._replace(stop=min(stop, part.start + last - first))
-            yield from _cover(part, cell, rectangular)
+            some = stair.after(done)
+            some = some._replace(stop=min(stop, some.start + last - first))
+            yield from _cover(some, part, rectangular)
         return
 
     def tile(
         count: int, left: int, right: int, *, causal: bool = False, reverse: bool = False
     ) -> Tile:
-        q, kv = within(cell.rows, start, start + count), within(cell.cols, left, right)
+        q, kv = within(part.rows, start, start + count), within(part.cols, left, right)
         return Tile(q, kv, count, right - left, causal, reverse)
 
     if rows == 1:

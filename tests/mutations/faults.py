@@ -130,14 +130,14 @@ FAULTS = (
         "test_spans.py::test_tiles_cover_every_pair_once",
     ),
     Fault(
-        "core/bands.py",
+        "core/touched.py",
         "seen = begin < end",
         "seen = begin < end - 1",
         "keys are left out of which a span of queries sees one alone",
         "test_touched_rows.py::test_touched_rows_of_all_pairs",
     ),
     Fault(
-        "core/bands.py",
+        "core/touched.py",
         "np.minimum(x_stop, y_stop - low)",
         "np.minimum(x_stop, y_stop - low - 1)",
         "the last row that a window reaches is not among those of a pair of blocks",
@@ -422,8 +422,8 @@ FAULTS = (
     ),
     Fault(
         "core/tile_table.py",
-        "position = turn + high[cell]",
-        "position = turn",
+        "position = begin + high[band]",
+        "position = begin",
         "a full document is taken for a causal one where documents are planned together",
         "core/test_tile_table.py::test_documents_that_are_planned_together",
     ),
