@@ -1,7 +1,5 @@
 """Ring attention: blocks go from rank to rank, and every rank computes what it sees of them.
 
-`ring` is BurstAttention (contiguous layout), `zigzag` the same with a balanced layout.
-
 B batch, S local tokens, H query heads, G KV heads, D head dim, P ranks.
 """
 
@@ -15,7 +13,6 @@ from megatron_cp_plugin.algorithms.ring_routes import (
     Route,
     Rule,
     StraightPlacement,
-    Travelling,
     cheaper,
     check_nodes,
     worth_retaining,
@@ -87,43 +84,32 @@ class Ring(PointToPoint):
 
     def placement(self, shape: Shape, mask: Mask, phase: Phase) -> RingPlacement:
         """See Algorithm.placement."""
-        retains = self._retains(shape, mask)
+        options, size, groups = self.options, self.topology.size, self.head_groups(shape, mask)
+        passed_on = size > 2 and options.route != "straight"  # else gradients are no sums
+        wide = passed_on and options.gradients == "float32"
+        rule = options.backward
+        backward = cheaper(shape, wide_gradients=wide) if rule == "auto" else rule
+        retains = (
+            options.keep == "auto"
+            and options.route == "ring"
+            and len(groups) == 1
+            and backward == "kv"
+            and worth_retaining(self.layout, size, shape, mask)
+        )
         ring = RingPlacement(
             self.layout,
-            self.topology.size,
-            self.head_groups(shape, mask),
-            wide_gradients=self._wide,
-            travelling="kv" if phase == "forward" else self._travelling(shape),
+            size,
+            groups,
+            wide_gradients=wide,
+            travelling="kv" if phase == "forward" else backward,
             retains=retains,
             reverse=retains and phase == "backward",
         )
-        if self.options.route == "straight":
+        if options.route == "straight":
             return StraightPlacement(**vars(ring))
-        if self.options.route == "double":
+        if options.route == "double":
             return DoubleRingPlacement(**vars(ring), nodes=self.topology.nodes)
         return ring
-
-    def _retains(self, shape: Shape, mask: Mask) -> bool:
-        """Whether the forward keeps K and V of its last block for the backward."""
-        return (
-            self.options.keep == "auto"
-            and self.options.route == "ring"
-            and len(self.head_groups(shape, mask)) == 1
-            and self._travelling(shape) == "kv"
-            and worth_retaining(self.layout, self.topology.size, shape, mask)
-        )
-
-    @property
-    def _wide(self) -> bool:
-        """Whether gradients travel in float32: only where they are sums."""
-        passed_on = self.topology.size > 2 and self.options.route != "straight"
-        return passed_on and self.options.gradients == "float32"
-
-    def _travelling(self, shape: Shape) -> Travelling:
-        """What travels in the backward; with "auto" whatever moves fewer bytes a hop."""
-        if self.options.backward != "auto":
-            return self.options.backward
-        return cheaper(shape, wide_gradients=self._wide)
 
 
 @register("ring")
@@ -145,10 +131,7 @@ class BurstRing(Ring):
 
 @register("zigzag")
 class ZigzagRing(Ring):
-    """The ring on chunks p and 2P-1-p: equal causal work; Megatron's own layout.
-
-    With layout=documents, or thd, packed documents have equal work too.
-    """
+    """The ring on chunks p and 2P-1-p: equal causal work; Megatron's own layout."""
 
     layout: Layout = Zigzag()
 
