@@ -65,7 +65,7 @@ class Visit:
 
 
 class Cell(NamedTuple):
-    """A pair of blocks that has a place; start, stop: rows of the queries."""
+    """A pair of blocks that has a place. Attributes: start, stop: rows of the queries."""
 
     place: Place
     query: int
@@ -73,9 +73,20 @@ class Cell(NamedTuple):
     start: int
     stop: int
 
+    @property
+    def whole(self) -> bool:
+        """Whether they are all rows of the block."""
+        return self.place.part[1] == 1
+
 
 class Derivation:
-    """A plan of a block placement in the making: of one group of heads first, then of all."""
+    """A plan of a block placement in the making: of one group of heads first, then of all.
+
+    Attributes:
+        masked: pairs of blocks that do not see each other are left out. selective: so are rows.
+        at_once: which rows meet is found for all pairs of blocks together.
+        cells: what is computed. visits: what comes to which rank, by side and owner of the block.
+    """
 
     def __init__(self, placement: BlockPlacement, setting: Setting) -> None:
         self.placement, self.setting = placement, setting
@@ -86,7 +97,6 @@ class Derivation:
         self.masked = placement.masked or (special and not gaps)
         # Whole blocks need not be packed; where ranks pass them on, few would be any shorter.
         self.selective = self.masked and (special or not placement.relay)
-        # With gaps one pair of blocks after another is looked at.
         self.at_once = self.masked and not gaps
         self.lengths = self.spans.lengths
         self.width = max(self.lengths)
@@ -125,27 +135,42 @@ class Derivation:
         index, count = place.part
         tokens = self.lengths[query]
         start, stop = tokens * index // count, tokens * (index + 1) // count
-        needed = not self.masked or self._sees(query, key)
-        if needed and self.masked and count > 1:
-            queries = rows_of(self.spans[query], start, stop)
-            needed = sees(queries, self.spans[key], self.setting.mask)
+        cell = Cell(place, query, key, start, stop)
+        needed = not self.masked or self._has_pairs(cell)
         if needed:
-            self.cells.append(Cell(place, query, key, start, stop))
-        here = place.rank == query, place.rank == self.placement.key_holder(key)
-        rows, cols = (between(start, stop), between(0, self.lengths[key])) if needed else ((), ())
-        if not needed:
-            pass
-        elif self.selective and self.at_once and count == 1:
-            rows = () if here[0] else self.queries_seeing[key][query]
-            cols = () if here[1] else self.keys_seen[query][key]
-        elif self.selective and not all(here):
-            queries = rows_of(self.spans[query], start, stop)
-            rows, cols = touched_rows(queries, self.spans[key], self.setting.mask)
-            rows = tuple((start + first, start + last) for first, last in rows)
-        if not here[0]:
-            self._visit("queries", query, place, rows)
-        if not here[1]:
-            self._visit("keys", key, place, cols)
+            self.cells.append(cell)
+        if place.rank != query:
+            self._visit("queries", query, place, self._queries_of(cell) if needed else ())
+        if place.rank != self.placement.key_holder(key):
+            self._visit("keys", key, place, self._keys_of(cell) if needed else ())
+
+    def _has_pairs(self, cell: Cell) -> bool:
+        """Whether any query of a cell sees any key."""
+        _, query, key, start, stop = cell
+        if cell.whole or not self._sees(query, key):
+            return self._sees(query, key)
+        return sees(rows_of(self.spans[query], start, stop), self.spans[key], self.setting.mask)
+
+    def _queries_of(self, cell: Cell) -> Rows:
+        """Rows of the queries that come for a cell: all, or those that see any of its keys."""
+        if not self.selective:
+            return between(cell.start, cell.stop)
+        if self.at_once and cell.whole:
+            return self.queries_seeing[cell.key][cell.query]
+        rows, _ = self._touched(cell)
+        return tuple((cell.start + first, cell.start + last) for first, last in rows)
+
+    def _keys_of(self, cell: Cell) -> Rows:
+        """Rows of the keys that come for a cell: all, or those that any of its queries sees."""
+        if not self.selective:
+            return between(0, self.lengths[cell.key])
+        if self.at_once and cell.whole:
+            return self.keys_seen[cell.query][cell.key]
+        return self._touched(cell)[1]
+
+    def _touched(self, cell: Cell) -> tuple[Rows, Rows]:
+        queries = rows_of(self.spans[cell.query], cell.start, cell.stop)
+        return touched_rows(queries, self.spans[cell.key], self.setting.mask)
 
     def _sees(self, query: int, key: int) -> bool:
         if self.at_once:

@@ -223,8 +223,8 @@ FAULTS = (
     ),
     Fault(
         "core/derive_blocks.py",
-        "rows = tuple((start + first, start + last) for first, last in rows)",
-        "rows = tuple((first, start + last) for first, last in rows)",
+        "tuple((cell.start + first, cell.start + last) for first, last in rows)",
+        "tuple((first, cell.start + last) for first, last in rows)",
         "a helper gets rows that it does not compute",
         "core/test_plan.py::test_no_row_travels_in_vain",
     ),
