@@ -6,6 +6,7 @@ from functools import cached_property
 
 from torch import Tensor
 
+from megatron_cp_plugin.core.batch import Batch
 from megatron_cp_plugin.core.caching import cached_method
 from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.derive import plan_of
@@ -16,7 +17,7 @@ from megatron_cp_plugin.core.partial import Accumulator, GradientSum, rows_at
 from megatron_cp_plugin.core.placement import Placement
 from megatron_cp_plugin.core.plan import PHASES, Plan, Setting
 from megatron_cp_plugin.core.shape import Shape
-from megatron_cp_plugin.core.tile_batches import Batch, Batches
+from megatron_cp_plugin.core.tile_batches import Batches
 from megatron_cp_plugin.core.tiles import Mask, Tile
 from megatron_cp_plugin.core.topology import Topology
 

@@ -11,16 +11,11 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from math import inf
-from typing import NamedTuple, Self, overload
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from megatron_cp_plugin.core.devices import kept_on_device, uploaded
-from megatron_cp_plugin.core.kernel import Packing
-from megatron_cp_plugin.core.partial import RowIndex, SomeRows
-from megatron_cp_plugin.core.ranges import Flags, Numbers, expanded, runs
+from megatron_cp_plugin.core.batch import Batch, Ranges
+from megatron_cp_plugin.core.ranges import Numbers, expanded, runs
 from megatron_cp_plugin.core.tile_table import TileTable, table_of
 from megatron_cp_plugin.core.tiles import Tile
 
@@ -33,117 +28,6 @@ _COPIED = 2**13, 2**17
 # How many rows there may be in all where some are left out, for each that is computed: they take
 # memory, if no time.
 _SPARSE = 4
-
-
-class Ranges(Sequence[range]):
-    """Elements of a block, as ranges that come one after another.
-
-    Attributes: first, step, lengths: int64 [n]. A step may be negative; no length is 0.
-    """
-
-    def __init__(self, first: Numbers, step: Numbers, lengths: Numbers) -> None:
-        self.first, self.step, self.lengths = first, step, lengths
-
-    @classmethod
-    def of(cls, places: Numbers, lengths: Numbers, reverse: Flags) -> Self:
-        """Args: places: start, stop and step of slices. reverse: which of them are reversed."""
-        first, _, step = places
-        first = np.where(reverse, first + step * (lengths - 1), first)
-        return cls(first, np.where(reverse, -step, step), lengths)
-
-    def __len__(self) -> int:
-        return len(self.first)
-
-    @overload
-    def __getitem__(self, index: int) -> range: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[range, ...]: ...
-    def __getitem__(self, index: int | slice) -> range | tuple[range, ...]:
-        if isinstance(index, slice):
-            return tuple(self)[index]
-        first, step, count = (int(x[index]) for x in (self.first, self.step, self.lengths))
-        return range(first, first + step * count, step)
-
-    @cached_property
-    def extents(self) -> Numbers:
-        """[2,n]: the first of each range, and the one after the last, in ascending order."""
-        last = self.first + self.step * (self.lengths - 1)
-        return np.stack((np.minimum(self.first, last), np.maximum(self.first, last) + 1))
-
-    @property
-    def extent(self) -> tuple[int, int]:
-        """The first of all, and the one after the last."""
-        return int(self.extents[0].min()), int(self.extents[1].max())
-
-    @property
-    def bounds(self) -> Numbers:
-        """[n + 1]: where they begin and end when they are packed."""
-        return np.concatenate(([0], np.cumsum(self.lengths)))
-
-    def some(self, wanted: Sequence[int]) -> Self:
-        """Some of them, by their numbers."""
-        return type(self)(self.first[wanted], self.step[wanted], self.lengths[wanted])
-
-    @property
-    def elements(self) -> Tensor:
-        """Of all ranges, one after the other. By NumPy: torch's threads cost more."""
-        if (self.step == 1).all():
-            line = np.repeat(self.first - self.bounds[:-1], self.lengths)
-            line += np.arange(len(line))
-            return torch.from_numpy(line)
-        whose, within = expanded(self.lengths)
-        return torch.from_numpy(self.first[whose] + within * self.step[whose])
-
-
-class Side(NamedTuple):
-    """Where the queries, or the keys, of a batch are in a block.
-
-    Attributes:
-        taken: those of all sequences, one after the other; as in `partial.rows_at`.
-        given: to which rows results go, in as many rounds as a row is taken; () if there are none.
-    """
-
-    taken: slice | Tensor
-    given: tuple[SomeRows, ...]
-
-
-@dataclass(frozen=True, eq=False)
-class Batch:
-    """Tiles of one kind as the sequences of one call. No row of queries is in two of them.
-
-    Attributes:
-        rows, cols: of each sequence, in the order in which the kernel takes them.
-        apart: they ascend, and what is between them is left out.
-        forward: nothing is given to keys; so if `apart` they may be in any order, and repeated.
-    """
-
-    rows: Ranges
-    cols: Ranges
-    causal: bool
-    apart: bool = False
-    forward: bool = False
-
-    @cached_property
-    def packing(self) -> Packing:
-        """The sequences."""
-        sides = (_places(x, apart=self.apart) for x in (self.rows, self.cols))
-        return Packing(np.stack(tuple(sides)))
-
-    def sides(self, device: torch.device) -> tuple[Side, Side]:
-        """The queries and the keys; all layers of a micro-batch have the same."""
-        return _on_device(self, device)
-
-
-@kept_on_device(maxsize=512)  # batches of some micro-batches: they take memory of the device
-def _on_device(batch: Batch, device: torch.device) -> tuple[Side, Side]:
-    rows = _picked(batch.rows, apart=batch.apart)
-    cols = _picked(batch.cols, apart=batch.apart, given=not batch.forward)
-    indices = (*_indices(rows), *_indices(cols))
-    parts: Iterator[Tensor] = iter(())
-    if indices:
-        parts = iter(uploaded(torch.cat(indices), device).split([len(x) for x in indices]))
-    return _placed(rows, parts), _placed(cols, parts)
-
 
 KernelCall = Tile | Batch
 
@@ -176,7 +60,7 @@ class Batches:
         return self._calls[way]
 
     @cached_property
-    def _units(self) -> "tuple[_Units, ...]":
+    def _units(self) -> tuple["_Units", ...]:
         """The tiles of each kind; both passes have the same."""
         return tuple(_units_of(self.tiles))
 
@@ -188,7 +72,7 @@ def _singly(tiles: TileTable) -> Iterator[KernelCall]:
 
 
 def _packed(
-    tiles: TileTable, kinds: "tuple[_Units, ...]", heads: int, gaps: bool, forward: bool
+    tiles: TileTable, kinds: tuple["_Units", ...], heads: int, gaps: bool, forward: bool
 ) -> list[KernelCall]:
     found: list[KernelCall] = []
     rows, keys = (int(x[1].max(initial=0)) for x in (tiles.q, tiles.kv))
@@ -361,80 +245,6 @@ def _call(
 
 def _row_count(call: KernelCall) -> int:
     return call.rows if isinstance(call, Tile) else int(call.rows.lengths.sum())
-
-
-class _Picked(NamedTuple):
-    """A `Side` on the host. Attributes: given: otherwise than all rows as they are taken."""
-
-    taken: slice | Tensor
-    given: tuple[tuple[Tensor, Tensor], ...] | None = None
-
-
-def _places(ranges: Ranges, *, apart: bool) -> Numbers:
-    """[2,n]: where the sequences start and stop in what a kernel is given."""
-    if apart:
-        return ranges.extents - ranges.first.min()
-    bounds = ranges.bounds
-    return np.stack((bounds[:-1], bounds[1:]))
-
-
-def _picked(ranges: Ranges, *, apart: bool, given: bool = True) -> _Picked:
-    """Args: given: there are results for them."""
-    start, stop = ranges.extents
-    if (ranges.step == 1).all() and (stop[:-1] == start[1:]).all():
-        return _Picked(slice(*ranges.extent), None if given else ())
-    if apart:
-        whole = slice(*ranges.extent)
-        if not given:
-            return _Picked(whole, ())
-        numbers = ranges.elements
-        return _Picked(whole, ((numbers, numbers - whole.start),))
-    taken = ranges.elements
-    if not given:
-        return _Picked(taken, ())
-    rounds = _rounds(ranges)
-    if len(rounds) == 1:
-        return _Picked(taken)
-    packed = Ranges(ranges.bounds[:-1], np.ones_like(ranges.lengths), ranges.lengths)
-    pairs = ((ranges.some(numbers).elements, packed.some(numbers).elements) for numbers in rounds)
-    return _Picked(taken, tuple(pairs))
-
-
-def _rounds(ranges: Ranges) -> list[list[int]]:
-    """Numbers of the ranges, in groups that have nothing in common."""
-    start, stop = ranges.extents
-    order = np.lexsort((stop, start))
-    if (stop[order][:-1] <= start[order][1:]).all():
-        return [order.tolist()]
-    groups: list[list[int]] = []
-    ends: list[int] = []
-    for number, begin, end in zip(
-        *(x.tolist() for x in (order, start[order], stop[order])), strict=True
-    ):
-        for index, reached in enumerate(ends):
-            if begin >= reached:
-                groups[index].append(number)
-                ends[index] = end
-                break
-        else:
-            groups.append([number])
-            ends.append(end)
-    return groups
-
-
-def _indices(side: _Picked) -> Iterator[Tensor]:
-    if isinstance(side.taken, Tensor):
-        yield side.taken
-    for pair in side.given or ():
-        yield from pair
-
-
-def _placed(side: _Picked, on_device: Iterator[Tensor]) -> Side:
-    """With tensors on a device, in the order of `_indices`."""
-    taken = side.taken if isinstance(side.taken, slice) else next(on_device)
-    if side.given is None:
-        return Side(taken, (taken if isinstance(taken, slice) else RowIndex(taken),))
-    return Side(taken, tuple(RowIndex(next(on_device), next(on_device)) for _ in side.given))
 
 
 @dataclass(frozen=True)
