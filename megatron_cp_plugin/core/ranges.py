@@ -35,4 +35,6 @@ def runs(apart: Flags, count: int) -> tuple[Numbers, Numbers]:
     begins = np.ones(count, np.bool_)
     begins[1:] = apart
     first = np.flatnonzero(begins)
-    return first, np.append(first[1:], count)[: len(first)] - 1
+    after = np.empty_like(first)
+    after[:-1], after[-1:] = first[1:], count
+    return first, after - 1

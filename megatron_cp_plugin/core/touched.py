@@ -127,10 +127,10 @@ def _of_all_pairs(owned: Owned, bands: Bands) -> list[dict[int, Rows]]:
     pair, begin, end = _united_of_each(pair, begin, end, np.tile(gaps, size))
     ranges = list(zip(begin.tolist(), end.tolist(), strict=True))
     found: list[dict[int, Rows]] = [{} for _ in range(size)]
-    of_pair = runs(pair[1:] != pair[:-1], len(pair))
-    for at, to in zip(*(numbers.tolist() for numbers in of_pair), strict=True):
-        number, key = divmod(pair.item(at), size)
-        found[number][key] = tuple(ranges[at : to + 1])
+    first, last = runs(pair[1:] != pair[:-1], len(pair))
+    columns = (x.tolist() for x in (pair[first], first, last + 1))
+    for number, start, stop in zip(*columns, strict=True):
+        found[number // size][number % size] = tuple(ranges[start:stop])
     return found
 
 
