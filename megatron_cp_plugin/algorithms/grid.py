@@ -8,18 +8,22 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_cp_plugin.algorithms.gathering import Gathering
+from torch import Tensor
+
 from megatron_cp_plugin.algorithms.grid_placements import (
     GatheredPlacement,
     GridPlacement,
     GridRingPlacement,
 )
+from megatron_cp_plugin.algorithms.point_to_point import PointToPoint
+from megatron_cp_plugin.core.algorithm import Algorithm, Call, Saved
 from megatron_cp_plugin.core.caching import cached_method
 from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.derive import plan_of
+from megatron_cp_plugin.core.gathered import Gathered
 from megatron_cp_plugin.core.grid import Grid, cheapest, column_major, row_major
 from megatron_cp_plugin.core.pipeline import HeadGroup, group_count, head_groups
-from megatron_cp_plugin.core.plan import PHASES, Setting
+from megatron_cp_plugin.core.plan import PHASES, Plan, Setting
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
@@ -27,8 +31,10 @@ from megatron_cp_plugin.core.topology import Topology
 Wire = Literal["model", "float32"]
 
 
-class GridAlgorithm(Gathering):
+class GridAlgorithm(PointToPoint):
     """Attention on a grid of ranks; subclasses say on which, and how blocks come together.
+
+    `core.gathered` follows its plan if blocks are gathered, else `core.execute`.
 
     Attributes: rows, cols: R and C; 0: whatever moves fewer bytes. partials: dtype in which partial
         outputs travel. transposed: columns need the keys of other ranks than their own.
@@ -40,7 +46,7 @@ class GridAlgorithm(Gathering):
     transposed = False
 
     @dataclass(frozen=True)
-    class Options(Gathering.Options):
+    class Options(PointToPoint.Options):
         """Options of grids.
 
         Attributes: gradients: dtype in which partial gradients travel; summed in float32.
@@ -54,6 +60,7 @@ class GridAlgorithm(Gathering):
         super().__init__(topology, options)
         # Looked up once a pass: at short lengths a step of training is bound by the host.
         self._grid_shape = cached_method(self._cheapest, 256)
+        self._gathered = cached_method(self._make_gathered, 64)
 
     @property
     @abstractmethod
@@ -62,7 +69,7 @@ class GridAlgorithm(Gathering):
 
     @property
     def gathers(self) -> bool:
-        """See Gathering.gathers."""
+        """Whether blocks come by collective operations, not from rank to rank."""
         return self.kind is GatheredPlacement
 
     def grid_shape(self, shape: Shape) -> tuple[int, int]:
@@ -70,7 +77,7 @@ class GridAlgorithm(Gathering):
         return self._grid_shape(shape)
 
     def grid(self, shape: Shape) -> Grid:
-        """See Gathering.grid."""
+        """The ranks that gather queries together, its rows, and keys, its columns."""
         return self._grid(*self.grid_shape(shape))
 
     def placement(self, shape: Shape, mask: Mask, phase: Phase) -> GridPlacement:
@@ -109,6 +116,47 @@ class GridAlgorithm(Gathering):
         """See PointToPoint.slots: a column's blocks are held until the last one of the row came."""
         rows, cols = self.grid_shape(shape)
         return rows + cols - 2 if min(rows, cols) > 1 else super().slots(shape)
+
+    @property
+    def planned_alone(self) -> int | None:
+        """See PointToPoint.planned_alone: collective operations have one order whatever others do,
+        so a rank's own part is enough.
+        """
+        return self.topology.rank if self.gathers else super().planned_alone
+
+    def make_channels(self, shape: Shape) -> None:
+        """See Algorithm.make_channels."""
+        if self.gathers:
+            self._gathered(shape, self.plan(shape, Mask(), "forward", rank=self.planned_alone))
+        else:
+            super().make_channels(shape)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Saved]:
+        """See Algorithm.forward."""
+        if not self.gathers:
+            return super().forward(q, k, v, call)
+        shape = Shape.of(q, k, v, call.seq_len)
+        plan = self.plan_for(shape, call, "forward")
+        return self._gathered(shape, plan).forward(q, k, v, call)
+
+    def backward(self, dout: Tensor, saved: Saved, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+        """See Algorithm.backward."""
+        if not self.gathers:
+            return super().backward(dout, saved, call)
+        q, k, v, *_ = saved
+        shape = Shape.of(q, k, v, call.seq_len)
+        plan = self.plan_for(shape, call, "backward")
+        return self._gathered(shape, plan).backward(dout, saved, call)
+
+    def _make_gathered(self, shape: Shape, plan: Plan) -> Gathered:
+        return Gathered(plan, self.grid(shape), self.topology)
+
+    def _make_plan(
+        self, shape: Shape, mask: Mask, phase: Phase, rectangular: bool, rank: int | None
+    ) -> Plan:
+        # PointToPoint refuses blocks of others in step 0, in which gathered ones are there.
+        kind: type[Algorithm] = Algorithm if self.gathers else PointToPoint
+        return kind._make_plan(self, shape, mask, phase, rectangular, rank)
 
     def _cheapest(self, shape: Shape) -> tuple[int, int]:
         size, whole = self.topology.size, head_groups(shape.heads, shape.kv_heads, 1)
