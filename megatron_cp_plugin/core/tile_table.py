@@ -170,7 +170,7 @@ def _at_once(
 
 
 def _stairs(queries: BandRows, keys: BandRows, shared: Numbers, high: Numbers) -> _Stairs | None:
-    """See `tiles`; None if a run goes on into one of another slope.
+    """As `tiles._stairs`, of all bands; None if a run goes on into one of another slope.
 
     Args: shared: bands that both have. high: their diagonals.
     """
@@ -216,7 +216,7 @@ def _stairs(queries: BandRows, keys: BandRows, shared: Numbers, high: Numbers) -
 
 
 def _cover(stairs: _Stairs, rectangular: bool) -> TileTable:
-    """See `tiles`."""
+    """As `tiles._cover`, of all runs."""
     row, rows, first, last, upper = stairs
     causal = (upper > 0) & (rows > 1)
     top = last - causal
@@ -233,7 +233,7 @@ def _cover(stairs: _Stairs, rectangular: bool) -> TileTable:
 
 
 def _with_documents_joined(q: Numbers, kv: Numbers, causal: Flags) -> TileTable:
-    """Makes one tile of causal ones, each a whole document, that follow each other."""
+    """As `tiles._joined`: causal tiles, each a whole document, that follow each other are one."""
     rows = q[1] - q[0]
     whole = (rows == kv[1] - kv[0]) & (causal | (rows == 1))
     joined = np.zeros(len(rows), np.bool_)
