@@ -492,6 +492,10 @@ WRONG = """## Where it is wrong
   three beside DeepGEMM's figures; the longer of the two has a median error of 28% there, their sum
   one of 11%, but would count twice what a rate measured with large products has in it. DeepGEMM's
   are in FP8; products in bfloat16, and cuBLAS's one for each expert, were not measured.
+- Experts: no step with experts is in docs/data, of ours or of others, so what expert parallelism
+  takes (`planner/experts.py`) is counted and compared with nothing. All experts get equally many
+  tokens there; what a message to each of hundreds of ranks takes the host, the weights that go
+  along with tokens, and messages that overlap computation, are left out.
 - Not modelled: contention of copies and kernels for memory, kernels' quantisation into waves, the
   start of Triton and NCCL, a network's topology above its cards, other jobs.
 - Not compared: NeMo's steps in FP8, BurstAttention's charts, Transformer Engine's own rows.

@@ -332,6 +332,7 @@ def _memory_bytes(args: Any, machine: Machine, kind: Kind) -> float | None:
         args.pipeline_model_parallel_size,
         data,
         args.expert_model_parallel_size if experts else 1,
+        (args.expert_tensor_parallel_size or args.tensor_model_parallel_size) if experts else 1,
         max(1, samples // data // args.micro_batch_size),
         "full" if settings.recompute_granularity == "full" else "none",
         distributed_optimizer=bool(args.use_distributed_optimizer),

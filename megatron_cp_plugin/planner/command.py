@@ -16,7 +16,7 @@ from megatron_cp_plugin.planner.choose import GIB, Kind, Place, choose
 from megatron_cp_plugin.planner.explain import sentence, table
 from megatron_cp_plugin.planner.here import kernel_on, machine_named
 from megatron_cp_plugin.planner.splits import STEP_TOKENS, Job, proposals
-from megatron_cp_plugin.planner.step import MODELS, Split
+from megatron_cp_plugin.planner.step import MODELS, Split, dispatch
 from megatron_cp_plugin.registry import AUTO
 from megatron_cp_plugin.text_table import text_table
 
@@ -59,10 +59,14 @@ def plan_model(
         f"{model}, {gpus} GPUs of {machine.name} with {machine.memory_gib:g} GiB each, {sequences} "
         f"sequence{'s' * (sequences > 1)} of {tokens} tokens a step"
     )
-    headers = ("TP", "CP", "PP", "DP", "EP", "recompute", "loss", "s a step", "tokens/s/GPU", "GiB")
+    sizes = ["TP", "CP", "PP", "DP", *(["EP", "ETP"] if job.model.experts else [])]
+    headers = (*sizes, "recompute", "loss", "s a step", "tokens/s/GPU", "GiB", "attention by")
     rows = [
         (
-            *map(str, (s.tensor, s.context, s.pipeline, s.data, s.expert)),
+            *map(
+                str,
+                (s.tensor, s.context, s.pipeline, s.data, s.expert, s.expert_tensor)[: len(sizes)],
+            ),
             s.recompute,
             "chunked" if s.chunked_loss else "whole",
             f"{one.step.seconds:.2f}",
@@ -73,7 +77,10 @@ def plan_model(
         for one in found
         for s in [one.split]
     ]
-    print(text_table((*headers, "attention by"), rows, right=(0, 1, 2, 3, 4, 7, 8, 9)))
+    right = [n for n, name in enumerate(headers) if name not in ("recompute", "loss", headers[-1])]
+    print(text_table(headers, rows, right=right))
+    if job.model.experts:
+        print(_experts(job, best.split))
     parts = ", ".join(f"{key} {seconds:.2f} s" for key, seconds in best.step.parts.items())
     print(f"the first: {parts}")
     memory = ", ".join(f"{key} {gib:.1f}" for key, gib in best.step.memory.items() if gib > 0)
@@ -89,6 +96,18 @@ def plan_model(
         if best.split.chunked_loss:
             options = (*options, ("chunked_loss", CHUNK_TOKENS))
         write_run_file(path, settings, chosen.algo, options, linear_model=linear)
+
+
+def _experts(job: Job, split: Split) -> str:
+    """How tokens come to their experts, in words."""
+    found = dispatch(job.model, split, job.tokens)
+    name = found.fastest(job.machine)
+    inside, between = (sent / 2**20 for sent in found.bytes(name, job.machine))
+    return (
+        f"experts of the first: tokens come by {name}, {inside:.1f} MiB of a rank inside the node "
+        f"and {between:.1f} between nodes in each pass of a layer; all experts are taken to get "
+        "equally many"
+    )
 
 
 def megatron_settings(job: Job, split: Split) -> dict[str, object]:
@@ -126,6 +145,9 @@ def megatron_settings(job: Job, split: Split) -> dict[str, object]:
         settings["moe_ffn_hidden_size"] = model.ffn
         settings["moe_grouped_gemm"] = True
         settings["expert_model_parallel_size"] = split.expert
+        settings["expert_tensor_parallel_size"] = split.expert_tensor
+        found = dispatch(model, split, job.tokens)
+        settings["moe_token_dispatcher_type"] = found.fastest(job.machine)
     if model.shared:
         settings["moe_shared_expert_intermediate_size"] = model.shared
     if model.dense:

@@ -146,6 +146,36 @@ class Machine:
         """The node of each of so many ranks, filled one after another."""
         return tuple(rank // self.gpus_per_node for rank in range(size))
 
+    def between_bytes(self, operation: Operation, ranks: int, stride: int, sent: float) -> float:
+        """What a rank sends to other nodes in a collective operation.
+
+        Args: ranks: that take part. stride: how far apart they stand. sent: bytes, to anywhere.
+        """
+        if ranks * stride <= self.gpus_per_node:
+            return 0.0
+        local = max(1, self.gpus_per_node // stride)
+        if operation == "all_to_all":
+            return sent * (ranks - local) / (ranks - 1)
+        return sent / local
+
+    def collective_seconds(
+        self, operation: Operation, ranks: int, stride: int, sent: float
+    ) -> float:
+        """Of a collective operation of all GPUs, in as many groups as stand side by side.
+
+        Args: as of `between_bytes`.
+        """
+        between = self.between_bytes(operation, ranks, stride, sent)
+        if not between:
+            return self.inside.rate(operation, ranks).time(sent)
+        a_card = self.gpus_per_node / self.cards_per_node
+        seconds = self.between.rate(operation, ranks).time(between * a_card)
+        local = self.gpus_per_node // stride
+        if local <= 1:
+            return seconds
+        inside = sent - between if operation == "all_to_all" else sent
+        return max(seconds, self.inside.rate(operation, local).time(inside))
+
     def kernel(self, name: str) -> Kernels:
         """Raises: ConfigError if this machine knows no such kernel."""
         if name not in self.kernels:

@@ -1,10 +1,14 @@
-"""How to split a model among GPUs: tensor, context, pipeline and data parallelism, ranked."""
+"""How to split a model among GPUs: tensor, context, pipeline, data and expert parallelism, ranked.
+
+Experts are whole, or split as much as all else is (expert tensor parallelism of 1 or TP).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from math import inf
 from typing import NamedTuple
 
 from megatron_cp_plugin.core.linear import LinearShape
@@ -76,21 +80,16 @@ def proposals(job: Job, most: int) -> list[Proposal]:
     open_ = sorted((_small_enough(job, one) for one in ways), key=_time)
     fitting = [(best, split) for best, split in open_ if best.fits(job.machine)]
     if not fitting:
-        least, _ = min(open_, key=lambda one: one[0].gib)
-        raise ConfigError(
-            f"{job.model.name} of {job.tokens} tokens does not fit {job.gpus} GPUs of "
-            f"{job.machine.memory_gib:g} GiB, got {least.gib:.0f} GiB at least: use more GPUs or "
-            "fewer tokens"
-        )
+        raise _too_large(job, [best for best, _ in open_])
     found: list[tuple[Step, Split]] = []
-    for best, split in fitting:
+    for best, split in _worth_it(fitting):
         if len(found) >= most and best.seconds > sorted(found, key=_time)[most - 1][0].seconds:
             break
         seconds = _choice(job, split, choices, quick=True).best.seconds
         found.append((_step(job, split, seconds), split))
     found.sort(key=_time)
     closer: dict[tuple[int, int], Choice] = {}
-    made = []
+    made, with_attention = [], list[Step]()
     for _, split in found[: 2 * most]:
         if len(closer) < _CLOSER or (split.tensor, split.context) in closer:
             choice = _choice(job, split, closer, quick=False)
@@ -99,10 +98,35 @@ def proposals(job: Job, most: int) -> list[Proposal]:
             if not taken.fits(job.machine) and not split.chunked_loss:
                 split = replace(split, chunked_loss=True)
                 taken = _step(job, split, choice.best.seconds, gib)
+            with_attention.append(taken)
             if taken.fits(job.machine):
                 made.append(Proposal(split, choice, taken))
+    if not made:
+        raise _too_large(job, with_attention)
     made.sort(key=lambda one: (-one.rate, one.split.tensor * one.split.pipeline))
     return made[:most]
+
+
+def _too_large(job: Job, found: Sequence[Step]) -> ConfigError:
+    least = min(one.gib for one in found)
+    return ConfigError(
+        f"{job.model.name} of {job.tokens} tokens does not fit {job.gpus} GPUs of "
+        f"{job.machine.memory_gib:g} GiB, got {least:.0f} GiB at least: use more GPUs or "
+        "fewer tokens"
+    )
+
+
+def _worth_it(found: Iterable[tuple[Step, Split]]) -> Iterator[tuple[Step, Split]]:
+    """Without those whose experts, split otherwise, would take less time and less memory.
+
+    Args: found: the fastest first.
+    """
+    least: dict[Split, float] = {}
+    for best, split in found:
+        alike = replace(split, expert=1, expert_tensor=1, chunked_loss=False)
+        if best.gib < least.get(alike, inf):
+            least[alike] = best.gib
+            yield best, split
 
 
 def _nearest(job: Job) -> str:
@@ -132,23 +156,24 @@ def _time(one: tuple[Step, Split]) -> tuple[float, int, int]:
 def _ways(job: Job) -> Iterator[Split]:
     """All that the model, the tokens and the GPUs let."""
     powers = [2**n for n in range(job.gpus.bit_length())]
-    experts = [1, *(n for n in powers[1:] if job.model.experts and job.model.experts % n == 0)]
-    for tensor, context, pipeline, expert in product(powers, powers, powers, experts):
+    experts = powers if job.model.experts else [1]
+    for tensor, context, pipeline in product(powers, powers, powers):
         ranks = tensor * context * pipeline
         if tensor > job.machine.gpus_per_node or job.gpus % ranks:
             continue
         data = job.gpus // ranks
-        if job.sequences % data or (data * context) % expert:
+        if job.sequences % data or job.tokens % (2 * context * tensor):
             continue
         recomputes: tuple[Recompute, ...] = ("none", "full")
-        for recompute in recomputes:
-            split = Split(tensor, context, pipeline, data, expert, job.sequences // data, recompute)
+        parts = sorted({1, tensor}) if job.model.experts else [1]
+        for expert, part, recompute in product(experts, parts, recomputes):
+            batches = job.sequences // data
+            split = Split(tensor, context, pipeline, data, expert, part, batches, recompute)
             try:
                 check_split(job.model, split, job.tokens)
             except ConfigError:
                 continue
-            if job.tokens % (2 * context * tensor) == 0:
-                yield split
+            yield split
 
 
 def _step(job: Job, split: Split, seconds: float, gib: float = 0.0) -> Step:

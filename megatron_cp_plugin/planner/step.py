@@ -5,9 +5,9 @@ Around attention, which is simulated, everything is counted: matrix products by 
 links, the bubble of a pipeline. It is enough to say what fits, and which way of splitting a model
 is worth to be tried.
 
-What is left out: dropout, padding of the vocabulary, imbalance between experts and between stages
-of a pipeline (the stage with the embedding or the logits has more to do), the host, overlap of
-tensor-parallel and expert-parallel messages with computation.
+What is left out: dropout, padding of the vocabulary, routers, imbalance between experts and between
+stages of a pipeline (the stage with the embedding or the logits has more to do), the host, overlap
+of tensor-parallel and expert-parallel messages with computation.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from megatron_cp_plugin.core.linear import LinearShape
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ConfigError
+from megatron_cp_plugin.planner.experts import Dispatch
 from megatron_cp_plugin.planner.machine import Machine
 from megatron_cp_plugin.planner.products import Product, passes_seconds
 from megatron_cp_plugin.planner.simulate import PassTime, Timeline, simulate
@@ -176,6 +177,8 @@ class Split:
     """How a model is split among GPUs. Ranks are counted tensor, context, data, pipeline.
 
     Attributes:
+        expert, expert_tensor: how experts are split among the ranks of a stage, which are counted
+            expert tensor, expert, expert data.
         micro_batches: sequences of each data-parallel rank in a step. recompute: "full": a layer's
             forward runs again in the backward, but for attention. chunked_loss: logits are made in
             chunks, and a second time in the backward. distributed_optimizer: its states are split
@@ -187,6 +190,7 @@ class Split:
     pipeline: int = 1
     data: int = 1
     expert: int = 1
+    expert_tensor: int = 1
     micro_batches: int = 1
     recompute: Recompute = "none"
     chunked_loss: bool = False
@@ -195,7 +199,12 @@ class Split:
     @property
     def gpus(self) -> int:
         """Number of them."""
-        return self.tensor * self.context * self.pipeline * self.data
+        return self.stage_gpus * self.pipeline
+
+    @property
+    def stage_gpus(self) -> int:
+        """Of a stage of the pipeline."""
+        return self.tensor * self.context * self.data
 
     def counts_ends(self, model: Model) -> bool:
         """Whether embedding and logits stand in the place of a layer each of their stages."""
@@ -284,7 +293,13 @@ def check_split(model: Model, split: Split, tokens: int) -> None:
         ("heads", model.heads, "tensor", split.tensor),
         ("tokens", tokens, "tensor * context", split.tensor * split.context),
         ("experts", max(1, model.experts), "expert", split.expert),
-        ("data * context", split.data * split.context, "expert", split.expert),
+        ("width of an expert", model.ffn, "expert_tensor", split.expert_tensor),
+        (
+            "tensor * context * data",
+            split.stage_gpus,
+            "expert * expert_tensor",
+            split.expert * split.expert_tensor,
+        ),
     )
     for what, count, name, ways in rows:
         if count % ways:
@@ -300,14 +315,17 @@ def _times(
     again = split.recompute == "full"
     layers = -(-model.layers // split.pipeline)
     local = tokens / split.context
-    touched = layers * _touched(model) * (4 / 3 if again else 1) * model.hidden * 2
+    touched = layers * _TOUCHED * (4 / 3 if again else 1) * model.hidden * 2
     touched += _LOGIT_BYTES * model.vocabulary / split.pipeline
+    to_experts, copies = _experts(model, split, tokens, machine)
+    passes = layers * model.expert_share * (3 if again else 2)
+    touched_seconds = local / split.tensor * touched / machine.memory_bytes_per_second
     each = {
         "attention": layers * attention.seconds,
         "matrix products": _products(model, split, local, machine, layers, again=again),
-        "other kernels": local / split.tensor * touched / machine.memory_bytes_per_second,
+        "other kernels": touched_seconds + passes * copies,
         "tensor-parallel messages": layers * _tensor(model, split, local, machine, again=again),
-        "expert-parallel messages": layers * _expert(model, split, local, machine, again=again),
+        "expert-parallel messages": passes * to_experts,
     }
     count = split.micro_batches
     parts = {name: seconds * count for name, seconds in each.items() if seconds}
@@ -324,58 +342,58 @@ def _products(
 ) -> float:
     """Of all layers of a stage, and its share of the logits."""
 
-    def seconds(matrices: Iterable[Product], rows: float, count: int = 1, *, again: bool) -> float:
+    def seconds(matrices: Iterable[Product], *, again: bool) -> float:
         return sum(
-            passes_seconds(machine, one.split(split.tensor), rows, count, again=again)
-            for one in matrices
+            passes_seconds(machine, one.split(split.tensor), local, again=again) for one in matrices
         )
 
-    of_mlp = seconds(model.mlp_matrices(model.dense_ffn or model.ffn), local, again=again)
+    of_mlp = seconds(model.mlp_matrices(model.dense_ffn or model.ffn), again=again)
     if model.experts:
         of_rank = model.experts // split.expert
-        rows = local * model.active / of_rank
-        of_experts = seconds(model.mlp_matrices(model.ffn), rows, of_rank, again=again)
+        rows = local / split.tensor * model.active * split.expert_tensor / of_rank
+        of_experts = sum(
+            passes_seconds(machine, one.split(split.expert_tensor), rows, of_rank, again=again)
+            for one in model.mlp_matrices(model.ffn)
+        )
         if model.shared:
-            of_experts += seconds(model.mlp_matrices(model.shared), local, again=again)
+            of_experts += seconds(model.mlp_matrices(model.shared), again=again)
         of_mlp += model.expert_share * (of_experts - of_mlp)
-    layer = seconds(model.attention_matrices, local, again=again) + of_mlp
-    logits = seconds([Product(model.hidden, model.vocabulary)], local, again=split.chunked_loss)
+    layer = seconds(model.attention_matrices, again=again) + of_mlp
+    logits = seconds([Product(model.hidden, model.vocabulary)], again=split.chunked_loss)
     return layers * layer + logits / split.pipeline  # of the last stage: the mean
 
 
-def _touched(model: Model) -> int:
-    """How often a layer reads or writes a tensor of one activation, see `_TOUCHED`.
-
-    Each token is copied to its experts and their results are added, and so are the gradients.
-    """
-    return _TOUCHED + (4 * (model.active + 1) if model.experts else 0)
-
-
 def _tensor(model: Model, split: Split, local: float, machine: Machine, *, again: bool) -> float:
-    """Of a layer: an all-gather and a reduce-scatter round attention and the MLP, each pass."""
+    """Of a layer: an all-gather and a reduce-scatter round attention and the MLP, each pass.
+
+    Experts get their tokens otherwise, but for one that all tokens have.
+    """
     if split.tensor == 1:
         return 0.0
     size = 2 * local * model.hidden * (split.tensor - 1) / split.tensor
     passes = 3 if again else 2
+    rounds = 2 if model.shared else 2 - model.expert_share
+    operations: tuple[Operation, ...] = ("all_gather", "reduce_scatter")
     return (
         passes
-        * 2
-        * sum(
-            _collective(machine, operation, split.tensor, 1, size)
-            for operation in ("all_gather", "reduce_scatter")
-        )
+        * rounds
+        * sum(machine.collective_seconds(one, split.tensor, 1, size) for one in operations)
     )
 
 
-def _expert(model: Model, split: Split, local: float, machine: Machine, *, again: bool) -> float:
-    """Of a layer: tokens go to their experts and come back, in each pass."""
-    if split.expert == 1 or not model.experts:
-        return 0.0
-    size = 2 * local / split.tensor * model.active * model.hidden
-    size *= (split.expert - 1) / split.expert
-    passes = 3 if again else 2
-    seconds = passes * 2 * _collective(machine, "all_to_all", split.expert, split.tensor, size)
-    return model.expert_share * seconds
+def dispatch(model: Model, split: Split, tokens: int) -> Dispatch:
+    """How tokens come to the experts of a layer. Args: tokens: of a micro-batch, on all ranks."""
+    local = tokens / split.context / split.tensor
+    return Dispatch(local, model.hidden, model.active, split.expert, split.expert_tensor)
+
+
+def _experts(model: Model, split: Split, tokens: int, machine: Machine) -> tuple[float, float]:
+    """Of a pass of a layer: messages to and from experts, and copies for them."""
+    if not model.experts:
+        return 0.0, 0.0
+    found = dispatch(model, split, tokens)
+    name = found.fastest(machine)
+    return found.message_seconds(name, machine), found.copy_seconds(name, machine)
 
 
 def _optimizer(model: Model, split: Split, machine: Machine) -> float:
@@ -385,27 +403,11 @@ def _optimizer(model: Model, split: Split, machine: Machine) -> float:
         touched = own * 4 * 6 + own * 16 * 2 / (copies if split.distributed_optimizer else 1)
         seconds += touched / machine.memory_bytes_per_second
         if copies > 1:
-            stride = split.gpus // split.pipeline // copies
+            stride = split.stage_gpus // copies
             part = own * (copies - 1) / copies
-            seconds += _collective(machine, "reduce_scatter", copies, stride, 4 * part)
-            seconds += _collective(machine, "all_gather", copies, stride, 2 * part)
+            seconds += machine.collective_seconds("reduce_scatter", copies, stride, 4 * part)
+            seconds += machine.collective_seconds("all_gather", copies, stride, 2 * part)
     return seconds
-
-
-def _collective(
-    machine: Machine, operation: Operation, ranks: int, stride: int, size: float
-) -> float:
-    """Of ranks that stand so far apart. Args: size: bytes that a rank sends."""
-    if ranks * stride <= machine.gpus_per_node:
-        return machine.inside.rate(operation, ranks).time(size)
-    local = max(1, machine.gpus_per_node // stride)
-    # All GPUs of a node do the same at a time, in as many groups as stand side by side.
-    a_card = machine.gpus_per_node / machine.cards_per_node
-    crossing = size * (1 - local / ranks) if operation == "all_to_all" else size / local
-    between = machine.between.rate(operation, ranks).time(crossing * a_card)
-    if local == 1:
-        return between
-    return max(between, machine.inside.rate(operation, local).time(size))
 
 
 def _own_parameters(model: Model, split: Split, stage: int = 0) -> Iterator[tuple[float, int]]:
@@ -421,7 +423,8 @@ def _own_parameters(model: Model, split: Split, stage: int = 0) -> Iterator[tupl
         whole += model.embedding_parameters / min(2, split.pipeline)
     yield whole / split.tensor, copies
     if model.experts:
-        yield with_experts * experts / split.expert / split.tensor, copies // split.expert
+        ways = split.expert * split.expert_tensor
+        yield with_experts * experts / ways, split.stage_gpus // ways
 
 
 def _layers_of(model: Model, split: Split, stage: int) -> int:
@@ -453,7 +456,7 @@ def _memory_of(model: Model, split: Split, tokens: int, stage: int) -> dict[str,
     local = tokens / split.context / split.tensor
     held = min(split.pipeline - stage, split.micro_batches)
     layers = _layers_of(model, split, stage)
-    layer = _activation_bytes(model) * local
+    layer = _activation_bytes(model, split) * local
     kept = 2 * model.hidden * local
     if split.recompute == "full":
         kept += 2 * model.heads * (model.value_dim or model.head_dim) * local  # of attention
@@ -469,7 +472,7 @@ def _memory_of(model: Model, split: Split, tokens: int, stage: int) -> dict[str,
     }
 
 
-def _activation_bytes(model: Model) -> float:
+def _activation_bytes(model: Model, split: Split) -> float:
     """Of a token, that a layer keeps for its backward, in bfloat16."""
     value_dim = model.value_dim or model.head_dim
     width = (model.heads + model.kv_heads) * model.head_dim + model.kv_heads * value_dim
@@ -478,9 +481,9 @@ def _activation_bytes(model: Model) -> float:
     of_ffn = 3 if model.gated else 2
     mlp: float = of_ffn * (model.dense_ffn or model.ffn)
     if model.experts:
-        # The tokens as they come to experts, too.
+        # The tokens as they come to experts, too: whole, to each part of an expert.
         of_experts = of_ffn * (model.ffn * model.active + model.shared)
-        of_experts += model.hidden * model.active
+        of_experts += model.hidden * model.active * split.expert_tensor
         mlp += model.expert_share * (of_experts - mlp)
     return 2.0 * (4 * model.hidden + width + out + mlp)
 

@@ -14,6 +14,7 @@ from megatron.training.arguments import add_megatron_arguments
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
+from megatron_cp_plugin.integration import auto
 from megatron_cp_plugin.integration.args import PluginFlags, add_arguments, split_flags
 from megatron_cp_plugin.integration.auto import resolve
 from megatron_cp_plugin.integration.checks import check_arguments
@@ -175,13 +176,35 @@ def test_a_model_leaves_memory_for_attention(choose: Choosing) -> None:
     assert (small.algo, small.options) != (fast.algo, fast.options)
 
 
+def test_parts_of_experts_count_as_megatron_makes_them(
+    parser: argparse.ArgumentParser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many as tensor parallelism has, where nobody says."""
+    splits: list[Split] = []
+
+    def memory(model: object, split: Split, tokens: int) -> dict[str, float]:
+        splits.append(split)
+        return {}
+
+    monkeypatch.setattr(auto, "memory", memory)
+    words = LLAMA + "--seq-length 8192 --vocab-size 128 --num-experts 8 --moe-router-topk 2 "
+    words += "--tensor-model-parallel-size 4 --expert-model-parallel-size 2 --cp-machine h100 "
+    words += "--context-parallel-size 2 --context-parallel-algo auto "
+    for more in ("", "--expert-tensor-parallel-size 1"):
+        flags, rest = split_flags((words + more).split())
+        args = parser.parse_args(rest)
+        args.world_size = 16
+        resolve(flags, args, CPU)
+    assert [(one.expert, one.expert_tensor) for one in splits] == [(2, 4), (2, 1)]
+
+
 @pytest.mark.parametrize("name", ["llama3-8b", "qwen3-30b-a3b", "deepseek-v3", "tnl-1b"])
 def test_written_choices_are_run_files(tmp_path: Path, name: str) -> None:
     """`plan --model --yaml` names flags that Megatron has, options that the algorithm has, and what
     a run may have.
     """
     machine = Machine.load("h100_400g")
-    split = Split(2, 4, 2, 2, 2 if MODELS[name].experts else 1, 4, "full")
+    split = Split(2, 4, 2, 2, 2 if MODELS[name].experts else 1, 1, 4, "full")
     job = Job(MODELS[name], 65536, 32, machine, "flash4", Mask(), 8)
     options: tuple[tuple[str, object], ...] = (("route", "straight"), ("chunks", 2))
     settings = megatron_settings(job, split)
@@ -193,6 +216,7 @@ def test_written_choices_are_run_files(tmp_path: Path, name: str) -> None:
     args = parser.parse_args(rest)
     assert (args.hidden_size, args.context_parallel_size) == (MODELS[name].hidden, 4)
     assert (args.num_experts or 0) == MODELS[name].experts
+    assert args.expert_tensor_parallel_size == (1 if MODELS[name].experts else None)
     args.world_size, args.rank = split.gpus, 0
     if not MODELS[name].linear:
         check_arguments(args, flags.config(args.context_parallel_size), CPU)

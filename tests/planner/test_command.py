@@ -8,12 +8,13 @@ import yaml
 
 from megatron_cp_plugin import cli, registry
 from megatron_cp_plugin.core.tiles import Mask
+from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.layers import parse_layers
 from megatron_cp_plugin.planner.command import megatron_settings, pattern
 from megatron_cp_plugin.planner.here import machine_here, machine_named
 from megatron_cp_plugin.planner.machine import Machine
 from megatron_cp_plugin.planner.splits import Job, proposals
-from megatron_cp_plugin.planner.step import MODELS
+from megatron_cp_plugin.planner.step import MODELS, Split, only, step
 
 LAYER = "plan --size 4 --seq-len 32K --heads 8 --kv-heads 2 --machine h200"
 
@@ -95,6 +96,41 @@ def test_ways_to_split_a_model_are_ranked_and_fit() -> None:
         settings = megatron_settings(job, one.split)
         assert settings["context_parallel_size"] == one.split.context
         assert settings["num_query_groups"] == 8
+
+
+def test_what_fits_only_without_attention_is_refused() -> None:
+    machine, model = machine_named("h100"), MODELS["llama3-8b"]
+    ways = [
+        Split(**{name: 2, "micro_batches": 1 if name == "data" else 2}, recompute="full")
+        for name in ("tensor", "context", "pipeline", "data")
+    ]
+    least = min(
+        step(model, replace(way, chunked_loss=True), 65536, machine, attention=only(0.0)).gib
+        for way in ways
+    )
+    few = replace(machine, memory_gib=(least + 1e-6) / 0.9)
+    job = Job(model, 65536, 2, few, next(iter(few.kernels)), Mask(), 2)
+    with pytest.raises(ConfigError, match=r"does not fit 2 GPUs of .* GiB, got .* GiB at least"):
+        proposals(job, 4)
+
+
+def test_a_mixture_of_experts(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    words = f"plan --model mixtral-8x7b --tokens 4K --gpus 8 --machine b200 --yaml {path}"
+    assert cli.main(words.split()) == 0
+    said = capsys.readouterr().out
+    assert "│ EP │ ETP │" in said
+    rows = [line.split("│")[1:-1] for line in said.split("experts of")[0].splitlines()[4:-1]]
+    memory: dict[tuple[str, ...], list[int]] = {}  # by all but the split of experts
+    for row in rows:
+        memory.setdefault((*row[:4], row[6]), []).append(int(row[10]))
+    assert any(len(several) > 1 for several in memory.values())
+    for several in memory.values():  # the fastest first: what is slower needs less
+        assert several == sorted(several, reverse=True)
+    assert "all experts are taken to get equally many\n" in said
+    written = yaml.safe_load(path.read_text())["megatron"]
+    assert written["expert_model_parallel_size"] > written["expert_tensor_parallel_size"] == 1
+    assert f"experts of the first: tokens come by {written['moe_token_dispatcher_type']}, " in said
 
 
 def test_machines_by_their_gpu() -> None:

@@ -108,7 +108,7 @@ def test_embedding_and_logits_count_as_layers():
 
 def test_a_last_stage_with_fewer_layers():
     """DeepSeek-V3 has 61 layers."""
-    model, split = MODELS["deepseek-v3"], Split(8, 4, 16, 2, 8, 16, "full")
+    model, split = MODELS["deepseek-v3"], Split(8, 4, 16, 2, 8, 8, 16, "full")
     assert split.last_layers(model) == 1
     assert step(model, split, 131072, H100, attention=only(1e-3)).seconds > 0
     job = Job(model, 131072, 1024, H100, next(iter(H100.kernels)), Mask(), 16)
