@@ -163,6 +163,8 @@ _MODEL_CALL = (
     "labels",
     "packed_seq_params",
     "loss_mask",
+    "inference_context",
+    "inference_params",
 )
 _ROTARY_LENGTH = (
     "self",
@@ -226,7 +228,7 @@ NAMES: tuple[Name, ...] = (
         "the same for hybrid models",
         replaced=True,
         parameters=("config", "hybrid_stack_spec", "vp_stage"),
-        attributes=("rotary_pos_emb", "pg_collection"),
+        attributes=("rotary_pos_emb", "pg_collection", "hybrid_layer_pattern"),
         since=(0, 18),
     ),
     Name(
@@ -845,12 +847,14 @@ SETTINGS: tuple[Setting, ...] = (
         "sft skip_train spec split swiglu tensorboard_dir test_data_path train_data_path "
         "train_iters train_samples "
         "untie_embeddings_and_output_weights use_distributed_optimizer use_megatron_fsdp "
-        "use_rotary_position_embeddings use_torch_fsdp2 valid_data_path vocab_size world_size "
-        "yaml_cfg",
+        "use_rotary_position_embeddings use_torch_fsdp2 use_tp_pp_dp_mapping valid_data_path "
+        "vocab_size world_size yaml_cfg",
         "args",
     ),
     *_settings("hybrid_layer_pattern", "args", since=(0, 17)),
-    *_settings("dataloader_inter_document_masking logits_load_dir", "args", since=(0, 19)),
+    *_settings(
+        "dataloader_inter_document_masking logits_load_dir logits_save_dir", "args", since=(0, 19)
+    ),
     # Of ModelOpt, of a model's builder, of versions that nobody ran, and there once a model is.
     *_settings(
         "modelopt_enabled restore_modelopt_state dynamic_context_parallel iteration",

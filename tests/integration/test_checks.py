@@ -227,6 +227,25 @@ def test_the_model_configuration_is_checked_too() -> None:
         check_settings(config, ContextParallelConfig("ring", 1))
 
 
+@pytest.mark.parametrize("name", ["logits_save_dir", "logits_load_dir"])
+@pytest.mark.parametrize("size", [3, 4])
+def test_log_probabilities_of_another_run(args: argparse.Namespace, name: str, size: int) -> None:
+    """A student at other tokens than its teacher's would learn nonsense, and no shape tells."""
+    vars(args).update({name: "folder", "context_parallel_size": size, "world_size": size})
+    args.seq_length = 60 * size
+    assert refusal(args, "ring") == (
+        f"--{name.replace('_', '-')} keeps log-probabilities in the order of a rank's tokens, "
+        "which is that of Megatron's zigzag layout in all runs, got ring with the contiguous "
+        "layout: use --context-parallel-algo zigzag"
+    )
+    for algo in ("zigzag", "allgather", "attention2d", "usp"):
+        check_arguments(args, ContextParallelConfig(algo, size), CPU)
+    unsplit = copy_of(args, context_parallel_size=1)
+    check_arguments(unsplit, ContextParallelConfig("ring", 1), CPU)
+    said = refusal(args, **DOCUMENTS)
+    assert "without packed documents, got --dataloader-inter-document-masking: leave one" in said
+
+
 def test_sequence_length(args: argparse.Namespace) -> None:
     message = refusal(args, seq_length=68)
     assert message == (
@@ -368,6 +387,21 @@ def test_world_size(args: argparse.Namespace) -> None:
     assert "context_parallel_size 4 * tensor_model_parallel_size 2 = 8 must divide" in message
     assert "use context_parallel_size 1 or 2" in message
     assert "must be at least 1, got 0" in refusal(args, context_parallel_size=0)
+
+
+def test_an_order_of_ranks_that_megatron_has_not(args: argparse.Namespace) -> None:
+    split = {"use_tp_pp_dp_mapping": True, "pipeline_model_parallel_size": 2, "world_size": 8}
+    assert refusal(copy_of(args, **split)) == (
+        "--use-tp-pp-dp-mapping in a pipeline needs as many ranks for experts, tensor * expert "
+        "parallel, as tensor * context parallel = 4, got 1: leave it out"
+    )
+    for changes in (
+        {"expert_model_parallel_size": 4},
+        {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 2},
+        {"pipeline_model_parallel_size": 1},
+        {"use_tp_pp_dp_mapping": False},
+    ):
+        check_arguments(copy_of(args, **(split | changes)), ContextParallelConfig("zigzag", 4), CPU)
 
 
 @pytest.mark.parametrize(
