@@ -7,16 +7,19 @@ are columns, and x is a pair that is seen.
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from typing import SupportsIndex
+
+from torch import Tensor
 
 from megatron_cp_plugin.core.slices import Slice
-from megatron_cp_plugin.errors import ContextParallelError
+from megatron_cp_plugin.errors import ContextParallelError, whole_number
 
 # A number of tokens, or of those that several trees share, and these.
-type Tree = int | tuple[int, Sequence[Tree]]
+type Tree = SupportsIndex | tuple[SupportsIndex, Sequence[Tree]]
 
 
 def documents(
-    cu_seqlens: Sequence[int], *, causal: bool = True, window: int | None = None
+    cu_seqlens: Sequence[int] | Tensor, *, causal: bool = True, window: int | None = None
 ) -> list[Slice]:
     """Packed documents, of which each token sees its own only, and no later ones.
 
@@ -29,7 +32,7 @@ def documents(
         . . x x x    . . . x x
 
     Args:
-        cu_seqlens: cumulative lengths, not necessarily from 0 on.
+        cu_seqlens: cumulative lengths, not necessarily from 0 on. A tensor may change afterwards.
         causal: False: later tokens of the document too.
         window: only the last so many tokens, its own included. Causal only.
 
@@ -42,7 +45,7 @@ def documents(
             "leave window out"
         )
     found = []
-    for start, stop in pairwise(cu_seqlens):
+    for start, stop in pairwise(whole_number("documents", edge) for edge in cu_seqlens):
         _check("documents", stop - start, "a length of 0 or more")
         whole = stop if window is None else min(start + window, stop)
         found.append(Slice(start, whole, start, whole, "causal" if causal else "full"))
@@ -104,7 +107,7 @@ def shared_prefix_positions(tree: Tree) -> list[int]:
 
 def _grow(tree: Tree, start: int, found: list[Slice]) -> int:
     """Adds the slices of a tree. Returns: where it ends."""
-    tokens, children = (tree, ()) if isinstance(tree, int) else tree
+    tokens, children = _node(tree)
     _check("shared_prefix", tokens, "nodes of 0 or more tokens")
     middle = stop = start + tokens
     found.append(Slice(start, middle, start, middle, "causal"))
@@ -115,8 +118,14 @@ def _grow(tree: Tree, start: int, found: list[Slice]) -> int:
     return stop
 
 
+def _node(tree: Tree) -> tuple[int, Sequence[Tree]]:
+    """Tokens of a node, and its children."""
+    tokens, children = tree if isinstance(tree, Sequence) else (tree, ())
+    return whole_number("shared_prefix", tokens), children
+
+
 def _positions(tree: Tree, first: int) -> Iterator[int]:
-    tokens, children = (tree, ()) if isinstance(tree, int) else tree
+    tokens, children = _node(tree)
     yield from range(first, first + tokens)
     for child in children:
         yield from _positions(child, first + tokens)

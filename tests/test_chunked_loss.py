@@ -125,6 +125,26 @@ def test_labels_outside_the_vocabulary_have_finite_losses() -> None:
     assert torch.equal(hidden.grad[3:5], torch.zeros_like(hidden[3:5]))
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32])
+@pytest.mark.parametrize("size", [1, 3])
+def test_labels_of_any_integers(size: int, dtype: torch.dtype) -> None:
+    """Also those in which a rank's first id, of a vocabulary of 300, is no number."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(8, HIDDEN, generator=generator, dtype=torch.float64).requires_grad_()
+    weight = torch.randn(300, HIDDEN, generator=generator, dtype=torch.float64)
+    labels = torch.arange(0, 128, 16)
+    want = whole_loss(hidden.detach(), weight, labels, dlosses := hidden.new_ones(8))
+
+    def body(group: Any) -> tuple[Tensor, Tensor]:
+        part = weight.chunk(size)[group.rank()]
+        losses = cp.chunked_cross_entropy(hidden, part, labels.to(dtype), tp_group=group)
+        return losses.detach(), *torch.autograd.grad(losses, hidden, dlosses)
+
+    for got in on_ranks(size, body):
+        for x, y in zip(got, want, strict=False):
+            torch.testing.assert_close(x, y)
+
+
 @pytest.mark.parametrize("needed", ["hidden", "weight", "neither"])
 def test_only_the_gradients_that_are_wanted(needed: str) -> None:
     given = dict(zip(("hidden", "weight", "labels", "dlosses"), tensors(), strict=True))
@@ -169,6 +189,18 @@ def test_a_bfloat16_weight_with_a_float32_main_grad() -> None:
     alone = weight.detach().requires_grad_()
     cp.chunked_cross_entropy(hidden, alone, labels, chunk_tokens=64).backward(dlosses)
     torch.testing.assert_close(alone.grad, (weight.main_grad - 2).bfloat16())
+
+
+def test_main_grad_of_a_float32_weight_under_autocast() -> None:
+    hidden, weight, labels, dlosses = tensors(torch.float32)
+    want = whole_loss(hidden.bfloat16(), weight.bfloat16(), labels, dlosses)
+    weight = nn.Parameter(weight)
+    weight.main_grad = torch.zeros_like(weight)
+    with torch.autocast("cpu", torch.bfloat16):
+        losses = cp.chunked_cross_entropy(hidden, weight, labels, into_main_grad=True)
+    losses.backward(dlosses.float())
+    assert torch.equal(weight.grad, torch.zeros_like(weight))
+    assert (weight.main_grad - want[2]).norm() < 1e-2 * want[2].norm()
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

@@ -256,6 +256,15 @@ def test_ranks_with_unequally_many_tokens(algo: str, size: int) -> None:
         assert_states_match(Case(algo), size, seq_len, ())
 
 
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("case", tuple(cases()), ids=str)
+def test_an_empty_batch(case: Case, size: int) -> None:
+    expected = linear_expected(RATES["slopes"], 4 * size, batch=0)
+    for result in run(case, expected, size, states=True)[0]:
+        assert result.final.shape == expected.initial.shape
+        assert result.out.shape == result.dv.shape == (0, 4, 4, 6)
+
+
 @pytest.mark.parametrize("case", tuple(cases()), ids=str)
 def test_longer_than_a_kernel_chunk(case: Case) -> None:
     expected = linear_expected(RATES["slopes"], 2 * 150, batch=1)

@@ -118,3 +118,18 @@ def test_a_sink_for_each_head() -> None:
     (q, k, v, sink), _ = inputs()
     with pytest.raises(ContextParallelError, match=r"each of the 4 query heads, got \(2,\)"):
         cp.attention(q, k, v, algo="zigzag", sink=sink[:2])
+
+
+def test_a_sink_of_minus_infinity_is_none() -> None:
+    """Also for queries that see no key, whose softmax has nothing then."""
+    (q, k, v, _), dout = inputs()
+    spans = [(0, 6, 0, 6, "causal")]
+    sink = torch.full((HEADS,), -torch.inf, dtype=torch.float64)
+    results = []
+    for given in (None, sink.requires_grad_()):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = cp.attention(*leaves, algo="zigzag", spans=spans, sink=given)
+        results.append((out.detach(), *torch.autograd.grad(out, leaves, dout, retain_graph=True)))
+    assert all(map(torch.equal, *results))
+    (dsink,) = torch.autograd.grad(out, sink, dout)
+    assert torch.equal(dsink, torch.zeros_like(sink))

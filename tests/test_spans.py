@@ -7,6 +7,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -330,6 +331,7 @@ def test_kinds_have_numbers_in_a_tensor() -> None:
             r"four whole numbers and a kind, each, got \(0, 4, 0, 4.5, 'full'",
         ),
         ([(0, 4, 0, 4, 4)], {}, r"four whole numbers and a kind, each, got \(0, 4, 0, 4, 4\)"),
+        ([(0, 4, 0, 4, -1)], {}, r"four whole numbers and a kind, each, got \(0, 4, 0, 4, -1\)"),
         (
             [(0, 4, 0, 4, "casual")],
             {},
@@ -384,6 +386,7 @@ def test_pairs_that_are_named_twice_are_found(source: Random, seq_len: int) -> N
     ("maker", "message"),
     [
         (lambda: cp.spans.documents([0, 4, 2]), "documents needs a length of 0 or more, got -2"),
+        (lambda: cp.spans.documents([0, 2.5]), "documents needs a whole number, got 2.5: cast"),
         (lambda: cp.spans.documents([0, 4], window=0), "got 0 with causal ones: leave window out"),
         (lambda: cp.spans.documents([0, 4], causal=False, window=2), "got 2 with full ones"),
         (lambda: cp.spans.prefix_lm(5, 4), "prefix_lm needs 5 tokens or more .*, got 4"),
@@ -396,6 +399,20 @@ def test_pairs_that_are_named_twice_are_found(source: Random, seq_len: int) -> N
 def test_makers_refuse_what_makes_no_sense(maker, message: str) -> None:
     with pytest.raises(ContextParallelError, match=message):
         maker()
+
+
+@pytest.mark.parametrize("numbers", [torch.tensor, np.array])
+def test_makers_take_numbers_of_other_libraries(numbers) -> None:
+    """And keep none: who gives a tensor may fill it anew for the next batch."""
+    cu_seqlens = numbers([0, 3, 3, 8])
+    made = cp.spans.documents(cu_seqlens)
+    tokens, *children = numbers([2, 1, 2])
+    tree = tokens, list(children)
+    assert cp.spans.shared_prefix(tree) == cp.spans.shared_prefix((2, [1, 2]))
+    assert cp.spans.shared_prefix_positions(tree) == [0, 1, 2, 2, 3]
+    cu_seqlens[1:] = 4
+    assert made == cp.spans.documents([0, 3, 3, 8])
+    assert all(type(edge) is int for one in made for edge in one[:4])
 
 
 def test_every_algorithm_takes_spans_and_one_that_does_not_refuses(

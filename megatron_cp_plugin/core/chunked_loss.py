@@ -51,10 +51,10 @@ def losses_and_predictions(
         hidden, weight, labels, chunk_tokens, tp_group, sequence_parallel, into_main_grad: as there.
         predict: whether the ids are wanted, [...] as labels.
     """
+    main_grad = _main_grad(weight) if into_main_grad else None
     hidden, weight = cast_inputs(hidden, weight)
     alone = tp_group is None or tp_group.size() == 1
     group = None if alone else tp_group
-    main_grad = _main_grad(weight) if into_main_grad else None
     head = _Head(chunk_tokens, group, sequence_parallel and not alone, main_grad, predict)
     check_devices("hidden, weight, labels", hidden, weight, labels)
     head.check(hidden, weight, labels)
@@ -134,9 +134,9 @@ class _Head:
         return self.gathered(hidden).flatten(0, 1) if self.sequence_parallel else hidden
 
     def wanted(self, labels: Tensor, chunk: slice, vocabulary: int) -> Tensor:
-        """Labels [T] -> those of a chunk [parts*n], counted from this rank's first id."""
+        """Labels [T] -> those of a chunk [parts*n], int64, counted from this rank's first id."""
         first = 0 if self.group is None else self.group.rank() * vocabulary
-        return labels.view(self.parts, -1)[:, chunk].reshape(-1) - first
+        return labels.view(self.parts, -1)[:, chunk].reshape(-1).long() - first
 
     def gathered(self, x: Tensor) -> Tensor:
         """[...] -> [W,...] of all ranks."""

@@ -97,6 +97,6 @@ def combine(states: Tensor, weights: Tensor) -> Tensor:
     torch.bmm(
         weights.expand(batch, -1, -1, -1).flatten(0, 1),
         states.flatten(3).flatten(1, 2).transpose(0, 1),
-        out=sums.view(rows, batch * heads, -1).transpose(0, 1),
+        out=sums.flatten(3).flatten(1, 2).transpose(0, 1),
     )
     return sums

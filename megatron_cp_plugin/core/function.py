@@ -93,7 +93,8 @@ def _let_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
 
     Returns: lse - sink [B,H,S].
     """
-    margin = lse - sink.to(lse.dtype)[:, None]
+    sink = sink.to(lse.dtype)[:, None]
+    margin = torch.where(lse == sink, 0, lse - sink)  # also where both are -inf: out is 0
     out.mul_(_weights(margin))
     return margin
 

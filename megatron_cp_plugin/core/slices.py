@@ -15,6 +15,7 @@ from megatron_cp_plugin.errors import ContextParallelError, brief, nearest
 
 # By the numbers that tensors have for them.
 KINDS = ("full", "causal", "inverse_causal", "bi_causal")
+_NUMBERED = dict(enumerate(KINDS))
 _NEEDS = "spans need (q_start, q_stop, k_start, k_stop, kind), four whole numbers and a kind, each"
 # Pairs of slices that are compared at a time.
 _COMPARED = 1 << 20
@@ -104,8 +105,8 @@ def _slice(span: tuple[object, ...]) -> Slice:
     try:
         *edges, kind = span
         q_start, q_stop, k_start, k_stop = map(index, edges)  # type: ignore[arg-type]
-        kind = kind if isinstance(kind, str) else KINDS[index(kind)]  # type: ignore[arg-type]
-    except (TypeError, ValueError, IndexError):
+        kind = kind if isinstance(kind, str) else _NUMBERED[index(kind)]  # type: ignore[arg-type]
+    except (TypeError, ValueError, KeyError):
         raise ContextParallelError(f"{_NEEDS}, got {span}") from None
     if kind not in KINDS:
         raise ContextParallelError(
