@@ -37,6 +37,7 @@ class Lasp2(StatePassing):
         layout: Literal["contiguous", "zigzag"] = "contiguous"
 
     options: Options
+    collective = True
 
     def __init__(self, topology: Topology, options: Options) -> None:
         super().__init__(topology, options)

@@ -7,6 +7,7 @@ float32 (float64 for float64).
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -101,9 +102,12 @@ class LinearAlgorithm(ABC):
 
     Attributes:
         name: set by the registry. layout: which tokens each rank holds.
+        collective: ranks meet in collective operations only, so that one stands for all others in
+            a simulation.
     """
 
     name: str = ""
+    collective: ClassVar[bool] = False
     layout: Layout
 
     Options = Algorithm.Options
