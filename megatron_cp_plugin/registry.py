@@ -139,12 +139,19 @@ def _layout_of_auto(options: Mapping[str, object]) -> Layout:
                 f"{', '.join(AUTO_OPTIONS)}, and chooses the others"
             )
     name = str(options.get("layout", Zigzag.name))
-    if name not in NAMED:
+    found = NAMED if name in NAMED else layouts()
+    if name not in found:
         raise ConfigError(
-            f"{AUTO} option layout got {name!r}{nearest(name, NAMED)}: use one of "
-            f"{', '.join(NAMED)}"
+            f"{AUTO} option layout got {name!r}{nearest(name, found)}: use one of "
+            f"{', '.join(found)}"
         )
-    return NAMED[name]
+    return found[name]
+
+
+def layouts() -> dict[str, Layout]:
+    """All layouts by name, those that algorithms of other packages have by default included."""
+    found = (layout_of(name, {}) for name in available())
+    return NAMED | {layout.name: layout for layout in found}
 
 
 def option_names(name: str) -> tuple[str, ...]:
