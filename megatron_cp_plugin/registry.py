@@ -59,9 +59,10 @@ def _check_class(name: str, cls: AnyClass) -> None:
             )
     try:
         cls.layout_for(cls.Options())
-    except AttributeError:
+    except (AttributeError, KeyError):
         raise ConfigError(
-            f"algorithm {name!r} has no layout: set one in {cls.__name__}, as layout = Zigzag()"
+            f"algorithm {name!r} has no layout: set one in {cls.__name__}, as layout = Zigzag(), "
+            "or define layout_for if its options name others than this package's"
         ) from None
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -168,7 +168,13 @@ def test_classes_that_are_no_algorithm_are_refused() -> None:
         class Options(PointToPoint.Options):
             rows: tuple[int, ...] = ()
 
+    class WithLayoutsOfItsOwn(Halves):
+        @dataclass(frozen=True)
+        class Options(PointToPoint.Options):
+            layout: Literal["spiral"] = "spiral"
+
     for cls, message in (
+        (WithLayoutsOfItsOwn, "'mine' has no layout: .* or define layout_for if its options"),
         (WithoutPlacement, "'mine' has no method placement: define it in WithoutPlacement"),
         (WithoutLayout, "'mine' has no layout: set one in WithoutLayout"),
         (WithoutDefault, "option rows of mine has no default: give it one"),
