@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import module_from_spec, spec_from_file_location
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,8 +28,10 @@ from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.planner.candidates import Question, candidates
 from megatron_cp_plugin.planner.machine import Machine
 from megatron_cp_plugin.planner.simulate import simulate
-from megatron_cp_plugin.registry import create
+from megatron_cp_plugin.registry import create, create_linear
+from tests import test_linear_conformance as linear
 from tests.foreign_algorithm import RandomBalanced
+from tests.foreign_linear import Doubling
 from tests.halves import Halves
 from tests.oracle import expected_attention
 from tests.test_conformance import Case, assert_matches, assert_plan_is_kept, run
@@ -208,3 +211,21 @@ def test_a_chain_of_states_takes_as_long_by_any_name() -> None:
         for algo in ("lasp", "chain")
     }
     assert times["chain"] == times["lasp"]
+
+
+@pytest.mark.parametrize("size", [2, 3, 5, 6, 8])
+def test_linear_attention_in_a_logarithm_of_rounds(size: int) -> None:
+    """Outputs, states, all gradients; bytes and messages of each pass; a picture."""
+    cp.register("doubling")(Doubling)
+    case = linear.Case("doubling")
+    for causal, states in product((True, False), repeat=2):
+        linear.test_equals_the_recurrence(case, size, "slopes", causal)
+        for rates in ("half", "plain"):
+            linear.test_bytes_are_those_of_the_formula(case, size, causal, states, rates)
+    for seq_len in (7 * size + size // 2 + 1, size - 1, 2):
+        linear.assert_states_match(case, size, seq_len, tuple(range(1, seq_len, 5)))
+    made = create_linear("doubling", VirtualWorld(size).topology(0), {})
+    shape = LinearShape(1, 4 * size, 2, 8, 8)
+    rounds = made.traffic(shape, 0, causal=True, final_state=False).forward_messages
+    assert rounds == (size - 1).bit_length()
+    assert len(picture("doubling", size).steps) == 2

@@ -154,7 +154,7 @@ class LinearAlgorithm(ABC):
     def traffic(
         self, shape: LinearShape, rank: int, *, causal: bool, final_state: bool, decays: bool = True
     ) -> Traffic:
-        """What `rank` sends, by closed formula; the tests hold it against the counters.
+        """What `rank` sends; the tests hold it against the counters.
 
         Args: decays: not all rates are 1, which matters where attention is not causal.
         """
