@@ -12,6 +12,7 @@ from megatron_cp_plugin.core.layout import Layout, Zigzag
 from megatron_cp_plugin.core.linear import LinearAlgorithm
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ConfigError, nearest
+from megatron_cp_plugin.installed import load_installed
 
 Kind = Literal["softmax", "linear"]
 AnyClass = type[Algorithm] | type[LinearAlgorithm]
@@ -19,6 +20,8 @@ AnyClass = type[Algorithm] | type[LinearAlgorithm]
 # Not an algorithm, but the choice of one: see planner.choose.
 AUTO = "auto"
 AUTO_OPTIONS = ("layout", "machine")
+
+_PLAIN = int, float, str
 
 _algorithms: dict[str, AnyClass] = {}
 
@@ -29,12 +32,13 @@ def register[A: AnyClass](name: str) -> Callable[[A], A]:
     What it computes follows from its base: Algorithm (softmax attention) or LinearAlgorithm. From
     then on `cp.attention`, or `cp.linear_attention`, takes the name.
 
-    Raises: ConfigError if the name is taken.
+    Raises: ConfigError if the name is taken, or the class lacks a layout, a method or a default.
     """
 
     def decorate(cls: A) -> A:
         if name in (*_algorithms, AUTO):
             raise ConfigError(f"algorithm {name!r} is registered already: choose another name")
+        _check_class(name, cls)
         cls.name = name
         _algorithms[name] = cls
         return cls
@@ -42,8 +46,32 @@ def register[A: AnyClass](name: str) -> Callable[[A], A]:
     return decorate
 
 
+def _check_class(name: str, cls: AnyClass) -> None:
+    for method in sorted(cls.__abstractmethods__):
+        raise ConfigError(f"algorithm {name!r} has no method {method}: define it in {cls.__name__}")
+    for option, kind in option_types(cls.Options).items():
+        if not hasattr(cls.Options, option):
+            raise ConfigError(f"option {option} of {name} has no default: give it one")
+        if get_origin(kind) is not Literal and kind not in (bool, *_PLAIN):
+            raise ConfigError(
+                f"option {option} of {name} has the type {kind}: use a Literal, bool, int, float "
+                "or str"
+            )
+    try:
+        cls.layout_for(cls.Options())
+    except (AttributeError, KeyError):
+        raise ConfigError(
+            f"algorithm {name!r} has no layout: set one in {cls.__name__}, as layout = Zigzag(), "
+            "or define layout_for if its options name others than this package's"
+        ) from None
+
+
 def available(kind: Kind | None = None) -> tuple[str, ...]:
-    """Names of all algorithms. Args: kind: of attention that they compute; None: either."""
+    """Names of all algorithms, those of other installed packages included.
+
+    Args: kind: of attention that they compute; None: either.
+    """
+    load_installed()
     return tuple(sorted(name for name in _algorithms if kind in (None, kind_of(name))))
 
 
@@ -54,6 +82,8 @@ def kind_of(name: str) -> Kind:
 
 def algorithm_class(name: str) -> AnyClass:
     """Raises: ConfigError if no algorithm has that name."""
+    if name not in _algorithms:
+        load_installed()
     if name not in _algorithms:
         raise ConfigError(
             f"unknown context-parallel algorithm {name!r}{nearest(name, _algorithms)}: "
@@ -110,12 +140,19 @@ def _layout_of_auto(options: Mapping[str, object]) -> Layout:
                 f"{', '.join(AUTO_OPTIONS)}, and chooses the others"
             )
     name = str(options.get("layout", Zigzag.name))
-    if name not in NAMED:
+    found = NAMED if name in NAMED else layouts()
+    if name not in found:
         raise ConfigError(
-            f"{AUTO} option layout got {name!r}{nearest(name, NAMED)}: use one of "
-            f"{', '.join(NAMED)}"
+            f"{AUTO} option layout got {name!r}{nearest(name, found)}: use one of "
+            f"{', '.join(found)}"
         )
-    return NAMED[name]
+    return found[name]
+
+
+def layouts() -> dict[str, Layout]:
+    """All layouts by name, those that algorithms of other packages have by default included."""
+    found = (layout_of(name, {}) for name in available())
+    return NAMED | {layout.name: layout for layout in found}
 
 
 def option_names(name: str) -> tuple[str, ...]:
@@ -156,7 +193,7 @@ def _convert(name: str, option: str, value: object, kind: object) -> object:
     text = str(value)
     if kind is bool and text.lower() in ("true", "false"):
         return text.lower() == "true"
-    for plain in (int, float, str):
+    for plain in _PLAIN:
         if kind is plain:
             with suppress(ValueError):
                 return plain(text)

@@ -78,6 +78,7 @@ ELSEWHERE: dict[str, str] = {
     "pip install '.[report]'": CHECK_INSTALLS,
     "pip install '.[gpu]'": GPUS,
     "pip install -e '.[dev]'": CHECK_INSTALLS,
+    "pip install -e .": "tests/test_installed.py",
     "pip install datasets": "tests/integration/test_sft.py",
     "python scripts/check_installs.py": "tests/test_help.py",
     "megatron-cp plan": "tests/test_costs.py",
@@ -100,9 +101,9 @@ ELSEWHERE: dict[str, str] = {
         "tests/test_foreign_algorithm.py"
     ),
     "pytest tests/test_conformance.py -k NAME": "tests/test_conformance.py",
+    "pytest tests -k NAME": "tests/test_foreign_algorithm.py",
+    "pytest tests/test_linear_conformance.py -k NAME": "tests/test_linear_conformance.py",
     "megatron-cp capabilities > docs/capabilities.md": "tests/test_capabilities.py",
-    'python -c "import FILE; from megatron_cp_plugin.cli import main; main()" draw --algo NAME '
-    "...": "tests/test_foreign_algorithm.py",
     "pytest tests/integration/test_random_runs.py --random-runs 200": (
         "tests/integration/test_random_runs.py"
     ),

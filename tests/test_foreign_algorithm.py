@@ -1,15 +1,22 @@
 """Algorithms of others: correct, counted and drawn without another line."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from importlib.util import module_from_spec, spec_from_file_location
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 
 import megatron_cp_plugin as cp
 from megatron_cp_plugin import cli, registry
+from megatron_cp_plugin.algorithms.lasp import Lasp
+from megatron_cp_plugin.algorithms.point_to_point import PointToPoint
+from megatron_cp_plugin.core.algorithm import Algorithm, number
+from megatron_cp_plugin.core.layout import Contiguous, Layout
+from megatron_cp_plugin.core.linear import LinearShape
 from megatron_cp_plugin.core.plan import PHASES, Plan
 from megatron_cp_plugin.core.plan_check import check
 from megatron_cp_plugin.core.shape import Shape
@@ -17,8 +24,14 @@ from megatron_cp_plugin.core.tiles import Mask, visible_pairs
 from megatron_cp_plugin.core.virtual import VirtualWorld
 from megatron_cp_plugin.costs import cost, peak
 from megatron_cp_plugin.drawing import picture
-from megatron_cp_plugin.registry import create
+from megatron_cp_plugin.errors import ConfigError
+from megatron_cp_plugin.planner.candidates import Question, candidates
+from megatron_cp_plugin.planner.machine import Machine
+from megatron_cp_plugin.planner.simulate import simulate
+from megatron_cp_plugin.registry import create, create_linear
+from tests import test_linear_conformance as linear
 from tests.foreign_algorithm import RandomBalanced
+from tests.foreign_linear import Doubling
 from tests.halves import Halves
 from tests.oracle import expected_attention
 from tests.test_conformance import Case, assert_matches, assert_plan_is_kept, run
@@ -137,3 +150,82 @@ def test_the_commands_know_it(capsys: pytest.CaptureFixture[str]) -> None:
         assert f"{name}, {option} · 4 ranks" in capsys.readouterr().out
     assert cli.main(["plan", "--size", "4", "--seq-len", "64", "--heads", "8"]) == 0
     assert {"random_balanced", "striped"} <= set(capsys.readouterr().out.split())
+
+
+def test_classes_that_are_no_algorithm_are_refused() -> None:
+    class WithoutPlacement(PointToPoint):
+        layout = Contiguous()
+
+    class WithoutLayout(Halves):
+        @classmethod
+        def layout_for(cls, options: Algorithm.Options) -> Layout:
+            return PointToPoint.layout
+
+    class WithoutDefault(Halves):
+        @dataclass(frozen=True, kw_only=True)
+        class Options(PointToPoint.Options):
+            rows: int
+
+    class WithATuple(Halves):
+        @dataclass(frozen=True)
+        class Options(PointToPoint.Options):
+            rows: tuple[int, ...] = ()
+
+    class WithLayoutsOfItsOwn(Halves):
+        @dataclass(frozen=True)
+        class Options(PointToPoint.Options):
+            layout: Literal["spiral"] = "spiral"
+
+    for cls, message in (
+        (WithLayoutsOfItsOwn, "'mine' has no layout: .* or define layout_for if its options"),
+        (WithoutPlacement, "'mine' has no method placement: define it in WithoutPlacement"),
+        (WithoutLayout, "'mine' has no layout: set one in WithoutLayout"),
+        (WithoutDefault, "option rows of mine has no default: give it one"),
+        (WithATuple, r"option rows of mine has the type tuple\[int, ...\]: use a Literal"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            cp.register("mine")(cls)
+    assert "mine" not in cp.available()
+
+
+def test_auto_tries_numbers_that_are_worth_it() -> None:
+    @cp.register("mine")
+    class _Tiled(RandomBalanced):
+        @dataclass(frozen=True)
+        class Options(RandomBalanced.Options):
+            seed: int = number(0, lambda size: [0, size])
+            other: int = 5
+
+    question = Question(Shape(1, 96, 4, 2, 8), Mask(), VirtualWorld(6).topology(0))
+    tried = {one.options for one in candidates(question)[0] if one.algo == "mine"}
+    assert {(("ranks", "any"), ("seed", 6)), ()} <= tried
+    assert not any("other" in dict(options) for options in tried)
+
+
+def test_a_chain_of_states_takes_as_long_by_any_name() -> None:
+    """Of more than 16 ranks three stand for all only where an algorithm says so."""
+    cp.register("chain")(type("Chain", (Lasp,), {}))
+    shape, machine = LinearShape(1, 128 * 20, 4, 16, 16), Machine.load("h200_nvlink")
+    times = {
+        algo: simulate(algo, {}, shape, Mask(), machine, (0,) * 20).seconds
+        for algo in ("lasp", "chain")
+    }
+    assert times["chain"] == times["lasp"]
+
+
+@pytest.mark.parametrize("size", [2, 3, 5, 6, 8])
+def test_linear_attention_in_a_logarithm_of_rounds(size: int) -> None:
+    """Outputs, states, all gradients; bytes and messages of each pass; a picture."""
+    cp.register("doubling")(Doubling)
+    case = linear.Case("doubling")
+    for causal, states in product((True, False), repeat=2):
+        linear.test_equals_the_recurrence(case, size, "slopes", causal)
+        for rates in ("half", "plain"):
+            linear.test_bytes_are_those_of_the_formula(case, size, causal, states, rates)
+    for seq_len in (7 * size + size // 2 + 1, size - 1, 2):
+        linear.assert_states_match(case, size, seq_len, tuple(range(1, seq_len, 5)))
+    made = create_linear("doubling", VirtualWorld(size).topology(0), {})
+    shape = LinearShape(1, 4 * size, 2, 8, 8)
+    rounds = made.traffic(shape, 0, causal=True, final_state=False).forward_messages
+    assert rounds == (size - 1).bit_length()
+    assert len(picture("doubling", size).steps) == 2

@@ -66,7 +66,7 @@ def kept_bytes(algo: str, *, grad: bool) -> list[int]:
 @pytest.mark.parametrize("algo", sorted({*cp.available("softmax"), *cp.available("linear")}))
 def test_nothing_is_kept(algo: str) -> None:
     # Of linear attention numbers for each head may stay, for the next call.
-    few = 8 * HEADS * 2 if algo in cp.available("linear") else 0
+    few = 8 * HEADS * SIZE if algo in cp.available("linear") else 0
     if algo == "lasp":
         few += 4 * HEADS * DIM * DIM  # and the state that is sent, which the next call waits for
     assert max(kept_bytes(algo, grad=False)) <= few

@@ -267,7 +267,9 @@ def test_gradients_of_some_inputs(algo, only):
             assert (x is not None) == want
             if want:
                 torch.testing.assert_close(x, y, rtol=0, atol=1e-12)
-    assert (sent < all_bytes) == (algo in SAVING[only])
+    assert sent <= all_bytes
+    if algo in SAVING["q"]:  # all of this package
+        assert (sent < all_bytes) == (algo in SAVING[only])
 
 
 TOKENS, HEADS, KV_HEADS, DIM, WIDE = 16, 4, 2, 8, 8

@@ -14,7 +14,7 @@ from megatron_cp_plugin.algorithms.grid_placements import (
     GridPlacement,
     GridRingPlacement,
 )
-from megatron_cp_plugin.core.algorithm import Algorithm
+from megatron_cp_plugin.core.algorithm import Algorithm, divisors, number
 from megatron_cp_plugin.core.grid import check_grid
 from megatron_cp_plugin.core.layout import Cyclic, Layout, Zigzag
 from megatron_cp_plugin.core.topology import Topology
@@ -84,7 +84,7 @@ class Attention2D(GridAlgorithm):
         """
 
         variant: Literal["zigzag", "no", "overlap"] = "zigzag"
-        rows: int = 0
+        rows: int = number(0, divisors)
         cols: int = 0
         partials: Wire = "model"
         layout: Literal["auto", "contiguous", "thd"] = "auto"

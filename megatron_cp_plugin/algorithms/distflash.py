@@ -12,7 +12,7 @@ from functools import cache
 from typing import Literal
 
 from megatron_cp_plugin.algorithms.point_to_point import PointToPoint
-from megatron_cp_plugin.core.algorithm import Algorithm
+from megatron_cp_plugin.core.algorithm import Algorithm, group_counts, number
 from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.layout import Contiguous, Layout
 from megatron_cp_plugin.core.pipeline import head_groups
@@ -109,7 +109,7 @@ class DistFlash(PointToPoint):
             layout: "contiguous", or "thd", see ring.
         """
 
-        chunks: int = 1
+        chunks: int = number(1, group_counts)
         balanced: bool = True
         overlap: bool = True
         last_step: Literal["owner", "shared"] = "shared"

@@ -10,7 +10,7 @@ from typing import Literal
 from torch import Tensor
 
 from megatron_cp_plugin.algorithms.ring import Ring
-from megatron_cp_plugin.core.algorithm import Algorithm, Call, Saved
+from megatron_cp_plugin.core.algorithm import Algorithm, Call, Saved, group_counts, number
 from megatron_cp_plugin.core.caching import cached_method
 from megatron_cp_plugin.core.comm import Communicator, Phase
 from megatron_cp_plugin.core.exchanged import Exchanged
@@ -46,7 +46,7 @@ class HeadSplit(Algorithm):
                 are exchanged again. Local ones cost nothing where checkpointing recomputes them.
         """
 
-        chunks: int = 0
+        chunks: int = number(0, group_counts)
         keep: Literal["exchanged", "local"] = "exchanged"
 
     options: Options

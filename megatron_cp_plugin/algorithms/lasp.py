@@ -9,13 +9,12 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.core.algorithm import Algorithm, Traffic
+from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.core.comm import Pending
 from megatron_cp_plugin.core.decay import Decay, combine
 from megatron_cp_plugin.core.layout import Contiguous
-from megatron_cp_plugin.core.linear import LinearShape
 from megatron_cp_plugin.core.linear_route import Route
-from megatron_cp_plugin.core.state_passing import LocalWork, StatePassing
+from megatron_cp_plugin.core.state_passing import LocalWork, Message, StatePassing
 from megatron_cp_plugin.core.streams import Beside, capturing
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.registry import register
@@ -110,7 +109,7 @@ class Lasp(StatePassing):
 
     def share(self, end: Tensor | None, like: Tensor, route: Route) -> Tensor:
         """See StatePassing.share."""
-        others = [rank for rank in range(self.topology.size) if rank != route.last_rank]
+        others = self._others(route.last_rank)
         if end is not None:
             self._states.exchange([(end, rank) for rank in others], []).wait()
             return end
@@ -125,22 +124,17 @@ class Lasp(StatePassing):
             self._states.exchange([(gradient.contiguous(), start)], []).wait()
             return None
         parts = [torch.empty_like(gradient) for _ in range(self.topology.size - 1)]
-        others = [rank for rank in range(self.topology.size) if rank != start]
+        others = self._others(start)
         self._states.exchange([], list(zip(parts, others, strict=True))).wait()
         return torch.stack([gradient, *parts]).sum(0)
 
-    def traffic(
-        self, shape: LinearShape, rank: int, *, causal: bool, final_state: bool, decays: bool = True
-    ) -> Traffic:
-        """See LinearAlgorithm.traffic: one state a hop, whatever the number of tokens."""
-        last = self.topology.size - 1
-        if not causal and not decays:
-            # Along the chain, and from its end to all.
-            hops, back = (1 if rank < last else last), (1 if rank else last)
-            return Traffic(hops * shape.state_bytes, hops, back * shape.state_bytes, back)
-        hops = int(rank < last) + (0 if causal else int(rank > 0))
-        back = int(rank > 0) + (0 if causal else int(rank < last))
-        if final_state:
-            hops += last if rank == last else 0
-            back += int(rank < last)
-        return Traffic(hops * shape.state_bytes, hops, back * shape.state_bytes, back)
+    def sharing(self, route: Route) -> Iterator[Message]:
+        """See StatePassing.sharing: from the end to all others."""
+        return ((route.last_rank, rank) for rank in self._others(route.last_rank))
+
+    def collecting(self, route: Route) -> Iterator[Message]:
+        """See StatePassing.collecting: from all others to the beginning."""
+        return ((rank, route.first_rank) for rank in self._others(route.first_rank))
+
+    def _others(self, rank: int) -> list[int]:
+        return [other for other in range(self.topology.size) if other != rank]

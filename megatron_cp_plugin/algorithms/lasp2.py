@@ -11,11 +11,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.core.algorithm import Algorithm, Traffic
+from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.core.decay import Decay, combine
-from megatron_cp_plugin.core.linear import LinearShape
 from megatron_cp_plugin.core.linear_route import Route
-from megatron_cp_plugin.core.state_passing import LocalWork, StatePassing
+from megatron_cp_plugin.core.state_passing import LocalWork, Message, StatePassing
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.registry import register
 
@@ -37,6 +36,7 @@ class Lasp2(StatePassing):
         layout: Literal["contiguous", "zigzag"] = "contiguous"
 
     options: Options
+    collective = True
 
     def __init__(self, topology: Topology, options: Options) -> None:
         super().__init__(topology, options)
@@ -84,19 +84,10 @@ class Lasp2(StatePassing):
         """See StatePassing.collect."""
         return self._states.all_gather(gradient).wait().sum(0)
 
-    def traffic(
-        self, shape: LinearShape, rank: int, *, causal: bool, final_state: bool, decays: bool = True
-    ) -> Traffic:
-        """See LinearAlgorithm.traffic: n states to each other rank, in each direction."""
-        others = self.topology.size - 1
-        runs = len(self.layout.spans(rank, self.topology.size, 2 * self.topology.size))
-        total = not causal and not decays
-        sweeps = 1 if causal or total else 2
-        bytes_ = sweeps * others * runs * shape.state_bytes
-        collecting = others if final_state and not total else 0
-        return Traffic(
-            bytes_,
-            sweeps * others,
-            bytes_ + collecting * shape.state_bytes,
-            sweeps * others + collecting,
-        )
+    def sharing(self, route: Route) -> Iterator[Message]:
+        """See StatePassing.sharing: none."""
+        return iter(())
+
+    def collecting(self, route: Route) -> Iterator[Message]:
+        """See StatePassing.collecting: from all to all."""
+        return permutations(range(self.topology.size), 2)

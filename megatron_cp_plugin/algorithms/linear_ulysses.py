@@ -50,6 +50,7 @@ class LinearUlysses(LinearAlgorithm):
         layout: Literal["contiguous", "zigzag"] = "contiguous"
 
     options: Options
+    collective = True
 
     def __init__(self, topology: Topology, options: Options) -> None:
         super().__init__(topology, options)

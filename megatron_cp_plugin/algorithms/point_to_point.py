@@ -4,13 +4,16 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megatron_cp_plugin.core.algorithm import Algorithm, Call, Saved
+from megatron_cp_plugin.core.algorithm import Algorithm, Call, Saved, group_counts, number
 from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.execute import follow
 from megatron_cp_plugin.core.kernel import Statistics
 from megatron_cp_plugin.core.layout import Layout
+from megatron_cp_plugin.core.owned import Owned
 from megatron_cp_plugin.core.passes import Backward, Forward
 from megatron_cp_plugin.core.pipeline import HeadGroup, check_chunks, successive_groups
+from megatron_cp_plugin.core.placement import BlockPlacement
+from megatron_cp_plugin.core.placement_check import check_layout, check_places
 from megatron_cp_plugin.core.plan import Plan, with_wanted_gradients
 from megatron_cp_plugin.core.program import during
 from megatron_cp_plugin.core.shape import Shape
@@ -41,7 +44,7 @@ class PointToPoint(Algorithm):
                 holds two blocks of others at most), or "auto", peer where that is possible.
         """
 
-        chunks: int = 0
+        chunks: int = number(0, group_counts)
         transport: Wanted = "auto"
 
     options: Options
@@ -131,16 +134,33 @@ class PointToPoint(Algorithm):
     def _make_plan(
         self, shape: Shape, mask: Mask, phase: Phase, rectangular: bool, rank: int | None
     ) -> Plan:
-        plan = super()._make_plan(shape, mask, phase, rectangular, rank)
-        if rank is not None and phase not in self._checked:
+        if phase not in self._checked:
             # Once for all ranks, so that all refuse what one of them does.
-            self.plan(shape, mask, phase, rectangular=rectangular)
-            self._checked.add(phase)
+            if rank is not None:
+                self.plan(shape, mask, phase, rectangular=rectangular)
+            else:
+                self._check_placement(shape, mask, phase)
+        plan = super()._make_plan(shape, mask, phase, rectangular, rank)
         each = plan.steps // len(plan.groups)
         for move in during(plan):
+            block = f"a block of rank {move.block.owners[0]}"
             if not move.result and move.needed % each == 0:
                 raise ConfigError(
-                    f"{self.name} places a block of rank {move.block.owners[0]} on rank "
-                    f"{move.target} in step 0, in which a rank has only its own: use steps from 1"
+                    f"{self.name} places {block} on rank {move.target} in step 0, in which a rank "
+                    "has only its own: use steps from 1"
                 )
+            if move.needed <= move.posted:
+                raise ConfigError(
+                    f"{self.name} lets rank {move.source} pass {block} on to rank {move.target} "
+                    f"in step {move.needed % each}, but has it there no earlier: use a later step"
+                )
+        self._checked.add(phase)
         return plan
+
+    def _check_placement(self, shape: Shape, mask: Mask, phase: Phase) -> None:
+        placement = self.placement(shape, mask, phase)
+        assert isinstance(placement, BlockPlacement)
+        layout = placement.layout.within(mask.followed)
+        owned = Owned.of(layout, placement.size, shape.seq_len)
+        check_layout(owned)
+        check_places(self.name, placement, owned, mask)

@@ -7,7 +7,7 @@ from typing import Literal
 from megatron_cp_plugin.algorithms.head_split import HeadSplit
 from megatron_cp_plugin.algorithms.ring import Ring
 from megatron_cp_plugin.algorithms.ring_routes import Route, Rule
-from megatron_cp_plugin.core.algorithm import Algorithm
+from megatron_cp_plugin.core.algorithm import Algorithm, divisors, number
 from megatron_cp_plugin.core.layout import Contiguous, Layout, Zigzag
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.core.transport import Wanted
@@ -46,7 +46,8 @@ class Usp(HeadSplit):
             backward, gradients, route, transport: of the ring, see there.
         """
 
-        ulysses: int = 0
+        # A team of one rank is the ring, one of all ranks is ulysses.
+        ulysses: int = number(0, lambda size: divisors(size)[1:-1])
         ring: Literal["zigzag", "ring"] = "zigzag"
         layout: Literal["auto", "contiguous", "thd"] = "auto"
         backward: Rule = "auto"

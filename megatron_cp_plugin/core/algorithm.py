@@ -1,7 +1,8 @@
 """What an algorithm of softmax attention is: the interface that every backend implements."""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from torch import Tensor
@@ -65,6 +66,25 @@ class Traffic:
 
 
 Saved = tuple[Tensor, ...]
+
+
+def number(default: int, worth_trying: Callable[[int], Sequence[int]]) -> int:
+    """An option that is a number, of which `auto` tries some; of other numbers only the default.
+
+    Args: worth_trying: those to try on so many ranks.
+    """
+    option: int = field(default=default, metadata={"worth_trying": worth_trying})
+    return option
+
+
+def divisors(size: int) -> list[int]:
+    """What divides a number of ranks, 1 and itself included."""
+    return [n for n in range(1, size + 1) if size % n == 0]
+
+
+def group_counts(size: int) -> list[int]:
+    """Numbers of groups of heads to try; 0: as many as the algorithm takes by itself."""
+    return [0, 1, 2, 4, 8]
 
 
 class Algorithm(ABC):

@@ -7,6 +7,7 @@ float32 (float64 for float64).
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -101,9 +102,12 @@ class LinearAlgorithm(ABC):
 
     Attributes:
         name: set by the registry. layout: which tokens each rank holds.
+        collective: ranks meet in collective operations only, so that one stands for all others in
+            a simulation.
     """
 
     name: str = ""
+    collective: ClassVar[bool] = False
     layout: Layout
 
     Options = Algorithm.Options
@@ -150,7 +154,7 @@ class LinearAlgorithm(ABC):
     def traffic(
         self, shape: LinearShape, rank: int, *, causal: bool, final_state: bool, decays: bool = True
     ) -> Traffic:
-        """What `rank` sends, by closed formula; the tests hold it against the counters.
+        """What `rank` sends; the tests hold it against the counters.
 
         Args: decays: not all rates are 1, which matters where attention is not causal.
         """

@@ -9,16 +9,18 @@ where tokens see later ones: one function carries them all.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
 
+from megatron_cp_plugin.core.algorithm import Traffic
 from megatron_cp_plugin.core.decay import Decay
 from megatron_cp_plugin.core.linear import (
     LinearAlgorithm,
     LinearCall,
     LinearMove,
+    LinearShape,
     LinearWork,
     Saved,
 )
@@ -33,6 +35,7 @@ from megatron_cp_plugin.core.linear_runs import (
 from megatron_cp_plugin.core.partial import accumulation_dtype
 
 LocalWork = Callable[[], None]
+Message = tuple[int, int]  # from a rank to a rank
 
 
 class StatePassing(LinearAlgorithm):
@@ -71,7 +74,33 @@ class StatePassing(LinearAlgorithm):
 
     @abstractmethod
     def hops(self, route: Route) -> Iterator[tuple[int, int, tuple[int, ...]]]:
-        """Which rank sends which a state on a route, and of whose tokens it is."""
+        """Which rank sends which in `carry`, a state of each run, and of whose tokens it is."""
+
+    @abstractmethod
+    def sharing(self, route: Route) -> Iterable[Message]:
+        """Which rank sends which a state in `share`."""
+
+    @abstractmethod
+    def collecting(self, route: Route) -> Iterable[Message]:
+        """Which rank sends which a state in `collect`."""
+
+    def traffic(
+        self, shape: LinearShape, rank: int, *, causal: bool, final_state: bool, decays: bool = True
+    ) -> Traffic:
+        """See LinearAlgorithm.traffic: it does not depend on the number of tokens."""
+        size, total = self.topology.size, not causal and not decays
+        there = Route.of(self.layout, size, self.layout.multiple(size))
+        ways = [there] if causal or total else [there, there.flipped()]
+        back, runs = there.back(), len(there.runs[rank])
+
+        def sent(ways: Iterable[Route], once: Iterable[Message]) -> tuple[int, int]:
+            carried = sum(source == rank for way in ways for source, *_ in self.hops(way))
+            others = sum(source == rank for source, _ in once)
+            return (carried * runs + others) * shape.state_bytes, carried + others
+
+        last = self.sharing(there) if total or final_state else ()
+        first = self.sharing(back) if total else self.collecting(back) if final_state else ()
+        return Traffic(*sent(ways, last), *sent([way.back() for way in ways], first))
 
     def moves(self, seq_len: int, *, causal: bool) -> tuple[LinearMove, ...]:
         """See LinearAlgorithm.moves."""

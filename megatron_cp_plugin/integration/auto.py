@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.config import ContextParallelConfig
-from megatron_cp_plugin.core.document_layout import NAMED, PaddedDocuments
+from megatron_cp_plugin.core.document_layout import PaddedDocuments
 from megatron_cp_plugin.core.layout import Contiguous, Layout
 from megatron_cp_plugin.core.linear import LinearShape
 from megatron_cp_plugin.core.partial import accumulation_dtype
@@ -398,7 +398,7 @@ def _layouts(args: Any, *, packed: bool) -> tuple[str, ...]:
         return ("zigzag",)
     found = tuple(
         name
-        for name, layout in NAMED.items()
+        for name, layout in registry.layouts().items()
         if seq_length % layout.multiple(size) == 0
         and name != PaddedDocuments.name
         and (packed or not layout.follows_documents)

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from megatron_cp_plugin.core.kernel import Lengths, Packing, Problem, SoftmaxKernel, Statistics
+from megatron_cp_plugin.errors import ConfigError
+from megatron_cp_plugin.installed import load_installed
 from megatron_cp_plugin.kernels.choice import choose, loader, named
 
 
@@ -152,7 +154,8 @@ class PackingKernel(SoftmaxKernel):
         return dq, dk, dv
 
 
-# In the order of preference of "auto", fastest first (docs/benchmarks.md has the measurements).
+# In the order of preference of "auto", fastest first (docs/benchmarks.md has the measurements). The
+# reference serves everything, so those that are registered after it are taken by their names only.
 _KERNELS: dict[str, Callable[[], SoftmaxKernel]] = {
     "flash4": loader("flash4", "Flash4"),
     "cudnn": loader("torch_flash", "CudnnAttention"),
@@ -163,13 +166,29 @@ _KERNELS: dict[str, Callable[[], SoftmaxKernel]] = {
 }
 
 
+def register_kernel[K: type[SoftmaxKernel]](cls: K) -> K:
+    """Class decorator: makes a kernel available under its `name`; "auto" does not take it.
+
+    Raises: ConfigError if the name is taken, or the class lacks a name or a method.
+    """
+    name = getattr(cls, "name", "")
+    if not name or name in (*_KERNELS, "auto"):
+        raise ConfigError(f"kernel {cls.__name__} has the name {name!r}: set another one")
+    for method in sorted(cls.__abstractmethods__):
+        raise ConfigError(f"kernel {name!r} has no method {method}: define it in {cls.__name__}")
+    _KERNELS[name] = cache(cls)
+    return cls
+
+
 def kernel_names() -> tuple[str, ...]:
-    """Names that `kernel=` takes beside "auto"."""
+    """Names that `kernel=` takes beside "auto", those of other installed packages included."""
+    load_installed()
     return tuple(_KERNELS)
 
 
 def kernels() -> tuple[SoftmaxKernel, ...]:
     """All kernels in the order of preference of "auto", whether they can run here or not."""
+    load_installed()
     return tuple(load() for load in _KERNELS.values())
 
 
@@ -178,6 +197,8 @@ def kernel_called(name: str) -> SoftmaxKernel:
 
     Raises: KernelUnavailableError if no kernel has it.
     """
+    if name not in _KERNELS:
+        load_installed()
     return named("kernel", name, _KERNELS)
 
 
@@ -187,4 +208,6 @@ def resolve(name: str, problem: Problem) -> SoftmaxKernel:
 
     Raises: KernelUnavailableError if the name is unknown, or the kernel cannot serve the problem.
     """
+    if name not in (*_KERNELS, "auto"):
+        load_installed()
     return choose("kernel", name, problem, _KERNELS)

@@ -39,8 +39,8 @@ def choose[P: AnyProblem, K: Kernel](
     """The kernel of that name, or for "auto" the first one that serves the problem.
 
     Args:
-        kind: for messages, such as "kernel". kernels: loaders by name, fastest first; the last
-            one serves every problem.
+        kind: for messages, such as "kernel". kernels: loaders by name, fastest first; one
+            of them serves every problem.
 
     Raises: KernelUnavailableError if the name is unknown, or the kernel cannot serve the problem.
     """
@@ -52,7 +52,7 @@ def choose[P: AnyProblem, K: Kernel](
                     log.info("%s: %s for %s", kind, candidate, problem)
                 return load()
             log.debug("%s %s not taken: %s", kind, candidate, reason)
-        raise AssertionError("the last kernel serves every problem")
+        raise AssertionError("one kernel serves every problem")
     kernel = named(kind, name, kernels)
     reason = _unsupported(kernel, problem)
     if reason is not None:

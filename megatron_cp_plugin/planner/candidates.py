@@ -3,10 +3,9 @@
 Nothing is computed and nothing is sent; refused ones are left out, with the reason.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import Field, dataclass, fields
 from itertools import product
-from typing import Literal, NamedTuple, get_args, get_origin
+from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.core.algorithm import Algorithm
@@ -26,13 +25,6 @@ Options = tuple[tuple[str, object], ...]
 _ROUNDING = frozenset(("gradients", "partials"))
 # Its default is whatever the machine can do.
 _AS_POSSIBLE = frozenset(("transport",))
-# Of options that are numbers, those to try on so many ranks; all others stay at their defaults.
-_NUMBERS: Mapping[str, Callable[[int], list[int]]] = {
-    "chunks": lambda size: [0, 1, 2, 4, 8],
-    "rows": lambda size: _divisors(size),
-    # A team of one rank is the ring, one of all ranks is ulysses.
-    "ulysses": lambda size: _divisors(size)[1:-1],
-}
 
 
 class Question(NamedTuple):
@@ -156,9 +148,9 @@ def _is_open(layout: Layout, question: Question) -> bool:
 
 def _combinations(cls: registry.AnyClass, size: int) -> list[Algorithm.Options]:
     """Of all values of all options, those with the fewest options first."""
-    defaults, hints = cls.Options(), registry.option_types(cls.Options)
-    names = [field.name for field in fields(cls.Options)]
-    values = [_values(name, hints[name], getattr(defaults, name), size) for name in names]
+    hints, options = registry.option_types(cls.Options), fields(cls.Options)
+    names = [option.name for option in options]
+    values = [_values(option, hints[option.name], size) for option in options]
     found = [cls.Options(**dict(zip(names, chosen, strict=True))) for chosen in product(*values)]
     return sorted(found, key=lambda options: len(_given(options)))
 
@@ -169,12 +161,9 @@ def _given(options: Algorithm.Options) -> Options:
     return tuple((name, value) for name, value in vars(options).items() if value != defaults[name])
 
 
-def _values(name: str, kind: object, default: object, size: int) -> list[object]:
+def _values(option: Field[Any], kind: object, size: int) -> list[object]:
     """What is tried of an option; switches are for measurements."""
-    if get_origin(kind) is Literal and name not in _ROUNDING | _AS_POSSIBLE:
+    if get_origin(kind) is Literal and option.name not in _ROUNDING | _AS_POSSIBLE:
         return list(get_args(kind))
-    return list(_NUMBERS[name](size)) if name in _NUMBERS else [default]
-
-
-def _divisors(size: int) -> list[int]:
-    return [n for n in range(1, size + 1) if size % n == 0]
+    worth_trying = option.metadata.get("worth_trying")
+    return [option.default] if worth_trying is None else list(worth_trying(size))

@@ -262,7 +262,9 @@ def by_collectives(
 ) -> bool:
     """Whether ranks meet in collective operations only, so that each stands for the others."""
     if isinstance(shape, LinearShape):
-        return algo != "lasp"
+        cls = registry.algorithm_class(algo)
+        assert issubclass(cls, LinearAlgorithm)
+        return cls.collective
     algorithm = _made(algo, options, shape, nodes, peer_access=peer_access)
     if isinstance(algorithm, HeadSplit):
         return algorithm.degree(shape.kv_heads) == len(nodes)

@@ -1,6 +1,7 @@
 """Placements that no algorithm here has: what ranks cannot follow is refused."""
 
 from collections.abc import Callable, Iterable, Iterator
+from typing import ClassVar
 
 import pytest
 
@@ -8,9 +9,9 @@ import megatron_cp_plugin as cp
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.algorithms.point_to_point import PointToPoint
 from megatron_cp_plugin.core.comm import Phase
-from megatron_cp_plugin.core.layout import Contiguous
+from megatron_cp_plugin.core.layout import Contiguous, Layout, Span
 from megatron_cp_plugin.core.placement import BlockPlacement, Place
-from megatron_cp_plugin.core.plan_check import PlanError, check
+from megatron_cp_plugin.core.plan import PHASES
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.virtual import VirtualWorld
@@ -20,6 +21,7 @@ from megatron_cp_plugin.registry import create
 from tests.oracle import expected_attention
 from tests.test_conformance import Case, assert_matches, run
 
+_CONTIGUOUS = Contiguous()
 Places = Callable[[int, int, int], Iterable[Place]]
 
 
@@ -39,13 +41,14 @@ class Placed(BlockPlacement):
         return type(self).places(query, key, self.size)
 
 
-def register(places: Places) -> None:
+def register(places: Places, *, relay: bool = False, layout: Layout = _CONTIGUOUS) -> None:
     """As algorithm `placed`."""
-    kind = type("Kind", (Placed,), {"places": staticmethod(places)})
+    kind = type("Kind", (Placed,), {"places": staticmethod(places), "relay": relay})
+    tokens = layout
 
     @cp.register("placed")
     class _Algorithm(PointToPoint):
-        layout = Contiguous()
+        layout = tokens
 
         def placement(self, shape: Shape, mask: Mask, phase: Phase) -> BlockPlacement:
             return kind(self.layout, self.topology.size, self.head_groups(shape, mask))
@@ -86,10 +89,103 @@ def test_places_that_no_rank_can_follow_are_refused(places: Places, message: str
         picture("placed", 3)
 
 
-def test_pairs_left_out_or_computed_twice_are_found() -> None:
-    register(lambda q, k, size: [Place(q, (q - k) % size)] * (1 + (q == k)))
-    with pytest.raises(PlanError, match="times for head"):
-        check(create("placed", VirtualWorld(3).topology(0), {}).plan(Shape(1, 24, 1, 1, 8), Mask()))
+def in_turn(query: int, key: int, size: int) -> Place:
+    return Place(query, (query - key) % size)
+
+
+@pytest.mark.parametrize("mask", [Mask(), Mask(causal=False), Mask(documents=(7, 30))])
+@pytest.mark.parametrize(
+    ("places", "message"),
+    [
+        (
+            lambda q, k, size: [in_turn(q, k, size)] * (1 + (q == k == 1)),
+            "in placed queries of rank 1 meet keys of rank 1 as part 0 of 1 on rank 1, part 0 of 1",
+        ),
+        (
+            lambda q, k, size: [in_turn(q, k, size)] * ((q, k) != (2, 1)),
+            "placed does not say where queries of rank 2 meet keys of rank 1",
+        ),
+        (
+            lambda q, k, size: [in_turn(q, k, size)._replace(part=(0, 1 + (q == 2)))],
+            "queries of rank 2 meet keys of rank 0 as part 0 of 2 on rank 2: let",
+        ),
+        (
+            lambda q, k, size: [Place(q, 3 - 2 * (q == k), part) for part in ((0, 2), (1, 3))],
+            "as part 0 of 2 on rank 0, part 1 of 3 on rank 0",
+        ),
+        (
+            lambda q, k, size: Place(q, (q - k) % size),
+            r"rank 0 meet keys of rank 0 at \[0, 0, \(0, 1\)\]: let `place` yield a Place",
+        ),
+        (lambda q, k, size: [(q, 1)], r"at \[\(0, 1\)\]: let `place` yield a Place"),
+    ],
+)
+def test_pairs_that_are_left_out_or_computed_twice_are_refused(
+    places: Places, message: str, mask: Mask
+) -> None:
+    """Before anything is computed, on all ranks."""
+    register(places)
+    made = create("placed", VirtualWorld(3).topology(2), {})
+    for phase in PHASES:
+        for rank in (None, 2, 2):  # of all ranks, of one, and again
+            with pytest.raises(ConfigError, match=message):
+                made.plan(Shape(1, 48, 1, 1, 8), mask, phase, rank=rank)
+
+
+def test_a_pair_that_the_mask_hides_needs_no_place() -> None:
+    register(lambda q, k, size: [in_turn(q, k, size)] * (q >= k))
+    expected = expected_attention(seq_len=24, heads=4, kv_heads=2, head_dim=8, causal=True)
+    results, _ = run(Case("placed"), expected, 3)
+    assert_matches(Case("placed"), results, expected, bound=1e-10)
+    with pytest.raises(ConfigError, match="where queries of rank 0 meet keys of rank 1"):
+        run(Case("placed"), expected, 3, causal=False)
+
+
+def test_a_relay_that_passes_on_what_it_has_not_is_refused() -> None:
+    register(lambda q, k, size: [Place(q, int(q != k))], relay=True)
+    with pytest.raises(
+        ConfigError,
+        match="placed lets rank 0 pass a block of rank 1 on to rank 2 in step 1, but has it there",
+    ):
+        picture("placed", 3, mask=Mask(causal=False))
+
+
+class Held(Contiguous):
+    """Tokens as a test gives them."""
+
+    name = "held"
+    edges: ClassVar[tuple[tuple[tuple[int, int], ...], ...]]
+    longer: ClassVar[int] = 0
+
+    def spans(self, rank: int, size: int, seq_len: int) -> tuple[Span, ...]:
+        return tuple(Span(*edge) for edge in self.edges[rank])
+
+    def length(self, rank: int, size: int, seq_len: int) -> int:
+        return sum(map(len, self.spans(rank, size, seq_len))) + self.longer
+
+
+@pytest.mark.parametrize(
+    ("edges", "longer", "message"),
+    [
+        ((((0, 4),), ((5, 12),)), 0, "layout held gives token 4 of 12 to 0 of 2 ranks"),
+        ((((0, 5),), ((4, 12),)), 0, "layout held gives token 4 of 12 to 2 of 2 ranks"),
+        ((((0, 5),), ((5, 11),)), 0, "layout held gives token 11 of 12 to 0 of 2 ranks"),
+        (
+            (((0, 5),), ((5, 13),)),
+            0,
+            "gives rank 1 positions 5 to 12 after 0 of 12 tokens: let spans of a rank ascend",
+        ),
+        ((((0, 5),), ((9, 12), (5, 9))), 0, "gives rank 1 positions 5 to 8 after 12 of 12 tokens"),
+        ((((0, 5),), ((5, 12),)), 1, "gives rank 0 5 tokens by `spans` and 6 by `length`"),
+    ],
+)
+def test_a_layout_that_is_no_partition_is_refused(
+    edges: tuple[tuple[tuple[int, int], ...], ...], longer: int, message: str
+) -> None:
+    kind = type("Kind", (Held,), {"edges": edges, "longer": longer})
+    register(lambda q, k, size: [in_turn(q, k, size)], layout=kind())
+    with pytest.raises(ConfigError, match=message):
+        create("placed", VirtualWorld(2).topology(0), {}).plan(Shape(1, 12, 1, 1, 8), Mask())
 
 
 class Shifted(BlockPlacement):

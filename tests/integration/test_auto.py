@@ -3,7 +3,7 @@
 import argparse
 import re
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,9 @@ import torch
 from megatron.training.arguments import add_megatron_arguments
 
 from megatron_cp_plugin import registry
+from megatron_cp_plugin.algorithms.ring import Ring
+from megatron_cp_plugin.core.algorithm import Algorithm
+from megatron_cp_plugin.core.layout import Layout, Zigzag
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.integration import auto
@@ -246,3 +249,26 @@ def test_the_door_says_what_a_choice_needs(
         assert "\n" not in str(error.value)
     finally:
         parallel_state.destroy_model_parallel()
+
+
+def test_an_algorithm_of_somebody_else_with_its_own_layout(
+    choose: Choosing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @dataclass(frozen=True)
+    class Mirrored(Zigzag):
+        name = "mirrored"
+
+    class Mine(Ring):
+        layout = Mirrored()
+
+        @classmethod
+        def layout_for(cls, options: Algorithm.Options) -> Layout:
+            return cls.layout
+
+    monkeypatch.setattr(registry, "_algorithms", {})
+    registry.register("mine")(Mine)
+    named, _ = choose(TINY, 4)
+    assert named.algo == "mine"
+    assert registry.layout_of("auto", {"layout": "mirrored"}) == Mirrored()
+    with pytest.raises(ConfigError, match=r"did you mean 'mirrored'\?\): use one of .*, mirrored"):
+        registry.layout_of("auto", {"layout": "mirored"})

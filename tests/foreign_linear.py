@@ -1,0 +1,94 @@
+"""Linear attention that is not ours: states by prefix doubling, in log2 P rounds."""
+
+from collections.abc import Iterator
+from itertools import permutations
+
+import torch
+from torch import Tensor
+
+from megatron_cp_plugin.core.algorithm import Algorithm
+from megatron_cp_plugin.core.decay import Decay, combine
+from megatron_cp_plugin.core.layout import Contiguous
+from megatron_cp_plugin.core.linear_route import Route
+from megatron_cp_plugin.core.state_passing import LocalWork, Message, StatePassing
+from megatron_cp_plugin.core.topology import Topology
+
+
+class Doubling(StatePassing):
+    """In round i the sum of 2^i ranks' states goes 2^i ranks on.
+
+    Source: Hillis and Steele, Data Parallel Algorithms (1986). Differs: a rank keeps also the sum
+    without its own state.
+    """
+
+    layout = Contiguous()
+
+    def __init__(self, topology: Topology, options: Algorithm.Options) -> None:
+        super().__init__(topology, options)
+        self._states = topology.channel("states")
+
+    def carry(
+        self,
+        states: Tensor,
+        first: Tensor | None,
+        route: Route,
+        decay: Decay,
+        local_work: LocalWork,
+        *,
+        to_the_end: bool,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        chain = self._chain(route)
+        place = chain.index(self.topology.rank)
+        ((start, stop),) = route.runs[self.topology.rank]
+        (end,) = states  # the sum at the end of this run, `before` at its beginning
+
+        def added(state: Tensor, came: Tensor, since: int, until: int) -> Tensor:
+            weights = decay.weights(((until - since, 0),), state.dtype, state.device)
+            return combine(torch.stack((came, state)), weights)[0]
+
+        before = first if not place and route.lasts(0, start) else None
+        if before is not None and route.lasts(start, stop - 1):
+            end = added(end, before, start, stop)
+        for distance in self._distances():
+            later, earlier = place + distance, place - distance
+            sends = [(end, chain[later])] if later < len(chain) else []
+            came = torch.empty_like(end)
+            receives = [(came, chain[earlier])] if earlier >= 0 else []
+            self._states.exchange(sends, receives).wait()
+            since = route.runs[chain[earlier]][0][1] if receives else stop
+            if receives and route.lasts(since, start):
+                before = torch.zeros_like(came) if before is None else before
+                before = added(before, came, since, start)
+                if route.lasts(start, stop - 1):
+                    end = added(end, came, since, stop)
+        local_work()
+        return None if before is None else before.unsqueeze(0), end
+
+    def _chain(self, route: Route) -> list[int]:
+        return sorted(range(self.topology.size), key=lambda rank: route.runs[rank])
+
+    def _distances(self) -> Iterator[int]:
+        distance = 1
+        while distance < self.topology.size:
+            yield distance
+            distance *= 2
+
+    def hops(self, route: Route) -> Iterator[tuple[int, int, tuple[int, ...]]]:
+        chain = self._chain(route)
+        for distance in self._distances():
+            for place in range(len(chain) - distance):
+                owners = chain[max(0, place + 1 - distance) : place + 1]
+                yield chain[place], chain[place + distance], tuple(owners)
+
+    def share(self, end: Tensor | None, like: Tensor, route: Route) -> Tensor:
+        assert end is not None
+        return self._states.all_gather(end).wait()[route.last_rank]
+
+    def sharing(self, route: Route) -> Iterator[Message]:
+        return permutations(range(self.topology.size), 2)
+
+    def collect(self, gradient: Tensor, route: Route) -> Tensor:
+        return self._states.all_gather(gradient).wait().sum(0)
+
+    def collecting(self, route: Route) -> Iterator[Message]:
+        return permutations(range(self.topology.size), 2)
