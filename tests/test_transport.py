@@ -1,6 +1,7 @@
 """Which way messages may go, and what the virtual peer memory sees; none of it needs a GPU."""
 
 import json
+import operator
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import torch
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.core.process_groups import topology_of
 from megatron_cp_plugin.core.topology import Topology
-from megatron_cp_plugin.core.virtual import VirtualPeerCommunicator, run_virtual
+from megatron_cp_plugin.core.virtual import VirtualPeerCommunicator, VirtualWorld, run_virtual
 from megatron_cp_plugin.errors import ConfigError
 from tests import stress_transport
 from tests.integration.megatron_job import run_program
@@ -245,3 +246,42 @@ def test_stress_finds_nothing_and_a_planted_fault(tmp_path, monkeypatch, capsys)
     assert found["wrong_elements"] > 0
     assert found["failures"]
     assert "wrong elements" in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_receive_buffers_are_made_once():
+    channel = VirtualWorld(1).topology(0)._make_peer_channel("blocks", 2)
+
+    def buffers(tokens):
+        """Of the next two exchanges."""
+        found = []
+        for _ in range(2):
+            found += channel.buffers([((tokens, 3), torch.float32)], torch.device("cpu"))
+            channel.exchange([], []).wait()
+        return found
+
+    first, other = buffers(4)
+    assert first.data_ptr() != other.data_ptr()
+    assert all(map(operator.is_, buffers(4), (first, other)))
+    larger = buffers(400)
+    assert all(x.shape == (400, 3) for x in larger)
+    grown = buffers(4)
+    assert [x.data_ptr() for x in grown] == [x.data_ptr() for x in larger]
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_training_after_inference_mode(size: int):
+    """Receive buffers that evaluation has made are written to by training."""
+    q, k, v, dout = torch.randn(4, 1, 8 * size, 2, 8, dtype=torch.float64)
+
+    def body(topology: Topology) -> bool:
+        settings = {"algo": "zigzag", "group": topology}
+        inputs = [cp.shard(x, 1, **settings).requires_grad_() for x in (q, k, v)]
+        with torch.inference_mode():
+            cp.attention(*inputs, **settings, transport="peer")
+        found = []
+        for transport in ("peer", "group"):
+            out = cp.attention(*inputs, **settings, transport=transport)
+            found.append((out, *torch.autograd.grad(out, inputs, cp.shard(dout, 1, **settings))))
+        return all(map(torch.equal, *found))
+
+    assert all(run_virtual(size, body, peer_access=True))

@@ -237,8 +237,11 @@ def _attend_tile(
     total: Accumulator, q: Tensor, k: Tensor, v: Tensor, tile: Tile, call: Call
 ) -> None:
     """Adds attention of a tile's rows [B,rows,H,D] over its columns [B,cols,G,D]."""
-    q, k, v = q[:, tile.q], k[:, tile.kv], v[:, tile.kv]
-    place = None if tile.reverse else total.place_of_first(q.shape[1])
+    if tile.rows < q.shape[1]:
+        q = q[:, tile.q]
+    if tile.cols < k.shape[1]:
+        k, v = k[:, tile.kv], v[:, tile.kv]
+    place = None if tile.reverse else total.place_of_first(tile.rows)
     if place is not None and call.places_outputs:
         call.kernel.forward_to(place, q, k, v, scale=call.scale, causal=tile.causal)
         total.add(tile.q, *place)
@@ -267,10 +270,10 @@ class Gradients:
         ]
         if places == [None, None, None]:
             return None
-        dq, dk, dv = (
+        dq, dk, dv = [
             x.new_empty(x.shape) if place is None else place
             for place, x in zip(places, (q, k, v), strict=True)
-        )
+        ]
         return dq, dk, dv
 
 
@@ -337,8 +340,10 @@ def _differentiate_tile(
     call: Call,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of `_attend_tile`; the first ones of a block are where its sums will be."""
-    dout, q, k, v = dout[:, tile.q], q[:, tile.q], k[:, tile.kv], v[:, tile.kv]
-    statistics = statistics.rows(tile.q)
+    if tile.rows < q.shape[1]:
+        dout, q, statistics = dout[:, tile.q], q[:, tile.q], statistics.rows(tile.q)
+    if tile.cols < k.shape[1]:
+        k, v = k[:, tile.kv], v[:, tile.kv]
     places = sums.places(q, k, v) if call.places_gradients and not tile.reverse else None
     if places is not None:
         call.kernel.backward_to(

@@ -17,6 +17,7 @@ from megatron_cp_plugin.core.devices import kept_on_device, uploaded
 from megatron_cp_plugin.core.layout import ManySpans, Span, Spans, edges_of, without_steps
 from megatron_cp_plugin.core.partial import taken
 from megatron_cp_plugin.core.ranges import Numbers, expanded, offsets, offsets_of_each, runs
+from megatron_cp_plugin.core.rows import narrowed
 
 # Segments a member up to which a copy for each is as fast as a gather of rows by indices.
 _FEW = 8
@@ -195,6 +196,7 @@ class Contiguous(Assembly):
         self._table = _Table(*columns[:3], members, width) if many else None
         segments = () if many else zip(*(x.tolist() for x in columns), strict=True)
         self._segments = tuple(_Segment(*one) for one in segments)
+        self._by_member = sorted(self._segments, key=lambda one: (one.member, one.start))
         # Padding may follow the last rank's block: it is cut off at the end.
         self._in_order = not many and all(
             segment.member == index and (segment.length == width or index == members - 1)
@@ -203,11 +205,13 @@ class Contiguous(Assembly):
 
     def join(self, gathered: Blocks, dim: int) -> Tensor:
         if self._in_order and isinstance(gathered, Tensor):
-            return gathered.movedim(0, dim).flatten(dim, dim + 1).narrow(dim, 0, self.tokens)
+            whole = gathered.movedim(0, dim).flatten(dim, dim + 1)
+            return narrowed(whole, dim, 0, self.tokens)
         if self._table is not None:
             return self._table.join(gathered, dim)
-        segments = [gathered[p.member].narrow(dim, p.start, p.length) for p in self._segments]
-        return torch.cat(segments, dim) if segments else gathered[0].narrow(dim, 0, 0)
+        blocks = gathered.unbind() if isinstance(gathered, Tensor) else gathered
+        segments = [narrowed(blocks[p.member], dim, p.start, p.length) for p in self._segments]
+        return torch.cat(segments, dim) if segments else blocks[0].narrow(dim, 0, 0)
 
     def place(self, blocks: Blocks, dim: int, rows: slice, values: Tensor) -> None:
         if self._table is not None:
@@ -218,15 +222,20 @@ class Contiguous(Assembly):
             length = min(rows.stop, segment.row + segment.length) - low
             if length > 0:
                 start = segment.start + low - segment.row
-                target = blocks[segment.member].narrow(dim, start, length)
-                target.copy_(values.narrow(dim, low - rows.start, length))
+                target = narrowed(blocks[segment.member], dim, start, length)
+                target.copy_(narrowed(values, dim, low - rows.start, length))
 
     def split(self, whole: Tensor, dim: int) -> Tensor:
-        if self._in_order and self.tokens == self.members * self.width:
-            return whole.unflatten(dim, (self.members, self.width)).movedim(dim, 0)
         if self._table is not None:
             return self._table.split(whole, dim)
-        return super().split(whole, dim)
+        # One copy does where blocks are one behind the other in memory too; of rows of statistics,
+        # which are small, a second one is cheaper than one for each segment.
+        joined = self._in_order or whole.shape[:dim].numel() == 1 or whole.dim() == 3
+        if not joined or self.tokens < self.members * self.width:
+            return super().split(whole, dim)
+        if not self._in_order:
+            whole = torch.cat([whole.narrow(dim, p.row, p.length) for p in self._by_member], dim)
+        return whole.unflatten(dim, (self.members, self.width)).movedim(dim, 0)
 
 
 class _Interleaved(Assembly):

@@ -21,10 +21,11 @@ from megatron_cp_plugin.core.partial import (
     GradientSum,
     accumulation_dtype,
     delta_of,
+    rows_at,
 )
 from megatron_cp_plugin.core.pipeline import HeadGroup, pipeline
 from megatron_cp_plugin.core.plan import OF_KEYS, OF_ROWS, Move, TensorNames
-from megatron_cp_plugin.core.rows import token_dim
+from megatron_cp_plugin.core.rows import narrowed, token_dim
 from megatron_cp_plugin.core.team import Found, Named, Operation, Team, heads_of, together
 from megatron_cp_plugin.core.tile_batches import Part
 
@@ -119,7 +120,7 @@ class _Run:
         if name not in self.shared:
             return heads_of(name, self.given[name], heads)
         if name in OF_ROWS:  # of all heads
-            return self.shared[name][:, heads.q].contiguous()
+            return heads_of(name, self.shared[name], heads).contiguous()
         last = heads.last or name not in OF_KEYS
         return self.shared.pop(name) if last else self.shared[name]
 
@@ -148,7 +149,8 @@ class _Run:
         for rows, tensors in results:
             for name, x in zip(names, tensors, strict=True):
                 own = heads_of(name, self.targets[name], self.plan[index].heads)
-                own.narrow(token_dim(x), rows.start, x.shape[token_dim(x)]).copy_(x)
+                dim = token_dim(x)
+                narrowed(own, dim, rows.start, x.shape[dim]).copy_(x)
         return Pending(lambda: None)
 
     def _of_keys(self) -> Iterator[Found]:
@@ -201,7 +203,7 @@ def attend(parts: Sequence[Part], call: Call, dtype: torch.dtype) -> Compute:
 
     def compute(_: HeadGroup, x: Named, sums: Sequence[GradientSum]) -> Iterator[Found]:
         for part in parts:
-            rows = x["q"][:, part.rows]
+            rows = rows_at(x["q"], part.rows)
             total = Accumulator(rows, x["v"].shape[3])
             attend_block(total, rows, x["k"], x["v"], part.work, call)
             yield part.rows, total.result(dtype)
@@ -217,7 +219,7 @@ def differentiate(parts: Sequence[Part], call: Call) -> Compute:
     def compute(_: HeadGroup, x: Named, sums: Sequence[GradientSum]) -> Iterator[Found]:
         statistics = Statistics(x["lse"], out=x.get("out"), delta=x.get("delta"))
         for part in ordered:
-            q, dout = (x[name][:, part.rows] for name in ("q", "dout"))
+            q, dout = rows_at(x["q"], part.rows), rows_at(x["dout"], part.rows)
             dq = GradientSum(q)
             rows = statistics.rows(part.rows)
             gradients = Gradients(dq, *sums)

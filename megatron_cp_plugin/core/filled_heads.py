@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megatron_cp_plugin.core.partial import accumulation_dtype
+from megatron_cp_plugin.core.rows import narrowed
 
 
 @dataclass(frozen=True)
@@ -98,8 +99,8 @@ def _own(x: Tensor, own: tuple[int, int], all_of: tuple[int, int]) -> Tensor:
     if own == all_of:
         return x
     dim = _head_dim(x)
-    parts = x.unflatten(dim, all_of).narrow(dim, 0, own[0]).narrow(dim + 1, 0, own[1])
-    return parts.flatten(dim, dim + 1).contiguous()
+    parts = narrowed(x.unflatten(dim, all_of), dim, 0, own[0])
+    return narrowed(parts, dim + 1, 0, own[1]).flatten(dim, dim + 1).contiguous()
 
 
 def _head_dim(x: Tensor) -> int:

@@ -85,6 +85,8 @@ class Statistics:
 
     def rows(self, rows: slice | Tensor) -> "Statistics":
         """The statistics of some query rows. Args: rows: as in `partial.rows_at`."""
+        if isinstance(rows, slice) and rows == slice(0, self.lse.shape[2]):
+            return self
 
         def some(x: Tensor) -> Tensor:
             return x[:, :, rows] if isinstance(rows, slice) else x.index_select(2, rows)
@@ -97,6 +99,8 @@ class Statistics:
 
     def heads(self, heads: slice) -> "Statistics":
         """The statistics of some query heads."""
+        if heads.stop - heads.start == self.lse.shape[1]:
+            return self
         return Statistics(
             self.lse[:, heads],
             None if self.out is None else self.out[:, :, heads],

@@ -3,6 +3,7 @@
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from itertools import pairwise
 
 from megatron_cp_plugin.core.decay import Distances
@@ -11,9 +12,11 @@ from megatron_cp_plugin.core.layout import Layout
 Interval = tuple[int, int]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Route:
     """Which part of the way each run covers, for states that travel over the whole sequence.
+
+    Equal only to itself: what is made of one is kept by it.
 
     Attributes: runs: for each rank (start, stop) of its runs in their local order, counted from
     where the way begins. length: of the way, the global N. documents: where others than the first
@@ -25,6 +28,7 @@ class Route:
     documents: tuple[int, ...] = ()
 
     @staticmethod
+    @lru_cache(maxsize=64)  # every pass has the same
     def of(layout: Layout, size: int, seq_len: int, documents: tuple[int, ...] = ()) -> "Route":
         """The way from the first token to the last."""
         return Route(
@@ -36,6 +40,7 @@ class Route:
             documents,
         )
 
+    @cached_property
     def back(self) -> "Route":
         """The same runs on the way in the other direction."""
         return Route(
@@ -70,14 +75,7 @@ class Route:
         Returns: for each place one entry for each run, by rank, None for runs that end behind it
         or with another document; and last the distance from the beginning.
         """
-        stops = [*(stop for runs in self.runs for _, stop in runs), 0]
-        return tuple(
-            tuple(
-                place - stop if stop <= place and self.lasts(stop, place) else None
-                for stop in stops
-            )
-            for place in places
-        )
+        return _distances(self, tuple(places))
 
     def owners_before(self, place: int) -> tuple[int, ...]:
         """Ranks with tokens before a place between runs."""
@@ -87,17 +85,29 @@ class Route:
             if any(start < stop <= place for start, stop in runs)
         )
 
-    @property
+    @cached_property
     def last_rank(self) -> int:
         """The rank that holds the last run; of those without tokens the last one."""
         return max(range(len(self.runs)), key=lambda rank: (max(self.runs[rank]), rank))
 
-    @property
+    @cached_property
     def first_rank(self) -> int:
         """The rank that holds the first run; of those without tokens the first one."""
         return min(range(len(self.runs)), key=lambda rank: (min(self.runs[rank]), rank))
 
+    @cached_property
     def flipped(self) -> "Route":
         """The way from the last token to the first, each rank's tokens in reverse order."""
-        back = self.back()
+        back = self.back
         return replace(back, runs=tuple(runs[::-1] for runs in back.runs))
+
+
+@lru_cache(maxsize=256)
+def _distances(route: Route, places: tuple[int, ...]) -> Distances:
+    stops = [*(stop for runs in route.runs for _, stop in runs), 0]
+    return tuple(
+        tuple(
+            place - stop if stop <= place and route.lasts(stop, place) else None for stop in stops
+        )
+        for place in places
+    )

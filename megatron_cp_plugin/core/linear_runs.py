@@ -82,7 +82,7 @@ class _BatchForward(RunsForward):
         self, kernel: LinearKernel, tensors: Sequence[Tensor], decay: Decay, parts: Parts
     ) -> None:
         self._runs = len(parts)
-        q, k, v = (fold(x, self._runs) for x in tensors)
+        q, k, v = [fold(x, self._runs) for x in tensors]
         self._pass = kernel.forward(q, k, v, decay)
         self.states = by_run(self._pass.state, self._runs)
 
@@ -104,7 +104,7 @@ class _BatchBackward(RunsBackward):
         caches: Caches,
     ) -> None:
         self._runs = len(parts)
-        dout, q, k, v = (fold(x, self._runs) for x in tensors)
+        dout, q, k, v = [fold(x, self._runs) for x in tensors]
         (cache,) = caches
         self._pass = kernel.backward(dout, q, k, v, decay, cache)
         self.dstates = by_run(self._pass.dstate, self._runs)
@@ -113,7 +113,7 @@ class _BatchBackward(RunsBackward):
         self._pass.intra()
 
     def finish(self, arrived: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        dq, dk, dv = (_unfold(x, self._runs) for x in self._pass.finish(_by_batch(arrived)))
+        dq, dk, dv = [_unfold(x, self._runs) for x in self._pass.finish(_by_batch(arrived))]
         return dq, dk, dv
 
 
@@ -182,11 +182,15 @@ def _tokens(tensors: Sequence[Tensor], start: int, stop: int) -> list[Tensor]:
 
 def fold(x: Tensor, runs: int) -> Tensor:
     """Runs of equal length as batch entries: [B,n*C,...] -> [B*n,C,...], a view."""
+    if runs == 1:
+        return x
     return x.unflatten(1, (runs, -1)).flatten(0, 1)
 
 
 def _unfold(x: Tensor, runs: int) -> Tensor:
     """[B*n,C,...] -> [B,n*C,...]."""
+    if runs == 1:
+        return x
     return x.unflatten(0, (-1, runs)).flatten(1, 2)
 
 

@@ -17,6 +17,8 @@ def packed(x: Tensor, dim: int, rows: Rows, held: Rows, *, strided: bool = False
     Args: x: the rows `held` of the block, along a dimension. strided: only the last dimension need
         be contiguous, so that rows without gaps are a view.
     """
+    if rows == held:
+        return x if strided and x.stride(-1) == 1 else x.contiguous()
     parts = [piece.there for piece in common(rows, held)]
     if len(parts) > FEW:
         return taken(x, dim, numbers_of(rows, held, x.device).to)

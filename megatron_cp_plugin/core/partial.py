@@ -64,9 +64,9 @@ class _Waiting:
         other, _ = self.single
         return isinstance(other, slice) and {rows.step, other.step} <= {None, 1}
 
-    def add(self, rows: SomeRows, *tensors: Tensor) -> None:
-        """Takes a partial whose rows fit, or that pairs with the only one."""
-        self._paired = not self.fits(rows)
+    def add(self, rows: SomeRows, *tensors: Tensor, paired: bool = False) -> None:
+        """Takes a partial whose rows fit, or, if `paired`, that pairs with the only one."""
+        self._paired = paired
         if isinstance(rows, slice):
             first = not self._partials
             self._start = rows.start if first else min(self._start, rows.start)
@@ -151,7 +151,7 @@ def _add_rows(total: Tensor, rows: SomeRows, *gradients: Tensor) -> None:
         (gradient,) = gradients
         _add_at(total, rows, gradient)
         return
-    part = total[:, rows]
+    part = rows_at(total, rows)
     _sum_into(part, part, *gradients)
 
 
@@ -179,8 +179,12 @@ def _merge_at(out: Tensor, lse: Tensor, rows: RowIndex, b: Tensor, b_lse: Tensor
 
 
 def rows_at(x: Tensor, rows: slice | Tensor) -> Tensor:
-    """Some rows of [B,S,heads,D]: a view of a slice; a copy, in their order, of rows [n] int32."""
-    return x[:, rows] if isinstance(rows, slice) else taken(x, 1, rows)
+    """Some rows of [B,S,heads,D]: a view of a slice, x of all rows; a copy, in their order, of rows
+    [n] int32.
+    """
+    if isinstance(rows, slice):
+        return x if rows == slice(0, x.shape[1]) else x[:, rows]
+    return taken(x, 1, rows)
 
 
 def taken(x: Tensor, dim: int, rows: Tensor) -> Tensor:
@@ -306,8 +310,9 @@ class Accumulator:
         if isinstance(rows, RowIndex):
             _merge_at(*total, rows, out, lse)
             return
-        part = total[0][:, rows], total[1][:, :, rows]
-        merge_into(*part, *part, out, lse)
+        if out.shape[1] < total[0].shape[1]:
+            total = total[0][:, rows], total[1][:, :, rows]
+        merge_into(*total, *total, out, lse)
 
     def _nothing(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         self._owned = dtype == self._wide
@@ -358,9 +363,11 @@ class GradientSum:
         if self._total is None and self._whole(rows, gradient):
             self._total = gradient
         elif self._few:
-            if not (self._waiting.fits(rows) or self._waiting.pairs_with(rows)):
+            paired = not self._waiting.fits(rows)
+            if paired and not self._waiting.pairs_with(rows):
                 self._settle()
-            self._waiting.add(rows, gradient)
+                paired = False
+            self._waiting.add(rows, gradient, paired=paired)
         else:
             self._add(rows, gradient)
 
@@ -395,18 +402,21 @@ class GradientSum:
     @property
     def held(self) -> Tensor:
         """The sum in whatever dtype it is, for whoever copies it elsewhere."""
-        self._settle()
+        if self._waiting:
+            self._settle()
         return self._own_buffer() if self._total is None else self._total
 
     def _final(self, dtype: torch.dtype) -> Tensor:
         """The sum; rounded already where it ends in `dtype`, and nothing is added to it then."""
+        if not self._waiting:
+            return self.held
         last = self._waiting.single
-        if self._total is None and self._waiting:
+        if self._total is None:
             self._total = self._like.new_zeros(self._like.shape, dtype=dtype)
-        if self._total is not None and self._total.dtype == dtype:
+        if self._total.dtype == dtype:
             for rows, parts in _apart(self._waiting.take()):
                 _add_rows(self._total, rows, *parts)
-        elif self._total is not None and last is not None and self._whole(last[0], last[1][0]):
+        elif last is not None and self._whole(last[0], last[1][0]):
             return self._plus(self._total, last[1][0], dtype)
         return self.held
 
@@ -455,7 +465,7 @@ def _apart(partials: list[Partial]) -> Iterator[Partial]:
     bounds = sorted({bound for rows in slices for bound in (rows.start, rows.stop)})
     for start, stop in pairwise(bounds):
         parts = (
-            x[:, start - rows.start : stop - rows.start]
+            rows_at(x, slice(start - rows.start, stop - rows.start))
             for rows, (_, (x,)) in zip(slices, partials, strict=True)
             if rows.start <= start and stop <= rows.stop
         )
@@ -477,7 +487,8 @@ class WholeGradient:
         """Where the sum of some heads belongs, [B,S,heads,D]."""
         if self._whole is None:
             self._whole = torch.empty_like(self._like)
-        return self._whole[:, :, heads]
+        all_heads = heads.stop - heads.start == self._like.shape[2]
+        return self._whole if all_heads else self._whole[:, :, heads]
 
     def write(self, heads: slice, total: GradientSum, plus: Tensor | None = None) -> None:
         """Writes the sum of some heads, and `plus` [B,S,heads,D] if there is one."""

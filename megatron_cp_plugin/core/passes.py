@@ -52,7 +52,9 @@ class Forward(Pass):
         copied = frozenset() if strided else sent
         self._queries = _some(heads.q, (self.q,), copied=False in copied)
         self._keys = _some(heads.kv, (self.k, self.v), copied=True in copied)
-        place = (self.out[:, :, heads.q], self.lse[:, heads.q]) if self._placing else None
+        place = (self.out, self.lse) if self._placing else None
+        if place is not None and heads.heads < self.q.shape[2]:
+            place = self.out[:, :, heads.q], self.lse[:, heads.q]
         self._totals[heads.q.start] = Accumulator(self._queries[0], self.v.shape[3], place)
         self._found: dict[int, Accumulator] = {}
 
@@ -151,13 +153,13 @@ class Backward(Pass):
             lse, delta = self._statistics.lse, self._statistics.delta_for(self._queries[1])
             self._queries += (delta, lse)
             self._statistics = Statistics(lse, self._statistics.out, delta)
-        wholes = zip(self._whole, (heads.q, heads.kv, heads.kv), strict=True)
-        places = (partial(whole.place, part) if self._placing else None for whole, part in wholes)
-        sums = (
-            GradientSum(x, few=self._few, place=place)
-            for x, place in zip((self._queries[0], *self._keys), places, strict=True)
-        )
-        dq, dk, dv = sums
+        own, parts = (self._queries[0], *self._keys), (heads.q, heads.kv, heads.kv)
+        dq, dk, dv = [
+            GradientSum(
+                x, few=self._few, place=partial(whole.place, part) if self._placing else None
+            )
+            for whole, x, part in zip(self._whole, own, parts, strict=True)
+        ]
         self._sums[heads.q.start, False] = (dq,)
         self._sums[heads.q.start, True] = dk, dv
 
@@ -230,7 +232,7 @@ class Backward(Pass):
     @property
     def gradients(self) -> tuple[Tensor, Tensor, Tensor]:
         """Those of q, k and v."""
-        dq, dk, dv = (gradient.whole for gradient in self._whole)
+        dq, dk, dv = [gradient.whole for gradient in self._whole]
         return dq, dk, dv
 
 
@@ -266,7 +268,9 @@ def _shared(here: Packed, rows: Rows) -> Iterator[tuple[SomeRows, Tensors]]:
 
 
 def _part(tensors: Tensors, piece: Piece) -> Tensors:
-    """Rows of packed tensors [B,S,heads,D] or [B,H,S], as views."""
+    """Rows of packed tensors [B,S,heads,D], perhaps with [B,H,S], as views."""
+    if piece.here.stop - piece.here.start == tensors[0].shape[1]:
+        return tensors
     return tuple(x[:, piece.here] if x.dim() == 4 else x[:, :, piece.here] for x in tensors)
 
 
@@ -283,5 +287,6 @@ def _passed_on(before: Packed | None) -> Tensors:
 
 def _some(heads: slice, tensors: Tensors, *, copied: bool) -> Tensors:
     """Some heads of [B,S,heads,D]. Args: copied: contiguous, for messages."""
-    parts = (x[:, :, heads] for x in tensors)
-    return tuple(x.contiguous() if copied else x for x in parts)
+    if heads.stop - heads.start < tensors[0].shape[2]:
+        tensors = tuple([x[:, :, heads] for x in tensors])
+    return tuple([x.contiguous() for x in tensors]) if copied else tensors

@@ -18,6 +18,7 @@ from megatron_cp_plugin.core.comm import Communicator, Described, Pending, Recei
 from megatron_cp_plugin.errors import ContextParallelError
 
 _ALIGNMENT = 256
+_KEPT = 64  # views of slots
 _MAX_PITCH = 2**31 - 1  # bytes, of a two-dimensional copy: CU_DEVICE_ATTRIBUTE_MAX_PITCH
 _AFTER_AN_ERROR = (
     "did a call before it end in an error? Start again, or call megatron_cp_plugin.release() on "
@@ -43,27 +44,44 @@ class SlottedCommunicator(Communicator):
         super().__init__(channel, rank, size, global_rank)
         self._slots = slots
         self._slot_bytes = 0
+        self._views: dict[tuple[object, ...], tuple[Tensor, ...]] = {}
         self._turn = 0
         self._awaited: set[int] = set()  # slots
         self._offered: frozenset[int] = frozenset()  # to whom, the slot of this turn
 
     def buffers(self, like: Sequence[Described], device: torch.device) -> tuple[Tensor, ...]:
         """See Communicator.buffers; views of this turn's slot."""
-        sizes = [_bytes(shape, dtype) for shape, dtype in like]
-        offsets = _offsets(sizes)
-        self.reserve(like)
-        base = self._turn % self._slots * self._slot_bytes
-        return tuple(
-            self._slab[base + start : base + start + size].view(dtype).view(shape)
-            for (shape, dtype), start, size in zip(like, offsets, sizes, strict=False)
-        )
+        return self._in_slot(self.rank, tuple(like))
+
+    def _in_slot(self, rank: int, like: tuple[Described, ...]) -> tuple[Tensor, ...]:
+        """Views of this turn's slot of a rank. They are kept: all layers have the same."""
+        slot = self._turn % self._slots
+        key = rank, slot, like
+        if key not in self._views:
+            if rank == self.rank:
+                self.reserve(like)
+            if len(self._views) == _KEPT:
+                self._views.clear()
+            starts = _offsets([_bytes(*one) for one in like])
+            places = [slot * self._slot_bytes + start for start in starts]
+            with torch.inference_mode(False):  # see Topology.peer_channel
+                self._views[key] = tuple(
+                    self._view(rank, place, *one) for place, one in zip(places, like, strict=False)
+                )
+        return self._views[key]
+
+    def _view(self, rank: int, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A tensor in the slots of a rank, here of this one. Args: start: its first byte."""
+        return self._slab[start : start + _bytes(shape, dtype)].view(dtype).view(shape)
 
     def reserve(self, like: Sequence[Described]) -> None:
         """See Communicator.reserve."""
         needed = _offsets([_bytes(shape, dtype) for shape, dtype in like])[-1]
         if needed > self._slot_bytes:
-            self._grow(needed)
+            with torch.inference_mode(False):
+                self._grow(needed)
             self._slot_bytes = needed
+            self._views.clear()
 
     def expect(self, sources: Collection[int]) -> None:
         """See Communicator.expect; where the slot is not free yet the exchange offers it."""
@@ -156,6 +174,7 @@ class PeerCommunicator(SlottedCommunicator):
         self._stream = copies
         self._readers: list[tuple[torch.cuda.Stream, int] | None] = [None] * slots
         self._flags, self._flags_handle = self._symmetric((size + 1) * slots * 4)
+        self._flag_addresses = list(self._flags_handle.buffer_ptrs)
         self._flags.zero_()
         self._slab = self._flags
         self._slab_handle: Any = None
@@ -178,16 +197,17 @@ class PeerCommunicator(SlottedCommunicator):
         self._follow()
         if not self._offered:
             self._offer(slot, {source for _, source in receives})
-        base, done = slot * self._slot_bytes, torch.cuda.Event()
+        described = tuple([(tuple(x.shape), x.dtype) for x, _ in sends])
+        places = [(to, self._in_slot(to, described)) for to in {to for _, to in sends}]
+        done = torch.cuda.Event()
 
         def send() -> None:
-            for to in {to for _, to in sends}:
+            for to, targets in places:
                 self._await(copies, to * self._slots + slot)
                 self._write(copies, self.rank, to * self._slots + slot, 0)
-                offsets = _offsets([t.numel() * t.element_size() for t, _ in sends])
                 with torch.cuda.stream(copies):
-                    for (tensor, _), start in zip(sends, offsets, strict=False):
-                        _push(copies, tensor, self._remote(to, base + start, tensor))
+                    for (tensor, _), target in zip(sends, targets, strict=True):
+                        _push(copies, tensor, target)
                 self._write(copies, to, arrival, 1)
             done.record(copies)
 
@@ -227,12 +247,10 @@ class PeerCommunicator(SlottedCommunicator):
             self._write(copies, self.rank, self.size * self._slots + slot, 0)
             self._write(copies, source, self.rank * self._slots + slot, 1)
 
-    def _remote(self, rank: int, offset: int, like: Tensor) -> Tensor:
-        """A view of a peer's slab."""
-        assert self._slab_handle is not None
-        return self._slab_handle.get_buffer(
-            rank, tuple(like.shape), like.dtype, offset // like.element_size()
-        )
+    def _view(self, rank: int, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        if rank == self.rank:
+            return super()._view(rank, start, shape, dtype)
+        return self._slab_handle.get_buffer(rank, shape, dtype, start // dtype.itemsize)
 
     def _grow(self, slot_bytes: int) -> None:
         _refuse_capture(f"make room for {slot_bytes} bytes in {self.channel!r}")
@@ -254,14 +272,14 @@ class PeerCommunicator(SlottedCommunicator):
         """Sets a flag of a rank once the stream has come here."""
         from cuda.bindings import driver
 
-        address = self._flags_handle.buffer_ptrs[rank] + 4 * word
+        address = self._flag_addresses[rank] + 4 * word
         _checked(driver.cuStreamWriteValue32(stream.cuda_stream, address, value, 0))
 
     def _await(self, stream: torch.cuda.Stream, word: int) -> None:
         """Holds the stream until a flag of ours is 1."""
         from cuda.bindings import driver
 
-        address = self._flags_handle.buffer_ptrs[self.rank] + 4 * word
+        address = self._flag_addresses[self.rank] + 4 * word
         equal = driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ
         _checked(driver.cuStreamWaitValue32(stream.cuda_stream, address, 1, int(equal)))
 

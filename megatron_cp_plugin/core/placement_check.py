@@ -10,7 +10,8 @@ import numpy as np
 
 from megatron_cp_plugin.core.owned import Owned
 from megatron_cp_plugin.core.placement import BlockPlacement, Place
-from megatron_cp_plugin.core.tiles import Mask, sees
+from megatron_cp_plugin.core.tiles import Mask
+from megatron_cp_plugin.core.touched import sees
 from megatron_cp_plugin.errors import ConfigError
 
 

@@ -159,6 +159,11 @@ def rows_of_all(blocks: Sequence[tuple[Spans, Rows]]) -> Rows:
     return united(found.rows + (row - found.before)[found.span], 0)
 
 
+def narrowed(x: Tensor, dim: int, start: int, length: int) -> Tensor:
+    """As `x.narrow`; x itself if that is all of it."""
+    return x if x.shape[dim] == length else x.narrow(dim, start, length)
+
+
 def token_dim(x: Tensor, before: int = 0) -> int:
     """Of [B,S,heads,D] or [B,heads,S]. Args: before: dimensions that will be put before these."""
     return before + (1 if x.dim() == 4 else 2)

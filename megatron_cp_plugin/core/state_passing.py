@@ -107,7 +107,7 @@ class StatePassing(LinearAlgorithm):
         route = Route.of(self.layout, self.topology.size, seq_len)
         return tuple(
             LinearMove(2 * sweep + 1, source, target, ("S",), owners)
-            for sweep, way in enumerate((route,) if causal else (route, route.flipped()))
+            for sweep, way in enumerate((route,) if causal else (route, route.flipped))
             for source, target, owners in self.hops(way)
         )
 
@@ -118,7 +118,7 @@ class StatePassing(LinearAlgorithm):
         """
         route = Route.of(self.layout, self.topology.size, seq_len)
         work = []
-        for sweep, way in enumerate((route,) if causal else (route, route.flipped())):
+        for sweep, way in enumerate((route,) if causal else (route, route.flipped)):
             for host, runs in enumerate(way.runs):
                 tokens = sum(stop - start for start, stop in runs)
                 work.append(LinearWork(2 * sweep, host, (), 2 * tokens))
@@ -142,7 +142,7 @@ class StatePassing(LinearAlgorithm):
         if call.causal:
             return out, final, (q, k, v, *caches)
         later, _, later_caches = self._sweep(
-            q.flip(1), k.flip(1), v.flip(1), None, route.flipped(), call, output_final_state=False
+            q.flip(1), k.flip(1), v.flip(1), None, route.flipped, call, output_final_state=False
         )
         # Both sweeps hold each token's own term.
         wide = accumulation_dtype(q.dtype)
@@ -162,16 +162,16 @@ class StatePassing(LinearAlgorithm):
         if _one_state(call):
             (total,) = caches
             assert total is not None
-            dtotal = self._total(q, dout, None, dfinal, route.back(), call)
+            dtotal = self._total(q, dout, None, dfinal, route.back, call)
             dq, dk = _products(dout, total.mT), _products(v, dtotal.mT)
-            first = self.topology.rank == route.back().last_rank
+            first = self.topology.rank == route.back.last_rank
             return dq, dk, _products(k, dtotal), dtotal if first else None
         count = len(caches) if call.causal else len(caches) // 2
         dq, dk, dv, dinitial = self._sweep_back(dout, q, k, v, caches[:count], dfinal, route, call)
         if call.causal:
             return dq, dk, dv, dinitial
         mirrored = (dout.flip(1), q.flip(1), k.flip(1), v.flip(1))
-        *gradients, _ = self._sweep_back(*mirrored, caches[count:], None, route.flipped(), call)
+        *gradients, _ = self._sweep_back(*mirrored, caches[count:], None, route.flipped, call)
         wide = accumulation_dtype(q.dtype)
         dout, q, k, v = (x.to(wide) for x in (dout, q, k, v))
         down = (dout * v).sum(-1, keepdim=True)
@@ -242,7 +242,7 @@ class StatePassing(LinearAlgorithm):
         """Gradients of `_sweep`: those of states travel from the end of the route."""
         parts = route.parts(self.topology.rank)
         running = runs_backward(call.kernel, dout, q, k, v, call.decay, parts, caches)
-        back = route.back()
+        back = route.back
         arrived, end = self.carry(
             running.dstates,
             None if dfinal is None else self.collect(dfinal, back),

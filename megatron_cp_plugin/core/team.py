@@ -5,6 +5,8 @@ B batch, S local tokens, T tokens of a team, H query heads, G KV heads, D head d
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import zip_longest
 from typing import NamedTuple
 
@@ -14,10 +16,10 @@ from torch import Tensor
 from megatron_cp_plugin.core.assembly import Assembly, Blocks, padded
 from megatron_cp_plugin.core.comm import Communicator, Pending
 from megatron_cp_plugin.core.packed_rows import packed
-from megatron_cp_plugin.core.partial import accumulation_dtype, merge_all_into
+from megatron_cp_plugin.core.partial import accumulation_dtype, merge_all_into, rows_at
 from megatron_cp_plugin.core.pipeline import HeadGroup
 from megatron_cp_plugin.core.plan import OF_KEYS, OF_ROWS, TensorNames
-from megatron_cp_plugin.core.rows import Rows, between, common, token_dim
+from megatron_cp_plugin.core.rows import Rows, between, common, narrowed, token_dim
 
 Tensors = tuple[Tensor, ...]
 Named = Mapping[str, Tensor]
@@ -25,7 +27,8 @@ Found = tuple[slice, Tensors]  # results for some rows of a team's queries, or k
 EVERYTHING = slice(None)
 
 
-class Operation(NamedTuple):
+@dataclass(frozen=True)
+class Operation:
     """What the ranks of a team send each other at a time.
 
     Attributes: messages: the tensors; those in one tuple travel as one. heads: of which they are.
@@ -36,7 +39,7 @@ class Operation(NamedTuple):
     heads: HeadGroup
     wide: bool
 
-    @property
+    @cached_property
     def names(self) -> TensorNames:
         """Of all tensors."""
         return tuple(name for message in self.messages for name in message)
@@ -95,7 +98,8 @@ class GatheringTeam(Team):
         if message[0] in OF_ROWS:
             return self._gather(torch.stack(own), 3).then(Tensor.unbind)
         widths = [x.shape[3] for x in own]
-        return self._gather(torch.cat(own, -1), 1).then(lambda x: x.split(widths, -1))
+        whole = torch.cat(own, -1) if len(own) > 1 else own[0]
+        return self._gather(whole, 1).then(lambda x: _apart(x, widths))
 
     def _gather(self, own: Tensor, dim: int) -> Pending[Tensor]:
         coming = self._inward.all_gather(padded(self._packed(own, dim), dim, self.order.width))
@@ -127,9 +131,9 @@ class GatheringTeam(Team):
             widths = [x.shape[3] for x in own]
 
             def add() -> None:
-                for target, total in zip(own, summed.wait().split(widths, -1), strict=True):
+                for target, total in zip(own, _apart(summed.wait(), widths), strict=True):
                     for piece in pieces:
-                        target[:, piece.there] = total[:, piece.here]
+                        rows_at(target, piece.there).copy_(rows_at(total, piece.here))
 
             return Pending(add)
         out, lse = own
@@ -138,8 +142,10 @@ class GatheringTeam(Team):
         def merge() -> None:
             outs, lses = partials.wait(), statistics.wait()
             for here, there in pieces:
-                of_rows = outs[:, :, here], lses[..., here]
-                merge_all_into(out[:, there], lse[..., there], *of_rows)
+                count = here.stop - here.start
+                own_rows = rows_at(out, there), narrowed(lse, 2, there.start, count)
+                of_rows = narrowed(outs, 2, here.start, count), narrowed(lses, 3, here.start, count)
+                merge_all_into(*own_rows, *of_rows)
 
         return Pending(merge)
 
@@ -155,7 +161,7 @@ class GatheringTeam(Team):
         dtype = accumulation_dtype(like.dtype) if wide else like.dtype
         blocks = self._blocks((*like.shape[:3], sum(widths)), 1, like, dtype)
         rows_of = [self._blocks(x.shape, 2, x, x.dtype) for x in own if x.dim() == 3]
-        places = (*blocks.split(widths, -1), *rows_of)
+        places = (*_apart(blocks, widths), *rows_of)
         # Of all own tokens, some of which travel.
         mine = (
             []
@@ -190,7 +196,8 @@ class ExchangingTeam(Team):
     def gather(self, message: TensorNames, given: Named, heads: HeadGroup) -> Pending[Tensors]:
         """See Team.gather; the group is one of every share."""
         (name,) = message
-        return self.come(given[name], _part(name, heads)).then(lambda x: (x,))
+        coming = self.come(given[name], _part(name, heads))
+        return Pending(lambda: (coming.wait(),))
 
     def scatter(
         self, operation: Operation, results: Iterable[Found], targets: Named
@@ -208,8 +215,8 @@ class ExchangingTeam(Team):
         """[B,S,U*h,D] -> [B,T,those of this rank's h heads,D], contiguous; [B,U*h,S] likewise."""
         tokens = token_dim(x)
         blocks = _shares(x, self.order.members, heads).movedim(3 - tokens, 0)
-        coming = self._inward.all_to_all(padded(blocks, token_dim(x, 1), self.order.width))
-        return coming.then(lambda received: self.order.join(received, tokens).contiguous())
+        coming = self._inward.all_to_all(padded(blocks, 1 + tokens, self.order.width))
+        return Pending(lambda: self.order.join(coming.wait(), tokens).contiguous())
 
     def leave(self, x: Tensor, target: Tensor, heads: slice = EVERYTHING) -> Pending[None]:
         """Sends [B,T,heads,D] or [B,heads,T] back to where the tokens are: to those heads of every
@@ -219,11 +226,11 @@ class ExchangingTeam(Team):
         under_way = self._outward.all_to_all(self.order.split(x, tokens))
         place = _shares(target, self.order.members, heads)
 
-        def finish(received: Tensor) -> None:
-            own = received.narrow(1 + tokens, 0, target.shape[tokens])
+        def finish() -> None:
+            own = narrowed(under_way.wait(), 1 + tokens, 0, target.shape[tokens])
             place.copy_(own.movedim(0, 3 - tokens))
 
-        return under_way.then(finish)
+        return Pending(finish)
 
 
 def together(all_of: Sequence[Pending[None]]) -> Pending[None]:
@@ -237,8 +244,11 @@ def together(all_of: Sequence[Pending[None]]) -> Pending[None]:
 
 
 def heads_of(name: str, x: Tensor, heads: HeadGroup) -> Tensor:
-    """Those of a tensor: [B,S,heads,D], rows [B,heads,S]."""
-    return x[:, heads.q] if x.dim() == 3 else x[:, :, _part(name, heads)]
+    """Those of a tensor: [B,S,heads,D], rows [B,heads,S]; itself if they are all."""
+    part, of_rows = _part(name, heads), x.dim() == 3
+    if part.stop - part.start == x.shape[1 if of_rows else 2]:
+        return x
+    return x[:, part] if of_rows else x[:, :, part]
 
 
 def _part(name: str, heads: HeadGroup) -> slice:
@@ -247,9 +257,16 @@ def _part(name: str, heads: HeadGroup) -> slice:
 
 def _shares(x: Tensor, members: int, heads: slice) -> Tensor:
     """[B,S,U*h,D] -> [B,S,U,heads,D], rows [B,U*h,S] -> [B,U,heads,S], as a view."""
-    if x.dim() == 4:
-        return x.unflatten(2, (members, -1))[:, :, :, heads]
-    return x.unflatten(1, (members, -1))[:, :, heads]
+    dim = 2 if x.dim() == 4 else 1
+    shares = x.unflatten(dim, (members, -1))
+    if heads in (EVERYTHING, slice(0, shares.shape[dim + 1])):
+        return shares
+    return shares[:, :, :, heads] if dim == 2 else shares[:, :, heads]
+
+
+def _apart(x: Tensor, widths: Sequence[int]) -> Tensors:
+    """Tensors that were put together along their last dimension."""
+    return x.split(widths, -1) if len(widths) > 1 else (x,)
 
 
 def _sum_scatter(comm: Communicator, blocks: Tensor) -> Pending[Tensor]:

@@ -5,6 +5,8 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import torch
+
 from megatron_cp_plugin.core.comm import Communicator
 from megatron_cp_plugin.core.peer import SlottedCommunicator
 from megatron_cp_plugin.errors import ContextParallelError
@@ -58,7 +60,9 @@ class Topology(ABC):
                 "ranks without it: use transport auto or group"
             )
         if (name, slots) not in self._peer_channels:
-            self._peer_channels[name, slots] = self._make_peer_channel(name, slots)
+            # Evaluation may come before training, which writes to the same memory.
+            with torch.inference_mode(False):
+                self._peer_channels[name, slots] = self._make_peer_channel(name, slots)
         return self._peer_channels[name, slots]
 
     @abstractmethod

@@ -1,5 +1,7 @@
 """Blocks of several ranks as one in ascending order: against index arithmetic on positions."""
 
+from collections import Counter
+
 import pytest
 import torch
 from hypothesis import given
@@ -101,16 +103,38 @@ def test_documents_cut_each_by_itself_are_joined_by_one_gather(dim, kind, data):
     assert torch.equal(target, whole)
     assert torch.equal(placed_in_two(order, whole, joined, dim, data), whole)
     if ranks > 1:
-        assert counted.calls <= 20 + 12 * ranks < 3 * len(lengths) * ranks
+        assert counted.calls.total() <= 20 + 12 * ranks < 3 * len(lengths) * ranks
+
+
+@pytest.mark.parametrize("members", [2, 3, 4, 5])
+@pytest.mark.parametrize(
+    ("shape", "dim", "most"),
+    [((1, 120, 2, 3), 1, 1), ((2, 3, 120), 2, 2), ((2, 120, 2, 3), 1, None)],
+    ids=["tensors of one entry", "rows", "tensors of a batch"],
+)
+def test_a_split_is_as_few_copies_as_can_be(members, shape, dim, most):
+    order = assemble(
+        [LAYOUTS["zigzag"].spans(r, members, 120) for r in range(members)], 120 // members
+    )
+    whole = torch.randn(shape)
+    expected = torch.empty(members, *shape[:dim], 120 // members, *shape[dim + 1 :])
+    order.place(expected, dim, slice(0, 120), whole)
+    with CountingMode() as counting:
+        blocks = order.split(whole, dim).contiguous()
+    assert torch.equal(blocks, expected)
+    copies = sum(counting.calls[name] for name in ("cat", "copy_", "clone"))
+    assert copies == (most or 2 * members - 1)
 
 
 class CountingMode(TorchDispatchMode):
     """Counts operations of torch."""
 
-    calls = 0
+    def __init__(self):
+        super().__init__()
+        self.calls = Counter()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.calls += 1
+        self.calls[function.overloadpacket.__name__] += 1
         return function(*args, **(kwargs or {}))
 
 

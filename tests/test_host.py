@@ -1,0 +1,75 @@
+"""What the host does for a call beside the kernels: no operator without use, counted on one rank.
+
+At short lengths a step is bound by the host, for which each operator is a microsecond or more.
+"""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import megatron_cp_plugin as cp
+from megatron_cp_plugin.core.algorithm import Call
+from megatron_cp_plugin.core.alone import Alone
+from megatron_cp_plugin.core.kernel import SoftmaxKernel
+from megatron_cp_plugin.core.tiles import Mask
+from megatron_cp_plugin.registry import create
+
+VIEWS = {"alias", "slice", "view", "permute", "transpose", "split_with_sizes"}
+
+
+class Seen(TorchDispatchMode):
+    """Operators that gave the very view that they were given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.useless: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if name in VIEWS and all(_place(x) == _place(args[0]) for x in tree_leaves(result)):
+            self.useless.append(name)
+        return result
+
+
+def _place(x: Tensor) -> tuple[object, ...]:
+    return x.shape, x.stride(), x.storage_offset(), x.dtype
+
+
+class Idle(SoftmaxKernel):
+    """Makes results and computes nothing."""
+
+    def unsupported(self, problem) -> None:
+        return None
+
+    def forward(self, q, k, v, *, scale, causal):
+        batch, tokens, heads, _ = q.shape
+        return q.new_empty(q.shape), q.new_empty((batch, heads, tokens), dtype=torch.float32)
+
+    def backward(self, dout, q, k, v, statistics, *, scale, causal):
+        return tuple(x.new_empty(x.shape) for x in (q, k, v))
+
+
+def called(algo: str, size: int, *, peer_access: bool, **options) -> Seen:
+    """The second forward and backward of the last rank, whose messages go nowhere."""
+    algorithm = create(algo, Alone(size - 1, (0,) * size, peer_access=peer_access), options)
+    q, k, v = (torch.empty(1, 24, 4, 8, device="meta") for _ in range(3))
+    call = Call(24 * size, Mask(), 1.0, Idle())
+
+    def step() -> None:
+        out, _, saved = algorithm.forward(q, k, v, call)
+        algorithm.backward(out, saved, call)
+
+    step()
+    with Seen() as seen:
+        step()
+    return seen
+
+
+@pytest.mark.parametrize("peer_access", [False, True])
+@pytest.mark.parametrize("size", [2, 3, 4, 5])
+@pytest.mark.parametrize("algo", cp.available("softmax"))
+def test_no_view_is_of_all_of_a_tensor(algo: str, size: int, peer_access: bool) -> None:
+    assert not called(algo, size, peer_access=peer_access).useless
