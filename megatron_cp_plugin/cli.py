@@ -250,7 +250,7 @@ def _draw_times(arguments: argparse.Namespace) -> int:
     from megatron_cp_plugin.core.linear import LinearShape
     from megatron_cp_plugin.core.shape import Shape
     from megatron_cp_plugin.doctor import check_heads
-    from megatron_cp_plugin.planner.machine import Machine
+    from megatron_cp_plugin.planner.here import machine_named
     from megatron_cp_plugin.planner.picture import save
     from megatron_cp_plugin.planner.simulate import simulate
     from megatron_cp_plugin.registry import kind_of
@@ -265,7 +265,7 @@ def _draw_times(arguments: argparse.Namespace) -> int:
     shape: Shape | LinearShape = Shape(1, arguments.seq_len, heads, kv_heads, dim)
     if kind_of(arguments.algo) == "linear":
         shape = LinearShape(1, arguments.seq_len, heads, dim, dim)
-    machine = Machine.load(arguments.machine)
+    machine = machine_named(arguments.machine)
     options = dict(_option(text) for text in arguments.option)
     nodes = machine.nodes(arguments.size)
     found = simulate(arguments.algo, options, shape, _mask(arguments), machine, nodes)

@@ -257,6 +257,27 @@ FAULTS = (
         "core/test_placement.py::test_keys_that_begin_on_another_rank_than_their_owner",
     ),
     Fault(
+        "core/placement_check.py",
+        "if (*starts, 1) != (0, *stops):",
+        "if len(places) != places[0].part[1]:",
+        "parts that are not of one number are taken for a whole",
+        "core/test_placement.py::test_pairs_that_are_left_out_or_computed_twice_are_refused",
+    ),
+    Fault(
+        "core/placement_check.py",
+        "np.flatnonzero(holders != 1)",
+        "np.flatnonzero(holders > 1)",
+        "tokens that no rank holds are not seen",
+        "core/test_placement.py::test_a_layout_that_is_no_partition_is_refused",
+    ),
+    Fault(
+        "core/state_passing.py",
+        "first = self.sharing(back) if total",
+        "first = self.sharing(there) if total",
+        "the last gradient of a state is counted for the rank at the other end",
+        "test_linear_conformance.py::test_bytes_are_those_of_the_formula",
+    ),
+    Fault(
         "core/passes.py",
         "dk, dv = self._sums[task.heads.q.start, True]",
         "dv, dk = self._sums[task.heads.q.start, True]",
