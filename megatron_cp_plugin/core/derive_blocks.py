@@ -201,23 +201,16 @@ class Derivation:
         placement = self.placement
         if not self.masked or placement.assembled:
             return
+        others: dict[int, Visit] = {}
         for rank, step in passing:
-            if rank in visits:
-                visits[rank].add(step, ())
-        last: dict[int, int] = {}  # by leg
+            known = visits if rank in visits else others
+            known.setdefault(rank, Visit(rank, step, step)).add(step, ())
+        last: dict[int, int] = {}  # by leg: when the last rank that needs the block gets it
         for visit in visits.values():
             if visit.needed:
                 leg = placement.leg(visit.rank)
                 last[leg] = max(visit.first, last.get(leg, -1))
-        others: dict[int, Visit] = {}
-        for rank, step in passing:
-            if rank in others:
-                others[rank].add(step, ())
-            elif rank not in visits:
-                others[rank] = Visit(rank, step, step)
-        for rank, visit in others.items():
-            if visit.first <= last.get(placement.leg(rank), -1):
-                visits[rank] = visit
+        visits.update(others)
         for visit in list(visits.values()):
             relayed = placement.relay and visit.first <= last.get(placement.leg(visit.rank), -1)
             if not visit.needed and not relayed:
