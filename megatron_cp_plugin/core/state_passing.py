@@ -90,8 +90,8 @@ class StatePassing(LinearAlgorithm):
         """See LinearAlgorithm.traffic: it does not depend on the number of tokens."""
         size, total = self.topology.size, not causal and not decays
         there = Route.of(self.layout, size, self.layout.multiple(size))
-        ways = [there] if causal or total else [there, there.flipped()]
-        back, runs = there.back(), len(there.runs[rank])
+        ways = [there] if causal or total else [there, there.flipped]
+        back, runs = there.back, len(there.runs[rank])
 
         def sent(ways: Iterable[Route], once: Iterable[Message]) -> tuple[int, int]:
             carried = sum(source == rank for way in ways for source, *_ in self.hops(way))
@@ -100,7 +100,7 @@ class StatePassing(LinearAlgorithm):
 
         last = self.sharing(there) if total or final_state else ()
         first = self.sharing(back) if total else self.collecting(back) if final_state else ()
-        return Traffic(*sent(ways, last), *sent([way.back() for way in ways], first))
+        return Traffic(*sent(ways, last), *sent([way.back for way in ways], first))
 
     def moves(self, seq_len: int, *, causal: bool) -> tuple[LinearMove, ...]:
         """See LinearAlgorithm.moves."""
