@@ -13,6 +13,7 @@ from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.core.document_layout import Balanced
 from megatron_cp_plugin.core.kernel import Problem
+from megatron_cp_plugin.core.layout import Zigzag
 from megatron_cp_plugin.core.linear_kernel import LinearProblem
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.virtual import VirtualWorld
@@ -85,6 +86,7 @@ def check_arguments(args: Any, config: ContextParallelConfig, device: torch.devi
     check_settings(args, config)
     gated_delta_net.check_arguments(args, config)
     _check_documents(args)
+    _check_kept_logits(args, config)
     _check_sharding(args, config)
     _check_sequence(args, config)
     _check_algorithms(args, config)
@@ -250,6 +252,30 @@ def _check_documents(args: Any) -> None:
             f"Megatron {version} cuts packed documents by its own layout, got {flag}: use Megatron "
             "0.19 or later"
         )
+
+
+def _check_kept_logits(args: Any, config: ContextParallelConfig) -> None:
+    """Refuses orders of a rank's tokens that another run need not have.
+
+    Megatron's files of log-probabilities have them by rank, and do not say in which order.
+    """
+    settings, packed = Settings(args), packs_documents(Settings(args))
+    for name in ("logits_save_dir", "logits_load_dir"):
+        if not getattr(settings, name) or config.size == 1:
+            continue
+        does = (
+            f"--{name.replace('_', '-')} keeps log-probabilities in the order of a rank's tokens, "
+            "which is that of Megatron's zigzag layout in all runs"
+        )
+        if packed:
+            raise ConfigError(
+                f"{does} without packed documents, got {packed}: leave one of the two out"
+            )
+        if not isinstance(config.layout, Zigzag):
+            raise ConfigError(
+                f"{does}, got {config.algo} with the {config.layout.name} layout: use "
+                "--context-parallel-algo zigzag"
+            )
 
 
 def _check_sharding(args: Any, config: ContextParallelConfig) -> None:

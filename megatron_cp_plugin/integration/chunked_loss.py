@@ -27,6 +27,8 @@ _REFUSED = {
     "cross_entropy_loss_fusion": ("it is another way to compute the loss", "keep one of the two"),
     "defer_embedding_wgrad_compute": ("it keeps the gradients of all logits", "leave it out"),
     "use_mup": ("it scales the logits", "leave --cp-chunked-loss out"),
+    "logits_save_dir": ("it takes all logits", "leave --cp-chunked-loss out"),
+    "logits_load_dir": ("it takes all logits", "leave --cp-chunked-loss out"),
     "perform_rl_step": ("its log-probabilities need all logits", "leave --cp-chunked-loss out"),
 }
 

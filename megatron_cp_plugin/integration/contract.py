@@ -850,7 +850,9 @@ SETTINGS: tuple[Setting, ...] = (
         "args",
     ),
     *_settings("hybrid_layer_pattern", "args", since=(0, 17)),
-    *_settings("dataloader_inter_document_masking logits_load_dir", "args", since=(0, 19)),
+    *_settings(
+        "dataloader_inter_document_masking logits_load_dir logits_save_dir", "args", since=(0, 19)
+    ),
     # Of ModelOpt, of a model's builder, of versions that nobody ran, and there once a model is.
     *_settings(
         "modelopt_enabled restore_modelopt_state dynamic_context_parallel iteration",

@@ -86,6 +86,9 @@ COMMANDS: tuple[tuple[str, int, dict[str, str]], ...] = (
     ("--cp-linear-model transnormer --position-embedding-type none", 4, {
         "add --context-parallel-algo lasp2": "--context-parallel-algo lasp2",
     }),
+    ("--logits-load-dir folder --context-parallel-algo ulysses", 4, {
+        "use --context-parallel-algo zigzag": "--context-parallel-algo zigzag",
+    }),
     ("--cp-kernel cudnn", 4, {"use kernel auto": "--cp-kernel auto"}),
     ("--experimental-attention-variant gated_delta_net --context-parallel-algo usp "
      "--cp-options ring=ring", 4, {

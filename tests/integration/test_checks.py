@@ -227,6 +227,25 @@ def test_the_model_configuration_is_checked_too() -> None:
         check_settings(config, ContextParallelConfig("ring", 1))
 
 
+@pytest.mark.parametrize("name", ["logits_save_dir", "logits_load_dir"])
+@pytest.mark.parametrize("size", [3, 4])
+def test_log_probabilities_of_another_run(args: argparse.Namespace, name: str, size: int) -> None:
+    """A student at other tokens than its teacher's would learn nonsense, and no shape tells."""
+    vars(args).update({name: "folder", "context_parallel_size": size, "world_size": size})
+    args.seq_length = 60 * size
+    assert refusal(args, "ring") == (
+        f"--{name.replace('_', '-')} keeps log-probabilities in the order of a rank's tokens, "
+        "which is that of Megatron's zigzag layout in all runs, got ring with the contiguous "
+        "layout: use --context-parallel-algo zigzag"
+    )
+    for algo in ("zigzag", "allgather", "attention2d", "usp"):
+        check_arguments(args, ContextParallelConfig(algo, size), CPU)
+    unsplit = copy_of(args, context_parallel_size=1)
+    check_arguments(unsplit, ContextParallelConfig("ring", 1), CPU)
+    said = refusal(args, **DOCUMENTS)
+    assert "without packed documents, got --dataloader-inter-document-masking: leave one" in said
+
+
 def test_sequence_length(args: argparse.Namespace) -> None:
     message = refusal(args, seq_length=68)
     assert message == (

@@ -154,7 +154,14 @@ def test_wrong_flags_are_refused(words: list[str], message: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["cross_entropy_loss_fusion", "defer_embedding_wgrad_compute", "use_mup", "perform_rl_step"],
+    [
+        "cross_entropy_loss_fusion",
+        "defer_embedding_wgrad_compute",
+        "use_mup",
+        "perform_rl_step",
+        "logits_save_dir",
+        "logits_load_dir",
+    ],
 )
 def test_what_needs_all_logits_is_refused(name: str) -> None:
     settings = argparse.Namespace(**{name: True})
