@@ -226,7 +226,7 @@ NAMES: tuple[Name, ...] = (
         "the same for hybrid models",
         replaced=True,
         parameters=("config", "hybrid_stack_spec", "vp_stage"),
-        attributes=("rotary_pos_emb", "pg_collection"),
+        attributes=("rotary_pos_emb", "pg_collection", "hybrid_layer_pattern"),
         since=(0, 18),
     ),
     Name(

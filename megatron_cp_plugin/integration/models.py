@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from megatron_cp_plugin.errors import ContextParallelError
@@ -49,6 +50,8 @@ def build_model(
     if given.get("mtp_block_spec") is not None:
         given["mtp_block_spec"] = with_multi_token(given["mtp_block_spec"], config, runtime)
     original(*call.args, **call.kwargs)
+    pattern = getattr(model, "hybrid_layer_pattern", None)
+    check_settings(SimpleNamespace(hybrid_layer_pattern=pattern), runtime.config)
     use_layout(model, runtime)
     return model
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
     get_gpt_layer_local_spec,
@@ -15,6 +16,7 @@ from megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs import (
     get_gpt_heterogeneous_layer_spec,
 )
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
@@ -36,6 +38,7 @@ from megatron_cp_plugin.integration import spec as spec_module
 from megatron_cp_plugin.integration.attention import ContextParallelAttention
 from megatron_cp_plugin.integration.documents import DocumentMask
 from megatron_cp_plugin.integration.linear_models import TransNormerAttention
+from megatron_cp_plugin.integration.models import build_model
 from megatron_cp_plugin.integration.runtime import Runtime
 from megatron_cp_plugin.integration.spec import with_attention, with_plugin
 from tests.oracle import expected_attention, naive_attention, relative_error
@@ -302,6 +305,39 @@ def test_spec_of_a_stack(runtime: Runtime) -> None:
     assert swapped.dsa_layer is IdentityOp
     alone = ModuleSpec(HybridStack, submodules=HybridStackSubmodules(mla_layer=layers["mla_layer"]))
     assert with_attention(alone, runtime).submodules.attention_layer is IdentityOp
+
+
+@pytest.mark.parametrize(
+    ("layers", "got"),
+    [
+        ({"hybrid_layer_pattern": "*M"}, r"\*M"),
+        ({"hybrid_override_pattern": "G*"}, r"G\*"),
+        ({"hybrid_attention_ratio": 0.5}, "M"),
+    ],
+)
+def test_layers_of_a_hybrid_model_that_no_flag_names(
+    group: dist.ProcessGroup, runtime: Runtime, layers: dict[str, Any], got: str
+) -> None:
+    """They cut the sequence by Megatron's own layout, whatever that of the run is."""
+    stack = ModuleSpec(HybridStack, submodules=HybridStackSubmodules())
+    parallel_state.initialize_model_parallel()
+    try:
+        with pytest.raises(ContextParallelError, match=f"got --hybrid-layer-pattern {got}"):
+            build_model(
+                HybridModel.__init__,
+                (
+                    HybridModel.__new__(HybridModel),
+                    config(use_cpu_initialization=True),
+                    stack,
+                    8,
+                    8,
+                ),
+                {"post_process": False} | layers,
+                runtime=runtime,
+                settings=None,
+            )
+    finally:
+        parallel_state.destroy_model_parallel()
 
 
 def test_other_attention_is_refused(runtime: Runtime) -> None:
