@@ -159,11 +159,16 @@ class ContextParallelAttention(MegatronModule):
             [s,b,h*e] in the query's dtype.
 
         Raises:
-            ContextParallelError: A bias or another mask type is asked for, a window without a
-                causal mask, or documents of another number of tokens.
+            ContextParallelError: A bias, another mask type or a cache of keys is asked for, a
+                window without a causal mask, or documents of another number of tokens.
         """
         if attention_bias is not None:
             raise ContextParallelError("attention bias is not supported: leave attention_bias out")
+        if key.size(0) != query.size(0):
+            raise ContextParallelError(
+                f"attention needs as many queries as keys, got {query.size(0)} and {key.size(0)}, "
+                "as a cache of keys has them: generate with a model without the plugin"
+            )
         seq_len = query.size(0) * self._cp_size
         packed = self.packed if packed_seq_params is None else packed_seq_params
         documents = starts_of(packed, seq_len)

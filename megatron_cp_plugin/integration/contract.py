@@ -163,6 +163,8 @@ _MODEL_CALL = (
     "labels",
     "packed_seq_params",
     "loss_mask",
+    "inference_context",
+    "inference_params",
 )
 _ROTARY_LENGTH = (
     "self",

@@ -68,6 +68,7 @@ def serve_inputs(model: nn.Module, batches: Batches, group: dist.ProcessGroup) -
         call = parameters.bind(*args, **kwargs)
         given, fault = call.arguments, None
         try:
+            _check_cache(given, group)
             cut = _cut(given, batches, group) if group.size() > 1 else None
             mask = document_mask(given.get("packed_seq_params"), recurrent=recurrent)
             mask = _with_spans(mask, batches.spans)
@@ -128,6 +129,7 @@ class CutInputs:
         return call.args, call.kwargs
 
     def _mask_of(self, model: nn.Module, given: Mapping[str, Any]) -> DocumentMask | None:
+        _check_cache(given, self._group)
         layout, size = self._runtime.config.layout, self._group.size()
         packed = given.get("packed_seq_params")
         mask = mask_of_cut(packed, layout, self._group, recurrent=self._recurrent)
@@ -259,6 +261,17 @@ def _check_spans(
             f"auto does not choose for spans, got attention_spans after it chose {config.algo}: "
             "name an algorithm"
         )
+
+
+def _check_cache(given: Mapping[str, Any], group: dist.ProcessGroup) -> None:
+    """Refuses generation: Megatron counts the positions of its caches by whole sequences."""
+    for name in ("inference_context", "inference_params"):
+        if given.get(name) is not None and group.size() > 1:
+            raise ContextParallelError(
+                f"a split sequence has no cache of keys, got {name} with context_parallel_size "
+                f"{group.size()}: leave it out, or generate with a model of "
+                "context_parallel_size 1 without the plugin"
+            )
 
 
 def _check_capture(model: Any, mask: DocumentMask | None) -> None:

@@ -567,7 +567,21 @@ def by_serve(size: int) -> dict[str, Any]:
         rank = groups.cp.rank()
         found[algo] = compare_all(reference, model, rank, size, layout)
         left[algo] = left_by_log_probs(model, Batch(BATCHES["odd"], rank, size, layout))
-    return {"compared": found, "left": left}
+    return {"compared": found, "left": left, "generates": generates(model)}
+
+
+def generates(model: Any) -> str:
+    """What is said of a prompt with a cache of keys."""
+    from megatron.core.inference.contexts import StaticInferenceContext
+
+    from megatron_cp_plugin.errors import ContextParallelError
+
+    places = torch.arange(4)[None]
+    try:
+        model(places, places, None, inference_context=StaticInferenceContext(1, 4))
+    except ContextParallelError as error:
+        return str(error)
+    return ""
 
 
 def with_embedding_of_its_own(model: Any) -> None:

@@ -57,6 +57,7 @@ class Ways:
             "positions of its own": self._positions,
             "labels shorter": lambda whole: self._right(whole | {"labels": whole["labels"][:, 8:]}),
             "padding between documents": self._padded,
+            "a cache of keys": lambda whole: self._right(whole) | {"cache": object()},
         }
 
     def fine(self) -> dict[str, Callable[[Batch], Batch]]:
@@ -162,6 +163,7 @@ def serve(pretrain: Any, way: str | None) -> None:
             labels=local["labels"],
             loss_mask=local["loss_mask"],
             packed_seq_params=packed,
+            inference_context=local.get("cache"),
         )
 
     def forward_step(data_iterator: Any, model: Any) -> Any:

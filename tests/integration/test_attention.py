@@ -174,6 +174,7 @@ def test_what_it_cannot_compute_is_refused_when_built(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"query": torch.zeros(1, 1, HEADS, HEAD_DIM)}, f"as keys, got 1 and {TOKENS}, as a cache"),
         ({"attn_mask_type": AttnMaskType.arbitrary}, "got arbitrary"),
         ({"attention_bias": torch.zeros(1)}, "attention bias"),
         ({"packed_seq_params": object()}, "got object: give packed_seq_params to the model"),
@@ -185,7 +186,7 @@ def test_what_it_cannot_compute_is_refused_when_called(
 ) -> None:
     q = torch.randn(TOKENS, 1, HEADS, HEAD_DIM)
     with pytest.raises(ContextParallelError, match=message):
-        attention(group, runtime)(q, q, q, None, **changes)
+        attention(group, runtime)(**({"query": q, "key": q, "value": q} | changes))
 
 
 @pytest.mark.parametrize("kind", ["vanilla", "off-by-one", "learnable"])
