@@ -84,7 +84,8 @@ class Batches:
 
         Args:
             batch: Tensors [b, N, ...] of whole samples, the same on all ranks of the group;
-                `attention_mask` [b, 1, N, N]; None where a pipeline stage has no use for a key.
+                `attention_mask` [b, 1, N, N], true for later tokens, which attention does not look
+                at; None where a pipeline stage has no use for a key.
                 What tells of documents stays as it is. `attention_spans`, and
                 `attention_positions`, if any: As of `documents.attention_spans`, for the next call
                 of the model; every pipeline stage needs them.
@@ -94,9 +95,12 @@ class Batches:
             The same dict, without these two.
 
         Raises:
-            ContextParallelError: The batch is not whole; on all ranks, if it is the first one.
+            ContextParallelError: The batch is not whole; on all ranks, if it is the first one. Or
+                the first one's attention_mask is another.
         """
         self.spans = _spans_of(batch.pop(_SPANS, None), batch.pop(_POSITIONS, None))
+        if self._calls.is_first and self.spans is None:
+            _check_mask(batch.get("attention_mask"))
         if group.size() == 1:
             return batch
         self.finish_checks()
@@ -220,6 +224,22 @@ def _spans_of(spans: Any, positions: Any) -> DocumentMask | None:
             "whom"
         )
     return None
+
+
+def _check_mask(mask: Tensor | None) -> None:
+    """Refuses masks that no attention here would look at; Megatron's own does, unfused."""
+    if mask is None or capturing(mask):
+        return
+    hidden = mask.bool()
+    if hidden.dim() == 4:
+        later = torch.ones(hidden.shape[2:], dtype=torch.bool, device=mask.device).triu(1)
+        if torch.equal(hidden, later.expand_as(hidden)):
+            return
+    raise ContextParallelError(
+        f"who sees whom does not follow from attention_mask, got one {list(mask.shape)} that hides "
+        "other tokens than later ones: leave it out, or give attention_spans instead "
+        "(docs/spans.md)"
+    )
 
 
 def _version(tensor: Tensor) -> int | None:

@@ -1,6 +1,7 @@
 """Batches, position embeddings and attention take the tokens that the layout names."""
 
 import weakref
+from collections.abc import Callable
 from functools import partial, partialmethod
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
-from torch import nn
+from torch import Tensor, nn
 
 from megatron_cp_plugin.core.layout import LAYOUTS
 from megatron_cp_plugin.errors import ContextParallelError
@@ -44,13 +45,19 @@ def shard(layout: str, batch: dict[str, Any], size: int, rank: int) -> dict[str,
     return on_ranks(size, lambda group: Batches(runtime(layout)).shard(dict(batch), group))[rank]
 
 
+def hiding(rule: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """A mask [1, 1, N, N] as Megatron has them: true where a query does not see a key."""
+    place = torch.arange(N)
+    return rule(place[:, None], place)[None, None]
+
+
 @pytest.mark.parametrize("layout", EXPECTED)
 def test_batch(layout: str) -> None:
     batch = {
         "tokens": torch.arange(2 * N).view(2, N),
         "labels": torch.arange(2 * N).view(2, N) + 1,
         "position_ids": torch.arange(N).expand(2, N),
-        "attention_mask": torch.arange(N * N).view(1, 1, N, N),
+        "attention_mask": hiding(lambda query, key: key > query),
         "loss_mask": None,
         "cu_seqlens": None,
     }
@@ -58,8 +65,28 @@ def test_batch(layout: str) -> None:
     assert local["position_ids"][0].tolist() == EXPECTED[layout]
     assert local["tokens"][1].tolist() == [N + p for p in EXPECTED[layout]]
     assert torch.equal(local["labels"], local["tokens"] + 1)
-    assert local["attention_mask"][0, 0, :, 0].tolist() == [N * p for p in EXPECTED[layout]]
+    assert (~local["attention_mask"][0, 0]).sum(1).tolist() == [p + 1 for p in EXPECTED[layout]]
     assert local["loss_mask"] is None
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize(
+    "mask",
+    [
+        pytest.param(hiding(lambda q, k: (k > q) | (k // 10 != q // 10)), id="documents"),
+        pytest.param(hiding(lambda q, k: (k > q) & (k >= 5)), id="prefix"),
+        pytest.param(hiding(lambda q, k: k <= q), id="inverted"),
+        pytest.param(hiding(lambda q, k: k > N)[:, 0, 0], id="padding"),
+    ],
+)
+def test_a_mask_that_attention_would_not_look_at(mask: Tensor, size: int) -> None:
+    batch = {"tokens": torch.arange(N).view(1, N), "attention_mask": mask}
+    with pytest.raises(ContextParallelError, match="does not follow from attention_mask, got one"):
+        shard("zigzag", batch, size, 0)
+    spans = {"attention_spans": [(0, N, 0, N, "causal")]}
+    assert "attention_spans" not in shard(
+        "zigzag", batch | spans | {"attention_mask": None}, size, 0
+    )
 
 
 def test_batch_of_one_rank_is_left_alone() -> None:
