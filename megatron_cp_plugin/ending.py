@@ -63,12 +63,12 @@ def one_line_errors(program: str = "megatron_cp_plugin: error") -> Iterator[None
 
 @contextmanager
 def refusals_in_one_line() -> Iterator[None]:
-    """Turns what Megatron refuses of a command line, by an assertion, into an error of one line."""
+    """Turns what Megatron refuses of a command line, by an exception, into an error of one line."""
     try:
         yield
     except ContextParallelError:
         raise
-    except (AssertionError, ValueError, NotImplementedError) as error:
+    except (AssertionError, ValueError, RuntimeError) as error:
         # Many of its assertions have no message, and speak for themselves.
         why = " ".join(str(error).split()) or traceback.extract_tb(error.__traceback__)[-1].line
         raise ConfigError(f"Megatron refuses these flags: {why}") from error

@@ -105,6 +105,7 @@ def check_sizes(args: Any) -> None:
         ConfigError: They do not divide each other.
     """
     _check_world(args)
+    _check_order(args)
     _check_heads(args)
 
 
@@ -183,6 +184,22 @@ def _check_world(args: Any) -> None:
         raise ConfigError(
             f"{factors} must divide the number of processes, got {args.world_size}: "
             f"start a multiple of {product} processes{fitting}"
+        )
+
+
+def _check_order(args: Any) -> None:
+    """Megatron has no such order of the ranks where those of experts are grouped otherwise."""
+    settings = Settings(args)
+    if not settings.use_tp_pp_dp_mapping or args.pipeline_model_parallel_size == 1:
+        return
+    tensor, context = args.tensor_model_parallel_size, args.context_parallel_size
+    experts = settings.expert_model_parallel_size or 1
+    of_experts = experts * (settings.expert_tensor_parallel_size or tensor)
+    if of_experts != tensor * context:
+        raise ConfigError(
+            "--use-tp-pp-dp-mapping in a pipeline needs as many ranks for experts, tensor * expert "
+            f"parallel, as tensor * context parallel = {tensor * context}, got {of_experts}: leave "
+            "it out"
         )
 
 

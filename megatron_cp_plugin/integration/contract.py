@@ -836,7 +836,7 @@ SETTINGS: tuple[Setting, ...] = (
         "check_for_nan_in_loss_and_grad ckpt_format create_attention_mask_in_dataloader "
         "data_cache_path "
         "data_path distributed_timeout_minutes encoder_seq_length eod_mask_loss eval_iters "
-        "fake_process_group "
+        "expert_tensor_parallel_size fake_process_group "
         "ffn_hidden_size fim_data finetune global_batch_size group_query_attention "
         "high_priority_stream_groups hybrid_override_pattern load micro_batch_size "
         "mid_level_dataset_surplus mmap_bin_files no_load_optim no_save_optim "
@@ -847,8 +847,8 @@ SETTINGS: tuple[Setting, ...] = (
         "sft skip_train spec split swiglu tensorboard_dir test_data_path train_data_path "
         "train_iters train_samples "
         "untie_embeddings_and_output_weights use_distributed_optimizer use_megatron_fsdp "
-        "use_rotary_position_embeddings use_torch_fsdp2 valid_data_path vocab_size world_size "
-        "yaml_cfg",
+        "use_rotary_position_embeddings use_torch_fsdp2 use_tp_pp_dp_mapping valid_data_path "
+        "vocab_size world_size yaml_cfg",
         "args",
     ),
     *_settings("hybrid_layer_pattern", "args", since=(0, 17)),

@@ -389,6 +389,21 @@ def test_world_size(args: argparse.Namespace) -> None:
     assert "must be at least 1, got 0" in refusal(args, context_parallel_size=0)
 
 
+def test_an_order_of_ranks_that_megatron_has_not(args: argparse.Namespace) -> None:
+    split = {"use_tp_pp_dp_mapping": True, "pipeline_model_parallel_size": 2, "world_size": 8}
+    assert refusal(copy_of(args, **split)) == (
+        "--use-tp-pp-dp-mapping in a pipeline needs as many ranks for experts, tensor * expert "
+        "parallel, as tensor * context parallel = 4, got 1: leave it out"
+    )
+    for changes in (
+        {"expert_model_parallel_size": 4},
+        {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 2},
+        {"pipeline_model_parallel_size": 1},
+        {"use_tp_pp_dp_mapping": False},
+    ):
+        check_arguments(copy_of(args, **(split | changes)), ContextParallelConfig("zigzag", 4), CPU)
+
+
 @pytest.mark.parametrize(
     ("count", "group", "instead"),
     [

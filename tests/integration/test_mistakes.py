@@ -241,6 +241,12 @@ MISTAKES = (
         program=ZIGZAG,
     ),
     Mistake(
+        "former flag",
+        "--no-position-embedding",
+        "Megatron refuses these flags: --no-position-embedding is deprecated",
+        program=ZIGZAG,
+    ),
+    Mistake(
         "configuration",
         "--num-experts 4 --moe-router-topk 1",
         "Megatron refuses these flags: Please use --moe-router-pre-softmax when topk is 1",
