@@ -7,8 +7,8 @@ marked, and a model takes nothing without the mark (`integration.inputs`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 from zlib import crc32
 
@@ -43,10 +43,12 @@ class Cut:
     Attributes:
         documents: Where documents begin, as in `core.tiles.Mask`, if the layout follows them.
         spans: Who sees whom, if there are spans and the layout follows them.
+        mask: The batch's spans; None: it had none.
     """
 
     documents: tuple[int, ...] | None = None
     spans: RawSpans | None = None
+    mask: DocumentMask | None = None
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,7 @@ class Batches:
         if self._calls.is_first and self.spans is None:
             _check_mask(batch.get("attention_mask"))
         if group.size() == 1:
+            _mark({key: batch.get(key) for key in _OF_TOKENS}, Cut(mask=self.spans))
             return batch
         self.finish_checks()
         whole = {key: batch[key] for key in _OF_TOKENS if isinstance(batch.get(key), Tensor)}
@@ -119,10 +122,24 @@ class Batches:
             local = self.runtime.positions(group, tokens, value.device, followed)
             batch[key] = value.index_select(dim, local)
         self._last = {key: batch[key] for key in whole}
-        self._last_cut = Cut(documents, spans and spans.spans) if follows else Cut()
-        for key, tensor in self._last.items():
-            setattr(tensor, _MARK, _Mark(key, self._last_cut, _version(tensor)))
+        self._last_cut = Cut(mask=self.spans)
+        if follows:
+            self._last_cut = replace(
+                self._last_cut, documents=documents, spans=spans and spans.spans
+            )
+        _mark(self._last, self._last_cut)
         return batch
+
+    def spans_of(self, tensors: Iterable[Any]) -> DocumentMask | None:
+        """Returns the spans of the batch that tensors come from; None: it had none.
+
+        Args:
+            tensors: That a model is given. Of others than `shard` gave, such as those of a pipeline
+                stage without tokens, it is the batch that came last.
+        """
+        marks = (getattr(tensor, _MARK, None) for tensor in tensors)
+        found = (mark.cut.mask for mark in marks if isinstance(mark, _Mark))
+        return next(found, self.spans)
 
     def cut_of(self, key: str, tensor: Tensor) -> Cut | None:
         """Returns which cutting a tensor comes from; None: from none, or it was changed since.
@@ -224,6 +241,12 @@ def _spans_of(spans: Any, positions: Any) -> DocumentMask | None:
             "whom"
         )
     return None
+
+
+def _mark(batch: Mapping[str, Tensor | None], cut: Cut) -> None:
+    for key, tensor in batch.items():
+        if isinstance(tensor, Tensor):
+            setattr(tensor, _MARK, _Mark(key, cut, _version(tensor)))
 
 
 def _check_mask(mask: Tensor | None) -> None:

@@ -71,7 +71,7 @@ def serve_inputs(model: nn.Module, batches: Batches, group: dist.ProcessGroup) -
             _check_cache(given, group)
             cut = _cut(given, batches, group) if group.size() > 1 else None
             mask = document_mask(given.get("packed_seq_params"), recurrent=recurrent)
-            mask = _with_spans(mask, batches.spans)
+            mask = _with_spans(mask, batches.spans_of(map(given.get, _ARGUMENTS)))
             _check_spans(model, mask, runtime.config, recurrent=recurrent)
             stages.compare(mask)
             runtime.mask = mask

@@ -118,6 +118,7 @@ class Model(nn.Module):
 
 
 FULL = [(0, 8, 0, 8, "full")]
+HALVES = [(0, 4, 0, 4, "full"), (4, 8, 4, 8, "full")]
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -135,6 +136,23 @@ def test_the_model_gets_the_spans_of_its_batch(size: int) -> None:
             assert list(mask.slices(8)) == FULL
         tokens = batches.shard({"tokens": torch.arange(8)[None]}, group)["tokens"]
         assert model(tokens) is None
+
+    on_ranks(size, rank)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_batches_may_be_cut_before_their_turn(size: int) -> None:
+    """As programs do that read ahead."""
+
+    def rank(group: Any) -> None:
+        model, batches = Model(), Batches(Runtime(ContextParallelConfig("ring", size)))
+        serve_inputs(model, batches, group)
+        cut = [
+            batches.shard({"tokens": torch.arange(9)[None], "attention_spans": spans}, group)
+            for spans in (FULL, HALVES, None)
+        ]
+        seen = [model(batch["tokens"]) for batch in cut]
+        assert [mask and list(mask.slices(9)) for mask in seen] == [FULL, HALVES, None]
 
     on_ranks(size, rank)
 
