@@ -241,8 +241,9 @@ def table(cells: Sequence[Cell], planned: int) -> str:
 
 
 _NO_PARITY = (
-    "Dropout of hidden states (`--hidden-dropout`) and jitter of router inputs draw other numbers",
-    "for each split, with Megatron's own context parallelism as with this.",
+    "Dropout of hidden states (`--hidden-dropout`), jitter of router inputs and random routing",
+    "(`--moe-router-force-biased`, `--moe-router-force-load-balancing`) draw other numbers for",
+    "each split, with Megatron's own context parallelism as with this.",
     "",
     "The rows with padding use `--eod-mask-loss`: without it Megatron's data set (0.19.2) keeps",
     "the loss mask of the first sample that a data-parallel rank reads, padding included, and puts",
