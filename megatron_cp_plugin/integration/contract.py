@@ -824,7 +824,14 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     *_settings("use_mup", "args", "config", since=(0, 17)),
     *_settings("cuda_graph_warmup_steps", "args", "config"),
-    *_settings("flash_attention_version cuda_graph_modules", "args", "config", since=(0, 19)),
+    *_settings("expert_tensor_parallel_size", "args", "config"),
+    *_settings(
+        "flash_attention_version cuda_graph_modules tensor_parallel_num_weight_shards "
+        "expert_tensor_parallel_num_weight_shards",
+        "args",
+        "config",
+        since=(0, 19),
+    ),
     *_settings(
         "cpu_offloading fp8_dot_product_attention fp8_multi_head_attention "
         "hetereogenous_dist_checkpoint init_method layernorm_epsilon output_layer_init_method",
@@ -836,7 +843,7 @@ SETTINGS: tuple[Setting, ...] = (
         "check_for_nan_in_loss_and_grad ckpt_format create_attention_mask_in_dataloader "
         "data_cache_path "
         "data_path distributed_timeout_minutes encoder_seq_length eod_mask_loss eval_iters "
-        "expert_tensor_parallel_size fake_process_group "
+        "fake_process_group "
         "ffn_hidden_size fim_data finetune global_batch_size group_query_attention "
         "high_priority_stream_groups hybrid_override_pattern load micro_batch_size "
         "mid_level_dataset_surplus mmap_bin_files no_load_optim no_save_optim "

@@ -406,6 +406,27 @@ FEATURES: tuple[Feature, ...] = (
         "overlap_moe_expert_parallel_comm",
         _UNTESTED,
     ),
+    Feature(
+        "weights split further than by tensor parallelism",
+        "tensor_parallel_num_weight_shards",
+        # A model's configuration always says how many.
+        lambda settings: (
+            (settings.tensor_parallel_num_weight_shards or 1)
+            > (settings.tensor_model_parallel_size or 1)
+        ),
+        _UNTESTED,
+        "leave --tensor-parallel-num-weight-shards out",
+    ),
+    Feature(
+        "weights of experts split further than by tensor parallelism",
+        "expert_tensor_parallel_num_weight_shards",
+        lambda settings: (
+            (settings.expert_tensor_parallel_num_weight_shards or 1)
+            > (settings.expert_tensor_parallel_size or settings.tensor_model_parallel_size or 1)
+        ),
+        _UNTESTED,
+        "leave --expert-tensor-parallel-num-weight-shards out",
+    ),
     _switch("activation offloading", "fine_grained_activation_offloading", _UNTESTED),
     _switch("activation offloading", "cpu_offloading", _UNTESTED),
     Feature(

@@ -48,6 +48,8 @@ ASKING: dict[str, Any] = {
     "recompute_granularity": "full",
     "cuda_graph_warmup_steps": 0,
     "mtp_num_layers": 1,
+    "tensor_parallel_num_weight_shards": 2,
+    "expert_tensor_parallel_num_weight_shards": 2,
     "save": "checkpoints",
     "load": "checkpoints",
 }
