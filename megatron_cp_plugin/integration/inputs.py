@@ -258,8 +258,8 @@ def _check_spans(
         raise ContextParallelError(f"{reason}, got attention_spans: leave one of the two out")
     if config.by_auto:
         raise ContextParallelError(
-            f"auto does not choose for spans, got attention_spans after it chose {config.algo}: "
-            "name an algorithm"
+            "auto chooses before batches come, so without their spans, got attention_spans after "
+            f"it chose {config.algo}: name an algorithm, such as {config.algo}"
         )
 
 

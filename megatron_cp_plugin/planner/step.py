@@ -374,11 +374,8 @@ def _tensor(model: Model, split: Split, local: float, machine: Machine, *, again
     passes = 3 if again else 2
     rounds = 2 if model.shared else 2 - model.expert_share
     operations: tuple[Operation, ...] = ("all_gather", "reduce_scatter")
-    return (
-        passes
-        * rounds
-        * sum(machine.collective_seconds(one, split.tensor, 1, size) for one in operations)
-    )
+    seconds = sum(machine.collective_seconds(one, split.tensor, 1, size) for one in operations)
+    return passes * rounds * seconds
 
 
 def dispatch(model: Model, split: Split, tokens: int) -> Dispatch:
