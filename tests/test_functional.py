@@ -521,3 +521,41 @@ def test_second_derivatives_are_refused_and_not_zero(call):
     (gradient,) = torch.autograd.grad(out.sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiate twice"):
         (q.square().sum() + gradient.square().sum()).backward()
+
+
+MASKS = {
+    # More pieces than are copied one by one.
+    "documents": {"cu_seqlens": [*range(0, 301, 7), 301, 480]},
+    "spans": {"spans": cp.spans.shared_prefix((9, [11, 5, (8, [4] * 109), 11]))},
+}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("algo", [*cp.available(), "documents"])
+def test_another_default_device(algo, mask):
+    """Host tensors stay on the host where `torch.set_default_device` names a GPU, or here none."""
+    settings = {"algo": algo, **MASKS[mask]}
+    if algo == "documents":
+        settings |= {"algo": "zigzag", "layout": "documents"}
+    if algo in cp.available("linear"):
+        if mask == "spans":
+            return
+        settings["decay"] = 0.9
+    layout = {name: value for name, value in settings.items() if name != "decay"}
+    x = torch.randn(1, 480, 2, 8, dtype=torch.float64)
+
+    def body(topology, device):
+        with torch.device(device):
+            held = cp.shard(torch.arange(480, device="cpu"), 0, group=topology, **layout)
+            cp.check_layout(held, group=topology, **layout)
+            own = cp.shard(x, 1, group=topology, **layout).requires_grad_()
+            attention = cp.linear_attention if "decay" in settings else cp.attention
+            out = attention(own, own, own, group=topology, **settings)
+            return out.detach(), *torch.autograd.grad(out.square().sum(), own)
+
+    # First of all: what a call has made is kept for others.
+    got = run_virtual(3, lambda topology: body(topology, "meta"), peer_access=True)
+    want = run_virtual(3, lambda topology: body(topology, "cpu"))
+    for one, other in zip(got, want, strict=True):
+        for a, b in zip(one, other, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
