@@ -523,6 +523,30 @@ def test_second_derivatives_are_refused_and_not_zero(call):
         (q.square().sum() + gradient.square().sum()).backward()
 
 
+@pytest.mark.parametrize("algo", cp.available())
+def test_saved_tensors_with_other_strides(algo):
+    """What a hook gives back has the same elements, and may have them elsewhere."""
+    x = torch.randn(2, 12, 6, 4, dtype=torch.float64)
+
+    def reversed_in_memory(y):
+        order = range(y.dim())[::-1]
+        return y.permute(*order).contiguous().permute(*order)
+
+    def body(topology, unpack):
+        own = cp.shard(x, 1, algo=algo, group=topology).requires_grad_()
+        with torch.autograd.graph.saved_tensors_hooks(torch.clone, unpack):
+            if algo in cp.available("linear"):
+                out = cp.linear_attention(own, own, own, algo=algo, group=topology, decay=0.9)
+            else:
+                out = cp.attention(own, own, own, algo=algo, group=topology)
+        return torch.autograd.grad(out.square().sum(), own)[0]
+
+    want = run_virtual(3, lambda topology: body(topology, torch.clone))
+    got = run_virtual(3, lambda topology: body(topology, reversed_in_memory))
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
 MASKS = {
     # More pieces than are copied one by one.
     "documents": {"cu_seqlens": [*range(0, 301, 7), 301, 480]},
