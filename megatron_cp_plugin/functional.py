@@ -165,6 +165,8 @@ def attention(
         algorithm = _algorithm(algo, topology, chosen)
     seq_len, followed = _sequence(topology, layout, q.shape[1], seq_len, cu_seqlens, spans)
     documents, slices = starts_and_slices(followed)
+    if window is not None:
+        window = min(window, max(seq_len, 1))  # sys.maxsize is too large to be added to
     if algo == registry.AUTO:
         shape = Shape.of(q, k, v, seq_len)
         mask = Mask(causal, window, documents) if slices is None else Mask.of(slices)
