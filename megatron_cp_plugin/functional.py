@@ -5,10 +5,10 @@ queries and keys, E that of values, P ranks. Positions and lengths are in tokens
 """
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial, wraps
-from typing import Literal, SupportsFloat
+from typing import Literal, SupportsFloat, cast
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from torch import Tensor
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.core import layout as layouts
 from megatron_cp_plugin.core.algorithm import Algorithm
+from megatron_cp_plugin.core.autocast import cast_inputs
 from megatron_cp_plugin.core.chunked_loss import CHUNK_TOKENS, losses_and_predictions
 from megatron_cp_plugin.core.comm import communicating_in
 from megatron_cp_plugin.core.decay import Decay
@@ -28,6 +29,7 @@ from megatron_cp_plugin.core.lengths import agreed_length
 from megatron_cp_plugin.core.linear import LinearAlgorithm
 from megatron_cp_plugin.core.linear_function import attend_linearly, check_linear_shapes
 from megatron_cp_plugin.core.process_groups import release_topologies, topology_of
+from megatron_cp_plugin.core.same_calls import check_same_call, compared
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.slices import Slices, starts_and_slices
 from megatron_cp_plugin.core.tiles import Mask
@@ -80,8 +82,10 @@ def attention(
     whether q requires a gradient and whether k or v does. Gradients that are not required are not
     sent, but by `attention2d` with variant "overlap".
 
-    Ranks compare how many tokens they hold, in one small message at the first call with a new
-    number. Which tokens these are is compared by `check_layout` alone.
+    Ranks compare what they call it with, and how many tokens they hold, in small messages at the
+    first call with such settings and with such a number. A rank that makes another call later may
+    leave the others waiting for the group's timeout. Documents and spans are compared at the first
+    call only, and by `check_layout` alone which tokens a rank holds.
 
     Under torch.autocast q, k and v are cast to autocast's dtype, as torch's
     scaled_dot_product_attention does. Under torch.compile the call is a graph break.
@@ -130,15 +134,39 @@ def attention(
     fit, KernelUnavailableError if the kernel cannot serve them, CommunicationError if another rank
     cannot be reached any more.
     """
-    check_shapes(q, k, v)
+    q, k, v = cast_inputs(q, k, v)
+    topology, causal, scale = _topology(group), bool(causal), _fixed_number("scale", scale)
     window = None if window is None else whole_number("window", window)
+    cu_seqlens, spans, chosen = _kept(cu_seqlens), _kept(spans), tuple(sorted(options.items()))
+    trained = torch.is_grad_enabled()
+    check_same_call(
+        topology,
+        "attention",
+        {
+            "algo": algo,
+            "options": chosen,
+            **_described(q, k, v),
+            "causal": causal,
+            "scale": scale,
+            "window": window,
+            "kernel": kernel,
+            "documents": cu_seqlens is not None,
+            "span mask": spans is not None,
+            "requires_grad of q": trained and q.requires_grad,
+            "requires_grad of k or v": trained and (k.requires_grad or v.requires_grad),
+        },
+        {"cu_seqlens": cu_seqlens, "spans": spans},
+    )
+    check_shapes(q, k, v)
     if spans is not None:
         _check_alone(causal, window, cu_seqlens)
-    topology, layout = _topology(group), registry.layout_of(algo, options)
+    layout = registry.layout_of(algo, options)
     if algo != registry.AUTO:
-        algorithm = _algorithm(algo, topology, tuple(sorted(options.items())))
+        algorithm = _algorithm(algo, topology, chosen)
     seq_len, followed = _sequence(topology, layout, q.shape[1], seq_len, cu_seqlens, spans)
     documents, slices = starts_and_slices(followed)
+    if window is not None:
+        window = min(window, max(seq_len, 1))  # sys.maxsize is too large to be added to
     if algo == registry.AUTO:
         shape = Shape.of(q, k, v, seq_len)
         mask = Mask(causal, window, documents) if slices is None else Mask.of(slices)
@@ -150,7 +178,7 @@ def attention(
         algorithm=algorithm,
         seq_len=seq_len,
         causal=causal,
-        scale=_fixed_number("scale", scale),
+        scale=scale,
         kernel_for=partial(resolve, kernel),
         window=window,
         documents=documents,
@@ -180,7 +208,7 @@ def linear_attention(
 
     With a head's rate l: kv_s = l kv_{s-1} + k_s v_s^T and o_s = kv_s^T q_s; nothing is scaled or
     normalised. A collective operation: all ranks of the group call it with the same settings.
-    Numbers of tokens are compared, and autocast and torch.compile served, as in `attention`.
+    What ranks call it with is compared, and autocast and torch.compile served, as in `attention`.
 
     Args:
         q, k: [B,S,H,D]; v: [B,S,H,E]: this rank's shards as `shard` gives them.
@@ -203,8 +231,25 @@ def linear_attention(
     Raises: ConfigError for an unknown name or option or a rate out of range, ContextParallelError
     for shapes that do not fit, KernelUnavailableError if the kernel cannot serve them.
     """
+    q, k, v = cast_inputs(q, k, v)
+    topology, causal = _topology(group), bool(causal)
+    cu_seqlens, chosen = _kept(cu_seqlens), tuple(sorted(options.items()))
+    check_same_call(
+        topology,
+        "linear_attention",
+        {
+            "algo": algo,
+            "options": chosen,
+            **_described(q, k, v),
+            "causal": causal,
+            "kernel": kernel,
+            "documents": cu_seqlens is not None,
+            "output_final_state": bool(output_final_state),
+        },
+        {"decay": decay, "cu_seqlens": cu_seqlens},
+    )
     check_linear_shapes(q, k, v)
-    algorithm = _linear_algorithm(algo, _topology(group), tuple(sorted(options.items())))
+    algorithm = _linear_algorithm(algo, topology, chosen)
     seq_len, followed = _sequence(
         algorithm.topology, algorithm.layout, q.shape[1], seq_len, cu_seqlens, None
     )
@@ -323,8 +368,21 @@ def unshard(
     Raises: ConfigError for an unknown name or option, ContextParallelError if the ranks' numbers of
     tokens do not fit.
     """
-    topology = _topology(group)
-    size = topology.size
+    topology, cu_seqlens, spans = _topology(group), _kept(cu_seqlens), _kept(spans)
+    size, others = topology.size, list(x.shape)
+    others[dim] = -1  # tokens
+    check_same_call(
+        topology,
+        "unshard",
+        {
+            "algo": algo,
+            "options": tuple(sorted(options.items())),
+            "dim": dim,
+            "shape beside tokens": tuple(others),
+            "dtype": x.dtype,
+        },
+        {"cu_seqlens": cu_seqlens, "spans": spans},
+    )
     layout = registry.layout_of(algo, options)
     total, followed = _sequence(topology, layout, x.shape[dim], seq_len, cu_seqlens, spans)
     layout = layout.within(followed)
@@ -374,13 +432,27 @@ def check_layout(
     tokens = positions.shape[-1] if positions.dim() else 0
     total, followed = _sequence(topology, layout, tokens, seq_len, cu_seqlens, spans)
     layout, size = layout.within(followed), topology.size
-    found = topology.gather(describe_mismatch(positions, layout, topology.rank, size, total))
+    mine = describe_mismatch(positions, layout, topology.rank, size, total)
+    found = compared(topology, "positions", "check_layout", mine)
     for rank, mismatch in enumerate(found):
         if mismatch is not None:
             raise ContextParallelError(
                 f"{algo} on {size} ranks needs the {layout.name} layout of {total} tokens, got "
                 f"others on rank {rank}: {mismatch}; shard with cp.shard(..., algo={algo!r})"
             )
+
+
+def _described(*qkv: Tensor) -> dict[str, object]:
+    """What q, k and v of all ranks have in common."""
+    return {
+        "dtype of q, k, v": tuple(x.dtype for x in qkv),
+        "shape of q, k, v beside tokens": tuple((*x.shape[:1], *x.shape[2:]) for x in qkv),
+    }
+
+
+def _kept[T](given: T) -> T:
+    """What can be read more than once."""
+    return cast(T, list(given)) if isinstance(given, Iterator) else given
 
 
 def _sequence(

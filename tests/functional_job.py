@@ -21,8 +21,21 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.core.layout import LAYOUTS, positions
-from megatron_cp_plugin.errors import ContextParallelError
+from megatron_cp_plugin.core.process_groups import _timeout_of, topology_of
+from megatron_cp_plugin.errors import CommunicationError, ContextParallelError
 from tests.oracle import relative_error
+
+# Each is another call than the first one of `mistakes`.
+WRONG = {
+    "algo": "allgather",
+    "chunks": 2,
+    "causal": False,
+    "scale": 0.1,
+    "window": -1,
+    "kernel": "reference",
+    "cu_seqlens": torch.tensor([0, 5, 16]),
+    "spans": [(0, 16, 0, 16, "full")],
+}
 
 
 def error_of(call, *args, **kwargs) -> str | None:
@@ -89,6 +102,60 @@ def wrong_layout() -> dict[str, object]:
     }
 
 
+def mistakes() -> dict[str, object]:
+    """Rank 1 makes another call than the others, the first one of a group; then all the same."""
+    x = cp.shard(whole(16), 1, algo="zigzag").requires_grad_()
+    calls = {
+        "dtype": {"q": x.float(), "k": x.float(), "v": x.float()},
+        "batch": dict.fromkeys("qkv", x.expand(2, -1, -1, -1)),
+        "heads": {"k": x[:, :, :2], "v": x[:, :, :2]},
+        "value dim": {"v": x[..., :4]},
+        "trained": {"q": x.detach()},
+        **{name: {name: value} for name, value in WRONG.items()},
+    }
+    found: dict[str, object] = {}
+    for name, wrong in calls.items():
+        right = {"q": x, "k": x, "v": x, "algo": "zigzag", "group": dist.new_group()}
+        found[name] = error_of(cp.attention, **(right | (wrong if dist.get_rank() == 1 else {})))
+        cp.attention(**right).sum().backward()
+    # In the group of all there were unequal shards: each call compares numbers of tokens.
+    cp.attention(x, x, x, algo="zigzag")
+    found["later"] = error_of(cp.attention, x, x, x, algo="zigzag", causal=dist.get_rank() != 1)
+    other = x.detach().float() if dist.get_rank() == 1 else x
+    found["unshard"] = error_of(cp.unshard, other, 1, algo="zigzag")
+    group, decay = dist.new_group(), 0.5 if dist.get_rank() == 1 else 0.25
+    found["decay"] = error_of(cp.linear_attention, x, x, x, decay=decay, group=group)
+    if dist.get_rank() == 1:
+        found["function"] = error_of(cp.attention, x, x, x, algo="ring", group=group)
+    else:
+        found["function"] = error_of(cp.linear_attention, x, x, x, decay=0.5, group=group)
+    return found
+
+
+def absent() -> dict[str, object]:
+    """Rank 1 does not come: to a call, to the making of a further group."""
+    found: dict[str, object] = {}
+    groups = [dist.new_group(timeout=timedelta(seconds=2)) for _ in range(2)]
+    of_group = topology_of(groups[1])
+    of_group.channel("first")
+    if dist.get_rank() != 1:
+        for name, call in {
+            "call": lambda: cp.attention(*[whole(4)] * 3, algo="zigzag", group=groups[0]),
+            "group": lambda: of_group.channel("second"),
+        }.items():
+            try:
+                call()
+            except CommunicationError as error:
+                found[name] = str(error)
+    dist.barrier()
+    return found
+
+
+def timeouts() -> list[float]:
+    """In seconds, of the further groups that calls have made so far."""
+    return [_timeout_of(group).total_seconds() for group in topology_of(None)._further]
+
+
 def snippet(file: Path) -> dict[str, object]:
     """The README's, as it is printed there."""
     printed = io.StringIO()
@@ -117,6 +184,9 @@ def main() -> None:
     found["by_hand"] = by_hand()
     found["two_lengths"] = two_lengths()
     found["wrong_layout"] = wrong_layout()
+    found["mistakes"] = mistakes()
+    found["timeouts"] = timeouts()
+    found["absent"] = absent()
     print(json.dumps(found))
     dist.destroy_process_group()
     cp.release()

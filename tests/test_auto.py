@@ -142,13 +142,14 @@ def test_what_auto_does_not_take() -> None:
 
 
 def test_ranks_that_ask_otherwise_are_told() -> None:
+    """Which documents ranks have is compared at the first call, and where auto chooses anew."""
     q, k, v = tensors(64)
 
     def job(topology: Topology) -> None:
-        window = 8 + topology.rank
         how = {"algo": "auto", "group": topology}
         shards = [cp.shard(x, 1, **how) for x in (q, k, v)]
-        cp.attention(*shards, window=window, **how)
+        for lengths in (64, 2 << topology.rank):
+            cp.attention(*shards, cu_seqlens=[*range(0, 64, lengths), 64], **how)
 
     with pytest.raises(ContextParallelError, match="all ranks need the same choice of auto"):
         run_virtual(2, job)

@@ -86,6 +86,59 @@ def test_what_ranks_hold_by_mistake(job):
         )
 
 
+NEEDED = {
+    "dtype": "dtype of q, k, v, got (torch.float64, torch.float64, torch.float64) on rank 0 and "
+    "(torch.float32, torch.float32, torch.float32) on rank 1",
+    "batch": "shape of q, k, v beside tokens, got ((1, 4, 8), (1, 4, 8), (1, 4, 8)) on rank 0 and "
+    "((2, 4, 8), (2, 4, 8), (2, 4, 8)) on rank 1",
+    "heads": "shape of q, k, v beside tokens, got ((1, 4, 8), (1, 4, 8), (1, 4, 8)) on rank 0 and "
+    "((1, 4, 8), (1, 2, 8), (1, 2, 8)) on rank 1",
+    "value dim": "shape of q, k, v beside tokens, got ((1, 4, 8), (1, 4, 8), (1, 4, 8)) on rank 0 "
+    "and ((1, 4, 8), (1, 4, 8), (1, 4, 4)) on rank 1",
+    "trained": "requires_grad of q, got True on rank 0 and False on rank 1",
+    "algo": "algo, got 'zigzag' on rank 0 and 'allgather' on rank 1",
+    "chunks": "options, got () on rank 0 and (('chunks', 2),) on rank 1",
+    "causal": "causal, got True on rank 0 and False on rank 1",
+    "scale": "scale, got None on rank 0 and 0.1 on rank 1",
+    "window": "window, got None on rank 0 and -1 on rank 1",
+    "kernel": "kernel, got 'auto' on rank 0 and 'reference' on rank 1",
+    "cu_seqlens": "cu_seqlens, got None on rank 0 and [0, 5, 16] on rank 1",
+    "spans": "spans, got None on rank 0 and [(0, 16, 0, 16, 'full')] on rank 1",
+    "unshard": "dtype, got torch.float64 on rank 0 and torch.float32 on rank 1",
+    "decay": "decay, got 0.25 on rank 0 and 0.5 on rank 1",
+    "function": "function, got 'linear_attention' on rank 0 and 'attention' on rank 1",
+}
+
+
+def test_a_rank_with_another_call_is_refused_on_all(job):
+    """And the next call, the same on all, is served."""
+    for found in job:
+        mistakes = dict(found["mistakes"])
+        later = mistakes.pop("later")
+        assert later.startswith(
+            "all ranks need one call, got one that was made before on rank 0 and a new one of "
+            "attention with algo 'zigzag', options (), dtype of q, k, v (torch.float64, "
+        )
+        assert later.endswith(" on rank 1: make the same call on all")
+        assert "causal False, scale None" in later
+        assert mistakes == {
+            name: f"all ranks need one {text}: make the same call on all"
+            for name, text in NEEDED.items()
+        }
+
+
+def test_a_rank_that_does_not_come_is_missed_within_the_timeout_of_the_group(job):
+    for rank, found in enumerate(job):
+        assert len(found["timeouts"]) > 2
+        assert set(found["timeouts"]) == {20}
+        if rank != 1:
+            call, group = found["absent"]["call"], found["absent"]["group"]
+            assert call.startswith(f"rank {rank} of 4 lost the others in a check; has one of them")
+            assert "compare their call, a new one of attention with algo 'zigzag', " in call
+            assert group.startswith(f"rank {rank} of 4 lost the others making a process group; has")
+            assert "\n" not in call + group
+
+
 @pytest.fixture
 def gathered(monkeypatch):
     """What virtual ranks compared."""
@@ -93,7 +146,7 @@ def gathered(monkeypatch):
     gather = VirtualTopology.gather
 
     def counting(self, mine):
-        found.append(mine)
+        found.append(mine[0])
         return gather(self, mine)
 
     monkeypatch.setattr(VirtualTopology, "gather", counting)
@@ -111,7 +164,9 @@ def test_lengths_are_compared_once(gathered):
     with cp.record_communication() as log:
         run_virtual(RANKS, body)
     # 32 and 64 tokens, and for each of two layouts a global length.
-    assert len(gathered) == 4 * RANKS
+    assert gathered.count("numbers of tokens") == 4 * RANKS
+    # Two algorithms, attention and unshard: what they are called with.
+    assert gathered.count("settings") == 4 * RANKS
     assert {row.channel for row in log.rows} >= {"unshard"}
     assert not any("gather" in row.channel for row in log.rows)
 
@@ -133,7 +188,7 @@ def test_one_rank_compares_nothing(gathered):
     x = torch.randn(1, 7, 2, 8)
     cp.attention(x, x, x, algo="zigzag")
     cp.check_layout(torch.arange(7), algo="zigzag")
-    assert len(gathered) == 1  # positions, which the second call is for
+    assert gathered == ["positions"]  # which the second call is for
 
 
 def test_documents_of_unequal_shards(gathered):
@@ -149,8 +204,7 @@ def test_documents_of_unequal_shards(gathered):
             cp.check_layout(held, group=topology, seq_len=30, **settings)
 
     run_virtual(RANKS, body)
-    lengths = [mine for mine in gathered if mine is not None]
-    assert len(lengths) == 2 * RANKS
+    assert gathered.count("numbers of tokens") == 2 * RANKS
 
 
 @pytest.mark.parametrize("algo", ["zigzag", "ring", "lasp"])
@@ -469,3 +523,65 @@ def test_second_derivatives_are_refused_and_not_zero(call):
     (gradient,) = torch.autograd.grad(out.sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiate twice"):
         (q.square().sum() + gradient.square().sum()).backward()
+
+
+@pytest.mark.parametrize("algo", cp.available())
+def test_saved_tensors_with_other_strides(algo):
+    """What a hook gives back has the same elements, and may have them elsewhere."""
+    x = torch.randn(2, 12, 6, 4, dtype=torch.float64)
+
+    def reversed_in_memory(y):
+        order = range(y.dim())[::-1]
+        return y.permute(*order).contiguous().permute(*order)
+
+    def body(topology, unpack):
+        own = cp.shard(x, 1, algo=algo, group=topology).requires_grad_()
+        with torch.autograd.graph.saved_tensors_hooks(torch.clone, unpack):
+            if algo in cp.available("linear"):
+                out = cp.linear_attention(own, own, own, algo=algo, group=topology, decay=0.9)
+            else:
+                out = cp.attention(own, own, own, algo=algo, group=topology)
+        return torch.autograd.grad(out.square().sum(), own)[0]
+
+    want = run_virtual(3, lambda topology: body(topology, torch.clone))
+    got = run_virtual(3, lambda topology: body(topology, reversed_in_memory))
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+MASKS = {
+    # More pieces than are copied one by one.
+    "documents": {"cu_seqlens": [*range(0, 301, 7), 301, 480]},
+    "spans": {"spans": cp.spans.shared_prefix((9, [11, 5, (8, [4] * 109), 11]))},
+}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("algo", [*cp.available(), "documents"])
+def test_another_default_device(algo, mask):
+    """Host tensors stay on the host where `torch.set_default_device` names a GPU, or here none."""
+    settings = {"algo": algo, **MASKS[mask]}
+    if algo == "documents":
+        settings |= {"algo": "zigzag", "layout": "documents"}
+    if algo in cp.available("linear"):
+        if mask == "spans":
+            return
+        settings["decay"] = 0.9
+    layout = {name: value for name, value in settings.items() if name != "decay"}
+    x = torch.randn(1, 480, 2, 8, dtype=torch.float64)
+
+    def body(topology, device):
+        with torch.device(device):
+            held = cp.shard(torch.arange(480, device="cpu"), 0, group=topology, **layout)
+            cp.check_layout(held, group=topology, **layout)
+            own = cp.shard(x, 1, group=topology, **layout).requires_grad_()
+            attention = cp.linear_attention if "decay" in settings else cp.attention
+            out = attention(own, own, own, group=topology, **settings)
+            return out.detach(), *torch.autograd.grad(out.square().sum(), own)
+
+    # First of all: what a call has made is kept for others.
+    got = run_virtual(3, lambda topology: body(topology, "meta"), peer_access=True)
+    want = run_virtual(3, lambda topology: body(topology, "cpu"))
+    for one, other in zip(got, want, strict=True):
+        for a, b in zip(one, other, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-12)

@@ -1,5 +1,7 @@
 """Sliding windows: the same attention, no step and no byte beyond the window."""
 
+import sys
+
 import pytest
 import torch
 
@@ -9,7 +11,8 @@ from megatron_cp_plugin.algorithms.allgather import KvAllGather
 from megatron_cp_plugin.core.plan import Block, Plan
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
-from megatron_cp_plugin.core.virtual import VirtualWorld
+from megatron_cp_plugin.core.topology import Topology
+from megatron_cp_plugin.core.virtual import VirtualWorld, run_virtual
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.registry import create
 from tests.oracle import expected_attention
@@ -113,3 +116,19 @@ def test_a_windowed_schedule_is_drawn(
     monkeypatch.setattr(KvAllGather, "windows", False)
     assert cli.main(words) == 2
     assert "allgather does not serve sliding windows" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("window", [sys.maxsize, 2**80])
+@pytest.mark.parametrize("algo", cp.available("softmax"))
+def test_a_window_beyond_all_numbers_is_none(algo: str, window: int) -> None:
+    x = torch.randn(1, 24, 4, 8, dtype=torch.float64)
+
+    def body(topology: Topology) -> None:
+        own = cp.shard(x, 1, algo=algo, group=topology)
+        got, want = (
+            cp.attention(own, own, own, algo=algo, group=topology, **settings)
+            for settings in ({"window": window}, {})
+        )
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+
+    run_virtual(3, body)

@@ -135,13 +135,14 @@ class _Table:
 
     def joined(self, widths: Sequence[int]) -> Tensor:
         """Of each assembled row: where it is in blocks of so many rows, one behind the other."""
-        return torch.tensor([0, *widths[:-1]]).cumsum(0)[self._member] + self._local
+        return torch.tensor([0, *widths[:-1]], device="cpu").cumsum(0)[self._member] + self._local
 
     @property
     def split_rows(self) -> Tensor:
         """Of each row of all members: which assembled one it is; of padding any."""
-        rows = torch.zeros(self._members * self._width, dtype=torch.int64)
-        rows[self._member * self._width + self._local] = torch.arange(len(self._member))
+        rows = torch.zeros(self._members * self._width, dtype=torch.int64, device="cpu")
+        line = torch.arange(len(self._member), device="cpu")
+        rows[self._member * self._width + self._local] = line
         return rows
 
     def placed(self, rows: slice) -> list[tuple[Tensor, Tensor]]:

@@ -232,6 +232,23 @@ class Communicator(ABC):
     def _all_to_all(self, x: Tensor) -> Pending[Tensor]: ...
 
 
+def is_nccl(group: dist.ProcessGroup) -> bool:
+    """Whether NCCL has a group's messages between GPUs.
+
+    Of a group that was made without naming a backend, as a DeviceMesh makes it, or for CPUs too,
+    `get_backend` does not tell.
+    """
+    return "cuda:nccl" in dist.get_backend_config(group).split(",")
+
+
+def others_lost(rank: int, size: int, doing: str, error: RuntimeError) -> CommunicationError:
+    """The error of a rank that waited in vain. Args: doing: such as "on channel 'keys'"."""
+    reason = str(error).splitlines()[0]
+    return CommunicationError(
+        f"rank {rank} of {size} lost the others {doing}; has one of them died? ({reason})"
+    )
+
+
 class ProcessGroupCommunicator(Communicator):
     """Over a torch.distributed process group (NCCL, gloo), whose ranks connect when it is used."""
 
@@ -239,7 +256,7 @@ class ProcessGroupCommunicator(Communicator):
         super().__init__(channel, dist.get_rank(group), dist.get_world_size(group), dist.get_rank())
         self._group = group
         self._ranks = dist.get_process_group_ranks(group)
-        self._connected = dist.get_backend(group) != "nccl" or self.size == 1
+        self._connected = not is_nccl(group) or self.size == 1
 
     def _connect(self) -> None:
         """All ranks post every operation, but a first one in which some do nothing would not do."""
@@ -287,11 +304,8 @@ class ProcessGroupCommunicator(Communicator):
                 try:
                     work.wait()
                 except RuntimeError as error:
-                    reason = str(error).splitlines()[0]
-                    raise CommunicationError(
-                        f"rank {self.rank} of {self.size} lost the others on channel "
-                        f"{self.channel!r}; has one of them died? ({reason})"
-                    ) from error
+                    doing = f"on channel {self.channel!r}"
+                    raise others_lost(self.rank, self.size, doing, error) from error
             return result
 
         return Pending(finish)

@@ -68,7 +68,9 @@ def _aligned(x: Tensor) -> Tensor:
 
 def _differentiate(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
     """dq, dk, dv and dsink, None where nobody wants them."""
-    saved, dsink = ctx.saved_tensors, None
+    # Hooks on saved tensors may give them other strides, of which kernels for CPUs know nothing.
+    saved = [x if x.dim() == 0 or x.stride(-1) == 1 else x.contiguous() for x in ctx.saved_tensors]
+    dsink = None
     if ctx.sink_dtype is not None:
         *saved, margin, out = saved
         dsink = -(torch.sigmoid(-margin) * delta_of(dout, out)).sum((0, 2)).to(ctx.sink_dtype)

@@ -219,7 +219,7 @@ class Packing:
 def _lengths(packing: Packing, batch: int, device: torch.device) -> Lengths:
     first, stops = torch.from_numpy(packing.edges).unbind(1)
     ends = stops.amax(1, keepdim=True)
-    starts = torch.arange(batch)[:, None] * ends[:, None] + first[:, None]
+    starts = torch.arange(batch, device="cpu")[:, None] * ends[:, None] + first[:, None]
     used = stops - first
     longest_q, longest_k = used.amax(1).tolist()
     numbers = torch.cat((starts.flatten(1), batch * ends, used.repeat(1, batch)), 1)

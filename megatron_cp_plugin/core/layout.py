@@ -276,7 +276,7 @@ LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in (Contiguous(), Z
 
 
 def positions(
-    layout: Layout, rank: int, size: int, seq_len: int, device: torch.device | str | None = None
+    layout: Layout, rank: int, size: int, seq_len: int, device: torch.device | str = "cpu"
 ) -> Tensor:
     """Global positions of the tokens that a rank holds, in its local order.
 

@@ -6,6 +6,7 @@ Ranks that disagree would wait for messages of other sizes than those that come.
 import torch
 
 from megatron_cp_plugin.core.layout import Layout
+from megatron_cp_plugin.core.same_calls import compared
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import CommunicationError, ContextParallelError
 
@@ -41,7 +42,8 @@ def agreed_length(topology: Topology, layout: Layout, tokens: int, seq_len: int 
     total = tokens * size if seq_len is None else seq_len
     expected = layout.length(topology.rank, size, total)
     try:
-        held = topology.gather((tokens, expected, seq_len))
+        mine = tokens, expected, seq_len
+        held = compared(topology, "numbers of tokens", "one that was made before", mine)
     except CommunicationError as error:
         raise CommunicationError(
             f"{error}; numbers of tokens were to be compared, {tokens} here: pass seq_len= if they "

@@ -33,7 +33,7 @@ def numbers_of(here: Rows, there: Rows, device: torch.device) -> RowIndex:
     """The rows that two packed blocks have, by their numbers in the second and in the first."""
     pieces = common(here, there)
     to, of = (
-        torch.cat([torch.arange(part.start, part.stop) for part in parts])
+        torch.cat([torch.arange(part.start, part.stop, device="cpu") for part in parts])
         for parts in ([piece.there for piece in pieces], [piece.here for piece in pieces])
     )
     if len(of) == row_count(here):

@@ -2,18 +2,24 @@
 
 import os
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from functools import cache
 from socket import gethostname
 
 import torch
 import torch.distributed as dist
 
-from megatron_cp_plugin.core.comm import Communicator, ProcessGroupCommunicator
+from megatron_cp_plugin.core.comm import (
+    Communicator,
+    ProcessGroupCommunicator,
+    is_nccl,
+    others_lost,
+)
 from megatron_cp_plugin.core.peer import PeerCommunicator, SlottedCommunicator
 from megatron_cp_plugin.core.streams import copy_stream
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.core.virtual import VirtualWorld
-from megatron_cp_plugin.errors import CommunicationError, ContextParallelError
+from megatron_cp_plugin.errors import ContextParallelError
 
 _topologies: dict[dist.ProcessGroup, "ProcessGroupTopology"] = {}
 
@@ -50,6 +56,11 @@ def release_topologies() -> None:
         if _is_destroyed(group):
             topology.destroy_further_groups()
             del _topologies[group]
+
+
+def _timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """How long its operations wait; torch says it of the backend of a device only."""
+    return group._get_backend(group._device_types[0]).options._timeout
 
 
 def _is_destroyed(group: dist.ProcessGroup) -> bool:
@@ -93,7 +104,7 @@ class ProcessGroupTopology(Topology):
         return self._peer_access
 
     def _reaches_all(self) -> bool:
-        if dist.get_backend(self._group) != "nccl" or len(set(self.nodes)) > 1:
+        if not is_nccl(self._group) or len(set(self.nodes)) > 1:
             return False
         if os.environ.get("NCCL_P2P_DISABLE") == "1":
             return False  # whoever keeps NCCL from peer memory means us too
@@ -132,10 +143,7 @@ class ProcessGroupTopology(Topology):
         try:
             dist.all_gather_object(gathered, mine, group=self._group)
         except RuntimeError as error:
-            reason = str(error).splitlines()[0]
-            raise CommunicationError(
-                f"rank {self.rank} of {self.size} lost the others; has one of them died? ({reason})"
-            ) from error
+            raise others_lost(self.rank, self.size, "in a check", error) from error
         return gathered
 
     def _new_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
@@ -143,9 +151,15 @@ class ProcessGroupTopology(Topology):
         members = [world_ranks[rank] for rank in ranks]
         if self._make is not None:
             return self._make(members)
-        group = dist.new_group(
-            members, backend=dist.get_backend(self._group), use_local_synchronization=True
-        )
+        try:
+            group = dist.new_group(
+                members,
+                timeout=_timeout_of(self._group),
+                backend=dist.get_backend(self._group),
+                use_local_synchronization=True,
+            )
+        except RuntimeError as error:
+            raise others_lost(self.rank, self.size, "making a process group", error) from error
         assert isinstance(group, dist.ProcessGroup)  # this rank is a member
         self._further.append(group)
         return group

@@ -113,6 +113,11 @@ class Topology(ABC):
         return {}
 
     @cached_property
+    def same_calls(self) -> set[Hashable]:
+        """Settings that these ranks have found to be the same on all, see `check_same_call`."""
+        return set()
+
+    @cached_property
     def lengths(self) -> Lengths:
         """What these ranks know of each other's numbers of tokens."""
         return Lengths()

@@ -192,10 +192,10 @@ class VirtualPeerCommunicator(SlottedCommunicator):
         super().__init__(channel, rank, len(members), global_rank, slots)
         self._world = world
         self._members = members
-        self._slab = torch.empty(0, dtype=torch.uint8)
+        self._slab = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def _grow(self, slot_bytes: int) -> None:
-        mine = torch.tensor([self._turn, slot_bytes])
+        mine = torch.tensor([self._turn, slot_bytes], device="cpu")
         others = [rank for rank in range(self.size) if rank != self.rank]
         for rank in others:
             self._world.post(self._address("room", 0, self.rank, rank), mine)
@@ -206,7 +206,8 @@ class VirtualPeerCommunicator(SlottedCommunicator):
                     f"on {self.channel!r} rank {self.rank} makes room in turn and of bytes "
                     f"{mine.tolist()}, rank {rank} {theirs.tolist()}"
                 )
-        self._slab = torch.full((self._slots * slot_bytes,), _NAN, dtype=torch.uint8)
+        size = self._slots * slot_bytes
+        self._slab = torch.full((size,), _NAN, dtype=torch.uint8, device="cpu")
 
     def _offer(self, slot: int, sources: Collection[int]) -> None:
         if sources:

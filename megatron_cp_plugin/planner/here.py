@@ -15,6 +15,7 @@ from megatron_cp_plugin.core.document_layout import PaddedDocuments
 from megatron_cp_plugin.core.document_lengths import Lengths, LogNormal
 from megatron_cp_plugin.core.documents import random_documents
 from megatron_cp_plugin.core.layout import Layout
+from megatron_cp_plugin.core.same_calls import compared
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask, visible_pairs
 from megatron_cp_plugin.core.topology import Topology
@@ -168,7 +169,7 @@ def _chosen(
         )
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     question = shape, example.mask, kernel, layout, name
-    asked = topology.gather((question, gpu))
+    asked = compared(topology, "choices", f"one that {AUTO} chooses for", (question, gpu))
     check_agreement([repr(question) for question, _ in asked])
     nodes, peer_access = topology.nodes, topology.peer_access
     answer: tuple[str, Options] | ContextParallelError | None = None
