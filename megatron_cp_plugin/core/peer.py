@@ -183,6 +183,14 @@ class PeerCommunicator(SlottedCommunicator):
         torch.cuda.synchronize()
         dist.barrier(group)
 
+    def buffers(self, like: Sequence[Described], device: torch.device) -> tuple[Tensor, ...]:
+        """See Communicator.buffers. Raises: ContextParallelError for tensors that are elsewhere."""
+        if device != self._device:
+            raise ContextParallelError(
+                f"peer transport needs tensors on {self._device}, got {device}: use transport group"
+            )
+        return super().buffers(like, device)
+
     @property
     def held_bytes(self) -> int:
         return super().held_bytes + sum(slab.numel() for slab, _ in self._of_graphs)

@@ -717,6 +717,16 @@ def test_pieces_are_no_further_apart_than_a_copy_in_two_dimensions_takes(
     assert place.copied == whole
 
 
+def test_tensors_that_are_elsewhere_are_refused() -> None:
+    """A group that has gloo for CPUs beside NCCL takes both; peer memory does not."""
+    gpus = Gpus(Random(0))
+    with cuda(gpus):
+        (channel, *_) = Rank(0, Case(size=2), gpus, peer).channels
+        elsewhere = torch.device("meta")
+        with pytest.raises(ContextParallelError, match="got meta: use transport group"):
+            channel.buffers([FLOAT], elsewhere)
+
+
 def test_what_an_error_has_left_is_no_hang() -> None:
     """A rank that others may write to already, after an error, does not wait for another one."""
     gpus = Gpus(Random(0))

@@ -1,6 +1,5 @@
 """What is chosen of what, and what never is."""
 
-import time
 from dataclasses import replace
 
 import pytest
@@ -283,10 +282,8 @@ def test_a_slow_network_changes_the_choice() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(60)  # it takes less than 4 s; a step for each pair of ranks would take minutes
 @pytest.mark.parametrize(("size", "heads", "kv_heads"), [(128, 32, 8), (1024, 64, 64)])
 def test_many_ranks_take_seconds(size: int, heads: int, kv_heads: int) -> None:
-    of_one(GQA, 2)  # torch's imports
-    begun = time.process_time()
     choice = of_one(Shape(1, size * 4096, heads, kv_heads, 128), size)
-    assert time.process_time() - begun < 5  # less than 3 on a CPU that nobody else uses
     assert len(choice.combinations) > 10
