@@ -449,13 +449,14 @@ def _check_alone(
 def _topology(group: Group) -> Topology:
     if isinstance(group, Topology):
         return group
-    processes = os.environ.get("WORLD_SIZE", "1")
-    if group is None and processes != "1" and not dist.is_initialized():
-        raise ContextParallelError(
-            f"{processes} processes (WORLD_SIZE) need a process group to split a sequence, got "
-            "none: call torch.distributed.init_process_group first, or pass group="
-        )
-    if not isinstance(group, dist.ProcessGroup | None):
+    if group is None and not dist.is_initialized():
+        processes = os.environ.get("WORLD_SIZE", "1")
+        if processes != "1":
+            raise ContextParallelError(
+                f"{processes} processes (WORLD_SIZE) need a process group to split a sequence, got "
+                "none: call torch.distributed.init_process_group first, or pass group="
+            )
+    elif not isinstance(group, dist.ProcessGroup | None):
         raise ContextParallelError(
             f"group needs a process group that this rank is in, got {group!r}: of a DeviceMesh "
             "pass get_group(), and call on the group's ranks alone"

@@ -82,7 +82,7 @@ class HeadSplit(Algorithm):
         out, lse, kept = exchanged.forward(q, k, v, call, keep=keep)
         if not keep:
             return out, lse, (q, k, v, out, lse)
-        return out, lse, (*(x.new_empty((0, *x.shape[1:])) for x in (q, k, v)), out, *kept)
+        return out, lse, (*[x.new_empty((0, *x.shape[1:])) for x in (q, k, v)], out, *kept)
 
     def backward(self, dout: Tensor, saved: Saved, call: Call) -> tuple[Tensor, Tensor, Tensor]:
         """See Algorithm.backward."""

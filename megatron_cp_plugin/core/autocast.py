@@ -5,6 +5,8 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
+_AS_IT_IS = nullcontext()
+
 
 def cast_inputs(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Tensors of one device, in autocast's dtype where it is in force there; float64 stays."""
@@ -21,5 +23,5 @@ def as_written(device: torch.device) -> AbstractContextManager[object]:
     Sums and statistics are float32 for a reason, and backward may run under autocast too.
     """
     if not torch.is_autocast_enabled(device.type):
-        return nullcontext()
+        return _AS_IT_IS
     return torch.autocast(device.type, enabled=False)

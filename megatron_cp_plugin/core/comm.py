@@ -114,18 +114,19 @@ def record_communication() -> Iterator[CommunicationLog]:
 
 
 class Pending[T]:
-    """An operation under way. The result may be used, and inputs changed, only after `wait`."""
+    """An operation under way. The result may be used, and inputs changed, only after `wait`.
 
-    def __init__(self, finish: Callable[[], T]) -> None:
-        self._finish = finish
+    Attributes: wait: gives the result. On CUDA the current stream waits, not the host. Call it
+        once.
+    """
 
-    def wait(self) -> T:
-        """On CUDA the current stream waits, not the host. Call it once."""
-        return self._finish()
+    def __init__(self, wait: Callable[[], T]) -> None:
+        self.wait = wait
 
     def then[U](self, change: Callable[[T], U]) -> "Pending[U]":
         """The same operation, with something done to its result once it is waited for."""
-        return Pending(lambda: change(self.wait()))
+        wait = self.wait
+        return Pending(lambda: change(wait()))
 
 
 class Communicator(ABC):
@@ -168,36 +169,40 @@ class Communicator(ABC):
                 `wait`.
             receives: (contiguous buffer, source).
         """
-        self._count("exchange", [t for t, _ in sends], [t for t, _ in receives])
+        if _recordings:
+            self._count("exchange", [t for t, _ in sends], [t for t, _ in receives])
         return self._exchange(sends, receives)
 
     def all_gather(self, x: Tensor) -> Pending[Tensor]:
         """Equal shapes on all ranks: x [...] -> [P, ...], by rank. Alone: x itself, as a view."""
         if self.size == 1:
             return Pending(lambda: x.unsqueeze(0))
-        others = [x] * (self.size - 1)
-        self._count("all_gather", others, others)
+        if _recordings:
+            self._count_with_all("all_gather", x)
         return self._all_gather(x.contiguous())
 
     def reduce_scatter(self, x: Tensor) -> Pending[Tensor]:
         """Sums over ranks: x [P, ...] -> [...], the part of this rank. Same shape on all ranks."""
         if self.size == 1:
             return Pending(lambda: x[0])
-        others = [x[0]] * (self.size - 1)
-        self._count("reduce_scatter", others, others)
+        if _recordings:
+            self._count_with_all("reduce_scatter", x[0])
         return self._reduce_scatter(x.contiguous())
 
     def all_to_all(self, x: Tensor) -> Pending[Tensor]:
         """x[i] goes to rank i, result[i] came from rank i: [P, ...] -> [P, ...]."""
         if self.size == 1:
             return Pending(lambda: x)
-        others = [x[0]] * (self.size - 1)
-        self._count("all_to_all", others, others)
+        if _recordings:
+            self._count_with_all("all_to_all", x[0])
         return self._all_to_all(x.contiguous())
 
+    def _count_with_all(self, op: Operation, block: Tensor) -> None:
+        """Counts a block to, and one from, each other rank."""
+        others = [block] * (self.size - 1)
+        self._count(op, others, others)
+
     def _count(self, op: Operation, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
-        if not _recordings:
-            return
         for direction, tensors in (("sent", sent), ("received", received)):
             # Of tensors without storage nothing is sent: they stand for others in a simulation.
             if tensors and not tensors[0].is_meta:

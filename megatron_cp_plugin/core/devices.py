@@ -31,7 +31,7 @@ def check_devices(names: str, *tensors: Tensor) -> None:
     whose streams kernels and messages are queued. Args: names: of the tensors, for errors.
     """
     device = tensors[0].device
-    if any(x.device != device for x in tensors):
+    if len({x.device for x in tensors}) > 1:
         got = ", ".join(str(x.device) for x in tensors)
         raise ContextParallelError(f"{names} need one device, got {got}: move them first")
     if device.type == "cuda" and device.index != torch.cuda.current_device():

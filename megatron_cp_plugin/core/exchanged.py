@@ -94,10 +94,10 @@ class Exchanged:
 
         heads = self._heads
         numbers = {"q": heads.heads, "k": heads.sent_kv_heads, "v": heads.sent_kv_heads}
-        dq, dk, dv = (
+        dq, dk, dv = [
             dout.new_empty((*dout.shape[:2], number, given[name].shape[3]))
             for name, number in numbers.items()
-        )
+        ]
         filled = self._filled({"out": given["out"]} if kept else given)
         by_group = [
             dict(zip(_KEPT, kept[start : start + len(_KEPT)], strict=True))

@@ -6,10 +6,11 @@ B batch, S local tokens, H query heads, G KV heads, D head dim, E that of values
 """
 
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from megatron_cp_plugin.core.comm import Communicator, Described, Pending
@@ -52,7 +53,6 @@ class Pass(ABC):
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, retained: Tensors = ()) -> None:
         """Args: retained: of a backward, what its forward has there at the end."""
         self.q, self.k, self.v, self.retained = q, k, v, retained
-        self._described: dict[tuple[tuple[TensorNames, ...], int, bool], list[Described]] = {}
 
     @abstractmethod
     def open(self, heads: HeadGroup, sent: frozenset[bool], *, strided: bool) -> None:
@@ -91,22 +91,34 @@ class Pass(ABC):
         Args: others: what is still to be added, the sum of all other ranks.
         """
 
-    def describe(self, move: Move) -> list[Described]:
+    def describe(self, move: Move) -> tuple[Described, ...]:
         """Shapes and dtypes of the tensors of a move."""
-        kind = move.messages, move.tokens, move.wide  # groups have equally many heads
-        if kind not in self._described:
-            names = (name for message in move.messages for name in message)
-            self._described[kind] = [self._describe(name, move) for name in names]
-        return self._described[kind]
+        kind = move.messages, move.tokens, move.heads, move.wide
+        return _described(*kind, len(self.q), self.q.shape[3], self.v.shape[3], self.q.dtype)
 
-    def _describe(self, name: str, move: Move) -> Described:
-        batch, wide = self.q.shape[0], accumulation_dtype(self.q.dtype)
+
+@lru_cache(maxsize=256)  # the same in all layers
+def _described(
+    messages: tuple[TensorNames, ...],
+    tokens: int,
+    heads: HeadGroup,
+    wide: bool,
+    batch: int,
+    dim: int,
+    value_dim: int,
+    dtype: torch.dtype,
+) -> tuple[Described, ...]:
+    accumulated = accumulation_dtype(dtype)
+    found: list[Described] = []
+    for name in (name for message in messages for name in message):
+        count = heads.kv_heads if name in OF_KEYS else heads.heads
+        own_dim = value_dim if name in ("v", "dv", "out", "dout") else dim
         if name in OF_ROWS:
-            return (batch, move.heads.heads, move.tokens), wide
-        heads = move.heads.kv_heads if name in OF_KEYS else move.heads.heads
-        dim = (self.v if name in ("v", "dv", "out", "dout") else self.q).shape[3]
-        dtype = wide if move.wide and name in RESULTS else self.q.dtype
-        return (batch, move.tokens, heads, dim), dtype
+            found.append(((batch, count, tokens), accumulated))
+        else:
+            own_dtype = accumulated if wide and name in RESULTS else dtype
+            found.append(((batch, tokens, count, own_dim), own_dtype))
+    return tuple(found)
 
 
 def follow(plan: Plan, channels: Channels, work: Pass, *, overlap: bool = True) -> None:
@@ -137,7 +149,7 @@ class _Run:
         self._earlier: dict[BlockId, Packed] = {}  # sums of ranks before this one
         # Results for the own block that a relay brought, by the first head and whether it is of
         # keys; none when they are complete and the block is closed.
-        self._came: Counter[tuple[int, bool]] = Counter()
+        self._came: dict[tuple[int, bool], int] = {}
         self._computed: set[int] = set()  # groups, by the first head, in or past their last step
         # Heads whose queries, or keys (true), still get results that are under way.
         self._ended: list[tuple[HeadGroup, bool]] = []
@@ -162,7 +174,7 @@ class _Run:
         self._dropped = turn.dropped
         if turn.last and self._retained is not None:
             # In memory of its own: the next call's messages take this one.
-            work.retained = tuple(x.clone() for x in self._held[self._retained])
+            work.retained = tuple([x.clone() for x in self._held[self._retained]])
         if turn.last:
             self._computed.add(turn.heads.q.start)
         self.take_results(turn.step)
@@ -183,21 +195,18 @@ class _Run:
             for pending in self._results.pop(needed, ()):
                 for move, tensors in pending.wait():
                     self._take(move, tensors)
-        self._close_ended()
+        for heads, of_keys in self._ended:
+            self._work.close(heads, of_keys, None)
+        self._ended.clear()
 
     def _end(self, heads: HeadGroup) -> None:
         """Closes what gets no results any more. A relay's last one may still close, see `_take`."""
         for of_keys in (False, True):
             awaited = self._parts.awaited[of_keys]
-            if not awaited or self._came[heads.q.start, of_keys] == awaited:
+            if not awaited or self._came.get((heads.q.start, of_keys)) == awaited:
                 self._work.close(heads, of_keys, None)
             elif not self._relay:
                 self._ended.append((heads, of_keys))
-
-    def _close_ended(self) -> None:
-        for heads, of_keys in self._ended:
-            self._work.close(heads, of_keys, None)
-        self._ended.clear()
 
     def _take(self, move: Move, tensors: Tensors) -> None:
         (owner,) = move.block.owners
@@ -216,7 +225,7 @@ class _Run:
         if not self._relay:
             return False
         group = move.heads.q.start, move.of_keys
-        self._came[group] += 1
+        self._came[group] = self._came.get(group, 0) + 1
         complete = self._came[group] == self._parts.awaited[move.of_keys]
         last = complete and move.heads.q.start in self._computed
         if last:

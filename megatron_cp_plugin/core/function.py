@@ -78,7 +78,7 @@ def _differentiate(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         return None, None, None, dsink
     call = replace(ctx.call, dq=of_q, dkv=of_k or of_v)
     gradients = ctx.algorithm.backward(dout, tuple(saved), call)
-    return (*(x if want else None for x, want in zip(gradients, wanted, strict=True)), dsink)
+    return (*[x if want else None for x, want in zip(gradients, wanted, strict=True)], dsink)
 
 
 def _let_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
@@ -123,20 +123,20 @@ def attend(
 
     Args:
         q: [B,S,H,D]; k: [B,S,G,D]; v: [B,S,G,E], with G dividing H: this rank's shards, in the
-            order of algorithm.layout. seq_len: global N. kernel_for: the choice of a kernel, such
-            as `partial(kernels.resolve, "auto")`. scale: of the scores, default D**-0.5. window,
-            documents: as in Mask. slices: in place of causal, window and documents. sink: [H], for
-            each head the score of a key without a value that every query sees; its gradient is that
-            of this rank's queries. site: as in `computed_once`.
+            order of algorithm.layout, which `check_shapes` has passed. seq_len: global N.
+            kernel_for: the choice of a kernel, such as `partial(kernels.resolve, "auto")`. scale:
+            of the scores, default D**-0.5. window, documents: as in Mask. slices: in place of
+            causal, window and documents. sink: [H], for each head the score of a key without a
+            value that every query sees; its gradient is that of this rank's queries. site: as in
+            `computed_once`.
 
     Under autocast q, k and v are taken in its dtype. Gradients that nobody wants, of q or of k and
     v, do not travel where the algorithm can do without (`Algorithm.backward`); so all ranks want
     the same ones.
 
-    Returns: out [B,S,H,E] in q's dtype. Raises: ContextParallelError if shapes or dtypes do not
-    fit; KernelUnavailableError if the kernel cannot serve them.
+    Returns: out [B,S,H,E] in q's dtype. Raises: ContextParallelError if dtypes or numbers of tokens
+    do not fit; KernelUnavailableError if the kernel cannot serve them.
     """
-    check_shapes(q, k, v)
     q, k, v = cast_inputs(q, k, v)
     check_dtypes(q, k, v)
     mask = Mask(causal, window, documents) if slices is None else Mask.of(slices)

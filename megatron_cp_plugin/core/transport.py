@@ -1,6 +1,5 @@
 """Which channels the blocks of a plan travel on: copy engines over peer memory, or messages."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 from typing import Literal
@@ -66,21 +65,20 @@ class Transport:
         inputs, results, *slow = self._names(plan)
         if self._pushed(plan, slots):
             # Results are added before the next ones come.
-            fast = (
+            fast = [
                 self._topology.peer_channel(inputs, slots),
                 self._topology.peer_channel(results, 1),
-            )
+            ]
         else:
-            fast = self._topology.channel(inputs), self._topology.channel(results)
-        between = tuple(self._topology.channel(name) for name in slow)
+            fast = [self._topology.channel(inputs), self._topology.channel(results)]
+        between = [self._topology.channel(name) for name in slow]
         return Channels(*fast, *(between or fast))
 
-    def _names(self, plan: Plan) -> Iterator[str]:
+    def _names(self, plan: Plan) -> list[str]:
         """Channels of inputs and results, and of those that may take several steps."""
-        names = "fetches", "sums" if plan.relay else "returns"
-        yield from names
-        if program(plan, self._topology.rank).slow:
-            yield from (f"{name} between nodes" for name in names)
+        names = ["fetches", "sums" if plan.relay else "returns"]
+        slow = program(plan, self._topology.rank).slow
+        return names + [f"{name} between nodes" for name in names] if slow else names
 
     def _pushed(self, plan: Plan, slots: int) -> bool:
         if not self.pushes:

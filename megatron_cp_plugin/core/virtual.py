@@ -83,11 +83,14 @@ class VirtualTopology(Topology):
         self._members = tuple(members)
         self._global_rank = global_rank
         self._path = path
+        self._channels: dict[str, Communicator] = {}
 
     def channel(self, name: str) -> Communicator:
-        return _VirtualCommunicator(
-            f"{self._path}{name}", self._world, self._members, self._global_rank
-        )
+        if name not in self._channels:
+            self._channels[name] = _VirtualCommunicator(
+                f"{self._path}{name}", self._world, self._members, self._global_rank
+            )
+        return self._channels[name]
 
     def gather[T](self, mine: T) -> list[T]:
         message = torch.frombuffer(bytearray(dumps(mine)), dtype=torch.uint8)

@@ -22,7 +22,7 @@ from megatron.core.transformer.utils import (
 )
 from torch import Tensor, nn
 
-from megatron_cp_plugin.core.function import attend
+from megatron_cp_plugin.core.function import attend, check_shapes
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration.checks import check_settings, window_of
 from megatron_cp_plugin.integration.documents import DocumentMask, check_padding, starts_of
@@ -172,10 +172,12 @@ class ContextParallelAttention(MegatronModule):
             causal = is_causal(attn_mask_type, packed=packed is not None)
         check_padding(packed, causal=causal)
         slices = None if packed is None else packed.slices(seq_len)
+        q, k, v = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
+        check_shapes(q, k, v)
         out = attend(
-            query.transpose(0, 1),
-            key.transpose(0, 1),
-            value.transpose(0, 1),
+            q,
+            k,
+            v,
             algorithm=self._algorithm,
             seq_len=seq_len,
             causal=causal,
