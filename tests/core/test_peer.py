@@ -443,7 +443,7 @@ class Rank:
                 elif what == "post":
                     sent, sends, receives = self._block(index), [], []
                     if self.rank in exchange.receivers:
-                        (buffer,) = channel.buffers([FLOAT], torch.device("cpu"))
+                        (buffer,) = channel.buffers([FLOAT], torch.device("cuda", 0))
                         receives = [(buffer, source)]
                     if target in exchange.receivers:
                         sends = [(sent, target)]
@@ -733,7 +733,7 @@ def test_what_an_error_has_left_is_no_hang() -> None:
     with cuda(gpus):
         ranks = [Rank(rank, Case(size=3), gpus, peer) for rank in range(3)]
         channel, stream = ranks[0].channels[0], ranks[0].streams[0]
-        (buffer,) = channel.buffers([FLOAT], torch.device("cpu"))
+        (buffer,) = channel.buffers([FLOAT], torch.device("cuda", 0))
         with gpus.on(stream):
             channel.expect({1})
             with pytest.raises(RuntimeError, match=r"release\(\) on all ranks"):
