@@ -455,6 +455,8 @@ WRONG = """## Where it is wrong
   kernels only while data moves, and what linear attention adds for earlier tokens. After looking at
   published rows one thing was changed: in LASP's steps each GPU keeps all states of the optimizer,
   as DDP does. Whoever wrote the files of their machines knew those rows.
+- Rows were measured at the commits that docs/benchmarks.md names, and are predicted by the code of
+  now. Since then some copies around usp's and gathered attention are gone: up to 5% of usp at 16K.
 - `group_share`, half of a kernel's speed beside NCCL, stands for multiprocessors, memory and clocks
   together, and H200's is taken over for all others. It is too hard on rings over NCCL inside a node
   with many steps (attention2d `overlap`: 5 to 10% too slow), too soft on two ranks' gathers.

@@ -255,8 +255,8 @@ def _check_mask(mask: Tensor | None) -> None:
         return
     hidden = mask.bool()
     if hidden.dim() == 4:
-        later = torch.ones(hidden.shape[2:], dtype=torch.bool, device=mask.device).triu(1)
-        if torch.equal(hidden, later.expand_as(hidden)):
+        queries, keys = (torch.arange(n, device=mask.device) for n in hidden.shape[2:])
+        if torch.equal(hidden, (keys > queries[:, None]).expand_as(hidden)):
             return
     raise ContextParallelError(
         f"who sees whom does not follow from attention_mask, got one {list(mask.shape)} that hides "

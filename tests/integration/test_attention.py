@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 from typing import Any
 
 import pytest
@@ -317,9 +318,14 @@ def test_spec_of_a_stack(runtime: Runtime) -> None:
     ],
 )
 def test_layers_of_a_hybrid_model_that_no_flag_names(
-    group: dist.ProcessGroup, runtime: Runtime, layers: dict[str, Any], got: str
+    group: dist.ProcessGroup,
+    runtime: Runtime,
+    monkeypatch: pytest.MonkeyPatch,
+    layers: dict[str, Any],
+    got: str,
 ) -> None:
     """They cut the sequence by Megatron's own layout, whatever that of the run is."""
+    monkeypatch.setattr(os, "environ", os.environ.copy())  # a model sets NVTE_FUSED_ATTN and others
     stack = ModuleSpec(HybridStack, submodules=HybridStackSubmodules())
     parallel_state.initialize_model_parallel()
     try:
