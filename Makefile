@@ -1,6 +1,8 @@
 # Every target makes .venv first, so each of them works right after a clone.
 PY := .venv/bin/python
 ARGS ?=
+# How many tests run at a time; on GPUs, which tests share, call pytest without it.
+JOBS ?= 2
 # Of `make fuzz`.
 MINUTES ?= 10
 EXAMPLES ?= 5
@@ -18,11 +20,11 @@ smoke: setup ## Train a small GPT on real text, CP 1 and 4, and compare with Meg
 	@$(PY) scripts/prepare_data.py --output data/stdlib
 	@$(PY) scripts/convergence_smoke.py --config configs/tiny_zigzag.yaml --algos zigzag --cp 1,4 $(ARGS)
 
-test: setup ## Run the tests but the slow ones (ARGS="-k layout" to choose)
-	@$(PY) -m pytest -m "not slow" $(ARGS)
+test: setup ## Run the tests but the slow ones (ARGS="-k layout" to choose, JOBS=8 at a time)
+	@$(PY) -m pytest -n $(JOBS) --dist loadscope -m "not slow" $(ARGS)
 
 test-all: setup ## Run all tests
-	@$(PY) -m pytest $(ARGS)
+	@$(PY) -m pytest -n $(JOBS) --dist loadscope $(ARGS)
 
 fuzz: setup ## Try new random examples till a test fails (MINUTES=10; EXAMPLES=5 times as many a round)
 	@end=$$(($$(date +%s) + 60 * $(MINUTES))); \

@@ -260,7 +260,7 @@ def picture(spans: Sequence[Sequence[object]], seq_len: int) -> list[str]:
         ),
         (lambda: cp.spans.block_diffusion(3, 2), "xx.... xx.... ..xxx. ...xx. ...xx. ...xxx"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else "spans",
 )
 def test_makers_by_hand(maker, name: str) -> None:
     expected = name.split()
