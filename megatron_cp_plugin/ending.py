@@ -74,6 +74,22 @@ def refusals_in_one_line() -> Iterator[None]:
         raise ConfigError(f"Megatron refuses these flags: {why}") from error
 
 
+@contextmanager
+def model_errors_in_one_line() -> Iterator[None]:
+    """Turns what is refused when a model and its optimizer are built into an error of one line."""
+    try:
+        yield
+    except ContextParallelError:
+        raise
+    except (AssertionError, ValueError, NotImplementedError, ImportError) as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        why = " ".join(str(error).split()) or last.line
+        place = f"{Path(last.filename).name}, line {last.lineno}"
+        raise ContextParallelError(
+            f"the model or its optimizer cannot be built: {why} ({place})"
+        ) from error
+
+
 def _refuse(line: str) -> NoReturn:
     # torchrun sets it for each rank; it is empty where torchrun was told to keep no files.
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")

@@ -139,6 +139,7 @@ class Recorder:
             with _all_reduced(model), record_communication() as log, _counted_replays() as replays:
                 result = forward_backward(*args, **kwargs)
             started = time.perf_counter()
+            _gather_instances(model)
             for name, count in (("replays", len(replays)), ("sent_bytes", log.bytes())):
                 self._content.setdefault(name, {})[self._iteration] = count
             if self._iteration == 1:
@@ -188,12 +189,7 @@ def _all_reduced(model: Any) -> Iterator[None]:
     Megatron's own switch for it, `force_all_reduce`, is not heeded by the reductions that a
     pipeline schedule starts while others still compute.
     """
-    groups = [
-        group
-        for chunk in model
-        for name in ("bucket_groups", "expert_parallel_bucket_groups")
-        for group in getattr(chunk, name, [])
-    ]
+    groups = _bucket_groups(model)
     for group in groups:
         group.start_grad_sync = functools.partial(_reduce_all, group.start_grad_sync)
     try:
@@ -201,6 +197,34 @@ def _all_reduced(model: Any) -> Iterator[None]:
     finally:
         for group in groups:
             del group.start_grad_sync
+
+
+def _gather_instances(model: Any) -> None:
+    """Completes gradients that several instances of the distributed optimizer have summed.
+
+    Each instance sums all of them over its own ranks; over the instances each rank sums only what
+    its own part of the optimizer needs.
+    """
+    for group in _bucket_groups(model):
+        ddp = group.ddp_config
+        if not ddp.use_distributed_optimizer or ddp.num_distributed_optimizer_instances == 1:
+            continue
+        size = group.intra_distributed_optimizer_instance_size
+        rank = group.intra_distributed_optimizer_instance_rank
+        for bucket in group.buckets:
+            own = bucket.grad_data.chunk(size)[rank].clone()
+            torch.distributed.all_gather_into_tensor(
+                bucket.grad_data, own, group=group.intra_distributed_optimizer_instance_group
+            )
+
+
+def _bucket_groups(model: Any) -> list[Any]:
+    return [
+        group
+        for chunk in model
+        for name in ("bucket_groups", "expert_parallel_bucket_groups")
+        for group in getattr(chunk, name, [])
+    ]
 
 
 @contextmanager

@@ -128,6 +128,30 @@ def check_steps(args: Any) -> None:
         )
 
 
+def check_stack(args: Any) -> None:
+    """Checks that the layers of a hybrid model are installed.
+
+    Args:
+        args: Megatron's namespace, as parsed.
+
+    Raises:
+        ConfigError: They are Transformer Engine's, as in all stacks of Megatron's own, and it is
+            not there.
+    """
+    settings = Settings(args)
+    spec = (settings.spec or ("megatron.core.models.hybrid",))[0]
+    if (
+        settings.hybrid_layer_pattern
+        and spec.startswith("megatron.core.models.")
+        and find_spec("transformer_engine") is None
+    ):
+        raise ConfigError(
+            "Megatron's hybrid models have layers of Transformer Engine, which is not installed, "
+            f"got --hybrid-layer-pattern {settings.hybrid_layer_pattern}: install it, or name a "
+            "stack of other layers with --spec"
+        )
+
+
 def check_interleaving(args: Any) -> None:
     """Checks the number of micro-batches of an interleaved pipeline.
 

@@ -390,6 +390,16 @@ NAMES: tuple[Name, ...] = (
         replaced=True,
         part="cpu",
     ),
+    Name(
+        f"{_CORE}.tensor_parallel.inference_layers",
+        "is_inference_column_parallel_linear",
+        "says no: Megatron asks it for multi-token prediction, and compares with classes of "
+        "Transformer Engine",
+        replaced=True,
+        part="cpu",
+        first=("module",),
+        since=(0, 20),
+    ),
     # Used with an algorithm. The plugin's classes are called as these are.
     Name(
         f"{_LAYERS}.dot_product_attention",
@@ -630,6 +640,18 @@ NAMES: tuple[Name, ...] = (
         "_ParamAndGradBucketGroup.start_grad_sync",
         part="record",
         parameters=("force_all_reduce",),
+    ),
+    Name(
+        f"{_CORE}.distributed.param_and_grad_buffer",
+        "_ParamAndGradBucketGroup",
+        part="record",
+        attributes=(
+            "ddp_config",
+            "buckets",
+            "intra_distributed_optimizer_instance_group",
+            "intra_distributed_optimizer_instance_size",
+            "intra_distributed_optimizer_instance_rank",
+        ),
     ),
     Name(f"{_LAYERS}.moe.moe_logging", "get_moe_metrics_tracker", part="record"),
     Name(

@@ -49,9 +49,9 @@ and pybind11. Where they are compiled already, and in the wheel, the plugin skip
 ## Versions
 
 VERSIONS were run. The last one is the main branch of
-22 August 2026, which calls itself so before its release, and needs Transformer Engine for
-multi-token prediction. A version whose first two numbers are those of none of them is refused;
-`--cp-allow-untested-megatron` runs it if it has all of this table.
+22 August 2026 (commit d98e8a64d), which calls itself so before its release. A version whose first
+two numbers are those of none of them is refused; `--cp-allow-untested-megatron` runs it if it has
+all of this table.
 
 The `pretrain_gpt.py` of 0.16.1, 0.17.1, 0.18.2, 0.19.0 and of that main branch was run as it is, on
 CPUs, with zigzag, ring (recomputing every layer), attention2d (distributed optimizer), distflash

@@ -18,7 +18,7 @@ import contextlib
 import copy
 import os
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, override
 
 import torch
@@ -245,9 +245,9 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
     """Takes the place of a call that only matters on a GPU."""
 
 
-@contextlib.contextmanager
-def _no_context(*args: Any, **kwargs: Any) -> Iterator[None]:
-    yield
+def _no_context(*args: Any, **kwargs: Any) -> contextlib.AbstractContextManager[None]:
+    """Returns what may be entered several times, as the context of a CUDA stream."""
+    return contextlib.nullcontext()
 
 
 def _cuda_functions() -> dict[str, Callable[..., Any]]:
@@ -305,9 +305,10 @@ def _seed(seed: int) -> None:
 def _adapt_megatron() -> None:
     """Points Megatron's CUDA random states at the CPU generator, and keeps that undisturbed.
 
-    Also makes three things work that Megatron has on GPUs only: experts that are spread over ranks,
-    `--sequence-parallel`, for which it needs the norms of apex or Transformer Engine, and
-    `--multi-latent-attention`, for which it needs Transformer Engine's attention.
+    Also makes work what Megatron has on GPUs only: experts that are spread over ranks,
+    `--sequence-parallel`, for which it needs the norms of apex or Transformer Engine,
+    `--multi-latent-attention`, for which it needs Transformer Engine's attention, and from 0.20 on
+    `--mtp-num-layers`, for which it needs classes of Transformer Engine to compare with.
     """
 
     def get_state(
@@ -344,6 +345,7 @@ def _adapt_megatron() -> None:
         "_warmup_jit_function": _nothing,
         "WrappedTorchNorm.__new__": norm,
         "maybe_move_tensor_to_cpu": to_cpu,
+        "is_inference_column_parallel_linear": lambda original, module: False,
     }
     compat.replace(hooks | _taking_latent_heads() | _resuming_adam(), "cpu")
 

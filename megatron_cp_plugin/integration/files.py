@@ -41,6 +41,11 @@ def check_files(args: Any) -> None:
         if path is not None and not _is_remote(path):
             check_folder("--" + name.replace("_", "-"), path)
     if settings.mock_data:
+        if settings.sft:
+            raise ConfigError(
+                "--sft trains on conversations, which Megatron makes no mock data of, got "
+                "--mock-data: use --data-path FILE.jsonl, or leave --sft out"
+            )
         return
     if settings.sft and find_spec("datasets") is None:
         raise ConfigError("--sft needs the package datasets, got none: pip install datasets")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from megatron_cp_plugin.config import ContextParallelConfig
-from megatron_cp_plugin.ending import refusals_in_one_line
+from megatron_cp_plugin.ending import model_errors_in_one_line, refusals_in_one_line
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration import compat
 from megatron_cp_plugin.integration.args import PluginFlags, add_algorithm, speak_in_one_line
@@ -73,6 +73,7 @@ class Hooks:
         from megatron_cp_plugin.integration.checks import (
             check_graphs,
             check_interleaving,
+            check_stack,
             describe_graphs,
         )
         from megatron_cp_plugin.integration.files import check_files
@@ -82,6 +83,7 @@ class Hooks:
         self._flags.comm_type.check_model(args)
         config = self._put_in_force(args)
         _hand_over(config, args)
+        check_stack(args)
         check_files(args)
         with refusals_in_one_line():
             validated = original(args, {} if defaults is None else defaults)
@@ -166,7 +168,9 @@ class Hooks:
 
         if self._args is not None:  # else a model of ours says what is missing
             check_steps(self._args)
-        result, served = original(*args, **kwargs), _models()
+        with model_errors_in_one_line():
+            result = original(*args, **kwargs)
+        served = _models()
         for model in map(unwrapped, result[0]):
             if not isinstance(model, served):
                 names = " and ".join(kind.__name__ for kind in served)

@@ -44,6 +44,8 @@ def parser() -> argparse.ArgumentParser:
         ("--data-path there", None),
         ("--data-path 1 there 2.5 there --save new", None),
         ("--data-path absent --mock-data", None),
+        ("--sft --mock-data",
+         "--sft trains on conversations, which Megatron makes no mock data of, got --mock-data: "),
         ("--data-path msc://bucket/x --save s3://bucket/y", None),
         ("--data-path there.bin --sft", None),
         ("--data-path there.bin --sft --eval-iters 0",

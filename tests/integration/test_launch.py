@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ for number, program in enumerate(sys.argv[1:]):
 _DIFFERENCE = """
 import importlib, json
 from megatron_cp_plugin.integration import launch
+from megatron_cp_plugin.integration.compat import running_version
 from megatron_cp_plugin.integration.contract import NAMES
 
 def names():
@@ -61,7 +63,8 @@ def names():
 
 if GPU:
     torch.cuda.is_available = lambda: True
-rows = [row for row in NAMES if row.replaced and row.part in PARTS]
+version, _ = running_version()
+rows = [row for row in NAMES if row.replaced and row.part in PARTS and row.is_in(version)]
 for row in rows:
     importlib.import_module(row.module)
 before = names()
@@ -241,6 +244,29 @@ def test_wrong_flags_are_refused_before_anything_is_in_force(
 def test_flag_that_only_megatrons_own_script_serves(tmp_path: Path) -> None:
     said = refused(run_warm(tmp_path, *TINY, "--logits-load-dir", "x"))
     assert "this script does not serve --logits-load-dir: leave it out" in said
+
+
+def test_model_that_megatron_refuses_to_build(tmp_path: Path) -> None:
+    """It does so by an assertion, once all ranks are there."""
+    flags = "--context-parallel-algo zigzag --context-parallel-size 2"
+    flags += " --num-distributed-optimizer-instances 2"
+    said = refused(run_warm(tmp_path, *TINY, *flags.split(), ranks=2))
+    assert said.startswith(
+        "the model or its optimizer cannot be built: Partial DistOpt cannot be used without "
+        "DistOpt (distributed_data_parallel.py, line "
+    )
+
+
+@pytest.mark.skipif(find_spec("transformer_engine") is not None, reason="they are installed")
+@pytest.mark.parametrize("stack", ["", "megatron.core.models.hybrid.hybrid_layer_specs x"])
+def test_layers_that_are_not_installed(stack: str, tmp_path: Path) -> None:
+    flags = "--context-parallel-algo zigzag --hybrid-layer-pattern *-"
+    words = [*flags.split(), *(["--spec", *stack.split()] if stack else [])]
+    said = refused(run_warm(tmp_path, *TINY, *words))
+    assert said == (
+        "Megatron's hybrid models have layers of Transformer Engine, which is not installed, got "
+        "--hybrid-layer-pattern *-: install it, or name a stack of other layers with --spec"
+    )
 
 
 def test_broken_run_file(tmp_path: Path) -> None:

@@ -148,8 +148,10 @@ def test_hybrid_model(name: str, pattern: str, tmp_path: Path) -> None:
             "--use-distributed-optimizer --ckpt-format fsdp_dtensor",
             marks=pytest.mark.slow,
         ),
+        # Each of them, of two ranks, sums gradients in another stream than it computes in.
+        "--num-distributed-optimizer-instances 2 --use-distributed-optimizer --overlap-grad-reduce",
     ],
-    ids=["torch", "megatron"],
+    ids=["torch", "megatron", "instances"],
 )
 def test_sharded_data_parallelism(
     sharding: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
