@@ -7,12 +7,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
+from megatron_cp_plugin.core.comm import others_lost
 from megatron_cp_plugin.errors import ContextParallelError
-
-# Of later calls each of so many is compared too, by one small message.
-COMPARED_EVERY = 32
 
 
 class FirstCalls:
@@ -20,7 +17,6 @@ class FirstCalls:
 
     def __init__(self) -> None:
         self._compared: set[bool] = set()
-        self._later_calls = 0
 
     @property
     def is_first(self) -> bool:
@@ -45,10 +41,14 @@ class FirstCalls:
 
         Raises:
             ContextParallelError: Something is wrong.
+            CommunicationError: Another rank does not come.
         """
         if self.is_first and group.size() > 1:
             notes: list[Any] = [None] * group.size()
-            dist.all_gather_object(notes, (fault, held), group=group)
+            try:
+                dist.all_gather_object(notes, (fault, held), group=group)
+            except RuntimeError as error:
+                raise others_lost(group.rank(), group.size(), "in a check", error) from error
             faults = [note[0] for note in notes]
             for rank, found in enumerate(faults):
                 if found:
@@ -60,35 +60,3 @@ class FirstCalls:
             self._compared.add(torch.is_grad_enabled())
         if fault:
             raise ContextParallelError(fault)
-
-    def is_turn(self) -> bool:
-        """Whether this one of the later calls is to be compared; counts it."""
-        self._later_calls += 1
-        return self._later_calls % COMPARED_EVERY == 0
-
-
-def later(flag: Tensor) -> Callable[[], bool]:
-    """Starts to copy a flag [] to the host; the function that is returned waits for it."""
-    if not flag.is_cuda:
-        return lambda: bool(flag)
-    host = torch.empty((), dtype=torch.bool, pin_memory=True)
-    host.copy_(flag, non_blocking=True)
-    copied = torch.cuda.Event()
-    copied.record()
-
-    def value() -> bool:
-        copied.synchronize()
-        return bool(host)
-
-    return value
-
-
-def same_on_all_ranks(numbers: Tensor, group: dist.ProcessGroup) -> Callable[[], bool]:
-    """Begins to compare int64 numbers [n]; the function that is returned waits for the result.
-
-    A collective operation of the group, for which no host waits on a GPU.
-    """
-    extremes = torch.cat((numbers, -numbers))
-    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
-    largest, smallest = extremes.chunk(2)
-    return later((largest == -smallest).all())

@@ -17,9 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_cp_plugin.core.documents import document_starts
+from megatron_cp_plugin.core.same_numbers import later, same_on_all_ranks
 from megatron_cp_plugin.core.streams import capturing
 from megatron_cp_plugin.errors import ContextParallelError
-from megatron_cp_plugin.integration.agreement import FirstCalls, later, same_on_all_ranks
+from megatron_cp_plugin.integration.agreement import FirstCalls
 from megatron_cp_plugin.integration.documents import DocumentMask, RawSpans, attention_spans
 from megatron_cp_plugin.integration.runtime import Runtime
 
@@ -28,12 +29,7 @@ _SPANS, _POSITIONS = "attention_spans", "attention_positions"
 _OF_TOKENS = ("tokens", "labels", "loss_mask", "position_ids")
 _ORDER = "position_ids of a batch must count up from 0, and may begin again, before it is cut"
 _SAME = "ranks of a context-parallel group need the same whole samples before they are cut"
-_OTHERS_LATER = (
-    f"{_SAME}, got others on some rank in a later batch: let what draws and shuffles samples "
-    "depend on the data-parallel rank alone"
-)
 _MARK = "_cut_by_megatron_cp_plugin"
-_MIXED = 1_000_003  # an odd number, by which no batch's bits are lost from a sum modulo 2^64
 
 
 @dataclass(frozen=True)
@@ -75,14 +71,14 @@ class Batches:
         self._last: dict[str, Tensor] = {}
         self._last_cut = Cut()
         self._checks: list[Callable[[], str | None]] = []
-        self._held: Tensor | None = None  # a number int64 [] of the later batches
+        self._cut = 0  # how many batches
 
     def shard(self, batch: dict[str, Any], group: dist.ProcessGroup) -> dict[str, Any]:
         """Keeps this rank's part of every tensor of a batch, position ids included.
 
-        The first batch of training, and of evaluation, is compared over the group. Later, once in
-        `agreement.COMPARED_EVERY` batches, that one is, and by one number the tokens of all others
-        so far; the next call, or the loss, says what was found.
+        Every batch is compared over the group: the first one of training, and of evaluation,
+        before it is cut; later ones by one number each, while the model runs, and `finish_checks`
+        says what was found. Batches of a CUDA graph's replays are not compared.
 
         Args:
             batch: Tensors [b, N, ...] of whole samples, the same on all ranks of the group;
@@ -107,6 +103,7 @@ class Batches:
             _mark({key: batch.get(key) for key in _OF_TOKENS}, Cut(mask=self.spans))
             return batch
         self.finish_checks()
+        self._cut += 1
         whole = {key: batch[key] for key in _OF_TOKENS if isinstance(batch.get(key), Tensor)}
         if whole:
             self._check_whole(whole, group)
@@ -172,7 +169,8 @@ class Batches:
         """Ends the checks of earlier batches; on a GPU the host may wait until those were cut.
 
         Raises:
-            ContextParallelError: One was not whole.
+            ContextParallelError: One was not whole, or was another one on another rank.
+            CommunicationError: Another rank did not come to compare it.
         """
         while self._checks:
             fault = self._checks.pop(0)()
@@ -205,19 +203,15 @@ class Batches:
         if order:
             self._checks.append(order)
         if captured:
-            self._calls.is_turn()
             return
-        # Of one key alone: on a GPU each takes the host some ten microseconds.
-        one = _checksum(next(iter(whole.values())))
-        if self.spans is not None:
-            one = one + self._sum_of_spans()
-        if self._held is not None:
-            one = torch.add(one, self._held.to(one.device), alpha=_MIXED)
-        self._held = one
-        if self._calls.is_turn():
-            sums = torch.stack([self._held, *map(_checksum, whole.values())])
-            same = same_on_all_ranks(sums, group)
-            self._checks.append(lambda: None if same() else _OTHERS_LATER)
+        same, number = same_on_all_ranks(self._number_of(whole), group), self._cut
+        self._checks.append(lambda: None if same() else _others_later(number))
+
+    def _number_of(self, whole: Mapping[str, Tensor]) -> Tensor:
+        """A number int64 [1] that depends on all tensors of a batch, and on its spans."""
+        shapes = crc32(repr([(key, *x.shape) for key, x in whole.items()]).encode())
+        sums = _checksum(*whole.values()) + shapes + self._sum_of_spans()
+        return sums.view(1)
 
     def _sum_of_spans(self) -> int:
         return 0 if self.spans is None else crc32(repr(self.spans.spans).encode())
@@ -229,6 +223,13 @@ def _other_samples(rank: int, theirs: dict[str, list[int]], first: dict[str, lis
     return (
         f"{_SAME}, got other {' and '.join(different)} on rank {rank} than on rank 0: read them "
         "by data-parallel rank, and let get_batch_on_this_cp_rank cut them"
+    )
+
+
+def _others_later(number: int) -> str:
+    return (
+        f"{_SAME}, got others on some rank in batch {number} of this process: let what draws and "
+        "shuffles samples depend on the data-parallel rank alone"
     )
 
 
@@ -296,13 +297,15 @@ def _disorder(position_ids: Tensor) -> str:
     raise AssertionError("position ids in order were refused")
 
 
-def _checksum(tensor: Tensor) -> Tensor:
+def _checksum(*tensors: Tensor) -> Tensor:
     """A number int64 [] that depends on all elements and their order."""
-    bits = tensor.detach().contiguous().flatten()
-    if bits.is_floating_point():
-        bits = bits.float().view(torch.int32)
-    weights = torch.arange(1, bits.numel() + 1, device=bits.device)
-    return (bits.to(torch.int64) * weights).sum()
+    bits = torch.cat([_bits(tensor.detach()).flatten() for tensor in tensors])
+    return (bits * torch.arange(1, bits.numel() + 1, device=bits.device)).sum()
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """Whole numbers that tell elements apart."""
+    return tensor.float().view(torch.int32) if tensor.is_floating_point() else tensor
 
 
 def _documents_of(batch: Mapping[str, Any]) -> tuple[int, ...]:

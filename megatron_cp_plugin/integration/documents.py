@@ -8,9 +8,9 @@ the model gets the boundaries in a form that all but attention ignore.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from megatron_cp_plugin.core.document_layout import NAMED, PaddedDocuments
 from megatron_cp_plugin.core.documents import document_starts
 from megatron_cp_plugin.core.layout import Documents, Layout
 from megatron_cp_plugin.core.layout import positions as positions_of
+from megatron_cp_plugin.core.same_numbers import on_host
 from megatron_cp_plugin.core.slices import Slices
 from megatron_cp_plugin.errors import ContextParallelError
 
@@ -230,57 +231,100 @@ def check_padding(packed: DocumentMask | None, *, causal: bool) -> None:
         )
 
 
-def check_positions(
-    position_ids: Tensor,
-    packed: PackedSeqParams | None,
-    layout: Layout,
-    group: dist.ProcessGroup,
-    seq_len: int,
-) -> None:
-    """Refuses position ids that show that their batch was cut by another layout.
+class PositionsOfPacks:
+    """Refuses position ids that show that their packs were cut otherwise than by the layout.
 
     They may count through a document or through the whole sequence. What they are for padding, or
     if nothing is known by them, does not matter: some callers give the model any.
-
-    Args:
-        position_ids: [b,S] of this rank's tokens.
-        packed: What the model was given beside them.
-        layout: By which the batch should be cut.
-        group: The context-parallel group.
-        seq_len: Of the whole sequence.
-
-    Raises:
-        ContextParallelError: They are those of another layout.
     """
-    real = padded = [0, seq_len]
-    if packed is not None:
-        real = padded = packed.cu_seqlens_q.flatten().tolist()
-        if packed.cu_seqlens_q_padded is not None:
-            padded = packed.cu_seqlens_q_padded.flatten().tolist()
-    pairs = zip(pairwise(real), padded[:-1], padded[1:], strict=True)
-    documents = [(start, stop - first) for (first, stop), start, end in pairs if end > start]
-    starts, lengths = (torch.tensor(column) for column in zip(*documents, strict=True))
-    row = position_ids[0].cpu()
-    for name in (layout.name, *_OF_CALLERS):
+
+    def __init__(self, layout: Layout, group: dist.ProcessGroup) -> None:
+        """Args: layout: by which packs should be cut."""
+        self._layout = layout
+        self._group = group
+        self._means_nothing = False
+
+    def begin(
+        self, position_ids: Tensor, packed: PackedSeqParams | None, seq_len: int
+    ) -> Callable[[], None]:
+        """Begins to look at a pack; on a GPU the host waits only in what is returned.
+
+        Args:
+            position_ids: [b,S] of this rank's tokens.
+            packed: What the model was given beside them.
+            seq_len: Of the whole sequence.
+
+        Returns:
+            A function that raises ContextParallelError if they are those of another layout, or of
+            another rank.
+        """
+        if self._means_nothing:
+            return lambda: None
+        real = padded = [0, seq_len]
+        if packed is not None:
+            real = padded = packed.cu_seqlens_q.flatten().tolist()
+            if packed.cu_seqlens_q_padded is not None:
+                padded = packed.cu_seqlens_q_padded.flatten().tolist()
+        pairs = zip(pairwise(real), padded[:-1], padded[1:], strict=True)
+        documents = [(start, stop - first) for (first, stop), start, end in pairs if end > start]
+        row = on_host(position_ids[0].long())
+        return lambda: self._check(row(), documents, seq_len)
+
+    def _check(self, row: Tensor, documents: list[tuple[int, int]], seq_len: int) -> None:
+        """Args: row: int [S]. documents: where each begins, and its length without padding."""
+        own, mine = self._layout.name, self._group.rank()
+        if self._fits(row, own, mine, documents, seq_len):
+            return
+        if torch.equal(row, torch.arange(len(row))):
+            return  # counted through what this rank has
+        ranks = (mine, *(rank for rank in range(self._group.size()) if rank != mine))
+        for rank, name in product(ranks, (own, *_OF_CALLERS)):
+            if not self._fits(row, name, rank, documents, seq_len, telling=True):
+                continue
+            if name == own:
+                raise ContextParallelError(
+                    f"context-parallel rank {mine} needs its own part of each batch, got "
+                    f"position_ids of rank {rank}: cut by the rank in the context-parallel group"
+                )
+            instead = "" if name == "zigzag" else f", or use layout={name}"
+            raise ContextParallelError(
+                f"the {own} layout needs batches that are cut by it, got position_ids of the "
+                f"{name} layout: cut them so{instead}"
+            )
+        self._means_nothing = True
+
+    def _fits(
+        self,
+        row: Tensor,
+        name: str,
+        rank: int,
+        documents: list[tuple[int, int]],
+        seq_len: int,
+        *,
+        telling: bool = False,
+    ) -> bool:
+        """Whether these are position ids of a rank in a layout.
+
+        Args:
+            row, documents: As in `_check`.
+            name: Of the layout.
+            telling: Not if they are all the same, as of documents of one token, or of no tokens.
+        """
+        starts, lengths = (torch.tensor(column) for column in zip(*documents, strict=True))
         try:
             cut = NAMED[name].within(tuple(starts[1:].tolist()))
-            places = positions_of(cut, group.rank(), group.size(), seq_len)
+            places = positions_of(cut, rank, self._group.size(), seq_len)
         except ContextParallelError:
-            continue  # it cannot have been cut so
+            return False  # it cannot have been cut so
         document = torch.bucketize(places, starts, right=True) - 1
         inside = places - starts[document]
         counts = inside < lengths[document]
-        if len(row) != len(places) or not any(
-            torch.equal(row[counts], expected[counts]) for expected in (inside, places)
-        ):
-            continue
-        if name == layout.name:
-            return
-        instead = "" if name == "zigzag" else f", or use layout={name}"
-        raise ContextParallelError(
-            f"the {layout.name} layout needs batches that are cut by it, got position_ids of the "
-            f"{name} layout: cut them so{instead}"
-        )
+        if len(row) != len(places):
+            return False
+        given = row[counts]
+        if telling and not (given != given[:1]).any():
+            return False
+        return any(torch.equal(given, expected[counts]) for expected in (inside, places))
 
 
 def _lengths(packed: PackedSeqParams, recurrent: bool) -> Tensor:

@@ -42,6 +42,7 @@ class Hooks:
         """
         compat.check("algorithm", "training", allow_untested=self._flags.allow_untested_megatron)
         from megatron_cp_plugin.integration.chunked_loss import acceptance_counts
+        from megatron_cp_plugin.integration.loss import forward_step_calc_loss
         from megatron_cp_plugin.integration.recompute import checkpoint
         from megatron_cp_plugin.integration.rope import set_cos_sin_cache
 
@@ -56,7 +57,7 @@ class Hooks:
             "get_batch_on_this_cp_rank": self._get_batch,
             "roll_tensor": self._roll,
             "YarnRotaryEmbedding._set_cos_sin_cache": set_cos_sin_cache,
-            "forward_step_calc_loss": self._calc_loss,
+            "forward_step_calc_loss": forward_step_calc_loss,
         }
         if not self._flags.recompute_attention:
             hooks |= {"checkpoint": checkpoint, "te_checkpoint": checkpoint}
@@ -189,13 +190,6 @@ class Hooks:
         given = inspect.signature(original).bind(batch, *args, **kwargs).arguments.get("cp_group")
         group = parallel_state.get_context_parallel_group() if given is None else given
         return self._batches.shard(batch, group)
-
-    def _calc_loss(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        from megatron_cp_plugin.integration.loss import forward_step_calc_loss
-
-        assert self._batches is not None
-        self._batches.finish_checks()
-        return forward_step_calc_loss(original, *args, **kwargs)
 
     def _roll(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         from megatron_cp_plugin.integration.multi_token import roll_tensor

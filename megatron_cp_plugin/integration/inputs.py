@@ -13,15 +13,17 @@ from torch import Tensor, nn
 
 from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.core.layout_check import describe_mismatch
+from megatron_cp_plugin.core.same_numbers import same_on_all_ranks
+from megatron_cp_plugin.core.streams import capturing
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration import gated_delta_net
-from megatron_cp_plugin.integration.agreement import FirstCalls, same_on_all_ranks
+from megatron_cp_plugin.integration.agreement import FirstCalls
 from megatron_cp_plugin.integration.batch import Batches, Cut
 from megatron_cp_plugin.integration.checks import window_of
 from megatron_cp_plugin.integration.documents import (
     DocumentMask,
+    PositionsOfPacks,
     RawSpans,
-    check_positions,
     document_mask,
     mask_of_cut,
 )
@@ -37,8 +39,8 @@ _ARGUMENTS = {
     "loss_mask": "loss_mask",
 }
 _OTHER_DOCUMENTS = (
-    "all context-parallel ranks need the lengths of the same documents in packed_seq_params, got "
-    "others on other ranks: give all of them the same batch"
+    "all context-parallel ranks need the lengths of the same documents in packed_seq_params, and "
+    "equally many tokens, got others on other ranks: give all of them their parts of one batch"
 )
 _REMEDY = (
     "give whole samples to megatron.core.utils.get_batch_on_this_cp_rank, imported after the "
@@ -50,7 +52,8 @@ def serve_inputs(model: nn.Module, batches: Batches, group: dist.ProcessGroup) -
     """Makes a model refuse what `batches` has not cut, and take packed_seq_params as a mask.
 
     In its first call for training, and for evaluation, the context-parallel ranks compare notes,
-    so that all of them refuse what one of them does; later a rank refuses by itself.
+    so that all of them refuse what one of them does; later a rank refuses by itself, but for
+    batches that are not the same on all: these all ranks refuse once the forward pass is queued.
 
     Args:
         model: GPTModel or HybridModel, whose forward pass raises ContextParallelError then.
@@ -85,14 +88,19 @@ def serve_inputs(model: nn.Module, batches: Batches, group: dist.ProcessGroup) -
             given["packed_seq_params"] = mask
         return call.args, call.kwargs
 
+    def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        batches.finish_checks()
+
     model.register_forward_pre_hook(enter, with_kwargs=True)
+    model.register_forward_hook(leave)
 
 
 class CutInputs:
     """Holds what a model is given against what packed_seq_params say, where callers cut batches.
 
     In its first call for training, and for evaluation, the context-parallel ranks compare notes;
-    later, in some calls, the documents of all calls, and the next call says what was found.
+    in each later one the documents and the numbers of tokens, while the model runs: `leave` says
+    what was found.
     """
 
     def __init__(self, model: nn.Module, runtime: Runtime, group: dist.ProcessGroup) -> None:
@@ -102,8 +110,8 @@ class CutInputs:
         self._recurrent = gated_delta_net.has_layers(model)
         self._stages = _Stages(model)
         self._calls = FirstCalls()
-        self._same: Callable[[], bool] | None = None
-        self._held = 0  # a number of the documents of all calls
+        self._positions = PositionsOfPacks(runtime.config.layout, group)
+        self._checks: list[Callable[[], None]] = []  # of this call
         self._called = False
 
     def __call__(
@@ -112,13 +120,14 @@ class CutInputs:
         """A hook that runs before a model's forward pass."""
         call = inspect.signature(model.forward).bind(*args, **kwargs)
         given, mask, fault = call.arguments, None, None
+        self._checks.clear()
         try:
             mask = self._mask_of(model, given)
             self._stages.compare(mask)
         except ContextParallelError as error:
             fault = str(error)
-        devices = (parameter.device for parameter in model.parameters())
-        self._compare(fault, mask, next(devices, torch.device("cpu")))
+        held = (mask.seq_len, mask.starts, mask.spans) if mask else None
+        self._compare(fault, (held, _tokens_of(model, given)), _device(model))
         if not self._called:
             # Frameworks give a model other position embeddings once it is built.
             use_layout(model, self._runtime)
@@ -145,32 +154,52 @@ class CutInputs:
                     "give cu_seqlens_q_padded of whole documents, and each rank its part of each"
                 )
             layout.within(mask.starts if mask else ()).spans(self._group.rank(), size, total)
-            if self._calls.is_first and size > 1 and (mask is None or mask.spans is None):
+            if size > 1 and (mask is None or mask.spans is None):
                 self._check_positions(given, total)
         return mask
 
+    def leave(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """A hook that runs after a model's forward pass; on a GPU the host waits for its beginning.
+
+        Raises:
+            ContextParallelError: What was compared is not the same on all ranks.
+            CommunicationError: Another rank did not come to compare it.
+        """
+        while self._checks:
+            self._checks.pop(0)()
+
     def _check_positions(self, given: Mapping[str, Any], total: int) -> None:
         positions, ids = given.get("position_ids"), given.get("input_ids")
-        if not isinstance(positions, Tensor) or not isinstance(ids, Tensor):
+        if not isinstance(positions, Tensor) or not isinstance(ids, Tensor) or capturing(positions):
             return
         if positions.shape == ids.shape:  # else left as they were before samples were packed
-            layout, packed = self._runtime.config.layout, given.get("packed_seq_params")
-            check_positions(positions, packed, layout, self._group, total)
+            check = self._positions.begin(positions, given.get("packed_seq_params"), total)
+            if self._calls.is_first:
+                check()
+            else:
+                self._checks.append(check)
 
-    def _compare(self, fault: str | None, mask: DocumentMask | None, device: torch.device) -> None:
-        """Refuses other documents on other ranks: now, or where the host need not wait for it."""
-        held = (mask.seq_len, mask.starts, mask.spans) if mask else None
+    def _compare(self, fault: str | None, held: object, device: torch.device) -> None:
+        """Refuses other documents on other ranks: in a first call now, later in `leave`."""
         first = self._calls.is_first
-        self._held = crc32(repr(held).encode(), self._held)
         self._calls.compare(fault, self._group, held, lambda *_: _OTHER_DOCUMENTS)
-        if self._same is not None and not self._same():
-            raise ContextParallelError(_OTHER_DOCUMENTS)
-        self._same = None
-        if first or self._group.size() == 1 or not self._calls.is_turn():
+        if first or self._group.size() == 1:
             return
-        if not torch.cuda.is_available() or not torch.cuda.is_current_stream_capturing():
-            number = torch.full((1,), self._held, device=device)
-            self._same = same_on_all_ranks(number, self._group)
+        number = torch.full((1,), crc32(repr(held).encode()), device=device)
+        if capturing(number):
+            return
+        same = same_on_all_ranks(number, self._group)
+
+        def check() -> None:
+            if not same():
+                raise ContextParallelError(_OTHER_DOCUMENTS)
+
+        self._checks.append(check)
+
+
+def _device(model: nn.Module) -> torch.device:
+    devices = (parameter.device for parameter in model.parameters())
+    return next(devices, torch.device("cpu"))
 
 
 class _Stages:
@@ -309,7 +338,9 @@ def serve_cut_inputs(model: nn.Module, runtime: Runtime, group: dist.ProcessGrou
     """
     if serves_inputs(model):
         return
-    model.register_forward_pre_hook(CutInputs(model, runtime, group), with_kwargs=True)
+    inputs = CutInputs(model, runtime, group)
+    model.register_forward_pre_hook(inputs, with_kwargs=True)
+    model.register_forward_hook(inputs.leave)
 
 
 def serves_inputs(model: nn.Module) -> bool:

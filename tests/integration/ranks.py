@@ -25,13 +25,15 @@ class Place:
 ALONE: Any = Place(0, 1)
 
 
-def on_ranks[T](size: int, body: Callable[[dist.ProcessGroup], T]) -> list[T]:
+def on_ranks[T](
+    size: int, body: Callable[[dist.ProcessGroup], T], *, timeout_s: float = 30
+) -> list[T]:
     """Returns what body(group) returned on each rank, over gloo."""
     store = dist.HashStore()
 
     def rank(number: int) -> T:
         group = dist.ProcessGroup(store, number, size)
-        gloo = dist.ProcessGroupGloo(store, number, size, timedelta(seconds=30))
+        gloo = dist.ProcessGroupGloo(store, number, size, timedelta(seconds=timeout_s))
         group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
         return body(group)
 

@@ -14,10 +14,10 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import Tensor, nn
 
 from megatron_cp_plugin.core.layout import LAYOUTS
-from megatron_cp_plugin.errors import ContextParallelError
-from megatron_cp_plugin.integration.agreement import COMPARED_EVERY
+from megatron_cp_plugin.errors import CommunicationError, ContextParallelError
 from megatron_cp_plugin.integration.batch import Batches
 from megatron_cp_plugin.integration.documents import DocumentMask
+from megatron_cp_plugin.integration.inputs import serve_inputs
 from megatron_cp_plugin.integration.rope import (
     LayoutRotaryEmbedding,
     set_cos_sin_cache,
@@ -125,39 +125,94 @@ def test_a_batch_that_is_not_whole(ids: list[int], got: str) -> None:
         batches.shard({"position_ids": right}, group)
         batches.finish_checks()
         batches.shard({"position_ids": mine}, group)
-        if group.rank():
+        said = "others on some rank in batch 4" if group.rank() else f"got {got}"
+        with pytest.raises(ContextParallelError, match=said):
             batches.finish_checks()
-        else:
-            with pytest.raises(ContextParallelError, match=f"got {got}"):
-                batches.finish_checks()
 
     on_ranks(2, rank)
 
 
-@pytest.mark.parametrize(
-    ("key", "last"),
-    [*((key, 2 * COMPARED_EVERY) for key in ("tokens", "labels", "loss_mask")), ("tokens", 6)],
-)
-def test_other_samples_on_another_rank_from_some_batch_on(key: str, last: int) -> None:
-    """As of a data loader whose second epoch is shuffled by another seed on each rank; or once."""
-    whole = {name: torch.arange(8.0)[None] for name in ("tokens", "labels", "loss_mask")}
+KEYS = ("tokens", "labels", "loss_mask")
+
+
+class Trained(nn.Module):
+    """Stands for a model in training; counts the forward passes that came to their ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(cuda_graph_impl="none")
+        self.passed = 0
+
+    def forward(self, input_ids: Any, position_ids: Any = None, labels: Any = None) -> None:
+        """Megatron's names."""
+
+
+def train_on(batches: Batches, model: Trained, group: Any, batch: dict[str, Tensor]) -> None:
+    cut = batches.shard(batch, group)
+    model(cut["tokens"], cut.get("position_ids"), cut["labels"])
+    model.passed += 1
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("number", [2, 3, 40])
+def test_one_batch_of_other_samples_on_a_rank(key: str, number: int, size: int) -> None:
+    """Is refused on all ranks, before its loss is computed: the last one of a run, too."""
+    whole = {name: torch.arange(30.0)[None] for name in KEYS}
 
     def rank(group: Any) -> tuple[int, str]:
-        batches = Batches(runtime("contiguous"))
-        for number in range(2 * COMPARED_EVERY):
-            mine = dict(whole)
-            if 5 < number <= last and group.rank():
-                mine[key] = mine[key].flip(1)
-            try:
-                batches.shard(mine, group)
-                batches.finish_checks()
-            except ContextParallelError as error:
-                return number, str(error)
-        return -1, ""
+        batches, model = Batches(runtime("contiguous")), Trained()
+        serve_inputs(model, batches, group)
+        for _ in range(number - 1):
+            train_on(batches, model, group, dict(whole))
+        mine = dict(whole)
+        if group.rank() == size - 1:
+            mine[key] = mine[key].flip(1)
+        with pytest.raises(ContextParallelError) as error:
+            train_on(batches, model, group, mine)
+        return model.passed, str(error.value)
 
-    for number, said in on_ranks(2, rank):
-        assert number == COMPARED_EVERY
-        assert "need the same whole samples before they are cut, got others on some rank" in said
+    for passed, said in on_ranks(size, rank):
+        assert passed == number - 1
+        assert said == (
+            "ranks of a context-parallel group need the same whole samples before they are cut, "
+            f"got others on some rank in batch {number} of this process: let what draws and "
+            "shuffles samples depend on the data-parallel rank alone"
+        )
+
+
+@pytest.mark.parametrize("other", ["shape", "evaluation"])
+def test_later_batches_of_other_shapes_or_of_an_evaluation(other: str) -> None:
+    """Elements in the same order, in other rows; the second batch without gradients."""
+    whole = {name: torch.arange(24.0).view(2, 12) for name in KEYS}
+
+    def rank(group: Any) -> tuple[int, str]:
+        batches, model = Batches(runtime("contiguous")), Trained()
+        serve_inputs(model, batches, group)
+        with torch.set_grad_enabled(other == "shape"):
+            train_on(batches, model, group, dict(whole))
+            mine = dict(whole)
+            if group.rank():
+                mine = {name: x.view(4, 6) if other == "shape" else -x for name, x in whole.items()}
+            with pytest.raises(ContextParallelError, match="got others on some rank in batch 2"):
+                train_on(batches, model, group, mine)
+
+    on_ranks(2, rank)
+
+
+def test_a_rank_that_ends_before_the_others_is_missed() -> None:
+    """Within the timeout of the group, in words that say what was waited for."""
+
+    def rank(group: Any) -> None:
+        batches, model = Batches(runtime("contiguous")), Trained()
+        serve_inputs(model, batches, group)
+        batch = {name: torch.arange(8.0)[None] for name in KEYS}
+        train_on(batches, model, group, dict(batch))
+        if group.rank() == 0:
+            with pytest.raises(CommunicationError, match="lost the others in a comparison; has "):
+                train_on(batches, model, group, dict(batch))
+
+    on_ranks(2, rank, timeout_s=1)
 
 
 def test_positions_that_begin_again_are_those_of_a_whole_batch() -> None:
