@@ -208,14 +208,14 @@ def table(cells: Sequence[Cell], planned: int) -> str:
         f"{len(cells)} of {planned} cells run: {len(cells) - len(failed)} equal to the unsplit "
         f"model or refused, {len(failed)} failed.",
         "",
-        "A cell trains a small GPT for three iterations with Megatron's own loop, the sequence",
-        "split over CP ranks, and compares with CP 1 and Megatron's own attention (linear models:",
-        "their first algorithm), all other flags the same. It says how far the worst loss of any",
-        "iteration / the worst gradient of any parameter at the first / at the other iterations is",
-        "off, relative, for gradients in the Euclidean or the maximum norm, whichever is worse.",
-        "Gradient norms, auxiliary losses and the equality of all replicas are checked too. After",
-        "the first iteration the weights differ by rounding, where a gradient is all but zero by",
-        "up to two steps of Adam. The largest errors allowed:",
+        "A cell trains a small GPT for three iterations in Megatron's own loop with the",
+        "sequence split over the CP ranks, and compares it with CP 1 and Megatron's own",
+        "attention (linear models: their first algorithm), with all other flags the same. It",
+        "gives relative errors: the worst loss of any iteration / the worst gradient of any",
+        "parameter in the first iteration / in the others, for gradients in the Euclidean or",
+        "the maximum norm, whichever is worse. Gradient norms, auxiliary losses and the",
+        "equality of all replicas are checked too. After the first iteration the weights differ",
+        "by rounding; where a gradient is almost zero, by up to two steps of Adam. The bounds:",
         "",
         "| dtype | losses | gradient norms | gradients | gradients later |",
         "| --- | --- | --- | --- | --- |",
@@ -242,12 +242,13 @@ def table(cells: Sequence[Cell], planned: int) -> str:
 
 _NO_PARITY = (
     "Dropout of hidden states (`--hidden-dropout`), jitter of router inputs and random routing",
-    "(`--moe-router-force-biased`, `--moe-router-force-load-balancing`) draw other numbers for",
-    "each split, with Megatron's own context parallelism as with this.",
+    "(`--moe-router-force-biased`, `--moe-router-force-load-balancing`) draw different random",
+    "numbers for each split, with Megatron's own context parallelism as with the plugin.",
     "",
     "The rows with padding use `--eod-mask-loss`: without it Megatron's data set (0.19.2) keeps",
-    "the loss mask of the first sample that a data-parallel rank reads, padding included, and puts",
-    "it on all later ones. That is the same for every CP size, but not for every DP size.",
+    "the loss mask of the first sample that a data-parallel rank reads, padding included, and",
+    "applies it to all later ones. That is the same for every CP size, but not for every DP",
+    "size.",
 )
 
 

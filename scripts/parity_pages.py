@@ -23,15 +23,15 @@ ITERATIONS = 10  # that most runs train
 GRAPHS_PAGE = TABLE.with_name("graphs.md")
 ON_CAPTURED_RUNS = "## What was run"
 # What stands below the table.
-NOTES = """Bold: further off than allowed. `linear` in bfloat16 is so by one kind of parameter, the
-angles of positions, whose gradient is a sum over all tokens with much cancellation: in float32
-its error is 3e-5 to 5e-5, some 500 roundings, and as many roundings of bfloat16 are all of it; all
-other gradients are within the bound. Gated delta net in bfloat16 (`delta-net`) could not be run:
-flash-linear-attention 0.6.0 refuses Triton 3.6 on Hopper, with Megatron's own split as well.
-`megatron-fsdp` in bfloat16 is bold for one reason: its recording compared the bytes of the weights
-before the first iteration, which are the optimizer's, in float32, where the reference has those of
-the model, in bfloat16. Values are compared since (equal on CPUs; the row is to be run again); its
-losses and gradients are within the bounds.
+NOTES = """Bold: beyond the bound. `linear` in bfloat16 exceeds it for one kind of parameter, the
+position angles, whose gradient is a sum over all tokens with much cancellation: in float32 its
+error is 3e-5 to 5e-5, about 500 roundings, and as many bfloat16 roundings are as large as the
+gradient itself; all other gradients are within the bound. Gated delta net in bfloat16
+(`delta-net`) could not be run: flash-linear-attention 0.6.0 refuses Triton 3.6 on Hopper, with
+Megatron's own split as well. `megatron-fsdp` in bfloat16 is bold only because its recording
+compared the bytes of the weights before the first iteration: the optimizer's float32 weights with
+the reference's bfloat16 weights. Values are compared since then (equal on CPUs; the row is to be
+run again); its losses and gradients are within the bounds.
 """
 
 
@@ -65,15 +65,15 @@ def section(report: Mapping[str, Any]) -> str:
         f"Written by `scripts/parity_gpus.py` on {about['date']}, commit {about['commit']}: "
         f"{about['versions']}, {about['device']}.",
         "",
-        f"A run trains a GPT of 4 layers with heads of dim 128 for {ITERATIONS} iterations of two",
-        "sequences of 4096 tokens at CP 2, among Transformer Engine's layers, and is compared with",
-        "Transformer Engine's own attention at CP 1 (linear attention: lasp2 at CP 1): the worst",
-        "loss of any iteration / the worst gradient of any parameter at iterations 1, 5, 10,",
-        "relative. In float32, TF32 off, the bounds are those above. In bfloat16 gradients are in",
-        f"the Euclidean norm, and no loss may be off by more than {LOSS_FACTOR:g} times, no",
-        f"gradient by more than {GRADIENT_FACTOR:g} times what Transformer Engine's p2p at CP 2",
-        "is off; in brackets how many times that the worst gradient is. Linear attention has the",
-        "bounds above in bfloat16 too.",
+        f"A run trains a GPT of 4 layers with head dim 128 for {ITERATIONS} iterations on two",
+        "sequences of 4096 tokens at CP 2, with Transformer Engine's layers. It is compared",
+        "with Transformer Engine's own attention at CP 1 (linear attention: lasp2 at CP 1):",
+        "relative errors of the worst loss of any iteration / the worst gradient of any",
+        "parameter at iterations 1, 5, 10. In float32, TF32 off, the bounds are those above. In",
+        "bfloat16, errors of gradients are in the Euclidean norm, and the bounds are",
+        f"{LOSS_FACTOR:g} times (loss) and {GRADIENT_FACTOR:g} times (gradients) the error of",
+        "Transformer Engine's p2p at CP 2; the number in brackets is this ratio for the worst",
+        "gradient. Linear attention keeps the bounds above in bfloat16 too.",
         "",
         "| key | combination | p2p | algorithms |",
         "| --- | --- | --- | --- |",
@@ -103,13 +103,13 @@ def graphs_section(report: Mapping[str, Any] | None, models: Sequence[CapturedRo
             "",
         ]
     lines += [
-        "A GPT of 4 layers among Transformer Engine's layers at CP 2, two micro-batches a step, in",
-        "Megatron's deterministic mode. Equal: all losses, and the gradients of every parameter at",
-        "the first, the middle and the last iteration, are those of the same run without graphs to",
-        "the bit; in the last one all that is captured was replayed. Without: how far the run",
-        "without graphs is from CP 1, as in [parity.md](parity.md), or that it trained; without",
-        "the gradient of the embedding, which Megatron sums in bfloat16 in this mode. Empty: not",
-        "run.",
+        "A GPT of 4 layers with Transformer Engine's layers at CP 2, two micro-batches per",
+        "step, in Megatron's deterministic mode. Equal: all losses, and the gradients of every",
+        "parameter at the first, middle and last iteration, are bitwise those of the same run",
+        "without graphs, and everything captured was replayed in the last iteration. Without:",
+        "the difference of the run without graphs from CP 1, as in [parity.md](parity.md) but",
+        "without the gradient of the embedding, which Megatron sums in bfloat16 in this mode;",
+        'or "trained" if it was not compared. Empty: not run.',
         "",
         f"| {' | '.join(['model', 'algorithm', 'transport', 'without', *captors])} |",
         "|" + " --- |" * (4 + len(captors)),

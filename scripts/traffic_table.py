@@ -97,7 +97,7 @@ def title(heads: int, kv_heads: int) -> str:
 
 
 def markdown(heads: int, kv_heads: int, sizes: Sequence[int] = SIZES) -> str:
-    """The table for a README."""
+    """The table for docs/algorithms.md."""
     lines: Iterable[Sequence[str]] = [
         [f"{heads}:{kv_heads} heads", *(f"P = {size}" for size in sizes)],
         ["---"] + ["---:"] * len(sizes),

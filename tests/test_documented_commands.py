@@ -1,4 +1,4 @@
-"""Commands that README.md and CONTRIBUTING.md show: run here, or it is said what runs them."""
+"""Commands that the README and other pages show: run here, or named with what runs them."""
 
 import re
 import shlex
@@ -9,7 +9,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("README.md", "CONTRIBUTING.md")
+PAGES = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "docs/algorithms.md",
+    "docs/megatron.md",
+    "docs/planner.md",
+)
 PROGRAMS = ("make", "python", "torchrun", "megatron-cp", "pytest", "pip", "git", "bash")
 
 # What a command is run with beside what the page shows, and what it must print.
@@ -55,7 +61,7 @@ RUN: dict[str, tuple[str, str]] = {
     "megatron-cp capabilities": ("", "| `zigzag` "),
     "make help": ("", "make test"),
 }
-# README.md shows lines of what it prints.
+# README.md and docs/planner.md show lines of what it prints.
 PRINTED = "megatron-cp plan --model llama3-8b --tokens 256K --gpus 128 --machine h100"
 CHECK_INSTALLS = "scripts/check_installs.py"
 GPUS = "needs GPUs"
@@ -150,9 +156,10 @@ def test_commands_of_the_pages(command: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     assert says in done.stdout
     if command == PRINTED:
-        readme = (ROOT / "README.md").read_text()
-        (block,) = re.findall(r"^```text\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
-        assert set(block.splitlines()) <= set(done.stdout.splitlines())
+        for page in ("README.md", "docs/planner.md"):
+            text = (ROOT / page).read_text()
+            (block,) = re.findall(r"^```text\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+            assert set(block.splitlines()) <= set(done.stdout.splitlines())
 
 
 def test_code_on_pages_imports_what_it_uses() -> None:

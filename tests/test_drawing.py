@@ -139,12 +139,12 @@ def test_texts_fit(algo: str, size: int, mask: str, options: dict[str, object]) 
 
 
 @pytest.mark.parametrize("algo", ["zigzag", "distflash", "attention2d"])
-def test_pictures_of_the_readme(algo: str, tmp_path: Path) -> None:
-    """They are what the command printed below them makes; megatron-cp draw makes them again."""
-    readme = (ROOT / "README.md").read_text()
-    (command,) = re.findall(rf"^    megatron-cp (draw --algo {algo} .*)$", readme, re.MULTILINE)
+def test_pictures_of_the_pages(algo: str, tmp_path: Path) -> None:
+    """Each picture is what the command printed below it makes."""
+    page = (ROOT / "docs" / "algorithms.md").read_text()
+    (command,) = re.findall(rf"^    megatron-cp (draw --algo {algo} .*)$", page, re.MULTILINE)
     *words, path = command.split()
-    assert f"({path})" in readme
+    assert f"({path.removeprefix('docs/')})" in page
     assert cli.main([*words, str(tmp_path / "again.svg")]) == 0
     again = (tmp_path / "again.svg").read_text()
     assert again == (ROOT / path).read_text(), f"run: megatron-cp {command}"
