@@ -38,7 +38,8 @@ def whole_number(name: str, value: object) -> int:
 
 def brief(value: object) -> str:
     """Returns what a value is in one line, however long it is."""
-    return shorten(repr(value), 80, placeholder=" ...")
+    text = repr(value)
+    return shorten(text, 80, placeholder=" ...") if " " in text else text[:80]
 
 
 def nearest(name: object, choices: Iterable[str]) -> str:

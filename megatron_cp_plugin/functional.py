@@ -5,23 +5,35 @@ queries and keys, E that of values, P ranks. Positions and lengths are in tokens
 """
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial, wraps
-from typing import Literal, SupportsFloat, cast
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_cp_plugin import registry
+from megatron_cp_plugin.arguments import (
+    SpanMask,
+    check_alone,
+    check_eager,
+    check_tensors,
+    chosen,
+    dimension,
+    fixed_number,
+    flag,
+    followed_by,
+    length,
+    on_host,
+    word,
+)
 from megatron_cp_plugin.core import layout as layouts
 from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.core.autocast import cast_inputs
 from megatron_cp_plugin.core.chunked_loss import CHUNK_TOKENS, losses_and_predictions
 from megatron_cp_plugin.core.comm import communicating_in
 from megatron_cp_plugin.core.decay import Decay
-from megatron_cp_plugin.core.documents import document_starts
 from megatron_cp_plugin.core.function import attend, check_shapes
 from megatron_cp_plugin.core.layout import Documents, Layout
 from megatron_cp_plugin.core.layout_check import describe_mismatch
@@ -29,9 +41,9 @@ from megatron_cp_plugin.core.lengths import agreed_length
 from megatron_cp_plugin.core.linear import LinearAlgorithm
 from megatron_cp_plugin.core.linear_function import attend_linearly, check_linear_shapes
 from megatron_cp_plugin.core.process_groups import release_topologies, topology_of
-from megatron_cp_plugin.core.same_calls import check_same_call, compared
+from megatron_cp_plugin.core.same_calls import compared, same_call
 from megatron_cp_plugin.core.shape import Shape
-from megatron_cp_plugin.core.slices import Slices, starts_and_slices
+from megatron_cp_plugin.core.slices import starts_and_slices
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ContextParallelError, brief, whole_number
@@ -39,8 +51,6 @@ from megatron_cp_plugin.kernels import resolve
 from megatron_cp_plugin.kernels.linear import resolve_linear
 
 Group = dist.ProcessGroup | Topology | None
-# As `attention` takes them.
-SpanMask = Iterable[Sequence[object]] | Tensor
 
 
 def _not_compiled[**P, R](function: Callable[P, R]) -> Callable[P, R]:
@@ -82,10 +92,12 @@ def attention(
     whether q requires a gradient and whether k or v does. Gradients that are not required are not
     sent, but by `attention2d` with variant "overlap".
 
-    Ranks compare what they call it with, and how many tokens they hold, in small messages at the
-    first call with such settings and with such a number. A rank that makes another call later may
-    leave the others waiting for the group's timeout. Documents and spans are compared at the first
-    call only, and by `check_layout` alone which tokens a rank holds.
+    Ranks compare what they call it with, documents and spans included, and how many tokens they
+    hold, and refuse on all of them what differs or what one of them refuses. Over gloo they do so
+    in each call, in a message of 16 bytes; over NCCL, where the host would have to wait for it, at
+    the first call with such settings and with such a number: there a rank that makes another call
+    later may leave the others waiting for the group's timeout, and documents and spans are compared
+    at the first call only. By `check_layout` alone they compare which tokens a rank holds.
 
     Under torch.autocast q, k and v are cast to autocast's dtype, as torch's
     scaled_dot_product_attention does. Under torch.compile the call is a graph break.
@@ -105,8 +117,8 @@ def attention(
         scale: factor of the scores, above 0; None: D**-0.5. Not differentiable.
         kernel: "auto" or a name of `kernels.kernel_names`.
         seq_len: N; needed only where ranks hold unequal numbers of tokens: all ranks raise
-            ContextParallelError there if it is missing. With shards that `shard` has not made, and
-            equal ones before, some may wait for the group's timeout instead and raise
+            ContextParallelError there if it is missing. Over NCCL, with shards that `shard` has not
+            made, and equal ones before, some may wait for the group's timeout instead and raise
             CommunicationError.
         window: queries see the last `window` keys up to their own position, which counts: one more
             than `left` of Transformer Engine's and flash-attn's `window_size` (left, 0).
@@ -134,35 +146,38 @@ def attention(
     fit, KernelUnavailableError if the kernel cannot serve them, CommunicationError if another rank
     cannot be reached any more.
     """
-    q, k, v = cast_inputs(q, k, v)
-    topology, causal, scale = _topology(group), bool(causal), _fixed_number("scale", scale)
-    window = None if window is None else whole_number("window", window)
-    cu_seqlens, spans, chosen = _kept(cu_seqlens), _kept(spans), tuple(sorted(options.items()))
-    trained = torch.is_grad_enabled()
-    check_same_call(
-        topology,
-        "attention",
-        {
+    topology = _topology(group)
+    with same_call(topology, "attention") as made:
+        check_tensors(q=q, k=k, v=v, sink_or_none=sink)
+        check_eager("attention", q, k, v)
+        q, k, v = cast_inputs(q, k, v)
+        causal, scale = flag("causal", causal), fixed_number("scale", scale)
+        window = None if window is None else whole_number("window", window)
+        cu_seqlens, spans = on_host("cu_seqlens", cu_seqlens), on_host("spans", spans)
+        check_shapes(q, k, v)
+        if spans is not None:
+            check_alone(causal, window, cu_seqlens)
+        layout, settings = registry.layout_of(algo, options), chosen(options)
+        seq_len = length("seq_len", seq_len)
+        made.lengths = _held(topology, layout, q.shape[1], seq_len, cu_seqlens, spans)
+        trained = torch.is_grad_enabled()
+        made.settings = {
             "algo": algo,
-            "options": chosen,
+            "options": settings,
             **_described(q, k, v),
             "causal": causal,
             "scale": scale,
             "window": window,
-            "kernel": kernel,
+            "kernel": word("kernel", kernel),
             "documents": cu_seqlens is not None,
             "span mask": spans is not None,
+            "sink": None if sink is None else (sink.dtype, *sink.shape),
             "requires_grad of q": trained and q.requires_grad,
             "requires_grad of k or v": trained and (k.requires_grad or v.requires_grad),
-        },
-        {"cu_seqlens": cu_seqlens, "spans": spans},
-    )
-    check_shapes(q, k, v)
-    if spans is not None:
-        _check_alone(causal, window, cu_seqlens)
-    layout = registry.layout_of(algo, options)
+        }
+        made.changing = {"cu_seqlens": cu_seqlens, "spans": spans}
     if algo != registry.AUTO:
-        algorithm = _algorithm(algo, topology, chosen)
+        algorithm = _algorithm(algo, topology, settings)
     seq_len, followed = _sequence(topology, layout, q.shape[1], seq_len, cu_seqlens, spans)
     documents, slices = starts_and_slices(followed)
     if window is not None:
@@ -231,25 +246,31 @@ def linear_attention(
     Raises: ConfigError for an unknown name or option or a rate out of range, ContextParallelError
     for shapes that do not fit, KernelUnavailableError if the kernel cannot serve them.
     """
-    q, k, v = cast_inputs(q, k, v)
-    topology, causal = _topology(group), bool(causal)
-    cu_seqlens, chosen = _kept(cu_seqlens), tuple(sorted(options.items()))
-    check_same_call(
-        topology,
-        "linear_attention",
-        {
+    topology = _topology(group)
+    with same_call(topology, "linear_attention") as made:
+        check_tensors(q=q, k=k, v=v, initial_state_or_none=initial_state)
+        check_eager("linear_attention", q, k, v)
+        q, k, v = cast_inputs(q, k, v)
+        causal = flag("causal", causal)
+        output_final_state = flag("output_final_state", output_final_state)
+        cu_seqlens = on_host("cu_seqlens", cu_seqlens)
+        check_linear_shapes(q, k, v)
+        rates = Decay.of(decay, q.shape[2])
+        layout, settings = registry.layout_of(algo, options), chosen(options)
+        seq_len = length("seq_len", seq_len)
+        made.lengths = _held(topology, layout, q.shape[1], seq_len, cu_seqlens, None)
+        made.settings = {
             "algo": algo,
-            "options": chosen,
+            "options": settings,
             **_described(q, k, v),
             "causal": causal,
-            "kernel": kernel,
+            "kernel": word("kernel", kernel),
             "documents": cu_seqlens is not None,
-            "output_final_state": bool(output_final_state),
-        },
-        {"decay": decay, "cu_seqlens": cu_seqlens},
-    )
-    check_linear_shapes(q, k, v)
-    algorithm = _linear_algorithm(algo, topology, chosen)
+            "initial_state": initial_state is not None,
+            "output_final_state": output_final_state,
+        }
+        made.changing = {"decay": rates.rates, "cu_seqlens": cu_seqlens}
+    algorithm = _linear_algorithm(algo, topology, settings)
     seq_len, followed = _sequence(
         algorithm.topology, algorithm.layout, q.shape[1], seq_len, cu_seqlens, None
     )
@@ -259,7 +280,7 @@ def linear_attention(
         v,
         algorithm=algorithm,
         seq_len=seq_len,
-        decay=Decay.of(decay, q.shape[2]),
+        decay=rates,
         causal=causal,
         kernel_for=partial(resolve_linear, kernel),
         initial_state=initial_state,
@@ -305,16 +326,20 @@ def chunked_cross_entropy(
     once.
     Raises: ContextParallelError for shapes, dtypes or settings that do not fit.
     """
-    if reduction not in ("none", "sum", "mean"):
-        raise ContextParallelError(f"reduction must be none, sum or mean, got {reduction!r}")
+    if not isinstance(reduction, str) or reduction not in ("none", "sum", "mean"):
+        raise ContextParallelError(f"reduction must be none, sum or mean, got {brief(reduction)}")
+    if not isinstance(tp_group, dist.ProcessGroup | None):
+        raise ContextParallelError(f"tp_group needs a process group, got {brief(tp_group)}")
+    check_tensors(hidden=hidden, weight=weight, labels=labels)
+    check_eager("chunked_cross_entropy", hidden, weight)
     losses, _ = losses_and_predictions(
         hidden,
         weight,
         labels,
         chunk_tokens=whole_number("chunk_tokens", chunk_tokens),
         tp_group=tp_group,
-        sequence_parallel=sequence_parallel,
-        into_main_grad=into_main_grad,
+        sequence_parallel=flag("sequence_parallel", sequence_parallel),
+        into_main_grad=flag("into_main_grad", into_main_grad),
         predict=False,
     )
     if reduction == "none":
@@ -342,8 +367,10 @@ def shard(
     Raises: ConfigError for an unknown name or option.
     """
     topology = _topology(group)
-    layout = registry.layout_of(algo, options)
-    layout = layout.within(_followed(cu_seqlens, spans, x.shape[dim]))
+    check_tensors(x=x)
+    dim, layout = dimension(x, dim), registry.layout_of(algo, options)
+    cu_seqlens, spans = on_host("cu_seqlens", cu_seqlens), on_host("spans", spans)
+    layout = layout.within(followed_by(cu_seqlens, spans, x.shape[dim]))
     topology.lengths.unequal |= x.shape[dim] % topology.size > 0
     return layouts.shard(x, dim, layout, topology.rank, topology.size)
 
@@ -368,22 +395,26 @@ def unshard(
     Raises: ConfigError for an unknown name or option, ContextParallelError if the ranks' numbers of
     tokens do not fit.
     """
-    topology, cu_seqlens, spans = _topology(group), _kept(cu_seqlens), _kept(spans)
-    size, others = topology.size, list(x.shape)
-    others[dim] = -1  # tokens
-    check_same_call(
-        topology,
-        "unshard",
-        {
+    topology = _topology(group)
+    size = topology.size
+    with same_call(topology, "unshard") as made:
+        check_tensors(x=x)
+        dim, layout, settings = (
+            dimension(x, dim),
+            registry.layout_of(algo, options),
+            chosen(options),
+        )
+        cu_seqlens, spans = on_host("cu_seqlens", cu_seqlens), on_host("spans", spans)
+        seq_len = length("seq_len", seq_len)
+        made.lengths = _held(topology, layout, x.shape[dim], seq_len, cu_seqlens, spans)
+        made.settings = {
             "algo": algo,
-            "options": tuple(sorted(options.items())),
+            "options": settings,
             "dim": dim,
-            "shape beside tokens": tuple(others),
+            "shape beside tokens": (*x.shape[:dim], -1, *x.shape[dim + 1 :]),
             "dtype": x.dtype,
-        },
-        {"cu_seqlens": cu_seqlens, "spans": spans},
-    )
-    layout = registry.layout_of(algo, options)
+        }
+        made.changing = {"cu_seqlens": cu_seqlens, "spans": spans}
     total, followed = _sequence(topology, layout, x.shape[dim], seq_len, cu_seqlens, spans)
     layout = layout.within(followed)
     moved = x.detach().movedim(dim, 0).contiguous()
@@ -428,8 +459,15 @@ def check_layout(
     other tokens, what it has, and whose tokens they look like.
     """
     topology = _topology(group)
-    layout = registry.layout_of(algo, options)
-    tokens = positions.shape[-1] if positions.dim() else 0
+    with same_call(topology, "check_layout") as made:
+        check_tensors(positions=positions)
+        layout, settings = registry.layout_of(algo, options), chosen(options)
+        cu_seqlens, spans = on_host("cu_seqlens", cu_seqlens), on_host("spans", spans)
+        tokens = positions.shape[-1] if positions.dim() else 0
+        seq_len = length("seq_len", seq_len)
+        made.lengths = _held(topology, layout, tokens, seq_len, cu_seqlens, spans)
+        made.settings = {"algo": algo, "options": settings}
+        made.changing = {"cu_seqlens": cu_seqlens, "spans": spans}
     total, followed = _sequence(topology, layout, tokens, seq_len, cu_seqlens, spans)
     layout, size = layout.within(followed), topology.size
     mine = describe_mismatch(positions, layout, topology.rank, size, total)
@@ -450,9 +488,22 @@ def _described(*qkv: Tensor) -> dict[str, object]:
     }
 
 
-def _kept[T](given: T) -> T:
-    """What can be read more than once."""
-    return cast(T, list(given)) if isinstance(given, Iterator) else given
+def _held(
+    topology: Topology,
+    layout: Layout,
+    tokens: int,
+    seq_len: int | None,
+    cu_seqlens: Sequence[int] | Tensor | None,
+    spans: SpanMask | None,
+) -> tuple[object, ...]:
+    """What is the same on all ranks that hold the tokens of one layout.
+
+    Raises: ContextParallelError if the layout cannot cut so many.
+    """
+    if seq_len is None:
+        return (tokens,)
+    layout = layout.within(followed_by(cu_seqlens, spans, seq_len))
+    return seq_len, tokens == layout.length(topology.rank, topology.size, seq_len)
 
 
 def _sequence(
@@ -465,57 +516,10 @@ def _sequence(
 ) -> tuple[int, Documents]:
     """The global length and what layouts follow, once the ranks agree on their tokens."""
     if seq_len is not None:
-        seq_len = whole_number("seq_len", seq_len)
-        followed = _followed(cu_seqlens, spans, seq_len)
+        followed = followed_by(cu_seqlens, spans, seq_len)
         return agreed_length(topology, layout.within(followed), tokens, seq_len), followed
     seq_len = agreed_length(topology, layout, tokens, None)
-    return seq_len, _followed(cu_seqlens, spans, seq_len)
-
-
-def _followed(
-    cu_seqlens: Sequence[int] | Tensor | None, spans: SpanMask | None, seq_len: int
-) -> Documents:
-    """Raises: ContextParallelError if there are both."""
-    if spans is None:
-        return _documents(cu_seqlens, seq_len)
-    _check_alone(True, None, cu_seqlens)
-    return Slices.of(spans.tolist() if isinstance(spans, Tensor) else spans, seq_len)
-
-
-def _fixed_number(name: str, value: float | Tensor | None) -> float | None:
-    """Raises: ContextParallelError unless it is a number without a gradient."""
-    if isinstance(value, Tensor) and value.requires_grad:
-        raise ContextParallelError(
-            f"{name} is not differentiable, got a tensor that requires grad: multiply q by it"
-        )
-    if value is None:
-        return None
-    if isinstance(value, SupportsFloat):
-        with suppress(TypeError, ValueError):  # of several numbers
-            return float(value)
-    raise ContextParallelError(f"{name} needs a number, got {brief(value)}")
-
-
-def _documents(cu_seqlens: Sequence[int] | Tensor | None, seq_len: int) -> tuple[int, ...]:
-    if isinstance(cu_seqlens, Tensor):
-        cu_seqlens = cu_seqlens.tolist()
-    return () if cu_seqlens is None else document_starts(cu_seqlens, seq_len)
-
-
-def _check_alone(
-    causal: bool, window: int | None, cu_seqlens: Sequence[int] | Tensor | None
-) -> None:
-    """Raises: ContextParallelError for what says who sees whom beside spans."""
-    others = (
-        ("causal=False", not causal),
-        (f"window={window}", window is not None),
-        ("cu_seqlens", cu_seqlens is not None),
-    )
-    for name in (name for name, given in others if given):
-        raise ContextParallelError(
-            f"spans alone say which keys a query sees, got {name} too: leave it out "
-            "(spans.documents makes spans of packed documents and windows)"
-        )
+    return seq_len, followed_by(cu_seqlens, spans, seq_len)
 
 
 def _topology(group: Group) -> Topology:
@@ -530,8 +534,8 @@ def _topology(group: Group) -> Topology:
             )
     elif not isinstance(group, dist.ProcessGroup | None):
         raise ContextParallelError(
-            f"group needs a process group that this rank is in, got {group!r}: of a DeviceMesh "
-            "pass get_group(), and call on the group's ranks alone"
+            f"group needs a process group that this rank is in, got {brief(group)}: of a "
+            "DeviceMesh pass get_group(), and call on the group's ranks alone"
         )
     return topology_of(group)
 

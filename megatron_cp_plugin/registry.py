@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import fields
 from functools import cache
+from textwrap import shorten
 from typing import Literal, get_args, get_origin, get_type_hints
 
 from megatron_cp_plugin.core.algorithm import Algorithm
@@ -11,7 +12,7 @@ from megatron_cp_plugin.core.document_layout import NAMED
 from megatron_cp_plugin.core.layout import Layout, Zigzag
 from megatron_cp_plugin.core.linear import LinearAlgorithm
 from megatron_cp_plugin.core.topology import Topology
-from megatron_cp_plugin.errors import ConfigError, nearest
+from megatron_cp_plugin.errors import ConfigError, brief, nearest
 from megatron_cp_plugin.installed import load_installed
 
 Kind = Literal["softmax", "linear"]
@@ -82,11 +83,12 @@ def kind_of(name: str) -> Kind:
 
 def algorithm_class(name: str) -> AnyClass:
     """Raises: ConfigError if no algorithm has that name."""
-    if name not in _algorithms:
+    known = isinstance(name, str)  # users give other types too
+    if known and name not in _algorithms:
         load_installed()
-    if name not in _algorithms:
+    if not known or name not in _algorithms:
         raise ConfigError(
-            f"unknown context-parallel algorithm {name!r}{nearest(name, _algorithms)}: "
+            f"unknown context-parallel algorithm {brief(name)}{nearest(name, _algorithms)}: "
             f"use one of {', '.join(available())}"
         )
     return _algorithms[name]
@@ -185,10 +187,10 @@ def _convert(name: str, option: str, value: object, kind: object) -> object:
         for choice in get_args(kind):
             if value == choice or str(value) == str(choice):
                 return choice
-        allowed = ", ".join(map(str, get_args(kind)))
+        allowed = [str(choice) for choice in get_args(kind)]
         raise ConfigError(
-            f"{name} option {option} got {value!r}{nearest(str(value), map(str, get_args(kind)))}: "
-            f"use one of {allowed}"
+            f"{name} option {option} got {brief(value)}{nearest(brief(value), allowed)}: "
+            f"use one of {', '.join(allowed)}"
         )
     text = str(value)
     if kind is bool and text.lower() in ("true", "false"):
@@ -197,4 +199,5 @@ def _convert(name: str, option: str, value: object, kind: object) -> object:
         if kind is plain:
             with suppress(ValueError):
                 return plain(text)
-    raise ConfigError(f"{name} option {option} needs {getattr(kind, '__name__', kind)}, got {text}")
+    needed, got = getattr(kind, "__name__", kind), shorten(text, 80, placeholder=" ...")
+    raise ConfigError(f"{name} option {option} needs {needed}, got {got}")

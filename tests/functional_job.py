@@ -118,9 +118,6 @@ def mistakes() -> dict[str, object]:
         right = {"q": x, "k": x, "v": x, "algo": "zigzag", "group": dist.new_group()}
         found[name] = error_of(cp.attention, **(right | (wrong if dist.get_rank() == 1 else {})))
         cp.attention(**right).sum().backward()
-    # In the group of all there were unequal shards: each call compares numbers of tokens.
-    cp.attention(x, x, x, algo="zigzag")
-    found["later"] = error_of(cp.attention, x, x, x, algo="zigzag", causal=dist.get_rank() != 1)
     other = x.detach().float() if dist.get_rank() == 1 else x
     found["unshard"] = error_of(cp.unshard, other, 1, algo="zigzag")
     group, decay = dist.new_group(), 0.5 if dist.get_rank() == 1 else 0.25
@@ -129,6 +126,50 @@ def mistakes() -> dict[str, object]:
         found["function"] = error_of(cp.attention, x, x, x, algo="ring", group=group)
     else:
         found["function"] = error_of(cp.linear_attention, x, x, x, decay=0.5, group=group)
+    return found
+
+
+def repeated() -> dict[str, object]:
+    """Calls that all ranks have made, then some of them on rank 1 and another on the others."""
+    group = dist.new_group()
+    x, longer = (cp.shard(whole(tokens), 1, algo="zigzag", group=group) for tokens in (16, 32))
+    of = {"algo": "zigzag", "group": group}
+
+    def attention(x: Tensor = x, **settings) -> None:
+        cp.attention(x, x, x, **of, **settings)
+
+    def linear(**settings) -> None:
+        cp.linear_attention(x, x, x, decay=0.5, group=group, **settings)
+
+    positions_held = cp.shard(torch.arange(16), 0, **of)
+    full, half = [(0, 16, 0, 16, "full")], [(0, 16, 0, 9, "full")]
+    calls = {
+        "causal": (attention, lambda: attention(causal=False)),
+        "dtype": (attention, lambda: attention(x.float())),
+        "tokens": (attention, lambda: attention(longer)),
+        "length": (lambda: attention(seq_len=16), lambda: attention(longer, seq_len=16)),
+        "no length": (lambda: attention(seq_len=16), attention),
+        "documents": (
+            lambda: attention(cu_seqlens=[0, 5, 16]),
+            lambda: attention(cu_seqlens=torch.tensor([0, 7, 16])),
+        ),
+        "spans": (lambda: attention(spans=full), lambda: attention(spans=half)),
+        "sink": (attention, lambda: attention(sink=x.new_zeros(4))),
+        "function": (attention, linear),
+        "unshard": (lambda: cp.unshard(x, 1, **of), attention),
+        "layout": (lambda: cp.check_layout(positions_held, **of), attention),
+        "window": (attention, lambda: attention(window=1.5)),
+        "list": (attention, lambda: attention(sink=[0.0])),
+        "state": (linear, lambda: linear(initial_state=x.new_zeros(1, 4, 8, 8))),
+    }
+    found: dict[str, object] = {}
+    for name, (right, wrong) in calls.items():
+        for _ in range(2):
+            right()
+            if name not in ("length", "window", "list"):
+                wrong()
+        found[name] = error_of(wrong if dist.get_rank() == 1 else right)
+        right()
     return found
 
 
@@ -185,6 +226,7 @@ def main() -> None:
     found["two_lengths"] = two_lengths()
     found["wrong_layout"] = wrong_layout()
     found["mistakes"] = mistakes()
+    found["repeated"] = repeated()
     found["timeouts"] = timeouts()
     found["absent"] = absent()
     print(json.dumps(found))

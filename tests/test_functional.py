@@ -105,7 +105,7 @@ NEEDED = {
     "cu_seqlens": "cu_seqlens, got None on rank 0 and [0, 5, 16] on rank 1",
     "spans": "spans, got None on rank 0 and [(0, 16, 0, 16, 'full')] on rank 1",
     "unshard": "dtype, got torch.float64 on rank 0 and torch.float32 on rank 1",
-    "decay": "decay, got 0.25 on rank 0 and 0.5 on rank 1",
+    "decay": "decay, got (0.25, 0.25, 0.25, 0.25) on rank 0 and (0.5, 0.5, 0.5, 0.5) on rank 1",
     "function": "function, got 'linear_attention' on rank 0 and 'attention' on rank 1",
 }
 
@@ -113,18 +113,37 @@ NEEDED = {
 def test_a_rank_with_another_call_is_refused_on_all(job):
     """And the next call, the same on all, is served."""
     for found in job:
-        mistakes = dict(found["mistakes"])
-        later = mistakes.pop("later")
-        assert later.startswith(
-            "all ranks need one call, got one that was made before on rank 0 and a new one of "
-            "attention with algo 'zigzag', options (), dtype of q, k, v (torch.float64, "
-        )
-        assert later.endswith(" on rank 1: make the same call on all")
-        assert "causal False, scale None" in later
-        assert mistakes == {
+        assert found["mistakes"] == {
             name: f"all ranks need one {text}: make the same call on all"
             for name, text in NEEDED.items()
         }
+
+
+AFTER_KNOWN = {
+    "causal": "all ranks need one causal, got True on rank 0 and False on rank 1: make the same",
+    "dtype": "all ranks need one dtype of q, k, v, got (torch.float64, torch.float64, torch.float6",
+    "tokens": "ranks hold unequally many tokens, got 4 on rank 0 and 8 on rank 1: shard with cp.sh",
+    "length": "rank 1 of 4 holds 4 of 16 tokens (zigzag layout), got 8: shard with cp.shard",
+    "no length": "all ranks need one seq_len, got 16 on rank 0 and None on rank 1: pass the global",
+    "documents": "all ranks need one cu_seqlens, got [0, 5, 16] on rank 0 and [0, 7, 16] on rank 1",
+    "spans": "all ranks need one spans, got [(0, 16, 0, 16, 'full')] on rank 0 and [(0, 16, 0, 9,",
+    "sink": "all ranks need one sink, got None on rank 0 and (torch.float64, 4) on rank 1: make",
+    "function": "all ranks need one function, got 'attention' on rank 0 and 'linear_attention' on",
+    "unshard": "all ranks need one function, got 'unshard' on rank 0 and 'attention' on rank 1",
+    "layout": "all ranks need one function, got 'check_layout' on rank 0 and 'attention' on rank 1",
+    "window": "window needs a whole number, got 1.5: cast it first (rank 1)",
+    "list": "sink needs a tensor, got [0.0] (rank 1)",
+    "state": "all ranks need one initial_state, got False on rank 0 and True on rank 1: make the",
+}
+
+
+def test_other_calls_after_known_ones_are_refused_on_all_ranks(job):
+    """Each of them was made before, on all ranks: none is new."""
+    for found in job:
+        assert found["repeated"].keys() == AFTER_KNOWN.keys()
+        for name, said in found["repeated"].items():
+            assert said.startswith(AFTER_KNOWN[name]), (name, said)
+            assert "\n" not in said
 
 
 def test_a_rank_that_does_not_come_is_missed_within_the_timeout_of_the_group(job):
@@ -133,8 +152,8 @@ def test_a_rank_that_does_not_come_is_missed_within_the_timeout_of_the_group(job
         assert set(found["timeouts"]) == {20}
         if rank != 1:
             call, group = found["absent"]["call"], found["absent"]["group"]
-            assert call.startswith(f"rank {rank} of 4 lost the others in a check; has one of them")
-            assert "compare their call, a new one of attention with algo 'zigzag', " in call
+            assert call.startswith(f"rank {rank} of 4 lost the others in a comparison; has one of")
+            assert "compare their call, attention with algo 'zigzag', options " in call
             assert group.startswith(f"rank {rank} of 4 lost the others making a process group; has")
             assert "\n" not in call + group
 
@@ -146,14 +165,18 @@ def gathered(monkeypatch):
     gather = VirtualTopology.gather
 
     def counting(self, mine):
-        found.append(mine[0])
+        found.append(mine[0] if isinstance(mine, tuple) else "call")
         return gather(self, mine)
 
     monkeypatch.setattr(VirtualTopology, "gather", counting)
     return found
 
 
-def test_lengths_are_compared_once(gathered):
+@pytest.mark.parametrize("each", [True, False], ids=["by-hosts", "by-gpus"])
+def test_what_is_compared_how_often(gathered, monkeypatch, each):
+    """Where messages go from GPU to GPU the host would wait: each new call is compared there."""
+    monkeypatch.setattr(VirtualTopology, "compares_each_call", each)
+
     def body(topology):
         for tokens, settings in ((32, {}), (32, {}), (64, {}), (32, {}), (64, {"seq_len": 64})):
             for algo in ("zigzag", "ulysses"):
@@ -164,9 +187,11 @@ def test_lengths_are_compared_once(gathered):
     with cp.record_communication() as log:
         run_virtual(RANKS, body)
     # 32 and 64 tokens, and for each of two layouts a global length.
-    assert gathered.count("numbers of tokens") == 4 * RANKS
+    if each:
+        assert gathered.count("numbers of tokens") == 4 * RANKS
     # Two algorithms, attention and unshard: what they are called with.
-    assert gathered.count("settings") == 4 * RANKS
+    assert gathered.count("settings") == (0 if each else 4 * RANKS)
+    assert gathered.count("call") == (20 * RANKS if each else 0)
     assert {row.channel for row in log.rows} >= {"unshard"}
     assert not any("gather" in row.channel for row in log.rows)
 
@@ -437,7 +462,42 @@ WRONG_CALLS = {
     "many of them": ({"spans": list(range(999))}, "kind, each, got [0, 1, 2, "),
     "one length": ({"cu_seqlens": torch.tensor(8)}, "cu_seqlens needs whole numbers"),
     "no algorithm": ({"algo": None}, "unknown context-parallel algorithm None: use one of"),
-    "no kernel": ({"kernel": None}, "unknown kernel None: use auto or one of"),
+    "no kernel": ({"kernel": None}, "kernel needs a name, got None: leave it out"),
+    "unknown kernel": ({"kernel": "x"}, "unknown kernel 'x': use auto or one of"),
+    "algorithms": ({"algo": ["ring"]}, "unknown context-parallel algorithm ['ring'] (did you "),
+    "option": ({"chunks": TENSOR}, "zigzag option chunks needs int, got tensor([[[[0., 0., "),
+    "option of auto": (
+        {"algo": "auto", "machine": ["h200"]},
+        "option machine needs a number or a word, got ['h200']",
+    ),
+    "causal": ({"causal": None}, "causal needs True or False, got None"),
+    "causal, a number": ({"causal": 1}, "causal needs True or False, got 1"),
+    "flag as scale": ({"scale": True}, "scale needs a number, got True"),
+    "complex scale": ({"scale": torch.tensor(1j)}, "scale needs a number, got tensor(0.+1.j)"),
+    "huge scale": ({"scale": 10**999}, "scale needs a number, got 1000000"),
+    "no length": ({"seq_len": -1}, "seq_len needs a number of tokens, got -1"),
+    "huge length": ({"seq_len": 10**30}, "seq_len needs a number of tokens, got 1000"),
+    "set of documents": (
+        {"cu_seqlens": {0, 8}},
+        "cu_seqlens needs numbers in order, as a list or a tensor, got {0, 8}",
+    ),
+    "text": ({"spans": "full"}, "spans needs numbers in order, as a list or a tensor, got 'full'"),
+    "documents without elements": (
+        {"cu_seqlens": TENSOR.to("meta")},
+        "cu_seqlens needs elements, got a tensor on the meta device",
+    ),
+    "list": ({"q": [1.0]}, "q needs a tensor, got [1.0]"),
+    "nothing": ({"v": None}, "v needs a tensor, got None"),
+    "sparse": ({"k": TENSOR.to_sparse()}, "k needs a dense tensor, got torch.sparse_coo: give"),
+    "no elements": (
+        dict.fromkeys("qkv", TENSOR.to("meta")),
+        "q needs elements, got a tensor on the meta device",
+    ),
+    "complex": (dict.fromkeys("qkv", TENSOR.to(torch.complex64)), "got torch.complex64: cast"),
+    "eight bits": (dict.fromkeys("qkv", TENSOR.to(torch.float8_e4m3fn)), "got torch.float8_e4m3fn"),
+    "list as sink": ({"sink": [0.0] * 4}, "sink needs a tensor, got [0.0, 0.0, 0.0, 0.0]"),
+    "complex sink": ({"sink": torch.zeros(4) * 1j}, "a sink needs one of torch.float16, torch.b"),
+    "negative window": ({"window": -1}, "window"),
     "not in the group": (
         {"group": torch.distributed.GroupMember.NON_GROUP_MEMBER},
         "group needs a process group that this rank is in, got -100: of a DeviceMesh",
@@ -485,6 +545,20 @@ WRONG_LINEAR_CALLS = {
     ),
     "no rate": ({"decay": None}, "decay needs a number, or one for each of 4 heads, got None"),
     "words": ({"decay": ["slow"] * 4}, "or one for each of 4 heads, got ['slow', "),
+    "no state": ({"initial_state": 0.0}, "initial_state needs a tensor, got 0.0"),
+    "complex state": (
+        {"initial_state": torch.zeros(1, 4, 8, 8) * 1j},
+        "initial_state needs a floating dtype, got torch.complex64: cast it first",
+    ),
+    "state as flag": (
+        {"output_final_state": TENSOR},
+        "output_final_state needs True or False, got tensor([[[[0., 0., ",
+    ),
+    "rates without elements": (
+        {"decay": torch.ones(4, device="meta")},
+        "decay needs a dense tensor with elements, got torch.strided on meta",
+    ),
+    "no option": ({"nonsense": []}, "lasp has no option 'nonsense'"),
     "rates in two dimensions": ({"decay": torch.ones(4, 1)}, "got [[1.0], [1.0], [1.0], [1.0]]"),
 }
 
@@ -495,6 +569,92 @@ def test_a_wrong_call_of_linear_attention_is_refused_in_one_line(name):
     given = {"q": TENSOR, "k": TENSOR, "v": TENSOR, "algo": "lasp", "decay": 0.5} | changed
     with pytest.raises(ContextParallelError, match=re.escape(message)):
         cp.linear_attention(**given)
+
+
+WRONG_OTHER_CALLS = {
+    "shard, list": (cp.shard, {"x": [1]}, "x needs a tensor, got [1]"),
+    "shard, no dim": (cp.shard, {"dim": 4}, "dim needs to be one of the 4 dimensions of x [1, 8,"),
+    "shard, fraction": (cp.shard, {"dim": 1.0}, "dim needs a whole number, got 1.0: cast it first"),
+    "shard, scalar": (cp.shard, {"x": torch.ones(())}, "dim needs to be one of the 0 dimensions"),
+    "unshard, list": (cp.unshard, {"x": [1]}, "x needs a tensor, got [1]"),
+    "unshard, no dim": (cp.unshard, {"dim": -5}, "dim needs to be one of the 4 dimensions of x"),
+    "unshard, flag": (cp.unshard, {"dim": True}, "dim needs a whole number, got True"),
+    "unshard, length": (cp.unshard, {"seq_len": 2.5}, "seq_len needs a whole number, got 2.5"),
+    "positions": (cp.check_layout, {"positions": [1]}, "positions needs a tensor, got [1]"),
+    "complex positions": (
+        cp.check_layout,
+        {"positions": torch.zeros(8) * 1j},
+        "positions need integers [S] or [B,S], got torch.complex64 [8]",
+    ),
+    "positions, length": (cp.check_layout, {"seq_len": -1}, "seq_len needs a number of tokens"),
+    "hidden": (cp.chunked_cross_entropy, {"hidden": None}, "hidden needs a tensor, got None"),
+    "group": (cp.chunked_cross_entropy, {"tp_group": 2}, "tp_group needs a process group, got 2"),
+    "reduction": (
+        cp.chunked_cross_entropy,
+        {"reduction": TENSOR},
+        "reduction must be none, sum or mean, got tensor([[[[0., 0., ",
+    ),
+    "flag": (
+        cp.chunked_cross_entropy,
+        {"into_main_grad": None},
+        "into_main_grad needs True or False, got None",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_OTHER_CALLS)
+def test_a_wrong_call_of_another_function_is_refused_in_one_line(name):
+    function, changed, message = WRONG_OTHER_CALLS[name]
+    given = {
+        cp.shard: {"x": TENSOR, "dim": 1, "algo": "zigzag"},
+        cp.unshard: {"x": TENSOR, "dim": 1, "algo": "zigzag"},
+        cp.check_layout: {"positions": torch.arange(8), "algo": "zigzag"},
+        cp.chunked_cross_entropy: {
+            "hidden": torch.ones(8, 4),
+            "weight": torch.ones(9, 4),
+            "labels": torch.zeros(8, dtype=torch.long),
+        },
+    }[function]
+    with pytest.raises(ContextParallelError, match=re.escape(message)) as refusal:
+        function(**(given | changed))
+    assert "\n" not in str(refusal.value)
+    assert len(str(refusal.value)) < 250
+
+
+TRANSFORMS = {
+    "vmap": lambda f, x: torch.func.vmap(f)(torch.stack((x, x))),
+    "grad": lambda f, x: torch.func.grad(lambda y: f(y).sum())(x),
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (x,)),
+    "vjp": lambda f, x: torch.func.vjp(f, x),
+    "jacrev": lambda f, x: torch.func.jacrev(f)(x),
+}
+CALLS = {
+    "attention": lambda x: cp.attention(x, x, x, algo="zigzag"),
+    "linear_attention": lambda x: cp.linear_attention(x, x, x, decay=0.5),
+    "chunked_cross_entropy": lambda x: cp.chunked_cross_entropy(
+        x, x.new_ones(5, 8), torch.zeros(x.shape[:-1], dtype=torch.long)
+    ),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("call", CALLS)
+def test_transformed_functions_are_refused_in_one_line(transform, call):
+    message = f"{call} cannot be transformed by torch.func"
+    if transform == "jvp":
+        message = f"{call} (cannot be transformed by torch.func|has no derivative in forward mode)"
+    with pytest.raises(ContextParallelError, match=message) as refusal:
+        TRANSFORMS[transform](CALLS[call], torch.randn(1, 8, 4, 8))
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_derivatives_in_forward_mode_are_refused_in_one_line(call):
+    x = torch.randn(1, 8, 4, 8)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, x)
+        with pytest.raises(ContextParallelError, match=f"{call} has no derivative in forward mode"):
+            CALLS[call](dual)
 
 
 def test_numbers_of_other_libraries_are_numbers():

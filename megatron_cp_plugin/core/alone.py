@@ -104,6 +104,13 @@ class Alone(Topology):
     def gather[T](self, mine: T) -> list[T]:
         return [mine] * self.size
 
+    @property
+    def compares_each_call(self) -> bool:
+        return False
+
+    def same_everywhere(self, number: int) -> bool:
+        return True
+
 
 class _Posting:
     """Tells of the operations of a channel. What is sent lives until the wait."""

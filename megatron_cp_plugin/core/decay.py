@@ -40,6 +40,11 @@ class Decay:
                     "decay is not differentiable, got a tensor that requires grad: "
                     "pass decay.detach()"
                 )
+            if decay.is_meta or decay.layout != torch.strided:
+                raise ConfigError(
+                    f"decay needs a dense tensor with elements, got {decay.layout} on "
+                    f"{decay.device}"
+                )
             decay = decay.tolist()
         try:
             if isinstance(decay, Iterable):

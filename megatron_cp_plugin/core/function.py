@@ -166,6 +166,9 @@ def attend(
         raise ContextParallelError(
             f"a sink is one number for each of the {heads} query heads, got {tuple(sink.shape)}"
         )
+    if sink is not None and sink.dtype not in _DTYPES:
+        allowed = ", ".join(map(str, _DTYPES))
+        raise ContextParallelError(f"a sink needs one of {allowed}, got {sink.dtype}: cast it")
     if sink is not None and sink.device != q.device:
         raise ContextParallelError(f"a sink needs the device of q, {q.device}, got {sink.device}")
     scale = head_dim**-0.5 if scale is None else scale

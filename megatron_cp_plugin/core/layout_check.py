@@ -22,7 +22,8 @@ def describe_mismatch(
     Returns: such as "token 0 is at position 128, expected 64: these are the tokens of rank 1 in
     the contiguous layout".
     """
-    if positions.dim() not in (1, 2) or positions.is_floating_point():
+    whole = not (positions.is_floating_point() or positions.is_complex())
+    if positions.dim() not in (1, 2) or not whole or positions.dtype == torch.bool:
         return f"positions need integers [S] or [B,S], got {positions.dtype} {[*positions.shape]}"
     expected = positions_of(layout, rank, size, seq_len)
     rows = torch.atleast_2d(positions.detach().cpu())

@@ -130,6 +130,10 @@ def _check(
         raise ContextParallelError(
             f"initial_state needs the shape [B,H,D,E] = {state}, got {tuple(initial_state.shape)}"
         )
+    if initial_state is not None and not initial_state.is_floating_point():
+        raise ContextParallelError(
+            f"initial_state needs a floating dtype, got {initial_state.dtype}: cast it first"
+        )
     if initial_state is not None and initial_state.device != q.device:
         raise ContextParallelError(
             f"initial_state needs the device of q, {q.device}, got {initial_state.device}"

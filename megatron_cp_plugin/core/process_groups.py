@@ -16,6 +16,7 @@ from megatron_cp_plugin.core.comm import (
     others_lost,
 )
 from megatron_cp_plugin.core.peer import PeerCommunicator, SlottedCommunicator
+from megatron_cp_plugin.core.same_numbers import same_on_all_ranks
 from megatron_cp_plugin.core.streams import copy_stream
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.core.virtual import VirtualWorld
@@ -145,6 +146,13 @@ class ProcessGroupTopology(Topology):
         except RuntimeError as error:
             raise others_lost(self.rank, self.size, "in a check", error) from error
         return gathered
+
+    @property
+    def compares_each_call(self) -> bool:
+        return not is_nccl(self._group) and torch.device("cpu") in self._group._device_types
+
+    def same_everywhere(self, number: int) -> bool:
+        return same_on_all_ranks(torch.tensor([number], device="cpu"), self._group)()
 
     def _new_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
         world_ranks = dist.get_process_group_ranks(self._group)

@@ -4,8 +4,11 @@ Ranks that disagree would compute something that nobody has asked for, or wait f
 other sizes than those that come, which ends the process over gloo and hangs over NCCL.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from textwrap import shorten
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -15,6 +18,7 @@ from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import CommunicationError, ContextParallelError
 
 _KEPT = 4096
+_FAULTY = -1  # in place of a checksum
 
 
 def compared[T](topology: Topology, what: str, call: str, mine: T) -> list[T]:
@@ -36,47 +40,109 @@ def compared[T](topology: Topology, what: str, call: str, mine: T) -> list[T]:
     return [given for _, _, given in of_ranks]
 
 
-def check_same_call(
-    topology: Topology,
-    function: str,
-    settings: Mapping[str, object],
-    changing: Mapping[str, object],
-) -> None:
-    """Checks that all ranks make one call; a collective operation at the first one with `settings`.
+@dataclass
+class Made:
+    """What a rank makes a call with.
 
-    Args:
-        function: its name. settings: by name, hashable, in one order at each call. changing: what
-            may be another one at each call, and is compared where the settings are.
+    Attributes:
+        settings: by name, hashable, in one order at each call.
+        changing: what may be another one at each call, in plain types.
+        lengths: what `agreed_length` goes by, likewise the same on all ranks.
+    """
 
-    Raises: ContextParallelError on all ranks, with the same words, if they disagree;
+    settings: Mapping[str, object] = field(default_factory=dict)
+    changing: Mapping[str, object] = field(default_factory=dict)
+    lengths: object = None
+
+
+@contextmanager
+def same_call(topology: Topology, function: str) -> Iterator[Made]:
+    """Within this context a rank reads its arguments; at its end the ranks compare their calls.
+
+    A collective operation: at each call where the topology `compares_each_call`, by one small
+    message, else at the first one with such settings, `changing` with them.
+
+    Args: function: its name.
+
+    Raises: ContextParallelError on all ranks, with the same words, if they disagree, or if one of
+    them has raised it in the context; over NCCL, in a later call, on that rank alone.
     CommunicationError if another rank does not come.
     """
-    key = function, *settings.values()
-    if topology.size == 1 or key in topology.same_calls:
-        return
-    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-        return  # the call before the capture was compared
-    given = {"function": function, **changing, **settings}
-    mine = {name: _written(value) for name, value in given.items()}
-    new = ", ".join(f"{name} {mine[name]}" for name in settings)
-    call = f"a new one of {function} with {new}"
+    made, fault = Made(), None
     try:
-        of_ranks = compared(topology, "settings", call, mine)
-    except CommunicationError as error:
-        raise CommunicationError(f"{error}; ranks were to compare their call, {call}") from error
-    first = of_ranks[0]
-    for name in first:
-        for rank, theirs in enumerate(of_ranks):
-            if theirs[name] != first[name]:
-                one, other = (shorten(x[name], 80, placeholder=" ...") for x in (first, theirs))
-                raise ContextParallelError(
-                    f"all ranks need one {name}, got {one} on rank 0 and {other} on rank {rank}: "
-                    "make the same call on all"
-                )
+        yield made
+    except ContextParallelError as error:
+        fault = error
+    capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    if topology.size > 1 and not capturing:  # the call before the capture was compared
+        _compare(topology, function, made, fault)
+    if fault is not None:
+        raise fault
+
+
+def _compare(
+    topology: Topology, function: str, made: Made, fault: ContextParallelError | None
+) -> None:
+    key = function, *made.settings.values()
+    if topology.compares_each_call:
+        held = repr((function, _written(made.changing), _written(made.settings), made.lengths))
+        number = _FAULTY if fault else crc32(held.encode())
+        with _missed(function, made):
+            if topology.same_everywhere(number):
+                return
+    elif fault is not None or key in topology.same_calls:
+        return
+    mine = {"function": repr(function), **_written(made.changing), **_written(made.settings)}
+    with _missed(function, made):
+        what = f"a new one of {_words(function, made)}"
+        of_ranks = compared(topology, "settings", what, (str(fault) if fault else None, mine))
+    _check(of_ranks)
+    topology.lengths.agreed.clear()  # it may be these that differ: they are compared next
     if len(topology.same_calls) >= _KEPT:
         topology.same_calls.clear()
     topology.same_calls.add(key)
 
 
-def _written(value: object) -> str:
-    return repr(value.tolist() if isinstance(value, Tensor | np.ndarray) else value)
+def _check(of_ranks: list[tuple[str | None, dict[str, str]]]) -> None:
+    """Raises: ContextParallelError unless all ranks make one call; not if all have a fault."""
+    faults = [fault for fault, _ in of_ranks]
+    if all(faults):
+        return
+    for rank, fault in enumerate(faults):
+        if fault:
+            raise ContextParallelError(f"{fault} (rank {rank})")
+    first = of_ranks[0][1]
+    for name in first:
+        for rank, (_, theirs) in enumerate(of_ranks):
+            if theirs.get(name) != first[name]:
+                texts = (str(x.get(name)) for x in (first, theirs))
+                one, other = (shorten(text, 80, placeholder=" ...") for text in texts)
+                raise ContextParallelError(
+                    f"all ranks need one {name}, got {one} on rank 0 and {other} on rank {rank}: "
+                    "make the same call on all"
+                )
+
+
+@contextmanager
+def _missed(function: str, made: Made) -> Iterator[None]:
+    """Says for what a rank waited in vain."""
+    try:
+        yield
+    except CommunicationError as error:
+        raise CommunicationError(
+            f"{error}; ranks were to compare their call, {_words(function, made)}"
+        ) from error
+
+
+def _words(function: str, made: Made) -> str:
+    """A call in words."""
+    settings = _written(made.settings)
+    return f"{function} with {', '.join(f'{name} {settings[name]}' for name in settings)}"
+
+
+def _written(settings: Mapping[str, object]) -> dict[str, str]:
+    return {name: repr(_plain(value)) for name, value in settings.items()}
+
+
+def _plain(value: object) -> object:
+    return value.tolist() if isinstance(value, Tensor | np.ndarray) else value

@@ -107,6 +107,18 @@ class Topology(ABC):
         A collective operation; not among the messages that `record_communication` counts.
         """
 
+    @property
+    @abstractmethod
+    def compares_each_call(self) -> bool:
+        """Whether ranks compare each call of the functional interface, see `same_calls`.
+
+        They do where the host waits for messages anyway; on GPUs it would wait for this one only.
+        """
+
+    @abstractmethod
+    def same_everywhere(self, number: int) -> bool:
+        """Whether all ranks give the same number; a collective operation, for which hosts wait."""
+
     @cached_property
     def choices(self) -> dict[Hashable, tuple[str, tuple[tuple[str, object], ...]]]:
         """Algorithms and options that `auto` has chosen for calls: the same on all ranks."""
@@ -114,7 +126,7 @@ class Topology(ABC):
 
     @cached_property
     def same_calls(self) -> set[Hashable]:
-        """Settings that these ranks have found to be the same on all, see `check_same_call`."""
+        """Settings that these ranks have found to be the same on all, see `same_call`."""
         return set()
 
     @cached_property

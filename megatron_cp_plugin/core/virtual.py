@@ -101,6 +101,13 @@ class VirtualTopology(Topology):
         return [loads(self._world.take(address).numpy().tobytes()) for address in sources]
 
     @property
+    def compares_each_call(self) -> bool:
+        return True
+
+    def same_everywhere(self, number: int) -> bool:
+        return len(set(self.gather(number))) == 1
+
+    @property
     def nodes(self) -> tuple[int, ...]:
         return tuple(rank // self._world.ranks_per_node for rank in self._members)
 
