@@ -160,9 +160,11 @@ def attention(
     check_shapes(q, k, v)
     if spans is not None:
         _check_alone(causal, window, cu_seqlens)
-    layout = registry.layout_of(algo, options)
-    if algo != registry.AUTO:
+    if algo == registry.AUTO:  # which is chosen once the length is known
+        layout = registry.layout_of(algo, options)
+    else:
         algorithm = _algorithm(algo, topology, chosen)
+        layout = algorithm.layout
     seq_len, followed = _sequence(topology, layout, q.shape[1], seq_len, cu_seqlens, spans)
     documents, slices = starts_and_slices(followed)
     if window is not None:
@@ -444,9 +446,10 @@ def check_layout(
 
 def _described(*qkv: Tensor) -> dict[str, object]:
     """What q, k and v of all ranks have in common."""
+    # Lists in between: generators are a call for each tensor, in every layer.
     return {
-        "dtype of q, k, v": tuple(x.dtype for x in qkv),
-        "shape of q, k, v beside tokens": tuple((*x.shape[:1], *x.shape[2:]) for x in qkv),
+        "dtype of q, k, v": tuple([x.dtype for x in qkv]),
+        "shape of q, k, v beside tokens": tuple([(*x.shape[:1], *x.shape[2:]) for x in qkv]),
     }
 
 
