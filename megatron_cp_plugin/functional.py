@@ -482,9 +482,10 @@ def check_layout(
 
 def _described(*qkv: Tensor) -> dict[str, object]:
     """What q, k and v of all ranks have in common."""
+    # Lists in between: generators are a call for each tensor, in every layer.
     return {
-        "dtype of q, k, v": tuple(x.dtype for x in qkv),
-        "shape of q, k, v beside tokens": tuple((*x.shape[:1], *x.shape[2:]) for x in qkv),
+        "dtype of q, k, v": tuple([x.dtype for x in qkv]),
+        "shape of q, k, v beside tokens": tuple([(*x.shape[:1], *x.shape[2:]) for x in qkv]),
     }
 
 

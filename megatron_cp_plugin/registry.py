@@ -178,7 +178,15 @@ def read_options(name: str, options: Mapping[str, object]) -> Algorithm.Options:
             allowed = f"it takes {', '.join(types)}" if types else "it takes none"
             raise ConfigError(f"{name} has no option {option!r}{nearest(option, types)}: {allowed}")
         values[option] = _convert(name, option, value, types[option])
-    return cls.Options(**values)
+    read = cls.Options(**values)
+    for field in fields(read):
+        value, least = getattr(read, field.name), field.metadata.get("least")
+        if least is not None and value < least:
+            raise ConfigError(
+                f"{name} needs {field.name} >= {least}, got {value}: leave it out for the default, "
+                f"{field.default}"
+            )
+    return read
 
 
 def _convert(name: str, option: str, value: object, kind: object) -> object:

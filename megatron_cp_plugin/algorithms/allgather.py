@@ -4,17 +4,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron_cp_plugin.algorithms.grid import GridAlgorithm
-from megatron_cp_plugin.algorithms.grid_placements import (
-    GatheredPlacement,
-    GridBlocksPlacement,
-    GridPlacement,
-)
-from megatron_cp_plugin.core.algorithm import Algorithm
-from megatron_cp_plugin.core.layout import Layout, Zigzag
+from megatron_cp_plugin.core.algorithm import number
 from megatron_cp_plugin.core.pipeline import HeadGroup, head_groups
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
-from megatron_cp_plugin.errors import ConfigError, ContextParallelError
+from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.registry import register
 
 
@@ -42,8 +36,6 @@ class KvAllGather(GridAlgorithm):
     heads, so that communication overlaps and memory is bounded.
     """
 
-    layout: Layout = Zigzag()
-
     @dataclass(frozen=True)
     class Options(GridAlgorithm.Options):
         """Options of allgather.
@@ -60,16 +52,11 @@ class KvAllGather(GridAlgorithm):
             layout: "zigzag", Megatron's own; "contiguous"; or "thd", see ring.
         """
 
-        gathered_mib: int = 1024
+        gathered_mib: int = number(1024, least=1)
         layout: Literal["zigzag", "contiguous", "thd"] = "zigzag"
 
     options: Options
     cols = 1
-
-    @property
-    def kind(self) -> type[GridPlacement]:
-        """See GridAlgorithm.kind."""
-        return GridBlocksPlacement if self.transport.pushes else GatheredPlacement
 
     def head_groups(self, shape: Shape, mask: Mask) -> tuple[HeadGroup, ...]:
         """See GridAlgorithm.head_groups: as many as the bound on the K and V of others needs.
@@ -91,15 +78,3 @@ class KvAllGather(GridAlgorithm):
                 )
             groups = head_groups(shape.heads, shape.kv_heads, count, share_kv=False)
         return groups
-
-    @classmethod
-    def check(
-        cls, options: Algorithm.Options, *, size: int, heads: int, kv_heads: int, causal: bool
-    ) -> None:
-        """See Algorithm.check."""
-        assert isinstance(options, cls.Options)
-        super().check(options, size=size, heads=heads, kv_heads=kv_heads, causal=causal)
-        if options.gathered_mib < 1:
-            raise ConfigError(
-                f"allgather needs gathered_mib >= 1, got {options.gathered_mib}: leave it out"
-            )

@@ -5,12 +5,12 @@ O(N / sqrt(P)).
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from megatron_cp_plugin.algorithms.grid import GridAlgorithm, Wire
 from megatron_cp_plugin.algorithms.grid_placements import (
     GatheredPlacement,
-    GridBlocksPlacement,
     GridPlacement,
     GridRingPlacement,
 )
@@ -97,13 +97,11 @@ class Attention2D(GridAlgorithm):
         self.rows, self.cols, self.partials = options.rows, options.cols, options.partials
         self.transposed = options.variant != "zigzag"
 
-    @property
+    @cached_property
     def kind(self) -> type[GridPlacement]:
-        """See GridAlgorithm.kind."""
-        if self.options.variant == "overlap":
-            return GridRingPlacement
-        pushed = self.options.variant == "zigzag" and self.transport.pushes
-        return GridBlocksPlacement if pushed else GatheredPlacement
+        """See GridAlgorithm.kind; the paper's variants say it themselves."""
+        paper = {"no": GatheredPlacement, "overlap": GridRingPlacement}
+        return paper.get(self.options.variant) or super().kind
 
     @classmethod
     def layout_for(cls, options: Algorithm.Options) -> Layout:

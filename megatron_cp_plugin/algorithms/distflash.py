@@ -5,24 +5,19 @@ Tokens keep their order, so that everything else in a model stays as it is.
 B batch, S local tokens, H query heads, G KV heads, D head dim, P ranks.
 """
 
-import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from typing import Literal
 
 from megatron_cp_plugin.algorithms.point_to_point import PointToPoint
-from megatron_cp_plugin.core.algorithm import Algorithm, group_counts, number
+from megatron_cp_plugin.core.algorithm import group_counts, number
 from megatron_cp_plugin.core.comm import Phase
-from megatron_cp_plugin.core.layout import Contiguous, Layout
 from megatron_cp_plugin.core.pipeline import head_groups
 from megatron_cp_plugin.core.placement import BlockPlacement, Place
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.registry import register
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -91,14 +86,13 @@ class DistFlash(PointToPoint):
     Source: DISTFLASHATTN, Algorithms 1 and 2, section 3.2.
     """
 
-    layout: Layout = Contiguous()
-
     @dataclass(frozen=True)
     class Options(PointToPoint.Options):
         """Options of distflash, beside those of PointToPoint.
 
         Attributes:
-            balanced: idle ranks help; false gives the unbalanced ring of the paper (Algorithm 1).
+            balanced: ranks that wait under a causal mask help others (under others none waits);
+                false gives the unbalanced ring of the paper (Algorithm 1).
             last_step: of an even number of ranks: "shared" by the owner of the queries and the rank
                 that would wait, or computed by the "owner" alone while half of the ranks wait (the
                 paper's rule; on 4 GPUs it takes 1.25 times as long).
@@ -109,7 +103,7 @@ class DistFlash(PointToPoint):
             layout: "contiguous", or "thd", see ring.
         """
 
-        chunks: int = number(1, group_counts)
+        chunks: int = number(1, group_counts, least=0)
         balanced: bool = True
         overlap: bool = True
         last_step: Literal["owner", "shared"] = "shared"
@@ -121,16 +115,6 @@ class DistFlash(PointToPoint):
         super().__init__(topology, options)
         self.overlap = options.overlap
 
-    @classmethod
-    def check(
-        cls, options: Algorithm.Options, *, size: int, heads: int, kv_heads: int, causal: bool
-    ) -> None:
-        """See Algorithm.check: serves everything; says so where helpers have nothing to do."""
-        super().check(options, size=size, heads=heads, kv_heads=kv_heads, causal=causal)
-        assert isinstance(options, cls.Options)
-        if options.balanced and not causal and size > 1:
-            _say_that_nobody_helps(size)
-
     def placement(self, shape: Shape, mask: Mask, phase: Phase) -> HelpedPlacement:
         """See Algorithm.placement."""
         chunks = 1 if phase == "forward" else self.options.chunks
@@ -141,8 +125,3 @@ class DistFlash(PointToPoint):
             helping=self.options.balanced and mask.causal,
             shared=self.options.last_step == "shared",
         )
-
-
-@cache
-def _say_that_nobody_helps(size: int) -> None:
-    log.info("distflash: full attention keeps all %d ranks busy, so none helps another", size)

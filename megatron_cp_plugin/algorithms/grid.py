@@ -4,14 +4,15 @@ B batch, S local tokens, H query heads, G KV heads, D head dim, P = R * C ranks 
 columns.
 """
 
-from abc import abstractmethod
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from torch import Tensor
 
 from megatron_cp_plugin.algorithms.grid_placements import (
     GatheredPlacement,
+    GridBlocksPlacement,
     GridPlacement,
     GridRingPlacement,
 )
@@ -62,12 +63,12 @@ class GridAlgorithm(PointToPoint):
         self._grid_shape = cached_method(self._cheapest, 256)
         self._gathered = cached_method(self._make_gathered, 64)
 
-    @property
-    @abstractmethod
+    @cached_property
     def kind(self) -> type[GridPlacement]:
-        """How blocks come together."""
+        """How blocks come together: pushed by copy engines where these serve, else gathered."""
+        return GridBlocksPlacement if self.transport.pushes else GatheredPlacement
 
-    @property
+    @cached_property
     def gathers(self) -> bool:
         """Whether blocks come by collective operations, not from rank to rank."""
         return self.kind is GatheredPlacement

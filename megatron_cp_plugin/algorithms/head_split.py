@@ -16,7 +16,7 @@ from megatron_cp_plugin.core.comm import Communicator, Phase
 from megatron_cp_plugin.core.exchanged import Exchanged
 from megatron_cp_plugin.core.filled_heads import FilledHeads
 from megatron_cp_plugin.core.layout import Grouped
-from megatron_cp_plugin.core.pipeline import HeadGroup, check_chunks, group_count, head_groups
+from megatron_cp_plugin.core.pipeline import HeadGroup, group_count, head_groups
 from megatron_cp_plugin.core.placement import HeadPlacement
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
@@ -46,7 +46,7 @@ class HeadSplit(Algorithm):
                 are exchanged again. Local ones cost nothing where checkpointing recomputes them.
         """
 
-        chunks: int = number(0, group_counts)
+        chunks: int = number(0, group_counts, least=0)
         keep: Literal["exchanged", "local"] = "exchanged"
 
     options: Options
@@ -58,14 +58,6 @@ class HeadSplit(Algorithm):
         self._rings: dict[int, tuple[tuple[Communicator, Communicator], Ring]] = {}
         # Looked up once a pass: at short lengths a step of training is bound by the host.
         self._exchanged = cached_method(self._make_exchanged, 64)
-
-    @classmethod
-    def check(
-        cls, options: Algorithm.Options, *, size: int, heads: int, kv_heads: int, causal: bool
-    ) -> None:
-        """See Algorithm.check."""
-        assert isinstance(options, cls.Options)
-        check_chunks(cls.name, options.chunks)
 
     @abstractmethod
     def degree(self, kv_heads: int) -> int:

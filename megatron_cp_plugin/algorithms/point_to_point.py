@@ -9,18 +9,14 @@ from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.execute import follow
 from megatron_cp_plugin.core.kernel import Statistics
 from megatron_cp_plugin.core.layout import Layout
-from megatron_cp_plugin.core.owned import Owned
 from megatron_cp_plugin.core.passes import Backward, Forward
-from megatron_cp_plugin.core.pipeline import HeadGroup, check_chunks, successive_groups
-from megatron_cp_plugin.core.placement import BlockPlacement
-from megatron_cp_plugin.core.placement_check import check_layout, check_places
+from megatron_cp_plugin.core.pipeline import HeadGroup, successive_groups
+from megatron_cp_plugin.core.placement_check import check_placement, check_steps
 from megatron_cp_plugin.core.plan import Plan, with_wanted_gradients
-from megatron_cp_plugin.core.program import during
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.core.transport import Transport, Wanted, redistribute
-from megatron_cp_plugin.errors import ConfigError
 
 
 class PointToPoint(Algorithm):
@@ -44,7 +40,7 @@ class PointToPoint(Algorithm):
                 holds two blocks of others at most), or "auto", peer where that is possible.
         """
 
-        chunks: int = number(0, group_counts)
+        chunks: int = number(0, group_counts, least=0)
         transport: Wanted = "auto"
 
     options: Options
@@ -53,14 +49,6 @@ class PointToPoint(Algorithm):
         super().__init__(topology, options)
         self.transport = Transport(self.name, topology, options.transport)
         self._checked: set[Phase] = set()
-
-    @classmethod
-    def check(
-        cls, options: Algorithm.Options, *, size: int, heads: int, kv_heads: int, causal: bool
-    ) -> None:
-        """See Algorithm.check."""
-        assert isinstance(options, cls.Options)
-        check_chunks(cls.name, options.chunks)
 
     def make_channels(self, shape: Shape) -> None:
         """See Algorithm.make_channels."""
@@ -139,28 +127,8 @@ class PointToPoint(Algorithm):
             if rank is not None:
                 self.plan(shape, mask, phase, rectangular=rectangular)
             else:
-                self._check_placement(shape, mask, phase)
+                check_placement(self.name, self.placement(shape, mask, phase), shape.seq_len, mask)
         plan = super()._make_plan(shape, mask, phase, rectangular, rank)
-        each = plan.steps // len(plan.groups)
-        for move in during(plan):
-            block = f"a block of rank {move.block.owners[0]}"
-            if not move.result and move.needed % each == 0:
-                raise ConfigError(
-                    f"{self.name} places {block} on rank {move.target} in step 0, in which a rank "
-                    "has only its own: use steps from 1"
-                )
-            if move.needed <= move.posted:
-                raise ConfigError(
-                    f"{self.name} lets rank {move.source} pass {block} on to rank {move.target} "
-                    f"in step {move.needed % each}, but has it there no earlier: use a later step"
-                )
+        check_steps(self.name, plan)
         self._checked.add(phase)
         return plan
-
-    def _check_placement(self, shape: Shape, mask: Mask, phase: Phase) -> None:
-        placement = self.placement(shape, mask, phase)
-        assert isinstance(placement, BlockPlacement)
-        layout = placement.layout.within(mask.followed)
-        owned = Owned.of(layout, placement.size, shape.seq_len)
-        check_layout(owned)
-        check_places(self.name, placement, owned, mask)

@@ -18,7 +18,7 @@ from megatron_cp_plugin.algorithms.ring_routes import (
     worth_retaining,
 )
 from megatron_cp_plugin.core.comm import Phase
-from megatron_cp_plugin.core.layout import Contiguous, Layout, Zigzag
+from megatron_cp_plugin.core.layout import Contiguous, Layout
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
@@ -132,8 +132,6 @@ class BurstRing(Ring):
 @register("zigzag")
 class ZigzagRing(Ring):
     """The ring on chunks p and 2P-1-p: equal causal work; Megatron's own layout."""
-
-    layout: Layout = Zigzag()
 
     @dataclass(frozen=True)
     class Options(Ring.Options):

@@ -68,12 +68,20 @@ class Traffic:
 Saved = tuple[Tensor, ...]
 
 
-def number(default: int, worth_trying: Callable[[int], Sequence[int]]) -> int:
-    """An option that is a number, of which `auto` tries some; of other numbers only the default.
+def number(
+    default: int,
+    worth_trying: Callable[[int], Sequence[int]] | None = None,
+    *,
+    least: int | None = None,
+) -> int:
+    """An option that is a whole number.
 
-    Args: worth_trying: those to try on so many ranks.
+    Args:
+        worth_trying: those that `auto` tries on so many ranks; None: only the default.
+        least: `registry.read_options` refuses smaller ones; None: `check` says what is allowed.
     """
-    option: int = field(default=default, metadata={"worth_trying": worth_trying})
+    metadata = {"worth_trying": worth_trying, "least": least}
+    option: int = field(default=default, metadata=metadata)
     return option
 
 
@@ -122,6 +130,7 @@ class Algorithm(ABC):
         # Looked up once a pass: at short lengths a step of training is bound by the host.
         self._plan = cached_method(self._make_plan, 64)
         self._on = cached_method(self._make_on, 16)
+        self._checked_heads = cached_method(self._check_heads, 64)
 
     @classmethod
     def layout_for(cls, options: Options) -> Layout:
@@ -147,6 +156,14 @@ class Algorithm(ABC):
     @classmethod  # noqa: B027  (most algorithms serve everything)
     def check(cls, options: Options, *, size: int, heads: int, kv_heads: int, causal: bool) -> None:
         """Raises: ConfigError if the algorithm cannot serve this; needs no process group."""
+
+    def check_heads(self, heads: int, kv_heads: int, *, causal: bool) -> None:
+        """`check` of this algorithm on its ranks, once for each of such calls."""
+        self._checked_heads(heads, kv_heads, causal)
+
+    def _check_heads(self, heads: int, kv_heads: int, causal: bool) -> None:
+        size = self.topology.size
+        self.check(self.options, size=size, heads=heads, kv_heads=kv_heads, causal=causal)
 
     def make_channels(self, shape: Shape) -> None:  # noqa: B027  (some make all in the constructor)
         """Makes the process groups that calls need; a collective operation.

@@ -8,6 +8,7 @@ B batch, S local tokens, T tokens of a team, H query heads, G KV heads, D head d
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -211,10 +212,9 @@ def attend(parts: Sequence[Part], call: Call, dtype: torch.dtype) -> Compute:
     return compute
 
 
-def differentiate(parts: Sequence[Part], call: Call) -> Compute:
+def differentiate(parts: tuple[Part, ...], call: Call) -> Compute:
     """Gradients of `attend`; of dout, lse and either delta or out."""
-    # The first part that is added to a sum is the whole sum if it sees all keys.
-    ordered = sorted(parts, key=_reach, reverse=True)
+    ordered = _furthest_first(parts)
 
     def compute(_: HeadGroup, x: Named, sums: Sequence[GradientSum]) -> Iterator[Found]:
         statistics = Statistics(x["lse"], out=x.get("out"), delta=x.get("delta"))
@@ -227,6 +227,12 @@ def differentiate(parts: Sequence[Part], call: Call) -> Compute:
             yield part.rows, (dq.held,)
 
     return compute
+
+
+@lru_cache(maxsize=256)  # of the same parts in every layer
+def _furthest_first(parts: tuple[Part, ...]) -> list[Part]:
+    """The first part that is added to a sum is the whole sum if it sees all keys."""
+    return sorted(parts, key=_reach, reverse=True)
 
 
 def _reach(part: Part) -> int:

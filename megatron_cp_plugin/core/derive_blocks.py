@@ -1,6 +1,4 @@
-"""Plans of placements that say where blocks meet, in the making: of all ranks at once, or of one
-where a mask has no say in what travels.
-"""
+"""Plans of placements that say where blocks meet, in the making: of all ranks at once."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -114,8 +112,7 @@ class Derivation:
         """Finds out which blocks meet where, and what comes to ranks. Returns: the last step."""
         placement, size = self.placement, self.placement.size
         sparse = self.masked and not placement.relay and not placement.assembled
-        everyone, rank = product(range(size), range(size)), self.setting.rank
-        for query, key in everyone if rank is None else placement.met(rank):
+        for query, key in product(range(size), repeat=2):
             if not sparse or self._sees(query, key):
                 for place in placement.place(query, key):
                     self._add(query, key, place)

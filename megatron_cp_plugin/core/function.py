@@ -153,13 +153,7 @@ def attend(
         value_dim=v.shape[3],
         windows=window is not None or slices is not None,
     )
-    algorithm.check(
-        algorithm.options,
-        size=algorithm.topology.size,
-        heads=heads,
-        kv_heads=k.shape[2],
-        causal=mask.causal,
-    )
+    algorithm.check_heads(heads, k.shape[2], causal=mask.causal)
     if mask.special and not algorithm.windows:
         raise ContextParallelError(f"{algorithm.name} does not serve {mask.special}: leave it out")
     if sink is not None and sink.shape != (heads,):

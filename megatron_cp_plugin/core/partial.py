@@ -39,21 +39,20 @@ class _Waiting:
     """Partials in the order in which they came: of rows that no two of them share, or two that do.
 
     Where each row is written once, it can be written in the final dtype.
+
+    Attributes: partials: all of them.
     """
 
     def __init__(self) -> None:
-        self._partials: list[Partial] = []
+        self.partials: list[Partial] = []
         self._start = self._stop = 0  # between which their rows are
         self._paired = False
 
-    def __bool__(self) -> bool:
-        return bool(self._partials)
-
     def fits(self, rows: SomeRows) -> bool:
         """Whether rows lie outside of all that are here. Only of slices this is known."""
-        if not self._partials:
+        if not self.partials:
             return True
-        if isinstance(rows, RowIndex) or isinstance(self._partials[0][0], RowIndex):
+        if isinstance(rows, RowIndex) or isinstance(self.partials[0][0], RowIndex):
             return False
         return not self._paired and bool(rows.stop <= self._start or rows.start >= self._stop)
 
@@ -68,19 +67,19 @@ class _Waiting:
         """Takes a partial whose rows fit, or, if `paired`, that pairs with the only one."""
         self._paired = paired
         if isinstance(rows, slice):
-            first = not self._partials
+            first = not self.partials
             self._start = rows.start if first else min(self._start, rows.start)
             self._stop = rows.stop if first else max(self._stop, rows.stop)
-        self._partials.append((rows, tensors))
+        self.partials.append((rows, tensors))
 
     @property
     def single(self) -> Partial | None:
         """The only one, if there is just one."""
-        return self._partials[0] if len(self._partials) == 1 else None
+        return self.partials[0] if len(self.partials) == 1 else None
 
     def take(self) -> list[Partial]:
         """All of them, of which none stays here."""
-        taken, self._partials, self._paired = self._partials, [], False
+        taken, self.partials, self._paired = self.partials, [], False
         return taken
 
 
@@ -142,7 +141,10 @@ def _sum_into(out: Tensor, a: Tensor, *others: Tensor) -> None:
         out.copy_(a)
     else:
         wide = accumulation_dtype(a.dtype)
-        out.copy_(sum((b.to(wide) for b in others), start=a.to(wide)))
+        total = a.to(wide)
+        for b in others:
+            total = total + b.to(wide)
+        out.copy_(total)
 
 
 def _add_rows(total: Tensor, rows: SomeRows, *gradients: Tensor) -> None:
@@ -225,7 +227,7 @@ class Accumulator:
     @property
     def empty(self) -> bool:
         """Whether there is no partial yet."""
-        return not self._waiting and self._total is None
+        return not self._waiting.partials and self._total is None
 
     def place_of_first(self, rows: int) -> tuple[Tensor, Tensor] | None:
         """Where the result will be, if the first partial, of so many rows, can be there."""
@@ -392,7 +394,7 @@ class GradientSum:
     @property
     def empty(self) -> bool:
         """Whether there is no gradient yet."""
-        return self._total is None and not self._waiting
+        return self._total is None and not self._waiting.partials
 
     @property
     def keeps(self) -> bool:
@@ -402,13 +404,13 @@ class GradientSum:
     @property
     def held(self) -> Tensor:
         """The sum in whatever dtype it is, for whoever copies it elsewhere."""
-        if self._waiting:
+        if self._waiting.partials:
             self._settle()
         return self._own_buffer() if self._total is None else self._total
 
     def _final(self, dtype: torch.dtype) -> Tensor:
         """The sum; rounded already where it ends in `dtype`, and nothing is added to it then."""
-        if not self._waiting:
+        if not self._waiting.partials:
             return self.held
         last = self._waiting.single
         if self._total is None:

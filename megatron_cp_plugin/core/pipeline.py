@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatron_cp_plugin.core.comm import Pending
-from megatron_cp_plugin.errors import ConfigError
 
 _MOST_GROUPS = 4
 _GROUP_FLOP = 10**12  # below that a group costs more in launches than it hides
@@ -90,14 +89,6 @@ def group_count(chunks: int, flop: int) -> int:
     Args: chunks: as many; 0: what suits `flop`, that of a rank's forward without a mask.
     """
     return chunks or min(_MOST_GROUPS, max(1, flop // _GROUP_FLOP))
-
-
-def check_chunks(name: str, chunks: int) -> None:
-    """Raises: ConfigError if the number of groups is negative."""
-    if chunks < 0:
-        raise ConfigError(
-            f"{name} needs chunks >= 0, got {chunks}: use 1 for all heads at once, or leave it out"
-        )
 
 
 def successive_groups(

@@ -9,13 +9,43 @@ from itertools import product
 import numpy as np
 
 from megatron_cp_plugin.core.owned import Owned
-from megatron_cp_plugin.core.placement import BlockPlacement, Place
+from megatron_cp_plugin.core.placement import BlockPlacement, Place, Placement
+from megatron_cp_plugin.core.plan import Plan
+from megatron_cp_plugin.core.program import during
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.touched import sees
 from megatron_cp_plugin.errors import ConfigError
 
 
-def check_layout(owned: Owned) -> None:
+def check_placement(name: str, placement: Placement, seq_len: int, mask: Mask) -> None:
+    """Raises: ConfigError unless every token is one rank's, and every pair has one place."""
+    assert isinstance(placement, BlockPlacement)
+    owned = Owned.of(placement.layout.within(mask.followed), placement.size, seq_len)
+    _check_layout(owned)
+    _check_places(name, placement, owned, mask)
+
+
+def check_steps(name: str, plan: Plan) -> None:
+    """Raises: ConfigError unless every block is where it is computed with, or passed on, by then.
+
+    Args: plan: in which blocks go from rank to rank, not gathered ones.
+    """
+    each = plan.steps // len(plan.groups)
+    for move in during(plan):
+        block = f"a block of rank {move.block.owners[0]}"
+        if not move.result and move.needed % each == 0:
+            raise ConfigError(
+                f"{name} places {block} on rank {move.target} in step 0, in which a rank has only "
+                "its own: use steps from 1"
+            )
+        if move.needed <= move.posted:
+            raise ConfigError(
+                f"{name} lets rank {move.source} pass {block} on to rank {move.target} in step "
+                f"{move.needed % each}, but has it there no earlier: use a later step"
+            )
+
+
+def _check_layout(owned: Owned) -> None:
     """Raises: ConfigError unless each token is one rank's, and spans of a rank ascend."""
     layout, tokens = f"layout {owned.layout.name}", owned.seq_len
     holders = np.zeros(tokens, np.int64)
@@ -41,7 +71,7 @@ def check_layout(owned: Owned) -> None:
         )
 
 
-def check_places(name: str, placement: BlockPlacement, owned: Owned, mask: Mask) -> None:
+def _check_places(name: str, placement: BlockPlacement, owned: Owned, mask: Mask) -> None:
     """Raises: ConfigError unless all rows of queries meet all keys that the mask shows, once."""
     for query, key in product(range(placement.size), repeat=2):
         places = list(placement.place(query, key))

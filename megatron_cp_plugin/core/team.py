@@ -7,7 +7,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import zip_longest
 from typing import NamedTuple
 
 import torch
@@ -111,9 +110,9 @@ class GatheringTeam(Team):
             return own
         return packed(own, dim, self._travelling.rows, between(0, own.shape[dim]))
 
-    def _with(self, blocks: Tensor, own: Tensor | None) -> Blocks:
+    def _with(self, blocks: Tensor, own: Tensor) -> Blocks:
         """Blocks of all members, in which the own tokens are all there."""
-        if self._travelling is None or own is None:
+        if self._travelling is None:
             return blocks
         member = self._travelling.member
         return (*blocks[:member], own, *blocks[member + 1 :])
@@ -162,21 +161,16 @@ class GatheringTeam(Team):
         blocks = self._blocks((*like.shape[:3], sum(widths)), 1, like, dtype)
         rows_of = [self._blocks(x.shape, 2, x, x.dtype) for x in own if x.dim() == 3]
         places = (*_apart(blocks, widths), *rows_of)
-        # Of all own tokens, some of which travel.
-        mine = (
-            []
-            if self._travelling is None
-            else [
-                x.new_empty(x.shape, dtype=place.dtype)
-                for x, place in zip(own, places, strict=True)
-            ]
-        )
+        dims, written, mine = [token_dim(x) for x in own], list[Blocks](places), list[Tensor]()
+        if self._travelling is not None:  # some of the own tokens: all of them are here
+            pairs = zip(own, places, strict=True)
+            mine = [x.new_empty(x.shape, dtype=place.dtype) for x, place in pairs]
+            written = [self._with(*pair) for pair in zip(places, mine, strict=True)]
         for rows, tensors in results:
-            for place, whole, x in zip_longest(places, mine, tensors):
-                self.order.place(self._with(place, whole), token_dim(x), rows, x)
+            for of_all, dim, x in zip(written, dims, tensors, strict=True):
+                self.order.place(of_all, dim, rows, x)
         if self._travelling is not None:
-            for place, whole, target in zip(places, mine, own, strict=True):
-                dim = token_dim(target)
+            for place, whole, target, dim in zip(places, mine, own, dims, strict=True):
                 travelling = self._packed(whole, dim)
                 place[self._travelling.member].narrow(dim, 0, travelling.shape[dim]).copy_(
                     travelling
@@ -245,10 +239,10 @@ def together(all_of: Sequence[Pending[None]]) -> Pending[None]:
 
 def heads_of(name: str, x: Tensor, heads: HeadGroup) -> Tensor:
     """Those of a tensor: [B,S,heads,D], rows [B,heads,S]; itself if they are all."""
-    part, of_rows = _part(name, heads), x.dim() == 3
-    if part.stop - part.start == x.shape[1 if of_rows else 2]:
+    part, dim = heads.kv if name in OF_KEYS else heads.q, x.dim() - 2
+    if part.stop - part.start == x.shape[dim]:
         return x
-    return x[:, part] if of_rows else x[:, :, part]
+    return x[:, part] if dim == 1 else x[:, :, part]
 
 
 def _part(name: str, heads: HeadGroup) -> slice:

@@ -1,13 +1,11 @@
 """DISTFLASHATTN's schedule: who does what, how much idles, what travels, in which order."""
 
-import logging
 from fractions import Fraction
 
 import pytest
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.algorithms import distflash
 from megatron_cp_plugin.core.algorithm import Call
 from megatron_cp_plugin.core.comm import Communicator, record_communication
 from megatron_cp_plugin.core.kernel import Statistics
@@ -108,16 +106,6 @@ def test_full_attention_is_the_plain_ring(size: int, with_helpers: bool) -> None
     assert plan.steps == size
     assert idle_fraction(plan) == 0
     assert not has_helpers(plan)
-
-
-def test_full_attention_is_announced_once(caplog: pytest.LogCaptureFixture) -> None:
-    distflash._say_that_nobody_helps.cache_clear()
-    algorithm = create("distflash", VirtualWorld(4).topology(0), {})
-    with caplog.at_level(logging.INFO):
-        for causal in (True, False, False):
-            algorithm.check(algorithm.options, size=4, heads=4, kv_heads=4, causal=causal)
-    (record,) = caplog.records
-    assert "full attention keeps all 4 ranks busy" in record.getMessage()
 
 
 @pytest.mark.parametrize("last_step", ["owner", "shared"])
