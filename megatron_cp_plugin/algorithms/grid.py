@@ -4,6 +4,7 @@ B batch, S local tokens, H query heads, G KV heads, D head dim, P = R * C ranks 
 columns.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -27,7 +28,6 @@ from megatron_cp_plugin.core.pipeline import HeadGroup, group_count, head_groups
 from megatron_cp_plugin.core.plan import PHASES, Plan, Setting
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
-from megatron_cp_plugin.core.topology import Topology
 
 Wire = Literal["model", "float32"]
 
@@ -57,11 +57,14 @@ class GridAlgorithm(PointToPoint):
 
     options: Options
 
-    def __init__(self, topology: Topology, options: Options) -> None:
-        super().__init__(topology, options)
-        # Looked up once a pass: at short lengths a step of training is bound by the host.
-        self._grid_shape = cached_method(self._cheapest, 256)
-        self._gathered = cached_method(self._make_gathered, 64)
+    # Looked up once a pass: at short lengths a step of training is bound by the host.
+    @cached_property
+    def _grid_shape(self) -> Callable[[Shape], tuple[int, int]]:
+        return cached_method(self._cheapest, 256)
+
+    @cached_property
+    def _gathered(self) -> Callable[[Shape, Plan], Gathered]:
+        return cached_method(self._make_gathered, 64)
 
     @cached_property
     def kind(self) -> type[GridPlacement]:

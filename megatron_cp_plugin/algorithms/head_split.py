@@ -4,7 +4,9 @@ B batch, S local tokens, H query heads, G KV heads, D head dim, P ranks, U ranks
 """
 
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 from torch import Tensor
@@ -56,8 +58,11 @@ class HeadSplit(Algorithm):
     def __init__(self, topology: Topology, options: Options) -> None:
         super().__init__(topology, options)
         self._rings: dict[int, tuple[tuple[Communicator, Communicator], Ring]] = {}
+
+    @cached_property
+    def _exchanged(self) -> Callable[[Shape, Phase], Exchanged]:
         # Looked up once a pass: at short lengths a step of training is bound by the host.
-        self._exchanged = cached_method(self._make_exchanged, 64)
+        return cached_method(self._make_exchanged, 64)
 
     @abstractmethod
     def degree(self, kv_heads: int) -> int:

@@ -127,10 +127,19 @@ class Algorithm(ABC):
         self.topology = topology
         self.options = options
         self.layout = self.layout_for(options)
-        # Looked up once a pass: at short lengths a step of training is bound by the host.
-        self._plan = cached_method(self._make_plan, 64)
-        self._on = cached_method(self._make_on, 16)
-        self._checked_heads = cached_method(self._check_heads, 64)
+
+    # Looked up once a pass: at short lengths a step of training is bound by the host.
+    @cached_property
+    def _plan(self) -> Callable[[Shape, Mask, Phase, bool, int | None], Plan]:
+        return cached_method(self._make_plan, 64)
+
+    @cached_property
+    def _on(self) -> Callable[[Layout], "Algorithm"]:
+        return cached_method(self._make_on, 16)
+
+    @cached_property
+    def _checked_heads(self) -> Callable[[int, int, bool], None]:
+        return cached_method(self._check_heads, 64)
 
     @classmethod
     def layout_for(cls, options: Options) -> Layout:

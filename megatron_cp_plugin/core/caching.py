@@ -21,4 +21,4 @@ def cached_method[**P, R](method: Callable[P, R], maxsize: int) -> Callable[P, R
         assert bound is not None  # whoever calls has the object
         return bound(*args, **kwargs)
 
-    return cast(Callable[P, R], call)
+    return cast("Callable[P, R]", call)

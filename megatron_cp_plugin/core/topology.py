@@ -86,7 +86,7 @@ class Topology(ABC):
         All ranks ask for subgroups of one size at a time, which do not overlap.
         """
         chosen = tuple(ranks)
-        if chosen == tuple(range(self.size)):
+        if len(chosen) == self.size and chosen == tuple(range(self.size)):
             return self
         if chosen not in self._subgroups:
             self._subgroups[chosen] = self._make_subgroup(chosen, name)

@@ -4,6 +4,7 @@ Nothing is computed and nothing is sent; refused ones are left out, with the rea
 """
 
 from dataclasses import Field, dataclass, fields
+from functools import lru_cache
 from itertools import product
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
@@ -82,11 +83,10 @@ def candidates(question: Question) -> tuple[list[Candidate], list[Refusal]]:
     for algo in registry.available("softmax"):
         cls = registry.algorithm_class(algo)
         assert issubclass(cls, Algorithm)
-        for options in _combinations(cls, question.topology.size):
+        for options, given in _combinations(cls, question.topology.size):
             layout = cls.layout_for(options)
             if not _is_open(layout, question):
                 continue
-            given = _given(options)
             try:
                 candidate = _candidate(cls, options, given, question)
             except ContextParallelError as error:
@@ -106,8 +106,8 @@ def linear_candidates(
     for algo in registry.available("linear"):
         cls = registry.algorithm_class(algo)
         assert issubclass(cls, LinearAlgorithm)
-        for options in _combinations(cls, size):
-            layout, given = cls.layout_for(options).name, _given(options)
+        for options, given in _combinations(cls, size):
+            layout = cls.layout_for(options).name
             if layouts is not None and layout not in layouts:
                 continue
             try:
@@ -146,19 +146,21 @@ def _is_open(layout: Layout, question: Question) -> bool:
     return not cut_by_callers and (not layout.follows_documents or bool(question.mask.followed))
 
 
-def _combinations(cls: registry.AnyClass, size: int) -> list[Algorithm.Options]:
-    """Of all values of all options, those with the fewest options first."""
+@lru_cache(maxsize=128)  # many questions are of as many ranks
+def _combinations(
+    cls: registry.AnyClass, size: int
+) -> tuple[tuple[Algorithm.Options, Options], ...]:
+    """Of all values of all options, those with the fewest options first; and which are given."""
     hints, options = registry.option_types(cls.Options), fields(cls.Options)
     names = [option.name for option in options]
     values = [_values(option, hints[option.name], size) for option in options]
-    found = [cls.Options(**dict(zip(names, chosen, strict=True))) for chosen in product(*values)]
-    return sorted(found, key=lambda options: len(_given(options)))
-
-
-def _given(options: Algorithm.Options) -> Options:
-    """Those that are not at their defaults."""
-    defaults = vars(type(options)())
-    return tuple((name, value) for name, value in vars(options).items() if value != defaults[name])
+    defaults = vars(cls.Options())
+    found = []
+    for chosen in product(*values):
+        every = dict(zip(names, chosen, strict=True))
+        given = tuple((name, value) for name, value in every.items() if value != defaults[name])
+        found.append((cls.Options(**every), given))
+    return tuple(sorted(found, key=lambda one: len(one[1])))
 
 
 def _values(option: Field[Any], kind: object, size: int) -> list[object]:

@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import inf
 from statistics import median
 from typing import NamedTuple
 
+from megatron_cp_plugin import registry
 from megatron_cp_plugin.core.alone import Alone
 from megatron_cp_plugin.core.linear import LinearShape
 from megatron_cp_plugin.core.placement import HeadPlacement
@@ -188,14 +190,13 @@ def choose(
 
     Raises: ConfigError if none can be had.
     """
-    topology = Alone(0, place.nodes, peer_access=place.peer)
     tables = []
     for kind in kinds:
         if isinstance(kind.shape, LinearShape):
             tables.append(_linear_table(kind, kind.shape, place, layouts))
         else:
-            question = Question(kind.shape, kind.mask, topology, layouts)
-            tables.append(_table(kind, kind.shape, question, place, among, 0 if quick else _WORK))
+            looked_at = _looked_at(kind.shape, kind.mask, place, layouts, among, _registered())
+            tables.append(_table(kind, looked_at, place, 0 if quick else _WORK))
     taken: list[Combination] = []
     refused = [one for table in tables for one in table.refused]
     found = _ranked(_combined(tables, runs_again))
@@ -226,18 +227,57 @@ def choose(
     return Choice(place, tuple(tables), tuple(taken), tuple(first.values()))
 
 
-def _table(
-    kind: Kind,
+class _LookedAt(NamedTuple):
+    """What estimates say. Attributes: estimates: of both passes, the best candidate first."""
+
+    estimates: tuple[tuple[Candidate, tuple[Estimate, ...]], ...]
+    refused: tuple[Refusal, ...]
+
+
+_Classes = tuple[registry.AnyClass, ...]
+
+
+def _registered() -> _Classes:
+    """On what candidates depend beside the question."""
+    return tuple(map(registry.algorithm_class, registry.available("softmax")))
+
+
+@lru_cache(maxsize=16)  # the same questions, with other bandwidths
+def _candidates(
     shape: Shape,
-    question: Question,
+    mask: Mask,
+    nodes: tuple[int, ...],
+    peer: bool,
+    layouts: tuple[str, ...] | None,
+    registered: _Classes,
+) -> tuple[tuple[Candidate, ...], tuple[Refusal, ...]]:
+    topology = Alone(0, nodes, peer_access=peer)
+    found, refused = candidates(Question(shape, mask, topology, layouts))
+    return tuple(found), tuple(refused)
+
+
+@lru_cache(maxsize=32)  # a quick choice comes before one that simulates
+def _looked_at(
+    shape: Shape,
+    mask: Mask,
     place: Place,
+    layouts: tuple[str, ...] | None,
     among: frozenset[str] | None,
-    work: int,
-) -> Table:
+    registered: _Classes,
+) -> _LookedAt:
+    found, refused = _candidates(shape, mask, place.nodes, place.peer, layouts, registered)
+    chosen = [one for one in found if among is None or one.name in among]
+    estimator = Estimator(shape, mask, place.machine, place.nodes, place.peer, place.kernel)
+    estimates = _estimates(chosen, estimator)
+    if among is None:
+        kept = {candidate.algo for candidate, _ in estimates}
+        refused += tuple(_far_off(chosen, kept, len(place.nodes)))
+    return _LookedAt(tuple(estimates), refused)
+
+
+def _table(kind: Kind, looked_at: _LookedAt, place: Place, work: int) -> Table:
     """Args: work: of all simulations together, at most."""
-    found, refused = candidates(question)
-    found = [one for one in found if among is None or one.name in among]
-    estimates = _estimates(found, _estimator(kind, shape, place))
+    estimates = looked_at.estimates
     simulated: dict[Candidate, Row] = {}
     left, seen = list(estimates), set[tuple[str, str]]()
     ratios = _Ratios()
@@ -266,9 +306,7 @@ def _table(
         for candidate, passes in estimates
     ]
     rows.sort(key=lambda row: (row.seconds, len(row.options), row.name))
-    if among is None:
-        refused += _far_off(found, {row.algo for row in rows}, len(place.nodes))
-    return Table(kind, tuple(rows), tuple(refused))
+    return Table(kind, tuple(rows), looked_at.refused)
 
 
 class _Ratios:
@@ -315,21 +353,17 @@ def _seconds(passes: Iterable[Estimate]) -> float:
     return sum(one.seconds for one in passes)
 
 
-def _estimator(kind: Kind, shape: Shape, place: Place) -> Estimator:
-    return Estimator(shape, kind.mask, place.machine, place.nodes, place.peer, place.kernel)
-
-
 def _estimates(
     found: Sequence[Candidate], estimator: Estimator
-) -> list[tuple[Candidate, list[Estimate]]]:
+) -> list[tuple[Candidate, tuple[Estimate, ...]]]:
     """Those that are not far from the best, the best first."""
-    rows: list[tuple[float, int, Candidate, list[Estimate]]] = []
+    rows: list[tuple[float, int, Candidate, tuple[Estimate, ...]]] = []
     best, far = inf, _far(len(estimator.nodes))
     # Algorithms of heads and of grids are quick to look at and seldom bad: they come first.
     for number, candidate in sorted(enumerate(found), reverse=True):
         if estimator.least(candidate.placements) > far * best:
             continue
-        passes = estimator.passes(candidate.placements)
+        passes = tuple(estimator.passes(candidate.placements))
         seconds = _seconds(passes)
         best = min(best, seconds)
         rows.append((seconds, number, candidate, passes))

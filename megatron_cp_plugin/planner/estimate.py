@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 from functools import cache, cached_property
 from typing import NamedTuple
 
@@ -30,7 +30,6 @@ from megatron_cp_plugin.planner.trace import Tile as Kernel
 _INPUTS = {"forward": ("q",), "backward": ("q", "dout", "delta", "lse")}
 _RESULTS = {"forward": ("out", "lse"), "backward": ("dq",)}
 _Owners = tuple[tuple[int, ...], tuple[int, ...]]  # of queries and of keys
-_ALL = HeadGroup(slice(0, 1), slice(0, 1), first=True, last=True)
 
 
 class _Tiles(NamedTuple):
@@ -239,7 +238,7 @@ class Estimator:
 
     def _owners(self, placement: BlockPlacement, rank: int) -> _Owners:
         """Whose queries, and whose keys, meet on a rank."""
-        key = replace(placement, groups=(_ALL,)), rank
+        key = _whatever_groups(placement), rank
         if key not in self._owners_of:
             pairs = zip(*placement.pairs_of(rank), strict=True)
             queries, keys = (tuple(sorted(set(owners))) for owners in pairs)
@@ -247,7 +246,7 @@ class Estimator:
         return self._owners_of[key]
 
     @cached_property
-    def _owners_of(self) -> dict[tuple[BlockPlacement, int], _Owners]:
+    def _owners_of(self) -> dict[tuple[Hashable, int], _Owners]:
         return {}
 
     def _steps(self, placement: BlockPlacement, phase: Pass, rank: int, members: int) -> Estimate:
@@ -273,12 +272,14 @@ class Estimator:
                 computing += min(computing, moved.seconds) * (1 - self.machine.group_share)
             known.append((computing, moved))
         now = came = before = 0.0
+        each = [(computing, moved.seconds) for computing, moved in known]
         for _ in placement.groups:
             for kind in order:
-                computing, moved = known[kind]
+                computing, coming = each[kind]
                 # It comes while the step before computes, and no sooner.
-                came = max(came, before) + moved.seconds if moved.seconds else came
-                before = max(now, came)
+                if coming:
+                    came = (before if before > came else came) + coming
+                before = came if came > now else now
                 now = before + computing
         last = max((moved.seconds for _, moved in known), default=0.0)
         computed = inside = between = host = 0.0
@@ -293,7 +294,7 @@ class Estimator:
 
     def _of_rank(self, placement: BlockPlacement, rank: int, members: int) -> _Steps:
         """Steps that differ, and which of them comes when."""
-        key = replace(placement, groups=(_ALL,)), rank, members
+        key = _whatever_groups(placement), rank, members
         if key not in self._known:
             kinds: dict[_Step, int] = {}
             steps = self._place(placement, rank, members)
@@ -351,10 +352,10 @@ class Estimator:
         if mask.documents or mask.slices or len(steps) > 1:
             return queries, keys
         (step,), window = steps, mask.window or 0
-        rows = [(q.start, len(q)) for q in queries]
+        rows = [_extent(q) for q in queries]
         places = [step, *(count for _, count in rows)]
         for k in keys:
-            start, columns = k.start, len(k)
+            start, columns = _extent(k)
             places.append(columns)
             for first, count in rows:
                 places.append(max(-count, min(columns, (first - start) // step)))
@@ -371,7 +372,7 @@ class Estimator:
         return {}
 
     @cached_property
-    def _known(self) -> dict[tuple[BlockPlacement, int, int], _Steps]:
+    def _known(self) -> dict[tuple[Hashable, int, int], _Steps]:
         return {}
 
     def _link(self, size: float, far: bool, members: int, lag: int) -> _Moved:
@@ -505,6 +506,18 @@ class Estimator:
     def _local(self) -> int:
         """Ranks of a node, at most."""
         return max(Counter(self.nodes).values())
+
+
+def _extent(span: Span) -> tuple[int, int]:
+    """Where it starts, and how many tokens it has."""
+    start = span.start
+    return start, max(0, -((start - span.stop) // span.step))
+
+
+def _whatever_groups(placement: BlockPlacement) -> Hashable:
+    """Equal of placements that differ in their groups of heads only."""
+    others = (getattr(placement, one.name) for one in fields(placement) if one.name != "groups")
+    return type(placement), *others
 
 
 def _sizes(tile: Tile) -> _Tiles:

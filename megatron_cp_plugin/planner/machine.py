@@ -142,6 +142,9 @@ class Machine:
     group_share: float = 1.0
     host: Host = Host()
 
+    def __hash__(self) -> int:
+        return hash(self.name)  # mappings have none
+
     def nodes(self, size: int) -> tuple[int, ...]:
         """The node of each of so many ranks, filled one after another."""
         return tuple(rank // self.gpus_per_node for rank in range(size))
