@@ -142,29 +142,10 @@ def chosen(options: Mapping[str, object]) -> tuple[tuple[str, object], ...]:
 def followed_by(
     cu_seqlens: Sequence[int] | Tensor | None, spans: SpanMask | None, seq_len: int
 ) -> Documents:
-    """What layouts follow, of numbers that `on_host` has read.
-
-    Raises: ContextParallelError if there are both.
-    """
+    """What layouts follow, of numbers that `on_host` has read."""
+    documents: tuple[int, ...] = ()
+    if cu_seqlens is not None:
+        documents = document_starts(cast(Sequence[int], cu_seqlens), seq_len)
     if spans is None:
-        return (
-            () if cu_seqlens is None else document_starts(cast(Sequence[int], cu_seqlens), seq_len)
-        )
-    check_alone(True, None, cu_seqlens)
-    return Slices.of(cast(Iterable[Sequence[object]], spans), seq_len)
-
-
-def check_alone(
-    causal: bool, window: int | None, cu_seqlens: Sequence[int] | Tensor | None
-) -> None:
-    """Raises: ContextParallelError for what says who sees whom beside spans."""
-    others = (
-        ("causal=False", not causal),
-        (f"window={window}", window is not None),
-        ("cu_seqlens", cu_seqlens is not None),
-    )
-    for name in (name for name, given in others if given):
-        raise ContextParallelError(
-            f"spans alone say which keys a query sees, got {name} too: leave it out "
-            "(spans.documents makes spans of packed documents and windows)"
-        )
+        return documents
+    return Slices.of(cast(Iterable[Sequence[object]], spans), seq_len, documents)

@@ -16,7 +16,6 @@ from torch import Tensor
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.arguments import (
     SpanMask,
-    check_alone,
     check_eager,
     check_tensors,
     chosen,
@@ -121,19 +120,21 @@ def attention(
             made, and equal ones before, some may wait for the group's timeout instead and raise
             CommunicationError.
         window: queries see the last `window` keys up to their own position, which counts: one more
-            than `left` of Transformer Engine's and flash-attn's `window_size` (left, 0).
+            than `left` of Transformer Engine's and flash-attn's `window_size` (left, 0). Beside
+            spans: of what these name no keys that are `window` or more positions earlier.
         cu_seqlens: cumulative lengths of the documents in the whole sequence, 0, n1, n1 + n2, ...,
             N, the same for every entry of the batch: queries see keys of their own document only.
             A tensor on a GPU is copied to the host at every call.
-        spans: which keys each query sees, in place of `causal`, `window` and `cu_seqlens`, the same
-            for every entry of the batch. Each is (q_start, q_stop, k_start, k_stop, kind), with
-            global positions, half-open; or a row of an integer tensor [n,5], with kinds 0 to 3 in
-            this order. Query i of [q_start, q_stop) sees key j of [k_start, k_stop)
+        spans: which keys each query sees, in place of `causal`, the same for every entry of the
+            batch; beside `cu_seqlens` and `window`, the keys that all of these allow. Each is
+            (q_start, q_stop, k_start, k_stop, kind), with global positions, half-open; or a row of
+            an integer tensor [n,5], with kinds 0 to 3 in this order. Query i of [q_start, q_stop)
+            sees key j of [k_start, k_stop)
             - "full": always;
             - "causal": if k_stop - j >= q_stop - i;
             - "inverse_causal": if j - k_start >= i - q_start;
             - "bi_causal": if both hold.
-            No two spans have the same query and key. A query of no span has out 0.
+            No two spans have the same query and key. A query that sees no key has out 0.
             `megatron_cp_plugin.spans` makes such lists.
         sink: [H], differentiable: the score, for each head, of a further key that every query sees
             and that has no value (Megatron's `softmax_offset`). Its whole gradient is the sum of
@@ -155,8 +156,10 @@ def attention(
         window = None if window is None else whole_number("window", window)
         cu_seqlens, spans = on_host("cu_seqlens", cu_seqlens), on_host("spans", spans)
         check_shapes(q, k, v)
-        if spans is not None:
-            check_alone(causal, window, cu_seqlens)
+        if spans is not None and not causal:
+            raise ContextParallelError(
+                "spans alone say which keys a query sees, got causal=False too: leave it out"
+            )
         layout, settings = registry.layout_of(algo, options), chosen(options)
         seq_len = length("seq_len", seq_len)
         made.lengths = _held(topology, layout, q.shape[1], seq_len, cu_seqlens, spans)
@@ -184,7 +187,7 @@ def attention(
         window = min(window, max(seq_len, 1))  # sys.maxsize is too large to be added to
     if algo == registry.AUTO:
         shape = Shape.of(q, k, v, seq_len)
-        mask = Mask(causal, window, documents) if slices is None else Mask.of(slices)
+        mask = Mask(causal, window, documents) if slices is None else Mask.of(slices, window)
         algorithm = _algorithm(*_choose(topology, shape, mask, kernel, options))
     return attend(
         q,
