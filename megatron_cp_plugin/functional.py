@@ -1,4 +1,4 @@
-"""The functional interface: torch alone, no Megatron.
+"""The functional interface, which needs torch but not Megatron.
 
 B batch, S local tokens, N tokens of the whole sequence, H query heads, G KV heads, D head dim of
 queries and keys, E that of values, P ranks. Positions and lengths are in tokens.
@@ -80,7 +80,7 @@ def attention(
 
     A collective operation: all ranks of the group call it with the same settings, and agree in
     whether q requires a gradient and whether k or v does. Gradients that are not required are not
-    sent, but by `attention2d` with variant "overlap".
+    sent, except by `attention2d` with variant "overlap".
 
     Ranks compare what they call it with, and how many tokens they hold, in small messages at the
     first call with such settings and with such a number. A rank that makes another call later may
@@ -101,7 +101,7 @@ def attention(
             makes further groups of these ranks. Unless all ranks of the job make equally many of
             them, make your own groups before that call: `torch.distributed.new_group` hangs after
             it.
-        causal: queries see no later keys.
+        causal: queries attend to no later keys.
         scale: factor of the scores, above 0; None: D**-0.5. Not differentiable.
         kernel: "auto" or a name of `kernels.kernel_names`.
         seq_len: N; needed only where ranks hold unequal numbers of tokens: all ranks raise
@@ -513,8 +513,8 @@ def _check_alone(
     )
     for name in (name for name, given in others if given):
         raise ContextParallelError(
-            f"spans alone say which keys a query sees, got {name} too: leave it out "
-            "(spans.documents makes spans of packed documents and windows)"
+            f"spans replace {name}, got both: leave {name} out (spans.documents makes spans of "
+            "packed documents and windows)"
         )
 
 

@@ -134,7 +134,7 @@ def test_a_rank_that_does_not_come_is_missed_within_the_timeout_of_the_group(job
         if rank != 1:
             call, group = found["absent"]["call"], found["absent"]["group"]
             assert call.startswith(f"rank {rank} of 4 lost the others in a check; has one of them")
-            assert "compare their call, a new one of attention with algo 'zigzag', " in call
+            assert "comparing their calls, a new one of attention with algo 'zigzag', " in call
             assert group.startswith(f"rank {rank} of 4 lost the others making a process group; has")
             assert "\n" not in call + group
 

@@ -352,9 +352,9 @@ def test_kinds_have_numbers_in_a_tensor() -> None:
             {},
             r"got query 3 and key 2 in \(0, 4, 0, 8, 'full'\) and in \(2, 6, 2, 6, 'causal'\): cut",
         ),
-        ([], {"causal": False}, "spans alone say which keys a query sees, got causal=False too"),
-        ([], {"window": 1}, "got window=1 too"),
-        ([], {"cu_seqlens": [0, 8]}, "got cu_seqlens too: leave it out .spans.documents makes"),
+        ([], {"causal": False}, "spans replace causal=False, got both"),
+        ([], {"window": 1}, "spans replace window=1, got both"),
+        ([], {"cu_seqlens": [0, 8]}, "got both: leave cu_seqlens out .spans.documents makes"),
     ],
 )
 def test_what_makes_no_sense_is_refused(spans, settings, message: str) -> None:
@@ -422,7 +422,7 @@ def test_every_algorithm_takes_spans_and_one_that_does_not_refuses(
     for algo in cp.available("softmax"):
         cp.attention(q, q, q, algo=algo, spans=cp.spans.prefix_lm(3, 8))
     monkeypatch.setattr(KvAllGather, "windows", False)
-    with pytest.raises(ContextParallelError, match="does not serve spans, got 2 of them"):
+    with pytest.raises(ContextParallelError, match="does not support spans, got 2 of them"):
         cp.attention(q, q, q, algo="allgather", spans=cp.spans.prefix_lm(3, 8))
 
 

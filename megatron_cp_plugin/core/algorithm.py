@@ -1,4 +1,4 @@
-"""What an algorithm of softmax attention is: the interface that every backend implements."""
+"""The interface of softmax attention algorithms."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -69,9 +69,9 @@ Saved = tuple[Tensor, ...]
 
 
 def number(default: int, worth_trying: Callable[[int], Sequence[int]]) -> int:
-    """An option that is a number, of which `auto` tries some; of other numbers only the default.
+    """An integer option of which `auto` tries several values; of a plain `int`, only the default.
 
-    Args: worth_trying: those to try on so many ranks.
+    Args: worth_trying: maps the number of ranks to the values to try.
     """
     option: int = field(default=default, metadata={"worth_trying": worth_trying})
     return option
@@ -83,7 +83,7 @@ def divisors(size: int) -> list[int]:
 
 
 def group_counts(size: int) -> list[int]:
-    """Numbers of groups of heads to try; 0: as many as the algorithm takes by itself."""
+    """Numbers of head groups to try; 0: the algorithm chooses."""
     return [0, 1, 2, 4, 8]
 
 
@@ -100,7 +100,7 @@ class Algorithm(ABC):
     Attributes:
         name: set by the registry.
         layout: which tokens each rank holds, for batch slicing, RoPE and attention alike.
-        windows: whether it serves masks with a window, documents or spans.
+        windows: whether it supports masks with a window, documents or spans.
         topology: the ranks.
         options: as given.
     """
@@ -146,7 +146,7 @@ class Algorithm(ABC):
 
     @classmethod  # noqa: B027  (most algorithms serve everything)
     def check(cls, options: Options, *, size: int, heads: int, kv_heads: int, causal: bool) -> None:
-        """Raises: ConfigError if the algorithm cannot serve this; needs no process group."""
+        """Raises: ConfigError if the algorithm does not support this; needs no process group."""
 
     def make_channels(self, shape: Shape) -> None:  # noqa: B027  (some make all in the constructor)
         """Makes the process groups that calls need; a collective operation.
@@ -178,7 +178,7 @@ class Algorithm(ABC):
         """
 
     def computed(self, shape: Shape) -> Shape:
-        """The shape that is computed for `shape`: with the heads of zeros, if any are added."""
+        """The shape that is computed for `shape`, including zero heads if any are added."""
         return shape
 
     @abstractmethod
@@ -198,7 +198,7 @@ class Algorithm(ABC):
         rectangular: bool = True,
         rank: int | None = None,
     ) -> Plan:
-        """What all ranks compute and move in one pass.
+        """What all ranks compute and send in one pass.
 
         Args: rectangular: as in `plan_tiles`. rank: only the part of this rank, see `Setting`.
         """

@@ -1,4 +1,4 @@
-"""What the ranks of a group make a call with, compared among them before its messages travel.
+"""Checks that all ranks of a group make the same call before its messages are sent.
 
 Ranks that disagree would compute something that nobody has asked for, or wait for messages of
 other sizes than those that come, which ends the process over gloo and hangs over NCCL.
@@ -63,7 +63,9 @@ def check_same_call(
     try:
         of_ranks = compared(topology, "settings", call, mine)
     except CommunicationError as error:
-        raise CommunicationError(f"{error}; ranks were to compare their call, {call}") from error
+        raise CommunicationError(
+            f"{error}; the ranks were comparing their calls, {call}"
+        ) from error
     first = of_ranks[0]
     for name in first:
         for rank, theirs in enumerate(of_ranks):

@@ -1,4 +1,4 @@
-"""Documents that are packed into one sequence: Megatron's packed_seq_params as a document mask.
+"""Packed documents: converts Megatron's packed_seq_params to a document mask.
 
 Megatron (from 0.19, `--dataloader-inter-document-masking` and `--sft`) flattens a micro-batch into
 one sequence and tells the model where documents begin, in a form ("thd") that makes its own parts
@@ -127,13 +127,13 @@ def document_mask(packed: PackedSeqParams | None, *, recurrent: bool) -> Documen
         other: Tensor | None = getattr(packed, name, None)
         if other is not None and other is not lengths and not other.equal(lengths):
             raise ContextParallelError(
-                f"packed sequences are served with the same lengths for queries, keys and padding, "
-                f"got {name} that differ from cu_seqlens_q: give the padded lengths as all of "
-                "them, and mask the loss of the padding"
+                "packed sequences need the same lengths for queries, keys and padding, got "
+                f"{name} that differ from cu_seqlens_q: use the padded lengths for all of them, "
+                "and mask the loss of the padding"
             )
     if packed.cp_group is not None:
         raise ContextParallelError(
-            "packed sequences are served over the context-parallel group of the run, got another "
+            "packed sequences need the context-parallel group of the run, got another "
             "cp_group: leave it out"
         )
     bounds = lengths.tolist()
@@ -168,8 +168,8 @@ def mask_of_cut(
             continue
         if of_queries is None or not of_queries.equal(of_keys):
             raise ContextParallelError(
-                "packed sequences are served with the same lengths for queries and keys, got "
-                "cu_seqlens_kv that differ from cu_seqlens_q: give one of them as both"
+                "packed sequences need the same lengths for queries and keys, got "
+                "cu_seqlens_kv that differ from cu_seqlens_q: use one of them for both"
             )
     real = lengths.flatten().tolist()
     bounds = real if padded is None else padded.flatten().tolist()
@@ -202,8 +202,8 @@ def starts_of(packed: Any, seq_len: int) -> tuple[int, ...]:
         return ()
     if not isinstance(packed, DocumentMask):
         raise ContextParallelError(
-            f"packed sequences are served through GPTModel and HybridModel, got "
-            f"{type(packed).__name__}: give packed_seq_params to the model"
+            f"packed sequences need a GPTModel or HybridModel, got {type(packed).__name__}: "
+            "pass packed_seq_params to the model"
         )
     if packed.spans is None and packed.seq_len != seq_len:
         raise ContextParallelError(
@@ -225,8 +225,8 @@ def check_padding(packed: DocumentMask | None, *, causal: bool) -> None:
     """
     if not causal and packed is not None and packed.padded:
         raise ContextParallelError(
-            "padded documents need causal attention, in which nobody sees their padding, got "
-            "full attention: pack documents without padding"
+            "padded documents need causal attention, in which no token attends to the padding, "
+            "got full attention: pack documents without padding"
         )
 
 
@@ -278,21 +278,21 @@ def check_positions(
             return
         instead = "" if name == "zigzag" else f", or use layout={name}"
         raise ContextParallelError(
-            f"the {layout.name} layout needs batches that are cut by it, got position_ids of the "
-            f"{name} layout: cut them so{instead}"
+            f"the {layout.name} layout needs batches that are split by it, got position_ids of "
+            f"the {name} layout: split them so{instead}"
         )
 
 
 def _lengths(packed: PackedSeqParams, recurrent: bool) -> Tensor:
     if recurrent:
         raise ContextParallelError(
-            "gated delta net layers carry their state on across documents, got packed sequences: "
+            "gated delta net layers carry their state across documents, got packed sequences: "
             "leave packed_seq_params out"
         )
     lengths: Tensor | None = packed.cu_seqlens_q
     if packed.qkv_format != "thd" or lengths is None:
         raise ContextParallelError(
-            f"packed sequences are served in the format thd with cu_seqlens_q, got "
+            "packed sequences need the format thd and cu_seqlens_q, got "
             f"{packed.qkv_format}{'' if lengths is not None else ' without it'}"
         )
     return lengths
@@ -303,15 +303,15 @@ def _check_cutting(packed: PackedSeqParams, layout: Layout, group: dist.ProcessG
     mode = "zigzag" if layout.name == PaddedDocuments.name else layout.name
     if given not in (None, mode):
         raise ContextParallelError(
-            f"the {layout.name} layout needs batches with cp_partition_mode {mode}, got {given}: "
-            f"let the framework cut them so, or use layout={'thd' if given == 'zigzag' else given}"
+            f"the {layout.name} layout needs batches with cp_partition_mode {mode}, got "
+            f"{given}: let the framework split them so, or use "
+            f"layout={'thd' if given == 'zigzag' else given}"
         )
     ranks = getattr(packed, "local_cp_size", None)
     if ranks not in (None, group.size()) or packed.cp_group not in (None, group):
         raise ContextParallelError(
-            f"packed sequences are served over the {group.size()} context-parallel ranks of the "
-            f"run, got another cp_group or local_cp_size {ranks}: turn dynamic context "
-            "parallelism off"
+            f"packed sequences need the {group.size()} context-parallel ranks of the run, got "
+            f"another cp_group or local_cp_size {ranks}: turn dynamic context parallelism off"
         )
 
 

@@ -81,7 +81,9 @@ def test_batch(layout: str) -> None:
 )
 def test_a_mask_that_attention_would_not_look_at(mask: Tensor, size: int) -> None:
     batch = {"tokens": torch.arange(N).view(1, N), "attention_mask": mask}
-    with pytest.raises(ContextParallelError, match="does not follow from attention_mask, got one"):
+    with pytest.raises(
+        ContextParallelError, match="attention_mask may only hide later tokens, got one"
+    ):
         shard("zigzag", batch, size, 0)
     spans = {"attention_spans": [(0, N, 0, N, "causal")]}
     assert "attention_spans" not in shard(
@@ -157,7 +159,9 @@ def test_other_samples_on_another_rank_from_some_batch_on(key: str, last: int) -
 
     for number, said in on_ranks(2, rank):
         assert number == COMPARED_EVERY
-        assert "need the same whole samples before they are cut, got others on some rank" in said
+        assert (
+            "need the same whole samples before the split, got different ones on some rank" in said
+        )
 
 
 def test_positions_that_begin_again_are_those_of_a_whole_batch() -> None:

@@ -239,7 +239,7 @@ def served(algo: str = "ring", size: int = 1, **options: str) -> tuple[nn.Module
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"qkv_format": "sbhd"}, "in the format thd with cu_seqlens_q, got sbhd"),
+        ({"qkv_format": "sbhd"}, "need the format thd and cu_seqlens_q, got sbhd"),
         ({"cu_seqlens_q": None}, "got thd without it"),
         ({"cu_seqlens_kv": [0, 2, 8]}, "got cu_seqlens_kv that differ from cu_seqlens_q"),
         ({"cu_seqlens_q_padded": [0, 4, 8]}, "got cu_seqlens_q_padded that differ"),
@@ -308,7 +308,7 @@ def test_a_batch_that_was_cut_by_other_documents_is_refused() -> None:
         serve_inputs(model, batches, group)
         for cut in ([0, 16], [0, 4, 16]):
             batch = {"tokens": torch.arange(16)[None], "cu_seqlens": torch.tensor([cut])}
-            with pytest.raises(ContextParallelError, match=r"was cut by . documents, and the"):
+            with pytest.raises(ContextParallelError, match=r"was split by . documents, and the"):
                 model(batches.shard(batch, group)["tokens"], packed_seq_params=packed)
         batch = {"tokens": torch.arange(16)[None], "cu_seqlens": bounds[None]}
         tokens = batches.shard(batch, group)["tokens"]
@@ -331,9 +331,9 @@ def cut_by(layout: str, bounds: list[int], place: tuple[int, int], *, inside: bo
     [
         ("thd", "thd", ""),
         ("contiguous", "contiguous", ""),
-        ("thd", "contiguous", "the contiguous layout: cut them so, or use layout=contiguous"),
-        ("thd", "zigzag", "the zigzag layout: cut them so"),
-        ("contiguous", "thd", "the thd layout: cut them so, or use layout=thd"),
+        ("thd", "contiguous", "the contiguous layout: split them so, or use layout=contiguous"),
+        ("thd", "zigzag", "the zigzag layout: split them so"),
+        ("contiguous", "thd", "the thd layout: split them so, or use layout=thd"),
         ("thd", "cyclic", ""),  # nobody cuts so: they mean something else
     ],
 )
@@ -394,7 +394,7 @@ def test_documents_of_another_rank_from_some_batch_on(last: int) -> None:
 
     for number, said in on_ranks(2, rank):
         assert number == COMPARED_EVERY + 1  # found by one call, and said by the next
-        assert "got others on other ranks: give all of them the same batch" in said
+        assert "got different ones: pass the same batch to all of them" in said
 
 
 def test_stages_that_hold_other_documents(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -292,7 +292,7 @@ def test_documents_beside_spans_are_refused() -> None:
     serve_inputs(model, batches, ALONE)
     batches.shard({"attention_spans": FULL}, ALONE)
     bounds = torch.tensor([0, 3, 8], dtype=torch.int32)
-    with pytest.raises(ContextParallelError, match="got packed_seq_params beside them: leave"):
+    with pytest.raises(ContextParallelError, match="packed_seq_params, got both: leave"):
         model(packed_seq_params=PackedSeqParams("thd", bounds, bounds))
 
 
