@@ -1,4 +1,4 @@
-"""Context parallelism for Megatron: the sequence of one sample split over many GPUs.
+"""Context parallelism for Megatron: each sequence is split over several GPUs.
 
     import megatron_cp_plugin as cp
 

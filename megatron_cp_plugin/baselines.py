@@ -1,6 +1,6 @@
-"""What other ways to split a layer send: those that the papers compare context parallelism with.
+"""Bytes of other ways to split a layer, which the papers compare context parallelism with.
 
-They are no algorithms of this package; Megatron runs the first one, nobody here the second. Bytes
+They are not algorithms of this package; Megatron runs the first one, nothing here the second. Bytes
 are those of a rank in rings, which a collective operation cannot undercut: (P-1)/P of the tensor.
 """
 

@@ -1,4 +1,4 @@
-"""What runs: asked of the same code that decides at start-up, never written down beside it.
+"""The table of what runs, derived from the code that decides at start-up.
 
 `markdown()` is docs/capabilities.md; a test holds the two together, and tests run every cell of
 the table of algorithms.
@@ -83,8 +83,8 @@ def markdown() -> str:
         "# What runs",
         "",
         "Printed by `megatron-cp capabilities` from the code that decides at start-up; tests run",
-        "every cell of this table. H query heads, G KV heads, P ranks. The first layout is the",
-        "default.",
+        "every cell of the first table. H query heads, G KV heads, P ranks. The first layout is",
+        "the default.",
         "",
         "| algorithm | attention | layouts | causal | full | window | H < P | G < P <= H |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
@@ -102,13 +102,13 @@ def markdown() -> str:
         "",
         "Megatron's gated delta net layers (`--experimental-attention-variant gated_delta_net`)",
         "keep Megatron's own split, which needs the zigzag layout; the softmax layers beside them",
-        "take the algorithm.",
+        "use the algorithm.",
         "",
         "## Kernels",
         "",
-        "In the order in which `kernel: auto` tries them. Repeats: with Megatron's",
-        "`--deterministic-mode` two runs are equal to the bit; the others are not taken then.",
-        "Packs: many small tiles, as documents and windows make them, are one call.",
+        "In the order in which `kernel: auto` tries them. Repeats: two runs are bitwise equal with",
+        "Megatron's `--deterministic-mode`, which refuses the other kernels. Packs: many small",
+        "tiles, as from documents and windows, are computed in one call.",
         "",
         "| kernel | attention | repeats | packs |",
         "| --- | --- | --- | --- |",

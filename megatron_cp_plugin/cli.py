@@ -1,4 +1,4 @@
-"""The command `megatron-cp`: looks at algorithms and at this machine, and trains."""
+"""The command `megatron-cp`: shows algorithms, checks the machine, plans and trains."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _add_capabilities(commands: Any) -> None:
     parser = commands.add_parser(
         "capabilities",
-        help="what every algorithm serves, and which features of Megatron are refused",
+        help="what every algorithm supports, and which features of Megatron are refused",
         description="Prints docs/capabilities.md.",
     )
     parser.set_defaults(run=_capabilities)
@@ -92,13 +92,13 @@ def _capabilities(arguments: argparse.Namespace) -> int:
 def _add_hooks(commands: Any) -> None:
     parser = commands.add_parser(
         "hooks",
-        help="what is replaced and taken for granted of Megatron, and whether yours has it",
+        help="what the plugin replaces and relies on in Megatron, and whether yours has it",
         description="Prints patches/README.md.",
     )
     parser.add_argument(
         "--check",
         action="store_true",
-        help="hold the installed Megatron against it instead; exit code 2 if something is missing",
+        help="check the installed Megatron against it instead; exit code 2 if something is missing",
     )
     parser.set_defaults(run=_hooks)
 
@@ -122,9 +122,9 @@ def _add_doctor(commands: Any) -> None:
     parser = commands.add_parser(
         "doctor",
         help="what is installed, which kernel auto takes, and a check of kernels and algorithms",
-        description="Examines this machine: alone with virtual ranks, or its real ranks with "
-        "torchrun --nproc-per-node P -m megatron_cp_plugin.cli doctor. Kernels and algorithms are "
-        "held against attention in float64. Exit code 1 if a result is wrong.",
+        description="Checks this machine with virtual ranks, or with real ranks by torchrun "
+        "--nproc-per-node P -m megatron_cp_plugin.cli doctor. Compares kernels and "
+        "algorithms with attention in float64. Exit code 1 if a result is wrong.",
     )
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=8)
@@ -152,9 +152,9 @@ def _add_calibrate(commands: Any) -> None:
     parser = commands.add_parser(
         "calibrate",
         help="measure this machine's links and kernels for the planner",
-        description="Measures links, kernels, memory and the host on the ranks of a torchrun "
-        "(torchrun --nproc-per-node P -m megatron_cp_plugin.cli calibrate --output FILE), in less "
-        "than two minutes, and writes a machine's file.",
+        description="Measures links, kernels, memory and the host on the ranks of torchrun "
+        "(torchrun --nproc-per-node P -m megatron_cp_plugin.cli calibrate --output FILE), "
+        "in less than two minutes, and writes a machine file.",
     )
     parser.add_argument("--output", required=True, type=Path, metavar="FILE", help=".yaml to write")
     parser.add_argument("--heads", type=int, default=32)
@@ -193,8 +193,8 @@ def _add_mask(parser: argparse.ArgumentParser) -> None:
         "--documents",
         type=lengths_of,
         metavar="T",
-        help="packed documents of random lengths: T tokens in the mean, lognormal:MEAN:SIGMA, or a "
-        "histogram, FILE.csv or FILE.json of upper edges and shares; needs --seq-len",
+        help="packed documents of random lengths: the mean T in tokens, lognormal:MEAN:SIGMA, "
+        "or a histogram, FILE.csv or FILE.json of upper edges and shares; needs --seq-len",
     )
 
 
@@ -237,8 +237,8 @@ def _add_draw(commands: Any) -> None:
     parser.add_argument(
         "--machine",
         metavar="NAME",
-        help="draw when things happen on this machine, forward and backward, in place of the "
-        "schedule; --output may be a .json for chrome://tracing too; needs --seq-len",
+        help="draw the simulated timeline on this machine, forward and backward, instead of "
+        "the schedule; --output may also be a .json for chrome://tracing; needs --seq-len",
     )
     parser.add_argument("--heads", type=int, default=32, metavar="H", help="with --machine")
     parser.add_argument("--kv-heads", type=int, metavar="G", help="default: as many as heads")
@@ -323,14 +323,15 @@ def _add_plan(commands: Any) -> None:
     parser = commands.add_parser(
         "plan",
         help="which algorithm is the fastest for your model and machine, and what each sends",
-        description="For every algorithm of softmax attention, with its default options: bytes "
-        "and messages of the rank that sends most in one layer, forward and backward, and the "
-        "share of the forward in which ranks wait; with --memory also the memory of the GPU that "
-        "needs most, beside q, k, v and dout. Below them what others send: Megatron's tensor + "
-        "sequence parallelism, for attention and MLP together, and Ring Self-Attention, which "
-        "computes all pairs whatever the mask. With --machine all options are tried too, times are "
-        "simulated, and the fastest is chosen, as --context-parallel-algo auto does. With --model "
-        "whole steps are, over all ways to split the model. Nothing runs.",
+        description="For each softmax algorithm with its default options: bytes and messages of "
+        "the rank that sends most in one layer, forward and backward, and the share of the "
+        "forward pass that ranks spend waiting; with --memory also the peak memory, "
+        "besides q, k, v and dout, of the GPU that needs most. Below them, for comparison: "
+        "Megatron's tensor + sequence parallelism, for attention and MLP together, and "
+        "Ring Self-Attention, which computes all pairs whatever the mask. With --machine "
+        "all options are tried, times are simulated, and the fastest is chosen, as "
+        "--context-parallel-algo auto does. With --model whole training steps are "
+        "simulated, for all ways to split the model. Nothing is executed.",
     )
     parser.add_argument("--size", type=int, metavar="P", help="number of ranks")
     parser.add_argument(
@@ -340,14 +341,12 @@ def _add_plan(commands: Any) -> None:
     parser.add_argument("--kv-heads", type=int, metavar="G", help="default: as many as heads")
     parser.add_argument("--head-dim", type=int, default=128, metavar="D")
     parser.add_argument("--value-dim", type=int, metavar="E", help="of values; default: D")
-    parser.add_argument(
-        "--batch", type=int, metavar="B", help="samples; with --model those of a step"
-    )
+    parser.add_argument("--batch", type=int, metavar="B", help="samples; with --model per step")
     parser.add_argument("--model", metavar="NAME", help="a whole model, such as llama3-8b")
     parser.add_argument(
-        "--tokens", type=tokens_of, metavar="N", help="of its sequences, such as 128K"
+        "--tokens", type=tokens_of, metavar="N", help="length of its sequences, such as 128K"
     )
-    parser.add_argument("--gpus", type=int, metavar="N", help="on which it is to be trained")
+    parser.add_argument("--gpus", type=int, metavar="N", help="GPUs to train it on")
     _add_mask(parser)
     parser.add_argument("--algo", metavar="NAME", help="only this one")
     parser.add_argument(
@@ -371,7 +370,8 @@ def _add_plan(commands: Any) -> None:
     parser.add_argument(
         "--machine",
         metavar="NAME|FILE",
-        help="h200, h100 and others of configs/machines, or what megatron-cp calibrate wrote",
+        help="a machine of configs/machines, such as h200 or h100, or a file written by "
+        "megatron-cp calibrate",
     )
     parser.add_argument(
         "--yaml", type=Path, metavar="FILE", help="write the choice as a run file; needs --machine"
@@ -396,7 +396,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         title += f", {len(mask.documents) + 1} documents"
     if arguments.machine is None:
         if arguments.yaml:
-            raise ConfigError("--yaml writes a choice, which needs --machine, got none: name one")
+            raise ConfigError("--yaml needs --machine, got none: name a machine")
         return _plan_bytes(arguments, title, shape, mask)
     for name in ("algo", "option", "memory", "json"):
         if getattr(arguments, name):
@@ -421,7 +421,7 @@ def _plan_model(arguments: argparse.Namespace) -> int:
     for name in ("size", "seq_len", "heads", "kv_heads", "algo", "option", "memory", "json"):
         if getattr(arguments, name):
             flag = "--" + name.replace("_", "-")
-            raise ConfigError(f"--model brings its own sizes, got {flag}: leave it out")
+            raise ConfigError(f"--model sets its own sizes, got {flag}: leave it out")
     if arguments.yaml:
         check_file("--yaml", arguments.yaml)
     from megatron_cp_plugin.planner.command import plan_model

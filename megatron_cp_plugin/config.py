@@ -1,4 +1,4 @@
-"""The one configuration object, read and checked once and then passed down."""
+"""The configuration of a run: read and validated once, then passed down."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""What an attention layer costs with each algorithm, by its plan.
+"""Bytes, messages and waiting of an attention layer with each algorithm, from its plan.
 
 Nothing runs and no processes are needed.
 """
@@ -140,7 +140,7 @@ def planned(
         causal=mask.causal,
     )
     if mask.special and not algorithm.windows:
-        raise ConfigError(f"{algo} does not serve {mask.special}: leave it out")
+        raise ConfigError(f"{algo} does not support {mask.special}: leave it out")
     return algorithm
 
 

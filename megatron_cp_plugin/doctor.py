@@ -1,4 +1,4 @@
-"""What is installed, what `auto` would take, and whether kernels and algorithms are right here.
+"""`megatron-cp doctor`: what is installed, what `auto` takes, and whether results are correct here.
 
 Under torchrun the check runs on the real ranks and their network; alone, on four virtual ranks of
 this process.

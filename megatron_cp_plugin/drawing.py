@@ -160,7 +160,7 @@ def picture(
     if seq_len < 1:
         raise ConfigError(f"seq-len must be 1 or more, got {seq_len}: give the global tokens")
     if mask.special and not getattr(registry.algorithm_class(algo), "windows", False):
-        raise ConfigError(f"{algo} does not serve {mask.special}: leave it out")
+        raise ConfigError(f"{algo} does not support {mask.special}: leave it out")
     title = ", ".join([algo, *(f"{name}={value}" for name, value in options.items())])
     ranks = "1 rank" if size == 1 else f"{size} ranks"
     subtitle = f"{ranks} · {_words_of(mask)} · {seq_len} tokens · {phase}"

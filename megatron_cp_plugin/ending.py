@@ -1,4 +1,4 @@
-"""How a process ends, alone or as one of many: a refusal is one line, said once and last."""
+"""How a process ends, alone or as one of many ranks: a refusal is printed once, in one line."""
 
 from __future__ import annotations
 

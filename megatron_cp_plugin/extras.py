@@ -1,4 +1,4 @@
-"""Packages beyond torch, which extras of this package bring."""
+"""Optional packages, and the extra of this package that installs each of them."""
 
 from importlib.util import find_spec
 

@@ -1,4 +1,4 @@
-"""The functional interface: torch alone, no Megatron.
+"""The functional interface, which needs torch but not Megatron.
 
 B batch, S local tokens, N tokens of the whole sequence, H query heads, G KV heads, D head dim of
 queries and keys, E that of values, P ranks. Positions and lengths are in tokens.
@@ -89,7 +89,7 @@ def attention(
 
     A collective operation: all ranks of the group call it with the same settings, and agree in
     whether q requires a gradient and whether k or v does. Gradients that are not required are not
-    sent, but by `attention2d` with variant "overlap".
+    sent, except by `attention2d` with variant "overlap".
 
     Ranks compare what they call it with, documents and spans included, and how many tokens they
     hold, and refuse on all of them what differs or what one of them refuses. Over gloo they do so
@@ -112,7 +112,7 @@ def attention(
             makes further groups of these ranks. Unless all ranks of the job make equally many of
             them, make your own groups before that call: `torch.distributed.new_group` hangs after
             it.
-        causal: queries see no later keys.
+        causal: queries attend to no later keys.
         scale: factor of the scores, above 0; None: D**-0.5. Not differentiable.
         kernel: "auto" or a name of `kernels.kernel_names`.
         seq_len: N; needed only where ranks hold unequal numbers of tokens: all ranks raise
@@ -157,9 +157,7 @@ def attention(
         cu_seqlens, spans = on_host("cu_seqlens", cu_seqlens), on_host("spans", spans)
         check_shapes(q, k, v)
         if spans is not None and not causal:
-            raise ContextParallelError(
-                "spans alone say which keys a query sees, got causal=False too: leave it out"
-            )
+            raise ContextParallelError("spans replace causal=False, got both: leave causal out")
         layout, settings = registry.layout_of(algo, options), chosen(options)
         seq_len = length("seq_len", seq_len)
         made.lengths = _held(topology, layout, q.shape[1], seq_len, cu_seqlens, spans)

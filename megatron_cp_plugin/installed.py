@@ -1,4 +1,4 @@
-"""Algorithms and kernels of other installed packages."""
+"""Finds algorithms and kernels in other installed packages."""
 
 from functools import cache
 from importlib.metadata import entry_points

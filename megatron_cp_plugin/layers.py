@@ -1,4 +1,4 @@
-"""Which algorithm each layer of a model has: patterns such as "lasp2*7, attention2d"."""
+"""Assigns an algorithm to each layer of a model by patterns such as "lasp2*7, attention2d"."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress

@@ -1,4 +1,4 @@
-"""The plugin inside programs that build models of megatron.core: verl, slime, ms-swift, Bridge.
+"""The plugin for programs that build megatron.core models: verl, slime, ms-swift, Bridge.
 
     from megatron_cp_plugin import megatron as cp_megatron
 

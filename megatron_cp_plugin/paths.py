@@ -1,4 +1,4 @@
-"""Whether a folder or a file can be written, asked before anything is computed for it."""
+"""Checks that a folder or file can be written before anything is computed for it."""
 
 import tempfile
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Algorithms by name. Nothing outside this file compares names."""
+"""The registry of algorithms. Nothing outside this file compares names."""
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -30,8 +30,8 @@ _algorithms: dict[str, AnyClass] = {}
 def register[A: AnyClass](name: str) -> Callable[[A], A]:
     """Class decorator: makes an algorithm available under a name.
 
-    What it computes follows from its base: Algorithm (softmax attention) or LinearAlgorithm. From
-    then on `cp.attention`, or `cp.linear_attention`, takes the name.
+    Its base class says what it computes: Algorithm (softmax attention) or LinearAlgorithm. From
+    then on `cp.attention` or `cp.linear_attention` accepts the name.
 
     Raises: ConfigError if the name is taken, or the class lacks a layout, a method or a default.
     """

@@ -1,4 +1,4 @@
-"""Makers of span masks: lists for `spans=` of `megatron_cp_plugin.attention`.
+"""Functions that build span masks for `spans=` of `megatron_cp_plugin.attention`.
 
 Each one covers tokens from `start` on, so that lists of several samples of one sequence are simply
 added: `prefix_lm(100, 500) + prefix_lm(20, 300, start=500)`. In the pictures queries are rows, keys
@@ -21,7 +21,7 @@ type Tree = SupportsIndex | tuple[SupportsIndex, Sequence[Tree]]
 def documents(
     cu_seqlens: Sequence[int] | Tensor, *, causal: bool = True, window: int | None = None
 ) -> list[Slice]:
-    """Packed documents, of which each token sees its own only, and no later ones.
+    """Packed documents: each token attends to its own document only, and to no later tokens.
 
     `documents([0, 2, 5])`, and with `window=2`:
 
@@ -32,9 +32,9 @@ def documents(
         . . x x x    . . . x x
 
     Args:
-        cu_seqlens: cumulative lengths, not necessarily from 0 on. A tensor may change afterwards.
+        cu_seqlens: cumulative lengths; may start above 0. Copied: a tensor may change afterwards.
         causal: False: later tokens of the document too.
-        window: only the last so many tokens, its own included. Causal only.
+        window: attend only to this many last tokens, including the token itself. Causal only.
 
     Raises: ContextParallelError for lengths that descend, and a window that makes no sense.
     """

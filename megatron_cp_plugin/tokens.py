@@ -1,4 +1,4 @@
-"""Numbers of tokens as people write them."""
+"""Parses and prints numbers of tokens such as 128K."""
 
 import argparse
 import re

@@ -428,40 +428,41 @@ def _name(row: Row) -> str:
     return f"{name}{options}{kernel}"
 
 
-INTRODUCTION = """# Predicted beside measured
+INTRODUCTION = """# Predictions and measurements
 
-What the simulator (`megatron_cp_plugin/planner`) says a layer of attention takes, beside what was
-measured. Written by `python scripts/predictions.py`; do not edit.
+How long the simulator (`megatron_cp_plugin/planner`) says that a layer of attention takes, compared
+with measurements. Written by `python scripts/predictions.py`; do not edit.
 
-How it predicts: each rank's own code runs on tensors without storage and gives the list of what it
-launches, copies, posts and waits for; these lists are played on a machine's file
-(`configs/machines/*.yaml`): kernels by tile, memory, links of each class, what the host takes to
-launch. Nothing in it knows an algorithm. Up to 16 ranks all of them are simulated; of more see
+How it predicts: each rank's own code runs on tensors without storage, which records what it
+launches, copies, sends and waits for. These records are played on a machine file
+(`configs/machines/*.yaml`): kernels by tile, memory, links of each class, launch time of the
+host. The simulator does not know any algorithm. Up to 16 ranks all are simulated; for more see
 `planner/simulate.py`.
 
-Rows: `docs/data/measured.csv` has those of docs/benchmarks.md, each with the options that give
-today's code the schedule that was measured; some are left out, for that schedule is gone (ulysses
-by four groups at 32:8) or the kernel is not in a machine's file (torch_flash).
-`docs/data/published.csv` has those of others. Numbers marked *f* are those that numbers of a
-machine's file were fitted to (`--fit`); all else was held out. Links over NVLink, memory and head
-dims come from measurements of their own, the sockets of each run from some of its rows, for the
+Rows: `docs/data/measured.csv` has those of docs/benchmarks.md, each with the options for which
+today's code follows the schedule that was measured. Some are left out, because that schedule no
+longer exists (ulysses in four head groups at 32:8) or the machine file lacks the kernel
+(torch_flash). `docs/data/published.csv` has measurements of others. Numbers marked *f* were used to
+fit a machine file (`--fit`); all others were held out. Links over NVLink, memory and head dims come
+from separate measurements. The sockets of each run were fitted to some of its rows, because the
 three runs had networks that differ by a factor of two.
 """
 
 WRONG = """## Where it is wrong
 
-- Rows were held out of the fits, not out of sight. Three parts of the model were changed after they
-  had shown held-out rows wrong: what nodes share on one loopback, that the process group slows
-  kernels only while data moves, and what linear attention adds for earlier tokens. After looking at
-  published rows one thing was changed: in LASP's steps each GPU keeps all states of the optimizer,
-  as DDP does. Whoever wrote the files of their machines knew those rows.
-- Rows were measured at the commits that docs/benchmarks.md names, and are predicted by the code of
-  now. Since then some copies around usp's and gathered attention are gone: up to 5% of usp at 16K.
+- Rows were held out of the fits, but we had seen them. Three parts of the model were changed after
+  held-out rows had shown them to be wrong: what nodes share on one loopback, that the process group
+  slows kernels only while data moves, and what linear attention adds for earlier tokens. After
+  looking at published rows one thing was changed: in LASP's steps each GPU keeps all optimizer
+  states, as DDP does. The authors of the published machines' files knew those rows.
+- Rows were measured at the commits that docs/benchmarks.md names, and are predicted with today's
+  code, which has fewer copies around usp's and gathered attention: up to 5% of usp at 16K.
 - `group_share`, half of a kernel's speed beside NCCL, stands for multiprocessors, memory and clocks
-  together, and H200's is taken over for all others. It is too hard on rings over NCCL inside a node
-  with many steps (attention2d `overlap`: 5 to 10% too slow), too soft on two ranks' gathers.
-- Long runs are 1 to 5% slower than predicted at 128K: clocks sink under load, and the kernels' rows
-  are of 8K and 32K tokens.
+  together, and all other machines use the H200's value. It is too pessimistic for rings over NCCL
+  inside a node with many steps (attention2d `overlap`: 5 to 10% too slow), too optimistic for
+  gathers of two ranks.
+- Long runs are 1 to 5% slower than predicted at 128K: clocks drop under load, and kernels
+  were measured at 8K and 32K tokens.
 - Where the host is the limit (8K, 16K tokens and groups of heads) single rows are off by up to 40%:
   the same code differs by 12% from run to run there, and hosts differ by more.
 - Sockets: one rate of exchanges for all. Fewer messages at a time are faster (distflash 10 to 30%

@@ -75,7 +75,7 @@ class Call:
     def transport(self, wanted: str) -> str:
         """Grids gather over the process group, and push blocks in another order over peer memory:
         so one always does the one, the other the other. With documents ranks may have two peers at
-        a time, which peer memory does not serve.
+        a time, which peer memory does not support.
         """
         if wanted == "peer" and self.cuts:
             wanted = "auto"

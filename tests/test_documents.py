@@ -284,5 +284,5 @@ def test_every_algorithm_takes_documents_and_one_that_does_not_refuses(
     for algo in cp.available("softmax"):
         cp.attention(q, q, q, algo=algo, cu_seqlens=[0, 3, 8])
     monkeypatch.setattr(KvAllGather, "windows", False)
-    with pytest.raises(ContextParallelError, match="does not serve documents, got 2 of them"):
+    with pytest.raises(ContextParallelError, match="does not support documents, got 2 of them"):
         cp.attention(q, q, q, algo="allgather", cu_seqlens=[0, 3, 8])

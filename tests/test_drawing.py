@@ -292,10 +292,10 @@ def test_a_png_is_written(tmp_path: Path) -> None:
     ("words", "said"),
     [
         (("--algo", "distflsh", "--size", "4"), "did you mean 'distflash'"),
-        (("--algo", "lasp", "--size", "4", "--window", "8"), "lasp does not serve sliding"),
+        (("--algo", "lasp", "--size", "4", "--window", "8"), "lasp does not support sliding"),
         (
             ("--algo", "lasp", "--size", "4", "--seq-len", "64", "--documents", "9"),
-            "lasp does not serve documents, got",
+            "lasp does not support documents, got",
         ),
         (("--algo", "ring", "--size", "2", "--documents", "9"), "--documents needs --seq-len"),
         (("--algo", "ring", "--size", "2", "--documents", "0"), "takes a mean such as 16K"),

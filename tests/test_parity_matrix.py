@@ -30,7 +30,7 @@ CELLS = {
     "thd-mla/distflash:layout=thd": "equal",
     "fsdp/attention2d": "equal",
     "moe-ep-cp/distflash": "equal",
-    "moe-drop/zigzag": "refused: --context-parallel-algo zigzag does not serve dropping tokens",
+    "moe-drop/zigzag": "refused: --context-parallel-algo zigzag does not support dropping tokens",
 }
 
 

@@ -357,7 +357,7 @@ def test_kinds_have_numbers_in_a_tensor() -> None:
             {},
             r"got query 3 and key 2 in \(0, 4, 0, 8, 'full'\) and in \(2, 6, 2, 6, 'causal'\): cut",
         ),
-        ([], {"causal": False}, "spans alone say which keys a query sees, got causal=False too"),
+        ([], {"causal": False}, "spans replace causal=False, got both"),
         ([], {"window": 0}, "a window is 1 or more and needs causal attention, got 0 with causal"),
         ([], {"cu_seqlens": [0, 9]}, r"ascending numbers from 0 to seq_len = 8, got \[0, 9\]"),
     ],
@@ -427,7 +427,7 @@ def test_every_algorithm_takes_spans_and_one_that_does_not_refuses(
     for algo in cp.available("softmax"):
         cp.attention(q, q, q, algo=algo, spans=cp.spans.prefix_lm(3, 8))
     monkeypatch.setattr(KvAllGather, "windows", False)
-    with pytest.raises(ContextParallelError, match="does not serve spans, got 2 of them"):
+    with pytest.raises(ContextParallelError, match="does not support spans, got 2 of them"):
         cp.attention(q, q, q, algo="allgather", spans=cp.spans.prefix_lm(3, 8))
 
 

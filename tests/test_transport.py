@@ -83,7 +83,7 @@ def test_groups_that_a_program_makes_and_destroys_leave_nothing(tmp_path):
     job = run_program(tmp_path, "-c", program, ranks=2).succeeded()
     for process in job.processes:
         assert "True [" in process.stdout, process.stdout
-        assert "got one that was destroyed: make another one" in process.stdout
+        assert "got one that was destroyed: create a new one" in process.stdout
 
 
 def channels(topology: Topology, *slots: int):

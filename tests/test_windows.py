@@ -102,7 +102,7 @@ def test_every_algorithm_takes_a_window_and_one_that_does_not_refuses(
     for algo in cp.available("softmax"):
         cp.attention(q, q, q, algo=algo, window=4)
     monkeypatch.setattr(KvAllGather, "windows", False)
-    with pytest.raises(ContextParallelError, match="allgather does not serve sliding windows"):
+    with pytest.raises(ContextParallelError, match="allgather does not support sliding windows"):
         cp.attention(q, q, q, algo="allgather", window=4)
 
 
@@ -115,7 +115,7 @@ def test_a_windowed_schedule_is_drawn(
     words[2] = "allgather"
     monkeypatch.setattr(KvAllGather, "windows", False)
     assert cli.main(words) == 2
-    assert "allgather does not serve sliding windows" in capsys.readouterr().err
+    assert "allgather does not support sliding windows" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("window", [sys.maxsize, 2**80])

@@ -1,4 +1,4 @@
-"""All algorithms by name: importing this package registers them."""
+"""Imports all algorithms of this package, which registers them."""
 
 from megatron_cp_plugin.algorithms import (
     allgather,

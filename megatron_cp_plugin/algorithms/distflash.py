@@ -1,4 +1,4 @@
-"""DISTFLASHATTN: equal causal work on contiguous chunks, for ranks that would wait help others.
+"""DISTFLASHATTN: balanced causal attention on contiguous chunks; idle ranks help the others.
 
 Tokens keep their order, so that everything else in a model stays as it is.
 

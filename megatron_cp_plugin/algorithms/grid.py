@@ -1,4 +1,4 @@
-"""What allgather and attention2d share: queries meet in rows of a grid of ranks, keys in columns.
+"""Shared by allgather and attention2d: a grid of ranks, queries in rows and keys in columns.
 
 B batch, S local tokens, H query heads, G KV heads, D head dim, P = R * C ranks in R rows and C
 columns.

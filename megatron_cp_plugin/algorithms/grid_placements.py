@@ -1,4 +1,4 @@
-"""Where queries meet keys on a grid of ranks, and which way blocks take.
+"""Placements on a grid of ranks: where queries meet keys, and which way blocks take.
 
 R rows and C columns; queries of a row meet keys of a column.
 """

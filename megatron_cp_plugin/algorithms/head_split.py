@@ -1,4 +1,4 @@
-"""Algorithms that split the heads among ranks: what ulysses and usp share.
+"""Algorithms that split the heads among ranks: the base of ulysses and usp.
 
 B batch, S local tokens, H query heads, G KV heads, D head dim, P ranks, U ranks of a team.
 """

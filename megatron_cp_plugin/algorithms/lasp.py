@@ -1,4 +1,4 @@
-"""LASP: linear attention whose ranks pass one state on, whatever the length of the sequence.
+"""LASP: linear attention that passes one state from rank to rank, independent of length.
 
 B batch, H heads, D, E head dims, n runs of a rank, P ranks. States are [B,H,D,E].
 """

@@ -1,4 +1,4 @@
-"""LASP by one all-gather: all ranks get all states, and take the decayed prefix themselves.
+"""LASP with one all-gather of all states; each rank sums the decayed prefix itself.
 
 B batch, H heads, D, E head dims, n runs of a rank, P ranks. States are [B,H,D,E].
 """

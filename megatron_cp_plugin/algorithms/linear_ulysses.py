@@ -1,4 +1,4 @@
-"""Ulysses for linear attention: what LASP compares itself with.
+"""Ulysses for linear attention, the baseline that LASP compares with.
 
 B batch, S local tokens, H heads, D, E head dims of q and k, and of v, P ranks.
 """

@@ -1,4 +1,4 @@
-"""Algorithms that send blocks from rank to rank, as their placement says."""
+"""Base of the algorithms that send blocks from rank to rank, following their placement."""
 
 from dataclasses import dataclass
 

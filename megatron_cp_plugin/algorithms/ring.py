@@ -1,4 +1,4 @@
-"""Ring attention: blocks go from rank to rank, and every rank computes what it sees of them.
+"""Ring attention: blocks travel around a ring, and each rank computes the pairs it can see.
 
 B batch, S local tokens, H query heads, G KV heads, D head dim, P ranks.
 """

@@ -1,4 +1,4 @@
-"""Where the ranks of a ring meet each other's blocks, and which way these take."""
+"""Routes around a ring: where the ranks meet each other's blocks, and which way these take."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""DeepSpeed-Ulysses: all ranks split the heads among themselves."""
+"""DeepSpeed-Ulysses: an all-to-all gives each rank all tokens of some of the heads."""
 
 from dataclasses import dataclass
 from typing import Literal

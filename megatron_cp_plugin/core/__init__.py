@@ -1,1 +1,1 @@
-"""Layouts, tiles, merging, communication: what every algorithm is made of. Needs torch alone."""
+"""Layouts, masks, plans, merging and communication, shared by all algorithms. Needs only torch."""

@@ -1,4 +1,4 @@
-"""What an algorithm of softmax attention is: the interface that every backend implements."""
+"""The interface of softmax attention algorithms."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -74,11 +74,11 @@ def number(
     *,
     least: int | None = None,
 ) -> int:
-    """An option that is a whole number.
+    """An integer option.
 
     Args:
-        worth_trying: those that `auto` tries on so many ranks; None: only the default.
-        least: `registry.read_options` refuses smaller ones; None: `check` says what is allowed.
+        worth_trying: maps the number of ranks to the values that `auto` tries; None: the default.
+        least: `registry.read_options` refuses smaller values; None: `check` says what is allowed.
     """
     metadata = {"worth_trying": worth_trying, "least": least}
     option: int = field(default=default, metadata=metadata)
@@ -91,7 +91,7 @@ def divisors(size: int) -> list[int]:
 
 
 def group_counts(size: int) -> list[int]:
-    """Numbers of groups of heads to try; 0: as many as the algorithm takes by itself."""
+    """Numbers of head groups to try; 0: the algorithm chooses."""
     return [0, 1, 2, 4, 8]
 
 
@@ -108,7 +108,7 @@ class Algorithm(ABC):
     Attributes:
         name: set by the registry.
         layout: which tokens each rank holds, for batch slicing, RoPE and attention alike.
-        windows: whether it serves masks with a window, documents or spans.
+        windows: whether it supports masks with a window, documents or spans.
         topology: the ranks.
         options: as given.
     """
@@ -164,7 +164,7 @@ class Algorithm(ABC):
 
     @classmethod  # noqa: B027  (most algorithms serve everything)
     def check(cls, options: Options, *, size: int, heads: int, kv_heads: int, causal: bool) -> None:
-        """Raises: ConfigError if the algorithm cannot serve this; needs no process group."""
+        """Raises: ConfigError if the algorithm does not support this; needs no process group."""
 
     def check_heads(self, heads: int, kv_heads: int, *, causal: bool) -> None:
         """`check` of this algorithm on its ranks, once for each of such calls."""
@@ -204,7 +204,7 @@ class Algorithm(ABC):
         """
 
     def computed(self, shape: Shape) -> Shape:
-        """The shape that is computed for `shape`: with the heads of zeros, if any are added."""
+        """The shape that is computed for `shape`, including zero heads if any are added."""
         return shape
 
     @abstractmethod
@@ -224,7 +224,7 @@ class Algorithm(ABC):
         rectangular: bool = True,
         rank: int | None = None,
     ) -> Plan:
-        """What all ranks compute and move in one pass.
+        """What all ranks compute and send in one pass.
 
         Args: rectangular: as in `plan_tiles`. rank: only the part of this rank, see `Setting`.
         """

@@ -1,4 +1,4 @@
-"""A rank alone: its messages go nowhere and come from nowhere, but can be watched.
+"""A single rank without peers: its messages go nowhere, but can be observed.
 
 So an algorithm's own code runs for one rank of any number, on tensors without storage.
 """

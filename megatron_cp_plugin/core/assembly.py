@@ -1,4 +1,4 @@
-"""Blocks of several ranks as one block in ascending order of positions, and back.
+"""Joins blocks of several ranks into one block in ascending order of positions, and back.
 
 n ranks' blocks come out of a collective operation as [n, ..., S, ...], each padded to S tokens.
 """

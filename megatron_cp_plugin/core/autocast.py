@@ -1,4 +1,4 @@
-"""torch.autocast: attention in its dtype, as torch's own scaled_dot_product_attention has it."""
+"""torch.autocast for attention, as in torch's own scaled_dot_product_attention."""
 
 from contextlib import AbstractContextManager, nullcontext
 

@@ -1,4 +1,4 @@
-"""Which rows each rank gets so that all have equally many, and equal work, in few parts.
+"""Assigns rows to ranks: equally many tokens, equal work, and few parts.
 
 A sequence comes in parts that do not see each other, such as packed documents. Ranks are served one
 after another, the last one first. Each gets the longest parts whole that leave enough work to the

@@ -1,4 +1,4 @@
-"""What a mask lets through, as bands: rectangles of (query, key) pairs cut by two diagonals.
+"""Masks as bands: rectangles of visible (query, key) pairs, each cut by two diagonals.
 
 A causal mask, a window, a packed document and a slice of a span mask are one thing: queries of
 [q_start, q_stop) that see those keys of [k_start, k_stop) that are low to high positions later.

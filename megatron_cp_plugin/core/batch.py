@@ -1,4 +1,4 @@
-"""Tiles as the sequences of one kernel call: which rows it takes, and which its results go to."""
+"""Several tiles as the sequences of one kernel call: its rows, and where its results go."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Cross entropy of a language model's head, a chunk of tokens at a time.
+"""Cross entropy of a language model's output layer, one chunk of tokens at a time.
 
 The logits of a long sequence are its largest tensor: 262,144 tokens and a vocabulary shard of
 62,080 are 33 GB in bfloat16, and 65 GB as the float32 that a softmax is taken in. Here the head's

@@ -1,4 +1,4 @@
-"""Follows a plan by collective operations: one loop, forward and backward, for all such algorithms.
+"""Executes a plan with collective operations: one loop, forward and backward.
 
 Tensors of the ranks of a team come together, for one group of heads at a time. While one group is
 computed, the next one comes and results of the last one leave.

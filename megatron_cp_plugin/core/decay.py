@@ -1,4 +1,4 @@
-"""Decay rates of linear attention, and states carried over distances.
+"""Decay rates of linear attention, and the decay of states over distances.
 
 B batch, H heads, D head dim of q and k, E head dim of v. A state is k v^T summed with decay.
 """

@@ -1,4 +1,4 @@
-"""From a placement, a mask and a length to a plan: what every rank computes, sends and receives."""
+"""Derives a plan from a placement: what every rank computes, sends and receives."""
 
 from copy import copy
 from functools import lru_cache

@@ -1,4 +1,4 @@
-"""One rank's part of a plan in which blocks are gathered by teams of ranks."""
+"""Derives one rank's part of a plan in which teams of ranks gather blocks."""
 
 from collections.abc import Iterable, Iterator
 from itertools import product

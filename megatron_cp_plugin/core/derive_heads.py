@@ -1,4 +1,4 @@
-"""Plans of teams of ranks that split the heads, from the plan of whole teams."""
+"""Derives plans of teams that split the heads from the plan of whole teams."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace

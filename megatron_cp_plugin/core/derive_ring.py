@@ -1,4 +1,4 @@
-"""One rank's part of a plan in which blocks go round a ring of all ranks."""
+"""Derives one rank's part of a plan in which blocks travel around a ring of all ranks."""
 
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""The GPU of a rank, and what goes there from the host."""
+"""The GPU of a rank, and copies from the host to it."""
 
 import os
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Layouts that follow packed documents, and all layouts by name.
+"""Layouts that depend on packed documents, and the registry of all layouts.
 
 Where documents do not see each other, chunks of a sequence have very unequal work: that of a
 document grows with the square of its length.

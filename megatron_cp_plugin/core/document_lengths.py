@@ -1,4 +1,4 @@
-"""Distributions that lengths of documents are drawn from, as the command line names them."""
+"""Distributions of document lengths, as the command line names them."""
 
 import csv
 import json

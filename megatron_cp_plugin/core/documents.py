@@ -1,4 +1,4 @@
-"""Documents that are packed into one sequence: where they begin."""
+"""Packed documents: validates cu_seqlens and finds where documents start."""
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise, takewhile

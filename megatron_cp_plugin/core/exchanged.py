@@ -1,4 +1,4 @@
-"""Attention by heads inside a team of ranks: all tokens of a head meet on one rank and go back.
+"""Executes attention by heads inside a team: all tokens of a head meet on one rank.
 
 B batch, S local tokens, H query heads, G KV heads, D head dim, U ranks of a team, V KV heads that
 are sent. H and G are filled up with zero heads where U ranks could not split them.

@@ -1,4 +1,4 @@
-"""Follows a plan from rank to rank: one loop, forward and backward, for all such algorithms.
+"""Executes a plan with messages from rank to rank: one loop, forward and backward.
 
 While a rank computes a step, the blocks of the next one come, and results of the last one leave.
 

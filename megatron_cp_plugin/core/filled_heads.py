@@ -1,4 +1,4 @@
-"""How ranks split heads, however many there are: zero heads, and copies of KV heads."""
+"""Splits any number of heads over ranks, with zero heads and copies of KV heads."""
 
 from dataclasses import dataclass
 from functools import lru_cache

@@ -155,7 +155,9 @@ def attend(
     )
     algorithm.check_heads(heads, k.shape[2], causal=mask.causal)
     if mask.special and not algorithm.windows:
-        raise ContextParallelError(f"{algorithm.name} does not serve {mask.special}: leave it out")
+        raise ContextParallelError(
+            f"{algorithm.name} does not support {mask.special}: leave it out"
+        )
     if sink is not None and sink.shape != (heads,):
         raise ContextParallelError(
             f"a sink is one number for each of the {heads} query heads, got {tuple(sink.shape)}"

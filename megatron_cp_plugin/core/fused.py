@@ -1,4 +1,4 @@
-"""Merges, sums and softmaxes in one pass over memory, on types of device that have them.
+"""Fused merges, sums and softmaxes, on the device types that have kernels for them.
 
 `core` computes all of it by PyTorch; the folder of kernels registers what is faster.
 """

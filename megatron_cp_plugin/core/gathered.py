@@ -1,4 +1,4 @@
-"""Attention on a grid of ranks by collective operations: queries gathered in rows, keys in columns.
+"""Executes attention on a grid of ranks: queries are gathered in rows, keys in columns.
 
 B batch, S local tokens, H query heads, G KV heads, D head dim.
 """

@@ -1,4 +1,4 @@
-"""What a kernel of softmax attention is: the problem, the interface, and a backward's statistics.
+"""The interface of softmax attention kernels, and the statistics of the backward pass.
 
 B batch, S query tokens, T key tokens, H query heads, G KV heads (G divides H), D head dim, E that
 of values and outputs.

@@ -1,4 +1,4 @@
-"""Whether a rank's tokens are those of its layout, and if not, whose they look like."""
+"""Checks that a rank's tokens match its layout, and recognizes which layout they match instead."""
 
 from collections.abc import Iterator
 

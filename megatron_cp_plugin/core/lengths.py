@@ -1,4 +1,4 @@
-"""How many tokens the ranks hold, compared among them before messages of those sizes travel.
+"""Compares the ranks' numbers of tokens before messages of those sizes are sent.
 
 Ranks that disagree would wait for messages of other sizes than those that come.
 """
@@ -46,8 +46,8 @@ def agreed_length(topology: Topology, layout: Layout, tokens: int, seq_len: int 
         held = compared(topology, "numbers of tokens", "one that was made before", mine)
     except CommunicationError as error:
         raise CommunicationError(
-            f"{error}; numbers of tokens were to be compared, {tokens} here: pass seq_len= if they "
-            "are unequal"
+            f"{error}; the ranks were comparing their numbers of tokens, {tokens} here: pass "
+            "seq_len= if they are unequal"
         ) from error
     lengths.unequal |= len({tokens for tokens, *_ in held}) > 1
     _check(held, layout)

@@ -1,4 +1,4 @@
-"""What an algorithm of linear attention over a split sequence is.
+"""The interface of linear attention algorithms over a split sequence.
 
 B batch, S local tokens, H heads, D head dim of q and k, E head dim of v. States are [B,H,D,E],
 float32 (float64 for float64).

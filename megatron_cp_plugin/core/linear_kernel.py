@@ -1,4 +1,4 @@
-"""What a kernel of linear attention is.
+"""The interface of linear attention kernels.
 
 B batch, C tokens of a run, H heads, D head dim of q and k, E head dim of v. With a head's decay
 rate l and the state S_0 before the run, tokens t = 1..C of a run give

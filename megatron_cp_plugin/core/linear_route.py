@@ -1,4 +1,4 @@
-"""The way of states over a sequence whose runs of consecutive tokens are on several ranks."""
+"""The order in which states pass through runs of consecutive tokens on several ranks."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Peak memory of an attention call: its plan, followed by one rank alone without computing.
+"""Peak memory of an attention call, found by following its plan on one rank without computing.
 
 Tensors are on torch's meta device, where they have sizes but no storage, and each is counted as
 long as it lives: outputs, partial sums, blocks that came, what is sent until it has left, what is

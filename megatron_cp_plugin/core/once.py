@@ -1,4 +1,4 @@
-"""Backwards that cannot be differentiated again."""
+"""Backward passes that cannot be differentiated again."""
 
 from collections.abc import Callable
 from functools import wraps

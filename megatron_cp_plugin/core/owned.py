@@ -1,4 +1,4 @@
-"""Which positions the ranks own, and which pairs of ranks are alike."""
+"""Which positions each rank holds, and which pairs of ranks are equivalent."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Rows of a block packed for a message, one behind the other, and their numbers."""
+"""Some rows of a block, packed into one message."""
 
 import torch
 from torch import Tensor

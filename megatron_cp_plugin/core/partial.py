@@ -1,4 +1,4 @@
-"""Merging of partial attention outputs, and sums of partial gradients, without losing precision.
+"""Merges partial attention outputs and sums partial gradients without losing precision.
 
 B batch, S local tokens, H query heads, D head dim, E that of values. A partial is attention over a
 part of the keys: out [B,S,H,E] and lse [B,H,S], the natural log of its softmax denominator.

@@ -1,4 +1,4 @@
-"""The forward and the backward of attention, as `core.execute` goes through them.
+"""The forward and backward passes of attention, as `core.execute` runs them.
 
 B batch, S local tokens, H query heads, G KV heads, D head dim, E that of values.
 """

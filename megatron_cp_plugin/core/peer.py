@@ -1,4 +1,4 @@
-"""Exchanges between the GPUs of one node by their copy engines, over peer memory.
+"""Exchanges blocks between GPUs of one node with copy engines, over peer memory.
 
 NCCL moves data with kernels that take multiprocessors away from attention; a copy engine takes
 none. Each rank writes straight into its peer's receive buffer and then a flag beside it; streams,

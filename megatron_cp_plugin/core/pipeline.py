@@ -1,4 +1,4 @@
-"""Groups of heads of one attention: while one is computed, others arrive and leave."""
+"""Pipelining by head groups: while one is computed, others are sent and received."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

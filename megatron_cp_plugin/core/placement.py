@@ -1,7 +1,7 @@
-"""A placement: what an algorithm is, for given numbers of ranks and heads, in one pass.
+"""Placements: which rank computes each pair of blocks in which step. They define an algorithm.
 
-It says which rank computes which queries against which keys, in which step, and from whom it gets
-what it does not own. `core.derive` works out from it what travels, and when.
+A placement says which rank computes which queries against which keys, in which step, and which rank
+sends it what it does not own. `core.derive` derives from it what is sent, and when.
 """
 
 from abc import ABC, abstractmethod

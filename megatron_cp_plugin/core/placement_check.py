@@ -1,4 +1,4 @@
-"""Whether a layout and a placement make attention: asked once of every algorithm, in every run.
+"""Checks that layout and placement are complete; asked once per algorithm in every run.
 
 `core.plan_check` goes through whole plans, token by token, for the tests.
 """

@@ -1,4 +1,4 @@
-"""A plan: for one pass of an attention, who computes what in which step and what moves for it.
+"""A plan: who computes what in which step of one attention pass, and which blocks move.
 
 Pure data about all ranks, made before a tensor moves. It is executed, checked, counted and drawn.
 """
@@ -29,11 +29,11 @@ OF_ROWS = frozenset(("lse", "delta"))
 
 
 class Setting(NamedTuple):
-    """What a plan depends on beside the placement.
+    """What a plan depends on besides the placement.
 
-    Attributes: seq_len: global. rectangular: as in `plan_tiles`. rank: whose part it is alone: what
-        it computes, sends and receives, in the steps of all, and what all ranks exchange before
-        and after these; None: of all ranks.
+    Attributes: seq_len: global. rectangular: as in `plan_tiles`. rank: plan only this rank's part:
+        what it computes, sends and receives in the steps of all ranks, and what all ranks exchange
+        before and after them; None: plan for all ranks.
     """
 
     seq_len: int
@@ -44,10 +44,10 @@ class Setting(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Rows of what some ranks own, in its local order, packed.
+    """Some of the rows that a rank, or several, own: in local order, packed.
 
-    Attributes: owners: one rank; several, where their blocks are put together into one. rows:
-        which of all that they own.
+    Attributes: owners: one rank, or several whose blocks are joined into one. rows: which of all
+        the rows that they own.
     """
 
     owners: tuple[int, ...]
@@ -75,7 +75,7 @@ class Compute(NamedTuple):
 
 
 class Move(NamedTuple):
-    """TensorNames of a block that go from one rank to another.
+    """Tensors of a block that are sent from one rank to another.
 
     Inputs of a computation are sent before the computation of step `posted` and must be there
     before that of step `needed`. Results, which are partial outputs or sums of gradients, are sent

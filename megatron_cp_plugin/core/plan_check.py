@@ -1,4 +1,4 @@
-"""What makes a plan a correct one; checked without a tensor of the model.
+"""Checks that a plan is correct, without a tensor of the model.
 
 Every visible pair of a query and a key is computed once for every head. Whatever a rank computes
 with, or sends on, is there by then. Every result reaches the owner of its tokens, once. And ranks

@@ -1,4 +1,4 @@
-"""Plans as JSON, and back.
+"""Writes plans as JSON and reads them back.
 
 A plan is an object with
 

@@ -38,8 +38,8 @@ def topology_of(group: dist.ProcessGroup | None) -> Topology:
         assert group is not None
     if _is_destroyed(group):
         raise ContextParallelError(
-            "context parallelism needs a process group that exists, got one that was destroyed: "
-            "make another one"
+            "context parallelism needs a process group that exists, got one that was "
+            "destroyed: create a new one"
         )
     if dist.get_world_size(group) == 1:
         return _alone()

@@ -1,4 +1,4 @@
-"""One rank's part of a plan, step by step. Made once for each plan and rank."""
+"""One rank's part of a plan, step by step, derived once for each plan and rank."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""Activation checkpointing that does not run attention a second time.
+"""Activation checkpointing that does not run attention again.
 
 A checkpoint runs a function twice: once for its result, and in the backward once more for what
 autograd needs. A flash kernel's backward needs its inputs, out and lse, nothing that only a second

@@ -1,4 +1,4 @@
-"""Some rows of a block, and where they are when they alone are packed, one behind the other."""
+"""Some rows of a block, and their indices when they alone are packed."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache

@@ -1,4 +1,4 @@
-"""What the ranks of a group make a call with, compared among them before its messages travel.
+"""Checks that all ranks of a group make the same call before its messages are sent.
 
 Ranks that disagree would compute something that nobody has asked for, or wait for messages of
 other sizes than those that come, which ends the process over gloo and hangs over NCCL.

@@ -1,4 +1,4 @@
-"""Slices of a span mask: what a caller says about who sees whom, checked."""
+"""Validates the slices of a span mask."""
 
 from collections.abc import Iterable, Iterator
 from functools import cached_property, lru_cache

@@ -1,4 +1,4 @@
-"""Linear attention whose ranks compute runs of consecutive tokens and exchange their states.
+"""Base of linear attention algorithms whose ranks exchange the states of runs of tokens.
 
 B batch, S local tokens, H heads, D head dim of q and k, E head dim of v, n runs of consecutive
 tokens that a rank holds. States are [B,H,D,E], float32 (float64 for float64).

@@ -1,4 +1,4 @@
-"""Work beside the current CUDA stream."""
+"""Runs work on a stream next to the current CUDA stream."""
 
 from collections.abc import Callable
 from functools import cache

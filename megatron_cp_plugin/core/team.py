@@ -1,4 +1,4 @@
-"""Teams of ranks whose tensors come together, by collective operations, and whose results go back.
+"""Teams of ranks that gather tensors by collective operations and return the results.
 
 B batch, S local tokens, T tokens of a team, H query heads, G KV heads, D head dim, U ranks.
 """

@@ -1,4 +1,4 @@
-"""Which tiles of a computation are one kernel call: with documents there may be hundreds.
+"""Groups tiles into kernel calls: with documents there may be hundreds of tiles.
 
 A kernel that packs takes any sequences of queries and keys, one after the other, in one call. Tiles
 that follow each other in rows and in columns are such sequences as they are; to some kernels also

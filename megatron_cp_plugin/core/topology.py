@@ -1,4 +1,4 @@
-"""The ranks that take part, and a channel for each concurrent sequence of their messages."""
+"""The ranks of a group, and a channel for each concurrent stream of their messages."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence

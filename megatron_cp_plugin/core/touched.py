@@ -1,4 +1,4 @@
-"""Which rows of blocks meet under a mask: those that have to travel."""
+"""Finds the rows of blocks that meet under a mask, which are those that must be sent."""
 
 from collections.abc import Iterable
 from functools import lru_cache

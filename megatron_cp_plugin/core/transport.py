@@ -1,4 +1,4 @@
-"""Which channels the blocks of a plan travel on: copy engines over peer memory, or messages."""
+"""Chooses how the blocks of a plan are sent: copy engines over peer memory, or messages."""
 
 from dataclasses import replace
 from functools import lru_cache

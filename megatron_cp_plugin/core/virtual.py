@@ -1,4 +1,4 @@
-"""P ranks as threads of one process: the same code above, the same counters, no network.
+"""P virtual ranks as threads of one process: same code, same counters, no network.
 
 For tests and for trying an algorithm in a notebook; nothing here is fast.
 """

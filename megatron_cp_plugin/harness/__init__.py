@@ -1,4 +1,4 @@
-"""Programs around training: a GPT pretraining program, and how runs are started and compared.
+"""A GPT pretraining program, and tools that start and compare runs.
 
 It imports megatron, as `integration` does, and `integration`; what trains needs it for recordings
 alone. Nothing here is imported by `import megatron_cp_plugin`.

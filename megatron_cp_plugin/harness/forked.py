@@ -1,4 +1,4 @@
-"""Imported by the process that `forks` forks: the CPU platform, and what training imports."""
+"""Imported once by the process that `forks` forks: the CPU platform, and what training needs."""
 
 import argparse
 import functools

@@ -103,7 +103,7 @@ def free_port() -> int:
 
 def start_server() -> None:
     """Starts the process to be forked, if there is none; it imports Megatron meanwhile."""
-    # It imports this, and not we: it puts the CPU platform in force.
+    # It imports this, and not we: it activates the CPU platform.
     forkserver.set_forkserver_preload(["megatron_cp_plugin.harness.forked"])
     threads = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = "1"

@@ -1,6 +1,6 @@
 """A GPT pretraining program on `megatron.training`, as a script of Megatron-LM would have it.
 
-It knows nothing of context-parallel algorithms: the launcher puts the chosen one in force before
+It knows nothing of context-parallel algorithms: the launcher installs the chosen one before
 this module is imported, as it does for any other training script.
 """
 
@@ -63,12 +63,12 @@ def run() -> None:
         if getattr(args, name, None):
             flag = "--" + name.replace("_", "-")
             raise ConfigError(
-                f"this script does not serve {flag}: leave it out, or start Megatron's own script "
-                "with python -m megatron_cp_plugin.launch"
+                f"this script does not support {flag}: leave it out, or start Megatron's own "
+                "script with python -m megatron_cp_plugin.launch"
             )
     if args.mtp_num_layers and args.pipeline_model_parallel_size > 1:
         raise ConfigError(
-            "this script does not serve --mtp-num-layers in a pipeline: start Megatron's own "
+            "this script does not support --mtp-num-layers in a pipeline: start Megatron's own "
             "script with python -m megatron_cp_plugin.launch"
         )
     model = hybrid_config_from_args if args.hybrid_layer_pattern else gpt_config_from_args

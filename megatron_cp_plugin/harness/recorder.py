@@ -57,7 +57,7 @@ class Recorder:
 
     Args:
         folder: Where to write; made if missing.
-        algo: Name of the context-parallel algorithm in force.
+        algo: Name of the context-parallel algorithm in use.
         allow_untested: Whether the version of Megatron may be one that nobody ran.
     """
 
@@ -116,9 +116,9 @@ class Recorder:
         self._recorded = {1, (last + 1) // 2, last}
         if graphs(Settings(args)) == "full_iteration" and args.use_distributed_optimizer:
             raise ContextParallelError(
-                "--cp-record lets every rank have all gradients, which a captured iteration does "
-                "not heed, got --cuda-graph-impl full_iteration with --use-distributed-optimizer: "
-                "leave one of them out"
+                "--cp-record needs all gradients on every rank, which a captured iteration "
+                "does not give, got --cuda-graph-impl full_iteration with "
+                "--use-distributed-optimizer: leave one of them out"
             )
         self._folder.mkdir(parents=True, exist_ok=True)
         # Those of an earlier run must not stay.

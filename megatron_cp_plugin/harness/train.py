@@ -1,4 +1,4 @@
-"""`megatron-cp train`: the training program, on torchrun's ranks or on ranks that it starts."""
+"""`megatron-cp train`: the training program, under torchrun or on ranks that it starts itself."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def train(argv: Sequence[str]) -> None:
     """Trains in this process, as one of the ranks; ends the process."""
     with whole_program():
         sys.argv[1:] = launch.prepare(argv, run_file=True)
-        # Not before: the plugin must be in force when Megatron's names are imported.
+        # Not before: the plugin must be installed when Megatron's names are imported.
         from megatron_cp_plugin.harness.pretrain import run
 
         run()

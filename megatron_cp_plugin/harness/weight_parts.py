@@ -1,4 +1,4 @@
-"""Weights whose rows are for different things, for the parity harness.
+"""Fused weights as their parts, for the parity harness.
 
 Gradients of Q and K are often far smaller than those of V: in the error of a whole fused projection
 an error in them would be lost.

@@ -1,4 +1,4 @@
-"""The Megatron-LM side of the plugin: what puts an algorithm in force there.
+"""Connects the plugin to Megatron-LM.
 
 Only this folder and `harness` import megatron.
 

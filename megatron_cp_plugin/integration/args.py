@@ -33,15 +33,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--context-parallel-algo",
         metavar="NAME",
         default=None,
-        help="context-parallel attention algorithm, such as ring or zigzag; auto: the fastest by "
-        "the planner; Megatron's own --cp-comm-type is another spelling of some; megatron, or "
-        "neither flag: Megatron's own context parallelism",
+        help="context-parallel attention algorithm, such as ring or zigzag; auto: the fastest "
+        "one according to the planner; megatron: Megatron's own context parallelism, the "
+        "default; Megatron's --cp-comm-type selects some algorithms too",
     )
     group.add_argument(
         "--cp-kernel",
         metavar="NAME",
         default=None,
-        help="attention kernel; default auto: the fastest one that serves the model",
+        help="attention kernel; default auto: the fastest one that supports the model",
     )
     group.add_argument(
         "--cp-options",
@@ -55,42 +55,43 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--cp-layers",
         metavar="PATTERN",
         default=None,
-        help="algorithm of each layer, repeated over the depth, such as 'lasp2*7, attention2d'; "
-        "default: --context-parallel-algo for all; with auto 'linear*7, softmax' says what layers "
-        "are",
+        help="algorithm of each layer, repeated over the depth, such as 'lasp2*7, "
+        "attention2d'; default: --context-parallel-algo for all; with auto, the kind of "
+        "each layer, such as 'linear*7, softmax'",
     )
     group.add_argument(
         "--cp-machine",
         metavar="NAME|FILE",
         default=None,
-        help="for auto: h200, h100 and others of configs/machines, or what megatron-cp calibrate "
-        "wrote; default: by the name of the GPU",
+        help="for auto: a machine of configs/machines, such as h200 or h100, or a file "
+        "written by megatron-cp calibrate; default: found by the name of the GPU",
     )
     group.add_argument(
         "--cp-mean-document",
         metavar="LENGTHS",
         default=None,
-        help="for auto: how long packed documents are: tokens in the mean, lognormal:MEAN:SIGMA, "
-        f"or a histogram, FILE.csv or FILE.json, as `plan --documents`; default {MEAN_DOCUMENT}",
+        help="for auto: length of packed documents: the mean in tokens, lognormal:MEAN:SIGMA, "
+        "or a histogram, FILE.csv or FILE.json, as for `plan --documents`; default "
+        f"{MEAN_DOCUMENT}",
     )
     group.add_argument(
         "--cp-explain",
         action="store_true",
         default=None,
-        help="print from what auto has chosen",
+        help="print the candidates of auto and their predicted times",
     )
     group.add_argument(
         "--cp-linear-model",
         choices=LINEAR_MODELS,
         default=None,
-        help="what layers of linear attention are; needed with algorithms such as lasp",
+        help="model of the linear attention layers; required with algorithms such as lasp",
     )
     group.add_argument(
         "--cp-recompute-attention",
         action="store_true",
         default=None,
-        help="let Megatron's activation recomputation run attention a second time, which saves the "
-        "memory of its output; default: its output is kept and it runs once",
+        help="recompute attention too when Megatron recomputes activations, which saves the "
+        "memory of its output; default: keep its output and run it once",
     )
     group.add_argument(
         "--cp-chunked-loss",
@@ -99,14 +100,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         type=int,
         const=CHUNK_TOKENS,
         default=None,
-        help="compute logits and losses in chunks of so many tokens, default "
-        f"{CHUNK_TOKENS}: saves the memory of the whole logits, and backward computes them again",
+        help="compute logits and losses in chunks of this many tokens, default "
+        f"{CHUNK_TOKENS}: no rank holds all logits, and the backward pass recomputes them",
     )
     group.add_argument(
         "--cp-platform",
         choices=PLATFORMS,
         default=None,
-        help="cpu runs Megatron without a GPU; default auto: cpu where there is no GPU",
+        help="cpu: run Megatron without a GPU; default auto: cpu if there is no GPU",
     )
     group.add_argument(
         "--cp-record",
@@ -119,8 +120,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--cp-allow-untested-megatron",
         action="store_true",
         default=None,
-        help="run a version of Megatron that nobody has run with the plugin, if it has all that "
-        "`megatron-cp hooks` lists; default: it is refused",
+        help="run a Megatron version that was never tested with the plugin, if it has "
+        "everything that `megatron-cp hooks` lists; default: refuse it",
     )
     return parser
 
@@ -134,7 +135,7 @@ def add_algorithm(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 def algorithm_flag(algo: str) -> tuple[str, str]:
     """What Megatron's command line says of the plugin.
 
-    A process that reads the same command line without the plugin in force, such as a worker that
+    A process that reads the same command line without the plugin, such as a worker that
     a script starts, is refused by Megatron's parser instead of training without the algorithm.
     """
     return "--context-parallel-algo", algo
@@ -144,7 +145,7 @@ def document_lengths(given: str | int | None, name: str) -> Lengths:
     """How long packed documents are.
 
     Args:
-        given: As of `lengths_of`; None: `MEAN_DOCUMENT` in the mean.
+        given: As of `lengths_of`; None: `MEAN_DOCUMENT` on average.
         name: Of the setting, for errors.
 
     Raises:
@@ -218,8 +219,8 @@ class PluginFlags:
         for name, given in of_auto.items():
             if given and not self.is_auto:
                 raise ConfigError(
-                    f"{name} is for a choice, got algorithm {self.algo or MEGATRON}: add "
-                    f"--context-parallel-algo auto, or leave {name} out"
+                    f"{name} needs --context-parallel-algo auto, got {self.algo or MEGATRON}: "
+                    f"choose auto, or leave {name} out"
                 )
         if self.chunked_loss is not None and self.chunked_loss < 1:
             raise ConfigError(
@@ -243,8 +244,8 @@ class PluginFlags:
             )
         if "linear" in self.layers and self.linear_model is None:
             raise ConfigError(
-                "--cp-layers got linear, which is another model: choose --cp-linear-model "
-                f"{' or '.join(LINEAR_MODELS)}"
+                "linear layers in --cp-layers need a model, got no --cp-linear-model: choose "
+                f"--cp-linear-model {' or '.join(LINEAR_MODELS)}"
             )
         document_lengths(self.mean_document, "--cp-mean-document")
 

@@ -87,7 +87,8 @@ class ContextParallelAttention(MegatronModule):
             raise ContextParallelError(f"attention dropout must be 0, got {dropout}")
         if attention_type != "self":
             raise ContextParallelError(
-                f"{runtime.config.algo} serves self attention, got {attention_type} attention"
+                f"{runtime.config.algo} supports self attention only, got {attention_type} "
+                "attention"
             )
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
@@ -166,8 +167,8 @@ class ContextParallelAttention(MegatronModule):
             raise ContextParallelError("attention bias is not supported: leave attention_bias out")
         if key.size(0) != query.size(0):
             raise ContextParallelError(
-                f"attention needs as many queries as keys, got {query.size(0)} and {key.size(0)}, "
-                "as a cache of keys has them: generate with a model without the plugin"
+                f"attention needs as many queries as keys, got {query.size(0)} and "
+                f"{key.size(0)}, as with a KV cache: generate with a model without the plugin"
             )
         seq_len = query.size(0) * self._cp_size
         packed = self.packed if packed_seq_params is None else packed_seq_params

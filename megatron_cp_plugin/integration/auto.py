@@ -1,4 +1,4 @@
-"""`--context-parallel-algo auto`: puts the planner's choice in the place of the name.
+"""`--context-parallel-algo auto`: replaces the name by the planner's choice.
 
 Before anything else asks which algorithm it is; so what follows, refusals included, is that of the
 algorithm as if it had been named.
@@ -137,17 +137,16 @@ class Batches:
         for name, value in (("tokens", self.tokens), ("mean_document", self.mean_document)):
             if value is not None and algo != registry.AUTO:
                 raise ConfigError(
-                    f"{name} is for a choice, got it with algorithm {algo}: name {registry.AUTO}, "
-                    f"or leave {name} out"
+                    f"{name} needs algorithm {registry.AUTO}, got {algo}: choose "
+                    f"{registry.AUTO}, or leave {name} out"
                 )
         document_lengths(self.mean_document, "mean_document")
         if self.tokens is not None and self.tokens < 1:
             raise ConfigError(f"tokens must be at least 1, got {self.tokens}")
         if algo == registry.AUTO and self.tokens is None:
             raise ConfigError(
-                f"{algo} needs to know how long batches are, got no tokens: give those of a "
-                "micro-batch on all context-parallel ranks, such as tokens=65536, or name an "
-                "algorithm"
+                f"{algo} needs the tokens of a micro-batch on all context-parallel ranks, got "
+                "none: pass for example tokens=65536, or name an algorithm"
             )
 
 
@@ -213,7 +212,7 @@ def _of_several(combination: Combination) -> str | None:
     """Why layers of one model cannot have it."""
     if len({(row.algo, row.options) for row in combination.rows}) == 1:
         return None
-    return "layers of one model have one algorithm where a program cuts batches by itself"
+    return "all layers need the same algorithm where a program splits batches itself"
 
 
 def _kinds_of_model(model: Any, batches: Batches, layout: Layout, size: int) -> list[Kind]:
@@ -254,13 +253,13 @@ def _said(choice: Choice, flags: PluginFlags, args: Any, how: str) -> Iterator[s
     assumed = _assumed(flags.mean_document) if packs_documents(Settings(args)) else ""
     yield f"{sentence(choice)} (machine found {how}{assumed})"
     if flags.explain:
-        yield f"from what auto has chosen\n{table(choice)}"
+        yield f"candidates of auto\n{table(choice)}"
 
 
 def _assumed(mean_document: str | int | None) -> str:
     """What a choice takes packed documents for, in words."""
     if mean_document is None:
-        return f"; documents of {MEAN_DOCUMENT} tokens in the mean, by default"
+        return f"; documents of {MEAN_DOCUMENT} tokens on average, by default"
     return f"; documents {document_lengths(mean_document, '').label}"
 
 

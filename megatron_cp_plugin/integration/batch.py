@@ -1,4 +1,4 @@
-"""Cuts a batch to the tokens that a rank holds under the run's layout, and knows what it has cut.
+"""Splits a batch into the tokens of this rank, and remembers what it has split.
 
 A script may cut its batches by itself, or import the function that does it before it is replaced.
 Its model would train on tokens at wrong positions, and no shape tells. So what is cut here is
@@ -27,8 +27,8 @@ from megatron_cp_plugin.integration.runtime import Runtime
 _OF_DOCUMENTS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
 _SPANS, _POSITIONS = "attention_spans", "attention_positions"
 _OF_TOKENS = ("tokens", "labels", "loss_mask", "position_ids")
-_ORDER = "position_ids of a batch must count up from 0, and may begin again, before it is cut"
-_SAME = "ranks of a context-parallel group need the same whole samples before they are cut"
+_ORDER = "position_ids of a whole batch must count up from 0, and may restart at 0"
+_SAME = "ranks of a context-parallel group need the same whole samples before the split"
 _MARK = "_cut_by_megatron_cp_plugin"
 
 
@@ -154,9 +154,9 @@ class Batches:
             return None
         if capturing(tensor):
             raise ContextParallelError(
-                f"--cuda-graph-impl full_iteration needs the batch as the plugin cut it, got a "
-                f"copy of {key}, which cannot be compared in a CUDA graph: give the model the very "
-                "tensors of get_batch_on_this_cp_rank, or use --cuda-graph-impl local"
+                "--cuda-graph-impl full_iteration needs the tensors that the plugin split, got "
+                f"a copy of {key}, which cannot be compared in a CUDA graph: pass the tensors of "
+                "get_batch_on_this_cp_rank to the model, or use --cuda-graph-impl local"
             )
         return self._last_cut if torch.equal(last.to(tensor.dtype), tensor) else None
 
@@ -182,8 +182,8 @@ class Batches:
         fault = None
         if len(set(lengths.values())) > 1:
             fault = (
-                f"a batch needs equally many tokens under all keys, got {lengths}: give whole "
-                "samples to get_batch_on_this_cp_rank"
+                f"all tensors of a batch need the same number of tokens, got {lengths}: pass "
+                "whole samples to get_batch_on_this_cp_rank"
             )
         position_ids = whole.get("position_ids")
         captured = any(map(capturing, whole.values()))
@@ -221,15 +221,15 @@ def _other_samples(rank: int, theirs: dict[str, list[int]], first: dict[str, lis
     """What is wrong if two ranks hold other shapes and checksums."""
     different = [key for key in (*_OF_TOKENS, _SPANS) if theirs.get(key) != first.get(key)]
     return (
-        f"{_SAME}, got other {' and '.join(different)} on rank {rank} than on rank 0: read them "
-        "by data-parallel rank, and let get_batch_on_this_cp_rank cut them"
+        f"{_SAME}, got other {' and '.join(different)} on rank {rank} than on rank 0: load "
+        "them by data-parallel rank, and let get_batch_on_this_cp_rank split them"
     )
 
 
 def _others_later(number: int) -> str:
     return (
-        f"{_SAME}, got others on some rank in batch {number} of this process: let what draws and "
-        "shuffles samples depend on the data-parallel rank alone"
+        f"{_SAME}, got different ones on some rank in batch {number} of this process: make "
+        "sampling and shuffling depend only on the data-parallel rank"
     )
 
 
@@ -238,8 +238,7 @@ def _spans_of(spans: Any, positions: Any) -> DocumentMask | None:
         return attention_spans(spans, positions)
     if positions is not None:
         raise ContextParallelError(
-            f"{_POSITIONS} of a batch go with {_SPANS}, got none: leave them out, or say who sees "
-            "whom"
+            f"{_POSITIONS} of a batch need {_SPANS}, got none: add them, or leave {_POSITIONS} out"
         )
     return None
 
@@ -260,9 +259,8 @@ def _check_mask(mask: Tensor | None) -> None:
         if torch.equal(hidden, (keys > queries[:, None]).expand_as(hidden)):
             return
     raise ContextParallelError(
-        f"who sees whom does not follow from attention_mask, got one {list(mask.shape)} that hides "
-        "other tokens than later ones: leave it out, or give attention_spans instead "
-        "(docs/spans.md)"
+        f"attention_mask may only hide later tokens, got one {list(mask.shape)} that differs: "
+        "leave it out, or use attention_spans (docs/spans.md)"
     )
 
 
@@ -291,8 +289,8 @@ def _disorder(position_ids: Tensor) -> str:
             if position not in (0, row[index - 1] + 1) or (not index and position):
                 around = ", ".join(map(str, row[max(0, index - 2) : index + 2]))
                 return (
-                    f"{_ORDER}, got {around} from token {max(0, index - 2)} on: give whole samples "
-                    "to get_batch_on_this_cp_rank, which cuts them"
+                    f"{_ORDER}, got {around} from token {max(0, index - 2)} on: pass whole "
+                    "samples to get_batch_on_this_cp_rank, which splits them"
                 )
     raise AssertionError("position ids in order were refused")
 

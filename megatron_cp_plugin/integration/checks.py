@@ -1,4 +1,4 @@
-"""What a run must satisfy, checked before training starts."""
+"""Checks a run's settings before training starts."""
 
 from __future__ import annotations
 
@@ -51,15 +51,15 @@ def check_settings(source: Any, config: ContextParallelConfig) -> None:
             value = getattr(settings, feature.setting)
             got = getattr(value, "name", value)
             raise ConfigError(
-                f"--context-parallel-algo {config.algo} does not serve {feature.name}, got "
+                f"--context-parallel-algo {config.algo} does not support {feature.name}, got "
                 f"{feature.flag} {got} ({feature.reason}): {feature.instead}"
             )
     if config.chunked_loss is not None:
         chunked_loss.check(settings)
     if is_latent(settings) and config.has_linear_layers:
         raise ConfigError(
-            f"--cp-linear-model {config.linear_model} makes q, k and v of another kind, got "
-            "--multi-latent-attention: leave it out, or use algorithms of softmax attention for "
+            f"--cp-linear-model {config.linear_model} cannot be combined with multi-latent "
+            "attention, got --multi-latent-attention: leave it out, or use softmax attention in "
             "all layers"
         )
 
@@ -177,8 +177,8 @@ def check_interleaving(args: Any) -> None:
     else:
         instead = f"--global-batch-size {-(-count // group) * group * samples}"
     raise ConfigError(
-        f"an interleaved pipeline of {stages} stages that takes {group} micro-batches at a time "
-        f"needs a multiple of them, and groups of at least {stages}, got {count} micro-batches: "
+        f"an interleaved pipeline of {stages} stages needs micro-batches divisible by its "
+        f"group size {group}, and a group size of at least {stages}, got {count} micro-batches: "
         f"use {instead}"
     )
 
@@ -221,9 +221,9 @@ def _check_order(args: Any) -> None:
     of_experts = experts * (settings.expert_tensor_parallel_size or tensor)
     if of_experts != tensor * context:
         raise ConfigError(
-            "--use-tp-pp-dp-mapping in a pipeline needs as many ranks for experts, tensor * expert "
-            f"parallel, as tensor * context parallel = {tensor * context}, got {of_experts}: leave "
-            "it out"
+            "--use-tp-pp-dp-mapping in a pipeline needs expert tensor parallel * expert "
+            f"parallel = tensor parallel * context parallel = {tensor * context}, got "
+            f"{of_experts}: leave it out"
         )
 
 
@@ -264,13 +264,13 @@ def _check_linear_layers(args: Any, config: ContextParallelConfig) -> None:
     heads = args.num_attention_heads
     if heads is not None and kv_heads_of(args) != heads:
         raise ConfigError(
-            f"{model} has no grouped queries, got num_query_groups {kv_heads_of(args)} for {heads} "
-            "heads: leave --group-query-attention out"
+            f"{model} has no grouped-query attention, got num_query_groups {kv_heads_of(args)} "
+            f"for {heads} heads: leave --group-query-attention out"
         )
     for flag in ("qk_layernorm", "qk_l2_norm", "attention_output_gate"):
         if getattr(args, flag, False):
             name = flag.replace("_", "-")
-            raise ConfigError(f"{model} does not serve --{name}: leave it out")
+            raise ConfigError(f"{model} does not support --{name}: leave it out")
     if Settings(args).softmax_type not in (None, "vanilla") and not config.has_softmax_layers:
         raise ConfigError(
             f"{model} has no softmax, got --softmax-type {args.softmax_type}: leave it out"
@@ -278,7 +278,7 @@ def _check_linear_layers(args: Any, config: ContextParallelConfig) -> None:
     rotary = args.position_embedding_type in ("rope", "yarn")
     if rotary and not config.has_softmax_layers:
         raise ConfigError(
-            f"{model} rotates nothing, got --position-embedding-type "
+            f"{model} has no rotary embeddings, got --position-embedding-type "
             f"{args.position_embedding_type}: use none or learned_absolute"
         )
 
@@ -290,8 +290,8 @@ def _check_documents(args: Any) -> None:
     flag = packs_documents(Settings(args))
     if flag is not None and not hasattr(utils, "flatten_batch_for_packed_sequences"):
         raise ConfigError(
-            f"Megatron {version} cuts packed documents by its own layout, got {flag}: use Megatron "
-            "0.19 or later"
+            f"Megatron {version} splits packed documents by its own layout, got {flag}: use "
+            "Megatron 0.19 or later"
         )
 
 
@@ -305,8 +305,8 @@ def _check_kept_logits(args: Any, config: ContextParallelConfig) -> None:
         if not getattr(settings, name) or config.size == 1:
             continue
         does = (
-            f"--{name.replace('_', '-')} keeps log-probabilities in the order of a rank's tokens, "
-            "which is that of Megatron's zigzag layout in all runs"
+            f"--{name.replace('_', '-')} stores log-probabilities in the order of a rank's "
+            "tokens, which needs to be Megatron's zigzag layout in all runs"
         )
         if packed:
             raise ConfigError(
@@ -325,9 +325,10 @@ def _check_sharding(args: Any, config: ContextParallelConfig) -> None:
     tensor = args.tensor_model_parallel_size
     if config.has_linear_layers and tensor > 1:
         raise ConfigError(
-            f"--cp-linear-model {config.linear_model} with tensor parallelism does not go with "
-            f"--use-megatron-fsdp (it knows which parameters are split by the names of Megatron's "
-            f"own classes), got tensor_model_parallel_size {tensor}: use --use-torch-fsdp2"
+            f"--cp-linear-model {config.linear_model} with tensor parallelism does not work "
+            "with --use-megatron-fsdp (which recognizes split parameters by the names of "
+            f"Megatron's own classes), got tensor_model_parallel_size {tensor}: use "
+            "--use-torch-fsdp2"
         )
     if find_spec("einops") is None:
         raise ConfigError(
@@ -339,7 +340,7 @@ def _check_sharding(args: Any, config: ContextParallelConfig) -> None:
 def _check_hybrid_model(args: Any, config: ContextParallelConfig) -> None:
     if len(config.algorithms) > 1 and Settings(args).hybrid_layer_pattern:
         raise ConfigError(
-            f"all attention layers of a hybrid model have one algorithm, got --cp-layers "
+            "all attention layers of a hybrid model need the same algorithm, got --cp-layers "
             f"{', '.join(config.layers)} and --hybrid-layer-pattern {args.hybrid_layer_pattern}: "
             "leave one of the two out"
         )
@@ -423,7 +424,7 @@ def _check_window(args: Any, config: ContextParallelConfig) -> None:
     for name in config.algorithms:
         if registry.kind_of(name) == "softmax" and name not in serving:
             raise ConfigError(
-                f"{name} does not serve sliding windows, {got}: leave it out, or use "
+                f"{name} does not support sliding windows, {got}: leave it out, or use "
                 f"--context-parallel-algo {' or '.join(serving)}"
             )
 
@@ -508,8 +509,8 @@ def describe_heads(args: Any, config: ContextParallelConfig) -> str | None:
             algorithm = registry.create(name, topology, dict(config.options_of(name)))
             if (computed := algorithm.computed(shape).heads) != shape.heads:
                 filled.append(
-                    f"{name} computes {computed} query heads, got {shape.heads}: the others are "
-                    "zeros, so that the ranks can split them"
+                    f"{name} computes {computed} query heads instead of {shape.heads}: zero "
+                    "heads are added so that the ranks can split them"
                 )
     return "; ".join(filled) or None
 
@@ -571,7 +572,7 @@ def describe_graphs(args: Any) -> str | None:
 
 
 def describe(config: ContextParallelConfig, kernel: str | None) -> str:
-    """Returns one line that says what is in force; `kernel` is what `check_arguments` gave."""
+    """Returns one line that says what is used; `kernel` is what `check_arguments` gave."""
     chosen = f" ({kernel})" if config.kernel == "auto" and kernel else ""
     options = " ".join(f"{name}={value}" for name, value in config.options)
     layers = f", layers {', '.join(config.layers)}" if config.layers else ""

@@ -1,4 +1,4 @@
-"""The loss of Megatron's models in chunks of tokens, for `--cp-chunked-loss`.
+"""`--cp-chunked-loss`: the loss of Megatron's models in chunks of tokens.
 
 A model multiplies by the output layer first, and gives the logits, with the labels that belong to
 them, to a method of its own; multi-token prediction does so for each of its layers, and shifts the
@@ -24,11 +24,11 @@ from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.integration.features import Settings
 
 _REFUSED = {
-    "cross_entropy_loss_fusion": ("it is another way to compute the loss", "keep one of the two"),
+    "cross_entropy_loss_fusion": ("it computes the loss in another way", "keep one of the two"),
     "defer_embedding_wgrad_compute": ("it keeps the gradients of all logits", "leave it out"),
     "use_mup": ("it scales the logits", "leave --cp-chunked-loss out"),
-    "logits_save_dir": ("it takes all logits", "leave --cp-chunked-loss out"),
-    "logits_load_dir": ("it takes all logits", "leave --cp-chunked-loss out"),
+    "logits_save_dir": ("it needs all logits", "leave --cp-chunked-loss out"),
+    "logits_load_dir": ("it needs all logits", "leave --cp-chunked-loss out"),
     "perform_rl_step": ("its log-probabilities need all logits", "leave --cp-chunked-loss out"),
 }
 
@@ -45,7 +45,7 @@ def check(settings: Settings) -> None:
     for name, (reason, instead) in _REFUSED.items():
         if getattr(settings, name):
             raise ConfigError(
-                f"--cp-chunked-loss does not go with --{name.replace('_', '-')} ({reason}): "
+                f"--cp-chunked-loss does not work with --{name.replace('_', '-')} ({reason}): "
                 f"{instead}"
             )
 

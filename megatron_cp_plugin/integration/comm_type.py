@@ -1,4 +1,4 @@
-"""Megatron's own flag for the algorithm, `--cp-comm-type`, as another spelling of ours."""
+"""Megatron's own flag `--cp-comm-type` as another way to select an algorithm."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class CommType:
     def check(
         self, algo: str, layers: tuple[str, ...], options: tuple[tuple[str, object], ...]
     ) -> None:
-        """Checks what was given against what is in force.
+        """Checks what was given against the algorithm in use.
 
         Args: algo, layers, options: of the run, all sources taken together.
 

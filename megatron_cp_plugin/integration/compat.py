@@ -1,4 +1,4 @@
-"""Holds the running Megatron against `contract`, and replaces names of Megatron from it."""
+"""Checks the running Megatron against `contract`, and installs the replacements listed there."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def check(*parts: Part, allow_untested: bool) -> None:
     version, text = running_version()
     if not allow_untested and version not in map(_version, VERSIONS):
         raise ContextParallelError(
-            f"Megatron {text} was never run with this plugin: use {_choices()}, or add {_ALLOW} to "
-            "run it if all that the plugin takes for granted is there"
+            f"Megatron {text} was never tested with this plugin: use {_choices()}, or add "
+            f"{_ALLOW} to run it if it has everything that the plugin relies on"
         )
     for part in parts:
         first, name, instead = SINCE.get(part, ((0, 0), "", ""))
@@ -133,7 +133,7 @@ class Replacement:
 
     @staticmethod
     def put(replacements: Iterable[Replacement]) -> None:
-        """Puts them in force, here and wherever modules have imported the names.
+        """Installs them, here and wherever modules have imported the names.
 
         Also those of programs around Megatron, which may have done so long before.
         """
@@ -166,7 +166,7 @@ def replace(hooks: Mapping[str, Callable[..., Any]], *parts: Part) -> list[Repla
     Args:
         hooks: The functions that take their places, by `Name.name`; each is given Megatron's own
             before the arguments.
-        parts: What of the plugin is to be in force.
+        parts: What of the plugin is to be installed.
     """
     version, _ = running_version()
     rows = {row.name: row for row in NAMES if row.replaced and row.part in parts}
@@ -277,7 +277,8 @@ def _refuse(found: list[str]) -> None:
     _, text = running_version()
     more = f" (and {len(found) - 1} more: megatron-cp hooks --check)" if len(found) > 1 else ""
     raise ContextParallelError(
-        f"Megatron {text} is not as the plugin takes it to be: {found[0]}{more}: use {_choices()}"
+        f"Megatron {text} differs from what the plugin relies on: {found[0]}{more}: use "
+        f"{_choices()}"
     )
 
 

@@ -1,4 +1,4 @@
-"""What the plugin takes for granted of Megatron: one table, as data.
+"""What the plugin relies on in Megatron: one table, as data.
 
 Three kinds of rows: names that the plugin replaces, names that it uses, settings that it reads.
 `compat` checks them against the running Megatron at start-up, installs the replacements from them,
@@ -13,7 +13,7 @@ from typing import Literal
 # Major and minor number.
 type Version = tuple[int, int]
 
-# Which runs need a row: all that the plugin has a part in, or those with one of its algorithms, of
+# Which runs need a row: all that use the plugin, or those with one of its algorithms, of
 # these the ones on Megatron's training loop, on the CPU platform, with --cp-record, or of
 # scripts/pretrain_gpt.py.
 type Part = Literal["any", "algorithm", "training", "cpu", "record", "script"]
@@ -183,9 +183,8 @@ NAMES: tuple[Name, ...] = (
     Name(
         f"{_TRAINING}.arguments",
         "add_megatron_arguments",
-        "takes `--context-parallel-algo`, which stays on the command line: a process that reads it "
-        "without the plugin, such as a worker that a script starts, is refused by Megatron's "
-        "parser",
+        "accepts `--context-parallel-algo`, which stays on the command line: Megatron's parser "
+        "refuses it in a process without the plugin, such as a worker started by a script",
         replaced=True,
         part="training",
         first=("parser",),
@@ -193,7 +192,7 @@ NAMES: tuple[Name, ...] = (
     Name(
         f"{_TRAINING}.arguments",
         "validate_args",
-        "checks the arguments first, and refuses in one line what the algorithm cannot serve",
+        "checks the arguments first, and refuses in one line what the algorithm does not support",
         replaced=True,
         part="training",
         first=("args", "defaults"),
@@ -201,7 +200,7 @@ NAMES: tuple[Name, ...] = (
     Name(
         f"{_LAYERS}.transformer_config",
         "TransformerConfig.__post_init__",
-        "says in one line what Megatron refuses when it makes a model's configuration",
+        "reports in one line what Megatron refuses when it creates a model's configuration",
         replaced=True,
         part="training",
     ),
@@ -215,9 +214,9 @@ NAMES: tuple[Name, ...] = (
     Name(
         f"{_CORE}.models.gpt.gpt_model",
         "GPTModel.__init__",
-        "swaps `core_attention` in the layer spec that it is given, local or Transformer Engine's, "
-        "and wraps the `rotary_pos_emb` that it makes; then refuses tokens that the plugin has not "
-        "cut, and takes `packed_seq_params` as a mask",
+        "replaces `core_attention` in the given layer spec, local or Transformer Engine's, and "
+        "wraps the `rotary_pos_emb` that it creates; then refuses tokens that the plugin has not "
+        "split, and uses `packed_seq_params` as a mask",
         replaced=True,
         parameters=("config", "transformer_layer_spec", "mtp_block_spec", "vp_stage"),
         attributes=("rotary_pos_emb", "pg_collection"),
@@ -242,7 +241,7 @@ NAMES: tuple[Name, ...] = (
     Name(
         f"{_CORE}.utils",
         "get_batch_on_this_cp_rank",
-        "cuts batches, position ids included, by the algorithm's layout, and marks them",
+        "splits batches, including position ids, by the algorithm's layout, and marks them",
         replaced=True,
         parameters=("cp_group",),
         first=("batch",),
@@ -250,25 +249,26 @@ NAMES: tuple[Name, ...] = (
     Name(
         f"{_LAYERS}.multi_token_prediction",
         "roll_tensor",
-        "shifts what multi-token prediction predicts by the algorithm's layout, where Megatron "
-        "knows zigzag, and counts the tokens of all ranks, for the same reason as the next but one",
+        "shifts the targets of multi-token prediction by the algorithm's layout, where "
+        "Megatron assumes zigzag, and counts the tokens of all ranks, for the reason given for "
+        "the mean loss below",
         replaced=True,
         parameters=("tensor", "shifts", "dims", "cp_group", "packed_seq_params"),
     ),
     Name(
         f"{_EMBEDDINGS}.yarn_rotary_pos_embedding",
         "YarnRotaryEmbedding._set_cos_sin_cache",
-        "makes no table for fused kernels that are refused: Megatron cuts it by its own layout, "
-        "and fails where the model's original length is no multiple of 2P",
+        "skips the table of fused kernels, which are refused: Megatron splits it by its own "
+        "layout, and fails if the model's original length is no multiple of 2P",
         replaced=True,
         attributes=("cp_group",),
     ),
     Name(
         f"{_CORE}.pipeline_parallel.schedules",
         "forward_step_calc_loss",
-        "takes the mean loss over the whole sequence, where Megatron averages the means of the "
-        "ranks: with padding or another loss mask its gradients, and with `--sft` the losses of an "
-        "evaluation, would differ from those of the unsplit sequence",
+        "averages the loss over the whole sequence, where Megatron averages the means of the "
+        "ranks: with padding or another loss mask its gradients, and with `--sft` the evaluation "
+        "losses, would differ from those of the unsplit sequence",
         replaced=True,
         first=("model", "output_tensor", "loss_func", "config"),
     ),
@@ -283,24 +283,24 @@ NAMES: tuple[Name, ...] = (
     Name(
         f"{_CORE}.extensions.transformer_engine",
         "te_checkpoint",
-        "the same where Megatron recomputes in FP8 or FP4",
+        "the same for Megatron's recomputation in FP8 or FP4",
         replaced=True,
         first=("forward_func",),
     ),
     Name(
         f"{_LAYERS}.multi_token_prediction",
         "_compute_mtp_acceptance_counts",
-        "counts right predictions without all logits; only with `--cp-chunked-loss`",
+        "counts correct predictions without storing all logits; only with `--cp-chunked-loss`",
         replaced=True,
         first=("mtp_logits", "mtp_labels", "loss_mask"),
         since=(0, 19),
     ),
-    # Replaced in every run that the plugin has a part in.
+    # Replaced in every run that uses the plugin.
     Name(
         f"{_CORE}.datasets.utils",
         "compile_helpers",
-        "skips the compilation of dataset helpers where they are compiled: the wheel has no "
-        "Makefile",
+        "skips the compilation of dataset helpers if they are compiled already: the wheel has "
+        "no Makefile",
         replaced=True,
         part="any",
     ),
@@ -335,15 +335,15 @@ NAMES: tuple[Name, ...] = (
     Name(
         f"{_TRAINING}.initialize",
         "_warmup_jit_function",
-        "draws no random numbers, of which there would be as many as a rank has tokens",
+        "draws no random numbers, whose count would depend on the tokens of a rank",
         replaced=True,
         part="cpu",
     ),
     Name(
         f"{_LAYERS}.torch_norm",
         "WrappedTorchNorm.__new__",
-        "serves `--sequence-parallel`, for which Megatron needs norms of Apex or Transformer "
-        "Engine",
+        "supports `--sequence-parallel`, for which Megatron needs the norms of Apex or "
+        "Transformer Engine",
         replaced=True,
         part="cpu",
         first=("cls", "config"),
@@ -351,7 +351,7 @@ NAMES: tuple[Name, ...] = (
     Name(
         f"{_LAYERS}.moe.moe_utils",
         "maybe_move_tensor_to_cpu",
-        "makes numbers of the sizes of experts that are spread over ranks",
+        "turns the sizes of experts that are distributed over ranks into numbers",
         replaced=True,
         part="cpu",
         parameters=("as_numpy", "record_stream"),

@@ -86,7 +86,7 @@ def _value_of(option: str, argv: Sequence[str]) -> str | None:
 
 
 def install(allow_untested: bool = False) -> None:
-    """Puts the CPU platform in force for the rest of this process; a second call does nothing.
+    """Activates the CPU platform for the rest of this process; a second call does nothing.
 
     Args:
         allow_untested: Whether the version of Megatron may be one that nobody ran.

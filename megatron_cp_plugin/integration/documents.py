@@ -1,4 +1,4 @@
-"""Documents that are packed into one sequence: Megatron's packed_seq_params as a document mask.
+"""Packed documents: converts Megatron's packed_seq_params to a document mask.
 
 Megatron (from 0.19, `--dataloader-inter-document-masking` and `--sft`) flattens a micro-batch into
 one sequence and tells the model where documents begin, in a form ("thd") that makes its own parts
@@ -156,13 +156,13 @@ def document_mask(packed: PackedSeqParams | None, *, recurrent: bool) -> Documen
         other: Tensor | None = getattr(packed, name, None)
         if other is not None and other is not lengths and not other.equal(lengths):
             raise ContextParallelError(
-                f"packed sequences are served with the same lengths for queries, keys and padding, "
-                f"got {name} that differ from cu_seqlens_q: give the padded lengths as all of "
-                "them, and mask the loss of the padding"
+                "packed sequences need the same lengths for queries, keys and padding, got "
+                f"{name} that differ from cu_seqlens_q: use the padded lengths for all of them, "
+                "and mask the loss of the padding"
             )
     if packed.cp_group is not None:
         raise ContextParallelError(
-            "packed sequences are served over the context-parallel group of the run, got another "
+            "packed sequences need the context-parallel group of the run, got another "
             "cp_group: leave it out"
         )
     bounds = lengths.tolist()
@@ -199,8 +199,8 @@ def mask_of_cut(
             continue
         if of_queries is None or not of_queries.equal(of_keys):
             raise ContextParallelError(
-                "packed sequences are served with the same lengths for queries and keys, got "
-                "cu_seqlens_kv that differ from cu_seqlens_q: give one of them as both"
+                "packed sequences need the same lengths for queries and keys, got "
+                "cu_seqlens_kv that differ from cu_seqlens_q: use one of them for both"
             )
     real = lengths.flatten().tolist()
     bounds = real if padded is None else padded.flatten().tolist()
@@ -233,8 +233,8 @@ def starts_of(packed: Any, seq_len: int) -> tuple[int, ...]:
         return ()
     if not isinstance(packed, DocumentMask):
         raise ContextParallelError(
-            f"packed sequences are served through GPTModel and HybridModel, got "
-            f"{type(packed).__name__}: give packed_seq_params to the model"
+            f"packed sequences need a GPTModel or HybridModel, got {type(packed).__name__}: "
+            "pass packed_seq_params to the model"
         )
     if packed.has_documents and packed.seq_len != seq_len:
         raise ContextParallelError(
@@ -260,8 +260,8 @@ def check_padding(packed: DocumentMask | None, seq_len: int, *, causal: bool) ->
     slices = packed.slices(seq_len)
     if not causal and slices is None:
         raise ContextParallelError(
-            "padded documents need causal attention, in which nobody sees their padding, got "
-            "full attention: pack documents without padding"
+            "padded documents need causal attention, in which no token attends to the padding, "
+            "got full attention: pack documents without padding"
         )
     if slices is not None and _padding_is_seen(slices, packed.padding, seq_len):
         raise ContextParallelError(
@@ -377,13 +377,13 @@ class PositionsOfPacks:
 def _lengths(packed: PackedSeqParams, recurrent: bool) -> Tensor:
     if recurrent:
         raise ContextParallelError(
-            "gated delta net layers carry their state on across documents, got packed sequences: "
+            "gated delta net layers carry their state across documents, got packed sequences: "
             "leave packed_seq_params out"
         )
     lengths: Tensor | None = packed.cu_seqlens_q
     if packed.qkv_format != "thd" or lengths is None:
         raise ContextParallelError(
-            f"packed sequences are served in the format thd with cu_seqlens_q, got "
+            "packed sequences need the format thd and cu_seqlens_q, got "
             f"{packed.qkv_format}{'' if lengths is not None else ' without it'}"
         )
     return lengths
@@ -394,15 +394,15 @@ def _check_cutting(packed: PackedSeqParams, layout: Layout, group: dist.ProcessG
     mode = "zigzag" if layout.name == PaddedDocuments.name else layout.name
     if given not in (None, mode):
         raise ContextParallelError(
-            f"the {layout.name} layout needs batches with cp_partition_mode {mode}, got {given}: "
-            f"let the framework cut them so, or use layout={'thd' if given == 'zigzag' else given}"
+            f"the {layout.name} layout needs batches with cp_partition_mode {mode}, got "
+            f"{given}: let the framework split them so, or use "
+            f"layout={'thd' if given == 'zigzag' else given}"
         )
     ranks = getattr(packed, "local_cp_size", None)
     if ranks not in (None, group.size()) or packed.cp_group not in (None, group):
         raise ContextParallelError(
-            f"packed sequences are served over the {group.size()} context-parallel ranks of the "
-            f"run, got another cp_group or local_cp_size {ranks}: turn dynamic context "
-            "parallelism off"
+            f"packed sequences need the {group.size()} context-parallel ranks of the run, got "
+            f"another cp_group or local_cp_size {ranks}: turn dynamic context parallelism off"
         )
 
 

@@ -1,4 +1,4 @@
-"""The plugin for programs that build models of megatron.core by themselves, and cut their batches.
+"""The plugin for programs that build megatron.core models and split batches themselves.
 
 Nothing here needs a command line or `megatron.training`.
 """
@@ -46,7 +46,7 @@ def install(
     allow_untested_megatron: bool = False,
     **options: object,
 ) -> None:
-    """Puts an algorithm in force for all models that this process builds from now on.
+    """Installs an algorithm for all models that this process builds from now on.
 
     Call it in the process that builds and runs the models, such as a Ray worker, once Megatron's
     parallel state is set up and before the first model is built; on all ranks. Calling it again
@@ -65,13 +65,13 @@ def install(
         kernel: "auto" or a kernel's name.
         recompute_attention: Activation recomputation runs attention a second time.
         tokens: With auto, which needs it: of a micro-batch on all context-parallel ranks, about.
-        mean_document: With auto: how long documents are: tokens in the mean,
+        mean_document: With auto: length of documents: the mean in tokens,
             "lognormal:MEAN:SIGMA", or a histogram, "FILE.csv" or "FILE.json"; default 4096.
         allow_untested_megatron: Run a version of Megatron that nobody ran with the plugin.
         options: Of the algorithm.
 
     Raises:
-        ContextParallelError: There is no parallel state, another algorithm is in force, this
+        ContextParallelError: There is no parallel state, another algorithm is installed, this
             Megatron is not as the plugin takes it to be, or a setting has no meaning.
     """
     batches = Batches(tokens, mean_document)
@@ -81,9 +81,9 @@ def install(
         before = found.batches if isinstance(found, _Installed) else Batches()
         if before != batches or not _same(found.config(config.size), config):
             raise ConfigError(
-                f"one algorithm is in force in a process, got {_words(config, batches)} beside "
+                f"a process has one algorithm, got {_words(config, batches)} after "
                 f"{_words(found.config(config.size), before)}: leave one of them out, or call "
-                "uninstall before"
+                "uninstall first"
             )
         return
     compat.check("algorithm", allow_untested=allow_untested_megatron)
@@ -94,12 +94,13 @@ def uninstall() -> None:
     """Takes back what `install` did; models that were built meanwhile keep their attention.
 
     Raises:
-        ContextParallelError: The launcher, not `install`, put the plugin in force.
+        ContextParallelError: The launcher, not `install`, installed the plugin.
     """
     found = _in_force()
     if isinstance(found, Hooks):
         raise ConfigError(
-            "the launcher put the plugin in force, for the whole process, got uninstall"
+            "uninstall needs an algorithm set by install, got the launcher's, which stays for "
+            "the whole process"
         )
     if found is not None:
         found.undo()
@@ -131,12 +132,12 @@ def serve(
         pg_collection: The model's ProcessGroupCollection; None: Megatron's own groups.
 
     Raises:
-        ContextParallelError: The model asks for what the algorithm does not serve.
+        ContextParallelError: The model asks for what the algorithm does not support.
     """
     if _in_force() is not None:
         raise ConfigError(
-            "an algorithm is in force for all models of this process, got serve for one: build "
-            "the model of its own spec, or leave install out"
+            "install applies to all models of this process, got serve for one: build the model "
+            "from its own spec, or leave install out"
         )
     batches = Batches(tokens, mean_document)
     asked = _config(algo, layout, kernel, True, options, batches)
@@ -145,8 +146,8 @@ def serve(
     check_comm_type(config, runtime)
     if config.mtp_num_layers:
         raise ConfigError(
-            "multi-token prediction shifts tokens by a function of Megatron, which serve leaves as "
-            f"it is, got mtp_num_layers {config.mtp_num_layers}: use install"
+            "serve does not replace Megatron's function that shifts tokens for multi-token "
+            f"prediction, got mtp_num_layers {config.mtp_num_layers}: use install"
         )
     set_up_groups(runtime, None, config, pg_collection)
     return with_plugin(spec, config, vp_stage, runtime)
@@ -159,13 +160,13 @@ def adopt(model: nn.Module) -> nn.Module:
 
     Raises:
         ContextParallelError: It has no attention of the plugin, or position embeddings of a kind
-            that it does not serve.
+            that it does not support.
     """
     attention = [m for m in model.modules() if isinstance(m, ContextParallelAttention)]
     if not attention:
         raise ConfigError(
-            "adopt needs a model whose layers have the plugin's attention, got none: build it of "
-            "the spec that serve returns"
+            "adopt needs a model whose layers have the plugin's attention, got none: build it "
+            "from the spec that serve returns"
         )
     runtime = attention[0].runtime
     if not serves_inputs(model):
@@ -176,7 +177,7 @@ def adopt(model: nn.Module) -> nn.Module:
 
 
 class _Installed:
-    """What `install` put in force."""
+    """What `install` has installed."""
 
     def __init__(self, config: ContextParallelConfig, batches: Batches) -> None:
         """Args: batches: For a choice."""
@@ -247,19 +248,18 @@ def _config(
     """What was asked for, over the ranks of Megatron's parallel state."""
     if not parallel_state.model_parallel_is_initialized():
         raise ContextParallelError(
-            "the plugin is put in force where models are built, once Megatron's parallel state is "
-            "set up, got none in this process: call it in each worker, after "
-            "initialize_model_parallel"
+            "the plugin needs Megatron's parallel state, got none in this process: call it in "
+            "each worker that builds models, after initialize_model_parallel"
         )
     if layout not in _LAYOUTS:
         raise ConfigError(
-            f"batches that their callers cut have the layout {' or '.join(_LAYOUTS)}, got "
+            f"batches that the caller splits need the layout {' or '.join(_LAYOUTS)}, got "
             f"{layout!r}: use one of them, or the launcher"
         )
     batches.check(algo)
     if algo != registry.AUTO and registry.kind_of(algo) == "linear":
         raise ConfigError(
-            f"packed batches of other programs are for softmax attention, got {algo}: use one of "
+            f"batches that the caller splits need softmax attention, got {algo}: use one of "
             f"{', '.join(registry.available('softmax'))}"
         )
     size = parallel_state.get_context_parallel_world_size()

@@ -1,4 +1,4 @@
-"""Features of Megatron that no algorithm here serves: the one list of them.
+"""The list of Megatron features that no algorithm supports.
 
 The start-up checks and the documentation both come from it.
 """
@@ -143,13 +143,13 @@ def _beside_graphs(name: str, setting: str) -> Feature:
     return replace(feature, asked=lambda s: feature.asked(s) and graphs(s) != "none")
 
 
-_ZIGZAG = "Megatron cuts it by its own zigzag layout"
-_STATE = "their state goes on across documents"
-_PACKED = "its documents are cut and padded for Megatron's own layout"
-_OTHER_GROUPS = "it takes other groups of ranks from sample to sample"
+_ZIGZAG = "Megatron splits it by its own zigzag layout"
+_STATE = "their state is carried across documents"
+_PACKED = "its documents are split and padded for Megatron's own layout"
+_OTHER_GROUPS = "it changes the group of ranks from sample to sample"
 _KERNELS = "the attention kernels here do not compute it"
 _BY_RANK = "each rank does it with its own tokens, so the split would change the result"
-_UNTESTED = "never run together with the plugin"
+_UNTESTED = "never tested with the plugin"
 _ONE_BATCH = "a graph keeps the documents of the batch that was captured"
 _FSDP_CHECKPOINTS = "Megatron's torch_dist does not save them, and its torch_dcp loads nothing"
 
@@ -167,7 +167,7 @@ FEATURES: tuple[Feature, ...] = (
         "resetting the attention mask at document ends",
         "reset_attention_mask",
         _on("reset_attention_mask"),
-        "it makes a mask of N x N",
+        "it builds an N x N mask",
         "use --dataloader-inter-document-masking",
     ),
     Feature(
@@ -178,7 +178,7 @@ FEATURES: tuple[Feature, ...] = (
             and (settings.micro_batch_size or 1) > 1
             and (settings.pipeline_model_parallel_size or 1) > 1
         ),
-        "Megatron makes one sequence of them, and its stages expect several",
+        "Megatron packs them into one sequence, but its stages expect several",
         "use --micro-batch-size 1",
     ),
     # What changes the scores.
@@ -197,10 +197,10 @@ FEATURES: tuple[Feature, ...] = (
         "add --no-rope-fusion",
     ),
     Feature(
-        "position embeddings of the model beside those of multi-latent attention",
+        "position embeddings of the model besides those of multi-latent attention",
         "position_embedding_type",
         lambda settings: is_latent(settings) and settings.position_embedding_type == "yarn",
-        "Megatron's layers take no others than their own",
+        "Megatron's layers support only their own",
         "use --position-embedding-type rope --rope-type yarn",
     ),
     _switch("a cache of latents", "cache_mla_latents", "it is for inference"),
@@ -214,7 +214,7 @@ FEATURES: tuple[Feature, ...] = (
     _beside_gated_delta_net("packed documents", "dataloader_inter_document_masking", _STATE),
     _beside_gated_delta_net("packed conversations", "sft", _STATE),
     _beside_gated_delta_net(
-        "multi-token prediction", "mtp_num_layers", "Megatron builds no model of both"
+        "multi-token prediction", "mtp_num_layers", "Megatron has no model with both"
     ),
     Feature(
         "layers other than attention, MLP and MoE in a hybrid model",
@@ -225,7 +225,7 @@ FEATURES: tuple[Feature, ...] = (
         "use *, +, - and E",
     ),
     Feature(
-        "hybrid models by their former flag",
+        "hybrid models selected by their old flag",
         "hybrid_override_pattern",
         _on("hybrid_override_pattern"),
         _UNTESTED,
@@ -239,18 +239,18 @@ FEATURES: tuple[Feature, ...] = (
             and settings.calculate_per_token_loss
             and (settings.context_parallel_size or 1) > 1
         ),
-        "Megatron weighs it by the tokens of each rank",
+        "Megatron weights it by the tokens of each rank",
         "leave --calculate-per-token-loss out",
     ),
     _switch("FP8 attention", "fp8_dot_product_attention", _KERNELS),
     _switch("FP8 attention", "fp8_multi_head_attention", _KERNELS),
-    _switch("Kitchen attention", "use_kitchen_attention", "it is another core attention"),
+    _switch("Kitchen attention", "use_kitchen_attention", "it is a different core attention"),
     Feature(
         "choice of Megatron's attention kernel",
         "attention_backend",
         # All kernels here are what frameworks mean by flash.
         _other_than("attention_backend", "auto", "flash"),
-        "it would be ignored or take the plugin's place",
+        "it would be ignored or replace the plugin",
         "leave --attention-backend out, and choose a kernel with --cp-kernel",
     ),
     _switch(
@@ -285,7 +285,7 @@ FEATURES: tuple[Feature, ...] = (
             and settings.softmax_type == "learnable"
             and (settings.tensor_model_parallel_size or 1) > 1
         ),
-        "it knows which parameters are split by the names of Megatron's own classes",
+        "it recognizes split parameters by the names of Megatron's own classes",
         "use --use-torch-fsdp2",
     ),
     Feature(
@@ -294,7 +294,7 @@ FEATURES: tuple[Feature, ...] = (
         lambda settings: (
             bool(settings.use_megatron_fsdp) and (settings.pipeline_model_parallel_size or 1) > 1
         ),
-        "it takes all ranks of the job for those of one pipeline stage",
+        "it treats all ranks of the job as one pipeline stage",
         "use --use-distributed-optimizer, or leave --pipeline-model-parallel-size out",
     ),
     # Checkpoints that Megatron begins and does not end, or never reads again.
@@ -331,7 +331,7 @@ FEATURES: tuple[Feature, ...] = (
             and not captured_modules(settings)
             and packs_documents(settings) is None
         ),
-        "experts take as many tokens as come, which no graph holds",
+        "the number of tokens per expert varies, which a graph cannot capture",
         "use --cuda-graph-impl transformer_engine --cuda-graph-modules attn moe_router",
     ),
     Feature(
@@ -358,7 +358,7 @@ FEATURES: tuple[Feature, ...] = (
             and packs_documents(settings) is not None
             and (settings.micro_batch_size or 1) > 1
         ),
-        "Megatron makes one sequence of them, and captures several",
+        "Megatron packs them into one sequence, but captures several",
         "use --micro-batch-size 1",
     ),
     Feature(
@@ -377,7 +377,7 @@ FEATURES: tuple[Feature, ...] = (
             settings.recompute_granularity == "full"
             and graphs(settings) in ("local", "transformer_engine")
         ),
-        "Megatron captures it with the whole iteration only",
+        "Megatron captures it only with the whole iteration",
         "use --cuda-graph-impl full_iteration",
     ),
     Feature(
@@ -389,7 +389,7 @@ FEATURES: tuple[Feature, ...] = (
             and bool(settings.recompute_activations or settings.recompute_granularity)
             and "core_attn" in (settings.recompute_modules or ("core_attn",))
         ),
-        "Megatron's checkpoints refuse the backward that it captures so",
+        "Megatron's checkpointing refuses the backward pass as it is captured",
         "use --cuda-graph-impl transformer_engine or full_iteration",
     ),
     Feature(
@@ -398,7 +398,7 @@ FEATURES: tuple[Feature, ...] = (
         lambda settings: (
             graphs(settings) == "full_iteration" and settings.cuda_graph_warmup_steps == 0
         ),
-        "the ranks compare their first batches, and make buffers and kernels for them",
+        "in the first iteration ranks compare batches, allocate buffers and build kernels",
         "use --cuda-graph-warmup-steps 3",
     ),
     _switch(
@@ -437,7 +437,7 @@ FEATURES: tuple[Feature, ...] = (
             and settings.recompute_granularity != "full"
             and settings.add_bias_linear is not False
         ),
-        "Megatron's backward never ends: it recomputes for the bias, again and again",
+        "Megatron's backward pass never ends: it recomputes for the bias again and again",
         "add --disable-bias-linear, or leave mlp out",
     ),
     _switch("a fake process group", "fake_process_group", "ranks send nothing to each other"),
@@ -448,7 +448,7 @@ FEATURES: tuple[Feature, ...] = (
         "Megatron's own YAML configuration",
         "yaml_cfg",
         _on("yaml_cfg"),
-        "it takes the place of all command-line flags",
+        "it replaces all command-line flags",
         "use scripts/pretrain_gpt.py --config",
     ),
 )

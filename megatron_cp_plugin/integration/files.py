@@ -1,4 +1,4 @@
-"""The files that a run reads and writes, looked for before it begins."""
+"""Checks the files that a run reads and writes, before it starts."""
 
 from __future__ import annotations
 

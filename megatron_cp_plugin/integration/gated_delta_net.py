@@ -1,4 +1,4 @@
-"""Megatron's gated delta net layers, beside softmax attention of the plugin.
+"""Megatron's gated delta net layers next to softmax attention of the plugin.
 
 They keep Megatron's own context parallelism: it exchanges tokens for heads, and puts the chunks of
 Megatron's zigzag layout in order. So the run must have that layout.
@@ -63,7 +63,7 @@ def check_layout(config: ContextParallelConfig) -> None:
     """Raises: ConfigError if tokens are not where these layers take them to be."""
     if config.has_linear_layers:
         raise ConfigError(
-            f"gated delta net layers go with softmax attention, got --cp-linear-model "
+            "gated delta net layers need softmax attention beside them, got --cp-linear-model "
             f"{config.linear_model}: leave it or --experimental-attention-variant out"
         )
     layout = config.layout.name
@@ -106,8 +106,9 @@ def _check_model(args: Any) -> None:
         )
     if args.transformer_impl == "local" and args.spec is None:
         raise ConfigError(
-            f"Megatron makes the layers of {given} of Transformer Engine's modules, got "
-            "--transformer-impl local: use transformer_engine, or give layers of your own by --spec"
+            f"Megatron builds the layers of {given} from Transformer Engine's modules, got "
+            "--transformer-impl local: use transformer_engine, or pass layers of your own by "
+            "--spec"
         )
     if args.tensor_model_parallel_size > 1 and not args.sequence_parallel:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""gate * x / rms(x), of which only x, gate and one number for each token are kept.
+"""gate * x / rms(x), which keeps only x, gate and one number per token for the backward.
 
 s tokens, b batch, h heads of this tensor-parallel rank, d head dim. Arithmetic is float32 (float64
 for float64). With w channels of all ranks, for a token

@@ -1,4 +1,4 @@
-"""Process groups of context parallelism, made at set-up as Megatron makes its own."""
+"""Creates the process groups of context parallelism at set-up, as Megatron does its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What takes the place of names of Megatron, so that an unmodified training script is served.
+"""The functions that replace Megatron's, so that unmodified training scripts work.
 
 Installed by the launcher only when an algorithm of the plugin is chosen. `contract` has the names.
 """
@@ -35,7 +35,7 @@ class Hooks:
         self._chosen = False  # by auto, and not yet compared over the ranks
 
     def install(self) -> None:
-        """Puts the hooks in force; call before the training script imports the names.
+        """Installs the hooks; call before the training script imports the names.
 
         Raises:
             ContextParallelError: This Megatron was never run, or is not as `contract` says.
@@ -137,7 +137,7 @@ class Hooks:
         return config
 
     def config(self, size: int) -> ContextParallelConfig:
-        """Returns what is in force for so many context-parallel ranks."""
+        """Returns what is installed for so many context-parallel ranks."""
         return self._flags.config(size)
 
     def _build_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
@@ -176,8 +176,9 @@ class Hooks:
             if not isinstance(model, served):
                 names = " and ".join(kind.__name__ for kind in served)
                 raise ContextParallelError(
-                    f"--context-parallel-algo {self._flags.algo} serves {names}, got "
-                    f"{type(model).__name__}: use pretrain_gpt.py or another script that builds one"
+                    f"--context-parallel-algo {self._flags.algo} supports {names}, got "
+                    f"{type(model).__name__}: use pretrain_gpt.py or another script that builds "
+                    "one"
                 )
         return result
 

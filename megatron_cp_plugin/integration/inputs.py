@@ -1,4 +1,4 @@
-"""What a model of Megatron is given: known to be cut by the run's layout, or refused."""
+"""Checks that a model's inputs were split by the run's layout, and refuses others."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ _ARGUMENTS = {
     "loss_mask": "loss_mask",
 }
 _OTHER_DOCUMENTS = (
-    "all context-parallel ranks need the lengths of the same documents in packed_seq_params, and "
-    "equally many tokens, got others on other ranks: give all of them their parts of one batch"
+    "all context-parallel ranks need the same document lengths in packed_seq_params, and equally "
+    "many tokens, got different ones: pass each of them its part of one batch"
 )
 _REMEDY = (
-    "give whole samples to megatron.core.utils.get_batch_on_this_cp_rank, imported after the "
-    "plugin is in force, and its results to the model as they are"
+    "pass whole samples to megatron.core.utils.get_batch_on_this_cp_rank, imported after the "
+    "plugin is installed, and its results to the model unchanged"
 )
 
 
@@ -150,9 +150,10 @@ class CutInputs:
             total = tokens * size
             if mask is not None and mask.has_documents and mask.seq_len != total:
                 raise ContextParallelError(
-                    "packed_seq_params need the lengths of all documents as they were cut, padding "
-                    f"included: {total} tokens on {size} ranks of {tokens}, got {mask.seq_len}: "
-                    "give cu_seqlens_q_padded of whole documents, and each rank its part of each"
+                    "packed_seq_params need the lengths of all documents as they were split, "
+                    f"padding included: {total} tokens on {size} ranks of {tokens}, got "
+                    f"{mask.seq_len}: give cu_seqlens_q_padded of whole documents, and each rank "
+                    "its part of each"
                 )
             layout.within(mask.starts if mask else ()).spans(self._group.rank(), size, total)
             if size > 1 and (mask is None or mask.has_documents):
@@ -288,8 +289,8 @@ def _check_spans(
         raise ContextParallelError(f"{reason}, got attention_spans: leave one of the two out")
     if config.by_auto:
         raise ContextParallelError(
-            "auto chooses before batches come, so without their spans, got attention_spans after "
-            f"it chose {config.algo}: name an algorithm, such as {config.algo}"
+            "auto chooses before it sees a batch, got attention_spans after it chose "
+            f"{config.algo}: name an algorithm, such as {config.algo}"
         )
 
 
@@ -298,9 +299,9 @@ def _check_cache(given: Mapping[str, Any], group: dist.ProcessGroup) -> None:
     for name in ("inference_context", "inference_params"):
         if given.get(name) is not None and group.size() > 1:
             raise ContextParallelError(
-                f"a split sequence has no cache of keys, got {name} with context_parallel_size "
-                f"{group.size()}: leave it out, or generate with a model of "
-                "context_parallel_size 1 without the plugin"
+                f"context parallelism does not support a KV cache, got {name} with "
+                f"context_parallel_size {group.size()}: leave it out, or generate with a model "
+                "of context_parallel_size 1 without the plugin"
             )
 
 
@@ -359,18 +360,19 @@ def _cut(given: Mapping[str, Any], batches: Batches, group: dist.ProcessGroup) -
             continue
         cut = batches.cut_of(key, tensor)
         if cut is None:
-            changed = "that it has not cut, or that was changed since"
-            why = changed if batches.has_cut else "and cut none"
+            changed = "that it has not split, or that was changed since"
+            why = changed if batches.has_cut else "and split none"
             whose = _whose(given.get("position_ids"), batches, group)
             raise ContextParallelError(
-                f"{config.algo} needs batches that the plugin cuts by the {config.layout.name} "
-                f"layout, got {name} {list(tensor.shape)} {why}{whose}: {_REMEDY}"
+                f"{config.algo} needs batches that the plugin splits by the "
+                f"{config.layout.name} layout, got {name} {list(tensor.shape)} {why}{whose}: "
+                f"{_REMEDY}"
             )
         found.append(cut)
     if given.get("decoder_input") is not None and given.get("position_ids") is None:
         raise ContextParallelError(
-            f"{config.algo} needs to know the tokens of decoder_input, got no position_ids "
-            f"beside it: {_REMEDY}"
+            f"{config.algo} needs position_ids to identify the tokens of decoder_input, got "
+            f"none: {_REMEDY}"
         )
     if any(cut is not found[0] for cut in found):
         raise ContextParallelError(
@@ -395,13 +397,13 @@ def _check_documents(cut: Cut, mask: DocumentMask | None) -> None:
     documents, spans = (mask.starts, mask.spans) if mask else ((), None)
     if cut.spans != spans:
         raise ContextParallelError(
-            f"a batch was cut by {_spans(cut.spans)}, and the model got {_spans(spans)}: give "
-            "attention_spans to get_batch_on_this_cp_rank, with the batch, or leave the option "
-            "layout=documents out"
+            f"a batch was split by {_spans(cut.spans)}, and the model got {_spans(spans)}: "
+            "pass attention_spans to get_batch_on_this_cp_rank with the batch, or leave the "
+            "option layout=documents out"
         )
     if cut.documents != documents:
         raise ContextParallelError(
-            f"a batch was cut by {len(cut.documents or ()) + 1} documents, and the model got "
+            f"a batch was split by {len(cut.documents or ()) + 1} documents, and the model got "
             f"{len(documents) + 1} others: let both have the same cu_seqlens, or leave the "
             "option layout=documents out"
         )

@@ -1,4 +1,4 @@
-"""Starts a Megatron training script with the plugin in force."""
+"""Starts a Megatron training script with the plugin installed."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ _EXAMPLE_OF_OURS = (
     "      --seq-length 1024"
 )
 _RUN_FILE = (
-    "YAML file with any flags of Megatron and ours, or the name of one of this package; flags "
-    "beside it override it"
+    "YAML file with flags of Megatron and the plugin, or the name of a run file of this "
+    "package; flags on the command line override it"
 )
 
 
@@ -105,7 +105,7 @@ def prepare(argv: Sequence[str], run_file: bool = False) -> list[str]:
         _check_spelling(rest)
     if platform == "cpu":
         rest, added = cpu.complete_flags(rest)
-        _say(f"CPU platform in force ({why}); added {' '.join(added) or 'no flags'}")
+        _say(f"using the CPU platform ({why}); added {' '.join(added) or 'no flags'}")
     if flags.algo is None:
         _check_own_path(rest)
         if run_file:
@@ -118,7 +118,7 @@ def prepare(argv: Sequence[str], run_file: bool = False) -> list[str]:
 
 
 def _install(flags: PluginFlags, platform: str, rest: list[str]) -> list[str]:
-    """Puts the recorder and the algorithm in force. Returns: the command line for Megatron."""
+    """Installs the recorder and the algorithm. Returns: the command line for Megatron."""
     from megatron_cp_plugin.integration.hooks import Hooks, skip_built_helpers
 
     skip_built_helpers()
@@ -179,7 +179,7 @@ def _with_run_file(path: str | None, words: list[str]) -> list[str]:
     dropped = superseded(load_run_file(path).get("context_parallel") or {}, words)
     if dropped:
         settings = ", ".join(f"{name}: {value}" for name, value in dropped.items())
-        _say(f"the command line chooses another algorithm than {path}: {settings} not in force")
+        _say(f"the command line chooses another algorithm than {path}: ignoring {settings}")
     return argv + words
 
 

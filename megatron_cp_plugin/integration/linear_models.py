@@ -1,4 +1,4 @@
-"""Layers of linear attention that take the place of Megatron's SelfAttention.
+"""Linear attention layers that replace Megatron's SelfAttention.
 
 Everything around them is Megatron's: norms, MLP, embeddings, pipeline, optimizer, checkpoints.
 
@@ -176,13 +176,15 @@ class LinearSelfAttention(MegatronModule):
         }
         for what, value in refused.items():
             if value is not None and value is not False:
-                raise ContextParallelError(f"linear attention does not serve {what}: leave it out")
+                raise ContextParallelError(
+                    f"linear attention does not support {what}: leave it out"
+                )
         mixed, _ = self.linear_qkv(hidden_states)
         seq_len = len(mixed) * self._cp_size
         documents = starts_of(packed_seq_params, seq_len)
         check_padding(packed_seq_params, seq_len, causal=self._causal)
         if packed_seq_params is not None and packed_seq_params.spans is not None:
-            raise ContextParallelError("linear attention does not serve spans: leave them out")
+            raise ContextParallelError("linear attention does not support spans: leave them out")
         compute = partial(self._core, documents=documents)
         core = (
             tensor_parallel.checkpoint(compute, False, mixed) if self._recompute else compute(mixed)
@@ -411,7 +413,7 @@ def _check_model(config: TransformerConfig, runtime: Runtime) -> None:
     groups = config.num_query_groups or config.num_attention_heads
     if groups != config.num_attention_heads:
         raise ContextParallelError(
-            f"{model} has no grouped queries, got num_query_groups {groups} for "
+            f"{model} has no grouped-query attention, got num_query_groups {groups} for "
             f"{config.num_attention_heads} heads: leave --group-query-attention out"
         )
     if config.attention_dropout > 0:
@@ -422,5 +424,5 @@ def _check_model(config: TransformerConfig, runtime: Runtime) -> None:
     for flag in ("qk_layernorm", "qk_l2_norm", "attention_output_gate"):
         if getattr(config, flag, False):
             raise ContextParallelError(
-                f"{model} does not serve {flag}: leave --{flag.replace('_', '-')} out"
+                f"{model} does not support {flag}: leave --{flag.replace('_', '-')} out"
             )

@@ -1,4 +1,4 @@
-"""The mean loss of a micro-batch over the whole sequence, however its tokens are spread.
+"""The mean loss of a micro-batch over the whole sequence, however its tokens are split.
 
 Without `--calculate-per-token-loss` Megatron divides each rank's sum of losses by that rank's own
 number of tokens that count, and averages the gradients over the ranks. That is the mean over the

@@ -1,4 +1,4 @@
-"""Builds a model of Megatron with the plugin in it."""
+"""Builds a Megatron model with the plugin's attention."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def comm_type(algo: str) -> str:
     """What model configurations say that the plugin serves.
 
     Transformer Engine refuses it, so that its own context parallelism never takes the place of ours
-    where such a configuration reaches a process without the plugin in force.
+    where such a configuration reaches a process without the plugin installed.
     """
     return f"megatron_cp_plugin.{algo}"
 

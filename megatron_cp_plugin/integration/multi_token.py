@@ -1,4 +1,4 @@
-"""Multi-token prediction: what is shifted along the sequence, whatever the layout.
+"""Multi-token prediction: shifts tokens along the sequence under any layout.
 
 Megatron's `roll_tensor` knows its own zigzag layout only, and counts the tokens of each rank, by
 which the losses of a rank are then divided; the mean of such means is not that of the sequence
@@ -57,9 +57,7 @@ def roll_tensor(
     if tensor is None or (group.size() == 1 and packed is None):
         return original(*args, **kwargs)
     if packed is not None and not isinstance(packed, DocumentMask):
-        raise ContextParallelError(
-            f"packed sequences are served through GPTModel and HybridModel, got {packed}"
-        )
+        raise ContextParallelError(f"packed sequences need a GPTModel or HybridModel, got {packed}")
     if given["shifts"] != -1 or given["dims"] not in (-1, tensor.dim() - 1):
         raise ContextParallelError(
             f"tokens are shifted by one to the left along the last dimension, got shifts "

@@ -1,4 +1,4 @@
-"""Rotary position embeddings of the tokens that a rank holds under the run's layout."""
+"""Rotary position embeddings of a rank's tokens under the run's layout."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class LayoutRotaryEmbedding(nn.Module):
         if given is not None and len(given) != seq_len:
             raise ContextParallelError(
                 f"attention_positions need one for each of the {seq_len} tokens of the whole "
-                f"sequence, got {len(given)}: give those of all ranks"
+                f"sequence, got {len(given)}: pass those of all ranks"
             )
         whole = self.embedding.get_emb(seq_len, offset)
         angles = whole[0] if isinstance(whole, tuple) else whole
@@ -170,8 +170,8 @@ def use_layout(model: nn.Module, runtime: Runtime) -> None:
             continue
         if not isinstance(embedding, (RotaryEmbedding, YarnRotaryEmbedding)):
             raise ContextParallelError(
-                f"{runtime.config.algo} serves rope and yarn, got {type(embedding).__name__}: "
-                "use --position-embedding-type rope"
+                f"{runtime.config.algo} supports rope and yarn, got "
+                f"{type(embedding).__name__}: use --position-embedding-type rope"
             )
         group: Any = owner.pg_collection
         if owner is not model and group.cp.size() == 1:
@@ -191,8 +191,8 @@ def _keep_documents(
     again = core.runtime.config.recompute_attention and owner.checkpoint_core_attention
     if packed is not None and again:
         raise ContextParallelError(
-            "multi-latent attention of packed documents is not run again by itself, got "
-            "recompute_modules with core_attn: leave it out, or let its output be kept"
+            "multi-latent attention of packed documents cannot be recomputed alone, got "
+            "recompute_modules with core_attn: leave it out, or do not recompute attention"
         )
     for part in (core, getattr(owner, "rotary_pos_emb", None)):
         if isinstance(part, (ContextParallelAttention, LayoutRotaryEmbedding)):

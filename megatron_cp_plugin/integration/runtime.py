@@ -1,4 +1,4 @@
-"""The object that ties one run together: one configuration, one layout, one algorithm a group."""
+"""The runtime object of a run: one configuration, one layout, one algorithm per process group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Swaps the plugin's attention into Megatron's layer specs."""
+"""Replaces attention in Megatron's layer specs by the plugin's."""
 
 from __future__ import annotations
 
@@ -105,9 +105,9 @@ def with_multi_token(spec: Any, config: TransformerConfig, runtime: Runtime) -> 
         if layer.module.forward is not MultiTokenPredictionLayer.forward:
             # That of mcore-bridge shifts angles by the order in which a rank has its tokens.
             raise ContextParallelError(
-                "multi-token prediction is served in Megatron's own layers, which know nothing of "
-                f"the order of a rank's tokens, got {layer.module.__module__}."
-                f"{_name(layer.module)}: leave mtp_num_layers out"
+                "multi-token prediction needs Megatron's own layers, which do not depend on "
+                "the order of a rank's tokens, got "
+                f"{layer.module.__module__}.{_name(layer.module)}: leave mtp_num_layers out"
             )
         parts = layer.submodules
         # Its name before Megatron 0.17.
@@ -147,8 +147,8 @@ def with_attention(spec: LayerSpec, runtime: Runtime) -> LayerSpec:
     served = (SelfAttention,) if linear else (SelfAttention, MLASelfAttention)
     if not isinstance(module, type) or not issubclass(module, served):
         raise ContextParallelError(
-            f"{runtime.config.algo} serves layers with {' or '.join(map(_name, served))}, got "
-            f"{_name(module)}: leave --spec out or use another model"
+            f"{runtime.config.algo} supports layers with {' or '.join(map(_name, served))}, "
+            f"got {_name(module)}: leave --spec out or use another model"
         )
     if linear:
         return replace(spec, submodules=replace(layer, self_attention=_linear(attention, runtime)))
@@ -156,8 +156,8 @@ def with_attention(spec: LayerSpec, runtime: Runtime) -> LayerSpec:
     module = getattr(core, "module", core)
     if module is not DotProductAttention and module is not TEDotProductAttention:
         raise ContextParallelError(
-            f"{runtime.config.algo} takes the place of DotProductAttention or "
-            f"TEDotProductAttention, got {_name(module)}: leave the flag that chooses it out"
+            f"{runtime.config.algo} replaces DotProductAttention or TEDotProductAttention, got "
+            f"{_name(module)}: leave the flag that chooses it out"
         )
     ours = ModuleSpec(module=ContextParallelAttention, params={"runtime": runtime})
     submodules = replace(attention.submodules, core_attention=ours)

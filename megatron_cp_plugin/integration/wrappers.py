@@ -1,4 +1,4 @@
-"""What data parallelism wraps around models, and what it makes of their parameters."""
+"""Data-parallel wrappers of models: how to unwrap them and reach their parameters."""
 
 from __future__ import annotations
 

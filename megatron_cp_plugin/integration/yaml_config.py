@@ -1,4 +1,4 @@
-"""YAML run files: every setting becomes the command-line flag that it stands for.
+"""YAML run files: converts every setting into its command-line flag.
 
 A file has two sections::
 

@@ -1,4 +1,4 @@
-"""Attention kernels behind the interfaces of `core`, and the choice among them.
+"""Attention kernels that implement the interfaces of `core`, and the choice among them.
 
 The only folder that imports flash_attn, fla and Triton, and only on use.
 """

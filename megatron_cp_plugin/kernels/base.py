@@ -1,4 +1,4 @@
-"""What kernels of softmax attention share, and the choice of one for a problem.
+"""Shared by the softmax attention kernels, and the choice of one for a problem.
 
 B batch, S query tokens, T key tokens, H query heads, G KV heads (G divides H), D head dim.
 """
@@ -155,7 +155,7 @@ class PackingKernel(SoftmaxKernel):
 
 
 # In the order of preference of "auto", fastest first (docs/benchmarks.md has the measurements). The
-# reference serves everything, so those that are registered after it are taken by their names only.
+# reference supports everything, so kernels registered after it are only used when named.
 _KERNELS: dict[str, Callable[[], SoftmaxKernel]] = {
     "flash4": loader("flash4", "Flash4"),
     "cudnn": loader("torch_flash", "CudnnAttention"),
@@ -167,7 +167,7 @@ _KERNELS: dict[str, Callable[[], SoftmaxKernel]] = {
 
 
 def register_kernel[K: type[SoftmaxKernel]](cls: K) -> K:
-    """Class decorator: makes a kernel available under its `name`; "auto" does not take it.
+    """Class decorator: makes a kernel available under its `name`; "auto" never selects it.
 
     Raises: ConfigError if the name is taken, or the class lacks a name or a method.
     """
@@ -181,7 +181,7 @@ def register_kernel[K: type[SoftmaxKernel]](cls: K) -> K:
 
 
 def kernel_names() -> tuple[str, ...]:
-    """Names that `kernel=` takes beside "auto", those of other installed packages included."""
+    """Names that `kernel=` accepts besides "auto", including those of other installed packages."""
     load_installed()
     return tuple(_KERNELS)
 
@@ -204,9 +204,9 @@ def kernel_called(name: str) -> SoftmaxKernel:
 
 @cache
 def resolve(name: str, problem: Problem) -> SoftmaxKernel:
-    """The kernel of that name, or for "auto" the fastest one that serves the problem.
+    """The kernel of that name, or for "auto" the fastest one that supports the problem.
 
-    Raises: KernelUnavailableError if the name is unknown, or the kernel cannot serve the problem.
+    Raises: KernelUnavailableError if the name is unknown, or the kernel does not support it.
     """
     if name not in (*_KERNELS, "auto"):
         load_installed()

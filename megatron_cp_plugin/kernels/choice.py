@@ -1,4 +1,4 @@
-"""The choice of a kernel: by name, or the fastest one that serves a problem."""
+"""Chooses a kernel: by name, or the fastest one that supports a problem."""
 
 import logging
 import os

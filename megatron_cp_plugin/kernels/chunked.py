@@ -1,4 +1,4 @@
-"""Linear attention in plain torch: any device and dtype, memory linear in the tokens.
+"""Linear attention in plain torch: any device and dtype, memory linear in tokens.
 
 Within chunks of 64 tokens scores are written out, between chunks states are passed on. All
 arithmetic is float32 (float64 for float64).

@@ -1,4 +1,4 @@
-"""A Triton kernel for what a state adds to the tokens behind it."""
+"""A Triton kernel that adds a state's contribution to the tokens after it."""
 
 import triton
 import triton.language as tl

@@ -1,4 +1,4 @@
-"""Linear attention by flash-linear-attention's Triton kernels (package fla-core).
+"""Linear attention with flash-linear-attention's Triton kernels (package fla-core).
 
 The kernels are called one by one, not through fla's autograd Function: its parts are what lets
 states travel between them, and states stored in bfloat16 give the same bits as fla's float32 ones

@@ -1,4 +1,4 @@
-"""Triton kernels for what is around attention kernels: merges, sums, products; one pass each.
+"""Triton kernels around attention: merges, sums and products in one pass each.
 
 Every tensor is read once and written once, whatever its dtype and strides (the head dim is
 contiguous); all arithmetic is float32.

@@ -1,4 +1,4 @@
-"""Triton kernels for rows of logits: each is read once, and nothing is written in float32."""
+"""Triton kernels for the loss: each row of logits is read once, nothing is written in float32."""
 
 import torch
 import triton

@@ -1,4 +1,4 @@
-"""The choice of a linear-attention kernel for a problem."""
+"""Chooses a linear attention kernel for a problem."""
 
 from collections.abc import Callable
 from functools import cache

@@ -1,4 +1,4 @@
-"""Softmax attention written out: any device and dtype, quadratic memory.
+"""A plain softmax attention: any device and dtype, quadratic memory.
 
 The oracle of the tests, and what "auto" takes where nothing faster runs.
 """

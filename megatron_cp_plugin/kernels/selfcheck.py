@@ -1,4 +1,4 @@
-"""Whether a kernel is right on this device: a small problem against the same in float64.
+"""Checks a kernel on this device: compares a small problem with float64.
 
 A kernel may compile and run with head dims, or on devices, for which it computes something else.
 """
@@ -87,9 +87,9 @@ def _wrong(
     other: str,
 ) -> KernelUnavailableError:
     return KernelUnavailableError(
-        f"kernel {kernel.name} computes something else than {what} here with "
-        f"{problem}: {found.where} is off by {found.error:.1e}, at most "
-        f"{found.bound:.0e} is right; use kernel {other}"
+        f"kernel {kernel.name} gives wrong results for {what} here with {problem}: "
+        f"{found.where} is off by {found.error:.1e}, at most {found.bound:.0e} is right; use "
+        f"kernel {other}"
     )
 
 

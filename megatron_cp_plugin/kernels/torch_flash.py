@@ -191,7 +191,7 @@ class CudnnAttention(SoftmaxKernel):
 
     def unsupported(self, problem: Problem) -> str | None:
         if problem.documents:
-            return "makes a plan for every new length, and documents have ever new ones"
+            return "builds a plan for every new length, and documents keep having new ones"
         return gpu_reason(problem, range(8, 257, 8), (9, 0)) or wide_heads_reason(problem)
 
     def forward(

@@ -1,1 +1,1 @@
-"""What an attention layer, and a step of a model, takes on a machine. Needs torch alone."""
+"""Predicts the time of an attention layer, or of a training step, on a machine. Needs torch."""

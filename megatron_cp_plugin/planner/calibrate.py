@@ -1,4 +1,4 @@
-"""Measures a machine for the simulator, on the ranks of a torchrun: links, kernels, memory, host.
+"""Measures links, kernels, memory and host of a machine on torchrun's ranks, for the simulator.
 
 B batch, S tokens, H query heads, G KV heads, D head dim.
 """

@@ -1,4 +1,4 @@
-"""What may be chosen for an attention layer: algorithms with their options, by the registry.
+"""The candidates for an attention layer: algorithms with their options, from the registry.
 
 Nothing is computed and nothing is sent; refused ones are left out, with the reason.
 """
@@ -133,7 +133,7 @@ def _candidate(
     )
     algorithm = cls(topology, options).within(mask.followed)
     if mask.special and not algorithm.windows:
-        raise ContextParallelError(f"{cls.name} does not serve {mask.special}")
+        raise ContextParallelError(f"{cls.name} does not support {mask.special}")
     placements = tuple(algorithm.placement(shape, mask, phase) for phase in PHASES)
     return Candidate(cls.name, given, algorithm.layout, placements)
 

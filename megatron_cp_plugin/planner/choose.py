@@ -1,4 +1,4 @@
-"""The choice of an algorithm: the fastest by the simulator, of all that serve a model and fit.
+"""Chooses an algorithm: the fastest in simulation of those that support a model and fit.
 
 Everything follows from the question alone, so that all ranks that ask it choose the same.
 """

@@ -1,4 +1,4 @@
-"""What `megatron-cp plan` prints of a machine."""
+"""`megatron-cp plan --machine` and `--model`: prints the predictions for a machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How tokens come to the experts of a layer: by whom they are sent, how many bytes, how long.
+"""Time and bytes of sending tokens to the experts of a layer.
 
 Megatron counts the GPUs of a pipeline stage a second time for experts: expert tensor parallelism
 first, then expert and expert data parallelism, whatever tensor and context parallelism are. Two of

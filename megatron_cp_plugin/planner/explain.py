@@ -1,4 +1,4 @@
-"""What a choice says: one line for a log, a table for whoever wants to know why."""
+"""Describes a choice: one line for the log, and tables that explain it."""
 
 from __future__ import annotations
 

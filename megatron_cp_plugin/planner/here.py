@@ -1,4 +1,4 @@
-"""Which machine this is, and where on it a group of ranks is."""
+"""Finds out which machine this is, and how the ranks of a group are placed on it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What fla's kernels of linear attention make, of tensors without storage."""
+"""Shapes that fla's linear attention kernels return, for tensors without storage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the simulator knows of a machine: links by class, kernels by tile, memory, the host.
+"""A machine for the simulator: links by class, kernels by tile, memory, the host.
 
 A machine is a YAML file: `configs/machines/NAME.yaml`, or one that `megatron-cp calibrate` wrote.
 """

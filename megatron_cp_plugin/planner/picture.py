@@ -1,4 +1,4 @@
-"""Timelines as files: a picture, or what chrome://tracing and Perfetto read."""
+"""Writes timelines as pictures, or as files for chrome://tracing and Perfetto."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plays what ranks do on a machine: when each thing begins and ends, and who waits for whom.
+"""Plays the ranks' actions on a machine: when each starts and ends, and who waits for whom.
 
 Resources are, of each rank: the host, which launches one thing after another; the stream of
 computation; the stream of copies; one stream for each channel of a process group; each direction of

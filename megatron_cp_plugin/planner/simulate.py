@@ -1,4 +1,4 @@
-"""Simulates an attention layer on a machine: what each rank does, and what it waits for.
+"""Simulates an attention layer on a machine: what each rank does and waits for.
 
 What a rank does is what its own code does without data (`planner.trace`), which follows the plan.
 How long that takes is played on the machine (`planner.play`).

@@ -1,4 +1,4 @@
-"""How to split a model among GPUs: tensor, context, pipeline, data and expert parallelism, ranked.
+"""Ranks the ways to split a model over GPUs: tensor, context, pipeline, data, expert parallel.
 
 Experts are whole, or split as much as all else is (expert tensor parallelism of 1 or TP).
 """

@@ -1,4 +1,4 @@
-"""A step of training of a whole model, roughly: its time, and the memory of a GPU.
+"""Estimates a training step of a whole model: its time, and the memory of a GPU.
 
 Around attention, which is simulated, everything is counted: matrix products by their sizes
 (`planner.products`), what reads and writes activations, collective operations at the rates of their

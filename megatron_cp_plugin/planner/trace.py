@@ -1,4 +1,4 @@
-"""What a rank does in an attention layer, in order: its own code, run without data.
+"""Records what a rank does in an attention layer by running its own code without data.
 
 The executors run as they are, on torch's meta device, where tensors have no storage. So what is
 simulated launches, copies, posts and waits as the real thing does, whatever the algorithm.

@@ -175,10 +175,13 @@ def test_what_it_cannot_compute_is_refused_when_built(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"query": torch.zeros(1, 1, HEADS, HEAD_DIM)}, f"as keys, got 1 and {TOKENS}, as a cache"),
+        (
+            {"query": torch.zeros(1, 1, HEADS, HEAD_DIM)},
+            f"as keys, got 1 and {TOKENS}, as with a KV cache",
+        ),
         ({"attn_mask_type": AttnMaskType.arbitrary}, "got arbitrary"),
         ({"attention_bias": torch.zeros(1)}, "attention bias"),
-        ({"packed_seq_params": object()}, "got object: give packed_seq_params to the model"),
+        ({"packed_seq_params": object()}, "got object: pass packed_seq_params to the model"),
         ({"packed_seq_params": DocumentMask(seq_len=1)}, "cu_seqlens that end at 1"),
     ],
 )

@@ -119,7 +119,7 @@ def test_what_is_chosen_is_served(choose: Choosing, words: str, size: int) -> No
     [
         (
             TINY + "--attention-dropout 0.1",
-            r"--context-parallel-algo \w+ does not serve attention dr",
+            r"--context-parallel-algo \w+ does not support attention dr",
         ),
         (TINY + "--num-attention-heads 9", "num_attention_heads must be divisible by tensor_model"),
         (TINY.replace("--hidden-size 64", ""), "auto needs the size of the model, got no --hidden"),
@@ -148,17 +148,17 @@ def test_refusals_are_those_of_a_named_algorithm(
 @pytest.mark.parametrize("flag", ["--cp-machine h200", "--cp-explain", "--cp-mean-document 8"])
 def test_what_is_for_a_choice_needs_one(flag: str) -> None:
     flags, _ = split_flags(f"--context-parallel-algo zigzag {flag}".split())
-    with pytest.raises(ConfigError, match="is for a choice, got algorithm zigzag"):
+    with pytest.raises(ConfigError, match="needs --context-parallel-algo auto, got zigzag"):
         flags.check()
 
 
 def test_the_log_says_what_was_assumed_and_explains(choose: Choosing, tmp_path: Path) -> None:
     _, (said,) = choose(TINY + "--dataloader-inter-document-masking", 4)
-    assert "documents of 4096 tokens in the mean, by default" in said
+    assert "documents of 4096 tokens on average, by default" in said
     _, said = choose(TINY + "--dataloader-inter-document-masking --cp-explain", 4)
     assert "│ algorithm " in said[1]
     _, (said,) = choose(TINY + "--dataloader-inter-document-masking", 4, mean_document="16")
-    assert "in the mean" not in said
+    assert "on average" not in said
     assert "; documents exponential, mean 16)" in said
     file = str(tmp_path / "lengths.csv")
     Path(file).write_text("upper_edge,share\n8,3\n64,1\n")
@@ -227,10 +227,13 @@ def test_written_choices_are_run_files(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"algo": "auto"}, "auto needs to know how long batches are, got no tokens: give those of"),
+        (
+            {"algo": "auto"},
+            "auto needs the tokens of a micro-batch on all context-parallel ranks, got none: pass",
+        ),
         ({"algo": "auto", "tokens": 0}, "tokens must be at least 1, got 0"),
-        ({"algo": "zigzag", "tokens": 64}, "tokens is for a choice, got it with algorithm zigzag"),
-        ({"algo": "ring", "mean_document": 64}, "mean_document is for a choice, got it with algo"),
+        ({"algo": "zigzag", "tokens": 64}, "tokens needs algorithm auto, got zigzag"),
+        ({"algo": "ring", "mean_document": 64}, "mean_document needs algorithm auto, got "),
         ({"algo": "auto", "tokens": 64, "chunks": 2}, "auto has no option 'chunks': it takes"),
     ],
 )

@@ -94,7 +94,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "packed conversations with gated delta net layers": GATED,
     "multi-token prediction with gated delta net layers": GATED,
     "multi-latent attention with fused RoPE": {"apply_rope_fusion": True},
-    "position embeddings of the model beside those of multi-latent attention": {
+    "position embeddings of the model besides those of multi-latent attention": {
         **LATENT,
         "position_embedding_type": "yarn",
     },
@@ -236,8 +236,8 @@ def test_log_probabilities_of_another_run(args: argparse.Namespace, name: str, s
     vars(args).update({name: "folder", "context_parallel_size": size, "world_size": size})
     args.seq_length = 60 * size
     assert refusal(args, "ring") == (
-        f"--{name.replace('_', '-')} keeps log-probabilities in the order of a rank's tokens, "
-        "which is that of Megatron's zigzag layout in all runs, got ring with the contiguous "
+        f"--{name.replace('_', '-')} stores log-probabilities in the order of a rank's tokens, "
+        "which needs to be Megatron's zigzag layout in all runs, got ring with the contiguous "
         "layout: use --context-parallel-algo zigzag"
     )
     for algo in ("zigzag", "allgather", "attention2d", "usp"):
@@ -288,7 +288,9 @@ def test_windows_of_an_algorithm_that_serves_none(
 ) -> None:
     monkeypatch.setattr(registry.algorithm_class("usp"), "windows", False)
     said = refusal(args, "usp", window_size=(127, 0))
-    assert said.startswith("usp does not serve sliding windows, got --window-size 127,0: leave it")
+    assert said.startswith(
+        "usp does not support sliding windows, got --window-size 127,0: leave it"
+    )
     assert "usp" not in said.split("use --context-parallel-algo")[1]
 
 
@@ -345,7 +347,9 @@ def test_fused_positions_that_are_not_cut(
 def test_linear_attention_has_no_latents(latent: argparse.Namespace) -> None:
     latent.position_embedding_type = "none"
     config = ContextParallelConfig("lasp", 4, linear_model="transnormer")
-    with pytest.raises(ConfigError, match=r"--cp-linear-model transnormer makes .* leave it out"):
+    with pytest.raises(
+        ConfigError, match=r"--cp-linear-model transnormer cannot be combined with .* leave it out"
+    ):
         check_arguments(latent, config, CPU)
     mixed = ContextParallelConfig(
         "ring", 4, layers=("lasp", "ring"), linear_model="linear_transformer"
@@ -394,8 +398,8 @@ def test_world_size(args: argparse.Namespace) -> None:
 def test_an_order_of_ranks_that_megatron_has_not(args: argparse.Namespace) -> None:
     split = {"use_tp_pp_dp_mapping": True, "pipeline_model_parallel_size": 2, "world_size": 8}
     assert refusal(copy_of(args, **split)) == (
-        "--use-tp-pp-dp-mapping in a pipeline needs as many ranks for experts, tensor * expert "
-        "parallel, as tensor * context parallel = 4, got 1: leave it out"
+        "--use-tp-pp-dp-mapping in a pipeline needs expert tensor parallel * expert parallel = "
+        "tensor parallel * context parallel = 4, got 1: leave it out"
     )
     for changes in (
         {"expert_model_parallel_size": 4},
@@ -499,7 +503,7 @@ def test_megatron_fsdp_without_einops(
     args.position_embedding_type = "none"
     check_arguments(args, linear, CPU)
     args.tensor_model_parallel_size, args.world_size = 2, 8
-    with pytest.raises(ConfigError, match="transnormer with tensor parallelism does not go with"):
+    with pytest.raises(ConfigError, match="transnormer with tensor parallelism does not work with"):
         check_arguments(args, linear, CPU)
 
 
@@ -513,8 +517,8 @@ def test_heads_that_ranks_cannot_split_are_filled_up(args: argparse.Namespace) -
         said.append(checks.describe_heads(args, config))
     assert said == [
         None,
-        "ulysses computes 16 query heads, got 8: the others are zeros, so that the ranks can split "
-        "them",
+        "ulysses computes 16 query heads instead of 8: zero heads are added so that the ranks "
+        "can split them",
     ]
 
 

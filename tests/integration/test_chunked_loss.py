@@ -166,7 +166,9 @@ def test_wrong_flags_are_refused(words: list[str], message: str) -> None:
 def test_what_needs_all_logits_is_refused(name: str) -> None:
     settings = argparse.Namespace(**{name: True})
     check_settings(settings, ContextParallelConfig("zigzag", 2))
-    with pytest.raises(ConfigError, match=f"does not go with --{name.replace('_', '-')} ") as error:
+    with pytest.raises(
+        ConfigError, match=f"does not work with --{name.replace('_', '-')} "
+    ) as error:
         check_settings(settings, ContextParallelConfig("zigzag", 2, chunked_loss=512))
     assert "\n" not in str(error.value)
 

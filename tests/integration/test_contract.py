@@ -87,7 +87,9 @@ def test_a_name_that_is_gone_is_named(row: Name, monkeypatch: pytest.MonkeyPatch
             return
     assert f"{row.path} is missing" in compat.problems(row.part)
     said = refusal(lambda: check(row.part))
-    assert said.startswith(f"Megatron {megatron.core.__version__} is not as the plugin takes it")
+    assert said.startswith(
+        f"Megatron {megatron.core.__version__} differs from what the plugin relies on"
+    )
 
 
 @pytest.mark.parametrize(
@@ -238,9 +240,9 @@ def test_settings_that_are_not_in_the_table_cannot_be_read() -> None:
 def test_versions_that_nobody_ran(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(megatron.core, "__version__", version)
     assert refusal(lambda: check("algorithm")) == (
-        f"Megatron {version} was never run with this plugin: use {', '.join(VERSIONS[:-1])} or "
-        f"{VERSIONS[-1]}, or add --cp-allow-untested-megatron to run it if all that the plugin "
-        "takes for granted is there"
+        f"Megatron {version} was never tested with this plugin: use {', '.join(VERSIONS[:-1])} "
+        f"or {VERSIONS[-1]}, or add --cp-allow-untested-megatron to run it if it has everything "
+        "that the plugin relies on"
     )
 
 

@@ -41,18 +41,18 @@ def test_install(tmp_path: Path, size: int) -> None:
         assert SOFTMAX.keys() | {"auto"} < results.keys()
         for algo, errors in results.items():
             check(errors, f"{algo} on rank {rank}")
-        # A process that does not put the plugin in force has Megatron's own attention.
+        # A process that does not install the plugin has Megatron's own attention.
         assert "Context parallelism is only supported by TEDotProductAttention" in without
         assert all("\n" not in line for line in refused.values())
         for name, words in {
             "not padded": f"divisible by 2 * context_parallel_size = {2 * size}, got 5 tokens in",
-            "whole batch": "need the lengths of all documents as they were cut, padding included",
+            "whole batch": "need the lengths of all documents as they were split, padding included",
             "another mode": "with cp_partition_mode zigzag, got contiguous: let the framework",
             "local lengths": "cu_seqlens_q_padded needs for each document at least its length",
             "longest too short": "max_seqlen_q needs to be the length of the longest document",
             "other ranks": f"got another cp_group or local_cp_size {2 * size}: turn dynamic",
-            "two algorithms": "got ring (layout=thd) beside zigzag (layout=thd): leave one",
-            "two choices": "got auto (layout=thd, tokens=128) beside auto (layout=thd, tokens=64, ",
+            "two algorithms": "got ring (layout=thd) after zigzag (layout=thd): leave one",
+            "two choices": "got auto (layout=thd, tokens=128) after auto (layout=thd, tokens=64, ",
         }.items():
             assert words in refused[name], (name, refused[name])
 
@@ -64,7 +64,10 @@ def test_one_model_only(tmp_path: Path, size: int) -> None:
         assert results["compared"].keys() == SERVED.keys() | {"auto"} | spanned
         for algo, errors in results["compared"].items():
             check(errors, f"serve {algo}")
-        said = "a split sequence has no cache of keys, got inference_context with context_parallel"
+        said = (
+            "context parallelism does not support a KV cache, got inference_context with "
+            "context_parallel"
+        )
         assert (said in results["generates"]) == (size > 1)
         # One or two of the last messages may be under way when they are counted.
         assert max(results["left"].values()) < 5

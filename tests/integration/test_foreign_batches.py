@@ -48,5 +48,7 @@ def test_a_run_with_such_batches_ends_before_its_first_loss(tmp_path: Path, stag
     assert said[0] == said[1]  # of the first stage
     for lines in said[:2]:
         assert len(lines) == 1
-        assert "needs batches that the plugin cuts by the zigzag layout, got input_ids" in lines[0]
+        assert (
+            "needs batches that the plugin splits by the zigzag layout, got input_ids" in lines[0]
+        )
         assert "these are the tokens of rank 0 in the contiguous layout" in lines[0]

@@ -246,5 +246,5 @@ def test_documents_that_a_script_packs_by_itself() -> None:
     serve_inputs(model, Batches(Runtime(ContextParallelConfig("zigzag", 1))), ALONE)
     assert model(1) is None
     bounds = torch.tensor([0, 3, 8], dtype=torch.int32)
-    with pytest.raises(ContextParallelError, match="carry their state on across documents"):
+    with pytest.raises(ContextParallelError, match="carry their state across documents"):
         model(1, packed_seq_params=PackedSeqParams("thd", bounds, bounds))

@@ -243,7 +243,7 @@ def test_wrong_flags_are_refused_before_anything_is_in_force(
 
 def test_flag_that_only_megatrons_own_script_serves(tmp_path: Path) -> None:
     said = refused(run_warm(tmp_path, *TINY, "--logits-load-dir", "x"))
-    assert "this script does not serve --logits-load-dir: leave it out" in said
+    assert "this script does not support --logits-load-dir: leave it out" in said
 
 
 def test_model_that_megatron_refuses_to_build(tmp_path: Path) -> None:
@@ -300,7 +300,9 @@ def test_model_of_another_kind_is_refused() -> None:
 
     gpt, other = object.__new__(GPTModel), torch.nn.Linear(1, 1)
     assert set_up(gpt) == ([gpt], "adam", "schedule")
-    with pytest.raises(ContextParallelError, match="ring serves GPTModel and HybridModel, got Lin"):
+    with pytest.raises(
+        ContextParallelError, match="ring supports GPTModel and HybridModel, got Lin"
+    ):
         set_up(gpt, other)
 
 
@@ -367,7 +369,7 @@ def test_a_megatron_that_is_too_old_is_left_as_it_is(monkeypatch: pytest.MonkeyP
     constructor = GPTModel.__init__
     monkeypatch.setattr(megatron.core, "__version__", "0.15.3")
     with pytest.raises(
-        ContextParallelError, match=r"Megatron 0\.15\.3 was never run .*: use 0\.16"
+        ContextParallelError, match=r"Megatron 0\.15\.3 was never tested .*: use 0\.16"
     ):
         Hooks(split_flags(["--context-parallel-algo", "ring"])[0], torch.device("cpu")).install()
     assert GPTModel.__init__ is constructor

@@ -81,7 +81,9 @@ def test_batch(layout: str) -> None:
 )
 def test_a_mask_that_attention_would_not_look_at(mask: Tensor, size: int) -> None:
     batch = {"tokens": torch.arange(N).view(1, N), "attention_mask": mask}
-    with pytest.raises(ContextParallelError, match="does not follow from attention_mask, got one"):
+    with pytest.raises(
+        ContextParallelError, match="attention_mask may only hide later tokens, got one"
+    ):
         shard("zigzag", batch, size, 0)
     spans = {"attention_spans": [(0, N, 0, N, "causal")]}
     assert "attention_spans" not in shard(
@@ -125,7 +127,7 @@ def test_a_batch_that_is_not_whole(ids: list[int], got: str) -> None:
         batches.shard({"position_ids": right}, group)
         batches.finish_checks()
         batches.shard({"position_ids": mine}, group)
-        said = "others on some rank in batch 4" if group.rank() else f"got {got}"
+        said = "different ones on some rank in batch 4" if group.rank() else f"got {got}"
         with pytest.raises(ContextParallelError, match=said):
             batches.finish_checks()
 
@@ -175,9 +177,9 @@ def test_one_batch_of_other_samples_on_a_rank(key: str, number: int, size: int) 
     for passed, said in on_ranks(size, rank):
         assert passed == number - 1
         assert said == (
-            "ranks of a context-parallel group need the same whole samples before they are cut, "
-            f"got others on some rank in batch {number} of this process: let what draws and "
-            "shuffles samples depend on the data-parallel rank alone"
+            "ranks of a context-parallel group need the same whole samples before the split, "
+            f"got different ones on some rank in batch {number} of this process: make sampling and "
+            "shuffling depend only on the data-parallel rank"
         )
 
 
@@ -194,7 +196,9 @@ def test_later_batches_of_other_shapes_or_of_an_evaluation(other: str) -> None:
             mine = dict(whole)
             if group.rank():
                 mine = {name: x.view(4, 6) if other == "shape" else -x for name, x in whole.items()}
-            with pytest.raises(ContextParallelError, match="got others on some rank in batch 2"):
+            with pytest.raises(
+                ContextParallelError, match="different ones on some rank in batch 2"
+            ):
                 train_on(batches, model, group, mine)
 
     on_ranks(2, rank)

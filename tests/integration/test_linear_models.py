@@ -233,9 +233,9 @@ def test_rates_are_those_of_the_published_model() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_query_groups": 2}, "no grouped queries, got num_query_groups 2"),
+        ({"num_query_groups": 2}, "no grouped-query attention, got num_query_groups 2"),
         ({"attention_dropout": 0.1}, "no attention dropout, got 0.1"),
-        ({"qk_l2_norm": True}, "does not serve qk_l2_norm"),
+        ({"qk_l2_norm": True}, "does not support qk_l2_norm"),
     ],
 )
 def test_what_a_model_may_not_ask_for(
@@ -252,7 +252,7 @@ def test_what_a_model_may_not_ask_for(
 def test_what_a_call_may_not_ask_for(group: dist.ProcessGroup, argument: str) -> None:
     module = attention("transnormer", group)
     x = torch.zeros(TOKENS, BATCH, WIDTH, dtype=torch.float64)
-    with pytest.raises(ContextParallelError, match="linear attention does not serve"):
+    with pytest.raises(ContextParallelError, match="linear attention does not support"):
         module(x, **{argument: x})
 
 
@@ -261,9 +261,9 @@ def test_documents_that_a_call_may_not_ask_for(group: dist.ProcessGroup) -> None
     module = attention("transnormer", group)
     with pytest.raises(ContextParallelError, match=r"need to fill the 12 tokens .* end at 11"):
         module(x, packed_seq_params=DocumentMask(seq_len=11, starts=(3,)))
-    with pytest.raises(ContextParallelError, match="through GPTModel and HybridModel, got Tensor"):
+    with pytest.raises(ContextParallelError, match="need a GPTModel or HybridModel, got Tensor"):
         module(x, packed_seq_params=x)
-    with pytest.raises(ContextParallelError, match="linear attention does not serve spans"):
+    with pytest.raises(ContextParallelError, match="linear attention does not support spans"):
         module(x, packed_seq_params=DocumentMask(spans=((0, 12, 0, 12, "full"),)))
     module = attention("transnormer", group, attn_mask_type=AttnMaskType.no_mask)
     with pytest.raises(ContextParallelError, match="padded documents need causal attention"):
@@ -290,13 +290,13 @@ def test_flags() -> None:
     [
         (
             {"position_embedding_type": "rope"},
-            "rotates nothing, got --position-embedding-type rope",
+            "has no rotary embeddings, got --position-embedding-type rope",
         ),
         (
             {"group_query_attention": True, "num_query_groups": 2},
-            "no grouped queries, got num_query_groups 2 for 4 heads",
+            "no grouped-query attention, got num_query_groups 2 for 4 heads",
         ),
-        ({"qk_layernorm": True}, "does not serve --qk-layernorm"),
+        ({"qk_layernorm": True}, "does not support --qk-layernorm"),
     ],
 )
 def test_start_up_checks(changes: dict[str, Any], message: str) -> None:

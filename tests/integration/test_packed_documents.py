@@ -238,7 +238,7 @@ def served(algo: str = "ring", size: int = 1, **options: str) -> tuple[nn.Module
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"qkv_format": "sbhd"}, "in the format thd with cu_seqlens_q, got sbhd"),
+        ({"qkv_format": "sbhd"}, "need the format thd and cu_seqlens_q, got sbhd"),
         ({"cu_seqlens_q": None}, "got thd without it"),
         ({"cu_seqlens_kv": [0, 2, 8]}, "got cu_seqlens_kv that differ from cu_seqlens_q"),
         ({"cu_seqlens_q_padded": [0, 4, 8]}, "got cu_seqlens_q_padded that differ"),
@@ -307,7 +307,7 @@ def test_a_batch_that_was_cut_by_other_documents_is_refused() -> None:
         serve_inputs(model, batches, group)
         for cut in ([0, 16], [0, 4, 16]):
             batch = {"tokens": torch.arange(16)[None], "cu_seqlens": torch.tensor([cut])}
-            with pytest.raises(ContextParallelError, match=r"was cut by . documents, and the"):
+            with pytest.raises(ContextParallelError, match=r"was split by . documents, and the"):
                 model(batches.shard(batch, group)["tokens"], packed_seq_params=packed)
         batch = {"tokens": torch.arange(16)[None], "cu_seqlens": bounds[None]}
         tokens = batches.shard(batch, group)["tokens"]
@@ -330,9 +330,9 @@ def cut_by(layout: str, bounds: list[int], place: tuple[int, int], *, inside: bo
     [
         ("thd", "thd", ""),
         ("contiguous", "contiguous", ""),
-        ("thd", "contiguous", "the contiguous layout: cut them so, or use layout=contiguous"),
-        ("thd", "zigzag", "the zigzag layout: cut them so"),
-        ("contiguous", "thd", "the thd layout: cut them so, or use layout=thd"),
+        ("thd", "contiguous", "the contiguous layout: split them so, or use layout=contiguous"),
+        ("thd", "zigzag", "the zigzag layout: split them so"),
+        ("contiguous", "thd", "the thd layout: split them so, or use layout=thd"),
         ("thd", "cyclic", ""),  # nobody cuts so: they mean something else
     ],
 )
@@ -447,7 +447,7 @@ def test_one_pack_of_another_rank_that_is_not_of_the_same_batch(other: str, numb
                 model(ids, packed_seq_params=packed)
                 passed += 1
                 continue
-            with pytest.raises(ContextParallelError, match="got others on other ranks: give all"):
+            with pytest.raises(ContextParallelError, match="got different ones: pass each"):
                 model(ids, packed_seq_params=packed)
         return passed
 

@@ -189,7 +189,7 @@ def test_an_unknown_kernel_is_named_with_the_nearest_one():
 
 def test_cudnn_does_not_take_documents():
     shape = torch.device("cuda", 0), torch.bfloat16, 4, 2, 64
-    with pytest.raises(KernelUnavailableError, match="kernel cudnn: makes a plan for every new"):
+    with pytest.raises(KernelUnavailableError, match="kernel cudnn: builds a plan for every new"):
         resolve("cudnn", Problem(*shape, documents=True))
 
 

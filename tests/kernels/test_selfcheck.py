@@ -101,8 +101,7 @@ def test_wrong_kernels_are_named(fault, where, dtype):
     text = str(refusal.value)
     kind = str(dtype).removeprefix("torch.")
     assert text.startswith(
-        "kernel planted computes something else than attention here with 8:2 heads of 72 in "
-        f"{kind}: "
+        f"kernel planted gives wrong results for attention here with 8:2 heads of 72 in {kind}: "
     )
     assert where in text
     assert text.endswith("; use kernel torch_cpu")
@@ -273,7 +272,7 @@ def test_wrong_kernels_of_linear_attention_are_named(fault, where):
         check_linear_kernel(PlantedLinear(fault), linear_problem())
     text = str(refusal.value)
     assert text.startswith(
-        "kernel planted computes something else than linear attention here with 4 heads of 24 and "
+        "kernel planted gives wrong results for linear attention here with 4 heads of 24 and "
         "16 in bfloat16: "
     )
     assert where in text

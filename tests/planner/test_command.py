@@ -43,7 +43,7 @@ def test_a_layer(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         ("plan --model llama3-8 --tokens 8K --gpus 8 --machine h100", "did you mean 'llama3-8b'?"),
         (
             "plan --model llama3-8b --tokens 8K --gpus 8 --machine h100 --heads 8",
-            "--model brings its own sizes, got --heads",
+            "--model sets its own sizes, got --heads",
         ),
         (
             "plan --model llama3-405b --tokens 128K --gpus 8 --machine h100",
