@@ -109,19 +109,21 @@ def attention(
             equal ones before, some may wait for the group's timeout instead and raise
             CommunicationError.
         window: queries see the last `window` keys up to their own position, which counts: one more
-            than `left` of Transformer Engine's and flash-attn's `window_size` (left, 0).
+            than `left` of Transformer Engine's and flash-attn's `window_size` (left, 0). Beside
+            spans: of what these name no keys that are `window` or more positions earlier.
         cu_seqlens: cumulative lengths of the documents in the whole sequence, 0, n1, n1 + n2, ...,
             N, the same for every entry of the batch: queries see keys of their own document only.
             A tensor on a GPU is copied to the host at every call.
-        spans: which keys each query sees, in place of `causal`, `window` and `cu_seqlens`, the same
-            for every entry of the batch. Each is (q_start, q_stop, k_start, k_stop, kind), with
-            global positions, half-open; or a row of an integer tensor [n,5], with kinds 0 to 3 in
-            this order. Query i of [q_start, q_stop) sees key j of [k_start, k_stop)
+        spans: which keys each query sees, in place of `causal`, the same for every entry of the
+            batch; beside `cu_seqlens` and `window`, the keys that all of these allow. Each is
+            (q_start, q_stop, k_start, k_stop, kind), with global positions, half-open; or a row of
+            an integer tensor [n,5], with kinds 0 to 3 in this order. Query i of [q_start, q_stop)
+            sees key j of [k_start, k_stop)
             - "full": always;
             - "causal": if k_stop - j >= q_stop - i;
             - "inverse_causal": if j - k_start >= i - q_start;
             - "bi_causal": if both hold.
-            No two spans have the same query and key. A query of no span has out 0.
+            No two spans have the same query and key. A query that sees no key has out 0.
             `megatron_cp_plugin.spans` makes such lists.
         sink: [H], differentiable: the score, for each head, of a further key that every query sees
             and that has no value (Megatron's `softmax_offset`). Its whole gradient is the sum of
@@ -158,8 +160,10 @@ def attention(
         {"cu_seqlens": cu_seqlens, "spans": spans},
     )
     check_shapes(q, k, v)
-    if spans is not None:
-        _check_alone(causal, window, cu_seqlens)
+    if spans is not None and not causal:
+        raise ContextParallelError(
+            "spans alone say which keys a query sees, got causal=False too: leave it out"
+        )
     layout = registry.layout_of(algo, options)
     if algo != registry.AUTO:
         algorithm = _algorithm(algo, topology, chosen)
@@ -169,7 +173,7 @@ def attention(
         window = min(window, max(seq_len, 1))  # sys.maxsize is too large to be added to
     if algo == registry.AUTO:
         shape = Shape.of(q, k, v, seq_len)
-        mask = Mask(causal, window, documents) if slices is None else Mask.of(slices)
+        mask = Mask(causal, window, documents) if slices is None else Mask.of(slices, window)
         algorithm = _algorithm(*_choose(topology, shape, mask, kernel, options))
     return attend(
         q,
@@ -475,11 +479,10 @@ def _sequence(
 def _followed(
     cu_seqlens: Sequence[int] | Tensor | None, spans: SpanMask | None, seq_len: int
 ) -> Documents:
-    """Raises: ContextParallelError if there are both."""
+    documents = _documents(cu_seqlens, seq_len)
     if spans is None:
-        return _documents(cu_seqlens, seq_len)
-    _check_alone(True, None, cu_seqlens)
-    return Slices.of(spans.tolist() if isinstance(spans, Tensor) else spans, seq_len)
+        return documents
+    return Slices.of(spans.tolist() if isinstance(spans, Tensor) else spans, seq_len, documents)
 
 
 def _fixed_number(name: str, value: float | Tensor | None) -> float | None:
@@ -500,22 +503,6 @@ def _documents(cu_seqlens: Sequence[int] | Tensor | None, seq_len: int) -> tuple
     if isinstance(cu_seqlens, Tensor):
         cu_seqlens = cu_seqlens.tolist()
     return () if cu_seqlens is None else document_starts(cu_seqlens, seq_len)
-
-
-def _check_alone(
-    causal: bool, window: int | None, cu_seqlens: Sequence[int] | Tensor | None
-) -> None:
-    """Raises: ContextParallelError for what says who sees whom beside spans."""
-    others = (
-        ("causal=False", not causal),
-        (f"window={window}", window is not None),
-        ("cu_seqlens", cu_seqlens is not None),
-    )
-    for name in (name for name, given in others if given):
-        raise ContextParallelError(
-            f"spans alone say which keys a query sees, got {name} too: leave it out "
-            "(spans.documents makes spans of packed documents and windows)"
-        )
 
 
 def _topology(group: Group) -> Topology:

@@ -6,13 +6,33 @@ from random import Random
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.core.slices import KINDS
+from megatron_cp_plugin.core.documents import document_starts
+from megatron_cp_plugin.core.slices import KINDS, Slices
+from megatron_cp_plugin.core.tiles import Mask
 
 Spans = list[tuple[int, int, int, int, str]]
 
 
-def dense(spans: Sequence[Sequence[object]], seq_len: int) -> Tensor:
-    """[N,N]: how often a query and a key are named, pair by pair as the definition has it."""
+def mask_of(
+    spans: Sequence[Sequence[object]],
+    seq_len: int,
+    cu_seqlens: Sequence[int] | None = None,
+    window: int | None = None,
+) -> Mask:
+    """What the plans of a call with these are for."""
+    documents = document_starts(cu_seqlens or [0, seq_len], seq_len)
+    return Mask.of(Slices.of(spans, seq_len, documents), window)
+
+
+def dense(
+    spans: Sequence[Sequence[object]],
+    seq_len: int,
+    cu_seqlens: Sequence[int] | None = None,
+    window: int | None = None,
+) -> Tensor:
+    """[N,N]: how often a query and a key are named, pair by pair as the definition has it; of
+    different documents, or so far apart, never.
+    """
     named = torch.zeros(seq_len, seq_len, dtype=torch.int64)
     for q_start, q_stop, k_start, k_stop, kind in spans:
         i = torch.arange(seq_len)[:, None]
@@ -23,7 +43,11 @@ def dense(spans: Sequence[Sequence[object]], seq_len: int) -> Tensor:
         if kind in ("inverse_causal", "bi_causal"):
             pairs &= j - k_start >= i - q_start
         named += pairs
-    return named
+    age = torch.arange(seq_len)[:, None] - torch.arange(seq_len)
+    lengths = torch.tensor([0, seq_len] if cu_seqlens is None else cu_seqlens).diff()
+    document = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+    seen = (document[:, None] == document) & (age < (seq_len if window is None else window))
+    return named * seen
 
 
 def random_spans(source: Random, seq_len: int) -> Spans:

@@ -116,11 +116,9 @@ def layout_for(
 ) -> Layout:
     """The layout of a problem, which may follow its documents, or spans."""
     layout, seq_len = layout_of(case.algo, dict(case.options)), expected.q.shape[1]
-    if spans is not None:
-        return layout.within(Slices.of(spans, seq_len))
-    if cu_seqlens is None:
-        return layout
-    return layout.within(document_starts(cu_seqlens.tolist(), seq_len))
+    lengths = [0, seq_len] if cu_seqlens is None else cu_seqlens.tolist()
+    documents = document_starts(lengths, seq_len)
+    return layout.within(documents if spans is None else Slices.of(spans, seq_len, documents))
 
 
 def assert_matches(

@@ -156,17 +156,18 @@ class Attention:
 
 def mask_of(given: tuple[tuple[str, Any], ...], seq_len: int) -> Mask:
     mask = dict(given)
+    window = mask.get("window")
+    documents = document_starts(mask.get("cu_seqlens", (0, seq_len)), seq_len)
     if "spans" in mask:
-        return Mask.of(Slices.of(mask["spans"], seq_len))
-    bounds = mask.get("cu_seqlens", (0, seq_len))
-    return Mask(mask["causal"], mask.get("window"), document_starts(bounds, seq_len))
+        return Mask.of(Slices.of(mask["spans"], seq_len, documents), window)
+    return Mask(mask["causal"], window, documents)
 
 
 def seen_by(given: tuple[tuple[str, Any], ...], seq_len: int) -> Tensor:
     """[N,N]: whether a query sees a key, by the definition of the mask."""
     mask = dict(given)
     if "spans" in mask:
-        return dense(mask["spans"], seq_len) > 0
+        return dense(mask["spans"], seq_len, mask.get("cu_seqlens"), mask.get("window")) > 0
     i, j = torch.arange(seq_len)[:, None], torch.arange(seq_len)[None, :]
     seen = torch.ones(seq_len, seq_len, dtype=torch.bool)
     if mask["causal"]:
@@ -241,13 +242,15 @@ def lengths(draw: st.DrawFn, choice: Choice, size: int) -> tuple[int, int]:
 @st.composite
 def masks(draw: st.DrawFn, seq_len: int, multiple: int = 1) -> tuple[tuple[str, Any], ...]:
     """Args: multiple: see `lengths`."""
-    kind = draw(st.sampled_from(["plain", "documents", "spans"]))
-    if kind == "spans":
-        return (("spans", tuple(random_spans(draw(st.randoms()), seq_len))),)
-    mask: dict[str, Any] = {"causal": draw(st.booleans())}
-    if mask["causal"] and draw(st.booleans()):
+    kinds = draw(st.sampled_from(["", "documents", "spans", "spans, documents"]))
+    mask: dict[str, Any] = {}
+    if "spans" in kinds:
+        mask["spans"] = tuple(random_spans(draw(st.randoms()), seq_len))
+    else:
+        mask["causal"] = draw(st.booleans())
+    if mask.get("causal", True) and draw(st.booleans()):
         mask["window"] = draw(st.integers(1, seq_len))
-    if kind == "documents":
+    if "documents" in kinds:
         edges = st.integers(0, seq_len // multiple).map(lambda n: n * multiple)
         mask["cu_seqlens"] = (
             0,

@@ -29,7 +29,7 @@ from megatron_cp_plugin.registry import create
 from tests.oracle import expected_attention, naive_attention
 from tests.pairwise import pairwise
 from tests.random_tests import examples
-from tests.span_masks import Spans, dense, random_spans
+from tests.span_masks import Spans, dense, mask_of, random_spans
 from tests.test_conformance import Case, assert_matches, assert_plan_is_kept, run
 from tests.test_windows import CASES, divides
 
@@ -111,9 +111,12 @@ def compare(
     *,
     kernel: str = "reference",
     sink: Tensor | None = None,
+    cu_seqlens: Sequence[int] | None = None,
+    window: int | None = None,
 ) -> None:
     """Output, gradients, bytes, messages and pairs of an algorithm."""
     n_heads, kv_heads = HEADS[heads]
+    lengths = None if cu_seqlens is None else torch.tensor(cu_seqlens)
     expected = expected_attention(
         batch=2,
         seq_len=seq_len,
@@ -121,13 +124,15 @@ def compare(
         kv_heads=kv_heads,
         head_dim=8,
         causal=False,
-        seen=dense(spans, seq_len) > 0,
+        seen=dense(spans, seq_len, cu_seqlens, window) > 0,
         sink=sink,
     )
-    results, log = run(case, expected, size, kernel=kernel, spans=spans, sink=sink)
-    assert_matches(case, results, expected, bound=1e-10, spans=spans)
+    settings = {"spans": spans, "cu_seqlens": lengths, "window": window}
+    results, log = run(case, expected, size, kernel=kernel, sink=sink, **settings)
+    assert_matches(case, results, expected, bound=1e-10, cu_seqlens=lengths, spans=spans)
     shape = Shape(2, seq_len, n_heads, kv_heads, 8, element_bytes=8, wide_bytes=8)
-    assert_plan_is_kept(case, size, shape, Mask.of(Slices.of(spans, seq_len)), log)
+    mask = mask_of(spans, seq_len, cu_seqlens, window)
+    assert_plan_is_kept(case, size, shape, mask, log)
 
 
 def computed(q: Sequence[Span], kv: Sequence[Span], mask: Mask, *, rectangular: bool) -> Tensor:
@@ -353,8 +358,8 @@ def test_kinds_have_numbers_in_a_tensor() -> None:
             r"got query 3 and key 2 in \(0, 4, 0, 8, 'full'\) and in \(2, 6, 2, 6, 'causal'\): cut",
         ),
         ([], {"causal": False}, "spans alone say which keys a query sees, got causal=False too"),
-        ([], {"window": 1}, "got window=1 too"),
-        ([], {"cu_seqlens": [0, 8]}, "got cu_seqlens too: leave it out .spans.documents makes"),
+        ([], {"window": 0}, "a window is 1 or more and needs causal attention, got 0 with causal"),
+        ([], {"cu_seqlens": [0, 9]}, r"ascending numbers from 0 to seq_len = 8, got \[0, 9\]"),
     ],
 )
 def test_what_makes_no_sense_is_refused(spans, settings, message: str) -> None:
@@ -430,7 +435,7 @@ def test_the_snippet_of_the_page_on_masks() -> None:
     page = (Path(__file__).parents[1] / "docs" / "spans.md").read_text()
     names: dict[str, Any] = {}
     snippets = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    assert len(snippets) == 2
+    assert len(snippets) == 3
     for snippet in snippets:
         exec(snippet, names)
         assert names.pop("out").shape == (1, 512, 8, 64)

@@ -13,7 +13,7 @@ from typing import NamedTuple, Self
 import numpy as np
 
 from megatron_cp_plugin.core.layout import Span, Spans, edges_of, without_steps
-from megatron_cp_plugin.core.ranges import Numbers
+from megatron_cp_plugin.core.ranges import Numbers, expanded
 
 # Where a mask ends whose length nobody has said, and diagonals that leave all of it.
 _END = 1 << 40
@@ -67,6 +67,31 @@ class Bands:
         q_start, q_stop, k_start, k_stop, low, high = self.table
         return Bands(np.stack((k_start, k_stop, q_start, q_stop, -high, -low)))
 
+    def of_each(self, documents: Sequence[int]) -> "Bands":
+        """Their pairs of a query and a key of the same document.
+
+        Args: documents: where all but the first begin, ascending.
+        """
+        edges = np.array([0, *documents, _END], dtype=np.int64)
+        q_start, q_stop, k_start, k_stop, *_ = self.table
+        first, last = (
+            edges.searchsorted(positions, side="right")
+            for positions in (np.maximum(q_start, k_start), np.minimum(q_stop, k_stop) - 1)
+        )
+        band, number = expanded(np.maximum(last - first + 1, 0))
+        document = first[band] + number
+        table = self.table[:, band]
+        for start in (QUERIES, KEYS):
+            np.maximum(table[start], edges[document - 1], out=table[start])
+            np.minimum(table[start + 1], edges[document], out=table[start + 1])
+        return Bands(_with_pairs(table))
+
+    def within_window(self, window: int) -> "Bands":
+        """Their pairs of a query and a key that is less than so many positions earlier."""
+        table = self.table.copy()
+        np.maximum(table[4], 1 - window, out=table[4])
+        return Bands(_with_pairs(table))
+
     def area(self, seq_len: int) -> int:
         """Number of pairs among the first seq_len positions."""
         return sum(_area(band, seq_len) for band in self.rows)
@@ -90,6 +115,14 @@ class Bands:
         more += np.cumsum(growth)
         found: Numbers = np.cumsum(more)[:-1]
         return found
+
+
+def _with_pairs(table: Numbers) -> Numbers:
+    """Those columns of a table of bands, none an empty rectangle, that have any pair."""
+    q_start, q_stop, k_start, k_stop, low, high = table
+    low, high = np.maximum(low, k_start - q_stop + 1), np.minimum(high, k_stop - 1 - q_start)
+    found: Numbers = table[:, low <= high]
+    return found
 
 
 def _area(band: Band, seq_len: int) -> int:

@@ -35,7 +35,7 @@ class Balanced(Layout):
     """Equally many tokens and equal work on every rank; documents whole, or on few ranks, see
     `core.balance`. Without documents and spans this is the zigzag layout.
 
-    Attributes: documents: as of `document_starts`. slices: who sees whom, in place of these.
+    Attributes: documents: as of `document_starts`. slices: who sees whom inside these.
     """
 
     documents: tuple[int, ...] = ()
@@ -163,7 +163,7 @@ def _balanced_under(slices: Slices, seq_len: int, size: int) -> tuple[Spans, ...
     """The spans of every rank under a span mask."""
     keys = slices.bands.keys_of(seq_len)
     before = np.concatenate(([0], np.cumsum(keys)))
-    edges = np.unique((0, seq_len, *(edge for one in slices for edge in one[:2])))
+    edges = np.unique(np.append(slices.bands.table[:2], (0, seq_len)))
     falls = np.flatnonzero(np.diff(keys) < 0) + 1
     least = max(1, seq_len // (_PARTS * size))
     parts: list[tuple[int, int]] = []

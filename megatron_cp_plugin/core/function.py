@@ -129,7 +129,7 @@ def attend(
             order of algorithm.layout, which `check_shapes` has passed. seq_len: global N.
             kernel_for: the choice of a kernel, such as `partial(kernels.resolve, "auto")`. scale:
             of the scores, default D**-0.5. window, documents: as in Mask. slices: in place of
-            causal, window and documents. sink: [H], for each head the score of a key without a
+            causal and documents. sink: [H], for each head the score of a key without a
             value that every query sees; its gradient is that of this rank's queries. site: as in
             `computed_once`.
 
@@ -142,7 +142,7 @@ def attend(
     """
     q, k, v = cast_inputs(q, k, v)
     check_dtypes(q, k, v)
-    mask = Mask(causal, window, documents) if slices is None else Mask.of(slices)
+    mask = Mask(causal, window, documents) if slices is None else Mask.of(slices, window)
     algorithm = algorithm.within(mask.followed)
     _check_tokens(q, algorithm, seq_len)
     heads, head_dim = q.shape[2:]

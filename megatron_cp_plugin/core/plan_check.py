@@ -96,14 +96,17 @@ def _visible(plan: Plan) -> Tensor:
     """[N,N]: how often the mask wants a query to meet a key, by the mask's definition."""
     mask: Mask = plan.mask
     token = torch.arange(sum(len(span) for spans in plan.spans for span in spans))
-    if mask.slices is not None:
-        return _named(mask.slices, len(token))
     age = token[:, None] - token
-    seen = (age >= 0) if mask.causal else torch.ones_like(age, dtype=torch.bool)
+    named, documents = torch.ones_like(age, dtype=torch.int16), mask.documents
+    if mask.slices is not None:
+        named, documents = _named(mask.slices, len(token)), mask.slices.documents
+    elif mask.causal:
+        named = (age >= 0).to(torch.int16)
+    document = torch.bucketize(token, torch.tensor(documents), right=True)
+    seen = document[:, None] == document
     if mask.window is not None:
         seen &= age < mask.window
-    document = torch.bucketize(token, torch.tensor(mask.documents), right=True)
-    return (seen & (document[:, None] == document)).to(torch.int16)
+    return named * seen
 
 
 def _named(slices: Slices, tokens: int) -> Tensor:

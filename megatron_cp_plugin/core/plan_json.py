@@ -32,7 +32,7 @@ from megatron_cp_plugin.core.pipeline import HeadGroup
 from megatron_cp_plugin.core.plan import Block, Compute, Kept, Move, Plan, move_row_bytes
 from megatron_cp_plugin.core.rows import Rows
 from megatron_cp_plugin.core.shape import Shape
-from megatron_cp_plugin.core.slices import Slice, Slices
+from megatron_cp_plugin.core.slices import Slice, Slices, starts_and_slices
 from megatron_cp_plugin.core.tiles import Mask
 
 Json = dict[str, Any]
@@ -46,7 +46,7 @@ def to_json(plan: Plan, shape: Shape, nodes: Sequence[int]) -> Json:
         "mask": {
             "causal": plan.mask.causal,
             "window": plan.mask.window,
-            "documents": list(plan.mask.documents),
+            "documents": list(starts_and_slices(plan.mask.followed)[0]),
             "slices": None if plan.mask.slices is None else list(map(list, plan.mask.slices)),
         },
         "rectangular": plan.rectangular,
@@ -83,10 +83,13 @@ def to_json(plan: Plan, shape: Shape, nodes: Sequence[int]) -> Json:
 def from_json(document: Mapping[str, Any]) -> Plan:
     """The plan of which `to_json` made this."""
     mask = document["mask"]
-    slices = None if mask["slices"] is None else Slices(Slice(*one) for one in mask["slices"])
+    documents, slices = tuple(mask["documents"]), None
+    if mask["slices"] is not None:
+        slices = Slices.cut((Slice(*one) for one in mask["slices"]), documents)
+        documents = ()
     return Plan(
         document["phase"],
-        Mask(mask["causal"], mask["window"], tuple(mask["documents"]), slices),
+        Mask(mask["causal"], mask["window"], documents, slices),
         document["rectangular"],
         Owned.recorded(
             [tuple(Span(*span) for span in rank["positions"]) for rank in document["ranks"]]

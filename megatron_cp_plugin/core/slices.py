@@ -43,33 +43,60 @@ class Slices(tuple[Slice, ...]):
     """Slices in ascending order, no two of which name the same query and key.
 
     Plans are kept by the mask that they are for: it is hashed once, however many slices it has.
+
+    Attributes: documents: where all but the first begin, as of `document_starts`. Of what a slice
+        names a query sees only keys of its own document. (): all are one document.
     """
 
+    documents: tuple[int, ...] = ()
+
     @classmethod
-    def of(cls, spans: Iterable[Iterable[object]], seq_len: int) -> "Slices":
+    def of(
+        cls,
+        spans: Iterable[Iterable[object]],
+        seq_len: int,
+        documents: tuple[int, ...] = (),
+    ) -> "Slices":
         """Slices of a sequence, without empty ones.
 
         Args: spans: (q_start, q_stop, k_start, k_stop, kind) each, the kind as of `Slice` or its
-            number in `KINDS`.
+            number in `KINDS`. documents: see Attributes.
 
         Raises: ContextParallelError if one is no slice, or reaches beyond the sequence, or names a
             query and a key that another one names.
         """
         try:
-            return _checked(tuple(map(tuple, spans)), seq_len)
+            return _checked(tuple(map(tuple, spans)), seq_len, documents)
         except TypeError:  # one that is no sequence, or has what cannot be hashed
             raise ContextParallelError(f"{_NEEDS}, got {brief(spans)}") from None
+
+    @classmethod
+    def cut(cls, slices: Iterable[Slice], documents: tuple[int, ...]) -> "Slices":
+        """Slices that were checked before, of which queries see keys of their documents only."""
+        found = cls(slices)
+        found.documents = documents
+        return found
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Slices):
+            return NotImplemented
+        return self.documents == other.documents and super().__eq__(other)
 
     def __hash__(self) -> int:
         return self._hash
 
     @cached_property
     def _hash(self) -> int:
-        return super().__hash__()
+        return hash((super().__hash__(), self.documents))
 
     @cached_property
     def bands(self) -> Bands:
-        """The same as rectangles between two diagonals."""
+        """What queries see of it, as rectangles between two diagonals."""
+        return self._named.of_each(self.documents) if self.documents else self._named
+
+    @cached_property
+    def _named(self) -> Bands:
+        """All that slices name, whatever the documents."""
         numbers = [(*one[:4], KINDS.index(one.kind)) for one in self]
         q_start, q_stop, k_start, k_stop, kind = np.array(numbers, np.int64).reshape(-1, 5).T
         low = np.where(kind >= KINDS.index("inverse_causal"), k_start - q_start, -FAR)
@@ -84,16 +111,19 @@ class Slices(tuple[Slice, ...]):
 
 
 def starts_and_slices(documents: Documents) -> tuple[tuple[int, ...], Slices | None]:
-    """What a layout follows as where documents begin, or as slices."""
+    """What a layout follows: where documents begin, and slices, if there are any."""
     if isinstance(documents, Slices):
-        return (), documents
+        return documents.documents, documents
     return cast(tuple[int, ...], documents), None
 
 
 @lru_cache(maxsize=64)  # all layers and passes of a micro-batch have the same
-def _checked(spans: tuple[tuple[object, ...], ...], seq_len: int) -> Slices:
-    found = Slices(sorted(one for one in map(_slice, spans) if _is_filled(one, seq_len)))
-    for first, second, query, key in _overlaps(found.bands.table):
+def _checked(
+    spans: tuple[tuple[object, ...], ...], seq_len: int, documents: tuple[int, ...]
+) -> Slices:
+    filled = sorted(one for one in map(_slice, spans) if _is_filled(one, seq_len))
+    found = Slices.cut(filled, documents)
+    for first, second, query, key in _overlaps(found._named.table):
         raise ContextParallelError(
             f"spans may name a query and a key once, got query {query} and key {key} in "
             f"{tuple(found[first])} and in {tuple(found[second])}: cut one of the two"

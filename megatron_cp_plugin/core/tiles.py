@@ -28,8 +28,8 @@ class Mask:
         causal: those at its own position and before; else all.
         window: of those only the last so many, its own included; None: all. Causal only.
         documents: of those only the ones of its own document; as of `document_starts`.
-        slices: None, or which keys it sees, without a window or documents. `causal` then says
-            whether none of them is a later one.
+        slices: None, or which keys it sees, with the documents that they have. `causal` then says
+            whether none of them is a later one, and a window hides earlier ones alone.
     """
 
     causal: bool = True
@@ -38,12 +38,13 @@ class Mask:
     slices: Slices | None = None
 
     def __post_init__(self) -> None:
+        causal = self.causal
         if self.slices is not None:
-            assert self.window is None
             assert not self.documents
-            assert self.causal == self.slices.causal
-        if self.window is not None and (self.window < 1 or not self.causal):
-            shape = "causal" if self.causal else "full"
+            assert causal == self.slices.causal
+            causal = True
+        if self.window is not None and (self.window < 1 or not causal):
+            shape = "causal" if causal else "full"
             raise ContextParallelError(
                 f"a window is 1 or more and needs causal attention, got {self.window} with {shape} "
                 "attention: leave window out"
@@ -58,9 +59,9 @@ class Mask:
         return hash((self.causal, self.window, self.documents, self.slices))
 
     @classmethod
-    def of(cls, slices: Slices) -> "Mask":
+    def of(cls, slices: Slices, window: int | None = None) -> "Mask":
         """The mask of some slices."""
-        return cls(slices.causal, slices=slices)
+        return cls(slices.causal, window, slices=slices)
 
     @property
     def bands(self) -> Bands:
@@ -85,7 +86,8 @@ class Mask:
 @lru_cache(maxsize=64)
 def _bands(mask: Mask) -> Bands:
     if mask.slices is not None:
-        return mask.slices.bands
+        bands = mask.slices.bands
+        return bands if mask.window is None else bands.within_window(mask.window)
     low = None if mask.window is None else 1 - mask.window
     return Bands.of_documents(mask.documents, low, 0 if mask.causal else None)
 

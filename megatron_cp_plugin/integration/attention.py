@@ -175,8 +175,8 @@ class ContextParallelAttention(MegatronModule):
         causal = self._causal
         if attn_mask_type is not None:
             causal = is_causal(attn_mask_type, packed=packed is not None)
-        check_padding(packed, causal=causal)
         slices = None if packed is None else packed.slices(seq_len)
+        check_padding(packed, seq_len, causal=causal)
         q, k, v = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
         check_shapes(q, k, v)
         out = attend(

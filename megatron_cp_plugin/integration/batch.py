@@ -111,8 +111,8 @@ class Batches:
         if whole:
             self._check_whole(whole, group)
         follows = self.runtime.follows_documents
-        spans = self.spans if follows else None
-        documents = _documents_of(batch) if follows and spans is None else ()
+        documents = _documents_of(batch) if follows else ()
+        spans = replace(self.spans, starts=documents) if follows and self.spans else None
         for key, value in batch.items():
             if not isinstance(value, Tensor) or key in _OF_DOCUMENTS:
                 continue

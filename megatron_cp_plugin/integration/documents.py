@@ -9,7 +9,9 @@ the model gets the boundaries in a form that all but attention ignore.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -20,9 +22,11 @@ from torch import Tensor
 
 from megatron_cp_plugin.core.document_layout import NAMED, PaddedDocuments
 from megatron_cp_plugin.core.documents import document_starts
-from megatron_cp_plugin.core.layout import Documents, Layout
+from megatron_cp_plugin.core.layout import Documents, Layout, Span
 from megatron_cp_plugin.core.layout import positions as positions_of
 from megatron_cp_plugin.core.slices import Slices
+from megatron_cp_plugin.core.tiles import Mask
+from megatron_cp_plugin.core.touched import sees
 from megatron_cp_plugin.errors import ContextParallelError
 
 # By which programs cut batches; the last one whole packs, which no algorithm takes from callers.
@@ -38,19 +42,26 @@ class DocumentMask(PackedSeqParams):
     Attributes:
         seq_len: Tokens of the whole sequence.
         starts: As in `core.tiles.Mask.documents`.
-        padded: Documents end with tokens that the others must not see.
-        spans: Which keys which queries see, as in `megatron_cp_plugin.attention`, in place of all
-            of the above; None: these say it.
+        padding: Ranges [start, stop) of tokens that end documents, and that others must not see.
+        spans: Which keys of their documents queries see, as in `megatron_cp_plugin.attention`;
+            None: the model's causal mask says it.
         positions: Of all tokens [N], for rotary embeddings; None: by their order.
+        packed: Documents that the above do not have yet, as a model would be given them alone.
     """
 
     qkv_format: str = "bshd"
     seq_len: int = 0
     starts: tuple[int, ...] = ()
-    padded: bool = False
+    padding: tuple[tuple[int, int], ...] = ()
     spans: RawSpans | None = None
     positions: Tensor | None = None
+    packed: PackedSeqParams | None = None
     _checked: tuple[int, Slices] | None = field(default=None, init=False, repr=False, compare=False)
+
+    @property
+    def has_documents(self) -> bool:
+        """Whether it says where documents begin, not only which keys are seen."""
+        return self.spans is None or self.seq_len > 0
 
     def followed(self, seq_len: int) -> Documents:
         """Returns what a layout follows, see `Layout.within`; otherwise as `slices`."""
@@ -66,12 +77,22 @@ class DocumentMask(PackedSeqParams):
         if self.spans is None:
             return None
         if self._checked is None or self._checked[0] != seq_len:  # every layer asks
-            self._checked = seq_len, Slices.of(self.spans, seq_len)
+            self._checked = seq_len, Slices.of(self.spans, seq_len, self.starts)
         return self._checked[1]
+
+    def beside(self, documents: DocumentMask | None) -> DocumentMask:
+        """Returns these spans of such documents."""
+        if documents is None:
+            return self
+        both = copy(documents)  # with all that callers may have added to it
+        both.spans, both.positions = self.spans, self.positions
+        return both
 
 
 def attention_spans(
-    spans: Tensor | Iterable[Iterable[object]], positions: Tensor | Sequence[int] | None = None
+    spans: Tensor | Iterable[Iterable[object]],
+    positions: Tensor | Sequence[int] | None = None,
+    packed_seq_params: PackedSeqParams | None = None,
 ) -> DocumentMask:
     """Returns what a model takes as packed_seq_params, so that its attention sees these spans only.
 
@@ -79,7 +100,10 @@ def attention_spans(
         spans: As in `megatron_cp_plugin.attention`; a tensor may be [b, n, 5], with the same spans
             for all samples of a micro-batch. Empty ones, such as (0, 0, 0, 0, 0), fill up.
         positions: Of all tokens of the whole sequence, integers [N] or the same ones [b, N], for
-            rotary embeddings, such as `spans.shared_prefix_positions`. Default: 0 to N - 1.
+            rotary embeddings, such as `spans.shared_prefix_positions`. Default: 0 to N - 1, or of
+            packed documents those in each.
+        packed_seq_params: Packed documents, as a model takes them: of what spans name queries see
+            keys of their own document only. Positions are those of the pack, with its padding.
 
     Raises:
         ContextParallelError: Samples have different spans or positions.
@@ -92,7 +116,9 @@ def attention_spans(
             raise ContextParallelError(
                 f"attention_positions need whole numbers, got {positions.dtype}: round them"
             )
-    return DocumentMask(spans=tuple(map(tuple, spans)), positions=positions)
+    return DocumentMask(
+        spans=tuple(map(tuple, spans)), positions=positions, packed=packed_seq_params
+    )
 
 
 def _of_all_samples(name: str, tensor: Tensor, *, dims: int) -> Tensor:
@@ -119,8 +145,10 @@ def document_mask(packed: PackedSeqParams | None, *, recurrent: bool) -> Documen
         ContextParallelError: Queries and keys differ, documents are padded, the group is not that
             of the run, or layers are recurrent.
     """
-    if packed is None or isinstance(packed, DocumentMask):
-        return packed
+    if isinstance(packed, DocumentMask):
+        return packed.beside(document_mask(packed.packed, recurrent=recurrent))
+    if packed is None:
+        return None
     lengths = _lengths(packed, recurrent)
     names = ("cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
     for name in names:
@@ -157,8 +185,10 @@ def mask_of_cut(
     Raises:
         ContextParallelError: It was cut otherwise, or its numbers contradict each other.
     """
-    if packed is None or isinstance(packed, DocumentMask):
-        return packed
+    if isinstance(packed, DocumentMask):
+        return packed.beside(mask_of_cut(packed.packed, layout, group, recurrent=recurrent))
+    if packed is None:
+        return None
     lengths = _lengths(packed, recurrent)
     _check_cutting(packed, layout, group)
     padded = packed.cu_seqlens_q_padded
@@ -174,7 +204,7 @@ def mask_of_cut(
     real = lengths.flatten().tolist()
     bounds = real if padded is None else padded.flatten().tolist()
     starts = document_starts(bounds, bounds[-1])
-    mask = DocumentMask(seq_len=bounds[-1], starts=starts, padded=_check_padding(real, bounds))
+    mask = DocumentMask(seq_len=bounds[-1], starts=starts, padding=_padding(real, bounds))
     longest = packed.max_seqlen_q
     needed = max((stop - start for start, stop in pairwise(real)), default=0)
     if longest is not None and int(longest) < needed:
@@ -205,7 +235,7 @@ def starts_of(packed: Any, seq_len: int) -> tuple[int, ...]:
             f"packed sequences are served through GPTModel and HybridModel, got "
             f"{type(packed).__name__}: give packed_seq_params to the model"
         )
-    if packed.spans is None and packed.seq_len != seq_len:
+    if packed.has_documents and packed.seq_len != seq_len:
         raise ContextParallelError(
             f"documents need to fill the {seq_len} tokens of the whole sequence, got "
             f"cu_seqlens that end at {packed.seq_len}"
@@ -213,21 +243,38 @@ def starts_of(packed: Any, seq_len: int) -> tuple[int, ...]:
     return packed.starts
 
 
-def check_padding(packed: DocumentMask | None, *, causal: bool) -> None:
+def check_padding(packed: DocumentMask | None, seq_len: int, *, causal: bool) -> None:
     """Refuses padding that other tokens would see.
 
     Args:
         packed: Of documents that are perhaps padded.
-        causal: Whether tokens see earlier ones only.
+        seq_len: Tokens of the whole sequence.
+        causal: Whether tokens see earlier ones only, where no spans say whom they see.
 
     Raises:
         ContextParallelError: They would.
     """
-    if not causal and packed is not None and packed.padded:
+    if packed is None or not packed.padding:
+        return
+    slices = packed.slices(seq_len)
+    if not causal and slices is None:
         raise ContextParallelError(
             "padded documents need causal attention, in which nobody sees their padding, got "
             "full attention: pack documents without padding"
         )
+    if slices is not None and _padding_is_seen(slices, packed.padding, seq_len):
+        raise ContextParallelError(
+            "padding of documents needs to be seen by none of their tokens, got spans that name "
+            "it as keys of other queries: leave it out of the spans"
+        )
+
+
+@lru_cache(maxsize=16)  # every layer asks
+def _padding_is_seen(slices: Slices, padding: tuple[tuple[int, int], ...], seq_len: int) -> bool:
+    """Whether tokens that are no padding see some that are."""
+    edges = (0, *(edge for one in padding for edge in one), seq_len)
+    tokens = tuple(Span(*edges[at : at + 2]) for at in range(0, len(edges), 2))
+    return sees(tokens, tuple(Span(*one) for one in padding), Mask.of(slices))
 
 
 def check_positions(
@@ -315,10 +362,10 @@ def _check_cutting(packed: PackedSeqParams, layout: Layout, group: dist.ProcessG
         )
 
 
-def _check_padding(real: list[int], bounds: list[int]) -> bool:
-    """Whether documents are padded. Args: cumulative lengths without and with padding."""
+def _padding(real: list[int], bounds: list[int]) -> tuple[tuple[int, int], ...]:
+    """Where documents are padded. Args: cumulative lengths without and with padding."""
     if real == bounds:
-        return False
+        return ()
     lengths = [[stop - start for start, stop in pairwise(edges)] for edges in (real, bounds)]
     if len(real) != len(bounds) or any(a > b for a, b in zip(*lengths, strict=True)):
         raise ContextParallelError(
@@ -326,4 +373,5 @@ def _check_padding(real: list[int], bounds: list[int]) -> bool:
             f"{len(bounds) - 1} documents of {bounds[-1]} tokens for {len(real) - 1} of "
             f"{real[-1]}: pad each one at its end"
         )
-    return True
+    ends = zip(bounds[:-1], lengths[0], bounds[1:], strict=True)
+    return tuple((start + length, stop) for start, length, stop in ends if start + length < stop)

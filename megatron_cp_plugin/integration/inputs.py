@@ -17,7 +17,6 @@ from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration import gated_delta_net
 from megatron_cp_plugin.integration.agreement import FirstCalls, same_on_all_ranks
 from megatron_cp_plugin.integration.batch import Batches, Cut
-from megatron_cp_plugin.integration.checks import window_of
 from megatron_cp_plugin.integration.documents import (
     DocumentMask,
     RawSpans,
@@ -71,7 +70,9 @@ def serve_inputs(model: nn.Module, batches: Batches, group: dist.ProcessGroup) -
             _check_cache(given, group)
             cut = _cut(given, batches, group) if group.size() > 1 else None
             mask = document_mask(given.get("packed_seq_params"), recurrent=recurrent)
-            mask = _with_spans(mask, batches.spans_of(map(given.get, _ARGUMENTS)))
+            spans = batches.spans_of(map(given.get, _ARGUMENTS))
+            if spans is not None:
+                mask = _with_spans(mask, spans)
             _check_spans(model, mask, runtime.config, recurrent=recurrent)
             stages.compare(mask)
             runtime.mask = mask
@@ -138,14 +139,14 @@ class CutInputs:
         tokens = _tokens_of(model, given)
         if tokens is not None:
             total = tokens * size
-            if mask is not None and mask.spans is None and mask.seq_len != total:
+            if mask is not None and mask.has_documents and mask.seq_len != total:
                 raise ContextParallelError(
                     "packed_seq_params need the lengths of all documents as they were cut, padding "
                     f"included: {total} tokens on {size} ranks of {tokens}, got {mask.seq_len}: "
                     "give cu_seqlens_q_padded of whole documents, and each rank its part of each"
                 )
             layout.within(mask.starts if mask else ()).spans(self._group.rank(), size, total)
-            if self._calls.is_first and size > 1 and (mask is None or mask.spans is None):
+            if self._calls.is_first and size > 1 and (mask is None or mask.has_documents):
                 self._check_positions(given, total)
         return mask
 
@@ -155,6 +156,7 @@ class CutInputs:
             return
         if positions.shape == ids.shape:  # else left as they were before samples were packed
             layout, packed = self._runtime.config.layout, given.get("packed_seq_params")
+            packed = packed.packed if isinstance(packed, DocumentMask) else packed
             check_positions(positions, packed, layout, self._group, total)
 
     def _compare(self, fault: str | None, mask: DocumentMask | None, device: torch.device) -> None:
@@ -229,14 +231,14 @@ def _store() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
-def _with_spans(mask: DocumentMask | None, spans: DocumentMask | None) -> DocumentMask | None:
-    """The mask that a model is given, or that of its batch."""
-    if mask is not None and spans is not None:
+def _with_spans(mask: DocumentMask | None, spans: DocumentMask) -> DocumentMask:
+    """The spans of a batch in the documents that a model is given."""
+    if mask is not None and mask.spans is not None:
         raise ContextParallelError(
-            "attention_spans alone say which keys a query sees, got packed_seq_params beside them: "
-            "leave these out (megatron_cp_plugin.spans.documents makes spans of packed documents)"
+            "a batch's attention_spans say which keys a query sees, got others for the model "
+            "beside them: give them to one of the two"
         )
-    return spans if mask is None else mask
+    return spans.beside(mask)
 
 
 def _check_spans(
@@ -251,8 +253,6 @@ def _check_spans(
         "layers of linear attention see all earlier tokens": config.has_linear_layers,
         f"--mtp-num-layers {settings.mtp_num_layers} predicts the tokens that come next in the "
         "sequence": bool(settings.mtp_num_layers),
-        "--window-size hides tokens that spans may name": window_of(settings.window_size)
-        is not None,
     }
     for reason in (reason for reason, applies in reasons.items() if applies):
         raise ContextParallelError(f"{reason}, got attention_spans: leave one of the two out")

@@ -178,8 +178,9 @@ class LinearSelfAttention(MegatronModule):
             if value is not None and value is not False:
                 raise ContextParallelError(f"linear attention does not serve {what}: leave it out")
         mixed, _ = self.linear_qkv(hidden_states)
-        documents = starts_of(packed_seq_params, len(mixed) * self._cp_size)
-        check_padding(packed_seq_params, causal=self._causal)
+        seq_len = len(mixed) * self._cp_size
+        documents = starts_of(packed_seq_params, seq_len)
+        check_padding(packed_seq_params, seq_len, causal=self._causal)
         if packed_seq_params is not None and packed_seq_params.spans is not None:
             raise ContextParallelError("linear attention does not serve spans: leave them out")
         compute = partial(self._core, documents=documents)

@@ -76,8 +76,8 @@ class LayoutRotaryEmbedding(nn.Module):
             max_seq_len: Tokens of the whole sequence; with packed documents callers may give the
                 length of the longest one.
             offset: Added to every position.
-            packed_seq: Must be False; positions count from the beginning of each of the runtime's
-                documents, or are those of its spans.
+            packed_seq: Must be False; positions are those that came with spans, or count from the
+                beginning of each of the runtime's documents.
             cp_group: Must be None or the group of the run.
 
         Returns:
@@ -109,11 +109,11 @@ class LayoutRotaryEmbedding(nn.Module):
         positions = self._runtime.positions(
             self._group, seq_len, angles.device, mask.followed(seq_len)
         )
-        if documents:
-            starts = torch.tensor((0, *documents), device=angles.device)
-            positions = positions - starts[torch.bucketize(positions, starts, right=True) - 1]
         if given is not None:
             positions = given.to(angles.device)[positions]
+        elif documents:
+            starts = torch.tensor((0, *documents), device=angles.device)
+            positions = positions - starts[torch.bucketize(positions, starts, right=True) - 1]
         angles = angles[positions]
         return (angles, *whole[1:]) if isinstance(whole, tuple) else angles
 

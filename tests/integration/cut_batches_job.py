@@ -11,12 +11,15 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from megatron_cp_plugin.spans import prefix_lm
+from tests.span_masks import dense
 
 VOCABULARY = 98
 # Lengths of documents without padding: odd, shorter than 2P, a single one.
@@ -123,8 +126,17 @@ class Batch:
             return torch.cat(pack).chunk(self.size)[self.rank][None]
         return torch.cat(mine)[None]
 
-    def packed(self, *, real: bool) -> Any:
-        """packed_seq_params; real: lengths without padding beside those with it."""
+    def masks(self, *, spanned: bool) -> list[Tensor | None]:
+        """What hides keys of each document alone: those that spans do not name, see `packed`."""
+        if not spanned:
+            return [None] * len(self.ids)
+        lengths = [len(ids) for ids in self.ids]
+        return [dense(prefix_lm(n // 2, n), n)[None, None] == 0 for n in lengths]
+
+    def packed(self, *, real: bool, spanned: bool = False) -> Any:
+        """packed_seq_params; real: lengths without padding beside those with it; spanned: with
+        spans, of which the first half of each document sees itself whole.
+        """
         from megatron.core.packed_seq_params import PackedSeqParams
 
         multiple = 2 * self.size
@@ -144,22 +156,29 @@ class Batch:
             cu_seqlens_kv_padded=with_padding,
         )
         params.of_the_framework = "kept"
-        return params
+        if not spanned:
+            return params
+        from megatron_cp_plugin.megatron import attention_spans
+
+        starts = [0, *accumulate(padded)]
+        masks = [prefix_lm(n // 2, n, start=at) for n, at in zip(lengths, starts, strict=False)]
+        return attention_spans(chain.from_iterable(masks), packed_seq_params=params)
 
 
-def alone_in_turn(model: Any, batch: Batch) -> tuple[float, list[Tensor]]:
+def alone_in_turn(model: Any, batch: Batch, *, spanned: bool = False) -> tuple[float, list[Tensor]]:
     """The mean loss, and log-probs of the labels, by a forward and backward of each document."""
     loss, log_probs = 0.0, []
     predicted = sum(len(ids) - 1 for ids in batch.ids)
-    for ids, labels in zip(batch.ids, batch.labels, strict=True):
+    masks = batch.masks(spanned=spanned)
+    for ids, labels, mask in zip(batch.ids, batch.labels, masks, strict=True):
         places = torch.arange(len(ids))[None]
         settings: dict[str, Any] = {"labels": labels[None], "loss_mask": torch.ones(1, len(ids))}
-        part = model(ids[None], places, None, **settings)[0].sum() / batch.tokens
+        part = model(ids[None], places, mask, **settings)[0].sum() / batch.tokens
         weigh_further_tokens((len(ids) - 1) / max(1, predicted))
         torch.autograd.backward(part)  # as Megatron does, and the CPU platform needs
         loss += float(part.detach())
         with torch.no_grad():
-            log_probs.append(log_probs_of(model, ids[None], places, labels))
+            log_probs.append(log_probs_of(model, ids[None], places, labels, mask=mask))
     return loss, log_probs
 
 
@@ -171,19 +190,26 @@ def weigh_further_tokens(weight: float) -> None:
 
 
 def log_probs_of(
-    model: Any, ids: Tensor, places: Tensor, labels: Tensor, packed: Any = None
+    model: Any,
+    ids: Tensor,
+    places: Tensor,
+    labels: Tensor,
+    packed: Any = None,
+    mask: Tensor | None = None,
 ) -> Tensor:
     """ids and places [1,S], labels [S] -> [S]."""
-    logits = model(ids, places, None, packed_seq_params=packed, runtime_gather_output=True)
+    logits = model(ids, places, mask, packed_seq_params=packed, runtime_gather_output=True)
     return logits[0].float().log_softmax(-1).gather(-1, labels[:, None])[:, 0]
 
 
-def compare(reference: Any, model: Any, batch: Batch, *, real: bool) -> dict[str, float]:
+def compare(
+    reference: Any, model: Any, batch: Batch, *, real: bool, spanned: bool
+) -> dict[str, float]:
     """What loss, log-probs and gradients are off by."""
     group = model.pg_collection.cp
     reference.zero_grad()
     model.zero_grad()
-    expected, alone_log_probs = alone_in_turn(reference, batch)
+    expected, alone_log_probs = alone_in_turn(reference, batch, spanned=spanned)
     ids, labels = batch.cut(batch.ids), batch.cut(batch.labels)
     counts = batch.cut([torch.ones(len(x)) for x in batch.ids])
     places = batch.cut([torch.arange(len(x)) for x in batch.ids])
@@ -191,7 +217,7 @@ def compare(reference: Any, model: Any, batch: Batch, *, real: bool) -> dict[str
     hook = model.decoder.layers[0].register_forward_pre_hook(
         lambda module, args, kwargs: seen.append(kwargs["packed_seq_params"]), with_kwargs=True
     )
-    packed = batch.packed(real=real)
+    packed = batch.packed(real=real, spanned=spanned)
     settings = {"labels": labels, "loss_mask": counts, "packed_seq_params": packed}
     losses = model(ids, places, None, **settings)
     hook.remove()
@@ -202,7 +228,8 @@ def compare(reference: Any, model: Any, batch: Batch, *, real: bool) -> dict[str
     total = loss.detach().clone()
     dist.all_reduce(total, group=group)
     with torch.no_grad():
-        found = log_probs_of(model, ids, places, labels[0], batch.packed(real=real))
+        packed = batch.packed(real=real, spanned=spanned)
+        found = log_probs_of(model, ids, places, labels[0], packed)
     log_probs = (found - batch.cut(alone_log_probs)[0]) * counts[0]
     worst = 0.0
     for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
@@ -220,13 +247,19 @@ def compare(reference: Any, model: Any, batch: Batch, *, real: bool) -> dict[str
 
 
 def compare_all(
-    reference: Any, model: Any, rank: int, size: int, layout: str = "thd"
+    reference: Any,
+    model: Any,
+    rank: int,
+    size: int,
+    layout: str = "thd",
+    *,
+    spanned: bool = False,
 ) -> dict[str, dict[str, float]]:
     """All batches, with and without real lengths."""
     model.load_state_dict(reference.state_dict(), strict=False)
     return {
         f"{name}{' and padding' if real else ''}": compare(
-            reference, model, Batch(lengths, rank, size, layout), real=real
+            reference, model, Batch(lengths, rank, size, layout), real=real, spanned=spanned
         )
         for name, lengths in BATCHES.items()
         for real in (False, True)
@@ -566,6 +599,10 @@ def by_serve(size: int) -> dict[str, Any]:
             with_embedding_of_its_own(model)
         rank = groups.cp.rank()
         found[algo] = compare_all(reference, model, rank, size, layout)
+        if algo != "auto":
+            found[f"{algo}, spans"] = compare_all(
+                reference, model, rank, size, layout, spanned=True
+            )
         left[algo] = left_by_log_probs(model, Batch(BATCHES["odd"], rank, size, layout))
     return {"compared": found, "left": left, "generates": generates(model)}
 

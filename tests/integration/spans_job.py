@@ -3,7 +3,8 @@
 `--mask dense` gives the model a mask [b, 1, N, N], as Megatron takes it; `--mask spans` gives the
 batch attention_spans; `--mask given` gives them to the model itself; `--mask first` gives them to
 the batch of a pipeline's first stage only, `--mask later` to those of the others. Rotary embeddings
-take other positions than those in the sequence.
+take other positions than those in the sequence. With `--documents` these are packed besides, and
+the dense mask has a window of `--seen` tokens.
 """
 
 import sys
@@ -19,8 +20,11 @@ from megatron_cp_plugin.core.slices import KINDS
 from tests.span_masks import Spans, dense, random_spans
 
 
-def mask_of(number: int, tokens: int) -> Spans:
-    """That of a micro-batch; every query sees something, for Megatron lets it see all otherwise."""
+def mask_of(number: int, tokens: int, bounds: list[int] | None) -> Spans:
+    """That of a micro-batch; every query sees something, for Megatron lets it see all otherwise.
+
+    Args: bounds: within which documents; None: not within any.
+    """
     half, source = tokens // 2, Random(number)
     masks = [
         spans.shared_prefix((half - 4, [5, (11, [half - 20, 5]), 3])),
@@ -30,9 +34,14 @@ def mask_of(number: int, tokens: int) -> Spans:
     ]
     if number % 5 < len(masks):
         return masks[number % 5]
-    while not dense(found := random_spans(source, tokens), tokens).any(1).all():
+    while not dense(found := random_spans(source, tokens), tokens, bounds).any(1).all():
         pass
     return found
+
+
+def bounds_of(number: int, tokens: int) -> list[int]:
+    """Cumulative lengths of the documents of a micro-batch."""
+    return [0, 9 + 5 * (number % 3), tokens - 11, tokens]
 
 
 def positions_of(number: int, tokens: int) -> torch.Tensor:
@@ -48,21 +57,33 @@ def main() -> None:
     from megatron_cp_plugin.ending import one_line_errors
     from megatron_cp_plugin.integration import launch
 
-    place = sys.argv.index("--mask")
-    kind = sys.argv[place + 1]
-    del sys.argv[place : place + 2]
+    kind = taken("--mask")
+    seen = taken("--seen")
+    packs = "--documents" in sys.argv
+    sys.argv[1:] = [word for word in sys.argv[1:] if word != "--documents"]
     with one_line_errors():
         sys.argv[1:] = launch.prepare(sys.argv[1:], run_file=True)
         from megatron_cp_plugin.harness import pretrain
 
-        serve(pretrain, kind)
+        serve(pretrain, kind, packs=packs, window=int(seen) if seen else None)
         pretrain.run()
 
 
-def serve(pretrain: Any, kind: str) -> None:
+def taken(flag: str) -> str:
+    """The word after a flag, which are both taken out of the command line; empty: not there."""
+    if flag not in sys.argv:
+        return ""
+    place = sys.argv.index(flag)
+    word = sys.argv[place + 1]
+    del sys.argv[place : place + 2]
+    return word
+
+
+def serve(pretrain: Any, kind: str, *, packs: bool, window: int | None) -> None:
     """Lets the program of the plugin have masks."""
     from megatron.core import mpu
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+    from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.utils import get_attr_wrapped_model
     from megatron.training import get_args
 
@@ -76,17 +97,28 @@ def serve(pretrain: Any, kind: str) -> None:
     def forward_step(data_iterator: Any, model: Any) -> Any:
         stage, tokens = get_attr_wrapped_model(model, "vp_stage"), get_args().seq_length
         batch, packed = pretrain._next_batch(data_iterator, stage), None
-        mask, positions = mask_of(count[stage], tokens), positions_of(count[stage], tokens)
+        number = count[stage]
+        bounds = bounds_of(number, tokens) if packs else None
+        mask, positions = mask_of(number, tokens, bounds), positions_of(number, tokens)
+        own = not packs or number % 2 == 0  # others count through each document
         count[stage] += 1
+        if bounds is not None:
+            lengths = torch.tensor(bounds, dtype=torch.int32)
+            packed = PackedSeqParams("thd", lengths, lengths)
+            batch["cu_seqlens"] = lengths[None]
+            if not own:
+                positions = torch.cat([torch.arange(int(n)) for n in lengths.diff()])
         if kind == "dense":
-            batch["attention_mask"] = (dense(mask, tokens) == 0)[None, None]
+            packed = None
+            batch["attention_mask"] = (dense(mask, tokens, bounds, window) == 0)[None, None]
             RotaryEmbedding.forward = lambda *args, **kwargs: angles(*args, **kwargs)[positions]
         elif kind == "spans" or kind == ("first" if mpu.is_pipeline_first_stage() else "later"):
             rows = [[*one[:4], KINDS.index(one[4])] for one in mask]
             batch["attention_spans"] = torch.tensor([[*rows, [0] * 5]])
-            batch["attention_positions"] = positions[None]
+            if own:
+                batch["attention_positions"] = positions[None]
         elif kind == "given":
-            packed = attention_spans(mask, positions.tolist())
+            packed = attention_spans(mask, positions.tolist() if own else None, packed)
         batch = hooked(batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group())
         output = model(
             batch["tokens"],

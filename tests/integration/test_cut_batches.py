@@ -60,7 +60,8 @@ def test_install(tmp_path: Path, size: int) -> None:
 @pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_one_model_only(tmp_path: Path, size: int) -> None:
     for results in run(tmp_path, "serve", str(size), ranks=size):
-        assert results["compared"].keys() == SERVED.keys() | {"auto"}
+        spanned = {f"{algo}, spans" for algo in SERVED}
+        assert results["compared"].keys() == SERVED.keys() | {"auto"} | spanned
         for algo, errors in results["compared"].items():
             check(errors, f"serve {algo}")
         said = "a split sequence has no cache of keys, got inference_context with context_parallel"

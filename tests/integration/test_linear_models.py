@@ -267,7 +267,7 @@ def test_documents_that_a_call_may_not_ask_for(group: dist.ProcessGroup) -> None
         module(x, packed_seq_params=DocumentMask(spans=((0, 12, 0, 12, "full"),)))
     module = attention("transnormer", group, attn_mask_type=AttnMaskType.no_mask)
     with pytest.raises(ContextParallelError, match="padded documents need causal attention"):
-        module(x, packed_seq_params=DocumentMask(seq_len=TOKENS, starts=(3,), padded=True))
+        module(x, packed_seq_params=DocumentMask(seq_len=TOKENS, starts=(3,), padding=((2, 3),)))
 
 
 def test_flags() -> None:

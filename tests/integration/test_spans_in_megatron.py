@@ -10,12 +10,21 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import nn
 
 from megatron_cp_plugin.config import ContextParallelConfig
+from megatron_cp_plugin.core.bands import FAR
+from megatron_cp_plugin.core.document_layout import NAMED
 from megatron_cp_plugin.core.layout import positions
 from megatron_cp_plugin.core.slices import Slices
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.harness.parity import Recording, Tolerances, compare
 from megatron_cp_plugin.integration.batch import Batches
+from megatron_cp_plugin.integration.documents import (
+    check_padding,
+    document_mask,
+    mask_of_cut,
+    starts_of,
+)
 from megatron_cp_plugin.integration.inputs import serve_cut_inputs, serve_inputs
+from megatron_cp_plugin.integration.rope import LayoutRotaryEmbedding
 from megatron_cp_plugin.integration.runtime import Runtime
 from megatron_cp_plugin.megatron import attention_spans
 from tests.integration.megatron_job import SLOWLY, TINY, run_warm
@@ -25,11 +34,13 @@ pytestmark = pytest.mark.timeout(300)
 
 JOB = Path(__file__).with_name("spans_job.py")
 MODEL = [*TINY, *SLOWLY, *"--swiglu --group-query-attention --num-query-groups 2".split()]
+WINDOW = 13
 OWN = "--mask dense --context-parallel-algo megatron"
 REFERENCES = {
     "rotary": "--position-embedding-type rope",
     "stages": "--position-embedding-type rope --pipeline-model-parallel-size 2 --num-layers 4 "
     "--num-layers-per-virtual-pipeline-stage 1",
+    "packed": f"--position-embedding-type rope --documents --seen {WINDOW}",
 }
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 
@@ -45,7 +56,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Recording]
     """`OWN` for each of `REFERENCES`."""
     return {
         kind: train(tmp_path_factory.mktemp(kind), *OWN.split(), *flags.split(), ranks=stages)
-        for stages, (kind, flags) in enumerate(REFERENCES.items(), start=1)
+        for stages, (kind, flags) in zip((1, 2, 1), REFERENCES.items(), strict=True)
     }
 
 
@@ -60,6 +71,11 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Recording]
             marks=pytest.mark.slow,
         ),
         ("stages", f"--mask spans --context-parallel-algo zigzag {RECOMPUTE}", 4),
+        ("packed", "--mask spans --context-parallel-algo zigzag --cp-options layout=documents", 2),
+        pytest.param(
+            *("packed", f"--mask given --context-parallel-algo distflash {RECOMPUTE}", 2),
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             *("stages", "--mask spans --context-parallel-algo distflash", 4),
             marks=pytest.mark.slow,
@@ -69,7 +85,9 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Recording]
 def test_equals_a_mask_of_all_pairs(
     references: dict[str, Recording], tmp_path: Path, kind: str, flags: str, ranks: int
 ) -> None:
-    words = f"{REFERENCES[kind]} {flags}".split()
+    words = f"{REFERENCES[kind]} {flags}".replace("--seen", "--window-size").split()
+    if kind == "packed":
+        words[words.index(str(WINDOW))] = f"{WINDOW - 1},0"
     if ranks > 1 and "--context-parallel-size" not in words:
         words += ["--context-parallel-size", "2"]
     comparison = compare(references[kind], train(tmp_path, *words, ranks=ranks), Tolerances())
@@ -232,7 +250,6 @@ def test_batches_that_their_callers_cut() -> None:
     ("settings", "message"),
     [
         ({"mtp_num_layers": 1}, "--mtp-num-layers 1 predicts the tokens .*, got attention_spans"),
-        ({"window_size": (7, 0)}, "--window-size hides tokens .*, got attention_spans"),
         ({"cuda_graph_impl": "local"}, "--cuda-graph-impl local keeps .*, got attention_spans"),
     ],
 )
@@ -287,13 +304,91 @@ def test_layers_of_linear_attention_are_refused() -> None:
         model(packed_seq_params=attention_spans(FULL))
 
 
-def test_documents_beside_spans_are_refused() -> None:
-    model, batches = Model(), Batches(Runtime(ContextParallelConfig("ring", 1)))
-    serve_inputs(model, batches, ALONE)
-    batches.shard({"attention_spans": FULL}, ALONE)
-    bounds = torch.tensor([0, 3, 8], dtype=torch.int32)
-    with pytest.raises(ContextParallelError, match="got packed_seq_params beside them: leave"):
-        model(packed_seq_params=PackedSeqParams("thd", bounds, bounds))
+BOUNDS = torch.tensor([0, 3, 8], dtype=torch.int32)
+IN_DOCUMENTS = [(0, 3, 0, 3, -FAR, FAR), (3, 8, 3, 8, -FAR, FAR)]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_spans_of_a_batch_in_documents_of_the_model(size: int) -> None:
+    def rank(group: Any) -> None:
+        model, batches = Model(), Batches(Runtime(ContextParallelConfig("ring", size)))
+        serve_inputs(model, batches, group)
+        batch = {"tokens": torch.arange(8)[None], "attention_spans": FULL}
+        tokens = batches.shard(batch, group)["tokens"]
+        mask = model(tokens, PackedSeqParams("thd", BOUNDS, BOUNDS))
+        assert (mask.seq_len, mask.starts, mask.qkv_format) == (8, (3,), "bshd")
+        assert batches.runtime.mask is mask
+        assert mask.slices(8).bands.rows == IN_DOCUMENTS
+        assert starts_of(mask, 8) == (3,)
+        with pytest.raises(ContextParallelError, match=r"fill the 16 tokens .* got cu_seqlens"):
+            starts_of(mask, 16)
+        given = attention_spans(FULL, packed_seq_params=PackedSeqParams("thd", BOUNDS, BOUNDS))
+        with pytest.raises(ContextParallelError, match="got others for the model beside them"):
+            model(tokens, given)
+        tokens = batches.shard({"tokens": torch.arange(8)[None]}, group)["tokens"]
+        assert model(tokens, given).slices(8).bands.rows == IN_DOCUMENTS
+
+    on_ranks(size, rank)
+
+
+def test_a_layout_that_follows_both() -> None:
+    """What a batch was cut by is what its model sees by: spans and documents."""
+    spans, bounds = [(0, 16, 0, 16, "causal")], torch.tensor([0, 12, 16], dtype=torch.int32)
+    slices = Slices.of(spans, 16, (12,))
+
+    def rank(group: Any) -> None:
+        config = ContextParallelConfig("zigzag", 2, options=(("layout", "documents"),))
+        model, batches = Model(), Batches(Runtime(config))
+        serve_inputs(model, batches, group)
+        whole = {"tokens": torch.arange(16)[None], "cu_seqlens": bounds[None]}
+        tokens = batches.shard(whole | {"attention_spans": spans}, group)["tokens"]
+        layout = config.layout.within(slices)
+        assert tokens.tolist() == [positions(layout, group.rank(), 2, 16).tolist()]
+        assert model(tokens, PackedSeqParams("thd", bounds, bounds)).slices(16) == slices
+        with pytest.raises(ContextParallelError, match="by 2 documents, and the model got 1 oth"):
+            model(tokens)
+
+    on_ranks(2, rank)
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_positions_in_documents(given: bool) -> None:
+    """Those that come with spans are taken as they are; else they count through each document."""
+    own = [7, 0, 2, 1, 3, 5, 4, 6]
+    mask = attention_spans(
+        FULL,
+        own if given else None,
+        PackedSeqParams("thd", BOUNDS, BOUNDS, max_seqlen_q=5),
+    )
+    runtime = Runtime(ContextParallelConfig("ring", 1))
+    runtime.mask = document_mask(mask, recurrent=False)
+    table = torch.arange(8.0)[:, None, None, None]
+    embedding: Any = SimpleNamespace(get_emb=lambda *_: table, inv_freq=None)
+    angles = LayoutRotaryEmbedding(embedding, runtime, ALONE)(5)
+    assert angles.flatten().tolist() == (own if given else [0, 1, 2, 0, 1, 2, 3, 4])
+
+
+def test_padding_that_spans_name_is_refused() -> None:
+    """Of two documents of 4 and 8 tokens the last ones, numbers 3 and 10 and 11."""
+    real, padded = (torch.tensor(x, dtype=torch.int32) for x in ([0, 3, 9], [0, 4, 12]))
+    packed = PackedSeqParams("thd", real, real, padded, padded, max_seqlen_q=6)
+
+    def check(*spans: tuple[int, int, int, int, str]) -> None:
+        mask = mask_of_cut(
+            attention_spans(spans, packed_seq_params=packed),
+            NAMED["thd"],
+            ALONE,
+            recurrent=False,
+        )
+        assert mask.padding == ((3, 4), (10, 12))
+        check_padding(mask, 12, causal=False)
+
+    check((0, 12, 0, 12, "causal"))
+    check((0, 10, 0, 3, "full"), (4, 10, 4, 10, "full"), (10, 12, 4, 12, "full"))
+    check((0, 3, 10, 12, "full"))  # of another document
+    for named in ((4, 10, 4, 12, "full"), (0, 3, 0, 4, "full"), (9, 10, 10, 11, "full")):
+        with pytest.raises(ContextParallelError, match=r"seen by none .* got spans that"):
+            check(named)
 
 
 def test_samples_of_a_micro_batch_have_one_mask() -> None:

@@ -1,0 +1,251 @@
+"""Span masks beside packed documents and windows: a query sees what all of them allow."""
+
+from collections.abc import Sequence
+from itertools import pairwise as pairs_of
+from random import Random
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import megatron_cp_plugin as cp
+from megatron_cp_plugin.core.document_layout import Balanced, PaddedDocuments
+from megatron_cp_plugin.core.layout import Contiguous, Cyclic, Layout, Zigzag, positions
+from megatron_cp_plugin.core.plan_check import check
+from megatron_cp_plugin.core.plan_json import from_json, to_json
+from megatron_cp_plugin.core.shape import Shape
+from megatron_cp_plugin.core.tiles import visible_pairs
+from megatron_cp_plugin.core.topology import Topology
+from megatron_cp_plugin.core.virtual import VirtualWorld, run_virtual
+from megatron_cp_plugin.registry import create
+from tests.pairwise import pairwise
+from tests.random_tests import examples
+from tests.span_masks import dense, mask_of, random_spans
+from tests.test_conformance import Case
+from tests.test_documents import CALLERS, PADDED, padded, serves
+from tests.test_spans import CASES, HEADS, assert_touched, compare, computed
+from tests.test_windows import divides
+
+SIZES = (1, 2, 3, 4, 5)
+
+
+def random_lengths(source: Random, seq_len: int, multiple: int = 1) -> list[int]:
+    """Cumulative ones; some documents are empty, and often one is all."""
+    edges = source.choices(range(0, seq_len + 1, multiple), k=source.randint(0, 6))
+    return [0, *sorted(edges), seq_len]
+
+
+def random_window(source: Random, seq_len: int) -> int | None:
+    return source.choice([None, source.randint(1, seq_len)])
+
+
+@pytest.mark.parametrize(
+    ("case", "size", "heads", "kernel", "seed"),
+    pairwise(CASES, SIZES, tuple(HEADS), ("torch_cpu", "reference"), range(6), allowed=divides),
+    ids=str,
+)
+def test_equals_a_mask_of_all_pairs(
+    case: Case, size: int, heads: str, kernel: str, seed: int
+) -> None:
+    seq_len = 6 * size + size // 2
+    source = Random(f"{case} {size} {seed}")
+    spans, lengths = random_spans(source, seq_len), random_lengths(source, seq_len)
+    window = random_window(source, seq_len)
+    settings = {"kernel": kernel, "cu_seqlens": lengths, "window": window}
+    compare(case, size, heads, spans, seq_len, **settings)
+
+
+@pytest.mark.parametrize(
+    ("case", "size", "packing", "heads"),
+    pairwise(
+        CALLERS,
+        SIZES,
+        tuple(PADDED),
+        tuple(HEADS),
+        allowed=lambda case, size, *_: serves(case, size),
+    ),
+    ids=str,
+)
+def test_documents_as_their_callers_cut_them(
+    case: Case, size: int, packing: str, heads: str
+) -> None:
+    """Each padded to a multiple of 2P, zigzag inside each; or contiguous."""
+    lengths = padded(PADDED[packing], size)
+    seq_len, source = lengths[-1], Random(f"{case} {size} {packing}")
+    window = random_window(source, seq_len)
+    spans = random_spans(source, seq_len)
+    compare(case, size, heads, spans, seq_len, cu_seqlens=lengths, window=window)
+
+
+@pytest.mark.slow
+@examples(300)
+@given(
+    st.sampled_from(pairwise(CASES, SIZES, tuple(HEADS), allowed=divides)),
+    st.integers(1, 9),
+    st.integers(0, 3),
+    st.randoms(use_true_random=False),
+)
+def test_any_mask_of_any_length(
+    row: tuple[Case, int, str], each: int, more: int, source: Random
+) -> None:
+    case, size, heads = row
+    seq_len = 2 * size * each + more
+    spans, lengths = random_spans(source, seq_len), random_lengths(source, seq_len)
+    window = random_window(source, seq_len)
+    compare(case, size, heads, spans, seq_len, cu_seqlens=lengths, window=window)
+
+
+LAYOUTS = [Contiguous(), Zigzag(), Cyclic(), Balanced(), PaddedDocuments()]
+
+
+@examples(300)
+@given(
+    st.sampled_from(LAYOUTS),
+    st.integers(1, 5),
+    st.integers(1, 60),
+    st.randoms(use_true_random=False),
+    st.booleans(),
+)
+def test_tiles_cover_every_pair_once(
+    layout: Layout, size: int, seq_len: int, source: Random, rectangular: bool
+) -> None:
+    multiple = 2 * size if layout.name == "thd" else 1
+    seq_len = -(-seq_len // multiple) * multiple
+    spans, lengths = random_spans(source, seq_len), random_lengths(source, seq_len, multiple)
+    window = random_window(source, seq_len)
+    mask, wanted = mask_of(spans, seq_len, lengths, window), dense(spans, seq_len, lengths, window)
+    whole = dense(spans, seq_len, lengths)
+    assert mask.causal == (not whole.triu(1).any())
+    assert visible_pairs(seq_len, mask) == wanted.sum()
+    assert mask.bands.keys_of(seq_len).tolist() == wanted.sum(1).tolist()
+    layout = layout.within(mask.followed)
+    blocks = [layout.spans(rank, size, seq_len) for rank in range(size)]
+    total = torch.zeros(64, 64, dtype=torch.int64)
+    for q in blocks:
+        for kv in blocks:
+            found = computed(q, kv, mask, rectangular=rectangular)
+            assert_touched(q, kv, mask, found)
+            total += found
+    assert torch.equal(total[:seq_len, :seq_len], wanted)
+    assert not total[seq_len:].any()
+
+
+@pytest.mark.parametrize("algo", cp.available("softmax"))
+def test_plans_are_right(algo: str) -> None:
+    """By what the kinds mean, which the check of plans works out for itself; in JSON too."""
+    for size in (2, 4):
+        algorithm = create(algo, VirtualWorld(size).topology(0), {})
+        for seed in range(4):
+            source = Random(seed)
+            lengths = random_lengths(source, 32, 2 * size)
+            mask = mask_of(random_spans(source, 32), 32, lengths, random_window(source, 32))
+            shape = Shape(1, 32, 4, 4, 8)
+            for phase in ("forward", "backward"):
+                plan = algorithm.plan(shape, mask, phase)
+                check(plan)
+                document = to_json(plan, shape, [0] * size)
+                assert document["mask"]["documents"] == list(mask.slices.documents)
+                assert from_json(document).mask == mask
+
+
+def test_all_pairs_of_documents_are_documents() -> None:
+    """The plan of the same mask that is said otherwise: as many tiles, and bytes."""
+    lengths, size, seq_len = [0, 24, 27, 32, 56, 60, 64], 4, 64
+    shape = Shape(1, seq_len, 4, 2, 8)
+    for algo in cp.available("softmax"):
+        algorithm = create(algo, VirtualWorld(size).topology(0), {})
+        whole = mask_of([(0, seq_len, 0, seq_len, "causal")], seq_len, lengths)
+        alone = mask_of(cp.spans.documents(lengths), seq_len)
+        for phase in ("forward", "backward"):
+            plan, other = (algorithm.plan(shape, mask, phase) for mask in (whole, alone))
+            assert (plan.computes, plan.moves) == (other.computes, other.moves)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_what_documents_and_windows_hide_is_not_sent(size: int) -> None:
+    """By hand: every rank holds one document, then every rank one window."""
+    seq_len = 8 * size
+    shape, spans = Shape(1, seq_len, 4, 2, 8), [(0, seq_len, 0, seq_len, "full")]
+    made = create("ring", VirtualWorld(size).topology(0), {"route": "straight"})
+    assert made.plan(shape, mask_of(spans, seq_len)).moves
+    assert not made.plan(shape, mask_of(spans, seq_len, range(0, seq_len + 1, 8))).moves
+    backwards = [(0, seq_len, 0, seq_len, "causal")]
+    moves = made.plan(shape, mask_of(backwards, seq_len, window=4)).moves
+    assert {(move.target - move.source, move.tokens) for move in moves} == {(1, 3)}
+
+
+def test_equal_work_under_both() -> None:
+    """Ranks hold tokens by what spans and documents let them see, as `shard` and callers see it."""
+    seq_len, size = 1024, 4
+    lengths, spans = [0, 400, 520, 1024], cp.spans.prefix_lm(600, 1024)
+    keys = dense(spans, seq_len, lengths).sum(1)
+    tokens = torch.arange(seq_len)
+    how = {"algo": "zigzag", "layout": "documents", "spans": spans, "cu_seqlens": lengths}
+    layout = Balanced().within(mask_of(spans, seq_len, lengths).followed)
+
+    def body(topology: Topology) -> Tensor:
+        mine = cp.shard(tokens, 0, group=topology, **how)
+        cp.check_layout(mine, group=topology, **how)
+        assert torch.equal(cp.unshard(mine, 0, group=topology, **how), tokens)
+        assert torch.equal(mine, positions(layout, topology.rank, size, seq_len))
+        return mine
+
+    work = [int(keys[mine].sum()) for mine in run_virtual(size, body)]
+    assert max(work) <= 1.01 * sum(work) / size
+    alone = Balanced().within(mask_of(spans, seq_len).followed)
+    assert layout != alone
+    assert layout.spans(0, size, seq_len) != alone.spans(0, size, seq_len)
+
+
+def test_the_layout_does_not_depend_on_the_window() -> None:
+    """Of which layers of one model have different ones."""
+    spans, lengths = cp.spans.prefix_lm(10, 32), [0, 20, 32]
+    masks = [mask_of(spans, 32, lengths, window) for window in (None, 1, 9)]
+    assert len({mask.followed for mask in masks}) == 1
+    assert len(set(masks)) == 3
+
+
+@pytest.mark.parametrize("layout", ["thd", "zigzag"])
+def test_queries_that_see_nothing_are_zero(layout: str) -> None:
+    """As without documents: of those that spans name, ones whose keys are all elsewhere."""
+    lengths, named = [0, 8, 16], [(4, 12, 0, 8, "full")]
+    x = torch.randn(1, 16, 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    how = {"algo": "zigzag", "layout": layout, "cu_seqlens": lengths}
+
+    def body(topology: Topology) -> list[Tensor]:
+        q, k, v = (cp.shard(x, 1, group=topology, **how).requires_grad_() for _ in "qkv")
+        out = cp.attention(q, k, v, group=topology, spans=named, **how)
+        parts = (out.detach(), *torch.autograd.grad(out.square().sum(), (q, k, v)))
+        return [cp.unshard(part, 1, group=topology, **how)[0].flatten(1) for part in parts]
+
+    for out, dq, dk, dv in run_virtual(2, body):
+        assert all(x.any(1).nonzero().flatten().tolist() == [4, 5, 6, 7] for x in (out, dq))
+        assert all(x.any(1).nonzero().flatten().tolist() == [*range(8)] for x in (dk, dv))
+        assert not torch.stack((out, dq, dk, dv)).isnan().any()
+
+
+def test_other_documents_are_another_mask() -> None:
+    """Plans, tiles and layouts are kept by it."""
+    spans = [(0, 16, 0, 16, "causal")]
+    one, other, none = (mask_of(spans, 16, lengths) for lengths in ([0, 4, 16], [0, 8, 16], None))
+    assert all(a != b for a, b in pairs_of((one, other, none, one)))
+    assert len({one, other, none, mask_of(spans, 16, [0, 4, 4, 16])}) == 3
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("algo", ["auto", "zigzag", "usp"])
+def test_window_beside_spans_by_hand(algo: str, size: int) -> None:
+    """Later keys stay: a window is about earlier ones."""
+    x = torch.ones(1, 8, 2, 8, dtype=torch.float64)
+    values = torch.arange(8.0, dtype=torch.float64)[None, :, None, None].expand(1, 8, 2, 8)
+    spans: Sequence[Sequence[object]] = [(0, 8, 0, 8, "full")]
+
+    def body(topology: Topology) -> Tensor:
+        q, k, v = (cp.shard(each, 1, algo="zigzag", group=topology) for each in (x, x, values))
+        out = cp.attention(q, k, v, algo=algo, group=topology, spans=spans, window=3)
+        return cp.unshard(out, 1, algo="zigzag", group=topology)[0, :, 0, 0]
+
+    expected = [sum(range(max(0, i - 2), 8)) / len(range(max(0, i - 2), 8)) for i in range(8)]
+    torch.testing.assert_close(run_virtual(size, body)[0].tolist(), expected)
