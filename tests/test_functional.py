@@ -253,8 +253,9 @@ def test_wrong_tokens_are_named_on_all_ranks(algo, wrong):
 
 
 @pytest.mark.parametrize("backward_inside", [False, True], ids=["outside", "inside"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("algo", ["zigzag", "allgather", "lasp2"])
-def test_autocast_is_casting_by_hand(algo, backward_inside):
+def test_autocast_is_casting_by_hand(algo, dtype, backward_inside):
     """As torch's own attention: inputs in autocast's dtype, everything within as it is written."""
 
     def whole():
@@ -269,8 +270,8 @@ def test_autocast_is_casting_by_hand(algo, backward_inside):
 
     def body(topology, autocast):
         inputs = [x.requires_grad_() for x in whole()]
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            out = call(topology, inputs if autocast else [x.bfloat16() for x in inputs])
+        with torch.autocast("cpu", dtype, enabled=autocast):
+            out = call(topology, inputs if autocast else [x.to(dtype) for x in inputs])
             if backward_inside:
                 out.float().square().sum().backward()
         if not backward_inside:
