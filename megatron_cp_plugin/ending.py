@@ -68,7 +68,7 @@ def refusals_in_one_line() -> Iterator[None]:
         yield
     except ContextParallelError:
         raise
-    except (AssertionError, ValueError, RuntimeError) as error:
+    except (AssertionError, ValueError, RuntimeError, OSError) as error:
         # Many of its assertions have no message, and speak for themselves.
         why = " ".join(str(error).split()) or traceback.extract_tb(error.__traceback__)[-1].line
         raise ConfigError(f"Megatron refuses these flags: {why}") from error

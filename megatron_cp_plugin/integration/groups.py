@@ -13,6 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_cp_plugin.core.partial import accumulation_dtype
 from megatron_cp_plugin.core.shape import Shape
+from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.integration.features import Settings, is_latent
 from megatron_cp_plugin.integration.runtime import Runtime
 
@@ -27,8 +28,17 @@ def set_up_groups(
         args: Megatron's namespace, validated; None where there is none.
         config: Of the model.
         groups: The model's ProcessGroupCollection; None: Megatron's own groups.
+
+    Raises:
+        ConfigError: The model is configured for another number of context-parallel ranks.
     """
     own = parallel_state.get_context_parallel_group() if groups is None else groups.cp
+    if config.context_parallel_size != own.size():
+        raise ConfigError(
+            "a model's context_parallel_size must be the size of its context-parallel group, "
+            f"{own.size()}, got {config.context_parallel_size}: set it in the model's "
+            "configuration before the model is built"
+        )
     shape = attention_shape(config, runtime.config.layout.multiple(own.size()))
     runtime.set_up(own, shape, _new_group(args))
 

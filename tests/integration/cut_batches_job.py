@@ -380,6 +380,10 @@ def by_install(size: int) -> dict[str, Any]:
         cp_megatron.install("ring")
     except ConfigError as error:
         found["refused"]["two algorithms"] = str(error)
+    try:
+        make_model(make_config(size + 1), groups)
+    except ConfigError as error:
+        found["refused"]["another size"] = str(error)
     cp_megatron.uninstall()
     try:
         make_model(make_config(size), groups)

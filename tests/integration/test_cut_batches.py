@@ -51,6 +51,7 @@ def test_install(tmp_path: Path, size: int) -> None:
             "local lengths": "cu_seqlens_q_padded needs for each document at least its length",
             "longest too short": "max_seqlen_q needs to be the length of the longest document",
             "other ranks": f"got another cp_group or local_cp_size {2 * size}: turn dynamic",
+            "another size": f"size of its context-parallel group, {size}, got {size + 1}: set it",
             "two algorithms": "got ring (layout=thd) after zigzag (layout=thd): leave one",
             "two choices": "got auto (layout=thd, tokens=128) after auto (layout=thd, tokens=64, ",
         }.items():

@@ -257,6 +257,12 @@ MISTAKES = (
         program=ZIGZAG,
     ),
     Mistake(
+        "file of layers",
+        "--heterogeneous-layers-config-path absent.json",
+        "Megatron refuses these flags: .*No such file or directory: 'absent.json'",
+        program=ZIGZAG,
+    ),
+    Mistake(
         "nothing at all", "train", "refuses these flags: assert args.micro_batch", program=MODULE
     ),
     Mistake("no steps", "--train-iters 0", "--train-iters or --train-samples of 1", program=ZIGZAG),
