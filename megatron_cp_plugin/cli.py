@@ -51,8 +51,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = OneLineParser(prog="megatron-cp", description=__doc__, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    commands.add_parser("train", help="train a GPT with Megatron's own loop, as a run file says")
-    commands.add_parser("prepare-data", help="make a dataset for Megatron of text files")
+    commands.add_parser(
+        "train", help="train a GPT in Megatron's own loop, configured by a run file"
+    )
+    commands.add_parser("prepare-data", help="make a Megatron dataset from text files")
     _add_draw(commands)
     _add_plan(commands)
     _add_doctor(commands)
@@ -122,7 +124,7 @@ def _add_doctor(commands: Any) -> None:
     parser = commands.add_parser(
         "doctor",
         help="what is installed, which kernel auto takes, and a check of kernels and algorithms",
-        description="Checks this machine with virtual ranks, or with real ranks by torchrun "
+        description="Checks this machine with virtual ranks, or with real ranks under torchrun "
         "--nproc-per-node P -m megatron_cp_plugin.cli doctor. Compares kernels and "
         "algorithms with attention in float64. Exit code 1 if a result is wrong.",
     )
@@ -219,7 +221,9 @@ def _add_draw(commands: Any) -> None:
         "computes which queries (q) against which keys (k) or states (S) in which step, and who "
         "waits.",
     )
-    parser.add_argument("--algo", required=True, metavar="NAME", help="such as distflash or zigzag")
+    parser.add_argument(
+        "--algo", required=True, metavar="NAME", help="algorithm, such as distflash or zigzag"
+    )
     parser.add_argument("--size", required=True, type=int, metavar="P", help="number of ranks")
     parser.add_argument(
         "--seq-len", type=tokens_of, metavar="N", help="global tokens, such as 128K"
@@ -241,7 +245,9 @@ def _add_draw(commands: Any) -> None:
         "the schedule; --output may also be a .json for chrome://tracing; needs --seq-len",
     )
     parser.add_argument("--heads", type=int, default=32, metavar="H", help="with --machine")
-    parser.add_argument("--kv-heads", type=int, metavar="G", help="default: as many as heads")
+    parser.add_argument(
+        "--kv-heads", type=int, metavar="G", help="KV heads; default: as many as query heads"
+    )
     parser.add_argument("--head-dim", type=int, default=128, metavar="D", help="with --machine")
     parser.set_defaults(run=_draw)
 
@@ -337,10 +343,12 @@ def _add_plan(commands: Any) -> None:
     parser.add_argument(
         "--seq-len", type=tokens_of, metavar="N", help="global tokens, such as 128K"
     )
-    parser.add_argument("--heads", type=int, metavar="H")
-    parser.add_argument("--kv-heads", type=int, metavar="G", help="default: as many as heads")
+    parser.add_argument("--heads", type=int, metavar="H", help="query heads")
+    parser.add_argument(
+        "--kv-heads", type=int, metavar="G", help="KV heads; default: as many as query heads"
+    )
     parser.add_argument("--head-dim", type=int, default=128, metavar="D")
-    parser.add_argument("--value-dim", type=int, metavar="E", help="of values; default: D")
+    parser.add_argument("--value-dim", type=int, metavar="E", help="head dim of values; default: D")
     parser.add_argument("--batch", type=int, metavar="B", help="samples; with --model per step")
     parser.add_argument("--model", metavar="NAME", help="a whole model, such as llama3-8b")
     parser.add_argument(
