@@ -110,7 +110,7 @@ def test_exchanges_of_all_with_all() -> None:
         ("zigzag", 16, "documents", {"layout": "documents"}),
         ("attention2d", 4, "causal", PAPER | {"gradients": "float32", "rows": 2, "cols": 2}),
         ("attention2d", 16, "window", PAPER | {"rows": 4}),
-        ("usp", 8, "causal", {"ulysses": 4, "chunks": 2, "ring": "ring", "keep": "local"}),
+        ("usp", 8, "causal", {"ulysses": 4, "chunks": 2, "layout": "contiguous", "keep": "local"}),
     ],
 )
 def test_texts_fit(algo: str, size: int, mask: str, options: dict[str, object]) -> None:

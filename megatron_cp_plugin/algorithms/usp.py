@@ -8,7 +8,6 @@ from megatron_cp_plugin.algorithms.head_split import HeadSplit
 from megatron_cp_plugin.algorithms.ring import Ring
 from megatron_cp_plugin.algorithms.ring_routes import Route, Rule
 from megatron_cp_plugin.core.algorithm import Algorithm, divisors, number
-from megatron_cp_plugin.core.layout import Contiguous, Layout, Zigzag
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.core.transport import Wanted
 from megatron_cp_plugin.errors import ConfigError
@@ -41,15 +40,13 @@ class Usp(HeadSplit):
         Attributes:
             ulysses: U; 0: as many ranks as the KV heads allow without being copied, which is the
                 largest common divisor of ranks and KV heads.
-            ring: the layout and schedule between teams: "zigzag" or "ring".
-            layout: "contiguous" or "thd", see ring, whatever `ring` says; "auto": as it says.
+            layout: "zigzag", Megatron's own; "contiguous"; or "thd", see ring.
             backward, gradients, route, transport: of the ring, see there.
         """
 
         # A team of one rank is the ring, one of all ranks is ulysses.
         ulysses: int = number(0, lambda size: divisors(size)[1:-1])
-        ring: Literal["zigzag", "ring"] = "zigzag"
-        layout: Literal["auto", "contiguous", "thd"] = "auto"
+        layout: Literal["zigzag", "contiguous", "thd"] = "zigzag"
         backward: Rule = "auto"
         gradients: Literal["float32", "model"] = "float32"
         route: Route = "ring"
@@ -70,14 +67,6 @@ class Usp(HeadSplit):
     def degree(self, kv_heads: int) -> int:
         """See HeadSplit.degree."""
         return self.options.ulysses or gcd(self.topology.size, kv_heads)
-
-    @classmethod
-    def layout_for(cls, options: Algorithm.Options) -> Layout:
-        """See Algorithm.layout_for."""
-        assert isinstance(options, cls.Options)
-        if options.layout != "auto":
-            return super().layout_for(options)
-        return Zigzag() if options.ring == "zigzag" else Contiguous()
 
     @classmethod
     def check(

@@ -331,12 +331,12 @@ class PositionsOfPacks:
             if name == own:
                 raise ContextParallelError(
                     f"context-parallel rank {mine} needs its own part of each batch, got "
-                    f"position_ids of rank {rank}: cut by the rank in the context-parallel group"
+                    f"position_ids of rank {rank}: split by the rank in the context-parallel group"
                 )
             instead = "" if name == "zigzag" else f", or use layout={name}"
             raise ContextParallelError(
-                f"the {own} layout needs batches that are cut by it, got position_ids of the "
-                f"{name} layout: cut them so{instead}"
+                f"the {own} layout needs batches that are split by it, got position_ids of the "
+                f"{name} layout: split them so{instead}"
             )
         self._means_nothing = True
 

@@ -272,10 +272,10 @@ TEAMS = [(size, u) for size in SIZES for u in range(size + 1) if u == 0 or size 
 
 
 @pytest.mark.parametrize(
-    ("teams", "ring", "rule", "keep", "ratio", "causal"),
+    ("teams", "layout", "rule", "keep", "ratio", "causal"),
     pairwise(
         TEAMS,
-        ("zigzag", "ring"),
+        ("zigzag", "contiguous"),
         ("auto", "kv", "query"),
         ("exchanged", "local"),
         ("MQA", "MHA"),
@@ -283,11 +283,11 @@ TEAMS = [(size, u) for size in SIZES for u in range(size + 1) if u == 0 or size 
     ),
 )
 def test_usp(
-    teams: tuple[int, int], ring: str, rule: str, keep: str, ratio: str, causal: bool
+    teams: tuple[int, int], layout: str, rule: str, keep: str, ratio: str, causal: bool
 ) -> None:
     (size, ulysses), heads = teams, heads_for(teams[0])
     check(
-        Case("usp", (("ulysses", ulysses), ("ring", ring), ("backward", rule), ("keep", keep))),
+        Case("usp", (("ulysses", ulysses), ("layout", layout), ("backward", rule), ("keep", keep))),
         size,
         causal=causal,
         seq_len=length_for(size, causal),

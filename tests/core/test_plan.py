@@ -53,7 +53,10 @@ def variants(size: int) -> Iterator[tuple[str, dict[str, object]]]:
         for team in range(1, size + 1):
             if size % team == 0:
                 yield "usp", {"keep": keep, "ulysses": team, "chunks": 2}
-                yield "usp", {"keep": keep, "ulysses": team, "ring": "ring", "backward": "query"}
+                yield (
+                    "usp",
+                    {"keep": keep, "ulysses": team, "layout": "contiguous", "backward": "query"},
+                )
 
 
 @st.composite

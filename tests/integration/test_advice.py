@@ -91,8 +91,8 @@ COMMANDS: tuple[tuple[str, int, dict[str, str]], ...] = (
     }),
     ("--cp-kernel cudnn", 4, {"use kernel auto": "--cp-kernel auto"}),
     ("--experimental-attention-variant gated_delta_net --context-parallel-algo usp "
-     "--cp-options ring=ring", 4, {
-        "use --cp-options ring=zigzag": "--cp-options ring=zigzag",
+     "--cp-options layout=contiguous", 4, {
+        "use --cp-options layout=zigzag": "--cp-options layout=zigzag",
         "or --context-parallel-algo allgather": "--context-parallel-algo allgather",
         "or attention2d": "--context-parallel-algo attention2d",
         "or zigzag": "--context-parallel-algo zigzag",

@@ -138,7 +138,12 @@ FITTING = "--context-parallel-algo allgather or attention2d or usp or zigzag"
         ("ring", {}, "contiguous", FITTING),
         ("distflash", {}, "contiguous", FITTING),
         ("ulysses", {}, "contiguous", f"--cp-options layout=zigzag, or {FITTING}"),
-        ("usp", {"ring": "ring"}, "contiguous", f"--cp-options ring=zigzag, or {FITTING}"),
+        (
+            "usp",
+            {"layout": "contiguous"},
+            "contiguous",
+            f"--cp-options layout=zigzag, or {FITTING}",
+        ),
         ("attention2d", {"variant": "no"}, "cyclic", f"--cp-options variant=zigzag, or {FITTING}"),
     ],
 )
