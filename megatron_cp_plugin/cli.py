@@ -266,7 +266,7 @@ def _draw_times(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--machine needs --output and --seq-len, got no {missing}: add it")
     check_file("--output", arguments.output)
     heads, dim = arguments.heads, arguments.head_dim
-    kv_heads = arguments.kv_heads or heads
+    kv_heads = heads if arguments.kv_heads is None else arguments.kv_heads
     check_heads(heads, kv_heads, [dim])
     shape: Shape | LinearShape = Shape(1, arguments.seq_len, heads, kv_heads, dim)
     if kind_of(arguments.algo) == "linear":
@@ -426,6 +426,8 @@ def _plan_model(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             f"--tokens and --gpus must be more than 0, got {arguments.tokens} and {arguments.gpus}"
         )
+    if arguments.batch is not None and arguments.batch < 1:
+        raise ConfigError(f"--batch must be more than 0, got {arguments.batch}")
     for name in ("size", "seq_len", "heads", "kv_heads", "algo", "option", "memory", "json"):
         if getattr(arguments, name):
             flag = "--" + name.replace("_", "-")
@@ -489,7 +491,8 @@ def _plan_bytes(arguments: argparse.Namespace, title: str, shape: Shape, mask: M
 def _shape(arguments: argparse.Namespace) -> Shape:
     from megatron_cp_plugin.core.shape import Shape
 
-    heads, kv_heads = arguments.heads, arguments.kv_heads or arguments.heads
+    heads = arguments.heads
+    kv_heads = heads if arguments.kv_heads is None else arguments.kv_heads
     if arguments.value_dim is None:
         arguments.value_dim = arguments.head_dim
     for name in ("size", "seq_len", "heads", "head_dim", "value_dim", "batch"):

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import megatron_cp_plugin  # noqa: F401  (registers the algorithms)
 from megatron_cp_plugin.planner.machine import Machine
-from megatron_cp_plugin.planner.step import MODELS, Model, Split, only, step
+from megatron_cp_plugin.planner.model import MODELS, Model, Split
+from megatron_cp_plugin.planner.step import only, step
 
 ROOT = Path(__file__).parents[1]
 DATA = ROOT / "docs" / "data"

@@ -23,18 +23,10 @@ from megatron_cp_plugin.core.linear import LinearShape
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.planner.machine import Links, Machine, Rate
+from megatron_cp_plugin.planner.memory import memory
+from megatron_cp_plugin.planner.model import MODELS, Model, Recompute, Split
 from megatron_cp_plugin.planner.simulate import Timeline, simulate, tile_seconds
-from megatron_cp_plugin.planner.step import (
-    MODELS,
-    Model,
-    Recompute,
-    Split,
-    Step,
-    memory,
-    nodes_of,
-    only,
-    step,
-)
+from megatron_cp_plugin.planner.step import Step, nodes_of, only, step
 from megatron_cp_plugin.planner.trace import Event, Memory, Tile, trace_softmax
 
 ROOT = Path(__file__).parents[1]

@@ -26,9 +26,10 @@ from megatron_cp_plugin.core.linear import LinearShape
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.planner.machine import Machine, Pass
+from megatron_cp_plugin.planner.model import MODELS, Split
 from megatron_cp_plugin.planner.products import product_seconds
 from megatron_cp_plugin.planner.simulate import simulate, tile_seconds
-from megatron_cp_plugin.planner.step import MODELS, Split, Step, step
+from megatron_cp_plugin.planner.step import Step, step
 from megatron_cp_plugin.planner.trace import Tile
 
 ROOT = Path(__file__).parents[1]

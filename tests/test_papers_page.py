@@ -10,7 +10,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 import papers_predicted as page
 
 from megatron_cp_plugin.core.shape import Shape
-from megatron_cp_plugin.planner.step import MODELS, Split, step
+from megatron_cp_plugin.planner.model import MODELS, Split
+from megatron_cp_plugin.planner.step import step
 
 
 def test_every_predicted_table_is_there():

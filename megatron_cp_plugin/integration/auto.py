@@ -47,7 +47,8 @@ from megatron_cp_plugin.planner.here import (
     machine_here,
 )
 from megatron_cp_plugin.planner.machine import Machine
-from megatron_cp_plugin.planner.step import Model, Split, memory
+from megatron_cp_plugin.planner.memory import memory
+from megatron_cp_plugin.planner.model import Model, Split
 
 _SPARE = 0.1  # of a GPU's memory, for what is not counted
 
@@ -304,24 +305,7 @@ def _memory_bytes(args: Any, machine: Machine, kind: Kind) -> float | None:
     seq_length = args.seq_length or args.encoder_seq_length
     if None in (args.vocab_size, args.micro_batch_size, args.num_layers):
         return machine.memory_gib * GIB * (1 - _SPARE)
-    experts = args.num_experts or 0
-    model = Model(
-        "this model",
-        args.num_layers,
-        args.hidden_size,
-        (args.moe_ffn_hidden_size if experts else None)
-        or args.ffn_hidden_size
-        or 4 * args.hidden_size,
-        args.num_attention_heads,
-        kv_heads_of(args),
-        shape.head_dim,
-        args.vocab_size,
-        gated=bool(args.swiglu),
-        experts=experts,
-        active=args.moe_router_topk if experts else 0,
-        value_dim=shape.value_dim,
-        tied=not args.untie_embeddings_and_output_weights,
-    )
+    model, experts = _model(args, shape), args.num_experts or 0
     ranks = args.tensor_model_parallel_size * args.context_parallel_size
     data = max(1, args.world_size // ranks // args.pipeline_model_parallel_size)
     samples = args.global_batch_size or args.micro_batch_size * data
@@ -335,10 +319,53 @@ def _memory_bytes(args: Any, machine: Machine, kind: Kind) -> float | None:
         max(1, samples // data // args.micro_batch_size),
         "full" if settings.recompute_granularity == "full" else "none",
         distributed_optimizer=bool(args.use_distributed_optimizer),
+        sharded=_shards_parameters(args),
     )
     others = sum(memory(model, split, args.micro_batch_size * seq_length).values())
     left = machine.memory_gib * (1 - _SPARE) - others
     return left * GIB if left > 0 else None
+
+
+def _model(args: Any, shape: Shape | LinearShape) -> Model:
+    settings, experts = Settings(args), args.num_experts or 0
+    wide = args.ffn_hidden_size or 4 * args.hidden_size
+    with_experts = layers_with_experts(settings.moe_layer_freq, args.num_layers) if experts else 0
+    latent = bool(settings.multi_latent_attention)
+    return Model(
+        "this model",
+        args.num_layers,
+        args.hidden_size,
+        (args.moe_ffn_hidden_size or wide) if experts else wide,
+        args.num_attention_heads,
+        kv_heads_of(args),
+        shape.head_dim,
+        args.vocab_size,
+        gated=bool(args.swiglu),
+        experts=experts,
+        active=args.moe_router_topk if experts else 0,
+        shared=(settings.moe_shared_expert_intermediate_size or 0) if experts else 0,
+        dense=args.num_layers - with_experts if experts else 0,
+        dense_ffn=wide if experts else 0,
+        value_dim=shape.value_dim,
+        query_rank=(settings.q_lora_rank or 0) if latent else 0,
+        key_rank=(settings.kv_lora_rank or 0) if latent else 0,
+        rotary_dim=(settings.qk_pos_emb_head_dim or 0) if latent else 0,
+        tied=not args.untie_embeddings_and_output_weights,
+    )
+
+
+def layers_with_experts(frequency: int | Sequence[int] | None, layers: int) -> int:
+    """How many, by `--moe-layer-freq`: every so many-th from the first on, or as a list says."""
+    if frequency is None or isinstance(frequency, int):
+        return -(-layers // (frequency or 1))
+    return sum(map(bool, frequency))
+
+
+def _shards_parameters(args: Any) -> bool:
+    settings = Settings(args)
+    strategy = settings.data_parallel_sharding_strategy
+    by_megatron = settings.use_megatron_fsdp and strategy == "optim_grads_params"
+    return bool(settings.use_torch_fsdp2 or by_megatron)
 
 
 def _has_window(args: Any, number: int) -> bool:

@@ -863,13 +863,14 @@ SETTINGS: tuple[Setting, ...] = (
     *_settings("data_parallel_size", "validated args"),
     *_settings(
         "check_for_nan_in_loss_and_grad ckpt_format create_attention_mask_in_dataloader "
-        "data_cache_path "
+        "data_cache_path data_parallel_sharding_strategy "
         "data_path distributed_timeout_minutes encoder_seq_length eod_mask_loss eval_iters "
         "fake_process_group "
         "ffn_hidden_size fim_data finetune global_batch_size group_query_attention "
         "high_priority_stream_groups hybrid_override_pattern load micro_batch_size "
         "mid_level_dataset_surplus mmap_bin_files no_load_optim no_save_optim "
-        "mock_data moe_ffn_hidden_size moe_router_topk nccl_communicator_config_path "
+        "mock_data moe_ffn_hidden_size moe_layer_freq moe_router_topk "
+        "moe_shared_expert_intermediate_size nccl_communicator_config_path "
         "num_dataset_builder_threads num_experts perform_rl_step "
         "position_embedding_type rampup_batch_size rank recompute_activations "
         "reset_attention_mask reset_position_ids rl_use_sequence_packing save seed seq_length "

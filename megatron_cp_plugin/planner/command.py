@@ -15,8 +15,9 @@ from megatron_cp_plugin.planner.candidates import Options
 from megatron_cp_plugin.planner.choose import GIB, Kind, Place, choose
 from megatron_cp_plugin.planner.explain import sentence, table
 from megatron_cp_plugin.planner.here import kernel_on, machine_named
+from megatron_cp_plugin.planner.model import MODELS, Split
 from megatron_cp_plugin.planner.splits import STEP_TOKENS, Job, proposals
-from megatron_cp_plugin.planner.step import MODELS, Split, dispatch
+from megatron_cp_plugin.planner.step import dispatch
 from megatron_cp_plugin.registry import AUTO
 from megatron_cp_plugin.text_table import text_table
 
@@ -60,13 +61,23 @@ def plan_model(
         f"sequence{'s' * (sequences > 1)} of {tokens} tokens a step"
     )
     sizes = ["TP", "CP", "PP", "DP", *(["EP", "ETP"] if job.model.experts else [])]
-    headers = (*sizes, "recompute", "loss", "s a step", "tokens/s/GPU", "GiB", "attention by")
+    headers = (
+        *sizes,
+        "parameters",
+        "recompute",
+        "loss",
+        "s a step",
+        "tokens/s/GPU",
+        "GiB",
+        "attention by",
+    )
     rows = [
         (
             *map(
                 str,
                 (s.tensor, s.context, s.pipeline, s.data, s.expert, s.expert_tensor)[: len(sizes)],
             ),
+            "sharded" if s.sharded else "whole",
             s.recompute,
             "chunked" if s.chunked_loss else "whole",
             f"{one.step.seconds:.2f}",
@@ -77,7 +88,8 @@ def plan_model(
         for one in found
         for s in [one.split]
     ]
-    right = [n for n, name in enumerate(headers) if name not in ("recompute", "loss", headers[-1])]
+    words = ("parameters", "recompute", "loss", headers[-1])
+    right = [n for n, name in enumerate(headers) if name not in words]
     print(text_table(headers, rows, right=right))
     if job.model.experts:
         print(_experts(job, best.split))
@@ -163,6 +175,14 @@ def megatron_settings(job: Job, split: Split) -> dict[str, object]:
             "qk_pos_emb_head_dim": model.rotary_dim,
             "v_head_dim": model.value_dim,
             "apply_rope_fusion": False,  # the fused one cuts positions by Megatron's own layout
+        }
+    if split.sharded:
+        settings |= {
+            "use_megatron_fsdp": True,
+            "data_parallel_sharding_strategy": "optim_grads_params",
+            "megatron_fsdp_main_grads_dtype": "fp32",
+            "ckpt_format": "fsdp_dtensor",
+            "gradient_accumulation_fusion": False,
         }
     if split.counts_ends(model):
         settings["account_for_embedding_in_pipeline_split"] = True

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from math import log
+from math import inf, log
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
@@ -179,6 +179,15 @@ class Machine:
         inside = sent - between if operation == "all_to_all" else sent
         return max(seconds, self.inside.rate(operation, local).time(inside))
 
+    def linear_speed(self, phase: Pass) -> float:
+        """FLOP a second of linear attention. Raises: ConfigError if they are not known."""
+        if phase not in self.linear_flops:
+            raise ConfigError(
+                f"machine {self.name} has no linear_flops of a {phase}: add them, or use a machine "
+                "that megatron-cp calibrate has measured"
+            )
+        return self.linear_flops[phase]
+
     def kernel(self, name: str) -> Kernels:
         """Raises: ConfigError if this machine knows no such kernel."""
         if name not in self.kernels:
@@ -230,7 +239,7 @@ class Machine:
             found = min(unknown)
             raise ValueError(f"unknown key {found!r}{nearest(found, known)}")
         copy = values.get("copy")
-        return cls(
+        machine = cls(
             **{
                 **values,
                 "kernels": {name: _kernels(value) for name, value in values["kernels"].items()},
@@ -240,6 +249,10 @@ class Machine:
                 "host": Host(**values.get("host", {})),
             }
         )
+        if not machine.kernels:
+            raise ValueError("kernels must name one at least, got none")
+        _check_numbers("", asdict(machine))
+        return machine
 
 
 def machines() -> tuple[str, ...]:
@@ -251,6 +264,33 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _plain(one) for key, one in value.items()}
     return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
+# What may be 0: times, and rows and columns of tiles that are no slower.
+_FROM_ZERO = frozenset(("seconds", "operation_seconds", "rows", "columns"))
+_COUNTS = frozenset(("gpus_per_node", "cards_per_node", "ranks_per_gpu"))
+_SPEEDS = tuple(f"{one} {shape}" for one in get_args(Pass) for shape in ("causal", "full"))
+
+
+def _check_numbers(where: str, value: Mapping[Any, Any]) -> None:
+    """Raises: ValueError for numbers that a machine cannot have, or that are none."""
+    for key, one in value.items():
+        name = f"{where}{key}"
+        if isinstance(one, Mapping):
+            if key == "by_pass" and (missing := set(_SPEEDS) - set(one)):
+                raise ValueError(f"{name} must have {', '.join(_SPEEDS)}, got no {min(missing)}")
+            _check_numbers(f"{name}.", one)
+        elif key not in ("name", "source") and one is not None:
+            if isinstance(one, bool) or not isinstance(one, int | float):
+                raise ValueError(f"{name} must be a number, such as 4.0e+10, got {one!r}")
+            of_host = where == "host."
+            least = "at least 0" if of_host or key in _FROM_ZERO else "more than 0"
+            if not 0 <= one < inf or (least == "more than 0" and not one):
+                raise ValueError(f"{name} must be {least}, got {one}")
+            if key in _COUNTS and one != int(one):
+                raise ValueError(f"{name} must be a whole number, got {one}")
+            if key == "group_share" and one > 1:
+                raise ValueError(f"{name} must be at most 1, got {one}")
 
 
 def _links(value: Mapping[str, Any]) -> Links:

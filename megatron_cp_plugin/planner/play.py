@@ -283,7 +283,7 @@ class _Run:
             seconds = tile_seconds(machine, self.kernel, event)
             name = f"attention {event.phase}"
         elif isinstance(event, Linear):
-            seconds = event.flop / machine.linear_flops[event.phase]
+            seconds = event.flop / machine.linear_speed(event.phase)
             name = f"linear attention {event.phase}"
         else:
             seconds = machine.operation_seconds + event.bytes / machine.memory_bytes_per_second

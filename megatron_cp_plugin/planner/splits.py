@@ -1,6 +1,7 @@
 """Ranks the ways to split a model over GPUs: tensor, context, pipeline, data, expert parallel.
 
-Experts are whole, or split as much as all else is (expert tensor parallelism of 1 or TP).
+Experts are whole, or split among up to as many ranks as all else is (expert tensor parallelism).
+Parameters are whole, or sharded as Megatron-FSDP does it, where it can.
 """
 
 from __future__ import annotations
@@ -16,17 +17,9 @@ from megatron_cp_plugin.core.tiles import Mask, visible_pairs
 from megatron_cp_plugin.errors import ConfigError, near_multiples
 from megatron_cp_plugin.planner.choose import GIB, Choice, Kind, Place, choose
 from megatron_cp_plugin.planner.machine import Machine
+from megatron_cp_plugin.planner.model import Model, Recompute, Split
 from megatron_cp_plugin.planner.simulate import PASSES, tile_seconds
-from megatron_cp_plugin.planner.step import (
-    Model,
-    Recompute,
-    Split,
-    Step,
-    check_split,
-    nodes_of,
-    only,
-    step,
-)
+from megatron_cp_plugin.planner.step import Step, check_split, nodes_of, only, step
 from megatron_cp_plugin.planner.trace import Tile
 
 STEP_TOKENS = 2**22  # of a step, where nobody says
@@ -117,13 +110,14 @@ def _too_large(job: Job, found: Sequence[Step]) -> ConfigError:
 
 
 def _worth_it(found: Iterable[tuple[Step, Split]]) -> Iterator[tuple[Step, Split]]:
-    """Without those whose experts, split otherwise, would take less time and less memory.
+    """Without those that would take less time and less memory with experts split otherwise, or with
+    parameters sharded, or whole.
 
     Args: found: the fastest first.
     """
     least: dict[Split, float] = {}
     for best, split in found:
-        alike = replace(split, expert=1, expert_tensor=1, chunked_loss=False)
+        alike = replace(split, expert=1, expert_tensor=1, chunked_loss=False, sharded=False)
         if best.gib < least.get(alike, inf):
             least[alike] = best.gib
             yield best, split
@@ -148,9 +142,9 @@ def _small_enough(job: Job, split: Split) -> tuple[Step, Split]:
     return _step(job, split, seconds), split
 
 
-def _time(one: tuple[Step, Split]) -> tuple[float, int, int]:
+def _time(one: tuple[Step, Split]) -> tuple[float, int, int, bool]:
     found, split = one
-    return found.seconds, split.tensor * split.pipeline, split.context
+    return found.seconds, split.tensor * split.pipeline, split.context, split.sharded
 
 
 def _ways(job: Job) -> Iterator[Split]:
@@ -165,10 +159,14 @@ def _ways(job: Job) -> Iterator[Split]:
         if job.sequences % data or job.tokens % (2 * context * tensor):
             continue
         recomputes: tuple[Recompute, ...] = ("none", "full")
-        parts = sorted({1, tensor}) if job.model.experts else [1]
-        for expert, part, recompute in product(experts, parts, recomputes):
-            batches = job.sequences // data
-            split = Split(tensor, context, pipeline, data, expert, part, batches, recompute)
+        parts = [ways for ways in powers if ways <= tensor] if job.model.experts else [1]
+        for expert, part, recompute, sharded in product(experts, parts, recomputes, (False, True)):
+            split = Split(
+                *(tensor, context, pipeline, data, expert, part),
+                job.sequences // data,
+                recompute,
+                sharded=sharded,
+            )
             try:
                 check_split(job.model, split, job.tokens)
             except ConfigError:

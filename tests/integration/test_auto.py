@@ -24,8 +24,8 @@ from megatron_cp_plugin.integration.checks import check_arguments
 from megatron_cp_plugin.integration.yaml_config import yaml_to_argv
 from megatron_cp_plugin.planner.command import megatron_settings, write_run_file
 from megatron_cp_plugin.planner.machine import Host, Machine
+from megatron_cp_plugin.planner.model import MODELS, Model, Split
 from megatron_cp_plugin.planner.splits import Job
-from megatron_cp_plugin.planner.step import MODELS, Split
 
 CPU = torch.device("cpu")
 Choosing = Callable[..., tuple[PluginFlags, list[str]]]
@@ -200,13 +200,66 @@ def test_parts_of_experts_count_as_megatron_makes_them(
     assert [(one.expert, one.expert_tensor) for one in splits] == [(2, 4), (2, 1)]
 
 
+def test_memory_is_that_of_all_parts_of_a_model(
+    parser: argparse.ArgumentParser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of DeepSeek-V3, with sharded parameters."""
+    found: list[tuple[Model, Split]] = []
+
+    def memory(model: Model, split: Split, tokens: int) -> dict[str, float]:
+        found.append((model, split))
+        return {}
+
+    monkeypatch.setattr(auto, "memory", memory)
+    words = "--num-layers 8 --hidden-size 4096 --num-attention-heads 32 --bf16 --swiglu "
+    words += "--attention-dropout 0 --position-embedding-type rope --micro-batch-size 1 "
+    words += "--seq-length 8192 --vocab-size 128 --num-experts 8 --moe-router-topk 2 "
+    words += "--moe-ffn-hidden-size 512 --ffn-hidden-size 2048 --moe-layer-freq [0]*3+[1]*5 "
+    words += "--moe-shared-expert-intermediate-size 1024 --multi-latent-attention "
+    words += "--q-lora-rank 96 --kv-lora-rank 64 --qk-head-dim 128 --qk-pos-emb-head-dim 64 "
+    words += "--v-head-dim 128 --no-rope-fusion --context-parallel-size 2 --cp-machine h100 "
+    words += "--context-parallel-algo auto "
+    fsdp = "--use-megatron-fsdp --ckpt-format fsdp_dtensor"
+    for more in ("", fsdp, f"{fsdp} --data-parallel-sharding-strategy optim"):
+        flags, rest = split_flags((words + more).split())
+        args = parser.parse_args(rest)
+        args.world_size = 4
+        resolve(flags, args, CPU)
+    expected = Model(
+        *("this model", 8, 4096, 512, 32, 32, 192, 128),
+        experts=8,
+        active=2,
+        shared=1024,
+        dense=3,
+        dense_ffn=2048,
+        value_dim=128,
+        query_rank=96,
+        key_rank=64,
+        rotary_dim=64,
+        tied=True,
+    )
+    assert [model for model, _ in found] == [expected] * 3
+    assert [split.sharded for _, split in found] == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("frequency", "expected"), [(1, 8), (2, 4), (3, 3), ([0, 0, 0, 1, 1, 1, 1, 1], 5), (None, 8)]
+)
+def test_layers_with_experts(frequency: Any, expected: int) -> None:
+    assert auto.layers_with_experts(frequency, 8) == expected
+
+
+@pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("name", ["llama3-8b", "qwen3-30b-a3b", "deepseek-v3", "tnl-1b"])
-def test_written_choices_are_run_files(tmp_path: Path, name: str) -> None:
+def test_written_choices_are_run_files(tmp_path: Path, name: str, sharded: bool) -> None:
     """`plan --model --yaml` names flags that Megatron has, options that the algorithm has, and what
     a run may have.
     """
     machine = Machine.load("h100_400g")
-    split = Split(2, 4, 2, 2, 2 if MODELS[name].experts else 1, 1, 4, "full")
+    experts = 2 if MODELS[name].experts else 1
+    split = Split(2, 4, 2, 2, experts, 1, 4, "full")
+    if sharded:
+        split = replace(split, tensor=1 if MODELS[name].linear else 2, pipeline=1, sharded=True)
     job = Job(MODELS[name], 65536, 32, machine, "flash4", Mask(), 8)
     options: tuple[tuple[str, object], ...] = (("route", "straight"), ("chunks", 2))
     settings = megatron_settings(job, split)
@@ -219,6 +272,7 @@ def test_written_choices_are_run_files(tmp_path: Path, name: str) -> None:
     assert (args.hidden_size, args.context_parallel_size) == (MODELS[name].hidden, 4)
     assert (args.num_experts or 0) == MODELS[name].experts
     assert args.expert_tensor_parallel_size == (1 if MODELS[name].experts else None)
+    assert args.use_megatron_fsdp == sharded
     args.world_size, args.rank = split.gpus, 0
     if not MODELS[name].linear:
         check_arguments(args, flags.config(args.context_parallel_size), CPU)

@@ -388,7 +388,7 @@ def test_positions_of_another_rank(layout: str, call: int) -> None:
         whose = mine if call > 1 else 0  # in a first call all say what the first one found
         assert said == (
             f"context-parallel rank {whose} needs its own part of each batch, got position_ids of "
-            f"rank {(whose + 1) % 3}: cut by the rank in the context-parallel group"
+            f"rank {(whose + 1) % 3}: split by the rank in the context-parallel group"
         )
 
 

@@ -7,13 +7,20 @@ started on two of them with fewer and smaller layers.
 import math
 import subprocess
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.harness import prepare_data
+from megatron_cp_plugin.planner.command import megatron_settings, write_run_file
+from megatron_cp_plugin.planner.machine import Machine
+from megatron_cp_plugin.planner.model import MODELS, Split
+from megatron_cp_plugin.planner.splits import Job
 from tests.integration.conversations import write_conversations
 from tests.integration.megatron_job import SCRIPT, run
 
@@ -144,14 +151,34 @@ def test_run_files_train_on_two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert all(map(math.isfinite, found["qwen3_next_64k"]))
 
 
-@pytest.mark.slow
-def test_run_files_and_what_they_propose_are_accepted() -> None:
+def check_accepted(runs: Sequence[str]) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *RUNS],
+        [sys.executable, "-c", PROGRAM, *runs],
         capture_output=True,
         text=True,
         timeout=200,
         check=False,
     )
     accepted = [line for line in done.stdout.splitlines() if line.startswith("ACCEPTED")]
-    assert accepted == [f"ACCEPTED {run}" for run in RUNS], done.stderr[-3000:]
+    assert accepted == [f"ACCEPTED {run}" for run in runs], done.stderr[-3000:]
+
+
+@pytest.mark.slow
+def test_run_files_and_what_they_propose_are_accepted() -> None:
+    check_accepted(RUNS)
+
+
+@pytest.mark.slow
+def test_what_the_planner_writes_is_accepted(tmp_path: Path) -> None:
+    """By Megatron too, once data, tokenizer and learning rate are given."""
+    machine, runs = Machine.load("h100_400g"), []
+    given = "--mock-data --tokenizer-type NullTokenizer --vocab-size 8192 --train-iters 3 --lr 1e-5"
+    for name in ("llama3-8b", "mixtral-8x7b", "deepseek-v3"):
+        split = Split(2, 4, 1, 2, 8 if MODELS[name].experts else 1, 1, 4, "full")
+        for sharded in (False, True):
+            one = replace(split, sharded=sharded)
+            job = Job(MODELS[name], 65536, split.gpus, machine, "flash4", Mask(), 8)
+            path = tmp_path / f"{name}-{sharded}.yaml"
+            write_run_file(path, megatron_settings(job, one), "zigzag", ())
+            runs.append(f"{path} {split.gpus} {given}")
+    check_accepted(runs)

@@ -1,5 +1,6 @@
 """`megatron-cp plan` with a machine: what it prints, writes and refuses."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,8 +14,9 @@ from megatron_cp_plugin.layers import parse_layers
 from megatron_cp_plugin.planner.command import megatron_settings, pattern
 from megatron_cp_plugin.planner.here import machine_here, machine_named
 from megatron_cp_plugin.planner.machine import Machine
+from megatron_cp_plugin.planner.model import MODELS, Split
 from megatron_cp_plugin.planner.splits import Job, proposals
-from megatron_cp_plugin.planner.step import MODELS, Split, only, step
+from megatron_cp_plugin.planner.step import only, step
 
 LAYER = "plan --size 4 --seq-len 32K --heads 8 --kv-heads 2 --machine h200"
 
@@ -37,6 +39,7 @@ def test_a_layer(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     [
         (f"{LAYER} --algo zigzag", "--machine tries all algorithms and options: leave --algo out"),
         (LAYER.replace("h200", "h300"), "there is no machine 'h300'"),
+        (LAYER.replace("-heads 2", "-heads 0"), "--kv-heads must divide the 8 heads, got 0"),
         (LAYER.replace("--machine h200", "--yaml x.yaml"), "needs --machine, got none"),
         ("plan --size 4", "plan needs --size, --seq-len and --heads, or --model, got no --seq-len"),
         ("plan --model llama3-8b --tokens 8K --gpus 8", "got no --machine"),
@@ -52,6 +55,10 @@ def test_a_layer(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         (
             "plan --model llama3-8b --tokens 12345 --gpus 8 --machine h100",
             ": use --tokens 12336 or 12352\n",
+        ),
+        (
+            "plan --model llama3-8b --tokens 8K --gpus 2 --batch -4 --machine h100",
+            "--batch must be more than 0, got -4",
         ),
         (
             "plan --model llama3-8b --tokens 8K --gpus 7 --machine h100",
@@ -145,3 +152,40 @@ def test_machines_by_their_gpu() -> None:
 @pytest.mark.parametrize("layers", [("lasp2",) * 7 + ("zigzag",), ("ring", "zigzag") * 2])
 def test_patterns_are_read_back(layers: tuple[str, ...]) -> None:
     assert parse_layers(pattern(layers)) == layers
+
+
+@pytest.mark.parametrize(
+    ("keys", "value", "message"),
+    [
+        ("memory_gib", -1, "memory_gib must be more than 0, got -1"),
+        ("memory_gib", float("nan"), "memory_gib must be more than 0, got nan"),
+        ("inside exchange bytes_per_second", 0, "inside.exchange.bytes_per_second must be more"),
+        ("between exchange bytes_per_second", "1e11", "must be a number, such as 4.0e+10, got '1e"),
+        ("between exchange seconds", -1e-6, "between.exchange.seconds must be at least 0, got"),
+        ("gpus_per_node", 0, "gpus_per_node must be more than 0, got 0"),
+        ("gpus_per_node", 2.5, "gpus_per_node must be a whole number, got 2.5"),
+        ("group_share", 1.5, "group_share must be at most 1, got 1.5"),
+        ("kernels", {}, "kernels must name one at least, got none"),
+        ("kernels flash4 by_pass", {}, "got no backward causal"),
+        ("host call", True, "host.call must be a number"),
+    ],
+)
+def test_machines_that_cannot_be(tmp_path: Path, keys: str, value: object, message: str) -> None:
+    values = Machine.load("h100_400g").values()
+    *path, last = keys.split()
+    inner = values
+    for key in path:
+        inner = inner[key]
+    inner[last] = value
+    file = tmp_path / "machine.yaml"
+    file.write_text(yaml.safe_dump(values))
+    with pytest.raises(ConfigError, match=re.escape(message)) as error:
+        Machine.load(file)
+    assert str(error.value).startswith(f"machine file {file} cannot be read: ")
+    assert "\n" not in str(error.value)
+
+
+def test_linear_attention_on_a_machine_that_does_not_know_it() -> None:
+    machine = replace(machine_named("h100"), linear_flops={})
+    with pytest.raises(ConfigError, match="has no linear_flops of a forward: add them, or use"):
+        step(MODELS["tnl-1b"], Split(context=2), 8192, machine, "lasp2")

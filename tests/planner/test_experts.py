@@ -11,8 +11,9 @@ from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.planner.command import megatron_settings
 from megatron_cp_plugin.planner.experts import Dispatch, Dispatcher
 from megatron_cp_plugin.planner.machine import Machine, Rate
-from megatron_cp_plugin.planner.splits import Job
-from megatron_cp_plugin.planner.step import MODELS, Model, Split, check_split, dispatch, only, step
+from megatron_cp_plugin.planner.model import MODELS, Model, Split
+from megatron_cp_plugin.planner.splits import Job, _ways
+from megatron_cp_plugin.planner.step import check_split, dispatch, only, step
 
 H100 = Machine.load("h100_400g")
 QWEN = MODELS["qwen3-30b-a3b"]
@@ -161,3 +162,12 @@ def test_experts_may_be_split_among_the_ranks_of_tensor_parallelism() -> None:
     message = "expert . expert_tensor, got 8 tensor . context . data and expert . expert_tensor 16"
     with pytest.raises(ConfigError, match=message):
         check_split(model, Split(tensor=8, expert=8, expert_tensor=2), 8192)
+
+
+def test_experts_are_split_among_up_to_as_many_ranks_as_the_rest() -> None:
+    job = Job(MODELS["mixtral-8x7b"], 8192, 8, H100, next(iter(H100.kernels)), Mask(), 8)
+    found = {(one.tensor, one.expert, one.expert_tensor) for one in _ways(job)}
+    assert {parts for tensor, _, parts in found if tensor == 4} == {1, 2, 4}
+    assert {parts for tensor, _, parts in found if tensor == 1} == {1}
+    assert (4, 4, 2) in found
+    assert (4, 8, 2) not in found  # 16 ranks

@@ -8,8 +8,9 @@ from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.planner.command import megatron_settings
 from megatron_cp_plugin.planner.machine import Machine
+from megatron_cp_plugin.planner.model import MODELS, Split
 from megatron_cp_plugin.planner.splits import Job
-from megatron_cp_plugin.planner.step import MODELS, Split, only, step
+from megatron_cp_plugin.planner.step import only, step
 
 H100 = Machine.load("h100_400g")
 
