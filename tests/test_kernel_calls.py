@@ -51,7 +51,7 @@ class Spy(Reference):
         ("ring", {"layout": "thd"}, 4),
         ("zigzag", {"layout": "thd", "backward": "kv"}, 4),
         ("zigzag", {"layout": "thd", "backward": "query"}, 4),
-        ("distflash", {"layout": "thd"}, 5),  # half of another rank's last step
+        ("distflash", {"layout": "thd"}, 4),
         # A chunk of one query is a full tile.
         ("allgather", {"layout": "thd", "chunks": 1}, 2),
         ("ulysses", {"layout": "thd", "chunks": 1}, 1),

@@ -7,16 +7,19 @@ B batch, S local tokens, H query heads, G KV heads, D head dim, P ranks.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from megatron_cp_plugin.algorithms.point_to_point import PointToPoint
 from megatron_cp_plugin.core.algorithm import group_counts, number
 from megatron_cp_plugin.core.comm import Phase
+from megatron_cp_plugin.core.document_layout import PaddedDocuments
 from megatron_cp_plugin.core.pipeline import head_groups
 from megatron_cp_plugin.core.placement import BlockPlacement, Place
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
+from megatron_cp_plugin.core.touched import rows_at_distances
 from megatron_cp_plugin.registry import register
 
 
@@ -58,6 +61,44 @@ class HelpedPlacement(BlockPlacement):
             yield Place(query, distance)
 
 
+@dataclass(frozen=True)
+class EvenPlacement(BlockPlacement):
+    """For documents that all ranks share evenly, so that all pairs of blocks are equal work.
+
+    The pairs of rank p + t's queries and rank p's keys, for all p, are one step. In each step but
+    the first, with a rank's own blocks, every rank computes one pair: either all queries go to the
+    keys of their pairs, or all keys to the queries. So the work is equal either way, and what
+    travels is what has fewer bytes. Blocks of queries come first: their results go back while
+    others are computed.
+
+    Attributes: helped: distances t of which the queries travel.
+    """
+
+    helped: frozenset[int] = frozenset()
+
+    def pairs_of(self, rank: int) -> Iterator[tuple[int, int]]:
+        """See BlockPlacement.pairs_of."""
+        for distance in range(self.size):
+            if distance in self.helped:
+                yield (rank + distance) % self.size, rank
+            else:
+                yield rank, (rank - distance) % self.size
+
+    def place(self, query: int, key: int) -> Iterator[Place]:
+        """See BlockPlacement.place."""
+        distance = (query - key) % self.size
+        yield Place(key if distance in self.helped else query, self._steps[distance])
+
+    @cached_property
+    def _steps(self) -> dict[int, int]:
+        """By distance: the rank's own blocks, then queries, then keys; neighbours first, to which a
+        window reaches.
+        """
+        near = sorted(range(self.size), key=lambda t: min(t, self.size - t))
+        order = sorted(near, key=lambda t: t > 0 and 1 + (t not in self.helped))
+        return {distance: step for step, distance in enumerate(order)}
+
+
 @register("distflash")
 class DistFlash(PointToPoint):
     """DISTFLASHATTN with helpers in the forward and, in the same way, in the backward.
@@ -83,6 +124,9 @@ class DistFlash(PointToPoint):
     Without helpers P-1 takes the place of floor(P/2), and h is 0. Where the last step of an even P
     is shared, ranks p < P/2 help once more and ranks p >= P/2 are helped, with half of the rows.
 
+    With layout "thd" every rank computes one pair of blocks in each of P steps, see EvenPlacement;
+    under span masks, of which nothing is known, it is helped as on contiguous chunks.
+
     Source: DISTFLASHATTN, Algorithms 1 and 2, section 3.2.
     """
 
@@ -100,7 +144,9 @@ class DistFlash(PointToPoint):
                 KV heads: two need less memory, and 1 to 2% more time.
             overlap: the next step's blocks come during the present one; false, for measurements:
                 every message is waited for where it is posted.
-            layout: "contiguous", or "thd", see ring.
+            layout: "contiguous", or "thd", see ring: no rank would wait, so that `balanced` says
+                whether queries may travel in place of keys, and `last_step` is for spans alone, see
+                EvenPlacement.
         """
 
         chunks: int = number(1, group_counts, least=0)
@@ -115,13 +161,33 @@ class DistFlash(PointToPoint):
         super().__init__(topology, options)
         self.overlap = options.overlap
 
-    def placement(self, shape: Shape, mask: Mask, phase: Phase) -> HelpedPlacement:
+    def placement(self, shape: Shape, mask: Mask, phase: Phase) -> BlockPlacement:
         """See Algorithm.placement."""
         chunks = 1 if phase == "forward" else self.options.chunks
-        return HelpedPlacement(
-            self.layout,
-            self.topology.size,
-            head_groups(shape.heads, shape.kv_heads, chunks, share_kv=False),
-            helping=self.options.balanced and mask.causal,
-            shared=self.options.last_step == "shared",
-        )
+        groups = head_groups(shape.heads, shape.kv_heads, chunks, share_kv=False)
+        of_all = self.layout, self.topology.size, groups
+        helping = self.options.balanced and mask.causal
+        if isinstance(self.layout, PaddedDocuments) and mask.slices is None:
+            helped = self._helped(shape, mask, phase) if helping else frozenset[int]()
+            return EvenPlacement(*of_all, helped=helped)
+        shared = self.options.last_step == "shared"
+        return HelpedPlacement(*of_all, helping=helping, shared=shared)
+
+    def _helped(self, shape: Shape, mask: Mask, phase: Phase) -> frozenset[int]:
+        """See EvenPlacement. Half way round the two are about equal, and what counts is what the
+        rank sends that sends most.
+        """
+        there, back, keys = shape.query_width, shape.out_width, shape.kv_width
+        if phase == "backward":
+            there, back, keys = there + shape.out_width, shape.query_width, 2 * keys
+        size = self.topology.size
+        rows = rows_at_distances(self.layout.within(mask.followed), size, shape.seq_len, mask)
+        found = []
+        for distance, (of_queries, of_keys) in enumerate(rows):
+            total = max if 2 * distance == size else sum
+            # Rank p has sent the queries that rank p - t computes with.
+            sent = of_queries[-distance:] + of_queries[:-distance]
+            by_queries = (there * a + back * b for a, b in zip(sent, of_queries, strict=True))
+            if distance and any(of_keys) and total(by_queries) <= total(keys * n for n in of_keys):
+                found.append(distance)
+        return frozenset(found)

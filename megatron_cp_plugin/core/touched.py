@@ -10,7 +10,7 @@ from megatron_cp_plugin.core.bands import KEYS, QUERIES, BandRows, Bands, parts_
 from megatron_cp_plugin.core.layout import Layout, Spans, edges_of, without_steps
 from megatron_cp_plugin.core.owned import Owned
 from megatron_cp_plugin.core.ranges import Numbers, expanded, offsets_of_each, runs
-from megatron_cp_plugin.core.rows import Rows, united
+from megatron_cp_plugin.core.rows import Rows, row_count, united
 from megatron_cp_plugin.core.tiles import Mask, filled
 
 # Rows that nobody needs travel too where they are fewer, one behind the other, than a block has by
@@ -87,6 +87,32 @@ def queries_seeing(layout: Layout, size: int, seq_len: int, mask: Mask) -> list[
     if owned.alike(0, mask) is None:
         return _of_all_pairs(owned, mask.bands.transposed)
     return [dict(enumerate(met)) for met in zip(*_of_kinds(owned, mask, 0), strict=True)]
+
+
+@lru_cache(maxsize=16)  # both passes of a micro-batch have the same
+def rows_at_distances(
+    layout: Layout, size: int, seq_len: int, mask: Mask
+) -> list[tuple[list[int], list[int]]]:
+    """[t]: of ranks p = 0, 1, ... how many rows of the queries of rank p + t, modulo `size`, see
+    keys of rank p, and how many rows these keys are; with gaps as `keys_seen`.
+
+    Args: layout: of positions without a step.
+    """
+    tokens = layout, size, seq_len, mask
+    seen, seeing = keys_seen(*tokens), queries_seeing(*tokens)
+    counts: dict[int, int] = {}
+
+    def count(rows: Rows) -> int:
+        if id(rows) not in counts:  # most are the very same, and long
+            counts[id(rows)] = row_count(rows)
+        return counts[id(rows)]
+
+    found = []
+    for distance in range(size):
+        pairs = [((key + distance) % size, key) for key in range(size)]
+        of_queries = [count(seeing[key].get(query, ())) for query, key in pairs]
+        found.append((of_queries, [count(seen[query].get(key, ())) for query, key in pairs]))
+    return found
 
 
 def _of_kinds(owned: Owned, mask: Mask, side: Literal[0, 1]) -> list[list[Rows]]:
