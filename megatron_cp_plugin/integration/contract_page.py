@@ -57,9 +57,9 @@ The `pretrain_gpt.py` of 0.16.1, 0.17.1, 0.18.2, 0.19.0 and of that main branch 
 CPUs, with zigzag, ring (recomputing every layer), attention2d (distributed optimizer), distflash
 (multi-token prediction in a pipeline), TransNormerLLM on lasp2, and from 0.19 on zigzag and Ulysses
 with packed documents and `--sft`, and gave the losses of the same script on one context-parallel
-rank (`pytest -k unmodified --megatron-lm DIR` repeats it). So did `pretrain_hybrid.py` and
-`pretrain_mamba.py` of that main branch with attention and MLP layers (`--spec` with a stack of local
-ones), with zigzag, Ulysses, distflash and multi-token prediction. On GPUs only 0.19 was run.
+rank (`pytest -k unmodified --megatron-lm DIR` repeats it). So did that main branch's
+`pretrain_hybrid.py` and `pretrain_mamba.py` with attention and MLP layers (`--spec` with a stack of
+local ones), with zigzag, Ulysses, distflash and multi-token prediction. On GPUs only 0.19 was run.
 `pytest tests/integration/test_contract.py --megatron-core DIR` checks another version against these
 tables.
 
