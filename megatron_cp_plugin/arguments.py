@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from megatron_cp_plugin.core.documents import document_starts
 from megatron_cp_plugin.core.layout import Documents
-from megatron_cp_plugin.core.slices import Slices
+from megatron_cp_plugin.core.masks.documents import document_starts
+from megatron_cp_plugin.core.masks.slices import Slices
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError, brief, whole_number
 
 # As `functional.attention` takes them.

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_cp_plugin import __version__
-from megatron_cp_plugin.core.document_lengths import lengths_of
+from megatron_cp_plugin.core.masks.document_lengths import lengths_of
 from megatron_cp_plugin.ending import one_line_errors
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.extras import need
@@ -168,7 +168,7 @@ def _add_calibrate(commands: Any) -> None:
 def _calibrate(arguments: argparse.Namespace) -> int:
     from torch import distributed
 
-    from megatron_cp_plugin.core.process_groups import topology_of
+    from megatron_cp_plugin.core.communication.process_groups import topology_of
     from megatron_cp_plugin.doctor import check_heads, join
     from megatron_cp_plugin.functional import release
     from megatron_cp_plugin.planner.calibrate import calibrate
@@ -201,7 +201,7 @@ def _add_mask(parser: argparse.ArgumentParser) -> None:
 
 
 def _mask(arguments: argparse.Namespace) -> Mask:
-    from megatron_cp_plugin.core.documents import random_documents
+    from megatron_cp_plugin.core.masks.documents import random_documents
     from megatron_cp_plugin.core.tiles import Mask
 
     documents: tuple[int, ...] = ()
@@ -253,7 +253,7 @@ def _add_draw(commands: Any) -> None:
 
 
 def _draw_times(arguments: argparse.Namespace) -> int:
-    from megatron_cp_plugin.core.linear import LinearShape
+    from megatron_cp_plugin.core.linear.algorithm import LinearShape
     from megatron_cp_plugin.core.shape import Shape
     from megatron_cp_plugin.doctor import check_heads
     from megatron_cp_plugin.planner.here import machine_named
@@ -373,7 +373,7 @@ def _add_plan(commands: Any) -> None:
         "--json",
         type=Path,
         metavar="FILE",
-        help="write the whole plan of --algo and each rank's peak memory: see core/plan_json.py",
+        help="write the plan of --algo and each rank's peak memory: see core/plans/plan_json.py",
     )
     parser.add_argument(
         "--machine",

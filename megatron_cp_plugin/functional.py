@@ -29,20 +29,20 @@ from megatron_cp_plugin.arguments import (
 )
 from megatron_cp_plugin.core import layout as layouts
 from megatron_cp_plugin.core.algorithm import Algorithm
-from megatron_cp_plugin.core.autocast import cast_inputs
+from megatron_cp_plugin.core.autograd.autocast import cast_inputs
+from megatron_cp_plugin.core.autograd.function import attend, check_shapes
 from megatron_cp_plugin.core.chunked_loss import CHUNK_TOKENS, losses_and_predictions
 from megatron_cp_plugin.core.comm import communicating_in
-from megatron_cp_plugin.core.decay import Decay
-from megatron_cp_plugin.core.function import attend, check_shapes
+from megatron_cp_plugin.core.communication.lengths import agreed_length
+from megatron_cp_plugin.core.communication.process_groups import release_topologies, topology_of
+from megatron_cp_plugin.core.communication.same_calls import compared, same_call
 from megatron_cp_plugin.core.layout import Documents, Layout
-from megatron_cp_plugin.core.layout_check import describe_mismatch
-from megatron_cp_plugin.core.lengths import agreed_length
-from megatron_cp_plugin.core.linear import LinearAlgorithm
-from megatron_cp_plugin.core.linear_function import attend_linearly, check_linear_shapes
-from megatron_cp_plugin.core.process_groups import release_topologies, topology_of
-from megatron_cp_plugin.core.same_calls import compared, same_call
+from megatron_cp_plugin.core.layouts.layout_check import describe_mismatch
+from megatron_cp_plugin.core.linear.algorithm import LinearAlgorithm
+from megatron_cp_plugin.core.linear.decay import Decay
+from megatron_cp_plugin.core.linear.function import attend_linearly, check_linear_shapes
+from megatron_cp_plugin.core.masks.slices import starts_and_slices
 from megatron_cp_plugin.core.shape import Shape
-from megatron_cp_plugin.core.slices import starts_and_slices
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ContextParallelError, brief, whole_number

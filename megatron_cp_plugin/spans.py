@@ -11,7 +11,7 @@ from typing import SupportsIndex
 
 from torch import Tensor
 
-from megatron_cp_plugin.core.slices import Slice
+from megatron_cp_plugin.core.masks.slices import Slice
 from megatron_cp_plugin.errors import ContextParallelError, whole_number
 
 # A number of tokens, or of those that several trees share, and these.

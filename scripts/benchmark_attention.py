@@ -50,14 +50,14 @@ from rich.table import Table
 from torch import Tensor
 
 import megatron_cp_plugin as cp
-from megatron_cp_plugin.core.devices import take_gpu
-from megatron_cp_plugin.core.document_layout import PaddedDocuments
-from megatron_cp_plugin.core.document_lengths import Lengths, lengths_of
-from megatron_cp_plugin.core.documents import random_documents
+from megatron_cp_plugin.core.communication.devices import take_gpu
+from megatron_cp_plugin.core.communication.process_groups import topology_of
+from megatron_cp_plugin.core.communication.streams import capture
 from megatron_cp_plugin.core.kernel import Packing, Problem, SoftmaxKernel, Statistics
 from megatron_cp_plugin.core.layout import Layout, shard
-from megatron_cp_plugin.core.process_groups import topology_of
-from megatron_cp_plugin.core.streams import capture
+from megatron_cp_plugin.core.layouts.document_layout import PaddedDocuments
+from megatron_cp_plugin.core.masks.document_lengths import Lengths, lengths_of
+from megatron_cp_plugin.core.masks.documents import random_documents
 from megatron_cp_plugin.ending import one_line_errors
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.kernels import kernel_names, resolve

@@ -27,9 +27,9 @@ from rich.table import Table
 from torch import Tensor
 
 import megatron_cp_plugin as cp
-from megatron_cp_plugin.core.devices import take_gpu
+from megatron_cp_plugin.core.communication.devices import take_gpu
+from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.core.layout import Contiguous, Layout, shard
-from megatron_cp_plugin.core.virtual import VirtualWorld
 from megatron_cp_plugin.ending import one_line_errors
 from megatron_cp_plugin.paths import check_folder
 from megatron_cp_plugin.registry import layout_of

@@ -18,9 +18,9 @@ from lengths import head_dims_of
 from timing import time_ms
 
 import megatron_cp_plugin as cp
-from megatron_cp_plugin.core.devices import take_gpu
+from megatron_cp_plugin.core.communication.devices import take_gpu
 from megatron_cp_plugin.core.kernel import Problem, Statistics
-from megatron_cp_plugin.core.slices import Slice, Slices
+from megatron_cp_plugin.core.masks.slices import Slice, Slices
 from megatron_cp_plugin.core.tiles import Mask, visible_pairs
 from megatron_cp_plugin.ending import one_line_errors
 from megatron_cp_plugin.errors import ContextParallelError

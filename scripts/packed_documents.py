@@ -19,9 +19,9 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_cp_plugin.core.algorithm import Algorithm
-from megatron_cp_plugin.core.document_lengths import Lengths, lengths_of
-from megatron_cp_plugin.core.documents import random_documents
-from megatron_cp_plugin.core.plan import PHASES
+from megatron_cp_plugin.core.masks.document_lengths import Lengths, lengths_of
+from megatron_cp_plugin.core.masks.documents import random_documents
+from megatron_cp_plugin.core.plans.plan import PHASES
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.costs import planned

@@ -19,7 +19,7 @@ import headlines
 import predictions
 
 from megatron_cp_plugin import registry
-from megatron_cp_plugin.core.linear import LinearShape
+from megatron_cp_plugin.core.linear.algorithm import LinearShape
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.planner.machine import Links, Machine, Rate

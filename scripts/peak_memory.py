@@ -24,9 +24,9 @@ from lengths import head_dims_of
 from torch import Tensor
 
 import megatron_cp_plugin as cp
+from megatron_cp_plugin.core.communication.process_groups import topology_of
 from megatron_cp_plugin.core.kernel import Problem, SoftmaxKernel, Statistics
 from megatron_cp_plugin.core.layout import shard
-from megatron_cp_plugin.core.process_groups import topology_of
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.costs import peak
 from megatron_cp_plugin.errors import ContextParallelError

@@ -15,9 +15,9 @@ from statistics import median
 from rich.console import Console
 from rich.table import Table
 
-from megatron_cp_plugin.core.alone import Alone
-from megatron_cp_plugin.core.documents import random_documents
-from megatron_cp_plugin.core.memory import peak_of
+from megatron_cp_plugin.core.communication.alone import Alone
+from megatron_cp_plugin.core.execution.memory import peak_of
+from megatron_cp_plugin.core.masks.documents import random_documents
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.kernels.base import kernel_called

@@ -21,8 +21,8 @@ import numpy as np
 from headlines import section
 
 import megatron_cp_plugin  # noqa: F401  (registers the algorithms)
-from megatron_cp_plugin.core.documents import random_documents
-from megatron_cp_plugin.core.linear import LinearShape
+from megatron_cp_plugin.core.linear.algorithm import LinearShape
+from megatron_cp_plugin.core.masks.documents import random_documents
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.planner.machine import Machine, Pass

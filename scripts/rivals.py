@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_cp_plugin.core.process_groups import topology_of
+from megatron_cp_plugin.core.communication.process_groups import topology_of
 from megatron_cp_plugin.errors import ConfigError
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]

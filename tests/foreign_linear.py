@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from megatron_cp_plugin.core.algorithm import Algorithm
-from megatron_cp_plugin.core.decay import Decay, combine
 from megatron_cp_plugin.core.layout import Contiguous
-from megatron_cp_plugin.core.linear_route import Route
-from megatron_cp_plugin.core.state_passing import LocalWork, Message, StatePassing
+from megatron_cp_plugin.core.linear.decay import Decay, combine
+from megatron_cp_plugin.core.linear.route import Route
+from megatron_cp_plugin.core.linear.state_passing import LocalWork, Message, StatePassing
 from megatron_cp_plugin.core.topology import Topology
 
 

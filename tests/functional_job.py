@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import megatron_cp_plugin as cp
+from megatron_cp_plugin.core.communication.process_groups import _timeout_of, topology_of
 from megatron_cp_plugin.core.layout import LAYOUTS, positions
-from megatron_cp_plugin.core.process_groups import _timeout_of, topology_of
 from megatron_cp_plugin.errors import CommunicationError, ContextParallelError
 from tests.oracle import relative_error
 

@@ -6,8 +6,8 @@ from random import Random
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.core.documents import document_starts
-from megatron_cp_plugin.core.slices import KINDS, Slices
+from megatron_cp_plugin.core.masks.documents import document_starts
+from megatron_cp_plugin.core.masks.slices import KINDS, Slices
 from megatron_cp_plugin.core.tiles import Mask
 
 Spans = list[tuple[int, int, int, int, str]]

@@ -7,7 +7,8 @@ Rounds of several calls back to back, forwards and backwards of different algori
 a random stream behind random delays, other ones on each rank. Every result must be that of the same
 call over the process group (attention2d: over peer memory), made before without delays. Some calls
 are captured in CUDA graphs and replayed, behind delays and between other calls. `--virtual` does
-the same on threads of one process, whose slots are poisoned (core.virtual), and needs no GPU.
+the same on threads of one process, whose slots are poisoned (core.communication.virtual), and needs
+no GPU.
 
 Prints wrong results and one line at the end; exits 1 if there is a wrong element, or no case ran.
 """
@@ -32,11 +33,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 import megatron_cp_plugin as cp
+from megatron_cp_plugin.core.communication.process_groups import topology_of
+from megatron_cp_plugin.core.communication.streams import capture
+from megatron_cp_plugin.core.communication.virtual import run_virtual
 from megatron_cp_plugin.core.kernel import Problem
-from megatron_cp_plugin.core.process_groups import topology_of
-from megatron_cp_plugin.core.streams import capture
 from megatron_cp_plugin.core.topology import Topology
-from megatron_cp_plugin.core.virtual import run_virtual
 from megatron_cp_plugin.errors import KernelUnavailableError
 from megatron_cp_plugin.kernels import resolve
 

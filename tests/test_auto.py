@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import megatron_cp_plugin as cp
-from megatron_cp_plugin.core.documents import document_starts, random_documents
+from megatron_cp_plugin.core.communication.virtual import run_virtual
 from megatron_cp_plugin.core.layout import Contiguous
+from megatron_cp_plugin.core.masks.documents import document_starts, random_documents
 from megatron_cp_plugin.core.tiles import Mask, visible_pairs
 from megatron_cp_plugin.core.topology import Topology
-from megatron_cp_plugin.core.virtual import run_virtual
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.planner import here
 from megatron_cp_plugin.planner.here import example_of

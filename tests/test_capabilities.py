@@ -7,8 +7,8 @@ import torch
 
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.capabilities import RANKS, capabilities, markdown
+from megatron_cp_plugin.core.communication.virtual import run_virtual
 from megatron_cp_plugin.core.layout import LAYOUTS, positions
-from megatron_cp_plugin.core.virtual import run_virtual
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.layers import layout_choices
 from tests.linear_oracle import linear_expected, recurrence

@@ -13,14 +13,14 @@ from megatron_cp_plugin import registry
 from megatron_cp_plugin.algorithms.ring import Ring
 from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.core.comm import CommunicationLog
-from megatron_cp_plugin.core.documents import document_starts
+from megatron_cp_plugin.core.communication.virtual import run_virtual
 from megatron_cp_plugin.core.layout import Contiguous, Layout, shard, unshard
-from megatron_cp_plugin.core.plan import Plan
+from megatron_cp_plugin.core.masks.documents import document_starts
+from megatron_cp_plugin.core.masks.slices import Slices
+from megatron_cp_plugin.core.plans.plan import Plan
 from megatron_cp_plugin.core.shape import Shape
-from megatron_cp_plugin.core.slices import Slices
 from megatron_cp_plugin.core.tiles import Mask, visible_pairs
 from megatron_cp_plugin.core.topology import Topology
-from megatron_cp_plugin.core.virtual import run_virtual
 from megatron_cp_plugin.registry import create, layout_of, option_names
 from tests.oracle import Expected, expected_attention, relative_error
 
@@ -78,7 +78,7 @@ def run(
     """(out, dq, dk, dv) of every virtual rank, and what they sent.
 
     peer_access: blocks that visit every rank come through slots that are poisoned, see
-    core.virtual. mask: causal, window, cu_seqlens of `cp.attention`.
+    core.communication.virtual. mask: causal, window, cu_seqlens of `cp.attention`.
     """
     options: Mapping[str, object] = dict(case.options)
     layout = layout_for(case, expected, mask.get("cu_seqlens"), mask.get("spans"))

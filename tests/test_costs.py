@@ -4,7 +4,7 @@ import pytest
 
 from megatron_cp_plugin import cli
 from megatron_cp_plugin.baselines import BASELINES
-from megatron_cp_plugin.core.documents import random_documents
+from megatron_cp_plugin.core.masks.documents import random_documents
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.costs import cost, peak

@@ -9,7 +9,7 @@ import torch
 from megatron_cp_plugin import doctor, registry
 from megatron_cp_plugin.algorithms.ring import ZigzagRing
 from megatron_cp_plugin.cli import main
-from megatron_cp_plugin.core.process_groups import topology_of
+from megatron_cp_plugin.core.communication.process_groups import topology_of
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.kernels.torch_flash import CpuFlashAttention
 

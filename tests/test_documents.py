@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.algorithms.allgather import KvAllGather
-from megatron_cp_plugin.core.documents import document_starts
+from megatron_cp_plugin.core.communication.virtual import run_virtual
 from megatron_cp_plugin.core.layout import Contiguous, Cyclic, Layout, Zigzag
+from megatron_cp_plugin.core.masks.documents import document_starts
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask, plan_tiles, visible_pairs
 from megatron_cp_plugin.core.topology import Topology
-from megatron_cp_plugin.core.virtual import run_virtual
 from megatron_cp_plugin.errors import ContextParallelError
 from tests.oracle import expected_attention
 from tests.pairwise import pairwise

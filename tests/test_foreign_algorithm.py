@@ -15,13 +15,13 @@ from megatron_cp_plugin import cli, registry
 from megatron_cp_plugin.algorithms.lasp import Lasp
 from megatron_cp_plugin.algorithms.point_to_point import PointToPoint
 from megatron_cp_plugin.core.algorithm import Algorithm, number
+from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.core.layout import Contiguous, Layout
-from megatron_cp_plugin.core.linear import LinearShape
-from megatron_cp_plugin.core.plan import PHASES, Plan
-from megatron_cp_plugin.core.plan_check import check
+from megatron_cp_plugin.core.linear.algorithm import LinearShape
+from megatron_cp_plugin.core.plans.plan import PHASES, Plan
+from megatron_cp_plugin.core.plans.plan_check import check
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask, visible_pairs
-from megatron_cp_plugin.core.virtual import VirtualWorld
 from megatron_cp_plugin.costs import cost, peak
 from megatron_cp_plugin.drawing import picture
 from megatron_cp_plugin.errors import ConfigError

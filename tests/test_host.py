@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.core.algorithm import Call
-from megatron_cp_plugin.core.alone import Alone
+from megatron_cp_plugin.core.communication.alone import Alone
 from megatron_cp_plugin.core.kernel import SoftmaxKernel
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.registry import create

@@ -9,10 +9,10 @@ from torch import Tensor
 
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.core.comm import CommunicationLog
+from megatron_cp_plugin.core.communication.virtual import run_virtual
 from megatron_cp_plugin.core.layout import shard, unshard
-from megatron_cp_plugin.core.linear import LinearShape
+from megatron_cp_plugin.core.linear.algorithm import LinearShape
 from megatron_cp_plugin.core.topology import Topology
-from megatron_cp_plugin.core.virtual import run_virtual
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.registry import create_linear, layout_of
 from tests.linear_oracle import LinearExpected, linear_expected, recurrence

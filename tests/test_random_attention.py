@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import megatron_cp_plugin as cp
-from megatron_cp_plugin.core.documents import document_starts
+from megatron_cp_plugin.core.communication.virtual import run_virtual
 from megatron_cp_plugin.core.layout import Layout, shard, unshard
+from megatron_cp_plugin.core.masks.documents import document_starts
+from megatron_cp_plugin.core.masks.slices import Slices
 from megatron_cp_plugin.core.shape import Shape
-from megatron_cp_plugin.core.slices import Slices
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
-from megatron_cp_plugin.core.virtual import run_virtual
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.registry import algorithm_class, create, layout_of
 from tests.any_kernel import ABILITIES

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from megatron_cp_plugin.core.plan import PHASES
+from megatron_cp_plugin.core.communication.virtual import VirtualWorld
+from megatron_cp_plugin.core.plans.plan import PHASES
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import visible_pairs
-from megatron_cp_plugin.core.virtual import VirtualWorld
 from megatron_cp_plugin.costs import cost, document, peak
 from megatron_cp_plugin.drawing import picture, table
 from megatron_cp_plugin.errors import ContextParallelError

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 import megatron_cp_plugin as cp
-from megatron_cp_plugin.core.function import attend
+from megatron_cp_plugin.core.autograd.function import attend
+from megatron_cp_plugin.core.autograd.recompute import Checkpointed
+from megatron_cp_plugin.core.communication.virtual import run_virtual
 from megatron_cp_plugin.core.layout import shard, unshard
-from megatron_cp_plugin.core.recompute import Checkpointed
 from megatron_cp_plugin.core.topology import Topology
-from megatron_cp_plugin.core.virtual import run_virtual
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.kernels import resolve
 from megatron_cp_plugin.registry import create, layout_of

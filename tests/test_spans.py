@@ -16,14 +16,14 @@ from torch import Tensor
 
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.algorithms.allgather import KvAllGather
+from megatron_cp_plugin.core.blocks.touched import sees, touched_rows
+from megatron_cp_plugin.core.communication.virtual import VirtualWorld, run_virtual
 from megatron_cp_plugin.core.layout import Contiguous, Cyclic, Layout, Span, Zigzag
-from megatron_cp_plugin.core.plan_check import check
+from megatron_cp_plugin.core.masks.slices import KINDS, Slices
+from megatron_cp_plugin.core.plans.plan_check import check
 from megatron_cp_plugin.core.shape import Shape
-from megatron_cp_plugin.core.slices import KINDS, Slices
 from megatron_cp_plugin.core.tiles import Mask, plan_tiles, visible_pairs
 from megatron_cp_plugin.core.topology import Topology
-from megatron_cp_plugin.core.touched import sees, touched_rows
-from megatron_cp_plugin.core.virtual import VirtualWorld, run_virtual
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.registry import create
 from tests.oracle import expected_attention, naive_attention

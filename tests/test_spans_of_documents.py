@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import megatron_cp_plugin as cp
-from megatron_cp_plugin.core.document_layout import Balanced, PaddedDocuments
+from megatron_cp_plugin.core.communication.virtual import VirtualWorld, run_virtual
 from megatron_cp_plugin.core.layout import Contiguous, Cyclic, Layout, Zigzag, positions
-from megatron_cp_plugin.core.plan_check import check
-from megatron_cp_plugin.core.plan_json import from_json, to_json
+from megatron_cp_plugin.core.layouts.document_layout import Balanced, PaddedDocuments
+from megatron_cp_plugin.core.plans.plan_check import check
+from megatron_cp_plugin.core.plans.plan_json import from_json, to_json
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import visible_pairs
 from megatron_cp_plugin.core.topology import Topology
-from megatron_cp_plugin.core.virtual import VirtualWorld, run_virtual
 from megatron_cp_plugin.registry import create
 from tests.pairwise import pairwise
 from tests.random_tests import examples

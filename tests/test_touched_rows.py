@@ -10,8 +10,21 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_cp_plugin.core.document_layout import Balanced
-from megatron_cp_plugin.core.documents import document_starts
+from megatron_cp_plugin.core.blocks.rows import (
+    Rows,
+    clipped,
+    common,
+    positions_of,
+    rows_of_all,
+    union,
+)
+from megatron_cp_plugin.core.blocks.touched import (
+    keys_seen,
+    longest_gap,
+    queries_seeing,
+    touched_rows,
+)
+from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.core.layout import (
     Contiguous,
     Layout,
@@ -20,18 +33,12 @@ from megatron_cp_plugin.core.layout import (
     Zigzag,
     edges_of,
 )
-from megatron_cp_plugin.core.plan import PHASES
-from megatron_cp_plugin.core.plan_check import PlanError, check
-from megatron_cp_plugin.core.rows import Rows, clipped, common, positions_of, rows_of_all, union
+from megatron_cp_plugin.core.layouts.document_layout import Balanced
+from megatron_cp_plugin.core.masks.documents import document_starts
+from megatron_cp_plugin.core.plans.plan import PHASES
+from megatron_cp_plugin.core.plans.plan_check import PlanError, check
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
-from megatron_cp_plugin.core.touched import (
-    keys_seen,
-    longest_gap,
-    queries_seeing,
-    touched_rows,
-)
-from megatron_cp_plugin.core.virtual import VirtualWorld
 from megatron_cp_plugin.registry import create
 from tests.core.test_plan import masks, variants
 from tests.oracle import expected_attention

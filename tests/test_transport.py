@@ -7,9 +7,13 @@ import pytest
 import torch
 
 import megatron_cp_plugin as cp
-from megatron_cp_plugin.core.process_groups import topology_of
+from megatron_cp_plugin.core.communication.process_groups import topology_of
+from megatron_cp_plugin.core.communication.virtual import (
+    VirtualPeerCommunicator,
+    VirtualWorld,
+    run_virtual,
+)
 from megatron_cp_plugin.core.topology import Topology
-from megatron_cp_plugin.core.virtual import VirtualPeerCommunicator, VirtualWorld, run_virtual
 from megatron_cp_plugin.errors import ConfigError
 from tests import stress_transport
 from tests.integration.megatron_job import run_program
@@ -36,7 +40,7 @@ def test_nodes_are_those_that_nccl_tells_apart(tmp_path):
     """By NCCL_HOSTID, which some clusters set and which emulates nodes of one machine."""
     program = """if True:
         import os, torch.distributed as dist, megatron_cp_plugin as cp
-        from megatron_cp_plugin.core.process_groups import topology_of
+        from megatron_cp_plugin.core.communication.process_groups import topology_of
         os.environ["NCCL_HOSTID"] = ("here", "there", "")[int(os.environ["RANK"])]
         dist.init_process_group("gloo")
         print(topology_of(None).nodes)

@@ -15,8 +15,8 @@ from megatron_cp_plugin.algorithms.grid_placements import (
     GridRingPlacement,
 )
 from megatron_cp_plugin.core.algorithm import Algorithm, divisors, number
-from megatron_cp_plugin.core.grid import check_grid
 from megatron_cp_plugin.core.layout import Cyclic, Layout, Zigzag
+from megatron_cp_plugin.core.plans.grid import check_grid
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.registry import register

@@ -21,11 +21,11 @@ from megatron_cp_plugin.algorithms.point_to_point import PointToPoint
 from megatron_cp_plugin.core.algorithm import Algorithm, Call, Saved
 from megatron_cp_plugin.core.caching import cached_method
 from megatron_cp_plugin.core.comm import Phase
-from megatron_cp_plugin.core.derive import plan_of
-from megatron_cp_plugin.core.gathered import Gathered
-from megatron_cp_plugin.core.grid import Grid, cheapest, column_major, row_major
+from megatron_cp_plugin.core.execution.gathered import Gathered
 from megatron_cp_plugin.core.pipeline import HeadGroup, group_count, head_groups
-from megatron_cp_plugin.core.plan import PHASES, Plan, Setting
+from megatron_cp_plugin.core.plans.derive import plan_of
+from megatron_cp_plugin.core.plans.grid import Grid, cheapest, column_major, row_major
+from megatron_cp_plugin.core.plans.plan import PHASES, Plan, Setting
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 
@@ -35,7 +35,8 @@ Wire = Literal["model", "float32"]
 class GridAlgorithm(PointToPoint):
     """Attention on a grid of ranks; subclasses say on which, and how blocks come together.
 
-    `core.gathered` follows its plan if blocks are gathered, else `core.execute`.
+    `core.execution.gathered` follows its plan if blocks are gathered, else
+    `core.execution.execute`.
 
     Attributes: rows, cols: R and C; 0: whatever moves fewer bytes. partials: dtype in which partial
         outputs travel. transposed: columns need the keys of other ranks than their own.

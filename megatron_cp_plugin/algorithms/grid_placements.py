@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import product
 
-from megatron_cp_plugin.core.grid import Grid
 from megatron_cp_plugin.core.placement import BlockPlacement, Place
+from megatron_cp_plugin.core.plans.grid import Grid
 
 
 @dataclass(frozen=True)

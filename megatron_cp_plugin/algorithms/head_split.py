@@ -15,8 +15,8 @@ from megatron_cp_plugin.algorithms.ring import Ring
 from megatron_cp_plugin.core.algorithm import Algorithm, Call, Saved, group_counts, number
 from megatron_cp_plugin.core.caching import cached_method
 from megatron_cp_plugin.core.comm import Communicator, Phase
-from megatron_cp_plugin.core.exchanged import Exchanged
-from megatron_cp_plugin.core.filled_heads import FilledHeads
+from megatron_cp_plugin.core.execution.exchanged import Exchanged
+from megatron_cp_plugin.core.execution.filled_heads import FilledHeads
 from megatron_cp_plugin.core.layout import Grouped
 from megatron_cp_plugin.core.pipeline import HeadGroup, group_count, head_groups
 from megatron_cp_plugin.core.placement import HeadPlacement

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.core.comm import Pending
-from megatron_cp_plugin.core.decay import Decay, combine
+from megatron_cp_plugin.core.communication.streams import Beside, capturing
 from megatron_cp_plugin.core.layout import Contiguous
-from megatron_cp_plugin.core.linear_route import Route
-from megatron_cp_plugin.core.state_passing import LocalWork, Message, StatePassing
-from megatron_cp_plugin.core.streams import Beside, capturing
+from megatron_cp_plugin.core.linear.decay import Decay, combine
+from megatron_cp_plugin.core.linear.route import Route
+from megatron_cp_plugin.core.linear.state_passing import LocalWork, Message, StatePassing
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.registry import register
 

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from megatron_cp_plugin.algorithms.lasp2 import Lasp2
 from megatron_cp_plugin.core.algorithm import Algorithm, Traffic
-from megatron_cp_plugin.core.assembly import assemble
-from megatron_cp_plugin.core.decay import Decay
-from megatron_cp_plugin.core.filled_heads import FilledHeads
-from megatron_cp_plugin.core.linear import (
+from megatron_cp_plugin.core.blocks.assembly import assemble
+from megatron_cp_plugin.core.execution.filled_heads import FilledHeads
+from megatron_cp_plugin.core.execution.team import ExchangingTeam, together
+from megatron_cp_plugin.core.linear.algorithm import (
     LinearAlgorithm,
     LinearCall,
     LinearMove,
@@ -23,7 +23,7 @@ from megatron_cp_plugin.core.linear import (
     LinearWork,
     Saved,
 )
-from megatron_cp_plugin.core.team import ExchangingTeam, together
+from megatron_cp_plugin.core.linear.decay import Decay
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.registry import register
 

@@ -6,21 +6,21 @@ from torch import Tensor
 
 from megatron_cp_plugin.core.algorithm import Algorithm, Call, Saved, group_counts, number
 from megatron_cp_plugin.core.comm import Phase
-from megatron_cp_plugin.core.execute import follow
+from megatron_cp_plugin.core.communication.transport import Transport, Wanted, redistribute
+from megatron_cp_plugin.core.execution.execute import follow
+from megatron_cp_plugin.core.execution.passes import Backward, Forward
 from megatron_cp_plugin.core.kernel import Statistics
 from megatron_cp_plugin.core.layout import Layout
-from megatron_cp_plugin.core.passes import Backward, Forward
 from megatron_cp_plugin.core.pipeline import HeadGroup, successive_groups
-from megatron_cp_plugin.core.placement_check import check_placement, check_steps
-from megatron_cp_plugin.core.plan import Plan, with_wanted_gradients
+from megatron_cp_plugin.core.plans.placement_check import check_placement, check_steps
+from megatron_cp_plugin.core.plans.plan import Plan, with_wanted_gradients
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
-from megatron_cp_plugin.core.transport import Transport, Wanted, redistribute
 
 
 class PointToPoint(Algorithm):
-    """Attention by a plan that `core.execute` follows; subclasses say where blocks meet.
+    """Attention by a plan that `core.execution.execute` follows; subclasses say where blocks meet.
 
     Attributes: overlap: messages travel during computations. transport: chooses the channels.
     """

@@ -121,7 +121,7 @@ class BurstRing(Ring):
         """Options of ring.
 
         Attributes: layout: "contiguous", or "thd": zigzag inside each document, all of lengths
-            that are multiples of 2P (`core.document_layout.PaddedDocuments`).
+            that are multiples of 2P (`core.layouts.document_layout.PaddedDocuments`).
         """
 
         layout: Literal["contiguous", "thd"] = "contiguous"
@@ -138,7 +138,8 @@ class ZigzagRing(Ring):
         """Options of zigzag.
 
         Attributes: layout: "zigzag"; "documents": equal work whatever the documents, or spans;
-            documents are whole, or on few ranks (`core.balance`); "thd": as for ring; "contiguous".
+            documents are whole, or on few ranks (`core.layouts.balance`); "thd": as for ring;
+            "contiguous".
         """
 
         layout: Literal["zigzag", "documents", "thd", "contiguous"] = "zigzag"

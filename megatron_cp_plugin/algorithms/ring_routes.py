@@ -7,9 +7,9 @@ from functools import cached_property
 from itertools import count
 from typing import Literal
 
-from megatron_cp_plugin.core.derive import sees_all
 from megatron_cp_plugin.core.layout import Layout
 from megatron_cp_plugin.core.placement import BlockPlacement, Place
+from megatron_cp_plugin.core.plans.derive import sees_all
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ConfigError

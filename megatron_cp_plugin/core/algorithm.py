@@ -7,18 +7,18 @@ from functools import cached_property
 
 from torch import Tensor
 
-from megatron_cp_plugin.core.batch import Batch
 from megatron_cp_plugin.core.caching import cached_method
 from megatron_cp_plugin.core.comm import Phase
-from megatron_cp_plugin.core.derive import plan_of
-from megatron_cp_plugin.core.document_layout import NAMED
+from megatron_cp_plugin.core.execution.partial import Accumulator, GradientSum, rows_at
 from megatron_cp_plugin.core.kernel import SoftmaxKernel, Statistics
 from megatron_cp_plugin.core.layout import Documents, Layout
-from megatron_cp_plugin.core.partial import Accumulator, GradientSum, rows_at
+from megatron_cp_plugin.core.layouts.document_layout import NAMED
+from megatron_cp_plugin.core.masks.batch import Batch
+from megatron_cp_plugin.core.masks.tile_batches import Batches
 from megatron_cp_plugin.core.placement import Placement
-from megatron_cp_plugin.core.plan import PHASES, Plan, Setting
+from megatron_cp_plugin.core.plans.derive import plan_of
+from megatron_cp_plugin.core.plans.plan import PHASES, Plan, Setting
 from megatron_cp_plugin.core.shape import Shape
-from megatron_cp_plugin.core.tile_batches import Batches
 from megatron_cp_plugin.core.tiles import Mask, Tile
 from megatron_cp_plugin.core.topology import Topology
 

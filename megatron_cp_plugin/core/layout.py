@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 # What a layout may follow: where documents begin, as of `document_starts`, or the slices of a span
-# mask (`core.slices`).
+# mask (`core.masks.slices`).
 type Documents = tuple[int, ...] | tuple[tuple[int, int, int, int, str], ...]
 
 

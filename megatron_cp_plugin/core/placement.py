@@ -1,7 +1,7 @@
 """Placements: which rank computes each pair of blocks in which step. They define an algorithm.
 
 A placement says which rank computes which queries against which keys, in which step, and which rank
-sends it what it does not own. `core.derive` derives from it what is sent, and when.
+sends it what it does not own. `core.plans.derive` derives from it what is sent, and when.
 """
 
 from abc import ABC, abstractmethod

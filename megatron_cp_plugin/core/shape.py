@@ -5,7 +5,7 @@ from typing import Self
 
 from torch import Tensor
 
-from megatron_cp_plugin.core.partial import accumulation_dtype
+from megatron_cp_plugin.core.execution.partial import accumulation_dtype
 
 
 @dataclass(frozen=True)

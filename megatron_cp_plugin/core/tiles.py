@@ -14,9 +14,9 @@ from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple, Self
 
-from megatron_cp_plugin.core.bands import BandPart, Bands, parts_of, within
 from megatron_cp_plugin.core.layout import Documents, ManySpans, Span, Spans
-from megatron_cp_plugin.core.slices import Slices
+from megatron_cp_plugin.core.masks.bands import BandPart, Bands, parts_of, within
+from megatron_cp_plugin.core.masks.slices import Slices
 from megatron_cp_plugin.errors import ContextParallelError
 
 

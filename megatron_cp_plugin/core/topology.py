@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 
 from megatron_cp_plugin.core.comm import Communicator
-from megatron_cp_plugin.core.peer import SlottedCommunicator
+from megatron_cp_plugin.core.communication.peer import SlottedCommunicator
 from megatron_cp_plugin.errors import ContextParallelError
 
 
@@ -50,7 +50,7 @@ class Topology(ABC):
         """Whether every rank's GPU can write to every other's memory. A collective operation."""
 
     def peer_channel(self, name: str, slots: int) -> Communicator:
-        """Like `channel`, by copy engines and in so many slots: see core.peer.
+        """Like `channel`, by copy engines and in so many slots: see core.communication.peer.
 
         Raises: ContextParallelError without `peer_access`.
         """

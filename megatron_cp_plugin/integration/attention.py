@@ -22,7 +22,7 @@ from megatron.core.transformer.utils import (
 )
 from torch import Tensor, nn
 
-from megatron_cp_plugin.core.function import attend, check_shapes
+from megatron_cp_plugin.core.autograd.function import attend, check_shapes
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration.checks import check_settings, window_of
 from megatron_cp_plugin.integration.documents import DocumentMask, check_padding, starts_of

@@ -19,10 +19,10 @@ import torch.distributed as dist
 
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.config import ContextParallelConfig
-from megatron_cp_plugin.core.document_layout import PaddedDocuments
+from megatron_cp_plugin.core.execution.partial import accumulation_dtype
 from megatron_cp_plugin.core.layout import Contiguous, Layout
-from megatron_cp_plugin.core.linear import LinearShape
-from megatron_cp_plugin.core.partial import accumulation_dtype
+from megatron_cp_plugin.core.layouts.document_layout import PaddedDocuments
+from megatron_cp_plugin.core.linear.algorithm import LinearShape
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_cp_plugin.core.documents import document_starts
-from megatron_cp_plugin.core.same_numbers import later, same_on_all_ranks
-from megatron_cp_plugin.core.streams import capturing
+from megatron_cp_plugin.core.communication.same_numbers import later, same_on_all_ranks
+from megatron_cp_plugin.core.communication.streams import capturing
+from megatron_cp_plugin.core.masks.documents import document_starts
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration.agreement import FirstCalls
 from megatron_cp_plugin.integration.documents import DocumentMask, RawSpans, attention_spans

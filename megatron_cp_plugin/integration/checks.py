@@ -11,12 +11,12 @@ import torch
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.core.algorithm import Algorithm
-from megatron_cp_plugin.core.document_layout import Balanced
+from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.core.kernel import Problem
 from megatron_cp_plugin.core.layout import Zigzag
-from megatron_cp_plugin.core.linear_kernel import LinearProblem
+from megatron_cp_plugin.core.layouts.document_layout import Balanced
+from megatron_cp_plugin.core.linear.kernel import LinearProblem
 from megatron_cp_plugin.core.shape import Shape
-from megatron_cp_plugin.core.virtual import VirtualWorld
 from megatron_cp_plugin.errors import ConfigError, near_multiples
 from megatron_cp_plugin.integration import chunked_loss, gated_delta_net
 from megatron_cp_plugin.integration.compat import running_version

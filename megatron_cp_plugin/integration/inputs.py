@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_cp_plugin.config import ContextParallelConfig
-from megatron_cp_plugin.core.layout_check import describe_mismatch
-from megatron_cp_plugin.core.same_numbers import same_on_all_ranks
-from megatron_cp_plugin.core.streams import capturing
+from megatron_cp_plugin.core.communication.same_numbers import same_on_all_ranks
+from megatron_cp_plugin.core.communication.streams import capturing
+from megatron_cp_plugin.core.layouts.layout_check import describe_mismatch
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration import gated_delta_net
 from megatron_cp_plugin.integration.agreement import FirstCalls

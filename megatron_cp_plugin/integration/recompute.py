@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_cp_plugin.config import ContextParallelConfig
-from megatron_cp_plugin.core.recompute import Checkpointed
+from megatron_cp_plugin.core.autograd.recompute import Checkpointed
 from megatron_cp_plugin.integration.checks import head_dims
 
 

@@ -13,11 +13,15 @@ from torch import Tensor
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.core.algorithm import Algorithm
-from megatron_cp_plugin.core.devices import kept_on_device
-from megatron_cp_plugin.core.document_layout import PaddedDocuments
+from megatron_cp_plugin.core.communication.devices import kept_on_device
+from megatron_cp_plugin.core.communication.process_groups import (
+    JointMaking,
+    ProcessGroupTopology,
+    topology_of,
+)
 from megatron_cp_plugin.core.layout import Documents, Layout, positions
-from megatron_cp_plugin.core.linear import LinearAlgorithm
-from megatron_cp_plugin.core.process_groups import JointMaking, ProcessGroupTopology, topology_of
+from megatron_cp_plugin.core.layouts.document_layout import PaddedDocuments
+from megatron_cp_plugin.core.linear.algorithm import LinearAlgorithm
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.integration.documents import DocumentMask

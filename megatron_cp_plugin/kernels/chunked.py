@@ -11,14 +11,14 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.core.decay import Decay
-from megatron_cp_plugin.core.linear_kernel import (
+from megatron_cp_plugin.core.execution.partial import accumulation_dtype
+from megatron_cp_plugin.core.linear.decay import Decay
+from megatron_cp_plugin.core.linear.kernel import (
     BackwardPass,
     ForwardPass,
     LinearKernel,
     LinearProblem,
 )
-from megatron_cp_plugin.core.partial import accumulation_dtype
 
 _CHUNK = 64
 

@@ -25,9 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.core.decay import Decay, combine
-from megatron_cp_plugin.core.devices import kept_on_device
-from megatron_cp_plugin.core.linear_kernel import (
+from megatron_cp_plugin.core.communication.devices import kept_on_device
+from megatron_cp_plugin.core.linear.decay import Decay, combine
+from megatron_cp_plugin.core.linear.kernel import (
     BackwardPass,
     ForwardPass,
     LinearKernel,

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from functools import cache
 
-from megatron_cp_plugin.core.linear_kernel import LinearKernel, LinearProblem
+from megatron_cp_plugin.core.linear.kernel import LinearKernel, LinearProblem
 from megatron_cp_plugin.kernels.choice import choose, loader
 
 # In the order of preference of "auto", fastest first.

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from megatron_cp_plugin import functional
 from megatron_cp_plugin.core.comm import Communicator, Operation, Pending
-from megatron_cp_plugin.core.decay import Decay
 from megatron_cp_plugin.core.kernel import Problem, SoftmaxKernel, Statistics
-from megatron_cp_plugin.core.linear_kernel import LinearProblem
+from megatron_cp_plugin.core.linear.decay import Decay
+from megatron_cp_plugin.core.linear.kernel import LinearProblem
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology

@@ -14,8 +14,8 @@ from statistics import median
 from typing import NamedTuple
 
 from megatron_cp_plugin import registry
-from megatron_cp_plugin.core.alone import Alone
-from megatron_cp_plugin.core.linear import LinearShape
+from megatron_cp_plugin.core.communication.alone import Alone
+from megatron_cp_plugin.core.linear.algorithm import LinearShape
 from megatron_cp_plugin.core.placement import HeadPlacement
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask

@@ -11,11 +11,11 @@ from math import exp, log, log2, sqrt
 
 import torch
 
-from megatron_cp_plugin.core.document_layout import PaddedDocuments
-from megatron_cp_plugin.core.document_lengths import Lengths, LogNormal
-from megatron_cp_plugin.core.documents import random_documents
+from megatron_cp_plugin.core.communication.same_calls import compared
 from megatron_cp_plugin.core.layout import Layout
-from megatron_cp_plugin.core.same_calls import compared
+from megatron_cp_plugin.core.layouts.document_layout import PaddedDocuments
+from megatron_cp_plugin.core.masks.document_lengths import Lengths, LogNormal
+from megatron_cp_plugin.core.masks.documents import random_documents
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask, visible_pairs
 from megatron_cp_plugin.core.topology import Topology

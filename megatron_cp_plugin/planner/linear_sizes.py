@@ -7,9 +7,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.core.decay import Decay
-from megatron_cp_plugin.core.linear_kernel import BackwardPass, ForwardPass, LinearKernel
-from megatron_cp_plugin.core.partial import accumulation_dtype
+from megatron_cp_plugin.core.execution.partial import accumulation_dtype
+from megatron_cp_plugin.core.linear.decay import Decay
+from megatron_cp_plugin.core.linear.kernel import BackwardPass, ForwardPass, LinearKernel
 from megatron_cp_plugin.kernels.fla import CHUNK, segments_of
 
 

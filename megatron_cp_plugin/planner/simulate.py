@@ -17,7 +17,7 @@ from megatron_cp_plugin.algorithms.grid_placements import GatheredPlacement, Gri
 from megatron_cp_plugin.algorithms.head_split import HeadSplit
 from megatron_cp_plugin.algorithms.point_to_point import PointToPoint
 from megatron_cp_plugin.core.algorithm import Algorithm
-from megatron_cp_plugin.core.linear import LinearAlgorithm, LinearShape
+from megatron_cp_plugin.core.linear.algorithm import LinearAlgorithm, LinearShape
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology

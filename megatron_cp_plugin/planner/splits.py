@@ -12,7 +12,7 @@ from itertools import product
 from math import inf
 from typing import NamedTuple
 
-from megatron_cp_plugin.core.linear import LinearShape
+from megatron_cp_plugin.core.linear.algorithm import LinearShape
 from megatron_cp_plugin.core.tiles import Mask, visible_pairs
 from megatron_cp_plugin.errors import ConfigError, near_multiples
 from megatron_cp_plugin.planner.choose import GIB, Choice, Kind, Place, choose

@@ -19,12 +19,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_cp_plugin.core.algorithm import Algorithm, Call
-from megatron_cp_plugin.core.alone import Alone, Post, Wait
-from megatron_cp_plugin.core.decay import Decay
-from megatron_cp_plugin.core.fused import register_fused
+from megatron_cp_plugin.core.communication.alone import Alone, Post, Wait
+from megatron_cp_plugin.core.execution.fused import register_fused
+from megatron_cp_plugin.core.execution.memory import DTYPES, OnePass, SizesOnly
 from megatron_cp_plugin.core.kernel import Packing, Statistics
-from megatron_cp_plugin.core.linear import LinearAlgorithm, LinearCall, LinearShape
-from megatron_cp_plugin.core.memory import DTYPES, OnePass, SizesOnly
+from megatron_cp_plugin.core.linear.algorithm import LinearAlgorithm, LinearCall, LinearShape
+from megatron_cp_plugin.core.linear.decay import Decay
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from megatron_cp_plugin.core.algorithm import Algorithm, Call
+from megatron_cp_plugin.core.communication.virtual import VirtualTopology, VirtualWorld, run_virtual
 from megatron_cp_plugin.core.layout import shard
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask, visible_pairs
 from megatron_cp_plugin.core.topology import Topology
-from megatron_cp_plugin.core.virtual import VirtualTopology, VirtualWorld, run_virtual
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.kernels.reference import Reference
 from megatron_cp_plugin.registry import create

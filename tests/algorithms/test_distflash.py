@@ -8,12 +8,12 @@ from torch import Tensor
 
 from megatron_cp_plugin.core.algorithm import Call
 from megatron_cp_plugin.core.comm import Communicator, record_communication
+from megatron_cp_plugin.core.communication.virtual import VirtualWorld, run_virtual
 from megatron_cp_plugin.core.kernel import Statistics
-from megatron_cp_plugin.core.plan import Compute, Plan
+from megatron_cp_plugin.core.plans.plan import Compute, Plan
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
-from megatron_cp_plugin.core.virtual import VirtualWorld, run_virtual
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.kernels.reference import Reference
 from megatron_cp_plugin.registry import create

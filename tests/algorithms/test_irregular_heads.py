@@ -6,7 +6,7 @@ from math import lcm
 import pytest
 
 import megatron_cp_plugin as cp
-from megatron_cp_plugin.core.filled_heads import FilledHeads
+from megatron_cp_plugin.core.execution.filled_heads import FilledHeads
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.costs import cost

@@ -8,10 +8,10 @@ import torch
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.algorithms import lasp
 from megatron_cp_plugin.core.comm import Pending
-from megatron_cp_plugin.core.decay import Decay
-from megatron_cp_plugin.core.linear_route import Route
+from megatron_cp_plugin.core.communication.virtual import VirtualWorld, run_virtual
+from megatron_cp_plugin.core.linear.decay import Decay
+from megatron_cp_plugin.core.linear.route import Route
 from megatron_cp_plugin.core.topology import Topology
-from megatron_cp_plugin.core.virtual import VirtualWorld, run_virtual
 
 RANKS = 3
 

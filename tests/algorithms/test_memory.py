@@ -16,15 +16,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_cp_plugin.core import collective, partial, team
 from megatron_cp_plugin.core import kernel as kernel_module
-from megatron_cp_plugin.core import memory as predicted
 from megatron_cp_plugin.core.algorithm import Call
 from megatron_cp_plugin.core.comm import Communicator, Pending
+from megatron_cp_plugin.core.communication.virtual import VirtualTopology, VirtualWorld
+from megatron_cp_plugin.core.execution import collective, partial, team
+from megatron_cp_plugin.core.execution import memory as predicted
 from megatron_cp_plugin.core.kernel import SoftmaxKernel
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
-from megatron_cp_plugin.core.virtual import VirtualTopology, VirtualWorld
 from megatron_cp_plugin.kernels.flash4 import Flash4
 from megatron_cp_plugin.registry import create
 

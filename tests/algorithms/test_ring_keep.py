@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from megatron_cp_plugin.core.plan import Plan
-from megatron_cp_plugin.core.plan_check import check
+from megatron_cp_plugin.core.communication.virtual import VirtualWorld, run_virtual
+from megatron_cp_plugin.core.plans.plan import Plan
+from megatron_cp_plugin.core.plans.plan_check import check
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
-from megatron_cp_plugin.core.virtual import VirtualWorld, run_virtual
 from megatron_cp_plugin.functional import attention
 from megatron_cp_plugin.registry import create
 

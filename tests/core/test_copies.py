@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_cp_plugin.core import fused
 from megatron_cp_plugin.core.algorithm import Call
-from megatron_cp_plugin.core.memory import Alone, OnePass, SizesOnly
+from megatron_cp_plugin.core.execution import fused
+from megatron_cp_plugin.core.execution.memory import Alone, OnePass, SizesOnly
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.registry import create

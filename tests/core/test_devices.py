@@ -9,9 +9,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import megatron_cp_plugin as cp
-from megatron_cp_plugin.core import packed_rows
-from megatron_cp_plugin.core.devices import uploaded
-from megatron_cp_plugin.core.streams import capture
+from megatron_cp_plugin.core.blocks import packed_rows
+from megatron_cp_plugin.core.communication.devices import uploaded
+from megatron_cp_plugin.core.communication.streams import capture
 from megatron_cp_plugin.errors import ContextParallelError
 
 

@@ -10,8 +10,13 @@ from statistics import mean, stdev
 
 import pytest
 
-from megatron_cp_plugin.core.document_lengths import Exponential, Histogram, LogNormal, lengths_of
-from megatron_cp_plugin.core.documents import random_documents
+from megatron_cp_plugin.core.masks.document_lengths import (
+    Exponential,
+    Histogram,
+    LogNormal,
+    lengths_of,
+)
+from megatron_cp_plugin.core.masks.documents import random_documents
 
 LONG_TAIL = Path(__file__).parents[2] / "configs" / "lengths" / "long_tail.csv"
 

@@ -12,14 +12,14 @@ from torch import Tensor
 from megatron_cp_plugin.algorithms.distflash import DistFlash, HelpedPlacement
 from megatron_cp_plugin.core.algorithm import Call
 from megatron_cp_plugin.core.comm import Phase
+from megatron_cp_plugin.core.communication.peer import SlottedCommunicator
+from megatron_cp_plugin.core.communication.virtual import VirtualPeerCommunicator, run_virtual
 from megatron_cp_plugin.core.layout import shard, unshard
-from megatron_cp_plugin.core.peer import SlottedCommunicator
 from megatron_cp_plugin.core.pipeline import head_groups
 from megatron_cp_plugin.core.placement import Place
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
-from megatron_cp_plugin.core.virtual import VirtualPeerCommunicator, run_virtual
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.kernels.reference import Reference
 from megatron_cp_plugin.registry import create, layout_of

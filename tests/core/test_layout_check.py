@@ -5,9 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_cp_plugin.core.document_layout import Balanced
 from megatron_cp_plugin.core.layout import LAYOUTS, positions
-from megatron_cp_plugin.core.layout_check import describe_mismatch
+from megatron_cp_plugin.core.layouts.document_layout import Balanced
+from megatron_cp_plugin.core.layouts.layout_check import describe_mismatch
 
 ZIGZAG = LAYOUTS["zigzag"]
 layouts = st.sampled_from([*LAYOUTS.values(), Balanced((7, 20))])

@@ -25,8 +25,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_cp_plugin.core import peer
-from megatron_cp_plugin.core.peer import PeerCommunicator
+from megatron_cp_plugin.core.communication import peer
+from megatron_cp_plugin.core.communication.peer import PeerCommunicator
 from megatron_cp_plugin.errors import ContextParallelError
 
 ROUNDS = 12

@@ -9,12 +9,12 @@ import megatron_cp_plugin as cp
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.algorithms.point_to_point import PointToPoint
 from megatron_cp_plugin.core.comm import Phase
+from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.core.layout import Contiguous, Layout, Span
 from megatron_cp_plugin.core.placement import BlockPlacement, Place
-from megatron_cp_plugin.core.plan import PHASES
+from megatron_cp_plugin.core.plans.plan import PHASES
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
-from megatron_cp_plugin.core.virtual import VirtualWorld
 from megatron_cp_plugin.drawing import picture
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.registry import create

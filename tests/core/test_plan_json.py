@@ -7,13 +7,13 @@ import pytest
 
 import megatron_cp_plugin as cp
 from megatron_cp_plugin import cli, registry
-from megatron_cp_plugin.core.plan import PHASES, Plan
-from megatron_cp_plugin.core.plan_check import check
-from megatron_cp_plugin.core.plan_json import from_json, to_json
+from megatron_cp_plugin.core.communication.virtual import VirtualWorld
+from megatron_cp_plugin.core.masks.slices import Slices
+from megatron_cp_plugin.core.plans.plan import PHASES, Plan
+from megatron_cp_plugin.core.plans.plan_check import check
+from megatron_cp_plugin.core.plans.plan_json import from_json, to_json
 from megatron_cp_plugin.core.shape import Shape
-from megatron_cp_plugin.core.slices import Slices
 from megatron_cp_plugin.core.tiles import Mask
-from megatron_cp_plugin.core.virtual import VirtualWorld
 from megatron_cp_plugin.costs import peak
 from megatron_cp_plugin.spans import image_blocks
 

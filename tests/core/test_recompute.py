@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import megatron_cp_plugin as cp
-from megatron_cp_plugin.core import recompute
 from megatron_cp_plugin.core.algorithm import Algorithm
-from megatron_cp_plugin.core.decay import Decay
-from megatron_cp_plugin.core.function import attend
-from megatron_cp_plugin.core.linear_function import attend_linearly
-from megatron_cp_plugin.core.recompute import Checkpointed, computed_once
+from megatron_cp_plugin.core.autograd import recompute
+from megatron_cp_plugin.core.autograd.function import attend
+from megatron_cp_plugin.core.autograd.recompute import Checkpointed, computed_once
+from megatron_cp_plugin.core.communication.virtual import VirtualWorld, run_virtual
+from megatron_cp_plugin.core.linear.decay import Decay
+from megatron_cp_plugin.core.linear.function import attend_linearly
 from megatron_cp_plugin.core.topology import Topology
-from megatron_cp_plugin.core.virtual import VirtualWorld, run_virtual
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.kernels import resolve
 from megatron_cp_plugin.kernels.linear import resolve_linear

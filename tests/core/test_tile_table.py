@@ -6,15 +6,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_cp_plugin.core import tile_table
-from megatron_cp_plugin.core.document_layout import Balanced, PaddedDocuments
-from megatron_cp_plugin.core.documents import random_documents
+from megatron_cp_plugin.core.blocks.owned import Owned
+from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.core.layout import Contiguous, Grouped, Layout, Zigzag
-from megatron_cp_plugin.core.owned import Owned
+from megatron_cp_plugin.core.layouts.document_layout import Balanced, PaddedDocuments
+from megatron_cp_plugin.core.masks import tile_table
+from megatron_cp_plugin.core.masks.documents import random_documents
+from megatron_cp_plugin.core.masks.tile_table import TileTable, tiles_of
 from megatron_cp_plugin.core.shape import Shape
-from megatron_cp_plugin.core.tile_table import TileTable, tiles_of
 from megatron_cp_plugin.core.tiles import Mask, plan_tiles
-from megatron_cp_plugin.core.virtual import VirtualWorld
 from megatron_cp_plugin.registry import create
 from tests.random_tests import examples
 

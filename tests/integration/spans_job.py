@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from megatron_cp_plugin import spans
-from megatron_cp_plugin.core.slices import KINDS
+from megatron_cp_plugin.core.masks.slices import KINDS
 from tests.span_masks import Spans, dense, random_spans
 
 

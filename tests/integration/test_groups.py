@@ -10,7 +10,7 @@ import pytest
 import torch
 from megatron.core import parallel_state
 
-from megatron_cp_plugin.core.process_groups import JointMaking
+from megatron_cp_plugin.core.communication.process_groups import JointMaking
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration import groups

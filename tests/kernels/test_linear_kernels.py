@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_cp_plugin.core.decay import Decay
-from megatron_cp_plugin.core.linear_kernel import LinearProblem
+from megatron_cp_plugin.core.linear.decay import Decay
+from megatron_cp_plugin.core.linear.kernel import LinearProblem
 from megatron_cp_plugin.errors import KernelUnavailableError
 from megatron_cp_plugin.kernels.linear import linear_kernel_names, resolve_linear
 from tests.linear_oracle import linear_expected
@@ -134,7 +134,7 @@ def test_choice():
 
 DECAYED = """
 import torch
-from megatron_cp_plugin.core.decay import Decay
+from megatron_cp_plugin.core.linear.decay import Decay
 from megatron_cp_plugin.kernels.decayed import add_decayed_
 
 torch.manual_seed(0)

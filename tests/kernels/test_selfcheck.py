@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_cp_plugin.core.kernel import Packing, Problem, Statistics
-from megatron_cp_plugin.core.linear_kernel import LinearKernel, LinearProblem
+from megatron_cp_plugin.core.linear.kernel import LinearKernel, LinearProblem
 from megatron_cp_plugin.errors import KernelUnavailableError
 from megatron_cp_plugin.kernels import resolve
 from megatron_cp_plugin.kernels.chunked import Chunked

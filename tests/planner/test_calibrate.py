@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_cp_plugin.core.virtual import run_virtual
+from megatron_cp_plugin.core.communication.virtual import run_virtual
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.planner.calibrate import calibrate, fit_rate, fit_speed
 from megatron_cp_plugin.planner.machine import KernelSpeed, Machine, Rate, machines

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.core.algorithm import Algorithm
-from megatron_cp_plugin.core.alone import Alone
-from megatron_cp_plugin.core.documents import random_documents
-from megatron_cp_plugin.core.linear import LinearShape
+from megatron_cp_plugin.core.communication.alone import Alone
+from megatron_cp_plugin.core.linear.algorithm import LinearShape
+from megatron_cp_plugin.core.masks.documents import random_documents
+from megatron_cp_plugin.core.masks.slices import Slices
 from megatron_cp_plugin.core.placement import HeadPlacement
 from megatron_cp_plugin.core.shape import Shape
-from megatron_cp_plugin.core.slices import Slices
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.layers import options_by_name

@@ -2,9 +2,9 @@
 
 import pytest
 
-from megatron_cp_plugin.core.documents import random_documents
-from megatron_cp_plugin.core.linear import LinearShape
-from megatron_cp_plugin.core.memory import peak_of
+from megatron_cp_plugin.core.execution.memory import peak_of
+from megatron_cp_plugin.core.linear.algorithm import LinearShape
+from megatron_cp_plugin.core.masks.documents import random_documents
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.kernels.base import kernel_called

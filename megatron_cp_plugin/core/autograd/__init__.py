@@ -1,0 +1,1 @@
+"""Attention and linear attention as autograd sees them, once and under checkpointing."""

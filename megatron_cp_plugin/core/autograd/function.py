@@ -1,0 +1,218 @@
+"""The one autograd Function of all softmax algorithms."""
+
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+from math import inf
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_cp_plugin.core.algorithm import Algorithm, Call
+from megatron_cp_plugin.core.autograd.autocast import as_written, cast_inputs
+from megatron_cp_plugin.core.autograd.once import differentiable_once
+from megatron_cp_plugin.core.autograd.recompute import computed_once
+from megatron_cp_plugin.core.comm import communicating_in
+from megatron_cp_plugin.core.communication.devices import check_devices
+from megatron_cp_plugin.core.execution.partial import delta_of
+from megatron_cp_plugin.core.kernel import Problem, SoftmaxKernel
+from megatron_cp_plugin.core.masks.slices import Slices
+from megatron_cp_plugin.core.tiles import Mask
+from megatron_cp_plugin.errors import ContextParallelError
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sink: Tensor | None,
+        algorithm: Algorithm,
+        call: Call,
+        site: Hashable | None,
+    ) -> Tensor:
+        q, k, v = _aligned(q), _aligned(k), _aligned(v)
+
+        def compute() -> tuple[Tensor, ...]:
+            out, lse, saved = algorithm.forward(q, k, v, call)
+            if sink is None:
+                return (out, *saved)
+            return (out, *saved, _let_sink(out, lse, sink))
+
+        with communicating_in("forward"), as_written(q.device):
+            inputs = (q, k, v) if sink is None else (q, k, v, sink)
+            out, *saved = computed_once(site, inputs, compute)
+        ctx.algorithm, ctx.call, ctx.sink_dtype = algorithm, call, None
+        if sink is not None:
+            ctx.sink_dtype = sink.dtype
+            saved.append(out)
+        ctx.save_for_backward(*saved)
+        return out
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        with communicating_in("backward"), as_written(dout.device):
+            return (*_differentiate(ctx, _aligned(dout)), None, None, None)
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """x contiguous, from a multiple of 16 bytes on: kernels for GPUs load so many at a time."""
+    x = x.contiguous()
+    return x.clone() if x.storage_offset() * x.element_size() % 16 else x
+
+
+def _differentiate(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+    """dq, dk, dv and dsink, None where nobody wants them."""
+    # Hooks on saved tensors may give them other strides, of which kernels for CPUs know nothing.
+    saved = [x if x.dim() == 0 or x.stride(-1) == 1 else x.contiguous() for x in ctx.saved_tensors]
+    dsink = None
+    if ctx.sink_dtype is not None:
+        *saved, margin, out = saved
+        dsink = -(torch.sigmoid(-margin) * delta_of(dout, out)).sum((0, 2)).to(ctx.sink_dtype)
+        dout = (dout * _weights(margin)).to(dout.dtype)
+    of_q, of_k, of_v = wanted = ctx.needs_input_grad[:3]
+    if not any(wanted):
+        return None, None, None, dsink
+    call = replace(ctx.call, dq=of_q, dkv=of_k or of_v)
+    gradients = ctx.algorithm.backward(dout, tuple(saved), call)
+    return (*[x if want else None for x, want in zip(gradients, wanted, strict=True)], dsink)
+
+
+def _let_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
+    """Gives a key without a value its share of a softmax; out is changed in place.
+
+    With the share 1 - w of that key, w = sigmoid(lse - sink), the output is w out. Of its scores'
+    gradients w p (dp - rowsum(dout w out)) every backward makes p (w dp - rowsum(w dout w out)) if
+    it is given w dout, and w out for the out that it kept; lse stays.
+
+    Args:
+        out: [B,S,H,E], the very tensor that an algorithm has saved. lse: [B,H,S]. sink: [H].
+
+    Returns: lse - sink [B,H,S].
+    """
+    sink = sink.to(lse.dtype)[:, None]
+    margin = torch.where(lse == sink, 0, lse - sink)  # also where both are -inf: out is 0
+    out.mul_(_weights(margin))
+    return margin
+
+
+def _weights(margin: Tensor) -> Tensor:
+    """lse - sink [B,H,S] -> the share of the keys that have values [B,S,H,1]."""
+    return torch.sigmoid(margin).transpose(1, 2).unsqueeze(-1)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    algorithm: Algorithm,
+    seq_len: int,
+    kernel_for: Callable[[Problem], SoftmaxKernel],
+    causal: bool = True,
+    scale: float | None = None,
+    window: int | None = None,
+    documents: tuple[int, ...] = (),
+    slices: Slices | None = None,
+    sink: Tensor | None = None,
+    site: Hashable | None = None,
+) -> Tensor:
+    """Attention of the local queries over the keys of all ranks; differentiable.
+
+    Args:
+        q: [B,S,H,D]; k: [B,S,G,D]; v: [B,S,G,E], with G dividing H: this rank's shards, in the
+            order of algorithm.layout, which `check_shapes` has passed. seq_len: global N.
+            kernel_for: the choice of a kernel, such as `partial(kernels.resolve, "auto")`. scale:
+            of the scores, default D**-0.5. window, documents: as in Mask. slices: in place of
+            causal and documents. sink: [H], for each head the score of a key without a
+            value that every query sees; its gradient is that of this rank's queries. site: as in
+            `computed_once`.
+
+    Under autocast q, k and v are taken in its dtype. Gradients that nobody wants, of q or of k and
+    v, do not travel where the algorithm can do without (`Algorithm.backward`); so all ranks want
+    the same ones.
+
+    Returns: out [B,S,H,E] in q's dtype. Raises: ContextParallelError if dtypes or numbers of tokens
+    do not fit; KernelUnavailableError if the kernel cannot serve them.
+    """
+    q, k, v = cast_inputs(q, k, v)
+    check_dtypes(q, k, v)
+    mask = Mask(causal, window, documents) if slices is None else Mask.of(slices, window)
+    algorithm = algorithm.within(mask.followed)
+    _check_tokens(q, algorithm, seq_len)
+    heads, head_dim = q.shape[2:]
+    shape = q.device, q.dtype, heads, k.shape[2], head_dim
+    problem = Problem(
+        *shape,
+        documents=bool(documents) or slices is not None,
+        value_dim=v.shape[3],
+        windows=window is not None or slices is not None,
+    )
+    algorithm.check_heads(heads, k.shape[2], causal=mask.causal)
+    if mask.special and not algorithm.windows:
+        raise ContextParallelError(
+            f"{algorithm.name} does not support {mask.special}: leave it out"
+        )
+    if sink is not None and sink.shape != (heads,):
+        raise ContextParallelError(
+            f"a sink is one number for each of the {heads} query heads, got {tuple(sink.shape)}"
+        )
+    if sink is not None and sink.dtype not in _DTYPES:
+        allowed = ", ".join(map(str, _DTYPES))
+        raise ContextParallelError(f"a sink needs one of {allowed}, got {sink.dtype}: cast it")
+    if sink is not None and sink.device != q.device:
+        raise ContextParallelError(f"a sink needs the device of q, {q.device}, got {sink.device}")
+    scale = head_dim**-0.5 if scale is None else scale
+    # Kernels that mask scores before they scale them make NaN, or worse, of others.
+    if not 0 < scale < inf:
+        raise ContextParallelError(
+            f"attention needs a scale above 0, got {scale}: leave it out for head_dim**-0.5, or "
+            "multiply q by it"
+        )
+    call = Call(seq_len, mask, scale, kernel_for(problem))
+    return _Attention.apply(q, k, v, sink, algorithm, call, site)
+
+
+def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raises: ContextParallelError for shapes that no attention has, for several devices, or for
+    another GPU than the current one.
+    """
+    check_devices("q, k, v", q, k, v)
+    of_q, of_k, of_v = q.shape, k.shape, v.shape
+    if len(of_q) != 4 or len(of_k) != 4 or len(of_v) != 4 or of_k[:3] != of_v[:3]:
+        wrong = "attention needs q [B,S,H,D], k [B,S,G,D] and v [B,S,G,E]"
+    elif of_q[:2] != of_k[:2] or of_q[3] != of_k[3]:
+        wrong = "q and k need equal batch, tokens and head dim"
+    elif min(of_q[2], of_q[3], of_k[2], of_v[3]) < 1:
+        wrong = "attention needs heads, each of one element or more"
+    elif of_q[2] % of_k[2]:
+        wrong = "query heads must be a multiple of KV heads"
+    else:
+        return
+    raise ContextParallelError(f"{wrong}, got q {tuple(of_q)}, k {tuple(of_k)}, v {tuple(of_v)}")
+
+
+def check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raises: ContextParallelError if no kernel takes them."""
+    if not q.dtype == k.dtype == v.dtype:
+        raise ContextParallelError(
+            f"q, k, v need one dtype, got {q.dtype}, {k.dtype}, {v.dtype}: cast them first"
+        )
+    if q.dtype not in _DTYPES:
+        allowed = ", ".join(map(str, _DTYPES))
+        raise ContextParallelError(f"q, k, v need one of {allowed}, got {q.dtype}: cast them first")
+
+
+def _check_tokens(q: Tensor, algorithm: Algorithm, seq_len: int) -> None:
+    rank, size = algorithm.topology.rank, algorithm.topology.size
+    expected = algorithm.layout.length(rank, size, seq_len)
+    if q.shape[1] != expected:
+        raise ContextParallelError(
+            f"rank {rank} of {size} holds {expected} of {seq_len} tokens ({algorithm.layout.name} "
+            f"layout), got {q.shape[1]}: pass seq_len=, or shard with cp.shard"
+        )

@@ -1,0 +1,269 @@
+"""Joins blocks of several ranks into one block in ascending order of positions, and back.
+
+n ranks' blocks come out of a collective operation as [n, ..., S, ...], each padded to S tokens.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from megatron_cp_plugin.core.blocks.ranges import Numbers, expanded, offsets, offsets_of_each, runs
+from megatron_cp_plugin.core.blocks.rows import narrowed
+from megatron_cp_plugin.core.communication.devices import kept_on_device, uploaded
+from megatron_cp_plugin.core.execution.partial import taken
+from megatron_cp_plugin.core.layout import ManySpans, Span, Spans, edges_of, without_steps
+
+# Segments a member up to which a copy for each is as fast as a gather of rows by indices.
+_FEW = 8
+# [n, ..., S, ...] as one tensor; or a tensor of each rank, some of them longer than S.
+Blocks = Tensor | Sequence[Tensor]
+
+
+def padded(x: Tensor, dim: int, width: int) -> Tensor:
+    """x with zeros behind it, up to `width` along `dim`; x itself if it is as long as that."""
+    missing = width - x.shape[dim]
+    return x if not missing else pad(x, [0, 0] * (x.dim() - 1 - dim) + [0, missing])
+
+
+class Assembly(ABC):
+    """The order of the tokens of some ranks.
+
+    Dimensions are those of one rank's tensor, where `dim` is the one of tokens.
+
+    Attributes:
+        spans: positions of the assembled block, ascending. tokens: how many they are.
+        members: number of ranks. width: S, to which every rank's block is padded.
+    """
+
+    spans: Spans
+    tokens: int
+    members: int
+    width: int
+
+    @abstractmethod
+    def join(self, gathered: Blocks, dim: int) -> Tensor:
+        """[n, ..., S, ...] -> [..., tokens, ...] in ascending order; a view where it can be."""
+
+    @abstractmethod
+    def place(self, blocks: Blocks, dim: int, rows: slice, values: Tensor) -> None:
+        """Writes some rows of an assembled block to where they belong in [n, ..., S, ...]."""
+
+    def split(self, whole: Tensor, dim: int) -> Tensor:
+        """The inverse of `join`: [..., tokens, ...] -> [n, ..., S, ...]. Padding is undefined."""
+        shape = (self.members, *whole.shape[:dim], self.width, *whole.shape[dim + 1 :])
+        blocks = whole.new_empty(shape)
+        self.place(blocks, dim, slice(0, self.tokens), whole)
+        return blocks
+
+
+def assemble(members: Sequence[Spans], width: int) -> Assembly:
+    """The order of the tokens of some ranks.
+
+    Args:
+        members: spans of each rank's block. They are without gaps, or all ranks hold one
+            span each with a common step and, together, every so many positions.
+        width: to which blocks are padded.
+
+    Raises: ValueError if the spans are neither.
+    """
+    return _assemble(tuple(members), width)
+
+
+@lru_cache(maxsize=1024)
+def _assemble(members: tuple[Spans, ...], width: int) -> Assembly:
+    if without_steps(*members):
+        edges = np.concatenate([edges_of(spans) for spans in members], 1)
+        owner = np.repeat(np.arange(len(members)), [len(spans) for spans in members])
+        return Contiguous(edges, owner, len(members), width)
+    return _Interleaved(members, width)
+
+
+@dataclass(frozen=True)
+class _Segment:
+    """Tokens [start, start + length) of a rank's block, row `row` of the assembled one."""
+
+    member: int
+    start: int
+    length: int
+    row: int
+
+
+class _Table:
+    """The order of many segments as indices: one gather in place of a copy for each.
+
+    A pack of documents that are cut each by itself has some segments a document.
+    """
+
+    def __init__(
+        self, member: Numbers, start: Numbers, length: Numbers, members: int, width: int
+    ) -> None:
+        """Args: member, start, length: of each segment."""
+        self._members, self._width = members, width
+        # Of each assembled row, in ascending order: the member that has it, and where there.
+        segment, within = expanded(length)
+        self._member = torch.from_numpy(member[segment])
+        self._local = torch.from_numpy(start[segment] + within)
+
+    def join(self, gathered: Blocks, dim: int) -> Tensor:
+        """See Assembly.join."""
+        if isinstance(gathered, Tensor):
+            widths = (self._width,) * self._members
+            line = gathered.movedim(0, dim).flatten(dim, dim + 1)
+        else:
+            widths = tuple(block.shape[dim] for block in gathered)
+            line = torch.cat(tuple(gathered), dim)
+        return taken(line, dim, _joined(self, widths, line.device))
+
+    def split(self, whole: Tensor, dim: int) -> Tensor:
+        """See Assembly.split."""
+        rows = taken(whole, dim, _split(self, whole.device))
+        return rows.unflatten(dim, (self._members, self._width)).movedim(dim, 0)
+
+    def place(self, blocks: Blocks, dim: int, rows: slice, values: Tensor) -> None:
+        """See Assembly.place."""
+        indices = _placed(self, rows.start, rows.stop, values.device)
+        for block, (found, local) in zip(blocks, indices, strict=True):
+            if len(found):
+                # Values may be sums in float32.
+                block.index_copy_(dim, local, values.index_select(dim, found).to(block.dtype))
+
+    def joined(self, widths: Sequence[int]) -> Tensor:
+        """Of each assembled row: where it is in blocks of so many rows, one behind the other."""
+        return torch.tensor([0, *widths[:-1]], device="cpu").cumsum(0)[self._member] + self._local
+
+    @property
+    def split_rows(self) -> Tensor:
+        """Of each row of all members: which assembled one it is; of padding any."""
+        rows = torch.zeros(self._members * self._width, dtype=torch.int64, device="cpu")
+        line = torch.arange(len(self._member), device="cpu")
+        rows[self._member * self._width + self._local] = line
+        return rows
+
+    def placed(self, rows: slice) -> list[tuple[Tensor, Tensor]]:
+        """Of each member: which of some rows are its own, and where there."""
+        member, local = self._member[rows], self._local[rows]
+        found = [(member == number).nonzero()[:, 0] for number in range(self._members)]
+        return [(own, local[own]) for own in found]
+
+
+@kept_on_device(maxsize=32)  # those of some micro-batches: they take memory of the device
+def _joined(table: _Table, widths: tuple[int, ...], device: torch.device) -> Tensor:
+    return uploaded(table.joined(widths), device)
+
+
+@kept_on_device(maxsize=32)
+def _split(table: _Table, device: torch.device) -> Tensor:
+    return uploaded(table.split_rows, device)
+
+
+@kept_on_device(maxsize=32)
+def _placed(
+    table: _Table, start: int, stop: int, device: torch.device
+) -> tuple[tuple[Tensor, Tensor], ...]:
+    pairs = table.placed(slice(start, stop))
+    lengths = [len(found) for found, _ in pairs for _ in range(2)]
+    line = uploaded(torch.cat([x for pair in pairs for x in pair]), device).long()
+    parts = iter(line.split(lengths))
+    return tuple(zip(parts, parts, strict=True))
+
+
+class Contiguous(Assembly):
+    """Spans without gaps, sorted by position."""
+
+    def __init__(self, edges: Numbers, owner: Numbers, members: int, width: int) -> None:
+        """Args: edges: [2,n], where spans start and stop, of one rank's block after another.
+        owner: [n], whose they are. members: number of ranks. width: as of `assemble`.
+        """
+        self.members, self.width = members, width
+        lengths = edges[1] - edges[0]
+        local = offsets_of_each(owner, lengths)  # where each span is in its rank's block
+        order = np.argsort(edges[0], kind="stable")
+        order = order[lengths[order] > 0]
+        (starts, stops), owner, lengths = edges[:, order], owner[order], lengths[order]
+        self.tokens = int(lengths.sum())
+        first, last = runs(starts[1:] != stops[:-1], len(starts))
+        self.spans = ManySpans(np.stack((starts[first], stops[last])))
+        # A rank's spans that follow each other are one segment.
+        first, last = runs(owner[1:] != owner[:-1], len(owner))
+        row, after = offsets(lengths), np.cumsum(lengths)
+        columns = owner[first], local[order][first], after[last] - row[first], row[first]
+        many = len(first) > _FEW * members
+        self._table = _Table(*columns[:3], members, width) if many else None
+        segments = () if many else zip(*(x.tolist() for x in columns), strict=True)
+        self._segments = tuple(_Segment(*one) for one in segments)
+        self._by_member = sorted(self._segments, key=lambda one: (one.member, one.start))
+        # Padding may follow the last rank's block: it is cut off at the end.
+        self._in_order = not many and all(
+            segment.member == index and (segment.length == width or index == members - 1)
+            for index, segment in enumerate(self._segments)
+        )
+
+    def join(self, gathered: Blocks, dim: int) -> Tensor:
+        if self._in_order and isinstance(gathered, Tensor):
+            whole = gathered.movedim(0, dim).flatten(dim, dim + 1)
+            return narrowed(whole, dim, 0, self.tokens)
+        if self._table is not None:
+            return self._table.join(gathered, dim)
+        blocks = gathered.unbind() if isinstance(gathered, Tensor) else gathered
+        segments = [narrowed(blocks[p.member], dim, p.start, p.length) for p in self._segments]
+        return torch.cat(segments, dim) if segments else blocks[0].narrow(dim, 0, 0)
+
+    def place(self, blocks: Blocks, dim: int, rows: slice, values: Tensor) -> None:
+        if self._table is not None:
+            self._table.place(blocks, dim, rows, values)
+            return
+        for segment in self._segments:
+            low = max(rows.start, segment.row)
+            length = min(rows.stop, segment.row + segment.length) - low
+            if length > 0:
+                start = segment.start + low - segment.row
+                target = narrowed(blocks[segment.member], dim, start, length)
+                target.copy_(narrowed(values, dim, low - rows.start, length))
+
+    def split(self, whole: Tensor, dim: int) -> Tensor:
+        if self._table is not None:
+            return self._table.split(whole, dim)
+        # One copy does where blocks are one behind the other in memory too; of rows of statistics,
+        # which are small, a second one is cheaper than one for each segment.
+        joined = self._in_order or whole.shape[:dim].numel() == 1 or whole.dim() == 3
+        if not joined or self.tokens < self.members * self.width:
+            return super().split(whole, dim)
+        if not self._in_order:
+            whole = torch.cat([whole.narrow(dim, p.row, p.length) for p in self._by_member], dim)
+        return whole.unflatten(dim, (self.members, self.width)).movedim(dim, 0)
+
+
+class _Interleaved(Assembly):
+    """One span a rank, all with the same step, taken in turns."""
+
+    def __init__(self, members: tuple[Spans, ...], width: int) -> None:
+        self.members, self.width = len(members), width
+        spans = [span for (span,) in members]
+        step = spans[0].step
+        apart, rest = divmod(step, len(spans))
+        first = spans[0].start
+        stop = max(span.stop for span in spans)
+        expected = [(min(first + index * apart, stop), step) for index in range(len(spans))]
+        if rest or [(span.start, span.step) for span in spans] != expected:
+            raise ValueError(f"spans must be evenly interleaved, got {spans}")
+        self.spans = (Span(first, stop, apart),)
+        self.tokens = sum(map(len, spans))
+
+    def join(self, gathered: Blocks, dim: int) -> Tensor:
+        assert isinstance(gathered, Tensor)  # such blocks travel whole
+        return gathered.movedim(0, dim + 1).flatten(dim, dim + 1).narrow(dim, 0, self.tokens)
+
+    def place(self, blocks: Blocks, dim: int, rows: slice, values: Tensor) -> None:
+        for member in range(self.members):
+            first = rows.start + (member - rows.start) % self.members
+            count = -(-(rows.stop - first) // self.members)
+            if count > 0:
+                index = [slice(None)] * dim + [slice(first - rows.start, None, self.members)]
+                target = blocks[member].narrow(dim, first // self.members, count)
+                target.copy_(values[tuple(index)])

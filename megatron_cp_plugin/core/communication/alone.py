@@ -1,0 +1,200 @@
+"""A single rank without peers: its messages go nowhere, but can be observed.
+
+So an algorithm's own code runs for one rank of any number, on tensors without storage.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_cp_plugin.core.comm import Communicator, Operation, Pending, Receive, Send
+from megatron_cp_plugin.core.communication.peer import SlottedCommunicator
+from megatron_cp_plugin.core.topology import Topology
+
+ChannelId = tuple[str, tuple[int, ...]]  # its name, and the global ranks of its group
+
+
+class Post(NamedTuple):
+    """Begins an operation of a channel.
+
+    Attributes:
+        channel, number: which, and its how many-th. operation: None: by copy engines. sends,
+            receives: (global rank, bytes) of each message. bytes: of a collective operation, what
+            this rank sends.
+    """
+
+    channel: ChannelId
+    number: int
+    operation: Operation | None
+    sends: tuple[tuple[int, int], ...]
+    receives: tuple[tuple[int, int], ...]
+    bytes: int
+
+
+class Wait(NamedTuple):
+    """Waits for what was posted."""
+
+    channel: ChannelId
+    number: int
+
+
+Note = Callable[[Post | Wait], None]
+
+
+class Alone(Topology):
+    """The topology of a rank alone."""
+
+    def __init__(
+        self,
+        rank: int,
+        nodes: Sequence[int],
+        *,
+        peer_access: bool,
+        note: Note = lambda event: None,
+        ranks: tuple[int, ...] | None = None,
+    ) -> None:
+        """Stands for one rank.
+
+        Args:
+            rank: in the group. nodes: the node of each rank of the group. peer_access: whether the
+                ranks of one node reach each other's memory. note: is told of what is posted and
+                waited for. ranks: global, of the group; None: these are all.
+        """
+        super().__init__(rank, len(nodes))
+        self._nodes, self._peer_access, self._note = tuple(nodes), peer_access, note
+        self._ranks = tuple(range(len(nodes))) if ranks is None else ranks
+        self._channels: dict[str, Communicator] = {}
+
+    def slabs(self) -> Iterator[Tensor]:
+        """Receive buffers in peer memory, here and in subgroups."""
+        for channel in self._peer_channels.values():
+            assert isinstance(channel, _PeerChannel)
+            yield channel.slab
+        for topology in self._subgroups.values():
+            assert isinstance(topology, Alone)
+            yield from topology.slabs()
+
+    def channel(self, name: str) -> Communicator:
+        posting = _Posting((name, self._ranks), self._note)
+        return self._channels.setdefault(name, _Channel(self.rank, posting))
+
+    @property
+    def peer_access(self) -> bool:
+        return self._peer_access and self.size > 1 and len(set(self._nodes)) == 1
+
+    def _make_peer_channel(self, name: str, slots: int) -> SlottedCommunicator:
+        posting = _Posting((f"{name} by copy engines", self._ranks), self._note)
+        return _PeerChannel(self.rank, posting, slots)
+
+    def _make_subgroup(self, ranks: tuple[int, ...], name: str) -> Topology:
+        return Alone(
+            ranks.index(self.rank),
+            [self._nodes[rank] for rank in ranks],
+            peer_access=self._peer_access,
+            note=self._note,
+            ranks=tuple(self._ranks[rank] for rank in ranks),
+        )
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        return self._nodes
+
+    def gather[T](self, mine: T) -> list[T]:
+        return [mine] * self.size
+
+    @property
+    def compares_each_call(self) -> bool:
+        return False
+
+    def same_everywhere(self, number: int) -> bool:
+        return True
+
+
+class _Posting:
+    """Tells of the operations of a channel. What is sent lives until the wait."""
+
+    def __init__(self, channel: ChannelId, note: Note) -> None:
+        self.channel, self.ranks = channel[0], channel[1]
+        self._note, self._number = note, 0
+
+    def exchange(
+        self, operation: Operation | None, sends: Sequence[Send], receives: Sequence[Receive]
+    ) -> Pending[None]:
+        """Messages. Args: operation: as of `Post`."""
+        return self._post(operation, self._sizes(sends), self._sizes(receives), 0, sends, None)
+
+    def gather(
+        self, operation: Operation, x: Tensor, block: Tensor, result: Tensor
+    ) -> Pending[Tensor]:
+        """A collective operation of x. Args: block: of x, that goes to each other rank."""
+        sent = _bytes(block) * (len(self.ranks) - 1)
+        return self._post(operation, (), (), sent, x, result)
+
+    def _sizes(self, messages: Sequence[Send | Receive]) -> tuple[tuple[int, int], ...]:
+        return tuple((self.ranks[rank], _bytes(x)) for x, rank in messages)
+
+    def _post[T](
+        self,
+        operation: Operation | None,
+        sends: tuple[tuple[int, int], ...],
+        receives: tuple[tuple[int, int], ...],
+        size_bytes: int,
+        sent: object,
+        result: T,
+    ) -> Pending[T]:
+        channel, number = (self.channel, self.ranks), self._number
+        self._number += 1
+        self._note(Post(channel, number, operation, sends, receives, size_bytes))
+        living = [sent]
+
+        def finish() -> T:
+            living.clear()
+            self._note(Wait(channel, number))
+            return result
+
+        return Pending(finish)
+
+
+class _Channel(Communicator):
+    """Results take memory when an operation is posted."""
+
+    def __init__(self, rank: int, posting: _Posting) -> None:
+        super().__init__(posting.channel, rank, len(posting.ranks), posting.ranks[rank])
+        self._posting = posting
+
+    def _exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Pending[None]:
+        return self._posting.exchange("exchange", sends, receives)
+
+    def _all_gather(self, x: Tensor) -> Pending[Tensor]:
+        return self._posting.gather("all_gather", x, x, x.new_empty((self.size, *x.shape)))
+
+    def _reduce_scatter(self, x: Tensor) -> Pending[Tensor]:
+        return self._posting.gather("reduce_scatter", x, x[0], torch.empty_like(x[0]))
+
+    def _all_to_all(self, x: Tensor) -> Pending[Tensor]:
+        return self._posting.gather("all_to_all", x, x[0], torch.empty_like(x))
+
+
+class _PeerChannel(SlottedCommunicator):
+    def __init__(self, rank: int, posting: _Posting, slots: int) -> None:
+        name, ranks = posting.channel, posting.ranks
+        super().__init__(name, rank, len(ranks), ranks[rank], slots)
+        self._slab = torch.empty(0, dtype=torch.uint8, device="meta")
+        self._posting = posting
+
+    @property
+    def slab(self) -> Tensor:
+        """All slots, one after another."""
+        return self._slab
+
+    def _grow(self, slot_bytes: int) -> None:
+        self._slab = torch.empty(self._slots * slot_bytes, dtype=torch.uint8, device="meta")
+
+    def _post(self, slot: int, sends: Sequence[Send], receives: Sequence[Receive]) -> Pending[None]:
+        return self._posting.exchange(None, sends, receives)
+
+
+def _bytes(x: Tensor) -> int:
+    return x.numel() * x.element_size()

@@ -1,0 +1,219 @@
+"""Topologies over torch.distributed's process groups."""
+
+import os
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import cache
+from socket import gethostname
+
+import torch
+import torch.distributed as dist
+
+from megatron_cp_plugin.core.comm import (
+    Communicator,
+    ProcessGroupCommunicator,
+    is_nccl,
+    others_lost,
+)
+from megatron_cp_plugin.core.communication.peer import PeerCommunicator, SlottedCommunicator
+from megatron_cp_plugin.core.communication.same_numbers import same_on_all_ranks
+from megatron_cp_plugin.core.communication.streams import copy_stream
+from megatron_cp_plugin.core.communication.virtual import VirtualWorld
+from megatron_cp_plugin.core.topology import Topology
+from megatron_cp_plugin.errors import ContextParallelError
+
+_topologies: dict[dist.ProcessGroup, "ProcessGroupTopology"] = {}
+
+
+def topology_of(group: dist.ProcessGroup | None) -> Topology:
+    """Topology of a process group; None: all processes, or this one where there is no
+    process group. Its ranks alone make further groups, when they need them: see JointMaking.
+
+    Raises: ContextParallelError for a group that was destroyed.
+    """
+    if group is None:
+        if not dist.is_initialized():
+            return _alone()
+        group = dist.group.WORLD
+        assert group is not None
+    if _is_destroyed(group):
+        raise ContextParallelError(
+            "context parallelism needs a process group that exists, got one that was "
+            "destroyed: create a new one"
+        )
+    if dist.get_world_size(group) == 1:
+        return _alone()
+    if group not in _topologies:
+        _topologies[group] = ProcessGroupTopology(group)
+    return _topologies[group]
+
+
+def release_topologies() -> None:
+    """Gives back the receive buffers of all that `topology_of` made, and the further groups of
+    those that were destroyed; see functional.release.
+    """
+    for group, topology in list(_topologies.items()):
+        topology.drop_peer_channels()
+        if _is_destroyed(group):
+            topology.destroy_further_groups()
+            del _topologies[group]
+
+
+def _timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """How long its operations wait; torch says it of the backend of a device only."""
+    return group._get_backend(group._device_types[0]).options._timeout
+
+
+def _is_destroyed(group: dist.ProcessGroup) -> bool:
+    try:
+        dist.get_backend(group)
+    except ValueError:  # also where torch.distributed as a whole was shut down
+        return True
+    return False
+
+
+@cache
+def _alone() -> Topology:
+    """One rank, which needs no network: always the same, for it is the key of what is cached."""
+    return VirtualWorld(1).topology(0)
+
+
+class ProcessGroupTopology(Topology):
+    """Over a torch.distributed process group."""
+
+    def __init__(self, group: dist.ProcessGroup, make: "JointMaking | None" = None) -> None:
+        """Args: make: makes the further groups; None: the ranks of each do, when they need it."""
+        super().__init__(dist.get_rank(group), dist.get_world_size(group))
+        self._group = group
+        self._make = make
+        self._channels: dict[str, Communicator] = {}
+        self._nodes: tuple[int, ...] | None = None
+        self._peer_access: bool | None = None
+        self._further: list[dist.ProcessGroup] = []
+
+    def channel(self, name: str) -> Communicator:
+        if name not in self._channels:
+            # The first channel uses the group that was given: no further connections or buffers.
+            group = self._new_group(range(self.size)) if self._channels else self._group
+            self._channels[name] = ProcessGroupCommunicator(name, group)
+        return self._channels[name]
+
+    @property
+    def peer_access(self) -> bool:
+        if self._peer_access is None:
+            self._peer_access = self.size > 1 and self._reaches_all()
+        return self._peer_access
+
+    def _reaches_all(self) -> bool:
+        if not is_nccl(self._group) or len(set(self.nodes)) > 1:
+            return False
+        if os.environ.get("NCCL_P2P_DISABLE") == "1":
+            return False  # whoever keeps NCCL from peer memory means us too
+        mine = torch.cuda.current_device()
+        devices: list[int] = [0] * self.size
+        dist.all_gather_object(devices, mine, group=self._group)
+        # Where each process sees one device only, nobody can tell from indices.
+        told_apart = len(set(devices)) == self.size
+        reached = told_apart and all(
+            other == mine or torch.cuda.can_device_access_peer(mine, other) for other in devices
+        )
+        answers = [False] * self.size
+        dist.all_gather_object(answers, reached, group=self._group)
+        return all(answers)
+
+    def _make_peer_channel(self, name: str, slots: int) -> SlottedCommunicator:
+        return PeerCommunicator(name, self._group, slots, copy_stream())
+
+    def _make_subgroup(self, ranks: tuple[int, ...], name: str) -> Topology:
+        if len(ranks) == 1:
+            return _alone()
+        return ProcessGroupTopology(self._new_group(ranks), self._make)
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        if self._nodes is None:
+            hosts: list[str] = [""] * self.size
+            # What NCCL goes by: containers of one machine may have one name, or several.
+            mine = os.environ.get("NCCL_HOSTID") or gethostname()
+            dist.all_gather_object(hosts, mine, group=self._group)
+            self._nodes = tuple(hosts.index(host) for host in hosts)
+        return self._nodes
+
+    def gather[T](self, mine: T) -> list[T]:
+        gathered = [mine] * self.size
+        try:
+            dist.all_gather_object(gathered, mine, group=self._group)
+        except RuntimeError as error:
+            raise others_lost(self.rank, self.size, "in a check", error) from error
+        return gathered
+
+    @property
+    def compares_each_call(self) -> bool:
+        return not is_nccl(self._group) and torch.device("cpu") in self._group._device_types
+
+    def same_everywhere(self, number: int) -> bool:
+        return same_on_all_ranks(torch.tensor([number], device="cpu"), self._group)()
+
+    def _new_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
+        world_ranks = dist.get_process_group_ranks(self._group)
+        members = [world_ranks[rank] for rank in ranks]
+        if self._make is not None:
+            return self._make(members)
+        try:
+            group = dist.new_group(
+                members,
+                timeout=_timeout_of(self._group),
+                backend=dist.get_backend(self._group),
+                use_local_synchronization=True,
+            )
+        except RuntimeError as error:
+            raise others_lost(self.rank, self.size, "making a process group", error) from error
+        assert isinstance(group, dist.ProcessGroup)  # this rank is a member
+        self._further.append(group)
+        return group
+
+    def destroy_further_groups(self) -> None:
+        """Destroys those that it made, for channels and subgroups; all its ranks do."""
+        for topology in self._subgroups.values():
+            if isinstance(topology, ProcessGroupTopology):
+                topology.destroy_further_groups()
+        for group in self._further:
+            if not _is_destroyed(group):
+                dist.destroy_process_group(group)
+        self._further.clear()
+
+
+class JointMaking:
+    """Makes process groups by all ranks of the job together, in one order on all of them.
+
+    Ranks that make unequally many groups by themselves disagree about the names of later ones,
+    and hang in the next `torch.distributed.new_group`. So all ranks of the job call an instance
+    equally often, each for a group of its own, and all take part in making each other's.
+    """
+
+    def __init__(self, new_group: Callable[[list[int]], object]) -> None:
+        """Args: new_group: as `torch.distributed.new_group`, for a list of world ranks."""
+        self._new_group = new_group
+        self._done = False
+
+    def __call__(self, members: Sequence[int]) -> dist.ProcessGroup:
+        """The group of those world ranks, which must include this one.
+
+        Raises: ContextParallelError after `end`.
+        """
+        if self._done:
+            raise ContextParallelError(
+                f"process groups are made at set-up by all ranks together, got another one of "
+                f"ranks {', '.join(map(str, members))} now: all attention layers need the heads "
+                "of the model's configuration"
+            )
+        wanted: list[tuple[int, ...]] = [()] * dist.get_world_size()
+        dist.all_gather_object(wanted, tuple(members))
+        made = {ranks: self._new_group(list(ranks)) for ranks in sorted(set(wanted))}
+        group = made[tuple(members)]
+        assert isinstance(group, dist.ProcessGroup)
+        return group
+
+    def end(self) -> None:
+        """From now on another group is an error; some ranks would wait for others in vain."""
+        self._done = True

@@ -1,0 +1,297 @@
+"""P virtual ranks as threads of one process: same code, same counters, no network.
+
+For tests and for trying an algorithm in a notebook; nothing here is fast.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from pickle import dumps, loads
+from queue import Empty, SimpleQueue
+from threading import Event, Lock, Thread
+from time import monotonic
+
+import torch
+from torch import Tensor
+
+from megatron_cp_plugin.core.comm import Communicator, Pending, Receive, Send
+from megatron_cp_plugin.core.communication.peer import SlottedCommunicator
+from megatron_cp_plugin.core.topology import Topology
+
+Address = tuple[str, int, int, int]  # channel, number of the operation, from, to
+
+_NAN = 0xFF  # a byte; so many of them are NaN in every floating dtype
+
+
+class VirtualWorld:
+    """Mailboxes of `size` virtual ranks.
+
+    Args:
+        timeout_s: how long a rank waits for a message. ranks_per_node: default: all on one node.
+        peer_access: whether there are peer channels, see `VirtualPeerCommunicator`.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        timeout_s: float = 30.0,
+        ranks_per_node: int | None = None,
+        *,
+        peer_access: bool = False,
+    ) -> None:
+        self.size = size
+        self.ranks_per_node = ranks_per_node or size
+        self.peer_access = peer_access
+        self.failed = Event()
+        self.under_way: set[Address] = set()  # sends over peer channels, until they are waited for
+        self._timeout_s = timeout_s
+        self._lock = Lock()
+        self._mailboxes: dict[Address, SimpleQueue[Tensor]] = {}
+
+    def topology(self, rank: int) -> "VirtualTopology":
+        return VirtualTopology(self, tuple(range(self.size)), rank, "")
+
+    def post(self, address: Address, message: Tensor) -> None:
+        self._mailbox(address).put(message.detach().clone())
+
+    def take(self, address: Address) -> Tensor:
+        """Raises: TimeoutError if nothing comes, or another rank fails while it waits."""
+        deadline = monotonic() + self._timeout_s
+        while monotonic() < deadline and not self.failed.is_set():
+            try:
+                return self._mailbox(address).get(timeout=0.05)
+            except Empty:
+                continue
+        channel, _, source, to = address
+        raise TimeoutError(f"no message on {channel!r} from virtual rank {source} to {to}")
+
+    def unread(self) -> list[Address]:
+        """Addresses of messages that were sent but never received."""
+        return [address for address, box in self._mailboxes.items() if not box.empty()]
+
+    def _mailbox(self, address: Address) -> "SimpleQueue[Tensor]":
+        with self._lock:
+            return self._mailboxes.setdefault(address, SimpleQueue())
+
+
+class VirtualTopology(Topology):
+    """One virtual rank's view of a group of them."""
+
+    def __init__(
+        self, world: VirtualWorld, members: Sequence[int], global_rank: int, path: str
+    ) -> None:
+        super().__init__(list(members).index(global_rank), len(members))
+        self._world = world
+        self._members = tuple(members)
+        self._global_rank = global_rank
+        self._path = path
+        self._channels: dict[str, Communicator] = {}
+
+    def channel(self, name: str) -> Communicator:
+        if name not in self._channels:
+            self._channels[name] = _VirtualCommunicator(
+                f"{self._path}{name}", self._world, self._members, self._global_rank
+            )
+        return self._channels[name]
+
+    def gather[T](self, mine: T) -> list[T]:
+        message = torch.frombuffer(bytearray(dumps(mine)), dtype=torch.uint8)
+        name = f"{self._path}gather"
+        for to in self._members:
+            self._world.post((name, 0, self._global_rank, to), message)
+        sources = ((name, 0, source, self._global_rank) for source in self._members)
+        return [loads(self._world.take(address).numpy().tobytes()) for address in sources]
+
+    @property
+    def compares_each_call(self) -> bool:
+        return True
+
+    def same_everywhere(self, number: int) -> bool:
+        return len(set(self.gather(number))) == 1
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        return tuple(rank // self._world.ranks_per_node for rank in self._members)
+
+    @property
+    def peer_access(self) -> bool:
+        return self._world.peer_access and self.size > 1
+
+    def _make_peer_channel(self, name: str, slots: int) -> SlottedCommunicator:
+        return VirtualPeerCommunicator(
+            f"{self._path}{name}", self._world, self._members, self._global_rank, slots
+        )
+
+    def _make_subgroup(self, ranks: tuple[int, ...], name: str) -> Topology:
+        members = [self._members[rank] for rank in ranks]
+        return VirtualTopology(self._world, members, self._global_rank, f"{self._path}{name}/")
+
+
+class _VirtualCommunicator(Communicator):
+    def __init__(
+        self, channel: str, world: VirtualWorld, members: Sequence[int], global_rank: int
+    ) -> None:
+        super().__init__(channel, list(members).index(global_rank), len(members), global_rank)
+        self._world = world
+        self._members = members
+        self._operations = 0
+
+    def _exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Pending[None]:
+        turn = self._next()
+        for tensor, to in sends:
+            assert tensor.is_contiguous(), "messages are contiguous tensors"
+            self._post(turn, tensor, to)
+
+        def finish() -> None:
+            for buffer, source in receives:
+                message = self._take(turn, source)
+                if message.shape != buffer.shape or message.dtype != buffer.dtype:
+                    raise RuntimeError(
+                        f"rank {self.rank} expected {tuple(buffer.shape)} {buffer.dtype} from "
+                        f"rank {source}, got {tuple(message.shape)} {message.dtype}"
+                    )
+                buffer.copy_(message)
+
+        return Pending(finish)
+
+    def _all_gather(self, x: Tensor) -> Pending[Tensor]:
+        return self._all_to_all(x.expand(self.size, *x.shape))
+
+    def _reduce_scatter(self, x: Tensor) -> Pending[Tensor]:
+        received = self._all_to_all(x)
+        return Pending(lambda: received.wait().sum(0))
+
+    def _all_to_all(self, x: Tensor) -> Pending[Tensor]:
+        turn = self._next()
+        for to in range(self.size):
+            self._post(turn, x[to], to)
+        return Pending(
+            lambda: torch.stack([self._take(turn, source) for source in range(self.size)])
+        )
+
+    def _next(self) -> int:
+        """Operations may be waited for in any order, so each has messages of its own."""
+        self._operations += 1
+        return self._operations
+
+    def _post(self, turn: int, message: Tensor, to: int) -> None:
+        self._world.post((self.channel, turn, self.global_rank, self._members[to]), message)
+
+    def _take(self, turn: int, source: int) -> Tensor:
+        return self._world.take((self.channel, turn, self._members[source], self.global_rank))
+
+
+class VirtualPeerCommunicator(SlottedCommunicator):
+    """As over peer memory, at its worst: what is read too late or changed too early is seen.
+
+    A slot is NaN from the moment when an exchange that receives into it is expected or posted; its
+    messages are there once that is waited for. What is sent must be waited for, and be the same
+    then as when it was posted. Ranks that do not make room in the same turn are an error.
+    """
+
+    def __init__(
+        self,
+        channel: str,
+        world: VirtualWorld,
+        members: Sequence[int],
+        global_rank: int,
+        slots: int,
+    ) -> None:
+        rank = list(members).index(global_rank)
+        super().__init__(channel, rank, len(members), global_rank, slots)
+        self._world = world
+        self._members = members
+        self._slab = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    def _grow(self, slot_bytes: int) -> None:
+        mine = torch.tensor([self._turn, slot_bytes], device="cpu")
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        for rank in others:
+            self._world.post(self._address("room", 0, self.rank, rank), mine)
+        for rank in others:
+            theirs = self._world.take(self._address("room", 0, rank, self.rank))
+            if not torch.equal(mine, theirs):
+                raise RuntimeError(
+                    f"on {self.channel!r} rank {self.rank} makes room in turn and of bytes "
+                    f"{mine.tolist()}, rank {rank} {theirs.tolist()}"
+                )
+        size = self._slots * slot_bytes
+        self._slab = torch.full((size,), _NAN, dtype=torch.uint8, device="cpu")
+
+    def _offer(self, slot: int, sources: Collection[int]) -> None:
+        if sources:
+            start = slot * self._slot_bytes
+            self._slab[start : start + self._slot_bytes] = _NAN
+
+    def _post(self, slot: int, sends: Sequence[Send], receives: Sequence[Receive]) -> Pending[None]:
+        turn = self._turn
+        posted = [(tensor, _bits(tensor).clone()) for tensor, _ in sends]
+        addresses = {self._address("blocks", turn, self.rank, to) for _, to in sends}
+        self._world.under_way.update(addresses)
+        for (_, to), (_, bits) in zip(sends, posted, strict=True):
+            self._world.post(self._address("blocks", turn, self.rank, to), bits.view(-1))
+        if not self._offered:
+            self._offer(slot, {source for _, source in receives})
+
+        def finish() -> None:
+            for buffer, source in receives:
+                message = self._world.take(self._address("blocks", turn, source, self.rank))
+                _bits(buffer).copy_(message)
+            self._world.under_way.difference_update(addresses)
+            for tensor, bits in posted:
+                if not torch.equal(_bits(tensor), bits):
+                    raise RuntimeError(
+                        f"rank {self.rank} changed what it sent in turn {turn} on "
+                        f"{self.channel!r} before it waited for it"
+                    )
+            posted.clear()  # which lived until now
+
+        return Pending(finish)
+
+    def _address(self, what: str, turn: int, source: int, to: int) -> Address:
+        name = f"{self.channel}, {what} in {self._slots} slots"
+        return name, turn, self._members[source], self._members[to]
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor, as a view; flat if it is contiguous."""
+    x = tensor.detach()
+    # Of one element, expanded, a view would keep the stride of 0, of which there are no bytes.
+    return (x.as_strided((x.numel(),), (1,)) if x.is_contiguous() else x).view(torch.uint8)
+
+
+def run_virtual[T](
+    size: int,
+    body: Callable[[Topology], T],
+    timeout_s: float = 30.0,
+    ranks_per_node: int | None = None,
+    *,
+    peer_access: bool = False,
+) -> list[T]:
+    """Runs body(topology) on `size` virtual ranks, each a thread; other settings: VirtualWorld.
+
+    Returns: the results by rank. Raises: the first error of any rank; RuntimeError if messages
+    were sent that nobody received, or sends over peer channels were not waited for.
+    """
+    world = VirtualWorld(size, timeout_s, ranks_per_node, peer_access=peer_access)
+    results: dict[int, T] = {}
+    errors: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = body(world.topology(rank))
+        except BaseException as error:
+            errors.append(error)
+            world.failed.set()
+
+    threads = [Thread(target=run, args=(rank,), name=f"rank {rank}") for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        # A rank that only waited in vain for the one that failed is not the cause.
+        raise next((e for e in errors if not isinstance(e, TimeoutError)), errors[0])
+    if world.unread():
+        raise RuntimeError(f"messages that nobody received: {world.unread()}")
+    if world.under_way:
+        raise RuntimeError(f"sends that were not waited for: {sorted(world.under_way)}")
+    return [results[rank] for rank in range(size)]

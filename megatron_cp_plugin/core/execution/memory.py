@@ -1,0 +1,319 @@
+"""Peak memory of an attention call, found by following its plan on one rank without computing.
+
+Tensors are on torch's meta device, where they have sizes but no storage, and each is counted as
+long as it lives: outputs, partial sums, blocks that came, what is sent until it has left, what is
+saved for the backward, and what kernels need within (`SoftmaxKernel.workspace`). So no algorithm
+has a formula of its own for it.
+"""
+
+import weakref
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megatron_cp_plugin.core.algorithm import Algorithm, Call
+from megatron_cp_plugin.core.communication.alone import Alone
+from megatron_cp_plugin.core.execution.fused import register_fused
+from megatron_cp_plugin.core.execution.partial import accumulation_dtype
+from megatron_cp_plugin.core.kernel import Packing, SoftmaxKernel, Statistics
+from megatron_cp_plugin.core.shape import Shape
+from megatron_cp_plugin.core.tiles import Mask
+from megatron_cp_plugin.core.topology import Topology
+
+# By bytes of an element.
+DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
+
+
+class Peak(NamedTuple):
+    """Bytes of a rank beside q, k, v and dout, and what all layers share, from the second call on.
+
+    Attributes:
+        forward, backward: the most at a time in either pass. Each has its results, what is saved
+            for the backward and the receive buffers in peer memory, which live on, among them.
+        saved: what lives between the two passes, out among it.
+        peer: receive buffers in peer memory, which torch's own statistics do not show.
+    """
+
+    forward: int
+    backward: int
+    saved: int
+    peer: int
+
+
+def peak_of(
+    make: Callable[[Topology], Algorithm],
+    rank: int,
+    nodes: Sequence[int],
+    shape: Shape,
+    mask: Mask,
+    kernel: SoftmaxKernel,
+    *,
+    peer_access: bool,
+) -> Peak:
+    """The peak memory of a rank in one attention layer.
+
+    Args:
+        make: makes the algorithm. nodes: the node of each rank. kernel: of the tiles, which need
+            not be able to run here. peer_access: whether the ranks reach each other's memory.
+    """
+    topology = Alone(rank, nodes, peer_access=peer_access)
+    algorithm = make(topology)
+    layout = algorithm.layout.within(mask.followed)
+    tokens = layout.length(rank, len(nodes), shape.seq_len)
+    widths = (shape.heads, shape.kv_heads), (shape.head_dim, shape.value_dim)
+    (heads, kv_heads), (dim, value_dim) = widths
+    q, k, v, dout = (
+        torch.empty((shape.batch, tokens, n, d), dtype=DTYPES[shape.element_bytes], device="meta")
+        for n, d in ((heads, dim), (kv_heads, dim), (kv_heads, value_dim), (heads, value_dim))
+    )
+    call = Call(shape.seq_len, mask, dim**-0.5, _Sizes(kernel))
+    saved = algorithm.forward(q, k, v, call)[2]
+    algorithm.backward(dout, saved, call)  # receive buffers have their final size now
+    del saved
+    with LivingBytes([q, k, v, dout, *topology.slabs()]) as living:
+        out, lse, saved = algorithm.forward(q, k, v, call)
+        forward, living.most = living.most, 0
+        del lse
+        between = living.now
+        gradients = algorithm.backward(dout, saved, call)
+    del out, gradients
+    peer = topology.peer_bytes
+    return Peak(forward + peer, living.most + peer, between, peer)
+
+
+class LivingBytes(TorchDispatchMode):
+    """Adds up the storages that are made while the mode is on, as long as they live.
+
+    Attributes: now: bytes at present. most: bytes at most, at a time.
+    """
+
+    def __init__(self, known: Iterable[Tensor]) -> None:
+        """Args: known: tensors that are not counted, and are there all the time."""
+        super().__init__()
+        self._known = {x.untyped_storage()._cdata for x in known}
+        self._living: set[int] = set()
+        self.now = self.most = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            if isinstance(x, Tensor):
+                storage = x.untyped_storage()
+                key, size = storage._cdata, storage.nbytes()
+                if key not in self._living and key not in self._known:
+                    self._living.add(key)
+                    self.now += size
+                    weakref.finalize(storage, self._freed, key, size)
+        self.most = max(self.most, self.now)
+        return result
+
+    def _freed(self, key: int, size: int) -> None:
+        self._living.discard(key)
+        self.now -= size
+
+
+class SizesOnly(SoftmaxKernel):
+    """Makes what a kernel would make, of tensors without storage; subclasses say what a call is."""
+
+    name = "sizes"
+
+    def __init__(
+        self,
+        *,
+        rectangular: bool,
+        packs: bool,
+        gaps: bool,
+        places_outputs: bool,
+        places_gradients: bool,
+    ) -> None:
+        self.rectangular_causal, self.packs, self.gaps = rectangular, packs, gaps
+        self.places_outputs, self.places_gradients = places_outputs, places_gradients
+
+    @abstractmethod
+    def called(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        statistics: Statistics | None,
+        packing: Packing,
+        *,
+        causal: bool,
+    ) -> None:
+        """What there is to a call beside its results. Args: statistics: None: it is a forward."""
+
+    def unsupported(self, problem: object) -> str | None:
+        return None
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool
+    ) -> tuple[Tensor, Tensor]:
+        return self._attend(q, k, v, _whole(q, k), causal=causal)
+
+    def forward_to(
+        self,
+        results: tuple[Tensor, Tensor],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        causal: bool,
+    ) -> None:
+        self.called(q, k, v, None, _whole(q, k), causal=causal)
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        statistics: Statistics,
+        *,
+        scale: float,
+        causal: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return self._differentiate(q, k, v, statistics, _whole(q, k), causal=causal)
+
+    def backward_to(
+        self,
+        gradients: tuple[Tensor, Tensor, Tensor],
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        statistics: Statistics,
+        *,
+        scale: float,
+        causal: bool,
+    ) -> None:
+        self.called(q, k, v, statistics, _whole(q, k), causal=causal)
+
+    def forward_packed(
+        self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, *, scale: float, causal: bool
+    ) -> tuple[Tensor, Tensor]:
+        if self.packs:
+            return self._attend(q, k, v, packing, causal=causal)
+        return super().forward_packed(q, k, v, packing, scale=scale, causal=causal)
+
+    def backward_packed(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        statistics: Statistics,
+        packing: Packing,
+        *,
+        scale: float,
+        causal: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if self.packs:
+            return self._differentiate(q, k, v, statistics, packing, causal=causal)
+        return super().backward_packed(
+            dout, q, k, v, statistics, packing, scale=scale, causal=causal
+        )
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, *, causal: bool
+    ) -> tuple[Tensor, Tensor]:
+        batch, tokens, heads, _ = q.shape
+        out = q.new_empty((batch, tokens, heads, v.shape[3]))
+        lse = q.new_empty((batch, heads, tokens), dtype=accumulation_dtype(q.dtype))
+        self.called(q, k, v, None, packing, causal=causal)
+        return out, lse
+
+    def _differentiate(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        statistics: Statistics,
+        packing: Packing,
+        *,
+        causal: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+        self.called(q, k, v, statistics, packing, causal=causal)
+        return dq, dk, dv
+
+
+def _whole(q: Tensor, k: Tensor) -> Packing:
+    return Packing.adjacent((0, q.shape[1]), (0, k.shape[1]))
+
+
+class _Sizes(SizesOnly):
+    """With the memory that a kernel takes within."""
+
+    def __init__(self, kernel: SoftmaxKernel) -> None:
+        rectangular = kernel.rectangular_causal
+        super().__init__(
+            rectangular=rectangular,
+            packs=kernel.packs,
+            gaps=kernel.gaps,
+            places_outputs=kernel.places_outputs,
+            places_gradients=kernel.places_gradients,
+        )
+        self._kernel = kernel
+
+    def called(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        statistics: Statistics | None,
+        packing: Packing,
+        *,
+        causal: bool,
+    ) -> None:
+        count = len(packing)
+        _take(q, self._kernel.workspace(q, k, v, statistics, causal=causal, sequences=count))
+
+
+class OnePass:
+    """Merges, sums and row sums as they are on GPUs: they take no memory beside their results."""
+
+    def merge_into(
+        self, out: Tensor, lse: Tensor, a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor
+    ) -> None:
+        pass
+
+    def sum_into(self, out: Tensor, a: Tensor, *others: Tensor) -> None:
+        pass
+
+    def merge_rows_into(
+        self, out: Tensor, lse: Tensor, to: Tensor, b: Tensor, b_lse: Tensor, of: Tensor | None
+    ) -> None:
+        pass
+
+    def add_rows_into(self, total: Tensor, to: Tensor, b: Tensor, of: Tensor | None) -> None:
+        pass
+
+    def rows_at(self, x: Tensor, rows: Tensor) -> Tensor:
+        return x.new_empty((x.shape[0], len(rows), *x.shape[2:]))
+
+    def delta_of(self, dout: Tensor, out: Tensor) -> Tensor:
+        batch, tokens, heads, _ = out.shape
+        return out.new_empty((batch, heads, tokens), dtype=torch.float32)
+
+    def logit_statistics(self, logits: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+        lse = logits.new_empty(logits.shape[:-1], dtype=torch.float32)
+        return lse, torch.empty_like(lse)
+
+    def logit_gradients_(self, logits: Tensor, wanted: Tensor, lse: Tensor, dloss: Tensor) -> None:
+        pass
+
+
+register_fused("meta", OnePass)
+
+
+def _take(like: Tensor, size_bytes: int) -> None:
+    """Takes some memory for a moment."""
+    like.new_empty(size_bytes, dtype=torch.uint8)

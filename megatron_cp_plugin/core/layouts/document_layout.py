@@ -1,0 +1,196 @@
+"""Layouts that depend on packed documents, and the registry of all layouts.
+
+Where documents do not see each other, chunks of a sequence have very unequal work: that of a
+document grows with the square of its length.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import pairwise
+
+import numpy as np
+
+from megatron_cp_plugin.core.blocks.ranges import runs
+from megatron_cp_plugin.core.layout import (
+    LAYOUTS,
+    Documents,
+    Layout,
+    ManySpans,
+    Span,
+    Spans,
+    Zigzag,
+)
+from megatron_cp_plugin.core.layouts.balance import deal, room
+from megatron_cp_plugin.core.masks.slices import Slices, starts_and_slices
+from megatron_cp_plugin.errors import ContextParallelError
+
+# Into how many parts a rank those rows are cut of which later ones see fewer keys.
+_PARTS = 32
+
+
+@dataclass(frozen=True)
+class Balanced(Layout):
+    """Equally many tokens and equal work on every rank; documents whole, or on few ranks, see
+    `core.layouts.balance`. Without documents and spans this is the zigzag layout.
+
+    Attributes: documents: as of `document_starts`. slices: who sees whom inside these.
+    """
+
+    documents: tuple[int, ...] = ()
+    slices: Slices | None = None
+    name = "documents"
+    follows_documents = True
+
+    def spans(self, rank: int, size: int, seq_len: int) -> Spans:
+        if self.documents or self.slices:
+            return self._of_ranks(size, seq_len)[rank]
+        return _ZIGZAG.spans(rank, size, seq_len)
+
+    def _of_ranks(self, size: int, seq_len: int) -> tuple[Spans, ...]:
+        if (size, seq_len) not in self._made:
+            self._made[size, seq_len] = (
+                _balanced_under(self.slices, seq_len, size)
+                if self.slices
+                else _balanced(self.documents, seq_len, size)
+            )
+        return self._made[size, seq_len]
+
+    @cached_property
+    def _made(self) -> dict[tuple[int, int], tuple[Spans, ...]]:
+        """Spans of all ranks, without a hash of all documents for each of them."""
+        return {}
+
+    def length(self, rank: int, size: int, seq_len: int) -> int:
+        if self.documents or self.slices:
+            return room(rank, size, seq_len)
+        return _ZIGZAG.length(rank, size, seq_len)
+
+    def multiple(self, size: int) -> int:
+        return _ZIGZAG.multiple(size)
+
+    def within(self, documents: Documents) -> "Balanced":
+        return Balanced(*starts_and_slices(documents)) if documents else self
+
+
+@dataclass(frozen=True)
+class PaddedDocuments(Layout):
+    """Zigzag inside each document, all padded to multiples of 2P: equal causal work, whatever the
+    documents. What frameworks around Megatron cut packed ("thd") batches by.
+
+    Of each document, cut into 2P equal chunks (one, of any length, if P = 1), rank p has numbers p
+    and 2P-1-p, one document after another. Padding is a document's last tokens, which no other one
+    sees under a causal mask. Without documents this is the zigzag layout.
+
+    Attributes: documents: as of `document_starts`, of padded lengths.
+
+    Source: Transformer Engine, thd_get_partitioned_indices.
+    """
+
+    documents: tuple[int, ...] = ()
+    name = "thd"
+    follows_documents = True
+
+    def spans(self, rank: int, size: int, seq_len: int) -> Spans:
+        return _chunks_of_each(self.documents, seq_len, size, rank)
+
+    def length(self, rank: int, size: int, seq_len: int) -> int:
+        return _ZIGZAG.length(rank, size, seq_len)
+
+    def multiple(self, size: int) -> int:
+        return _ZIGZAG.multiple(size) if size > 1 else 1
+
+    def alike(self, query: int, size: int) -> Sequence[tuple[int, int]] | None:
+        """See Layout.alike: chunks of two ranks are in one of three orders, in all documents."""
+        if not self.documents:
+            return None
+        return [(1, 0)] * query + [(0, 0)] + [(0, 1)] * (size - 1 - query)
+
+    def within(self, documents: Documents) -> "PaddedDocuments":
+        starts, _ = starts_and_slices(documents)
+        return PaddedDocuments(starts) if starts else self
+
+
+_ZIGZAG = Zigzag()
+NAMED: dict[str, Layout] = {
+    layout.name: layout for layout in (*LAYOUTS.values(), Balanced(), PaddedDocuments())
+}
+
+
+@lru_cache(maxsize=64)
+def _chunks_of_each(documents: tuple[int, ...], seq_len: int, size: int, rank: int) -> Spans:
+    """The spans of a rank. Args: documents: where padded ones begin, but for the first.
+
+    Raises: ContextParallelError if a length is no multiple of 2P.
+    """
+    if size == 1:
+        return (Span(0, seq_len),)
+    multiple = _ZIGZAG.multiple(size)
+    edges = np.array((0, *documents, seq_len), np.int64)
+    starts, lengths = edges[:-1], np.diff(edges)
+    uneven = np.flatnonzero(lengths % multiple)
+    if len(uneven):
+        number = int(uneven[0])
+        length = int(lengths[number])
+        raise ContextParallelError(
+            f"the thd layout needs lengths of documents divisible by 2 * context_parallel_size "
+            f"= {multiple}, got {length} tokens in document {number + 1} of "
+            f"{len(lengths)}: pad it to {-(-length // multiple) * multiple}"
+        )
+    chunks = lengths // multiple
+    both = np.stack([starts + index * chunks for index in (rank, multiple - 1 - rank)], 1)
+    begins, ends = both.ravel(), (both + chunks[:, None]).ravel()
+    first, last = runs(begins[1:] != ends[:-1], len(begins))
+    return ManySpans(np.stack((begins[first], ends[last])))
+
+
+@lru_cache(maxsize=64)
+def _balanced(documents: tuple[int, ...], seq_len: int, size: int) -> tuple[Spans, ...]:
+    """The spans of every rank. Args: documents: where they begin, but for the first."""
+    bounds = (0, *documents, seq_len)
+
+    def visible(start: int, stop: int) -> int:
+        """Keys that rows see, all of one document, under a causal mask."""
+        before = bounds[bisect_right(bounds, start) - 1]  # where their document begins
+        return (stop - start) * (start + stop + 1 - 2 * before) // 2
+
+    return _dealt(list(pairwise(bounds)), size, visible)
+
+
+@lru_cache(maxsize=64)
+def _balanced_under(slices: Slices, seq_len: int, size: int) -> tuple[Spans, ...]:
+    """The spans of every rank under a span mask."""
+    keys = slices.bands.keys_of(seq_len)
+    before = np.concatenate(([0], np.cumsum(keys)))
+    edges = np.unique(np.append(slices.bands.table[:2], (0, seq_len)))
+    falls = np.flatnonzero(np.diff(keys) < 0) + 1
+    least = max(1, seq_len // (_PARTS * size))
+    parts: list[tuple[int, int]] = []
+    start = 0
+    for edge in edges[1:].tolist():
+        if edge - start < least and edge < seq_len:
+            continue  # a short one goes with the next
+        inside = np.searchsorted(falls, (start + 1, edge))
+        step = least if inside[0] < inside[1] else edge - start
+        parts += pairwise((*range(start, edge, step), edge))
+        start = edge
+    return _dealt(parts, size, lambda start, stop: before.item(stop) - before.item(start))
+
+
+def _dealt(
+    parts: list[tuple[int, int]], size: int, work: Callable[[int, int], int]
+) -> tuple[Spans, ...]:
+    dealt = deal(parts, size, work)
+    found = np.array([rows for of_rank in dealt for rows in of_rank], np.int64).reshape(-1, 2)
+    rank = np.repeat(np.arange(size), list(map(len, dealt)))
+    order = np.lexsort((found[:, 0], rank))
+    rank, (starts, stops) = rank[order], found[order].T
+    # Those that touch each other are one.
+    first, last = runs((rank[1:] != rank[:-1]) | (starts[1:] != stops[:-1]), len(rank))
+    edges, nothing = np.stack((starts[first], stops[last])), np.zeros((2, 1), np.int64)
+    of_rank = np.searchsorted(rank[first], np.arange(size + 1)).tolist()
+    return tuple(
+        ManySpans(edges[:, start:stop] if start < stop else nothing)
+        for start, stop in pairwise(of_rank)
+    )

@@ -1,0 +1,1 @@
+"""Linear attention: its algorithms, kernels and states."""

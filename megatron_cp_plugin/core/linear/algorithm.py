@@ -1,0 +1,168 @@
+"""The interface of linear attention algorithms over a split sequence.
+
+B batch, S local tokens, H heads, D head dim of q and k, E head dim of v. States are [B,H,D,E],
+float32 (float64 for float64).
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import ClassVar
+
+from torch import Tensor
+
+from megatron_cp_plugin.core.algorithm import Algorithm, Traffic
+from megatron_cp_plugin.core.layout import LAYOUTS, Layout
+from megatron_cp_plugin.core.linear.decay import Decay
+from megatron_cp_plugin.core.linear.kernel import LinearKernel
+from megatron_cp_plugin.core.topology import Topology
+
+
+@dataclass(frozen=True)
+class LinearCall:
+    """One linear attention over the whole split sequence.
+
+    Attributes:
+        seq_len: global N. causal: tokens see themselves and earlier ones; otherwise all, with
+            rate**|distance|. decay: rates per head. kernel: computes the runs.
+        output_final_state: the state after the last token is wanted. documents: as of
+        `document_starts`; each begins with a state of 0, but the first.
+    """
+
+    seq_len: int
+    causal: bool
+    decay: Decay
+    kernel: LinearKernel
+    output_final_state: bool = False
+    documents: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class LinearShape:
+    """What the volume of communication depends on.
+
+    Attributes: seq_len: global N. element_bytes: of q, k, v. wide_bytes: of states.
+    """
+
+    batch: int
+    seq_len: int
+    heads: int
+    head_dim: int
+    value_dim: int
+    element_bytes: int = 2
+    wide_bytes: int = 4
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one state of all heads."""
+        return self.batch * self.heads * self.head_dim * self.value_dim * self.wide_bytes
+
+
+@dataclass(frozen=True)
+class LinearWork:
+    """What one rank computes in one step of the forward.
+
+    Attributes: step, host: when and where. state_owners: the ranks whose state meets the host's
+        queries; (): its own runs, each by itself. products: of a token with a state, D x E each.
+        share: of the heads; less than 1 where the host has some heads of all ranks' tokens.
+    """
+
+    step: int
+    host: int
+    state_owners: tuple[int, ...]
+    products: int
+    share: Fraction = Fraction(1)
+
+
+@dataclass(frozen=True)
+class LinearMove:
+    """What one rank sends to another in the forward.
+
+    Attributes: needed: in which step. tensors: letters of what travels, S for a state. owners:
+        whose tokens they are of. share: which share of the heads. result: it is an output.
+    """
+
+    needed: int
+    source: int
+    target: int
+    tensors: tuple[str, ...]
+    owners: tuple[int, ...]
+    share: int = 0
+    result: bool = False
+
+
+Saved = tuple[Tensor | None, ...]
+
+
+class LinearAlgorithm(ABC):
+    """Linear attention over a sequence that is split among the ranks of a topology.
+
+    Subclasses are made by `registry.create_linear` with a topology and an instance of their own
+    `Options` (Algorithm.Options where they have none).
+
+    Attributes:
+        name: set by the registry. layout: which tokens each rank holds.
+        collective: ranks meet in collective operations only, so that one stands for all others in
+            a simulation.
+    """
+
+    name: str = ""
+    collective: ClassVar[bool] = False
+    layout: Layout
+
+    Options = Algorithm.Options
+
+    def __init__(self, topology: Topology, options: Algorithm.Options) -> None:
+        self.topology = topology
+        self.options = options
+        self.layout = self.layout_for(options)
+
+    @classmethod
+    def layout_for(cls, options: Algorithm.Options) -> Layout:
+        """The layout that an instance with these options has: of an option `layout`, if any."""
+        choice = getattr(options, "layout", None)
+        return cls.layout if choice is None else LAYOUTS[choice]
+
+    @classmethod  # noqa: B027  (most algorithms serve everything)
+    def check(cls, options: Algorithm.Options, *, size: int, heads: int) -> None:
+        """Raises: ConfigError if the algorithm cannot serve this; needs no processes."""
+
+    @abstractmethod
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, initial: Tensor | None, call: LinearCall
+    ) -> tuple[Tensor, Tensor | None, Saved]:
+        """Linear attention of the local queries.
+
+        Args: q, k: [B,S,H,D]; v: [B,S,H,E]; contiguous. initial: the state before the first token.
+
+        Returns: out [B,S,H,E] in q's dtype, the final state if wanted, and what `backward` needs.
+        """
+
+    @abstractmethod
+    def backward(
+        self, dout: Tensor, dfinal: Tensor | None, saved: Saved, call: LinearCall
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Gradients of the local shards, and of the initial state.
+
+        Args: dout: [B,S,H,E] contiguous. dfinal: this rank's gradient of the final state.
+
+        Returns: dq, dk, dv in the dtypes of q, k, v; dinitial [B,H,D,E], whose sum over ranks is
+        the whole one; None: 0.
+        """
+
+    @abstractmethod
+    def traffic(
+        self, shape: LinearShape, rank: int, *, causal: bool, final_state: bool, decays: bool = True
+    ) -> Traffic:
+        """What `rank` sends; the tests hold it against the counters.
+
+        Args: decays: not all rates are 1, which matters where attention is not causal.
+        """
+
+    @abstractmethod
+    def trace(self, seq_len: int, *, causal: bool) -> tuple[LinearWork, ...]:
+        """The forward's plan for all ranks, with decay."""
+
+    @abstractmethod
+    def moves(self, seq_len: int, *, causal: bool) -> tuple[LinearMove, ...]:
+        """What travels in that plan."""

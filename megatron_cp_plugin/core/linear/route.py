@@ -1,0 +1,113 @@
+"""The order in which states pass through runs of consecutive tokens on several ranks."""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from itertools import pairwise
+
+from megatron_cp_plugin.core.layout import Layout
+from megatron_cp_plugin.core.linear.decay import Distances
+
+Interval = tuple[int, int]
+
+
+@dataclass(frozen=True, eq=False)
+class Route:
+    """Which part of the way each run covers, for states that travel over the whole sequence.
+
+    Equal only to itself: what is made of one is kept by it.
+
+    Attributes: runs: for each rank (start, stop) of its runs in their local order, counted from
+    where the way begins. length: of the way, the global N. documents: where others than the first
+    begin; no state goes on there.
+    """
+
+    runs: tuple[tuple[Interval, ...], ...]
+    length: int
+    documents: tuple[int, ...] = ()
+
+    @staticmethod
+    @lru_cache(maxsize=64)  # every pass has the same
+    def of(layout: Layout, size: int, seq_len: int, documents: tuple[int, ...] = ()) -> "Route":
+        """The way from the first token to the last."""
+        return Route(
+            tuple(
+                tuple((span.start, span.stop) for span in layout.spans(rank, size, seq_len))
+                for rank in range(size)
+            ),
+            seq_len,
+            documents,
+        )
+
+    @cached_property
+    def back(self) -> "Route":
+        """The same runs on the way in the other direction."""
+        return Route(
+            tuple(
+                tuple((self.length - stop, self.length - start) for start, stop in runs)
+                for runs in self.runs
+            ),
+            self.length,
+            tuple(self.length - start for start in reversed(self.documents)),
+        )
+
+    def lasts(self, start: int, stop: int) -> bool:
+        """Whether no document begins from one place on the way to another, both included."""
+        after = bisect_left(self.documents, start)
+        return after == len(self.documents) or self.documents[after] > stop
+
+    def parts(self, rank: int) -> tuple[tuple[Interval, ...], ...]:
+        """By run of a rank: local tokens (start, stop) of each document in it."""
+        found, before = [], 0
+        for start, stop in self.runs[rank]:
+            inside = self.documents[
+                bisect_right(self.documents, start) : bisect_left(self.documents, stop)
+            ]
+            edges = [before + place - start for place in (start, *inside, stop)]
+            found.append(tuple(pairwise(edges)))
+            before = edges[-1]
+        return tuple(found)
+
+    def distances(self, places: Sequence[int]) -> Distances:
+        """How many tokens are between the ends of runs and places on the way.
+
+        Returns: for each place one entry for each run, by rank, None for runs that end behind it
+        or with another document; and last the distance from the beginning.
+        """
+        return _distances(self, tuple(places))
+
+    def owners_before(self, place: int) -> tuple[int, ...]:
+        """Ranks with tokens before a place between runs."""
+        return tuple(
+            rank
+            for rank, runs in enumerate(self.runs)
+            if any(start < stop <= place for start, stop in runs)
+        )
+
+    @cached_property
+    def last_rank(self) -> int:
+        """The rank that holds the last run; of those without tokens the last one."""
+        return max(range(len(self.runs)), key=lambda rank: (max(self.runs[rank]), rank))
+
+    @cached_property
+    def first_rank(self) -> int:
+        """The rank that holds the first run; of those without tokens the first one."""
+        return min(range(len(self.runs)), key=lambda rank: (min(self.runs[rank]), rank))
+
+    @cached_property
+    def flipped(self) -> "Route":
+        """The way from the last token to the first, each rank's tokens in reverse order."""
+        back = self.back
+        return replace(back, runs=tuple(runs[::-1] for runs in back.runs))
+
+
+@lru_cache(maxsize=256)
+def _distances(route: Route, places: tuple[int, ...]) -> Distances:
+    stops = [*(stop for runs in route.runs for _, stop in runs), 0]
+    return tuple(
+        tuple(
+            place - stop if stop <= place and route.lasts(stop, place) else None for stop in stops
+        )
+        for place in places
+    )

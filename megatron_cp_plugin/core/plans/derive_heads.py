@@ -1,0 +1,152 @@
+"""Derives plans of teams that split the heads from the plan of whole teams."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import accumulate
+
+from megatron_cp_plugin.core.blocks.owned import Owned
+from megatron_cp_plugin.core.blocks.rows import between
+from megatron_cp_plugin.core.pipeline import HeadGroup
+from megatron_cp_plugin.core.placement import HeadPlacement
+from megatron_cp_plugin.core.plans.plan import (
+    OF_ROWS,
+    RESULTS,
+    Block,
+    Compute,
+    Kept,
+    Move,
+    Plan,
+    TensorNames,
+    Time,
+)
+
+
+def with_teams(placement: HeadPlacement, between: Plan, rank: int | None) -> Plan:
+    """The plan of all ranks.
+
+    Args: between: of the teams, each as if it were one rank. rank: as of `Setting`.
+    """
+    seq_len = sum(between.spans.lengths)
+    size = len(between.spans) * placement.members
+    layout = placement.layout.within(between.mask.followed)
+    spans = Owned.of(layout, size, seq_len)
+    making = _Teams(placement, between, spans.lengths, rank)
+    exchanged = tuple(making.exchanged())
+    return replace(
+        between,
+        spans=spans,
+        computes=tuple(making.computes()),
+        moves=(*exchanged, *making.moved()),
+        kept=tuple(making.kept()),
+        shares=placement.members,
+        # All teams exchange at the same times.
+        times=frozenset(
+            Time(move.messages[0][0], move.posted, move.needed)
+            for move in (() if rank is None else (*exchanged, *between.moves))
+            if move.needed >= 0 and move.posted < between.steps
+        ),
+    )
+
+
+class _Teams:
+    """A plan in the making. Attributes: lengths: tokens of each rank. rank: as of `Setting`."""
+
+    def __init__(
+        self, placement: HeadPlacement, between: Plan, lengths: tuple[int, ...], rank: int | None
+    ) -> None:
+        self.placement, self.between, self.lengths = placement, between, lengths
+        self.members, self.rank = placement.members, rank
+
+    def computes(self) -> Iterator[Compute]:
+        for compute in self.between.computes:
+            queries, keys = self._block(compute.queries), self._block(compute.keys)
+            for share in self._shares(compute.rank):
+                rank = compute.rank * self.members + share
+                yield compute._replace(rank=rank, queries=queries, keys=keys, share=share)
+
+    def moved(self) -> Iterator[Move]:
+        """Between teams: every rank to the one with the same share of the heads."""
+        for move in self.between.moves:
+            block = self._block(move.block)
+            for share in self._shares(move.source, move.target):
+                source, target = (
+                    rank * self.members + share for rank in (move.source, move.target)
+                )
+                yield move._replace(source=source, target=target, block=block, share=share)
+
+    def exchanged(self) -> Iterator[Move]:
+        """The all-to-alls: those of the next group of heads while one is computed."""
+        between, exchanges = self.between, self.placement.exchanges
+        each = between.steps // len(between.groups)
+        # Sums of the teams reach their owners some steps after the last computation.
+        results = (move for move in between.moves if move.result and move.posted < each)
+        late = max((move.needed for move in results), default=each - 1) - (each - 1)
+        starts = list(accumulate((count * each for _, count in exchanges), initial=0))
+        for index, (group, _) in enumerate(exchanges):
+            start, last = starts[index], starts[index + 1] - 1 + late
+            before = starts[index - 1] if index else -1
+            after = max(last + 1, starts[index + 2] - 1 if index + 2 < len(starts) else 0)
+            for messages in self._inputs(group, index):
+                heads = between.heads if messages[0][0] in OF_ROWS else group
+                yield from self._all_to_all(before, start, messages, heads)
+            for messages in self._results(group):
+                yield from self._all_to_all(last, after, messages, group)
+
+    def kept(self) -> Iterator[Kept]:
+        if self.between.phase == "backward" and self.placement.keep:
+            for rank in range(len(self.lengths)) if self.rank is None else (self.rank,):
+                team, share = divmod(rank, self.members)
+                yield Kept(rank, ("q", "k", "v", "lse"), self._ranks((team,)), share)
+
+    def _shares(self, *teams: int) -> Iterable[int]:
+        """Of the heads, those of ranks in these teams of which the plan is."""
+        if self.rank is None:
+            return range(self.members)
+        team, share = divmod(self.rank, self.members)
+        return (share,) if team in teams else ()
+
+    def _ranks(self, teams: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(team * self.members + share for team in teams for share in range(self.members))
+
+    def _block(self, block: Block) -> Block:
+        return block._replace(owners=self._ranks(block.owners))
+
+    def _inputs(self, group: HeadGroup, index: int) -> Iterator[tuple[TensorNames, ...]]:
+        again = self.between.phase == "forward" or not self.placement.keep
+        if self.between.phase == "backward":
+            if not index:
+                yield (("delta",), ("lse",)) if again else (("delta",),)
+            yield (("dout",),)
+        if again:
+            yield (("q",),)
+            if group.first:
+                yield (("k",), ("v",))
+
+    def _results(self, group: HeadGroup) -> Iterator[tuple[TensorNames, ...]]:
+        if self.between.phase == "forward":
+            yield (("out",), ("lse",))
+            return
+        yield (("dq",),)
+        if group.last:
+            yield (("dk",), ("dv",))
+
+    def _all_to_all(
+        self, posted: int, needed: int, messages: tuple[TensorNames, ...], heads: HeadGroup
+    ) -> Iterator[Move]:
+        back = messages[0][0] in RESULTS
+        width = max(self.lengths)
+        for source, target in self._mates():
+            share = (source if back else target) % self.members
+            owner = target if back else source
+            block = Block((owner,), between(0, self.lengths[owner]))
+            yield Move(posted, needed, source, target, messages, block, width, heads, share)
+
+    def _mates(self) -> Iterator[tuple[int, int]]:
+        """All pairs of different ranks of a team; if the plan is of one rank those with it."""
+        rank, of_all = self.rank or 0, range(len(self.lengths))
+        first = rank // self.members * self.members
+        for source in of_all if self.rank is None else range(first, first + self.members):
+            start = source // self.members * self.members
+            for target in range(start, start + self.members):
+                if source != target and self.rank in (None, source, target):
+                    yield source, target

@@ -1,0 +1,304 @@
+"""A plan: who computes what in which step of one attention pass, and which blocks move.
+
+Pure data about all ranks, made before a tensor moves. It is executed, checked, counted and drawn.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+from megatron_cp_plugin.core.blocks.assembly import assemble
+from megatron_cp_plugin.core.blocks.owned import Owned
+from megatron_cp_plugin.core.blocks.rows import Rows, between, positions_of
+from megatron_cp_plugin.core.comm import Phase
+from megatron_cp_plugin.core.layout import Spans
+from megatron_cp_plugin.core.masks.tile_table import TileTable, tiles_of
+from megatron_cp_plugin.core.pipeline import HeadGroup, together
+from megatron_cp_plugin.core.shape import Shape
+from megatron_cp_plugin.core.tiles import Mask
+
+PHASES: tuple[Phase, ...] = ("forward", "backward")
+# Names of tensors: q, k, v, dout, lse, delta are inputs, the others results.
+TensorNames = tuple[str, ...]
+RESULTS = frozenset(("out", "dq", "dk", "dv"))
+OF_KEYS = frozenset(("k", "v", "dk", "dv"))
+OF_ROWS = frozenset(("lse", "delta"))
+
+
+class Setting(NamedTuple):
+    """What a plan depends on besides the placement.
+
+    Attributes: seq_len: global. rectangular: as in `plan_tiles`. rank: plan only this rank's part:
+        what it computes, sends and receives in the steps of all ranks, and what all ranks exchange
+        before and after them; None: plan for all ranks.
+    """
+
+    seq_len: int
+    mask: Mask
+    phase: Phase
+    rectangular: bool = True
+    rank: int | None = None
+
+
+class Block(NamedTuple):
+    """Some of the rows that a rank, or several, own: in local order, packed.
+
+    Attributes: owners: one rank, or several whose blocks are joined into one. rows: which of all
+        the rows that they own.
+    """
+
+    owners: tuple[int, ...]
+    rows: Rows
+
+
+class Compute(NamedTuple):
+    """Attention of a block of queries over a block of keys, or its gradients.
+
+    Attributes:
+        step, rank: when, and who computes. queries, keys: rows of blocks.
+        heads: for which of the rank's share of the heads. share: which share that is.
+    """
+
+    step: int
+    rank: int
+    queries: Block
+    keys: Block
+    heads: HeadGroup
+    share: int = 0
+
+    def later(self, steps: int, heads: HeadGroup) -> "Compute":
+        """The same of other heads, so many steps later."""
+        return Compute(self.step + steps, self.rank, self.queries, self.keys, heads, self.share)
+
+
+class Move(NamedTuple):
+    """Tensors of a block that are sent from one rank to another.
+
+    Inputs of a computation are sent before the computation of step `posted` and must be there
+    before that of step `needed`. Results, which are partial outputs or sums of gradients, are sent
+    after the computation of step `posted` and added to the target's after that of `needed`.
+
+    Attributes:
+        messages: the tensors; those in one tuple travel as one message. tokens: of each message,
+            more than the block has where blocks are padded to equal lengths.
+        heads, share: of which they are, see Compute. wide: results travel in float32, not in the
+            model's dtype.
+    """
+
+    posted: int
+    needed: int
+    source: int
+    target: int
+    messages: tuple[TensorNames, ...]
+    block: Block
+    tokens: int
+    heads: HeadGroup
+    share: int = 0
+    wide: bool = False
+
+    @property
+    def result(self) -> bool:
+        """Whether it carries results."""
+        return self.messages[0][0] in RESULTS
+
+    @property
+    def of_keys(self) -> bool:
+        """Whether its tensors are those of a block of keys."""
+        return self.messages[0][0] in OF_KEYS
+
+    @property
+    def of_rows(self) -> bool:
+        """Whether its tensors have a number for each row and head."""
+        return self.messages[0][0] in OF_ROWS
+
+
+def later(moves: Sequence[tuple[Move, HeadGroup]], steps: int) -> Iterator[Move]:
+    """The same moves of other heads, so many steps later."""
+    for (posted, needed, source, target, messages, block, tokens, _, share, wide), heads in moves:
+        posted, needed = posted + steps, needed + steps
+        numbers = posted, needed, source, target, messages, block, tokens, heads, share, wide
+        # As `_make` does: `_replace` takes ten times as long, of thousands of moves.
+        yield tuple.__new__(Move, numbers)
+
+
+class Time(NamedTuple):
+    """When some rank sends something; then all ranks exchange messages, if only none.
+
+    Attributes: tensor: the first one that travels. posted, needed: as of Move.
+    """
+
+    tensor: str
+    posted: int
+    needed: int
+
+    @property
+    def result(self) -> bool:
+        """As of Move."""
+        return self.tensor in RESULTS
+
+    @property
+    def of_keys(self) -> bool:
+        """As of Move."""
+        return self.tensor in OF_KEYS
+
+
+class Kept(NamedTuple):
+    """What a rank still has from the forward, beside the tensors of its own tokens.
+
+    Attributes: rows: which of them, of one owner; None: all.
+    """
+
+    rank: int
+    tensors: TensorNames
+    owners: tuple[int, ...]
+    share: int = 0
+    rows: Rows | None = None
+
+
+class Sent(NamedTuple):
+    """What a rank sends."""
+
+    bytes: int
+    messages: int
+
+
+def _positions(spans: Owned, block: Block) -> Spans:
+    members = [spans[owner] for owner in block.owners]
+    if len(members) == 1:
+        (owner,) = block.owners
+        whole = block.rows == between(0, spans.lengths[owner])
+        return members[0] if whole else positions_of(members[0], block.rows)
+    width = max(spans.lengths[owner] for owner in block.owners)
+    return positions_of(assemble(members, width).spans, block.rows)
+
+
+@lru_cache(maxsize=4096)  # both passes of a micro-batch have the same
+def _tiles(spans: Owned, queries: Block, keys: Block, mask: Mask, rectangular: bool) -> TileTable:
+    q_spans, kv_spans = _positions(spans, queries), _positions(spans, keys)
+    return tiles_of(q_spans, kv_spans, mask, rectangular=rectangular)
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """One pass of one attention on all ranks.
+
+    Attributes:
+        spans: positions that each rank owns. rectangular: as in `plan_tiles`.
+        groups: of heads of a share, one after another; each takes equally many of the `steps`.
+        relay: results for a block go from rank to rank, each adding its own.
+        kept: what ranks have from the forward. shares: into how many the heads are split among
+            ranks. retained: blocks of others that ranks have at the end of the forward, and at the
+            beginning of the backward; one each at most.
+        times: where moves are those of one rank, the times of all ranks' ones.
+    """
+
+    phase: Phase
+    mask: Mask
+    rectangular: bool
+    spans: Owned
+    groups: tuple[HeadGroup, ...]
+    steps: int
+    computes: tuple[Compute, ...]
+    moves: tuple[Move, ...]
+    relay: bool
+    kept: tuple[Kept, ...] = ()
+    shares: int = 1
+    retained: tuple[Kept, ...] = ()
+    times: frozenset[Time] = frozenset()
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.spans)
+
+    @property
+    def heads(self) -> HeadGroup:
+        """All heads of a share."""
+        return together(self.groups)
+
+    def tiles(self, compute: Compute) -> TileTable:
+        """What is computed; rows and columns are those of the two blocks, packed.
+
+        Planned on demand: a rank needs no other rank's tiles. Computations of pairs of ranks that
+        are alike have the very same ones.
+        """
+        queries, keys = compute.queries, compute.keys
+        if len(queries.owners) == len(keys.owners) == 1:
+            alike = self.spans.alike(queries.owners[0], self.mask)
+            if alike is not None:
+                pair = alike[keys.owners[0]]
+                queries, keys = Block(pair[:1], queries.rows), Block(pair[1:], self._rows(keys))
+        return _tiles(self.spans, queries, keys, self.mask, self.rectangular)
+
+    def _rows(self, keys: Block) -> Rows:
+        """Rows of a block of keys, or all where it is the last that are left out: no query of the
+        computation sees these, and with them it has the same tiles as others.
+        """
+        whole = between(0, self.spans.lengths[keys.owners[0]])
+        return whole if len(keys.rows) == 1 and keys.rows[0][0] == 0 else keys.rows
+
+    def positions(self, block: Block) -> Spans:
+        """Those of a block's rows, in its order."""
+        return _positions(self.spans, block)
+
+    def pairs(self, compute: Compute) -> Fraction:
+        """Pairs of a query and a key, for all heads, that are computed."""
+        part = Fraction(compute.heads.heads, self.heads.heads * self.shares)
+        return int(self.tiles(compute).areas.sum()) * part
+
+    def sent(self, rank: int, shape: Shape, nodes: Sequence[int] | None = None) -> Sent:
+        """What a rank sends. Args: nodes: of each rank; if given, only to other nodes."""
+        total = messages = 0
+        for (target, _, parts, tokens, heads, wide), count in self._by_source[rank].items():
+            if nodes is None or nodes[target] != nodes[rank]:
+                names = (name for message in parts for name in message)
+                row = sum(row_bytes(name, shape, heads, wide) for name in names)
+                total += count * tokens * row
+                messages += count * len(parts)
+        return Sent(shape.batch * total, messages)
+
+    @cached_property
+    def _by_source(self) -> tuple[Counter[tuple], ...]:
+        found: tuple[Counter[tuple], ...] = tuple(Counter() for _ in range(self.size))
+        for move in self.moves:
+            kind = (move.target, move.result, move.messages, move.tokens, move.heads, move.wide)
+            found[move.source][kind] += 1
+        return found
+
+    @property
+    def idle(self) -> float:
+        """Idle part of all ranks' time, if a step takes as long as its rank with most to do."""
+        work = [[0.0] * self.size for _ in range(self.steps)]
+        for compute in self.computes:
+            work[compute.step][compute.rank] += float(self.pairs(compute))
+        time = sum(map(max, work))
+        return 1 - sum(map(sum, work)) / (self.size * time) if time else 0.0
+
+
+@lru_cache(maxsize=256)
+def with_wanted_gradients(plan: Plan, *, dq: bool, dkv: bool) -> Plan:
+    """A plan in which gradients travel only if they are wanted; of a forward itself."""
+    if plan.phase == "forward" or (dq and dkv):
+        return plan
+    wanted = {False: dq, True: dkv}
+    moves = (move for move in plan.moves if not move.result or wanted[move.of_keys])
+    times = (time for time in plan.times if not time.result or wanted[time.of_keys])
+    return replace(plan, moves=tuple(moves), times=frozenset(times))
+
+
+def move_row_bytes(move: Move, shape: Shape) -> int:
+    """Bytes that a token has of all tensors of a move."""
+    names = (name for message in move.messages for name in message)
+    return sum(row_bytes(name, shape, move.heads, move.wide) for name in names)
+
+
+def row_bytes(name: str, shape: Shape, heads: HeadGroup, wide: bool) -> int:
+    """Bytes that a token has of a tensor. Args: wide: results are float32 (float64)."""
+    if name in OF_ROWS:
+        return heads.heads * shape.wide_bytes
+    count = heads.kv_heads if name in OF_KEYS else heads.heads
+    dim = shape.value_dim if name in ("v", "dv", "out", "dout") else shape.head_dim
+    return count * dim * (shape.wide_bytes if wide and name in RESULTS else shape.element_bytes)
