@@ -38,6 +38,7 @@ def test_data_parallelism_and_compilation_around_a_model(tmp_path):
             assert off <= 1e-12, case
 
 
+@pytest.mark.slow
 def test_jobs_one_after_another_in_a_process_leave_nothing_behind(tmp_path):
     results = found_by_ranks(tmp_path, "retried", str(tmp_path / "store"), ranks=2)
     assert len(results) == 2

@@ -83,7 +83,8 @@ def wrapped() -> dict[str, object]:
         own = cp.shard(sample, 1, algo=algo, group=group)
         for way, wrap in (ways | ({"compiled": compiled} if algo == "zigzag" else {})).items():
             inner = two_blocks(algo, group)
-            wrap(inner)(own).square().mean().backward()
+            outer = wrap(inner)  # lives until the gradients are summed
+            outer(own).square().mean().backward()
             off = {}
             for name, parameter in inner.named_parameters():
                 grad = parameter.grad
