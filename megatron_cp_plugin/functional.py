@@ -93,10 +93,11 @@ def attention(
 
     Ranks compare what they call it with, documents and spans included, and how many tokens they
     hold, and refuse on all of them what differs or what one of them refuses. Over gloo they do so
-    in each call, in a message of 16 bytes; over NCCL, where the host would have to wait for it, at
-    the first call with such settings and with such a number: there a rank that makes another call
-    later may leave the others waiting for the group's timeout, and documents and spans are compared
-    at the first call only. By `check_layout` alone they compare which tokens a rank holds.
+    in each call, in a message of 16 bytes. Over NCCL, where the host would have to wait for it,
+    they do so at the first call with such settings and with such a number; later calls they compare
+    16 at a time without waiting, so that another call of one rank is refused up to 31 calls later,
+    or leaves the others waiting for the group's timeout. Only `check_layout` compares which tokens
+    a rank holds.
 
     Under torch.autocast q, k and v are cast to autocast's dtype, as torch's
     scaled_dot_product_attention does. Under torch.compile the call is a graph break.

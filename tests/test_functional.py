@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import megatron_cp_plugin as cp
+from megatron_cp_plugin.core.communication.same_numbers import COMPARED_TOGETHER
 from megatron_cp_plugin.core.communication.virtual import VirtualTopology, VirtualWorld, run_virtual
 from megatron_cp_plugin.core.layout import LAYOUTS, positions
 from megatron_cp_plugin.core.shape import Shape
@@ -191,9 +192,76 @@ def test_what_is_compared_how_often(gathered, monkeypatch, each):
         assert gathered.count("numbers of tokens") == 4 * RANKS
     # Two algorithms, attention and unshard: what they are called with.
     assert gathered.count("settings") == (0 if each else 4 * RANKS)
-    assert gathered.count("call") == (20 * RANKS if each else 0)
+    # Each of 20 calls; or all that were not new together.
+    assert COMPARED_TOGETHER == 20 - 4
+    assert gathered.count("call") == (20 if each else 1) * RANKS
     assert {row.channel for row in log.rows} >= {"unshard"}
     assert not any("gather" in row.channel for row in log.rows)
+
+
+OTHER_CALLS = {
+    "scale": ("zigzag", {"scale": 0.5}, {"scale": 0.25}),
+    "spans": (
+        "allgather",
+        {"spans": [(0, 32, 0, 32, "full")]},
+        {"spans": [(0, 31, 0, 32, "full"), (31, 32, 0, 1, "full")]},
+    ),
+    "documents": ("lasp", {"cu_seqlens": [0, 16, 32]}, {"cu_seqlens": [0, 17, 32]}),
+    "decay": ("lasp", {"decay": 0.5}, {"decay": 0.25}),
+}
+
+
+@pytest.mark.parametrize("at", [0, 15, 16])
+@pytest.mark.parametrize("what", OTHER_CALLS)
+def test_other_calls_after_known_ones_are_found_where_hosts_do_not_wait(what, at, monkeypatch):
+    """As over NCCL: by all ranks at once, within 2 * COMPARED_TOGETHER calls."""
+    monkeypatch.setattr(VirtualTopology, "compares_each_call", False)
+    algo, usual, other = OTHER_CALLS[what]
+    call = cp.linear_attention if algo == "lasp" else cp.attention
+    fixed = {"algo": algo} | ({"decay": 0.9} if algo == "lasp" else {})
+
+    def body(topology):
+        x = torch.randn(1, 8, 2, 8)
+        for settings in (other, usual):  # both are known from here on
+            call(x, x, x, group=topology, **fixed | settings)
+        for number in range(at + 2 * COMPARED_TOGETHER + 1):
+            settings = other if number == at and topology.rank == 2 else usual
+            try:
+                call(x, x, x, group=topology, **fixed | settings)
+            except ContextParallelError as error:
+                return number - at, str(error)
+        return None
+
+    found = run_virtual(RANKS, body)
+    assert len(set(found)) == 1
+    later, said = found[0]
+    assert 0 < later < 2 * COMPARED_TOGETHER
+    assert said == (
+        "all ranks need the same calls of attention, linear_attention and unshard, got others on "
+        f"some rank among the last {2 * COMPARED_TOGETHER}: make the same calls, with the same "
+        "settings, on all"
+    )
+
+
+def test_the_same_calls_are_found_to_be_the_same(monkeypatch):
+    """And they are compared once in so many."""
+    monkeypatch.setattr(VirtualTopology, "compares_each_call", False)
+    compared = []
+    comparison = VirtualTopology.comparison
+    monkeypatch.setattr(
+        VirtualTopology,
+        "comparison",
+        lambda topology, number: compared.append(topology.rank) or comparison(topology, number),
+    )
+
+    def body(topology):
+        x = torch.randn(1, 8, 2, 8)
+        for number in range(3 * COMPARED_TOGETHER + 2):
+            scale = (0.5, 0.25)[number % 2]
+            cp.attention(x, x, x, algo="zigzag", group=topology, scale=scale)
+
+    run_virtual(RANKS, body)
+    assert sorted(compared) == sorted(3 * [*range(RANKS)])  # the first two calls were new ones
 
 
 def test_ranks_remember_that_there_are_unequal_shards():

@@ -1,7 +1,7 @@
 """The ranks of a group, and a channel for each concurrent stream of their messages."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -9,6 +9,7 @@ import torch
 
 from megatron_cp_plugin.core.comm import Communicator
 from megatron_cp_plugin.core.communication.peer import SlottedCommunicator
+from megatron_cp_plugin.core.communication.same_numbers import LaterNumbers
 from megatron_cp_plugin.errors import ContextParallelError
 
 
@@ -110,14 +111,18 @@ class Topology(ABC):
     @property
     @abstractmethod
     def compares_each_call(self) -> bool:
-        """Whether ranks compare each call of the functional interface, see `same_calls`.
+        """Whether ranks compare each call of the functional interface before it sends anything.
 
-        They do where the host waits for messages anyway; on GPUs it would wait for this one only.
+        They do where the host waits for messages anyway; else see `later_calls`.
         """
 
     @abstractmethod
-    def same_everywhere(self, number: int) -> bool:
-        """Whether all ranks give the same number; a collective operation, for which hosts wait."""
+    def comparison(self, number: int) -> Callable[[], bool]:
+        """Begins to compare a number, below 2**63, in one collective operation.
+
+        Returns: a function, to be called once, which waits for it and says whether all ranks gave
+        the same number. It raises CommunicationError if another rank does not come.
+        """
 
     @cached_property
     def choices(self) -> dict[Hashable, tuple[str, tuple[tuple[str, object], ...]]]:
@@ -125,9 +130,16 @@ class Topology(ABC):
         return {}
 
     @cached_property
-    def same_calls(self) -> set[Hashable]:
-        """Settings that these ranks have found to be the same on all, see `same_call`."""
-        return set()
+    def same_calls(self) -> dict[Hashable, int]:
+        """Settings that these ranks have found to be the same on all, with a number of each that is
+        the same in all processes; see `same_call`.
+        """
+        return {}
+
+    @cached_property
+    def later_calls(self) -> LaterNumbers:
+        """Compares calls whose settings are among `same_calls`."""
+        return LaterNumbers()
 
     @cached_property
     def lengths(self) -> Lengths:

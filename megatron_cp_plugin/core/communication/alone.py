@@ -108,8 +108,8 @@ class Alone(Topology):
     def compares_each_call(self) -> bool:
         return False
 
-    def same_everywhere(self, number: int) -> bool:
-        return True
+    def comparison(self, number: int) -> Callable[[], bool]:
+        return lambda: True
 
 
 class _Posting:

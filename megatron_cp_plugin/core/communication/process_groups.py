@@ -151,8 +151,9 @@ class ProcessGroupTopology(Topology):
     def compares_each_call(self) -> bool:
         return not is_nccl(self._group) and torch.device("cpu") in self._group._device_types
 
-    def same_everywhere(self, number: int) -> bool:
-        return same_on_all_ranks(torch.tensor([number], device="cpu"), self._group)()
+    def comparison(self, number: int) -> Callable[[], bool]:
+        device = torch.device("cuda" if is_nccl(self._group) else "cpu")
+        return same_on_all_ranks(torch.tensor([number], device=device), self._group)
 
     def _new_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
         world_ranks = dist.get_process_group_ranks(self._group)

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_cp_plugin.core.communication.same_numbers import COMPARED_TOGETHER
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import CommunicationError, ContextParallelError
 
@@ -60,7 +61,8 @@ def same_call(topology: Topology, function: str) -> Iterator[Made]:
     """Within this context a rank reads its arguments; at its end the ranks compare their calls.
 
     A collective operation: at each call where the topology `compares_each_call`, by one small
-    message, else at the first one with such settings, `changing` with them.
+    message; else at the first one with such settings, `changing` with them, and later ones as
+    `LaterNumbers` says.
 
     Args: function: its name.
 
@@ -88,9 +90,19 @@ def _compare(
         held = repr((function, _written(made.changing), _written(made.settings), made.lengths))
         number = _FAULTY if fault else crc32(held.encode())
         with _missed(function, made):
-            if topology.same_everywhere(number):
+            if topology.comparison(number)():
                 return
-    elif fault is not None or key in topology.same_calls:
+    elif fault is not None:
+        return
+    elif key in topology.same_calls:
+        # Not the hash of the settings, which another process has not for words.
+        held = repr((topology.same_calls[key], _written(made.changing), made.lengths))
+        if not topology.later_calls.add(crc32(held.encode()), topology.comparison):
+            raise ContextParallelError(
+                "all ranks need the same calls of attention, linear_attention and unshard, got "
+                f"others on some rank among the last {2 * COMPARED_TOGETHER}: make the same calls, "
+                "with the same settings, on all"
+            )
         return
     mine = {"function": repr(function), **_written(made.changing), **_written(made.settings)}
     with _missed(function, made):
@@ -100,7 +112,7 @@ def _compare(
     topology.lengths.agreed.clear()  # it may be these that differ: they are compared next
     if len(topology.same_calls) >= _KEPT:
         topology.same_calls.clear()
-    topology.same_calls.add(key)
+    topology.same_calls[key] = crc32(repr(mine).encode())
 
 
 def _check(of_ranks: list[tuple[str | None, dict[str, str]]]) -> None:

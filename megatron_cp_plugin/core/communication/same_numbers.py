@@ -9,6 +9,9 @@ from torch import Tensor
 
 from megatron_cp_plugin.core.comm import others_lost
 
+COMPARED_TOGETHER = 16
+_FACTOR, _MODULUS = 1_000_003, 2**61 - 1  # primes, so that no number is lost from their sum
+
 
 def same_on_all_ranks(numbers: Tensor, group: dist.ProcessGroup) -> Callable[[], bool]:
     """Begins to compare int64 numbers [n] over a group, in one collective operation.
@@ -40,6 +43,33 @@ def same_on_all_ranks(numbers: Tensor, group: dist.ProcessGroup) -> Callable[[],
         return bool(_all_equal(extremes))  # whose memory is held until here
 
     return value
+
+
+class LaterNumbers:
+    """Compares numbers, `COMPARED_TOGETHER` of them at a time, so that the host hardly ever waits.
+
+    After so many numbers the ranks begin to compare a sum of all of them, and look at what the
+    comparison before has found: a number that differs is found within the next
+    2 * COMPARED_TOGETHER ones.
+    """
+
+    def __init__(self) -> None:
+        self._sum = 0
+        self._count = 0
+        self._same: Callable[[], bool] | None = None
+
+    def add(self, number: int, begin: Callable[[int], Callable[[], bool]]) -> bool:
+        """Whether no difference was found yet; the same answer on all ranks.
+
+        Args: begin: begins to compare a number over the ranks, see `Topology.comparison`.
+        Raises: CommunicationError if another rank does not come to compare.
+        """
+        self._sum = (self._sum * _FACTOR + number) % _MODULUS
+        self._count += 1
+        if self._count % COMPARED_TOGETHER:
+            return True
+        same, self._same = self._same, begin(self._sum)
+        return same is None or same()
 
 
 def later(flag: Tensor) -> Callable[[], bool]:

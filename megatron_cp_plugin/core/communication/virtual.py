@@ -104,8 +104,9 @@ class VirtualTopology(Topology):
     def compares_each_call(self) -> bool:
         return True
 
-    def same_everywhere(self, number: int) -> bool:
-        return len(set(self.gather(number))) == 1
+    def comparison(self, number: int) -> Callable[[], bool]:
+        same = len(set(self.gather(number))) == 1
+        return lambda: same
 
     @property
     def nodes(self) -> tuple[int, ...]:
