@@ -7,8 +7,8 @@ sends it what it does not own. `core.plans.derive` derives from it what is sent,
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import product
-from typing import ClassVar, Literal, NamedTuple
+from itertools import chain, product
+from typing import ClassVar, Literal, NamedTuple, final
 
 from megatron_cp_plugin.core.layout import Layout
 from megatron_cp_plugin.core.pipeline import HeadGroup
@@ -72,6 +72,20 @@ class BlockPlacement(ABC):
         """Owners of the queries, and of the keys, of the pairs of a rank."""
         queries, keys = zip(*self.pairs_of(rank), strict=True)
         return tuple(dict.fromkeys(queries)), tuple(dict.fromkeys(keys))
+
+    @final
+    def met(self, rank: int) -> Iterable[tuple[int, int]]:
+        """The pairs that a rank's part of a plan follows from: those that it computes, and those of
+        its own blocks. All pairs, unless blocks are `assembled`: then in the order in which it
+        computes, for gathers in the order of the whole plan hide less behind computing (attention2d
+        on 64 GPUs would gain 5.0x over the ring in place of 5.6x, by the simulation).
+        """
+        size = range(self.size)
+        if not self.assembled:
+            return product(size, size)
+        held = [key for key in size if self.key_holder(key) == rank]
+        pairs = chain(self.pairs_of(rank), product((rank,), size), product(size, held))
+        return dict.fromkeys(pairs)
 
     @property
     def goes_round(self) -> Literal["queries", "keys"] | None:

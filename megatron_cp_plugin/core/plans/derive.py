@@ -31,7 +31,7 @@ def plan_of(placement: Placement, setting: Setting) -> Plan:
 
 @lru_cache(maxsize=16)  # both passes of a micro-batch have the same, where placements are
 def _meeting(placement: BlockPlacement, setting: Setting) -> Derivation:
-    if setting.rank is None:
+    if setting.rank is None or not setting.mask.special:
         return Derivation(placement, setting)
     return (OneGathering if placement.assembled else OneOfARing)(placement, setting)
 

@@ -1,4 +1,6 @@
-"""Plans of placements that say where blocks meet, in the making: of all ranks at once."""
+"""Plans of placements that say where blocks meet, in the making: of all ranks at once, or of one
+where a mask has no say in what travels.
+"""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -112,7 +114,8 @@ class Derivation:
         """Finds out which blocks meet where, and what comes to ranks. Returns: the last step."""
         placement, size = self.placement, self.placement.size
         sparse = self.masked and not placement.relay and not placement.assembled
-        for query, key in product(range(size), repeat=2):
+        everyone, rank = product(range(size), range(size)), self.setting.rank
+        for query, key in everyone if rank is None else placement.met(rank):
             if not sparse or self._sees(query, key):
                 for place in placement.place(query, key):
                     self._add(query, key, place)
