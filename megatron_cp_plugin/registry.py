@@ -197,7 +197,7 @@ def _convert(name: str, option: str, value: object, kind: object) -> object:
                 return choice
         allowed = [str(choice) for choice in get_args(kind)]
         raise ConfigError(
-            f"{name} option {option} got {brief(value)}{nearest(brief(value), allowed)}: "
+            f"{name} option {option} got {brief(value)}{nearest(str(value), allowed)}: "
             f"use one of {', '.join(allowed)}"
         )
     text = str(value)

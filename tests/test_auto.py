@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import megatron_cp_plugin as cp
-from megatron_cp_plugin.core.communication.virtual import run_virtual
+from megatron_cp_plugin.core.communication.virtual import VirtualTopology, run_virtual
 from megatron_cp_plugin.core.layout import Contiguous
 from megatron_cp_plugin.core.masks.documents import document_starts, random_documents
 from megatron_cp_plugin.core.tiles import Mask, visible_pairs
@@ -141,8 +141,10 @@ def test_what_auto_does_not_take() -> None:
         cp.attention(q, k, v, algo="auto", machine="h300")
 
 
-def test_ranks_that_ask_otherwise_are_told() -> None:
-    """Which documents ranks have is compared at the first call, and where auto chooses anew."""
+@pytest.mark.parametrize("each", [True, False], ids=["by-hosts", "by-gpus"])
+def test_ranks_that_ask_otherwise_are_told(monkeypatch: pytest.MonkeyPatch, each: bool) -> None:
+    """Which documents ranks have is compared at each call, or where auto chooses anew."""
+    monkeypatch.setattr(VirtualTopology, "compares_each_call", each)
     q, k, v = tensors(64)
 
     def job(topology: Topology) -> None:
@@ -151,7 +153,8 @@ def test_ranks_that_ask_otherwise_are_told() -> None:
         for lengths in (64, 2 << topology.rank):
             cp.attention(*shards, cu_seqlens=[*range(0, 64, lengths), 64], **how)
 
-    with pytest.raises(ContextParallelError, match="all ranks need the same choice of auto"):
+    what = "one cu_seqlens" if each else "the same choice of auto"
+    with pytest.raises(ContextParallelError, match=f"all ranks need {what}"):
         run_virtual(2, job)
 
 

@@ -282,7 +282,7 @@ def test_reductions_that_were_captured_are_not_recorded(
     args.cuda_graph_impl = "local"
     Recorder(tmp_path, "ring")._begin()
     args.cuda_graph_impl = "full_iteration"
-    with pytest.raises(ContextParallelError, match="which a captured iteration does not heed"):
+    with pytest.raises(ContextParallelError, match="which a captured iteration does not give"):
         Recorder(tmp_path, "ring")._begin()
 
 

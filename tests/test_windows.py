@@ -36,7 +36,7 @@ CASES = [
     Case("attention2d", (("variant", "overlap"), ("cols", 2))),
     Case("ulysses"),
     Case("usp", (("ulysses", 2),)),
-    Case("usp", (("ulysses", 2), ("ring", "ring"))),
+    Case("usp", (("ulysses", 2), ("layout", "contiguous"))),
 ]
 WINDOWS = (1, 5, 6, 7, 16, 100)
 

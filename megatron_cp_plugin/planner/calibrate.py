@@ -5,6 +5,7 @@ B batch, S tokens, H query heads, G KV heads, D head dim.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -127,7 +128,10 @@ class _Calibration:
             gpu = torch.cuda.get_device_name()
             gib = torch.cuda.get_device_properties(self.device).total_memory / 2**30
         else:
-            gpu, gib = "CPU", 0.0
+            pages = (
+                os.sysconf("SC_PHYS_PAGES") / self.per_node
+            )  # a rank's part of the host's memory
+            gpu, gib = "CPU", pages * os.sysconf("SC_PAGE_SIZE") / 2**30
         source = (
             f"megatron-cp calibrate on {self.topology.size} ranks, {len(self.by_node)} node(s) "
         )

@@ -221,7 +221,7 @@ def test_position_ids_of_a_tree_are_taken() -> None:
         assert batches.runtime.mask.positions.tolist() == positions
         model(batches.shard({"tokens": torch.arange(8)[None]}, group)["tokens"])
         assert batches.runtime.mask is None
-        with pytest.raises(ContextParallelError, match="go with attention_spans, got none"):
+        with pytest.raises(ContextParallelError, match="need attention_spans, got none"):
             batches.shard(whole | {"attention_positions": positions}, group)
 
     on_ranks(2, rank)
