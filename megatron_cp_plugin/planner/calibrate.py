@@ -128,10 +128,8 @@ class _Calibration:
             gpu = torch.cuda.get_device_name()
             gib = torch.cuda.get_device_properties(self.device).total_memory / 2**30
         else:
-            pages = (
-                os.sysconf("SC_PHYS_PAGES") / self.per_node
-            )  # a rank's part of the host's memory
-            gpu, gib = "CPU", pages * os.sysconf("SC_PAGE_SIZE") / 2**30
+            host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+            gpu, gib = "CPU", host / self.per_node / 2**30  # a rank's part of the host's memory
         source = (
             f"megatron-cp calibrate on {self.topology.size} ranks, {len(self.by_node)} node(s) "
         )

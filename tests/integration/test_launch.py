@@ -257,7 +257,10 @@ def test_model_that_megatron_refuses_to_build(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.skipif(find_spec("transformer_engine") is not None, reason="they are installed")
+@pytest.mark.skipif(
+    find_spec("transformer_engine") is not None,
+    reason="what is said where Transformer Engine is missing, and here it is installed",
+)
 @pytest.mark.parametrize("stack", ["", "megatron.core.models.hybrid.hybrid_layer_specs x"])
 def test_layers_that_are_not_installed(stack: str, tmp_path: Path) -> None:
     flags = "--context-parallel-algo zigzag --hybrid-layer-pattern *-"

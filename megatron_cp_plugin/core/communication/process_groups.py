@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import cache
+from functools import cache, cached_property
 from socket import gethostname
 
 import torch
@@ -147,7 +147,7 @@ class ProcessGroupTopology(Topology):
             raise others_lost(self.rank, self.size, "in a check", error) from error
         return gathered
 
-    @property
+    @cached_property  # each call asks
     def compares_each_call(self) -> bool:
         return not is_nccl(self._group) and torch.device("cpu") in self._group._device_types
 
