@@ -1,4 +1,4 @@
-"""The plugin for programs that build megatron.core models: verl, slime, ms-swift, Bridge.
+"""The plugin for programs that build megatron.core models: verl, slime, Bridge, ...
 
     from megatron_cp_plugin import megatron as cp_megatron
 

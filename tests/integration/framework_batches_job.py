@@ -1,9 +1,10 @@
 """Batches as trainers' own code cuts them: framework_batches_job.py TRAINER LAYOUT SIZE ALGORITHMS.
 
-TRAINER: verl, slime, swift or bridge, which must be installed. It prints, for each algorithm, what
-loss and gradients of a model are off by, compared with each document alone through Megatron's own
-attention, as JSON. Where Transformer Engine is missing an empty module takes its name, for two of
-them cannot be imported without; nothing of it is called but what `_partitioned` says.
+TRAINER: verl, slime, swift, bridge, skyrl or nemo, which must be installed. It prints, for each
+algorithm, what loss and gradients of a model are off by, compared with each document alone through
+Megatron's own attention, as JSON. Where Transformer Engine is missing an empty module takes its
+name, for some of them cannot be imported without; nothing of it is called but what `_partitioned`
+says.
 """
 
 import importlib.machinery
@@ -20,6 +21,7 @@ from unittest.mock import MagicMock
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional
 
 from tests.integration.cut_batches_job import VOCABULARY, alone, make_config, make_model, set_up
 
@@ -180,11 +182,84 @@ def by_bridge(model: Any, documents: Sequence[Tensor], layout: str) -> Loss:
     return (losses * counts).sum(), False
 
 
+def by_skyrl(model: Any, documents: Sequence[Tensor], layout: str) -> Loss:
+    """Its packing of rows that are padded on the left, and the log-probs that its losses take."""
+    from megatron.core import parallel_state
+    from skyrl.backends.skyrl_train.distributed.megatron import megatron_utils, model_utils
+
+    assert layout == "thd"
+    longest = max(map(len, documents))
+    rows = torch.stack([functional.pad(ids, (longest - len(ids), 0)) for ids in documents])
+    seen = rows > 0
+    tokens, packed = megatron_utils.preprocess_packed_seqs(rows, seen)
+    rooms = packed.cu_seqlens_q_padded.diff().tolist()
+    targets = [
+        functional.pad(ids, (0, room - len(ids)))
+        for ids, room in zip(documents, rooms, strict=True)
+    ]
+    logits = model(tokens, None, None, packed_seq_params=packed)
+    log_probs = model_utils.from_parallel_logits_to_logprobs_packed_sequences(
+        logits.float(),
+        torch.cat(targets)[None],
+        packed.cu_seqlens_q_padded,
+        longest,
+        vocab_start_index=0,
+        vocab_end_index=logits.shape[-1],
+        group=parallel_state.get_tensor_model_parallel_group(),
+        cp_group=parallel_state.get_context_parallel_group(),
+        attention_mask=seen,
+    )
+    return -log_probs.sum(), True
+
+
+def by_nemo(model: Any, documents: Sequence[Tensor], layout: str) -> Loss:
+    """Its micro-batches, and the log-probs that its losses take."""
+    from megatron.core import parallel_state
+    from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+    from nemo_rl.distributed.model_utils import from_parallel_logits_to_logprobs_packed_sequences
+    from nemo_rl.models.megatron.data import process_microbatch
+
+    assert layout == "thd"
+    group = parallel_state.get_context_parallel_group()
+    longest = max(map(len, documents))
+    data = BatchedDataDict(
+        input_ids=torch.stack([functional.pad(x, (0, longest - len(x))) for x in documents]),
+        input_lengths=torch.tensor([len(ids) for ids in documents]),
+    )
+    batch = process_microbatch(
+        data,
+        seq_length_key="input_lengths",
+        pad_individual_seqs_to_multiple_of=2 * group.size(),
+        pack_sequences=True,
+    )
+    logits = model(
+        input_ids=batch.input_ids_cp_sharded,
+        position_ids=batch.position_ids,
+        attention_mask=batch.attention_mask,
+        packed_seq_params=batch.packed_seq_params,
+    )
+    log_probs = from_parallel_logits_to_logprobs_packed_sequences(
+        logits.float(),
+        batch.input_ids,
+        batch.cu_seqlens_padded,
+        longest,
+        vocab_start_index=0,
+        vocab_end_index=logits.shape[-1],
+        group=parallel_state.get_tensor_model_parallel_group(),
+        cp_group=group,
+    )
+    real = torch.arange(1, longest) < data["input_lengths"][:, None]
+    # The backward of its gather sums what the ranks pass to it: each has the whole loss.
+    return -(log_probs * real).sum() / group.size(), False
+
+
 TRAINERS: dict[str, tuple[str, Trainer]] = {
     "verl": ("verl", by_verl),
     "slime": ("slime.backends", by_slime),
     "swift": ("mcore_bridge", by_swift),
     "bridge": ("megatron.bridge", by_bridge),
+    "skyrl": ("skyrl.backends", by_skyrl),
+    "nemo": ("nemo_rl", by_nemo),
 }
 
 

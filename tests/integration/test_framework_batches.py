@@ -1,4 +1,6 @@
-"""The code that cuts batches in verl, slime, ms-swift, Megatron-Bridge, where it is installed."""
+"""The code that splits batches in verl, slime, ms-swift, Megatron-Bridge, SkyRL and NeMo-RL, where
+it is installed.
+"""
 
 import json
 from importlib.util import find_spec
@@ -31,8 +33,8 @@ def test_batches_of(trainer: str, layout: str, size: int, tmp_path: Path) -> Non
     """Each document as alone through Megatron's own attention."""
     if not is_installed(TRAINERS[trainer][0]):
         pytest.skip(f"{TRAINERS[trainer][0]} is not installed")
-    if (trainer, layout) == ("bridge", "contiguous"):
-        pytest.skip("Megatron-Bridge cuts each document by zigzag")
+    if layout == "contiguous" and trainer in ("bridge", "skyrl", "nemo"):
+        pytest.skip(f"{trainer} splits each document by zigzag")
     if (trainer, layout) == ("verl", "contiguous") and not hasattr(PackedSeqParams, _MODE):
         pytest.skip(f"verl cuts so for a Megatron whose PackedSeqParams have {_MODE}")
     words = (trainer, layout, str(size), ",".join(ALGORITHMS))
