@@ -30,14 +30,17 @@ Described = tuple[tuple[int, ...], torch.dtype]
 _phase: ContextVar[Phase] = ContextVar("phase", default="forward")
 
 
-@contextmanager
-def communicating_in(phase: Phase) -> Iterator[None]:
-    """Within this context operations are counted under `phase`."""
-    token = _phase.set(phase)
-    try:
-        yield
-    finally:
-        _phase.reset(token)
+class CommunicatingIn:
+    """Within this context operations are counted under a phase."""
+
+    def __init__(self, phase: Phase) -> None:
+        self._phase = phase
+
+    def __enter__(self) -> None:
+        self._token = _phase.set(self._phase)
+
+    def __exit__(self, *_: object) -> None:
+        _phase.reset(self._token)
 
 
 @dataclass(frozen=True)

@@ -341,8 +341,8 @@ FAULTS = (
         "core/test_execute.py::test_copy_engines_find_what_they_need",
     ),
     Fault(
-        "core/autograd/function.py",
-        "scale = head_dim**-0.5 if scale is None else scale",
+        "core/algorithm.py",
+        "scale = head_dim**-0.5 if asked.scale is None else asked.scale",
         "scale = head_dim**-0.5",
         "the scale that was given is forgotten",
         "integration/test_attention.py::test_against_attention_written_out",
