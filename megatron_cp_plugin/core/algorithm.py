@@ -344,8 +344,9 @@ def _attend_tile(
         q = q[:, tile.q]
     if tile.cols < k.shape[1]:
         k, v = k[:, tile.kv], v[:, tile.kv]
-    place = None if tile.reverse else total.place_of_first(tile.rows)
-    if place is not None and call.places_outputs:
+    placed = call.places_outputs and not tile.reverse
+    place = total.place_of_first(tile.rows) if placed else None
+    if place is not None:
         call.kernel.forward_to(place, q, k, v, scale=call.scale, causal=tile.causal)
         total.add(tile.q, *place)
         return
@@ -355,8 +356,7 @@ def _attend_tile(
     total.add(tile.q, *((out.flip(1), lse.flip(2)) if tile.reverse else (out, lse)))
 
 
-@dataclass(frozen=True)
-class Gradients:
+class Gradients(NamedTuple):
     """Running sums of dq, dk, dv of one block of queries and one block of keys."""
 
     dq: GradientSum

@@ -263,12 +263,12 @@ class ProcessGroupCommunicator(Communicator):
 
     def _connect(self) -> None:
         """All ranks post every operation, but a first one in which some do nothing would not do."""
-        if not self._connected:
-            dist.all_reduce(torch.zeros(1, device="cuda"), group=self._group)
-            self._connected = True
+        dist.all_reduce(torch.zeros(1, device="cuda"), group=self._group)
+        self._connected = True
 
     def _exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Pending[None]:
-        self._connect()
+        if not self._connected:
+            self._connect()
         ops = [
             dist.P2POp(dist.isend, tensor, self._ranks[to], self._group) for tensor, to in sends
         ] + [
@@ -278,7 +278,8 @@ class ProcessGroupCommunicator(Communicator):
         return self._after(dist.batch_isend_irecv(ops) if ops else [], None)
 
     def _all_gather(self, x: Tensor) -> Pending[Tensor]:
-        self._connect()
+        if not self._connected:
+            self._connect()
         out = x.new_empty((self.size, *x.shape))
         # all_gather_into_tensor takes dim 0 concatenated, and no tensor without dimensions.
         work = dist.all_gather_into_tensor(
@@ -287,7 +288,8 @@ class ProcessGroupCommunicator(Communicator):
         return self._after([work], out)
 
     def _reduce_scatter(self, x: Tensor) -> Pending[Tensor]:
-        self._connect()
+        if not self._connected:
+            self._connect()
         out = torch.empty_like(x[0])
         work = dist.reduce_scatter_tensor(
             out.view(-1), x.view(-1), group=self._group, async_op=True
@@ -295,7 +297,8 @@ class ProcessGroupCommunicator(Communicator):
         return self._after([work], out)
 
     def _all_to_all(self, x: Tensor) -> Pending[Tensor]:
-        self._connect()
+        if not self._connected:
+            self._connect()
         out = torch.empty_like(x)
         work = dist.all_to_all_single(out, x, group=self._group, async_op=True)
         return self._after([work], out)
