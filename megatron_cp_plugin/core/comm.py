@@ -151,7 +151,7 @@ class Communicator(ABC):
 
     def buffers(self, like: Sequence[Described], device: torch.device) -> tuple[Tensor, ...]:
         """Empty tensors for all that the next exchange receives: (shape, dtype) of each."""
-        return tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in like)
+        return tuple([torch.empty(shape, dtype=dtype, device=device) for shape, dtype in like])
 
     def reserve(self, like: Sequence[Described]) -> None:  # noqa: B027  (most need no room)
         """Makes room for `buffers` like these. All ranks call it where blocks are unequal."""
