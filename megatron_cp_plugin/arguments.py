@@ -121,6 +121,8 @@ def on_host(name: str, given: Any) -> Any:
 
     Raises: ContextParallelError for what has no order, or no elements.
     """
+    if given is None:
+        return None
     if isinstance(given, Tensor):
         check_tensors(**{name: given})
         return given.tolist()

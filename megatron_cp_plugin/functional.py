@@ -32,10 +32,10 @@ from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.core.autograd.autocast import cast_inputs
 from megatron_cp_plugin.core.autograd.function import attend, check_shapes
 from megatron_cp_plugin.core.chunked_loss import CHUNK_TOKENS, losses_and_predictions
-from megatron_cp_plugin.core.comm import communicating_in
+from megatron_cp_plugin.core.comm import CommunicatingIn
 from megatron_cp_plugin.core.communication.lengths import agreed_length
 from megatron_cp_plugin.core.communication.process_groups import release_topologies, topology_of
-from megatron_cp_plugin.core.communication.same_calls import compared, same_call
+from megatron_cp_plugin.core.communication.same_calls import SameCall, compared
 from megatron_cp_plugin.core.layout import Documents, Layout
 from megatron_cp_plugin.core.layouts.layout_check import describe_mismatch
 from megatron_cp_plugin.core.linear.algorithm import LinearAlgorithm
@@ -46,7 +46,7 @@ from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ContextParallelError, brief, whole_number
-from megatron_cp_plugin.kernels import resolve
+from megatron_cp_plugin.kernels import resolver
 from megatron_cp_plugin.kernels.linear import resolve_linear
 
 Group = dist.ProcessGroup | Topology | None
@@ -149,7 +149,7 @@ def attention(
     cannot be reached any more.
     """
     topology = _topology(group)
-    with same_call(topology, "attention") as made:
+    with SameCall(topology, "attention") as made:
         check_tensors(q=q, k=k, v=v, sink_or_none=sink)
         check_eager("attention", q, k, v)
         q, k, v = cast_inputs(q, k, v)
@@ -161,7 +161,8 @@ def attention(
             raise ContextParallelError("spans replace causal=False, got both: leave causal out")
         layout, settings = registry.layout_of(algo, options), chosen(options)
         seq_len = length("seq_len", seq_len)
-        made.lengths = _held(topology, layout, q.shape[1], seq_len, cu_seqlens, spans)
+        sequence = _Sequence(topology, layout, q.shape[1], seq_len, cu_seqlens, spans)
+        made.lengths = sequence.held
         trained = torch.is_grad_enabled()
         made.settings = {
             "algo": algo,
@@ -180,7 +181,7 @@ def attention(
         made.changing = {"cu_seqlens": cu_seqlens, "spans": spans}
     if algo != registry.AUTO:
         algorithm = _algorithm(algo, topology, settings)
-    seq_len, followed = _sequence(topology, layout, q.shape[1], seq_len, cu_seqlens, spans)
+    seq_len, followed = sequence.agreed()
     documents, slices = starts_and_slices(followed)
     if window is not None:
         window = min(window, max(seq_len, 1))  # sys.maxsize is too large to be added to
@@ -196,7 +197,7 @@ def attention(
         seq_len=seq_len,
         causal=causal,
         scale=scale,
-        kernel_for=partial(resolve, kernel),
+        kernel_for=resolver(kernel),
         window=window,
         documents=documents,
         slices=slices,
@@ -249,7 +250,7 @@ def linear_attention(
     for shapes that do not fit, KernelUnavailableError if the kernel cannot serve them.
     """
     topology = _topology(group)
-    with same_call(topology, "linear_attention") as made:
+    with SameCall(topology, "linear_attention") as made:
         check_tensors(q=q, k=k, v=v, initial_state_or_none=initial_state)
         check_eager("linear_attention", q, k, v)
         q, k, v = cast_inputs(q, k, v)
@@ -260,7 +261,8 @@ def linear_attention(
         rates = Decay.of(decay, q.shape[2])
         layout, settings = registry.layout_of(algo, options), chosen(options)
         seq_len = length("seq_len", seq_len)
-        made.lengths = _held(topology, layout, q.shape[1], seq_len, cu_seqlens, None)
+        sequence = _Sequence(topology, layout, q.shape[1], seq_len, cu_seqlens, None)
+        made.lengths = sequence.held
         made.settings = {
             "algo": algo,
             "options": settings,
@@ -273,9 +275,7 @@ def linear_attention(
         }
         made.changing = {"decay": rates.rates, "cu_seqlens": cu_seqlens}
     algorithm = _linear_algorithm(algo, topology, settings)
-    seq_len, followed = _sequence(
-        algorithm.topology, algorithm.layout, q.shape[1], seq_len, cu_seqlens, None
-    )
+    seq_len, followed = sequence.agreed()
     out, final_state = attend_linearly(
         q,
         k,
@@ -399,7 +399,7 @@ def unshard(
     """
     topology = _topology(group)
     size = topology.size
-    with same_call(topology, "unshard") as made:
+    with SameCall(topology, "unshard") as made:
         check_tensors(x=x)
         dim, layout, settings = (
             dimension(x, dim),
@@ -408,7 +408,8 @@ def unshard(
         )
         cu_seqlens, spans = on_host("cu_seqlens", cu_seqlens), on_host("spans", spans)
         seq_len = length("seq_len", seq_len)
-        made.lengths = _held(topology, layout, x.shape[dim], seq_len, cu_seqlens, spans)
+        sequence = _Sequence(topology, layout, x.shape[dim], seq_len, cu_seqlens, spans)
+        made.lengths = sequence.held
         made.settings = {
             "algo": algo,
             "options": settings,
@@ -417,7 +418,7 @@ def unshard(
             "dtype": x.dtype,
         }
         made.changing = {"cu_seqlens": cu_seqlens, "spans": spans}
-    total, followed = _sequence(topology, layout, x.shape[dim], seq_len, cu_seqlens, spans)
+    total, followed = sequence.agreed()
     layout = layout.within(followed)
     moved = x.detach().movedim(dim, 0).contiguous()
     lengths = [layout.length(rank, size, total) for rank in range(size)]
@@ -428,7 +429,7 @@ def unshard(
         )
     parts = [moved.new_empty((length, *moved.shape[1:])) for length in lengths]
     others = [rank for rank in range(size) if rank != topology.rank]
-    with communicating_in("forward"):
+    with CommunicatingIn("forward"):
         topology.channel("unshard").exchange(
             [(moved, rank) for rank in others], [(parts[rank], rank) for rank in others]
         ).wait()
@@ -461,16 +462,17 @@ def check_layout(
     other tokens, what it has, and whose tokens they look like.
     """
     topology = _topology(group)
-    with same_call(topology, "check_layout") as made:
+    with SameCall(topology, "check_layout") as made:
         check_tensors(positions=positions)
         layout, settings = registry.layout_of(algo, options), chosen(options)
         cu_seqlens, spans = on_host("cu_seqlens", cu_seqlens), on_host("spans", spans)
         tokens = positions.shape[-1] if positions.dim() else 0
         seq_len = length("seq_len", seq_len)
-        made.lengths = _held(topology, layout, tokens, seq_len, cu_seqlens, spans)
+        sequence = _Sequence(topology, layout, tokens, seq_len, cu_seqlens, spans)
+        made.lengths = sequence.held
         made.settings = {"algo": algo, "options": settings}
         made.changing = {"cu_seqlens": cu_seqlens, "spans": spans}
-    total, followed = _sequence(topology, layout, tokens, seq_len, cu_seqlens, spans)
+    total, followed = sequence.agreed()
     layout, size = layout.within(followed), topology.size
     mine = describe_mismatch(positions, layout, topology.rank, size, total)
     found = compared(topology, "positions", "check_layout", mine)
@@ -491,56 +493,56 @@ def _described(*qkv: Tensor) -> dict[str, object]:
     }
 
 
-def _held(
-    topology: Topology,
-    layout: Layout,
-    tokens: int,
-    seq_len: int | None,
-    cu_seqlens: Sequence[int] | Tensor | None,
-    spans: SpanMask | None,
-) -> tuple[object, ...]:
-    """What is the same on all ranks that hold the tokens of one layout.
+class _Sequence:
+    """A sequence of which this rank holds some tokens.
 
-    Raises: ContextParallelError if the layout cannot cut so many.
+    Attributes: held: what is the same on all ranks that hold the tokens of one layout.
     """
-    if seq_len is None:
-        return (tokens,)
-    layout = layout.within(followed_by(cu_seqlens, spans, seq_len))
-    return seq_len, tokens == layout.length(topology.rank, topology.size, seq_len)
 
+    def __init__(
+        self,
+        topology: Topology,
+        layout: Layout,
+        tokens: int,
+        seq_len: int | None,
+        cu_seqlens: Sequence[int] | Tensor | None,
+        spans: SpanMask | None,
+    ) -> None:
+        """Raises: ContextParallelError if the layout cannot cut so many."""
+        self._topology, self._layout, self._tokens = topology, layout, tokens
+        self._seq_len, self._cu_seqlens, self._spans = seq_len, cu_seqlens, spans
+        self.held: tuple[object, ...] = (tokens,)
+        if seq_len is not None:
+            self._followed = followed_by(cu_seqlens, spans, seq_len)
+            self._layout = layout.within(self._followed)
+            expected = self._layout.length(topology.rank, topology.size, seq_len)
+            self.held = seq_len, tokens == expected
 
-def _sequence(
-    topology: Topology,
-    layout: Layout,
-    tokens: int,
-    seq_len: int | None,
-    cu_seqlens: Sequence[int] | Tensor | None,
-    spans: SpanMask | None,
-) -> tuple[int, Documents]:
-    """The global length and what layouts follow, once the ranks agree on their tokens."""
-    if seq_len is not None:
-        followed = followed_by(cu_seqlens, spans, seq_len)
-        return agreed_length(topology, layout.within(followed), tokens, seq_len), followed
-    seq_len = agreed_length(topology, layout, tokens, None)
-    return seq_len, followed_by(cu_seqlens, spans, seq_len)
+    def agreed(self) -> tuple[int, Documents]:
+        """The global length and what layouts follow, once the ranks agree on their tokens."""
+        seq_len = agreed_length(self._topology, self._layout, self._tokens, self._seq_len)
+        if self._seq_len is None:
+            self._followed = followed_by(self._cu_seqlens, self._spans, seq_len)
+        return seq_len, self._followed
 
 
 def _topology(group: Group) -> Topology:
     if isinstance(group, Topology):
         return group
-    if group is None and not dist.is_initialized():
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise ContextParallelError(
+            f"group needs a process group that this rank is in, got {brief(group)}: of a "
+            "DeviceMesh pass get_group(), and call on the group's ranks alone"
+        )
+    topology = topology_of(group)
+    if group is None and topology.size == 1 and not dist.is_initialized():
         processes = os.environ.get("WORLD_SIZE", "1")
         if processes != "1":
             raise ContextParallelError(
                 f"{processes} processes (WORLD_SIZE) need a process group to split a sequence, got "
                 "none: call torch.distributed.init_process_group first, or pass group="
             )
-    elif not isinstance(group, dist.ProcessGroup | None):
-        raise ContextParallelError(
-            f"group needs a process group that this rank is in, got {brief(group)}: of a "
-            "DeviceMesh pass get_group(), and call on the group's ranks alone"
-        )
-    return topology_of(group)
+    return topology
 
 
 def _choose(

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import fields
-from functools import cache
+from functools import cache, lru_cache
 from textwrap import shorten
 from typing import Literal, get_args, get_origin, get_type_hints
 
@@ -131,7 +131,16 @@ def layout_of(name: str, options: Mapping[str, object]) -> Layout:
     """
     if name == AUTO:
         return _layout_of_auto(options)
-    return algorithm_class(name).layout_for(read_options(name, options))
+    cls = algorithm_class(name)
+    try:
+        return _layout(cls, **options)
+    except TypeError:  # an option that is not hashable, which is refused
+        return _layout.__wrapped__(cls, **options)
+
+
+@lru_cache(maxsize=256, typed=True)  # in every call of attention; 1 is no True
+def _layout(cls: AnyClass, /, **options: object) -> Layout:
+    return cls.layout_for(read_options(cls.name, options))
 
 
 def _layout_of_auto(options: Mapping[str, object]) -> Layout:

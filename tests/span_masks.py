@@ -78,3 +78,13 @@ def random_spans(source: Random, seq_len: int) -> Spans:
     divide(0, seq_len, 0, seq_len, source.randint(0, 6))
     source.shuffle(found)
     return found
+
+
+def random_lengths(source: Random, seq_len: int, multiple: int = 1) -> list[int]:
+    """Cumulative ones; some documents are empty, and often one is all."""
+    edges = source.choices(range(0, seq_len + 1, multiple), k=source.randint(0, 6))
+    return [0, *sorted(edges), seq_len]
+
+
+def random_window(source: Random, seq_len: int) -> int | None:
+    return source.choice([None, source.randint(1, seq_len)])

@@ -3,6 +3,11 @@
 At short lengths a step is bound by the host, for which each operator is a microsecond or more.
 """
 
+import sys
+from collections import Counter
+from pathlib import Path
+from types import FrameType
+
 import pytest
 import torch
 from torch import Tensor
@@ -73,3 +78,42 @@ def called(algo: str, size: int, *, peer_access: bool, **options) -> Seen:
 @pytest.mark.parametrize("algo", cp.available("softmax"))
 def test_no_view_is_of_all_of_a_tensor(algo: str, size: int, peer_access: bool) -> None:
     assert not called(algo, size, peer_access=peer_access).useless
+
+
+# Calls of this package's Python functions in a forward and backward of `attention` between two
+# ranks, from the second one on, beside those of the channels: fewer are better, put them here then.
+PYTHON_CALLS = {
+    "allgather": 265,
+    "attention2d": 321,
+    "distflash": 332,
+    "ring": 232,
+    "ulysses": 356,
+    "usp": 366,
+    "zigzag": 287,
+}
+
+
+@pytest.mark.parametrize("algo", PYTHON_CALLS)
+def test_how_many_python_calls_there_are(algo: str) -> None:
+    """A call takes about a tenth of a microsecond, of several milliseconds that a step of 8K takes
+    on the host; but some are in every layer, and one that plans takes as long as a hundred.
+    """
+    topology = Alone(1, (0, 0), peer_access=False)
+    q, k, v, dout = (torch.ones(1, 24, 4, 8) for _ in range(4))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    for _ in range(3):
+        cp.attention(*leaves, algo=algo, group=topology).backward(dout)
+    package = str(Path(cp.__file__).parent)
+    found: Counter[str] = Counter()
+
+    def count(frame: FrameType, event: str, _: object) -> None:
+        file = frame.f_code.co_filename
+        if event == "call" and file.startswith(package) and not file.endswith("alone.py"):
+            found[f"{file.removeprefix(package)} {frame.f_code.co_qualname}"] += 1
+
+    sys.setprofile(count)
+    try:
+        cp.attention(*leaves, algo=algo, group=topology).backward(dout)
+    finally:
+        sys.setprofile(None)
+    assert found.total() <= PYTHON_CALLS[algo], found.most_common(60)

@@ -1,11 +1,13 @@
-"""Span masks: any slices, on every layout, and the makers of the masks in use."""
+"""Span masks: any slices, on every layout, alone and beside documents and windows; and the makers
+of the masks in use.
+"""
 
 import re
 from collections.abc import Sequence
 from itertools import pairwise as pairs_of
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -19,8 +21,10 @@ from megatron_cp_plugin.algorithms.allgather import KvAllGather
 from megatron_cp_plugin.core.blocks.touched import sees, touched_rows
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld, run_virtual
 from megatron_cp_plugin.core.layout import Contiguous, Cyclic, Layout, Span, Zigzag
+from megatron_cp_plugin.core.layouts.document_layout import Balanced, PaddedDocuments
 from megatron_cp_plugin.core.masks.slices import KINDS, Slices
 from megatron_cp_plugin.core.plans.plan_check import check
+from megatron_cp_plugin.core.plans.plan_json import from_json, to_json
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask, plan_tiles, visible_pairs
 from megatron_cp_plugin.core.topology import Topology
@@ -29,7 +33,14 @@ from megatron_cp_plugin.registry import create
 from tests.oracle import expected_attention, naive_attention
 from tests.pairwise import pairwise
 from tests.random_tests import examples
-from tests.span_masks import Spans, dense, mask_of, random_spans
+from tests.span_masks import (
+    Spans,
+    dense,
+    mask_of,
+    random_lengths,
+    random_spans,
+    random_window,
+)
 from tests.test_conformance import Case, assert_matches, assert_plan_is_kept, run
 from tests.test_windows import CASES, divides
 
@@ -43,18 +54,46 @@ CASES = [
 ]
 
 
+class Drawn(NamedTuple):
+    """What a call has at random, as settings of `compare`."""
+
+    spans: Spans
+    cu_seqlens: list[int] | None
+    window: int | None
+
+    def dense(self, seq_len: int) -> Tensor:
+        return dense(self.spans, seq_len, self.cu_seqlens, self.window)
+
+    def mask(self, seq_len: int) -> Mask:
+        return mask_of(self.spans, seq_len, self.cu_seqlens, self.window)
+
+
+def drawn(source: Random, seq_len: int, *, beside: bool, multiple: int = 1) -> Drawn:
+    """Args: beside: there are documents and a window too. multiple: of lengths of documents."""
+    spans = random_spans(source, seq_len)
+    if not beside:
+        return Drawn(spans, None, None)
+    lengths = random_lengths(source, seq_len, multiple)
+    return Drawn(spans, lengths, random_window(source, seq_len))
+
+
+KERNELS = "torch_cpu", "reference"
+ALONE = pairwise(CASES, SIZES, tuple(HEADS), KERNELS, range(6), allowed=divides)
+BESIDE = pairwise(CASES, SIZES[:-1], tuple(HEADS), KERNELS, range(6), allowed=divides)
+
+
 @pytest.mark.parametrize(
-    ("case", "size", "heads", "kernel", "seed"),
-    pairwise(CASES, SIZES, tuple(HEADS), ("torch_cpu", "reference"), range(6), allowed=divides),
+    ("beside", "case", "size", "heads", "kernel", "seed"),
+    [(False, *row) for row in ALONE] + [(True, *row) for row in BESIDE],
     ids=str,
 )
 def test_equals_a_mask_of_all_pairs(
-    case: Case, size: int, heads: str, kernel: str, seed: int
+    beside: bool, case: Case, size: int, heads: str, kernel: str, seed: int
 ) -> None:
     """With kernels that take square causal tiles only, and with one that takes any."""
     seq_len = 6 * size + size // 2
-    source = Random(f"{case} {size} {seed}")
-    compare(case, size, heads, random_spans(source, seq_len), seq_len, kernel=kernel)
+    found = drawn(Random(f"{case} {size} {seed}"), seq_len, beside=beside)
+    compare(case, size, heads, seq_len=seq_len, kernel=kernel, **found._asdict())
 
 
 @pytest.mark.parametrize("size", [3, 4])
@@ -80,6 +119,7 @@ def test_results_of_a_relay_before_its_last_computation() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("beside", [False, True])
 @examples(300)
 @given(
     st.sampled_from(pairwise(CASES, SIZES, tuple(HEADS), allowed=divides)),
@@ -88,11 +128,12 @@ def test_results_of_a_relay_before_its_last_computation() -> None:
     st.randoms(use_true_random=False),
 )
 def test_any_mask_of_any_length(
-    row: tuple[Case, int, str], each: int, more: int, source: Random
+    beside: bool, row: tuple[Case, int, str], each: int, more: int, source: Random
 ) -> None:
     case, size, heads = row
     seq_len = 2 * size * each + more
-    compare(case, size, heads, random_spans(source, seq_len), seq_len)
+    found = drawn(source, seq_len, beside=beside)
+    compare(case, size, heads, seq_len=seq_len, **found._asdict())
 
 
 def test_with_sinks() -> None:
@@ -164,52 +205,69 @@ def assert_touched(q: Sequence[Span], kv: Sequence[Span], mask: Mask, found: Ten
         assert all(before[1] < after[0] for before, after in pairs_of(touched))
 
 
-@examples(200)
+LAYOUTS = [Contiguous(), Zigzag(), Cyclic(), Balanced(), PaddedDocuments()]
+
+
+@examples(500)
 @given(
-    st.sampled_from([Contiguous(), Zigzag(), Cyclic()]),
-    st.sampled_from([Contiguous(), Zigzag(), Cyclic()]),
+    st.booleans(),
+    st.sampled_from(LAYOUTS),
+    st.sampled_from([None, *LAYOUTS]),
     st.integers(1, 5),
-    st.integers(1, 40),
+    st.integers(1, 60),
     st.randoms(use_true_random=False),
     st.booleans(),
 )
 def test_tiles_cover_every_pair_once(
+    beside: bool,
     q_layout: Layout,
-    kv_layout: Layout,
+    kv_layout: Layout | None,
     size: int,
     seq_len: int,
     source: Random,
     rectangular: bool,
 ) -> None:
-    spans = random_spans(source, seq_len)
-    mask, wanted = Mask.of(Slices.of(spans, seq_len)), dense(spans, seq_len)
+    """Args: kv_layout: None: that of queries."""
+    layouts = q_layout, kv_layout or q_layout
+    multiple = 2 * size if "thd" in [layout.name for layout in layouts] else 1
+    seq_len = -(-seq_len // multiple) * multiple
+    found = drawn(source, seq_len, beside=beside, multiple=multiple)
+    mask, wanted = found.mask(seq_len), found.dense(seq_len)
+    whole = dense(found.spans, seq_len, found.cu_seqlens)
     assert wanted.max() <= 1
+    assert mask.causal == (not whole.triu(1).any())
     assert visible_pairs(seq_len, mask) == wanted.sum()
-    assert mask.causal == (not wanted.triu(1).any())
+    assert mask.bands.keys_of(seq_len).tolist() == wanted.sum(1).tolist()
     queries, keys = (
-        [layout.spans(rank, size, seq_len) for rank in range(size)]
-        for layout in (q_layout, kv_layout)
+        [layout.within(mask.followed).spans(rank, size, seq_len) for rank in range(size)]
+        for layout in layouts
     )
     total = torch.zeros(64, 64, dtype=torch.int64)
     for q in queries:
         for kv in keys:
-            found = computed(q, kv, mask, rectangular=rectangular)
-            assert sees(q, kv, mask) == found.any()
-            total += found
+            met = computed(q, kv, mask, rectangular=rectangular)
+            assert sees(q, kv, mask) == met.any()
+            assert_touched(q, kv, mask, met)
+            total += met
     assert torch.equal(total[:seq_len, :seq_len], wanted)
     assert not total[seq_len:].any()
 
 
+@pytest.mark.parametrize("beside", [False, True])
 @pytest.mark.parametrize("algo", cp.available("softmax"))
-def test_plans_are_right(algo: str) -> None:
-    """By what the kinds mean, which the check of plans works out for itself."""
+def test_plans_are_right(algo: str, beside: bool) -> None:
+    """By what the kinds mean, which the check of plans works out for itself; in JSON too."""
     for size in (2, 4):
         algorithm = create(algo, VirtualWorld(size).topology(0), {})
         for seed in range(4):
-            spans = random_spans(Random(seed), 32)
-            mask = Mask.of(Slices.of(spans, 32))
+            mask = drawn(Random(seed), 32, beside=beside, multiple=2 * size).mask(32)
+            shape = Shape(1, 32, 4, 4, 8)
             for phase in ("forward", "backward"):
-                check(algorithm.plan(Shape(1, 32, 4, 4, 8), mask, phase))
+                plan = algorithm.plan(shape, mask, phase)
+                check(plan)
+                document = to_json(plan, shape, [0] * size)
+                assert document["mask"]["documents"] == list(mask.slices.documents)
+                assert from_json(document).mask == mask
 
 
 def test_queries_that_nobody_names_are_zero() -> None:
@@ -428,7 +486,7 @@ def test_every_algorithm_takes_spans_and_one_that_does_not_refuses(
         cp.attention(q, q, q, algo=algo, spans=cp.spans.prefix_lm(3, 8))
     monkeypatch.setattr(KvAllGather, "windows", False)
     with pytest.raises(ContextParallelError, match="does not support spans, got 2 of them"):
-        cp.attention(q, q, q, algo="allgather", spans=cp.spans.prefix_lm(3, 8))
+        cp.attention(q, q, q, algo="allgather", spans=cp.spans.prefix_lm(4, 8))
 
 
 def test_the_snippet_of_the_page_on_masks() -> None:

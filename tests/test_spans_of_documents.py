@@ -1,4 +1,6 @@
-"""Span masks beside packed documents and windows: a query sees what all of them allow."""
+"""What is particular to span masks beside packed documents and windows: a query sees what all of
+them allow.
+"""
 
 from collections.abc import Sequence
 from itertools import pairwise as pairs_of
@@ -6,62 +8,27 @@ from random import Random
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld, run_virtual
-from megatron_cp_plugin.core.layout import Contiguous, Cyclic, Layout, Zigzag, positions
-from megatron_cp_plugin.core.layouts.document_layout import Balanced, PaddedDocuments
-from megatron_cp_plugin.core.plans.plan_check import check
-from megatron_cp_plugin.core.plans.plan_json import from_json, to_json
+from megatron_cp_plugin.core.layout import positions
+from megatron_cp_plugin.core.layouts.document_layout import Balanced
 from megatron_cp_plugin.core.shape import Shape
-from megatron_cp_plugin.core.tiles import visible_pairs
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.registry import create
 from tests.pairwise import pairwise
-from tests.random_tests import examples
-from tests.span_masks import dense, mask_of, random_spans
+from tests.span_masks import dense, mask_of, random_spans, random_window
 from tests.test_conformance import Case
 from tests.test_documents import CALLERS, PADDED, padded, serves
-from tests.test_spans import CASES, HEADS, assert_touched, compare, computed
-from tests.test_windows import divides
-
-SIZES = (1, 2, 3, 4, 5)
-
-
-def random_lengths(source: Random, seq_len: int, multiple: int = 1) -> list[int]:
-    """Cumulative ones; some documents are empty, and often one is all."""
-    edges = source.choices(range(0, seq_len + 1, multiple), k=source.randint(0, 6))
-    return [0, *sorted(edges), seq_len]
-
-
-def random_window(source: Random, seq_len: int) -> int | None:
-    return source.choice([None, source.randint(1, seq_len)])
-
-
-@pytest.mark.parametrize(
-    ("case", "size", "heads", "kernel", "seed"),
-    pairwise(CASES, SIZES, tuple(HEADS), ("torch_cpu", "reference"), range(6), allowed=divides),
-    ids=str,
-)
-def test_equals_a_mask_of_all_pairs(
-    case: Case, size: int, heads: str, kernel: str, seed: int
-) -> None:
-    seq_len = 6 * size + size // 2
-    source = Random(f"{case} {size} {seed}")
-    spans, lengths = random_spans(source, seq_len), random_lengths(source, seq_len)
-    window = random_window(source, seq_len)
-    settings = {"kernel": kernel, "cu_seqlens": lengths, "window": window}
-    compare(case, size, heads, spans, seq_len, **settings)
+from tests.test_spans import HEADS, compare
 
 
 @pytest.mark.parametrize(
     ("case", "size", "packing", "heads"),
     pairwise(
         CALLERS,
-        SIZES,
+        (1, 2, 3, 4, 5),
         tuple(PADDED),
         tuple(HEADS),
         allowed=lambda case, size, *_: serves(case, size),
@@ -77,77 +44,6 @@ def test_documents_as_their_callers_cut_them(
     window = random_window(source, seq_len)
     spans = random_spans(source, seq_len)
     compare(case, size, heads, spans, seq_len, cu_seqlens=lengths, window=window)
-
-
-@pytest.mark.slow
-@examples(300)
-@given(
-    st.sampled_from(pairwise(CASES, SIZES, tuple(HEADS), allowed=divides)),
-    st.integers(1, 9),
-    st.integers(0, 3),
-    st.randoms(use_true_random=False),
-)
-def test_any_mask_of_any_length(
-    row: tuple[Case, int, str], each: int, more: int, source: Random
-) -> None:
-    case, size, heads = row
-    seq_len = 2 * size * each + more
-    spans, lengths = random_spans(source, seq_len), random_lengths(source, seq_len)
-    window = random_window(source, seq_len)
-    compare(case, size, heads, spans, seq_len, cu_seqlens=lengths, window=window)
-
-
-LAYOUTS = [Contiguous(), Zigzag(), Cyclic(), Balanced(), PaddedDocuments()]
-
-
-@examples(300)
-@given(
-    st.sampled_from(LAYOUTS),
-    st.integers(1, 5),
-    st.integers(1, 60),
-    st.randoms(use_true_random=False),
-    st.booleans(),
-)
-def test_tiles_cover_every_pair_once(
-    layout: Layout, size: int, seq_len: int, source: Random, rectangular: bool
-) -> None:
-    multiple = 2 * size if layout.name == "thd" else 1
-    seq_len = -(-seq_len // multiple) * multiple
-    spans, lengths = random_spans(source, seq_len), random_lengths(source, seq_len, multiple)
-    window = random_window(source, seq_len)
-    mask, wanted = mask_of(spans, seq_len, lengths, window), dense(spans, seq_len, lengths, window)
-    whole = dense(spans, seq_len, lengths)
-    assert mask.causal == (not whole.triu(1).any())
-    assert visible_pairs(seq_len, mask) == wanted.sum()
-    assert mask.bands.keys_of(seq_len).tolist() == wanted.sum(1).tolist()
-    layout = layout.within(mask.followed)
-    blocks = [layout.spans(rank, size, seq_len) for rank in range(size)]
-    total = torch.zeros(64, 64, dtype=torch.int64)
-    for q in blocks:
-        for kv in blocks:
-            found = computed(q, kv, mask, rectangular=rectangular)
-            assert_touched(q, kv, mask, found)
-            total += found
-    assert torch.equal(total[:seq_len, :seq_len], wanted)
-    assert not total[seq_len:].any()
-
-
-@pytest.mark.parametrize("algo", cp.available("softmax"))
-def test_plans_are_right(algo: str) -> None:
-    """By what the kinds mean, which the check of plans works out for itself; in JSON too."""
-    for size in (2, 4):
-        algorithm = create(algo, VirtualWorld(size).topology(0), {})
-        for seed in range(4):
-            source = Random(seed)
-            lengths = random_lengths(source, 32, 2 * size)
-            mask = mask_of(random_spans(source, 32), 32, lengths, random_window(source, 32))
-            shape = Shape(1, 32, 4, 4, 8)
-            for phase in ("forward", "backward"):
-                plan = algorithm.plan(shape, mask, phase)
-                check(plan)
-                document = to_json(plan, shape, [0] * size)
-                assert document["mask"]["documents"] == list(mask.slices.documents)
-                assert from_json(document).mask == mask
 
 
 def test_all_pairs_of_documents_are_documents() -> None:

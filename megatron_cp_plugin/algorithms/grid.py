@@ -64,7 +64,7 @@ class GridAlgorithm(PointToPoint):
         return cached_method(self._cheapest, 256)
 
     @cached_property
-    def _gathered(self) -> Callable[[Shape, Plan], Gathered]:
+    def _gathered(self) -> Callable[[Phase, Call, Shape], Gathered]:
         return cached_method(self._make_gathered, 64)
 
     @cached_property
@@ -132,7 +132,8 @@ class GridAlgorithm(PointToPoint):
     def make_channels(self, shape: Shape) -> None:
         """See Algorithm.make_channels."""
         if self.gathers:
-            self._gathered(shape, self.plan(shape, Mask(), "forward", rank=self.planned_alone))
+            plan = self.plan(shape, Mask(), "forward", rank=self.planned_alone)
+            Gathered(plan, self.grid(shape), self.topology)
         else:
             super().make_channels(shape)
 
@@ -141,8 +142,7 @@ class GridAlgorithm(PointToPoint):
         if not self.gathers:
             return super().forward(q, k, v, call)
         shape = Shape.of(q, k, v, call.seq_len)
-        plan = self.plan_for(shape, call, "forward")
-        return self._gathered(shape, plan).forward(q, k, v, call)
+        return self._gathered("forward", call, shape).forward(q, k, v, call)
 
     def backward(self, dout: Tensor, saved: Saved, call: Call) -> tuple[Tensor, Tensor, Tensor]:
         """See Algorithm.backward."""
@@ -150,11 +150,10 @@ class GridAlgorithm(PointToPoint):
             return super().backward(dout, saved, call)
         q, k, v, *_ = saved
         shape = Shape.of(q, k, v, call.seq_len)
-        plan = self.plan_for(shape, call, "backward")
-        return self._gathered(shape, plan).backward(dout, saved, call)
+        return self._gathered("backward", call, shape).backward(dout, saved, call)
 
-    def _make_gathered(self, shape: Shape, plan: Plan) -> Gathered:
-        return Gathered(plan, self.grid(shape), self.topology)
+    def _make_gathered(self, phase: Phase, call: Call, shape: Shape) -> Gathered:
+        return Gathered(self.plan_for(shape, call, phase), self.grid(shape), self.topology)
 
     def _make_plan(
         self, shape: Shape, mask: Mask, phase: Phase, rectangular: bool, rank: int | None

@@ -1,12 +1,15 @@
 """Base of the algorithms that send blocks from rank to rank, following their placement."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import Tensor
 
 from megatron_cp_plugin.core.algorithm import Algorithm, Call, Saved, group_counts, number
+from megatron_cp_plugin.core.caching import cached_method
 from megatron_cp_plugin.core.comm import Phase
-from megatron_cp_plugin.core.communication.transport import Transport, Wanted, redistribute
+from megatron_cp_plugin.core.communication.transport import Transport, Wanted, Way, redistribute
 from megatron_cp_plugin.core.execution.execute import follow
 from megatron_cp_plugin.core.execution.passes import Backward, Forward
 from megatron_cp_plugin.core.kernel import Statistics
@@ -66,12 +69,10 @@ class PointToPoint(Algorithm):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Saved]:
         """See Algorithm.forward."""
-        shape = Shape.of(q, k, v, call.seq_len)
-        plan = self.plan_for(shape, call, "forward")
+        plan, way = self._prepared("forward", call, Shape.of(q, k, v, call.seq_len))
         k, v = redistribute(self.topology, plan, k, v)
         work = Forward(q, k, v, call, groups=len(plan.groups))
-        channels = self.transport.channels(plan, self.slots(shape))
-        follow(plan, channels, work, overlap=self.overlap)
+        follow(plan, self.transport.channels(way), work, overlap=self.overlap)
         return work.out, work.lse, (q, k, v, work.out, work.lse, *work.retained)
 
     def backward(self, dout: Tensor, saved: Saved, call: Call) -> tuple[Tensor, Tensor, Tensor]:
@@ -90,15 +91,22 @@ class PointToPoint(Algorithm):
         retained: Saved = (),
     ) -> tuple[Tensor, Tensor, Tensor]:
         """As `backward`, where either out or delta is at hand."""
-        shape = Shape.of(q, k, v, call.seq_len)
-        plan = self.plan_for(shape, call, "backward")
+        plan, way = self._prepared("backward", call, Shape.of(q, k, v, call.seq_len))
         groups = len(plan.groups)
         few = plan.steps <= 2 * groups
         work = Backward(dout, q, k, v, statistics, call, groups=groups, few=few, retained=retained)
-        channels = self.transport.channels(plan, self.slots(shape))
-        follow(plan, channels, work, overlap=self.overlap)
+        follow(plan, self.transport.channels(way), work, overlap=self.overlap)
         dq, dk, dv = work.gradients
         return dq, *redistribute(self.topology, plan, dk, dv)
+
+    # Looked up once a pass: at short lengths a step of training is bound by the host.
+    @cached_property
+    def _prepared(self) -> Callable[[Phase, Call, Shape], tuple[Plan, Way]]:
+        return cached_method(self._prepare, 64)
+
+    def _prepare(self, phase: Phase, call: Call, shape: Shape) -> tuple[Plan, Way]:
+        plan = self.plan_for(shape, call, phase)
+        return plan, self.transport.way(plan, self.slots(shape))
 
     def plan_for(self, shape: Shape, call: Call, phase: Phase) -> Plan:
         """What a call computes and moves: all that a rank needs to know of it."""

@@ -2,18 +2,22 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import inf
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from megatron_cp_plugin.core.caching import cached_method
 from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.execution.partial import Accumulator, GradientSum, rows_at
-from megatron_cp_plugin.core.kernel import SoftmaxKernel, Statistics
+from megatron_cp_plugin.core.kernel import Problem, SoftmaxKernel, Statistics
 from megatron_cp_plugin.core.layout import Documents, Layout
 from megatron_cp_plugin.core.layouts.document_layout import NAMED
 from megatron_cp_plugin.core.masks.batch import Batch
+from megatron_cp_plugin.core.masks.slices import Slices
 from megatron_cp_plugin.core.masks.tile_batches import Batches
 from megatron_cp_plugin.core.placement import Placement
 from megatron_cp_plugin.core.plans.derive import plan_of
@@ -21,11 +25,33 @@ from megatron_cp_plugin.core.plans.plan import PHASES, Plan, Setting
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask, Tile
 from megatron_cp_plugin.core.topology import Topology
+from megatron_cp_plugin.errors import ContextParallelError
 
 
-@dataclass(frozen=True)
+class Asked(NamedTuple):
+    """What a call of attention is made with, see `core.autograd.function.attend`.
+
+    Attributes: q, k, v: shapes. deterministic: torch's setting. seq_len: N, in tokens.
+    """
+
+    q: torch.Size
+    k: torch.Size
+    v: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    deterministic: bool
+    seq_len: int
+    causal: bool
+    window: int | None
+    documents: tuple[int, ...]
+    slices: Slices | None
+    scale: float | None
+    kernel_for: Callable[[Problem], SoftmaxKernel]
+
+
+@dataclass(frozen=True, eq=False)  # what follows from it is kept by it
 class Call:
-    """One attention over the whole split sequence.
+    """One attention over the whole split sequence; equal only to itself.
 
     Attributes: seq_len: N, in tokens. mask: of the whole sequence. scale: factor of the scores.
         kernel: computes the tiles. dq, dkv: whether the gradient of q, and those of k and v, are
@@ -53,6 +79,18 @@ class Call:
     def places_gradients(self) -> bool:
         """Whether the kernel writes a block's first gradients where their sums will be."""
         return self.kernel.places_gradients and not self.packed
+
+    def wanting(self, *, dq: bool, dkv: bool) -> "Call":
+        """The same call, of which only some gradients are wanted."""
+        if (dq, dkv) == (self.dq, self.dkv):
+            return self
+        if (dq, dkv) not in self._wanting:
+            self._wanting[dq, dkv] = replace(self, dq=dq, dkv=dkv)
+        return self._wanting[dq, dkv]
+
+    @cached_property
+    def _wanting(self) -> dict[tuple[bool, bool], "Call"]:
+        return {}
 
 
 @dataclass(frozen=True)
@@ -138,8 +176,8 @@ class Algorithm(ABC):
         return cached_method(self._make_on, 16)
 
     @cached_property
-    def _checked_heads(self) -> Callable[[int, int, bool], None]:
-        return cached_method(self._check_heads, 64)
+    def _called(self) -> Callable[[Asked], tuple["Algorithm | None", Call]]:
+        return cached_method(self._make_call, 64)
 
     @classmethod
     def layout_for(cls, options: Options) -> Layout:
@@ -166,13 +204,52 @@ class Algorithm(ABC):
     def check(cls, options: Options, *, size: int, heads: int, kv_heads: int, causal: bool) -> None:
         """Raises: ConfigError if the algorithm does not support this; needs no process group."""
 
-    def check_heads(self, heads: int, kv_heads: int, *, causal: bool) -> None:
-        """`check` of this algorithm on its ranks, once for each of such calls."""
-        self._checked_heads(heads, kv_heads, causal)
+    def called(self, asked: Asked) -> tuple["Algorithm", Call]:
+        """The algorithm, `within` the documents, that computes a call, and the call; checked once.
 
-    def _check_heads(self, heads: int, kv_heads: int, causal: bool) -> None:
-        size = self.topology.size
-        self.check(self.options, size=size, heads=heads, kv_heads=kv_heads, causal=causal)
+        Raises: ContextParallelError if numbers of tokens or settings do not fit;
+        KernelUnavailableError if the kernel cannot serve them.
+        """
+        on, call = self._called(asked)
+        return on or self, call
+
+    def _make_call(self, asked: Asked) -> tuple["Algorithm | None", Call]:
+        # None stands for itself: it holds what this returns.
+        documents, slices, window = asked.documents, asked.slices, asked.window
+        mask = Mask(asked.causal, window, documents) if slices is None else Mask.of(slices, window)
+        on = self.within(mask.followed)
+        rank, size = self.topology.rank, self.topology.size
+        expected = on.layout.length(rank, size, asked.seq_len)
+        _, tokens, heads, head_dim = asked.q
+        if tokens != expected:
+            raise ContextParallelError(
+                f"rank {rank} of {size} holds {expected} of {asked.seq_len} tokens "
+                f"({on.layout.name} layout), got {tokens}: pass seq_len=, or shard with cp.shard"
+            )
+        kv_heads = asked.k[2]
+        self.check(self.options, size=size, heads=heads, kv_heads=kv_heads, causal=mask.causal)
+        if mask.special and not self.windows:
+            raise ContextParallelError(f"{self.name} does not support {mask.special}: leave it out")
+        scale = head_dim**-0.5 if asked.scale is None else asked.scale
+        # Kernels that mask scores before they scale them make NaN, or worse, of others.
+        if not 0 < scale < inf:
+            raise ContextParallelError(
+                f"attention needs a scale above 0, got {scale}: leave it out for head_dim**-0.5, "
+                "or multiply q by it"
+            )
+        problem = Problem(
+            asked.device,
+            asked.dtype,
+            heads,
+            kv_heads,
+            head_dim,
+            asked.deterministic,
+            documents=bool(documents) or slices is not None,
+            value_dim=asked.v[3],
+            windows=window is not None or slices is not None,
+        )
+        call = Call(asked.seq_len, mask, scale, asked.kernel_for(problem))
+        return None if on is self else on, call
 
     def make_channels(self, shape: Shape) -> None:  # noqa: B027  (some make all in the constructor)
         """Makes the process groups that calls need; a collective operation.
@@ -267,8 +344,9 @@ def _attend_tile(
         q = q[:, tile.q]
     if tile.cols < k.shape[1]:
         k, v = k[:, tile.kv], v[:, tile.kv]
-    place = None if tile.reverse else total.place_of_first(tile.rows)
-    if place is not None and call.places_outputs:
+    placed = call.places_outputs and not tile.reverse
+    place = total.place_of_first(tile.rows) if placed else None
+    if place is not None:
         call.kernel.forward_to(place, q, k, v, scale=call.scale, causal=tile.causal)
         total.add(tile.q, *place)
         return
@@ -278,8 +356,7 @@ def _attend_tile(
     total.add(tile.q, *((out.flip(1), lse.flip(2)) if tile.reverse else (out, lse)))
 
 
-@dataclass(frozen=True)
-class Gradients:
+class Gradients(NamedTuple):
     """Running sums of dq, dk, dv of one block of queries and one block of keys."""
 
     dq: GradientSum

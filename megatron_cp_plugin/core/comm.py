@@ -30,14 +30,17 @@ Described = tuple[tuple[int, ...], torch.dtype]
 _phase: ContextVar[Phase] = ContextVar("phase", default="forward")
 
 
-@contextmanager
-def communicating_in(phase: Phase) -> Iterator[None]:
-    """Within this context operations are counted under `phase`."""
-    token = _phase.set(phase)
-    try:
-        yield
-    finally:
-        _phase.reset(token)
+class CommunicatingIn:
+    """Within this context operations are counted under a phase."""
+
+    def __init__(self, phase: Phase) -> None:
+        self._phase = phase
+
+    def __enter__(self) -> None:
+        self._token = _phase.set(self._phase)
+
+    def __exit__(self, *_: object) -> None:
+        _phase.reset(self._token)
 
 
 @dataclass(frozen=True)
@@ -148,7 +151,7 @@ class Communicator(ABC):
 
     def buffers(self, like: Sequence[Described], device: torch.device) -> tuple[Tensor, ...]:
         """Empty tensors for all that the next exchange receives: (shape, dtype) of each."""
-        return tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in like)
+        return tuple([torch.empty(shape, dtype=dtype, device=device) for shape, dtype in like])
 
     def reserve(self, like: Sequence[Described]) -> None:  # noqa: B027  (most need no room)
         """Makes room for `buffers` like these. All ranks call it where blocks are unequal."""
@@ -260,12 +263,12 @@ class ProcessGroupCommunicator(Communicator):
 
     def _connect(self) -> None:
         """All ranks post every operation, but a first one in which some do nothing would not do."""
-        if not self._connected:
-            dist.all_reduce(torch.zeros(1, device="cuda"), group=self._group)
-            self._connected = True
+        dist.all_reduce(torch.zeros(1, device="cuda"), group=self._group)
+        self._connected = True
 
     def _exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Pending[None]:
-        self._connect()
+        if not self._connected:
+            self._connect()
         ops = [
             dist.P2POp(dist.isend, tensor, self._ranks[to], self._group) for tensor, to in sends
         ] + [
@@ -275,7 +278,8 @@ class ProcessGroupCommunicator(Communicator):
         return self._after(dist.batch_isend_irecv(ops) if ops else [], None)
 
     def _all_gather(self, x: Tensor) -> Pending[Tensor]:
-        self._connect()
+        if not self._connected:
+            self._connect()
         out = x.new_empty((self.size, *x.shape))
         # all_gather_into_tensor takes dim 0 concatenated, and no tensor without dimensions.
         work = dist.all_gather_into_tensor(
@@ -284,7 +288,8 @@ class ProcessGroupCommunicator(Communicator):
         return self._after([work], out)
 
     def _reduce_scatter(self, x: Tensor) -> Pending[Tensor]:
-        self._connect()
+        if not self._connected:
+            self._connect()
         out = torch.empty_like(x[0])
         work = dist.reduce_scatter_tensor(
             out.view(-1), x.view(-1), group=self._group, async_op=True
@@ -292,7 +297,8 @@ class ProcessGroupCommunicator(Communicator):
         return self._after([work], out)
 
     def _all_to_all(self, x: Tensor) -> Pending[Tensor]:
-        self._connect()
+        if not self._connected:
+            self._connect()
         out = torch.empty_like(x)
         work = dist.all_to_all_single(out, x, group=self._group, async_op=True)
         return self._after([work], out)

@@ -69,8 +69,7 @@ class Problem:
         return f"{self.heads}:{self.kv_heads} heads of {dims} in {dtype}"
 
 
-@dataclass(frozen=True)
-class Statistics:
+class Statistics(NamedTuple):
     """What a tile's backward needs of the merged forward: lse, and either out or delta.
 
     Attributes:
@@ -85,17 +84,15 @@ class Statistics:
 
     def rows(self, rows: slice | Tensor) -> "Statistics":
         """The statistics of some query rows. Args: rows: as in `partial.rows_at`."""
-        if isinstance(rows, slice) and rows == slice(0, self.lse.shape[2]):
-            return self
-
-        def some(x: Tensor) -> Tensor:
-            return x[:, :, rows] if isinstance(rows, slice) else x.index_select(2, rows)
-
-        return Statistics(
-            some(self.lse),
-            None if self.out is None else rows_at(self.out, rows),
-            None if self.delta is None else some(self.delta),
-        )
+        lse, out, delta = self
+        if isinstance(rows, slice):
+            if rows == slice(0, lse.shape[2]):
+                return self
+            lse, delta = lse[:, :, rows], None if delta is None else delta[:, :, rows]
+        else:
+            lse = lse.index_select(2, rows)
+            delta = None if delta is None else delta.index_select(2, rows)
+        return Statistics(lse, None if out is None else rows_at(out, rows), delta)
 
     def heads(self, heads: slice) -> "Statistics":
         """The statistics of some query heads."""

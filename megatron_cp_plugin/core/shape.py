@@ -1,8 +1,10 @@
 """The sizes of one attention, on which bytes and memory depend."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Self
 
+import torch
 from torch import Tensor
 
 from megatron_cp_plugin.core.execution.partial import accumulation_dtype
@@ -33,10 +35,16 @@ class Shape:
     @classmethod
     def of(cls, q: Tensor, k: Tensor, v: Tensor, seq_len: int) -> Self:
         """The whole problem, from a rank's q [B,S,H,D], k [B,S,G,D] and v [B,S,G,E]."""
-        batch, _, heads, dim = q.shape
-        wide_bytes = accumulation_dtype(q.dtype).itemsize
-        element_bytes, kv_heads = q.element_size(), k.shape[2]
-        return cls(batch, seq_len, heads, kv_heads, dim, element_bytes, wide_bytes, v.shape[3])
+        return cls._of(q.shape, k.shape[2], v.shape[3], q.dtype, seq_len)
+
+    @classmethod
+    @lru_cache(maxsize=256)  # in every pass of every layer
+    def _of(
+        cls, q: torch.Size, kv_heads: int, value_dim: int, dtype: torch.dtype, seq_len: int
+    ) -> Self:
+        batch, _, heads, dim = q
+        wide_bytes = accumulation_dtype(dtype).itemsize
+        return cls(batch, seq_len, heads, kv_heads, dim, dtype.itemsize, wide_bytes, value_dim)
 
     @property
     def query_width(self) -> int:

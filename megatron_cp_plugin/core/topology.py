@@ -132,7 +132,7 @@ class Topology(ABC):
     @cached_property
     def same_calls(self) -> dict[Hashable, int]:
         """Settings that these ranks have found to be the same on all, with a number of each that is
-        the same in all processes; see `same_call`.
+        the same in all processes; see `SameCall`.
         """
         return {}
 

@@ -29,7 +29,7 @@ class FirstCalls:
         group: dist.ProcessGroup,
         held: object = None,
         difference: Callable[[int, Any, Any], str] = lambda rank, theirs, first: "",
-    ) -> None:
+    ) -> bool:
         """Refuses what is wrong: in a first call on all ranks, later on this one.
 
         Args:
@@ -39,11 +39,15 @@ class FirstCalls:
             difference: Says what is wrong if a rank holds something else than the first one does:
                 of the rank and of what both hold.
 
+        Returns:
+            Whether ranks compared notes: it is a first call, and there are several.
+
         Raises:
             ContextParallelError: Something is wrong.
             CommunicationError: Another rank does not come.
         """
-        if self.is_first and group.size() > 1:
+        compared = self.is_first and group.size() > 1
+        if compared:
             notes: list[Any] = [None] * group.size()
             try:
                 dist.all_gather_object(notes, (fault, held), group=group)
@@ -60,3 +64,31 @@ class FirstCalls:
             self._compared.add(torch.is_grad_enabled())
         if fault:
             raise ContextParallelError(fault)
+        return compared
+
+
+class LaterAnswers:
+    """Checks that were begun while the model runs, and whose answers are asked for later."""
+
+    def __init__(self) -> None:
+        self._begun: list[Callable[[], str | None]] = []
+
+    def add(self, answer: Callable[[], str | None]) -> None:
+        """Takes one. Args: answer: Says what is wrong, if anything; on a GPU the host may wait."""
+        self._begun.append(answer)
+
+    def clear(self) -> None:
+        """Forgets them, as of a call that has failed."""
+        self._begun.clear()
+
+    def finish(self) -> None:
+        """Asks for all answers.
+
+        Raises:
+            ContextParallelError: Something is wrong.
+            CommunicationError: Another rank did not come to compare it.
+        """
+        while self._begun:
+            fault = self._begun.pop(0)()
+            if fault:
+                raise ContextParallelError(fault)

@@ -6,7 +6,6 @@ tensor-parallel rank, d head dim of q and k, e of v.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration.checks import check_settings, window_of
 from megatron_cp_plugin.integration.documents import DocumentMask, check_padding, starts_of
 from megatron_cp_plugin.integration.runtime import Runtime
-from megatron_cp_plugin.kernels import resolve
+from megatron_cp_plugin.kernels import resolver
 
 _CAUSAL = {AttnMaskType.causal: True, AttnMaskType.no_mask: False}
 # What Transformer Engine calls them where documents are packed.
@@ -101,7 +100,7 @@ class ContextParallelAttention(MegatronModule):
             config.window_size, config.window_attn_skip_freq, layer_number
         )
         self._window = window_of(config.window_size) if windowed else None
-        self._kernel_for = partial(resolve, runtime.config.kernel)
+        self._kernel_for = resolver(runtime.config.kernel)
         self._cp_size = pg_collection.cp.size()
         self._algorithm = runtime.algorithm(pg_collection.cp)
         self._make_sinks(config, config.num_attention_heads // pg_collection.tp.size())

@@ -20,7 +20,7 @@ from megatron_cp_plugin.core.communication.same_numbers import later, same_on_al
 from megatron_cp_plugin.core.communication.streams import capturing
 from megatron_cp_plugin.core.masks.documents import document_starts
 from megatron_cp_plugin.errors import ContextParallelError
-from megatron_cp_plugin.integration.agreement import FirstCalls
+from megatron_cp_plugin.integration.agreement import FirstCalls, LaterAnswers
 from megatron_cp_plugin.integration.documents import DocumentMask, RawSpans, attention_spans
 from megatron_cp_plugin.integration.runtime import Runtime
 
@@ -62,6 +62,7 @@ class Batches:
     Attributes:
         runtime: Has the run's layout.
         spans: Those of the batch that came last; None: it had none.
+        checks: Of batches: whether each was whole, and the same on all ranks.
     """
 
     def __init__(self, runtime: Runtime) -> None:
@@ -70,15 +71,15 @@ class Batches:
         self._calls = FirstCalls()
         self._last: dict[str, Tensor] = {}
         self._last_cut = Cut()
-        self._checks: list[Callable[[], str | None]] = []
+        self.checks = LaterAnswers()
         self._cut = 0  # how many batches
 
     def shard(self, batch: dict[str, Any], group: dist.ProcessGroup) -> dict[str, Any]:
         """Keeps this rank's part of every tensor of a batch, position ids included.
 
         Every batch is compared over the group: the first one of training, and of evaluation,
-        before it is cut; later ones by one number each, while the model runs, and `finish_checks`
-        says what was found. Batches of a CUDA graph's replays are not compared.
+        before it is cut; later ones by one number each, while the model runs, and `checks` say what
+        was found. Batches of a CUDA graph's replays are not compared.
 
         Args:
             batch: Tensors [b, N, ...] of whole samples, the same on all ranks of the group;
@@ -102,7 +103,7 @@ class Batches:
         if group.size() == 1:
             _mark({key: batch.get(key) for key in _OF_TOKENS}, Cut(mask=self.spans))
             return batch
-        self.finish_checks()
+        self.checks.finish()
         self._cut += 1
         whole = {key: batch[key] for key in _OF_TOKENS if isinstance(batch.get(key), Tensor)}
         if whole:
@@ -165,18 +166,6 @@ class Batches:
         """Whether a batch was cut at all."""
         return bool(self._last)
 
-    def finish_checks(self) -> None:
-        """Ends the checks of earlier batches; on a GPU the host may wait until those were cut.
-
-        Raises:
-            ContextParallelError: One was not whole, or was another one on another rank.
-            CommunicationError: Another rank did not come to compare it.
-        """
-        while self._checks:
-            fault = self._checks.pop(0)()
-            if fault:
-                raise ContextParallelError(fault)
-
     def _check_whole(self, whole: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
         lengths = {key: tensor.size(1) for key, tensor in whole.items()}
         fault = None
@@ -199,13 +188,14 @@ class Batches:
             held[_SPANS] = [self._sum_of_spans()]
             self._calls.compare(fault or (order() if order else None), group, held, _other_samples)
             return
-        self._calls.compare(fault, group)
+        if fault:
+            raise ContextParallelError(fault)
         if order:
-            self._checks.append(order)
+            self.checks.add(order)
         if captured:
             return
         same, number = same_on_all_ranks(self._number_of(whole), group), self._cut
-        self._checks.append(lambda: None if same() else _others_later(number))
+        self.checks.add(lambda: None if same() else _others_later(number))
 
     def _number_of(self, whole: Mapping[str, Tensor]) -> Tensor:
         """A number int64 [1] that depends on all tensors of a batch, and on its spans."""

@@ -293,7 +293,7 @@ class PositionsOfPacks:
 
     def begin(
         self, position_ids: Tensor, packed: PackedSeqParams | None, seq_len: int
-    ) -> Callable[[], None]:
+    ) -> Callable[[], str | None]:
         """Begins to look at a pack; on a GPU the host waits only in what is returned.
 
         Args:
@@ -302,8 +302,8 @@ class PositionsOfPacks:
             seq_len: Of the whole sequence.
 
         Returns:
-            A function that raises ContextParallelError if they are those of another layout, or of
-            another rank.
+            A function that says what is wrong if they are those of another layout, or of another
+            rank.
         """
         if self._means_nothing:
             return lambda: None
@@ -317,28 +317,29 @@ class PositionsOfPacks:
         row = on_host(position_ids[0].long())
         return lambda: self._check(row(), documents, seq_len)
 
-    def _check(self, row: Tensor, documents: list[tuple[int, int]], seq_len: int) -> None:
+    def _check(self, row: Tensor, documents: list[tuple[int, int]], seq_len: int) -> str | None:
         """Args: row: int [S]. documents: where each begins, and its length without padding."""
         own, mine = self._layout.name, self._group.rank()
         if self._fits(row, own, mine, documents, seq_len):
-            return
+            return None
         if torch.equal(row, torch.arange(len(row))):
-            return  # counted through what this rank has
+            return None  # counted through what this rank has
         ranks = (mine, *(rank for rank in range(self._group.size()) if rank != mine))
         for rank, name in product(ranks, (own, *_OF_CALLERS)):
             if not self._fits(row, name, rank, documents, seq_len, telling=True):
                 continue
             if name == own:
-                raise ContextParallelError(
+                return (
                     f"context-parallel rank {mine} needs its own part of each batch, got "
                     f"position_ids of rank {rank}: split by the rank in the context-parallel group"
                 )
             instead = "" if name == "zigzag" else f", or use layout={name}"
-            raise ContextParallelError(
+            return (
                 f"the {own} layout needs batches that are split by it, got position_ids of the "
                 f"{name} layout: split them so{instead}"
             )
         self._means_nothing = True
+        return None
 
     def _fits(
         self,

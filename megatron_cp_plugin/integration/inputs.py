@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 from zlib import crc32
 
@@ -17,7 +17,7 @@ from megatron_cp_plugin.core.communication.streams import capturing
 from megatron_cp_plugin.core.layouts.layout_check import describe_mismatch
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration import gated_delta_net
-from megatron_cp_plugin.integration.agreement import FirstCalls
+from megatron_cp_plugin.integration.agreement import FirstCalls, LaterAnswers
 from megatron_cp_plugin.integration.batch import Batches, Cut
 from megatron_cp_plugin.integration.documents import (
     DocumentMask,
@@ -90,7 +90,7 @@ def serve_inputs(model: nn.Module, batches: Batches, group: dist.ProcessGroup) -
         return call.args, call.kwargs
 
     def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        batches.finish_checks()
+        batches.checks.finish()
 
     model.register_forward_pre_hook(enter, with_kwargs=True)
     model.register_forward_hook(leave)
@@ -112,7 +112,7 @@ class CutInputs:
         self._stages = _Stages(model)
         self._calls = FirstCalls()
         self._positions = PositionsOfPacks(runtime.config.layout, group)
-        self._checks: list[Callable[[], None]] = []  # of this call
+        self._checks = LaterAnswers()  # of this call
         self._called = False
 
     def __call__(
@@ -167,8 +167,7 @@ class CutInputs:
             ContextParallelError: What was compared is not the same on all ranks.
             CommunicationError: Another rank did not come to compare it.
         """
-        while self._checks:
-            self._checks.pop(0)()
+        self._checks.finish()
 
     def _check_positions(self, given: Mapping[str, Any], total: int) -> None:
         positions, ids = given.get("position_ids"), given.get("input_ids")
@@ -178,27 +177,21 @@ class CutInputs:
             packed = given.get("packed_seq_params")
             packed = packed.packed if isinstance(packed, DocumentMask) else packed
             check = self._positions.begin(positions, packed, total)
-            if self._calls.is_first:
-                check()
-            else:
-                self._checks.append(check)
+            if not self._calls.is_first:
+                self._checks.add(check)
+            elif fault := check():
+                raise ContextParallelError(fault)
 
     def _compare(self, fault: str | None, held: object, device: torch.device) -> None:
         """Refuses other documents on other ranks: in a first call now, later in `leave`."""
-        first = self._calls.is_first
-        self._calls.compare(fault, self._group, held, lambda *_: _OTHER_DOCUMENTS)
-        if first or self._group.size() == 1:
+        compared = self._calls.compare(fault, self._group, held, lambda *_: _OTHER_DOCUMENTS)
+        if compared or self._group.size() == 1:
             return
         number = torch.full((1,), crc32(repr(held).encode()), device=device)
         if capturing(number):
             return
         same = same_on_all_ranks(number, self._group)
-
-        def check() -> None:
-            if not same():
-                raise ContextParallelError(_OTHER_DOCUMENTS)
-
-        self._checks.append(check)
+        self._checks.add(lambda: None if same() else _OTHER_DOCUMENTS)
 
 
 def _device(model: nn.Module) -> torch.device:

@@ -5,7 +5,7 @@ B batch, S query tokens, T key tokens, H query heads, G KV heads (G divides H), 
 
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Sequence
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -211,3 +211,9 @@ def resolve(name: str, problem: Problem) -> SoftmaxKernel:
     if name not in (*_KERNELS, "auto"):
         load_installed()
     return choose("kernel", name, problem, _KERNELS)
+
+
+@cache  # one object for a name: calls are known by it
+def resolver(name: str) -> Callable[[Problem], SoftmaxKernel]:
+    """`resolve` for a name."""
+    return partial(resolve, name)

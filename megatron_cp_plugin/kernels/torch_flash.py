@@ -23,16 +23,11 @@ from megatron_cp_plugin.kernels.base import (
 )
 from megatron_cp_plugin.kernels.reference import Reference
 
-_aten = torch.ops.aten
+_aten = torch.ops.aten  # its attention takes [B,H,S,D]
 
 # How far apart elements of q may be for cuDNN's backward: beyond that dq is wrong, and with it dk,
 # without an error (cuDNN of torch 2.11 on an H200; its forward is right).
 _CUDNN_ELEMENTS = 2**31
-
-
-def _swap(x: Tensor) -> Tensor:
-    """[B,S,H,D] <-> [B,H,S,D], a view."""
-    return x.transpose(1, 2)
 
 
 class CpuFlashAttention(SoftmaxKernel):
@@ -50,9 +45,9 @@ class CpuFlashAttention(SoftmaxKernel):
         self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool
     ) -> tuple[Tensor, Tensor]:
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
-            _swap(q), _swap(k), _swap(v), 0.0, causal, scale=scale
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), 0.0, causal, scale=scale
         )
-        return _swap(out), lse
+        return out.transpose(1, 2), lse
 
     def backward(
         self,
@@ -67,17 +62,17 @@ class CpuFlashAttention(SoftmaxKernel):
     ) -> tuple[Tensor, Tensor, Tensor]:
         lse = statistics.lse.transpose(1, 2).contiguous().transpose(1, 2)  # as forward gives it
         dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            _swap(dout),
-            _swap(q),
-            _swap(k),
-            _swap(v),
-            _swap(statistics.out_for(dout)),
+            dout.transpose(1, 2),
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            statistics.out_for(dout).transpose(1, 2),
             lse,
             0.0,
             causal,
             scale=scale,
         )
-        return _swap(dq), _swap(dk), _swap(dv)
+        return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
 
 class CudaFlashAttention(PackingKernel):
@@ -200,9 +195,17 @@ class CudnnAttention(SoftmaxKernel):
         if k.shape[1] == 1:
             return self._of_one_key.forward(q, k, v, scale=scale, causal=causal)
         out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
-            _swap(q), _swap(k), _swap(v), None, True, 0.0, causal, False, scale=scale
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            None,
+            True,
+            0.0,
+            causal,
+            False,
+            scale=scale,
         )
-        return _swap(out), lse.squeeze(-1)
+        return out.transpose(1, 2), lse.squeeze(-1)
 
     def backward(
         self,
@@ -246,11 +249,11 @@ class CudnnAttention(SoftmaxKernel):
     ) -> tuple[Tensor, Tensor, Tensor]:
         no_dropout = torch.zeros((), dtype=torch.int64, device=q.device)
         dq, dk, dv = _aten._scaled_dot_product_cudnn_attention_backward(
-            _swap(dout),
-            _swap(q),
-            _swap(k),
-            _swap(v),
-            _swap(out),
+            dout.transpose(1, 2),
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            out.transpose(1, 2),
             lse.contiguous().unsqueeze(-1),
             no_dropout,
             no_dropout,
@@ -263,7 +266,7 @@ class CudnnAttention(SoftmaxKernel):
             causal,
             scale=scale,
         )
-        return _swap(dq), _swap(dk), _swap(dv)
+        return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
     def workspace(
         self,

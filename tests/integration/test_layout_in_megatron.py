@@ -125,11 +125,11 @@ def test_a_batch_that_is_not_whole(ids: list[int], got: str) -> None:
             with pytest.raises(ContextParallelError, match=f"got {got} on.*rank 0"):
                 batches.shard({"position_ids": mine}, group)
         batches.shard({"position_ids": right}, group)
-        batches.finish_checks()
+        batches.checks.finish()
         batches.shard({"position_ids": mine}, group)
         said = "different ones on some rank in batch 4" if group.rank() else f"got {got}"
         with pytest.raises(ContextParallelError, match=said):
-            batches.finish_checks()
+            batches.checks.finish()
 
     on_ranks(2, rank)
 

@@ -162,14 +162,14 @@ FAULTS = (
         'edges.searchsorted(positions, side="right")',
         "edges.searchsorted(positions)",
         "spans lose what begins with the first token of a document",
-        "test_spans_of_documents.py::test_tiles_cover_every_pair_once",
+        "test_spans.py::test_tiles_cover_every_pair_once",
     ),
     Fault(
         "core/masks/bands.py",
         "np.maximum(table[4], 1 - window, out=table[4])",
         "table[4] = 1 - window",
         "a window beside spans lets through earlier keys than they name",
-        "test_spans_of_documents.py::test_tiles_cover_every_pair_once",
+        "test_spans.py::test_tiles_cover_every_pair_once",
     ),
     Fault(
         "core/masks/slices.py",
@@ -328,7 +328,7 @@ FAULTS = (
     ),
     Fault(
         "core/execution/execute.py",
-        "self._work.close(move.heads, move.of_keys, Packed(move.block.rows, tensors))",
+        "self._work.close(move.heads, of_keys, Packed(move.block.rows, tensors))",
         "self._work.close(move.heads, move.of_keys, None)",
         "the last sum that comes for the own block is dropped",
         "core/test_execute.py::test_copy_engines_find_what_they_need",
@@ -341,8 +341,8 @@ FAULTS = (
         "core/test_execute.py::test_copy_engines_find_what_they_need",
     ),
     Fault(
-        "core/autograd/function.py",
-        "scale = head_dim**-0.5 if scale is None else scale",
+        "core/algorithm.py",
+        "scale = head_dim**-0.5 if asked.scale is None else asked.scale",
         "scale = head_dim**-0.5",
         "the scale that was given is forgotten",
         "integration/test_attention.py::test_against_attention_written_out",

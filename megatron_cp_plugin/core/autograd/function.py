@@ -1,23 +1,20 @@
 """The one autograd Function of all softmax algorithms."""
 
 from collections.abc import Callable, Hashable
-from dataclasses import replace
-from math import inf
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.core.algorithm import Algorithm, Call
+from megatron_cp_plugin.core.algorithm import Algorithm, Asked, Call
 from megatron_cp_plugin.core.autograd.autocast import as_written, cast_inputs
 from megatron_cp_plugin.core.autograd.once import differentiable_once
 from megatron_cp_plugin.core.autograd.recompute import computed_once
-from megatron_cp_plugin.core.comm import communicating_in
+from megatron_cp_plugin.core.comm import CommunicatingIn
 from megatron_cp_plugin.core.communication.devices import check_devices
 from megatron_cp_plugin.core.execution.partial import delta_of
 from megatron_cp_plugin.core.kernel import Problem, SoftmaxKernel
 from megatron_cp_plugin.core.masks.slices import Slices
-from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ContextParallelError
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -43,7 +40,7 @@ class _Attention(torch.autograd.Function):
                 return (out, *saved)
             return (out, *saved, _let_sink(out, lse, sink))
 
-        with communicating_in("forward"), as_written(q.device):
+        with CommunicatingIn("forward"), as_written(q.device):
             inputs = (q, k, v) if sink is None else (q, k, v, sink)
             out, *saved = computed_once(site, inputs, compute)
         ctx.algorithm, ctx.call, ctx.sink_dtype = algorithm, call, None
@@ -56,7 +53,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        with communicating_in("backward"), as_written(dout.device):
+        with CommunicatingIn("backward"), as_written(dout.device):
             return (*_differentiate(ctx, _aligned(dout)), None, None, None)
 
 
@@ -78,7 +75,7 @@ def _differentiate(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
     of_q, of_k, of_v = wanted = ctx.needs_input_grad[:3]
     if not any(wanted):
         return None, None, None, dsink
-    call = replace(ctx.call, dq=of_q, dkv=of_k or of_v)
+    call = ctx.call.wanting(dq=of_q, dkv=of_k or of_v)
     gradients = ctx.algorithm.backward(dout, tuple(saved), call)
     return (*[x if want else None for x, want in zip(gradients, wanted, strict=True)], dsink)
 
@@ -127,7 +124,7 @@ def attend(
     Args:
         q: [B,S,H,D]; k: [B,S,G,D]; v: [B,S,G,E], with G dividing H: this rank's shards, in the
             order of algorithm.layout, which `check_shapes` has passed. seq_len: global N.
-            kernel_for: the choice of a kernel, such as `partial(kernels.resolve, "auto")`. scale:
+            kernel_for: the choice of a kernel, such as `kernels.resolver("auto")`. scale:
             of the scores, default D**-0.5. window, documents: as in Mask. slices: in place of
             causal and documents. sink: [H], for each head the score of a key without a
             value that every query sees; its gradient is that of this rank's queries. site: as in
@@ -142,39 +139,12 @@ def attend(
     """
     q, k, v = cast_inputs(q, k, v)
     check_dtypes(q, k, v)
-    mask = Mask(causal, window, documents) if slices is None else Mask.of(slices, window)
-    algorithm = algorithm.within(mask.followed)
-    _check_tokens(q, algorithm, seq_len)
-    heads, head_dim = q.shape[2:]
-    shape = q.device, q.dtype, heads, k.shape[2], head_dim
-    problem = Problem(
-        *shape,
-        documents=bool(documents) or slices is not None,
-        value_dim=v.shape[3],
-        windows=window is not None or slices is not None,
-    )
-    algorithm.check_heads(heads, k.shape[2], causal=mask.causal)
-    if mask.special and not algorithm.windows:
-        raise ContextParallelError(
-            f"{algorithm.name} does not support {mask.special}: leave it out"
-        )
-    if sink is not None and sink.shape != (heads,):
-        raise ContextParallelError(
-            f"a sink is one number for each of the {heads} query heads, got {tuple(sink.shape)}"
-        )
-    if sink is not None and sink.dtype not in _DTYPES:
-        allowed = ", ".join(map(str, _DTYPES))
-        raise ContextParallelError(f"a sink needs one of {allowed}, got {sink.dtype}: cast it")
-    if sink is not None and sink.device != q.device:
-        raise ContextParallelError(f"a sink needs the device of q, {q.device}, got {sink.device}")
-    scale = head_dim**-0.5 if scale is None else scale
-    # Kernels that mask scores before they scale them make NaN, or worse, of others.
-    if not 0 < scale < inf:
-        raise ContextParallelError(
-            f"attention needs a scale above 0, got {scale}: leave it out for head_dim**-0.5, or "
-            "multiply q by it"
-        )
-    call = Call(seq_len, mask, scale, kernel_for(problem))
+    if sink is not None:
+        _check_sink(sink, q)
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    of_tensors = q.shape, k.shape, v.shape, q.dtype, q.device, deterministic
+    mask = causal, window, documents, slices
+    algorithm, call = algorithm.called(Asked(*of_tensors, seq_len, *mask, scale, kernel_for))
     return _Attention.apply(q, k, v, sink, algorithm, call, site)
 
 
@@ -208,11 +178,14 @@ def check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ContextParallelError(f"q, k, v need one of {allowed}, got {q.dtype}: cast them first")
 
 
-def _check_tokens(q: Tensor, algorithm: Algorithm, seq_len: int) -> None:
-    rank, size = algorithm.topology.rank, algorithm.topology.size
-    expected = algorithm.layout.length(rank, size, seq_len)
-    if q.shape[1] != expected:
+def _check_sink(sink: Tensor, q: Tensor) -> None:
+    heads = q.shape[2]
+    if sink.shape != (heads,):
         raise ContextParallelError(
-            f"rank {rank} of {size} holds {expected} of {seq_len} tokens ({algorithm.layout.name} "
-            f"layout), got {q.shape[1]}: pass seq_len=, or shard with cp.shard"
+            f"a sink is one number for each of the {heads} query heads, got {tuple(sink.shape)}"
         )
+    if sink.dtype not in _DTYPES:
+        allowed = ", ".join(map(str, _DTYPES))
+        raise ContextParallelError(f"a sink needs one of {allowed}, got {sink.dtype}: cast it")
+    if sink.device != q.device:
+        raise ContextParallelError(f"a sink needs the device of q, {q.device}, got {sink.device}")

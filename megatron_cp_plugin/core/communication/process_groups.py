@@ -32,18 +32,17 @@ def topology_of(group: dist.ProcessGroup | None) -> Topology:
     Raises: ContextParallelError for a group that was destroyed.
     """
     if group is None:
-        if not dist.is_initialized():
-            return _alone()
         group = dist.group.WORLD
-        assert group is not None
+        if group is None:  # torch.distributed is not initialized
+            return _alone()
     if _is_destroyed(group):
         raise ContextParallelError(
             "context parallelism needs a process group that exists, got one that was "
             "destroyed: create a new one"
         )
-    if dist.get_world_size(group) == 1:
-        return _alone()
     if group not in _topologies:
+        if dist.get_world_size(group) == 1:
+            return _alone()
         _topologies[group] = ProcessGroupTopology(group)
     return _topologies[group]
 

@@ -6,8 +6,9 @@ other sizes than those that come, which ends the process over gloo and hangs ove
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from textwrap import shorten
+from types import MappingProxyType
+from typing import Self
 from zlib import crc32
 
 import numpy as np
@@ -20,6 +21,7 @@ from megatron_cp_plugin.errors import CommunicationError, ContextParallelError
 
 _KEPT = 4096
 _FAULTY = -1  # in place of a checksum
+_ARRAYS = Tensor, np.ndarray
 
 
 def compared[T](topology: Topology, what: str, call: str, mine: T) -> list[T]:
@@ -37,59 +39,54 @@ def compared[T](topology: Topology, what: str, call: str, mine: T) -> list[T]:
             raise ContextParallelError(
                 f"all ranks need one call, got {first_call} on rank 0 and {other_call} on rank "
                 f"{rank}: make the same call on all"
-            )
+            ) from None
     return [given for _, _, given in of_ranks]
 
 
-@dataclass
-class Made:
-    """What a rank makes a call with.
-
-    Attributes:
-        settings: by name, hashable, in one order at each call.
-        changing: what may be another one at each call, in plain types.
-        lengths: what `agreed_length` goes by, likewise the same on all ranks.
-    """
-
-    settings: Mapping[str, object] = field(default_factory=dict)
-    changing: Mapping[str, object] = field(default_factory=dict)
-    lengths: object = None
-
-
-@contextmanager
-def same_call(topology: Topology, function: str) -> Iterator[Made]:
+class SameCall:
     """Within this context a rank reads its arguments; at its end the ranks compare their calls.
 
     A collective operation: at each call where the topology `compares_each_call`, by one small
     message; else at the first one with such settings, `changing` with them, and later ones as
     `LaterNumbers` says.
 
-    Args: function: its name.
-
     Raises: ContextParallelError on all ranks, with the same words, if they disagree, or if one of
     them has raised it in the context; over NCCL, in a later call, on that rank alone.
     CommunicationError if another rank does not come.
+
+    Attributes:
+        function: its name.
+        settings: by name, hashable, in one order at each call.
+        changing: what may be another one at each call, in plain types.
+        lengths: what `agreed_length` goes by, likewise the same on all ranks.
     """
-    made, fault = Made(), None
-    try:
-        yield made
-    except ContextParallelError as error:
-        fault = error
-    capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-    if topology.size > 1 and not capturing:  # the call before the capture was compared
-        _compare(topology, function, made, fault)
-    if fault is not None:
-        raise fault
+
+    settings: Mapping[str, object] = MappingProxyType({})
+    changing: Mapping[str, object] = MappingProxyType({})
+    lengths: object = None
+
+    def __init__(self, topology: Topology, function: str) -> None:
+        self._topology, self.function = topology, function
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        fault = error if isinstance(error, ContextParallelError) else None
+        if fault is not error or self._topology.size == 1:
+            return
+        # The call before a capture was compared.
+        if not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
+            _compare(self._topology, self, fault)
 
 
-def _compare(
-    topology: Topology, function: str, made: Made, fault: ContextParallelError | None
-) -> None:
+def _compare(topology: Topology, made: SameCall, fault: ContextParallelError | None) -> None:
+    function = made.function
     key = function, *made.settings.values()
     if topology.compares_each_call:
         held = repr((function, _written(made.changing), _written(made.settings), made.lengths))
         number = _FAULTY if fault else crc32(held.encode())
-        with _missed(function, made):
+        with _missed(made):
             if topology.comparison(number)():
                 return
     elif fault is not None:
@@ -105,8 +102,8 @@ def _compare(
             )
         return
     mine = {"function": repr(function), **_written(made.changing), **_written(made.settings)}
-    with _missed(function, made):
-        what = f"a new one of {_words(function, made)}"
+    with _missed(made):
+        what = f"a new one of {_words(made)}"
         of_ranks = compared(topology, "settings", what, (str(fault) if fault else None, mine))
     _check(of_ranks)
     topology.lengths.agreed.clear()  # it may be these that differ: they are compared next
@@ -122,7 +119,7 @@ def _check(of_ranks: list[tuple[str | None, dict[str, str]]]) -> None:
         return
     for rank, fault in enumerate(faults):
         if fault:
-            raise ContextParallelError(f"{fault} (rank {rank})")
+            raise ContextParallelError(f"{fault} (rank {rank})") from None
     first = of_ranks[0][1]
     for name in first:
         for rank, (_, theirs) in enumerate(of_ranks):
@@ -132,29 +129,28 @@ def _check(of_ranks: list[tuple[str | None, dict[str, str]]]) -> None:
                 raise ContextParallelError(
                     f"all ranks need one {name}, got {one} on rank 0 and {other} on rank {rank}: "
                     "make the same call on all"
-                )
+                ) from None
 
 
 @contextmanager
-def _missed(function: str, made: Made) -> Iterator[None]:
+def _missed(made: SameCall) -> Iterator[None]:
     """Says for what a rank waited in vain."""
     try:
         yield
     except CommunicationError as error:
         raise CommunicationError(
-            f"{error}; ranks were to compare their call, {_words(function, made)}"
+            f"{error}; ranks were to compare their call, {_words(made)}"
         ) from error
 
 
-def _words(function: str, made: Made) -> str:
+def _words(made: SameCall) -> str:
     """A call in words."""
     settings = _written(made.settings)
-    return f"{function} with {', '.join(f'{name} {settings[name]}' for name in settings)}"
+    return f"{made.function} with {', '.join(f'{name} {settings[name]}' for name in settings)}"
 
 
 def _written(settings: Mapping[str, object]) -> dict[str, str]:
-    return {name: repr(_plain(value)) for name, value in settings.items()}
-
-
-def _plain(value: object) -> object:
-    return value.tolist() if isinstance(value, Tensor | np.ndarray) else value
+    return {
+        name: repr(value.tolist() if isinstance(value, _ARRAYS) else value)
+        for name, value in settings.items()
+    }

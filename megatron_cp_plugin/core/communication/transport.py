@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
@@ -16,6 +16,17 @@ from megatron_cp_plugin.errors import ConfigError
 Wanted = Literal["auto", "group", "peer"]
 
 REDISTRIBUTED = "transposes"  # the channel of `redistribute`
+
+
+class Way(NamedTuple):
+    """How messages are sent.
+
+    Attributes: names: of the channels of inputs and results, and of those that may take several
+        steps, if there are any. slots: of copy engines; None: over the process group.
+    """
+
+    names: tuple[str, ...]
+    slots: int | None
 
 
 class Transport:
@@ -55,15 +66,20 @@ class Transport:
             for name in self._names(plan):
                 self._topology.channel(name)
 
-    def channels(self, plan: Plan, slots: int) -> Channels:
-        """Those for a plan: by copy engines where wanted and possible; not between nodes.
+    def way(self, plan: Plan, slots: int) -> Way:
+        """How a plan's messages are sent: by copy engines where wanted and possible; not between
+        nodes.
 
         Args: slots: how many blocks of others a rank holds at most, by copy engines.
 
         Raises: ConfigError if copy engines are wanted and cannot serve the plan.
         """
-        inputs, results, *slow = self._names(plan)
-        if self._pushed(plan, slots):
+        return Way(tuple(self._names(plan)), slots if self._pushed(plan, slots) else None)
+
+    def channels(self, way: Way) -> Channels:
+        """Those for the messages of a plan."""
+        (inputs, results, *slow), slots = way
+        if slots is not None:
             # Results are added before the next ones come.
             fast = [
                 self._topology.peer_channel(inputs, slots),

@@ -24,37 +24,55 @@ from megatron_cp_plugin.core.execution.partial import (
     delta_of,
     rows_at,
 )
-from megatron_cp_plugin.core.execution.team import Found, Named, Operation, Team, heads_of, together
+from megatron_cp_plugin.core.execution.team import (
+    Found,
+    Named,
+    Operation,
+    SomeHeads,
+    Team,
+    together,
+)
 from megatron_cp_plugin.core.kernel import Statistics
 from megatron_cp_plugin.core.masks.tile_batches import Part
 from megatron_cp_plugin.core.pipeline import HeadGroup, pipeline
 from megatron_cp_plugin.core.plans.plan import OF_KEYS, OF_ROWS, Move, TensorNames
 
 Compute = Callable[[HeadGroup, Named, Sequence[GradientSum]], Iterator[Found]]
+Kind = tuple[tuple[TensorNames, ...], HeadGroup, bool]
+_NOTHING = Pending[None](lambda: None)
 
 
 class Round(NamedTuple):
-    """A group of heads. Attributes: inputs, results: what comes before and leaves after it."""
+    """A group of heads. Attributes: inputs, results: what comes before and leaves after it; results
+    by the names of their tensors.
+    """
 
-    heads: HeadGroup
+    part: SomeHeads
     inputs: tuple[Operation, ...]
-    results: tuple[Operation, ...]
+    results: Mapping[TensorNames, Operation]
 
 
 def rounds(moves: Iterable[Move], groups: Sequence[HeadGroup]) -> tuple[Round, ...]:
     """Args: moves: from or to one rank. groups: of heads that are exchanged at a time; what is
     of all heads comes before the first.
     """
-    found: dict[tuple[HeadGroup, bool], dict[Operation, None]] = {}
-    last: object = None
+    whole = HeadGroup(slice(0, groups[-1].q.stop), slice(0, groups[-1].kv.stop), True, True)
+    found: dict[tuple[HeadGroup, bool], dict[Kind, Operation]] = {}
+    last: Kind | None = None
     for move in moves:
         kind = move.messages, move.heads, move.wide
         if kind == last:  # as most are: of one block after another
             continue
         last, group = kind, move.heads if move.heads in groups else groups[0]
-        found.setdefault((group, move.result), {})[Operation(*kind)] = None
+        names = tuple(name for message in move.messages for name in message)
+        operation = Operation(move.messages, names, SomeHeads.of(move.heads, whole), move.wide)
+        found.setdefault((group, move.result), {})[kind] = operation
     return tuple(
-        Round(group, tuple(found.get((group, False), ())), tuple(found.get((group, True), ())))
+        Round(
+            SomeHeads.of(group, whole),
+            tuple(found.get((group, False), {}).values()),
+            {operation.names: operation for operation in found.get((group, True), {}).values()},
+        )
         for group in groups
     )
 
@@ -100,7 +118,7 @@ class _Run:
         coming = [
             (
                 message,
-                self.teams[message[0] in OF_KEYS].gather(message, self.given, operation.heads),
+                self.teams[message[0] in OF_KEYS].gather(message, self.given, operation.part),
             )
             for operation in self.plan[index].inputs
             for message in operation.messages
@@ -110,24 +128,30 @@ class _Run:
             for message, tensors in coming:
                 self.shared.update(zip(message, tensors.wait(), strict=True))
             coming.clear()
-            heads = self.plan[index].heads
-            kept = self.kept[index] if self.kept else {}
-            return {**kept, **{name: self._held(name, heads) for name in self.given}}
+            return self._held(index)
 
         return Pending(finish)
 
-    def _held(self, name: str, heads: HeadGroup) -> Tensor:
-        """A tensor of a group of heads, of all tokens of the team if it came together."""
-        if name not in self.shared:
-            return heads_of(name, self.given[name], heads)
-        if name in OF_ROWS:  # of all heads
-            return heads_of(name, self.shared[name], heads).contiguous()
-        last = heads.last or name not in OF_KEYS
-        return self.shared.pop(name) if last else self.shared[name]
+    def _held(self, index: int) -> Named:
+        """Tensors of a group of heads, of all tokens of the team if they came together."""
+        heads, of_part = self.plan[index].part
+        held = {**self.kept[index]} if self.kept else {}
+        for name, x in self.given.items():
+            some = of_part[name]
+            if name not in self.shared:
+                held[name] = x if some is None else x[some]
+            elif name in OF_ROWS:  # of all heads
+                rows = self.shared[name]
+                held[name] = (rows if some is None else rows[some]).contiguous()
+            elif heads.last or name not in OF_KEYS:
+                held[name] = self.shared.pop(name)
+            else:
+                held[name] = self.shared[name]
+        return held
 
     def work(self, index: int, held: Named) -> Pending[None]:
         """Computes with a group of heads, and posts what leaves then."""
-        heads, leaving = self.plan[index].heads, []
+        heads, leaving = self.plan[index].part.heads, []
         if heads.first:
             self.sums[:] = GradientSum(held["k"]), GradientSum(held["v"])
         results = self.compute(heads, held, self.sums)
@@ -144,20 +168,20 @@ class _Run:
 
     def _leave(self, index: int, names: TensorNames, results: Iterator[Found]) -> Pending[None]:
         """Brings results to where they belong: here, if the plan has nothing else for them."""
-        for operation in self.plan[index].results:
-            if operation.names == names:
-                return self.teams[names[0] in OF_KEYS].scatter(operation, results, self.targets)
+        part, _, leaving = self.plan[index]
+        if names in leaving:
+            return self.teams[names[0] in OF_KEYS].scatter(leaving[names], results, self.targets)
+        targets = part.named(names, self.targets)
         for rows, tensors in results:
-            for name, x in zip(names, tensors, strict=True):
-                own = heads_of(name, self.targets[name], self.plan[index].heads)
+            for own, x in zip(targets, tensors, strict=True):
                 dim = token_dim(x)
                 narrowed(own, dim, rows.start, x.shape[dim]).copy_(x)
-        return Pending(lambda: None)
+        return _NOTHING
 
     def _of_keys(self) -> Iterator[Found]:
-        tensors = tuple(total.held for total in self.sums)
+        dk, dv = [total.held for total in self.sums]
         self.sums.clear()
-        yield slice(0, tensors[0].shape[1]), tensors
+        yield slice(0, dk.shape[1]), (dk, dv)
 
 
 def forward(

@@ -6,7 +6,7 @@ B batch, S local tokens, H query heads, G KV heads, D head dim, E that of values
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -19,6 +19,7 @@ from megatron_cp_plugin.core.comm import Communicator, Described, Pending
 from megatron_cp_plugin.core.execution.partial import accumulation_dtype
 from megatron_cp_plugin.core.execution.program import (
     BlockId,
+    Delivery,
     Exchange,
     Program,
     Task,
@@ -26,10 +27,10 @@ from megatron_cp_plugin.core.execution.program import (
     program,
 )
 from megatron_cp_plugin.core.pipeline import HeadGroup
-from megatron_cp_plugin.core.plans.plan import OF_KEYS, OF_ROWS, RESULTS, Move, Plan, TensorNames
+from megatron_cp_plugin.core.plans.plan import OF_KEYS, OF_ROWS, RESULTS, Move, Plan
 
 Tensors = tuple[Tensor, ...]
-Arrived = tuple[tuple[Move, Tensors], ...]
+Arrived = tuple[tuple[Delivery, Tensors], ...]
 
 
 class Packed(NamedTuple):
@@ -98,34 +99,32 @@ class Pass(ABC):
         Args: others: what is still to be added, the sum of all other ranks.
         """
 
-    def describe(self, move: Move) -> tuple[Described, ...]:
-        """Shapes and dtypes of the tensors of a move."""
-        kind = move.messages, move.tokens, move.heads, move.wide
-        return _described(*kind, len(self.q), self.q.shape[3], self.v.shape[3], self.q.dtype)
+    def expected(self, exchange: Exchange) -> tuple[tuple[Described, ...], ...]:
+        """Shapes and dtypes of the tensors of each delivery that comes."""
+        return _expected(exchange, self.q.shape[0], self.q.shape[3], self.v.shape[3], self.q.dtype)
 
 
-@lru_cache(maxsize=256)  # the same in all layers
+@lru_cache(maxsize=1024)  # the same in all layers
+def _expected(
+    exchange: Exchange, batch: int, dim: int, value_dim: int, dtype: torch.dtype
+) -> tuple[tuple[Described, ...], ...]:
+    moves = (one.move for one in exchange.receives)
+    return tuple(tuple(_described(move, batch, dim, value_dim, dtype)) for move in moves)
+
+
 def _described(
-    messages: tuple[TensorNames, ...],
-    tokens: int,
-    heads: HeadGroup,
-    wide: bool,
-    batch: int,
-    dim: int,
-    value_dim: int,
-    dtype: torch.dtype,
-) -> tuple[Described, ...]:
-    accumulated = accumulation_dtype(dtype)
-    found: list[Described] = []
-    for name in (name for message in messages for name in message):
+    move: Move, batch: int, dim: int, value_dim: int, dtype: torch.dtype
+) -> Iterator[Described]:
+    """Shapes and dtypes of the tensors of a move."""
+    accumulated, heads, tokens = accumulation_dtype(dtype), move.heads, move.tokens
+    for name in (name for message in move.messages for name in message):
         count = heads.kv_heads if name in OF_KEYS else heads.heads
         own_dim = value_dim if name in ("v", "dv", "out", "dout") else dim
         if name in OF_ROWS:
-            found.append(((batch, count, tokens), accumulated))
+            yield (batch, count, tokens), accumulated
         else:
-            own_dtype = accumulated if wide and name in RESULTS else dtype
-            found.append(((batch, tokens, count, own_dim), own_dtype))
-    return tuple(found)
+            own_dtype = accumulated if move.wide and name in RESULTS else dtype
+            yield (batch, tokens, count, own_dim), own_dtype
 
 
 def follow(plan: Plan, channels: Channels, work: Pass, *, overlap: bool = True) -> None:
@@ -163,9 +162,9 @@ class _Run:
         # What is under way, by the step that needs it.
         self._inputs: dict[int, list[Pending[Arrived]]] = {}
         self._results: dict[int, list[Pending[Arrived]]] = {}
-        for of_results, moves in parts.receivable:
+        for of_results, exchange in parts.receivable:
             channel = channels.results if of_results else channels.inputs
-            channel.reserve([tensor for move in moves for tensor in work.describe(move)])
+            channel.reserve([tensor for each in work.expected(exchange) for tensor in each])
 
     def step(self, turn: Turn, *, overlap: bool) -> None:
         """Does one step."""
@@ -200,8 +199,8 @@ class _Run:
         """Waits for the results that a step needs, or all, and adds them where they belong."""
         for needed in sorted(self._results) if step is None else (step,):
             for pending in self._results.pop(needed, ()):
-                for move, tensors in pending.wait():
-                    self._take(move, tensors)
+                for delivery, tensors in pending.wait():
+                    self._take(delivery, tensors)
         for heads, of_keys in self._ended:
             self._work.close(heads, of_keys, None)
         self._ended.clear()
@@ -215,25 +214,23 @@ class _Run:
             elif not self._relay:
                 self._ended.append((heads, of_keys))
 
-    def _take(self, move: Move, tensors: Tensors) -> None:
-        (owner,) = move.block.owners
-        if owner != self._parts.own[move.of_keys]:
-            self._earlier[owner, move.of_keys] = Packed(move.block.rows, tensors)
-        elif self._is_last(move):
-            self._work.close(move.heads, move.of_keys, Packed(move.block.rows, tensors))
+    def _take(self, delivery: Delivery, tensors: Tensors) -> None:
+        move, (owner, of_keys), _ = delivery
+        if owner != self._parts.own[of_keys]:
+            self._earlier[owner, of_keys] = Packed(move.block.rows, tensors)
+        elif self._relay and self._is_last(move, of_keys):
+            self._work.close(move.heads, of_keys, Packed(move.block.rows, tensors))
         else:
             self._work.accept(move, tensors)
 
-    def _is_last(self, move: Move) -> bool:
+    def _is_last(self, move: Move, of_keys: bool) -> bool:
         """Whether nothing is added to the own block, of some heads, after these results of a relay.
 
         Where a mask shortens its way, they may come before this rank's own last computation.
         """
-        if not self._relay:
-            return False
-        group = move.heads.q.start, move.of_keys
+        group = move.heads.q.start, of_keys
         self._came[group] = self._came.get(group, 0) + 1
-        complete = self._came[group] == self._parts.awaited[move.of_keys]
+        complete = self._came[group] == self._parts.awaited[of_keys]
         last = complete and move.heads.q.start in self._computed
         if last:
             del self._came[group]
@@ -244,8 +241,8 @@ class _Run:
         for block in self._dropped:  # which others have by now
             self._held.pop(block, None)
         for each in arrived:
-            for move, tensors in each:
-                self._held[move.block.owners[0], move.of_keys] = tensors
+            for delivery, tensors in each:
+                self._held[delivery.block] = tensors
 
     def _post_inputs(self, turn: Turn) -> None:
         for exchange in turn.inputs:
@@ -257,18 +254,18 @@ class _Run:
         for exchange in turn.results:
             if exchange.receives and not exchange.slow and not self._results:
                 self._work.settle()
-                self._channels.results.expect({move.source for move in exchange.receives})
+                self._channels.results.expect(exchange.sources)
 
     def _post(self, channel: Communicator, exchange: Exchange) -> Pending[Arrived]:
         strided = channel.strided
-        sends = [(x, move.target) for move in exchange.sends for x in self._sent(move, strided)]
-        described = [self._work.describe(move) for move in exchange.receives]
+        sends = [(x, one.move.target) for one in exchange.sends for x in self._sent(one, strided)]
+        described = self._work.expected(exchange)
         buffers = channel.buffers([tensor for each in described for tensor in each], self._device)
         arriving, start = [], 0
-        for move, each in zip(exchange.receives, described, strict=True):
-            arriving.append((move, buffers[start : start + len(each)]))
+        for delivery, each in zip(exchange.receives, described, strict=True):
+            arriving.append((delivery, buffers[start : start + len(each)]))
             start += len(each)
-        receives = [(buffer, move.source) for move, own in arriving for buffer in own]
+        receives = [(buffer, one.move.source) for one, own in arriving for buffer in own]
         under_way = channel.exchange(sends, receives)
 
         def finish() -> Arrived:
@@ -278,14 +275,15 @@ class _Run:
 
         return Pending(finish)
 
-    def _sent(self, move: Move, strided: bool) -> Sequence[Tensor]:
-        block, rows = (move.block.owners[0], move.of_keys), move.block.rows
-        if move.result:
+    def _sent(self, delivery: Delivery, strided: bool) -> Sequence[Tensor]:
+        move, block, result = delivery
+        rows = move.block.rows
+        if result:
             held = self._parts.rows[block]
             return self._work.results_for(move, held, self._earlier.pop(block, None))
         if block in self._held:
             held, tensors = self._parts.rows[block], self._held[block]
         else:
-            tensors = self._work.own(move.of_keys)
+            tensors = self._work.own(block[1])
             held = between(0, tensors[0].shape[1])
         return [packed(x, token_dim(x), rows, held, strided=strided) for x in tensors]

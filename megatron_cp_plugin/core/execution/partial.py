@@ -49,9 +49,9 @@ class _Waiting:
         self._paired = False
 
     def fits(self, rows: SomeRows) -> bool:
-        """Whether rows lie outside of all that are here. Only of slices this is known."""
-        if not self.partials:
-            return True
+        """Whether rows lie outside of all that are here, of at least one. Only of slices this is
+        known.
+        """
         if isinstance(rows, RowIndex) or isinstance(self.partials[0][0], RowIndex):
             return False
         return not self._paired and bool(rows.stop <= self._start or rows.start >= self._stop)
@@ -238,7 +238,7 @@ class Accumulator:
 
         Args: borrowed: it may be changed after the next `add` or `settle`.
         """
-        if not self._waiting.fits(rows):
+        if self._waiting.partials and not self._waiting.fits(rows):
             self._merge_waiting()
         self._waiting.add(rows, out, lse)
         self._borrowed |= borrowed
@@ -365,7 +365,7 @@ class GradientSum:
         if self._total is None and self._whole(rows, gradient):
             self._total = gradient
         elif self._few:
-            paired = not self._waiting.fits(rows)
+            paired = bool(self._waiting.partials) and not self._waiting.fits(rows)
             if paired and not self._waiting.pairs_with(rows):
                 self._settle()
                 paired = False
@@ -432,7 +432,8 @@ class GradientSum:
         if not self._owned and self._total is not None and self._whole(rows, gradient):
             self._total, self._owned = self._plus(self._total, gradient, self._wide), True
         else:
-            _add_rows(self._own_buffer(), rows, gradient)
+            total = self._total if self._owned else None
+            _add_rows(self._own_buffer() if total is None else total, rows, gradient)
 
     @property
     def _wide(self) -> torch.dtype:

@@ -1,10 +1,10 @@
 """One rank's part of a plan, step by step, derived once for each plan and rank."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from operator import itemgetter
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from megatron_cp_plugin.core.blocks.rows import Rows, common
 from megatron_cp_plugin.core.masks.tile_batches import Batches
@@ -28,7 +28,16 @@ class Task(NamedTuple):
     heads: HeadGroup
 
 
-class Exchange(NamedTuple):
+class Delivery(NamedTuple):
+    """A move from or to this rank. Attributes: block, result: whose tensors it has, and which."""
+
+    move: Move
+    block: BlockId
+    result: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Exchange:
     """What a rank sends and receives at a time; it may be nothing where other ranks do.
 
     Attributes: needed: in which step it must be there. slow: it may take several steps.
@@ -36,8 +45,22 @@ class Exchange(NamedTuple):
 
     needed: int
     slow: bool
-    sends: tuple[Move, ...]
-    receives: tuple[Move, ...]
+    sends: tuple[Delivery, ...]
+    receives: tuple[Delivery, ...]
+
+    @classmethod
+    def of(cls, posted: int, needed: int, sends: Iterable[Move], receives: Iterable[Move]) -> Self:
+        """Of moves that are posted and needed in these steps."""
+        sent, received = (
+            tuple(Delivery(move, _block_of(move), move.result) for move in moves)
+            for moves in (sends, receives)
+        )
+        return cls(needed, needed > posted + 1, sent, received)
+
+    @cached_property
+    def sources(self) -> frozenset[int]:
+        """Ranks from which something comes."""
+        return frozenset(one.move.source for one in self.receives)
 
 
 class Turn(NamedTuple):
@@ -67,7 +90,8 @@ class Program:
             whether these queries (false), these keys (true), go to others. awaited: how often
             results for them come from others, for each group of heads.
         receivable: where ranks receive unequally much, what one exchange of inputs (false), of
-            results (true), brings at most to any rank: a move of each kind, with the most tokens.
+            results (true), brings at most to any rank: an exchange of each kind, with the most
+            tokens.
         retained: the block of another rank that it has at the end of the forward, and at the
             beginning of the backward, if any. rows: of each other rank's block those that it has.
         one_peer: no rank has more than one source, and one target, in an exchange. slow: whether
@@ -80,7 +104,7 @@ class Program:
     awaited: tuple[int, int]
     retained: BlockId | None
     rows: Mapping[BlockId, Rows]
-    receivable: tuple[tuple[bool, tuple[Move, ...]], ...]
+    receivable: tuple[tuple[bool, Exchange], ...]
     one_peer: bool
     slow: bool
 
@@ -219,13 +243,13 @@ def _exchanges(plan: Plan, rank: int) -> dict[tuple[bool, int], tuple[Exchange, 
             receives.append(move)
     exchanges: dict[tuple[bool, int], tuple[Exchange, ...]] = {}
     for (result, posted, needed), (sends, receives) in sorted(found.items(), key=itemgetter(0)):
-        exchange = Exchange(needed, needed > posted + 1, tuple(sends), tuple(receives))
+        exchange = Exchange.of(posted, needed, sends, receives)
         exchanges[result, posted] = (*exchanges.get((result, posted), ()), exchange)
     return exchanges
 
 
 @lru_cache(maxsize=64)  # the same for all ranks
-def _all_exchanges(plan: Plan) -> tuple[tuple[tuple[bool, tuple[Move, ...]], ...], bool, bool]:
+def _all_exchanges(plan: Plan) -> tuple[tuple[tuple[bool, Exchange], ...], bool, bool]:
     """`receivable`, `one_peer` and `slow` of a program."""
     received: dict[tuple[bool, int, int, int], list[Move]] = {}
     sent_to: dict[tuple[bool, int, int, int], int] = {}
@@ -248,7 +272,10 @@ def _all_exchanges(plan: Plan) -> tuple[tuple[tuple[bool, tuple[Move, ...]], ...
             elif any(a.tokens < b.tokens for a, b in zip(before, moves, strict=True)):
                 pairs = zip(before, moves, strict=True)
                 largest[kind] = tuple(a if a.tokens >= b.tokens else b for a, b in pairs)
-    return tuple((moves[0].result, moves) for moves in largest.values()), one_peer, slow
+    receivable = tuple(
+        (moves[0].result, Exchange.of(0, 1, (), moves)) for moves in largest.values()
+    )
+    return receivable, one_peer, slow
 
 
 def _equal_for_all(

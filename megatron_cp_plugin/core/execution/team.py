@@ -5,9 +5,7 @@ B batch, S local tokens, T tokens of a team, H query heads, G KV heads, D head d
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -18,7 +16,7 @@ from megatron_cp_plugin.core.blocks.rows import Rows, between, common, narrowed,
 from megatron_cp_plugin.core.comm import Communicator, Pending
 from megatron_cp_plugin.core.execution.partial import accumulation_dtype, merge_all_into, rows_at
 from megatron_cp_plugin.core.pipeline import HeadGroup
-from megatron_cp_plugin.core.plans.plan import OF_KEYS, OF_ROWS, TensorNames
+from megatron_cp_plugin.core.plans.plan import OF_KEYS, OF_ROWS, TENSORS, TensorNames
 
 Tensors = tuple[Tensor, ...]
 Named = Mapping[str, Tensor]
@@ -26,22 +24,50 @@ Found = tuple[slice, Tensors]  # results for some rows of a team's queries, or k
 EVERYTHING = slice(None)
 
 
-@dataclass(frozen=True)
-class Operation:
+# Of a tensor [B,S,heads,D], or rows [B,heads,S], some heads; None: all.
+Index = tuple[slice, ...] | None
+
+
+class SomeHeads(NamedTuple):
+    """Some heads of all tensors.
+
+    Attributes: heads: which. slices: of each tensor, by its name.
+    """
+
+    heads: HeadGroup
+    slices: Mapping[str, Index]
+
+    @classmethod
+    def of(cls, heads: HeadGroup, whole: HeadGroup) -> Self:
+        """Args: whole: all heads of the tensors."""
+        slices: dict[str, Index] = {}
+        for name in TENSORS:
+            some, of_all = (x.kv if name in OF_KEYS else x.q for x in (heads, whole))
+            before = 1 if name in OF_ROWS else 2
+            slices[name] = None if some == of_all else (*(EVERYTHING,) * before, some)
+        return cls(heads, slices)
+
+    def named(self, names: Iterable[str], tensors: Named) -> list[Tensor]:
+        """These heads of some tensors, each itself if they are all of it."""
+        slices = self.slices
+        return [
+            tensors[name] if (some := slices[name]) is None else tensors[name][some]
+            for name in names
+        ]
+
+
+class Operation(NamedTuple):
     """What the ranks of a team send each other at a time.
 
-    Attributes: messages: the tensors; those in one tuple travel as one. heads: of which they are.
-        wide: results travel in float32, not in the model's dtype.
+    Attributes:
+        messages: the tensors; those in one tuple travel as one. names: of all of them. part: heads
+            of which they are. wide: results travel in float32, not in the model's dtype.
     """
 
     messages: tuple[TensorNames, ...]
-    heads: HeadGroup
+    names: TensorNames
+    part: SomeHeads
     wide: bool
-
-    @cached_property
-    def names(self) -> TensorNames:
-        """Of all tensors."""
-        return tuple(name for message in self.messages for name in message)
 
 
 class Team(ABC):
@@ -53,7 +79,7 @@ class Team(ABC):
         self._inward, self._outward = inward, outward
 
     @abstractmethod
-    def gather(self, message: TensorNames, given: Named, heads: HeadGroup) -> Pending[Tensors]:
+    def gather(self, message: TensorNames, given: Named, part: SomeHeads) -> Pending[Tensors]:
         """[B,S,heads,D] -> [B,T,heads,D], rows [B,H,S] -> [B,H,T]; of all that is given."""
 
     @abstractmethod
@@ -71,6 +97,10 @@ class Travelling(NamedTuple):
 
     member: int
     rows: Rows
+
+    def with_own(self, blocks: Blocks, own: Tensor) -> Sequence[Tensor]:
+        """Blocks of all members, in which the own tokens are all there."""
+        return (*blocks[: self.member], own, *blocks[self.member + 1 :])
 
 
 class GatheringTeam(Team):
@@ -91,37 +121,32 @@ class GatheringTeam(Team):
         super().__init__(inward, outward, order)
         self._travelling = travelling
 
-    def gather(self, message: TensorNames, given: Named, heads: HeadGroup) -> Pending[Tensors]:
+    def gather(self, message: TensorNames, given: Named, part: SomeHeads) -> Pending[Tensors]:
         """See Team.gather; tensors travel and are put in order as one."""
-        own = [heads_of(name, given[name], heads) for name in message]
-        if message[0] in OF_ROWS:
-            return self._gather(torch.stack(own), 3).then(Tensor.unbind)
-        widths = [x.shape[3] for x in own]
-        whole = torch.cat(own, -1) if len(own) > 1 else own[0]
-        return self._gather(whole, 1).then(lambda x: _apart(x, widths))
+        order, travelling, own = self.order, self._travelling, part.named(message, given)
+        of_rows = message[0] in OF_ROWS
+        if of_rows:
+            whole, dim = torch.stack(own), 3
+        else:
+            whole, dim = torch.cat(own, -1) if len(own) > 1 else own[0], 1
+        widths = [x.shape[3] for x in own if x.dim() == 4]
+        sent = whole if travelling is None else _packed(whole, dim, travelling)
+        coming = self._inward.all_gather(padded(sent, dim, order.width))
 
-    def _gather(self, own: Tensor, dim: int) -> Pending[Tensor]:
-        coming = self._inward.all_gather(padded(self._packed(own, dim), dim, self.order.width))
-        return coming.then(lambda gathered: self.order.join(self._with(gathered, own), dim))
+        def finish() -> Tensors:
+            blocks: Blocks = coming.wait()
+            if travelling is not None:
+                blocks = travelling.with_own(blocks, whole)
+            joined = order.join(blocks, dim)
+            return joined.unbind() if of_rows else _apart(joined, widths)
 
-    def _packed(self, own: Tensor, dim: int) -> Tensor:
-        """What travels of a tensor of the own tokens."""
-        if self._travelling is None:
-            return own
-        return packed(own, dim, self._travelling.rows, between(0, own.shape[dim]))
-
-    def _with(self, blocks: Tensor, own: Tensor) -> Blocks:
-        """Blocks of all members, in which the own tokens are all there."""
-        if self._travelling is None:
-            return blocks
-        member = self._travelling.member
-        return (*blocks[:member], own, *blocks[member + 1 :])
+        return Pending(finish)
 
     def scatter(
         self, operation: Operation, results: Iterable[Found], targets: Named
     ) -> Pending[None]:
         """See Team.scatter: partial outputs are merged, gradients summed."""
-        own = [heads_of(name, targets[name], operation.heads) for name in operation.names]
+        own = operation.part.named(operation.names, targets)
         blocks, lses = self._placed(own, results, wide=operation.wide)
         tokens = between(0, own[0].shape[1])
         pieces = common(tokens if self._travelling is None else self._travelling.rows, tokens)
@@ -136,7 +161,7 @@ class GatheringTeam(Team):
 
             return Pending(add)
         out, lse = own
-        partials, statistics = (self._outward.all_to_all(x) for x in (blocks, lses))
+        partials, statistics = self._outward.all_to_all(blocks), self._outward.all_to_all(lses)
 
         def merge() -> None:
             outs, lses = partials.wait(), statistics.wait()
@@ -156,41 +181,36 @@ class GatheringTeam(Team):
         Args: own: where those for the own tokens belong, and are written if they do not travel.
         """
         widths = [x.shape[3] for x in own if x.dim() == 4]
-        like = own[0]
+        like, travelling, order = own[0], self._travelling, self.order
+        members, width, (batch, _, heads, _) = order.members, order.width, like.shape
         dtype = accumulation_dtype(like.dtype) if wide else like.dtype
-        blocks = self._blocks((*like.shape[:3], sum(widths)), 1, like, dtype)
-        rows_of = [self._blocks(x.shape, 2, x, x.dtype) for x in own if x.dim() == 3]
+        blocks = like.new_empty((members, batch, width, heads, sum(widths)), dtype=dtype)
+        rows_of = [x.new_empty((members, *x.shape[:2], width)) for x in own if x.dim() == 3]
         places = (*_apart(blocks, widths), *rows_of)
-        dims, written, mine = [token_dim(x) for x in own], list[Blocks](places), list[Tensor]()
-        if self._travelling is not None:  # some of the own tokens: all of them are here
+        dims = [1] * len(widths) + [2] * len(rows_of)
+        written, mine = list[Blocks](places), list[Tensor]()
+        if travelling is not None:  # some of the own tokens: all of them are here
             pairs = zip(own, places, strict=True)
             mine = [x.new_empty(x.shape, dtype=place.dtype) for x, place in pairs]
-            written = [self._with(*pair) for pair in zip(places, mine, strict=True)]
+            written = [travelling.with_own(*pair) for pair in zip(places, mine, strict=True)]
         for rows, tensors in results:
             for of_all, dim, x in zip(written, dims, tensors, strict=True):
-                self.order.place(of_all, dim, rows, x)
-        if self._travelling is not None:
+                order.place(of_all, dim, rows, x)
+        if travelling is not None:
             for place, whole, target, dim in zip(places, mine, own, dims, strict=True):
-                travelling = self._packed(whole, dim)
-                place[self._travelling.member].narrow(dim, 0, travelling.shape[dim]).copy_(
-                    travelling
-                )
+                some = _packed(whole, dim, travelling)
+                place[travelling.member].narrow(dim, 0, some.shape[dim]).copy_(some)
                 target.copy_(whole)
         return blocks, (rows_of[0] if rows_of else None)
-
-    def _blocks(self, shape: Sequence[int], dim: int, like: Tensor, dtype: torch.dtype) -> Tensor:
-        """An empty tensor of one block for each member, with tokens along `dim` of a block."""
-        block = (*shape[:dim], self.order.width, *shape[dim + 1 :])
-        return like.new_empty((self.order.members, *block), dtype=dtype)
 
 
 class ExchangingTeam(Team):
     """U ranks that split the heads: every rank gets the tokens of all, for its share of them."""
 
-    def gather(self, message: TensorNames, given: Named, heads: HeadGroup) -> Pending[Tensors]:
-        """See Team.gather; the group is one of every share."""
+    def gather(self, message: TensorNames, given: Named, part: SomeHeads) -> Pending[Tensors]:
+        """See Team.gather; the part is one of every share."""
         (name,) = message
-        coming = self.come(given[name], _part(name, heads))
+        coming = self.come(given[name], part.slices[name])
         return Pending(lambda: (coming.wait(),))
 
     def scatter(
@@ -200,25 +220,25 @@ class ExchangingTeam(Team):
         ((_, tensors),) = results
         return together(
             [
-                self.leave(x.to(targets[name].dtype), targets[name], _part(name, operation.heads))
+                self.leave(x.to(targets[name].dtype), targets[name], operation.part.slices[name])
                 for name, x in zip(operation.names, tensors, strict=True)
             ]
         )
 
-    def come(self, x: Tensor, heads: slice = EVERYTHING) -> Pending[Tensor]:
+    def come(self, x: Tensor, part: Index = None) -> Pending[Tensor]:
         """[B,S,U*h,D] -> [B,T,those of this rank's h heads,D], contiguous; [B,U*h,S] likewise."""
         tokens = token_dim(x)
-        blocks = _shares(x, self.order.members, heads).movedim(3 - tokens, 0)
+        blocks = _shares(x, self.order.members, part).movedim(3 - tokens, 0)
         coming = self._inward.all_to_all(padded(blocks, 1 + tokens, self.order.width))
         return Pending(lambda: self.order.join(coming.wait(), tokens).contiguous())
 
-    def leave(self, x: Tensor, target: Tensor, heads: slice = EVERYTHING) -> Pending[None]:
+    def leave(self, x: Tensor, target: Tensor, part: Index = None) -> Pending[None]:
         """Sends [B,T,heads,D] or [B,heads,T] back to where the tokens are: to those heads of every
         rank's share in target [B,S,U*h,D] or [B,U*h,S].
         """
         tokens = token_dim(x)
         under_way = self._outward.all_to_all(self.order.split(x, tokens))
-        place = _shares(target, self.order.members, heads)
+        place = _shares(target, self.order.members, part)
 
         def finish() -> None:
             own = narrowed(under_way.wait(), 1 + tokens, 0, target.shape[tokens])
@@ -237,25 +257,17 @@ def together(all_of: Sequence[Pending[None]]) -> Pending[None]:
     return Pending(finish)
 
 
-def heads_of(name: str, x: Tensor, heads: HeadGroup) -> Tensor:
-    """Those of a tensor: [B,S,heads,D], rows [B,heads,S]; itself if they are all."""
-    part, dim = heads.kv if name in OF_KEYS else heads.q, x.dim() - 2
-    if part.stop - part.start == x.shape[dim]:
-        return x
-    return x[:, part] if dim == 1 else x[:, :, part]
+def _packed(x: Tensor, dim: int, travelling: Travelling) -> Tensor:
+    """What travels of a tensor of the own tokens."""
+    return packed(x, dim, travelling.rows, between(0, x.shape[dim]))
 
 
-def _part(name: str, heads: HeadGroup) -> slice:
-    return heads.kv if name in OF_KEYS else heads.q
-
-
-def _shares(x: Tensor, members: int, heads: slice) -> Tensor:
-    """[B,S,U*h,D] -> [B,S,U,heads,D], rows [B,U*h,S] -> [B,U,heads,S], as a view."""
-    dim = 2 if x.dim() == 4 else 1
-    shares = x.unflatten(dim, (members, -1))
-    if heads in (EVERYTHING, slice(0, shares.shape[dim + 1])):
-        return shares
-    return shares[:, :, :, heads] if dim == 2 else shares[:, :, heads]
+def _shares(x: Tensor, members: int, part: Index) -> Tensor:
+    """[B,S,U*h,D] -> [B,S,U,heads,D], rows [B,U*h,S] -> [B,U,heads,S], as a view. Args: part: of
+    each share.
+    """
+    shares = x.unflatten(2 if x.dim() == 4 else 1, (members, -1))
+    return shares if part is None else shares[(EVERYTHING, *part)]
 
 
 def _apart(x: Tensor, widths: Sequence[int]) -> Tensors:

@@ -13,7 +13,7 @@ from megatron_cp_plugin.core.autograd.autocast import as_written, cast_inputs
 from megatron_cp_plugin.core.autograd.function import check_dtypes
 from megatron_cp_plugin.core.autograd.once import differentiable_once
 from megatron_cp_plugin.core.autograd.recompute import computed_once
-from megatron_cp_plugin.core.comm import communicating_in
+from megatron_cp_plugin.core.comm import CommunicatingIn
 from megatron_cp_plugin.core.communication.devices import check_devices
 from megatron_cp_plugin.core.execution.partial import accumulation_dtype
 from megatron_cp_plugin.core.linear.algorithm import LinearAlgorithm, LinearCall
@@ -41,7 +41,7 @@ class _LinearAttention(torch.autograd.Function):
             return (out, final, *saved)
 
         inputs = (q, k, v) if initial is None else (q, k, v, initial)
-        with communicating_in("forward"), as_written(q.device):
+        with CommunicatingIn("forward"), as_written(q.device):
             out, final, *saved = computed_once(site, inputs, compute)
         assert out is not None
         ctx.save_for_backward(*saved)
@@ -51,7 +51,7 @@ class _LinearAttention(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, dout: Tensor, dfinal: Tensor | None) -> tuple[Tensor | None, ...]:
-        with communicating_in("backward"), as_written(dout.device):
+        with CommunicatingIn("backward"), as_written(dout.device):
             dq, dk, dv, dinitial = ctx.algorithm.backward(
                 dout.contiguous(), dfinal, ctx.saved_tensors, ctx.call
             )

@@ -23,6 +23,7 @@ from megatron_cp_plugin.core.tiles import Mask
 PHASES: tuple[Phase, ...] = ("forward", "backward")
 # Names of tensors: q, k, v, dout, lse, delta are inputs, the others results.
 TensorNames = tuple[str, ...]
+TENSORS: TensorNames = ("q", "k", "v", "out", "dout", "lse", "delta", "dq", "dk", "dv")
 RESULTS = frozenset(("out", "dq", "dk", "dv"))
 OF_KEYS = frozenset(("k", "v", "dk", "dv"))
 OF_ROWS = frozenset(("lse", "delta"))
