@@ -1,7 +1,7 @@
 """Every algorithm of linear attention against the recurrence in float64: forward, all gradients."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from megatron_cp_plugin.core.linear.algorithm import LinearShape
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.registry import create_linear, layout_of
+from tests.fla_on_cpu import fla_on_cpu, launches
 from tests.linear_oracle import LinearExpected, all_pairs, linear_expected, recurrence
 from tests.oracle import relative_error
 from tests.pairwise import pairwise
@@ -69,6 +70,7 @@ def run(
     states: bool = False,
     dtype: torch.dtype = torch.float64,
     cu_seqlens: Sequence[int] | None = None,
+    kernel: str = "auto",
 ) -> tuple[list[Result], CommunicationLog]:
     """The result of every virtual rank, and what they sent. states: initial and final ones too."""
     layout = layout_of(case.algo, dict(case.options))
@@ -89,6 +91,7 @@ def run(
             output_final_state=states,
             seq_len=seq_len,
             cu_seqlens=cu_seqlens,
+            kernel=kernel,
             **dict(case.options),
         )
         if initial is None:
@@ -133,14 +136,14 @@ def assert_bytes_are_stated(
 
 def assert_all_match(case: Case, results: list[Result], expected: LinearExpected) -> None:
     """Final states, and the gradient of the initial one, too."""
-    assert_matches(case, results, expected, bound=1e-9)
+    assert_matches(case, results, expected, bound=1e-10)
     for result in results:
         assert result.final is not None
-        assert relative_error(result.final, expected.final) <= 1e-9
+        assert relative_error(result.final, expected.final) <= 1e-10
     # The ranks' gradients of the initial state are those of their losses' sum.
     dinitial = sum(result.dinitial for result in results if result.dinitial is not None)
     assert isinstance(dinitial, Tensor)
-    assert relative_error(dinitial, expected.dinitial) <= 1e-9
+    assert relative_error(dinitial, expected.dinitial) <= 1e-10
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
@@ -387,6 +390,87 @@ def test_kinds_in_the_registry() -> None:
     # And those of other packages that are installed.
     assert {"lasp", "lasp2", "linear_ulysses"} <= set(cp.available("linear"))
     assert set(cp.available("softmax")).isdisjoint(cp.available("linear"))
+
+
+# Documents in 12 tokens a rank, which fla's kernels take 4 at a time: none, of one token each, cut
+# into segments, or in the middle of a rank between two that others share.
+ON_CPU = {
+    "none": lambda n: (),
+    "tokens": lambda n: (*range(1, n),),
+    "long": lambda n: (1, n - 2),
+    "shared": lambda n: (*range(5, n, 6),),
+    "many": lambda n: (3, 4, n // 2 - 1, n // 2, n // 2 + 2, n - 1),
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "size", "documents", "rates", "causal", "batch"),
+    pairwise(tuple(cases()), (1, 2, 3, 4, 5), tuple(ON_CPU), tuple(RATES), (True, False), (1, 2)),
+    ids=str,
+)
+def test_with_flas_kernels(
+    case: Case, size: int, documents: str, rates: str, causal: bool, batch: int
+) -> None:
+    """With stand-ins for them; outputs, states and all gradients."""
+    seq_len = 12 * size
+    starts = tuple(sorted({n for n in ON_CPU[documents](seq_len) if 0 < n < seq_len}))
+    of_heads = RATES[rates]
+    expected = linear_expected(of_heads, seq_len, causal=causal, documents=starts, batch=batch)
+    bounds = (0, *starts, seq_len)
+    with fla_on_cpu():
+        results, _ = run(
+            case, expected, size, causal=causal, states=True, cu_seqlens=bounds, kernel="fla"
+        )
+        assert_all_match(case, results, expected)
+        assert launches()["chunk_fwd_kernel_h"] > 0
+
+
+@pytest.mark.parametrize("algo", cp.available("linear"))
+def test_flas_kernels_with_ranks_without_tokens(algo: str) -> None:
+    with fla_on_cpu():
+        for seq_len, starts in ((4, (1, 3)), (23, (2, 9, 10)), (1, ())):
+            expected = linear_expected(RATES["slopes"], seq_len, documents=starts)
+            bounds = (0, *starts, seq_len)
+            results, _ = run(Case(algo), expected, 5, states=True, cu_seqlens=bounds, kernel="fla")
+            assert_all_match(Case(algo), results, expected)
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("case", tuple(cases()), ids=str)
+def test_as_many_launches_for_any_number_of_documents(case: Case, causal: bool) -> None:
+    """Of each of fla's kernels; and nothing else runs more often with `chunked`."""
+    seq_len = 128
+    of_rates = 1.0, 0.9, 0.5, 1.0
+    with fla_on_cpu():
+        found = []
+        for starts in ((64,), (30, 64, 66), (*range(8, 128, 8),), (*range(1, 128),)):
+            expected = linear_expected(of_rates, seq_len, causal=causal, documents=starts, batch=1)
+            bounds = (0, *starts, seq_len)
+            results, _ = run(
+                case, expected, 2, causal=causal, states=True, cu_seqlens=bounds, kernel="fla"
+            )
+            assert_all_match(case, results, expected)
+            found.append(launches())
+    ways = 1 if causal else 2
+    of_both_ranks = 2 * ways
+    assert {name: count for name, count in found[0].items() if name != "add_decayed_"} == {
+        "chunk_fwd_kernel_h": 2 * of_both_ranks,  # states that leave, and those between chunks
+        "fused_chunk_fwd_kernel": of_both_ranks,
+        "chunk_bwd_kernel_dh": 2 * of_both_ranks,
+        "chunk_bwd_dqkwg": of_both_ranks,
+        "chunk_bwd_dv": of_both_ranks,
+    }
+    assert all(one == found[0] for one in found)
+
+
+def test_a_state_in_another_order_of_memory() -> None:
+    """fla's kernels read states by their addresses."""
+    expected = linear_expected(RATES["half"], 8, batch=1)
+    turned = replace(expected, initial=expected.initial.mT.contiguous().mT)
+    assert not turned.initial.is_contiguous()
+    with fla_on_cpu():
+        results, _ = run(Case("lasp"), turned, 1, states=True, kernel="fla")
+    assert_all_match(Case("lasp"), results, expected)
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])

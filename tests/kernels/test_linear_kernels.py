@@ -2,11 +2,13 @@
 
 import subprocess
 import sys
+from itertools import pairwise
 from math import exp, prod
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_cp_plugin.core.linear.decay import Decay
 from megatron_cp_plugin.core.linear.kernel import LinearProblem
@@ -72,6 +74,42 @@ def test_chunked_kernel_without_states():
     backward.intra()
     for x, y in zip(backward.finish(None), want[2:5], strict=True):
         assert torch.equal(x, y)
+
+
+def test_chunked_kernel_takes_all_documents_in_one_call():
+    """As many operations for 60 documents as for 3, also beside one that is longer than a chunk."""
+
+    class Counted(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.count += 1
+            return func(*args, **(kwargs or {}))
+
+    def operations(*starts):
+        expected = linear_expected((0.9, 1.0), 180, documents=starts)
+        kernel, decay = (
+            resolve_linear("chunked", problem_of(expected.q, expected.v)),
+            Decay((0.9, 1)),
+        )
+        runs = Runs((tuple(pairwise((0, *starts, 180))),))
+        qkv = expected.q, expected.k, expected.v
+
+        def passes():
+            forward = kernel.forward(*qkv, decay, runs)
+            forward.intra()
+            _, cache = forward.finish(expected.initial.unsqueeze(0))
+            backward = kernel.backward(expected.dout, *qkv, decay, runs, cache)
+            backward.intra()
+            backward.finish(expected.dfinal.unsqueeze(0))
+
+        passes()  # what all layers share is made
+        with Counted() as counted:
+            passes()
+        return counted.count
+
+    assert operations(60, 120) == operations(*range(3, 180, 3))
+    assert operations(70, 140) == operations(70, *range(73, 178, 2))
 
 
 def long_recurrence(q, k, v, dout, rates, initial, dfinal):
