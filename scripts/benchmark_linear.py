@@ -1,9 +1,12 @@
 """Times the algorithms of linear attention against fla's kernel on one GPU.
 
     torchrun --nproc-per-node 4 scripts/benchmark_linear.py --tokens 128K,512K,2M
+    torchrun --nproc-per-node 1 scripts/benchmark_linear.py --tokens 64K --documents 128,2K,16K
 
 The limit is fla's own `chunk_simple_gla` on the tokens of one rank, which has nothing to
 communicate. A time is printed only if output and gradients agree with fla's on the whole sequence.
+`--documents` packs documents of random lengths into it, the same for all contenders; the limit and
+`alone` have the first rank's.
 `--net sockets` sends everything through TCP sockets of one host: a stand-in for a slow network.
 """
 
@@ -15,6 +18,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from itertools import product
 from math import exp, log
 from pathlib import Path
 from typing import Any
@@ -30,21 +34,27 @@ import megatron_cp_plugin as cp
 from megatron_cp_plugin.core.communication.devices import take_gpu
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.core.layout import Contiguous, Layout, shard
+from megatron_cp_plugin.core.masks.documents import random_documents
 from megatron_cp_plugin.ending import one_line_errors
 from megatron_cp_plugin.paths import check_folder
 from megatron_cp_plugin.registry import layout_of
 from megatron_cp_plugin.tokens import tokens_of
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+Bounds = tuple[int, ...] | None  # cumulative lengths of documents; None: there are none
 CHECKED_TOKENS = 32768
 MAX_ERROR = 1e-2  # |x - fla's| / |fla's| of a bfloat16 output or gradient
 
 
 @dataclass(frozen=True)
 class Row:
-    """One contender on one length. Times in ms: the slowest rank's."""
+    """One contender on one length. Times in ms: the slowest rank's.
+
+    Attributes: documents: their mean length as the command line has it; empty without any.
+    """
 
     tokens: int
+    documents: str
     name: str
     forward_ms: float
     step_ms: float
@@ -73,14 +83,28 @@ class Bench:
             for scale in scales
         ]
 
-    def fla(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def documents_of(self, tokens: int, mean: int | None) -> Bounds:
+        """Cumulative lengths of documents in so many tokens; the same ones in fewer of them."""
+        return None if mean is None else (0, *random_documents(tokens, mean), tokens)
+
+    def fla(self, bounds: Bounds) -> Attention:
         """fla's public function, as anyone would call it."""
         from fla.ops.simple_gla import chunk_simple_gla
 
         decays = torch.tensor([log(rate) for rate in self.rates], device="cuda")
-        return chunk_simple_gla(q, k, v, g_gamma=decays, scale=1.0)[0]
+        on_host = None if bounds is None else torch.tensor(bounds)
+        settings = {
+            "cu_seqlens": None if on_host is None else on_host.to("cuda"),
+            "cu_seqlens_cpu": on_host,
+        }
 
-    def ours(self, spec: str) -> tuple[Attention, Layout]:
+        def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            out: Tensor = chunk_simple_gla(q, k, v, g_gamma=decays, scale=1.0, **settings)[0]
+            return out
+
+        return attention
+
+    def ours(self, spec: str, bounds: Bounds) -> tuple[Attention, Layout]:
         """One of our algorithms from `name:option=value`; `alone` is lasp on one rank."""
         name, *pairs = spec.split(":")
         options: dict[str, Any] = dict(pair.split("=", 1) for pair in pairs)
@@ -90,17 +114,30 @@ class Bench:
 
         def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             out = cp.linear_attention(
-                q, k, v, decay=self.rates, algo=name, group=group, kernel="fla", **options
+                q,
+                k,
+                v,
+                decay=self.rates,
+                algo=name,
+                group=group,
+                kernel="fla",
+                cu_seqlens=bounds,
+                **options,
             )
             assert isinstance(out, Tensor)
             return out
 
         return attention, layout_of(name, options)
 
-    def error(self, attention: Attention, layout: Layout, size: int) -> float:
+    def contender(self, spec: str, bounds: Bounds) -> tuple[Attention, Layout]:
+        """What a row is about."""
+        return (self.fla(bounds), Contiguous()) if spec == "fla" else self.ours(spec, bounds)
+
+    def error(self, spec: str, mean: int | None, size: int) -> float:
         """Largest relative error of out, dq, dk, dv on a short sequence."""
-        whole = self.draw(CHECKED_TOKENS)
-        want = results(self.fla, whole)
+        whole, bounds = self.draw(CHECKED_TOKENS), self.documents_of(CHECKED_TOKENS, mean)
+        want = results(self.fla(bounds), whole)
+        attention, layout = self.contender(spec, bounds)
         rank = self.rank if size > 1 else 0
         got = results(attention, [shard(x, 1, layout, rank, size) for x in whole])
         errors = [
@@ -131,13 +168,15 @@ class Bench:
         """The greatest value of any rank."""
         return timing.maximum(value, torch.device("cuda"))
 
-    def measure(self, tokens: int, spec: str, limit: Row | None) -> Row:
-        """One row; its shares are those of the limit."""
-        attention, layout = (self.fla, Contiguous()) if spec == "fla" else self.ours(spec)
+    def measure(self, tokens: int, documents: str, spec: str, limit: Row | None) -> Row:
+        """One row; its shares are those of the limit. Args: documents: as of `Row`."""
+        mean = tokens_of(documents) if documents else None
         spread = spec not in ("fla", "alone")
-        error = self.error(attention, layout, self.size if spread else 1)
+        error = self.error(spec, mean, self.size if spread else 1)
         if not error <= MAX_ERROR:
             raise SystemExit(f"{spec}: wrong result, error {error:.1e}")
+        whole = tokens if spread else tokens // self.size
+        attention, _ = self.contender(spec, self.documents_of(whole, mean))
         local = self.draw(tokens // self.size)
 
         def forward() -> None:
@@ -157,6 +196,7 @@ class Bench:
         forward_ms, step_ms = self.time_ms(forward), self.time_ms(step)
         return Row(
             tokens,
+            documents,
             "fla on one rank's tokens" if spec == "fla" else spec,
             forward_ms,
             step_ms,
@@ -184,6 +224,12 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--tokens", default="128K,512K,2M", help="global sequence lengths")
+    parser.add_argument(
+        "--documents",
+        default="",
+        metavar="MEANS",
+        help="pack documents of random lengths with these means, one after another: 2K,16K",
+    )
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--decay", choices=["plain", "slopes"], default="plain")
@@ -205,10 +251,11 @@ def main() -> None:
     dist.init_process_group("nccl", timeout=timedelta(minutes=5))
     bench = Bench(args)
     rows: list[Row] = []
-    for tokens in map(tokens_of, args.tokens.split(",")):
+    problems = product(map(tokens_of, args.tokens.split(",")), args.documents.split(","))
+    for tokens, documents in problems:
         limit = None
         for spec in ("fla", *args.algos.split(",")):
-            rows.append(bench.measure(tokens, spec, limit))
+            rows.append(bench.measure(tokens, documents, spec, limit))
             limit = limit or rows[-1]
             if bench.rank == 0:
                 print(json.dumps(asdict(rows[-1])), flush=True)
@@ -226,11 +273,20 @@ def main() -> None:
 
 def report(rows: Sequence[Row], title: str, output: Path) -> None:
     """Prints the table and writes markdown and JSON."""
-    header = ["tokens", "algorithm", "forward ms", "of limit", "fwd+bwd ms", "of limit"]
+    header = [
+        "tokens",
+        "documents",
+        "algorithm",
+        "forward ms",
+        "of limit",
+        "fwd+bwd ms",
+        "of limit",
+    ]
     header += ["peak GiB", "sent MiB", "error"]
     cells = [
         [
             f"{row.tokens // 1024}K",
+            row.documents or "-",
             row.name,
             f"{row.forward_ms:.2f}",
             f"{row.forward_share:.3f}",

@@ -66,6 +66,39 @@ def recurrence(
     return torch.stack(out, 1), kv
 
 
+def all_pairs(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rates: Tensor,
+    initial: Tensor,
+    *,
+    causal: bool,
+    documents: tuple[int, ...] = (),
+) -> tuple[Tensor, Tensor]:
+    """The same as `recurrence` from every pair of tokens: for sequences too long for that one."""
+    at = torch.arange(q.shape[1], device=q.device)
+    starts = torch.tensor([0, *documents], device=q.device)
+    document = torch.searchsorted(starts, at, right=True)
+    gap = at[:, None] - at
+    seen = document[:, None] == document
+    if causal:
+        seen &= gap >= 0
+
+    def powers(exponents: Tensor) -> Tensor:  # [...] -> [H,...]
+        return torch.exp(rates.log().view(-1, *[1] * exponents.dim()) * exponents)
+
+    scores = torch.einsum("bshd,bthd->bhst", q, k) * (powers(gap.abs()) * seen)
+    out = torch.einsum("bhst,bthe->bshe", scores, v)
+    first = (powers(at + 1) * (document == 1)).T[..., None]
+    out = out + first * torch.einsum("bshd,bhde->bshe", q, initial)
+    last = (powers(at.flip(0)) * (document == len(starts))).T[..., None]
+    final = torch.einsum("bshd,bshe->bhde", last * k, v)
+    if not documents:
+        final = final + powers(at[-1:] + 1)[..., None] * initial
+    return out, final
+
+
 @cache
 def linear_expected(
     rates: tuple[float, ...],

@@ -1,7 +1,7 @@
 """Every algorithm of linear attention against the recurrence in float64: forward, all gradients."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -15,7 +15,8 @@ from megatron_cp_plugin.core.linear.algorithm import LinearShape
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.registry import create_linear, layout_of
-from tests.linear_oracle import LinearExpected, linear_expected, recurrence
+from tests.fla_on_cpu import fla_on_cpu, launches
+from tests.linear_oracle import LinearExpected, all_pairs, linear_expected, recurrence
 from tests.oracle import relative_error
 from tests.pairwise import pairwise
 
@@ -69,6 +70,7 @@ def run(
     states: bool = False,
     dtype: torch.dtype = torch.float64,
     cu_seqlens: Sequence[int] | None = None,
+    kernel: str = "auto",
 ) -> tuple[list[Result], CommunicationLog]:
     """The result of every virtual rank, and what they sent. states: initial and final ones too."""
     layout = layout_of(case.algo, dict(case.options))
@@ -89,6 +91,7 @@ def run(
             output_final_state=states,
             seq_len=seq_len,
             cu_seqlens=cu_seqlens,
+            kernel=kernel,
             **dict(case.options),
         )
         if initial is None:
@@ -133,14 +136,14 @@ def assert_bytes_are_stated(
 
 def assert_all_match(case: Case, results: list[Result], expected: LinearExpected) -> None:
     """Final states, and the gradient of the initial one, too."""
-    assert_matches(case, results, expected, bound=1e-9)
+    assert_matches(case, results, expected, bound=1e-10)
     for result in results:
         assert result.final is not None
-        assert relative_error(result.final, expected.final) <= 1e-9
+        assert relative_error(result.final, expected.final) <= 1e-10
     # The ranks' gradients of the initial state are those of their losses' sum.
     dinitial = sum(result.dinitial for result in results if result.dinitial is not None)
     assert isinstance(dinitial, Tensor)
-    assert relative_error(dinitial, expected.dinitial) <= 1e-9
+    assert relative_error(dinitial, expected.dinitial) <= 1e-10
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
@@ -389,47 +392,162 @@ def test_kinds_in_the_registry() -> None:
     assert set(cp.available("softmax")).isdisjoint(cp.available("linear"))
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("heads", [4, 5])
+# Documents in 12 tokens a rank, which fla's kernels take 4 at a time: none, of one token each, cut
+# into segments, or in the middle of a rank between two that others share.
+ON_CPU = {
+    "none": lambda n: (),
+    "tokens": lambda n: (*range(1, n),),
+    "long": lambda n: (1, n - 2),
+    "shared": lambda n: (*range(5, n, 6),),
+    "many": lambda n: (3, 4, n // 2 - 1, n // 2, n // 2 + 2, n - 1),
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "size", "documents", "rates", "causal", "batch"),
+    pairwise(tuple(cases()), (1, 2, 3, 4, 5), tuple(ON_CPU), tuple(RATES), (True, False), (1, 2)),
+    ids=str,
+)
+def test_with_flas_kernels(
+    case: Case, size: int, documents: str, rates: str, causal: bool, batch: int
+) -> None:
+    """With stand-ins for them; outputs, states and all gradients."""
+    seq_len = 12 * size
+    starts = tuple(sorted({n for n in ON_CPU[documents](seq_len) if 0 < n < seq_len}))
+    of_heads = RATES[rates]
+    expected = linear_expected(of_heads, seq_len, causal=causal, documents=starts, batch=batch)
+    bounds = (0, *starts, seq_len)
+    with fla_on_cpu():
+        results, _ = run(
+            case, expected, size, causal=causal, states=True, cu_seqlens=bounds, kernel="fla"
+        )
+        assert_all_match(case, results, expected)
+        assert launches()["chunk_fwd_kernel_h"] > 0
+
+
+@pytest.mark.parametrize("algo", cp.available("linear"))
+def test_flas_kernels_with_ranks_without_tokens(algo: str) -> None:
+    with fla_on_cpu():
+        for seq_len, starts in ((4, (1, 3)), (23, (2, 9, 10)), (1, ())):
+            expected = linear_expected(RATES["slopes"], seq_len, documents=starts)
+            bounds = (0, *starts, seq_len)
+            results, _ = run(Case(algo), expected, 5, states=True, cu_seqlens=bounds, kernel="fla")
+            assert_all_match(Case(algo), results, expected)
+
+
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize("case", tuple(cases()), ids=str)
-def test_on_a_gpu(case: Case, causal: bool, heads: int) -> None:
-    """With fla's kernels, in bfloat16, against the chunked kernel on one rank in float64."""
+def test_as_many_launches_for_any_number_of_documents(case: Case, causal: bool) -> None:
+    """Of each of fla's kernels; and nothing else runs more often with `chunked`."""
+    seq_len = 128
+    of_rates = 1.0, 0.9, 0.5, 1.0
+    with fla_on_cpu():
+        found = []
+        for starts in ((64,), (30, 64, 66), (*range(8, 128, 8),), (*range(1, 128),)):
+            expected = linear_expected(of_rates, seq_len, causal=causal, documents=starts, batch=1)
+            bounds = (0, *starts, seq_len)
+            results, _ = run(
+                case, expected, 2, causal=causal, states=True, cu_seqlens=bounds, kernel="fla"
+            )
+            assert_all_match(case, results, expected)
+            found.append(launches())
+    ways = 1 if causal else 2
+    of_both_ranks = 2 * ways
+    assert {name: count for name, count in found[0].items() if name != "add_decayed_"} == {
+        "chunk_fwd_kernel_h": 2 * of_both_ranks,  # states that leave, and those between chunks
+        "fused_chunk_fwd_kernel": of_both_ranks,
+        "chunk_bwd_kernel_dh": 2 * of_both_ranks,
+        "chunk_bwd_dqkwg": of_both_ranks,
+        "chunk_bwd_dv": of_both_ranks,
+    }
+    assert all(one == found[0] for one in found)
+
+
+def test_a_state_in_another_order_of_memory() -> None:
+    """fla's kernels read states by their addresses."""
+    expected = linear_expected(RATES["half"], 8, batch=1)
+    turned = replace(expected, initial=expected.initial.mT.contiguous().mT)
+    assert not turned.initial.is_contiguous()
+    with fla_on_cpu():
+        results, _ = run(Case("lasp"), turned, 1, states=True, kernel="fla")
+    assert_all_match(Case("lasp"), results, expected)
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("documents", [(), (1, 2, 9)], ids=["one", "documents"])
+def test_the_reference_for_gpus(documents: tuple[int, ...], causal: bool) -> None:
+    """All pairs of tokens give what the recurrence does."""
+    expected = linear_expected(RATES["slopes"], 12, causal=causal, documents=documents)
+    rates = torch.tensor(expected.rates, dtype=torch.float64)
+    inputs = expected.q, expected.k, expected.v, rates, expected.initial
+    out, final = all_pairs(*inputs, causal=causal, documents=documents)
+    assert relative_error(out, expected.out) <= 1e-12
+    assert relative_error(final, expected.final) <= 1e-12
+
+
+# On a GPU: one document, and 500 of them in 8192 tokens, of which one is cut into segments, some
+# have one token, and ranks begin and end with a document, or in the middle of one.
+GPU_TOKENS = 8192
+GPU_DOCUMENTS = {
+    "one": (),
+    "many": tuple(sorted({1, 2, 3, 2048, 2100, *range(4200, 8192, 8), 8191})),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("documents", GPU_DOCUMENTS)
+@pytest.mark.parametrize("heads", [4, 5])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize("case", tuple(cases()), ids=str)
+def test_on_a_gpu(case: Case, size: int, causal: bool, heads: int, documents: str) -> None:
+    """With fla's kernels, in bfloat16, against all pairs of tokens in float64; with states."""
     generator = torch.Generator("cuda").manual_seed(0)
     rates = (1.0, 0.996, 0.94, 0.5, 0.98)[:heads]
-    size, seq_len = 4, 4 * 2048
+    starts = GPU_DOCUMENTS[documents]
 
-    def random() -> Tensor:
-        x = torch.randn(1, seq_len, heads, 128, generator=generator, device="cuda") / 4
-        return x.bfloat16()
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device="cuda")
 
-    whole = [random() for _ in range(4)]
-    wide = [x.double().requires_grad_() for x in whole[:3]]
-    out = cp.linear_attention(*wide, decay=rates, algo=case.algo, causal=causal, kernel="chunked")
-    assert isinstance(out, Tensor)
-    want = (out.detach(), *torch.autograd.grad(out, wide, whole[3].double()))
+    whole = [(random(1, GPU_TOKENS, heads, 128) / 4).bfloat16() for _ in range(4)]
+    initial, dfinal = (random(1, heads, 128, 128) for _ in range(2))
+    wide = [x.double().requires_grad_() for x in (*whole[:3], initial)]
+    out, final = all_pairs(
+        *wide[:3],
+        torch.tensor(rates, dtype=torch.float64, device="cuda"),
+        wide[3],
+        causal=causal,
+        documents=starts,
+    )
+    gradients = torch.autograd.grad((out, final), wide, (whole[3].double(), dfinal.double()))
+    wanted = (out.detach(), *gradients[:3], final.detach(), gradients[3])
     layout = layout_of(case.algo, dict(case.options))
 
-    def body(topology: Topology) -> tuple[Tensor, ...]:
+    def body(topology: Topology) -> tuple[Tensor | None, ...]:
         *qkv, dout = (shard(x, 1, layout, topology.rank, size) for x in whole)
-        inputs = [x.requires_grad_() for x in qkv]
-        out = cp.linear_attention(
-            *inputs,
+        inputs = [x.requires_grad_() for x in (*qkv, initial.clone())]
+        got = cp.linear_attention(
+            *inputs[:3],
             decay=rates,
             algo=case.algo,
             group=topology,
             causal=causal,
             kernel="fla",
+            initial_state=inputs[3],
+            output_final_state=True,
+            cu_seqlens=(0, *starts, GPU_TOKENS),
             **dict(case.options),
         )
-        assert isinstance(out, Tensor)
         # By default one thread takes the backward of all ranks, which wait for each other in it.
         with torch.autograd.set_multithreading_enabled(False):
-            return (out.detach(), *torch.autograd.grad(out, inputs, dout))
+            like = dout, dfinal / size
+            found = torch.autograd.grad(got, inputs, like, allow_unused=True)
+        return (got[0].detach(), *found[:3], got[1].detach(), found[3])
 
-    results = run_virtual(size, body, timeout_s=200)
-    for name, parts, expected in zip(
-        ("out", "dq", "dk", "dv"), zip(*results, strict=True), want, strict=True
-    ):
-        error = relative_error(unshard(list(parts), 1, layout), expected)
+    *parts, finals, dinitials = zip(*run_virtual(size, body, timeout_s=200), strict=True)
+    names = ("out", "dq", "dk", "dv", "the final state", "the gradient of the initial state")
+    found = [unshard(list(part), 1, layout) for part in parts]
+    found += [finals[0], sum(x for x in dinitials if x is not None)]
+    for name, got, want in zip(names, found, wanted, strict=True):
+        error = relative_error(got, want)
         assert error < 1e-2, f"{case}: {name} is off by {error:.1e}"

@@ -436,17 +436,17 @@ def _check_kernel(args: Any, config: ContextParallelConfig, device: torch.device
     head_dim, value_dim = head_dims(args)
     dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
     local, fixed = heads // tensor, bool(args.deterministic_mode)
+    packed = packs_documents(Settings(args)) is not None
     if registry.kind_of(config.algo) == "linear":
         # Linearized positions double the features of q and k.
         features = head_dim * (2 if config.linear_model == "transnormer" else 1)
-        linear = LinearProblem(device, dtype, local, features, head_dim, fixed)
+        linear = LinearProblem(device, dtype, local, features, head_dim, fixed, packed)
         recurrent = resolve_linear(config.kernel, linear)
         if device.type == "cuda":
             with torch.cuda.device(device):
                 check_linear_kernel(recurrent, linear)
         return recurrent.name
     kv_heads = max(1, kv_heads_of(args) // tensor)
-    packed = packs_documents(Settings(args)) is not None
     shape = device, dtype, local, kv_heads, head_dim
     windowed = window_of(Settings(args).window_size) is not None
     problem = Problem(*shape, fixed, documents=packed, value_dim=value_dim, windows=windowed)

@@ -1,16 +1,19 @@
 """Linear attention in plain torch: any device and dtype, memory linear in tokens.
 
-Within chunks of 64 tokens scores are written out, between chunks states are passed on. All
-arithmetic is float32 (float64 for float64).
+Within chunks of 64 tokens scores are written out, between chunks states are passed on, in all
+documents at once. All arithmetic is float32 (float64 for float64).
 
-B batch, C tokens, H heads, D, E head dims, n chunks of c tokens. In a chunk i = 1..c.
+B batch, S tokens, H heads, D, E head dims, n chunks of c tokens. In a chunk i = 1..c.
 """
 
-from itertools import pairwise
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
+from megatron_cp_plugin.core.communication.devices import kept_on_device, uploaded
 from megatron_cp_plugin.core.execution.partial import accumulation_dtype
 from megatron_cp_plugin.core.linear.decay import Decay
 from megatron_cp_plugin.core.linear.kernel import (
@@ -19,6 +22,7 @@ from megatron_cp_plugin.core.linear.kernel import (
     LinearKernel,
     LinearProblem,
 )
+from megatron_cp_plugin.core.linear.runs import Interval, Runs
 
 _CHUNK = 64
 
@@ -32,8 +36,8 @@ class Chunked(LinearKernel):
     def unsupported(self, problem: LinearProblem) -> str | None:
         return None
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, decay: Decay) -> ForwardPass:
-        return _Forward(q, k, v, decay)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, decay: Decay, runs: Runs) -> ForwardPass:
+        return _Forward(q, k, v, decay, runs)
 
     def backward(
         self,
@@ -42,21 +46,24 @@ class Chunked(LinearKernel):
         k: Tensor,
         v: Tensor,
         decay: Decay,
+        runs: Runs,
         cache: Tensor | None,
     ) -> BackwardPass:
-        return _Backward(dout, q, k, v, decay, cache)
+        return _Backward(dout, q, k, v, decay, runs, cache)
 
 
 class _Forward(ForwardPass):
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, decay: Decay) -> None:
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, decay: Decay, runs: Runs) -> None:
         self._dtype = q.dtype
         wide = accumulation_dtype(q.dtype)
         self._q, self._k, self._v = (x.to(wide) for x in (q, k, v))
-        self._decay = decay
-        self.state = _outer(self._k * _to_end(k, decay, wide), self._v)
+        self._decay, self._runs = decay, runs
+        self.states = _outer(
+            _weighted(self._k, decay, runs.lasts, to_end=True), self._v, runs.lasts
+        )
 
     def intra(self) -> None:
-        chunks = _Chunks(self._q, self._decay)
+        chunks = _Chunks(self._q, self._decay, self._runs)
         q, k, v = (chunks.split(x) for x in (self._q, self._k, self._v))
         before = chunks.scan(_transposed(k * chunks.to_end) @ v)
         out = chunks.masked(q @ _transposed(k)) @ v + (q * chunks.from_start) @ before
@@ -65,8 +72,9 @@ class _Forward(ForwardPass):
     def finish(self, incoming: Tensor | None) -> tuple[Tensor, Tensor | None]:
         out = self._out
         if incoming is not None:
-            weighted = self._q * _from_start(self._q, self._decay, out.dtype)
-            out = out + _apply(weighted, incoming)
+            firsts = self._runs.firsts
+            weighted = _weighted(self._q, self._decay, firsts, to_end=False)
+            _add_products(out, weighted, incoming, firsts)
         return out.to(self._dtype), incoming
 
 
@@ -78,18 +86,19 @@ class _Backward(BackwardPass):
         k: Tensor,
         v: Tensor,
         decay: Decay,
+        runs: Runs,
         incoming: Tensor | None,
     ) -> None:
         self._dtypes = q.dtype, k.dtype, v.dtype
         wide = accumulation_dtype(q.dtype)
         self._dout, self._q, self._k, self._v = (x.to(wide) for x in (dout, q, k, v))
-        self._decay = decay
+        self._decay, self._runs = decay, runs
         self._incoming = incoming
-        self._from_start = _from_start(q, decay, wide)
-        self.dstate = _outer(self._q * self._from_start, self._dout)
+        weighted = _weighted(self._q, decay, runs.firsts, to_end=False)
+        self.dstates = _outer(weighted, self._dout, runs.firsts)
 
     def intra(self) -> None:
-        chunks = _Chunks(self._q, self._decay)
+        chunks = _Chunks(self._q, self._decay, self._runs)
         q, k, v, dout = (chunks.split(x) for x in (self._q, self._k, self._v, self._dout))
         before = chunks.scan(_transposed(k * chunks.to_end) @ v)
         dafter = chunks.scan(_transposed(q * chunks.from_start) @ dout, backwards=True)
@@ -100,83 +109,137 @@ class _Backward(BackwardPass):
         dv = _transposed(scores) @ dout + chunks.to_end * (k @ dafter)
         self._dq, self._dk, self._dv = (chunks.join(x) for x in (dq, dk, dv))
         if self._incoming is not None:
-            weighted = self._dout * self._from_start
-            self._dq = self._dq + _apply(weighted, _transposed(self._incoming))
+            firsts = self._runs.firsts
+            weighted = _weighted(self._dout, self._decay, firsts, to_end=False)
+            _add_products(self._dq, weighted, _transposed(self._incoming), firsts)
 
     def finish(self, doutgoing: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         dq, dk, dv = self._dq, self._dk, self._dv
         if doutgoing is not None:
-            to_end = _to_end(self._k, self._decay, dk.dtype)
-            dk = dk + _apply(self._v * to_end, _transposed(doutgoing))
-            dv = dv + _apply(self._k * to_end, doutgoing)
+            lasts = self._runs.lasts
+            k, v = (_weighted(x, self._decay, lasts, to_end=True) for x in (self._k, self._v))
+            _add_products(dk, v, _transposed(doutgoing), lasts)
+            _add_products(dv, k, doutgoing, lasts)
         q_dtype, k_dtype, v_dtype = self._dtypes
         return dq.to(q_dtype), dk.to(k_dtype), dv.to(v_dtype)
 
 
+@dataclass(frozen=True)
+class _Places:
+    """Where the tokens of chunks are. A chunk begins and ends with a document; zeros in front fill
+    the first one of each, before which no state is.
+
+    The first chunks of all documents come first, then the second ones of those that have any, in
+    the same order, and so on: the longest documents are the first.
+
+    Attributes: count: n. length: c. links: which first chunks are before which second ones, which
+        second ones before which third ones, ... tokens: of each place in a chunk [n*c], S for a
+        zero; chunked: the place of each token [S]; both int32.
+    """
+
+    count: int
+    length: int
+    links: list[tuple[slice, slice]]
+    tokens: Tensor
+    chunked: Tensor
+
+
+@kept_on_device(maxsize=64)  # of some micro-batches: they take memory of the device
+def _places(runs: Runs, device: torch.device) -> _Places:
+    intervals = [interval for documents in runs.documents for interval in documents]
+    starts, stops = torch.tensor(intervals).unbind(1)
+    total = int(stops[-1])
+    length = min(_CHUNK, max(int((stops - starts).max()), 1))
+    chunks, order = ((stops - starts + length - 1) // length).sort(descending=True, stable=True)
+    starts, stops = starts[order], stops[order]
+    # How many chunks are first ones, second ones, ...
+    rounds = [int((chunks > number).sum()) for number in range(int(chunks[0]))]
+    edges = [0, *accumulate(rounds)]
+    links = [
+        (slice(start, start + count), slice(then, then + count))
+        for start, then, count in zip(edges, edges[1:], rounds[1:], strict=False)
+    ]
+    document = torch.cat([torch.arange(count) for count in (*rounds, 0)])
+    number = torch.repeat_interleave(torch.tensor(rounds, dtype=torch.long))
+    later = chunks[document] - number
+    tokens = (stops[document] - later * length)[:, None] + torch.arange(length)
+    inside = tokens >= starts[document, None]
+    chunked = torch.empty(total, dtype=torch.long)
+    chunked[tokens[inside]] = inside.flatten().nonzero()[:, 0]
+    tokens = tokens.where(inside, total).flatten()
+    placed = uploaded(tokens, device), uploaded(chunked, device)
+    return _Places(len(document), length, links, *placed)
+
+
 class _Chunks:
-    """Runs as n chunks of c tokens; zeros in front fill the first one, before which no state is.
+    """Documents as n chunks of c tokens.
 
     Attributes: from_start: rate**i, to_end: rate**(c - i); [H,1,c,1].
     """
 
-    def __init__(self, like: Tensor, decay: Decay) -> None:
-        """Args: like: [B,C,H,D]."""
-        self._tokens = like.shape[1]
-        self._length = min(_CHUNK, max(self._tokens, 1))
-        self._front = -self._tokens % self._length
-        i = torch.arange(1, self._length + 1, device=like.device)
+    def __init__(self, like: Tensor, decay: Decay, runs: Runs) -> None:
+        """Args: like: [B,S,H,D]."""
+        self._places = _places(runs, like.device)
+        length = self._places.length
+        i = torch.arange(1, length + 1, device=like.device)
         gap = (i[:, None] - i[None, :]).clamp_min(0)
         self._mask = decay.powers(gap).permute(2, 0, 1).unsqueeze(1).tril().to(like.dtype)
         self.from_start = decay.powers(i).T[:, None, :, None].to(like.dtype)
-        self.to_end = decay.powers(self._length - i).T[:, None, :, None].to(like.dtype)
-        self._whole = self.from_start[:, 0, -1:]
+        self.to_end = decay.powers(length - i).T[:, None, :, None].to(like.dtype)
+        self._whole = self.from_start[:, :, -1:]
 
     def split(self, x: Tensor) -> Tensor:
-        """[B,C,H,D] -> [B,H,n,c,D]."""
-        if self._front:
-            x = torch.cat([x.new_zeros(x.shape[0], self._front, *x.shape[2:]), x], 1)
-        return x.unflatten(1, (-1, self._length)).permute(0, 3, 1, 2, 4).contiguous()
+        """[B,S,H,D] -> [B,H,n,c,D]."""
+        zeros = x.new_zeros(x.shape[0], 1, *x.shape[2:])
+        x = torch.cat([x, zeros], 1).index_select(1, self._places.tokens)
+        x = x.unflatten(1, (self._places.count, self._places.length))
+        return x.permute(0, 3, 1, 2, 4).contiguous()
 
     def join(self, x: Tensor) -> Tensor:
-        """[B,H,n,c,D] -> [B,C,H,D]."""
-        return x.permute(0, 2, 3, 1, 4).flatten(1, 2)[:, self._front :].contiguous()
+        """[B,H,n,c,D] -> [B,S,H,D]."""
+        return x.permute(0, 2, 3, 1, 4).flatten(1, 2).index_select(1, self._places.chunked)
 
     def masked(self, scores: Tensor) -> Tensor:
         """Scores [B,H,n,c,c] times rate**(i - j) for j <= i, else 0."""
         return scores * self._mask
 
     def scan(self, states: Tensor, *, backwards: bool = False) -> Tensor:
-        """What each chunk sees of the chunks before it (after it): [B,H,n,D,E] twice."""
+        """What each chunk sees of those before it (after it) in its document: [B,H,n,D,E] twice."""
         seen = torch.zeros_like(states)
-        order = range(states.shape[2])
-        steps = list(reversed(order)) if backwards else list(order)
-        for source, target in pairwise(steps):
+        for places in self._places.links[:: -1 if backwards else 1]:
+            source, target = places[:: -1 if backwards else 1]
             torch.addcmul(
                 states[:, :, source], seen[:, :, source], self._whole, out=seen[:, :, target]
             )
         return seen
 
 
-def _from_start(x: Tensor, decay: Decay, dtype: torch.dtype) -> Tensor:
-    """rate**t of tokens t = 1..C of x [B,C,...]: [C,H,1]."""
-    t = torch.arange(1, x.shape[1] + 1, device=x.device)
-    return decay.powers(t).unsqueeze(-1).to(dtype)
+def _weighted(
+    x: Tensor, decay: Decay, intervals: Sequence[Interval], *, to_end: bool
+) -> list[Tensor]:
+    """Tokens t = 1..C of intervals of x [B,S,H,D], times rate**t or rate**(C - t): [B,C,H,D]."""
+    longest = max(stop - start for start, stop in intervals)
+    exponents = torch.arange(longest, device=x.device)
+    powers = decay.powers(exponents.flip(0) if to_end else exponents + 1).unsqueeze(-1).to(x.dtype)
+    return [
+        x[:, start:stop] * (powers[longest - stop + start :] if to_end else powers[: stop - start])
+        for start, stop in intervals
+    ]
 
 
-def _to_end(x: Tensor, decay: Decay, dtype: torch.dtype) -> Tensor:
-    """rate**(C - t) of tokens t = 1..C of x [B,C,...]: [C,H,1]."""
-    t = torch.arange(x.shape[1] - 1, -1, -1, device=x.device)
-    return decay.powers(t).unsqueeze(-1).to(dtype)
+def _outer(x: Sequence[Tensor], y: Tensor, intervals: Sequence[Interval]) -> Tensor:
+    """Sums of x_t y_t^T over intervals of y [B,S,H,E]: n times [B,C,H,D] -> [n,B,H,D,E]."""
+    parts = (y[:, start:stop] for start, stop in intervals)
+    pairs = zip(x, parts, strict=True)
+    return torch.stack([torch.einsum("bthd,bthe->bhde", *pair) for pair in pairs])
 
 
-def _outer(x: Tensor, y: Tensor) -> Tensor:
-    """Sum of x_t y_t^T over tokens: [B,C,H,D], [B,C,H,E] -> [B,H,D,E]."""
-    return torch.einsum("bthd,bthe->bhde", x, y)
-
-
-def _apply(x: Tensor, state: Tensor) -> Tensor:
-    """state^T x_t of every token: [B,C,H,D], [B,H,D,E] -> [B,C,H,E]."""
-    return torch.einsum("bthd,bhde->bthe", x, state)
+def _add_products(
+    out: Tensor, x: Sequence[Tensor], states: Tensor, intervals: Sequence[Interval]
+) -> None:
+    """Adds state^T x_t of every token to intervals of out [B,S,H,E]. Args: states: [n,B,H,D,E]."""
+    for (start, stop), tokens, state in zip(intervals, x, states, strict=True):
+        out[:, start:stop] += torch.einsum("bthd,bhde->bthe", tokens, state)
 
 
 def _transposed(x: Tensor) -> Tensor:

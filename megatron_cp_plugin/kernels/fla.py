@@ -4,28 +4,37 @@ The kernels are called one by one, not through fla's autograd Function: its part
 states travel between them, and states stored in bfloat16 give the same bits as fla's float32 ones
 (the kernels that read them round them first) at three quarters of the time.
 
-fla goes through the chunks of a run one after another, so a single long run leaves most of a GPU
-idle. Here a run is cut into segments that are computed side by side, as ranks are.
+fla goes through the chunks of a sequence one after another, so a single long one leaves most of a
+GPU idle. Here long documents are cut into segments that are computed side by side, as ranks are.
+
+One launch of a kernel serves all segments of all documents. Segments of equal length are entries of
+a batch; those of unequal length follow each other in one entry, and the kernels are told where each
+begins (fla's cu_seqlens). The host knows these places: they are copied to the device once for all
+layers, and nothing waits for the device. (fla's own functions that call the kernels of states would
+read a count back from it at each call.)
 
 fla tries over a hundred combinations of block sizes on first use, which takes minutes, most of them
 for combinations that are thirty times slower. Where one was measured to be the best, that is taken.
 
-B batch, C tokens, H heads, D, E head dims, n segments. "Folded" is [B*n,C/n,H,...].
+B batch, S tokens in n runs, H heads, D, E head dims, m segments of a batch entry. "Folded" are
+segments of C tokens as entries of a batch, [B*m,C,H,...], or all in one, [1,B*S,H,...].
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from importlib import import_module
 from importlib.util import find_spec
-from math import log
+from math import ceil, log
 from threading import Lock
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.core.communication.devices import kept_on_device
+from megatron_cp_plugin.core.communication.devices import kept_on_device, uploaded
+from megatron_cp_plugin.core.execution.partial import accumulation_dtype
 from megatron_cp_plugin.core.linear.decay import Decay, combine
 from megatron_cp_plugin.core.linear.kernel import (
     BackwardPass,
@@ -33,10 +42,12 @@ from megatron_cp_plugin.core.linear.kernel import (
     LinearKernel,
     LinearProblem,
 )
+from megatron_cp_plugin.core.linear.runs import Interval, Runs
 
 CHUNK = 64  # tokens
 _SEQUENCES = 256  # batch entries times heads times segments that fill a GPU
 _SHORTEST_SEGMENT = 1024
+_WHOLE = 2**30  # more tokens than a segment has
 
 # Of each kernel: the block sizes, warps and stages that were the fastest on an H200, or within 2%
 # of it, wherever segments at head dims 128 and 256 took longer than 0.05 ms.
@@ -72,8 +83,8 @@ class FlaLinear(LinearKernel):
                 return f"takes even head dims up to 256, got {dim}"
         return None
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, decay: Decay) -> ForwardPass:
-        return _Forward(q, k, v, decay)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, decay: Decay, runs: Runs) -> ForwardPass:
+        return _Forward(q, k, v, decay, runs)
 
     def backward(
         self,
@@ -82,40 +93,29 @@ class FlaLinear(LinearKernel):
         k: Tensor,
         v: Tensor,
         decay: Decay,
+        runs: Runs,
         cache: Tensor | None,
     ) -> BackwardPass:
-        return _Backward(dout, q, k, v, decay, cache)
+        return _Backward(dout, q, k, v, decay, runs, cache)
 
 
 class _Forward(ForwardPass):
     """The states of the segments first, for which queries are not read; then the outputs.
 
     Keys and values are read twice, so that states travel while all outputs are computed, and what
-    comes from outside the run is added only as far as it lasts.
+    comes from before the runs is added only as far as it lasts.
     """
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, decay: Decay) -> None:
-        from fla.ops.common.chunk_h import chunk_fwd_h
-
-        self._whole_q = q
-        self._segments = _Segments(q, decay)
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, decay: Decay, runs: Runs) -> None:
+        self._whole_q, self._runs = q, runs
+        self._segments = _Segments(q, decay, runs)
         self._q, self._k, self._v = (self._segments.fold(x) for x in (q, k, v))
-        # One chunk: the kernel writes none of the states between chunks.
-        with measured_blocks(self._k, self._v):
-            _, ends = chunk_fwd_h(
-                k=self._k,
-                v=self._v,
-                g_gamma=self._segments.log2_rates,
-                output_final_state=True,
-                chunk_size=CHUNK,
-                split_size=self._segments.chunks * CHUNK,
-            )
-        self._ends = self._segments.by_segment(ends)
-        self.state = self._segments.after_all(self._ends)
+        self._ends = self._segments.joined(self._segments.states_behind(self._k, self._v))
+        self.states = self._segments.behind_runs(self._ends)
 
     def intra(self) -> None:
         self._before = self._segments.before_each(self._ends, None)
-        out = _outputs(self._q, self._k, self._v, self._before, self._segments.log2_rates)
+        out = self._segments.outputs(self._q, self._k, self._v, self._before)
         self._out = self._segments.unfold(out)
 
     def finish(self, incoming: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -123,46 +123,55 @@ class _Forward(ForwardPass):
 
         if incoming is None:
             return self._out, self._before
-        add_decayed_(self._out, self._whole_q, incoming, self._segments.log2_rates)
+        firsts = self._runs.firsts
+        add_decayed_(self._out, self._whole_q, incoming, self._segments.log2_rates, firsts)
         return self._out, self._segments.before_each(self._ends, incoming)
 
 
-def _outputs(q: Tensor, k: Tensor, v: Tensor, before: Tensor | None, log2_rates: Tensor) -> Tensor:
-    """Linear attention of [B,C,H,D], [B,C,H,D], [B,C,H,E] -> [B,C,H,E], one pass over each.
+class _Backward(BackwardPass):
+    def __init__(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        decay: Decay,
+        runs: Runs,
+        before: Tensor | None,
+    ) -> None:
+        self._segments = _Segments(q, decay, runs)
+        self._dout, self._q, self._k, self._v = (self._segments.fold(x) for x in (dout, q, k, v))
+        self._before = before
+        dstarts = self._segments.gradients_before(self._q, self._dout)
+        self._dstarts = self._segments.joined(dstarts)
+        self.dstates = self._segments.before_runs(self._dstarts)
 
-    fla's `fused_chunk_fwd` would cut D into blocks of 64 and add float32 outputs of each: its
-    kernel is called with one block.
-    """
-    from fla.ops.common.fused_chunk import fused_chunk_fwd_kernel
+    def intra(self) -> None:
+        before = self._before
+        self._before_chunks = self._segments.states_before_chunks(self._k, self._v, before)
 
-    batch, tokens, heads, head_dim = q.shape
-    value_dim = v.shape[3]
-    out = torch.empty_like(v)
+    def finish(self, doutgoing: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        from fla.ops.common.chunk_o import chunk_bwd_dqkwg, chunk_bwd_dv
 
-    def grid(meta: dict[str, int]) -> tuple[int]:
-        return (-(-value_dim // meta["BV"]) * batch * heads,)
-
-    with measured_blocks(k, v):
-        fused_chunk_fwd_kernel[grid](
-            q=q,
-            k=k,
-            v=v,
-            g=None,
-            g_gamma=log2_rates,
-            o=out,
-            h0=before,
-            ht=None,
-            cu_seqlens=None,
-            scale=1.0,
-            T=tokens,
-            B=batch,
-            H=heads,
-            K=head_dim,
-            V=value_dim,
-            BT=CHUNK,
-            BK=1 << max(4, (head_dim - 1).bit_length()),
-        )
-    return out
+        segments = self._segments
+        dends = segments.behind_each(self._dstarts, doutgoing)
+        settings = {
+            "g_gamma": segments.log2_rates,
+            "do": self._dout,
+            "dh": segments.gradients_behind_chunks(self._q, self._dout, dends),
+            "scale": 1.0,
+            "cu_seqlens": segments.tables.starts,
+            "chunk_size": CHUNK,
+            "chunk_indices": segments.tables.chunks,
+        }
+        with measured_blocks(self._k, self._v):
+            dq, dk, *_ = chunk_bwd_dqkwg(
+                q=self._q, k=self._k, v=self._v, h=self._before_chunks, **settings
+            )
+            del self._before_chunks
+            dv = chunk_bwd_dv(q=self._q, k=self._k, **settings)
+        dq, dk, dv = (segments.unfold(x) for x in (dq, dk, dv))
+        return dq, dk, dv
 
 
 @contextmanager
@@ -198,89 +207,8 @@ def tuners() -> list[tuple[Any, Any]]:
     return found
 
 
-class _Backward(BackwardPass):
-    def __init__(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        decay: Decay,
-        before: Tensor | None,
-    ) -> None:
-        self._segments = _Segments(q, decay)
-        self._dout, self._q, self._k, self._v = (self._segments.fold(x) for x in (dout, q, k, v))
-        self._before = before
-        # One chunk: the kernel writes none of the gradients between chunks.
-        _, dstarts = self._gradients_of_states(None, chunks_per_state=self._segments.chunks)
-        self._dstarts = self._segments.by_segment(dstarts)
-        self.dstate = self._segments.before_all(self._dstarts)
-
-    def intra(self) -> None:
-        from fla.ops.common.chunk_h import chunk_fwd_h
-
-        with measured_blocks(self._k, self._v):
-            self._before_chunks, _ = chunk_fwd_h(
-                k=self._k,
-                v=self._v,
-                g_gamma=self._segments.log2_rates,
-                h0=self._before,
-                chunk_size=CHUNK,
-            )
-
-    def finish(self, doutgoing: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        from fla.ops.common.chunk_o import chunk_bwd_dqkwg, chunk_bwd_dv
-
-        dends = self._segments.after_each(self._dstarts, doutgoing)
-        dafter_chunks, _ = self._gradients_of_states(dends, chunks_per_state=1)
-        with measured_blocks(self._k, self._v):
-            dq, dk, *_ = chunk_bwd_dqkwg(
-                q=self._q,
-                k=self._k,
-                v=self._v,
-                g_gamma=self._segments.log2_rates,
-                h=self._before_chunks,
-                do=self._dout,
-                dh=dafter_chunks,
-                scale=1.0,
-                chunk_size=CHUNK,
-            )
-            del self._before_chunks
-            dv = chunk_bwd_dv(
-                q=self._q,
-                k=self._k,
-                g_gamma=self._segments.log2_rates,
-                do=self._dout,
-                dh=dafter_chunks,
-                scale=1.0,
-                chunk_size=CHUNK,
-            )
-        dq, dk, dv = (self._segments.unfold(x) for x in (dq, dk, dv))
-        return dq, dk, dv
-
-    def _gradients_of_states(
-        self, dends: Tensor | None, *, chunks_per_state: int
-    ) -> tuple[Tensor, Tensor]:
-        """Gradients of the states after chunks, and of those before the segments [B*n,H,D,E]."""
-        from fla.ops.common.chunk_h import chunk_bwd_dh
-
-        with measured_blocks(self._k, self._v):
-            return chunk_bwd_dh(
-                q=self._q,
-                k=self._k,
-                v=self._v,
-                do=self._dout,
-                h0=self._segments.states_like(self._k, self._v),
-                dht=dends,
-                scale=1.0,
-                g_gamma=self._segments.log2_rates,
-                chunk_size=CHUNK,
-                split_size=chunks_per_state * CHUNK,
-            )
-
-
 def segments_of(batch: int, tokens: int, heads: int) -> int:
-    """Into how many segments a run is cut."""
+    """Into how many segments of equal length a document is cut, if there are no others."""
     count = 1
     while (
         batch * heads * count < _SEQUENCES
@@ -291,95 +219,396 @@ def segments_of(batch: int, tokens: int, heads: int) -> int:
     return count
 
 
-class _Segments:
-    """A run as n segments of equal length.
+@dataclass(frozen=True)
+class _Cut:
+    """How the documents of runs are cut into segments.
 
-    Attributes: chunks: of a segment. log2_rates: [H] float32.
+    "Joined" are the segments that meet others, or states from outside the runs: those of documents
+    that were cut, and the first and last document of each run.
+
+    Attributes: runs: of each of `batch` entries.
     """
 
-    def __init__(self, like: Tensor, decay: Decay) -> None:
-        """Args: like: [B,C,H,D]."""
-        batch, tokens, heads, _ = like.shape
-        self._decay = decay
-        self._count = segments_of(batch, tokens, heads)
-        self._length = tokens // self._count
-        self.chunks = -(-self._length // CHUNK)
-        self.log2_rates = _log2_rates(decay, like.device)
+    runs: Runs
+    batch: int
+    heads: int
+
+    @cached_property
+    def length(self) -> int | None:
+        """Of each segment, if all are equally long; otherwise None."""
+        if self.runs.length is None:
+            return None
+        return self.runs.length // segments_of(
+            self.batch * len(self.runs), self.runs.length, self.heads
+        )
+
+    @cached_property
+    def segments(self) -> list[tuple[Interval, Interval]]:
+        """The segments (start, stop) of one batch entry, each with the document that it is of."""
+        documents = [document for run in self.runs.documents for document in run]
+        tokens = documents[-1][1]
+        shortest = max(_SHORTEST_SEGMENT, ceil(self.batch * tokens * self.heads / _SEQUENCES))
+        found = []
+        for document in documents:
+            start, stop = document
+            length = self.length
+            if length is None:
+                length = ceil((stop - start) / max(1, (stop - start) // shortest) / CHUNK) * CHUNK
+            places = range(start, max(stop, start + 1), max(length, 1))
+            found += [((place, min(place + length, stop)), document) for place in places]
+        return found
+
+    @cached_property
+    def joined(self) -> list[int]:
+        """Which of the segments are joined."""
+        outer = {*self.runs.firsts, *self.runs.lasts}
+        return [
+            number
+            for number, (segment, document) in enumerate(self.segments)
+            if segment != document or document in outer
+        ]
+
+    @property
+    def whole(self) -> bool:
+        """Whether each run is one segment."""
+        return self.length is not None and self.length == self.runs.length
+
+    @cached_property
+    def alone(self) -> bool:
+        """Whether no document is cut."""
+        return all(segment == document for segment, document in self.segments)
+
+    @cached_property
+    def bounds(self) -> Tensor:
+        """Where the segments of all batch entries begin, and where the last one ends: [B*m+1]."""
+        tokens = self.segments[-1][0][1]
+        starts = torch.tensor([start for (start, _), _ in self.segments])
+        of_entries = starts + tokens * torch.arange(self.batch)[:, None]
+        return torch.cat((of_entries.flatten(), torch.tensor([tokens * self.batch])))
+
+
+@lru_cache(maxsize=64)  # every pass has the same
+def _cut(runs: Runs, batch: int, heads: int) -> _Cut:
+    return _Cut(runs, batch, heads)
+
+
+@dataclass(frozen=True)
+class _Tables:
+    """Where segments of unequal length are: int32 on the device. All None: their lengths are equal.
+
+    Attributes: starts: `_Cut.bounds`. chunks: of each chunk its segment and its number there
+        [chunks,2]. first_chunks: how many chunks come before each segment [B*m+1]. nowhere: zeros
+        [B*m+1]. joined: `_Cut.joined`, int64.
+    """
+
+    starts: Tensor | None = None
+    chunks: Tensor | None = None
+    first_chunks: Tensor | None = None
+    nowhere: Tensor | None = None
+    joined: Tensor | None = None
+
+
+@kept_on_device(maxsize=64)  # of some micro-batches: they take memory of the device
+def _tables(cut: _Cut, device: torch.device) -> _Tables:
+    if cut.length is not None:
+        return _Tables()
+    bounds = cut.bounds
+    counts = (bounds.diff() + CHUNK - 1) // CHUNK
+    first = torch.cat((torch.zeros(1, dtype=torch.long), counts.cumsum(0)))
+    segment = torch.arange(len(counts)).repeat_interleave(counts)
+    chunks = torch.stack((segment, torch.arange(len(segment)) - first[segment]), 1)
+    numbers = bounds, chunks, first, torch.zeros_like(first)
+    starts, chunks, first, nowhere = (uploaded(x, device) for x in numbers)
+    joined = uploaded(torch.tensor(cut.joined), device).long()
+    return _Tables(starts, chunks, first, nowhere, joined)
+
+
+class _Segments:
+    """The documents of all runs as segments: the sequences of fla's kernels.
+
+    Attributes: log2_rates: [H] float32 (float64 for float64). tables: where they are.
+    """
+
+    def __init__(self, like: Tensor, decay: Decay, runs: Runs) -> None:
+        """Args: like: [B,S,H,D]."""
+        self._batch, self._tokens, heads, _ = like.shape
+        self._cut = _cut(runs, self._batch, heads)
+        self._runs, self._decay = runs, decay
+        self._count = self._batch * len(self._cut.segments)
+        self._wide = accumulation_dtype(like.dtype)
+        self.tables = _tables(self._cut, like.device)
+        self.log2_rates = _log2_rates(decay, self._wide, like.device)
 
     def fold(self, x: Tensor) -> Tensor:
-        """[B,C,...] -> [B*n,C/n,...], a view."""
-        return x.unflatten(1, (self._count, -1)).flatten(0, 1)
+        """[B,S,...] -> folded, a view."""
+        length = self._cut.length
+        if length is None:
+            return x.flatten(0, 1).unsqueeze(0)
+        return x.view(self._count, length, *x.shape[2:])
 
     def unfold(self, x: Tensor) -> Tensor:
-        """[B*n,C/n,...] -> [B,C,...]."""
-        return x.unflatten(0, (-1, self._count)).flatten(1, 2)
+        """Folded -> [B,S,...], a view."""
+        return x.view(self._batch, self._tokens, *x.shape[2:])
 
-    def by_segment(self, states: Tensor) -> Tensor:
-        """[B*n,H,D,E] -> [n,B,H,D,E], a view."""
-        return states.unflatten(0, (-1, self._count)).transpose(0, 1)
+    def states_behind(self, k: Tensor, v: Tensor) -> Tensor:
+        """Behind each segment, if nothing comes before it: folded k, v -> [B*m,H,D,E]."""
+        states = self._states(k, v, self._count, self._wide)
+        self._launch_states(k, v, None, self._unread(k, v), states, _WHOLE)
+        return states
 
-    def states_like(self, k: Tensor, v: Tensor) -> Tensor:
-        """Uninitialised states of folded k and v: [B*n,H,D,E] float32."""
-        shape = (k.shape[0], k.shape[2], k.shape[3], v.shape[3])
-        return k.new_empty(shape, dtype=torch.float32)
+    def states_before_chunks(self, k: Tensor, v: Tensor, before: Tensor | None) -> Tensor:
+        """Before each chunk [chunks,H,D,E], in k's dtype. Args: before: the joined segments."""
+        states = self._states(k, v, self._chunks, k.dtype)
+        self._launch_states(k, v, self._each(before), states, None, CHUNK)
+        return states
 
-    def after_all(self, states: Tensor) -> Tensor:
-        """The state behind the last segment, if none came before the first: [B,H,D,E]."""
-        behind = range(self._count, self._count + 1)
-        return self._carried(states, None, behind, forwards=True)[0]
+    def gradients_before(self, q: Tensor, dout: Tensor) -> Tensor:
+        """Of the state before each segment, if those behind have none: -> [B*m,H,D,E]."""
+        states = self._states(q, dout, self._count, self._wide)
+        self._launch_gradients(q, dout, None, self._unread(q, dout), states, _WHOLE)
+        return states
 
-    def before_all(self, dstates: Tensor) -> Tensor:
-        """The gradient of the state before the first segment, from all of them: [B,H,D,E]."""
-        return self._carried(dstates, None, range(-1, 0), forwards=False)[0]
+    def gradients_behind_chunks(self, q: Tensor, dout: Tensor, behind: Tensor | None) -> Tensor:
+        """Of the state behind each chunk, as `states_before_chunks`. Args: behind: the joined."""
+        states = self._states(q, dout, self._chunks, q.dtype)
+        self._launch_gradients(q, dout, self._each(behind), states, None, CHUNK)
+        return states
 
-    def before_each(self, states: Tensor, incoming: Tensor | None) -> Tensor | None:
-        """States before the segments [B*n,H,D,E], given the one before the first."""
-        return self._each(states, incoming, forwards=True)
+    def outputs(self, q: Tensor, k: Tensor, v: Tensor, before: Tensor | None) -> Tensor:
+        """Linear attention of folded q, k, v, one pass over each. Args: before: the joined.
 
-    def after_each(self, dstates: Tensor, doutgoing: Tensor | None) -> Tensor | None:
-        """Gradients of the states behind the segments, given the one behind the last."""
-        return self._each(dstates, doutgoing, forwards=False)
+        fla's `fused_chunk_fwd` would cut D into blocks of 64 and add float32 outputs of each: its
+        kernel is called with one block.
+        """
+        from fla.ops.common.fused_chunk import fused_chunk_fwd_kernel
 
-    def _each(self, states: Tensor, outer: Tensor | None, *, forwards: bool) -> Tensor | None:
-        if self._count == 1:
+        entries, tokens, heads, head_dim = q.shape
+        value_dim = v.shape[3]
+        out = torch.empty_like(v)
+        count = self._count
+
+        def grid(meta: dict[str, int]) -> tuple[int]:
+            return (-(-value_dim // meta["BV"]) * count * heads,)
+
+        with measured_blocks(k, v):
+            fused_chunk_fwd_kernel[grid](
+                q=q,
+                k=k,
+                v=v,
+                g=None,
+                g_gamma=self.log2_rates,
+                o=out,
+                h0=self._each(before),
+                ht=None,
+                cu_seqlens=self.tables.starts,
+                scale=1.0,
+                T=tokens,
+                B=entries,
+                H=heads,
+                K=head_dim,
+                V=value_dim,
+                BT=CHUNK,
+                BK=1 << max(4, (head_dim - 1).bit_length()),
+            )
+        return out
+
+    def joined(self, states: Tensor) -> Tensor:
+        """Those of the joined segments: [B*m,H,D,E] -> [j,B,H,D,E]."""
+        states = states.unflatten(0, (self._batch, len(self._cut.segments)))
+        if self.tables.joined is not None:
+            states = states.index_select(1, self.tables.joined)
+        return states.transpose(0, 1)
+
+    def behind_runs(self, ends: Tensor) -> Tensor:
+        """The states behind the runs [n,B,H,D,E]. Args: ends: of the joined segments."""
+        return self._leaving_runs(ends, forwards=True)
+
+    def before_runs(self, dstarts: Tensor) -> Tensor:
+        """The gradients of the states before the runs. Args: dstarts: of the joined segments."""
+        return self._leaving_runs(dstarts, forwards=False)
+
+    def _leaving_runs(self, states: Tensor, *, forwards: bool) -> Tensor:
+        if self._cut.whole:
+            return states.contiguous()
+        return self._carried(states, None, forwards=forwards, to_runs=True)
+
+    def before_each(self, ends: Tensor, incoming: Tensor | None) -> Tensor | None:
+        """States before the joined segments, given those before the runs; None: all are 0."""
+        return self._reaching_each(ends, incoming, forwards=True)
+
+    def behind_each(self, dstarts: Tensor, doutgoing: Tensor | None) -> Tensor | None:
+        """Gradients of the states behind the joined segments, given those behind the runs."""
+        return self._reaching_each(dstarts, doutgoing, forwards=False)
+
+    def _reaching_each(
+        self, states: Tensor, outer: Tensor | None, *, forwards: bool
+    ) -> Tensor | None:
+        if self._cut.whole or (self._cut.alone and outer is None):
             return outer
-        carried = self._carried(states, outer, range(self._count), forwards=forwards)
-        return carried.transpose(0, 1).flatten(0, 1)
+        return self._carried(states, outer, forwards=forwards, to_runs=False)
 
     def _carried(
-        self, states: Tensor, outer: Tensor | None, places: range, *, forwards: bool
+        self, states: Tensor, outer: Tensor | None, *, forwards: bool, to_runs: bool
     ) -> Tensor:
-        """What reaches segments from the ones before (behind) them and from outside."""
-        if self._count == 1 and outer is None:
-            return states
-        sources = [*range(self._count)]
         if outer is not None:
-            states = torch.cat((states, outer.unsqueeze(0)))
-            sources.append(-1 if forwards else self._count)
-        weights = _weights(
-            self._decay, self._length, tuple(sources), places, forwards, states.device
-        )
-        return combine(states, weights)
+            states = torch.cat((states, outer))
+        kind = forwards, to_runs, outer is not None
+        return combine(states, _weights(self._decay, self._cut, *kind, states.dtype, states.device))
+
+    def _each(self, joined: Tensor | None) -> Tensor | None:
+        """Of all segments, 0 where they are not joined: [j,B,H,D,E] -> [B*m,H,D,E]."""
+        if joined is None:
+            return None
+        of_entries = joined.transpose(0, 1)
+        if self.tables.joined is not None:
+            shape = self._batch, len(self._cut.segments), *joined.shape[2:]
+            of_entries = joined.new_zeros(shape).index_copy_(1, self.tables.joined, of_entries)
+        return of_entries.flatten(0, 1).contiguous()
+
+    @property
+    def _chunks(self) -> int:
+        """How many chunks all segments have."""
+        if self.tables.chunks is not None:
+            return len(self.tables.chunks)
+        return self._count * -(-(self._cut.length or 0) // CHUNK)
+
+    def _unread(self, x: Tensor, y: Tensor) -> Tensor:
+        """Where a kernel may write states that nobody reads: all into one, if it has tables."""
+        count = self._count if self.tables.nowhere is None else 1
+        return self._states(x, y, count, x.dtype)
+
+    @staticmethod
+    def _states(x: Tensor, y: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+        return x.new_empty((count, x.shape[2], x.shape[3], y.shape[3]), dtype=dtype)
+
+    def _launch_states(
+        self,
+        k: Tensor,
+        v: Tensor,
+        before: Tensor | None,
+        found: Tensor,
+        behind: Tensor | None,
+        every: int,
+    ) -> None:
+        """Writes the states before segments' first tokens, and then every so many tokens, to
+        `found`, and those behind segments to `behind`.
+        """
+        from fla.ops.common.chunk_h import chunk_fwd_kernel_h
+
+        with measured_blocks(k, v):
+            chunk_fwd_kernel_h[self._grid(k, v)](
+                k=k,
+                v=v,
+                h=found,
+                h0=before,
+                ht=behind,
+                **self._settings(k, v, every),
+            )
+
+    def _launch_gradients(
+        self,
+        q: Tensor,
+        dout: Tensor,
+        behind: Tensor | None,
+        found: Tensor,
+        before: Tensor | None,
+        every: int,
+    ) -> None:
+        """The same for gradients, from the last token to the first."""
+        from fla.ops.common.chunk_h import chunk_bwd_kernel_dh
+
+        with measured_blocks(q, dout):
+            chunk_bwd_kernel_dh[self._grid(q, dout)](
+                q=q,
+                do=dout,
+                dh=found,
+                dht=behind,
+                dh0=before,
+                scale=1.0,
+                HQ=q.shape[2],
+                NG=1,
+                **self._settings(q, dout, every),
+            )
+
+    def _grid(self, x: Tensor, y: Tensor) -> Callable[[dict[str, int]], tuple[int]]:
+        head_dim, value_dim, sequences = x.shape[3], y.shape[3], self._count * x.shape[2]
+        return lambda meta: (-(-head_dim // meta["BK"]) * -(-value_dim // meta["BV"]) * sequences,)
+
+    def _settings(self, x: Tensor, y: Tensor, every: int) -> dict[str, Any]:
+        """What both kernels of states take."""
+        tables = self.tables
+        return {
+            "g": None,
+            "g_gamma": self.log2_rates,
+            "gk": None,
+            "gv": None,
+            "cu_seqlens": tables.starts,
+            "split_offsets": tables.first_chunks if every == CHUNK else tables.nowhere,
+            "T": x.shape[1],
+            "H": x.shape[2],
+            "K": x.shape[3],
+            "V": y.shape[3],
+            "BT": CHUNK,
+            "BS": every,
+            "USE_G": False,
+            "USE_G_GAMMA": True,
+            "USE_GK": False,
+            "USE_GV": False,
+            "STATE_V_FIRST": False,
+        }
 
 
-# Kept here too: at short lengths a step is bound by the host, to which the distances between all
-# segments are longer work than a kernel's launch.
-@kept_on_device(maxsize=4096)
+# Kept: at short lengths a step is bound by the host.
+@kept_on_device(maxsize=512)
 def _weights(
     decay: Decay,
-    length: int,
-    sources: tuple[int, ...],
-    places: range,
+    cut: _Cut,
     forwards: bool,
+    to_runs: bool,
+    outer: bool,
+    dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
-    """What is left of the states of `sources` at `places`, segments of that length apart."""
-    sign = 1 if forwards else -1
-    gaps = [[sign * (place - source) - 1 for source in sources] for place in places]
-    distances = tuple(tuple(gap * length if gap >= 0 else None for gap in row) for row in gaps)
-    return decay.weights(distances, torch.float32, device)
+    """What is left of states after `_distances`: [H,places,states]."""
+    distances = _distances(cut, forwards, to_runs, outer, device)
+    powers = decay.powers(distances.clamp_min(0)) * (distances >= 0).unsqueeze(-1)
+    return powers.permute(2, 0, 1).to(dtype).contiguous()
+
+
+@kept_on_device(maxsize=128)  # of all layers
+def _distances(
+    cut: _Cut, forwards: bool, to_runs: bool, outer: bool, device: torch.device
+) -> Tensor:
+    """How many tokens are between where states come from, the joined segments and, if wanted, from
+    outside the runs, and where they go to, each joined segment or out of the runs: [places,states]
+    int32, -1 where none comes.
+    """
+
+    def on_the_way(interval: Interval) -> Interval:
+        """Counted in the direction in which states go."""
+        return interval if forwards else (-interval[1], -interval[0])
+
+    joined = [cut.segments[number] for number in cut.joined]
+    entries, exits = cut.runs.firsts, cut.runs.lasts
+    if not forwards:
+        entries, exits = exits, entries
+    sources = [(document, on_the_way(segment)[1]) for segment, document in joined]
+    if outer:
+        sources += [(document, on_the_way(document)[0]) for document in entries]
+    if to_runs:
+        places = [(document, on_the_way(document)[1]) for document in exits]
+    else:
+        places = [(document, on_the_way(segment)[0]) for segment, document in joined]
+    distances = [
+        [
+            place - source if document == other and source <= place else -1
+            for other, source in sources
+        ]
+        for document, place in places
+    ]
+    return uploaded(torch.tensor(distances), device)
 
 
 @kept_on_device(maxsize=1024)
-def _log2_rates(decay: Decay, device: torch.device) -> Tensor:
-    return (decay.logarithms(device) / log(2)).float()
+def _log2_rates(decay: Decay, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return (decay.logarithms(device) / log(2)).to(dtype)

@@ -14,6 +14,7 @@ from megatron_cp_plugin.core.execution.partial import delta_of
 from megatron_cp_plugin.core.kernel import Packing, Problem, SoftmaxKernel, Statistics
 from megatron_cp_plugin.core.linear.decay import Decay
 from megatron_cp_plugin.core.linear.kernel import LinearKernel, LinearProblem
+from megatron_cp_plugin.core.linear.runs import Runs
 from megatron_cp_plugin.errors import KernelUnavailableError
 from megatron_cp_plugin.kernels.base import kernel_names, resolve
 from megatron_cp_plugin.kernels.chunked import Chunked
@@ -33,7 +34,9 @@ _APART = Packing.of(
     (slice(0, 50), slice(51, 120), slice(130, _TOKENS)),
 )
 # Of linear attention: a chunk and a part of one, and a run long enough to be cut into segments.
-_RUNS = (100, 2048)
+_RUNS = (Runs.equal(100), Runs.equal(2048))
+# Where documents are packed: in the middle those that meet no other, one of them in segments.
+_DOCUMENTS = Runs((((0, 70), (70, 71), (71, 2200), (2200, 2300)),))
 _RATES = (1.0, 1 - 1 / 256, 1 - 1 / 16, 0.5)
 
 
@@ -251,10 +254,11 @@ def _some_heads(like: Tensor, dim: int) -> Tensor:
 
 
 def _runs(kernel: LinearKernel, problem: LinearProblem) -> Iterator[tuple[str, Results]]:
-    """What the kernel and `chunked` in float64 make of each of `_RUNS`."""
+    """What the kernel and `chunked` in float64 make of each of `_RUNS`, and of `_DOCUMENTS`."""
     names = "out", "the last state", "dq", "dk", "dv", "the gradient of the first state"
     decay = Decay(tuple(_RATES[head % len(_RATES)] for head in range(problem.heads)))
-    for tokens in _RUNS:
+    for runs in (*_RUNS, _DOCUMENTS) if problem.documents else _RUNS:
+        tokens = runs.lasts[-1][1]
         generator = torch.Generator().manual_seed(0)
         like = problem.heads, problem.head_dim, problem.value_dim
         drawn = _linear_inputs(generator, tokens, *like)
@@ -263,10 +267,11 @@ def _runs(kernel: LinearKernel, problem: LinearProblem) -> Iterator[tuple[str, R
         states = [x.to(problem.device, torch.float32) for x in drawn[4:]]
         if problem.dtype == torch.float64:
             states = [x.double() for x in states]
-        want = _run(Chunked(), [x.double() for x in (*inputs, *states)], decay)
+        want = _run(Chunked(), [x.double() for x in (*inputs, *states)], decay, runs)
         with _as_in_the_run(problem):
-            got = _run(kernel, [*inputs, *states], decay)
-        yield f"{tokens} tokens", list(zip(names, got, want, strict=True))
+            got = _run(kernel, [*inputs, *states], decay, runs)
+        where = f"{tokens} tokens" if runs.length else f"{tokens} tokens of documents"
+        yield where, list(zip(names, got, want, strict=True))
 
 
 def _linear_inputs(
@@ -279,19 +284,22 @@ def _linear_inputs(
     return [q * dim**-0.5, k * dim**-0.5, *others]
 
 
-def _run(kernel: LinearKernel, inputs: Sequence[Tensor], decay: Decay) -> tuple[Tensor, ...]:
+def _run(
+    kernel: LinearKernel, inputs: Sequence[Tensor], decay: Decay, runs: Runs
+) -> tuple[Tensor, ...]:
     """out, the last state, dq, dk, dv and the gradient of the first state."""
     q, k, v, dout, before, dafter = inputs
     tokens = torch.tensor([q.shape[1]], device=q.device)
-    kept = decay.powers(tokens)[0][:, None, None].to(before.dtype)
-    forward = kernel.forward(q, k, v, decay)
-    last = forward.state + kept * before
+    # What is left of a state behind the run: of one in another document nothing.
+    kept = decay.powers(tokens)[0][:, None, None].to(before.dtype) * bool(runs.length)
+    forward = kernel.forward(q, k, v, decay, runs)
+    last = forward.states[0] + kept * before
     forward.intra()
-    out, cache = forward.finish(before)
-    backward = kernel.backward(dout, q, k, v, decay, cache)
-    dbefore = backward.dstate + kept * dafter
+    out, cache = forward.finish(before.unsqueeze(0))
+    backward = kernel.backward(dout, q, k, v, decay, runs, cache)
+    dbefore = backward.dstates[0] + kept * dafter
     backward.intra()
-    return (out, last, *backward.finish(dafter), dbefore)
+    return (out, last, *backward.finish(dafter.unsqueeze(0)), dbefore)
 
 
 def _parts(x: Tensor, places: Sequence[slice]) -> Tensor:

@@ -21,6 +21,7 @@ from megatron_cp_plugin.core.comm import Communicator, Operation, Pending
 from megatron_cp_plugin.core.kernel import Problem, SoftmaxKernel, Statistics
 from megatron_cp_plugin.core.linear.decay import Decay
 from megatron_cp_plugin.core.linear.kernel import LinearProblem
+from megatron_cp_plugin.core.linear.runs import Runs
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
@@ -248,20 +249,21 @@ class _Calibration:
         heads, dim, tokens = 16, 128 if self.cuda else 16, self.sizes.linear
         problem = LinearProblem(self.device, self.dtype, heads, dim, dim)
         kernel, decay = resolve_linear("auto", problem), Decay((1.0,) * heads)
+        runs = Runs.equal(tokens)
         q, k, v, dout = (
             torch.randn((1, tokens, heads, dim), device=self.device, dtype=self.dtype)
             for _ in range(4)
         )
 
         def forward() -> Tensor | None:
-            running = kernel.forward(q, k, v, decay)
+            running = kernel.forward(q, k, v, decay, runs)
             running.intra()
             return running.finish(None)[1]
 
         cache = forward()
 
         def backward() -> None:
-            running = kernel.backward(dout, q, k, v, decay, cache)
+            running = kernel.backward(dout, q, k, v, decay, runs, cache)
             running.intra()
             running.finish(None)
 

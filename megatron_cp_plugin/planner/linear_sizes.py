@@ -10,52 +10,57 @@ from torch import Tensor
 from megatron_cp_plugin.core.execution.partial import accumulation_dtype
 from megatron_cp_plugin.core.linear.decay import Decay
 from megatron_cp_plugin.core.linear.kernel import BackwardPass, ForwardPass, LinearKernel
+from megatron_cp_plugin.core.linear.runs import Runs
 from megatron_cp_plugin.kernels.fla import CHUNK, segments_of
 
 
 def _states(q: Tensor, v: Tensor, count: int, dtype: torch.dtype | None = None) -> Tensor:
+    """So many for each batch entry."""
     batch, _, heads, dim = q.shape
-    shape = (batch * count, heads, dim, v.shape[3])
+    shape = (count, batch, heads, dim, v.shape[3])
     return q.new_empty(shape, dtype=dtype or accumulation_dtype(q.dtype))
 
 
-def _segments(q: Tensor) -> int:
+def _segments(q: Tensor, runs: Runs) -> int:
+    """Of a batch entry, whose runs are one document each."""
     batch, tokens, heads, _ = q.shape
-    return segments_of(batch, tokens, heads)
+    return len(runs) * segments_of(batch * len(runs), tokens // len(runs), heads)
 
 
 class ForwardSizes(ForwardPass):
     """Of a forward."""
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, runs: Runs) -> None:
         self._q, self._v = q, v
-        self._ends = _states(q, v, _segments(q))
-        self.state = _states(q, v, 1)
+        self._segments = _segments(q, runs)
+        self._ends = _states(q, v, self._segments)
+        self.states = _states(q, v, len(runs))
 
     def intra(self) -> None:
-        self._before = _states(self._q, self._v, _segments(self._q))
+        self._before = _states(self._q, self._v, self._segments)
         self._out = torch.empty_like(self._v)
 
     def finish(self, incoming: Tensor | None) -> tuple[Tensor, Tensor | None]:
         if incoming is not None:
-            self._before = _states(self._q, self._v, _segments(self._q))
+            self._before = _states(self._q, self._v, self._segments)
         return self._out, self._before
 
 
 class BackwardSizes(BackwardPass):
     """Of a backward."""
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor) -> None:
-        self._of = q, k, v
-        self._dstarts = _states(q, v, _segments(q))
-        self.dstate = _states(q, v, 1)
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, runs: Runs) -> None:
+        self._of, self._runs = (q, k, v), runs
+        self._segments = _segments(q, runs)
+        self._dstarts = _states(q, v, self._segments)
+        self.dstates = _states(q, v, len(runs))
 
     def intra(self) -> None:
         self._before_chunks = self._of_chunks()
 
     def finish(self, doutgoing: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = self._of
-        dends, dafter_chunks = _states(q, v, _segments(q)), self._of_chunks()
+        dends, dafter_chunks = _states(q, v, self._segments), self._of_chunks()
         dq, dk = torch.empty_like(q), torch.empty_like(k)
         del self._before_chunks
         dv = torch.empty_like(v)
@@ -64,7 +69,8 @@ class BackwardSizes(BackwardPass):
 
     def _of_chunks(self) -> Tensor:
         q, _, v = self._of
-        return _states(q, v, -(-q.shape[1] // CHUNK), q.dtype)
+        runs = len(self._runs)
+        return _states(q, v, runs * -(-q.shape[1] // runs // CHUNK), q.dtype)
 
 
 class LinearSizes(LinearKernel):
@@ -77,8 +83,8 @@ class LinearSizes(LinearKernel):
     def unsupported(self, problem: object) -> str | None:
         return None
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, decay: Decay) -> ForwardPass:
-        made: ForwardPass = self.forward_pass(q, k, v)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, decay: Decay, runs: Runs) -> ForwardPass:
+        made: ForwardPass = self.forward_pass(q, k, v, runs)
         return made
 
     def backward(
@@ -88,7 +94,8 @@ class LinearSizes(LinearKernel):
         k: Tensor,
         v: Tensor,
         decay: Decay,
+        runs: Runs,
         cache: Tensor | None,
     ) -> BackwardPass:
-        made: BackwardPass = self.backward_pass(q, k, v)
+        made: BackwardPass = self.backward_pass(q, k, v, runs)
         return made

@@ -25,6 +25,7 @@ from megatron_cp_plugin.core.execution.memory import DTYPES, OnePass, SizesOnly
 from megatron_cp_plugin.core.kernel import Packing, Statistics
 from megatron_cp_plugin.core.linear.algorithm import LinearAlgorithm, LinearCall, LinearShape
 from megatron_cp_plugin.core.linear.decay import Decay
+from megatron_cp_plugin.core.linear.runs import Runs
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
@@ -265,10 +266,10 @@ def _linear_flop(q: Tensor, v: Tensor) -> float:
 
 
 class _LinearForward(ForwardSizes):
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, runs: Runs) -> None:
         self._flop, self._earlier = _linear_flop(q, v), _bytes(q) + 2 * _bytes(v)
         _note(Linear("forward", self._flop / 3))
-        super().__init__(q, k, v)
+        super().__init__(q, k, v, runs)
 
     def intra(self) -> None:
         _note(Linear("forward", self._flop * 2 / 3))
@@ -281,10 +282,10 @@ class _LinearForward(ForwardSizes):
 
 
 class _LinearBackward(BackwardSizes):
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, runs: Runs) -> None:
         self._flop = _linear_flop(q, v)
         _note(Linear("backward", self._flop / 3))
-        super().__init__(q, k, v)
+        super().__init__(q, k, v, runs)
 
     def intra(self) -> None:
         _note(Linear("backward", self._flop * 2 / 3))

@@ -212,10 +212,10 @@ def test_what_a_state_adds() -> None:
     from megatron_cp_plugin.kernels.decayed import add_decayed_
 
     out, x = normal(1, LARGE, HEADS, DIM), normal(1, LARGE, HEADS, DIM)
-    states, rates = torch.randn(1, HEADS, DIM, DIM, device=GPU), torch.zeros(HEADS, device=GPU)
+    states, rates = torch.randn(1, 1, HEADS, DIM, DIM, device=GPU), torch.zeros(HEADS, device=GPU)
     want, few = out[:, LAST].contiguous(), x[:, LAST].contiguous()
-    add_decayed_(out, x, states, rates)
-    add_decayed_(want, few, states, rates)
+    add_decayed_(out, x, states, rates, [(0, LARGE)])
+    add_decayed_(want, few, states, rates, [(0, FEW)])
     assert_near((out[:, LAST],), (want,))
 
 

@@ -2,14 +2,17 @@
 
 import subprocess
 import sys
+from itertools import pairwise
 from math import exp, prod
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_cp_plugin.core.linear.decay import Decay
 from megatron_cp_plugin.core.linear.kernel import LinearProblem
+from megatron_cp_plugin.core.linear.runs import Runs
 from megatron_cp_plugin.errors import KernelUnavailableError
 from megatron_cp_plugin.kernels.linear import linear_kernel_names, resolve_linear
 from tests.linear_oracle import linear_expected
@@ -24,17 +27,17 @@ def problem_of(q, v):
 
 def run(name, q, k, v, dout, decay, initial, dfinal):
     """out, final state, dq, dk, dv, dinitial of one run."""
-    kernel = resolve_linear(name, problem_of(q, v))
-    forward = kernel.forward(q, k, v, decay)
+    kernel, runs = resolve_linear(name, problem_of(q, v)), Runs.equal(q.shape[1])
+    forward = kernel.forward(q, k, v, decay, runs)
     whole = decay.powers(torch.tensor([q.shape[1]], device=q.device))[0]
     lost = whole[None, :, None, None].to(initial.dtype)
-    final = forward.state + lost * initial
+    final = forward.states[0] + lost * initial
     forward.intra()
-    out, cache = forward.finish(initial)
-    backward = kernel.backward(dout, q, k, v, decay, cache)
-    dinitial = backward.dstate + lost * dfinal
+    out, cache = forward.finish(initial.unsqueeze(0))
+    backward = kernel.backward(dout, q, k, v, decay, runs, cache)
+    dinitial = backward.dstates[0] + lost * dfinal
     backward.intra()
-    return out, final, *backward.finish(dfinal), dinitial
+    return out, final, *backward.finish(dfinal.unsqueeze(0)), dinitial
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 63, 64, 65, 128, 200])
@@ -58,19 +61,55 @@ def test_chunked_kernel(rates, tokens):
 
 def test_chunked_kernel_without_states():
     expected = linear_expected((0.9, 1.0), 100)
-    kernel = resolve_linear("chunked", problem_of(expected.q, expected.v))
+    kernel, runs = resolve_linear("chunked", problem_of(expected.q, expected.v)), Runs.equal(100)
     decay = Decay(expected.rates)
     zero = torch.zeros_like(expected.initial)
     qkv = expected.q, expected.k, expected.v
     want = run("chunked", *qkv, expected.dout, decay, zero, zero)
-    forward = kernel.forward(*qkv, decay)
+    forward = kernel.forward(*qkv, decay, runs)
     forward.intra()
     out, cache = forward.finish(None)
     assert torch.equal(out, want[0])
-    backward = kernel.backward(expected.dout, *qkv, decay, cache)
+    backward = kernel.backward(expected.dout, *qkv, decay, runs, cache)
     backward.intra()
     for x, y in zip(backward.finish(None), want[2:5], strict=True):
         assert torch.equal(x, y)
+
+
+def test_chunked_kernel_takes_all_documents_in_one_call():
+    """As many operations for 60 documents as for 3, also beside one that is longer than a chunk."""
+
+    class Counted(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.count += 1
+            return func(*args, **(kwargs or {}))
+
+    def operations(*starts):
+        expected = linear_expected((0.9, 1.0), 180, documents=starts)
+        kernel, decay = (
+            resolve_linear("chunked", problem_of(expected.q, expected.v)),
+            Decay((0.9, 1)),
+        )
+        runs = Runs((tuple(pairwise((0, *starts, 180))),))
+        qkv = expected.q, expected.k, expected.v
+
+        def passes():
+            forward = kernel.forward(*qkv, decay, runs)
+            forward.intra()
+            _, cache = forward.finish(expected.initial.unsqueeze(0))
+            backward = kernel.backward(expected.dout, *qkv, decay, runs, cache)
+            backward.intra()
+            backward.finish(expected.dfinal.unsqueeze(0))
+
+        passes()  # what all layers share is made
+        with Counted() as counted:
+            passes()
+        return counted.count
+
+    assert operations(60, 120) == operations(*range(3, 180, 3))
+    assert operations(70, 140) == operations(70, *range(73, 178, 2))
 
 
 def long_recurrence(q, k, v, dout, rates, initial, dfinal):
@@ -140,12 +179,19 @@ from megatron_cp_plugin.kernels.decayed import add_decayed_
 torch.manual_seed(0)
 decay = Decay((1.0, 0.999, 0.5))
 log2_rates = decay.logarithms(torch.device("cpu")).div(torch.log(torch.tensor(2.0))).float()
-for tokens, x_dim, out_dim in ((1, 16, 16), (1100, 20, 130)):
+for x_dim, out_dim, *intervals in (
+    (16, 16, (0, 1)),
+    (20, 130, (0, 1100)),
+    (16, 20, (3, 10), (20, 1060), (1200, 1201)),
+):
+    tokens = intervals[-1][1] + 5
     out, x = (torch.randn(2, tokens, 3, dim) for dim in (out_dim, x_dim))
-    states = torch.randn(2, 3, x_dim, out_dim)
-    kept = decay.powers(torch.arange(1, tokens + 1)).float()
-    want = out + kept[None, :, :, None] * torch.einsum("bthd,bhde->bthe", x, states)
-    add_decayed_(out, x, states, log2_rates)
+    states = torch.randn(len(intervals), 2, 3, x_dim, out_dim)
+    want = out.clone()
+    for (start, stop), state in zip(intervals, states):
+        kept = decay.powers(torch.arange(1, stop - start + 1)).float()[None, :, :, None]
+        want[:, start:stop] += kept * torch.einsum("bthd,bhde->bthe", x[:, start:stop], state)
+    add_decayed_(out, x, states, log2_rates, intervals)
     torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-4)
 """
 
@@ -168,6 +214,7 @@ def test_what_a_state_adds_compiles_for_gpus(tmp_path, monkeypatch):
     constants = {"TILES": 16, "TOKENS": 64, "X_DIM": 128, "OUT_DIM": 128}
     types = dict.fromkeys(decayed._add_kernel.arg_names, "i32")
     types |= {"out_ptr": "*bf16", "x_ptr": "*bf16", "state_ptr": "*fp32", "log2_rate_ptr": "*fp32"}
+    types["interval_ptr"] = "*i32"
     types |= dict.fromkeys(constants, "constexpr")
     source = triton.compiler.ASTSource(decayed._add_kernel, types, constants)
     compiled = triton.compile(source, target=compiler.GPUTarget("cuda", 90, 32))
@@ -187,8 +234,9 @@ def test_any_number_of_sequences_fits_a_grid(monkeypatch):
             return lambda *args, **settings: None
 
     monkeypatch.setattr(decayed, "_add_kernel", Kernel())
+    monkeypatch.setattr(decayed, "_on_device", lambda intervals, device: None)
     x, states = (torch.empty(shape, device="meta") for shape in ((2048, 1024, 64, 128), (1, 1)))
-    decayed.add_decayed_(x, x, states, states)
+    decayed.add_decayed_(x, x, states, states, [(0, 1024)])
     (grid,) = grids
     assert prod(grid) == 2048 * 64
     assert all(size <= 65535 for size in grid[1:])

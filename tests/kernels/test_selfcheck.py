@@ -5,6 +5,7 @@ import torch
 
 from megatron_cp_plugin.core.kernel import Packing, Problem, Statistics
 from megatron_cp_plugin.core.linear.kernel import LinearKernel, LinearProblem
+from megatron_cp_plugin.core.linear.runs import Runs
 from megatron_cp_plugin.errors import KernelUnavailableError
 from megatron_cp_plugin.kernels import resolve
 from megatron_cp_plugin.kernels.chunked import Chunked
@@ -223,31 +224,33 @@ class PlantedLinear(LinearKernel):
     def unsupported(self, problem):
         return None
 
-    def forward(self, q, k, v, decay):
+    def forward(self, q, k, v, decay, runs):
         if self.fault == "crash":
             raise RuntimeError("no image for this device\nand more lines")
-        if self.fault == "segments" and q.shape[1] > 1024:
+        if self.fault == "segments" and q.shape[1] == 2048:
             k = torch.cat((torch.zeros_like(k[:, :1024]), k[:, 1024:]), 1)
-        made = Chunked().forward(q, k, v, decay)
+        if self.fault == "documents":
+            runs = Runs.equal(q.shape[1])
+        made = Chunked().forward(q, k, v, decay, runs)
         if self.fault == "state":
-            made.state = made.state * 1.02
+            made.states = made.states * 1.02
         if self.fault == "incoming":
             finish = made.finish
             made.finish = lambda incoming: (finish(None)[0], incoming)
         return made
 
-    def backward(self, dout, q, k, v, decay, cache):
-        made = Chunked().backward(dout, q, k, v, decay, cache)
+    def backward(self, dout, q, k, v, decay, runs, cache):
+        made = Chunked().backward(dout, q, k, v, decay, runs, cache)
         if self.fault == "nan":
             finish = made.finish
             made.finish = lambda doutgoing: (*finish(doutgoing)[:2], torch.full_like(v, torch.nan))
         if self.fault == "dstate":
-            made.dstate = -made.dstate
+            made.dstates = -made.dstates
         return made
 
 
 def linear_problem(dtype=torch.bfloat16):
-    return LinearProblem(CPU, dtype, 4, 24, 16)
+    return LinearProblem(CPU, dtype, 4, 24, 16, documents=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -261,6 +264,7 @@ def test_right_kernels_of_linear_attention_pass(dtype):
     ("fault", "where"),
     [
         ("segments", "of 2048 tokens"),
+        ("documents", "of 2300 tokens of documents"),
         ("state", "the last state of "),
         ("incoming", "out of "),
         ("nan", "dv of 100 tokens is off by inf"),
@@ -292,7 +296,7 @@ def test_a_kernel_of_linear_attention_that_fails():
 @pytest.mark.gpu
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 128)])
 def test_flash_linear_attention(dims):
-    asked = LinearProblem(torch.device("cuda", 0), torch.bfloat16, 4, *dims)
+    asked = LinearProblem(torch.device("cuda", 0), torch.bfloat16, 4, *dims, documents=True)
     try:
         kernel = resolve_linear("fla", asked)
     except KernelUnavailableError as error:

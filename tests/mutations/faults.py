@@ -619,8 +619,8 @@ FAULTS = (
     ),
     Fault(
         "core/linear/runs.py",
-        "documents[-1].state for",
-        "documents[0].state for",
+        "documents[-1] for",
+        "documents[0] for",
         "the state of a run's first document goes on, not that of its last one",
         "test_linear_conformance.py::test_a_state_begins_anew_at_each_document",
     ),

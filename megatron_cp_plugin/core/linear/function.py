@@ -95,7 +95,8 @@ def attend_linearly(
     check_linear_shapes(q, k, v)
     q, k, v = cast_inputs(q, k, v)
     _check(q, k, v, initial_state, algorithm, seq_len)
-    problem = LinearProblem(q.device, q.dtype, q.shape[2], q.shape[3], v.shape[3])
+    shape = q.device, q.dtype, q.shape[2], q.shape[3], v.shape[3]
+    problem = LinearProblem(*shape, documents=bool(documents))
     kernel = kernel_for(problem)
     call = LinearCall(seq_len, causal, decay, kernel, output_final_state, documents)
     if initial_state is not None:

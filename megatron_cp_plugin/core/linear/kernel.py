@@ -1,11 +1,13 @@
 """The interface of linear attention kernels.
 
-B batch, C tokens of a run, H heads, D head dim of q and k, E head dim of v. With a head's decay
-rate l and the state S_0 before the run, tokens t = 1..C of a run give
+B batch, S local tokens in n runs of consecutive ones, H heads, D head dim of q and k, E head dim of
+v. With a head's decay rate l and the state S_0 before a document, its tokens t = 1, 2, ... give
 
     S_t = l S_{t-1} + k_t v_t^T        o_t = S_t^T q_t        (LASP, equation 5)
 
-A pass over a run comes in three parts, so that states can travel while the middle one runs: what
+S_0 is 0, but for the first document of a run: there it is the state that comes from before the run.
+
+A pass over all runs comes in three parts, so that states can travel while the middle one runs: what
 the neighbours need, what needs nothing of them, and the rest.
 """
 
@@ -17,11 +19,15 @@ from torch import Tensor
 
 from megatron_cp_plugin.core.kernel import Kernel
 from megatron_cp_plugin.core.linear.decay import Decay
+from megatron_cp_plugin.core.linear.runs import Runs
 
 
 @dataclass(frozen=True)
 class LinearProblem:
-    """What a kernel has to serve; `deterministic` as in `core.kernel.Problem`."""
+    """What a kernel has to serve; `deterministic` as in `core.kernel.Problem`.
+
+    Attributes: documents: whether runs have several.
+    """
 
     device: torch.device
     dtype: torch.dtype
@@ -29,6 +35,7 @@ class LinearProblem:
     head_dim: int
     value_dim: int
     deterministic: bool = field(default_factory=torch.are_deterministic_algorithms_enabled)
+    documents: bool = False
 
     def __str__(self) -> str:
         dims = f"{self.head_dim}"
@@ -40,56 +47,58 @@ class LinearProblem:
 class ForwardPass(ABC):
     """A forward under way. States are float32 (float64 for float64).
 
-    Attributes: state: S_C [B,H,D,E] of the run if S_0 is 0.
+    Attributes: states: behind the last document of each run [n,B,H,D,E], contiguous, if nothing
+        comes from before the runs.
     """
 
-    state: Tensor
+    states: Tensor
 
     @abstractmethod
     def intra(self) -> None:
-        """Computes what does not need S_0. Call it once."""
+        """Computes what needs nothing from before the runs. Call it once."""
 
     @abstractmethod
     def finish(self, incoming: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Completes the run.
+        """Completes the runs.
 
-        Args: incoming: S_0 [B,H,D,E]; None: 0.
+        Args: incoming: the states before the runs [n,B,H,D,E]; None: 0.
 
-        Returns: out [B,C,H,E] in q's dtype, and what `LinearKernel.backward` takes as `cache`.
+        Returns: out [B,S,H,E] in q's dtype, and what `LinearKernel.backward` takes as `cache`.
         """
 
 
 class BackwardPass(ABC):
     """A backward under way.
 
-    Attributes: dstate: gradient of S_0 [B,H,D,E] if that of S_C is 0.
+    Attributes: dstates: gradients of the states before the runs [n,B,H,D,E], contiguous, if those
+        of the states behind them are 0.
     """
 
-    dstate: Tensor
+    dstates: Tensor
 
     @abstractmethod
     def intra(self) -> None:
-        """Computes what does not need the gradient of S_C. Call it once."""
+        """Computes what does not need the gradients of the states behind the runs. Call it once."""
 
     @abstractmethod
     def finish(self, doutgoing: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Completes the run.
+        """Completes the runs.
 
-        Args: doutgoing: gradient of S_C [B,H,D,E]; None: 0.
+        Args: doutgoing: gradients of the states behind the runs [n,B,H,D,E]; None: 0.
 
-        Returns: dq, dk [B,C,H,D], dv [B,C,H,E] in the dtypes of q, k, v.
+        Returns: dq, dk [B,S,H,D], dv [B,S,H,E] in the dtypes of q, k, v.
         """
 
 
 class LinearKernel(Kernel[LinearProblem]):
-    """Causal linear attention over one run of consecutive tokens.
+    """Causal linear attention over runs of consecutive tokens, of any number of documents.
 
     Attributes: name: as users give it.
     """
 
     @abstractmethod
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, decay: Decay) -> ForwardPass:
-        """Begins a forward. Args: q, k: [B,C,H,D]; v: [B,C,H,E]; contiguous."""
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, decay: Decay, runs: Runs) -> ForwardPass:
+        """Begins a forward. Args: q, k: [B,S,H,D]; v: [B,S,H,E]; contiguous."""
 
     @abstractmethod
     def backward(
@@ -99,6 +108,7 @@ class LinearKernel(Kernel[LinearProblem]):
         k: Tensor,
         v: Tensor,
         decay: Decay,
+        runs: Runs,
         cache: Tensor | None,
     ) -> BackwardPass:
-        """Begins a backward. Args: dout: [B,C,H,E]; cache: of `ForwardPass.finish`."""
+        """Begins a backward. Args: dout: [B,S,H,E]; cache: of `ForwardPass.finish`."""

@@ -8,8 +8,7 @@ from itertools import pairwise
 
 from megatron_cp_plugin.core.layout import Layout
 from megatron_cp_plugin.core.linear.decay import Distances
-
-Interval = tuple[int, int]
+from megatron_cp_plugin.core.linear.runs import Interval, Runs
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,17 +56,9 @@ class Route:
         after = bisect_left(self.documents, start)
         return after == len(self.documents) or self.documents[after] > stop
 
-    def parts(self, rank: int) -> tuple[tuple[Interval, ...], ...]:
-        """By run of a rank: local tokens (start, stop) of each document in it."""
-        found, before = [], 0
-        for start, stop in self.runs[rank]:
-            inside = self.documents[
-                bisect_right(self.documents, start) : bisect_left(self.documents, stop)
-            ]
-            edges = [before + place - start for place in (start, *inside, stop)]
-            found.append(tuple(pairwise(edges)))
-            before = edges[-1]
-        return tuple(found)
+    def local(self, rank: int) -> Runs:
+        """The runs of a rank, by its local tokens."""
+        return _local(self, rank)
 
     def distances(self, places: Sequence[int]) -> Distances:
         """How many tokens are between the ends of runs and places on the way.
@@ -111,3 +102,14 @@ def _distances(route: Route, places: tuple[int, ...]) -> Distances:
         )
         for place in places
     )
+
+
+@lru_cache(maxsize=256)
+def _local(route: Route, rank: int) -> Runs:
+    found, before = [], 0
+    for start, stop in route.runs[rank]:
+        first, end = bisect_right(route.documents, start), bisect_left(route.documents, stop)
+        edges = [before + at - start for at in (start, *route.documents[first:end], stop)]
+        found.append(tuple(pairwise(edges)))
+        before = edges[-1]
+    return Runs(tuple(found))

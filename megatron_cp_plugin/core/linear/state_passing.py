@@ -3,7 +3,7 @@
 B batch, S local tokens, H heads, D head dim of q and k, E head dim of v, n runs of consecutive
 tokens that a rank holds. States are [B,H,D,E], float32 (float64 for float64).
 
-Runs compute on their own (core/linear/kernel.py); what an algorithm adds is the way of states from
+A kernel computes the runs (core/linear/kernel.py); what an algorithm adds is the way of states from
 run to run. The gradient of a state goes the same way in the other direction, and so does everything
 where tokens see later ones: one function carries them all.
 """
@@ -26,13 +26,6 @@ from megatron_cp_plugin.core.linear.algorithm import (
 )
 from megatron_cp_plugin.core.linear.decay import Decay
 from megatron_cp_plugin.core.linear.route import Route
-from megatron_cp_plugin.core.linear.runs import (
-    Caches,
-    by_run,
-    fold,
-    runs_backward,
-    runs_forward,
-)
 
 LocalWork = Callable[[], None]
 Message = tuple[int, int]  # from a rank to a rank
@@ -136,19 +129,19 @@ class StatePassing(LinearAlgorithm):
         if _one_state(call):
             total = self._total(k, v, initial, None, route, call)
             return _products(q, total), total if call.output_final_state else None, (q, k, v, total)
-        out, final, caches = self._sweep(
+        out, final, cache = self._sweep(
             q, k, v, initial, route, call, output_final_state=call.output_final_state
         )
         if call.causal:
-            return out, final, (q, k, v, *caches)
-        later, _, later_caches = self._sweep(
+            return out, final, (q, k, v, cache)
+        later, _, later_cache = self._sweep(
             q.flip(1), k.flip(1), v.flip(1), None, route.flipped, call, output_final_state=False
         )
         # Both sweeps hold each token's own term.
         wide = accumulation_dtype(q.dtype)
         own = (q.to(wide) * k.to(wide)).sum(-1, keepdim=True) * v.to(wide)
         out = (out.to(wide) + later.flip(1).to(wide) - own).to(q.dtype)
-        return out, final, (q, k, v, *caches, *later_caches)
+        return out, final, (q, k, v, cache, later_cache)
 
     def backward(
         self, dout: Tensor, dfinal: Tensor | None, saved: Saved, call: LinearCall
@@ -166,12 +159,11 @@ class StatePassing(LinearAlgorithm):
             dq, dk = _products(dout, total.mT), _products(v, dtotal.mT)
             first = self.topology.rank == route.back.last_rank
             return dq, dk, _products(k, dtotal), dtotal if first else None
-        count = len(caches) if call.causal else len(caches) // 2
-        dq, dk, dv, dinitial = self._sweep_back(dout, q, k, v, caches[:count], dfinal, route, call)
+        dq, dk, dv, dinitial = self._sweep_back(dout, q, k, v, caches[0], dfinal, route, call)
         if call.causal:
             return dq, dk, dv, dinitial
         mirrored = (dout.flip(1), q.flip(1), k.flip(1), v.flip(1))
-        *gradients, _ = self._sweep_back(*mirrored, caches[count:], None, route.flipped, call)
+        *gradients, _ = self._sweep_back(*mirrored, caches[1], None, route.flipped, call)
         wide = accumulation_dtype(q.dtype)
         dout, q, k, v = (x.to(wide) for x in (dout, q, k, v))
         down = (dout * v).sum(-1, keepdim=True)
@@ -198,9 +190,8 @@ class StatePassing(LinearAlgorithm):
 
         Where nothing decays and tokens see all others, one state serves every token.
         """
-        runs = len(route.runs[self.topology.rank])
-        x, y = (fold(z, runs) for z in (x, y))
-        states = by_run(call.kernel.forward(x, x, y, call.decay).state, runs)
+        runs = route.local(self.topology.rank)
+        states = call.kernel.forward(x, x, y, call.decay, runs).states
         if own is not None:
             states[0] += own
         _, end = self.carry(states, first, route, call.decay, lambda: None, to_the_end=True)
@@ -216,17 +207,16 @@ class StatePassing(LinearAlgorithm):
         call: LinearCall,
         *,
         output_final_state: bool,
-    ) -> tuple[Tensor, Tensor | None, Caches]:
-        """Every token and what is before it on the route. Returns: out, final state, caches."""
-        parts = route.parts(self.topology.rank)
-        running = runs_forward(call.kernel, q, k, v, call.decay, parts)
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Every token and what is before it on the route. Returns: out, final state, cache."""
+        running = call.kernel.forward(q, k, v, call.decay, route.local(self.topology.rank))
         states = running.states
         arrived, end = self.carry(
             states, initial, route, call.decay, running.intra, to_the_end=output_final_state
         )
         final = self.share(end, states[0], route) if output_final_state else None
-        out, caches = running.finish(arrived)
-        return out, final, caches
+        out, cache = running.finish(arrived)
+        return out, final, cache
 
     def _sweep_back(
         self,
@@ -234,14 +224,14 @@ class StatePassing(LinearAlgorithm):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        caches: Caches,
+        cache: Tensor | None,
         dfinal: Tensor | None,
         route: Route,
         call: LinearCall,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Gradients of `_sweep`: those of states travel from the end of the route."""
-        parts = route.parts(self.topology.rank)
-        running = runs_backward(call.kernel, dout, q, k, v, call.decay, parts, caches)
+        runs = route.local(self.topology.rank)
+        running = call.kernel.backward(dout, q, k, v, call.decay, runs, cache)
         back = route.back
         arrived, end = self.carry(
             running.dstates,

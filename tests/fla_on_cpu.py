@@ -1,0 +1,69 @@
+"""Our kernel `fla` on CPUs: stand-ins for fla's kernels, chunks and segments of few tokens."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from megatron_cp_plugin.core.linear.runs import Interval
+from megatron_cp_plugin.kernels import fla
+from megatron_cp_plugin.kernels.linear import resolve_linear
+from tests.stand_ins.fla.ops.common import chunk_h, chunk_o, fused_chunk, sequences
+
+CHUNK, SHORTEST_SEGMENT, SEQUENCES = 4, 8, 64
+
+
+@contextmanager
+def fla_on_cpu() -> Iterator[None]:
+    """Serves any dtype, in float64 as exactly as others."""
+    modules = {
+        "fla.ops.common.chunk_h": chunk_h,
+        "fla.ops.common.chunk_o": chunk_o,
+        "fla.ops.common.fused_chunk": fused_chunk,
+        "megatron_cp_plugin.kernels.decayed": SimpleNamespace(add_decayed_=_add_decayed),
+    }
+    with (
+        patch.dict("sys.modules", modules),
+        patch.multiple(
+            fla,
+            CHUNK=CHUNK,
+            _SHORTEST_SEGMENT=SHORTEST_SEGMENT,
+            _SEQUENCES=SEQUENCES,
+            measured_blocks=lambda *tensors: nullcontext(),
+        ),
+        patch.object(fla.FlaLinear, "unsupported", lambda *args: None),
+    ):
+        _forget()
+        try:
+            yield
+        finally:
+            _forget()
+
+
+def launches() -> dict[str, int]:
+    """How often each kernel was launched since this was asked for."""
+    found = dict(sequences.LAUNCHES)
+    sequences.LAUNCHES.clear()
+    return found
+
+
+def _forget() -> None:
+    """What was made for chunks of other lengths, and which kernels serve what."""
+    resolve_linear.cache_clear()
+    fla._cut.cache_clear()
+    sequences.LAUNCHES.clear()
+
+
+def _add_decayed(
+    out: Tensor, x: Tensor, states: Tensor, log2_rates: Tensor, intervals: Sequence[Interval]
+) -> None:
+    """As kernels/decayed.py."""
+    sequences.LAUNCHES["add_decayed_"] += 1
+    sequences.check_contiguous(out, x, log2_rates)
+    for (start, stop), state in zip(intervals, states, strict=True):
+        powers = sequences.powers(log2_rates, torch.arange(1, stop - start + 1))
+        added = torch.einsum("bthd,bhde->bthe", x[:, start:stop], state)
+        out[:, start:stop] += powers * added
