@@ -16,11 +16,12 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 import benchmark_train
 from benchmark_train_job import OUT_OF_MEMORY, Plan, Report, is_out_of_memory, read_reports
 
-from tests.integration.megatron_job import Job, run
+from tests.integration.megatron_job import Job, run_program
 
-# The second length is more than memory holds.
+# The last length is more than memory holds. In a fork the CPU platform stands for a GPU at once.
 JOB = """
 import torch, benchmark_train_job as job
+job.KERNEL_PACKAGES = ()
 batch = job._batch
 def limited(tokens, vocabulary):
     if tokens > 64:
@@ -328,8 +329,11 @@ def measure(
     words = benchmark_train.command(args, case, gate, 0)
     start = next(at for at, word in enumerate(words) if word.endswith("benchmark_train_job.py"))
     assert json.loads(words[start + 1]) == json.loads(json.dumps(asdict(plan)))
-    program = ("-c", f"import sys; sys.path.insert(0, {str(Path(words[start]).parent)!r}){JOB}")
-    return plan, run(*words[start + 1 :], ranks=ranks, program=program)
+    program = f"import sys; sys.path.insert(0, {str(Path(words[start]).parent)!r}){JOB}"
+    place = folder / f"{name.replace(':', '_')}-{ranks}"
+    place.mkdir()
+    flags = (*words[start + 1 :], "--cp-platform", "cpu")
+    return plan, run_program(place, "-c", program, *flags, ranks=ranks)
 
 
 def test_steps_side_by_side(tmp_path: Path) -> None:

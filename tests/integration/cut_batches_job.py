@@ -11,6 +11,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, chain
 from typing import Any
 
@@ -165,21 +166,51 @@ class Batch:
         return attention_spans(chain.from_iterable(masks), packed_seq_params=params)
 
 
-def alone_in_turn(model: Any, batch: Batch, *, spanned: bool = False) -> tuple[float, list[Tensor]]:
-    """The mean loss, and log-probs of the labels, by a forward and backward of each document."""
-    loss, log_probs = 0.0, []
-    predicted = sum(len(ids) - 1 for ids in batch.ids)
-    masks = batch.masks(spanned=spanned)
-    for ids, labels, mask in zip(batch.ids, batch.labels, masks, strict=True):
-        places = torch.arange(len(ids))[None]
-        settings: dict[str, Any] = {"labels": labels[None], "loss_mask": torch.ones(1, len(ids))}
-        part = model(ids[None], places, mask, **settings)[0].sum() / batch.tokens
-        weigh_further_tokens((len(ids) - 1) / max(1, predicted))
-        torch.autograd.backward(part)  # as Megatron does, and the CPU platform needs
-        loss += float(part.detach())
-        with torch.no_grad():
-            log_probs.append(log_probs_of(model, ids[None], places, labels, mask=mask))
-    return loss, log_probs
+@dataclass(frozen=True)
+class Expected:
+    """Of a batch: the mean loss, log-probs of the labels, and gradients by parameters' names."""
+
+    loss: float
+    log_probs: list[Tensor]
+    gradients: dict[str, Tensor]
+
+
+class Reference:
+    """A model that neither context nor stages split, given each document by itself.
+
+    The same batch is computed once, whatever it is compared with.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self._found: dict[tuple[object, ...], Expected] = {}
+
+    def expected(self, batch: "Batch", *, spanned: bool = False) -> Expected:
+        """By a forward and backward of each document."""
+        key = (*map(len, batch.ids), spanned)
+        if key not in self._found:
+            self._found[key] = self._in_turn(batch, spanned)
+        return self._found[key]
+
+    def _in_turn(self, batch: "Batch", spanned: bool) -> Expected:
+        model, loss, log_probs = self.model, 0.0, []
+        model.zero_grad()
+        predicted = sum(len(ids) - 1 for ids in batch.ids)
+        masks = batch.masks(spanned=spanned)
+        for ids, labels, mask in zip(batch.ids, batch.labels, masks, strict=True):
+            places = torch.arange(len(ids))[None]
+            settings: dict[str, Any] = {
+                "labels": labels[None],
+                "loss_mask": torch.ones(1, len(ids)),
+            }
+            part = model(ids[None], places, mask, **settings)[0].sum() / batch.tokens
+            weigh_further_tokens((len(ids) - 1) / max(1, predicted))
+            torch.autograd.backward(part)  # as Megatron does, and the CPU platform needs
+            loss += float(part.detach())
+            with torch.no_grad():
+                log_probs.append(log_probs_of(model, ids[None], places, labels, mask=mask))
+        gradients = {name: each.grad.clone() for name, each in model.named_parameters()}
+        return Expected(loss, log_probs, gradients)
 
 
 def weigh_further_tokens(weight: float) -> None:
@@ -203,13 +234,12 @@ def log_probs_of(
 
 
 def compare(
-    reference: Any, model: Any, batch: Batch, *, real: bool, spanned: bool
+    reference: Reference, model: Any, batch: Batch, *, real: bool, spanned: bool
 ) -> dict[str, float]:
     """What loss, log-probs and gradients are off by."""
     group = model.pg_collection.cp
-    reference.zero_grad()
     model.zero_grad()
-    expected, alone_log_probs = alone_in_turn(reference, batch, spanned=spanned)
+    expected = reference.expected(batch, spanned=spanned)
     ids, labels = batch.cut(batch.ids), batch.cut(batch.labels)
     counts = batch.cut([torch.ones(len(x)) for x in batch.ids])
     places = batch.cut([torch.arange(len(x)) for x in batch.ids])
@@ -230,24 +260,25 @@ def compare(
     with torch.no_grad():
         packed = batch.packed(real=real, spanned=spanned)
         found = log_probs_of(model, ids, places, labels[0], packed)
-    log_probs = (found - batch.cut(alone_log_probs)[0]) * counts[0]
+    log_probs = (found - batch.cut(expected.log_probs)[0]) * counts[0]
     worst = 0.0
-    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+    parameters = zip(model.parameters(), expected.gradients.values(), strict=True)
+    for ours, theirs in parameters:
         gradient = ours.grad.clone()
         dist.all_reduce(gradient, group=group)
         if getattr(ours, "sequence_parallel", False):
             dist.all_reduce(gradient, group=model.pg_collection.tp)
-        scale = theirs.grad.abs().max().clamp_min(1e-3)
-        worst = max(worst, float((gradient - theirs.grad).abs().max() / scale))
+        scale = theirs.abs().max().clamp_min(1e-3)
+        worst = max(worst, float((gradient - theirs).abs().max() / scale))
     return {
-        "loss": abs(float(total) - expected) / expected,
+        "loss": abs(float(total) - expected.loss) / expected.loss,
         "log-probs": float(log_probs.abs().max()),
         "gradients": worst,
     }
 
 
 def compare_all(
-    reference: Any,
+    reference: Reference,
     model: Any,
     rank: int,
     size: int,
@@ -256,7 +287,7 @@ def compare_all(
     spanned: bool = False,
 ) -> dict[str, dict[str, float]]:
     """All batches, with and without real lengths."""
-    model.load_state_dict(reference.state_dict(), strict=False)
+    model.load_state_dict(reference.model.state_dict(), strict=False)
     return {
         f"{name}{' and padding' if real else ''}": compare(
             reference, model, Batch(lengths, rank, size, layout), real=real, spanned=spanned
@@ -340,9 +371,9 @@ def by_install(size: int) -> dict[str, Any]:
 
     groups = set_up(size)
     rank = groups.cp.rank()
-    reference = make_model(make_config(1), alone(groups))
-    latent = make_model(make_config(1, latent=True), alone(groups))
-    further = make_model(make_config(1, mtp_num_layers=1), alone(groups))
+    reference = Reference(make_model(make_config(1), alone(groups)))
+    latent = Reference(make_model(make_config(1, latent=True), alone(groups)))
+    further = Reference(make_model(make_config(1, mtp_num_layers=1), alone(groups)))
     found: dict[str, Any] = {}
     for algo, options in SOFTMAX.items():
         cp_megatron.install(algo, layout="thd", **options)
@@ -402,7 +433,7 @@ def beside_tensor_parallelism(size: int) -> dict[str, Any]:
 
     groups = set_up(size, tensor=2)
     split = {"tensor_model_parallel_size": 2}
-    reference = make_model(make_config(1, **split), alone(groups))
+    reference = Reference(make_model(make_config(1, **split), alone(groups)))
     found = {}
     for algo, layout in SERVED.items():
         cp_megatron.install(algo, layout=layout)
@@ -497,9 +528,9 @@ class Pipeline:
         return [each["kept"] for each in found]
 
 
-def compare_stages(reference: Any, pipeline: Pipeline, layout: str) -> dict[str, float]:
+def compare_stages(reference: Reference, pipeline: Pipeline, layout: str) -> dict[str, float]:
     """What losses, log-probs and gradients of one step of all batches are off by."""
-    group, whole = pipeline.group, dict(reference.named_parameters())
+    group, whole = pipeline.group, dict(reference.model.named_parameters())
     with torch.no_grad():
         for name, parameter in pipeline.named_parameters():
             parameter.copy_(whole[name])
@@ -508,24 +539,24 @@ def compare_stages(reference: Any, pipeline: Pipeline, layout: str) -> dict[str,
         for real in (False, True)
         for lengths in BATCHES.values()
     ]
-    reference.zero_grad()
-    expected = [alone_in_turn(reference, batch) for batch, _ in batches]
+    expected = [reference.expected(batch) for batch, _ in batches]
 
     def given() -> list[tuple[Batch, Any]]:
         return [(batch, batch.packed(real=real)) for batch, real in batches]
 
     off = {"loss": 0.0, "log-probs": 0.0, "gradients": 0.0}
-    for loss, (wanted, _) in zip(pipeline.step(given()), expected, strict=False):
+    for loss, wanted in zip(pipeline.step(given()), expected, strict=False):
         dist.all_reduce(loss, group=group)
-        off["loss"] = max(off["loss"], abs(float(loss) - wanted) / wanted)
+        off["loss"] = max(off["loss"], abs(float(loss) - wanted.loss) / wanted.loss)
     for name, parameter in pipeline.named_parameters():
-        gradient, theirs = parameter.grad.clone(), whole[name].grad
+        gradient = parameter.grad.clone()
+        theirs = torch.stack([each.gradients[name] for each in expected]).sum(0)
         dist.all_reduce(gradient, group=group)
         scale = theirs.abs().max().clamp_min(1e-3)
         off["gradients"] = max(off["gradients"], float((gradient - theirs).abs().max() / scale))
     found = pipeline.step(given(), log_probs=True)
-    for mine, (batch, _), (_, wanted) in zip(found, batches, expected, strict=False):
-        error = float((mine - batch.cut(wanted)[0]).abs().max())
+    for mine, (batch, _), wanted in zip(found, batches, expected, strict=False):
+        error = float((mine - batch.cut(wanted.log_probs)[0]).abs().max())
         off["log-probs"] = max(off["log-probs"], error)
     return off | {"seen": float(len(found))}
 
@@ -568,9 +599,10 @@ def beside_pipeline_parallelism(size: int) -> dict[str, Any]:
     found: dict[str, Any] = {"is last": groups.pp.rank() == 1}
     again = {"recompute_granularity": "full", "recompute_method": "uniform"}
     for chunks in (1, 2):
-        reference = make_model(make_config(1, num_layers=2 * chunks), alone(groups))
-        dist.broadcast_object_list(weights := [reference.state_dict()])
-        reference.load_state_dict(weights[0])
+        whole = make_model(make_config(1, num_layers=2 * chunks), alone(groups))
+        dist.broadcast_object_list(weights := [whole.state_dict()])
+        whole.load_state_dict(weights[0])
+        reference = Reference(whole)
         for algo, layout in SERVED.items():
             cp_megatron.install(algo, layout=layout)
             more = again | {"recompute_num_layers": 1} if algo == "zigzag" else {}
@@ -592,7 +624,7 @@ def by_serve(size: int) -> dict[str, Any]:
     from megatron_cp_plugin import megatron as cp_megatron
 
     groups = set_up(size)
-    reference = make_model(make_config(1), alone(groups))
+    reference = Reference(make_model(make_config(1), alone(groups)))
     config = make_config(size)
     found, left = {}, {}
     for algo, layout in (SERVED | {"auto": "thd"}).items():
@@ -654,7 +686,7 @@ def by_launcher() -> dict[str, Any]:
 
     served = GPTModel.__init__
     GPTModel.__init__ = served.__wrapped__  # type: ignore[attr-defined, method-assign]
-    own = make_model(make_config(1), alone(groups))
+    own = Reference(make_model(make_config(1), alone(groups)))
     GPTModel.__init__ = served  # type: ignore[method-assign]
     model = make_model(make_config(size), groups)
     return {args.context_parallel_algo: compare_all(own, model, groups.cp.rank(), size)}
