@@ -12,6 +12,7 @@ import pytest
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.harness import prepare_data
 from megatron_cp_plugin.harness.parity import Iteration
+from tests import forked_launch
 
 ROOT = Path(__file__).parents[1]
 
@@ -63,7 +64,10 @@ def test_parts_make_up_the_whole(script: ModuleType) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_two_calls_train_what_one_does(script: ModuleType, tmp_path: Path) -> None:
+def test_two_calls_train_what_one_does(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(script, "launch", forked_launch.launch)
     data = tmp_path / "text"
     assert prepare_data.main([str(ROOT / "README.md"), "--output", str(data)]) == 0
     words = ["--config", str(ROOT / "configs/tiny_transnormer.yaml"), "--algos", "lasp2"]

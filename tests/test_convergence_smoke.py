@@ -27,6 +27,7 @@ from megatron_cp_plugin.harness.parity import (
     gradient_errors,
 )
 from megatron_cp_plugin.harness.recorder import Recorder
+from tests import forked_launch
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "scripts" / "convergence_smoke.py"
@@ -655,6 +656,7 @@ def test_wrong_key_gradient_in_training_is_caught(
     first = {"zigzag": 0, "ring": 12}
     launcher.write_text(SABOTAGE.format(launcher=str(harness.LAUNCHER), first=first))
     monkeypatch.setattr(harness, "LAUNCHER", launcher)
+    monkeypatch.setattr(harness, "launch", forked_launch.launch)
     words = ["--config", str(tiny_run_file), "--algos", "zigzag,ring", "--cp", "2", "--iters", "4"]
     assert harness.main([*words, "--output", str(tmp_path / "out")]) == 1
     reference, *runs = json.loads((tmp_path / "out" / "report.json").read_text())["runs"]

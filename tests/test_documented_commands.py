@@ -4,9 +4,13 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+
+from megatron_cp_plugin.harness import prepare_data
+from tests.integration.megatron_job import Process, run_program
 
 ROOT = Path(__file__).parents[1]
 PAGES = (
@@ -22,7 +26,8 @@ PROGRAMS = ("make", "python", "torchrun", "megatron-cp", "pytest", "pip", "git",
 RUN: dict[str, tuple[str, str]] = {
     "megatron-cp prepare-data --output data/stdlib": ("README.md", "documents"),
     "megatron-cp train --config tiny_zigzag": (
-        "--train-iters 2 --log-interval 1 --seq-length 128 --data-path data/readme",
+        "--train-iters 2 --log-interval 1 --seq-length 128 --data-path data/readme "
+        "--context-parallel-size 2",
         "iteration        2/",
     ),
     "torchrun --nproc-per-node 4 scripts/pretrain_gpt.py --config configs/tiny_zigzag.yaml": (
@@ -138,21 +143,16 @@ def test_every_command_of_the_pages_is_known() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("command", RUN)
 def test_commands_of_the_pages(command: str, tmp_path: Path) -> None:
+    """Started as users do where the CPU platform, which forks have, would make a difference."""
     more, says = RUN[command]
     for name in ("configs", "scripts", "README.md", "Makefile"):
         (tmp_path / name).symlink_to(ROOT / name)
     words = shlex.split(f"{command.removesuffix('...')} {more}")
     (tmp_path / "docs" / "pictures").mkdir(parents=True)
-    tools = Path(sys.executable).parent
     if "--data-path" in words:
-        data = [tools / "megatron-cp", "prepare-data", "README.md", "--output", "data/readme"]
-        data += ["--document-bytes", "200"]
-        subprocess.run(data, cwd=tmp_path, check=True, capture_output=True)
-    if words[0] != "make":
-        words[0] = str(tools / words[0])
-    done = subprocess.run(
-        words, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False
-    )
+        data = [str(ROOT / "README.md"), "--output", str(tmp_path / "data" / "readme")]
+        assert prepare_data.main([*data, "--document-bytes", "200"]) == 0
+    done = run_in(tmp_path, words)
     assert done.returncode == 0, done.stderr[-3000:]
     assert says in done.stdout
     if command == PRINTED:
@@ -160,6 +160,23 @@ def test_commands_of_the_pages(command: str, tmp_path: Path) -> None:
             text = (ROOT / page).read_text()
             (block,) = re.findall(r"^```text\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
             assert set(block.splitlines()) <= set(done.stdout.splitlines())
+
+
+def run_in(folder: Path, words: Sequence[str]) -> Process:
+    """Runs a command in a folder; several ranks end with the first error, and print together."""
+    if words[0] == "megatron-cp" and words[1] in ("plan", "draw", "prepare-data", "capabilities"):
+        return run_program(folder, "-m", "megatron_cp_plugin.cli", *words[1:]).processes[0]
+    if words[0] == "torchrun" and words[3].endswith("pretrain_gpt.py"):
+        assert words[1] == "--nproc-per-node"
+        job = run_program(folder, *words[3:], "--cp-platform", "cpu", ranks=int(words[2]))
+        code = max(abs(rank.returncode) for rank in job.processes)
+        return Process(code, job.text, job.text)
+    if words[0] != "make":
+        words = [str(Path(sys.executable).parent / words[0]), *words[1:]]
+    done = subprocess.run(
+        words, cwd=folder, capture_output=True, text=True, timeout=240, check=False
+    )
+    return Process(done.returncode, done.stdout, done.stderr)
 
 
 def test_code_on_pages_imports_what_it_uses() -> None:

@@ -19,6 +19,7 @@ from megatron_cp_plugin.integration.args import add_arguments, split_flags
 from megatron_cp_plugin.integration.checks import check_arguments, check_graphs
 from megatron_cp_plugin.integration.features import FEATURES
 from megatron_cp_plugin.integration.yaml_config import yaml_to_argv
+from tests import forked_launch
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "parity_gpus.py"
 
@@ -326,6 +327,7 @@ def test_rows_are_trained_and_judged(
     )
     monkeypatch.setattr(table, "ROWS", (row,))
     monkeypatch.setattr(gpus, "ITERATIONS", 4)
+    monkeypatch.setattr(gpus, "launch", forked_launch.launch)
     # In float32 a yardstick may by chance be off by nothing.
     monkeypatch.setattr(gpus, "judge", lambda run, yardstick: run["problems"])
     words = ["--output", str(tmp_path), "--jobs", "2", "--commit", "abc"]
@@ -352,6 +354,7 @@ def test_a_run_that_was_not_captured_is_found(
     monkeypatch.setattr(table, "GRAPHS", {"local": {"cuda_graph_impl": "none"}})
     monkeypatch.setattr(table, "ROWS", table.graphs(eager, local=("zigzag", {})))
     monkeypatch.setattr(gpus, "ITERATIONS", 2)
+    monkeypatch.setattr(gpus, "launch", forked_launch.launch)
     words = ["--output", str(tmp_path), "--jobs", "2", "--commit", "abc"]
     assert gpus.main([*words, "--only", "tiny-local/*"]) == 1
     first, captured = json.loads((tmp_path / "rows.json").read_text())["rows"]

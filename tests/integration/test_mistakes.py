@@ -288,8 +288,7 @@ QUICK = ("dropout", "flag of a script that is not ours")
 # Before and after torch.distributed, of run files, of other programs, of more ranks than two; and
 # what a fork, whose platform is the CPU, would not see.
 UNDER_TORCHRUN = (
-    *("dropout", "flag", "no YAML", "heads", "grid", "data", "record"),
-    *("our flag of a script that is not ours", "no script", "no such script"),
+    *("dropout", "no YAML", "heads", "data", "no such script"),
     *("platform", "no GPU", "doctor", "conformance without GPUs", "benchmark without GPUs"),
 )
 
