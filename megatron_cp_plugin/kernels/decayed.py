@@ -75,11 +75,12 @@ def add_decayed_(
     """
     batch, tokens, heads, x_dim = x.shape
     out_dim = out.shape[3]
-    columns = min(128, max(16, triton.next_power_of_2(out_dim)))
-    longest = max(stop - start for start, stop in intervals)
+    columns = min(128, _power_of_two(out_dim))
+    longest = max([stop - start for start, stop in intervals])
+    # Triton's own functions of integers take longer on the host.
     grid = (
-        triton.cdiv(longest, _TILES * _TOKENS) * len(intervals) * batch * heads,
-        triton.cdiv(out_dim, columns),
+        -(-longest // (_TILES * _TOKENS)) * len(intervals) * batch * heads,
+        -(-out_dim // columns),
     )
     _add_kernel[grid](
         out,
@@ -95,10 +96,15 @@ def add_decayed_(
         out_dim,
         TILES=_TILES,
         TOKENS=_TOKENS,
-        X_DIM=max(16, triton.next_power_of_2(x_dim)),
+        X_DIM=_power_of_two(x_dim),
         OUT_DIM=columns,
         num_warps=8,
     )
+
+
+def _power_of_two(dim: int) -> int:
+    """The next one, of 16 or more."""
+    return 1 << max(4, (dim - 1).bit_length())
 
 
 @kept_on_device(maxsize=64)  # of some micro-batches

@@ -21,7 +21,7 @@ segments of C tokens as entries of a batch, [B*m,C,H,...], or all in one, [1,B*S
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from importlib import import_module
@@ -180,16 +180,28 @@ def measured_blocks(k: Tensor, v: Tensor) -> Iterator[None]:
 
     Args: k: [B,C,H,D]. v: [B,C,H,E].
     """
-    like_measured = k.shape[3] <= 256 and v.shape[3] <= 128
-    if not like_measured or torch.cuda.get_device_capability(k.device) != (9, 0):
+    measured = _measured(k.shape[3], v.shape[3], k.device)
+    if not measured:
         yield
         return
-    with ExitStack() as stack:
-        stack.enter_context(_CHOOSING)
-        for tuner, config in tuners():
-            stack.callback(setattr, tuner, "configs", tuner.configs)
-            tuner.configs = [config]
-        yield
+    with _CHOOSING:
+        all_configs = [tuner.configs for tuner, _ in measured]
+        try:
+            for tuner, config in measured:
+                tuner.configs = [config]
+            yield
+        finally:
+            for (tuner, _), configs in zip(measured, all_configs, strict=True):
+                tuner.configs = configs
+
+
+@lru_cache(maxsize=64)  # asking for a GPU's properties takes as long as a launch
+def _measured(head_dim: int, value_dim: int, device: torch.device) -> list[tuple[Any, Any]]:
+    """`tuners`, or none where others may be faster."""
+    like_measured = head_dim <= 256 and value_dim <= 128
+    if like_measured and torch.cuda.get_device_capability(device) == (9, 0):
+        return tuners()
+    return []
 
 
 @lru_cache(maxsize=1)
@@ -414,7 +426,7 @@ class _Segments:
 
     def joined(self, states: Tensor) -> Tensor:
         """Those of the joined segments: [B*m,H,D,E] -> [j,B,H,D,E]."""
-        states = states.unflatten(0, (self._batch, len(self._cut.segments)))
+        states = states.view(self._batch, len(self._cut.segments), *states.shape[1:])
         if self.tables.joined is not None:
             states = states.index_select(1, self.tables.joined)
         return states.transpose(0, 1)

@@ -5,7 +5,8 @@ B batch, H heads, D head dim of q and k, E head dim of v. A state is k v^T summe
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import log
+from functools import cached_property
+from math import log, prod
 
 import torch
 from torch import Tensor
@@ -25,6 +26,14 @@ class Decay:
     """
 
     rates: tuple[float, ...]
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self.rates)
+
+    def __hash__(self) -> int:
+        # What is made of rates is looked up by them many times in a call.
+        return self._hash
 
     @staticmethod
     def of(decay: float | Sequence[float] | Tensor, heads: int) -> "Decay":
@@ -95,13 +104,16 @@ def _weights(
 
 def combine(states: Tensor, weights: Tensor) -> Tensor:
     """Weighted sums of states: [M,B,H,D,E] with weights [H,N,M] -> [N,B,H,D,E], contiguous."""
-    _, batch, heads, *dims = states.shape
+    count, batch, heads, *dims = states.shape
     rows = weights.shape[1]
     sums = states.new_empty((rows, batch, heads, *dims))
+    if batch != 1:
+        weights = weights.expand(batch, -1, -1, -1).flatten(0, 1)
     # One call, and nothing put in order for it: there are many of these, and all are short.
+    size = prod(dims)
     torch.bmm(
-        weights.expand(batch, -1, -1, -1).flatten(0, 1),
-        states.flatten(3).flatten(1, 2).transpose(0, 1),
-        out=sums.flatten(3).flatten(1, 2).transpose(0, 1),
+        weights,
+        states.reshape(count, batch * heads, size).transpose(0, 1),
+        out=sums.view(rows, batch * heads, size).transpose(0, 1),
     )
     return sums
