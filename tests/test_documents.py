@@ -285,4 +285,4 @@ def test_every_algorithm_takes_documents_and_one_that_does_not_refuses(
         cp.attention(q, q, q, algo=algo, cu_seqlens=[0, 3, 8])
     monkeypatch.setattr(KvAllGather, "windows", False)
     with pytest.raises(ContextParallelError, match="does not support documents, got 2 of them"):
-        cp.attention(q, q, q, algo="allgather", cu_seqlens=[0, 3, 8])
+        cp.attention(q, q, q, algo="allgather", cu_seqlens=[0, 4, 8])

@@ -85,14 +85,19 @@ class Statistics(NamedTuple):
     def rows(self, rows: slice | Tensor) -> "Statistics":
         """The statistics of some query rows. Args: rows: as in `partial.rows_at`."""
         lse, out, delta = self
-        if isinstance(rows, slice):
-            if rows == slice(0, lse.shape[2]):
-                return self
-            lse, delta = lse[:, :, rows], None if delta is None else delta[:, :, rows]
-        else:
-            lse = lse.index_select(2, rows)
-            delta = None if delta is None else delta.index_select(2, rows)
-        return Statistics(lse, None if out is None else rows_at(out, rows), delta)
+        if not isinstance(rows, slice):
+            return Statistics(
+                lse.index_select(2, rows),
+                None if out is None else rows_at(out, rows),
+                None if delta is None else delta.index_select(2, rows),
+            )
+        if rows == slice(0, lse.shape[2]):
+            return self
+        return Statistics(
+            lse[:, :, rows],
+            None if out is None else out[:, rows],
+            None if delta is None else delta[:, :, rows],
+        )
 
     def heads(self, heads: slice) -> "Statistics":
         """The statistics of some query heads."""

@@ -35,6 +35,7 @@ from megatron_cp_plugin.core.execution.team import (
 from megatron_cp_plugin.core.kernel import Statistics
 from megatron_cp_plugin.core.masks.tile_batches import Part
 from megatron_cp_plugin.core.pipeline import HeadGroup, pipeline
+from megatron_cp_plugin.core.pipeline import together as of_all
 from megatron_cp_plugin.core.plans.plan import OF_KEYS, OF_ROWS, Move, TensorNames
 
 Compute = Callable[[HeadGroup, Named, Sequence[GradientSum]], Iterator[Found]]
@@ -56,7 +57,7 @@ def rounds(moves: Iterable[Move], groups: Sequence[HeadGroup]) -> tuple[Round, .
     """Args: moves: from or to one rank. groups: of heads that are exchanged at a time; what is
     of all heads comes before the first.
     """
-    whole = HeadGroup(slice(0, groups[-1].q.stop), slice(0, groups[-1].kv.stop), True, True)
+    whole = of_all(groups)
     found: dict[tuple[HeadGroup, bool], dict[Kind, Operation]] = {}
     last: Kind | None = None
     for move in moves:
