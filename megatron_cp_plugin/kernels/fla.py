@@ -294,9 +294,10 @@ class _Cut:
     def bounds(self) -> Tensor:
         """Where the segments of all batch entries begin, and where the last one ends: [B*m+1]."""
         tokens = self.segments[-1][0][1]
-        starts = torch.tensor([start for (start, _), _ in self.segments])
-        of_entries = starts + tokens * torch.arange(self.batch)[:, None]
-        return torch.cat((of_entries.flatten(), torch.tensor([tokens * self.batch])))
+        starts = torch.tensor([start for (start, _), _ in self.segments], device="cpu")
+        entries = torch.arange(self.batch, device="cpu")[:, None]
+        end = torch.tensor([tokens * self.batch], device="cpu")
+        return torch.cat(((starts + tokens * entries).flatten(), end))
 
 
 @lru_cache(maxsize=64)  # every pass has the same
@@ -326,13 +327,16 @@ def _tables(cut: _Cut, device: torch.device) -> _Tables:
         return _Tables()
     bounds = cut.bounds
     counts = (bounds.diff() + CHUNK - 1) // CHUNK
-    first = torch.cat((torch.zeros(1, dtype=torch.long), counts.cumsum(0)))
-    segment = torch.arange(len(counts)).repeat_interleave(counts)
-    chunks = torch.stack((segment, torch.arange(len(segment)) - first[segment]), 1)
-    numbers = bounds, chunks, first, torch.zeros_like(first)
-    starts, chunks, first, nowhere = (uploaded(x, device) for x in numbers)
-    joined = uploaded(torch.tensor(cut.joined), device).long()
-    return _Tables(starts, chunks, first, nowhere, joined)
+    first = torch.cat((bounds[:1], counts.cumsum(0)))
+    segment = torch.arange(len(counts), device="cpu").repeat_interleave(counts)
+    chunk = torch.arange(len(segment), device="cpu") - first[segment]
+    return _Tables(
+        starts=uploaded(bounds, device),
+        chunks=uploaded(torch.stack((segment, chunk), 1), device),
+        first_chunks=uploaded(first, device),
+        nowhere=uploaded(torch.zeros_like(first), device),
+        joined=uploaded(torch.tensor(cut.joined, device="cpu"), device).long(),
+    )
 
 
 class _Segments:
@@ -618,7 +622,7 @@ def _distances(
         ]
         for document, place in places
     ]
-    return uploaded(torch.tensor(distances), device)
+    return uploaded(torch.tensor(distances, device="cpu"), device)
 
 
 @kept_on_device(maxsize=1024)
