@@ -43,9 +43,9 @@ def fla_on_cpu() -> Iterator[None]:
             _forget()
 
 
-def launches() -> dict[str, int]:
-    """How often each kernel was launched since this was asked for."""
-    found = dict(sequences.LAUNCHES)
+def launches() -> list[tuple[str, dict[str, object]]]:
+    """Names and arguments, of tensors their shapes, of all launches since this was asked for."""
+    found = list(sequences.LAUNCHES)
     sequences.LAUNCHES.clear()
     return found
 
@@ -61,8 +61,7 @@ def _add_decayed(
     out: Tensor, x: Tensor, states: Tensor, log2_rates: Tensor, intervals: Sequence[Interval]
 ) -> None:
     """As kernels/decayed.py."""
-    sequences.LAUNCHES["add_decayed_"] += 1
-    sequences.check_contiguous(out, x, log2_rates)
+    sequences.launched("add_decayed_", {"out": out, "x": x, "log2_rates": log2_rates})
     for (start, stop), state in zip(intervals, states, strict=True):
         powers = sequences.powers(log2_rates, torch.arange(1, stop - start + 1))
         added = torch.einsum("bthd,bhde->bthe", x[:, start:stop], state)

@@ -147,7 +147,7 @@ class _Places:
 @kept_on_device(maxsize=64)  # of some micro-batches: they take memory of the device
 def _places(runs: Runs, device: torch.device) -> _Places:
     intervals = [interval for documents in runs.documents for interval in documents]
-    starts, stops = torch.tensor(intervals).unbind(1)
+    starts, stops = torch.tensor(intervals, device="cpu").unbind(1)
     total = int(stops[-1])
     length = min(_CHUNK, max(int((stops - starts).max()), 1))
     chunks, order = ((stops - starts + length - 1) // length).sort(descending=True, stable=True)
@@ -159,12 +159,12 @@ def _places(runs: Runs, device: torch.device) -> _Places:
         (slice(start, start + count), slice(then, then + count))
         for start, then, count in zip(edges, edges[1:], rounds[1:], strict=False)
     ]
-    document = torch.cat([torch.arange(count) for count in (*rounds, 0)])
-    number = torch.repeat_interleave(torch.tensor(rounds, dtype=torch.long))
+    document = torch.cat([torch.arange(count, device="cpu") for count in (*rounds, 0)])
+    number = torch.repeat_interleave(torch.tensor(rounds, dtype=torch.long, device="cpu"))
     later = chunks[document] - number
-    tokens = (stops[document] - later * length)[:, None] + torch.arange(length)
+    tokens = (stops[document] - later * length)[:, None] + torch.arange(length, device="cpu")
     inside = tokens >= starts[document, None]
-    chunked = torch.empty(total, dtype=torch.long)
+    chunked = torch.empty(total, dtype=torch.long, device="cpu")
     chunked[tokens[inside]] = inside.flatten().nonzero()[:, 0]
     tokens = tokens.where(inside, total).flatten()
     placed = uploaded(tokens, device), uploaded(chunked, device)

@@ -110,4 +110,4 @@ def _power_of_two(dim: int) -> int:
 @kept_on_device(maxsize=64)  # of some micro-batches
 def _on_device(intervals: tuple[Interval, ...], device: torch.device) -> Tensor:
     """[n,2] int32."""
-    return uploaded(torch.tensor(intervals), device)
+    return uploaded(torch.tensor(intervals, device="cpu"), device)

@@ -47,7 +47,7 @@ from megatron_cp_plugin.core.linear.runs import Interval, Runs
 CHUNK = 64  # tokens
 _SEQUENCES = 256  # batch entries times heads times segments that fill a GPU
 _SHORTEST_SEGMENT = 1024
-_WHOLE = 2**30  # more tokens than a segment has
+_WHOLE = 2**30  # more tokens than any segment has
 
 # Of each kernel: the block sizes, warps and stages that were the fastest on an H200, or within 2%
 # of it, wherever segments at head dims 128 and 256 took longer than 0.05 ms.
@@ -294,9 +294,10 @@ class _Cut:
     def bounds(self) -> Tensor:
         """Where the segments of all batch entries begin, and where the last one ends: [B*m+1]."""
         tokens = self.segments[-1][0][1]
-        starts = torch.tensor([start for (start, _), _ in self.segments])
-        of_entries = starts + tokens * torch.arange(self.batch)[:, None]
-        return torch.cat((of_entries.flatten(), torch.tensor([tokens * self.batch])))
+        starts = torch.tensor([start for (start, _), _ in self.segments], device="cpu")
+        entries = torch.arange(self.batch, device="cpu")[:, None]
+        end = torch.tensor([tokens * self.batch], device="cpu")
+        return torch.cat(((starts + tokens * entries).flatten(), end))
 
 
 @lru_cache(maxsize=64)  # every pass has the same
@@ -326,13 +327,16 @@ def _tables(cut: _Cut, device: torch.device) -> _Tables:
         return _Tables()
     bounds = cut.bounds
     counts = (bounds.diff() + CHUNK - 1) // CHUNK
-    first = torch.cat((torch.zeros(1, dtype=torch.long), counts.cumsum(0)))
-    segment = torch.arange(len(counts)).repeat_interleave(counts)
-    chunks = torch.stack((segment, torch.arange(len(segment)) - first[segment]), 1)
-    numbers = bounds, chunks, first, torch.zeros_like(first)
-    starts, chunks, first, nowhere = (uploaded(x, device) for x in numbers)
-    joined = uploaded(torch.tensor(cut.joined), device).long()
-    return _Tables(starts, chunks, first, nowhere, joined)
+    first = torch.cat((bounds[:1], counts.cumsum(0)))
+    segment = torch.arange(len(counts), device="cpu").repeat_interleave(counts)
+    chunk = torch.arange(len(segment), device="cpu") - first[segment]
+    return _Tables(
+        starts=uploaded(bounds, device),
+        chunks=uploaded(torch.stack((segment, chunk), 1), device),
+        first_chunks=uploaded(first, device),
+        nowhere=uploaded(torch.zeros_like(first), device),
+        joined=uploaded(torch.tensor(cut.joined, device="cpu"), device).long(),
+    )
 
 
 class _Segments:
@@ -365,7 +369,7 @@ class _Segments:
     def states_behind(self, k: Tensor, v: Tensor) -> Tensor:
         """Behind each segment, if nothing comes before it: folded k, v -> [B*m,H,D,E]."""
         states = self._states(k, v, self._count, self._wide)
-        self._launch_states(k, v, None, self._unread(k, v), states, _WHOLE)
+        self._launch_states(k, v, None, self._unread(k, v), states, self._whole)
         return states
 
     def states_before_chunks(self, k: Tensor, v: Tensor, before: Tensor | None) -> Tensor:
@@ -377,7 +381,7 @@ class _Segments:
     def gradients_before(self, q: Tensor, dout: Tensor) -> Tensor:
         """Of the state before each segment, if those behind have none: -> [B*m,H,D,E]."""
         states = self._states(q, dout, self._count, self._wide)
-        self._launch_gradients(q, dout, None, self._unread(q, dout), states, _WHOLE)
+        self._launch_gradients(q, dout, None, self._unread(q, dout), states, self._whole)
         return states
 
     def gradients_behind_chunks(self, q: Tensor, dout: Tensor, behind: Tensor | None) -> Tensor:
@@ -483,6 +487,15 @@ class _Segments:
         if self.tables.chunks is not None:
             return len(self.tables.chunks)
         return self._count * -(-(self._cut.length or 0) // CHUNK)
+
+    @property
+    def _whole(self) -> int:
+        """As many tokens as a segment has, or more: at so many no states are written but the first.
+
+        Where lengths are those of documents, always the same number: kernels are compiled for it.
+        """
+        length = self._cut.length
+        return _WHOLE if length is None else max(1, -(-length // CHUNK)) * CHUNK
 
     def _unread(self, x: Tensor, y: Tensor) -> Tensor:
         """Where a kernel may write states that nobody reads: all into one, if it has tables."""
@@ -618,7 +631,7 @@ def _distances(
         ]
         for document, place in places
     ]
-    return uploaded(torch.tensor(distances), device)
+    return uploaded(torch.tensor(distances, device="cpu"), device)
 
 
 @kept_on_device(maxsize=1024)

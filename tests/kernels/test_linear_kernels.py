@@ -14,6 +14,7 @@ from megatron_cp_plugin.core.linear.decay import Decay
 from megatron_cp_plugin.core.linear.kernel import LinearProblem
 from megatron_cp_plugin.core.linear.runs import Runs
 from megatron_cp_plugin.errors import KernelUnavailableError
+from megatron_cp_plugin.kernels import fla
 from megatron_cp_plugin.kernels.linear import linear_kernel_names, resolve_linear
 from tests.linear_oracle import linear_expected
 from tests.oracle import relative_error
@@ -110,6 +111,33 @@ def test_chunked_kernel_takes_all_documents_in_one_call():
 
     assert operations(60, 120) == operations(*range(3, 180, 3))
     assert operations(70, 140) == operations(70, *range(73, 178, 2))
+
+
+def test_where_flas_kernels_find_documents():
+    """Made on the host, wherever tensors are made by default."""
+    runs = Runs((((0, 70), (70, 71)), ((71, 71 + 5000),)))
+    cut = fla._cut(runs, 2, 3)
+    with torch.device("meta"):
+        tables = fla._tables(cut, CPU)
+        distances = fla._distances(cut, True, False, True, CPU)
+    lengths = [70, 1, 1280, 1280, 1280, 1160] * 2  # the long one is cut at whole chunks
+    assert tables.starts.tolist() == [0, *np.cumsum(lengths)]
+    chunks = [(n, i) for n, length in enumerate(lengths) for i in range(-(-length // 64))]
+    assert tables.chunks.tolist() == [list(chunk) for chunk in chunks]
+    counts = [-(-length // 64) for length in lengths]
+    assert tables.first_chunks.tolist() == [0, *np.cumsum(counts)]
+    assert tables.nowhere.tolist() == [0] * 13
+    assert tables.joined.tolist() == [0, 1, 2, 3, 4, 5]
+    # To each segment from the ends of all, and from before both runs.
+    none = -1
+    assert distances.tolist() == [
+        [none, none, none, none, none, none, 0, none],
+        [none] * 8,
+        [none, none, none, none, none, none, none, 0],
+        [none, none, 0, none, none, none, none, 1280],
+        [none, none, 1280, 0, none, none, none, 2560],
+        [none, none, 2560, 1280, 0, none, none, 3840],
+    ]
 
 
 def long_recurrence(q, k, v, dout, rates, initial, dfinal):
@@ -247,8 +275,6 @@ def test_any_number_of_sequences_fits_a_grid(monkeypatch):
 @pytest.mark.parametrize(("head_dim", "value_dim"), [(256, 128), (128, 128), (64, 80)])
 def test_fla_kernel(head_dim, value_dim, tokens):
     """No worse than fla's own autograd Function, whether runs are cut into segments or not."""
-    from megatron_cp_plugin.kernels import fla
-
     rates = (1.0, exp(-1 / 256), exp(-1 / 16), 0.5)
     generator = torch.Generator("cuda").manual_seed(0)
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from .sequences import LAUNCHES, blocks, check_contiguous, powers, sequences
+from .sequences import blocks, launched, powers, sequences
 
 
 def _chunks(
@@ -40,10 +40,9 @@ def chunk_bwd_dqkwg(
     q, k, v, do, h, dh, w=None, g=None, g_gamma=None, dv=None, scale=None, state_v_first=False,
     cu_seqlens=None, chunk_size=64, chunk_indices=None,
 ):  # fmt: skip
+    launched("chunk_bwd_dqkwg", locals())
     assert w is g is dv is None
     assert not state_v_first
-    check_contiguous(q, k, v, do, h, dh, g_gamma, cu_seqlens, chunk_indices)
-    LAUNCHES["chunk_bwd_dqkwg"] += 1
     (heads, dim), value_dim = k.shape[2:], v.shape[3]
     queries, keys = q.view(-1, heads, dim), k.view(-1, heads, dim)
     values, douts = v.view(-1, heads, value_dim), do.view(-1, heads, value_dim)
@@ -66,10 +65,9 @@ def chunk_bwd_dv(
     q, k, do, dh, g=None, g_gamma=None, scale=None, state_v_first=False, cu_seqlens=None,
     chunk_size=64, chunk_indices=None,
 ):  # fmt: skip
+    launched("chunk_bwd_dv", locals())
     assert g is None
     assert not state_v_first
-    check_contiguous(q, k, do, dh, g_gamma, cu_seqlens, chunk_indices)
-    LAUNCHES["chunk_bwd_dv"] += 1
     (heads, dim), value_dim = k.shape[2:], do.shape[3]
     queries, keys, douts = (
         q.view(-1, heads, dim),

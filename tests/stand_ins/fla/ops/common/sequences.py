@@ -5,14 +5,14 @@ written as the kernels do, by their addresses, so they have to be contiguous.
 """
 
 import inspect
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-LAUNCHES: Counter[str] = Counter()
+# Of all launches since they were asked for the name, and arguments; of tensors their shapes.
+LAUNCHES: list[tuple[str, dict[str, object]]] = []
 # What autotuning adds, and heuristics.
 CHOSEN = {"BK": 32, "BV": 32}
 
@@ -27,16 +27,17 @@ class Kernel:
     def __getitem__(self, grid: Callable[[dict[str, int]], tuple[int]]) -> Callable[..., None]:
         def launch(**given: object) -> None:
             assert set(given) == self._names, set(given) ^ self._names
-            LAUNCHES[self._body.__name__] += 1
-            check_contiguous(*given.values())
+            launched(self._body.__name__, given)
             assert grid(CHOSEN) == (self._body(**given),)
 
         return launch
 
 
-def check_contiguous(*given: object) -> None:
-    """Raises: AssertionError."""
-    assert all(x.is_contiguous() for x in given if isinstance(x, Tensor))
+def launched(name: str, given: Mapping[str, object]) -> None:
+    """Notes a launch. Raises: AssertionError if a tensor is not contiguous."""
+    assert all(x.is_contiguous() for x in given.values() if isinstance(x, Tensor))
+    shapes = {n: tuple(x.shape) if isinstance(x, Tensor) else x for n, x in given.items()}
+    LAUNCHES.append((name, shapes))
 
 
 def blocks(dim: int, block: int) -> int:
