@@ -107,12 +107,10 @@ def combine(states: Tensor, weights: Tensor) -> Tensor:
     count, batch, heads, *dims = states.shape
     rows = weights.shape[1]
     sums = states.new_empty((rows, batch, heads, *dims))
-    if batch != 1:
-        weights = weights.expand(batch, -1, -1, -1).flatten(0, 1)
     # One call, and nothing put in order for it: there are many of these, and all are short.
     size = prod(dims)
     torch.bmm(
-        weights,
+        weights.expand(batch, -1, -1, -1).flatten(0, 1),
         states.reshape(count, batch * heads, size).transpose(0, 1),
         out=sums.view(rows, batch * heads, size).transpose(0, 1),
     )
