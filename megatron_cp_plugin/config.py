@@ -21,7 +21,7 @@ class ContextParallelConfig:
         layers: the algorithm of each layer, repeated over the depth; (): `algo` for all.
         linear_model: what layers of linear attention are, one of LINEAR_MODELS.
         chunked_loss: how many tokens' logits there are at a time; None: all.
-        by_auto: whether `auto` has chosen the algorithm.
+        by_auto: whether `auto` has chosen the algorithm. for_spans: for an example of span masks.
     """
 
     algo: str
@@ -33,6 +33,7 @@ class ContextParallelConfig:
     linear_model: str | None = None
     chunked_loss: int | None = None
     by_auto: bool = False
+    for_spans: bool = False
 
     @property
     def layout(self) -> Layout:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from megatron_cp_plugin.core.comm import Pending
 
@@ -53,6 +54,7 @@ def together(groups: Sequence[HeadGroup]) -> HeadGroup:
     return HeadGroup(slice(0, q), slice(0, kv), first=True, last=True)
 
 
+@lru_cache(maxsize=1024)  # of as many heads in every candidate of a planner
 def head_groups(
     heads: int, kv_heads: int, most: int, *, share_kv: bool = True
 ) -> tuple[HeadGroup, ...]:

@@ -15,6 +15,7 @@ from megatron_cp_plugin.core.chunked_loss import CHUNK_TOKENS
 from megatron_cp_plugin.core.masks.document_lengths import Lengths, lengths_of
 from megatron_cp_plugin.errors import ConfigError, nearest
 from megatron_cp_plugin.integration.comm_type import CommType
+from megatron_cp_plugin.integration.example_spans import EXAMPLE_SPANS, ExampleSpans
 from megatron_cp_plugin.layers import leading_algorithm, parse_layers
 
 # The value of --context-parallel-algo that means "Megatron's own path, untouched".
@@ -73,6 +74,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="for auto: length of packed documents: the mean in tokens, lognormal:MEAN:SIGMA, "
         "or a histogram, FILE.csv or FILE.json, as for `plan --documents`; default "
         f"{MEAN_DOCUMENT}",
+    )
+    group.add_argument(
+        EXAMPLE_SPANS,
+        metavar="FILE",
+        default=None,
+        help="for auto: attention_spans of one batch as an example of all, a JSON list of slices; "
+        "default: batches have none",
     )
     group.add_argument(
         "--cp-explain",
@@ -165,7 +173,8 @@ class PluginFlags:
         algo: None for Megatron's own path. layers: the algorithm of each layer, or (). kernel,
             options, linear_model, recompute_attention, chunked_loss, platform, record,
             allow_untested_megatron: as in `add_arguments`.
-        comm_type: the same in Megatron's spelling. machine, mean_document, explain: of auto.
+        comm_type: the same in Megatron's spelling. machine, mean_document, example_spans, explain:
+            of auto.
         by_auto: as in `ContextParallelConfig`.
     """
 
@@ -182,6 +191,7 @@ class PluginFlags:
     comm_type: CommType
     machine: str | None = None
     mean_document: str | None = None
+    example_spans: str | None = None
     explain: bool = False
     by_auto: bool = False
 
@@ -214,6 +224,7 @@ class PluginFlags:
         of_auto = {
             "--cp-machine": self.machine is not None,
             "--cp-mean-document": self.mean_document is not None,
+            EXAMPLE_SPANS: self.example_spans is not None,
             "--cp-explain": self.explain,
         }
         for name, given in of_auto.items():
@@ -248,6 +259,8 @@ class PluginFlags:
                 f"--cp-linear-model {' or '.join(LINEAR_MODELS)}"
             )
         document_lengths(self.mean_document, "--cp-mean-document")
+        if self.example_spans is not None:
+            ExampleSpans.read(self.example_spans)
 
     def config(self, size: int) -> ContextParallelConfig:
         """Returns the configuration for `size` context-parallel ranks; needs an algorithm."""
@@ -262,6 +275,7 @@ class PluginFlags:
             self.linear_model,
             self.chunked_loss,
             self.by_auto,
+            for_spans=self.example_spans is not None,
         )
 
 
@@ -312,6 +326,7 @@ def split_flags(argv: Sequence[str]) -> tuple[PluginFlags, list[str]]:
         comm_type=comm_type,
         machine=known.cp_machine,
         mean_document=known.cp_mean_document,
+        example_spans=known.cp_example_spans,
         explain=bool(known.cp_explain),
     )
     return flags, rest

@@ -35,6 +35,7 @@ from megatron_cp_plugin.integration.checks import (
     kv_heads_of,
     window_of,
 )
+from megatron_cp_plugin.integration.example_spans import ExampleSpans
 from megatron_cp_plugin.integration.features import Settings, packs_documents
 from megatron_cp_plugin.integration.groups import attention_shape
 from megatron_cp_plugin.planner.candidates import Options
@@ -109,7 +110,7 @@ def resolve(flags: PluginFlags, args: Any, device: torch.device) -> tuple[Plugin
         choice = choose(
             kinds,
             place,
-            layouts=_layouts(args, packed=any(kind.mask.documents for kind in kinds)),
+            layouts=_layouts(args, packed=any(kind.mask.followed for kind in kinds)),
             runs_again=_runs_again(args, flags),
             refusal=refusal,
         )
@@ -252,6 +253,10 @@ def check_same(flags: PluginFlags) -> None:
 
 def _said(choice: Choice, flags: PluginFlags, args: Any, how: str) -> Iterator[str]:
     assumed = _assumed(flags.mean_document) if packs_documents(Settings(args)) else ""
+    masks = (table.kind.mask for table in choice.tables)
+    seen = next((mask for mask in masks if mask.slices is not None), None)
+    if flags.example_spans is not None and seen is not None:
+        assumed += ExampleSpans.read(flags.example_spans).words(seen, _seq_length(args))
     yield f"{sentence(choice)} (machine found {how}{assumed})"
     if flags.explain:
         yield f"candidates of auto\n{table(choice)}"
@@ -266,7 +271,7 @@ def _assumed(mean_document: str | int | None) -> str:
 
 def _kinds_of_layers(flags: PluginFlags, args: Any) -> list[Kind]:
     """The kind of each layer of the model that has attention of ours."""
-    seq_length = args.seq_length or args.encoder_seq_length
+    seq_length = _seq_length(args)
     sizes = {
         "--num-layers": args.num_layers,
         "--num-attention-heads": args.num_attention_heads,
@@ -280,7 +285,10 @@ def _kinds_of_layers(flags: PluginFlags, args: Any) -> list[Kind]:
                 f"auto needs the size of the model, got no {flag}: give it, or name an algorithm"
             )
     softmax, linear = _softmax(args, seq_length), _linear(flags, args, seq_length)
+    example = flags.example_spans and ExampleSpans.read(flags.example_spans)
     if pattern:
+        if example:
+            softmax = replace(softmax, mask=example.mask(seq_length, (), None))
         return [softmax] * max(1, sum(letter in "*+" for letter in pattern))
     kinds = flags.layers or (("softmax",) if flags.linear_model is None else ("linear",))
     window = window_of(Settings(args).window_size)
@@ -295,14 +303,22 @@ def _kinds_of_layers(flags: PluginFlags, args: Any) -> list[Kind]:
             continue
         own = window if _has_window(args, number + 1) else None
         name = "full attention" if own is None else f"windows of {own} tokens"
-        found.append(replace(softmax, name=name, mask=Mask(True, own, documents)))
+        mask = Mask(True, own, documents)
+        if example:
+            mask = example.mask(seq_length, documents, own)
+        found.append(replace(softmax, name=name, mask=mask))
     return found
+
+
+def _seq_length(args: Any) -> Any:
+    """Tokens of a sequence; None: nobody says."""
+    return args.seq_length or args.encoder_seq_length
 
 
 def _memory_bytes(args: Any, machine: Machine, kind: Kind) -> float | None:
     """What is left of a GPU for attention, roughly; None: by this count nothing is."""
     settings, shape = Settings(args), kind.shape
-    seq_length = args.seq_length or args.encoder_seq_length
+    seq_length = _seq_length(args)
     if None in (args.vocab_size, args.micro_batch_size, args.num_layers):
         return machine.memory_gib * GIB * (1 - _SPARE)
     model, experts = _model(args, shape), args.num_experts or 0
@@ -419,7 +435,7 @@ def _nodes(args: Any, gpus_per_node: int) -> tuple[int, ...]:
 
 def _layouts(args: Any, *, packed: bool) -> tuple[str, ...]:
     """Those that Megatron's batches can have."""
-    size, seq_length = args.context_parallel_size, args.seq_length or args.encoder_seq_length
+    size, seq_length = args.context_parallel_size, _seq_length(args)
     if gated_delta_net.is_asked(args) and size > 1:
         return ("zigzag",)
     found = tuple(

@@ -26,6 +26,7 @@ from megatron_cp_plugin.integration.documents import (
     document_mask,
     mask_of_cut,
 )
+from megatron_cp_plugin.integration.example_spans import EXAMPLE_SPANS
 from megatron_cp_plugin.integration.features import Settings, captures_attention, graphs
 from megatron_cp_plugin.integration.rope import use_layout
 from megatron_cp_plugin.integration.runtime import Runtime
@@ -280,10 +281,11 @@ def _check_spans(
     }
     for reason in (reason for reason, applies in reasons.items() if applies):
         raise ContextParallelError(f"{reason}, got attention_spans: leave one of the two out")
-    if config.by_auto:
+    if config.by_auto and not config.for_spans:
         raise ContextParallelError(
             "auto chooses before it sees a batch, got attention_spans after it chose "
-            f"{config.algo}: name an algorithm, such as {config.algo}"
+            f"{config.algo}: name an algorithm, such as {config.algo}, or in a run of Megatron "
+            f"give it those of a batch by {EXAMPLE_SPANS}"
         )
 
 

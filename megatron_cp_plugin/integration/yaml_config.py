@@ -15,8 +15,9 @@ A file has two sections::
       linear_model: null   # or what layers of linear attention are
       recompute_attention: false
       chunked_loss: null   # or how many tokens' logits there are at a time
-      machine: null        # these three with algo: auto: a machine by name or file,
+      machine: null        # these four with algo: auto: a machine by name or file,
       mean_document: null  # how long packed documents are, such as 8K or FILE.csv,
+      example_spans: null  # a file with attention_spans of one batch,
       explain: false       # and whether to print from what was chosen
       backward: kv         # the other keys are options of the algorithm
 
@@ -55,6 +56,7 @@ _FLAGS = {
     "chunked_loss": "--cp-chunked-loss",
     "machine": "--cp-machine",
     "mean_document": "--cp-mean-document",
+    "example_spans": "--cp-example-spans",
     "explain": "--cp-explain",
 }
 _OPTIONS_FLAG = "--cp-options"
@@ -65,6 +67,7 @@ _ELSEWHERE = {
     "cp_chunked_loss": "write context_parallel.chunked_loss",
     "cp_kernel": "write context_parallel.kernel",
     "cp_layers": "write context_parallel.layers",
+    "cp_example_spans": "write context_parallel.example_spans",
     "cp_explain": "write context_parallel.explain",
     "cp_linear_model": "write context_parallel.linear_model",
     "cp_machine": "write context_parallel.machine",

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from typing import NamedTuple
 
 from megatron_cp_plugin.core.blocks.assembly import assemble
@@ -61,6 +61,139 @@ class _Step(NamedTuple):
 
 
 _Steps = tuple[tuple[_Step, ...], list[int]]
+_Pair = tuple[int, _Met, int, int]  # step, what there is to do, owner of queries, owner of keys
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """What blocks have to do with each other, whatever the machine, the heads and the nodes."""
+
+    mask: Mask
+    seq_len: int
+
+    def spans(self, placement: BlockPlacement) -> Callable[[int], Spans]:
+        """Positions by owner."""
+        layout, size = placement.layout.within(self.mask.followed), placement.size
+        if (layout, size) not in self._spans_of:
+            self._spans_of[layout, size] = cache(
+                lambda owner: layout.spans(owner, size, self.seq_len)
+            )
+        return self._spans_of[layout, size]
+
+    @cached_property
+    def _spans_of(self) -> dict[tuple[Layout, int], Callable[[int], Spans]]:
+        return {}
+
+    def tokens(self, placement: BlockPlacement) -> Sequence[int]:
+        """How many tokens a block has, by owner."""
+        key = placement.layout, placement.size
+        if key not in self._tokens_of:
+            spans = self.spans(placement)
+            self._tokens_of[key] = [sum(map(len, spans(one))) for one in range(placement.size)]
+        return self._tokens_of[key]
+
+    @cached_property
+    def _tokens_of(self) -> dict[tuple[Layout, int], Sequence[int]]:
+        return {}
+
+    def assembled(self, placement: BlockPlacement, rank: int) -> tuple[int, tuple[_Tiles, ...]]:
+        """Tokens of a block with padding, and the tiles of all that a rank gathers."""
+        key = placement.layout, self.owners(placement, rank)
+        if key not in self._assembled:
+            spans, tokens = self.spans(placement), self.tokens(placement)
+            width = max(tokens[owner] for owners in key[1] for owner in owners)
+            q, k = (assemble([spans(one) for one in owners], width) for owners in key[1])
+            self._assembled[key] = width, self.meet(q.spans, k.spans).tiles
+        return self._assembled[key]
+
+    @cached_property
+    def _assembled(self) -> dict[tuple[Layout, _Owners], tuple[int, tuple[_Tiles, ...]]]:
+        return {}
+
+    def owners(self, placement: BlockPlacement, rank: int) -> _Owners:
+        """Whose queries, and whose keys, meet on a rank."""
+        key = _whatever_heads(placement), rank
+        if key not in self._owners_of:
+            queries, keys = placement.blocks_of(rank)
+            self._owners_of[key] = tuple(sorted(queries)), tuple(sorted(keys))
+        return self._owners_of[key]
+
+    @cached_property
+    def _owners_of(self) -> dict[tuple[Hashable, int], _Owners]:
+        return {}
+
+    def pairs(self, placement: BlockPlacement, rank: int) -> tuple[_Pair, ...]:
+        """Those that meet on a rank and see each other."""
+        key = _whatever_heads(placement), rank
+        if key not in self._pairs_of:
+            self._pairs_of[key] = tuple(self._pairs(placement, rank))
+        return self._pairs_of[key]
+
+    @cached_property
+    def _pairs_of(self) -> dict[tuple[Hashable, int], tuple[_Pair, ...]]:
+        return {}
+
+    def _pairs(self, placement: BlockPlacement, rank: int) -> Iterator[_Pair]:
+        spans, whole = self.spans(placement), (0, 1)
+        known = self._met_of[placement.layout, placement.size]
+        for pair in placement.pairs_of(rank):
+            for place in placement.place(*pair):
+                if place.rank != rank:
+                    continue
+                found = known.get(pair) if place.part == whole else None
+                if found is None:
+                    q, k = (spans(owner) for owner in pair)
+                    if place.part != whole:
+                        tokens, (index, count) = sum(map(len, q)), place.part
+                        q = rows_of(q, tokens * index // count, tokens * (index + 1) // count)
+                    found = self.meet(q, k)
+                    if place.part == whole:
+                        known[pair] = found
+                if found.tiles:
+                    yield place.step, found, *pair
+
+    @cached_property
+    def _met_of(self) -> defaultdict[tuple[Layout, int], dict[tuple[int, int], _Met]]:
+        return defaultdict(dict)
+
+    def meet(self, queries: Spans, keys: Spans) -> _Met:
+        """Blocks that lie alike to each other have the same tiles, wherever they are."""
+        key = self._places(queries, keys)
+        found = self._mets.get(key)
+        if found is None:
+            tiles = plan_tiles(queries, keys, self.mask, rectangular=True)
+            rows, columns = (
+                max(edge.stop for edge in edges) - min(edge.start for edge in edges) if edges else 0
+                for edges in ([tile.q for tile in tiles], [tile.kv for tile in tiles])
+            )
+            found = self._mets[key] = _Met(tuple(map(_sizes, tiles)), rows, columns)
+        return found
+
+    def _places(self, queries: Spans, keys: Spans) -> Hashable:
+        """What tiles depend on: lengths, and distances as far as the mask tells them apart."""
+        mask, steps = self.mask, {span.step for span in (*queries, *keys)}
+        if mask.documents or mask.slices or len(steps) > 1:
+            return queries, keys
+        (step,), window = steps, mask.window or 0
+        rows = [_extent(q) for q in queries]
+        places = [step, *(count for _, count in rows)]
+        for k in keys:
+            start, columns = _extent(k)
+            places.append(columns)
+            for first, count in rows:
+                places.append(max(-count, min(columns, (first - start) // step)))
+                if window:
+                    places.append(max(-count, min(columns, (first - start - window) // step)))
+        return tuple(places)
+
+    @cached_property
+    def _mets(self) -> dict[Hashable, _Met]:
+        return {}
+
+
+@lru_cache(maxsize=8)  # the same for as many tokens on any machine and any number of ranks
+def _blocks_of(mask: Mask, seq_len: int) -> _Blocks:
+    return _Blocks(mask, seq_len)
 
 
 class _Moved(NamedTuple):
@@ -121,7 +254,7 @@ class Estimator:
         links = (self.machine.inside.exchange, self.machine.between.exchange, self.machine.copy)
         fastest = max(link.bytes_per_second for link in links if link is not None)
         for rank in {0, placement.size - 1, *self._busiest(placement)}:
-            queries, keys = self._owners(placement, rank)
+            queries, keys = self._blocks.owners(placement, rank)
             if len(queries) < placement.size and len(keys) < placement.size:
                 # Of a grid, whose ranks get all blocks of their rows and columns.
                 tokens = self.shape.batch * self.shape.seq_len // placement.size
@@ -138,9 +271,9 @@ class Estimator:
         """Seconds in which a rank computes all of its queries, or all of its keys."""
         key = placement.layout, placement.size, rank, of_queries, phase, members
         if key not in self._owns:
-            own, every = self._spans(placement)(rank), (Span(0, self.shape.seq_len),)
+            own, every = self._blocks.spans(placement)(rank), (Span(0, self.shape.seq_len),)
             both = (own, every) if of_queries else (every, own)
-            tiles = self._meet(*both).tiles
+            tiles = self._blocks.meet(*both).tiles
             self._owns[key] = self._computing(tiles, together(placement.groups), phase)
         return self._owns[key]
 
@@ -179,14 +312,9 @@ class Estimator:
     def _gathered(
         self, placement: BlockPlacement, phase: Pass, rank: int, members: int
     ) -> Estimate:
-        spans, groups = self._spans(placement), placement.groups
-        queries, keys = self._owners(placement, rank)
-        width = max(sum(map(len, spans(owner))) for owner in (*queries, *keys))
-        key = placement.layout, (queries, keys)
-        if key not in self._assembled:
-            q, k = (assemble([spans(one) for one in owners], width) for owners in (queries, keys))
-            self._assembled[key] = self._meet(q.spans, k.spans).tiles
-        sizes, coming, leaving = self._assembled[key], _Moved(), _Moved()
+        groups, coming, leaving = placement.groups, _Moved(), _Moved()
+        queries, keys = self._blocks.owners(placement, rank)
+        width, sizes = self._blocks.assembled(placement, rank)
         computing = len(groups) * self._computing(sizes, groups[0], phase)
         whole = together(groups)
         inputs = self._width(_INPUTS[phase], whole), self._width(("k", "v"), whole)
@@ -215,7 +343,7 @@ class Estimator:
             return ()
         key = placement.layout, placement.size
         if key not in self._busiest_of:
-            spans = self._spans(placement)
+            spans = self._blocks.spans(placement)
             work = [
                 [
                     sum(int(one[span.start : span.stop : span.step].sum()) for span in spans(rank))
@@ -236,19 +364,6 @@ class Estimator:
         bands, tokens = self.mask.bands, self.shape.seq_len
         return bands.keys_of(tokens), bands.transposed.keys_of(tokens)
 
-    def _owners(self, placement: BlockPlacement, rank: int) -> _Owners:
-        """Whose queries, and whose keys, meet on a rank."""
-        key = _whatever_groups(placement), rank
-        if key not in self._owners_of:
-            pairs = zip(*placement.pairs_of(rank), strict=True)
-            queries, keys = (tuple(sorted(set(owners))) for owners in pairs)
-            self._owners_of[key] = queries, keys
-        return self._owners_of[key]
-
-    @cached_property
-    def _owners_of(self) -> dict[tuple[Hashable, int], _Owners]:
-        return {}
-
     def _steps(self, placement: BlockPlacement, phase: Pass, rank: int, members: int) -> Estimate:
         kinds, order = self._of_rank(placement, rank, members)
         group, times = placement.groups[0], len(placement.groups)
@@ -266,8 +381,7 @@ class Estimator:
                 if size:
                     message = self._link(size * self.shape.batch, far, members, lag)
                     moved = moved.plus(message)
-            tiles = ((tile.rows, tile.columns, tile.area, tile.causal) for tile in step.tiles)
-            computing = self._computing(tiles, group, phase)
+            computing = self._computing(step.tiles, group, phase)
             if not self.peer:
                 computing += min(computing, moved.seconds) * (1 - self.machine.group_share)
             known.append((computing, moved))
@@ -294,7 +408,7 @@ class Estimator:
 
     def _of_rank(self, placement: BlockPlacement, rank: int, members: int) -> _Steps:
         """Steps that differ, and which of them comes when."""
-        key = _whatever_groups(placement), rank, members
+        key = _whatever_heads(placement), rank, members
         if key not in self._known:
             kinds: dict[_Step, int] = {}
             steps = self._place(placement, rank, members)
@@ -303,73 +417,26 @@ class Estimator:
         return self._known[key]
 
     def _place(self, placement: BlockPlacement, rank: int, members: int) -> Iterator[_Step]:
-        tiles: defaultdict[int, list[_Tiles]] = defaultdict(list)
-        moved: defaultdict[int, list[list[int]]] = defaultdict(lambda: [[0, 0], [0, 0]])
-        seen: set[tuple[int, int]] = set()
-        spans = self._spans(placement)
-        for pair in placement.pairs_of(rank):
-            for place in placement.place(*pair):
-                if place.rank != rank:
-                    continue
-                q, k = (spans(owner) for owner in pair)
-                if place.part != (0, 1):
-                    tokens, (index, count) = sum(map(len, q)), place.part
-                    q = rows_of(q, tokens * index // count, tokens * (index + 1) // count)
-                found = self._meet(q, k)
-                if not found.tiles:
-                    continue
-                tiles[place.step] += found.tiles
-                for side, owner in enumerate(pair):
-                    if owner == rank or (side, owner) in seen:
-                        continue
-                    seen.add((side, owner))
-                    far = self.nodes[owner * members] != self.nodes[rank * members]
-                    if placement.relay:
-                        rows = sum(map(len, spans(owner)))
-                    else:
-                        rows = found.columns if side else found.rows
-                    moved[place.step][side][far] += rows
+        tiles: dict[int, tuple[_Tiles, ...]] = {}
+        moved: dict[int, tuple[list[int], list[int]]] = {}  # tokens of queries, and of keys
+        seen: tuple[set[int], set[int]] = {rank}, {rank}
+        nodes, whole = self.nodes, self._blocks.tokens(placement) if placement.relay else None
+        own_node = nodes[rank * members]
+        for step, found, query, key in self._blocks.pairs(placement, rank):
+            if step not in tiles:
+                tiles[step], moved[step] = (), ([0, 0], [0, 0])
+            tiles[step] += found.tiles
+            if query not in seen[0]:
+                seen[0].add(query)
+                rows = found.rows if whole is None else whole[query]
+                moved[step][0][nodes[query * members] != own_node] += rows
+            if key not in seen[1]:
+                seen[1].add(key)
+                rows = found.columns if whole is None else whole[key]
+                moved[step][1][nodes[key * members] != own_node] += rows
         for number in sorted(tiles):
             (q_near, q_far), (k_near, k_far) = moved[number]
-            yield _Step(tuple(tiles[number]), (q_near, q_far), (k_near, k_far))
-
-    def _meet(self, queries: Spans, keys: Spans) -> _Met:
-        """Blocks that lie alike to each other have the same tiles, wherever they are."""
-        key = self._places(queries, keys)
-        found = self._mets.get(key)
-        if found is None:
-            tiles = plan_tiles(queries, keys, self.mask, rectangular=True)
-            rows, columns = (
-                max(edge.stop for edge in edges) - min(edge.start for edge in edges) if edges else 0
-                for edges in ([tile.q for tile in tiles], [tile.kv for tile in tiles])
-            )
-            found = self._mets[key] = _Met(tuple(map(_sizes, tiles)), rows, columns)
-        return found
-
-    def _places(self, queries: Spans, keys: Spans) -> Hashable:
-        """What tiles depend on: lengths, and distances as far as the mask tells them apart."""
-        mask, steps = self.mask, {span.step for span in (*queries, *keys)}
-        if mask.documents or mask.slices or len(steps) > 1:
-            return queries, keys
-        (step,), window = steps, mask.window or 0
-        rows = [_extent(q) for q in queries]
-        places = [step, *(count for _, count in rows)]
-        for k in keys:
-            start, columns = _extent(k)
-            places.append(columns)
-            for first, count in rows:
-                places.append(max(-count, min(columns, (first - start) // step)))
-                if window:
-                    places.append(max(-count, min(columns, (first - start - window) // step)))
-        return tuple(places)
-
-    @cached_property
-    def _mets(self) -> dict[Hashable, _Met]:
-        return {}
-
-    @cached_property
-    def _assembled(self) -> dict[tuple[Layout, _Owners], tuple[_Tiles, ...]]:
-        return {}
+            yield _Step(tiles[number], (q_near, q_far), (k_near, k_far))
 
     @cached_property
     def _known(self) -> dict[tuple[Hashable, int, int], _Steps]:
@@ -455,8 +522,10 @@ class Estimator:
 
     def _collective(self, operation: Operation, members: Iterable[int], size: float) -> _Moved:
         """Args: members: ranks. size: bytes that a rank sends."""
-        machine, ranks = self.machine, list(members)
-        on = Counter(self.nodes[rank] for rank in ranks)
+        machine, ranks = self.machine, tuple(members)
+        if ranks not in self._on:
+            self._on[ranks] = Counter(self.nodes[rank] for rank in ranks)
+        on = self._on[ranks]
         mates, count = max(on.values()), len(ranks)
         if count == 1:
             return _Moved()
@@ -474,33 +543,35 @@ class Estimator:
             seconds = max(seconds, rate.seconds + total / machine.between_total)
         return _Moved(seconds, inside, size - inside)
 
-    def _computing(
-        self, tiles: Iterable[tuple[int, int, float, bool]], group: HeadGroup, phase: Pass
-    ) -> float:
-        shape = self.shape
-        heads = group.heads, group.kv_heads, shape.head_dim, shape.value_dim
-        kernels = (
-            Kernel(phase, shape.batch, rows, columns, area, *heads, causal)
-            for rows, columns, area, causal in tiles
-        )
-        seconds = sum(tile_seconds(self.machine, self.kernel, kernel) for kernel in kernels)
-        return seconds * self.machine.ranks_per_gpu
+    @cached_property
+    def _on(self) -> dict[tuple[int, ...], Counter[int]]:
+        """Ranks of each node, by members of a collective operation."""
+        return {}
+
+    def _computing(self, tiles: tuple[_Tiles, ...], group: HeadGroup, phase: Pass) -> float:
+        key = tiles, group.heads, group.kv_heads, phase
+        if key not in self._computed:
+            shape = self.shape
+            heads = group.heads, group.kv_heads, shape.head_dim, shape.value_dim
+            kernels = (
+                Kernel(phase, shape.batch, rows, columns, area, *heads, causal)
+                for rows, columns, area, causal in tiles
+            )
+            seconds = sum(tile_seconds(self.machine, self.kernel, kernel) for kernel in kernels)
+            self._computed[key] = seconds * self.machine.ranks_per_gpu
+        return self._computed[key]
+
+    @cached_property
+    def _computed(self) -> dict[tuple[tuple[_Tiles, ...], int, int, Pass], float]:
+        return {}
 
     def _width(self, names: Iterable[str], group: HeadGroup, *, wide: bool = False) -> int:
         """Bytes of a token."""
         return sum(row_bytes(name, self.shape, group, wide) for name in names)
 
-    def _spans(self, placement: BlockPlacement) -> Callable[[int], Spans]:
-        layout = placement.layout.within(self.mask.followed)
-        if (layout, placement.size) not in self._spans_of:
-            self._spans_of[layout, placement.size] = cache(
-                lambda owner: layout.spans(owner, placement.size, self.shape.seq_len)
-            )
-        return self._spans_of[layout, placement.size]
-
     @cached_property
-    def _spans_of(self) -> dict[tuple[Layout, int], Callable[[int], Spans]]:
-        return {}
+    def _blocks(self) -> _Blocks:
+        return _blocks_of(self.mask, self.shape.seq_len)
 
     @cached_property
     def _local(self) -> int:
@@ -514,10 +585,16 @@ def _extent(span: Span) -> tuple[int, int]:
     return start, max(0, -((start - span.stop) // span.step))
 
 
-def _whatever_groups(placement: BlockPlacement) -> Hashable:
-    """Equal of placements that differ in their groups of heads only."""
-    others = (getattr(placement, one.name) for one in fields(placement) if one.name != "groups")
-    return type(placement), *others
+def _whatever_heads(placement: BlockPlacement) -> Hashable:
+    """Equal of placements whose blocks meet alike."""
+    kind = type(placement)
+    return kind, *(getattr(placement, name) for name in _names_beside_heads(kind))
+
+
+@lru_cache(maxsize=64)
+def _names_beside_heads(kind: type[BlockPlacement]) -> tuple[str, ...]:
+    of_heads = ("groups", "wide_partials", "wide_gradients")
+    return tuple(one.name for one in fields(kind) if one.name not in of_heads)
 
 
 def _sizes(tile: Tile) -> _Tiles:

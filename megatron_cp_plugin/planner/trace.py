@@ -15,13 +15,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from megatron_cp_plugin.core.algorithm import Algorithm, Call
 from megatron_cp_plugin.core.communication.alone import Alone, Post, Wait
 from megatron_cp_plugin.core.execution.fused import register_fused
 from megatron_cp_plugin.core.execution.memory import DTYPES, OnePass, SizesOnly
+from megatron_cp_plugin.core.execution.meta import OnMeta, run
 from megatron_cp_plugin.core.kernel import Packing, Statistics
 from megatron_cp_plugin.core.linear.algorithm import LinearAlgorithm, LinearCall, LinearShape
 from megatron_cp_plugin.core.linear.decay import Decay
@@ -168,12 +167,12 @@ def _note(event: Event) -> None:
         events.append(event)
 
 
-class _Operations(TorchDispatchMode):
+class _Operations(OnMeta):
     """Notes torch's own operations that read or write memory."""
 
     # Makes a tensor, or a view of one, and launches nothing.
     _SILENT = frozenset(
-        {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh"}
+        {"empty", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh"}
         | {"detach", "alias", "view", "slice", "select", "expand", "transpose", "permute", "t"}
         | {"unsqueeze", "squeeze", "split", "split_with_sizes", "unbind", "as_strided", "unfold"}
         | {"_unsafe_view", "_reshape_alias"}
@@ -186,12 +185,12 @@ class _Operations(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        name = func.overloadpacket.__name__
-        if name not in self._SILENT:
-            given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-            made = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
-            self._events.append(Memory(name, sum(map(_bytes, (*given, *made)))))
+        name, kwargs = func.overloadpacket.__name__, kwargs or {}
+        if name in self._SILENT:
+            return func(*args, **kwargs)
+        result, size = run(func, args, kwargs)
+        if name != "empty_like":  # slow on meta, but it launches nothing either
+            self._events.append(Memory(name, size))
         return result
 
 

@@ -20,7 +20,7 @@ def members_of(layout_name, rows, cols, seq_len, rank):
     size = rows * cols
     layout = LAYOUTS[layout_name]
     grid = (
-        column_major(rows, cols) if layout_name == "cyclic" else row_major(rows, cols, [0] * size)
+        column_major(rows, cols) if layout_name == "cyclic" else row_major(rows, cols, (0,) * size)
     )
     spans = [layout.spans(r, size, seq_len) for r in range(size)]
     column = [grid.key_owners[r] for r in grid.column(rank)]

@@ -16,7 +16,7 @@ from megatron_cp_plugin.core.tiles import Mask, plan_tiles
 
 @given(st.integers(1, 6), st.integers(1, 6))
 def test_every_row_meets_every_column_in_one_rank(rows, cols):
-    for grid in (row_major(rows, cols, [0] * (rows * cols)), column_major(rows, cols)):
+    for grid in (row_major(rows, cols, (0,) * (rows * cols)), column_major(rows, cols)):
         assert sorted(grid.key_owners) == list(range(rows * cols))
         for rank in range(rows * cols):
             assert set(grid.row(rank)) & set(grid.column(rank)) == {rank}
@@ -57,7 +57,7 @@ def test_shapes_and_the_cheapest():
 def test_zigzag_grids_are_balanced_to_the_token(size):
     zigzag, seq_len = LAYOUTS["zigzag"], 6 * size
     for rows, cols in grid_shapes(size, 0, 0):
-        grid = row_major(rows, cols, [0] * size)
+        grid = row_major(rows, cols, (0,) * size)
         work = [
             sum(
                 tile.area

@@ -1,8 +1,9 @@
 """`--context-parallel-algo auto`: a name takes its place before anything asks for one."""
 
 import argparse
+import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,12 @@ import pytest
 import torch
 from megatron.training.arguments import add_megatron_arguments
 
+import megatron_cp_plugin as cp
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.algorithms.ring import Ring
 from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.core.layout import Layout, Zigzag
+from megatron_cp_plugin.core.masks.slices import Slice
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.integration import auto
@@ -22,6 +25,7 @@ from megatron_cp_plugin.integration.args import PluginFlags, add_arguments, spli
 from megatron_cp_plugin.integration.auto import resolve
 from megatron_cp_plugin.integration.checks import check_arguments
 from megatron_cp_plugin.integration.yaml_config import yaml_to_argv
+from megatron_cp_plugin.planner.choose import Kind
 from megatron_cp_plugin.planner.command import megatron_settings, write_run_file
 from megatron_cp_plugin.planner.machine import Host, Machine
 from megatron_cp_plugin.planner.model import MODELS, Model, Split
@@ -145,7 +149,15 @@ def test_refusals_are_those_of_a_named_algorithm(
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("flag", ["--cp-machine h200", "--cp-explain", "--cp-mean-document 8"])
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "--cp-machine h200",
+        "--cp-explain",
+        "--cp-mean-document 8",
+        "--cp-example-spans spans.json",
+    ],
+)
 def test_what_is_for_a_choice_needs_one(flag: str) -> None:
     flags, _ = split_flags(f"--context-parallel-algo zigzag {flag}".split())
     with pytest.raises(ConfigError, match="needs --context-parallel-algo auto, got zigzag"):
@@ -164,6 +176,77 @@ def test_the_log_says_what_was_assumed_and_explains(choose: Choosing, tmp_path: 
     Path(file).write_text("upper_edge,share\n8,3\n64,1\n")
     _, (said,) = choose(TINY + "--dataloader-inter-document-masking", 4, mean_document=file)
     assert "; documents as in lengths.csv)" in said
+
+
+def example(tmp_path: Path, spans: object) -> str:
+    path = tmp_path / "spans.json"
+    path.write_text(spans if isinstance(spans, str) else json.dumps(spans))
+    return str(path)
+
+
+def test_spans_of_an_example_choose(choose: Choosing, tmp_path: Path) -> None:
+    """A long prompt of short rollouts: three quarters of the pairs that a causal mask has."""
+    words = LLAMA + "--seq-length 65536"
+    prompt = example(tmp_path, cp.spans.shared_prefix((32768, [4096] * 8)))
+    named, (said,) = choose(words, 8, example_spans=prompt)
+    assert re.search(r"; spans as in spans\.json, with 39\.1% of all pairs\)$", said)
+    assert named.config(8).for_spans
+    without, (causal,) = choose(words, 8)
+    assert "spans" not in causal
+    assert not without.config(8).for_spans
+    of_spans, of_all = (float(re.findall(r"([\d.]+) ms", words)[0]) for words in (said, causal))
+    assert 0.7 * of_all < of_spans < 0.9 * of_all
+
+
+def test_spans_of_an_example_are_in_windows_and_documents(
+    parser: argparse.ArgumentParser, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    kinds: list[Kind] = []
+
+    def stop(found: Sequence[Kind], *_: object, **__: object) -> None:
+        kinds.extend(found)
+        raise ConfigError("seen")
+
+    monkeypatch.setattr(auto, "choose", stop)
+    spans = example(tmp_path, [[0, 64, 0, 64, 1]])
+    words = TINY + "--dataloader-inter-document-masking --window-size 7,0 "
+    words += "--window-attn-skip-freq 2 --context-parallel-size 2 --context-parallel-algo auto "
+    words += f"--cp-machine h100 --cp-mean-document 16 --cp-example-spans {spans}"
+    flags, rest = split_flags(words.split())
+    args = parser.parse_args(rest)
+    args.world_size = 2
+    with pytest.raises(ConfigError, match="seen"):
+        resolve(flags, args, CPU)
+    masks = [kind.mask for kind in kinds]
+    assert [mask.window for mask in masks] == [8, None]
+    for mask in masks:
+        assert mask.slices is not None
+        assert mask.slices == (Slice(0, 64, 0, 64, "causal"),)
+        assert mask.slices.documents
+
+
+@pytest.mark.parametrize(
+    ("spans", "message"),
+    [
+        (None, "spans.json cannot be read, No such file or directory: name a JSON file"),
+        ("[[0, 64", "spans.json cannot be read, .*: name a JSON file with a list of slices"),
+        (
+            {"spans": []},
+            r"must have a list of slices such as \[\[0, 64, 0, 64, 1\]\]: write",
+        ),
+        ([1], "must have a list of slices"),
+        ([[0, 64, 0, 64]], "--cp-example-spans spans.json: spans need"),
+        ([[0, 65, 0, 64, 0]], "--cp-example-spans spans.json: "),
+        ([[0, 64, 0, 64, 0], [0, 8, 0, 8, 0]], "--cp-example-spans spans.json: "),
+    ],
+)
+def test_examples_that_are_none(
+    choose: Choosing, tmp_path: Path, spans: object, message: str
+) -> None:
+    path = str(tmp_path / "spans.json") if spans is None else example(tmp_path, spans)
+    with pytest.raises(ConfigError, match=message) as error:
+        choose(TINY, 4, example_spans=path)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.slow

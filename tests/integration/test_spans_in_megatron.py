@@ -1,5 +1,6 @@
 """Span masks of the batch, against Megatron's own attention with a mask of N x N."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -271,8 +272,12 @@ def test_spans_after_a_choice_without_them_are_refused() -> None:
     config = ContextParallelConfig("ring", 1, by_auto=True)
     serve_inputs(model, Batches(Runtime(config)), ALONE)
     assert model(torch.arange(8)[None]) is None
-    with pytest.raises(ContextParallelError, match="chose ring: name an algorithm, such as ring"):
+    with pytest.raises(ContextParallelError, match=r"ring, or in .* by --cp-example-spans$"):
         model(torch.arange(8)[None], attention_spans(FULL))
+    other = Model()
+    serve_inputs(other, Batches(Runtime(replace(config, for_spans=True))), ALONE)
+    seen = other(torch.arange(8)[None], attention_spans(FULL))
+    assert seen.spans == tuple(FULL)
 
 
 @pytest.mark.parametrize("callers", [False, True])

@@ -18,6 +18,7 @@ from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.layers import options_by_name
+from megatron_cp_plugin.planner import estimate
 from megatron_cp_plugin.planner.candidates import Question, candidates
 from megatron_cp_plugin.planner.choose import GIB, Choice, Kind, Place, choose
 from megatron_cp_plugin.planner.estimate import Estimator
@@ -125,7 +126,8 @@ def test_blocks_that_lie_alike_are_looked_at_once(
     kernel = next(iter(H200.kernels))
     alike, each = (Estimator(shape, mask, H200, nodes, False, kernel) for _ in "ab")
     estimates = [(alike.least(one), alike.passes(one)) for one in found]
-    monkeypatch.setattr(Estimator, "_places", lambda _, *spans: spans)
+    monkeypatch.setattr(estimate._Blocks, "_places", lambda _, *spans: spans)
+    monkeypatch.setattr(estimate, "_blocks_of", estimate._Blocks)  # with nothing looked at yet
     assert estimates == [(each.least(one), each.passes(one)) for one in found]
 
 

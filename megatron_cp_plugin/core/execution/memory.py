@@ -13,12 +13,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from megatron_cp_plugin.core.algorithm import Algorithm, Call
 from megatron_cp_plugin.core.communication.alone import Alone
 from megatron_cp_plugin.core.execution.fused import register_fused
+from megatron_cp_plugin.core.execution.meta import OnMeta, run
 from megatron_cp_plugin.core.execution.partial import accumulation_dtype
 from megatron_cp_plugin.core.kernel import Packing, SoftmaxKernel, Statistics
 from megatron_cp_plugin.core.shape import Shape
@@ -72,9 +71,10 @@ def peak_of(
         for n, d in ((heads, dim), (kv_heads, dim), (kv_heads, value_dim), (heads, value_dim))
     )
     call = Call(shape.seq_len, mask, dim**-0.5, _Sizes(kernel))
-    saved = algorithm.forward(q, k, v, call)[2]
-    algorithm.backward(dout, saved, call)  # receive buffers have their final size now
-    del saved
+    with LivingBytes([q, k, v, dout]):
+        saved = algorithm.forward(q, k, v, call)[2]
+        algorithm.backward(dout, saved, call)  # receive buffers have their final size now
+        del saved
     with LivingBytes([q, k, v, dout, *topology.slabs()]) as living:
         out, lse, saved = algorithm.forward(q, k, v, call)
         forward, living.most = living.most, 0
@@ -86,7 +86,7 @@ def peak_of(
     return Peak(forward + peer, living.most + peer, between, peer)
 
 
-class LivingBytes(TorchDispatchMode):
+class LivingBytes(OnMeta):
     """Adds up the storages that are made while the mode is on, as long as they live.
 
     Attributes: now: bytes at present. most: bytes at most, at a time.
@@ -102,8 +102,9 @@ class LivingBytes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for x in tree_leaves(result):
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs) if func.is_view else run(func, args, kwargs)[0]
+        for x in result if isinstance(result, list | tuple) else (result,):
             if isinstance(x, Tensor):
                 storage = x.untyped_storage()
                 key, size = storage._cdata, storage.nbytes()

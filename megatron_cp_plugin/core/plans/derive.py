@@ -1,11 +1,12 @@
 """Derives a plan from a placement: what every rank computes, sends and receives."""
 
+from collections.abc import Iterable
 from copy import copy
 from functools import lru_cache
 
 from megatron_cp_plugin.core.blocks.owned import Owned
 from megatron_cp_plugin.core.blocks.touched import keys_seen, sees
-from megatron_cp_plugin.core.layout import Layout
+from megatron_cp_plugin.core.layout import Layout, Spans
 from megatron_cp_plugin.core.placement import BlockPlacement, HeadPlacement, Placement
 from megatron_cp_plugin.core.plans.derive_blocks import Derivation
 from megatron_cp_plugin.core.plans.derive_gathers import OneGathering
@@ -48,6 +49,18 @@ def sees_all(layout: Layout, size: int, seq_len: int, mask: Mask) -> bool:
     """Whether some query of every rank's block sees some key of every block."""
     layout = layout.within(mask.followed)
     blocks = Owned.of(layout, size, seq_len)
+    if not mask.special:
+        return _all_see_all(blocks, mask)
     if blocks.gaps:
         return all(sees(queries, keys, mask) for queries in blocks for keys in blocks)
     return all(len(seen) == size for seen in keys_seen(layout, size, seq_len, mask))
+
+
+def _all_see_all(blocks: Iterable[Spans], mask: Mask) -> bool:
+    """The same without windows, documents and spans: by the first and the last of each block."""
+    found = [[span.positions for span in block if len(span)] for block in blocks]
+    if not all(found):
+        return False
+    latest = (max(positions[-1] for positions in one) for one in found)
+    first = (min(positions[0] for positions in one) for one in found)
+    return not mask.causal or min(latest) >= max(first)

@@ -1,8 +1,8 @@
 """A context-parallel group as a grid of R rows and C columns. Pure Python."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from megatron_cp_plugin.errors import ConfigError
 
@@ -17,6 +17,10 @@ class Grid:
 
     ranks: tuple[tuple[int, ...], ...]
     key_owners: tuple[int, ...]
+
+    def __hash__(self) -> int:
+        # Of the grids in one key few have this shape: those of a thousand ranks are long.
+        return hash((self.rows, self.cols))
 
     @property
     def rows(self) -> int:
@@ -70,7 +74,8 @@ class Grid:
         }
 
 
-def row_major(rows: int, cols: int, nodes: Sequence[int]) -> Grid:
+@lru_cache(maxsize=256)  # grids of a thousand ranks are long, and know their rows and columns
+def row_major(rows: int, cols: int, nodes: tuple[int, ...]) -> Grid:
     """Rows of consecutive ranks, inside a node wherever its ranks are a multiple of `cols`.
 
     Args: nodes: the node of each rank.
@@ -81,6 +86,7 @@ def row_major(rows: int, cols: int, nodes: Sequence[int]) -> Grid:
     return Grid(ranks, tuple(range(rows * cols)))
 
 
+@lru_cache(maxsize=256)
 def column_major(rows: int, cols: int) -> Grid:
     """Rank r + R*c at (r, c), with the keys of rank r*C + c.
 

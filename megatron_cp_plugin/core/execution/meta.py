@@ -1,0 +1,109 @@
+"""Operations on torch's meta device, each run once for all tensors that are laid out alike.
+
+Most of them are written in Python there and take up to a millisecond, though nothing is computed.
+"""
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class _Laid(NamedTuple):
+    """How a tensor is laid out."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    def empty(self) -> Tensor:
+        """One like it."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
+
+
+class _Other(NamedTuple):
+    """An argument that is no tensor. Attributes: kind: True, 1 and 1.0 are different ones."""
+
+    kind: type
+    value: Any
+
+
+class _Effect(NamedTuple):
+    """What an operation does.
+
+    Attributes: made: a tensor of its own; None: something else. in_place: it returns its first
+        argument as it was. bytes: of all tensors that it takes and returns.
+    """
+
+    made: _Laid | None
+    in_place: bool
+    bytes: int
+
+
+class OnMeta(TorchDispatchMode):
+    """Has subclasses see operations. Nothing of it is to be compiled, so Dynamo is not loaded."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+def run(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, int]:
+    """What an operation returns, and the bytes of all tensors that it takes and returns.
+
+    Args: those of a `__torch_dispatch__`. Tensors elsewhere than on meta are computed with.
+    """
+    try:
+        keys = _key(args), tuple((name, _key(x)) for name, x in kwargs.items())
+    except _ElsewhereError:
+        result = func(*args, **kwargs)
+        return result, _bytes((args, kwargs, result))
+    effect = _effect(func, *keys)
+    if effect.made is not None:
+        return effect.made.empty(), effect.bytes
+    return args[0] if effect.in_place else func(*args, **kwargs), effect.bytes
+
+
+class _ElsewhereError(Exception):
+    """A tensor has values."""
+
+
+def _key(x: Any) -> Any:
+    """Raises: _ElsewhereError for tensors that are not on meta."""
+    if isinstance(x, Tensor):
+        if not x.is_meta:
+            raise _ElsewhereError
+        return _Laid(tuple(x.shape), x.stride(), x.dtype)
+    if isinstance(x, list | tuple):
+        return tuple(map(_key, x))
+    return _Other(type(x), x)
+
+
+def _like(key: Any) -> Any:
+    """What has this key."""
+    if isinstance(key, _Laid):
+        return key.empty()
+    return key.value if isinstance(key, _Other) else [_like(one) for one in key]
+
+
+@lru_cache(maxsize=4096)
+def _effect(func: OpOverload, args: Any, kwargs: tuple[tuple[str, Any], ...]) -> _Effect:
+    """Args: keys."""
+    given, named = _like(args), {name: _like(key) for name, key in kwargs}
+    result = func(*given, **named)
+    size = _bytes((given, named, result))
+    if given and result is given[0]:
+        return _Effect(None, in_place=_key(result) == args[0], bytes=size)
+    own = all(one.alias_info is None for one in func._schema.returns)
+    made = _key(result) if own and isinstance(result, Tensor) and result.is_meta else None
+    return _Effect(made, in_place=False, bytes=size)
+
+
+def _bytes(tree: Any) -> int:
+    tensors = (x for x in tree_leaves(tree) if isinstance(x, Tensor))
+    return sum(x.numel() * x.element_size() for x in tensors)
