@@ -180,7 +180,7 @@ def measured_blocks(k: Tensor, v: Tensor) -> Iterator[None]:
 
     Args: k: [B,C,H,D]. v: [B,C,H,E].
     """
-    measured = _measured(k.shape[3], v.shape[3], k.device)
+    measured = _measured(k.shape[3], v.shape[3], k.device.index)
     if not measured:
         yield
         return
@@ -196,10 +196,10 @@ def measured_blocks(k: Tensor, v: Tensor) -> Iterator[None]:
 
 
 @lru_cache(maxsize=64)  # asking for a GPU's properties takes as long as a launch
-def _measured(head_dim: int, value_dim: int, device: torch.device) -> list[tuple[Any, Any]]:
-    """`tuners`, or none where others may be faster."""
+def _measured(head_dim: int, value_dim: int, gpu: int | None) -> list[tuple[Any, Any]]:
+    """`tuners`, or none where others may be faster. Args: gpu: its index; None: the current one."""
     like_measured = head_dim <= 256 and value_dim <= 128
-    if like_measured and torch.cuda.get_device_capability(device) == (9, 0):
+    if like_measured and torch.cuda.get_device_capability(gpu) == (9, 0):
         return tuners()
     return []
 

@@ -385,8 +385,9 @@ def test_an_interrupt_is_one_line(starter: str, tmp_path: Path) -> None:
             start_new_session=True,
         )
         deadline = time.monotonic() + 120
-        # Megatron describes the model once more after its first iteration.
-        while log.read_text().count(" iteration ") < 2 and time.monotonic() < deadline:
+        # After its first iteration Megatron describes the model once more, on the first rank, while
+        # the last one prints the next iterations: it waits for the first in the one after them.
+        while log.read_text().count(" iteration ") < 4 and time.monotonic() < deadline:
             time.sleep(0.2)
         trained = len(log.read_text())
         # As a terminal does it: to all processes.
