@@ -26,7 +26,7 @@ from megatron_cp_plugin.core.linear.algorithm import LinearShape
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
-from megatron_cp_plugin.integration import gated_delta_net
+from megatron_cp_plugin.integration import example_spans, gated_delta_net
 from megatron_cp_plugin.integration.args import MEAN_DOCUMENT, PluginFlags, document_lengths
 from megatron_cp_plugin.integration.checks import (
     check_arguments,
@@ -35,7 +35,6 @@ from megatron_cp_plugin.integration.checks import (
     kv_heads_of,
     window_of,
 )
-from megatron_cp_plugin.integration.example_spans import ExampleSpans
 from megatron_cp_plugin.integration.features import Settings, packs_documents
 from megatron_cp_plugin.integration.groups import attention_shape
 from megatron_cp_plugin.planner.candidates import Options
@@ -256,7 +255,7 @@ def _said(choice: Choice, flags: PluginFlags, args: Any, how: str) -> Iterator[s
     masks = (table.kind.mask for table in choice.tables)
     seen = next((mask for mask in masks if mask.slices is not None), None)
     if flags.example_spans is not None and seen is not None:
-        assumed += ExampleSpans.read(flags.example_spans).words(seen, _seq_length(args))
+        assumed += example_spans.words(flags.example_spans, seen, _seq_length(args))
     yield f"{sentence(choice)} (machine found {how}{assumed})"
     if flags.explain:
         yield f"candidates of auto\n{table(choice)}"
@@ -285,7 +284,7 @@ def _kinds_of_layers(flags: PluginFlags, args: Any) -> list[Kind]:
                 f"auto needs the size of the model, got no {flag}: give it, or name an algorithm"
             )
     softmax, linear = _softmax(args, seq_length), _linear(flags, args, seq_length)
-    example = flags.example_spans and ExampleSpans.read(flags.example_spans)
+    example = flags.example_spans and example_spans.ExampleSpans.read(flags.example_spans)
     if pattern:
         if example:
             softmax = replace(softmax, mask=example.mask(seq_length, (), None))

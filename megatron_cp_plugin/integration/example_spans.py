@@ -62,7 +62,8 @@ class ExampleSpans:
         except ContextParallelError as error:
             raise ConfigError(f"{EXAMPLE_SPANS} {self.name}: {error}") from None
 
-    def words(self, mask: Mask, seq_len: int) -> str:
-        """What a choice takes span masks for."""
-        share = visible_pairs(seq_len, mask) / seq_len**2
-        return f"; spans as in {self.name}, with {share:.1%} of all pairs"
+
+def words(path: str, mask: Mask, seq_len: int) -> str:
+    """What a choice takes span masks for. Args: path: of the example, which gave the mask."""
+    share = visible_pairs(seq_len, mask) / seq_len**2
+    return f"; spans as in {Path(path).name}, with {share:.1%} of all pairs"
