@@ -17,14 +17,14 @@ from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.extras import need
 from megatron_cp_plugin.integration.args import OneLineParser
 from megatron_cp_plugin.paths import check_file
-from megatron_cp_plugin.text_table import text_table
+from megatron_cp_plugin.planner.text_table import text_table
 from megatron_cp_plugin.tokens import tokens_of
 
 if TYPE_CHECKING:
     from megatron_cp_plugin.core.shape import Shape
     from megatron_cp_plugin.core.tiles import Mask
-    from megatron_cp_plugin.costs import Cost
-    from megatron_cp_plugin.drawing import Picture
+    from megatron_cp_plugin.planner.costs import Cost
+    from megatron_cp_plugin.planner.drawing import Picture
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -256,7 +256,7 @@ def _draw_times(arguments: argparse.Namespace) -> int:
     from megatron_cp_plugin.core.linear.algorithm import LinearShape
     from megatron_cp_plugin.core.shape import Shape
     from megatron_cp_plugin.doctor import check_heads
-    from megatron_cp_plugin.planner.here import machine_named
+    from megatron_cp_plugin.planner.detected_machine import machine_named
     from megatron_cp_plugin.planner.picture import save
     from megatron_cp_plugin.planner.simulate import simulate
     from megatron_cp_plugin.registry import kind_of
@@ -287,8 +287,8 @@ def _draw_times(arguments: argparse.Namespace) -> int:
 def _draw(arguments: argparse.Namespace) -> int:
     if arguments.machine is not None:
         return _draw_times(arguments)
-    from megatron_cp_plugin.drawing import picture, table, table_width
-    from megatron_cp_plugin.figures import save
+    from megatron_cp_plugin.planner.drawing import picture, table, table_width
+    from megatron_cp_plugin.planner.figures import save
 
     drawn = picture(
         arguments.algo,
@@ -373,7 +373,7 @@ def _add_plan(commands: Any) -> None:
         "--json",
         type=Path,
         metavar="FILE",
-        help="write the plan of --algo and each rank's peak memory: see core/plans/plan_json.py",
+        help="write the plan of --algo and each rank's peak memory: see planner/plan_json.py",
     )
     parser.add_argument(
         "--machine",
@@ -450,7 +450,7 @@ def _plan_model(arguments: argparse.Namespace) -> int:
 
 
 def _plan_bytes(arguments: argparse.Namespace, title: str, shape: Shape, mask: Mask) -> int:
-    from megatron_cp_plugin.baselines import BASELINES
+    from megatron_cp_plugin.planner.baselines import BASELINES
     from megatron_cp_plugin.registry import algorithm_class, available
 
     options = dict(_option(text) for text in arguments.option)
@@ -514,7 +514,7 @@ def _shape(arguments: argparse.Namespace) -> Shape:
 def _plan_cells(
     arguments: argparse.Namespace, algo: str, options: Mapping[str, str], shape: Shape, mask: Mask
 ) -> list[str]:
-    from megatron_cp_plugin.costs import cost, peak
+    from megatron_cp_plugin.planner.costs import cost, peak
 
     size = arguments.size
     found = cost(algo, size, shape, mask, options)
@@ -546,7 +546,7 @@ def _write_plan(
 ) -> None:
     import json
 
-    from megatron_cp_plugin.costs import document
+    from megatron_cp_plugin.planner.costs import document
 
     path: Path = arguments.json
     check_file("--json", path)

@@ -548,7 +548,7 @@ def _topology(group: Group) -> Topology:
 def _choose(
     topology: Topology, shape: Shape, mask: Mask, kernel: str, given: Mapping[str, object]
 ) -> tuple[str, Topology, tuple[tuple[str, object], ...]]:
-    from megatron_cp_plugin.planner.here import choose_for
+    from megatron_cp_plugin.planner.detected_machine import choose_for
 
     algo, options = choose_for(topology, shape, mask, kernel, given)
     return algo, topology, tuple(sorted(options))

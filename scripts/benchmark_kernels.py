@@ -29,11 +29,11 @@ from triton.testing import do_bench
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.core.algorithm import Call, Gradients, attend_block, differentiate_block
 from megatron_cp_plugin.core.communication.devices import take_gpu
-from megatron_cp_plugin.core.execution.partial import Accumulator, GradientSum, accumulation_dtype
 from megatron_cp_plugin.core.kernel import Problem, Statistics
 from megatron_cp_plugin.core.layouts.document_layout import PaddedDocuments
 from megatron_cp_plugin.core.masks.documents import random_documents
 from megatron_cp_plugin.core.masks.tile_batches import Batches
+from megatron_cp_plugin.core.partial import Accumulator, GradientSum, accumulation_dtype
 from megatron_cp_plugin.core.tiles import Mask, plan_tiles
 from megatron_cp_plugin.ending import one_line_errors
 from megatron_cp_plugin.errors import KernelUnavailableError

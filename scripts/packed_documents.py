@@ -24,8 +24,8 @@ from megatron_cp_plugin.core.masks.documents import random_documents
 from megatron_cp_plugin.core.plans.plan import PHASES
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
-from megatron_cp_plugin.costs import planned
 from megatron_cp_plugin.errors import ConfigError
+from megatron_cp_plugin.planner.costs import planned
 
 
 @dataclass(frozen=True)

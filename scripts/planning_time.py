@@ -15,12 +15,12 @@ from statistics import median
 from rich.console import Console
 from rich.table import Table
 
-from megatron_cp_plugin.core.communication.alone import Alone
-from megatron_cp_plugin.core.execution.memory import peak_of
 from megatron_cp_plugin.core.masks.documents import random_documents
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.kernels.base import kernel_called
+from megatron_cp_plugin.planner.call_memory import peak_of
+from megatron_cp_plugin.planner.dry_run import DryRunGroup
 from megatron_cp_plugin.registry import create
 from megatron_cp_plugin.tokens import tokens_of
 
@@ -46,7 +46,7 @@ def planning_ms(spec: str, size: int, seq_len: int, documents: int, packs: int =
     nodes = tuple(rank // _NODE for rank in range(size))
     shape = Shape(1, seq_len, 64, 8, 128)
     # One for all packs, as in training: it compares what all ranks do with its first pack only.
-    algorithm = create(name, Alone(size // 2, nodes, peer_access=size <= _NODE), options)
+    algorithm = create(name, DryRunGroup(size // 2, nodes, peer_access=size <= _NODE), options)
 
     def seconds(mask: Mask) -> float:
         gc.disable()

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
-from megatron_cp_plugin.baselines import BASELINES
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
-from megatron_cp_plugin.costs import Cost, cost
 from megatron_cp_plugin.errors import ConfigError
+from megatron_cp_plugin.planner.baselines import BASELINES
+from megatron_cp_plugin.planner.costs import Cost, cost
 
 SIZES = (4, 8, 16, 32, 64)
 

@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from megatron_cp_plugin.core.execution.partial import delta_of
 from megatron_cp_plugin.core.kernel import Packing, Statistics
+from megatron_cp_plugin.core.partial import delta_of
 from megatron_cp_plugin.kernels.reference import Reference
 
 ABILITIES = ("rectangular_causal", "packs", "gaps", "places_outputs", "places_gradients")

@@ -14,8 +14,8 @@ from megatron_cp_plugin.core.masks.documents import document_starts, random_docu
 from megatron_cp_plugin.core.tiles import Mask, visible_pairs
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
-from megatron_cp_plugin.planner import here
-from megatron_cp_plugin.planner.here import example_of
+from megatron_cp_plugin.planner import detected_machine
+from megatron_cp_plugin.planner.detected_machine import example_of
 from tests.oracle import naive_attention
 
 
@@ -119,7 +119,7 @@ def test_documents_are_drawn_once_for_others_like_them(monkeypatch: pytest.Monke
         drawn.append(given)
         return random_documents(*given, **named)
 
-    monkeypatch.setattr(here, "random_documents", counted)
+    monkeypatch.setattr(detected_machine, "random_documents", counted)
     total, numbers = 12288, []
     for length in (1000, 1010, 1020):
         mask = Mask(documents=tuple(range(length, total, length)))

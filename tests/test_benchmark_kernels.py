@@ -13,8 +13,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 import benchmark_kernels
 
 from megatron_cp_plugin import registry
-from megatron_cp_plugin.core.execution import partial
-from megatron_cp_plugin.core.execution.partial import merge_into
+from megatron_cp_plugin.core import partial
+from megatron_cp_plugin.core.partial import merge_into
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.planner.trace import Memory, trace_softmax

@@ -92,7 +92,7 @@ ELSEWHERE: dict[str, str] = {
     "pip install -e .": "tests/test_installed.py",
     "pip install datasets": "tests/integration/test_sft.py",
     "python scripts/check_installs.py": "tests/test_help.py",
-    "megatron-cp plan": "tests/test_costs.py",
+    "megatron-cp plan": "tests/planner/test_costs.py",
     "megatron-cp calibrate": "tests/planner/test_calibrate.py",
     "megatron-cp train --config NAME": "tests/test_cli.py",
     "megatron-cp train": "tests/test_cli.py",

@@ -22,10 +22,10 @@ from megatron_cp_plugin.core.plans.plan import PHASES, Plan
 from megatron_cp_plugin.core.plans.plan_check import check
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask, visible_pairs
-from megatron_cp_plugin.costs import cost, peak
-from megatron_cp_plugin.drawing import picture
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.planner.candidates import Question, candidates
+from megatron_cp_plugin.planner.costs import cost, peak
+from megatron_cp_plugin.planner.drawing import picture
 from megatron_cp_plugin.planner.machine import Machine
 from megatron_cp_plugin.planner.simulate import simulate
 from megatron_cp_plugin.registry import create, create_linear

@@ -16,9 +16,9 @@ from torch.utils._pytree import tree_leaves
 
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.core.algorithm import Call
-from megatron_cp_plugin.core.communication.alone import Alone
 from megatron_cp_plugin.core.kernel import SoftmaxKernel
 from megatron_cp_plugin.core.tiles import Mask
+from megatron_cp_plugin.planner.dry_run import DryRunGroup
 from megatron_cp_plugin.registry import create
 
 VIEWS = {"alias", "slice", "view", "permute", "transpose", "split_with_sizes"}
@@ -59,7 +59,7 @@ class Idle(SoftmaxKernel):
 
 def called(algo: str, size: int, *, peer_access: bool, **options) -> Seen:
     """The second forward and backward of the last rank, whose messages go nowhere."""
-    algorithm = create(algo, Alone(size - 1, (0,) * size, peer_access=peer_access), options)
+    algorithm = create(algo, DryRunGroup(size - 1, (0,) * size, peer_access=peer_access), options)
     q, k, v = (torch.empty(1, 24, 4, 8, device="meta") for _ in range(3))
     call = Call(24 * size, Mask(), 1.0, Idle())
 
@@ -96,7 +96,7 @@ PYTHON_CALLS = {
 @pytest.mark.parametrize("algo", PYTHON_CALLS)
 def test_how_many_python_calls_there_are(algo: str) -> None:
     """What could be known per plan or per call is not computed again in every layer."""
-    topology = Alone(1, (0, 0), peer_access=False)
+    topology = DryRunGroup(1, (0, 0), peer_access=False)
     q, k, v, dout = (torch.ones(1, 24, 4, 8) for _ in range(4))
     leaves = [x.requires_grad_() for x in (q, k, v)]
     for _ in range(3):
@@ -106,7 +106,7 @@ def test_how_many_python_calls_there_are(algo: str) -> None:
 
     def count(frame: FrameType, event: str, _: object) -> None:
         file = frame.f_code.co_filename
-        if event == "call" and file.startswith(package) and not file.endswith("alone.py"):
+        if event == "call" and file.startswith(package) and not file.endswith("dry_run.py"):
             found[f"{file.removeprefix(package)} {frame.f_code.co_qualname}"] += 1
 
     sys.setprofile(count)

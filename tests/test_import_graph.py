@@ -1,4 +1,4 @@
-"""Which modules of the package import which: layers, and no circles."""
+"""Which modules of the package import which: rooms, layers, and no circles."""
 
 import ast
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,19 +12,35 @@ PACKAGE = "megatron_cp_plugin"
 
 # Whatever the first begins with imports nothing that the second begins with.
 FORBIDDEN = [
-    (f"{PACKAGE}.core", f"{PACKAGE}.kernels"),
-    (f"{PACKAGE}.core", f"{PACKAGE}.algorithms"),
-    (f"{PACKAGE}.core", f"{PACKAGE}.registry"),
-    (f"{PACKAGE}.core", f"{PACKAGE}.integration"),
-    (f"{PACKAGE}.core", f"{PACKAGE}.harness"),
     (f"{PACKAGE}.kernels", f"{PACKAGE}.algorithms"),
     (f"{PACKAGE}.kernels", f"{PACKAGE}.registry"),
     (f"{PACKAGE}.kernels", f"{PACKAGE}.integration"),
-    (f"{PACKAGE}.kernels", f"{PACKAGE}.harness"),
     (f"{PACKAGE}.algorithms", f"{PACKAGE}.kernels"),
     (f"{PACKAGE}.algorithms", f"{PACKAGE}.integration"),
-    (f"{PACKAGE}.algorithms", f"{PACKAGE}.harness"),
 ]
+# The rooms of core, folders and modules, the lowest first: one imports from its own line and from
+# those above it.
+ROOMS = [
+    ("caching", "layout", "ranges"),
+    ("comm", "communication", "topology"),
+    ("fused", "kernel", "partial", "shape"),
+    ("masks", "tiles"),
+    ("blocks",),
+    ("layouts",),
+    ("pipeline", "placement", "plans"),
+    ("algorithm",),
+    ("execution",),
+    ("autograd", "chunked_loss"),
+    ("linear",),
+]
+# What core imports of the rest of the package.
+BELOW_CORE = {f"{PACKAGE}.errors", f"{PACKAGE}.tokens"}
+# The planner and the tools: they import what trains, never the reverse.
+TOOLS = ("capabilities", "cli", "doctor", "harness")
+OUTSIDE = ("planner", *TOOLS)
+# Which modules that train import of them nevertheless, and which: for `auto`, and for recordings.
+AUTO = {f"{PACKAGE}.functional", f"{PACKAGE}.integration.auto"}
+RECORDING = (f"{PACKAGE}.integration.launch", f"{PACKAGE}.harness.recorder")
 # Packages that not everybody has, and who may import them.
 FOREIGN = {
     "megatron": ("integration", "harness"),
@@ -92,6 +108,72 @@ def test_no_module_is_imported_by_what_it_imports() -> None:
     assert circle(graph) == []
 
 
+def upward(graph: Graph) -> set[tuple[str, str]]:
+    """Imports from a room of core to one that is higher.
+
+    Raises: KeyError for a module that is in none of `ROOMS`.
+    """
+    of_room = {name: level for level, names in enumerate(ROOMS) for name in names}
+    levels = {
+        name: of_room[name.split(".")[2]]
+        for name in {*graph, *(other for others in graph.values() for other in others)}
+        if name.startswith(f"{PACKAGE}.core.")
+    }
+    return {
+        (name, other)
+        for name, others in graph.items()
+        for other in others
+        if name in levels and other in levels and levels[name] < levels[other]
+    }
+
+
+def leaving(graph: Graph) -> set[tuple[str, str]]:
+    """Imports from what trains to the planner and the tools."""
+    outside = tuple(f"{PACKAGE}.{name}" for name in OUTSIDE)
+    return {
+        (name, other)
+        for name, others in graph.items()
+        for other in others
+        if any(within(other, one) for one in outside)
+        and not any(within(name, one) for one in outside)
+    }
+
+
+def test_what_goes_up_or_out_is_found() -> None:
+    core = f"{PACKAGE}.core"
+    low, high, same = f"{core}.masks.bands", f"{core}.plans.plan", f"{core}.tiles"
+    assert upward({low: [high, same], same: [low], high: [low, "torch"]}) == {(low, high)}
+    with pytest.raises(KeyError, match="helpers"):
+        upward({low: [f"{core}.helpers.lists"]})
+    cli, planner = f"{PACKAGE}.cli", f"{PACKAGE}.planner.costs"
+    found = leaving({low: [planner, cli], cli: [planner, low], planner: [low], "torch": []})
+    assert found == {(low, planner), (low, cli)}
+
+
+def test_no_room_of_core_imports_a_higher_one() -> None:
+    graph = import_graph()
+    found = {name.split(".")[2] for name in graph if name.startswith(f"{PACKAGE}.core.")}
+    assert found == {name for names in ROOMS for name in names}
+    assert upward(graph) == set()
+
+
+def test_core_stands_alone() -> None:
+    core = f"{PACKAGE}.core"
+    found = {
+        other
+        for name, others in import_graph().items()
+        for other in others
+        if within(name, core) and within(other, PACKAGE) and not within(other, core)
+    }
+    assert found == BELOW_CORE
+
+
+def test_what_trains_imports_the_planner_for_auto_alone_and_no_tool() -> None:
+    found = leaving(import_graph()) - {RECORDING}
+    assert {other for _, other in found if not within(other, f"{PACKAGE}.planner")} == set()
+    assert {name for name, _ in found} == AUTO
+
+
 @pytest.mark.parametrize(("lower", "upper"), FORBIDDEN)
 def test_layers(lower: str, upper: str) -> None:
     graph = import_graph()
@@ -106,19 +188,24 @@ def test_layers(lower: str, upper: str) -> None:
     assert wrong == []
 
 
-def test_what_trains_needs_the_harness_for_recordings_alone() -> None:
-    found = {
+def test_the_planner_imports_no_tool_and_the_tools_the_harness_for_its_commands_alone() -> None:
+    tools = tuple(f"{PACKAGE}.{name}" for name in TOOLS)
+    assert not any(
+        within(other, tool)
+        for name, others in import_graph().items()
+        if within(name, f"{PACKAGE}.planner")
+        for other in others
+        for tool in tools
+    )
+    commands = {
         (name, other)
         for name, others in import_graph().items()
         for other in others
         if within(other, f"{PACKAGE}.harness") and not within(name, f"{PACKAGE}.harness")
     }
-    # The commands `megatron-cp train` and `prepare-data` are the harness.
-    commands = {(name, other) for name, other in found if name == f"{PACKAGE}.cli"}
-    assert commands == {
+    assert commands - {RECORDING} == {
         (f"{PACKAGE}.cli", f"{PACKAGE}.harness.{n}") for n in ("train", "prepare_data")
     }
-    assert found - commands == {(f"{PACKAGE}.integration.launch", f"{PACKAGE}.harness.recorder")}
 
 
 @pytest.mark.parametrize("foreign", FOREIGN)

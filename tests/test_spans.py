@@ -24,11 +24,11 @@ from megatron_cp_plugin.core.layout import Contiguous, Cyclic, Layout, Span, Zig
 from megatron_cp_plugin.core.layouts.document_layout import Balanced, PaddedDocuments
 from megatron_cp_plugin.core.masks.slices import KINDS, Slices
 from megatron_cp_plugin.core.plans.plan_check import check
-from megatron_cp_plugin.core.plans.plan_json import from_json, to_json
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask, plan_tiles, visible_pairs
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ContextParallelError
+from megatron_cp_plugin.planner.plan_json import from_json, to_json
 from megatron_cp_plugin.registry import create
 from tests.oracle import expected_attention, naive_attention
 from tests.pairwise import pairwise

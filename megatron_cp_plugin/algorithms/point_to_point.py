@@ -9,9 +9,9 @@ from torch import Tensor
 from megatron_cp_plugin.core.algorithm import Algorithm, Call, Saved, group_counts, number
 from megatron_cp_plugin.core.caching import cached_method
 from megatron_cp_plugin.core.comm import Phase
-from megatron_cp_plugin.core.communication.transport import Transport, Wanted, Way, redistribute
 from megatron_cp_plugin.core.execution.execute import follow
 from megatron_cp_plugin.core.execution.passes import Backward, Forward
+from megatron_cp_plugin.core.execution.transport import Transport, Wanted, Way, redistribute
 from megatron_cp_plugin.core.kernel import Statistics
 from megatron_cp_plugin.core.layout import Layout
 from megatron_cp_plugin.core.pipeline import HeadGroup, successive_groups

@@ -8,7 +8,7 @@ from megatron_cp_plugin.algorithms.head_split import HeadSplit
 from megatron_cp_plugin.algorithms.ring import Ring
 from megatron_cp_plugin.algorithms.ring_routes import Route, Rule
 from megatron_cp_plugin.core.algorithm import Algorithm, divisors, number
-from megatron_cp_plugin.core.communication.transport import Wanted
+from megatron_cp_plugin.core.execution.transport import Wanted
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.registry import register

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from megatron_cp_plugin.core.caching import cached_method
 from megatron_cp_plugin.core.comm import Phase
-from megatron_cp_plugin.core.execution.partial import Accumulator, GradientSum, rows_at
 from megatron_cp_plugin.core.kernel import Problem, SoftmaxKernel, Statistics
 from megatron_cp_plugin.core.layout import Documents, Layout
 from megatron_cp_plugin.core.layouts.document_layout import NAMED
 from megatron_cp_plugin.core.masks.batch import Batch
 from megatron_cp_plugin.core.masks.slices import Slices
 from megatron_cp_plugin.core.masks.tile_batches import Batches
+from megatron_cp_plugin.core.partial import Accumulator, GradientSum, rows_at
 from megatron_cp_plugin.core.placement import Placement
 from megatron_cp_plugin.core.plans.derive import plan_of
 from megatron_cp_plugin.core.plans.plan import PHASES, Plan, Setting

@@ -26,8 +26,8 @@ from torch import Tensor
 from megatron_cp_plugin.core.autograd.autocast import as_written, cast_inputs
 from megatron_cp_plugin.core.autograd.once import differentiable_once
 from megatron_cp_plugin.core.communication.devices import check_devices
-from megatron_cp_plugin.core.execution.fused import fused_for
-from megatron_cp_plugin.core.execution.partial import accumulation_dtype
+from megatron_cp_plugin.core.fused import fused_for
+from megatron_cp_plugin.core.partial import accumulation_dtype
 from megatron_cp_plugin.errors import ContextParallelError
 
 CHUNK_TOKENS = 4096

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.core.blocks.ranges import Numbers
 from megatron_cp_plugin.core.communication.devices import kept_on_device, uploaded
-from megatron_cp_plugin.core.execution.partial import delta_of, rows_at
+from megatron_cp_plugin.core.partial import delta_of, rows_at
+from megatron_cp_plugin.core.ranges import Numbers
 
 
 class Kernel[P](ABC):

@@ -7,7 +7,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.core.execution.partial import accumulation_dtype
+from megatron_cp_plugin.core.partial import accumulation_dtype
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,10 @@ import torch.distributed as dist
 
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.config import ContextParallelConfig
-from megatron_cp_plugin.core.execution.partial import accumulation_dtype
 from megatron_cp_plugin.core.layout import Contiguous, Layout
 from megatron_cp_plugin.core.layouts.document_layout import PaddedDocuments
 from megatron_cp_plugin.core.linear.algorithm import LinearShape
+from megatron_cp_plugin.core.partial import accumulation_dtype
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
@@ -39,13 +39,13 @@ from megatron_cp_plugin.integration.features import Settings, packs_documents
 from megatron_cp_plugin.integration.groups import attention_shape
 from megatron_cp_plugin.planner.candidates import Options
 from megatron_cp_plugin.planner.choose import GIB, Choice, Combination, Kind, Place, choose
-from megatron_cp_plugin.planner.explain import sentence, table
-from megatron_cp_plugin.planner.here import (
+from megatron_cp_plugin.planner.detected_machine import (
     check_agreement,
     documents_like,
     kernel_on,
     machine_here,
 )
+from megatron_cp_plugin.planner.explain import sentence, table
 from megatron_cp_plugin.planner.machine import Machine
 from megatron_cp_plugin.planner.memory import memory
 from megatron_cp_plugin.planner.model import Model, Split

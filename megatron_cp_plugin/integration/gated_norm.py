@@ -16,7 +16,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from megatron_cp_plugin.core.autograd.once import differentiable_once
-from megatron_cp_plugin.core.execution.partial import delta_of
+from megatron_cp_plugin.core.partial import delta_of
 
 
 def gated_norm(x: Tensor, gate: Tensor, epsilon: float, group: dist.ProcessGroup) -> Tensor:

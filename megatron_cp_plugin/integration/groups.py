@@ -11,7 +11,7 @@ import yaml
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_cp_plugin.core.execution.partial import accumulation_dtype
+from megatron_cp_plugin.core.partial import accumulation_dtype
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.integration.features import Settings, is_latent

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from megatron_cp_plugin.core.autograd.once import differentiable_once
-from megatron_cp_plugin.core.execution.partial import accumulation_dtype
 from megatron_cp_plugin.core.linear.decay import Decay
 from megatron_cp_plugin.core.linear.function import attend_linearly
+from megatron_cp_plugin.core.partial import accumulation_dtype
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration.attention import is_causal, sharded_by_heads
 from megatron_cp_plugin.integration.documents import check_padding, starts_of

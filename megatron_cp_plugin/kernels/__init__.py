@@ -5,7 +5,7 @@ The only folder that imports flash_attn, fla and Triton, and only on use.
 
 from functools import cache
 
-from megatron_cp_plugin.core.execution.fused import FusedOperations, register_fused
+from megatron_cp_plugin.core.fused import FusedOperations, register_fused
 from megatron_cp_plugin.kernels.base import kernel_names, register_kernel, resolve, resolver
 
 __all__ = ["kernel_names", "register_kernel", "resolve", "resolver"]

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from megatron_cp_plugin.core.communication.devices import kept_on_device, uploaded
-from megatron_cp_plugin.core.execution.partial import accumulation_dtype
 from megatron_cp_plugin.core.linear.decay import Decay
 from megatron_cp_plugin.core.linear.kernel import (
     BackwardPass,
@@ -23,6 +22,7 @@ from megatron_cp_plugin.core.linear.kernel import (
     LinearProblem,
 )
 from megatron_cp_plugin.core.linear.runs import Interval, Runs
+from megatron_cp_plugin.core.partial import accumulation_dtype
 
 _CHUNK = 64
 

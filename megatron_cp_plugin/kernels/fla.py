@@ -34,7 +34,6 @@ import torch
 from torch import Tensor
 
 from megatron_cp_plugin.core.communication.devices import kept_on_device, uploaded
-from megatron_cp_plugin.core.execution.partial import accumulation_dtype
 from megatron_cp_plugin.core.linear.decay import Decay, combine
 from megatron_cp_plugin.core.linear.kernel import (
     BackwardPass,
@@ -43,6 +42,7 @@ from megatron_cp_plugin.core.linear.kernel import (
     LinearProblem,
 )
 from megatron_cp_plugin.core.linear.runs import Interval, Runs
+from megatron_cp_plugin.core.partial import accumulation_dtype
 
 CHUNK = 64  # tokens
 _SEQUENCES = 256  # batch entries times heads times segments that fill a GPU

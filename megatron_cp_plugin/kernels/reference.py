@@ -6,8 +6,8 @@ The oracle of the tests, and what "auto" takes where nothing faster runs.
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.core.execution.partial import accumulation_dtype
 from megatron_cp_plugin.core.kernel import Problem, SoftmaxKernel, Statistics
+from megatron_cp_plugin.core.partial import accumulation_dtype
 
 
 class Reference(SoftmaxKernel):

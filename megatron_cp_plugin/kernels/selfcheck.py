@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.core.execution.partial import delta_of
 from megatron_cp_plugin.core.kernel import Packing, Problem, SoftmaxKernel, Statistics
 from megatron_cp_plugin.core.linear.decay import Decay
 from megatron_cp_plugin.core.linear.kernel import LinearKernel, LinearProblem
 from megatron_cp_plugin.core.linear.runs import Runs
+from megatron_cp_plugin.core.partial import delta_of
 from megatron_cp_plugin.errors import KernelUnavailableError
 from megatron_cp_plugin.kernels.base import kernel_names, resolve
 from megatron_cp_plugin.kernels.chunked import Chunked

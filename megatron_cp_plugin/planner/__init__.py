@@ -1,1 +1,1 @@
-"""Predicts the time of an attention layer, or of a training step, on a machine. Needs torch."""
+"""What runs would take and be, told without them: time, memory, bytes, pictures. Needs torch."""

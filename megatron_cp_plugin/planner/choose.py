@@ -14,7 +14,6 @@ from statistics import median
 from typing import NamedTuple
 
 from megatron_cp_plugin import registry
-from megatron_cp_plugin.core.communication.alone import Alone
 from megatron_cp_plugin.core.linear.algorithm import LinearShape
 from megatron_cp_plugin.core.placement import HeadPlacement
 from megatron_cp_plugin.core.shape import Shape
@@ -30,6 +29,7 @@ from megatron_cp_plugin.planner.candidates import (
     label,
     linear_candidates,
 )
+from megatron_cp_plugin.planner.dry_run import DryRunGroup
 from megatron_cp_plugin.planner.estimate import Estimate, Estimator
 from megatron_cp_plugin.planner.machine import Machine
 from megatron_cp_plugin.planner.peak import peak_bytes
@@ -251,7 +251,7 @@ def _candidates(
     layouts: tuple[str, ...] | None,
     registered: _Classes,
 ) -> tuple[tuple[Candidate, ...], tuple[Refusal, ...]]:
-    topology = Alone(0, nodes, peer_access=peer)
+    topology = DryRunGroup(0, nodes, peer_access=peer)
     found, refused = candidates(Question(shape, mask, topology, layouts))
     return tuple(found), tuple(refused)
 

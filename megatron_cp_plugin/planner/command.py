@@ -13,13 +13,13 @@ from megatron_cp_plugin.errors import ConfigError, nearest
 from megatron_cp_plugin.extras import need
 from megatron_cp_plugin.planner.candidates import Options
 from megatron_cp_plugin.planner.choose import GIB, Kind, Place, choose
+from megatron_cp_plugin.planner.detected_machine import kernel_on, machine_named
 from megatron_cp_plugin.planner.explain import sentence, table
-from megatron_cp_plugin.planner.here import kernel_on, machine_named
 from megatron_cp_plugin.planner.model import MODELS, Split
 from megatron_cp_plugin.planner.splits import STEP_TOKENS, Job, proposals
 from megatron_cp_plugin.planner.step import dispatch
+from megatron_cp_plugin.planner.text_table import text_table
 from megatron_cp_plugin.registry import AUTO
-from megatron_cp_plugin.text_table import text_table
 
 _PROPOSALS = 10
 

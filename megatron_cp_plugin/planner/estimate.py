@@ -15,12 +15,12 @@ from functools import cache, cached_property, lru_cache
 from typing import NamedTuple
 
 from megatron_cp_plugin.core.blocks.assembly import assemble
-from megatron_cp_plugin.core.blocks.ranges import Numbers
 from megatron_cp_plugin.core.comm import Operation
 from megatron_cp_plugin.core.layout import Layout, Span, Spans, rows_of
 from megatron_cp_plugin.core.pipeline import HeadGroup, together
 from megatron_cp_plugin.core.placement import BlockPlacement, HeadPlacement, Placement
 from megatron_cp_plugin.core.plans.plan import row_bytes
+from megatron_cp_plugin.core.ranges import Numbers
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask, Tile, plan_tiles
 from megatron_cp_plugin.planner.machine import Machine, Pass

@@ -7,10 +7,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.core.execution.partial import accumulation_dtype
 from megatron_cp_plugin.core.linear.decay import Decay
 from megatron_cp_plugin.core.linear.kernel import BackwardPass, ForwardPass, LinearKernel
 from megatron_cp_plugin.core.linear.runs import Runs
+from megatron_cp_plugin.core.partial import accumulation_dtype
 from megatron_cp_plugin.kernels.fla import CHUNK, segments_of
 
 

@@ -1,4 +1,4 @@
-"""Peak memory of a layer of attention, on any number of ranks: see `core.execution.memory`."""
+"""Peak memory of a layer of attention, on any number of ranks: see `planner.call_memory`."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from math import lcm
 import torch
 
 from megatron_cp_plugin import registry
-from megatron_cp_plugin.core.execution.memory import DTYPES, LivingBytes, peak_of
 from megatron_cp_plugin.core.linear.algorithm import LinearCall, LinearShape
 from megatron_cp_plugin.core.linear.decay import Decay
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.kernels.base import kernel_called, kernel_names
+from megatron_cp_plugin.planner.call_memory import DTYPES, LivingBytes, peak_of
 from megatron_cp_plugin.planner.linear_sizes import LinearSizes
 from megatron_cp_plugin.planner.simulate import by_collectives, pinned, within
 from megatron_cp_plugin.planner.trace import alone

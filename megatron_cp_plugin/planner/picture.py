@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.extras import need
-from megatron_cp_plugin.planner.play import Interval, Timeline
+from megatron_cp_plugin.planner.event_simulation import Interval, Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,7 +1,7 @@
 """Simulates an attention layer on a machine: what each rank does and waits for.
 
 What a rank does is what its own code does without data (`planner.trace`), which follows the plan.
-How long that takes is played on the machine (`planner.play`).
+How long that takes is played on the machine (`planner.event_simulation`).
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ConfigError
-from megatron_cp_plugin.planner.machine import Machine, Pass
-from megatron_cp_plugin.planner.play import (
+from megatron_cp_plugin.planner.event_simulation import (
     Interval,
     PassTime,
     Timeline,
@@ -31,6 +30,7 @@ from megatron_cp_plugin.planner.play import (
     play,
     tile_seconds,
 )
+from megatron_cp_plugin.planner.machine import Machine, Pass
 from megatron_cp_plugin.planner.trace import Trace, alone, trace_linear, trace_softmax
 
 __all__ = [

@@ -17,10 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_cp_plugin.core.algorithm import Algorithm, Call
-from megatron_cp_plugin.core.communication.alone import Alone, Post, Wait
-from megatron_cp_plugin.core.execution.fused import register_fused
-from megatron_cp_plugin.core.execution.memory import DTYPES, OnePass, SizesOnly
-from megatron_cp_plugin.core.execution.meta import OnMeta, run
+from megatron_cp_plugin.core.fused import register_fused
 from megatron_cp_plugin.core.kernel import Packing, Statistics
 from megatron_cp_plugin.core.linear.algorithm import LinearAlgorithm, LinearCall, LinearShape
 from megatron_cp_plugin.core.linear.decay import Decay
@@ -28,8 +25,11 @@ from megatron_cp_plugin.core.linear.runs import Runs
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
+from megatron_cp_plugin.planner.call_memory import DTYPES, OnePass, SizesOnly
+from megatron_cp_plugin.planner.dry_run import DryRunGroup, Post, Wait
 from megatron_cp_plugin.planner.linear_sizes import BackwardSizes, ForwardSizes, LinearSizes
 from megatron_cp_plugin.planner.machine import Pass
+from megatron_cp_plugin.planner.meta import OnMeta, run
 
 
 class Tile(NamedTuple):
@@ -145,7 +145,7 @@ def trace_linear(
 
 def alone(rank: int, nodes: Sequence[int], *, peer_access: bool) -> Topology:
     """A rank whose messages are noted. Args: as in `trace_softmax`."""
-    return Alone(rank, nodes, peer_access=peer_access, note=_note)
+    return DryRunGroup(rank, nodes, peer_access=peer_access, note=_note)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import megatron_cp_plugin as cp
 from megatron_cp_plugin.core.execution.filled_heads import FilledHeads
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
-from megatron_cp_plugin.costs import cost
+from megatron_cp_plugin.planner.costs import cost
 from tests.oracle import expected_attention
 from tests.test_conformance import Case, assert_matches, assert_plan_is_kept, run
 

@@ -17,15 +17,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_cp_plugin.core import kernel as kernel_module
+from megatron_cp_plugin.core import partial
 from megatron_cp_plugin.core.algorithm import Call
 from megatron_cp_plugin.core.comm import Communicator, Pending
 from megatron_cp_plugin.core.communication.virtual import VirtualTopology, VirtualWorld
-from megatron_cp_plugin.core.execution import collective, partial, team
-from megatron_cp_plugin.core.execution import memory as predicted
+from megatron_cp_plugin.core.execution import collective, team
 from megatron_cp_plugin.core.kernel import SoftmaxKernel
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.kernels.flash4 import Flash4
+from megatron_cp_plugin.planner import call_memory as predicted
 from megatron_cp_plugin.registry import create
 
 TOKENS, DIM, ELEMENT = 256, 128, 2
@@ -282,7 +283,7 @@ def test_plans_take_no_more_than_what_they_replaced(name: str, tokens: int) -> N
 )
 def test_more_groups_where_they_save_memory(algo, tokens, kv_heads, groups) -> None:
     """On two ranks over peer memory, and none where there is little work."""
-    algorithm = create(algo, predicted.Alone(0, (0, 0), peer_access=True), {})
+    algorithm = create(algo, predicted.DryRunGroup(0, (0, 0), peer_access=True), {})
     plan = algorithm.plan(Shape(1, tokens, 32, kv_heads, DIM), Mask())
     assert len(plan.groups) == groups
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_cp_plugin.core import fused
 from megatron_cp_plugin.core.algorithm import Call
-from megatron_cp_plugin.core.execution import fused
-from megatron_cp_plugin.core.execution.memory import Alone, OnePass, SizesOnly
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
+from megatron_cp_plugin.planner.call_memory import DryRunGroup, OnePass, SizesOnly
 from megatron_cp_plugin.registry import create
 
 SHAPE = Shape(1, 4096, 16, 8, 32)
@@ -56,7 +56,7 @@ def copied(monkeypatch, algo: str, rank: int, *, size: int, places: bool, **opti
                 copies.note(out)
 
     monkeypatch.setattr(fused, "_by_device", {"meta": Counting})
-    algorithm = create(algo, Alone(rank, (0,) * size, peer_access=True), options)
+    algorithm = create(algo, DryRunGroup(rank, (0,) * size, peer_access=True), options)
     q, k, v, dout = (
         torch.empty((1, SHAPE.seq_len // size, n, 32), dtype=torch.bfloat16, device="meta")
         for n in (SHAPE.heads, SHAPE.kv_heads, SHAPE.kv_heads, SHAPE.heads)

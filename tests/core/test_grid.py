@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_cp_plugin.core.comm import Pending
-from megatron_cp_plugin.core.execution.partial import merge_all_into
 from megatron_cp_plugin.core.layout import LAYOUTS
 from megatron_cp_plugin.core.masks.tile_batches import parts
+from megatron_cp_plugin.core.partial import merge_all_into
 from megatron_cp_plugin.core.pipeline import head_groups, pipeline
 from megatron_cp_plugin.core.plans.grid import cheapest, column_major, grid_shapes, row_major
 from megatron_cp_plugin.core.tiles import Mask, plan_tiles

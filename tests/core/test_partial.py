@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_cp_plugin.core import fused, partial
 from megatron_cp_plugin.core.blocks.packed_rows import packed
-from megatron_cp_plugin.core.execution import fused, partial
-from megatron_cp_plugin.core.execution.partial import Accumulator, GradientSum, delta_of, merge_into
+from megatron_cp_plugin.core.partial import Accumulator, GradientSum, delta_of, merge_into
 from megatron_cp_plugin.kernels.reference import Reference
 from tests.oracle import naive_attention, relative_error
 from tests.random_tests import examples

@@ -15,8 +15,8 @@ from megatron_cp_plugin.core.placement import BlockPlacement, Place
 from megatron_cp_plugin.core.plans.plan import PHASES
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
-from megatron_cp_plugin.drawing import picture
 from megatron_cp_plugin.errors import ConfigError
+from megatron_cp_plugin.planner.drawing import picture
 from megatron_cp_plugin.registry import create
 from tests.oracle import expected_attention
 from tests.test_conformance import Case, assert_matches, run

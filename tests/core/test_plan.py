@@ -12,13 +12,12 @@ from hypothesis import strategies as st
 from megatron_cp_plugin.core.algorithm import Algorithm, Traffic
 from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld, run_virtual
-from megatron_cp_plugin.core.execution.program import during, outside
 from megatron_cp_plugin.core.layout import LAYOUTS
 from megatron_cp_plugin.core.masks.slices import Slices
 from megatron_cp_plugin.core.pipeline import head_groups
 from megatron_cp_plugin.core.placement import BlockPlacement, Place
 from megatron_cp_plugin.core.plans.derive import plan_of
-from megatron_cp_plugin.core.plans.plan import PHASES, Block, Move, Plan, Setting
+from megatron_cp_plugin.core.plans.plan import PHASES, Block, Move, Plan, Setting, during, outside
 from megatron_cp_plugin.core.plans.plan_check import PlanError, check, check_slots
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask

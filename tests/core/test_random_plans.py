@@ -8,16 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld
-from megatron_cp_plugin.core.execution.program import outside
 from megatron_cp_plugin.core.layouts.document_layout import NAMED
 from megatron_cp_plugin.core.pipeline import head_groups
 from megatron_cp_plugin.core.placement import BlockPlacement
 from megatron_cp_plugin.core.plans.derive import plan_of
-from megatron_cp_plugin.core.plans.plan import PHASES, Plan, Setting
+from megatron_cp_plugin.core.plans.plan import PHASES, Plan, Setting, outside
 from megatron_cp_plugin.core.plans.plan_check import check
-from megatron_cp_plugin.core.plans.plan_json import from_json, to_json
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.errors import ContextParallelError
+from megatron_cp_plugin.planner.plan_json import from_json, to_json
 from megatron_cp_plugin.registry import create
 from tests.any_placement import AnyPlacement, AnyRelay, registered
 from tests.random_tests import examples

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_cp_plugin.core.blocks.ranges import expanded, offsets, offsets_of_each, runs
+from megatron_cp_plugin.core.ranges import expanded, offsets, offsets_of_each, runs
 from tests.random_tests import examples
 
 COUNTS = st.lists(st.integers(0, 4), max_size=8)

@@ -9,8 +9,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from megatron_cp_plugin.core.execution.partial import delta_of
 from megatron_cp_plugin.core.kernel import Packing, Statistics
+from megatron_cp_plugin.core.partial import delta_of
 from megatron_cp_plugin.kernels.flash2 import Flash2
 from megatron_cp_plugin.kernels.reference import Reference
 from tests.oracle import expected_attention, relative_error

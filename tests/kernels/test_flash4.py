@@ -9,8 +9,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from megatron_cp_plugin.core.execution.partial import delta_of
 from megatron_cp_plugin.core.kernel import Packing, Problem, Statistics
+from megatron_cp_plugin.core.partial import delta_of
 from megatron_cp_plugin.kernels.flash4 import Flash4
 from megatron_cp_plugin.kernels.reference import Reference
 from megatron_cp_plugin.kernels.torch_flash import CudnnAttention

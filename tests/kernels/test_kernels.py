@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_cp_plugin.core.execution.fused import fused_for
-from megatron_cp_plugin.core.execution.partial import delta_of
+from megatron_cp_plugin.core.fused import fused_for
 from megatron_cp_plugin.core.kernel import Packing, Problem, SoftmaxKernel, Statistics
 from megatron_cp_plugin.core.linear.kernel import LinearProblem
+from megatron_cp_plugin.core.partial import delta_of
 from megatron_cp_plugin.errors import ContextParallelError, KernelUnavailableError
 from megatron_cp_plugin.kernels import kernel_names, resolve, torch_flash
 from megatron_cp_plugin.kernels.linear import resolve_linear
@@ -200,7 +200,7 @@ def test_a_kernel_that_cannot_serve_says_why():
 
 FUSED = """
 import torch
-from megatron_cp_plugin.core.execution.partial import merge_into
+from megatron_cp_plugin.core.partial import merge_into
 from megatron_cp_plugin.kernels import fused
 
 torch.manual_seed(0)
@@ -223,7 +223,7 @@ first, c = a.float(), torch.randn(2, 5, 5, 8).bfloat16()[:, :, 1:4]
 fused.sum_into(first, first, b, c)
 assert torch.equal(first, a.float() + b.float() + c.float())
 
-from megatron_cp_plugin.core.execution.partial import _add_at, _merge_at, RowIndex, rows_at
+from megatron_cp_plugin.core.partial import _add_at, _merge_at, RowIndex, rows_at
 
 to, of = torch.tensor([4, 0, 3], dtype=torch.int32), torch.tensor([1, 2, 4], dtype=torch.int32)
 few = fused.rows_at(a[:, :, 1:], to)

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from megatron_cp_plugin.core.chunked_loss import losses_and_predictions
-from megatron_cp_plugin.core.execution.partial import delta_of
 from megatron_cp_plugin.core.kernel import Packing, Problem, SoftmaxKernel, Statistics
 from megatron_cp_plugin.core.linear.decay import Decay
+from megatron_cp_plugin.core.partial import delta_of
 from tests.kernels.test_kernels import FEW, GPU_KERNELS, LARGE, resolved
 from tests.kernels.test_linear_kernels import run
 from tests.oracle import naive_attention, relative_error

@@ -16,10 +16,10 @@ from megatron_cp_plugin.core.algorithm import (
     differentiate_block,
 )
 from megatron_cp_plugin.core.communication.streams import capture
-from megatron_cp_plugin.core.execution.partial import Accumulator, GradientSum, delta_of
 from megatron_cp_plugin.core.kernel import Packing, Problem, SoftmaxKernel, Statistics
 from megatron_cp_plugin.core.masks.batch import Batch
 from megatron_cp_plugin.core.masks.tile_batches import Batches
+from megatron_cp_plugin.core.partial import Accumulator, GradientSum, delta_of
 from megatron_cp_plugin.core.tiles import Mask, Tile
 from megatron_cp_plugin.errors import ContextParallelError
 from tests.kernels.test_kernels import resolved

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.core.algorithm import Algorithm
-from megatron_cp_plugin.core.communication.alone import Alone
 from megatron_cp_plugin.core.linear.algorithm import LinearShape
 from megatron_cp_plugin.core.masks.documents import random_documents
 from megatron_cp_plugin.core.masks.slices import Slices
@@ -21,6 +20,7 @@ from megatron_cp_plugin.layers import options_by_name
 from megatron_cp_plugin.planner import estimate
 from megatron_cp_plugin.planner.candidates import Question, candidates
 from megatron_cp_plugin.planner.choose import GIB, Choice, Kind, Place, choose
+from megatron_cp_plugin.planner.dry_run import DryRunGroup
 from megatron_cp_plugin.planner.estimate import Estimator
 from megatron_cp_plugin.planner.explain import sentence, table
 from megatron_cp_plugin.planner.machine import Machine
@@ -61,7 +61,7 @@ def test_candidates_serve_and_differ(
         masks.append(Mask(documents=(tokens // 3, tokens // 2)))
     mask, nodes = data.draw(st.sampled_from(masks)), tuple(r // per_node for r in range(size))
     question = Question(
-        Shape(1, tokens, heads, kv_heads, 16), mask, Alone(0, nodes, peer_access=True)
+        Shape(1, tokens, heads, kv_heads, 16), mask, DryRunGroup(0, nodes, peer_access=True)
     )
     found, refused = candidates(question)
     assert found
@@ -82,7 +82,9 @@ def test_candidates_serve_and_differ(
 def test_a_rank_finds_all_its_pairs(size: int) -> None:
     """`pairs_of` leaves none out of those that `place` gives a rank."""
     nodes = tuple(rank // 3 for rank in range(size))
-    question = Question(Shape(1, 64 * size, 12, 12, 16), Mask(), Alone(0, nodes, peer_access=True))
+    question = Question(
+        Shape(1, 64 * size, 12, 12, 16), Mask(), DryRunGroup(0, nodes, peer_access=True)
+    )
     for one in candidates(question)[0]:
         for placement in one.placements:
             if isinstance(placement, HeadPlacement):
@@ -102,7 +104,9 @@ def test_a_rank_finds_all_its_pairs(size: int) -> None:
 def test_estimates_are_near_simulations(size: int, per_node: int) -> None:
     """So near that the one that is the fastest by a simulation is not left out."""
     shape, where = Shape(1, size * 8192, 32, 8, 128), place(size, per_node=per_node)
-    found, _ = candidates(Question(shape, Mask(), Alone(0, where.nodes, peer_access=where.peer)))
+    found, _ = candidates(
+        Question(shape, Mask(), DryRunGroup(0, where.nodes, peer_access=where.peer))
+    )
     estimator = Estimator(shape, Mask(), H200, where.nodes, where.peer, where.kernel)
     for one in found[:: len(found) // 12]:
         estimated = sum(passed.seconds for passed in estimator.passes(one.placements))
@@ -121,7 +125,7 @@ def test_blocks_that_lie_alike_are_looked_at_once(
 ) -> None:
     """With the same estimates as if each pair of blocks was planned by itself."""
     shape, nodes = Shape(1, 24 * 96, 12, 4, 64), tuple(rank // 8 for rank in range(24))
-    question = Question(shape, mask, Alone(0, nodes, peer_access=False))
+    question = Question(shape, mask, DryRunGroup(0, nodes, peer_access=False))
     found = [one.placements for one in candidates(question)[0]]
     kernel = next(iter(H200.kernels))
     alike, each = (Estimator(shape, mask, H200, nodes, False, kernel) for _ in "ab")
@@ -136,7 +140,9 @@ def test_the_busiest_rank_of_a_span_mask_is_looked_at() -> None:
     tokens = 2**16
     mask = Mask.of(Slices.of(block_diffusion(tokens // 2, 4096), tokens))
     shape, where = Shape(1, tokens, 8, 8, 128), place(16)
-    found, _ = candidates(Question(shape, mask, Alone(0, where.nodes, peer_access=where.peer)))
+    found, _ = candidates(
+        Question(shape, mask, DryRunGroup(0, where.nodes, peer_access=where.peer))
+    )
     ring = next(one for one in found if one.algo == "ring" and not one.options)
     estimator = Estimator(shape, mask, H200, where.nodes, where.peer, where.kernel)
     estimated = sum(passed.seconds for passed in estimator.passes(ring.placements))
@@ -229,7 +235,7 @@ def test_a_layout_that_is_given_is_kept(layout: str) -> None:
 
 
 def test_documents_may_have_their_own_layout() -> None:
-    topology = Alone(0, (0,) * 4, peer_access=True)
+    topology = DryRunGroup(0, (0,) * 4, peer_access=True)
     documents = Mask(documents=random_documents(GQA.seq_len, 1024))
     layouts = [
         {one.layout.name for one in candidates(Question(GQA, mask, topology))[0]}

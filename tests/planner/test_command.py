@@ -12,7 +12,7 @@ from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.layers import parse_layers
 from megatron_cp_plugin.planner.command import megatron_settings, pattern
-from megatron_cp_plugin.planner.here import machine_here, machine_named
+from megatron_cp_plugin.planner.detected_machine import machine_here, machine_named
 from megatron_cp_plugin.planner.machine import Machine
 from megatron_cp_plugin.planner.model import MODELS, Split
 from megatron_cp_plugin.planner.splits import Job, proposals

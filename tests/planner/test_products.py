@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_cp_plugin.planner.here import machine_here
+from megatron_cp_plugin.planner.detected_machine import machine_here
 from megatron_cp_plugin.planner.machine import Machine
 from megatron_cp_plugin.planner.products import Product, passes_seconds, product_seconds
 

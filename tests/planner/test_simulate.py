@@ -5,15 +5,17 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_cp_plugin import costs, registry
+from megatron_cp_plugin import registry
 from megatron_cp_plugin.cli import main
-from megatron_cp_plugin.core.communication.alone import Post, Wait
 from megatron_cp_plugin.core.linear.algorithm import LinearShape
 from megatron_cp_plugin.core.plans.plan import PHASES
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask, visible_pairs
 from megatron_cp_plugin.errors import ConfigError
+from megatron_cp_plugin.planner import costs
 from megatron_cp_plugin.planner import simulate as simulator
+from megatron_cp_plugin.planner.dry_run import Post, Wait
+from megatron_cp_plugin.planner.event_simulation import play
 from megatron_cp_plugin.planner.machine import (
     Host,
     Kernels,
@@ -22,7 +24,6 @@ from megatron_cp_plugin.planner.machine import (
     Machine,
     Rate,
 )
-from megatron_cp_plugin.planner.play import play
 from megatron_cp_plugin.planner.simulate import layer_seconds, simulate
 from megatron_cp_plugin.planner.trace import Memory, Tile, Trace, trace_softmax
 

@@ -12,9 +12,9 @@ from megatron_cp_plugin.core.autograd.once import differentiable_once
 from megatron_cp_plugin.core.autograd.recompute import computed_once
 from megatron_cp_plugin.core.comm import CommunicatingIn
 from megatron_cp_plugin.core.communication.devices import check_devices
-from megatron_cp_plugin.core.execution.partial import delta_of
 from megatron_cp_plugin.core.kernel import Problem, SoftmaxKernel
 from megatron_cp_plugin.core.masks.slices import Slices
+from megatron_cp_plugin.core.partial import delta_of
 from megatron_cp_plugin.errors import ContextParallelError
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megatron_cp_plugin.core.blocks.ranges import Numbers, expanded, offsets, offsets_of_each, runs
 from megatron_cp_plugin.core.blocks.rows import narrowed
 from megatron_cp_plugin.core.communication.devices import kept_on_device, uploaded
-from megatron_cp_plugin.core.execution.partial import taken
 from megatron_cp_plugin.core.layout import ManySpans, Span, Spans, edges_of, without_steps
+from megatron_cp_plugin.core.partial import taken
+from megatron_cp_plugin.core.ranges import Numbers, expanded, offsets, offsets_of_each, runs
 
 # Segments a member up to which a copy for each is as fast as a gather of rows by indices.
 _FEW = 8

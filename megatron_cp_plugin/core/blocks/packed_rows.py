@@ -5,7 +5,7 @@ from torch import Tensor
 
 from megatron_cp_plugin.core.blocks.rows import Rows, common, row_count
 from megatron_cp_plugin.core.communication.devices import kept_on_device, uploaded
-from megatron_cp_plugin.core.execution.partial import RowIndex, taken
+from megatron_cp_plugin.core.partial import RowIndex, taken
 
 # Pieces of rows up to which each is taken, or added, by itself; more are in one kernel, by numbers.
 FEW = 2

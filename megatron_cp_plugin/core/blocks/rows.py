@@ -7,8 +7,8 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from megatron_cp_plugin.core.blocks.ranges import Numbers, expanded, offsets, runs
 from megatron_cp_plugin.core.layout import ManySpans, Spans, edges_of, rows_of, without_steps
+from megatron_cp_plugin.core.ranges import Numbers, expanded, offsets, runs
 
 # Half-open ranges of a block's rows, ascending, that do not touch each other.
 Rows = tuple[tuple[int, int], ...]

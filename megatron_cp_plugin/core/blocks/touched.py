@@ -7,10 +7,10 @@ from typing import Literal
 import numpy as np
 
 from megatron_cp_plugin.core.blocks.owned import Owned
-from megatron_cp_plugin.core.blocks.ranges import Numbers, expanded, offsets_of_each, runs
 from megatron_cp_plugin.core.blocks.rows import Rows, row_count, united
 from megatron_cp_plugin.core.layout import Layout, Spans, edges_of, without_steps
 from megatron_cp_plugin.core.masks.bands import KEYS, QUERIES, BandRows, Bands, parts_of
+from megatron_cp_plugin.core.ranges import Numbers, expanded, offsets_of_each, runs
 from megatron_cp_plugin.core.tiles import Mask, filled
 
 # Rows that nobody needs travel too where they are fewer, one behind the other, than a block has by

@@ -17,13 +17,6 @@ from torch import Tensor
 from megatron_cp_plugin.core.algorithm import Call, Gradients, attend_block, differentiate_block
 from megatron_cp_plugin.core.blocks.rows import narrowed, token_dim
 from megatron_cp_plugin.core.comm import Pending
-from megatron_cp_plugin.core.execution.partial import (
-    Accumulator,
-    GradientSum,
-    accumulation_dtype,
-    delta_of,
-    rows_at,
-)
 from megatron_cp_plugin.core.execution.team import (
     Found,
     Named,
@@ -34,6 +27,13 @@ from megatron_cp_plugin.core.execution.team import (
 )
 from megatron_cp_plugin.core.kernel import Statistics
 from megatron_cp_plugin.core.masks.tile_batches import Part
+from megatron_cp_plugin.core.partial import (
+    Accumulator,
+    GradientSum,
+    accumulation_dtype,
+    delta_of,
+    rows_at,
+)
 from megatron_cp_plugin.core.pipeline import HeadGroup, pipeline
 from megatron_cp_plugin.core.pipeline import together as of_all
 from megatron_cp_plugin.core.plans.plan import OF_KEYS, OF_ROWS, Move, TensorNames

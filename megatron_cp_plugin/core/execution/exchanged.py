@@ -14,9 +14,9 @@ from megatron_cp_plugin.core.blocks.assembly import assemble
 from megatron_cp_plugin.core.comm import Communicator
 from megatron_cp_plugin.core.execution import collective
 from megatron_cp_plugin.core.execution.filled_heads import FilledHeads
-from megatron_cp_plugin.core.execution.partial import GradientSum
 from megatron_cp_plugin.core.execution.team import ExchangingTeam, Found, Named, Team
 from megatron_cp_plugin.core.kernel import Statistics
+from megatron_cp_plugin.core.partial import GradientSum
 from megatron_cp_plugin.core.pipeline import HeadGroup
 from megatron_cp_plugin.core.plans.plan import OF_KEYS, Plan
 

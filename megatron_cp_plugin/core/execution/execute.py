@@ -16,7 +16,6 @@ from torch import Tensor
 from megatron_cp_plugin.core.blocks.packed_rows import packed
 from megatron_cp_plugin.core.blocks.rows import Rows, between, token_dim
 from megatron_cp_plugin.core.comm import Communicator, Described, Pending
-from megatron_cp_plugin.core.execution.partial import accumulation_dtype
 from megatron_cp_plugin.core.execution.program import (
     BlockId,
     Delivery,
@@ -26,6 +25,7 @@ from megatron_cp_plugin.core.execution.program import (
     Turn,
     program,
 )
+from megatron_cp_plugin.core.partial import accumulation_dtype
 from megatron_cp_plugin.core.pipeline import HeadGroup
 from megatron_cp_plugin.core.plans.plan import OF_KEYS, OF_ROWS, RESULTS, Move, Plan
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megatron_cp_plugin.core.blocks.rows import narrowed
-from megatron_cp_plugin.core.execution.partial import accumulation_dtype
+from megatron_cp_plugin.core.partial import accumulation_dtype
 
 
 @dataclass(frozen=True)

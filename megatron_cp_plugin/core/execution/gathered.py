@@ -13,14 +13,13 @@ from megatron_cp_plugin.core.algorithm import Call, Saved
 from megatron_cp_plugin.core.blocks.assembly import Assembly, Contiguous, assemble
 from megatron_cp_plugin.core.blocks.owned import Owned
 from megatron_cp_plugin.core.blocks.rows import Rows, between, positions_of_all, row_count
-from megatron_cp_plugin.core.communication.transport import REDISTRIBUTED, redistribute
 from megatron_cp_plugin.core.execution import collective
-from megatron_cp_plugin.core.execution.partial import accumulation_dtype
-from megatron_cp_plugin.core.execution.program import during, outside
 from megatron_cp_plugin.core.execution.team import GatheringTeam, Team, Travelling
+from megatron_cp_plugin.core.execution.transport import REDISTRIBUTED, redistribute
 from megatron_cp_plugin.core.masks.tile_batches import Part, parts
+from megatron_cp_plugin.core.partial import accumulation_dtype
 from megatron_cp_plugin.core.plans.grid import Grid
-from megatron_cp_plugin.core.plans.plan import Move, Plan
+from megatron_cp_plugin.core.plans.plan import Move, Plan, during, outside
 from megatron_cp_plugin.core.topology import Topology
 
 

@@ -12,15 +12,15 @@ from megatron_cp_plugin.core.algorithm import Call, Gradients, attend_block, dif
 from megatron_cp_plugin.core.blocks.packed_rows import FEW, numbers_of
 from megatron_cp_plugin.core.blocks.rows import Piece, Rows, between, common, row_count
 from megatron_cp_plugin.core.execution.execute import Packed, Pass, Tensors
-from megatron_cp_plugin.core.execution.partial import (
+from megatron_cp_plugin.core.execution.program import BlockId, Task
+from megatron_cp_plugin.core.kernel import Statistics
+from megatron_cp_plugin.core.partial import (
     Accumulator,
     GradientSum,
     SomeRows,
     WholeGradient,
     accumulation_dtype,
 )
-from megatron_cp_plugin.core.execution.program import BlockId, Task
-from megatron_cp_plugin.core.kernel import Statistics
 from megatron_cp_plugin.core.pipeline import HeadGroup
 from megatron_cp_plugin.core.plans.plan import Move
 

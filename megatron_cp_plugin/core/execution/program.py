@@ -10,7 +10,7 @@ from megatron_cp_plugin.core.blocks.rows import Rows, common
 from megatron_cp_plugin.core.masks.tile_batches import Batches
 from megatron_cp_plugin.core.masks.tile_table import TileTable
 from megatron_cp_plugin.core.pipeline import HeadGroup
-from megatron_cp_plugin.core.plans.plan import Move, Plan
+from megatron_cp_plugin.core.plans.plan import Move, Plan, during
 
 # The owner of a block, and whether it is one of keys; else it is one of queries.
 BlockId = tuple[int, bool]
@@ -143,19 +143,6 @@ def program(plan: Plan, rank: int) -> Program:
         rows,
         *_all_exchanges(plan),
     )
-
-
-def during(plan: Plan) -> tuple[Move, ...]:
-    """Moves without those `outside` of all steps."""
-    if not outside(plan):
-        return plan.moves
-    return tuple(m for m in plan.moves if m.needed >= 0 and m.posted < plan.steps)
-
-
-@lru_cache(maxsize=256)
-def outside(plan: Plan) -> tuple[Move, ...]:
-    """Moves that bring keys to their holders beforehand, or gradients to their owners after."""
-    return tuple(m for m in plan.moves if m.needed < 0 or m.posted >= plan.steps)
 
 
 def _keys_of(plan: Plan, rank: int) -> int:

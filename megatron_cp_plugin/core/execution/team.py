@@ -14,7 +14,7 @@ from megatron_cp_plugin.core.blocks.assembly import Assembly, Blocks, padded
 from megatron_cp_plugin.core.blocks.packed_rows import packed
 from megatron_cp_plugin.core.blocks.rows import Rows, between, common, narrowed, token_dim
 from megatron_cp_plugin.core.comm import Communicator, Pending
-from megatron_cp_plugin.core.execution.partial import accumulation_dtype, merge_all_into, rows_at
+from megatron_cp_plugin.core.partial import accumulation_dtype, merge_all_into, rows_at
 from megatron_cp_plugin.core.pipeline import HeadGroup
 from megatron_cp_plugin.core.plans.plan import OF_KEYS, OF_ROWS, TENSORS, TensorNames
 

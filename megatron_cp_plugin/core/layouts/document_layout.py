@@ -12,7 +12,6 @@ from itertools import pairwise
 
 import numpy as np
 
-from megatron_cp_plugin.core.blocks.ranges import runs
 from megatron_cp_plugin.core.layout import (
     LAYOUTS,
     Documents,
@@ -24,6 +23,7 @@ from megatron_cp_plugin.core.layout import (
 )
 from megatron_cp_plugin.core.layouts.balance import deal, room
 from megatron_cp_plugin.core.masks.slices import Slices, starts_and_slices
+from megatron_cp_plugin.core.ranges import runs
 from megatron_cp_plugin.errors import ContextParallelError
 
 # Into how many parts a rank those rows are cut of which later ones see fewer keys.

@@ -15,10 +15,10 @@ from megatron_cp_plugin.core.autograd.once import differentiable_once
 from megatron_cp_plugin.core.autograd.recompute import computed_once
 from megatron_cp_plugin.core.comm import CommunicatingIn
 from megatron_cp_plugin.core.communication.devices import check_devices
-from megatron_cp_plugin.core.execution.partial import accumulation_dtype
 from megatron_cp_plugin.core.linear.algorithm import LinearAlgorithm, LinearCall
 from megatron_cp_plugin.core.linear.decay import Decay
 from megatron_cp_plugin.core.linear.kernel import LinearKernel, LinearProblem
+from megatron_cp_plugin.core.partial import accumulation_dtype
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 
 

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from megatron_cp_plugin.core.algorithm import Traffic
-from megatron_cp_plugin.core.execution.partial import accumulation_dtype
 from megatron_cp_plugin.core.linear.algorithm import (
     LinearAlgorithm,
     LinearCall,
@@ -26,6 +25,7 @@ from megatron_cp_plugin.core.linear.algorithm import (
 )
 from megatron_cp_plugin.core.linear.decay import Decay
 from megatron_cp_plugin.core.linear.route import Route
+from megatron_cp_plugin.core.partial import accumulation_dtype
 
 LocalWork = Callable[[], None]
 Message = tuple[int, int]  # from a rank to a rank

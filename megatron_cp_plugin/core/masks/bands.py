@@ -12,8 +12,8 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
-from megatron_cp_plugin.core.blocks.ranges import Numbers, expanded
 from megatron_cp_plugin.core.layout import Span, Spans, edges_of, without_steps
+from megatron_cp_plugin.core.ranges import Numbers, expanded
 
 # Where a mask ends whose length nobody has said, and diagonals that leave all of it.
 _END = 1 << 40

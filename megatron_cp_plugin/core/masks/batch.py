@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.core.blocks.ranges import Flags, Numbers, expanded, offsets
 from megatron_cp_plugin.core.communication.devices import kept_on_device, uploaded
-from megatron_cp_plugin.core.execution.partial import RowIndex, SomeRows
 from megatron_cp_plugin.core.kernel import Packing
+from megatron_cp_plugin.core.partial import RowIndex, SomeRows
+from megatron_cp_plugin.core.ranges import Flags, Numbers, expanded, offsets
 
 
 class Ranges(Sequence[range]):

@@ -8,9 +8,9 @@ from typing import NamedTuple, cast
 
 import numpy as np
 
-from megatron_cp_plugin.core.blocks.ranges import Numbers, expanded
 from megatron_cp_plugin.core.layout import Documents
 from megatron_cp_plugin.core.masks.bands import FAR, Bands
+from megatron_cp_plugin.core.ranges import Numbers, expanded
 from megatron_cp_plugin.errors import ContextParallelError, brief, nearest
 
 # By the numbers that tensors have for them.

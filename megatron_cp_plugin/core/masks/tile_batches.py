@@ -14,9 +14,9 @@ from math import inf
 
 import numpy as np
 
-from megatron_cp_plugin.core.blocks.ranges import Numbers, expanded, runs
 from megatron_cp_plugin.core.masks.batch import Batch, Ranges
 from megatron_cp_plugin.core.masks.tile_table import TileTable, table_of
+from megatron_cp_plugin.core.ranges import Numbers, expanded, runs
 from megatron_cp_plugin.core.tiles import Tile
 
 # Pairs of a query and a key, for all heads, with which a call keeps a GPU busy for longer than the

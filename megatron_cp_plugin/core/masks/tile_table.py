@@ -7,9 +7,9 @@ from typing import NamedTuple, Self, overload
 
 import numpy as np
 
-from megatron_cp_plugin.core.blocks.ranges import Flags, Numbers, expanded, offsets, runs
 from megatron_cp_plugin.core.layout import Spans, without_steps
 from megatron_cp_plugin.core.masks.bands import FAR, KEYS, QUERIES, BandRows, Bands
+from megatron_cp_plugin.core.ranges import Flags, Numbers, expanded, offsets, runs
 from megatron_cp_plugin.core.tiles import Mask, Tile, filled, plan_tiles
 
 # Bands that two blocks have in common from which on they are planned together, not one by one.

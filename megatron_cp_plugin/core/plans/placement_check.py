@@ -10,9 +10,8 @@ import numpy as np
 
 from megatron_cp_plugin.core.blocks.owned import Owned
 from megatron_cp_plugin.core.blocks.touched import sees
-from megatron_cp_plugin.core.execution.program import during
 from megatron_cp_plugin.core.placement import BlockPlacement, Place, Placement
-from megatron_cp_plugin.core.plans.plan import Plan
+from megatron_cp_plugin.core.plans.plan import Plan, during
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ConfigError
 

@@ -303,3 +303,16 @@ def row_bytes(name: str, shape: Shape, heads: HeadGroup, wide: bool) -> int:
     count = heads.kv_heads if name in OF_KEYS else heads.heads
     dim = shape.value_dim if name in ("v", "dv", "out", "dout") else shape.head_dim
     return count * dim * (shape.wide_bytes if wide and name in RESULTS else shape.element_bytes)
+
+
+def during(plan: Plan) -> tuple[Move, ...]:
+    """Moves without those `outside` of all steps."""
+    if not outside(plan):
+        return plan.moves
+    return tuple(m for m in plan.moves if m.needed >= 0 and m.posted < plan.steps)
+
+
+@lru_cache(maxsize=256)
+def outside(plan: Plan) -> tuple[Move, ...]:
+    """Moves that bring keys to their holders beforehand, or gradients to their owners after."""
+    return tuple(m for m in plan.moves if m.needed < 0 or m.posted >= plan.steps)

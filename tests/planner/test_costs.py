@@ -3,12 +3,12 @@
 import pytest
 
 from megatron_cp_plugin import cli
-from megatron_cp_plugin.baselines import BASELINES
 from megatron_cp_plugin.core.masks.documents import random_documents
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
-from megatron_cp_plugin.costs import cost, peak
 from megatron_cp_plugin.errors import ConfigError, KernelUnavailableError
+from megatron_cp_plugin.planner.baselines import BASELINES
+from megatron_cp_plugin.planner.costs import cost, peak
 from megatron_cp_plugin.registry import available
 
 SHAPE = Shape(1, 4096, 32, 8, 128)

@@ -18,10 +18,10 @@ from megatron_cp_plugin.core.masks.documents import random_documents
 from megatron_cp_plugin.core.plans.plan import PHASES
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask, visible_pairs
-from megatron_cp_plugin.drawing import _ranks, picture, table_width
-from megatron_cp_plugin.figures import figure, save
+from megatron_cp_plugin.planner.drawing import _ranks, picture, table_width
+from megatron_cp_plugin.planner.figures import figure, save
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def draw(*words: str) -> int:

@@ -7,8 +7,8 @@ from typing import Literal, NamedTuple
 from torch import Tensor
 
 from megatron_cp_plugin.core.execution.execute import Channels
-from megatron_cp_plugin.core.execution.program import outside, program
-from megatron_cp_plugin.core.plans.plan import Plan
+from megatron_cp_plugin.core.execution.program import program
+from megatron_cp_plugin.core.plans.plan import Plan, outside
 from megatron_cp_plugin.core.plans.plan_check import PlanError, check_slots
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ConfigError

@@ -12,11 +12,11 @@ from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.core.plans.plan import PHASES
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import visible_pairs
-from megatron_cp_plugin.costs import cost, document, peak
-from megatron_cp_plugin.drawing import picture, table
 from megatron_cp_plugin.errors import ContextParallelError
-from megatron_cp_plugin.figures import figure
 from megatron_cp_plugin.kernels.base import kernel_names
+from megatron_cp_plugin.planner.costs import cost, document, peak
+from megatron_cp_plugin.planner.drawing import picture, table
+from megatron_cp_plugin.planner.figures import figure
 from megatron_cp_plugin.registry import create
 from tests.any_placement import registered
 from tests.random_tests import examples

@@ -11,10 +11,10 @@ from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.core.masks.slices import Slices
 from megatron_cp_plugin.core.plans.plan import PHASES, Plan
 from megatron_cp_plugin.core.plans.plan_check import check
-from megatron_cp_plugin.core.plans.plan_json import from_json, to_json
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
-from megatron_cp_plugin.costs import peak
+from megatron_cp_plugin.planner.costs import peak
+from megatron_cp_plugin.planner.plan_json import from_json, to_json
 from megatron_cp_plugin.spans import image_blocks
 
 SHAPE = Shape(2, 96, 16, 4, 8, value_dim=6)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from megatron_cp_plugin.core.comm import Operation
-from megatron_cp_plugin.core.communication.alone import ChannelId, Post, Wait
+from megatron_cp_plugin.planner.dry_run import ChannelId, Post, Wait
 from megatron_cp_plugin.planner.machine import Machine, Pass, Rate
 from megatron_cp_plugin.planner.trace import (
     Event,

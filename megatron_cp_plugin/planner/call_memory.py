@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from megatron_cp_plugin.core.algorithm import Algorithm, Call
-from megatron_cp_plugin.core.communication.alone import Alone
-from megatron_cp_plugin.core.execution.fused import register_fused
-from megatron_cp_plugin.core.execution.meta import OnMeta, run
-from megatron_cp_plugin.core.execution.partial import accumulation_dtype
+from megatron_cp_plugin.core.fused import register_fused
 from megatron_cp_plugin.core.kernel import Packing, SoftmaxKernel, Statistics
+from megatron_cp_plugin.core.partial import accumulation_dtype
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
+from megatron_cp_plugin.planner.dry_run import DryRunGroup
+from megatron_cp_plugin.planner.meta import OnMeta, run
 
 # By bytes of an element.
 DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
@@ -60,7 +60,7 @@ def peak_of(
         make: makes the algorithm. nodes: the node of each rank. kernel: of the tiles, which need
             not be able to run here. peer_access: whether the ranks reach each other's memory.
     """
-    topology = Alone(rank, nodes, peer_access=peer_access)
+    topology = DryRunGroup(rank, nodes, peer_access=peer_access)
     algorithm = make(topology)
     layout = algorithm.layout.within(mask.followed)
     tokens = layout.length(rank, len(nodes), shape.seq_len)

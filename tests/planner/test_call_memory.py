@@ -14,17 +14,17 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 import megatron_cp_plugin as cp
+from megatron_cp_plugin.core import partial
 from megatron_cp_plugin.core.algorithm import Call
 from megatron_cp_plugin.core.comm import Pending
 from megatron_cp_plugin.core.communication import virtual
 from megatron_cp_plugin.core.communication.virtual import run_virtual
-from megatron_cp_plugin.core.execution import partial
-from megatron_cp_plugin.core.execution.memory import Peak, peak_of
 from megatron_cp_plugin.core.layout import shard
 from megatron_cp_plugin.core.masks.batch import Batch
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.kernels.reference import Reference
+from megatron_cp_plugin.planner.call_memory import Peak, peak_of
 from megatron_cp_plugin.registry import create
 
 SHAPE = Shape(1, 100, 12, 4, 16, element_bytes=4)

@@ -43,7 +43,7 @@ class Wait(NamedTuple):
 Note = Callable[[Post | Wait], None]
 
 
-class Alone(Topology):
+class DryRunGroup(Topology):
     """The topology of a rank alone."""
 
     def __init__(
@@ -73,7 +73,7 @@ class Alone(Topology):
             assert isinstance(channel, _PeerChannel)
             yield channel.slab
         for topology in self._subgroups.values():
-            assert isinstance(topology, Alone)
+            assert isinstance(topology, DryRunGroup)
             yield from topology.slabs()
 
     def channel(self, name: str) -> Communicator:
@@ -89,7 +89,7 @@ class Alone(Topology):
         return _PeerChannel(self.rank, posting, slots)
 
     def _make_subgroup(self, ranks: tuple[int, ...], name: str) -> Topology:
-        return Alone(
+        return DryRunGroup(
             ranks.index(self.rank),
             [self._nodes[rank] for rank in ranks],
             peer_access=self._peer_access,

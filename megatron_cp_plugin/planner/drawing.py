@@ -19,8 +19,8 @@ from megatron_cp_plugin.core.linear.algorithm import LinearAlgorithm, LinearWork
 from megatron_cp_plugin.core.plans.plan import Compute, Move, Plan
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
-from megatron_cp_plugin.costs import planned
 from megatron_cp_plugin.errors import ConfigError
+from megatron_cp_plugin.planner.costs import planned
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from megatron_cp_plugin.core.execution.meta import OnMeta, run
+from megatron_cp_plugin.planner.meta import OnMeta, run
 
 
 class Compared(OnMeta):

@@ -13,13 +13,13 @@ from megatron_cp_plugin import registry
 from megatron_cp_plugin.algorithms.grid import GridAlgorithm
 from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld
-from megatron_cp_plugin.core.execution.memory import Peak, peak_of
 from megatron_cp_plugin.core.plans.plan import PHASES
-from megatron_cp_plugin.core.plans.plan_json import to_json
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask, visible_pairs
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.kernels.base import kernel_called
+from megatron_cp_plugin.planner.call_memory import Peak, peak_of
+from megatron_cp_plugin.planner.plan_json import to_json
 
 
 @dataclass(frozen=True)
@@ -156,8 +156,8 @@ def document(
     """All that is known of a layer before it runs, as JSON's types.
 
     An object with version (1), algorithm, options, size (ranks, on one node), kernel, layout,
-    shape, passes (forward and backward, see `core.plans.plan_json`), idle: the share of the
-    forward's time, and peak_bytes: of each rank, see `core.execution.memory.Peak`.
+    shape, passes (forward and backward, see `planner.plan_json`), idle: the share of the
+    forward's time, and peak_bytes: of each rank, see `planner.call_memory.Peak`.
 
     Args:
         algo: A name of `available("softmax")`.

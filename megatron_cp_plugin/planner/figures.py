@@ -16,8 +16,16 @@ from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from megatron_cp_plugin.drawing import WHOSE, Cell, Collective, Kind, Picture, Queries, Transfer
 from megatron_cp_plugin.errors import ConfigError
+from megatron_cp_plugin.planner.drawing import (
+    WHOSE,
+    Cell,
+    Collective,
+    Kind,
+    Picture,
+    Queries,
+    Transfer,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask, visible_pairs
-from megatron_cp_plugin.costs import Cost
+from megatron_cp_plugin.planner.costs import Cost
 
 
 @dataclass(frozen=True)
