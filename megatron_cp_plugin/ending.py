@@ -135,9 +135,8 @@ def _leave(code: int) -> NoReturn:
 def _end(code: str | int | None) -> NoReturn:
     """Does what `sys.exit(code)` does, except that Python is not finalized.
 
-    A thread of gloo that waits for the GIL, to let go of a tensor, when Python is finalized aborts
-    the process after a right result (torch 2.11 to 2.15, pytorch/pytorch#190489). Such threads live
-    until nobody holds their process group, and Megatron holds some to the end.
+    So nothing that threads of gloo do can abort it, see core.communication.gloo_threads. Megatron
+    holds some process groups to the end, and may use them until then.
     """
     if code is not None and not isinstance(code, int):
         print(code, file=sys.stderr)

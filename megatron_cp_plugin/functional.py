@@ -572,9 +572,8 @@ def release() -> None:
 
     All ranks call it, and replay no CUDA graph that was captured before: it writes to those
     buffers. A program that makes and destroys groups calls it after each `destroy_process_group`,
-    and `dist.barrier` before: a message of `lasp` may still be under way. Every program calls it as
-    its last act, after `dist.destroy_process_group()`: a thread of gloo's that still has a tensor
-    to release while Python is finalized aborts the process.
+    and `dist.barrier` before: a message of `lasp` may still be under way. Outputs that the program
+    keeps have no gradient any more.
     """
     _algorithm.cache_clear()
     _linear_algorithm.cache_clear()

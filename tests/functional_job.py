@@ -194,7 +194,7 @@ def absent() -> dict[str, object]:
 
 def timeouts() -> list[float]:
     """In seconds, of the further groups that calls have made so far."""
-    return [_timeout_of(group).total_seconds() for group in topology_of(None)._further]
+    return [_timeout_of(reference()).total_seconds() for reference in topology_of(None)._further]
 
 
 def snippet(file: Path) -> dict[str, object]:

@@ -71,6 +71,7 @@ def test_groups_that_a_program_makes_and_destroys_leave_nothing(tmp_path):
                     cp.linear_attention(x, x, x, decay=(0.9, 1.0), group=group)[0].sum().backward()
                 else:
                     cp.attention(x, x, x, algo=algo, group=group, **options).sum().backward()
+            kept = cp.attention(x, x, x, algo="ring", group=group)
             dist.barrier(group)
             dist.destroy_process_group(group)
             cp.release()
@@ -81,13 +82,19 @@ def test_groups_that_a_program_makes_and_destroys_leave_nothing(tmp_path):
             # One more of either may still be closing; a leak is one or more of each of four groups.
             least = min(4 + b - a for a, b in zip(found[-1], found[1], strict=True))
             print(least > 0, found, error, flush=True)
+        del group
+        try:
+            kept.sum().backward()
+        except ContextParallelError as error:
+            print("its gradient:", error, flush=True)
         dist.destroy_process_group()
         cp.release()
     """
     job = run_program(tmp_path, "-c", program, ranks=2).succeeded()
     for process in job.processes:
         assert "True [" in process.stdout, process.stdout
-        assert "got one that was destroyed: create a new one" in process.stdout
+        assert process.stdout.count("got one that was destroyed: create a new one") == 2
+        assert "its gradient: context parallelism needs a process group" in process.stdout
 
 
 def channels(topology: Topology, *slots: int):

@@ -14,12 +14,13 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import Literal
+from weakref import ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_cp_plugin.errors import CommunicationError
+from megatron_cp_plugin.errors import CommunicationError, ContextParallelError
 
 Phase = Literal["forward", "backward"]
 Operation = Literal["exchange", "all_gather", "reduce_scatter", "all_to_all"]
@@ -244,6 +245,28 @@ def is_nccl(group: dist.ProcessGroup) -> bool:
     return "cuda:nccl" in dist.get_backend_config(group).split(",")
 
 
+def existing(reference: ref[dist.ProcessGroup]) -> dist.ProcessGroup:
+    """The process group that is referred to.
+
+    Groups are referred to weakly: outputs that a program keeps hold their algorithm, which would
+    keep the threads of a group that was destroyed.
+
+    Raises: ContextParallelError if it was destroyed.
+    """
+    group = reference()
+    if group is None:
+        raise group_destroyed()
+    return group
+
+
+def group_destroyed() -> ContextParallelError:
+    """The error of who uses a process group that was destroyed."""
+    return ContextParallelError(
+        "context parallelism needs a process group that exists, got one that was destroyed: create "
+        "a new one"
+    )
+
+
 def others_lost(rank: int, size: int, doing: str, error: RuntimeError) -> CommunicationError:
     """The error of a rank that waited in vain. Args: doing: such as "on channel 'keys'"."""
     reason = str(error).splitlines()[0]
@@ -257,9 +280,13 @@ class ProcessGroupCommunicator(Communicator):
 
     def __init__(self, channel: str, group: dist.ProcessGroup) -> None:
         super().__init__(channel, dist.get_rank(group), dist.get_world_size(group), dist.get_rank())
-        self._group = group
+        self._reference = ref(group)
         self._ranks = dist.get_process_group_ranks(group)
         self._connected = not is_nccl(group) or self.size == 1
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        return existing(self._reference)
 
     def _connect(self) -> None:
         """All ranks post every operation, but a first one in which some do nothing would not do."""

@@ -1,6 +1,7 @@
 """Runs many jobs in a row and counts how they end: python tests/integration/endings.py train
 
-`train` trains with Megatron, `functional` uses the functional interface. Jobs of 2 to 5 ranks, two
+`train` trains with Megatron, `functional` uses the functional interface, and `forgetful` without
+giving back what it holds. Jobs of 2 to 5 ranks, two
 at a time. The ranks are forks of this process, which has imported what they need, and end as any
 Python program does. Their main threads give the GIL away only when they wait, so that threads
 of gloo are late more often than by chance. Exits 1 if a rank of any job ends with another code
@@ -29,6 +30,7 @@ from tests.integration.megatron_job import SCRIPT, TINY
 
 FUNCTIONAL = Path(__file__).parent / "functional_job.py"
 ALGOS = ("zigzag", "ring", "distflash", "ulysses", "usp", "allgather")
+FUNCTIONAL_ALGOS = (*ALGOS, "lasp")
 TIMEOUT_S = 120
 
 
@@ -53,10 +55,10 @@ class Job:
 
 def programs(kind, number):
     """That many of them with their numbers of ranks."""
-    sizes, algos = cycle((2, 3, 4, 5)), cycle(ALGOS)
+    sizes, algos = cycle((2, 3, 4, 5)), cycle(ALGOS if kind == "train" else FUNCTIONAL_ALGOS)
     for size, algo in islice(zip(sizes, algos, strict=False), number):
-        if kind == "functional":
-            yield size, Program(FUNCTIONAL, (algo,))
+        if kind != "train":
+            yield size, Program(FUNCTIONAL, ("--forget", algo) if kind == "forgetful" else (algo,))
             continue
         heads = "--num-attention-heads", str(size), "--hidden-size", str(8 * size)
         flags = "--context-parallel-algo", algo, "--context-parallel-size", str(size)
@@ -122,7 +124,7 @@ def run_all(kind, number, at_once):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("kind", choices=("train", "functional"))
+    parser.add_argument("kind", choices=("train", "functional", "forgetful"))
     parser.add_argument("--jobs", type=int, default=200)
     parser.add_argument("--at-once", type=int, default=2)
     arguments = parser.parse_args()

@@ -453,6 +453,20 @@ FAULTS = (
         "further groups wait as long as torch does by default",
         "test_functional.py::test_a_rank_that_does_not_come_is_missed_within_the_timeout_of_the_group",
     ),
+    Fault(
+        "core/communication/process_groups.py",
+        "        end_after_gloo()\n",
+        "",
+        "a program's end does not wait for threads of gloo",
+        "integration/test_endings.py::test_a_program_that_forgets_to_release_ends_with_its_code",
+    ),
+    Fault(
+        "core/comm.py",
+        "        self._reference = ref(group)\n",
+        "        self._reference = lambda: group\n",
+        "outputs keep process groups that were destroyed",
+        "integration/test_endings.py::test_no_thread_of_gloo_that_could_abort_is_left",
+    ),
     # core: linear attention
     Fault(
         "core/linear/state_passing.py",

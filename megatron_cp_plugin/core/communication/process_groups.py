@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cache, cached_property
 from socket import gethostname
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -12,9 +13,12 @@ import torch.distributed as dist
 from megatron_cp_plugin.core.comm import (
     Communicator,
     ProcessGroupCommunicator,
+    existing,
+    group_destroyed,
     is_nccl,
     others_lost,
 )
+from megatron_cp_plugin.core.communication.gloo_threads import end_after_gloo
 from megatron_cp_plugin.core.communication.peer import PeerCommunicator, SlottedCommunicator
 from megatron_cp_plugin.core.communication.same_numbers import same_on_all_ranks
 from megatron_cp_plugin.core.communication.streams import copy_stream
@@ -22,7 +26,7 @@ from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ContextParallelError
 
-_topologies: dict[dist.ProcessGroup, "ProcessGroupTopology"] = {}
+_topologies: dict[ref[dist.ProcessGroup], "ProcessGroupTopology"] = {}
 
 
 def topology_of(group: dist.ProcessGroup | None) -> Topology:
@@ -36,26 +40,24 @@ def topology_of(group: dist.ProcessGroup | None) -> Topology:
         if group is None:  # torch.distributed is not initialized
             return _alone()
     if _is_destroyed(group):
-        raise ContextParallelError(
-            "context parallelism needs a process group that exists, got one that was "
-            "destroyed: create a new one"
-        )
-    if group not in _topologies:
+        raise group_destroyed()
+    reference = ref(group)
+    if reference not in _topologies:
         if dist.get_world_size(group) == 1:
             return _alone()
-        _topologies[group] = ProcessGroupTopology(group)
-    return _topologies[group]
+        _topologies[reference] = ProcessGroupTopology(group)
+    return _topologies[reference]
 
 
 def release_topologies() -> None:
     """Gives back the receive buffers of all that `topology_of` made, and the further groups of
     those that were destroyed; see functional.release.
     """
-    for group, topology in list(_topologies.items()):
+    for reference, topology in list(_topologies.items()):
         topology.drop_peer_channels()
-        if _is_destroyed(group):
+        if _is_destroyed(reference()):
             topology.destroy_further_groups()
-            del _topologies[group]
+            del _topologies[reference]
 
 
 def _timeout_of(group: dist.ProcessGroup) -> timedelta:
@@ -63,7 +65,10 @@ def _timeout_of(group: dist.ProcessGroup) -> timedelta:
     return group._get_backend(group._device_types[0]).options._timeout
 
 
-def _is_destroyed(group: dist.ProcessGroup) -> bool:
+def _is_destroyed(group: dist.ProcessGroup | None) -> bool:
+    """Args: group: None: nobody holds it any more."""
+    if group is None:
+        return True
     try:
         dist.get_backend(group)
     except ValueError:  # also where torch.distributed as a whole was shut down
@@ -83,12 +88,17 @@ class ProcessGroupTopology(Topology):
     def __init__(self, group: dist.ProcessGroup, make: "JointMaking | None" = None) -> None:
         """Args: make: makes the further groups; None: the ranks of each do, when they need it."""
         super().__init__(dist.get_rank(group), dist.get_world_size(group))
-        self._group = group
+        end_after_gloo()
+        self._reference = ref(group)
         self._make = make
         self._channels: dict[str, Communicator] = {}
         self._nodes: tuple[int, ...] | None = None
         self._peer_access: bool | None = None
-        self._further: list[dist.ProcessGroup] = []
+        self._further: list[ref[dist.ProcessGroup]] = []
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        return existing(self._reference)
 
     def channel(self, name: str) -> Communicator:
         if name not in self._channels:
@@ -169,7 +179,7 @@ class ProcessGroupTopology(Topology):
         except RuntimeError as error:
             raise others_lost(self.rank, self.size, "making a process group", error) from error
         assert isinstance(group, dist.ProcessGroup)  # this rank is a member
-        self._further.append(group)
+        self._further.append(ref(group))
         return group
 
     def destroy_further_groups(self) -> None:
@@ -177,7 +187,8 @@ class ProcessGroupTopology(Topology):
         for topology in self._subgroups.values():
             if isinstance(topology, ProcessGroupTopology):
                 topology.destroy_further_groups()
-        for group in self._further:
+        for reference in self._further:
+            group = reference()
             if not _is_destroyed(group):
                 dist.destroy_process_group(group)
         self._further.clear()
