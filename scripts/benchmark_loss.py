@@ -21,9 +21,9 @@ from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 import megatron_cp_plugin as cp
-from megatron_cp_plugin.harness.forks import free_port
 from megatron_cp_plugin.tokens import tokens_of
 
 Loss = Callable[[Tensor, nn.Parameter, Tensor], Tensor]
@@ -192,8 +192,8 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", help="cpu: to try the script")
     args = parser.parse_args()
     device = torch.device(args.device)
-    backend, address = "nccl" if device.type == "cuda" else "gloo", f"tcp://localhost:{free_port()}"
-    dist.init_process_group(backend, init_method=address, rank=0, world_size=1)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     problem = new_problem(args.tokens, args.vocab, args.hidden, device)
     contenders: dict[str, Loss] = {"at once": at_once}
     for tokens in map(tokens_of, args.chunks.split(",")):

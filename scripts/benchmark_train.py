@@ -29,7 +29,6 @@ about half a GiB that the next one's longest sequence lacks; `--ahead 1` keeps i
 import argparse
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -48,6 +47,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_cp_plugin.ending import one_line_errors
+from megatron_cp_plugin.harness.forks import free_port
 from megatron_cp_plugin.paths import check_folder
 from megatron_cp_plugin.tokens import tokens_of
 
@@ -403,7 +403,7 @@ def words_of(flags: Mapping[str, object]) -> Iterator[str]:
 class Job:
     """A torchrun, or one on each node, that waits for its turn."""
 
-    def __init__(self, args: argparse.Namespace, case: Case, folder: Path, port: int) -> None:
+    def __init__(self, args: argparse.Namespace, case: Case, folder: Path) -> None:
         self.case = case
         self._gate = folder / f"gate_{case.slug}"
         self._log = args.output / f"{case.slug}.log"
@@ -419,7 +419,7 @@ class Job:
             **NETWORKS[args.net],
             "CUDA_VISIBLE_DEVICES": ",".join(visible[device] for device in case.devices),
         }
-        nodes = nodes_of(args)
+        nodes, port = nodes_of(args), free_port()
         with self._log.open("w") as log:
             self._processes = [
                 subprocess.Popen(
@@ -509,15 +509,13 @@ def row(args: argparse.Namespace, case: Case, report: Report) -> Row:
 
 def run_all(args: argparse.Namespace, cases: Sequence[Case]) -> Iterator[Row]:
     """Runs all cases; a job's turn comes when its GPUs are free and no earlier job wants them."""
-    ports = free_ports(len(cases))
-    waiting = list(zip(cases, ports, strict=True))
+    waiting = list(cases)
     jobs: list[Job] = []
     with tempfile.TemporaryDirectory() as folder:
         try:
             while waiting or jobs:
                 while waiting and sum(not job.going for job in jobs) < max(1, args.ahead):
-                    jobs.append(Job(args, waiting[0][0], Path(folder), waiting[0][1]))
-                    del waiting[0]
+                    jobs.append(Job(args, waiting.pop(0), Path(folder)))
                 wanted: set[int] = set()
                 for job in jobs:
                     if not job.going and wanted.isdisjoint(job.case.devices):
@@ -530,17 +528,6 @@ def run_all(args: argparse.Namespace, cases: Sequence[Case]) -> Iterator[Row]:
         finally:
             for job in jobs:
                 job.stop()
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that nothing listens on."""
-    sockets = [socket.socket() for _ in range(count)]
-    for one in sockets:
-        one.bind(("", 0))
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
 
 
 def panels(rows: Sequence[Row]) -> list[list[Panel]]:

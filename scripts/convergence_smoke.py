@@ -45,7 +45,6 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
-from megatron_cp_plugin.harness.forks import free_port
 from megatron_cp_plugin.harness.parity import Recording, Tolerances, compare
 from megatron_cp_plugin.integration.args import MEGATRON
 from megatron_cp_plugin.integration.yaml_config import load_run_file
@@ -78,7 +77,7 @@ def launch(
     Raises:
         ConfigError: The run ended because its settings are wrong.
     """
-    command = [sys.executable, "-m", "torch.distributed.run", "--master-port", str(free_port())]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(run.processes), str(LAUNCHER)]
     command += ["--config", str(folder / "run.yaml"), "--cp-record", str(folder / "recording")]
     # One thread a process, also for one process: torchrun does so for several, and runs that share

@@ -66,7 +66,7 @@ def test_a_slow_network_is_emulated_and_said(
     (case,) = benchmark_train.plan_cases(args)
     program = "import os; print(os.environ['NCCL_SHM_DISABLE'], os.environ['NCCL_P2P_DISABLE'])"
     monkeypatch.setattr(benchmark_train, "command", lambda *_: [sys.executable, "-c", program])
-    job = benchmark_train.Job(args, case, tmp_path, 0)
+    job = benchmark_train.Job(args, case, tmp_path)
     while not job.finished:
         time.sleep(0.01)
     assert (tmp_path / f"{case.slug}.log").read_text().split() == ["1", "1"]
@@ -130,7 +130,7 @@ def test_parameters_are_sharded(
     assert f"--use-{sharding}" in words
     program = "import os; print(os.environ['CUDA_DEVICE_MAX_CONNECTIONS'])"
     monkeypatch.setattr(benchmark_train, "command", lambda *_: [sys.executable, "-c", program])
-    job = benchmark_train.Job(args, case, tmp_path, 0)
+    job = benchmark_train.Job(args, case, tmp_path)
     while not job.finished:
         time.sleep(0.01)
     assert (tmp_path / f"{case.slug}.log").read_text().split() == ["8"]

@@ -8,6 +8,8 @@ import inspect
 import sys
 import warnings
 
+import torch
+
 from megatron_cp_plugin.integration import cpu
 
 
@@ -40,6 +42,8 @@ def _read_sources() -> None:
     add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
 
 
+# Of forks too. Ranks share the cores, and a fork has no threads of its parent's.
+torch.set_num_threads(1)
 with warnings.catch_warnings():
     # Megatron says what is not installed.
     warnings.simplefilter("ignore")

@@ -19,11 +19,15 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from multiprocessing import forkserver
 from pathlib import Path
+from threading import Lock
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 # What a rank may take to end by itself once another one has failed.
 GRACE_S = 30
+# Of multiprocessing's list of processes and their exit codes, which it lets one thread read only:
+# starting one looks for others that have ended.
+_bookkeeping = Lock()
 
 
 class ForkedJob:
@@ -44,18 +48,13 @@ class ForkedJob:
             logs: For each rank the files that its stdout and its stderr are added to.
         """
         start_server()
-        # As torchrun has one: where rank 0 starts the store, ranks that come before it try again
-        # half a second later.
-        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._store.port)}
-        common |= {"WORLD_SIZE": str(len(logs)), "LOCAL_WORLD_SIZE": str(len(logs))}
-        common |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+        self._store, places = places_of(len(logs))
         self.ranks = []
-        for rank, (stdout, stderr) in enumerate(logs):
-            place = common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        for place, (stdout, stderr) in zip(places, logs, strict=True):
             settings = (script, tuple(arguments), place, stdout, stderr)
             process = multiprocessing.get_context("forkserver").Process(target=_run, args=settings)
-            process.start()
+            with _bookkeeping:
+                process.start()
             self.ranks.append(process)
 
     def finish(self, timeout: float) -> list[int]:
@@ -70,8 +69,8 @@ class ForkedJob:
         deadline = time.monotonic() + timeout
         failed = False
         try:
-            while any(rank.is_alive() for rank in self.ranks) and time.monotonic() < deadline:
-                if not failed and any(rank.exitcode for rank in self.ranks):
+            while None in (codes := self._codes()) and time.monotonic() < deadline:
+                if not failed and any(codes):
                     failed, deadline = True, min(deadline, time.monotonic() + GRACE_S)
                 time.sleep(0.02)
         finally:
@@ -81,8 +80,27 @@ class ForkedJob:
                 # And what it started: Megatron writes checkpoints by other processes.
                 with suppress(ProcessLookupError):
                     os.killpg(rank.pid, signal.SIGKILL)
-                rank.join()
-        return [rank.exitcode or 0 for rank in self.ranks]
+            while None in (codes := self._codes()):
+                time.sleep(0.02)
+        return [code or 0 for code in codes]
+
+    def _codes(self) -> list[int | None]:
+        with _bookkeeping:
+            return [rank.exitcode for rank in self.ranks]
+
+
+def places_of(ranks: int) -> tuple[TCPStore, list[dict[str, str]]]:
+    """Where the ranks of a job meet, as long as it is held, and the variables of each rank.
+
+    As torchrun has it: whoever starts a store on a port of the system's choice has that port, which
+    nobody can take from a job that has not started; and where rank 0 starts the store, ranks that
+    come before it try again half a second later.
+    """
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    common |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    common |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": "1"}
+    return store, [common | {"RANK": str(r), "LOCAL_RANK": str(r)} for r in range(ranks)]
 
 
 def free_port() -> int:
@@ -105,12 +123,7 @@ def start_server() -> None:
     """Starts the process to be forked, if there is none; it imports Megatron meanwhile."""
     # It imports this, and not we: it activates the CPU platform.
     forkserver.set_forkserver_preload(["megatron_cp_plugin.harness.forked"])
-    threads = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = "1"
     forkserver.ensure_running()
-    del os.environ["OMP_NUM_THREADS"]
-    if threads is not None:
-        os.environ["OMP_NUM_THREADS"] = threads
 
 
 def _run(

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from torch import distributed as dist
 
-from megatron_cp_plugin.harness.forks import free_port, start_server
+from megatron_cp_plugin.harness.forks import start_server
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -52,8 +52,7 @@ def checkout_script(request: pytest.FixtureRequest) -> Path:
 @pytest.fixture(scope="module")
 def group() -> Iterator[dist.ProcessGroup]:
     """This process alone."""
-    address = f"tcp://127.0.0.1:{free_port()}"
-    dist.init_process_group("gloo", init_method=address, rank=0, world_size=1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     world = dist.group.WORLD
     assert world is not None
     yield world

@@ -692,14 +692,14 @@ def by_launcher() -> dict[str, Any]:
     return {args.context_parallel_algo: compare_all(own, model, groups.cp.rank(), size)}
 
 
-def in_a_worker(rank: int, size: int, port: int, installed: bool, said: Any) -> None:
+def in_a_worker(place: dict[str, str], installed: bool, said: Any) -> None:
     """What a spawned process does, as a Ray worker: nothing of its parent is in force in it."""
     import os
 
     from megatron_cp_plugin.integration import cpu
 
-    place = {"RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in place.items()})
+    os.environ.update(place)
+    rank, size = int(place["RANK"]), int(place["WORLD_SIZE"])
     torch.set_num_threads(1)
     cpu.install()
     groups = set_up(size)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import megatron_cp_plugin
-from megatron_cp_plugin.harness.forks import ForkedJob, free_port
+from megatron_cp_plugin.harness.forks import ForkedJob, places_of
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "pretrain_gpt.py"
 LAUNCHER = ("-m", "megatron_cp_plugin.launch")
@@ -89,19 +89,10 @@ def run(
     variables: Mapping[str, str] | None = None,
 ) -> Job:
     """Runs `python *program *arguments` in `ranks` processes, with more variables."""
-    environment = (
-        process_environment()
-        | dict(variables or {})
-        | {
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free_port()),
-            "WORLD_SIZE": str(ranks),
-            "LOCAL_WORLD_SIZE": str(ranks),
-        }
-    )
+    _store, places = places_of(ranks)  # which is there while it is held
+    environment = process_environment() | dict(variables or {})
     command = [sys.executable, *program, *arguments]
-    places = [environment | {"RANK": str(r), "LOCAL_RANK": str(r)} for r in range(ranks)]
-    return _finish(command, places)
+    return _finish(command, [environment | place for place in places])
 
 
 class WarmJob:
@@ -149,7 +140,7 @@ def run_torchrun(*arguments: str, ranks: int) -> Job:
 
 def torchrun(*arguments: str, ranks: int) -> list[str]:
     """The command."""
-    options = (f"--nproc-per-node={ranks}", f"--master-port={free_port()}")
+    options = ("--standalone", f"--nproc-per-node={ranks}")
     return [sys.executable, "-m", "torch.distributed.run", *options, *arguments]
 
 

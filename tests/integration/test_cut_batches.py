@@ -9,7 +9,7 @@ import pytest
 
 from megatron_cp_plugin import megatron as cp_megatron
 from megatron_cp_plugin.errors import ContextParallelError
-from megatron_cp_plugin.harness.forks import free_port
+from megatron_cp_plugin.harness.forks import places_of
 from tests.integration.cut_batches_job import BATCHES, SERVED, SOFTMAX, in_a_worker
 from tests.integration.megatron_job import TINY, run_warm
 
@@ -116,10 +116,10 @@ def test_launcher(tmp_path: Path, algo: str, size: int) -> None:
 def test_spawned_workers(installed: bool) -> None:
     """Without the plugin in force a worker ends before its first step."""
     context, size = multiprocessing.get_context("spawn"), 2
-    said, port = context.Queue(), free_port()
+    said = context.Queue()
+    _store, places = places_of(size)  # which is there while it is held
     workers = [
-        context.Process(target=in_a_worker, args=(rank, size, port, installed, said))
-        for rank in range(size)
+        context.Process(target=in_a_worker, args=(place, installed, said)) for place in places
     ]
     for worker in workers:
         worker.start()
