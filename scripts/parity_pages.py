@@ -170,8 +170,8 @@ def write_pages(report: Mapping[str, Any], models: Sequence[CapturedRow]) -> Non
             page.write_text(f"{before.rstrip()}\n\n{text({**report, 'rows': rows})}")
 
 
-def describe(commit: str) -> dict[str, str]:
-    """What the numbers were measured with."""
+def describe(commit: str, *, shared: bool = False) -> dict[str, str]:
+    """What the numbers were measured with. Args: shared: whether ranks shared a GPU."""
     packages = "torch", "megatron-core", "transformer-engine"
     versions = [f"Python {platform.python_version()}"]
     for name in packages:
@@ -185,5 +185,7 @@ def describe(commit: str) -> dict[str, str]:
         commit = result.stdout.strip() or "unknown"
     count = torch.cuda.device_count()
     device = f"{count} x {torch.cuda.get_device_name()}" if count else "no GPU"
+    if shared:
+        device += ", shared by the ranks of a run, which NCCL takes for nodes"
     date = str(datetime.date.today())
     return {"date": date, "commit": commit, "versions": ", ".join(versions), "device": device}

@@ -87,8 +87,12 @@ def run(
     ranks: int = 1,
     program: Sequence[str] = (str(SCRIPT),),
     variables: Mapping[str, str] | None = None,
+    nodes: bool = False,
 ) -> Job:
-    """Runs `python *program *arguments` in `ranks` processes, with more variables."""
+    """Runs `python *program *arguments` in `ranks` processes, with more variables.
+
+    Args: nodes: whether each process is a node to NCCL, so that several can use the same GPU.
+    """
     environment = (
         process_environment()
         | dict(variables or {})
@@ -101,6 +105,9 @@ def run(
     )
     command = [sys.executable, *program, *arguments]
     places = [environment | {"RANK": str(r), "LOCAL_RANK": str(r)} for r in range(ranks)]
+    if nodes:
+        alone = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "NCCL_SOCKET_IFNAME": "lo"}
+        places = [place | alone | {"NCCL_HOSTID": f"node{place['RANK']}"} for place in places]
     return _finish(command, places)
 
 
