@@ -63,6 +63,7 @@ def launch(
     timeout: float,
     on_iterations: Callable[[int], None],
     environment: Mapping[str, str] | None = None,
+    program: Sequence[str] = (),
 ) -> str:
     """Trains; returns the empty string, or one line that says why it failed.
 
@@ -73,13 +74,15 @@ def launch(
         timeout: Seconds after which the run is ended.
         on_iterations: Called with the number of iterations done whenever it may have changed.
         environment: Variables that the processes have beside those of this one.
+        program: What each rank starts; empty: the launcher with the run file.
 
     Raises:
         ConfigError: The run ended because its settings are wrong.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(run.processes), str(LAUNCHER)]
-    command += ["--config", str(folder / "run.yaml"), "--cp-record", str(folder / "recording")]
+    command += ["--nproc-per-node", str(run.processes), "--no-python"]
+    command += program or with_run_file(folder)
+    command += ["--cp-record", str(folder / "recording")]
     # One thread a process, also for one process: torchrun does so for several, and runs that share
     # cores would otherwise spend their time waiting for each other's threads.
     variables = {"OMP_NUM_THREADS": "1", **os.environ, **(environment or {})}
@@ -108,6 +111,11 @@ def launch(
     if refused := refusal(log):
         raise ConfigError(f"{run.label}, CP {run.cp}: {refused}")
     return f"exit code {process.returncode}"
+
+
+def with_run_file(folder: Path) -> list[str]:
+    """The launcher with the run file of a folder, as a rank starts it."""
+    return [sys.executable, "-u", str(LAUNCHER), "--config", str(folder / "run.yaml")]
 
 
 def refusal(log: Path) -> str:

@@ -107,6 +107,8 @@ BEFORE_GRAPHS: dict[str, object] = {
     # Megatron cannot do it in a captured iteration.
     "check_for_nan_in_loss_and_grad": False,
 }
+# Of the runs that are compared; not of what they are compared with.
+FUSION: dict[str, object] = {"gradient_accumulation_fusion": True}
 # Who captures: see docs/graphs.md.
 GRAPHS: dict[str, dict[str, object]] = {
     "local": {"cuda_graph_impl": "local"},
@@ -127,12 +129,14 @@ class GpuCombination(Combination):
             to the bit; empty: they are not captured.
         alone: Whether nothing is judged but what is equal to it.
         iterations: None: as many as of most rows.
+        unmodified: Whether the runs are started with Megatron-LM's own pretrain_gpt.py.
     """
 
     yardstick: Run | None = P2P
     eager: str = ""
     alone: bool = False
     iterations: int | None = None
+    unmodified: bool = False
 
 
 def row(
@@ -141,15 +145,16 @@ def row(
     algos: str,
     *flags: Mapping[str, object],
     plugin: Mapping[str, object] | None = None,
+    cp: int = 2,
     **values: Any,
 ) -> GpuCombination:
-    """A row of two context-parallel GPUs. Args: plugin: settings of the plugin."""
+    """A row of two context-parallel ranks. Args: plugin: settings of the plugin."""
     section = {"platform": "cuda", **(plugin or {})}
     megatron = dict(MODEL)
     for some in flags:
         megatron |= some
     return GpuCombination(
-        key, about, megatron, cp=2, algos=algos, context_parallel=section, **values
+        key, about, megatron, cp=cp, algos=algos, context_parallel=section, **values
     )
 
 
@@ -286,6 +291,35 @@ ROWS = (
         UNTIED,
         plugin={"chunked_loss": 512},
         yardstick=None,
+    ),
+    row(
+        "script",
+        "bfloat16, pretrain_gpt.py of Megatron-LM, 30 iterations",
+        FAMILIES,
+        BF16,
+        unmodified=True,
+        iterations=30,
+    ),
+    row(
+        "script-fp32",
+        "float32, pretrain_gpt.py of Megatron-LM, 30 iterations",
+        FAMILIES,
+        yardstick=None,
+        unmodified=True,
+        iterations=30,
+    ),
+    row("fusion", "bfloat16, weight gradients summed by apex", "zigzag", BF16, own=FUSION),
+    *(
+        row(
+            f"fusion-cp{cp}-fp32",
+            f"float32, weight gradients summed by apex, Megatron's own modules, CP {cp}",
+            "zigzag",
+            LOCAL,
+            own=FUSION,
+            cp=cp,
+            yardstick=None,
+        )
+        for cp in (1, 2)
     ),
     *graphs(
         row("graphs", "bfloat16", f"{_ALL},zigzag:transport=group", BF16),

@@ -13,6 +13,8 @@ and must have replayed graphs that hold all of attention, where it is captured. 
 GPUs than there are (`graphs-tp`, `graphs-pp*`, `graphs-vpp*`: four) are left out without --only.
 
     python scripts/parity_gpus.py --output results/parity_gpus      # two GPUs, about ten minutes
+    python scripts/parity_gpus.py --share-gpu --only 'fp32/*'       # one GPU
+    python scripts/parity_gpus.py --megatron-lm ../Megatron-LM --only 'script*'
     python scripts/parity_gpus.py --only 'bf16/*' --output results/parity_gpus
     python scripts/parity_gpus.py --table results/parity_gpus/rows.json    # into the pages
 
@@ -32,7 +34,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from functools import partial
@@ -42,7 +44,8 @@ from typing import Any
 import parity_gpu_rows
 import torch
 from convergence_runs import Run, run_file
-from convergence_smoke import check_is, launch
+from convergence_smoke import check_is, launch, with_run_file
+from megatron.training.arguments import add_megatron_arguments
 from omegaconf import DictConfig, OmegaConf
 from parity_flags import choose, make_parser
 from parity_gpu_rows import GpuCombination, captured_models
@@ -60,6 +63,8 @@ from parity_pages import (
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.harness import prepare_data
 from megatron_cp_plugin.harness.parity import Recording, Tolerances, compare
+from megatron_cp_plugin.integration.args import add_arguments
+from megatron_cp_plugin.integration.yaml_config import yaml_to_argv
 
 UNBOUNDED = Tolerances(math.inf, math.inf, math.inf, math.inf)
 SHARDED = ("use_torch_fsdp2", "use_megatron_fsdp")
@@ -70,6 +75,9 @@ DETERMINISTIC = {
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
 }
 JUDGES = ("reference", "yardstick")
+# Ranks that NCCL takes for nodes may share a GPU. Messages between them go through the host.
+NODES = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+AS_A_NODE = 'NCCL_HOSTID=node$RANK LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 exec "$0" "$@"'
 
 
 @dataclass(frozen=True)
@@ -130,8 +138,8 @@ class Job:
         """The run file that the runs of the row have in common, with the flags of this one."""
         return self.combination.config_of(self.run)
 
-    def environment(self, number: int, gpus: int) -> dict[str, str]:
-        """What the processes need; jobs of one process take the GPUs in turn."""
+    def environment(self, number: int, gpus: int, shared: bool = False) -> dict[str, str]:
+        """What the processes need; jobs of one GPU take the GPUs in turn."""
         # Megatron's own path refuses to start with any other number on Hopper, and sharded data
         # parallelism with this one. The second: torch would start a compiler for each core in
         # each process.
@@ -145,9 +153,22 @@ class Job:
             found["NVIDIA_TF32_OVERRIDE"] = "0"
         if self.config.megatron.get("deterministic_mode"):
             found |= DETERMINISTIC
-        if self.run.processes == 1 and gpus > 1:
+        if shared:
+            found |= NODES
+        if (shared or self.run.processes == 1) and gpus > 1:
             found["CUDA_VISIBLE_DEVICES"] = str(number % gpus)
         return found
+
+    def program(self, folder: Path, megatron_lm: Path | None, shared: bool) -> list[str]:
+        """What each rank starts, with the run file of a folder."""
+        words = with_run_file(folder)
+        if self.combination.unmodified:
+            assert megatron_lm is not None  # else the row is left out
+            parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+            flags = yaml_to_argv(folder / "run.yaml", add_arguments(parser))
+            script = str(megatron_lm / "pretrain_gpt.py")
+            words = [sys.executable, "-u", "-m", "megatron_cp_plugin.launch", script, *flags]
+        return ["sh", "-c", AS_A_NODE, *words] if shared else words
 
 
 def jobs_of(combination: GpuCombination) -> list[Job]:
@@ -160,7 +181,7 @@ def jobs_of(combination: GpuCombination) -> list[Job]:
     return jobs + [Job(combination, v.label, combination.run(v)) for v in combination.variants]
 
 
-def train(job: Job, number: int, folder: Path, gpus: int, timeout: float) -> str:
+def train(job: Job, number: int, folder: Path, gpus: int, args: argparse.Namespace) -> str:
     """Runs a job; returns the empty string, or one line that says why it failed."""
     place = folder / job.folder
     shutil.rmtree(place, ignore_errors=True)
@@ -170,10 +191,11 @@ def train(job: Job, number: int, folder: Path, gpus: int, timeout: float) -> str
     # Jobs that start at once would write into one cache.
     config.megatron.data_cache_path = str(place / "cache")
     OmegaConf.save(run_file(config, job.run, job.iterations), place / "run.yaml")
-    environment = job.environment(number, gpus)
+    environment = job.environment(number, gpus, args.share_gpu)
+    program = job.program(place, args.megatron_lm, args.share_gpu)
     started = time.monotonic()
     try:
-        failure = launch(job.run, place, [], timeout, lambda done: None, environment)
+        failure = launch(job.run, place, [], args.timeout, lambda done: None, environment, program)
     except ContextParallelError as error:
         failure = str(error)
     spent = time.monotonic() - started
@@ -237,7 +259,9 @@ class Collector:
     A recording is read once, and forgotten when all that are compared with it are.
     """
 
-    def __init__(self, jobs: Sequence[Job], folder: Path, output: Path, commit: str) -> None:
+    def __init__(
+        self, jobs: Sequence[Job], folder: Path, output: Path, about: Mapping[str, str]
+    ) -> None:
         self._jobs = jobs
         self._folder = folder
         self._output = output
@@ -249,7 +273,7 @@ class Collector:
         self._recordings: dict[str, Future[Recording]] = {}
         self._measured: dict[str, Future[dict[str, Any]]] = {}
         self._done: set[str] = set()
-        self._report: dict[str, Any] = {"about": describe(commit), "rows": []}
+        self._report: dict[str, Any] = {"about": about, "rows": []}
         self.good = True
 
     def add(self, job: Job, failure: str) -> None:
@@ -335,9 +359,10 @@ def run_all(args: argparse.Namespace, jobs: Sequence[Job]) -> bool:
         folder = Path(name)
         prepare_data.main(["--output", str(folder / "text"), "--document-bytes", "700"])
         write_data(folder / padded_documents.__name__, padded_documents(multiple=128))
-        collector = Collector(jobs, folder, args.output, args.commit)
+        about = describe(args.commit, shared=args.share_gpu)
+        collector = Collector(jobs, folder, args.output, about)
         waiting: dict[Future[str], Job] = {
-            pool.submit(train, job, number, folder, gpus, args.timeout): job
+            pool.submit(train, job, number, folder, gpus, args): job
             for number, job in enumerate(jobs)
         }
         for ended in as_completed(waiting):
@@ -353,13 +378,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--table", type=Path, metavar="FILE", help="put a rows.json into the pages and end"
     )
+    parser.add_argument(
+        "--share-gpu", action="store_true", help="ranks of a run share a GPU, as if each was a node"
+    )
+    parser.add_argument(
+        "--megatron-lm", type=Path, metavar="DIR", help="checkout, for the rows script*"
+    )
     args = parser.parse_args(argv)
     if args.table:
         write_pages(json.loads(args.table.read_text()), captured_models())
         return 0
-    every = {job.name: job for row in parity_gpu_rows.ROWS for job in jobs_of(row)}
+    rows = [one for one in parity_gpu_rows.ROWS if args.megatron_lm or not one.unmodified]
+    every = {job.name: job for row in rows for job in jobs_of(row)}
     gpus = torch.cuda.device_count()
-    if gpus and not args.only:
+    if gpus and not args.only and not args.share_gpu:
         every = {name: job for name, job in every.items() if job.run.processes <= gpus}
     wanted = [every[name] for name in choose(every, args, parser)]
     wanted += [job.equals for job in wanted if job.equals]
@@ -367,7 +399,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = {job.name for job in wanted}
     jobs = [
         job
-        for combination in parity_gpu_rows.ROWS
+        for combination in rows
         if combination.key in keys
         for job in jobs_of(combination)
         if job.name in names or job.role in JUDGES
@@ -375,11 +407,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.list:
         print("\n".join(job.name for job in jobs))
         return 0
-    most = max(job.run.processes for job in jobs)
-    if torch.cuda.device_count() < most and any(
-        j.combination.config.context_parallel.platform == "cuda" for j in jobs
-    ):
-        parser.error(f"needs {most} GPUs, got {torch.cuda.device_count()}: see --only")
+    most = 1 if args.share_gpu else max(job.run.processes for job in jobs)
+    if gpus < most and any(j.combination.config.context_parallel.platform == "cuda" for j in jobs):
+        parser.error(f"needs {most} GPUs, got {gpus}: see --only and --share-gpu")
     return 0 if run_all(args, jobs) else 1
 
 

@@ -31,7 +31,10 @@ gradient itself; all other gradients are within the bound. Gated delta net in bf
 Megatron's own split as well. `megatron-fsdp` in bfloat16 is bold only because its recording
 compared the bytes of the weights before the first iteration: the optimizer's float32 weights with
 the reference's bfloat16 weights. Values are compared since then (equal on CPUs; the row is to be
-run again); its losses and gradients are within the bounds.
+run again); its losses and gradients are within the bounds. `script*`: the pretrain_gpt.py of
+Megatron-LM core_v0.19.0, started with `megatron_cp_plugin.launch`. `fusion*`: the algorithm's runs
+sum weight gradients with apex's extension (`--gradient-accumulation-fusion`, apex 6424da3), the
+reference and p2p do not.
 """
 
 
@@ -69,8 +72,8 @@ def section(report: Mapping[str, Any]) -> str:
         "sequences of 4096 tokens at CP 2, with Transformer Engine's layers. It is compared",
         "with Transformer Engine's own attention at CP 1 (linear attention: lasp2 at CP 1):",
         "relative errors of the worst loss of any iteration / the worst gradient of any",
-        "parameter at iterations 1, 5, 10. In float32, TF32 off, the bounds are those above. In",
-        "bfloat16, errors of gradients are in the Euclidean norm, and the bounds are",
+        "parameter at the first, middle and last one. In float32, TF32 off, the bounds are those",
+        "above. In bfloat16, errors of gradients are in the Euclidean norm, and the bounds are",
         f"{LOSS_FACTOR:g} times (loss) and {GRADIENT_FACTOR:g} times (gradients) the error of",
         "Transformer Engine's p2p at CP 2; the number in brackets is this ratio for the worst",
         "gradient. Linear attention keeps the bounds above in bfloat16 too.",
@@ -170,8 +173,8 @@ def write_pages(report: Mapping[str, Any], models: Sequence[CapturedRow]) -> Non
             page.write_text(f"{before.rstrip()}\n\n{text({**report, 'rows': rows})}")
 
 
-def describe(commit: str) -> dict[str, str]:
-    """What the numbers were measured with."""
+def describe(commit: str, *, shared: bool = False) -> dict[str, str]:
+    """What the numbers were measured with. Args: shared: whether ranks shared a GPU."""
     packages = "torch", "megatron-core", "transformer-engine"
     versions = [f"Python {platform.python_version()}"]
     for name in packages:
@@ -185,5 +188,7 @@ def describe(commit: str) -> dict[str, str]:
         commit = result.stdout.strip() or "unknown"
     count = torch.cuda.device_count()
     device = f"{count} x {torch.cuda.get_device_name()}" if count else "no GPU"
+    if shared:
+        device += ", shared by the ranks of a run, which NCCL takes for nodes"
     date = str(datetime.date.today())
     return {"date": date, "commit": commit, "versions": ", ".join(versions), "device": device}

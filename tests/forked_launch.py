@@ -21,8 +21,12 @@ def launch(
     timeout: float,
     on_iterations: Callable[[int], None],
     environment: Mapping[str, str] | None = None,
+    program: Sequence[str] = (),
 ) -> str:
-    """Trains; returns the empty string, or one line that says why it failed."""
+    """Trains; returns the empty string, or one line that says why it failed.
+
+    Args: program: what ranks would start elsewhere.
+    """
     launcher = sys.modules["convergence_smoke"].LAUNCHER
     words = [json.dumps(dict(environment or {})), str(launcher)]
     words += ["--config", str(folder / "run.yaml"), "--cp-record", str(folder / "recording")]

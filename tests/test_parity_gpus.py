@@ -4,6 +4,9 @@ import argparse
 import importlib
 import json
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -259,6 +262,54 @@ def test_captured_rows_are_run_beside_eager_ones(
     assert captured.environment(0, 2)["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
 
 
+def test_ranks_that_share_a_gpu_are_nodes(
+    gpus: ModuleType, table: ModuleType, pages: ModuleType
+) -> None:
+    """Each finds the GPU at index 0, and NCCL one rank on each host."""
+    assert pages.describe("abc", shared=True)["device"].endswith("NCCL takes for nodes")
+    (row,) = (row for row in table.ROWS if row.key == "fp32")
+    job = gpus.jobs_of(row)[-1]
+    environment = job.environment(3, 2, shared=True)
+    assert environment["NCCL_SOCKET_IFNAME"] == "lo"
+    assert environment["CUDA_VISIBLE_DEVICES"] == "1"
+    assert "NCCL_SOCKET_IFNAME" not in job.environment(3, 2)
+    shell = job.program(Path("run"), None, shared=True)[:3]
+    names = "NCCL_HOSTID", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE"
+    program = f"import os, sys; print(*map(os.environ.get, {names}), *sys.argv[1:])"
+    started = subprocess.run(
+        [*shell, sys.executable, "-c", program, "a b", "c"],
+        env=os.environ
+        | {"RANK": "1", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2"},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    assert started.stdout == "node1 0 1 2 a b c\n"
+
+
+def test_the_script_of_megatron_lm_gets_flags(
+    gpus: ModuleType, table: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It knows nothing of run files; without a checkout its rows are left out."""
+    (row,) = (row for row in table.ROWS if row.key == "script")
+    job = gpus.jobs_of(row)[-1]
+    assert job.run.label == "ulysses"
+    OmegaConf.save(gpus.run_file(job.config, job.run, job.iterations), tmp_path / "run.yaml")
+    words = job.program(tmp_path, Path("checkout"), shared=False)
+    at = words.index("checkout/pretrain_gpt.py")
+    assert words[at - 2 : at] == ["-m", "megatron_cp_plugin.launch"]
+    flags, rest = split_flags(words[at + 1 :])
+    assert (flags.algo, flags.platform) == ("ulysses", "cuda")
+    parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    args = parser.parse_args(rest)
+    assert (args.train_iters, args.context_parallel_size, args.bf16) == (30, 2, True)
+    assert not args.gradient_accumulation_fusion
+    for checkout, count in (([], 0), (["--megatron-lm", "checkout"], 11)):
+        assert gpus.main(["--list", *checkout]) == 0
+        names = capsys.readouterr().out.split()
+        assert sum(name.startswith("script") for name in names) == count
+
+
 def test_the_replays_of_an_iteration_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     replayed: list[object] = []
     monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", replayed.append)
@@ -269,7 +320,11 @@ def test_the_replays_of_an_iteration_are_counted(monkeypatch: pytest.MonkeyPatch
 
 
 def test_each_recording_is_read_once_by_one_thread(
-    gpus: ModuleType, table: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    gpus: ModuleType,
+    table: ModuleType,
+    pages: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """And none is kept, on disk or in memory, when nothing is compared with it any more."""
     read: list[tuple[str, int]] = []
@@ -288,7 +343,7 @@ def test_each_recording_is_read_once_by_one_thread(
     rows = [row for row in table.ROWS if row.key in ("graphs", "graphs-te")]
     jobs = [job for row in rows for job in gpus.jobs_of(row)]
     (tmp_path / "out").mkdir()
-    collector = gpus.Collector(jobs, tmp_path, tmp_path / "out", "abc")
+    collector = gpus.Collector(jobs, tmp_path, tmp_path / "out", pages.describe("abc"))
     for job in reversed(jobs):
         (tmp_path / job.folder).mkdir(parents=True)
         # Captured, and one without graphs that it is compared with.

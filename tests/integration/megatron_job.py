@@ -87,11 +87,18 @@ def run(
     ranks: int = 1,
     program: Sequence[str] = (str(SCRIPT),),
     variables: Mapping[str, str] | None = None,
+    nodes: bool = False,
 ) -> Job:
-    """Runs `python *program *arguments` in `ranks` processes, with more variables."""
+    """Runs `python *program *arguments` in `ranks` processes, with more variables.
+
+    Args: nodes: whether each process is a node to NCCL, so that several can use the same GPU.
+    """
     _store, places = places_of(ranks)  # which is there while it is held
     environment = process_environment() | dict(variables or {})
     command = [sys.executable, *program, *arguments]
+    if nodes:
+        alone = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "NCCL_SOCKET_IFNAME": "lo"}
+        places = [place | alone | {"NCCL_HOSTID": f"node{place['RANK']}"} for place in places]
     return _finish(command, [environment | place for place in places])
 
 
