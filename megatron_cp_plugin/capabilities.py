@@ -77,7 +77,7 @@ def _asked(check: Callable[[], None]) -> bool:
 
 def markdown() -> str:
     """The tables of algorithms, of kernels and of refused Megatron features."""
-    from megatron_cp_plugin.integration.features import FEATURES
+    from megatron_cp_plugin.integration.rules import FEATURES
 
     lines = [
         "# What runs",

@@ -19,8 +19,9 @@ from omegaconf import OmegaConf
 from megatron_cp_plugin.harness.parity import Iteration, RankRecording, Recording
 from megatron_cp_plugin.harness.recorder import _counted_replays
 from megatron_cp_plugin.integration.args import add_arguments, split_flags
-from megatron_cp_plugin.integration.checks import check_arguments, check_graphs
-from megatron_cp_plugin.integration.features import FEATURES
+from megatron_cp_plugin.integration.checks import check_arguments
+from megatron_cp_plugin.integration.rules import FEATURES, check
+from megatron_cp_plugin.integration.settings import Settings
 from megatron_cp_plugin.integration.yaml_config import yaml_to_argv
 from tests import forked_launch
 
@@ -70,7 +71,7 @@ def test_run_files_are_accepted(
         if flags.algo is not None:
             config = flags.config(args.context_parallel_size)
             device = torch.device("cuda")
-            check_graphs(args, config, device)
+            check("graphs", Settings(args, config, device))
             if flags.kernel in ("auto", "chunked"):  # which are tried where they run
                 device, args.cuda_graph_impl = torch.device("cpu"), "none"
             check_arguments(args, config, device)

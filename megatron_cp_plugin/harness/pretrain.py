@@ -37,7 +37,8 @@ from torch import Tensor
 
 from megatron_cp_plugin.ending import refusals_in_one_line
 from megatron_cp_plugin.errors import ConfigError
-from megatron_cp_plugin.integration.checks import check_steps
+from megatron_cp_plugin.integration.rules import check
+from megatron_cp_plugin.integration.settings import Settings
 
 _OF_DOCUMENTS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
 _KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids", *_OF_DOCUMENTS)
@@ -58,7 +59,7 @@ def run() -> None:
     """
     with refusals_in_one_line():
         args = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
-    check_steps(args)
+    check("training", Settings(args))
     for name in _NOT_HERE:
         if getattr(args, name, None):
             flag = "--" + name.replace("_", "-")

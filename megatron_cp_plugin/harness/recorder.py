@@ -34,7 +34,7 @@ from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.harness.weight_parts import rows_of_weights
 from megatron_cp_plugin.integration import compat
 from megatron_cp_plugin.integration.contract import TRAIN_STEP
-from megatron_cp_plugin.integration.features import Settings, graphs
+from megatron_cp_plugin.integration.settings import Settings
 from megatron_cp_plugin.integration.wrappers import gathered, unwrapped
 
 # What identifies a run, by the names of Megatron's arguments.
@@ -114,7 +114,7 @@ class Recorder:
         args = get_args()
         last = (args.train_iters or 1) - args.iteration  # a run may go on from a checkpoint
         self._recorded = {1, (last + 1) // 2, last}
-        if graphs(Settings(args)) == "full_iteration" and args.use_distributed_optimizer:
+        if Settings(args).graphs == "full_iteration" and args.use_distributed_optimizer:
             raise ContextParallelError(
                 "--cp-record needs all gradients on every rank, which a captured iteration "
                 "does not give, got --cuda-graph-impl full_iteration with "

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 from megatron_cp_plugin.core.autograd.function import attend, check_shapes
 from megatron_cp_plugin.errors import ContextParallelError
-from megatron_cp_plugin.integration.checks import check_settings, window_of
 from megatron_cp_plugin.integration.documents import DocumentMask, check_padding, starts_of
 from megatron_cp_plugin.integration.runtime import Runtime
+from megatron_cp_plugin.integration.settings import window_of
 from megatron_cp_plugin.kernels import resolver
 
 _CAUSAL = {AttnMaskType.causal: True, AttnMaskType.no_mask: False}
@@ -80,7 +80,6 @@ class ContextParallelAttention(MegatronModule):
         """
         super().__init__(config=config)
         self.runtime = runtime
-        check_settings(config, runtime.config)
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         if dropout > 0:
             raise ContextParallelError(f"attention dropout must be 0, got {dropout}")

@@ -26,17 +26,12 @@ from megatron_cp_plugin.core.partial import accumulation_dtype
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
-from megatron_cp_plugin.integration import example_spans, gated_delta_net
+from megatron_cp_plugin.integration import example_spans
 from megatron_cp_plugin.integration.args import MEAN_DOCUMENT, PluginFlags, document_lengths
-from megatron_cp_plugin.integration.checks import (
-    check_arguments,
-    check_sizes,
-    head_dims,
-    kv_heads_of,
-    window_of,
-)
-from megatron_cp_plugin.integration.features import Settings, packs_documents
+from megatron_cp_plugin.integration.checks import check_arguments
 from megatron_cp_plugin.integration.groups import attention_shape
+from megatron_cp_plugin.integration.rules import check
+from megatron_cp_plugin.integration.settings import Settings, window_of
 from megatron_cp_plugin.planner.candidates import Options
 from megatron_cp_plugin.planner.choose import GIB, Choice, Combination, Kind, Place, choose
 from megatron_cp_plugin.planner.detected_machine import (
@@ -70,7 +65,7 @@ def resolve(flags: PluginFlags, args: Any, device: torch.device) -> tuple[Plugin
         ContextParallelError: The arguments do not say enough; or no algorithm can be had, then as
             for the fastest one by its name.
     """
-    check_sizes(args)
+    check("sizes", Settings(args))
     layers = _kinds_of_layers(flags, args)
     kinds = [replace(kind, count=count) for kind, count in Counter(layers).items()]
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
@@ -251,11 +246,11 @@ def check_same(flags: PluginFlags) -> None:
 
 
 def _said(choice: Choice, flags: PluginFlags, args: Any, how: str) -> Iterator[str]:
-    assumed = _assumed(flags.mean_document) if packs_documents(Settings(args)) else ""
+    assumed = _assumed(flags.mean_document) if Settings(args).packing else ""
     masks = (table.kind.mask for table in choice.tables)
     seen = next((mask for mask in masks if mask.slices is not None), None)
     if flags.example_spans is not None and seen is not None:
-        assumed += example_spans.words(flags.example_spans, seen, _seq_length(args))
+        assumed += example_spans.words(flags.example_spans, seen, Settings(args).tokens)
     yield f"{sentence(choice)} (machine found {how}{assumed})"
     if flags.explain:
         yield f"candidates of auto\n{table(choice)}"
@@ -270,7 +265,7 @@ def _assumed(mean_document: str | int | None) -> str:
 
 def _kinds_of_layers(flags: PluginFlags, args: Any) -> list[Kind]:
     """The kind of each layer of the model that has attention of ours."""
-    seq_length = _seq_length(args)
+    seq_length = Settings(args).tokens
     sizes = {
         "--num-layers": args.num_layers,
         "--num-attention-heads": args.num_attention_heads,
@@ -290,9 +285,9 @@ def _kinds_of_layers(flags: PluginFlags, args: Any) -> list[Kind]:
             softmax = replace(softmax, mask=example.mask(seq_length, (), None))
         return [softmax] * max(1, sum(letter in "*+" for letter in pattern))
     kinds = flags.layers or (("softmax",) if flags.linear_model is None else ("linear",))
-    window = window_of(Settings(args).window_size)
+    window = Settings(args).window
     documents: tuple[int, ...] = ()
-    if packs_documents(Settings(args)):
+    if Settings(args).packing:
         lengths = document_lengths(flags.mean_document, "--cp-mean-document")
         documents = documents_like(lengths, seq_length, Contiguous(), args.context_parallel_size)
     found = []
@@ -309,15 +304,10 @@ def _kinds_of_layers(flags: PluginFlags, args: Any) -> list[Kind]:
     return found
 
 
-def _seq_length(args: Any) -> Any:
-    """Tokens of a sequence; None: nobody says."""
-    return args.seq_length or args.encoder_seq_length
-
-
 def _memory_bytes(args: Any, machine: Machine, kind: Kind) -> float | None:
     """What is left of a GPU for attention, roughly; None: by this count nothing is."""
     settings, shape = Settings(args), kind.shape
-    seq_length = _seq_length(args)
+    seq_length = Settings(args).tokens
     if None in (args.vocab_size, args.micro_batch_size, args.num_layers):
         return machine.memory_gib * GIB * (1 - _SPARE)
     model, experts = _model(args, shape), args.num_experts or 0
@@ -352,7 +342,7 @@ def _model(args: Any, shape: Shape | LinearShape) -> Model:
         args.hidden_size,
         (args.moe_ffn_hidden_size or wide) if experts else wide,
         args.num_attention_heads,
-        kv_heads_of(args),
+        settings.kv_heads,
         shape.head_dim,
         args.vocab_size,
         gated=bool(args.swiglu),
@@ -391,13 +381,12 @@ def _has_window(args: Any, number: int) -> bool:
 
 
 def _softmax(args: Any, seq_length: int) -> Kind:
-    tensor, (head_dim, value_dim) = args.tensor_model_parallel_size, head_dims(args)
-    dtype = _dtype(args)
+    settings = Settings(args)
+    dtype, (head_dim, value_dim) = settings.dtype, settings.head_dims
     shape = Shape(
         args.micro_batch_size or 1,
         seq_length,
-        args.num_attention_heads // tensor,
-        max(1, kv_heads_of(args) // tensor),
+        *settings.split_heads,
         head_dim,
         dtype.itemsize,
         accumulation_dtype(dtype).itemsize,
@@ -408,7 +397,7 @@ def _softmax(args: Any, seq_length: int) -> Kind:
 
 def _linear(flags: PluginFlags, args: Any, seq_length: int) -> Kind:
     # Linearized positions double the features of q and k.
-    head_dim = head_dims(args)[1]
+    head_dim = Settings(args).head_dims[1]
     features = head_dim * (2 if flags.linear_model == "transnormer" else 1)
     shape = LinearShape(
         args.micro_batch_size or 1,
@@ -416,13 +405,9 @@ def _linear(flags: PluginFlags, args: Any, seq_length: int) -> Kind:
         args.num_attention_heads // args.tensor_model_parallel_size,
         features,
         head_dim,
-        _dtype(args).itemsize,
+        Settings(args).dtype.itemsize,
     )
     return Kind("linear attention", shape, Mask())
-
-
-def _dtype(args: Any) -> torch.dtype:
-    return torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
 
 
 def _nodes(args: Any, gpus_per_node: int) -> tuple[int, ...]:
@@ -434,8 +419,8 @@ def _nodes(args: Any, gpus_per_node: int) -> tuple[int, ...]:
 
 def _layouts(args: Any, *, packed: bool) -> tuple[str, ...]:
     """Those that Megatron's batches can have."""
-    size, seq_length = args.context_parallel_size, _seq_length(args)
-    if gated_delta_net.is_asked(args) and size > 1:
+    size, seq_length = args.context_parallel_size, Settings(args).tokens
+    if Settings(args).is_gated and size > 1:
         return ("zigzag",)
     found = tuple(
         name

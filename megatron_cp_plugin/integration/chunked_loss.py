@@ -20,34 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_cp_plugin.core.chunked_loss import losses_and_predictions
-from megatron_cp_plugin.errors import ConfigError, ContextParallelError
-from megatron_cp_plugin.integration.features import Settings
-
-_REFUSED = {
-    "cross_entropy_loss_fusion": ("it computes the loss in another way", "keep one of the two"),
-    "defer_embedding_wgrad_compute": ("it keeps the gradients of all logits", "leave it out"),
-    "use_mup": ("it scales the logits", "leave --cp-chunked-loss out"),
-    "logits_save_dir": ("it needs all logits", "leave --cp-chunked-loss out"),
-    "logits_load_dir": ("it needs all logits", "leave --cp-chunked-loss out"),
-    "perform_rl_step": ("its log-probabilities need all logits", "leave --cp-chunked-loss out"),
-}
-
-
-def check(settings: Settings) -> None:
-    """Refuses what goes with the whole logits only.
-
-    Args:
-        settings: Megatron's arguments or model configuration.
-
-    Raises:
-        ConfigError: It is asked for.
-    """
-    for name, (reason, instead) in _REFUSED.items():
-        if getattr(settings, name):
-            raise ConfigError(
-                f"--cp-chunked-loss does not work with --{name.replace('_', '-')} ({reason}): "
-                f"{instead}"
-            )
+from megatron_cp_plugin.errors import ContextParallelError
 
 
 @dataclass

@@ -83,7 +83,7 @@ Megatron does on "cuda" to the CPU. It also adds the flags that a CPU run needs,
 
 Settings that no algorithm supports end the run before training starts, with one line that names the
 setting, and exit code 2 on every rank. The list is `FEATURES` in
-`megatron_cp_plugin/integration/features.py`.
+`megatron_cp_plugin/integration/rules.py`.
 """
 
 _PARTS: dict[Part, str] = {

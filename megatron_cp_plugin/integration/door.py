@@ -20,15 +20,16 @@ from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.integration import compat
 from megatron_cp_plugin.integration.attention import ContextParallelAttention
 from megatron_cp_plugin.integration.auto import Batches, resolve_model
-from megatron_cp_plugin.integration.checks import check_settings
 from megatron_cp_plugin.integration.groups import set_up_groups
 from megatron_cp_plugin.integration.hooks import Hooks
 from megatron_cp_plugin.integration.inputs import serve_cut_inputs, serves_inputs
-from megatron_cp_plugin.integration.models import build_model, check_comm_type
+from megatron_cp_plugin.integration.models import build_model
 from megatron_cp_plugin.integration.multi_token import roll_tensor
 from megatron_cp_plugin.integration.recompute import checkpoint
 from megatron_cp_plugin.integration.rope import set_cos_sin_cache, use_layout
+from megatron_cp_plugin.integration.rules import check, check_settings
 from megatron_cp_plugin.integration.runtime import Runtime
+from megatron_cp_plugin.integration.settings import Settings
 from megatron_cp_plugin.integration.spec import LayerSpec, with_plugin
 
 # By which callers cut batches, see `install`.
@@ -141,14 +142,9 @@ def serve(
         )
     batches = Batches(tokens, mean_document)
     asked = _config(algo, layout, kernel, True, options, batches)
-    check_settings(config, asked)
+    check("serve", Settings(config, asked))
     runtime = Runtime(_chosen(asked, batches, config, pg_collection), callers=True)
-    check_comm_type(config, runtime)
-    if config.mtp_num_layers:
-        raise ConfigError(
-            "serve does not replace Megatron's function that shifts tokens for multi-token "
-            f"prediction, got mtp_num_layers {config.mtp_num_layers}: use install"
-        )
+    check_settings(config, runtime.config)
     set_up_groups(runtime, None, config, pg_collection)
     return with_plugin(spec, config, vp_stage, runtime)
 
@@ -209,7 +205,6 @@ class _Installed:
         if self._made is None:
             call = inspect.signature(original).bind(*args, **kwargs)
             model_config, groups = call.arguments["config"], call.arguments.get("pg_collection")
-            check_settings(model_config, self._asked)
             config = _chosen(self._asked, self.batches, model_config, groups)
             self._made = Runtime(config, callers=True)
         model = build_model(original, args, kwargs, runtime=self._made, settings=None)
@@ -233,6 +228,7 @@ def _chosen(
     """The same, with the planner's choice in the place of auto."""
     if asked.algo != registry.AUTO:
         return asked
+    check_settings(model, asked)
     group = parallel_state.get_context_parallel_group() if groups is None else groups.cp
     return resolve_model(asked, batches, model, group)
 

@@ -14,8 +14,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_cp_plugin.core.partial import accumulation_dtype
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.errors import ConfigError
-from megatron_cp_plugin.integration.features import Settings, is_latent
 from megatron_cp_plugin.integration.runtime import Runtime
+from megatron_cp_plugin.integration.settings import Settings
 
 
 def set_up_groups(
@@ -55,7 +55,7 @@ def attention_shape(config: TransformerConfig, tokens: int) -> Shape:
         config.num_query_groups or config.num_attention_heads
     ) // config.tensor_model_parallel_size
     head_dim = value_dim = config.kv_channels
-    if is_latent(Settings(config)):
+    if Settings(config).is_latent:
         kv_heads = heads
         head_dim, value_dim = config.qk_head_dim + config.qk_pos_emb_head_dim, config.v_head_dim
     dtype = config.params_dtype

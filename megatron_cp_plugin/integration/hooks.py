@@ -71,28 +71,23 @@ class Hooks:
         return speak_in_one_line(add_algorithm(original(parser)))
 
     def _validate_args(self, original: Callable[..., Any], args: Any, defaults: Any = None) -> Any:
-        from megatron_cp_plugin.integration.checks import (
-            check_graphs,
-            check_interleaving,
-            check_stack,
-            describe_graphs,
-        )
-        from megatron_cp_plugin.integration.files import check_files
-        from megatron_cp_plugin.integration.models import comm_type
+        from megatron_cp_plugin.integration.checks import describe_graphs
+        from megatron_cp_plugin.integration.rules import check, comm_type
+        from megatron_cp_plugin.integration.settings import Settings
 
         compat.check_args(args)
         self._flags.comm_type.check_model(args)
         config = self._put_in_force(args)
         _hand_over(config, args)
-        check_stack(args)
-        check_files(args)
+        check("start", Settings(args, config))
         with refusals_in_one_line():
             validated = original(args, {} if defaults is None else defaults)
         compat.check_args(validated, "validated args")
-        check_interleaving(validated)
+        settings = Settings(validated, config, self._device)
+        check("validated", settings)
         # Megatron has put the flags of today in the place of their former names.
-        check_graphs(validated, config, self._device)
-        captured = describe_graphs(validated)
+        check("graphs", settings)
+        captured = describe_graphs(settings)
         if validated.rank == 0 and captured:
             print(f"megatron_cp_plugin: {captured}", flush=True)
         if config.size > 1:
@@ -102,14 +97,15 @@ class Hooks:
 
     def _put_in_force(self, args: Any) -> ContextParallelConfig:
         """Checks the plugin's settings against Megatron's, and says what they come to."""
-        from megatron_cp_plugin.integration import gated_delta_net
         from megatron_cp_plugin.integration.checks import (
             check_arguments,
             describe,
+            describe_gated,
             describe_heads,
             describe_window,
         )
         from megatron_cp_plugin.integration.recompute import describe as describe_recompute
+        from megatron_cp_plugin.integration.settings import Settings
 
         said: list[str] = []
         if self._flags.is_auto:
@@ -122,14 +118,15 @@ class Hooks:
         self._runtime = Runtime(config)
         self._batches = Batches(self._runtime)
         if args.rank == 0:
+            settings = Settings(args, config)
             for line in filter(
                 None,
                 (
                     *said,
                     describe(config, kernel),
-                    describe_heads(args, config),
-                    describe_window(args),
-                    gated_delta_net.describe(args),
+                    describe_heads(settings),
+                    describe_window(settings),
+                    describe_gated(settings),
                     describe_recompute(args, config),
                 ),
             ):
@@ -165,10 +162,11 @@ class Hooks:
             serve_loss(model, self._runtime.config.chunked_loss)
 
     def _set_up_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        from megatron_cp_plugin.integration.checks import check_steps
+        from megatron_cp_plugin.integration.rules import check
+        from megatron_cp_plugin.integration.settings import Settings
 
         if self._args is not None:  # else a model of ours says what is missing
-            check_steps(self._args)
+            check("training", Settings(self._args))
         with model_errors_in_one_line():
             result = original(*args, **kwargs)
         served = _models()

@@ -27,9 +27,9 @@ from megatron_cp_plugin.integration.documents import (
     mask_of_cut,
 )
 from megatron_cp_plugin.integration.example_spans import EXAMPLE_SPANS
-from megatron_cp_plugin.integration.features import Settings, captures_attention, graphs
 from megatron_cp_plugin.integration.rope import use_layout
 from megatron_cp_plugin.integration.runtime import Runtime
+from megatron_cp_plugin.integration.settings import Settings
 
 # Arguments of a model that hold tokens, and the keys of a batch that they come from.
 _ARGUMENTS = {
@@ -302,11 +302,11 @@ def _check_cache(given: Mapping[str, Any], group: dist.ProcessGroup) -> None:
 
 def _check_capture(model: Any, mask: DocumentMask | None) -> None:
     settings = Settings(model.config)
-    if mask and captures_attention(settings):
+    if mask and settings.captures_attention:
         got = "attention_spans" if mask and mask.spans is not None else "packed sequences"
         other = got if got == "attention_spans" else "packed_seq_params"
         raise ContextParallelError(
-            f"--cuda-graph-impl {graphs(settings)} keeps the documents of the batch that was "
+            f"--cuda-graph-impl {settings.graphs} keeps the documents of the batch that was "
             f"captured, got {got}: use --cuda-graph-impl transformer_engine --cuda-graph-modules "
             f"mlp, or leave it or {other} out"
         )

@@ -28,7 +28,6 @@ from megatron_cp_plugin.integration.args import (
     speak_in_one_line,
     split_flags,
 )
-from megatron_cp_plugin.integration.files import check_files
 from megatron_cp_plugin.paths import check_folder
 
 _USAGE = "torchrun ... -m megatron_cp_plugin.launch /path/to/pretrain_gpt.py [flags]"
@@ -110,7 +109,10 @@ def prepare(argv: Sequence[str], run_file: bool = False) -> list[str]:
         _check_own_path(rest)
         if run_file:
             # With an algorithm it is done when Megatron's arguments are validated.
-            check_files(_all_flags().parse_known_args(rest)[0])
+            from megatron_cp_plugin.integration.rules import check
+            from megatron_cp_plugin.integration.settings import Settings
+
+            check("files", Settings(_all_flags().parse_known_args(rest)[0]))
         if platform == "cuda" and flags.record is None and not run_file:
             # A GPU is there and Megatron's own path is asked for: nothing is touched.
             return rest

@@ -31,7 +31,9 @@ from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration.attention import is_causal, sharded_by_heads
 from megatron_cp_plugin.integration.documents import check_padding, starts_of
 from megatron_cp_plugin.integration.gated_norm import gated_norm
+from megatron_cp_plugin.integration.rules import check
 from megatron_cp_plugin.integration.runtime import Runtime
+from megatron_cp_plugin.integration.settings import Settings
 from megatron_cp_plugin.kernels.linear import resolve_linear
 
 
@@ -82,7 +84,7 @@ class LinearSelfAttention(MegatronModule):
             ContextParallelError: The model asks for what these layers do not compute.
         """
         super().__init__(config=config)
-        _check_model(config, runtime)
+        check("linear layer", Settings(config, runtime.config))
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
         self.pg_collection = pg_collection
@@ -406,23 +408,3 @@ def _slopes(heads: int) -> list[float]:
 def _named(module: str | None, part: str) -> dict[str, str]:
     """The argument that names a projection, for the versions of Megatron that take it."""
     return {} if module is None else {"name": f"{module}.{part}"}
-
-
-def _check_model(config: TransformerConfig, runtime: Runtime) -> None:
-    model = f"--cp-linear-model {runtime.config.linear_model}"
-    groups = config.num_query_groups or config.num_attention_heads
-    if groups != config.num_attention_heads:
-        raise ContextParallelError(
-            f"{model} has no grouped-query attention, got num_query_groups {groups} for "
-            f"{config.num_attention_heads} heads: leave --group-query-attention out"
-        )
-    if config.attention_dropout > 0:
-        raise ContextParallelError(
-            f"{model} has no attention dropout, got {config.attention_dropout}: "
-            "add --attention-dropout 0"
-        )
-    for flag in ("qk_layernorm", "qk_l2_norm", "attention_output_gate"):
-        if getattr(config, flag, False):
-            raise ContextParallelError(
-                f"{model} does not support {flag}: leave --{flag.replace('_', '-')} out"
-            )

@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.core.autograd.recompute import Checkpointed
-from megatron_cp_plugin.integration.checks import head_dims
+from megatron_cp_plugin.integration.settings import Settings
 
 
 def checkpoint(original: Callable[..., Any], function: Callable[..., Any], *args: Any) -> Any:
@@ -45,7 +45,7 @@ def describe(args: Any, config: ContextParallelConfig) -> str | None:
     if None in (args.seq_length, args.num_attention_heads, args.hidden_size):
         return f"recompute ({granularity}): attention runs once, its output and lse are kept"
     heads = args.num_attention_heads // args.tensor_model_parallel_size
-    _, value_dim = head_dims(args)
+    _, value_dim = Settings(args).head_dims
     tokens = args.micro_batch_size * args.seq_length // config.size
     # out [B,S,H,E] in the model's dtype, lse [B,H,S] in float32.
     row_bytes = value_dim * (2 if args.bf16 or args.fp16 else 4) + 4

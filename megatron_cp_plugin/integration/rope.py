@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration.attention import ContextParallelAttention
 from megatron_cp_plugin.integration.documents import DocumentMask
-from megatron_cp_plugin.integration.features import Settings, graphs
 from megatron_cp_plugin.integration.runtime import Runtime
+from megatron_cp_plugin.integration.settings import Settings
 
 # Training and evaluation have one length each; what comes in ever new lengths is not kept.
 _TABLES = 4
@@ -161,7 +161,7 @@ def use_layout(model: nn.Module, runtime: Runtime) -> None:
     owners = [m for m in model.modules() if isinstance(m, MultiLatentAttention)]
     for owner in owners:
         # Modules that Megatron captures by itself may have no hooks, and see no documents.
-        captured = graphs(Settings(owner.config)) == "local"
+        captured = Settings(owner.config).graphs == "local"
         if not captured and _keep_documents not in owner._forward_pre_hooks.values():
             owner.register_forward_pre_hook(_keep_documents, with_kwargs=True)
     for owner in (model, *owners):

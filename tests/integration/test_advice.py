@@ -11,13 +11,11 @@ import torch
 from megatron.training.arguments import add_megatron_arguments
 
 from megatron_cp_plugin.errors import ContextParallelError
+from megatron_cp_plugin.integration import rules
 from megatron_cp_plugin.integration.args import split_flags
-from megatron_cp_plugin.integration.checks import (
-    check_arguments,
-    check_interleaving,
-    check_settings,
-)
-from megatron_cp_plugin.integration.features import FEATURES, Feature
+from megatron_cp_plugin.integration.checks import check_arguments
+from megatron_cp_plugin.integration.rules import FEATURES, Rule, check_settings
+from megatron_cp_plugin.integration.settings import Settings
 from tests.integration.test_checks import ASKING, BESIDE
 
 CPU = torch.device("cpu")
@@ -149,7 +147,7 @@ def _without(words: list[str], instead: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("feature", FEATURES, ids=lambda feature: feature.setting)
-def test_what_a_refused_feature_proposes(feature: Feature, parser: argparse.ArgumentParser) -> None:
+def test_what_a_refused_feature_proposes(feature: Rule, parser: argparse.ArgumentParser) -> None:
     args = parser.parse_args(split_flags(MODEL)[1])
     args.world_size = 4
     value = ASKING.get(feature.setting, True)
@@ -166,7 +164,7 @@ def test_what_a_refused_feature_proposes(feature: Feature, parser: argparse.Argu
 
 
 def _changes(
-    feature: Feature, parser: argparse.ArgumentParser
+    feature: Rule, parser: argparse.ArgumentParser
 ) -> Iterator[Callable[[argparse.Namespace], Any]]:
     """What each choice of an advice does to Megatron's arguments."""
     defaults = vars(parser.parse_args(split_flags(MODEL)[1]))
@@ -216,8 +214,8 @@ def test_micro_batches_that_an_error_proposes(
     args.global_batch_size = 4 * count
     args.microbatch_group_size_per_vp_stage = group
     with pytest.raises(ContextParallelError, match=r"use --\S+ \d+$") as error:
-        check_interleaving(args)
+        rules.check("validated", Settings(args))
     flag, number = str(error.value).split()[-2:]
     dest = parser._option_string_actions[flag].dest
     setattr(args, dest, int(number))
-    check_interleaving(args)
+    rules.check("validated", Settings(args))

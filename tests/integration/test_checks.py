@@ -16,17 +16,10 @@ from megatron.training.models.gpt import GPTModelConfig
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError, KernelUnavailableError
-from megatron_cp_plugin.integration import checks
-from megatron_cp_plugin.integration.checks import (
-    check_arguments,
-    check_graphs,
-    check_interleaving,
-    check_settings,
-    check_steps,
-    describe,
-    describe_graphs,
-)
-from megatron_cp_plugin.integration.features import FEATURES
+from megatron_cp_plugin.integration import checks, rules
+from megatron_cp_plugin.integration.checks import check_arguments, describe, describe_graphs
+from megatron_cp_plugin.integration.rules import FEATURES, Rule, check, check_settings
+from megatron_cp_plugin.integration.settings import Settings
 from megatron_cp_plugin.kernels.selfcheck import check_kernel
 from megatron_cp_plugin.kernels.torch_flash import CpuFlashAttention
 
@@ -142,7 +135,7 @@ def test_a_plain_model_passes(args: argparse.Namespace, algo: str, size: int) ->
 
 
 @pytest.mark.parametrize("feature", FEATURES, ids=lambda feature: feature.setting)
-def test_every_refused_feature_is_named(args: argparse.Namespace, feature: Any) -> None:
+def test_every_refused_feature_is_named(args: argparse.Namespace, feature: Rule) -> None:
     value = ASKING.get(feature.setting, True)
     vars(args).update({feature.setting: value} | BESIDE.get(feature.name, {}))
     message, value = refusal(args), getattr(args, feature.setting)
@@ -200,7 +193,7 @@ def test_packed_documents_in_graphs(
 
 
 @pytest.mark.parametrize("feature", FEATURES, ids=lambda feature: feature.setting)
-def test_every_refused_setting_exists(args: argparse.Namespace, feature: Any) -> None:
+def test_every_refused_setting_exists(args: argparse.Namespace, feature: Rule) -> None:
     fields = {
         f.name for kind in (TransformerConfig, GPTModelConfig) for f in dataclasses.fields(kind)
     }
@@ -431,10 +424,10 @@ def test_micro_batches_of_an_interleaved_pipeline(
     args.global_batch_size = 4 * count
     args.microbatch_group_size_per_vp_stage = group
     if instead is None:
-        check_interleaving(args)
+        check("validated", Settings(args))
         return
     with pytest.raises(ConfigError, match=f"got {count} micro-batches: use {instead}$"):
-        check_interleaving(args)
+        check("validated", Settings(args))
 
 
 def test_unknown_algorithm_names_the_nearest(args: argparse.Namespace) -> None:
@@ -492,12 +485,12 @@ def test_what_fsdp_saves_and_loads(args: argparse.Namespace, format: str) -> Non
 def test_megatron_fsdp_without_einops(
     args: argparse.Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checks, "find_spec", lambda name: None)
+    monkeypatch.setattr(rules, "find_spec", lambda name: None)
     assert refusal(args, use_megatron_fsdp=True) == (
         "--use-megatron-fsdp needs the package einops, got none: pip install einops, or use "
         "--use-torch-fsdp2"
     )
-    monkeypatch.setattr(checks, "find_spec", lambda name: name)
+    monkeypatch.setattr(rules, "find_spec", lambda name: name)
     check_arguments(args, ContextParallelConfig("zigzag", 4), CPU)
     linear = ContextParallelConfig("lasp", 4, linear_model="transnormer")
     args.position_embedding_type = "none"
@@ -514,7 +507,7 @@ def test_heads_that_ranks_cannot_split_are_filled_up(args: argparse.Namespace) -
     for algo in ("zigzag", "ulysses"):
         config = ContextParallelConfig(algo, 16)
         check_arguments(args, config, CPU)
-        said.append(checks.describe_heads(args, config))
+        said.append(checks.describe_heads(Settings(args, config)))
     assert said == [
         None,
         "ulysses computes 16 query heads instead of 8: zero heads are added so that the ranks "
@@ -581,7 +574,7 @@ def refused_graphs(
 ) -> str:
     args.cuda_graph_impl = impl
     with pytest.raises(ConfigError) as error:
-        check_graphs(args, config, device)
+        check("graphs", Settings(args, config, device))
     message = str(error.value)
     assert "\n" not in message
     assert f"--cuda-graph-impl {impl}" in message
@@ -593,7 +586,7 @@ def refused_graphs(
 def test_every_algorithm_may_be_captured(args: argparse.Namespace, algo: str, impl: str) -> None:
     args.cuda_graph_impl = impl
     config = ContextParallelConfig(algo, 4)
-    check_graphs(args, config, GPU)
+    check("graphs", Settings(args, config, GPU))
     if registry.kind_of(algo) == "softmax":
         check_settings(args, config)
 
@@ -608,7 +601,7 @@ def test_what_cannot_be_captured_is_refused(
     )
     documents = ContextParallelConfig("zigzag", 4, options=(("layout", "documents"),))
     assert "got one that follows documents" in refused_graphs(args, impl, documents)
-    monkeypatch.setattr(checks, "running_version", lambda: ((0, 18), "0.18.1"))
+    monkeypatch.setattr(rules, "running_version", lambda: ((0, 18), "0.18.1"))
     assert "needs Megatron 0.19 or later, got 0.18.1" in refused_graphs(args, impl, zigzag)
 
 
@@ -621,9 +614,9 @@ def test_unequal_ranks_are_captured_by_some(args: argparse.Namespace) -> None:
     )
     for impl in ("local", "full_iteration"):
         args.cuda_graph_impl = impl
-        check_graphs(args, ring, GPU)
+        check("graphs", Settings(args, ring, GPU))
     args.cuda_graph_impl, args.seq_length = "transformer_engine", None
-    check_graphs(args, ring, GPU)
+    check("graphs", Settings(args, ring, GPU))
 
 
 @pytest.mark.parametrize(
@@ -688,7 +681,7 @@ def test_a_whole_iteration_goes_with_full_recompute(args: argparse.Namespace) ->
 def test_what_is_captured_is_said(
     parser: argparse.ArgumentParser, flags: str, said: str | None
 ) -> None:
-    line = describe_graphs(parser.parse_args(flags.split()))
+    line = describe_graphs(Settings(parser.parse_args(flags.split())))
     assert line == (said and f"CUDA graphs by Megatron ({said}")
 
 
@@ -709,7 +702,7 @@ def test_runs_of_no_steps(steps: dict[str, Any], got: str | None) -> None:
         **{"train_iters": None, "train_samples": None, "skip_train": False} | steps
     )
     if got is None:
-        check_steps(args)
+        check("training", Settings(args))
         return
     with pytest.raises(ConfigError, match=f"of 1 or more, got {got}: add --train-iters 1, or"):
-        check_steps(args)
+        check("training", Settings(args))

@@ -21,12 +21,13 @@ from megatron_cp_plugin.core.chunked_loss import CHUNK_TOKENS
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.harness.parity import Recording, Tolerances, compare
 from megatron_cp_plugin.integration.args import add_arguments, split_flags
-from megatron_cp_plugin.integration.checks import check_settings, describe
+from megatron_cp_plugin.integration.checks import describe
 from megatron_cp_plugin.integration.chunked_loss import (
     PendingLogits,
     acceptance_counts,
     serve_loss,
 )
+from megatron_cp_plugin.integration.rules import check_settings
 from megatron_cp_plugin.integration.yaml_config import yaml_to_argv
 from tests.integration.megatron_job import SLOWLY, TINY, run_warm
 from tests.integration.test_packed_documents import DOCUMENTS

@@ -27,8 +27,8 @@ from megatron_cp_plugin.integration import compat, contract
 from megatron_cp_plugin.integration.args import split_flags
 from megatron_cp_plugin.integration.contract import NAMES, SETTINGS, VERSIONS, Name
 from megatron_cp_plugin.integration.contract_page import markdown
-from megatron_cp_plugin.integration.features import Settings
 from megatron_cp_plugin.integration.hooks import Hooks
+from megatron_cp_plugin.integration.settings import Settings
 
 ROOT = Path(__file__).parents[2]
 PARTS = ("algorithm", "training", "cpu", "record", "script")
@@ -334,8 +334,8 @@ def test_every_import_of_megatron_is_in_the_table() -> None:
 def test_every_argument_that_is_read_is_in_the_table() -> None:
     known = {setting.name for setting in SETTINGS}
     own = {"context_parallel_algo", "cp_kernel", "cp_options", "cp_layers", "cp_linear_model"}
-    own |= {"cp_chunked_loss"}
-    places = {"args", "validated", "settings", "Settings(args)", "Settings(source)", "get_args()"}
+    own |= {"cp_chunked_loss", "device"} | {name for name in vars(Settings) if name[0] != "_"}
+    places = {"args", "validated", "settings", "s", "Settings(args)", "get_args()"}
     read = {
         (path.name, node.attr)
         for path, tree in sources()

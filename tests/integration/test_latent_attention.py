@@ -3,8 +3,15 @@
 from pathlib import Path
 
 import pytest
+from torch import nn
 
+from megatron_cp_plugin.config import ContextParallelConfig
+from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.harness.parity import Recording, Tolerances, compare
+from megatron_cp_plugin.integration.attention import ContextParallelAttention
+from megatron_cp_plugin.integration.documents import DocumentMask
+from megatron_cp_plugin.integration.rope import _keep_documents
+from megatron_cp_plugin.integration.runtime import Runtime
 from tests.integration.megatron_job import SLOWLY, TINY, run_warm
 
 pytestmark = pytest.mark.timeout(300)
@@ -72,3 +79,39 @@ def test_equals_megatron(
     assert comparison.passed, comparison.problems
     # Gradients of K are far smaller than those of V, and are seen apart.
     assert any("linear_kv_up_proj.weight[key]" in name for name in comparison.gradients)
+
+
+@pytest.mark.parametrize(
+    ("twice", "checkpointed", "packed", "refused"),
+    [
+        (True, True, True, True),
+        # Each of them alone, or without documents, is served.
+        (False, True, True, False),
+        (True, False, True, False),
+        (True, True, False, False),
+    ],
+)
+def test_what_is_recomputed_alone(
+    twice: bool, checkpointed: bool, packed: bool, refused: bool
+) -> None:
+    class Core(ContextParallelAttention):
+        def __init__(self) -> None:
+            nn.Module.__init__(self)
+            config = ContextParallelConfig("ring", 1, recompute_attention=twice)
+            self.runtime = Runtime(config)
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.core_attention, self.checkpoint_core_attention = Core(), checkpointed
+
+    layer, mask = Layer(), DocumentMask(seq_len=8, starts=(3,)) if packed else None
+    if refused:
+        with pytest.raises(ContextParallelError, match="cannot be recomputed alone"):
+            _keep_documents(layer, (), {"packed_seq_params": mask})
+        return
+    assert _keep_documents(layer, (), {"packed_seq_params": mask}) == (
+        (),
+        {"packed_seq_params": None},
+    )
+    assert layer.core_attention.packed is mask

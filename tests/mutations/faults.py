@@ -717,14 +717,14 @@ FAULTS = (
         "integration/test_attention.py::test_window_of_megatrons_layers",
     ),
     Fault(
-        "integration/checks.py",
+        "integration/settings.py",
         "return None if left == -1 else left + 1",
         "return None if left == -1 else left",
         "Megatron's windows are one token too narrow",
         "integration/test_attention.py::test_window_of_megatrons_layers",
     ),
     Fault(
-        "integration/checks.py",
+        "integration/settings.py",
         "    if right != 0 or left < -1:\n",
         "    if left < -1:\n",
         "windows that look ahead are no longer refused",

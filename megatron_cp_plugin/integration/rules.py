@@ -1,0 +1,718 @@
+"""What is refused: one table of rules, and the one function that walks it.
+
+The start-up checks and the documentation both come from the table.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from inspect import signature
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron_cp_plugin import registry
+from megatron_cp_plugin.config import ContextParallelConfig
+from megatron_cp_plugin.core.layout import Zigzag
+from megatron_cp_plugin.core.layouts.document_layout import Balanced
+from megatron_cp_plugin.errors import ConfigError, near_multiples
+from megatron_cp_plugin.integration.compat import running_version
+from megatron_cp_plugin.integration.settings import GATED, Settings
+from megatron_cp_plugin.layers import layout_choices
+from megatron_cp_plugin.paths import check_folder
+
+# Where settings come in: what does not depend on the algorithm; Megatron's arguments as parsed;
+# whether a script can start with them, with and without an algorithm; what is captured, by
+# arguments as parsed and as validated; validated arguments; those of a script that trains; the
+# configuration of a model, of a layer of linear attention, of a model for `serve`; and a spec that
+# has gated delta net layers.
+Door = Literal[
+    "sizes",
+    "arguments",
+    "start",
+    "files",
+    "graphs",
+    "validated",
+    "training",
+    "model",
+    "linear layer",
+    "serve",
+    "gated layer",
+]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One thing that is refused.
+
+    Attributes:
+        when: Whether settings ask for it, or, if so, numbers and words for the text.
+        text: What to say in one line: what, got, and what to do. A template: {s} is the `Settings`
+            that are checked, {value} that of `setting`, other names are what `when` has found.
+        doors: Where it is checked.
+        name: As a user would call it, of a feature of Megatron that no algorithm supports.
+        setting: Of a feature: the setting that asks for it, named like its flag.
+        reason: Of a feature: why it is refused.
+        instead: Of a feature: what to do.
+    """
+
+    when: Callable[[Settings], object]
+    text: str
+    doors: tuple[Door, ...] = ("arguments", "model")
+    name: str = ""
+    setting: str = ""
+    reason: str = ""
+    instead: str = ""
+
+    @property
+    def flag(self) -> str:
+        """The command-line flag of the setting."""
+        return _flag(self.setting)
+
+    def refusal(self, settings: Settings) -> str | None:
+        """Returns what to say to settings; None: they do not ask for it."""
+        found = self.when(settings)
+        if not found:
+            return None
+        words = dict(found) if isinstance(found, Mapping) else {}
+        if self.setting:
+            value = getattr(settings, self.setting)
+            words["value"] = getattr(value, "name", value)
+        return self.text.format(s=settings, **words)
+
+
+def check(door: Door, settings: Settings) -> None:
+    """Refuses what the table does not let through a door.
+
+    Args:
+        door: By which settings come in.
+        settings: With the run's configuration, except at the door "sizes".
+
+    Raises:
+        ConfigError: One line that says what is wrong, and what to do.
+    """
+    for rule in RULES:
+        if door in rule.doors and (said := rule.refusal(settings)):
+            raise ConfigError(said)
+
+
+def check_settings(source: Any, config: ContextParallelConfig) -> None:
+    """Refuses what no algorithm serves.
+
+    Args:
+        source: The configuration of a model, or Megatron's arguments.
+        config: The run's configuration.
+
+    Raises:
+        ConfigError: As `check` at the door "model".
+    """
+    check("model", Settings(source, config))
+
+
+def _flag(setting: str) -> str:
+    return "--" + setting.replace("_", "-")
+
+
+def _on(setting: str) -> Callable[[Settings], bool]:
+    return lambda s: bool(getattr(s, setting))
+
+
+def _other_than(setting: str, *allowed: object) -> Callable[[Settings], bool]:
+    def asked(s: Settings) -> bool:
+        value = getattr(s, setting)
+        return value is not None and getattr(value, "name", value) not in allowed
+
+    return asked
+
+
+def _feature(
+    name: str,
+    setting: str,
+    reason: str,
+    instead: str = "",
+    when: Callable[[Settings], object] | None = None,
+) -> Rule:
+    """A feature of Megatron that no algorithm supports; by default its setting is a switch."""
+    flag = _flag(setting)
+    instead = instead or f"leave {flag} out"
+    what = f"--context-parallel-algo {{s.cp.algo}} does not support {name}"
+    text = f"{what}, got {flag} {{value}} ({reason}): {instead}"
+    when = when or _on(setting)
+    return Rule(when, text, name=name, setting=setting, reason=reason, instead=instead)
+
+
+def _below_one(setting: str) -> Callable[[Settings], bool]:
+    return lambda s: bool(getattr(s, setting) < 1)
+
+
+# Rules that compute the words of their texts.
+
+# An index begins with a magic word, a version, the type of tokens, and two numbers of documents.
+_HEAD = struct.Struct("<9sQBQQ")
+_PARTS = ("training", "validation", "testing")
+_SIZES = ("context_parallel_size", "tensor_model_parallel_size", "pipeline_model_parallel_size")
+
+
+def _processes(s: Settings) -> Mapping[str, object] | None:
+    sizes = {name: getattr(s, name) for name in _SIZES}
+    product = prod(sizes.values())
+    if s.world_size % product == 0:
+        return None
+    large = [f"{name} {size}" for name, size in sizes.items() if size > 1]
+    factors = " * ".join(large) + (f" = {product}" if len(large) > 1 else "")
+    others = product // s.ranks
+    usable = [str(n) for n in range(1, s.world_size + 1) if s.world_size % (n * others) == 0]
+    fitting = f", or use context_parallel_size {' or '.join(usable)}" if usable else ""
+    return {"factors": factors, "product": product, "fitting": fitting}
+
+
+def _order_of_ranks(s: Settings) -> Mapping[str, object] | None:
+    """Megatron has no such order of the ranks where those of experts are grouped otherwise."""
+    dense = s.tensor * s.ranks
+    experts = (s.expert_model_parallel_size or 1) * (s.expert_tensor_parallel_size or s.tensor)
+    if not s.use_tp_pp_dp_mapping or s.stages == 1 or experts == dense:
+        return None
+    return {"dense": dense, "experts": experts}
+
+
+def _split_heads(s: Settings) -> Mapping[str, object] | None:
+    heads = s.num_attention_heads
+    if heads is None or heads % s.tensor == 0:
+        return None
+    ranks = s.world_size // s.ranks // s.stages
+    usable = [str(n) for n in range(1, heads + 1) if heads % n == 0 and ranks % n == 0]
+    return {"usable": " or ".join(usable)}
+
+
+def _groups_of_heads(s: Settings) -> Mapping[str, object] | None:
+    heads = s.num_attention_heads
+    if heads is None or heads % s.kv_heads == 0:
+        return None
+    return {"usable": ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)}
+
+
+def _split_groups(s: Settings) -> Mapping[str, object] | None:
+    """With fewer groups than ranks, Megatron gives each group to several ranks."""
+    heads, tensor = s.num_attention_heads, s.tensor
+
+    def fits(groups: int) -> bool:
+        return groups % tensor == 0 or tensor % groups == 0
+
+    if heads is None or fits(s.kv_heads):
+        return None
+    usable = [str(n) for n in range(1, heads + 1) if heads % n == 0 and fits(n)]
+    return {"usable": ", ".join(usable)}
+
+
+def _tokens_of_a_rank(s: Settings) -> Mapping[str, object] | None:
+    if s.tokens is None or not s.sequence_parallel:
+        return None
+    local = s.tokens // s.cp.size
+    if local % s.tensor == 0:
+        return None
+    step = s.cp.layout.multiple(s.cp.size) * s.tensor
+    return {"local": local, "usable": near_multiples(s.tokens, step)}
+
+
+def _without_windows(s: Settings) -> Mapping[str, object] | None:
+    if s.window is None or s.cp.algo == registry.AUTO:
+        return None
+    names = registry.available("softmax")
+    serving = [name for name in names if getattr(registry.algorithm_class(name), "windows", False)]
+    lacking = [name for name in s.cp.algorithms if name in names and name not in serving]
+    return {"lacking": lacking[0], "serving": " or ".join(serving)} if lacking else None
+
+
+def _linear_with(name: str) -> Callable[[Settings], bool]:
+    return lambda s: s.has_linear and bool(getattr(s, name))
+
+
+def _whole_logits(name: str) -> Callable[[Settings], bool]:
+    return lambda s: s.cp.chunked_loss is not None and bool(getattr(s, name))
+
+
+def _keeps_logits(name: str, *, packed: bool) -> Callable[[Settings], bool]:
+    """Whether files of log-probabilities have an order that another run need not have."""
+
+    def asked(s: Settings) -> bool:
+        if not getattr(s, name) or s.cp.size == 1:
+            return False
+        return s.packing is not None if packed else not isinstance(s.cp.layout, Zigzag)
+
+    return asked
+
+
+def _other_layout_than_gated(s: Settings) -> Mapping[str, object] | None:
+    layout = s.cp.layout.name
+    if not s.is_gated or s.cp.size == 1 or layout == Zigzag.name:
+        return None
+    every = registry.available("softmax")
+    default = [name for name in every if registry.layout_of(name, {}).name == Zigzag.name]
+    choices = [
+        f"--cp-options {option}={choice}"
+        for found, option, choice in layout_choices(s.cp.algo)
+        if found == Zigzag.name
+    ]
+    choices.append(f"--context-parallel-algo {' or '.join(default)}")
+    return {"layout": layout, "choices": ", or ".join(choices)}
+
+
+def _heads_of_gated(name: str) -> Callable[[Settings], object]:
+    def asked(s: Settings) -> Mapping[str, object] | None:
+        if not s.is_gated:
+            return None
+        ranks, heads = s.tensor * s.cp.size, getattr(s, name)
+        return {"ranks": ranks, "usable": near_multiples(heads, ranks)} if heads % ranks else None
+
+    return asked
+
+
+def _gated_by_a_list(s: Settings) -> Mapping[str, object] | None:
+    pattern = s.linear_attention_freq
+    if not s.is_gated or not isinstance(pattern, list) or len(pattern) == s.num_layers:
+        return None
+    return {"entries": len(pattern)}
+
+
+def _values_of_gated(s: Settings) -> Mapping[str, object] | None:
+    keys, values = s.linear_num_key_heads, s.linear_num_value_heads
+    return {"usable": near_multiples(values, keys)} if s.is_gated and values % keys else None
+
+
+def _cannot_split_gated(s: Settings) -> bool:
+    if not s.is_gated or s.cp.size == 1:
+        return False
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+
+    # Before 0.18 it does not split them; 0.18 does, but its layers hand them an argument, this one,
+    # that they do not take.
+    return "cp_comm_type" not in signature(GatedDeltaNet).parameters
+
+
+def _without_fla(s: Settings) -> bool:
+    if not s.is_gated:
+        return False
+    from megatron.core.ssm import gated_delta_net
+
+    return not gated_delta_net.HAVE_FLA
+
+
+def _packs_by_another_layout(s: Settings) -> bool:
+    if s.packing is None:
+        return False
+    from megatron.core import utils
+
+    return not hasattr(utils, "flatten_batch_for_packed_sequences")
+
+
+def _before_graphs(s: Settings) -> Mapping[str, object] | None:
+    version, text = running_version()
+    return {"version": text} if s.graphs != "none" and version < (0, 19) else None
+
+
+def _without_transformer_engine(s: Settings) -> bool:
+    """The layers of all of Megatron's own stacks of hybrid models are Transformer Engine's."""
+    spec = (s.spec or ("megatron.core.models.hybrid",))[0]
+    own = bool(s.hybrid_layer_pattern) and spec.startswith("megatron.core.models.")
+    return own and find_spec("transformer_engine") is None
+
+
+def _cannot_write(s: Settings) -> None:
+    """Megatron finds out at the first checkpoint, and never of logs.
+
+    Raises:
+        ConfigError: One of the folders cannot be written to.
+    """
+    for name in ("save", "tensorboard_dir"):
+        path = getattr(s, name)
+        if path is not None and not _is_remote(path):
+            check_folder(_flag(name), path)
+
+
+def _missing_data(s: Settings) -> Mapping[str, object] | None:
+    for prefix in _prefixes(s):
+        names = [f"{prefix}{suffix}" for suffix in (".bin", ".idx")]
+        if missing := [name for name in names if not Path(name).exists()]:
+            pieces = " --document-bytes 200" if s.packing else ""
+            return {"prefix": prefix, "missing": " and no ".join(missing), "pieces": pieces}
+    return None
+
+
+def _empty_part(s: Settings) -> Mapping[str, object] | None:
+    """A part without documents, whose epochs Megatron counts without an end."""
+    split = s.split or "969,30,1"  # Megatron's own
+    shares = [float(word) for word in re.findall(r"[.0-9]+", split)]
+    for prefix in _prefixes(s):
+        with Path(f"{prefix}.idx").open("rb") as index:
+            head = index.read(_HEAD.size)
+        if len(head) < _HEAD.size or not sum(shares):
+            continue  # Megatron says so
+        count = _HEAD.unpack(head)[3]
+        bounds = [round(sum(shares[:n]) / sum(shares) * count) for n in range(len(shares) + 1)]
+        for part, share, (start, stop) in zip(_PARTS, shares, pairwise(bounds), strict=False):
+            if share and start == stop:
+                return {"split": split, "count": count, "prefix": prefix, "part": part}
+    return None
+
+
+def _prefixes(s: Settings) -> list[str]:
+    """The paths of --data-path, which may have a weight before each; those of this machine."""
+    words = () if s.mock_data or s.sft else map(str, s.data_path or ())
+    return [word for word in words if not re.fullmatch(r"[-+.\de]+", word) and not _is_remote(word)]
+
+
+def _is_remote(path: object) -> bool:
+    return "://" in str(path)
+
+
+def _micro_batches(s: Settings) -> Mapping[str, object] | None:
+    """Too few for an interleaved pipeline, or left over; Megatron says so in the first step."""
+    if not s.virtual_pipeline_model_parallel_size or s.rampup_batch_size:
+        return None
+    stages, group = s.stages, s.microbatch_group_size_per_vp_stage or s.stages
+    samples = s.samples * s.data_parallel_size
+    count = s.global_batch_size // samples
+    if stages <= group <= count and not 0 < count % group < stages:
+        return None
+    if group < stages:
+        usable = f"--microbatch-group-size-per-virtual-pipeline-stage {stages}"
+    else:
+        usable = f"--global-batch-size {-(-count // group) * group * samples}"
+    return {"group": group, "count": count, "usable": usable}
+
+
+def _without_steps(s: Settings) -> Mapping[str, object] | None:
+    given = {"--train-iters": s.train_iters, "--train-samples": s.train_samples}
+    if s.skip_train or any((count or 0) >= 1 for count in given.values()):
+        return None
+    words = [f"{flag} {count}" for flag, count in given.items() if count is not None]
+    return {"given": " ".join(words) or "neither"}
+
+
+def _other_communication(s: Settings) -> bool:
+    """A model's configuration asks for an algorithm by Transformer Engine's name of it."""
+    given = s.cp_comm_type
+    served = {"p2p", comm_type(s.cp.algo)}  # p2p: the default
+    if s.cp.by_auto:
+        served.add(comm_type(registry.AUTO))
+    return not served.issuperset([given] if isinstance(given, str) else given or ())
+
+
+def comm_type(algo: str) -> str:
+    """What model configurations say that the plugin serves.
+
+    Transformer Engine refuses it, so that its own context parallelism never takes the place of ours
+    where such a configuration reaches a process without the plugin installed.
+    """
+    return f"megatron_cp_plugin.{algo}"
+
+
+_ZIGZAG = "Megatron splits it by its own zigzag layout"
+_STATE = "their state is carried across documents"
+_PACKED = "its documents are split and padded for Megatron's own layout"
+_OTHER_GROUPS = "it changes the group of ranks from sample to sample"
+_KERNELS = "the attention kernels here do not compute it"
+_BY_RANK = "each rank does it with its own tokens, so the split would change the result"
+_UNTESTED = "never tested with the plugin"
+_SCORE = "it needs the largest score, which the kernels keep"
+_ONE_BATCH = "a graph keeps the documents of the batch that was captured"
+_FSDP_CHECKPOINTS = "Megatron's torch_dist does not save them, and its torch_dcp loads nothing"
+_FSDP_NAMES = "it recognizes split parameters by the names of Megatron's own classes"
+_CAPTURE = "use --cuda-graph-impl transformer_engine --cuda-graph-modules "
+
+_LINEAR = "--cp-linear-model {s.cp.linear_model}"
+_GATED = "gated delta net layers need"
+_VARIANT = "--experimental-attention-variant {s.experimental_attention_variant}"
+_GRAPHS = "--cuda-graph-impl {s.graphs}"
+_KEPT = ("logits_save_dir", "logits_load_dir")
+_LOGITS = (
+    "stores log-probabilities in the order of a rank's tokens, which needs to be Megatron's zigzag "
+    "layout in all runs"
+)
+_ALL_LOGITS = "it needs all logits", "leave --cp-chunked-loss out"
+_LOSS = {
+    "cross_entropy_loss_fusion": ("it computes the loss in another way", "keep one of the two"),
+    "defer_embedding_wgrad_compute": ("it keeps the gradients of all logits", "leave it out"),
+    "use_mup": ("it scales the logits", "leave --cp-chunked-loss out"),
+    "logits_save_dir": _ALL_LOGITS,
+    "logits_load_dir": _ALL_LOGITS,
+    "perform_rl_step": ("its log-probabilities need all logits", "leave --cp-chunked-loss out"),
+}
+_OR_NOT = ", or leave --cuda-graph-impl out"
+
+# A table is read by rows.
+# fmt: off
+FEATURES: tuple[Rule, ...] = (
+    _feature("attention dropout", "attention_dropout", _KERNELS, "add --attention-dropout 0"),
+    # What decides which tokens see which.
+    _feature("packed sequences (RL)", "rl_use_sequence_packing", _PACKED),
+    _feature("resetting the attention mask at document ends", "reset_attention_mask",
+             "it builds an N x N mask", "use --dataloader-inter-document-masking"),
+    _feature("documents of several samples in a pipeline", "micro_batch_size",
+             "Megatron packs them into one sequence, but its stages expect several",
+             "use --micro-batch-size 1",
+             lambda s: s.packing and s.samples > 1 and s.stages > 1),
+    # What changes the scores.
+    _feature("QK clipping", "qk_clip", _SCORE),
+    _feature("logging the largest attention logit", "log_max_attention_logit", _SCORE),
+    # Attention of another kind. Megatron fuses nothing with position embeddings of another type
+    # than rope; a model has no such setting.
+    _feature("multi-latent attention with fused RoPE", "multi_latent_attention", _ZIGZAG,
+             "add --no-rope-fusion",
+             lambda s: s.is_latent and s.apply_rope_fusion and s.ranks > 1 and (
+                 s.position_embedding_type in (None, "rope") or s.use_rotary_position_embeddings)),
+    _feature("position embeddings of the model besides those of multi-latent attention",
+             "position_embedding_type", "Megatron's layers support only their own",
+             "use --position-embedding-type rope --rope-type yarn",
+             lambda s: s.is_latent and s.position_embedding_type == "yarn"),
+    _feature("a cache of latents", "cache_mla_latents", "it is for inference"),
+    _feature("experimental attention variants other than gated delta net (DSA)",
+             "experimental_attention_variant", _ZIGZAG,
+             when=_other_than("experimental_attention_variant", *GATED)),
+    _feature("packed documents with gated delta net layers", "dataloader_inter_document_masking",
+             _STATE, when=lambda s: s.dataloader_inter_document_masking and s.is_gated),
+    _feature("packed conversations with gated delta net layers", "sft", _STATE,
+             when=lambda s: s.sft and s.is_gated),
+    _feature("multi-token prediction with gated delta net layers", "mtp_num_layers",
+             "Megatron has no model with both", when=lambda s: s.mtp_num_layers and s.is_gated),
+    # Attention of both kinds, MLP, MoE; ends of stages and of what predicts one more token.
+    _feature("layers other than attention, MLP and MoE in a hybrid model", "hybrid_layer_pattern",
+             _UNTESTED, "use *, +, - and E",
+             lambda s: not set(s.hybrid_layer_pattern or "") <= set("*+-E|/")),
+    _feature("hybrid models selected by their old flag", "hybrid_override_pattern", _UNTESTED,
+             "use --hybrid-layer-pattern"),
+    _feature("a loss per token with multi-token prediction", "calculate_per_token_loss",
+             "Megatron weights it by the tokens of each rank",
+             when=lambda s: s.mtp_num_layers and s.calculate_per_token_loss and s.ranks > 1),
+    _feature("FP8 attention", "fp8_dot_product_attention", _KERNELS),
+    _feature("FP8 attention", "fp8_multi_head_attention", _KERNELS),
+    _feature("Kitchen attention", "use_kitchen_attention", "it is a different core attention"),
+    # All kernels here are what frameworks mean by flash.
+    _feature("choice of Megatron's attention kernel", "attention_backend",
+             "it would be ignored or replace the plugin",
+             "leave --attention-backend out, and choose a kernel with --cp-kernel",
+             _other_than("attention_backend", "auto", "flash")),
+    _feature("choice of Transformer Engine's attention kernel", "flash_attention_version",
+             "it would be ignored"),
+    _feature("position embeddings of this type", "position_embedding_type", _ZIGZAG,
+             "use rope, yarn, learned_absolute or none",
+             _other_than("position_embedding_type", "rope", "yarn", "learned_absolute", "none")),
+    # Other kinds of context parallelism.
+    _feature("hybrid context parallelism", "hybrid_context_parallel", _OTHER_GROUPS),
+    _feature("dynamic context parallelism", "dynamic_context_parallel", _OTHER_GROUPS),
+    # What depends on which tokens are together on a rank.
+    _feature("dropping tokens of full experts", "moe_expert_capacity_factor", _BY_RANK),
+    _feature("Sinkhorn routing", "moe_router_load_balancing_type", _BY_RANK, "use aux_loss",
+             lambda s: "sinkhorn" in (s.moe_router_load_balancing_type or ())),
+    _feature("attention sinks split by tensor parallelism in Megatron-FSDP", "use_megatron_fsdp",
+             _FSDP_NAMES, "use --use-torch-fsdp2",
+             lambda s: s.use_megatron_fsdp and s.softmax_type == "learnable" and s.tensor > 1),
+    _feature("Megatron-FSDP in a pipeline", "use_megatron_fsdp",
+             "it treats all ranks of the job as one pipeline stage",
+             "use --use-distributed-optimizer, or leave --pipeline-model-parallel-size out",
+             lambda s: s.use_megatron_fsdp and s.stages > 1),
+    # Checkpoints that Megatron begins and does not end, or never reads again.
+    _feature("optimizer states in checkpoints of FSDP", "save", _FSDP_CHECKPOINTS,
+             "add --no-save-optim --ckpt-format torch_dist, or leave --save out",
+             lambda s: s.use_torch_fsdp2 and s.save
+             and not (s.ckpt_format == "torch_dist" and s.no_save_optim)),
+    _feature("loading optimizer states with FSDP", "load", _FSDP_CHECKPOINTS,
+             "add --no-load-optim --ckpt-format torch_dist, or leave --load out",
+             lambda s: s.use_torch_fsdp2 and s.load
+             and not (s.ckpt_format == "torch_dist" and (s.no_load_optim or s.finetune))),
+    # Modes of the whole program.
+    _feature("a mixture of experts in CUDA graphs of whole layers or iterations", "cuda_graph_impl",
+             "the number of tokens per expert varies, which a graph cannot capture",
+             f"{_CAPTURE}attn moe_router",
+             lambda s: s.graphs != "none" and s.has_experts and not s.captured_modules
+             and s.packing is None),
+    _feature("packed documents in CUDA graphs", "cuda_graph_impl", _ONE_BATCH,
+             f"{_CAPTURE}mlp, or leave --cuda-graph-impl out",
+             lambda s: s.captures_attention and s.packing and not s.has_experts),
+    _feature("packed documents in CUDA graphs with a mixture of experts", "cuda_graph_impl",
+             _ONE_BATCH, f"{_CAPTURE}moe_router, or leave --cuda-graph-impl out",
+             lambda s: s.captures_attention and s.packing and s.has_experts),
+    _feature("documents of several samples in CUDA graphs", "micro_batch_size",
+             "Megatron packs them into one sequence, but captures several",
+             "use --micro-batch-size 1",
+             lambda s: s.graphs != "none" and s.packing and s.samples > 1),
+    _feature("gated delta net layers in CUDA graphs", "cuda_graph_impl", _UNTESTED,
+             when=lambda s: s.graphs != "none" and s.is_gated),
+    _feature("Megatron-FSDP in CUDA graphs", "use_megatron_fsdp", _UNTESTED,
+             when=lambda s: s.use_megatron_fsdp and s.graphs != "none"),
+    _feature("FSDP in CUDA graphs", "use_torch_fsdp2", _UNTESTED,
+             when=lambda s: s.use_torch_fsdp2 and s.graphs != "none"),
+    _feature("full recompute in CUDA graphs of layers", "recompute_granularity",
+             "Megatron captures it only with the whole iteration",
+             "use --cuda-graph-impl full_iteration",
+             lambda s: s.recompute_granularity == "full"
+             and s.graphs in ("local", "transformer_engine")),
+    _feature("recomputed attention in local CUDA graphs", "cuda_graph_impl",
+             "Megatron's checkpointing refuses the backward pass as it is captured",
+             "use --cuda-graph-impl transformer_engine or full_iteration",
+             lambda s: s.graphs == "local" and s.captures_attention
+             and (s.recompute_activations or s.recompute_granularity)
+             and "core_attn" in (s.recompute_modules or ("core_attn",))),
+    _feature("a whole iteration in a CUDA graph from the first one on", "cuda_graph_warmup_steps",
+             "in the first iteration ranks compare batches, allocate buffers and build kernels",
+             "use --cuda-graph-warmup-steps 3",
+             lambda s: s.graphs == "full_iteration" and s.cuda_graph_warmup_steps == 0),
+    _feature("overlap of expert-parallel communication", "overlap_moe_expert_parallel_comm",
+             _UNTESTED),
+    # A model's configuration always says how many.
+    _feature("weights split further than by tensor parallelism",
+             "tensor_parallel_num_weight_shards", _UNTESTED,
+             when=lambda s: (s.tensor_parallel_num_weight_shards or 1) > s.tensor),
+    _feature("weights of experts split further than by tensor parallelism",
+             "expert_tensor_parallel_num_weight_shards", _UNTESTED,
+             when=lambda s: (s.expert_tensor_parallel_num_weight_shards or 1)
+             > (s.expert_tensor_parallel_size or s.tensor)),
+    _feature("activation offloading", "fine_grained_activation_offloading", _UNTESTED),
+    _feature("activation offloading", "cpu_offloading", _UNTESTED),
+    _feature("recomputing the MLP of layers with biases", "recompute_modules",
+             "Megatron's backward pass never ends: it recomputes for the bias again and again",
+             "add --disable-bias-linear, or leave mlp out",
+             lambda s: "mlp" in (s.recompute_modules or ()) and s.add_bias_linear is not False
+             and s.recompute_granularity != "full"),
+    _feature("a fake process group", "fake_process_group", "ranks send nothing to each other"),
+    _feature("batch-invariant mode", "batch_invariant_mode", _KERNELS),
+    _feature("quantization with ModelOpt", "restore_modelopt_state", _UNTESTED),
+    _feature("quantization with ModelOpt", "modelopt_enabled", _UNTESTED),
+    _feature("Megatron's own YAML configuration", "yaml_cfg",
+             "it replaces all command-line flags", "use scripts/pretrain_gpt.py --config"),
+)
+
+RULES: tuple[Rule, ...] = (
+    # Numbers of ranks and of heads.
+    *(Rule(_below_one(name), f"{name} must be at least 1, got {{s.{name}}}: use 1 or more",
+           ("sizes",)) for name in _SIZES),
+    Rule(_processes, "{factors} must divide the number of processes, got {s.world_size}: start a "
+         "multiple of {product} processes{fitting}", ("sizes",)),
+    Rule(_order_of_ranks, "--use-tp-pp-dp-mapping in a pipeline needs expert tensor parallel * "
+         "expert parallel = tensor parallel * context parallel = {dense}, got {experts}: leave it "
+         "out", ("sizes",)),
+    Rule(_split_heads, "num_attention_heads must be divisible by tensor_model_parallel_size "
+         "{s.tensor}, got {s.num_attention_heads}: use tensor_model_parallel_size {usable}",
+         ("sizes",)),
+    Rule(_groups_of_heads, "num_attention_heads {s.num_attention_heads} must be divisible by "
+         "num_query_groups, got {s.kv_heads}: use {usable}", ("sizes",)),
+    Rule(_split_groups, "num_query_groups (GQA) must be divisible by tensor_model_parallel_size "
+         "{s.tensor} or divide it, got {s.kv_heads}: use one of {usable} or another "
+         "tensor_model_parallel_size", ("sizes",)),
+    # Layers of linear attention. Those of a model may have configurations of their own.
+    Rule(lambda s: s.has_linear and s.num_attention_heads not in (None, s.kv_heads),
+         f"{_LINEAR} has no grouped-query attention, got num_query_groups {{s.kv_heads}} for "
+         "{s.num_attention_heads} heads: leave --group-query-attention out",
+         ("arguments", "linear layer")),
+    *(Rule(_linear_with(name), f"{_LINEAR} does not support {_flag(name)}: leave it out",
+           ("arguments", "linear layer"))
+      for name in ("qk_layernorm", "qk_l2_norm", "attention_output_gate")),
+    Rule(lambda s: s.is_all_linear and s.softmax_type not in (None, "vanilla"),
+         f"{_LINEAR} has no softmax, got --softmax-type {{s.softmax_type}}: leave it out"),
+    Rule(lambda s: s.is_all_linear and s.position_embedding_type in ("rope", "yarn"),
+         f"{_LINEAR} has no rotary embeddings, got --position-embedding-type "
+         "{s.position_embedding_type}: use none or learned_absolute"),
+    Rule(lambda s: len(s.cp.algorithms) > 1 and s.hybrid_layer_pattern,
+         "all attention layers of a hybrid model need the same algorithm, got --cp-layers "
+         "{s.layers} and --hybrid-layer-pattern {s.hybrid_layer_pattern}: leave one of the two "
+         "out"),
+    *FEATURES,
+    *(Rule(_whole_logits(name), f"--cp-chunked-loss does not work with {_flag(name)} ({reason}): "
+           f"{instead}") for name, (reason, instead) in _LOSS.items()),
+    Rule(lambda s: s.has_linear and s.is_latent,
+         f"{_LINEAR} cannot be combined with multi-latent attention, got --multi-latent-attention: "
+         "leave it out, or use softmax attention in all layers"),
+    # Megatron's gated delta net layers, which keep its own context parallelism: it exchanges tokens
+    # for heads, and puts the chunks of its zigzag layout in order.
+    Rule(lambda s: s.is_gated and s.has_linear,
+         f"{_GATED} softmax attention beside them, got {_LINEAR}: leave it or "
+         "--experimental-attention-variant out", ("arguments", "gated layer")),
+    Rule(_other_layout_than_gated,
+         "Megatron splits gated delta net layers by its own zigzag layout, got the {layout} layout "
+         "of {s.cp.algo}: use {choices}", ("arguments", "gated layer")),
+    *(Rule(_heads_of_gated(name), f"{_GATED} {name} divisible by tensor_model_parallel_size * "
+           f"context_parallel_size = {{ranks}}, got {{s.{name}}}: use {{usable}}, or fewer ranks",
+           ("arguments",)) for name in ("linear_num_key_heads", "linear_num_value_heads")),
+    Rule(_values_of_gated, f"{_GATED} linear_num_value_heads divisible by linear_num_key_heads "
+         "{s.linear_num_key_heads}, got {s.linear_num_value_heads}: use {usable}", ("arguments",)),
+    Rule(lambda s: s.is_gated and s.linear_attention_freq is None,
+         f"{_VARIANT} needs --linear-attention-freq, got none: add --linear-attention-freq 4 for "
+         "softmax attention in every fourth layer", ("arguments",)),
+    Rule(_gated_by_a_list, "--linear-attention-freq as a list needs an entry for each of the "
+         "{s.num_layers} layers, got {entries}: use a number, or a list of {s.num_layers}",
+         ("arguments",)),
+    Rule(lambda s: s.is_gated and s.transformer_impl == "local" and s.spec is None,
+         f"Megatron builds the layers of {_VARIANT} from Transformer Engine's modules, got "
+         "--transformer-impl local: use transformer_engine, or pass layers of your own by --spec",
+         ("arguments",)),
+    Rule(lambda s: s.is_gated and s.tensor > 1 and not s.sequence_parallel,
+         f"{_VARIANT} needs --sequence-parallel, without which Megatron does not sum the gradients "
+         "of the layers' output norms over the tensor-parallel ranks, got "
+         "tensor_model_parallel_size {s.tensor}: add --sequence-parallel", ("arguments",)),
+    Rule(_cannot_split_gated, "Megatron before 0.19 cannot split gated delta net layers, got "
+         "context_parallel_size {s.cp.size}: use Megatron 0.19 or later", ("arguments",)),
+    Rule(_without_fla, f"{_GATED} flash-linear-attention, got none: "
+         "pip install flash-linear-attention", ("arguments",)),
+    # What depends on the order of tokens, and on how many a rank has.
+    Rule(_packs_by_another_layout, "Megatron before 0.19 splits packed documents by its own "
+         "layout, got {s.packing}: use Megatron 0.19 or later"),
+    *(Rule(_keeps_logits(name, packed=True), f"{_flag(name)} {_LOGITS} without packed documents, "
+           "got {s.packing}: leave one of the two out") for name in _KEPT),
+    *(Rule(_keeps_logits(name, packed=False), f"{_flag(name)} {_LOGITS}, got {{s.cp.algo}} with "
+           "the {s.cp.layout.name} layout: use --context-parallel-algo zigzag") for name in _KEPT),
+    Rule(lambda s: s.has_linear and s.use_megatron_fsdp and s.tensor > 1,
+         f"{_LINEAR} with tensor parallelism does not work with --use-megatron-fsdp (which "
+         "recognizes split parameters by the names of Megatron's own classes), got "
+         "tensor_model_parallel_size {s.tensor}: use --use-torch-fsdp2"),
+    Rule(lambda s: s.use_megatron_fsdp and find_spec("einops") is None,
+         "--use-megatron-fsdp needs the package einops, got none: pip install einops, or use "
+         "--use-torch-fsdp2"),
+    Rule(_tokens_of_a_rank, "--sequence-parallel needs the {local} tokens of a context-parallel "
+         "rank divisible by tensor_model_parallel_size {s.tensor}, got seq_length {s.tokens}: "
+         "use {usable}", ("arguments",)),
+    Rule(lambda s: s.is_all_linear and s.window is not None,
+         "{s.cp.algo} computes linear attention, which has no sliding window, got --window-size "
+         "{s.window_words}: leave it out"),
+    Rule(_without_windows, "{lacking} does not support sliding windows, got --window-size "
+         "{s.window_words}: leave it out, or use --context-parallel-algo {serving}"),
+    # CUDA graphs.
+    Rule(_before_graphs, f"{_GRAPHS} needs Megatron 0.19 or later, got {{version}}: leave it out",
+         ("arguments", "graphs")),
+    Rule(lambda s: s.graphs != "none" and s.device.type != "cuda",
+         f"{_GRAPHS} needs GPUs, got the {{s.device.type}} platform: leave it out",
+         ("arguments", "graphs")),
+    # A length of None: Megatron has yet to read it from another flag.
+    Rule(lambda s: s.graphs == "transformer_engine" and (s.seq_length or 0) % s.cp.size,
+         f"{_GRAPHS} needs equally many tokens on all ranks, got seq_length {{s.seq_length}} on "
+         "{s.cp.size}: use a multiple of {s.cp.size}, or --cuda-graph-impl local",
+         ("arguments", "graphs")),
+    Rule(lambda s: s.graphs != "none" and isinstance(s.cp.layout, Balanced),
+         f"{_GRAPHS} needs the same layout for all batches, got one that follows documents: leave "
+         "the option layout=documents or --cuda-graph-impl out", ("arguments", "graphs")),
+    # Before and after Megatron's own checks.
+    Rule(_without_transformer_engine, "Megatron's hybrid models have layers of Transformer Engine, "
+         "which is not installed, got --hybrid-layer-pattern {s.hybrid_layer_pattern}: install it, "
+         "or name a stack of other layers with --spec", ("start",)),
+    Rule(_cannot_write, "", ("start", "files")),
+    Rule(_missing_data, "--data-path got {prefix}, and there is no {missing}: write the run files' "
+         "data with megatron-cp prepare-data --output {prefix}{pieces}, or add --mock-data",
+         ("start", "files")),
+    Rule(_empty_part, "--split {split} leaves none of the {count} document(s) of {prefix} for "
+         "{part}: add documents, or use --split 100,0,0", ("start", "files")),
+    Rule(_micro_batches, "an interleaved pipeline of {s.stages} stages needs micro-batches "
+         "divisible by its group size {group}, and a group size of at least {s.stages}, got "
+         "{count} micro-batches: use {usable}", ("validated",)),
+    Rule(_without_steps, "training needs --train-iters or --train-samples of 1 or more, got "
+         "{given}: add --train-iters 1, or --skip-train to evaluate only", ("training",)),
+    # Models that programs build.
+    Rule(_other_communication, "the script sets cp_comm_type {s.cp_comm_type} by itself, which "
+         "would be ignored: give --cp-comm-type on the command line", ("model",)),
+    Rule(_on("mtp_num_layers"), "serve does not replace Megatron's function that shifts tokens for "
+         "multi-token prediction, got mtp_num_layers {s.mtp_num_layers}: use install", ("serve",)),
+)
+# fmt: on

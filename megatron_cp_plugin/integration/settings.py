@@ -1,0 +1,211 @@
+"""Megatron's settings, and what several of them mean together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from megatron_cp_plugin import registry
+from megatron_cp_plugin.config import ContextParallelConfig
+from megatron_cp_plugin.errors import ConfigError
+from megatron_cp_plugin.integration.contract import SETTINGS
+
+# The second is its name after Megatron 0.19.
+GATED = ("gated_delta_net", "gdn")
+_KNOWN = frozenset(setting.name for setting in SETTINGS)
+
+
+class Settings:
+    """Megatron's settings by name, those that `contract.SETTINGS` lists.
+
+    None where the source, or this version of Megatron, has none of that name; the table, which is
+    checked at start-up, says where that may be.
+
+    Attributes:
+        device: Where the run computes, if it was said.
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        config: ContextParallelConfig | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        """Reads settings.
+
+        Args:
+            source: Megatron's arguments or model configuration.
+            config: The run's configuration, where something is asked about it.
+            device: Where the run computes.
+        """
+        self._source = source
+        self._config = config
+        self.device: Any = device
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _KNOWN:
+            raise KeyError(f"{name} is not in contract.SETTINGS")
+        return getattr(self._source, name, None)
+
+    @property
+    def cp(self) -> ContextParallelConfig:
+        """The run's configuration."""
+        assert self._config is not None
+        return self._config
+
+    @property
+    def has_linear(self) -> bool:
+        """Whether layers of the plugin compute linear attention."""
+        return self.cp.algo != registry.AUTO and self.cp.has_linear_layers
+
+    @property
+    def is_all_linear(self) -> bool:
+        """Whether all of them do."""
+        return self.has_linear and not self.cp.has_softmax_layers
+
+    @property
+    def layers(self) -> str:
+        """The algorithms of the layers, as on the command line."""
+        return ", ".join(self.cp.layers)
+
+    @property
+    def tensor(self) -> int:
+        """Tensor-parallel ranks."""
+        return self.tensor_model_parallel_size or 1
+
+    @property
+    def stages(self) -> int:
+        """Stages of the pipeline."""
+        return self.pipeline_model_parallel_size or 1
+
+    @property
+    def ranks(self) -> int:
+        """Context-parallel ranks."""
+        return self.context_parallel_size or 1
+
+    @property
+    def samples(self) -> int:
+        """Samples of a micro-batch."""
+        return self.micro_batch_size or 1
+
+    @property
+    def tokens(self) -> Any:
+        """Tokens of a sequence; None: not known yet."""
+        return self.seq_length or self.encoder_seq_length
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of activations."""
+        return torch.bfloat16 if self.bf16 else torch.float16 if self.fp16 else torch.float32
+
+    @property
+    def packing(self) -> str | None:
+        """The flag that packs documents into a sequence, if it is given."""
+        flags = ("sft", "dataloader_inter_document_masking")
+        given = [name for name in flags if getattr(self, name)]
+        return "--" + given[0].replace("_", "-") if given else None
+
+    @property
+    def graphs(self) -> str:
+        """Who captures CUDA graphs, as --cuda-graph-impl names it."""
+        if self.enable_cuda_graph:  # its former flags
+            return "local"
+        if self.external_cuda_graph:
+            return "transformer_engine"
+        return self.cuda_graph_impl or "none"
+
+    @property
+    def captured_modules(self) -> list[str]:
+        """The modules of each layer that are captured; none: the layers are captured whole."""
+        modules = [getattr(module, "name", module) for module in self.cuda_graph_modules or ()]
+        if any(module.startswith("full") for module in modules):  # former names of whole layers
+            return []
+        # This one captures the layers of a GPT whole, whichever of these are named.
+        local = self.graphs == "local" and not self.hybrid_layer_pattern
+        return [] if local and {"attn", "mlp"} & {*modules} else modules
+
+    @property
+    def captures_attention(self) -> bool:
+        """Whether attention is in the graphs."""
+        modules = self.captured_modules
+        return self.graphs != "none" and (not modules or "attn" in modules)
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether layers have a mixture of experts."""
+        return (self.num_experts or 1) > 1
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether layers have multi-latent attention."""
+        return bool(self.multi_latent_attention) or "+" in (self.hybrid_layer_pattern or "")
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether Megatron's gated delta net layers are asked for."""
+        return self.experimental_attention_variant in GATED
+
+    @property
+    def kv_heads(self) -> int:
+        """KV heads of the whole model; on the command line a switch decides whether they count."""
+        grouped = self.group_query_attention is not False and self.num_query_groups
+        return int(grouped or self.num_attention_heads)
+
+    @property
+    def split_heads(self) -> tuple[int, int]:
+        """Query heads and KV heads of a tensor-parallel rank."""
+        heads, tensor = self.num_attention_heads, self.tensor
+        return heads // tensor, max(1, self.kv_heads // tensor)
+
+    @property
+    def head_dims(self) -> tuple[int, int]:
+        """The head dim of q and k, and that of v; needs the size of the model."""
+        if self.is_latent:
+            return self.qk_head_dim + self.qk_pos_emb_head_dim, self.v_head_dim
+        head_dim = self.kv_channels or self.hidden_size // self.num_attention_heads
+        return head_dim, head_dim
+
+    @property
+    def window(self) -> int | None:
+        """How many keys a query sees, its own included; None: all.
+
+        Raises:
+            ConfigError: As `window_of`.
+        """
+        return window_of(self.window_size)
+
+    @property
+    def window_words(self) -> str:
+        """The window as on the command line."""
+        return ",".join(map(str, self.window_size))
+
+
+def window_of(window_size: Sequence[int] | None) -> int | None:
+    """Returns how many keys a query sees, its own included; None: all.
+
+    Args:
+        window_size: Megatron's: keys to the left and to the right of the query, -1 for all.
+
+    Raises:
+        ConfigError: They are not two, keys to the right are asked for, or a number has no
+            meaning.
+    """
+    if window_size is None:
+        return None
+    if len(window_size) != 2:
+        last = window_size[0] - 1
+        raise ConfigError(
+            "--window-size takes two numbers, LEFT,0, got "
+            f"{','.join(map(str, window_size))}: use --window-size {max(last, 0)},0, in which a "
+            "token sees itself and the LEFT tokens before it"
+        )
+    left, right = window_size
+    if right != 0 or left < -1:
+        raise ConfigError(
+            f"--window-size needs LEFT,0 with LEFT >= 0, or -1 for all earlier tokens, got "
+            f"{left},{right}: causal attention sees no later tokens, use --window-size "
+            f"{max(left, -1)},0"
+        )
+    return None if left == -1 else left + 1

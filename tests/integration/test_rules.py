@@ -1,0 +1,469 @@
+"""The table of what is refused: each row refuses what it says, and what is nearly so is served."""
+
+import argparse
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.ssm import gated_delta_net as megatron
+from megatron.training.arguments import add_megatron_arguments
+
+from megatron_cp_plugin import registry
+from megatron_cp_plugin.config import ContextParallelConfig
+from megatron_cp_plugin.errors import ConfigError
+from megatron_cp_plugin.integration import rules
+from megatron_cp_plugin.integration.rules import FEATURES, RULES, Rule, check
+from megatron_cp_plugin.integration.settings import Settings
+from tests.integration.test_checks import ASKING, BESIDE
+
+ZIGZAG = ContextParallelConfig("zigzag", 4)
+RING = replace(ZIGZAG, algo="ring")
+ALONE = replace(ZIGZAG, size=1)
+LASP = replace(ZIGZAG, algo="lasp", linear_model="transnormer")
+MIXED = replace(RING, layers=("lasp", "ring"), linear_model="transnormer")
+CHUNKED = replace(ZIGZAG, chunked_loss=512)
+DOCUMENTS = replace(ZIGZAG, options=(("layout", "documents"),))
+
+
+@dataclass(frozen=True)
+class Case:
+    """Settings that one rule refuses, and near ones that it does not.
+
+    Attributes: asks: without any of them nothing is refused. beside: other settings that the rule
+        reads. near: changes to them, and configurations, each of which is served.
+    """
+
+    asks: dict[str, Any]
+    beside: dict[str, Any] | None = None
+    config: ContextParallelConfig = ZIGZAG
+    near: tuple[dict[str, Any] | ContextParallelConfig, ...] = ()
+    device: str = "cuda"
+
+    def settings(
+        self, change: dict[str, Any] | ContextParallelConfig | None = None, device: str = ""
+    ) -> Settings:
+        source = (self.beside or {}) | self.asks | (change if isinstance(change, dict) else {})
+        config = change if isinstance(change, ContextParallelConfig) else self.config
+        return Settings(SimpleNamespace(**source), config, torch.device(device or self.device))
+
+
+# Of features, by name: what is asked for beside `ASKING` and `BESIDE`, and what is near.
+BOTH: dict[str, dict[str, Any]] = {
+    "multi-latent attention with fused RoPE": {"context_parallel_size": 2},
+    "a loss per token with multi-token prediction": {"context_parallel_size": 2},
+}
+NEAR: dict[str, tuple[dict[str, Any], ...]] = {
+    "documents of several samples in a pipeline": (
+        {"micro_batch_size": 1},
+        {"pipeline_model_parallel_size": 1},
+    ),
+    "multi-latent attention with fused RoPE": (
+        {"position_embedding_type": "none"},
+        {"context_parallel_size": 1},
+    ),
+    "position embeddings of the model besides those of multi-latent attention": (
+        {"position_embedding_type": "rope"},
+    ),
+    "experimental attention variants other than gated delta net (DSA)": (
+        {"experimental_attention_variant": "gdn"},
+    ),
+    "multi-token prediction with gated delta net layers": ({"mtp_num_layers": 0},),
+    "layers other than attention, MLP and MoE in a hybrid model": (
+        {"hybrid_layer_pattern": "*-+E|*/*"},
+    ),
+    "a loss per token with multi-token prediction": ({"context_parallel_size": 1},),
+    "choice of Megatron's attention kernel": ({"attention_backend": "flash"},),
+    "position embeddings of this type": ({"position_embedding_type": "yarn"},),
+    "Sinkhorn routing": ({"moe_router_load_balancing_type": "aux_loss"},),
+    "attention sinks split by tensor parallelism in Megatron-FSDP": (
+        {"softmax_type": "off-by-one"},
+        {"tensor_model_parallel_size": 1},
+    ),
+    "Megatron-FSDP in a pipeline": ({"pipeline_model_parallel_size": 1},),
+    "optimizer states in checkpoints of FSDP": (
+        {"ckpt_format": "torch_dist", "no_save_optim": True},
+    ),
+    "loading optimizer states with FSDP": (
+        {"ckpt_format": "torch_dist", "no_load_optim": True},
+        {"ckpt_format": "torch_dist", "finetune": True},
+    ),
+    "a mixture of experts in CUDA graphs of whole layers or iterations": (
+        {"num_experts": 1},
+        {"cuda_graph_modules": ["moe_router"]},
+    ),
+    "packed documents in CUDA graphs": (
+        {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["mlp"]},
+    ),
+    "packed documents in CUDA graphs with a mixture of experts": (
+        {"cuda_graph_modules": ["moe_router"]},
+    ),
+    "documents of several samples in CUDA graphs": ({"cuda_graph_impl": "none"},),
+    "full recompute in CUDA graphs of layers": (
+        {"cuda_graph_impl": "full_iteration"},
+        {"recompute_granularity": "selective"},
+    ),
+    "recomputed attention in local CUDA graphs": (
+        {"cuda_graph_impl": "transformer_engine"},
+        {"recompute_modules": ["mlp"]},
+        {"cuda_graph_modules": ["moe_router"]},
+    ),
+    "a whole iteration in a CUDA graph from the first one on": (
+        {"cuda_graph_impl": "local"},
+        {"cuda_graph_warmup_steps": 1},
+    ),
+    "weights split further than by tensor parallelism": ({"tensor_model_parallel_size": 2},),
+    "weights of experts split further than by tensor parallelism": (
+        {"tensor_model_parallel_size": 2},
+        {"expert_tensor_parallel_size": 2},
+    ),
+    "recomputing the MLP of layers with biases": (
+        {"add_bias_linear": False},
+        {"recompute_granularity": "full"},
+        {"recompute_modules": ["core_attn"]},
+    ),
+}
+# Settings of `BESIDE` that no rule reads.
+IDLE = {"world_size", "apply_rope_fusion", "cuda_graph_modules"}
+
+
+def of_feature(rule: Rule) -> Case:
+    asks = {rule.setting: ASKING.get(rule.setting, True)} | BESIDE.get(rule.name, {})
+    asks |= BOTH.get(rule.name, {})
+    beside = {name: value for name, value in asks.items() if name in IDLE}
+    if rule.name == "multi-latent attention with fused RoPE":
+        beside.clear()
+    asks = {name: value for name, value in asks.items() if name not in beside}
+    return Case(asks, beside, near=NEAR.get(rule.name, ()))
+
+
+GRAPHS = {"cuda_graph_impl": "local"}
+GATED = {"experimental_attention_variant": "gated_delta_net"}
+GATED_HEADS = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
+FSDP = {"use_megatron_fsdp": True}
+RANKS = {
+    "world_size": 4,
+    "context_parallel_size": 1,
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+    "num_attention_heads": 8,
+}
+VALIDATED = {
+    "virtual_pipeline_model_parallel_size": 2,
+    "pipeline_model_parallel_size": 2,
+    "micro_batch_size": 2,
+    "data_parallel_size": 2,
+    "global_batch_size": 12,
+}
+# Of the other rules, by words that only one has.
+CASES: dict[str, Case] = {
+    **{
+        f"{name} must be at least 1": Case({}, RANKS | {name: 0}, near=({name: 1},))
+        for name in (
+            "context_parallel_size",
+            "tensor_model_parallel_size",
+            "pipeline_model_parallel_size",
+        )
+    },
+    "must divide the number of processes": Case(
+        {},
+        RANKS | {"context_parallel_size": 4, "tensor_model_parallel_size": 2},
+        near=({"context_parallel_size": 2}, {"tensor_model_parallel_size": 1}, {"world_size": 8}),
+    ),
+    "--use-tp-pp-dp-mapping in a pipeline": Case(
+        {"use_tp_pp_dp_mapping": True, "pipeline_model_parallel_size": 2},
+        {"context_parallel_size": 2},
+        near=({"expert_model_parallel_size": 2}, {"context_parallel_size": 1}),
+    ),
+    "num_attention_heads must be divisible by tensor": Case(
+        {"tensor_model_parallel_size": 3},
+        RANKS | {"world_size": 3},
+        near=({"num_attention_heads": 6},),
+    ),
+    "must be divisible by num_query_groups": Case(
+        {"num_query_groups": 3},
+        RANKS | {"group_query_attention": True},
+        near=({"num_query_groups": 4}, {"group_query_attention": False}),
+    ),
+    "num_query_groups (GQA) must be": Case(
+        {"num_query_groups": 6, "tensor_model_parallel_size": 4},
+        RANKS | {"num_attention_heads": 12},
+        near=({"num_query_groups": 2}, {"num_query_groups": 12}, {"group_query_attention": False}),
+    ),
+    "has no grouped-query attention": Case(
+        {"num_query_groups": 2},
+        RANKS,
+        LASP,
+        near=({"num_query_groups": 8}, {"group_query_attention": False}, ZIGZAG),
+    ),
+    **{
+        f"does not support --{name}": Case(
+            {name.replace("-", "_"): True}, config=MIXED, near=(ZIGZAG,)
+        )
+        for name in ("qk-layernorm", "qk-l2-norm", "attention-output-gate")
+    },
+    "has no softmax": Case(
+        {"softmax_type": "learnable"},
+        config=LASP,
+        near=({"softmax_type": "vanilla"}, MIXED, ZIGZAG),
+    ),
+    "has no rotary embeddings": Case(
+        {"position_embedding_type": "rope"},
+        config=LASP,
+        near=({"position_embedding_type": "none"}, MIXED, ZIGZAG),
+    ),
+    "cannot be combined with multi-latent attention": Case(
+        {"multi_latent_attention": True}, config=MIXED, near=(ZIGZAG,)
+    ),
+    "which has no sliding window": Case(
+        {"window_size": (127, 0)}, config=LASP, near=({"window_size": (-1, 0)}, MIXED, ZIGZAG)
+    ),
+    "does not support sliding windows": Case(
+        {"window_size": (127, 0)},
+        config=replace(ZIGZAG, algo="usp"),
+        near=({"window_size": (-1, 0)}, ZIGZAG, LASP, replace(ZIGZAG, algo="auto")),
+    ),
+    "with tensor parallelism does not work with --use-megatron-fsdp": Case(
+        FSDP | {"tensor_model_parallel_size": 2},
+        config=LASP,
+        near=({"tensor_model_parallel_size": 1}, ZIGZAG),
+    ),
+    "all attention layers of a hybrid model": Case(
+        {"hybrid_layer_pattern": "*-"}, config=MIXED, near=(LASP, ZIGZAG)
+    ),
+    **{
+        f"--cp-chunked-loss does not work with --{name}": Case(
+            {name.replace("-", "_"): True}, config=CHUNKED, near=(ZIGZAG,)
+        )
+        for name in (
+            "cross-entropy-loss-fusion",
+            "defer-embedding-wgrad-compute",
+            "use-mup",
+            "logits-save-dir",
+            "logits-load-dir",
+            "perform-rl-step",
+        )
+    },
+    "softmax attention beside them": Case(GATED, config=MIXED, near=(ZIGZAG,)),
+    "Megatron splits gated delta net layers": Case(
+        GATED, config=RING, near=(ZIGZAG, replace(RING, size=1))
+    ),
+    "linear_num_key_heads divisible by tensor": Case(
+        GATED, GATED_HEADS | {"linear_num_key_heads": 2}, near=({"linear_num_key_heads": 8}, ALONE)
+    ),
+    "linear_num_value_heads divisible by tensor": Case(
+        GATED,
+        GATED_HEADS | {"linear_num_value_heads": 6},
+        near=({"linear_num_value_heads": 8}, ALONE),
+    ),
+    "linear_num_value_heads divisible by linear": Case(
+        GATED, GATED_HEADS | {"linear_num_value_heads": 6}, near=({"linear_num_key_heads": 3},)
+    ),
+    "needs --linear-attention-freq": Case(GATED, near=({"linear_attention_freq": 4},)),
+    "--linear-attention-freq as a list": Case(
+        GATED | {"linear_attention_freq": [1, 0]},
+        {"num_layers": 4},
+        near=({"linear_attention_freq": 2}, {"num_layers": 2}),
+    ),
+    "from Transformer Engine's modules": Case(
+        GATED | {"transformer_impl": "local"}, near=({"spec": ("mine", "spec")},)
+    ),
+    "needs --sequence-parallel": Case(
+        GATED | {"tensor_model_parallel_size": 2},
+        near=({"sequence_parallel": True}, {"tensor_model_parallel_size": 1}),
+    ),
+    "cannot split gated delta net layers": Case(GATED, near=(ALONE,)),
+    "flash-linear-attention": Case(GATED),
+    "splits packed documents by its own layout": Case({"sft": True}),
+    **{
+        f"--{name} stores log-probabilities{kind}": Case(
+            {name.replace("-", "_"): "folder"} | asks,
+            config=config,
+            near=(*near, replace(config, size=1)),
+        )
+        for name in ("logits-save-dir", "logits-load-dir")
+        for kind, asks, config, near in (
+            (" packed", {"sft": True}, ZIGZAG, ()),
+            ("", {}, RING, (ZIGZAG,)),
+        )
+    },
+    "--sequence-parallel needs the": Case(
+        {"sequence_parallel": True, "tensor_model_parallel_size": 2},
+        {"seq_length": 68},
+        near=({"seq_length": 64}, {"seq_length": None}, {"tensor_model_parallel_size": 1}),
+    ),
+    "needs the package einops": Case(FSDP),
+    "needs Megatron 0.19 or later": Case(GRAPHS),
+    "needs GPUs": Case(GRAPHS, device="cpu"),
+    "needs equally many tokens": Case(
+        {"cuda_graph_impl": "transformer_engine", "seq_length": 62},
+        config=RING,
+        near=({"seq_length": 64}, GRAPHS, replace(RING, size=2)),
+    ),
+    "needs the same layout for all batches": Case(GRAPHS, config=DOCUMENTS, near=(ZIGZAG,)),
+    "which is not installed": Case(
+        {"hybrid_layer_pattern": "*-"}, near=({"spec": ("mine", "spec")},)
+    ),
+    "needs micro-batches": Case(
+        {"virtual_pipeline_model_parallel_size": 2},
+        VALIDATED,
+        near=({"rampup_batch_size": [2, 2, 8]}, {"global_batch_size": 16}),
+    ),
+    "training needs": Case(
+        {},
+        {"train_iters": 0},
+        near=({"train_iters": 1}, {"train_samples": 1}, {"skip_train": True}),
+    ),
+    "sets cp_comm_type": Case(
+        {"cp_comm_type": "a2a"},
+        near=(
+            {"cp_comm_type": "p2p"},
+            {"cp_comm_type": ["p2p", "p2p"]},
+            {"cp_comm_type": "megatron_cp_plugin.zigzag"},
+        ),
+    ),
+    "serve does not replace": Case({"mtp_num_layers": 1}, near=({"mtp_num_layers": 0},)),
+}
+# Those that read files are tried below, with files.
+OF_FILES = ("--data-path got", "--split", "")
+
+
+def key_of(rule: Rule) -> str:
+    packed = " packed" if "without packed" in rule.text else ""
+    if "stores log-probabilities" in rule.text:
+        return f"{rule.text.split()[0]} stores log-probabilities{packed}"
+    found = [key for key in CASES if key in rule.text]
+    assert len(found) == 1, (rule.text, found)
+    return found[0]
+
+
+def cases() -> Iterator[Any]:
+    keys = set()
+    for rule in RULES:
+        if rule.name:
+            yield pytest.param(rule, of_feature(rule), id=f"{rule.name}-{rule.setting}")
+        elif not rule.text or rule.text.startswith(OF_FILES[:2]):
+            continue
+        else:
+            keys.add(key_of(rule))
+            yield pytest.param(rule, CASES[key_of(rule)], id=key_of(rule))
+    assert keys == CASES.keys()
+
+
+@pytest.fixture
+def lacking(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is installed lacks whatever rules ask it for."""
+    monkeypatch.setattr(rules, "find_spec", lambda name: None)
+    monkeypatch.setattr(rules, "running_version", lambda: ((0, 18), "0.18.1"))
+    monkeypatch.setattr(megatron, "HAVE_FLA", False)
+    monkeypatch.setattr(megatron.GatedDeltaNet, "__init__", lambda self, config: None)
+    monkeypatch.delattr("megatron.core.utils.flatten_batch_for_packed_sequences")
+    monkeypatch.setattr(registry.algorithm_class("usp"), "windows", False)
+
+
+@pytest.mark.usefixtures("lacking")
+@pytest.mark.parametrize(("rule", "case"), list(cases()))
+def test_a_rule_refuses_what_it_says_and_serves_what_is_near(rule: Rule, case: Case) -> None:
+    said = rule.refusal(case.settings())
+    assert said is not None
+    assert "\n" not in said
+    assert "{" not in said
+    assert ": " in said
+    for name in case.asks:
+        assert rule.refusal(case.settings({name: None})) is None, name
+    for change in case.near:
+        assert rule.refusal(case.settings(change)) is None, change
+    if case.device == "cpu":
+        assert rule.refusal(case.settings(device="cuda")) is None
+
+
+def test_what_is_installed_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rules that ask what is installed serve those who have it."""
+    monkeypatch.setattr(rules, "find_spec", lambda name: name)
+    monkeypatch.setattr(rules, "running_version", lambda: ((0, 19), "0.19.2"))
+    monkeypatch.setattr(megatron, "HAVE_FLA", True)
+    keys = ("needs Megatron 0.19", "einops", "not installed", "fla", "splits packed", "cannot spl")
+    for key in keys:
+        (case,) = (CASES[name] for name in CASES if key in name)
+        (rule,) = (rule for rule in RULES if not rule.name and key in rule.text)
+        assert rule.refusal(case.settings()) is None, key
+
+
+def test_a_feature_is_refused_at_both_doors() -> None:
+    """On the command line, and in models that a program builds by itself."""
+    assert all(set(rule.doors) == {"arguments", "model"} for rule in FEATURES)
+    asked = Settings(SimpleNamespace(attention_dropout=0.1), ZIGZAG, torch.device("cpu"))
+    for door in ("arguments", "model"):
+        with pytest.raises(ConfigError, match=r"add --attention-dropout 0$"):
+            check(door, asked)
+    check("start", asked)
+
+
+def test_auto_is_asked_for_what_no_algorithm_serves() -> None:
+    """Before it has chosen: with multi-latent attention it is no algorithm of linear attention."""
+    auto = replace(ZIGZAG, algo="auto")
+    latent = SimpleNamespace(multi_latent_attention=True, window_size=(127, 0))
+    check("model", Settings(latent, auto))
+    with pytest.raises(ConfigError, match="auto does not support QK clipping"):
+        check("model", Settings(SimpleNamespace(qk_clip=True), auto))
+
+
+@pytest.fixture(scope="module")
+def parser() -> argparse.ArgumentParser:
+    return add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--data-path data/x",
+         "--data-path got data/x, and there is no data/x.bin and no data/x.idx: write the run "
+         "files' data with megatron-cp prepare-data --output data/x, or add --mock-data"),
+        ("--data-path 0.5 there 0.5 half", "and there is no half.idx: "),
+        ("--data-path half --dataloader-inter-document-masking",
+         "prepare-data --output half --document-bytes 200"),
+        ("--save there.bin/x", "--save got there.bin/x, where nothing can be written"),
+        ("--tensorboard-dir there.bin --mock-data", "--tensorboard-dir got there.bin"),
+        ("--data-path few --split 98,2,0",
+         "--split 98,2,0 leaves none of the 24 document(s) of few for validation: add documents, "
+         "or use --split 100,0,0"),
+        ("--data-path few", "--split 969,30,1 leaves none of the 24 document(s) of few for"),
+        ("--data-path few --split 100,0,0", None),
+        ("--data-path few --split 90,10", None),
+        ("--data-path there", None),
+        ("--data-path broken", None),
+        ("--data-path 1 there 2.5 there --save new", None),
+        ("--data-path absent --mock-data", None),
+        ("--data-path absent.jsonl --sft", None),
+        ("--data-path msc://bucket/x --save s3://bucket/y", None),
+        ("", None),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("door", ["start", "files"])
+def test_data_and_folders(
+    door: rules.Door,
+    flags: str,
+    said: str | None,
+    parser: argparse.ArgumentParser,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("there.bin", "half.bin", "broken.bin", "broken.idx"):
+        Path(name).touch()
+    for name, count in (("there", 1000), ("few", 24)):
+        Path(f"{name}.bin").touch()
+        head = struct.pack("<9sQBQQ", b"MMIDIDX", 1, 8, count, count + 1)
+        Path(f"{name}.idx").write_bytes(head + struct.pack(f"<{count}i", *[10] * count))
+    settings = Settings(parser.parse_args(flags.split()), ZIGZAG)
+    if said is None:
+        check(door, settings)
+        return
+    with pytest.raises(ConfigError) as error:
+        check(door, settings)
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
