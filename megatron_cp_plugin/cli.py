@@ -107,14 +107,14 @@ def _add_hooks(commands: Any) -> None:
 
 def _hooks(arguments: argparse.Namespace) -> int:
     if arguments.check:
-        from megatron_cp_plugin.integration.compat import report
+        from megatron_cp_plugin.harness.compatibility import report
 
         version, problems = report()
         for line in problems:
             print(line)
         print(f"Megatron {version}: {len(problems)} difference(s) from what the plugin expects")
         return 2 if problems else 0
-    from megatron_cp_plugin.integration.contract_page import markdown
+    from megatron_cp_plugin.harness.compatibility_page import markdown
 
     print(markdown(), end="")
     return 0

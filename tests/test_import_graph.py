@@ -204,7 +204,8 @@ def test_the_planner_imports_no_tool_and_the_tools_the_harness_for_its_commands_
         if within(other, f"{PACKAGE}.harness") and not within(name, f"{PACKAGE}.harness")
     }
     assert commands - {RECORDING} == {
-        (f"{PACKAGE}.cli", f"{PACKAGE}.harness.{n}") for n in ("train", "prepare_data")
+        (f"{PACKAGE}.cli", f"{PACKAGE}.harness.{name}")
+        for name in ("train", "prepare_data", "compatibility", "compatibility_page")
     }
 
 

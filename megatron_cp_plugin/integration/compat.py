@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
-import ast
 import functools
 import importlib
 import inspect
 import re
 import sys
-import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields
 from types import ModuleType
@@ -65,7 +62,7 @@ def check_args(args: Any, place: Place = "args") -> None:
     Raises:
         ContextParallelError: A setting is missing; it would read as if nobody had asked for it.
     """
-    _refuse(_missing_settings(place, vars(args)))
+    _refuse(missing_settings(place, vars(args)))
 
 
 def running_version() -> tuple[Version, str]:
@@ -77,14 +74,14 @@ def running_version() -> tuple[Version, str]:
 
 
 def problems(*parts: Part) -> list[str]:
-    """Returns what of the running Megatron is not as the table says, one line each.
+    """Returns what of the running Megatron is not as `contract` says, one line each.
 
     Args:
         parts: What of the plugin to look at.
     """
     version, _ = running_version()
     rows = [row for row in NAMES if row.part in ("any", *parts) and row.is_in(version)]
-    found = [line for row in rows for line in _problems_of(row)]
+    found = [line for row in rows for line in differences(row)]
     if "algorithm" in parts:
         configuration = importlib.import_module("megatron.core.transformer.transformer_config")
         places: dict[Place, str] = {
@@ -94,20 +91,8 @@ def problems(*parts: Part) -> list[str]:
         for place, kind in places.items():
             config = getattr(configuration, kind, None)  # itself a row of the table
             if config is not None:
-                found += _missing_settings(place, {field.name for field in fields(config)})
+                found += missing_settings(place, {field.name for field in fields(config)})
     return list(dict.fromkeys(found))
-
-
-def report() -> tuple[str, list[str]]:
-    """Returns the version of the running Megatron, and all that is not as the table says."""
-    from megatron.training.arguments import add_megatron_arguments
-
-    version, text = running_version()
-    parts: tuple[Part, ...] = ("algorithm", "training", "cpu", "record", "script")
-    had = [part for part in parts if version >= SINCE.get(part, ((0, 0),))[0]]
-    parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
-    there = {action.dest for action in parser._actions} | {"rank", "world_size"}
-    return text, problems(*had) + _missing_settings("args", there)
 
 
 class Replacement:
@@ -119,7 +104,7 @@ class Replacement:
 
     def __init__(self, row: Name, hook: Callable[..., Any]) -> None:
         self.hook: Callable[..., Any] | None = hook
-        self._owner, self._name = _owner(row)
+        self._owner, self._name = owner_of(row)
         self._original = getattr(self._owner, self._name)
 
         @functools.wraps(self._original)
@@ -183,7 +168,7 @@ def hook_of(function: Any) -> Callable[..., Any] | None:
     return replaced.hook if isinstance(replaced, Replacement) else None
 
 
-def _owner(row: Name) -> tuple[Any, str]:
+def owner_of(row: Name) -> tuple[Any, str]:
     """Returns the module or class that has a name, and the name in it."""
     owner: Any = importlib.import_module(row.module)
     *path, name = row.name.split(".")
@@ -192,32 +177,19 @@ def _owner(row: Name) -> tuple[Any, str]:
     return owner, name
 
 
-def _problems_of(row: Name) -> Iterator[str]:
+def differences(row: Name) -> Iterator[str]:
+    """Says in lines how Megatron differs from a row: its name and its parameters."""
     try:
-        owner, name = _owner(row)
+        owner, name = owner_of(row)
         if not isinstance(owner, (type, ModuleType)):
             return  # Megatron's stand-in for a class of Transformer Engine, which is not installed.
         found = getattr(owner, name)
     except (ImportError, AttributeError):
         yield f"{row.path} is missing"
         return
-    if row.parameters or row.first:
-        yield from _wrong_parameters(row, found)
-    kind = owner if isinstance(owner, type) else found
-    if row.attributes and isinstance(kind, type):
-        names = _names_in_methods(kind)
-        yield from (
-            f"{row.module}.{kind.__name__} has no attribute {attribute}"
-            for attribute in row.attributes
-            if attribute not in names
-        )
-    if row.returned and not _returns(found, row.returned):
-        want = ", ".join(name or "..." for name in row.returned)
-        yield f"{row.path} does not return ({want}, ...)"
-
-
-def _wrong_parameters(row: Name, function: Any) -> Iterator[str]:
-    has = tuple(inspect.signature(function).parameters)
+    if not row.parameters and not row.first:
+        return
+    has = tuple(inspect.signature(found).parameters)
     if has[: len(row.first)] != row.first:
         yield f"{row.path} takes ({', '.join(has)}), not ({', '.join(row.first)}, ...)"
     yield from (
@@ -233,28 +205,8 @@ def _wrong_parameters(row: Name, function: Any) -> Iterator[str]:
         )
 
 
-def _names_in_methods(kind: type) -> set[str]:
-    """The names of attributes in the methods of a class and of Megatron's classes below it."""
-    bases = [base for base in kind.__mro__ if base.__module__.partition(".")[0] == "megatron"]
-    members = [member for base in bases for member in vars(base).values()]
-    codes = (getattr(inspect.unwrap(m), "__code__", None) for m in members if callable(m))
-    return {name for code in codes if code is not None for name in code.co_names}
-
-
-def _returns(function: Any, names: tuple[str, ...]) -> bool:
-    """Whether one of a function's return statements has variables of these names."""
-    source = textwrap.dedent(inspect.getsource(inspect.unwrap(function)))
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Return) and isinstance(node.value, ast.Tuple):
-            got = [e.id if isinstance(e, ast.Name) else "" for e in node.value.elts]
-            if len(got) >= len(names) and all(
-                name in ("", other) for name, other in zip(names, got, strict=False)
-            ):
-                return True
-    return False
-
-
-def _missing_settings(place: Place, there: Iterable[str]) -> list[str]:
+def missing_settings(place: Place, there: Iterable[str]) -> list[str]:
+    """Returns a line for each setting of `contract` that is missing in a place."""
     version, _ = running_version()
     names = set(there)
     return [
@@ -272,15 +224,19 @@ _PLACES: dict[Place, str] = {
 }
 
 
-def _refuse(found: list[str]) -> None:
-    if not found:
-        return
+def refusal(found: list[str]) -> str:
+    """Returns what to say of differences that were found."""
     _, text = running_version()
     more = f" (and {len(found) - 1} more: megatron-cp hooks --check)" if len(found) > 1 else ""
-    raise ContextParallelError(
+    return (
         f"Megatron {text} differs from what the plugin relies on: {found[0]}{more}: use "
         f"{_choices()}"
     )
+
+
+def _refuse(found: list[str]) -> None:
+    if found:
+        raise ContextParallelError(refusal(found))
 
 
 def _choices() -> str:

@@ -1,17 +1,19 @@
-"""Writes patches/README.md from `contract`; a test keeps the page up to date."""
+"""Writes patches/README.md from the tables; a test keeps the page up to date."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+from megatron_cp_plugin.harness.compatibility import USED, Used
 from megatron_cp_plugin.integration.contract import NAMES, SETTINGS, VERSIONS, Name, Part, Version
 
 _INTRODUCTION = """# What the plugin relies on in Megatron
 
-Printed by `megatron-cp hooks` from `megatron_cp_plugin/integration/contract.py`. The same table is
-checked against the running Megatron at start-up: anything that is missing, or has another
-signature or setting, ends the run in one line on every rank. `megatron-cp hooks --check` lists all
-differences; run it after an upgrade.
+Printed by `megatron-cp hooks` from `megatron_cp_plugin/integration/contract.py` and
+`megatron_cp_plugin/harness/compatibility.py`. At start-up a run compares what it replaces, and the
+settings that it reads, with the running Megatron: anything that is missing, or has another
+signature, ends the run in one line on every rank. `megatron-cp hooks --check` compares all of these
+tables, and reads Megatron's source for what they say of it; run it after an upgrade.
 
 No patch of Megatron-LM is needed, so this folder contains none. There are two ways to use the
 plugin; both run the same code.
@@ -51,7 +53,8 @@ and pybind11. If they are compiled already, as in the wheel, the plugin skips th
 
 VERSIONS were tested. The last one is the main branch of
 22 August 2026 (commit d98e8a64d), which already has that version number. Any other minor version is
-refused; `--cp-allow-untested-megatron` runs it if it has everything in these tables.
+refused; `--cp-allow-untested-megatron` runs it if it has all that a run compares: try
+`megatron-cp hooks --check` first.
 
 The `pretrain_gpt.py` of 0.16.1, 0.17.1, 0.18.2, 0.19.0 and of that main branch was run as it is, on
 CPUs, with zigzag, ring (recomputing every layer), attention2d (distributed optimizer), distflash
@@ -109,7 +112,7 @@ def markdown() -> str:
             lines.append("")
     lines += ["## What is used as it is", ""]
     for part, title in _PARTS.items():
-        rows = [row for row in NAMES if not row.replaced and row.part == part]
+        rows = [row for row in (*NAMES, *USED) if not row.replaced and row.part == part]
         if rows:
             lines += [f"{title}:", "", "| name | relied on | versions |", "| --- | --- | --- |"]
             lines += [f"| `{r.path}` | {_shape(r)} | {_range(r)} |" for r in rows]
@@ -129,9 +132,9 @@ def _shape(row: Name) -> str:
         said.append(f"first {_words(row.first)}")
     if row.parameters:
         said.append(f"{'only' if row.closed else 'takes'} {_words(row.parameters)}")
-    if row.attributes:
+    if isinstance(row, Used) and row.attributes:
         said.append(f"has {_words(row.attributes)}")
-    if row.returned:
+    if isinstance(row, Used) and row.returned:
         said.append(f"returns {_words(name or '...' for name in row.returned)}")
     return "; ".join(said)
 

@@ -1,0 +1,327 @@
+"""Compares all that the package relies on in Megatron with the running one.
+
+For `megatron-cp hooks` and the tests: a run looks at what it replaces only, see
+`integration.contract`. Here is what the package uses as it is, and what only Megatron's source
+tells: attributes that methods use, and what a function returns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import inspect
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_cp_plugin.errors import ContextParallelError
+from megatron_cp_plugin.integration import compat
+from megatron_cp_plugin.integration.compat import differences, owner_of
+from megatron_cp_plugin.integration.contract import SINCE, Name, Part, Version
+
+
+@dataclass(frozen=True)
+class Used(Name):
+    """What the package uses as it is.
+
+    Attributes:
+        attributes: What methods of the class call, or keep in, `self`.
+        returned: What the returned tuple holds, by the names of the variables; "" is any.
+    """
+
+    attributes: tuple[str, ...] = ()
+    returned: tuple[str, ...] = ()
+
+
+def problems(*parts: Part) -> list[str]:
+    """Returns what of the running Megatron is not as the tables say, one line each.
+
+    Args:
+        parts: What of the plugin to look at.
+    """
+    version, _ = compat.running_version()
+    found = compat.problems(*parts)
+    for row in USED:
+        if row.part in ("any", *parts) and row.is_in(version):
+            found += [*differences(row), *_differences_in_source(row)]
+    return list(dict.fromkeys(found))
+
+
+def report() -> tuple[str, list[str]]:
+    """Returns the version of the running Megatron, and all that is not as the tables say."""
+    from megatron.training.arguments import add_megatron_arguments
+
+    version, text = compat.running_version()
+    parts: tuple[Part, ...] = ("algorithm", "training", "cpu", "record", "script")
+    had = [part for part in parts if version >= SINCE.get(part, ((0, 0),))[0]]
+    parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    there = {action.dest for action in parser._actions} | {"rank", "world_size"}
+    return text, problems(*had) + compat.missing_settings("args", there)
+
+
+def check(*parts: Part) -> None:
+    """Refuses a Megatron that is not as the tables say.
+
+    Args:
+        parts: What of the plugin is needed.
+
+    Raises:
+        ContextParallelError: It is not.
+    """
+    if found := problems(*parts):
+        raise ContextParallelError(compat.refusal(found))
+
+
+def _differences_in_source(row: Used) -> Iterator[str]:
+    try:
+        owner, name = owner_of(row)
+        found = getattr(owner, name)
+    except (ImportError, AttributeError):
+        return  # said already
+    kind = owner if isinstance(owner, type) else found
+    if row.attributes and isinstance(kind, type):
+        names = _names_in_methods(kind)
+        yield from (
+            f"{row.module}.{kind.__name__} has no attribute {attribute}"
+            for attribute in row.attributes
+            if attribute not in names
+        )
+    if row.returned and not _returns(found, row.returned):
+        want = ", ".join(name or "..." for name in row.returned)
+        yield f"{row.path} does not return ({want}, ...)"
+
+
+def _names_in_methods(kind: type) -> set[str]:
+    """The names of attributes in the methods of a class and of Megatron's classes below it."""
+    bases = [base for base in kind.__mro__ if base.__module__.partition(".")[0] == "megatron"]
+    members = [member for base in bases for member in vars(base).values()]
+    codes = (getattr(inspect.unwrap(m), "__code__", None) for m in members if callable(m))
+    return {name for code in codes if code is not None for name in code.co_names}
+
+
+def _returns(function: Any, names: tuple[str, ...]) -> bool:
+    """Whether one of a function's return statements has variables of these names."""
+    source = textwrap.dedent(inspect.getsource(inspect.unwrap(function)))
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Return) and isinstance(node.value, ast.Tuple):
+            got = [e.id if isinstance(e, ast.Name) else "" for e in node.value.elts]
+            if len(got) >= len(names) and all(
+                name in ("", other) for name, other in zip(names, got, strict=False)
+            ):
+                return True
+    return False
+
+
+def _used(
+    module: str,
+    name: str,
+    *,
+    part: Part = "algorithm",
+    first: str = "",
+    takes: str = "",
+    only: str = "",
+    has: str = "",
+    returns: tuple[str, ...] = (),
+    since: Version | None = None,
+    before: Version | None = None,
+) -> Used:
+    """A row; parameters and attributes are words, `only`: the parameters are no others."""
+    return Used(
+        module,
+        name,
+        part=part,
+        parameters=tuple((only or takes).split()),
+        first=tuple(first.split()),
+        closed=bool(only),
+        since=since,
+        before=before,
+        attributes=tuple(has.split()),
+        returned=returns,
+    )
+
+
+def _names(module: str, names: str, *, part: Part = "algorithm") -> tuple[Used, ...]:
+    """Rows of names that need only be there."""
+    return tuple(Used(module, name, part=part) for name in names.split())
+
+
+_CORE = "megatron.core"
+_LAYERS = "megatron.core.transformer"
+_EMBEDDINGS = "megatron.core.models.common.embeddings"
+_TRAINING = "megatron.training"
+_MODEL_CALL = (
+    "input_ids position_ids decoder_input labels packed_seq_params loss_mask inference_context "
+    "inference_params"
+)
+# What a step of training returns; "" is of no interest.
+TRAIN_STEP = ("loss_reduced", "skipped_iter", "", "", "", "grad_norm")
+
+# A table is read by rows.
+# fmt: off
+USED: tuple[Used, ...] = (
+    # Layer specs.
+    _used(f"{_LAYERS}.spec_utils", "ModuleSpec", takes="module params submodules"),
+    _used(f"{_LAYERS}.transformer_block", "TransformerBlockSubmodules",
+          takes="layer_specs layer_norm"),
+    _used(f"{_LAYERS}.transformer_layer", "TransformerLayerSubmodules", takes="self_attention"),
+    _used(f"{_LAYERS}.attention", "SelfAttentionSubmodules",
+          takes="linear_qkv core_attention linear_proj"),
+    _used(f"{_LAYERS}.multi_latent_attention", "MLASelfAttentionSubmodules",
+          takes="core_attention"),
+    _used(f"{_LAYERS}.multi_token_prediction", "MultiTokenPredictionBlockSubmodules",
+          takes="layer_specs"),
+    *_names(f"{_LAYERS}.multi_token_prediction", "MultiTokenPredictionLayer"),
+    _used(f"{_LAYERS}.multi_token_prediction", "MultiTokenPredictionLayerSubmodules",
+          takes="transformer_layer", before=(0, 17)),
+    _used(f"{_LAYERS}.multi_token_prediction", "MultiTokenPredictionLayerSubmodules",
+          takes="mtp_model_layer", since=(0, 17)),
+    _used(f"{_CORE}.models.hybrid.hybrid_block", "HybridStackSubmodules", takes="attention_layer",
+          since=(0, 18)),
+    _used(f"{_CORE}.models.hybrid.hybrid_block", "HybridStackSubmodules", takes="mla_layer",
+          since=(0, 19)),
+    # Models and what is in them.
+    _used(f"{_CORE}.models.gpt.gpt_model", "GPTModel.forward", takes=_MODEL_CALL),
+    _used(f"{_CORE}.models.hybrid.hybrid_model", "HybridModel.forward", takes=_MODEL_CALL,
+          since=(0, 18)),
+    _used(f"{_CORE}.models.common.language_module.language_module",
+          "LanguageModule.compute_language_model_loss", only="self labels logits",
+          has="output_layer"),
+    _used(f"{_CORE}.tensor_parallel", "ColumnParallelLinear.forward",
+          only="self input_ weight runtime_gather_output",
+          has="weight bias gather_output sequence_parallel tp_group"),
+    _used(f"{_LAYERS}.multi_latent_attention", "MultiLatentAttention",
+          has="rotary_pos_emb pg_collection"),
+    *_names(f"{_LAYERS}.multi_latent_attention", "MLASelfAttention"),
+    *_names(f"{_CORE}.ssm.gated_delta_net", "GatedDeltaNet HAVE_FLA"),
+    _used(f"{_CORE}.packed_seq_params", "PackedSeqParams",
+          takes="qkv_format cu_seqlens_q cu_seqlens_kv cu_seqlens_q_padded cu_seqlens_kv_padded "
+          "max_seqlen_q cp_group"),
+    _used(f"{_CORE}.packed_seq_params", "PackedSeqParams", takes="tokens_per_sample",
+          since=(0, 19)),
+    _used(f"{_CORE}.utils", "flatten_batch_for_packed_sequences", first="batch", since=(0, 19)),
+    _used(f"{_CORE}.utils", "unwrap_model", first="model"),
+    # It imports MegatronFSDP, if einops is installed; nothing but that wrapper is opened besides.
+    *_names(f"{_CORE}.distributed.fsdp.mcore_fsdp_adapter", "HAVE_MEGATRON_FSDP"),
+    # Helpers of layers.
+    *_names(f"{_LAYERS}.identity_op", "IdentityOp"),
+    *_names(f"{_LAYERS}.heterogeneous.linear_replacements", "ColumnParallelLinearGathered"),
+    _used(f"{_LAYERS}.module", "MegatronModule", takes="config"),
+    *_names(f"{_LAYERS}.enums",
+            "AttnMaskType.causal AttnMaskType.no_mask AttnMaskType.padding_causal"),
+    *_names(f"{_LAYERS}.transformer_config", "TransformerConfig MLATransformerConfig"),
+    *_names(f"{_LAYERS}.transformer_block", "LayerNormImpl"),
+    _used(f"{_LAYERS}.transformer_block", "get_num_layers_to_build", first="config vp_stage"),
+    _used(f"{_LAYERS}.transformer_layer", "get_transformer_layer_offset", first="config vp_stage"),
+    _used(f"{_LAYERS}.utils", "is_layer_window_attention",
+          first="window_size window_attn_skip_freq layer_number"),
+    _used(f"{_LAYERS}.utils", "ensure_metadata_has_dp_cp_group", first="metadata"),
+    _used(f"{_LAYERS}.utils", "make_sharded_tensors_for_checkpoint",
+          first="state_dict prefix tensor_parallel_layers_axis_map sharded_offsets",
+          takes="tp_group dp_cp_group"),
+    _used(f"{_CORE}.tensor_parallel", "set_tensor_model_parallel_attributes",
+          first="tensor is_parallel dim stride"),
+    _used(f"{_CORE}.tensor_parallel", "checkpoint", first="function distribute_saved_activations"),
+    _used(f"{_CORE}.process_groups_config", "ProcessGroupCollection.use_mpu_process_groups",
+          takes="required_pgs"),
+    *_names(f"{_CORE}.parallel_state",
+            "get_context_parallel_group get_context_parallel_world_size "
+            "model_parallel_is_initialized"),
+    _used(f"{_CORE}.parallel_state", "create_group", first="ranks",
+          takes="timeout pg_options group_desc"),
+    _used(f"{_CORE}.parallel_state", "get_nccl_options", first="pg_name nccl_comm_cfgs"),
+    # With --cp-record.
+    *_names(_TRAINING, "get_args", part="record"),
+    _used(f"{_CORE}.utils", "unwrap_model", part="record", first="model"),
+    *_names(f"{_CORE}.distributed.fsdp.mcore_fsdp_adapter", "HAVE_MEGATRON_FSDP", part="record"),
+    *_names(f"{_CORE}.num_microbatches_calculator", "get_num_microbatches", part="record"),
+    _used(f"{_CORE}.parallel_state", "get_data_parallel_rank", part="record",
+          takes="with_context_parallel"),
+    *_names(f"{_CORE}.parallel_state",
+            "get_expert_data_parallel_rank get_expert_model_parallel_rank "
+            "get_pipeline_model_parallel_rank get_pipeline_model_parallel_world_size "
+            "get_tensor_model_parallel_rank", part="record"),
+    _used(f"{_CORE}.distributed", "DistributedDataParallel", part="record",
+          has="bucket_groups expert_parallel_bucket_groups"),
+    _used(f"{_CORE}.distributed.param_and_grad_buffer", "_ParamAndGradBucketGroup.start_grad_sync",
+          part="record", takes="force_all_reduce"),
+    _used(f"{_CORE}.distributed.param_and_grad_buffer", "_ParamAndGradBucketGroup", part="record",
+          has="ddp_config buckets intra_distributed_optimizer_instance_group "
+          "intra_distributed_optimizer_instance_size intra_distributed_optimizer_instance_rank"),
+    *_names(f"{_LAYERS}.moe.moe_logging", "get_moe_metrics_tracker", part="record"),
+    _used(f"{_LAYERS}.moe.moe_logging", "MoEMetricsTracker", part="record", has="_metrics"),
+    _used(f"{_LAYERS}.moe.moe_logging", "MoEMetricsTracker._sync_metrics", part="record",
+          first="self metric_names"),
+    *_names(f"{_LAYERS}.multi_token_prediction", "MTPLossLoggingHelper.tracker", part="record"),
+    _used(f"{_LAYERS}.attention", "SelfAttention", part="record",
+          has="num_query_groups_per_partition hidden_size_per_attention_head "
+          "num_attention_heads_per_partition"),
+    _used(f"{_LAYERS}.multi_latent_attention", "MultiLatentAttention", part="record",
+          has="num_attention_heads_per_partition"),
+    _used(f"{_CORE}.ssm.gated_delta_net", "GatedDeltaNet", part="record",
+          has="qk_dim_local_tp v_dim_local_tp num_v_heads_local_tp", since=(0, 19)),
+    # On the CPU platform.
+    *_names(f"{_CORE}.optimizer.distrib_optimizer", "HAVE_APEX_OR_TE", part="cpu"),
+    # By scripts/pretrain_gpt.py; parts of it are as of 0.19.
+    _used(f"{_CORE}.utils", "get_batch_on_this_tp_rank", part="script", first="batch",
+          takes="has_cu_seqlens is_hybrid_cp create_attention_mask_in_dataloader "
+          "broadcast_src_rank broadcast_group cp_size tp_rank micro_batch_size seq_length "
+          "mtp_on_this_rank pipeline_model_parallel_size is_pipeline_first_stage "
+          "is_pipeline_last_stage"),
+    _used(f"{_CORE}.utils", "get_batch_on_this_cp_rank", part="script", first="batch",
+          takes="is_hybrid_cp cp_group"),
+    _used(f"{_CORE}.utils", "flatten_batch_for_packed_sequences", part="script", first="batch"),
+    _used(f"{_CORE}.utils", "get_attr_wrapped_model", part="script", first="model attr"),
+    _used(_TRAINING, "pretrain", part="script",
+          first="cfg_container train_valid_test_dataset_provider model_type"),
+    _used(f"{_TRAINING}.argument_utils", "gpt_config_from_args", part="script", first="args"),
+    _used(f"{_TRAINING}.argument_utils", "hybrid_config_from_args", part="script", first="args"),
+    _used(f"{_TRAINING}.argument_utils", "pretrain_cfg_container_from_args", part="script",
+          first="args model_cfg"),
+    _used(f"{_TRAINING}.arguments", "add_megatron_arguments", part="script", first="parser"),
+    _used(f"{_TRAINING}.arguments", "parse_and_validate_args", part="script",
+          takes="args_defaults"),
+    _used(f"{_CORE}.packed_seq_params", "PackedSeqParams", part="script",
+          takes="qkv_format cu_seqlens_q cu_seqlens_kv max_seqlen_q max_seqlen_kv"),
+    _used(f"{_CORE}.datasets.gpt_dataset", "GPTDatasetConfig", part="script",
+          takes="random_seed sequence_length blend blend_per_split split "
+          "num_dataset_builder_threads path_to_cache mmap_bin_files tokenizer reset_position_ids "
+          "reset_attention_mask eod_mask_loss inter_document_masking create_attention_mask "
+          "mid_level_dataset_surplus context_parallel_size data_parallel_size"),
+    *_names(f"{_CORE}.datasets.blended_megatron_dataset_builder",
+            "BlendedMegatronDatasetBuilder", part="script"),
+    *_names(f"{_CORE}.datasets.gpt_dataset", "GPTDataset MockGPTDataset", part="script"),
+    *_names(f"{_CORE}.datasets.indexed_dataset", "IndexedDatasetBuilder", part="script"),
+    *_names(f"{_CORE}.enums", "ModelType.encoder_or_decoder", part="script"),
+    *_names(f"{_CORE}.parallel_state",
+            "get_context_parallel_group get_tensor_model_parallel_group "
+            "get_tensor_model_parallel_rank get_tensor_model_parallel_src_rank "
+            "is_pipeline_first_stage is_pipeline_last_stage", part="script"),
+    *_names(f"{_CORE}.rerun_state_machine", "get_rerun_state_machine", part="script"),
+    *_names(f"{_CORE}.tokenizers.utils.build_tokenizer", "build_tokenizer", part="script"),
+    *_names(_TRAINING, "get_args get_timers", part="script"),
+    *_names(f"{_TRAINING}.datasets.sft_dataset", "SFTDataset", part="script"),
+    *_names(f"{_TRAINING}.utils",
+            "get_blend_and_blend_per_split is_first_or_last_pipeline_stage", part="script"),
+    # What is kept in, or returned by, what the plugin replaces.
+    _used(f"{_CORE}.models.gpt.gpt_model", "GPTModel.__init__",
+          has="rotary_pos_emb pg_collection"),
+    _used(f"{_CORE}.models.hybrid.hybrid_model", "HybridModel.__init__",
+          has="rotary_pos_emb pg_collection hybrid_layer_pattern", since=(0, 18)),
+    _used(f"{_TRAINING}.training", "setup_model_and_optimizer", part="training",
+          returns=("model",)),
+    _used(f"{_EMBEDDINGS}.yarn_rotary_pos_embedding", "YarnRotaryEmbedding._set_cos_sin_cache",
+          has="cp_group"),
+    _used(f"{_TRAINING}.training", "train_step", part="record",
+          returns=TRAIN_STEP),
+    _used(f"{_LAYERS}.dot_product_attention", "DotProductAttention.__init__", part="cpu",
+          has="hidden_size_per_partition num_attention_heads_per_partition"),
+    _used(f"{_CORE}.optimizer.distrib_optimizer", "DistributedOptimizer.state_dict", part="cpu",
+          has="optimizer"),
+    _used(f"{_CORE}.optimizer.distrib_optimizer", "DistributedOptimizer.load_state_dict",
+          part="cpu", has="optimizer"),
+    _used(f"{_CORE}.optimizer.distrib_optimizer",
+          "DistributedOptimizer._set_main_param_and_optimizer_states", part="cpu",
+          has="optimizer"),
+)
+# fmt: on
