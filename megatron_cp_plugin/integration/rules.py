@@ -284,14 +284,16 @@ def _values_of_gated(s: Settings) -> Mapping[str, object] | None:
     return {"usable": near_multiples(values, keys)} if s.is_gated and values % keys else None
 
 
-def _cannot_split_gated(s: Settings) -> bool:
+def _cannot_split_gated(s: Settings) -> Mapping[str, object] | None:
     if not s.is_gated or s.cp.size == 1:
-        return False
+        return None
     from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 
     # Before 0.18 it does not split them; 0.18 does, but its layers hand them an argument, this one,
     # that they do not take.
-    return "cp_comm_type" not in signature(GatedDeltaNet).parameters
+    if "cp_comm_type" in signature(GatedDeltaNet).parameters:
+        return None
+    return {"version": running_version()[1]}
 
 
 def _without_fla(s: Settings) -> bool:
@@ -302,12 +304,14 @@ def _without_fla(s: Settings) -> bool:
     return not gated_delta_net.HAVE_FLA
 
 
-def _packs_by_another_layout(s: Settings) -> bool:
+def _packs_by_another_layout(s: Settings) -> Mapping[str, object] | None:
     if s.packing is None:
-        return False
+        return None
     from megatron.core import utils
 
-    return not hasattr(utils, "flatten_batch_for_packed_sequences")
+    if hasattr(utils, "flatten_batch_for_packed_sequences"):
+        return None
+    return {"version": running_version()[1]}
 
 
 def _before_graphs(s: Settings) -> Mapping[str, object] | None:
@@ -654,12 +658,12 @@ RULES: tuple[Rule, ...] = (
          f"{_VARIANT} needs --sequence-parallel, without which Megatron does not sum the gradients "
          "of the layers' output norms over the tensor-parallel ranks, got "
          "tensor_model_parallel_size {s.tensor}: add --sequence-parallel", ("arguments",)),
-    Rule(_cannot_split_gated, "Megatron before 0.19 cannot split gated delta net layers, got "
+    Rule(_cannot_split_gated, "Megatron {version} cannot split gated delta net layers, got "
          "context_parallel_size {s.cp.size}: use Megatron 0.19 or later", ("arguments",)),
     Rule(_without_fla, f"{_GATED} flash-linear-attention, got none: "
          "pip install flash-linear-attention", ("arguments",)),
     # What depends on the order of tokens, and on how many a rank has.
-    Rule(_packs_by_another_layout, "Megatron before 0.19 splits packed documents by its own "
+    Rule(_packs_by_another_layout, "Megatron {version} splits packed documents by its own "
          "layout, got {s.packing}: use Megatron 0.19 or later"),
     *(Rule(_keeps_logits(name, packed=True), f"{_flag(name)} {_LOGITS} without packed documents, "
            "got {s.packing}: leave one of the two out") for name in _KEPT),
