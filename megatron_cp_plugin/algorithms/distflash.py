@@ -41,6 +41,7 @@ class HelpedPlacement(BlockPlacement):
 
     helping: bool = True
     shared: bool = True
+    cyclic = True
 
     def pairs_of(self, rank: int) -> Iterator[tuple[int, int]]:
         """See BlockPlacement.pairs_of."""
@@ -75,6 +76,7 @@ class EvenPlacement(BlockPlacement):
     """
 
     helped: frozenset[int] = frozenset()
+    cyclic = True
 
     def pairs_of(self, rank: int) -> Iterator[tuple[int, int]]:
         """See BlockPlacement.pairs_of."""

@@ -23,9 +23,9 @@ from megatron_cp_plugin.core.caching import cached_method
 from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.execution.gathered import Gathered
 from megatron_cp_plugin.core.pipeline import HeadGroup, group_count, head_groups
-from megatron_cp_plugin.core.plans.derive import plan_of
+from megatron_cp_plugin.core.plans.compile import plan_of
 from megatron_cp_plugin.core.plans.grid import Grid, cheapest, column_major, row_major
-from megatron_cp_plugin.core.plans.plan import PHASES, Plan, Setting
+from megatron_cp_plugin.core.plans.plan import PHASES, Plan
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 
@@ -171,7 +171,7 @@ class GridAlgorithm(PointToPoint):
                 placed = self._placed(GatheredPlacement, grid, whole, phase)
                 # The last rank but one is not on the diagonal, where nothing is transposed.
                 rank = max(0, size - 2)
-                plan = plan_of(placed, Setting(shape.seq_len, Mask(), phase, rank=rank))
+                plan = plan_of(placed, shape.seq_len, Mask(), phase, rank=rank)
                 total += plan.sent(rank, shape).bytes
             return total
 

@@ -7,9 +7,9 @@ from functools import cached_property
 from itertools import count
 from typing import Literal
 
+from megatron_cp_plugin.core.blocks.touched import sees_all
 from megatron_cp_plugin.core.layout import Layout
 from megatron_cp_plugin.core.placement import BlockPlacement, Place
-from megatron_cp_plugin.core.plans.derive import sees_all
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ConfigError
@@ -39,19 +39,13 @@ class RingPlacement(BlockPlacement):
     retains: bool = False
     reverse: bool = False
     relay = True
+    cyclic = True
 
     def place(self, query: int, key: int) -> Iterator[Place]:
         """See BlockPlacement.place: after as many hops as the blocks are apart."""
         hops = (query - key) % self.size
         step = self.size - 1 - hops if self.reverse else hops
         yield Place(query if self.travelling == "kv" else key, step)
-
-    @property
-    def goes_round(self) -> Literal["queries", "keys"] | None:
-        """See BlockPlacement.goes_round."""
-        if self.retains or not self.relay:
-            return None
-        return "keys" if self.travelling == "kv" else "queries"
 
     def pairs_of(self, rank: int) -> Iterator[tuple[int, int]]:
         """See BlockPlacement.pairs_of."""
@@ -88,6 +82,7 @@ class DoubleRingPlacement(RingPlacement):
     """
 
     nodes: tuple[int, ...] = ()
+    cyclic = False
 
     def place(self, query: int, key: int) -> Iterator[Place]:
         """See BlockPlacement.place."""
@@ -95,11 +90,6 @@ class DoubleRingPlacement(RingPlacement):
         outer = (of_query - of_key) % (self.size // self.lag)
         inner = (first - second) % self.lag
         yield Place(query if self.travelling == "kv" else key, outer * self.lag + inner)
-
-    @property
-    def goes_round(self) -> None:
-        """See BlockPlacement.goes_round."""
-        return None
 
     def leg(self, rank: int) -> int:
         """See BlockPlacement.leg: the node."""

@@ -20,8 +20,8 @@ from megatron_cp_plugin.core.masks.slices import Slices
 from megatron_cp_plugin.core.masks.tile_batches import Batches
 from megatron_cp_plugin.core.partial import Accumulator, GradientSum, rows_at
 from megatron_cp_plugin.core.placement import Placement
-from megatron_cp_plugin.core.plans.derive import plan_of
-from megatron_cp_plugin.core.plans.plan import PHASES, Plan, Setting
+from megatron_cp_plugin.core.plans.compile import plan_of
+from megatron_cp_plugin.core.plans.plan import PHASES, Plan
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask, Tile
 from megatron_cp_plugin.core.topology import Topology
@@ -303,15 +303,15 @@ class Algorithm(ABC):
     ) -> Plan:
         """What all ranks compute and send in one pass.
 
-        Args: rectangular: as in `plan_tiles`. rank: only the part of this rank, see `Setting`.
+        Args: rectangular: as in `plan_tiles`. rank: only the part of this rank, see `plan_of`.
         """
         return self._plan(shape, mask, phase, rectangular, rank)
 
     def _make_plan(
         self, shape: Shape, mask: Mask, phase: Phase, rectangular: bool, rank: int | None
     ) -> Plan:
-        setting = Setting(shape.seq_len, mask, phase, rectangular, rank)
-        return plan_of(self.placement(shape, mask, phase), setting)
+        placement = self.placement(shape, mask, phase)
+        return plan_of(placement, shape.seq_len, mask, phase, rectangular, rank)
 
     def traffic(self, shape: Shape, mask: Mask, rank: int) -> Traffic:
         """What `rank` sends, as the plans of both passes say."""

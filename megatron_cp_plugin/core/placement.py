@@ -1,14 +1,14 @@
 """Placements: which rank computes each pair of blocks in which step. They define an algorithm.
 
 A placement says which rank computes which queries against which keys, in which step, and which rank
-sends it what it does not own. `core.plans.derive` derives from it what is sent, and when.
+sends it what it does not own. `core.plans.compile` derives from it what is sent, and when.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import chain, product
-from typing import ClassVar, Literal, NamedTuple, final
+from itertools import product
+from typing import ClassVar, NamedTuple
 
 from megatron_cp_plugin.core.layout import Layout
 from megatron_cp_plugin.core.pipeline import HeadGroup
@@ -46,6 +46,9 @@ class BlockPlacement(ABC):
             one block of queries and one of keys, of all the pairs that `pairs_of` names. Blocks
             are padded to equal lengths, and all ranks that get a block get the same rows of it.
             Tensors of one kind travel as one; lse and delta of all heads at once.
+        cyclic: it makes no difference which rank is the first: all pairs of blocks that are equally
+            far apart (query - key, modulo `size`) meet alike, and different ones on different
+            ranks. So one rank's part of a plan is found without placing all pairs.
     """
 
     layout: Layout
@@ -56,6 +59,7 @@ class BlockPlacement(ABC):
     relay: ClassVar[bool] = False
     masked: ClassVar[bool] = True
     assembled: ClassVar[bool] = False
+    cyclic: ClassVar[bool] = False
 
     @abstractmethod
     def place(self, query: int, key: int) -> Iterable[Place]:
@@ -72,27 +76,6 @@ class BlockPlacement(ABC):
         """Owners of the queries, and of the keys, of the pairs of a rank."""
         queries, keys = zip(*self.pairs_of(rank), strict=True)
         return tuple(dict.fromkeys(queries)), tuple(dict.fromkeys(keys))
-
-    @final
-    def met(self, rank: int) -> Iterable[tuple[int, int]]:
-        """The pairs that a rank's part of a plan follows from: those that it computes, and those of
-        its own blocks. All pairs, unless blocks are `assembled`: then in the order in which it
-        computes, for gathers in the order of the whole plan hide less behind computing (attention2d
-        on 64 GPUs would gain 5.0x over the ring in place of 5.6x, by the simulation).
-        """
-        size = range(self.size)
-        if not self.assembled:
-            return product(size, size)
-        held = [key for key in size if self.key_holder(key) == rank]
-        pairs = chain(self.pairs_of(rank), product((rank,), size), product(size, held))
-        return dict.fromkeys(pairs)
-
-    @property
-    def goes_round(self) -> Literal["queries", "keys"] | None:
-        """Which blocks go round one ring of all ranks, a hop each step, while the others stay: keys
-        go up, to rank + 1, queries down. Nothing is retained. None: blocks go another way.
-        """
-        return None
 
     def leg(self, rank: int) -> int:
         """Which part of a relay a rank belongs to.

@@ -16,8 +16,8 @@ from megatron_cp_plugin.core.layout import LAYOUTS
 from megatron_cp_plugin.core.masks.slices import Slices
 from megatron_cp_plugin.core.pipeline import head_groups
 from megatron_cp_plugin.core.placement import BlockPlacement, Place
-from megatron_cp_plugin.core.plans.derive import plan_of
-from megatron_cp_plugin.core.plans.plan import PHASES, Block, Move, Plan, Setting, during, outside
+from megatron_cp_plugin.core.plans.compile import plan_of
+from megatron_cp_plugin.core.plans.plan import PHASES, Block, Move, Plan, during, outside
 from megatron_cp_plugin.core.plans.plan_check import PlanError, check, check_slots
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
@@ -92,15 +92,21 @@ def test_every_plan_is_correct(data: st.DataObject) -> None:
 def test_a_rank_that_gathers_looks_at_few_pairs(
     monkeypatch: pytest.MonkeyPatch, name: str, rows: int | None
 ) -> None:
-    """Of 16 ranks, in both passes: at those of its own blocks, not at all 256."""
+    """Of 16 ranks, in both passes: at the blocks of some ranks, not at all 256 pairs."""
     made = algorithm(name, 16, **({} if rows is None else {"rows": rows}))
     shape, mask = Shape(1, 1600, 4, 4, 8), Mask(documents=tuple(range(10, 1600, 10)))
     kind = type(made.placement(shape, mask, "forward"))
-    place, pairs = kind.place, []
-    monkeypatch.setattr(kind, "place", lambda *args: pairs.append(args) or place(*args))
+    asked: list[str] = []
+
+    def note(name: str) -> None:
+        method = getattr(kind, name)
+        monkeypatch.setattr(kind, name, lambda *args: asked.append(name) or method(*args))
+
+    note("place")
+    note("blocks_of")
     for phase in PHASES:
         made.plan(shape, mask, phase, rank=5)
-    assert 0 < len(pairs) <= 5 * 16
+    assert 0 < len(asked) <= 5 * 16
 
 
 @examples(60)
@@ -123,11 +129,9 @@ def test_the_part_of_a_rank_is_what_concerns_it(data: st.DataObject) -> None:
             assert part.computes == tuple(c for c in whole.computes if c.rank == rank)
             outer = outside(whole) if whole.shares == 1 else ()
             mine = [m for m in whole.moves if rank in (m.source, m.target) or m in outer]
-            assert sorted(map(str, part.moves)) == sorted(map(str, mine))
             kept = [kept for kept in part.kept if kept.rank == rank]
             assert kept == [kept for kept in whole.kept if kept.rank == rank]
-            if name not in ("allgather", "attention2d"):  # where order means nothing
-                assert list(part.moves) == mine
+            assert list(part.moves) == mine
             within = {(m.result, m.posted, m.needed) for m in during(whole)}
             assert {(t.result, t.posted, t.needed) for t in part.times} == within
             assert (part.steps, part.spans) == (whole.steps, whole.spans)
@@ -196,7 +200,7 @@ def test_any_placement_gives_a_correct_plan() -> None:
         placement = _Everywhere(LAYOUTS["zigzag"], size, head_groups(4, 2, 2))
         for mask in (Mask(), Mask(False), Mask(documents=(3, 17))):
             for phase in PHASES:
-                check(plan_of(placement, Setting(5 * size + 1, mask, phase)))
+                check(plan_of(placement, 5 * size + 1, mask, phase))
 
 
 @pytest.mark.parametrize(
@@ -205,7 +209,7 @@ def test_any_placement_gives_a_correct_plan() -> None:
 @pytest.mark.parametrize("phase", PHASES)
 def test_no_row_travels_in_vain(phase: Phase, mask: Mask) -> None:
     placement = HalvesPlacement(LAYOUTS["contiguous"], 4, head_groups(4, 2, 1))
-    plan = plan_of(placement, Setting(26, mask, phase))
+    plan = plan_of(placement, 26, mask, phase)
     inputs = [move for move in plan.moves if not move.result]
     assert {move.of_keys for move in inputs} == {True, False}
     for move in inputs:
@@ -249,11 +253,12 @@ def test_every_move_is_needed(name: str, phase: str) -> None:
 def test_wrong_plans_are_told_apart(name: str) -> None:
     plan = algorithm(name, 4).plan(SHAPE, Mask())
     first = plan.moves[0]
-    with pytest.raises(PlanError, match="has no k of rank"):
+    missing = f"has no {first.messages[0][0]} of rank"
+    with pytest.raises(PlanError, match=missing):
         check(changed(plan, needed=first.needed + 1))
     with pytest.raises(PlanError, match="waits before"):
         check(changed(plan, needed=first.posted))
-    with pytest.raises(PlanError, match="has no k of rank"):
+    with pytest.raises(PlanError, match=missing):
         check(changed(plan, block=first.block._replace(rows=((1, 6),))))
     with pytest.raises(PlanError, match="times for head"):
         check(replace(plan, computes=(*plan.computes, plan.computes[0])))

@@ -11,8 +11,8 @@ from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.core.layouts.document_layout import NAMED
 from megatron_cp_plugin.core.pipeline import head_groups
 from megatron_cp_plugin.core.placement import BlockPlacement
-from megatron_cp_plugin.core.plans.derive import plan_of
-from megatron_cp_plugin.core.plans.plan import PHASES, Plan, Setting, outside
+from megatron_cp_plugin.core.plans.compile import plan_of
+from megatron_cp_plugin.core.plans.plan import PHASES, Plan, outside
 from megatron_cp_plugin.core.plans.plan_check import check
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.errors import ContextParallelError
@@ -105,9 +105,9 @@ def test_plans_of_any_placement(data: st.DataObject) -> None:
     shape = Shape(1, seq_len, 4, 4, 8)
     rank = data.draw(st.integers(0, size - 1))
     for phase in PHASES:
-        plan = plan_of(placement, Setting(seq_len, mask, phase))
+        plan = plan_of(placement, seq_len, mask, phase)
         assert_right(plan, shape, (0,) * size)
-        part = plan_of(placement, Setting(seq_len, mask, phase, rank=rank))
+        part = plan_of(placement, seq_len, mask, phase, rank=rank)
         assert part.computes == tuple(c for c in plan.computes if c.rank == rank)
         mine = [m for m in plan.moves if rank in (m.source, m.target)]
         assert sorted(map(str, part.moves)) == sorted(map(str, mine))

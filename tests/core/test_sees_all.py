@@ -3,9 +3,8 @@
 import pytest
 
 from megatron_cp_plugin.core.blocks.owned import Owned
-from megatron_cp_plugin.core.blocks.touched import sees
+from megatron_cp_plugin.core.blocks.touched import sees, sees_all
 from megatron_cp_plugin.core.layout import Contiguous, Cyclic, Zigzag
-from megatron_cp_plugin.core.plans.derive import sees_all
 from megatron_cp_plugin.core.tiles import Mask
 
 

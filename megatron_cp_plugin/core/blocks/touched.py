@@ -89,6 +89,27 @@ def queries_seeing(layout: Layout, size: int, seq_len: int, mask: Mask) -> list[
     return [dict(enumerate(met)) for met in zip(*_of_kinds(owned, mask, 0), strict=True)]
 
 
+def sees_all(layout: Layout, size: int, seq_len: int, mask: Mask) -> bool:
+    """Whether some query of every rank's block sees some key of every block."""
+    layout = layout.within(mask.followed)
+    blocks = Owned.of(layout, size, seq_len)
+    if not mask.special:
+        return _all_see_all(blocks, mask)
+    if blocks.gaps:
+        return all(sees(queries, keys, mask) for queries in blocks for keys in blocks)
+    return all(len(seen) == size for seen in keys_seen(layout, size, seq_len, mask))
+
+
+def _all_see_all(blocks: Iterable[Spans], mask: Mask) -> bool:
+    """The same without windows, documents and spans: by the first and the last of each block."""
+    found = [[span.positions for span in block if len(span)] for block in blocks]
+    if not all(found):
+        return False
+    latest = (max(positions[-1] for positions in one) for one in found)
+    first = (min(positions[0] for positions in one) for one in found)
+    return not mask.causal or min(latest) >= max(first)
+
+
 @lru_cache(maxsize=16)  # both passes of a micro-batch have the same
 def rows_at_distances(
     layout: Layout, size: int, seq_len: int, mask: Mask

@@ -4,7 +4,7 @@ Pure data about all ranks, made before a tensor moves. It is executed, checked, 
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache
@@ -27,21 +27,6 @@ TENSORS: TensorNames = ("q", "k", "v", "out", "dout", "lse", "delta", "dq", "dk"
 RESULTS = frozenset(("out", "dq", "dk", "dv"))
 OF_KEYS = frozenset(("k", "v", "dk", "dv"))
 OF_ROWS = frozenset(("lse", "delta"))
-
-
-class Setting(NamedTuple):
-    """What a plan depends on besides the placement.
-
-    Attributes: seq_len: global. rectangular: as in `plan_tiles`. rank: plan only this rank's part:
-        what it computes, sends and receives in the steps of all ranks, and what all ranks exchange
-        before and after them; None: plan for all ranks.
-    """
-
-    seq_len: int
-    mask: Mask
-    phase: Phase
-    rectangular: bool = True
-    rank: int | None = None
 
 
 class Block(NamedTuple):
@@ -69,10 +54,6 @@ class Compute(NamedTuple):
     keys: Block
     heads: HeadGroup
     share: int = 0
-
-    def later(self, steps: int, heads: HeadGroup) -> "Compute":
-        """The same of other heads, so many steps later."""
-        return Compute(self.step + steps, self.rank, self.queries, self.keys, heads, self.share)
 
 
 class Move(NamedTuple):
@@ -114,15 +95,6 @@ class Move(NamedTuple):
     def of_rows(self) -> bool:
         """Whether its tensors have a number for each row and head."""
         return self.messages[0][0] in OF_ROWS
-
-
-def later(moves: Sequence[tuple[Move, HeadGroup]], steps: int) -> Iterator[Move]:
-    """The same moves of other heads, so many steps later."""
-    for (posted, needed, source, target, messages, block, tokens, _, share, wide), heads in moves:
-        posted, needed = posted + steps, needed + steps
-        numbers = posted, needed, source, target, messages, block, tokens, heads, share, wide
-        # As `_make` does: `_replace` takes ten times as long, of thousands of moves.
-        yield tuple.__new__(Move, numbers)
 
 
 class Time(NamedTuple):

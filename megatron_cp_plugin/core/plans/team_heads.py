@@ -1,8 +1,8 @@
-"""Derives plans of teams that split the heads from the plan of whole teams."""
+"""Plans of teams that split the heads, from the plan of whole teams."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, permutations
 
 from megatron_cp_plugin.core.blocks.owned import Owned
 from megatron_cp_plugin.core.blocks.rows import between
@@ -22,16 +22,15 @@ from megatron_cp_plugin.core.plans.plan import (
 
 
 def with_teams(placement: HeadPlacement, between: Plan, rank: int | None) -> Plan:
-    """The plan of all ranks.
-
-    Args: between: of the teams, each as if it were one rank. rank: as of `Setting`.
+    """The plan of ranks. Args: between: of the teams, each as if it were one rank; of that of the
+    rank alone if the plan is of one rank. rank: as of `plan_of`.
     """
     seq_len = sum(between.spans.lengths)
     size = len(between.spans) * placement.members
-    layout = placement.layout.within(between.mask.followed)
-    spans = Owned.of(layout, size, seq_len)
+    spans = Owned.of(placement.layout.within(between.mask.followed), size, seq_len)
     making = _Teams(placement, between, spans.lengths, rank)
     exchanged = tuple(making.exchanged())
+    times = {Time(move.messages[0][0], move.posted, move.needed) for move in exchanged}
     return replace(
         between,
         spans=spans,
@@ -41,26 +40,32 @@ def with_teams(placement: HeadPlacement, between: Plan, rank: int | None) -> Pla
         shares=placement.members,
         # All teams exchange at the same times.
         times=frozenset(
-            Time(move.messages[0][0], move.posted, move.needed)
-            for move in (() if rank is None else (*exchanged, *between.moves))
-            if move.needed >= 0 and move.posted < between.steps
+            time
+            for time in (() if rank is None else (*times, *between.times))
+            if time.needed >= 0 and time.posted < between.steps
         ),
     )
 
 
 class _Teams:
-    """A plan in the making. Attributes: lengths: tokens of each rank. rank: as of `Setting`."""
+    """A plan in the making.
+
+    Attributes: lengths: tokens of each rank. ranks: of which the plan is. shares: of the heads,
+        theirs.
+    """
 
     def __init__(
         self, placement: HeadPlacement, between: Plan, lengths: tuple[int, ...], rank: int | None
     ) -> None:
         self.placement, self.between, self.lengths = placement, between, lengths
         self.members, self.rank = placement.members, rank
+        self.ranks = range(len(lengths)) if rank is None else (rank,)
+        self.shares = range(self.members) if rank is None else (rank % self.members,)
 
     def computes(self) -> Iterator[Compute]:
         for compute in self.between.computes:
             queries, keys = self._block(compute.queries), self._block(compute.keys)
-            for share in self._shares(compute.rank):
+            for share in self.shares:
                 rank = compute.rank * self.members + share
                 yield compute._replace(rank=rank, queries=queries, keys=keys, share=share)
 
@@ -68,7 +73,7 @@ class _Teams:
         """Between teams: every rank to the one with the same share of the heads."""
         for move in self.between.moves:
             block = self._block(move.block)
-            for share in self._shares(move.source, move.target):
+            for share in self.shares:
                 source, target = (
                     rank * self.members + share for rank in (move.source, move.target)
                 )
@@ -79,8 +84,13 @@ class _Teams:
         between, exchanges = self.between, self.placement.exchanges
         each = between.steps // len(between.groups)
         # Sums of the teams reach their owners some steps after the last computation.
-        results = (move for move in between.moves if move.result and move.posted < each)
-        late = max((move.needed for move in results), default=each - 1) - (each - 1)
+        times = (
+            (one.posted, one.needed)
+            for one in (between.moves if self.rank is None else between.times)
+            if one.result
+        )
+        late = max((needed for posted, needed in times if posted < each), default=each - 1)
+        late -= each - 1
         starts = list(accumulate((count * each for _, count in exchanges), initial=0))
         for index, (group, _) in enumerate(exchanges):
             start, last = starts[index], starts[index + 1] - 1 + late
@@ -94,22 +104,15 @@ class _Teams:
 
     def kept(self) -> Iterator[Kept]:
         if self.between.phase == "backward" and self.placement.keep:
-            for rank in range(len(self.lengths)) if self.rank is None else (self.rank,):
+            for rank in self.ranks:
                 team, share = divmod(rank, self.members)
-                yield Kept(rank, ("q", "k", "v", "lse"), self._ranks((team,)), share)
+                yield Kept(rank, ("q", "k", "v", "lse"), self._members((team,)), share)
 
-    def _shares(self, *teams: int) -> Iterable[int]:
-        """Of the heads, those of ranks in these teams of which the plan is."""
-        if self.rank is None:
-            return range(self.members)
-        team, share = divmod(self.rank, self.members)
-        return (share,) if team in teams else ()
-
-    def _ranks(self, teams: tuple[int, ...]) -> tuple[int, ...]:
+    def _members(self, teams: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(team * self.members + share for team in teams for share in range(self.members))
 
     def _block(self, block: Block) -> Block:
-        return block._replace(owners=self._ranks(block.owners))
+        return block._replace(owners=self._members(block.owners))
 
     def _inputs(self, group: HeadGroup, index: int) -> Iterator[tuple[TensorNames, ...]]:
         again = self.between.phase == "forward" or not self.placement.keep
@@ -142,11 +145,9 @@ class _Teams:
             yield Move(posted, needed, source, target, messages, block, width, heads, share)
 
     def _mates(self) -> Iterator[tuple[int, int]]:
-        """All pairs of different ranks of a team; if the plan is of one rank those with it."""
-        rank, of_all = self.rank or 0, range(len(self.lengths))
-        first = rank // self.members * self.members
-        for source in of_all if self.rank is None else range(first, first + self.members):
-            start = source // self.members * self.members
-            for target in range(start, start + self.members):
-                if source != target and self.rank in (None, source, target):
+        """Different ranks of a team, in both directions; of one rank those with it."""
+        for first in dict.fromkeys(rank // self.members * self.members for rank in self.ranks):
+            team = range(first, first + self.members)
+            for source, target in permutations(team, 2):
+                if self.rank in (None, source, target):
                     yield source, target
