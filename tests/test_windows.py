@@ -19,7 +19,7 @@ from tests.oracle import expected_attention
 from tests.pairwise import pairwise
 from tests.test_conformance import Case, assert_matches, assert_plan_is_kept, run
 
-BLOCK = 6
+BLOCK, BFLOAT16 = 6, torch.bfloat16
 EVEN = ("ulysses", "usp", "attention2d")
 CASES = [
     Case("distflash"),
@@ -66,6 +66,18 @@ def test_equals_unsplit_attention(case: Case, size: int, window: int, kernel: st
     assert_matches(case, results, expected, bound=1e-10)
     shape = Shape(2, expected.q.shape[1], 4, 2, 8, element_bytes=8, wide_bytes=8)
     assert_plan_is_kept(case, size, shape, Mask(window=window), log)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_queries_that_see_only_themselves_have_no_gradients(case: Case) -> None:
+    """Nor have keys, up to float32, though delta travels where kernels take a bfloat16 out."""
+    expected = expected_attention(
+        seq_len=4 * BLOCK, heads=4, kv_heads=2, head_dim=8, causal=True, window=1, dtype=BFLOAT16
+    )
+    results, _ = run(case, expected, 4, kernel="torch_cpu", window=1)
+    _, *gradients = zip(*results, strict=True)
+    dq, dk, dv = (torch.cat(parts, 1).abs().max().item() for parts in gradients)
+    assert max(dq, dk) < 8 * 2**-23 * dv
 
 
 @pytest.mark.parametrize("size", [8, 9])

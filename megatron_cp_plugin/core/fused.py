@@ -43,6 +43,9 @@ class FusedOperations(Protocol):
     def delta_of(self, dout: Tensor, out: Tensor) -> Tensor:
         """As `partial.delta_of`, without float64."""
 
+    def stand_in_of(self, dout: Tensor, delta: Tensor) -> Tensor:
+        """As `partial.stand_in_of`, without float64."""
+
     def logit_statistics(self, logits: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
         """As `chunked_loss.logit_statistics`, in float32, without float64."""
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_cp_plugin.core.communication.devices import kept_on_device, uploaded
-from megatron_cp_plugin.core.partial import delta_of, rows_at
+from megatron_cp_plugin.core.partial import delta_of, rows_at, stand_in_of
 from megatron_cp_plugin.core.ranges import Numbers
 
 
@@ -143,16 +143,12 @@ class Statistics(NamedTuple):
     def out_for(self, dout: Tensor) -> Tensor:
         """out, or a stand-in with the same rowsum(dout * out); in dout's shape, flattened or not.
 
-        Kernels that compute delta themselves use `out` for nothing else, so that
-        out' = delta * dout / |dout|^2 (0 where dout is 0) gives the same gradients.
+        For kernels that compute delta themselves, in float32, and use `out` for nothing else.
         """
         if self.out is not None:
             return self.out
         assert self.delta is not None
-        wide = dout.to(self.delta.dtype)
-        square = wide.square().sum(-1, keepdim=True)
-        delta = self.delta.transpose(-2, -1).unsqueeze(-1)
-        return torch.where(square > 0, delta / square * wide, 0.0).to(dout.dtype)
+        return stand_in_of(dout, self.delta)
 
 
 class Lengths(NamedTuple):

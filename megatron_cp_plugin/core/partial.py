@@ -514,3 +514,37 @@ def delta_of(dout: Tensor, out: Tensor) -> Tensor:
         return fused.delta_of(dout, out)
     dtype = accumulation_dtype(out.dtype)
     return (dout.to(dtype) * out.to(dtype)).sum(-1).transpose(1, 2).contiguous()
+
+
+# Elements of a row whose products with dout make up delta: what one leaves is 2^-9 of it in
+# bfloat16, what three leave is less than float32 tells apart.
+STAND_IN_TERMS = 3
+
+
+def stand_in_of(dout: Tensor, delta: Tensor) -> Tensor:
+    """An out of which `delta_of` makes this delta, up to float32; else 0.
+
+    Its only elements are where dout is greatest: each makes up, rounded to dout's dtype, for what
+    the ones before it leave of delta.
+
+    Args:
+        dout: [B,S,H,D], or flattened [S,H,D].
+        delta: [B,H,S], or [H,S].
+
+    Returns: as dout.
+    """
+    fused = fused_for(dout)
+    if fused is not None and delta.dtype != torch.float64:
+        return fused.stand_in_of(dout, delta)
+    at = dout.abs().topk(min(STAND_IN_TERMS, dout.shape[-1]), -1).indices
+    rest = delta.transpose(-2, -1)
+    values: list[Tensor] = []
+    for term in dout.gather(-1, at).to(delta.dtype).unbind(-1):
+        value = (rest / term).to(dout.dtype)
+        if values:  # as far as there are more elements, and numbers that are large enough
+            value = value.where(value.isfinite(), 0.0)
+        else:
+            value = value.where(term != 0, rest.to(dout.dtype))
+        rest = rest - value.to(rest.dtype) * term
+        values.append(value)
+    return torch.zeros_like(dout).scatter_(-1, at, torch.stack(values, -1))

@@ -73,17 +73,13 @@ def flash2_workspace(
     rows = rounded(rows, 128) if sequences == 1 else rows + 128 * sequences
     of_keys = 2 * cols * heads * dim if heads > kv_heads else 0
     wide = rows * heads * (rounded(dim, 32 if dim <= 128 else 64) + 1)
-    return with_stand_in(batch * (4 * wide + of_keys * q.element_size()), q, k, v, statistics)
+    return with_stand_in(batch * (4 * wide + of_keys * q.element_size()), q, v, statistics)
 
 
-def with_stand_in(within: int, q: Tensor, k: Tensor, v: Tensor, statistics: Statistics) -> int:
+def with_stand_in(within: int, q: Tensor, v: Tensor, statistics: Statistics) -> int:
     """`workspace` of a backward that is given `Statistics.out_for`. Args: within: the kernel's."""
-    elements, width = q.numel() // q.shape[3] * v.shape[3], q.element_size()
-    within += statistics.copied_bytes(elements * width)
-    if statistics.out is not None:
-        return within
-    results = (q.numel() + k.numel() + v.numel()) * width
-    return max(within, 3 * 4 * elements - results)  # made in float32, before there are results
+    elements = q.numel() // q.shape[3] * v.shape[3]
+    return within + statistics.copied_bytes(elements * q.element_size())
 
 
 def by_name(lengths: Lengths) -> dict[str, Tensor | int]:

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_cp_plugin.core.partial import STAND_IN_TERMS
 from megatron_cp_plugin.kernels.fused_loss import logit_gradients_ as logit_gradients_
 from megatron_cp_plugin.kernels.fused_loss import logit_statistics as logit_statistics
 
@@ -327,6 +328,78 @@ def delta_of(dout: Tensor, out: Tensor) -> Tensor:
             DIM=triton.next_power_of_2(dim),
         )
     return delta
+
+
+@triton.jit
+def _stand_in_kernel(  # type: ignore[no-untyped-def]
+    out_ptr,
+    dout_ptr,
+    delta_ptr,
+    tokens,
+    heads,
+    rows,
+    dim,
+    out_b,
+    out_s,
+    out_h,
+    dout_b,
+    dout_s,
+    dout_h,
+    delta_b,
+    delta_h,
+    delta_s,
+    ROWS: tl.constexpr,
+    DIM: tl.constexpr,
+    TERMS: tl.constexpr,
+):
+    row, batch, token, head = _rows(tokens, heads, ROWS)
+    column = tl.arange(0, DIM)
+    live = row < rows
+    inside = live[:, None] & (column < dim)[None, :]
+    dout_at = _places(batch, token, head, column, dout_b, dout_s, dout_h)
+    dout = tl.load(dout_ptr + dout_at, inside, 0.0).to(tl.float32)
+    rest = tl.load(delta_ptr + batch * delta_b + head * delta_h + token * delta_s, live, 0.0)
+    left = tl.where(inside, tl.abs(dout), -1.0)
+    out = tl.zeros((ROWS, DIM), tl.float32)
+    for index in tl.static_range(TERMS):
+        here = column[None, :] == tl.argmax(left, 1)[:, None]
+        term = tl.sum(tl.where(here, dout, 0.0), 1)
+        value = (rest / term).to(out_ptr.dtype.element_ty).to(tl.float32)
+        if index:
+            value = tl.where(tl.abs(value) < float("inf"), value, 0.0)
+        else:
+            value = tl.where(term != 0, value, rest)
+        rest -= value * term
+        out = tl.where(here, value[:, None], out)
+        left = tl.where(here, -1.0, left)
+    out_at = _places(batch, token, head, column, out_b, out_s, out_h)
+    tl.store(out_ptr + out_at, out.to(out_ptr.dtype.element_ty), inside)
+
+
+def stand_in_of(dout: Tensor, delta: Tensor) -> Tensor:
+    """See `partial.stand_in_of`. Args: dout: its head dim is contiguous. delta: float32."""
+    if dout.dim() == 3:
+        return stand_in_of(dout[None], delta[None])[0]
+    out = torch.empty_like(dout)
+    batch, tokens, heads, dim = dout.shape
+    rows = batch * tokens * heads
+    if rows:
+        _stand_in_kernel[(triton.cdiv(rows, _ROWS),)](
+            out,
+            dout,
+            delta,
+            tokens,
+            heads,
+            rows,
+            dim,
+            *out.stride()[:3],
+            *dout.stride()[:3],
+            *delta.stride(),
+            ROWS=_ROWS,
+            DIM=triton.next_power_of_2(dim),
+            TERMS=min(STAND_IN_TERMS, dim),
+        )
+    return out
 
 
 @triton.jit

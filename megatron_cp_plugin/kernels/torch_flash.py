@@ -288,7 +288,7 @@ class CudnnAttention(SoftmaxKernel):
         (_, cols, kv_heads, _), value_dim = k.shape, v.shape[3]
         of_keys = cols * heads * (dim + value_dim) if heads > kv_heads else 0
         within = batch * (4 * rows * heads * (dim + 1) + of_keys * q.element_size())
-        return with_stand_in(within, q, k, v, statistics)
+        return with_stand_in(within, q, v, statistics)
 
 
 def _extent(x: Tensor) -> int:

@@ -246,6 +246,21 @@ for of in (of, None):
 
 delta = torch.einsum("bshd,bshd->bhs", a.float(), b.float())
 torch.testing.assert_close(fused.delta_of(a, b), delta)
+from megatron_cp_plugin.core.partial import stand_in_of
+
+of_row = a.clone()
+of_row[0, 0, 0, 1:], of_row[0, 1, 0], of_row[0, 2, 0, :6] = 0, 0, 0  # one element, none, two
+delta[0, 0, 1], delta[1, 0, 0] = 0, torch.nan
+for dout in (of_row, of_row.half(), of_row.float(), torch.stack((of_row, b), 3)[..., 0, :]):
+    made = [function(dout, delta) for function in (fused.stand_in_of, stand_in_of)]
+    assert all(x.dtype == dout.dtype and (x != 0).sum(-1).max() <= 3 for x in made)
+    got, want = (fused.delta_of(dout, x) for x in made)
+    torch.testing.assert_close(got, want, equal_nan=True)
+delta = delta.nan_to_num().contiguous()
+want, strided = fused.stand_in_of(b, delta), delta.transpose(1, 2).contiguous().transpose(1, 2)
+assert torch.equal(fused.stand_in_of(b, strided), want)
+flat = fused.stand_in_of(b.flatten(0, 1), delta.transpose(0, 1).flatten(1))
+assert torch.equal(flat, want.flatten(0, 1))
 x = torch.randn(2, 5, 3, 4, 8).bfloat16()[:, :, :, 1]
 scale, share = torch.rand(2, 5), torch.rand(2, 5)
 out = torch.full((5, 2, 3, 8), torch.nan).transpose(0, 1)
@@ -297,6 +312,7 @@ def test_triton_kernels_in_the_interpreter():
         ("sum", {"COUNT": 2, "OUT_AT": True, "A_AT": True, "B_AT": True}),
         ("sum", {"COUNT": 1, "OUT_AT": False, "A_AT": True, "B_AT": False}),
         ("delta", {}),
+        ("stand_in", {"TERMS": 3}),
         ("product", {"LESS": True}),
         ("product", {"LESS": False}),
         ("logit_statistics", {"BLOCK": 4096}),
@@ -392,6 +408,110 @@ def test_gpu_kernels_with_one_key(name):
     device = torch.device("cuda", 0)
     kernel = resolve(name, Problem(device, torch.bfloat16, 4, 2, 64))
     assert max(one_key(kernel, device)) < 1e-2
+
+
+def share_of_scores(kernel, problem, given, packed):
+    """dq and dk where all keys have one value, which is the output: in theory 0. Relative to those
+    where each has its own.
+    """
+    bounds = (0, 1, 2, 40, 41, 200)
+    packing = Packing.adjacent(bounds, bounds)
+    generator = torch.Generator().manual_seed(0)
+
+    def random(tokens, heads, dim):
+        x = torch.randn((2, tokens, heads, dim), generator=generator)
+        return x.to(problem.device, problem.dtype)
+
+    def backward(kernel, *tensors):
+        if packed:
+            return kernel.backward_packed(*tensors, packing, **settings)
+        return kernel.backward(*tensors, **settings)
+
+    heads, kv_heads, dim = problem.heads, problem.kv_heads, problem.head_dim
+    q, k, v = random(200, heads, dim), random(200, kv_heads, dim), random(200, kv_heads, dim)
+    dout, settings = random(200, heads, dim), {"scale": dim**-0.5, "causal": True}
+    forward = Reference().forward_packed if packed else Reference().forward
+    wide = [x.double() for x in (q, k, v)]
+    out, lse = forward(*wide, *([packing] if packed else []), **settings)
+    usual = backward(Reference(), dout.double(), *wide, Statistics(lse, out=out))
+    value = v[:, :1].expand_as(v).contiguous()
+    out = value.repeat_interleave(heads // kv_heads, 2)
+    statistics = Statistics(lse.float(), out=out)
+    if given == "delta":
+        statistics = Statistics(lse.float(), delta=delta_of(dout, out))
+    found = backward(kernel, dout, q, k, value, statistics)
+    return max(float(x.double().norm() / y.norm()) for x, y in zip(found[:2], usual, strict=False))
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["one", "packed"])
+@pytest.mark.parametrize("given", ["out", "delta"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["reference", "torch_cpu"])
+def test_scores_of_equal_values_have_no_gradients(name, dtype, given, packed):
+    """Up to float32, whatever the dtype: delta is a sum of so many products."""
+    problem = Problem(CPU, dtype, 4, 2, 64)
+    kernel = resolve(name, problem)
+    assert share_of_scores(kernel, problem, given, packed) < problem.head_dim * 2**-23
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("packed", [False, True], ids=["one", "packed"])
+@pytest.mark.parametrize("given", ["out", "delta"])
+@pytest.mark.parametrize(
+    ("dtype", "head_dim"),
+    [(torch.bfloat16, 64), (torch.bfloat16, 128), (torch.bfloat16, 256), (torch.float16, 128)],
+)
+@pytest.mark.parametrize("name", GPU_KERNELS)
+def test_scores_of_equal_values_have_no_gradients_on_gpus(name, head_dim, dtype, given, packed):
+    # Heads as elsewhere: flash4 is compiled for the number of them that share a KV head.
+    problem = Problem(torch.device("cuda", 0), dtype, 8, 2, head_dim, documents=packed)
+    kernel = resolved(name, problem)
+    assert share_of_scores(kernel, problem, given, packed) < head_dim * 2**-23
+
+
+ON_DEVICES = [CPU, pytest.param(torch.device("cuda", 0), marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("device", ON_DEVICES, ids=str)
+@pytest.mark.parametrize("dim", [1, 2, 3, 8, 128])
+@pytest.mark.parametrize(
+    ("dtype", "bits"),
+    [(torch.bfloat16, 8), (torch.float16, 11), (torch.float32, 24), (torch.float64, 53)],
+)
+def test_a_stand_in_has_the_delta_of_the_output(dtype, bits, dim, device):
+    """Of rows of all sizes, with one element, with few, with none that is not 0."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(spread):
+        x = torch.randn((2, 50, 3, dim), generator=generator, dtype=torch.float64)
+        sizes = torch.randn((2, 50, 3, dim), generator=generator, dtype=torch.float64)
+        return (x * torch.exp(spread * sizes)).to(device, dtype)
+
+    for dout, out in ((random(0), random(0)), (random(1), random(1)), (random(2), random(0))):
+        dout[:, 0] = 0
+        dout[:, 1, :, 1:] = 0
+        dout[:, 2, :, 2:] = 0
+        delta = delta_of(dout, out)
+        found = Statistics(delta, delta=delta).out_for(dout)
+        assert found.dtype == dtype
+        error = (delta_of(dout, found) - delta).abs()
+        size = delta_of(dout.abs(), out.abs())
+        # What so many products leave, each of a number of so many bits, that of one element alone
+        # nothing; what float32 does, in which sums are made; and what the least fp16 does.
+        terms = (dout != 0).sum(-1).clamp(max=3).transpose(1, 2)
+        left = torch.where(terms > 1, 2.0 ** -(bits * terms), 0.0)
+        wide = 2.0**-22 if dtype != torch.float64 else 2.0**-51
+        least = 2.0**-24 * dout.abs().amax(-1).transpose(1, 2) if dtype == torch.float16 else 0.0
+        assert (error <= (left + wide) * size + least).all()
+        assert (found[:, 0] == 0).all()
+
+
+@pytest.mark.parametrize("device", ON_DEVICES, ids=str)
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
+def test_a_stand_in_hides_no_delta_that_is_no_number(wrong, device):
+    dout = torch.randn(1, 4, 2, 16, device=device).bfloat16()
+    delta = torch.full((1, 2, 4), wrong, device=device)
+    assert not delta_of(dout, Statistics(delta, delta=delta).out_for(dout)).isfinite().any()
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "parts"), [(8, 4, 4), (4, 4, 2), (4, 1, 2)])

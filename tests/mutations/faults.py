@@ -498,11 +498,11 @@ FAULTS = (
         "test_windows.py::test_equals_unsplit_attention",
     ),
     Fault(
-        "core/kernel.py",
-        "torch.where(square > 0, delta / square * wide, 0.0)",
-        "torch.where(square > 0, delta * wide, 0.0)",
-        "the stand-in for out is too long",
-        "kernels/test_kernels.py::test_cpu_kernels",
+        "core/partial.py",
+        "rest = rest - value.to(rest.dtype) * term",
+        "rest = torch.zeros_like(rest)",
+        "the stand-in for out is rounded to its dtype",
+        "test_windows.py::test_queries_that_see_only_themselves_have_no_gradients",
     ),
     Fault(
         "kernels/reference.py",
