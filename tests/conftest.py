@@ -4,6 +4,7 @@ others are asked for.
 """
 
 import random
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -47,10 +48,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _seeds() -> None:
+def _seeds() -> Iterator[None]:
     random.seed(1)
     np.random.seed(1)
     torch.manual_seed(1)
+    yield
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()  # other processes share the GPU
 
 
 def pytest_terminal_summary(

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from megatron_cp_plugin.core.kernel import Lengths, Packing, Problem, SoftmaxKernel, Statistics
-from megatron_cp_plugin.errors import ConfigError
+from megatron_cp_plugin.core.partial import accumulation_dtype
+from megatron_cp_plugin.core.pipeline import head_groups
+from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.installed import load_installed
 from megatron_cp_plugin.kernels.choice import choose, loader, named
 
@@ -57,23 +59,6 @@ def equal_dims_reason(problem: Problem) -> str | None:
 def rounded(number: int, multiple: int) -> int:
     """The least multiple that is not less than a number."""
     return -(-number // multiple) * multiple
-
-
-def flash2_workspace(
-    q: Tensor, k: Tensor, v: Tensor, statistics: Statistics | None, sequences: int
-) -> int:
-    """`workspace` of FlashAttention-2: float32 dQ and delta; with GQA dK, dV of all query heads.
-
-    Source: mha_bwd and mha_varlen_bwd of csrc/flash_attn/flash_api.cpp.
-    """
-    if statistics is None:
-        return 0
-    batch, rows, heads, dim = q.shape
-    (_, cols, kv_heads, _) = k.shape
-    rows = rounded(rows, 128) if sequences == 1 else rows + 128 * sequences
-    of_keys = 2 * cols * heads * dim if heads > kv_heads else 0
-    wide = rows * heads * (rounded(dim, 32 if dim <= 128 else 64) + 1)
-    return with_stand_in(batch * (4 * wide + of_keys * q.element_size()), q, v, statistics)
 
 
 def with_stand_in(within: int, q: Tensor, v: Tensor, statistics: Statistics) -> int:
@@ -148,6 +133,111 @@ class PackingKernel(SoftmaxKernel):
         )
         dq, dk, dv = (x.unflatten(0, (batch, -1)) for x in gradients)
         return dq, dk, dv
+
+
+Gradients = tuple[Tensor, Tensor, Tensor]
+MOST_ELEMENTS = 2**31
+
+
+def by_heads(
+    name: str,
+    elements: int,
+    call: Callable[[Tensor, Tensor, Tensor, Tensor, Statistics], Gradients],
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    statistics: Statistics,
+) -> Gradients:
+    """dq, dk and dv of a kernel whose offsets are int32, by calls of some heads at a time.
+
+    Args:
+        name: of the kernel.
+        elements: of all heads, which int32 has to count in each call.
+        call: makes the gradients of some heads of the tensors that follow.
+
+    Raises: ContextParallelError if one head has too many elements.
+    """
+    heads, kv_heads = q.shape[2], k.shape[2]
+    enough = range(max(1, -(-elements // MOST_ELEMENTS)), heads + 1)
+    groups = next((x for n in enough if len(x := head_groups(heads, kv_heads, n)) == n), None)
+    if groups is None:
+        raise ContextParallelError(
+            f"kernel {name} needs at most {MOST_ELEMENTS} elements a head, got "
+            f"{elements // heads}: use kernel flash4, or a larger context_parallel_size"
+        )
+    if len(groups) == 1:
+        return call(dout, q, k, v, statistics)
+    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    wide = k.dtype if all(x.first and x.last for x in groups) else accumulation_dtype(k.dtype)
+    dk, dv = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (k, v))
+    for group in groups:
+        some_keys = k[:, :, group.kv], v[:, :, group.kv]
+        found = call(dout[:, :, group.q], q[:, :, group.q], *some_keys, statistics.heads(group.q))
+        dq[:, :, group.q] = found[0]
+        dk[:, :, group.kv] += found[1]
+        dv[:, :, group.kv] += found[2]
+    return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+
+def far_apart(x: Tensor) -> bool:
+    """Whether int32 does not count the elements from the first to the last in memory."""
+    offsets = ((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return sum(offsets) >= MOST_ELEMENTS
+
+
+class FlashAttention2(PackingKernel):
+    """FlashAttention-2, in torch and as a package.
+
+    Offsets in the float32 dQ of the backward are int32 up to flash-attn 2.8.3, and in torch 2.11:
+    where there are more elements, the GPU accesses memory that is not the tensor's.
+    """
+
+    def accumulated(self, q: Tensor, sequences: int = 1) -> int:
+        """Elements of the float32 dQ of [B,S,H,D]. Args: sequences: that are packed; 1: none are.
+
+        Source: mha_bwd and mha_varlen_bwd of csrc/flash_attn/flash_api.cpp.
+        """
+        batch, rows, heads, dim = q.shape
+        rows = rounded(rows, 128) if sequences == 1 else rows + 128 * sequences
+        return batch * rows * heads * rounded(dim, 32 if dim <= 128 else 64)
+
+    def backward_packed(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        statistics: Statistics,
+        packing: Packing,
+        *,
+        scale: float,
+        causal: bool,
+    ) -> Gradients:
+        """See SoftmaxKernel.backward_packed."""
+        call = partial(super().backward_packed, packing=packing, scale=scale, causal=causal)
+        # Each sequence is padded, a single one as well.
+        elements = self.accumulated(q, max(2, len(packing)))
+        return by_heads(self.name, elements, call, dout, q, k, v, statistics)
+
+    def workspace(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        statistics: Statistics | None,
+        *,
+        causal: bool,
+        sequences: int = 1,
+    ) -> int:
+        """See SoftmaxKernel.workspace: float32 dQ and delta; with GQA dK, dV of all query heads."""
+        if statistics is None:
+            return 0
+        (batch, _, heads, dim), (_, cols, kv_heads, _) = q.shape, k.shape
+        of_keys = batch * 2 * cols * heads * dim if heads > kv_heads else 0
+        elements = self.accumulated(q, sequences)
+        wide = elements + elements // rounded(dim, 32 if dim <= 128 else 64)
+        return with_stand_in(4 * wide + of_keys * q.element_size(), q, v, statistics)
 
 
 # In the order of preference of "auto", fastest first (docs/benchmarks.md has the measurements). The

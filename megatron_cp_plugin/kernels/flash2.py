@@ -1,6 +1,7 @@
 """flash-attn 2, through the functions that its own autograd Function calls."""
 
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -9,15 +10,17 @@ from torch import Tensor
 
 from megatron_cp_plugin.core.kernel import Lengths, Problem, Statistics
 from megatron_cp_plugin.kernels.base import (
-    PackingKernel,
+    MOST_ELEMENTS,
+    FlashAttention2,
+    Gradients,
+    by_heads,
     by_name,
     equal_dims_reason,
-    flash2_workspace,
     gpu_reason,
 )
 
 
-class Flash2(PackingKernel):
+class Flash2(FlashAttention2):
     """flash_attn.flash_attn_interface (2.7 and newer)."""
 
     name = "flash2"
@@ -51,9 +54,11 @@ class Flash2(PackingKernel):
         scale: float,
         causal: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        gradients = _like(q, k, v)
-        self.backward_to(gradients, dout, q, k, v, statistics, scale=scale, causal=causal)
-        return gradients
+        from flash_attn.flash_attn_interface import _flash_attn_backward
+
+        settings: dict[str, Any] = {"softmax_scale": scale, "causal": causal}
+        call = partial(_differentiate, _flash_attn_backward, **settings)
+        return by_heads(self.name, self.accumulated(q), call, dout, q, k, v, statistics)
 
     def backward_to(
         self,
@@ -69,21 +74,14 @@ class Flash2(PackingKernel):
     ) -> None:
         from flash_attn.flash_attn_interface import _flash_attn_backward
 
-        settings = {"softmax_scale": scale, "causal": causal}
-        _differentiate(_flash_attn_backward, gradients, dout, q, k, v, statistics, **settings)
-
-    def workspace(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        statistics: Statistics | None,
-        *,
-        causal: bool,
-        sequences: int = 1,
-    ) -> int:
-        """See SoftmaxKernel.workspace: that of FlashAttention-2."""
-        return flash2_workspace(q, k, v, statistics, sequences)
+        settings: dict[str, Any] = {"softmax_scale": scale, "causal": causal}
+        given = dout, q, k, v, statistics
+        if self.accumulated(q) <= MOST_ELEMENTS:
+            _differentiate(_flash_attn_backward, *given, gradients=gradients, **settings)
+            return
+        found = self.backward(*given, scale=scale, causal=causal)
+        for place, x in zip(gradients, found, strict=True):
+            place.copy_(x)
 
     def forward_flat(
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, *, scale: float, causal: bool
@@ -110,27 +108,23 @@ class Flash2(PackingKernel):
     ) -> tuple[Tensor, Tensor, Tensor]:
         from flash_attn.flash_attn_interface import _flash_attn_varlen_backward
 
-        settings = {"softmax_scale": scale, "causal": causal, **by_name(lengths)}
-        gradients = _like(q, k, v)
-        function = _flash_attn_varlen_backward
-        _differentiate(function, gradients, dout, q, k, v, statistics, **settings)
-        return gradients
-
-
-def _like(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        settings: dict[str, Any] = {"softmax_scale": scale, "causal": causal, **by_name(lengths)}
+        return _differentiate(_flash_attn_varlen_backward, dout, q, k, v, statistics, **settings)
 
 
 def _differentiate(
     function: Callable[..., object],
-    gradients: tuple[Tensor, Tensor, Tensor],
     dout: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     statistics: Statistics,
+    *,
+    gradients: Gradients | None = None,
     **settings: Any,
-) -> None:
+) -> Gradients:
+    """Gradients, where they belong, or in new tensors."""
+    gradients = gradients or (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
     function(
         dout,
         q,
@@ -143,6 +137,7 @@ def _differentiate(
         **settings,
         **_PLAIN,
     )
+    return gradients
 
 
 # What no tile here has.

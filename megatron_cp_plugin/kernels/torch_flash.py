@@ -4,19 +4,17 @@ All take GQA without expanding and return the natural-log lse. Called as aten op
 scaled_dot_product_attention does not return lse.
 """
 
-from collections.abc import Iterator
-from itertools import product
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from megatron_cp_plugin.core.kernel import Lengths, Problem, SoftmaxKernel, Statistics
-from megatron_cp_plugin.core.pipeline import head_groups
-from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.kernels.base import (
-    PackingKernel,
+    FlashAttention2,
+    by_heads,
     equal_dims_reason,
-    flash2_workspace,
+    far_apart,
     gpu_reason,
     wide_heads_reason,
     with_stand_in,
@@ -24,10 +22,6 @@ from megatron_cp_plugin.kernels.base import (
 from megatron_cp_plugin.kernels.reference import Reference
 
 _aten = torch.ops.aten  # its attention takes [B,H,S,D]
-
-# How far apart elements of q may be for cuDNN's backward: beyond that dq is wrong, and with it dk,
-# without an error (cuDNN of torch 2.11 on an H200; its forward is right).
-_CUDNN_ELEMENTS = 2**31
 
 
 class CpuFlashAttention(SoftmaxKernel):
@@ -75,7 +69,7 @@ class CpuFlashAttention(SoftmaxKernel):
         return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
 
-class CudaFlashAttention(PackingKernel):
+class CudaFlashAttention(FlashAttention2):
     """torch's own build of FlashAttention-2 (CUDA, compute capability 8.0 and newer)."""
 
     name = "torch_flash"
@@ -105,20 +99,8 @@ class CudaFlashAttention(PackingKernel):
         causal: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         lengths = None, None, q.shape[1], k.shape[1]
-        return _differentiate(dout, q, k, v, statistics, lengths, scale=scale, causal=causal)
-
-    def workspace(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        statistics: Statistics | None,
-        *,
-        causal: bool,
-        sequences: int = 1,
-    ) -> int:
-        """See SoftmaxKernel.workspace: that of FlashAttention-2."""
-        return flash2_workspace(q, k, v, statistics, sequences)
+        call = partial(_differentiate, lengths=lengths, scale=scale, causal=causal)
+        return by_heads(self.name, self.accumulated(q), call, dout, q, k, v, statistics)
 
     def forward_flat(
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, *, scale: float, causal: bool
@@ -220,20 +202,10 @@ class CudnnAttention(SoftmaxKernel):
     ) -> tuple[Tensor, Tensor, Tensor]:
         if k.shape[1] == 1:
             return self._of_one_key.backward(dout, q, k, v, statistics, scale=scale, causal=causal)
-        out = statistics.out_for(dout)
-        if max(map(_extent, (q, dout, out))) <= _CUDNN_ELEMENTS:
-            return self._differentiate(
-                dout, q, k, v, out, statistics.lse, scale=scale, causal=causal
-            )
-        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-        for entry, heads, kv in _parts(dout, q, k):
-            some_dout, some_q, some_out = (x[entry, :, heads].contiguous() for x in (dout, q, out))
-            some_k, some_v = (x[entry, :, kv].contiguous() for x in (k, v))
-            lse = statistics.lse[entry, heads]
-            dq[entry, :, heads], dk[entry, :, kv], dv[entry, :, kv] = self._differentiate(
-                some_dout, some_q, some_k, some_v, some_out, lse, scale=scale, causal=causal
-            )
-        return dq, dk, dv
+        statistics = Statistics(statistics.lse, out=statistics.out_for(dout))
+        call = partial(self._differentiate, scale=scale, causal=causal)
+        elements = max(q.numel(), dout.numel())
+        return by_heads(self.name, elements, call, dout, q, k, v, statistics)
 
     def _differentiate(
         self,
@@ -241,12 +213,15 @@ class CudnnAttention(SoftmaxKernel):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        out: Tensor,
-        lse: Tensor,
+        statistics: Statistics,
         *,
         scale: float,
         causal: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        assert statistics.out is not None
+        # Else dq is wrong, and with it dk, without an error (torch 2.11 on an H200; the forward is
+        # right).
+        q, dout, out = (x.contiguous() if far_apart(x) else x for x in (q, dout, statistics.out))
         no_dropout = torch.zeros((), dtype=torch.int64, device=q.device)
         dq, dk, dv = _aten._scaled_dot_product_cudnn_attention_backward(
             dout.transpose(1, 2),
@@ -254,7 +229,7 @@ class CudnnAttention(SoftmaxKernel):
             k.transpose(1, 2),
             v.transpose(1, 2),
             out.transpose(1, 2),
-            lse.contiguous().unsqueeze(-1),
+            statistics.lse.contiguous().unsqueeze(-1),
             no_dropout,
             no_dropout,
             None,
@@ -289,26 +264,3 @@ class CudnnAttention(SoftmaxKernel):
         of_keys = cols * heads * (dim + value_dim) if heads > kv_heads else 0
         within = batch * (4 * rows * heads * (dim + 1) + of_keys * q.element_size())
         return with_stand_in(within, q, v, statistics)
-
-
-def _extent(x: Tensor) -> int:
-    """Elements from the first to the last in memory, those between included."""
-    return 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-
-
-def _parts(dout: Tensor, q: Tensor, k: Tensor) -> Iterator[tuple[slice, slice, slice]]:
-    """Batch entries, query heads and KV heads of which cuDNN's backward is right.
-
-    Raises: ContextParallelError if one KV head's queries are too many.
-    """
-    (batch, rows, heads, _), kv_heads = q.shape, k.shape[2]
-    elements = rows * heads * max(q.shape[3], dout.shape[3])
-    counts = (n for n in range(1, kv_heads + 1) if not kv_heads % n)
-    count = next((n for n in counts if elements <= n * _CUDNN_ELEMENTS), None)
-    if count is None:
-        raise ContextParallelError(
-            f"kernel cudnn needs at most {_CUDNN_ELEMENTS} elements of queries a KV head, got "
-            f"{elements // kv_heads}: use kernel flash4 or torch_flash"
-        )
-    for entry, group in product(range(batch), head_groups(heads, kv_heads, count, share_kv=False)):
-        yield slice(entry, entry + 1), group.q, group.kv

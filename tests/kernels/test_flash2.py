@@ -4,6 +4,7 @@ The stand-in computes with the written-out reference; what is tested is how the 
 """
 
 import sys
+from functools import wraps
 from types import ModuleType
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 from megatron_cp_plugin.core.kernel import Packing, Statistics
 from megatron_cp_plugin.core.partial import delta_of
+from megatron_cp_plugin.kernels import base, flash2
 from megatron_cp_plugin.kernels.flash2 import Flash2
 from megatron_cp_plugin.kernels.reference import Reference
 from tests.oracle import expected_attention, relative_error
@@ -180,3 +182,72 @@ def test_documents(given, batch):
     gradients = Flash2().backward_packed(dout, q, k, v, statistics, packing, **settings)
     for got, want in zip(gradients, (expected.dq, expected.dk, expected.dv), strict=True):
         assert relative_error(got, want) < 1e-12
+
+
+@pytest.fixture
+def short(monkeypatch):
+    """Kernels take a fourth of the elements of float32 dQ that 4 heads have in the tests below."""
+
+    def calls_of(function):
+        @wraps(function)
+        def called(dout, q, *tensors, **settings):
+            tokens = q.shape[0] * (128 if q.dim() == 4 else 1)
+            starts = settings.get("cu_seqlens_q", ())
+            padding = 128 * max(0, len(starts) - 1)
+            elements = (tokens + padding) * q.shape[-2] * 32
+            assert elements <= base.MOST_ELEMENTS
+            found.append(q.shape[-2])
+            return function(dout, q, *tensors, **settings)
+
+        return called
+
+    found = []
+    interface = sys.modules["flash_attn.flash_attn_interface"]
+    for name in ("_flash_attn_backward", "_flash_attn_varlen_backward"):
+        monkeypatch.setattr(interface, name, calls_of(getattr(interface, name)))
+
+    def limit(elements):
+        monkeypatch.setattr(base, "MOST_ELEMENTS", elements // 4)
+        monkeypatch.setattr(flash2, "MOST_ELEMENTS", elements // 4)
+        return found
+
+    return limit
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
+@pytest.mark.parametrize("given", ["out", "delta"])
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.usefixtures("flash_attn")
+def test_a_backward_beyond_int32_is_in_parts(short, kv_heads, given, packed):
+    """Offsets in the float32 dQ are int32 in flash-attn 2.8.3 and in torch 2.11."""
+    bounds = (0, 1, 12, 30, 33) if packed else ()
+    expected = expected_attention(
+        batch=2,
+        seq_len=33,
+        heads=4,
+        kv_heads=kv_heads,
+        head_dim=16,
+        causal=True,
+        cu_seqlens=bounds or None,
+    )
+    q, k, v, dout = expected.q, expected.k, expected.v, expected.dout
+    kernel, positional = Flash2(), [Packing.adjacent(bounds, bounds)] if packed else []
+    forward, backward = (
+        (kernel.forward_packed, kernel.backward_packed)
+        if packed
+        else (kernel.forward, kernel.backward)
+    )
+    settings = {"scale": 0.25, "causal": True}
+    out, lse = forward(q, k, v, *positional, **settings)
+    statistics = Statistics(lse, out=out)
+    if given == "delta":
+        statistics = Statistics(lse, delta=delta_of(dout, out))
+    heads_of_calls = short(2 * (33 + 4 * 128 if packed else 128) * 4 * 32)
+    found = [backward(dout, q, k, v, statistics, *positional, **settings)]
+    assert heads_of_calls == [1] * 4
+    if not packed:
+        found.append([torch.full_like(x, torch.nan) for x in (q, k, v)])
+        kernel.backward_to(tuple(found[-1]), dout, q, k, v, statistics, **settings)
+    for gradients in found:
+        for got, want in zip(gradients, (expected.dq, expected.dk, expected.dv), strict=True):
+            assert relative_error(got, want) < 1e-12

@@ -12,7 +12,7 @@ from megatron_cp_plugin.core.kernel import Packing, Problem, SoftmaxKernel, Stat
 from megatron_cp_plugin.core.linear.kernel import LinearProblem
 from megatron_cp_plugin.core.partial import delta_of
 from megatron_cp_plugin.errors import ContextParallelError, KernelUnavailableError
-from megatron_cp_plugin.kernels import kernel_names, resolve, torch_flash
+from megatron_cp_plugin.kernels import base, kernel_names, resolve, torch_flash
 from megatron_cp_plugin.kernels.linear import resolve_linear
 from megatron_cp_plugin.kernels.reference import Reference
 from tests.oracle import expected_attention, relative_error
@@ -517,18 +517,21 @@ def test_a_stand_in_hides_no_delta_that_is_no_number(wrong, device):
 @pytest.mark.parametrize(("heads", "kv_heads", "parts"), [(8, 4, 4), (4, 4, 2), (4, 1, 2)])
 def test_cudnn_backward_of_large_tensors_is_in_parts(monkeypatch, heads, kv_heads, parts):
     """Each call has contiguous tensors of at most so many elements, also of views of some heads."""
-    limit = 100 * 4 * 16
-    monkeypatch.setattr(torch_flash, "_CUDNN_ELEMENTS", limit)
-    monkeypatch.setattr(torch_flash, "_aten", None)
+    monkeypatch.setattr(base, "MOST_ELEMENTS", 100 * 4 * 16)
     calls = []
 
-    def backward(self, dout, q, k, v, out, lse, **settings):
-        assert all(x.is_contiguous() and x.numel() <= limit for x in (dout, q, out))
+    def backward(dout, q, k, v, out, lse, *others, scale):
+        given = [x.transpose(1, 2) for x in (dout, q, k, v)]
+        out = out.transpose(1, 2)
+        assert all(x.is_contiguous() for x in (*given[:2], out))
+        assert all(x.numel() <= base.MOST_ELEMENTS for x in (*given[:2], out))
         calls.append(q.shape)
-        statistics = Statistics(lse, out=out)
-        return Reference().backward(dout, q, k, v, statistics, **settings)
+        statistics = Statistics(lse.squeeze(-1), out=out)
+        found = Reference().backward(*given, statistics, scale=scale, causal=others[-1])
+        return [x.transpose(1, 2) for x in found]
 
-    monkeypatch.setattr(torch_flash.CudnnAttention, "_differentiate", backward)
+    operator = SimpleNamespace(_scaled_dot_product_cudnn_attention_backward=backward)
+    monkeypatch.setattr(torch_flash, "_aten", operator)
     generator = torch.Generator().manual_seed(0)
 
     def random(n):
@@ -547,94 +550,10 @@ def test_cudnn_backward_of_large_tensors_is_in_parts(monkeypatch, heads, kv_head
         assert len(calls) == parts
         want = Reference().backward(dout, q, k, v, Statistics(lse, out=out), **settings)
         assert max(map(relative_error, got, want)) < 1e-12
-    monkeypatch.setattr(torch_flash, "_CUDNN_ELEMENTS", 100 * 16 * heads // kv_heads - 1)
-    with pytest.raises(ContextParallelError, match="use kernel flash4 or torch_flash"):
+    monkeypatch.setattr(base, "MOST_ELEMENTS", 2 * 100 * 16 - 1)
+    text = "cudnn needs at most 3199 elements a head, got 3200: use kernel flash4, or a larger"
+    with pytest.raises(ContextParallelError, match=text):
         torch_flash.CudnnAttention().backward(dout, q, k, v, Statistics(lse, out=out), **settings)
-
-
-# Offsets of the last rows are beyond int32: 2^31 elements and some, 4 GiB each in bfloat16.
-LARGE = 2**18 + 384
-FEW = 384
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("large", ["queries", "keys"])
-@pytest.mark.parametrize("name", GPU_KERNELS)
-def test_tensors_of_more_elements_than_int32_counts(name, large):
-    """The last rows of a large tensor are computed as they are in a small one."""
-    device = torch.device("cuda", 0)
-    heads, dim = 64, 128
-    kernel = resolve(name, Problem(device, torch.bfloat16, heads, heads, dim))
-    generator = torch.Generator(device).manual_seed(0)
-
-    def random(tokens):
-        shape = (1, tokens, heads, dim)
-        return torch.randn(shape, device=device, dtype=torch.bfloat16, generator=generator)
-
-    q, dout = (random(LARGE if large == "queries" else FEW) for _ in "qd")
-    k, v = (random(FEW if large == "queries" else LARGE) for _ in "kv")
-    settings = {"scale": dim**-0.5, "causal": False}
-    out, lse = kernel.forward(q, k, v, **settings)
-    dq, dk, dv = kernel.backward(dout, q, k, v, Statistics(lse, out=out), **settings)
-    last = slice(LARGE - FEW, LARGE)
-    if large == "queries":
-        rows = q[:, last], dout[:, last], out[:, last].contiguous(), lse[:, :, last]
-        want, want_lse = kernel.forward(rows[0], k, v, **settings)
-        assert relative_error(rows[2], want) < 1e-3
-        assert relative_error(rows[3], want_lse) < 1e-5
-        statistics = Statistics(rows[3].contiguous(), out=rows[2])
-        want = kernel.backward(rows[1], rows[0], k, v, statistics, **settings)
-        assert relative_error(dq[:, last], want[0]) < 1e-3
-        # What all other rows add to dk and dv, in pieces.
-        sums = [torch.zeros(k.shape, device=device) for _ in "kv"]
-        for start in range(0, LARGE, 2**16):
-            part = slice(start, min(start + 2**16, LARGE))
-            statistics = Statistics(lse[:, :, part].contiguous(), out=out[:, part])
-            found = kernel.backward(dout[:, part], q[:, part], k, v, statistics, **settings)
-            for total, x in zip(sums, found[1:], strict=True):
-                total += x
-        assert max(map(relative_error, (dk, dv), sums)) < 1e-2
-        return
-    part = k[:, last], v[:, last]
-    found = kernel.backward(dout, q, *part, Statistics(lse, out=out), **settings)
-    assert max(map(relative_error, (dk[:, last], dv[:, last]), found[1:])) < 1e-3
-    partials = [
-        kernel.forward(q, k[:, start : start + 2**16], v[:, start : start + 2**16], **settings)
-        for start in range(0, LARGE, 2**16)
-    ]
-    lses = torch.stack([each for _, each in partials])
-    assert relative_error(lse, lses.logsumexp(0)) < 1e-5
-    weights = (lses - lse).exp().transpose(2, 3).unsqueeze(-1)
-    want = sum(x.float() * w for (x, _), w in zip(partials, weights, strict=True))
-    assert relative_error(out, want) < 1e-2
-
-
-@pytest.mark.gpu
-def test_merges_and_sums_of_more_elements_than_int32_counts():
-    from megatron_cp_plugin.kernels import fused
-
-    device = torch.device("cuda", 0)
-    a, b = (
-        torch.empty((1, LARGE, 64, 128), device=device, dtype=torch.bfloat16).normal_()
-        for _ in "ab"
-    )
-    a_lse, b_lse = (torch.randn((1, 64, LARGE), device=device) for _ in "ab")
-    out, lse = torch.empty_like(a), torch.empty_like(a_lse)
-    last = slice(LARGE - FEW, LARGE)
-    small = [x[:, last].contiguous() for x in (a, b)]
-    small_lse = [x[:, :, last].contiguous() for x in (a_lse, b_lse)]
-    want, want_lse = torch.empty_like(small[0]), torch.empty_like(small_lse[0])
-
-    fused.merge_into(out, lse, a, a_lse, b, b_lse)
-    fused.merge_into(want, want_lse, small[0], small_lse[0], small[1], small_lse[1])
-    assert torch.equal(out[:, last], want)
-    assert torch.equal(lse[:, :, last], want_lse)
-    fused.sum_into(out, a, b)
-    fused.sum_into(want, *small)
-    assert torch.equal(out[:, last], want)
-    assert torch.equal(fused.delta_of(a, b)[:, :, last], fused.delta_of(*small))
-    rows = torch.arange(LARGE - FEW, LARGE, device=device, dtype=torch.int32)
-    assert torch.equal(fused.rows_at(a, rows), small[0])
 
 
 @pytest.fixture

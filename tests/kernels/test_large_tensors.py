@@ -1,10 +1,7 @@
-"""Offsets beyond int32 where whole tensors are smaller, or others are larger than q, k and v.
+"""Offsets beyond int32: in tensors of 2^31 elements, in smaller ones, and in those that are made.
 
-Of tensors that themselves have more elements than int32 counts: test_kernels.py. On a GPU with 64
-GiB: pytest -m gpu tests/kernels/test_large_tensors.py
+On a GPU with 80 GiB, which nobody else uses: pytest -m gpu tests/kernels/test_large_tensors.py
 """
-
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -14,24 +11,18 @@ from megatron_cp_plugin.core.chunked_loss import losses_and_predictions
 from megatron_cp_plugin.core.kernel import Packing, Problem, SoftmaxKernel, Statistics
 from megatron_cp_plugin.core.linear.decay import Decay
 from megatron_cp_plugin.core.partial import delta_of
-from tests.kernels.test_kernels import FEW, GPU_KERNELS, LARGE, resolved
+from tests.kernels.test_kernels import GPU_KERNELS, resolved
 from tests.kernels.test_linear_kernels import run
 from tests.oracle import naive_attention, relative_error
 
 pytestmark = pytest.mark.gpu
 
 GPU = torch.device("cuda", 0)
-HEADS, DIM = 64, 128  # LARGE tokens of them are 2^31 elements and some
+HEADS, DIM = 64, 128
+# Offsets of the last rows are beyond int32: 2^31 elements and some, 4 GiB each in bfloat16.
+LARGE, FEW = 2**18 + 384, 384
 LAST = slice(LARGE - FEW, LARGE)
 SETTINGS = {"scale": DIM**-0.5, "causal": False}
-
-
-@pytest.fixture(autouse=True)
-def _freed() -> Iterator[None]:
-    """Each test takes up to 50 GiB, in pieces of other sizes than the last one."""
-    torch.manual_seed(0)
-    yield
-    torch.cuda.empty_cache()
 
 
 def kernel_called(name: str, heads: int, kv_heads: int, *, packs: bool = False) -> SoftmaxKernel:
@@ -45,6 +36,70 @@ def normal(*shape: int) -> Tensor:
 def assert_near(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...], bound: float = 1e-3) -> None:
     errors = [relative_error(x, y) for x, y in zip(found, wanted, strict=True)]
     assert max(errors) < bound, errors
+
+
+@pytest.mark.parametrize("large", ["queries", "keys"])
+@pytest.mark.parametrize("name", GPU_KERNELS)
+def test_tensors_of_more_elements_than_int32_counts(name: str, large: str) -> None:
+    """The last rows of a large tensor are computed as they are in a small one."""
+    kernel = kernel_called(name, HEADS, HEADS)
+    q, dout = (normal(1, LARGE if large == "queries" else FEW, HEADS, DIM) for _ in "qd")
+    k, v = (normal(1, FEW if large == "queries" else LARGE, HEADS, DIM) for _ in "kv")
+    out, lse = kernel.forward(q, k, v, **SETTINGS)
+    dq, dk, dv = kernel.backward(dout, q, k, v, Statistics(lse, out=out), **SETTINGS)
+    if large == "queries":
+        rows = q[:, LAST], dout[:, LAST], out[:, LAST].contiguous(), lse[:, :, LAST]
+        want, want_lse = kernel.forward(rows[0], k, v, **SETTINGS)
+        assert relative_error(rows[2], want) < 1e-3
+        assert relative_error(rows[3], want_lse) < 1e-5
+        statistics = Statistics(rows[3].contiguous(), out=rows[2])
+        want = kernel.backward(rows[1], rows[0], k, v, statistics, **SETTINGS)
+        assert relative_error(dq[:, LAST], want[0]) < 1e-3
+        # What all other rows add to dk and dv, in pieces.
+        sums = [torch.zeros(k.shape, device=GPU) for _ in "kv"]
+        for start in range(0, LARGE, 2**16):
+            part = slice(start, min(start + 2**16, LARGE))
+            statistics = Statistics(lse[:, :, part].contiguous(), out=out[:, part])
+            found = kernel.backward(dout[:, part], q[:, part], k, v, statistics, **SETTINGS)
+            for total, x in zip(sums, found[1:], strict=True):
+                total += x
+        assert max(map(relative_error, (dk, dv), sums)) < 1e-2
+        return
+    part = k[:, LAST], v[:, LAST]
+    found = kernel.backward(dout, q, *part, Statistics(lse, out=out), **SETTINGS)
+    assert max(map(relative_error, (dk[:, LAST], dv[:, LAST]), found[1:])) < 1e-3
+    partials = [
+        kernel.forward(q, k[:, start : start + 2**16], v[:, start : start + 2**16], **SETTINGS)
+        for start in range(0, LARGE, 2**16)
+    ]
+    lses = torch.stack([each for _, each in partials])
+    assert relative_error(lse, lses.logsumexp(0)) < 1e-5
+    weights = (lses - lse).exp().transpose(2, 3).unsqueeze(-1)
+    want = sum(x.float() * w for (x, _), w in zip(partials, weights, strict=True))
+    assert relative_error(out, want) < 1e-2
+
+
+def test_merges_and_sums_of_more_elements_than_int32_counts() -> None:
+    from megatron_cp_plugin.kernels import fused
+
+    a, b = (normal(1, LARGE, HEADS, DIM) for _ in "ab")
+    a_lse, b_lse = (torch.randn((1, HEADS, LARGE), device=GPU) for _ in "ab")
+    out, lse = torch.empty_like(a), torch.empty_like(a_lse)
+    small = [x[:, LAST].contiguous() for x in (a, b)]
+    small_lse = [x[:, :, LAST].contiguous() for x in (a_lse, b_lse)]
+    want, want_lse = torch.empty_like(small[0]), torch.empty_like(small_lse[0])
+
+    fused.merge_into(out, lse, a, a_lse, b, b_lse)
+    fused.merge_into(want, want_lse, small[0], small_lse[0], small[1], small_lse[1])
+    assert torch.equal(out[:, LAST], want)
+    assert torch.equal(lse[:, :, LAST], want_lse)
+    fused.sum_into(out, a, b)
+    fused.sum_into(want, *small)
+    assert torch.equal(out[:, LAST], want)
+    assert torch.equal(fused.delta_of(a, b)[:, :, LAST], fused.delta_of(*small))
+    assert torch.equal(fused.stand_in_of(a, lse)[:, LAST], fused.stand_in_of(small[0], want_lse))
+    rows = torch.arange(LARGE - FEW, LARGE, device=GPU, dtype=torch.int32)
+    assert torch.equal(fused.rows_at(a, rows), small[0])
 
 
 @pytest.mark.parametrize("tokens", [2**16 + FEW, 2**17 + FEW, 2**18 - FEW])
@@ -121,13 +176,19 @@ def test_heads_of_large_tensors(name: str, large: str) -> None:
         assert_near((dq, dk, dv), wanted)
 
 
+@pytest.mark.parametrize("kv_heads", [HEADS, 1])
+@pytest.mark.parametrize("tokens", [512, 96])
 @pytest.mark.parametrize("name", ["flash4", "torch_flash", "flash2"])
-def test_packed_documents(name: str) -> None:
-    """The last two of 513 documents, against attention written out in float64."""
-    kernel = kernel_called(name, HEADS, HEADS, packs=True)
-    bounds = (*range(0, LARGE, 512), LARGE)
+def test_packed_documents(name: str, tokens: int, kv_heads: int) -> None:
+    """The last two of 513, or of 2735, against attention written out in float64.
+
+    FlashAttention-2 pads each by 128 rows, and its offsets in them are int32.
+    """
+    kernel = kernel_called(name, HEADS, kv_heads, packs=True)
+    bounds = (*range(0, LARGE, tokens), LARGE)
     packing, settings = Packing.adjacent(bounds, bounds), {"scale": DIM**-0.5, "causal": True}
-    q, k, v, dout = (normal(1, LARGE, HEADS, DIM) for _ in range(4))
+    q, dout = (normal(1, LARGE, HEADS, DIM) for _ in "qd")
+    k, v = (normal(1, LARGE, kv_heads, DIM) for _ in "kv")
     out, lse = kernel.forward_packed(q, k, v, packing, **settings)
     statistics = Statistics(lse, out=out)
     found = out, *kernel.backward_packed(dout, q, k, v, statistics, packing, **settings)
@@ -137,6 +198,22 @@ def test_packed_documents(name: str) -> None:
         want = naive_attention(*inputs, **settings)
         wanted = want, *torch.autograd.grad(want, inputs, dout[:, rows].double())
         assert_near(tuple(x[:, rows] for x in found), wanted, 1e-2)
+
+
+@pytest.mark.parametrize("name", GPU_KERNELS)
+def test_entries_of_a_batch(name: str) -> None:
+    """Three of 2^30 elements and some: the last of them as if it were alone."""
+    kernel, tokens = kernel_called(name, HEADS, HEADS), 2**17 + FEW
+    q, dout = (normal(3, tokens, HEADS, DIM) for _ in "qd")
+    k, v = (normal(3, FEW, HEADS, DIM) for _ in "kv")
+    out, lse = kernel.forward(q, k, v, **SETTINGS)
+    found = kernel.backward(dout, q, k, v, Statistics(lse, out=out), **SETTINGS)
+    last = [x[2:].clone() for x in (dout, q, k, v)]
+    want = kernel.forward(*last[1:], **SETTINGS)
+    assert_near((out[2:], lse[2:]), want)
+    statistics = Statistics(want[1], out=want[0])
+    wanted = kernel.backward(*last, statistics, **SETTINGS)
+    assert_near(tuple(x[2:] for x in found), wanted)
 
 
 def test_some_rows_of_large_tensors() -> None:
