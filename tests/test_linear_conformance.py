@@ -533,6 +533,7 @@ GPU_DOCUMENTS = {
 @pytest.mark.parametrize("case", tuple(cases()), ids=str)
 def test_on_a_gpu(case: Case, size: int, causal: bool, heads: int, documents: str) -> None:
     """With fla's kernels, in bfloat16, against all pairs of tokens in float64; with states."""
+    pytest.importorskip("fla")
     generator = torch.Generator("cuda").manual_seed(0)
     rates = (1.0, 0.996, 0.94, 0.5, 0.98)[:heads]
     starts = GPU_DOCUMENTS[documents]

@@ -275,6 +275,7 @@ def test_any_number_of_sequences_fits_a_grid(monkeypatch):
 @pytest.mark.parametrize(("head_dim", "value_dim"), [(256, 128), (128, 128), (64, 80)])
 def test_fla_kernel(head_dim, value_dim, tokens):
     """No worse than fla's own autograd Function, whether runs are cut into segments or not."""
+    pytest.importorskip("fla")
     rates = (1.0, exp(-1 / 256), exp(-1 / 16), 0.5)
     generator = torch.Generator("cuda").manual_seed(0)
 
