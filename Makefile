@@ -1,17 +1,19 @@
 # Every target makes .venv first, so each of them works right after a clone.
 PY := .venv/bin/python
 ARGS ?=
-# How many tests run at a time; on GPUs, which tests share, call pytest without it.
+# How many tests run at a time.
 JOBS ?= 2
 # A module's tests run in one process, and modules in the order of their names: the last ones are
 # short, while those of the fewest tests, which xdist would take last, train for minutes.
 SPREAD := -n $(JOBS) --dist loadscope --no-loadscope-reorder
+# How many tests run at a time on the GPU of `make test-gpu`: each compiles on a core of its own.
+GPU_JOBS ?= 12
 # Of `make fuzz`.
 MINUTES ?= 10
 EXAMPLES ?= 5
 
 .DEFAULT_GOAL := help
-.PHONY: help setup smoke test test-all fuzz lint format lock clean
+.PHONY: help setup smoke test test-all test-gpu fuzz lint format lock clean
 
 help: ## List the targets
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -28,6 +30,15 @@ test: setup ## Run the tests but the slow ones (ARGS="-k layout" to choose, JOBS
 
 test-all: setup ## Run all tests
 	@$(PY) -m pytest $(SPREAD) $(ARGS)
+
+# What flash-attn 4 compiles is kept on the disk, for all processes and the next call. The tests that
+# are run alone take most of a GPU's memory, or measure.
+ALONE := tests/kernels/test_large_tensors.py tests/planner/test_products.py
+test-gpu: $(if $(filter .venv/%,$(PY)),setup) ## Run the tests that need a GPU (PY=python3: with that Python's packages)
+	@export FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1; failed=0; \
+	$(PY) -m pytest -m gpu -n $(GPU_JOBS) --dist worksteal $(ALONE:%=--ignore=%) $(ARGS) || failed=1; \
+	$(PY) -m pytest -m gpu $(ALONE) $(ARGS) || failed=1; \
+	exit $$failed
 
 fuzz: setup ## Try new random examples till a test fails (MINUTES=10; EXAMPLES=5 times as many a round)
 	@end=$$(($$(date +%s) + 60 * $(MINUTES))); \

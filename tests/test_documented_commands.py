@@ -78,6 +78,8 @@ ELSEWHERE: dict[str, str] = {
     "make smoke": "tests/test_convergence_smoke.py",
     "make test": ITSELF,
     "make test-all": ITSELF,
+    "make test-gpu": GPUS,
+    "make test-gpu PY=python3": GPUS,
     "make fuzz": ITSELF,
     'make test ARGS="-k layout"': ITSELF,
     "make lint": ITSELF,
