@@ -2,21 +2,24 @@
 
     import megatron_cp_plugin as cp
 
-    q, k, v = (cp.shard(x, dim=1, algo="zigzag") for x in (q, k, v))
-    out = cp.attention(q, k, v, algo="zigzag")       # [B,S,H,D], differentiable
-    whole = cp.unshard(out, dim=1, algo="zigzag")
+    c = cp.Context(algo="zigzag")
+    q, k, v = (c.shard(x) for x in (q, k, v))    # [B,N,H,D] -> [B,S,H,D]
+    out = c.attention(q, k, v)                   # differentiable
+    whole = c.unshard(out)
 
 Importing this needs torch alone and changes nothing. All exceptions are those of `errors`.
 """
 
 from megatron_cp_plugin import algorithms as algorithms  # registers them all
 from megatron_cp_plugin import spans
+from megatron_cp_plugin.context import Context
 from megatron_cp_plugin.core.comm import record_communication
 from megatron_cp_plugin.functional import (
     attention,
     check_layout,
     chunked_cross_entropy,
     linear_attention,
+    one_line_errors,
     release,
     shard,
     unshard,
@@ -26,11 +29,13 @@ from megatron_cp_plugin.registry import available, register
 __version__ = "0.1.0.dev0"
 
 __all__ = [
+    "Context",
     "attention",
     "available",
     "check_layout",
     "chunked_cross_entropy",
     "linear_attention",
+    "one_line_errors",
     "record_communication",
     "register",
     "release",

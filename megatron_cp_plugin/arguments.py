@@ -25,13 +25,14 @@ def check_tensors(**given: object) -> None:
     """Raises: ContextParallelError unless all are plain tensors with elements; None is let pass
     where a name ends in `_or_none`, which is not part of what is said.
     """
+    module: Any = sys.modules.get("torch.distributed.tensor")  # else there are no DTensors
     for key, value in given.items():
         name = key.removesuffix("_or_none")
         if value is None and name != key:
             continue
         if not isinstance(value, Tensor):
             raise ContextParallelError(f"{name} needs a tensor, got {brief(value)}")
-        if _is_distributed(value):
+        if module is not None and isinstance(value, module.DTensor):
             raise ContextParallelError(
                 f"{name} needs this rank's part as a plain tensor, got a DTensor: give its "
                 "to_local()"
@@ -42,11 +43,6 @@ def check_tensors(**given: object) -> None:
             )
         if name == next(iter(given)) and value.is_meta:  # others are compared with the first one
             raise ContextParallelError(f"{name} needs elements, got a tensor on the meta device")
-
-
-def _is_distributed(x: Tensor) -> bool:
-    module: Any = sys.modules.get("torch.distributed.tensor")  # else there is none
-    return module is not None and isinstance(x, module.DTensor)
 
 
 def check_eager(name: str, *tensors: Tensor) -> None:

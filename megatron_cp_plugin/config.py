@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from megatron_cp_plugin.core.layout import Layout
 from megatron_cp_plugin.errors import ConfigError
-from megatron_cp_plugin.layers import options_by_name
+from megatron_cp_plugin.layers import check_balance, options_by_name
 from megatron_cp_plugin.registry import kind_of, layout_of
 
 LINEAR_MODELS = ("transnormer", "linear_transformer")
@@ -77,6 +77,8 @@ class ContextParallelConfig:
                 f"--cp-linear-model {' or '.join(LINEAR_MODELS)}, or an algorithm of softmax "
                 "attention"
             )
+        if not self.by_auto:  # the planner knows what its choice costs
+            check_balance(self.layers, self.algo, self.options)
         if not self.has_linear_layers and self.linear_model is not None:
             raise ConfigError(
                 f"--cp-linear-model {self.linear_model} needs layers of linear attention, got "

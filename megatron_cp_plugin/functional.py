@@ -4,70 +4,30 @@ B batch, S local tokens, N tokens of the whole sequence, H query heads, G KV hea
 queries and keys, E that of values, P ranks. Positions and lengths are in tokens.
 """
 
-import os
-from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache, partial, wraps
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from traceback import extract_tb
 from typing import Literal
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_cp_plugin import registry
-from megatron_cp_plugin.arguments import (
-    SpanMask,
-    check_eager,
-    check_tensors,
-    chosen,
-    dimension,
-    fixed_number,
-    flag,
-    followed_by,
-    length,
-    on_host,
-    word,
+from megatron_cp_plugin import ending
+from megatron_cp_plugin.arguments import SpanMask, check_eager, check_tensors, flag
+from megatron_cp_plugin.context import (
+    Group,
+    OneCall,
+    linear_algorithm,
+    not_compiled,
+    softmax_algorithm,
 )
-from megatron_cp_plugin.core import layout as layouts
-from megatron_cp_plugin.core.algorithm import Algorithm
-from megatron_cp_plugin.core.autograd.autocast import cast_inputs
-from megatron_cp_plugin.core.autograd.function import attend, check_shapes
 from megatron_cp_plugin.core.chunked_loss import CHUNK_TOKENS, losses_and_predictions
-from megatron_cp_plugin.core.comm import CommunicatingIn
-from megatron_cp_plugin.core.communication.lengths import agreed_length
-from megatron_cp_plugin.core.communication.process_groups import release_topologies, topology_of
-from megatron_cp_plugin.core.communication.same_calls import SameCall, compared
-from megatron_cp_plugin.core.layout import Documents, Layout
-from megatron_cp_plugin.core.layouts.layout_check import describe_mismatch
-from megatron_cp_plugin.core.linear.algorithm import LinearAlgorithm
-from megatron_cp_plugin.core.linear.decay import Decay
-from megatron_cp_plugin.core.linear.function import attend_linearly, check_linear_shapes
-from megatron_cp_plugin.core.masks.slices import starts_and_slices
-from megatron_cp_plugin.core.shape import Shape
-from megatron_cp_plugin.core.tiles import Mask
-from megatron_cp_plugin.core.topology import Topology
+from megatron_cp_plugin.core.communication.process_groups import release_topologies
 from megatron_cp_plugin.errors import ContextParallelError, brief, whole_number
-from megatron_cp_plugin.kernels import resolver
-from megatron_cp_plugin.kernels.linear import resolve_linear
-
-Group = dist.ProcessGroup | Topology | None
 
 
-def _not_compiled[**P, R](function: Callable[P, R]) -> Callable[P, R]:
-    """The function as torch.compile leaves it alone: a break between two graphs.
-
-    Nothing of it could be one: it plans in Python, and messages travel while kernels run.
-    """
-
-    @wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if torch.compiler.is_dynamo_compiling():
-            return torch.compiler.disable(function)(*args, **kwargs)
-        return function(*args, **kwargs)
-
-    return call
-
-
-@_not_compiled
+@not_compiled
 def attention(
     q: Tensor,
     k: Tensor,
@@ -91,13 +51,20 @@ def attention(
     whether q requires a gradient and whether k or v does. Gradients that are not required are not
     sent, except by `attention2d` with variant "overlap".
 
+    `Context` has the same function, with settings that are said once.
+
     Ranks compare what they call it with, documents and spans included, and how many tokens they
     hold, and refuse on all of them what differs or what one of them refuses. Over gloo they do so
     in each call, in a message of 16 bytes. Over NCCL, where the host would have to wait for it,
     they do so at the first call with such settings and with such a number; later calls they compare
     16 at a time without waiting, so that another call of one rank is refused up to 31 calls later,
-    or leaves the others waiting for the group's timeout. Only `check_layout` compares which tokens
-    a rank holds.
+    or leaves the others waiting for the group's timeout.
+
+    Tensors that `shard`, this function or `linear_attention` have made, and their views, are known
+    to be split by a layout until they are changed in place; a call with another one, or with tokens
+    in another dimension, is refused. Nothing is known of others, such as `proj(x)`: `check_layout`
+    compares which tokens a rank holds. At the first call with so many tokens and without seq_len
+    the same unknown q on all ranks is refused, because it cannot have been split.
 
     Under torch.autocast q, k and v are cast to autocast's dtype, as torch's
     scaled_dot_product_attention does. Under torch.compile the call is a graph break.
@@ -148,64 +115,13 @@ def attention(
     fit, KernelUnavailableError if the kernel cannot serve them, CommunicationError if another rank
     cannot be reached any more.
     """
-    topology = _topology(group)
-    with SameCall(topology, "attention") as made:
-        check_tensors(q=q, k=k, v=v, sink_or_none=sink)
-        check_eager("attention", q, k, v)
-        q, k, v = cast_inputs(q, k, v)
-        causal, scale = flag("causal", causal), fixed_number("scale", scale)
-        window = None if window is None else whole_number("window", window)
-        cu_seqlens, spans = on_host("cu_seqlens", cu_seqlens), on_host("spans", spans)
-        check_shapes(q, k, v)
-        if spans is not None and not causal:
-            raise ContextParallelError("spans replace causal=False, got both: leave causal out")
-        layout, settings = registry.layout_of(algo, options), chosen(options)
-        seq_len = length("seq_len", seq_len)
-        sequence = _Sequence(topology, layout, q.shape[1], seq_len, cu_seqlens, spans)
-        made.lengths = sequence.held
-        trained = torch.is_grad_enabled()
-        made.settings = {
-            "algo": algo,
-            "options": settings,
-            **_described(q, k, v),
-            "causal": causal,
-            "scale": scale,
-            "window": window,
-            "kernel": word("kernel", kernel),
-            "documents": cu_seqlens is not None,
-            "span mask": spans is not None,
-            "sink": None if sink is None else (sink.dtype, *sink.shape),
-            "requires_grad of q": trained and q.requires_grad,
-            "requires_grad of k or v": trained and (k.requires_grad or v.requires_grad),
-        }
-        made.changing = {"cu_seqlens": cu_seqlens, "spans": spans}
-    if algo != registry.AUTO:
-        algorithm = _algorithm(algo, topology, settings)
-    seq_len, followed = sequence.agreed()
-    documents, slices = starts_and_slices(followed)
-    if window is not None:
-        window = min(window, max(seq_len, 1))  # sys.maxsize is too large to be added to
-    if algo == registry.AUTO:
-        shape = Shape.of(q, k, v, seq_len)
-        mask = Mask(causal, window, documents) if slices is None else Mask.of(slices, window)
-        algorithm = _algorithm(*_choose(topology, shape, mask, kernel, options))
-    return attend(
-        q,
-        k,
-        v,
-        algorithm=algorithm,
-        seq_len=seq_len,
-        causal=causal,
-        scale=scale,
-        kernel_for=resolver(kernel),
-        window=window,
-        documents=documents,
-        slices=slices,
-        sink=sink,
+    context = OneCall(algo, group, seq_len, cu_seqlens, spans, options)
+    return context.attention(
+        q, k, v, causal=causal, scale=scale, kernel=kernel, window=window, sink=sink
     )
 
 
-@_not_compiled
+@not_compiled
 def linear_attention(
     q: Tensor,
     k: Tensor,
@@ -249,50 +165,19 @@ def linear_attention(
     Raises: ConfigError for an unknown name or option or a rate out of range, ContextParallelError
     for shapes that do not fit, KernelUnavailableError if the kernel cannot serve them.
     """
-    topology = _topology(group)
-    with SameCall(topology, "linear_attention") as made:
-        check_tensors(q=q, k=k, v=v, initial_state_or_none=initial_state)
-        check_eager("linear_attention", q, k, v)
-        q, k, v = cast_inputs(q, k, v)
-        causal = flag("causal", causal)
-        output_final_state = flag("output_final_state", output_final_state)
-        cu_seqlens = on_host("cu_seqlens", cu_seqlens)
-        check_linear_shapes(q, k, v)
-        rates = Decay.of(decay, q.shape[2])
-        layout, settings = registry.layout_of(algo, options), chosen(options)
-        seq_len = length("seq_len", seq_len)
-        sequence = _Sequence(topology, layout, q.shape[1], seq_len, cu_seqlens, None)
-        made.lengths = sequence.held
-        made.settings = {
-            "algo": algo,
-            "options": settings,
-            **_described(q, k, v),
-            "causal": causal,
-            "kernel": word("kernel", kernel),
-            "documents": cu_seqlens is not None,
-            "initial_state": initial_state is not None,
-            "output_final_state": output_final_state,
-        }
-        made.changing = {"decay": rates.rates, "cu_seqlens": cu_seqlens}
-    algorithm = _linear_algorithm(algo, topology, settings)
-    seq_len, followed = sequence.agreed()
-    out, final_state = attend_linearly(
+    return OneCall(algo, group, seq_len, cu_seqlens, None, options).linear_attention(
         q,
         k,
         v,
-        algorithm=algorithm,
-        seq_len=seq_len,
-        decay=rates,
+        decay=decay,
         causal=causal,
-        kernel_for=partial(resolve_linear, kernel),
         initial_state=initial_state,
         output_final_state=output_final_state,
-        documents=starts_and_slices(followed)[0],
+        kernel=kernel,
     )
-    return out if final_state is None else (out, final_state)
 
 
-@_not_compiled
+@not_compiled
 def chunked_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -349,7 +234,7 @@ def chunked_cross_entropy(
     return losses.sum() if reduction == "sum" else losses.mean()
 
 
-@_not_compiled
+@not_compiled
 def shard(
     x: Tensor,
     dim: int,
@@ -368,16 +253,10 @@ def shard(
     Returns: S tokens along `dim`, contiguous; differentiable (the gradient is this rank's part).
     Raises: ConfigError for an unknown name or option.
     """
-    topology = _topology(group)
-    check_tensors(x=x)
-    dim, layout = dimension(x, dim), registry.layout_of(algo, options)
-    cu_seqlens, spans = on_host("cu_seqlens", cu_seqlens), on_host("spans", spans)
-    layout = layout.within(followed_by(cu_seqlens, spans, x.shape[dim]))
-    topology.lengths.unequal |= x.shape[dim] % topology.size > 0
-    return layouts.shard(x, dim, layout, topology.rank, topology.size)
+    return OneCall(algo, group, None, cu_seqlens, spans, options).shard(x, dim)
 
 
-@_not_compiled
+@not_compiled
 def unshard(
     x: Tensor,
     dim: int,
@@ -391,53 +270,20 @@ def unshard(
 ) -> Tensor:
     """The whole tensor of all ranks' parts, in global order: the inverse of `shard`.
 
+    A collective operation, and so is its backward, which all ranks run if one of them does. A loss
+    of the result that is the same on all ranks counts once for each of them.
+
     Args: x: S tokens along `dim`. seq_len, cu_seqlens, spans: as in `attention` and `shard`.
 
-    Returns: N tokens along `dim`, the same on all ranks. Not differentiable.
+    Returns: N tokens along `dim`, the same on all ranks; differentiable: the gradient is that of
+    the sum of all ranks' losses, for this rank's part, summed in float32 or wider.
     Raises: ConfigError for an unknown name or option, ContextParallelError if the ranks' numbers of
-    tokens do not fit.
+    tokens do not fit, or if x is known to be split in another way, see `attention`.
     """
-    topology = _topology(group)
-    size = topology.size
-    with SameCall(topology, "unshard") as made:
-        check_tensors(x=x)
-        dim, layout, settings = (
-            dimension(x, dim),
-            registry.layout_of(algo, options),
-            chosen(options),
-        )
-        cu_seqlens, spans = on_host("cu_seqlens", cu_seqlens), on_host("spans", spans)
-        seq_len = length("seq_len", seq_len)
-        sequence = _Sequence(topology, layout, x.shape[dim], seq_len, cu_seqlens, spans)
-        made.lengths = sequence.held
-        made.settings = {
-            "algo": algo,
-            "options": settings,
-            "dim": dim,
-            "shape beside tokens": (*x.shape[:dim], -1, *x.shape[dim + 1 :]),
-            "dtype": x.dtype,
-        }
-        made.changing = {"cu_seqlens": cu_seqlens, "spans": spans}
-    total, followed = sequence.agreed()
-    layout = layout.within(followed)
-    moved = x.detach().movedim(dim, 0).contiguous()
-    lengths = [layout.length(rank, size, total) for rank in range(size)]
-    if x.shape[dim] != lengths[topology.rank]:
-        raise ContextParallelError(
-            f"rank {topology.rank} of {size} holds {lengths[topology.rank]} of {total} tokens "
-            f"({layout.name} layout), got {x.shape[dim]}: shard with cp.shard"
-        )
-    parts = [moved.new_empty((length, *moved.shape[1:])) for length in lengths]
-    others = [rank for rank in range(size) if rank != topology.rank]
-    with CommunicatingIn("forward"):
-        topology.channel("unshard").exchange(
-            [(moved, rank) for rank in others], [(parts[rank], rank) for rank in others]
-        ).wait()
-    parts[topology.rank] = moved
-    return layouts.unshard(parts, 0, layout).movedim(0, dim)
+    return OneCall(algo, group, seq_len, cu_seqlens, spans, options).unshard(x, dim)
 
 
-@_not_compiled
+@not_compiled
 def check_layout(
     positions: Tensor,
     *,
@@ -461,109 +307,22 @@ def check_layout(
     Raises: ContextParallelError on all ranks, with the same words: which rank is the first with
     other tokens, what it has, and whose tokens they look like.
     """
-    topology = _topology(group)
-    with SameCall(topology, "check_layout") as made:
-        check_tensors(positions=positions)
-        layout, settings = registry.layout_of(algo, options), chosen(options)
-        cu_seqlens, spans = on_host("cu_seqlens", cu_seqlens), on_host("spans", spans)
-        tokens = positions.shape[-1] if positions.dim() else 0
-        seq_len = length("seq_len", seq_len)
-        sequence = _Sequence(topology, layout, tokens, seq_len, cu_seqlens, spans)
-        made.lengths = sequence.held
-        made.settings = {"algo": algo, "options": settings}
-        made.changing = {"cu_seqlens": cu_seqlens, "spans": spans}
-    total, followed = sequence.agreed()
-    layout, size = layout.within(followed), topology.size
-    mine = describe_mismatch(positions, layout, topology.rank, size, total)
-    found = compared(topology, "positions", "check_layout", mine)
-    for rank, mismatch in enumerate(found):
-        if mismatch is not None:
-            raise ContextParallelError(
-                f"{algo} on {size} ranks needs the {layout.name} layout of {total} tokens, got "
-                f"others on rank {rank}: {mismatch}; shard with cp.shard(..., algo={algo!r})"
-            )
+    OneCall(algo, group, seq_len, cu_seqlens, spans, options).check_layout(positions)
 
 
-def _described(*qkv: Tensor) -> dict[str, object]:
-    """What q, k and v of all ranks have in common."""
-    # Lists in between: generators are a call for each tensor, in every layer.
-    return {
-        "dtype of q, k, v": tuple([x.dtype for x in qkv]),
-        "shape of q, k, v beside tokens": tuple([(*x.shape[:1], *x.shape[2:]) for x in qkv]),
-    }
-
-
-class _Sequence:
-    """A sequence of which this rank holds some tokens.
-
-    Attributes: held: what is the same on all ranks that hold the tokens of one layout.
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Within this context, around a whole program, what the package refuses ends the process with
+    one line and exit code 2; under torchrun once for all ranks, at the end of its report.
     """
-
-    def __init__(
-        self,
-        topology: Topology,
-        layout: Layout,
-        tokens: int,
-        seq_len: int | None,
-        cu_seqlens: Sequence[int] | Tensor | None,
-        spans: SpanMask | None,
-    ) -> None:
-        """Raises: ContextParallelError if the layout cannot cut so many."""
-        self._topology, self._layout, self._tokens = topology, layout, tokens
-        self._seq_len, self._cu_seqlens, self._spans = seq_len, cu_seqlens, spans
-        self.held: tuple[object, ...] = (tokens,)
-        if seq_len is not None:
-            self._followed = followed_by(cu_seqlens, spans, seq_len)
-            self._layout = layout.within(self._followed)
-            expected = self._layout.length(topology.rank, topology.size, seq_len)
-            self.held = seq_len, tokens == expected
-
-    def agreed(self) -> tuple[int, Documents]:
-        """The global length and what layouts follow, once the ranks agree on their tokens."""
-        seq_len = agreed_length(self._topology, self._layout, self._tokens, self._seq_len)
-        if self._seq_len is None:
-            self._followed = followed_by(self._cu_seqlens, self._spans, seq_len)
-        return seq_len, self._followed
-
-
-def _topology(group: Group) -> Topology:
-    if isinstance(group, Topology):
-        return group
-    if group is not None and not isinstance(group, dist.ProcessGroup):
-        raise ContextParallelError(
-            f"group needs a process group that this rank is in, got {brief(group)}: of a "
-            "DeviceMesh pass get_group(), and call on the group's ranks alone"
-        )
-    topology = topology_of(group)
-    if group is None and topology.size == 1 and not dist.is_initialized():
-        processes = os.environ.get("WORLD_SIZE", "1")
-        if processes != "1":
-            raise ContextParallelError(
-                f"{processes} processes (WORLD_SIZE) need a process group to split a sequence, got "
-                "none: call torch.distributed.init_process_group first, or pass group="
-            )
-    return topology
-
-
-def _choose(
-    topology: Topology, shape: Shape, mask: Mask, kernel: str, given: Mapping[str, object]
-) -> tuple[str, Topology, tuple[tuple[str, object], ...]]:
-    from megatron_cp_plugin.planner.detected_machine import choose_for
-
-    algo, options = choose_for(topology, shape, mask, kernel, given)
-    return algo, topology, tuple(sorted(options))
-
-
-@lru_cache(maxsize=256)
-def _algorithm(algo: str, topology: Topology, options: tuple[tuple[str, object], ...]) -> Algorithm:
-    return registry.create(algo, topology, dict(options))
-
-
-@lru_cache(maxsize=256)
-def _linear_algorithm(
-    algo: str, topology: Topology, options: tuple[tuple[str, object], ...]
-) -> LinearAlgorithm:
-    return registry.create_linear(algo, topology, dict(options))
+    with ending.one_line_errors():
+        try:
+            yield
+        except ContextParallelError as error:
+            package = Path(__file__).parent
+            frames = [(Path(x.filename), x.lineno) for x in extract_tb(error.__traceback__)]
+            file, line = next(x for x in reversed(frames) if package not in x[0].parents)
+            raise type(error)(f"{error} ({file.name}, line {line})") from None
 
 
 def release() -> None:
@@ -575,6 +334,6 @@ def release() -> None:
     and `dist.barrier` before: a message of `lasp` may still be under way. Outputs that the program
     keeps have no gradient any more.
     """
-    _algorithm.cache_clear()
-    _linear_algorithm.cache_clear()
+    softmax_algorithm.cache_clear()
+    linear_algorithm.cache_clear()
     release_topologies()

@@ -77,6 +77,30 @@ def options_by_name(layers: Sequence[str], algo: str, options: Options) -> Mappi
     return chosen
 
 
+def check_balance(layers: Sequence[str], algo: str, options: Options) -> None:
+    """Checks that no layers lose by the others' layout what they are chosen for.
+
+    Args: options: of `algo`, whose layout all have.
+
+    Raises: ConfigError if softmax layers whose own layout gives all ranks equal causal work would
+    have contiguous chunks, which no option asks for.
+    """
+    if registry.layout_of(algo, dict(options)) != Contiguous() or "layout" in dict(options):
+        return
+    for name in dict.fromkeys(layers):
+        own = registry.layout_of(name, {}).name
+        if registry.kind_of(name) == "linear" or own == Contiguous.name:
+            continue
+        others = [x for x in dict.fromkeys(layers) if own not in _possible(x)]
+        advice = _advice(others[0], own) if others else f"add --cp-options layout={own}"
+        if Contiguous.name in _layouts(algo):
+            advice += ", or add --cp-options layout=contiguous to have it so"
+        raise ConfigError(
+            f"layers {', '.join(dict.fromkeys(layers))} would all have the contiguous layout, in "
+            f"which {name} gives the ranks unequal work: {advice}"
+        )
+
+
 def layout_choices(name: str) -> Iterator[tuple[str, str, str]]:
     """(layout, option, choice) for all choices of the options that decide an algorithm's layout."""
     for option, kind in registry.option_types(registry.algorithm_class(name).Options).items():
@@ -93,11 +117,12 @@ def _layouts(name: str) -> tuple[str, ...]:
     return get_args(hints["layout"]) if "layout" in hints else ()
 
 
+def _possible(name: str) -> tuple[str, ...]:
+    """The layouts that an algorithm can have beside others: its own, or by option `layout`."""
+    return (registry.layout_of(name, {}).name, *_layouts(name))
+
+
 def _advice(name: str, layout: str) -> str:
     kind = registry.kind_of(name)
-    fitting = [
-        other
-        for other in registry.available(kind)
-        if layout in _layouts(other) or registry.layout_of(other, {}).name == layout
-    ]
+    fitting = [other for other in registry.available(kind) if layout in _possible(other)]
     return f"in place of {name} use {' or '.join(fitting)}" if fitting else f"leave {name} out"

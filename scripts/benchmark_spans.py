@@ -83,8 +83,8 @@ class Bench:
 
         def both() -> None:
             q, k, v = inputs
-            kernel = self._args.kernel
-            out = cp.attention(q, k, v, algo=name, spans=spans, kernel=kernel, **options)
+            how = {"algo": name, "kernel": self._args.kernel, "seq_len": tokens, **options}
+            out = cp.attention(q, k, v, spans=spans, **how)
             torch.autograd.grad(out, inputs, dout)
 
         return time_ms(both, self._device, warmup=2, iters=self._args.iters)

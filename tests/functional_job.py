@@ -120,12 +120,14 @@ def mistakes() -> dict[str, object]:
         cp.attention(**right).sum().backward()
     other = x.detach().float() if dist.get_rank() == 1 else x
     found["unshard"] = error_of(cp.unshard, other, 1, algo="zigzag")
-    group, decay = dist.new_group(), 0.5 if dist.get_rank() == 1 else 0.25
-    found["decay"] = error_of(cp.linear_attention, x, x, x, decay=decay, group=group)
+    linear = {"algo": "lasp2", "layout": "zigzag", "group": dist.new_group()}
+    decay = 0.5 if dist.get_rank() == 1 else 0.25
+    found["decay"] = error_of(cp.linear_attention, x, x, x, decay=decay, **linear)
     if dist.get_rank() == 1:
-        found["function"] = error_of(cp.attention, x, x, x, algo="ring", group=group)
+        softmax = {"algo": "zigzag", "group": linear["group"]}
+        found["function"] = error_of(cp.attention, x, x, x, **softmax)
     else:
-        found["function"] = error_of(cp.linear_attention, x, x, x, decay=0.5, group=group)
+        found["function"] = error_of(cp.linear_attention, x, x, x, decay=0.5, **linear)
     return found
 
 
@@ -139,7 +141,8 @@ def repeated() -> dict[str, object]:
         cp.attention(x, x, x, **of, **settings)
 
     def linear(**settings) -> None:
-        cp.linear_attention(x, x, x, decay=0.5, group=group, **settings)
+        how = {"algo": "lasp2", "layout": "zigzag", "group": group}
+        cp.linear_attention(x, x, x, decay=0.5, **how, **settings)
 
     positions_held = cp.shard(torch.arange(16), 0, **of)
     full, half = [(0, 16, 0, 16, "full")], [(0, 16, 0, 9, "full")]
@@ -171,6 +174,24 @@ def repeated() -> dict[str, object]:
         found[name] = error_of(wrong if dist.get_rank() == 1 else right)
         right()
     return found
+
+
+def unsplit() -> dict[str, object]:
+    """A loss of each rank on a tensor that is put together again; tokens of unequal numbers."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    x = whole(18).requires_grad_()
+    sum(((other + 1) * x).sin().sum() for other in range(size)).backward()
+    c = cp.Context(algo="zigzag", seq_len=18)
+    own = c.shard(x.detach()).requires_grad_()
+    with cp.record_communication() as log:
+        ((rank + 1) * c.unshard(own)).sin().sum().backward()
+    error = (own.grad - c.shard(x.grad)).abs().max().item()
+    return {
+        "error": error,
+        "forward": log.bytes(phase="forward"),
+        "backward": log.bytes(phase="backward"),
+        "refused": error_of(cp.unshard, own, 1, algo="ring", seq_len=18),
+    }
 
 
 def absent() -> dict[str, object]:
@@ -227,6 +248,7 @@ def main() -> None:
     found["wrong_layout"] = wrong_layout()
     found["mistakes"] = mistakes()
     found["repeated"] = repeated()
+    found["unsplit"] = unsplit()
     found["timeouts"] = timeouts()
     found["absent"] = absent()
     print(json.dumps(found))

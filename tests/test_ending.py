@@ -45,6 +45,33 @@ def test_a_rank_that_refuses_alone_speaks_for_itself(tmp_path: Path) -> None:
     assert "says rank 1" in found[1][2]
 
 
+FUNCTIONAL = """
+import torch
+import torch.distributed as dist
+import megatron_cp_plugin as cp
+
+def main():
+    dist.init_process_group("gloo")
+    x = torch.randn(1, 8, 2, 4)
+    cp.Context(algo="ring", seq_len=8).attention(x, x, x)
+
+with cp.one_line_errors():
+    main()
+"""
+
+
+def test_a_program_on_the_functional_interface_refuses_in_one_line(tmp_path: Path) -> None:
+    """And says where; a traceback of each rank would be twenty times as much."""
+    program = tmp_path / "example.py"
+    program.write_text(FUNCTIONAL)
+    found = end(tmp_path, f"import runpy; runpy.run_path({str(program)!r})")
+    assert [(code, error) for code, error, _ in found] == [(2, ""), (0, "")]
+    assert json.loads(found[0][2])["message"]["message"] == (
+        "megatron_cp_plugin: error: rank 0 of 2 holds 4 of 8 tokens (contiguous layout), got 8: "
+        "shard with cp.shard (example.py, line 9)"
+    )
+
+
 def test_an_interrupt_is_one_line_of_the_first_rank(tmp_path: Path) -> None:
     program = (
         "from megatron_cp_plugin.ending import whole_program\n"

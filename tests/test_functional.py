@@ -31,7 +31,7 @@ def job(tmp_path_factory):
     (code,) = [
         block
         for block in re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-        if "cp.attention" in block
+        if "cp.Context" in block
     ]
     file = tmp_path_factory.mktemp("readme") / "example.py"
     file.write_text(code)
@@ -145,6 +145,17 @@ def test_other_calls_after_known_ones_are_refused_on_all_ranks(job):
         for name, said in found["repeated"].items():
             assert said.startswith(AFTER_KNOWN[name]), (name, said)
             assert "\n" not in said
+
+
+def test_a_loss_on_an_unsplit_tensor(job):
+    token = 4 * 8 * 8  # bytes
+    for rank, found in enumerate(job):
+        held = (5, 5, 4, 4)[rank]
+        assert found["unsplit"].pop("error") < 1e-14
+        assert (
+            found["unsplit"].pop("refused").startswith("unshard needs x in the contiguous layout")
+        )
+        assert found["unsplit"] == {"forward": 3 * held * token, "backward": (18 - held) * token}
 
 
 def test_a_rank_that_does_not_come_is_missed_within_the_timeout_of_the_group(job):

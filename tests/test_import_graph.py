@@ -39,7 +39,7 @@ BELOW_CORE = {f"{PACKAGE}.errors", f"{PACKAGE}.tokens"}
 TOOLS = ("capabilities", "cli", "doctor", "harness")
 OUTSIDE = ("planner", *TOOLS)
 # Which modules that train import of them nevertheless, and which: for `auto`, and for recordings.
-AUTO = {f"{PACKAGE}.functional", f"{PACKAGE}.integration.auto"}
+AUTO = {f"{PACKAGE}.context", f"{PACKAGE}.integration.auto"}
 RECORDING = (f"{PACKAGE}.integration.launch", f"{PACKAGE}.harness.recorder")
 # Packages that not everybody has, and who may import them.
 FOREIGN = {

@@ -15,15 +15,18 @@ from megatron_cp_plugin.errors import ContextParallelError
 
 @dataclass
 class Lengths:
-    """What the ranks of one group know of each other's numbers of tokens: the same on all.
+    """What the ranks of one group know of each other's numbers of tokens.
 
     Attributes:
-        agreed: what need not be compared again. unequal: whether there are shards of unequal
-            lengths, so that a rank cannot tell from its own which sequence they are of.
+        agreed: what need not be compared again; the same on all ranks. unequal: whether there are
+            shards of unequal lengths, so that a rank cannot tell from its own which sequence they
+            are of; likewise. cut: names of layouts by which sequences were split here, and how many
+            tokens this rank has of them.
     """
 
     agreed: set[Hashable] = field(default_factory=set)
     unequal: bool = False
+    cut: set[tuple[str, int]] = field(default_factory=set)
 
 
 class Topology(ABC):

@@ -46,31 +46,36 @@ class Runtime:
         self._linear: dict[dist.ProcessGroup, LinearAlgorithm] = {}
         self._by_algo: dict[str, Runtime] = {}
         self._topologies: dict[dist.ProcessGroup, Topology] = {}
+        self._making: dict[dist.ProcessGroup, JointMaking] = {}
+        self._served: set[tuple[dist.ProcessGroup, Shape]] = set()
 
     def set_up(
         self, group: dist.ProcessGroup, shape: Shape, new_group: Callable[[list[int]], object]
     ) -> None:
-        """Makes all process groups that the run's algorithms need.
+        """Makes all process groups that the run's algorithms need for a model.
 
         All ranks of the job call it together, whatever algorithms their pipeline stages have.
-        Does nothing for a group that has been set up.
+        Does nothing for a group that has been set up for such a model; one of other heads may need
+        further groups.
 
         Args:
             group: The context-parallel group.
             shape: Of the model's attention, see `Algorithm.make_channels`.
             new_group: As `torch.distributed.new_group`, for a list of world ranks.
         """
-        if group in self._topologies or group.size() == 1:
+        if (group, shape) in self._served or group.size() == 1:
             return
-        make = JointMaking(new_group)
-        self._topologies[group] = ProcessGroupTopology(group, make)
-        for algo in self.config.algorithms:
-            served = self.serving(algo)
-            if registry.kind_of(algo) == "softmax":
-                served.algorithm(group).make_channels(shape)
-            else:
-                served.linear_algorithm(group)
-        make.end()
+        if group not in self._topologies:
+            self._making[group] = JointMaking(new_group)
+            self._topologies[group] = ProcessGroupTopology(group, self._making[group])
+        with self._making[group]:
+            for algo in self.config.algorithms:
+                served = self.serving(algo)
+                if registry.kind_of(algo) == "softmax":
+                    served.algorithm(group).make_channels(shape)
+                else:
+                    served.linear_algorithm(group)
+        self._served.add((group, shape))
 
     def algorithm(self, group: dist.ProcessGroup) -> Algorithm:
         """Returns the algorithm over a context-parallel group.

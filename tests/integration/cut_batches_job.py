@@ -1,9 +1,9 @@
 """A program on megatron.core that cuts packed batches by itself: cut_batches_job.py WAY [FLAGS].
 
-It knows nothing of the plugin but the lines that put it in force, by WAY: install, tensor (beside
-tensor parallelism), pipeline (of two stages), serve, or launcher, which takes FLAGS. It prints what
-a model and its gradients are off by, compared with each document alone through Megatron's own
-attention, as JSON.
+It knows nothing of the plugin but the lines that put it in force, by WAY: install, models (several,
+of other KV heads), tensor (beside tensor parallelism), pipeline (of two stages), serve, or
+launcher, which takes FLAGS. It prints what a model and its gradients are off by, compared with
+each document alone through Megatron's own attention, as JSON.
 """
 
 import gc
@@ -72,21 +72,18 @@ def make_config(size: int, *, latent: bool = False, **settings: Any) -> Any:
         TransformerConfig,
     )
 
-    settings = {"num_layers": 2} | settings
+    settings = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4} | settings
     kind: type = MLATransformerConfig if latent else TransformerConfig
     sizes = {"qk_head_dim": 8, "qk_pos_emb_head_dim": 4, "v_head_dim": 8, "kv_lora_rank": 16}
     sizes |= {"rope_type": "rope", "apply_rope_fusion": False}
     return kind(
-        hidden_size=32,
-        num_attention_heads=4,
         attention_dropout=0.0,
         hidden_dropout=0.0,
         init_method_std=0.2,
         context_parallel_size=size,
         # What verl and slime set.
         attention_backend=AttnBackend.flash,
-        **(sizes if latent else {"num_query_groups": 2}),
-        **settings,
+        **((sizes if latent else {"num_query_groups": 2}) | settings),
     )
 
 
@@ -424,6 +421,25 @@ def by_install(size: int) -> dict[str, Any]:
     return found
 
 
+def of_several_models(size: int) -> dict[str, Any]:
+    """An actor and a critic of other heads, which exchange them in other teams or another grid."""
+    from megatron_cp_plugin import megatron as cp_megatron
+
+    groups = set_up(size)
+    rank, found = groups.cp.rank(), {}
+    heads = {"hidden_size": 24, "num_attention_heads": 6, "kv_channels": 8}
+    of_kv_heads = [heads | {"num_query_groups": kv_heads} for kv_heads in (2, 6)]
+    whole = [make_model(make_config(1, **each), alone(groups)) for each in of_kv_heads]
+    references = [Reference(model) for model in whole]
+    for algo in ("usp", "attention2d"):
+        cp_megatron.install(algo, layout="thd")
+        models = [make_model(make_config(size, **each), groups) for each in of_kv_heads]
+        for kv_heads, reference, model in zip((2, 6), references, models, strict=True):
+            found[f"{algo}, {kv_heads} KV heads"] = compare_all(reference, model, rank, size)
+        cp_megatron.uninstall()
+    return found
+
+
 def beside_tensor_parallelism(size: int) -> dict[str, Any]:
     """Two tensor-parallel ranks, with sequence parallelism, which the reference has not."""
     from megatron_cp_plugin.integration import cpu
@@ -726,6 +742,7 @@ def main() -> None:
     else:
         ways = {
             "install": by_install,
+            "models": of_several_models,
             "tensor": beside_tensor_parallelism,
             "pipeline": beside_pipeline_parallelism,
             "serve": by_serve,

@@ -87,6 +87,15 @@ COMMANDS: tuple[tuple[str, int, dict[str, str]], ...] = (
     ("--logits-load-dir folder --context-parallel-algo ulysses", 4, {
         "use --context-parallel-algo zigzag": "--context-parallel-algo zigzag",
     }),
+    ("--cp-layers ring,zigzag --context-parallel-algo ring", 4, {
+        "in place of ring use allgather":
+            "--cp-layers allgather,zigzag --context-parallel-algo allgather",
+        "or attention2d": "--cp-layers attention2d,zigzag --context-parallel-algo zigzag",
+        "or ulysses": "--cp-layers ulysses,zigzag --context-parallel-algo zigzag",
+        "or usp": "--cp-layers usp,zigzag --context-parallel-algo zigzag",
+        "or zigzag": "--cp-layers zigzag --context-parallel-algo zigzag",
+        "or add --cp-options layout=contiguous": "--cp-options layout=contiguous",
+    }),
     ("--cp-kernel cudnn", 4, {"use kernel auto": "--cp-kernel auto"}),
     ("--experimental-attention-variant gated_delta_net --context-parallel-algo usp "
      "--cp-options layout=contiguous", 4, {

@@ -58,6 +58,14 @@ def test_install(tmp_path: Path, size: int) -> None:
             assert words in refused[name], (name, refused[name])
 
 
+def test_models_of_several_numbers_of_kv_heads(tmp_path: Path) -> None:
+    """In one process; usp and attention2d need other process groups for each."""
+    for rank, results in enumerate(run(tmp_path, "models", "3", ranks=3)):
+        assert len(results) == 4
+        for case, errors in results.items():
+            check(errors, f"{case} on rank {rank}")
+
+
 @pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_one_model_only(tmp_path: Path, size: int) -> None:
     for results in run(tmp_path, "serve", str(size), ranks=size):

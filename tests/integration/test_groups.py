@@ -107,8 +107,9 @@ def test_shape_of_the_attention_of_a_tensor_parallel_rank(
     assert groups.attention_shape(Namespace(**(common | settings)), 8) == expected  # type: ignore[arg-type]
 
 
-def test_a_group_that_was_not_made_at_set_up_is_refused() -> None:
+def test_a_group_that_was_not_made_with_a_model_is_refused() -> None:
     make = JointMaking(lambda ranks: None)
-    make.end()
-    with pytest.raises(ContextParallelError, match=r"all ranks together, got .* 0, 1 "):
+    with make:
+        pass
+    with pytest.raises(ContextParallelError, match=r"when a model is built, got .* 0, 1 in a "):
         make([0, 1])

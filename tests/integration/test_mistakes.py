@@ -213,6 +213,19 @@ MISTAKES = (
     ),
     Mistake("linear", "--context-parallel-algo lasp", "choose --cp-linear-model", program=ON_TWO),
     Mistake("layers", "--cp-layers lasp2*x", "layers takes NAME or NAME.COUNT"),
+    Mistake(
+        "balance",
+        "--cp-layers ring,zigzag",
+        "zigzag gives the ranks unequal work: in place of ring",
+        program=PLAIN,
+    ),
+    Mistake(
+        "balance by a file",
+        "",
+        "zigzag gives the ranks unequal work: in place of ring",
+        program=OWN_FILE,
+        file="context_parallel: {layers: 'zigzag*3, ring'}\n",
+    ),
     Mistake("comm type", "--cp-comm-type p2pp", "did you mean 'p2p'", program=PLAIN),
     Mistake(
         "two algorithms",

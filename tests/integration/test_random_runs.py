@@ -129,6 +129,8 @@ def choices(draw: st.DrawFn, size: int, layers: int, stages: int) -> list[str]:
         others = st.lists(st.sampled_from(beside(first)), min_size=count - 1, max_size=count - 1)
         names = [first, *draw(others)]
         words += ["--cp-layers", ", ".join(f"{name}*{each}" for name in names)]
+        # Without it layers beside a contiguous one may be refused.
+        words += draw(st.sampled_from([[], ["--cp-options", "layout=contiguous"]]))
     elif kind == "linear":
         linear = st.sampled_from(registry.available("linear"))
         names = draw(st.lists(st.one_of(linear, algos), min_size=1, max_size=2))

@@ -260,7 +260,12 @@ def test_layers_of_several_kinds_go_together() -> None:
             assert row.options == expected
         layers = (names[0], names[1], names[2])
         config = ContextParallelConfig(
-            one.algo, 4, options=one.options, layers=layers, linear_model="transnormer"
+            one.algo,
+            4,
+            options=one.options,
+            layers=layers,
+            linear_model="transnormer",
+            by_auto=True,
         )
         config.check_layers()
     taken = sum(kind.count * row.seconds for kind, row in zip(kinds, choice.best.rows, strict=True))

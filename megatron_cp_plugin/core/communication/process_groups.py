@@ -199,24 +199,31 @@ class JointMaking:
 
     Ranks that make unequally many groups by themselves disagree about the names of later ones,
     and hang in the next `torch.distributed.new_group`. So all ranks of the job call an instance
-    equally often, each for a group of its own, and all take part in making each other's.
+    equally often, each for a group of its own, and all take part in making each other's. They do
+    while it is entered (`with`); at other times some ranks would wait for others in vain.
     """
 
     def __init__(self, new_group: Callable[[list[int]], object]) -> None:
         """Args: new_group: as `torch.distributed.new_group`, for a list of world ranks."""
         self._new_group = new_group
-        self._done = False
+        self._entered = False
+
+    def __enter__(self) -> None:
+        self._entered = True
+
+    def __exit__(self, *_: object) -> None:
+        self._entered = False
 
     def __call__(self, members: Sequence[int]) -> dist.ProcessGroup:
         """The group of those world ranks, which must include this one.
 
-        Raises: ContextParallelError after `end`.
+        Raises: ContextParallelError if it is not entered.
         """
-        if self._done:
+        if not self._entered:
             raise ContextParallelError(
-                f"process groups are made at set-up by all ranks together, got another one of "
-                f"ranks {', '.join(map(str, members))} now: all attention layers need the heads "
-                "of the model's configuration"
+                "process groups are made by all ranks together when a model is built, got another "
+                f"one of ranks {', '.join(map(str, members))} in a forward pass: its attention "
+                "layers need the heads of the model's configuration"
             )
         wanted: list[tuple[int, ...]] = [()] * dist.get_world_size()
         dist.all_gather_object(wanted, tuple(members))
@@ -224,7 +231,3 @@ class JointMaking:
         group = made[tuple(members)]
         assert isinstance(group, dist.ProcessGroup)
         return group
-
-    def end(self) -> None:
-        """From now on another group is an error; some ranks would wait for others in vain."""
-        self._done = True

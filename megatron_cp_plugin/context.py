@@ -1,0 +1,528 @@
+"""How a sequence is split among ranks, said once; and all that the functional interface does.
+
+B batch, S local tokens, N tokens of the whole sequence, H query heads, G KV heads, D head dim of
+queries and keys, E that of values, P ranks. Positions and lengths are in tokens.
+"""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import lru_cache, partial, wraps
+from operator import index
+from typing import NamedTuple
+from weakref import ref
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_cp_plugin import registry
+from megatron_cp_plugin.arguments import (
+    SpanMask,
+    check_eager,
+    check_tensors,
+    chosen,
+    dimension,
+    fixed_number,
+    flag,
+    followed_by,
+    length,
+    on_host,
+    word,
+)
+from megatron_cp_plugin.core import layout as layouts
+from megatron_cp_plugin.core.algorithm import Algorithm
+from megatron_cp_plugin.core.autograd.autocast import cast_inputs
+from megatron_cp_plugin.core.autograd.function import attend, check_shapes
+from megatron_cp_plugin.core.autograd.whole import whole_of
+from megatron_cp_plugin.core.comm import existing
+from megatron_cp_plugin.core.communication.lengths import agreed_length, check_cut, remember
+from megatron_cp_plugin.core.communication.process_groups import topology_of
+from megatron_cp_plugin.core.communication.same_calls import SameCall, compared
+from megatron_cp_plugin.core.layout import Layout
+from megatron_cp_plugin.core.layouts.layout_check import describe_mismatch
+from megatron_cp_plugin.core.linear.algorithm import LinearAlgorithm
+from megatron_cp_plugin.core.linear.decay import Decay
+from megatron_cp_plugin.core.linear.function import attend_linearly, check_linear_shapes
+from megatron_cp_plugin.core.masks.slices import Slices, starts_and_slices
+from megatron_cp_plugin.core.shape import Shape
+from megatron_cp_plugin.core.tiles import Mask
+from megatron_cp_plugin.core.topology import Topology
+from megatron_cp_plugin.errors import ContextParallelError, brief, whole_number
+from megatron_cp_plugin.kernels import resolver
+from megatron_cp_plugin.kernels.linear import resolve_linear
+
+Group = dist.ProcessGroup | Topology | None
+Settings = tuple[
+    str, int | None, Sequence[int] | Tensor | None, SpanMask | None, Mapping[str, object]
+]
+
+
+def not_compiled[**P, R](function: Callable[P, R]) -> Callable[P, R]:
+    """The function as torch.compile leaves it alone: a break between two graphs.
+
+    Nothing of it could be one: it plans in Python, and messages travel while kernels run. What it
+    refuses has a traceback of the caller's lines alone.
+    """
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.compiler.is_dynamo_compiling():
+            return torch.compiler.disable(function)(*args, **kwargs)
+        try:
+            return function(*args, **kwargs)
+        except ContextParallelError as error:
+            raise error.with_traceback(None) from None
+
+    return call
+
+
+class _Within(NamedTuple):
+    """A layout within documents, of which queries see the keys that slices allow, if there are any.
+
+    Attributes: documents: as of `document_starts`.
+    """
+
+    seq_len: int
+    layout: Layout
+    documents: tuple[int, ...]
+    slices: Slices | None
+
+
+class Context:
+    """How sequences are split among the ranks of a group: settings that all calls share, said once.
+
+        c = cp.Context(algo="zigzag")
+        q, k, v = (c.shard(x) for x in (q, k, v))   # [B,N,H,D] -> [B,S,H,D]
+        out = c.attention(q, k, v)
+        whole = c.unshard(out)
+
+    The methods are the package's functions of these names, with these settings. A context is cheap:
+    for packed documents make one for each batch, which reads them once for all layers. Layers of
+    two algorithms have two contexts of one layout.
+
+    Tokens that nobody has split are refused: attention takes tensors of `seq_len` tokens in all; or
+    without it, of as many tokens a rank as `shard` or `positions` have made of some sequence, of
+    this context or of another one with its group and layout.
+    """
+
+    _group: "Group | ref[dist.ProcessGroup]"
+    _unread: Settings | None
+    _algo: str
+    _layout: Layout
+    _options: tuple[tuple[str, object], ...]
+    _seq_len: int | None
+    _cu_seqlens: Sequence[int] | None
+    _spans: SpanMask | None
+    # Whether tokens must have been split by a context, if nobody says how many there are in all.
+    _splits = True
+    _last: int | None = None  # tokens of the sequence that was split last
+    _found: _Within | None = None
+
+    @not_compiled
+    def __init__(
+        self,
+        *,
+        algo: str,
+        group: Group = None,
+        seq_len: int | None = None,
+        cu_seqlens: Sequence[int] | Tensor | None = None,
+        spans: SpanMask | None = None,
+        **options: object,
+    ) -> None:
+        """Needs no other ranks.
+
+        Args:
+            algo: a name of `available()`, or "auto", see `attention`.
+            group: process group of the context-parallel ranks; None: all processes.
+            seq_len: N, needed only where ranks hold unequal numbers of tokens; None: the last of
+                cu_seqlens, if there are any.
+            cu_seqlens, spans: as in `attention`. A tensor on a GPU is copied to the host here.
+            options: of the algorithm.
+
+        Raises: ConfigError for an unknown name or option, ContextParallelError for a group that
+        does not exist and for documents that are none.
+        """
+        topology_for(group)
+        # Referred to weakly, see `existing`: contexts are kept as long as models.
+        self._group = ref(group) if isinstance(group, dist.ProcessGroup) else group
+        self._unread = algo, seq_len, cu_seqlens, spans, options
+        self._read()
+        if self._cu_seqlens is not None and self._seq_len is None:
+            self._seq_len = 0  # which documents that are none do not fit
+            with suppress(TypeError, IndexError):
+                self._seq_len = length("seq_len", index(self._cu_seqlens[-1]))
+        if self._seq_len is not None:
+            self._within(self._seq_len)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "Context":
+        """Modules that hold it may be copied; process groups may not."""
+        return self
+
+    @not_compiled
+    def shard(self, x: Tensor, dim: int = 1) -> Tensor:
+        """See `megatron_cp_plugin.shard`."""
+        topology = topology_for(self._group)
+        check_tensors(x=x)
+        self._read()
+        dim = dimension(x, dim)
+        seq_len = x.shape[dim]
+        if self._seq_len not in (None, seq_len):
+            raise ContextParallelError(
+                f"x needs the {self._seq_len} tokens of the sequence in dimension {dim}, got "
+                f"{list(x.shape)}: pass the dimension that has them"
+            )
+        layout = self._split(topology, seq_len)
+        part = layouts.shard(x, dim, layout, topology.rank, topology.size)
+        if topology.size > 1:
+            remember(part, dim, layout, seq_len, topology)
+        return part
+
+    @not_compiled
+    def unshard(self, x: Tensor, dim: int = 1) -> Tensor:
+        """See `megatron_cp_plugin.unshard`."""
+        topology = topology_for(self._group)
+        with SameCall(topology, "unshard") as made:
+            check_tensors(x=x)
+            check_eager("unshard", x)
+            self._read()
+            dim = dimension(x, dim)
+            known = self._known("unshard", dim, topology, x=x)
+            made.lengths = self._held(topology, x.shape[dim], known)
+            made.settings = {
+                "algo": self._algo,
+                "options": self._options,
+                "dim": dim,
+                "shape beside tokens": (*x.shape[:dim], -1, *x.shape[dim + 1 :]),
+                "dtype": x.dtype,
+                "requires_grad": torch.is_grad_enabled() and x.requires_grad,
+            }
+            made.changing = {"cu_seqlens": self._cu_seqlens, "spans": self._spans}
+        seq_len, layout, *_ = self._agreed(topology, x.shape[dim])
+        expected = layout.length(topology.rank, topology.size, seq_len)
+        if x.shape[dim] != expected:
+            raise ContextParallelError(
+                f"rank {topology.rank} of {topology.size} holds {expected} of {seq_len} tokens "
+                f"({layout.name} layout), got {x.shape[dim]}: shard with cp.shard"
+            )
+        return whole_of(x, dim, layout, seq_len, topology)
+
+    @not_compiled
+    def positions(
+        self, seq_len: int | None = None, *, device: torch.device | str | None = None
+    ) -> Tensor:
+        """Positions in the whole sequence of the tokens that this rank holds, in its local order.
+
+        They count through all documents: for rotary embeddings, and for programs that split
+        tokens themselves.
+
+        Args:
+            seq_len: N; None: that of the context, or of what it has split last.
+
+        Returns: int64 [S]. Raises: ContextParallelError if nobody says how many there are.
+        """
+        topology, known = topology_for(self._group), self._seq_len
+        seq_len = length("seq_len", seq_len)
+        if seq_len is None:
+            seq_len = self._last if known is None else known
+        if seq_len is None or known not in (None, seq_len):
+            raise ContextParallelError(
+                f"positions need the length of the sequence, {known or 'which is not known'}, got "
+                f"{seq_len}: pass seq_len= to the context or to positions"
+            )
+        layout = self._split(topology, seq_len)
+        return layouts.positions(layout, topology.rank, topology.size, seq_len, device or "cpu")
+
+    @not_compiled
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        causal: bool = True,
+        scale: float | None = None,
+        kernel: str = "auto",
+        window: int | None = None,
+        sink: Tensor | None = None,
+    ) -> Tensor:
+        """See `megatron_cp_plugin.attention`."""
+        topology = topology_for(self._group)
+        with SameCall(topology, "attention") as made:
+            check_tensors(q=q, k=k, v=v, sink_or_none=sink)
+            check_eager("attention", q, k, v)
+            self._read()
+            known = self._known("attention", 1, topology, q=q, k=k, v=v)
+            q, k, v = cast_inputs(q, k, v)
+            causal, scale = flag("causal", causal), fixed_number("scale", scale)
+            window = None if window is None else whole_number("window", window)
+            check_shapes(q, k, v)
+            if self._spans is not None and not causal:
+                raise ContextParallelError("spans replace causal=False, got both: leave causal out")
+            made.lengths = self._held(topology, q.shape[1], known)
+            trained = torch.is_grad_enabled()
+            made.settings = {
+                "algo": self._algo,
+                "options": self._options,
+                **_described(q, k, v),
+                "causal": causal,
+                "scale": scale,
+                "window": window,
+                "kernel": word("kernel", kernel),
+                "documents": self._cu_seqlens is not None,
+                "span mask": self._spans is not None,
+                "sink": None if sink is None else (sink.dtype, *sink.shape),
+                "requires_grad of q": trained and q.requires_grad,
+                "requires_grad of k or v": trained and (k.requires_grad or v.requires_grad),
+            }
+            made.changing = {"cu_seqlens": self._cu_seqlens, "spans": self._spans}
+        if self._algo != registry.AUTO:
+            algorithm = softmax_algorithm(self._algo, topology, self._options)
+        unknown = None if known else q
+        seq_len, layout, documents, slices = self._agreed(topology, q.shape[1], unknown)
+        if window is not None:
+            window = min(window, max(seq_len, 1))  # sys.maxsize is too large to be added to
+        if self._algo == registry.AUTO:
+            shape = Shape.of(q, k, v, seq_len)
+            mask = Mask(causal, window, documents) if slices is None else Mask.of(slices, window)
+            given = dict(self._options)
+            algorithm = softmax_algorithm(*_choose(topology, shape, mask, kernel, given))
+        out = attend(
+            q,
+            k,
+            v,
+            algorithm=algorithm,
+            seq_len=seq_len,
+            causal=causal,
+            scale=scale,
+            kernel_for=resolver(kernel),
+            window=window,
+            documents=documents,
+            slices=slices,
+            sink=sink,
+        )
+        if topology.size > 1:
+            remember(out, 1, layout, seq_len, topology)
+        return out
+
+    @not_compiled
+    def linear_attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        decay: float | Sequence[float] | Tensor,
+        causal: bool = True,
+        initial_state: Tensor | None = None,
+        output_final_state: bool = False,
+        kernel: str = "auto",
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """See `megatron_cp_plugin.linear_attention`."""
+        topology = topology_for(self._group)
+        with SameCall(topology, "linear_attention") as made:
+            check_tensors(q=q, k=k, v=v, initial_state_or_none=initial_state)
+            check_eager("linear_attention", q, k, v)
+            self._read()
+            known = self._known("linear_attention", 1, topology, q=q, k=k, v=v)
+            q, k, v = cast_inputs(q, k, v)
+            causal = flag("causal", causal)
+            output_final_state = flag("output_final_state", output_final_state)
+            check_linear_shapes(q, k, v)
+            if self._spans is not None:
+                raise ContextParallelError(
+                    "linear attention has no spans, got some: leave them out"
+                )
+            rates = Decay.of(decay, q.shape[2])
+            made.lengths = self._held(topology, q.shape[1], known)
+            made.settings = {
+                "algo": self._algo,
+                "options": self._options,
+                **_described(q, k, v),
+                "causal": causal,
+                "kernel": word("kernel", kernel),
+                "documents": self._cu_seqlens is not None,
+                "initial_state": initial_state is not None,
+                "output_final_state": output_final_state,
+            }
+            made.changing = {"decay": rates.rates, "cu_seqlens": self._cu_seqlens}
+        algorithm = linear_algorithm(self._algo, topology, self._options)
+        unknown = None if known else q
+        seq_len, layout, documents, _ = self._agreed(topology, q.shape[1], unknown)
+        out, final_state = attend_linearly(
+            q,
+            k,
+            v,
+            algorithm=algorithm,
+            seq_len=seq_len,
+            decay=rates,
+            causal=causal,
+            kernel_for=partial(resolve_linear, kernel),
+            initial_state=initial_state,
+            output_final_state=output_final_state,
+            documents=documents,
+        )
+        if topology.size > 1:
+            remember(out, 1, layout, seq_len, topology)
+        return out if final_state is None else (out, final_state)
+
+    @not_compiled
+    def check_layout(self, positions: Tensor) -> None:
+        """See `megatron_cp_plugin.check_layout`."""
+        topology = topology_for(self._group)
+        with SameCall(topology, "check_layout") as made:
+            check_tensors(positions=positions)
+            self._read()
+            tokens = positions.shape[-1] if positions.dim() else 0
+            made.lengths = self._held(topology, tokens, known=True)
+            made.settings = {"algo": self._algo, "options": self._options}
+            made.changing = {"cu_seqlens": self._cu_seqlens, "spans": self._spans}
+        total, layout, *_ = self._agreed(topology, tokens)
+        mine = describe_mismatch(positions, layout, topology.rank, topology.size, total)
+        found = compared(topology, "positions", "check_layout", mine)
+        for rank, mismatch in enumerate(found):
+            if mismatch is not None:
+                raise ContextParallelError(
+                    f"{self._algo} on {topology.size} ranks needs the {layout.name} layout of "
+                    f"{total} tokens, got others on rank {rank}: {mismatch}; shard with "
+                    f"cp.shard(..., algo={self._algo!r})"
+                )
+
+    def _read(self) -> None:
+        """Reads the settings, once."""
+        if self._unread is None:
+            return
+        algo, seq_len, cu_seqlens, spans, options = self._unread
+        self._layout, self._options = registry.layout_of(algo, options), chosen(options)
+        self._algo = algo
+        self._seq_len = None if seq_len is None else length("seq_len", seq_len)
+        self._cu_seqlens = None if cu_seqlens is None else on_host("cu_seqlens", cu_seqlens)
+        self._spans = None if spans is None else on_host("spans", spans)
+        self._unread = None
+
+    def _within(self, seq_len: int) -> _Within:
+        """What follows from so many tokens in all."""
+        if self._found is None or self._found.seq_len != seq_len:
+            self._found = _Within(seq_len, self._layout, (), None)
+            if self._cu_seqlens is not None or self._spans is not None:
+                followed = followed_by(self._cu_seqlens, self._spans, seq_len)
+                layout = self._layout.within(followed)
+                self._found = _Within(seq_len, layout, *starts_and_slices(followed))
+        return self._found
+
+    def _layout_of(self, seq_len: int) -> Layout:
+        return self._within(seq_len).layout
+
+    def _split(self, topology: Topology, seq_len: int) -> Layout:
+        """The layout by which so many tokens are split now."""
+        layout = self._layout_of(seq_len)
+        self._last = seq_len
+        topology.lengths.unequal |= seq_len % topology.size > 0
+        tokens = layout.length(topology.rank, topology.size, seq_len)
+        topology.lengths.cut.add((layout.name, tokens))
+        return layout
+
+    def _known(self, call: str, dim: int, topology: Topology, **tensors: Tensor) -> bool:
+        """Whether tensors are known to be split so. Raises: as `check_cut`."""
+        if topology.size == 1:
+            return True
+        return check_cut(call, dim, self._layout, self._layout_of, topology, tensors)
+
+    def _held(self, topology: Topology, tokens: int, known: bool) -> tuple[object, ...]:
+        """What is the same on all ranks that hold the tokens of one layout.
+
+        Raises: ContextParallelError if the layout cannot cut so many, or nobody has.
+        """
+        seq_len = self._seq_len
+        if seq_len is not None:
+            expected = self._layout_of(seq_len).length(topology.rank, topology.size, seq_len)
+            return seq_len, tokens == expected
+        if self._splits and not known and (self._layout.name, tokens) not in topology.lengths.cut:
+            raise ContextParallelError(
+                f"a context needs tokens that were split in its {self._layout.name} layout, got "
+                f"{tokens} on rank {topology.rank} of {topology.size}, as of no sequence so far: "
+                "split them by its shard or positions, or give it seq_len="
+            )
+        return (tokens,)
+
+    def _agreed(self, topology: Topology, tokens: int, unknown: Tensor | None = None) -> _Within:
+        """The global length, and what follows from it, once the ranks agree on their tokens.
+
+        Args: unknown: as of `agreed_length`.
+        """
+        seq_len = self._seq_len
+        layout = self._layout if seq_len is None else self._layout_of(seq_len)
+        return self._within(agreed_length(topology, layout, tokens, seq_len, unknown))
+
+
+class OneCall(Context):
+    """Settings of one call, which are read within it: what one rank refuses all of them do."""
+
+    _splits = False
+
+    def __init__(  # as they come from a call of each layer
+        self,
+        algo: str,
+        group: Group,
+        seq_len: int | None,
+        cu_seqlens: Sequence[int] | Tensor | None,
+        spans: SpanMask | None,
+        options: Mapping[str, object],
+    ) -> None:
+        self._group, self._unread = group, (algo, seq_len, cu_seqlens, spans, options)
+
+
+def _described(*qkv: Tensor) -> dict[str, object]:
+    """What q, k and v of all ranks have in common."""
+    # Lists in between: generators are a call for each tensor, in every layer.
+    return {
+        "dtype of q, k, v": tuple([x.dtype for x in qkv]),
+        "shape of q, k, v beside tokens": tuple([(*x.shape[:1], *x.shape[2:]) for x in qkv]),
+    }
+
+
+def topology_for(group: "Group | ref[dist.ProcessGroup]") -> Topology:
+    """The ranks of a group. Raises: ContextParallelError if it does not exist."""
+    if isinstance(group, Topology):
+        return group
+    if isinstance(group, ref):
+        group = existing(group)
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise ContextParallelError(
+            f"group needs a process group that this rank is in, got {brief(group)}: of a "
+            "DeviceMesh pass get_group(), and call on the group's ranks alone"
+        )
+    topology = topology_of(group)
+    if group is None and topology.size == 1 and not dist.is_initialized():
+        processes = os.environ.get("WORLD_SIZE", "1")
+        if processes != "1":
+            raise ContextParallelError(
+                f"{processes} processes (WORLD_SIZE) need a process group to split a sequence, got "
+                "none: call torch.distributed.init_process_group first, or pass group="
+            )
+    return topology
+
+
+def _choose(
+    topology: Topology, shape: Shape, mask: Mask, kernel: str, given: Mapping[str, object]
+) -> tuple[str, Topology, tuple[tuple[str, object], ...]]:
+    from megatron_cp_plugin.planner.detected_machine import choose_for
+
+    algo, options = choose_for(topology, shape, mask, kernel, given)
+    return algo, topology, tuple(sorted(options))
+
+
+@lru_cache(maxsize=256)
+def softmax_algorithm(
+    algo: str, topology: Topology, options: tuple[tuple[str, object], ...]
+) -> Algorithm:
+    """As `registry.create`, once for all calls."""
+    return registry.create(algo, topology, dict(options))
+
+
+@lru_cache(maxsize=256)
+def linear_algorithm(
+    algo: str, topology: Topology, options: tuple[tuple[str, object], ...]
+) -> LinearAlgorithm:
+    """As `registry.create_linear`, once for all calls."""
+    return registry.create_linear(algo, topology, dict(options))
