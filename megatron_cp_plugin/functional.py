@@ -30,7 +30,7 @@ from megatron_cp_plugin.arguments import (
 from megatron_cp_plugin.core import layout as layouts
 from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.core.autograd.autocast import cast_inputs
-from megatron_cp_plugin.core.autograd.function import attend, check_shapes
+from megatron_cp_plugin.core.autograd.function import Attention, called, check_shapes
 from megatron_cp_plugin.core.chunked_loss import CHUNK_TOKENS, losses_and_predictions
 from megatron_cp_plugin.core.comm import CommunicatingIn
 from megatron_cp_plugin.core.communication.lengths import agreed_length
@@ -189,20 +189,10 @@ def attention(
         shape = Shape.of(q, k, v, seq_len)
         mask = Mask(causal, window, documents) if slices is None else Mask.of(slices, window)
         algorithm = _algorithm(*_choose(topology, shape, mask, kernel, options))
-    return attend(
-        q,
-        k,
-        v,
-        algorithm=algorithm,
-        seq_len=seq_len,
-        causal=causal,
-        scale=scale,
-        kernel_for=resolver(kernel),
-        window=window,
-        documents=documents,
-        slices=slices,
-        sink=sink,
-    )
+    of_mask = causal, window, documents, slices
+    algorithm, call = called(algorithm, q, k, v, sink, seq_len, *of_mask, scale, resolver(kernel))
+    out: Tensor = Attention.apply(q, k, v, sink, algorithm, call, None)
+    return out
 
 
 @_not_compiled
