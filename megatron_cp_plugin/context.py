@@ -33,7 +33,7 @@ from megatron_cp_plugin.arguments import (
 from megatron_cp_plugin.core import layout as layouts
 from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.core.autograd.autocast import cast_inputs
-from megatron_cp_plugin.core.autograd.function import attend, check_shapes
+from megatron_cp_plugin.core.autograd.function import Attention, called, check_shapes
 from megatron_cp_plugin.core.autograd.whole import whole_of
 from megatron_cp_plugin.core.comm import existing
 from megatron_cp_plugin.core.communication.lengths import agreed_length, check_cut, remember
@@ -287,20 +287,11 @@ class Context:
             mask = Mask(causal, window, documents) if slices is None else Mask.of(slices, window)
             given = dict(self._options)
             algorithm = softmax_algorithm(*_choose(topology, shape, mask, kernel, given))
-        out = attend(
-            q,
-            k,
-            v,
-            algorithm=algorithm,
-            seq_len=seq_len,
-            causal=causal,
-            scale=scale,
-            kernel_for=resolver(kernel),
-            window=window,
-            documents=documents,
-            slices=slices,
-            sink=sink,
+        of_mask = causal, window, documents, slices
+        algorithm, call = called(
+            algorithm, q, k, v, sink, seq_len, *of_mask, scale, resolver(kernel)
         )
+        out: Tensor = Attention.apply(q, k, v, sink, algorithm, call, None)
         if topology.size > 1:
             remember(out, 1, layout, seq_len, topology)
         return out

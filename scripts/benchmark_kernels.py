@@ -27,8 +27,9 @@ from rich.table import Table
 from triton.testing import do_bench
 
 from megatron_cp_plugin import registry
-from megatron_cp_plugin.core.algorithm import Call, Gradients, attend_block, differentiate_block
+from megatron_cp_plugin.core.call import Call
 from megatron_cp_plugin.core.communication.devices import take_gpu
+from megatron_cp_plugin.core.execution.passes import Gradients, attend_block, differentiate_block
 from megatron_cp_plugin.core.kernel import Problem, Statistics
 from megatron_cp_plugin.core.layouts.document_layout import PaddedDocuments
 from megatron_cp_plugin.core.masks.documents import random_documents

@@ -28,8 +28,9 @@ ROOMS = [
     ("blocks",),
     ("layouts",),
     ("pipeline", "placement", "plans"),
-    ("algorithm",),
+    ("call",),
     ("execution",),
+    ("algorithm",),
     ("autograd", "chunked_loss"),
     ("linear",),
 ]

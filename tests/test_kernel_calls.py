@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megatron_cp_plugin.core import partial
-from megatron_cp_plugin.core.algorithm import Call
 from megatron_cp_plugin.core.autograd.function import attend
+from megatron_cp_plugin.core.call import Call
 from megatron_cp_plugin.core.communication.virtual import run_virtual
 from megatron_cp_plugin.core.layout import shard
 from megatron_cp_plugin.core.tiles import Mask

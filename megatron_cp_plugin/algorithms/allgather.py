@@ -65,7 +65,7 @@ class KvAllGather(GridAlgorithm):
         """
         groups, size = super().head_groups(shape, mask), self.topology.size
         # One group is computed with while the next one arrives, or is put in order.
-        blocks = self.slots(shape) if self.transport.pushes else 2 * size
+        blocks = self.slots(shape, size) if self.transport.pushes else 2 * size
         tokens = max(self.layout.length(rank, size, shape.seq_len) for rank in range(size))
         row = (shape.head_dim + shape.value_dim) * shape.element_bytes
         head, count = blocks * shape.batch * tokens * row / 2**20, len(groups)

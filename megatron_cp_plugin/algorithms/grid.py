@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from torch import Tensor
-
 from megatron_cp_plugin.algorithms.grid_placements import (
     GatheredPlacement,
     GridBlocksPlacement,
@@ -18,14 +16,12 @@ from megatron_cp_plugin.algorithms.grid_placements import (
     GridRingPlacement,
 )
 from megatron_cp_plugin.algorithms.point_to_point import PointToPoint
-from megatron_cp_plugin.core.algorithm import Algorithm, Call, Saved
 from megatron_cp_plugin.core.caching import cached_method
 from megatron_cp_plugin.core.comm import Phase
-from megatron_cp_plugin.core.execution.gathered import Gathered
 from megatron_cp_plugin.core.pipeline import HeadGroup, group_count, head_groups
 from megatron_cp_plugin.core.plans.compile import plan_of
 from megatron_cp_plugin.core.plans.grid import Grid, cheapest, column_major, row_major
-from megatron_cp_plugin.core.plans.plan import PHASES, Plan
+from megatron_cp_plugin.core.plans.plan import PHASES
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 
@@ -34,9 +30,6 @@ Wire = Literal["model", "float32"]
 
 class GridAlgorithm(PointToPoint):
     """Attention on a grid of ranks; subclasses say on which, and how blocks come together.
-
-    `core.execution.gathered` follows its plan if blocks are gathered, else
-    `core.execution.execute`.
 
     Attributes: rows, cols: R and C; 0: whatever moves fewer bytes. partials: dtype in which partial
         outputs travel. transposed: columns need the keys of other ranks than their own.
@@ -62,10 +55,6 @@ class GridAlgorithm(PointToPoint):
     @cached_property
     def _grid_shape(self) -> Callable[[Shape], tuple[int, int]]:
         return cached_method(self._cheapest, 256)
-
-    @cached_property
-    def _gathered(self) -> Callable[[Phase, Call, Shape], Gathered]:
-        return cached_method(self._make_gathered, 64)
 
     @cached_property
     def kind(self) -> type[GridPlacement]:
@@ -117,50 +106,10 @@ class GridAlgorithm(PointToPoint):
         # Most of the memory is that of queries, which few groups would not make less than gathers.
         return max(half, group_count(0, shape.flop(self.topology.size) // 4))
 
-    def slots(self, shape: Shape) -> int:
-        """See PointToPoint.slots: a column's blocks are held until the last one of the row came."""
+    def slots(self, shape: Shape, size: int) -> int:
+        """See Algorithm.slots: a column's blocks are held until the last one of the row came."""
         rows, cols = self.grid_shape(shape)
-        return rows + cols - 2 if min(rows, cols) > 1 else super().slots(shape)
-
-    @property
-    def planned_alone(self) -> int | None:
-        """See PointToPoint.planned_alone: collective operations have one order whatever others do,
-        so a rank's own part is enough.
-        """
-        return self.topology.rank if self.gathers else super().planned_alone
-
-    def make_channels(self, shape: Shape) -> None:
-        """See Algorithm.make_channels."""
-        if self.gathers:
-            plan = self.plan(shape, Mask(), "forward", rank=self.planned_alone)
-            Gathered(plan, self.grid(shape), self.topology)
-        else:
-            super().make_channels(shape)
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Saved]:
-        """See Algorithm.forward."""
-        if not self.gathers:
-            return super().forward(q, k, v, call)
-        shape = Shape.of(q, k, v, call.seq_len)
-        return self._gathered("forward", call, shape).forward(q, k, v, call)
-
-    def backward(self, dout: Tensor, saved: Saved, call: Call) -> tuple[Tensor, Tensor, Tensor]:
-        """See Algorithm.backward."""
-        if not self.gathers:
-            return super().backward(dout, saved, call)
-        q, k, v, *_ = saved
-        shape = Shape.of(q, k, v, call.seq_len)
-        return self._gathered("backward", call, shape).backward(dout, saved, call)
-
-    def _make_gathered(self, phase: Phase, call: Call, shape: Shape) -> Gathered:
-        return Gathered(self.plan_for(shape, call, phase), self.grid(shape), self.topology)
-
-    def _make_plan(
-        self, shape: Shape, mask: Mask, phase: Phase, rectangular: bool, rank: int | None
-    ) -> Plan:
-        # PointToPoint refuses blocks of others in step 0, in which gathered ones are there.
-        kind: type[Algorithm] = Algorithm if self.gathers else PointToPoint
-        return kind._make_plan(self, shape, mask, phase, rectangular, rank)
+        return rows + cols - 2 if min(rows, cols) > 1 else super().slots(shape, size)
 
     def _cheapest(self, shape: Shape) -> tuple[int, int]:
         size, whole = self.topology.size, head_groups(shape.heads, shape.kv_heads, 1)

@@ -4,25 +4,23 @@ B batch, S local tokens, H query heads, G KV heads, D head dim, P ranks, U ranks
 """
 
 from abc import abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Literal
 
-from torch import Tensor
-
-from megatron_cp_plugin.algorithms.ring import Ring
-from megatron_cp_plugin.core.algorithm import Algorithm, Call, Saved, group_counts, number
-from megatron_cp_plugin.core.caching import cached_method
-from megatron_cp_plugin.core.comm import Communicator, Phase
-from megatron_cp_plugin.core.execution.exchanged import Exchanged
+from megatron_cp_plugin.algorithms.ring_routes import Rules, nodes_for, ring_placement
+from megatron_cp_plugin.core.algorithm import Algorithm, group_counts, number
+from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.execution.filled_heads import FilledHeads
 from megatron_cp_plugin.core.layout import Grouped
-from megatron_cp_plugin.core.pipeline import HeadGroup, group_count, head_groups
+from megatron_cp_plugin.core.pipeline import (
+    HeadGroup,
+    group_count,
+    head_groups,
+    successive_groups,
+)
 from megatron_cp_plugin.core.placement import HeadPlacement
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
-from megatron_cp_plugin.core.topology import Topology
 
 
 class HeadSplit(Algorithm):
@@ -34,7 +32,7 @@ class HeadSplit(Algorithm):
     gradients are summed in float32. Where the ranks of a team cannot split the heads, heads of
     zeros are added to what is exchanged and computed, and taken off again.
 
-    Attributes: ring_options: of the ring between teams.
+    Attributes: rules: of the ring between teams.
     """
 
     @dataclass(frozen=True)
@@ -53,42 +51,11 @@ class HeadSplit(Algorithm):
 
     options: Options
     windows = True
-    ring_options = Ring.Options(keep="local")
-
-    def __init__(self, topology: Topology, options: Options) -> None:
-        super().__init__(topology, options)
-        self._rings: dict[int, tuple[tuple[Communicator, Communicator], Ring]] = {}
-
-    @cached_property
-    def _exchanged(self) -> Callable[[Shape, Phase], Exchanged]:
-        # Looked up once a pass: at short lengths a step of training is bound by the host.
-        return cached_method(self._make_exchanged, 64)
+    rules = Rules()
 
     @abstractmethod
     def degree(self, kv_heads: int) -> int:
         """U, for a number of KV heads."""
-
-    def make_channels(self, shape: Shape) -> None:
-        """See Algorithm.make_channels."""
-        self._ring(shape)[1].make_channels(shape)
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Saved]:
-        """See Algorithm.forward."""
-        exchanged = self._exchanged(Shape.of(q, k, v, call.seq_len), "forward")
-        keep = self.options.keep == "exchanged"
-        out, lse, kept = exchanged.forward(q, k, v, call, keep=keep)
-        if not keep:
-            return out, lse, (q, k, v, out, lse)
-        return out, lse, (*[x.new_empty((0, *x.shape[1:])) for x in (q, k, v)], out, *kept)
-
-    def backward(self, dout: Tensor, saved: Saved, call: Call) -> tuple[Tensor, Tensor, Tensor]:
-        """See Algorithm.backward."""
-        q, k, v, out, *rest = saved  # but for out empty, if they are kept exchanged
-        shape = replace(Shape.of(q, k, v, call.seq_len), batch=len(dout))
-        given = {"q": q, "k": k, "v": v, "out": out}
-        if self.options.keep == "local":
-            given["lse"], rest = rest[0], []
-        return self._exchanged(shape, "backward").backward(dout, given, rest, call)
 
     def computed(self, shape: Shape) -> Shape:
         """See Algorithm.computed."""
@@ -97,14 +64,17 @@ class HeadSplit(Algorithm):
 
     def placement(self, shape: Shape, mask: Mask, phase: Phase) -> HeadPlacement:
         """See Algorithm.placement."""
-        size, ring = self.degree(shape.kv_heads), self._ring(shape)[1]
-        exchanged = self.exchanged_groups(shape)
+        size, exchanged = self.degree(shape.kv_heads), self.exchanged_groups(shape)
+        nodes = nodes_for(self.name, self.topology, self.rules.route, size)
         of_group = replace(shape, heads=exchanged[0].heads, kv_heads=exchanged[0].kv_heads)
-        between = ring.placement(of_group, mask, phase)
-        groups = tuple(inner.within(group) for group in exchanged for inner in between.groups)
-        exchanges = tuple((group, len(between.groups)) for group in exchanged)
+        elements = 0 if mask.special else of_group.elements(len(nodes))
+        inner = successive_groups(of_group.heads, of_group.kv_heads, 0, elements)
+        groups = tuple(part.within(group) for group in exchanged for part in inner)
+        layout = Grouped(self.layout, size)
+        between = ring_placement(layout, nodes, groups, of_group, mask, phase, self.rules)
+        exchanges = tuple((group, len(inner)) for group in exchanged)
         keep = self.options.keep == "exchanged"
-        return HeadPlacement(self.layout, size, replace(between, groups=groups), exchanges, keep)
+        return HeadPlacement(self.layout, size, between, exchanges, keep)
 
     def exchanged_groups(self, shape: Shape) -> tuple[HeadGroup, ...]:
         """Of one rank's heads, exchanged one after another."""
@@ -118,24 +88,3 @@ class HeadSplit(Algorithm):
 
     def _filled(self, shape: Shape) -> FilledHeads:
         return FilledHeads.of(shape.heads, shape.kv_heads, self.degree(shape.kv_heads))
-
-    def _ring(self, shape: Shape) -> tuple[tuple[Communicator, Communicator], Ring]:
-        """Channels of this rank's team, and attention over the tokens of all teams, for this rank's
-        heads; a collective operation the first time.
-        """
-        size, topology = self.degree(shape.kv_heads), self.topology
-        if size not in self._rings:
-            first = topology.rank // size * size
-            team = topology.subgroup(range(first, first + size), "team")
-            channels = team.channel("inward"), team.channel("outward")
-            others = topology.subgroup(range(topology.rank % size, topology.size, size), "ring")
-            ring = Ring(others, self.ring_options)
-            ring.layout = Grouped(self.layout, size)
-            self._rings[size] = channels, ring
-        return self._rings[size]
-
-    def _make_exchanged(self, shape: Shape, phase: Phase) -> Exchanged:
-        channels, ring = self._ring(shape)
-        plan = self.plan(shape, Mask(), phase, rank=self.topology.rank)
-        groups, heads = self.exchanged_groups(shape), self._filled(shape)
-        return Exchanged(plan, groups, ring, channels, self.topology.rank, heads)

@@ -64,7 +64,7 @@ class LinearUlysses(LinearAlgorithm):
         """See LinearAlgorithm.forward."""
         exchange, heads, local = self._exchange(call.seq_len), self._filled(q.shape[2]), q.shape[1]
         coming = [exchange.come(heads.fill_queries(x)) for x in (q, k, v)]
-        q, k, v = (each.wait() for each in coming)
+        q, k, v = (each.wait()[0] for each in coming)
         if initial is not None:
             initial = heads.fill_states(initial)[:, self._mine(heads)].contiguous()
         part, final, saved = self._whole.forward(q, k, v, initial, self._of(call, heads))
@@ -87,7 +87,7 @@ class LinearUlysses(LinearAlgorithm):
             dfinal = heads.fill_states(dfinal)
             by_rank = dfinal.unflatten(1, (self.topology.size, -1)).movedim(1, 0)
             dfinal = self._states.all_to_all(by_rank.contiguous()).wait().sum(0)
-        *parts, own = self._whole.backward(arriving.wait(), dfinal, saved, self._of(call, heads))
+        *parts, own = self._whole.backward(arriving.wait()[0], dfinal, saved, self._of(call, heads))
         gradients = [dout.new_empty((*dout.shape[:3], part.shape[3])) for part in parts]
         together([exchange.leave(*each) for each in zip(parts, gradients, strict=True)]).wait()
         dq, dk, dv = map(heads.own_queries, gradients)

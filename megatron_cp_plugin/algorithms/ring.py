@@ -8,14 +8,12 @@ from typing import Literal
 
 from megatron_cp_plugin.algorithms.point_to_point import PointToPoint
 from megatron_cp_plugin.algorithms.ring_routes import (
-    DoubleRingPlacement,
     RingPlacement,
     Route,
     Rule,
-    StraightPlacement,
-    cheaper,
-    check_nodes,
-    worth_retaining,
+    Rules,
+    nodes_for,
+    ring_placement,
 )
 from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.layout import Contiguous, Layout
@@ -79,37 +77,13 @@ class Ring(PointToPoint):
 
     def __init__(self, topology: Topology, options: Options) -> None:
         super().__init__(topology, options)
-        if options.route == "double":
-            check_nodes(self.name, topology.nodes)
+        self._nodes = nodes_for(self.name, topology, options.route)
 
     def placement(self, shape: Shape, mask: Mask, phase: Phase) -> RingPlacement:
         """See Algorithm.placement."""
-        options, size, groups = self.options, self.topology.size, self.head_groups(shape, mask)
-        passed_on = size > 2 and options.route != "straight"  # else gradients are no sums
-        wide = passed_on and options.gradients == "float32"
-        rule = options.backward
-        backward = cheaper(shape, wide_gradients=wide) if rule == "auto" else rule
-        retains = (
-            options.keep == "auto"
-            and options.route == "ring"
-            and len(groups) == 1
-            and backward == "kv"
-            and worth_retaining(self.layout, size, shape, mask)
-        )
-        ring = RingPlacement(
-            self.layout,
-            size,
-            groups,
-            wide_gradients=wide,
-            travelling="kv" if phase == "forward" else backward,
-            retains=retains,
-            reverse=retains and phase == "backward",
-        )
-        if options.route == "straight":
-            return StraightPlacement(**vars(ring))
-        if options.route == "double":
-            return DoubleRingPlacement(**vars(ring), nodes=self.topology.nodes)
-        return ring
+        options, groups = self.options, self.head_groups(shape, mask)
+        rules = Rules(options.backward, options.keep, options.gradients, options.route)
+        return ring_placement(self.layout, self._nodes, groups, shape, mask, phase, rules)
 
 
 @register("ring")

@@ -5,13 +5,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from megatron_cp_plugin.core.blocks.touched import sees_all
+from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.layout import Layout
+from megatron_cp_plugin.core.pipeline import HeadGroup
 from megatron_cp_plugin.core.placement import BlockPlacement, Place
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
+from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ConfigError
 
 Travelling = Literal["kv", "query"]
@@ -108,6 +111,54 @@ class DoubleRingPlacement(RingPlacement):
         return tuple((numbers[node], next(places[node])) for node in self.nodes)
 
 
+class Rules(NamedTuple):
+    """Options of a ring, see Ring.Options."""
+
+    backward: Rule = "auto"
+    keep: Literal["auto", "local"] = "local"
+    gradients: Literal["float32", "model"] = "float32"
+    route: Route = "ring"
+
+
+def ring_placement(
+    layout: Layout,
+    nodes: Sequence[int],
+    groups: tuple[HeadGroup, ...],
+    shape: Shape,
+    mask: Mask,
+    phase: Phase,
+    rules: Rules,
+) -> RingPlacement:
+    """A ring of ranks, or of teams. Args: nodes: of each; groups: of heads."""
+    size = len(nodes)
+    passed_on = size > 2 and rules.route != "straight"  # else gradients are no sums
+    wide = passed_on and rules.gradients == "float32"
+    backward = rules.backward
+    if backward == "auto":
+        backward = cheaper(shape, wide_gradients=wide)
+    retains = (
+        rules.keep == "auto"
+        and rules.route == "ring"
+        and len(groups) == 1
+        and backward == "kv"
+        and worth_retaining(layout, size, shape, mask)
+    )
+    ring = RingPlacement(
+        layout,
+        size,
+        groups,
+        wide_gradients=wide,
+        travelling="kv" if phase == "forward" else backward,
+        retains=retains,
+        reverse=retains and phase == "backward",
+    )
+    if rules.route == "straight":
+        return StraightPlacement(**vars(ring))
+    if rules.route == "double":
+        return DoubleRingPlacement(**vars(ring), nodes=tuple(nodes))
+    return ring
+
+
 def cheaper(shape: Shape, *, wide_gradients: bool) -> Travelling:
     """What moves fewer bytes a hop of the backward: K, V, dK, dV; or Q, dO, dQ and rows of lse and
     delta. Args: wide_gradients: dQ, dK and dV travel in float32.
@@ -130,11 +181,21 @@ def worth_retaining(layout: Layout, size: int, shape: Shape, mask: Mask) -> bool
     )
 
 
-def check_nodes(name: str, nodes: Sequence[int]) -> None:
-    """Raises: ConfigError if nodes have unequally many ranks. Args: nodes: of each rank."""
+def nodes_for(name: str, topology: Topology, route: Route, teams_of: int = 1) -> Sequence[int]:
+    """The nodes of a ring's ranks; a collective operation the first time if the route needs them.
+
+    Args: teams_of: so many ranks of the topology are a team, and the ring is of each team's ranks
+        that have the same place in it.
+
+    Raises: ConfigError if nodes have unequally many ranks, and the route does not serve that.
+    """
+    if route != "double":
+        return (0,) * (topology.size // teams_of)
+    nodes = topology.nodes[topology.rank % teams_of :: teams_of]
     ranks = Counter(nodes)
     if len(set(ranks.values())) > 1:
         raise ConfigError(
             f"{name} route double needs as many ranks on one node as on another, got "
             f"{', '.join(map(str, ranks.values()))}: use route ring"
         )
+    return nodes

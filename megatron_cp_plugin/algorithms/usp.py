@@ -5,8 +5,7 @@ from math import gcd
 from typing import Literal
 
 from megatron_cp_plugin.algorithms.head_split import HeadSplit
-from megatron_cp_plugin.algorithms.ring import Ring
-from megatron_cp_plugin.algorithms.ring_routes import Route, Rule
+from megatron_cp_plugin.algorithms.ring_routes import Route, Rule, Rules
 from megatron_cp_plugin.core.algorithm import Algorithm, divisors, number
 from megatron_cp_plugin.core.execution.transport import Wanted
 from megatron_cp_plugin.core.topology import Topology
@@ -56,13 +55,7 @@ class Usp(HeadSplit):
 
     def __init__(self, topology: Topology, options: Options) -> None:
         super().__init__(topology, options)
-        self.ring_options = Ring.Options(
-            keep="local",
-            backward=options.backward,
-            gradients=options.gradients,
-            route=options.route,
-            transport=options.transport,
-        )
+        self.rules = Rules(options.backward, "local", options.gradients, options.route)
 
     def degree(self, kv_heads: int) -> int:
         """See HeadSplit.degree."""

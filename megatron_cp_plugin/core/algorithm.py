@@ -5,92 +5,30 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
-from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from megatron_cp_plugin.core.caching import cached_method
+from megatron_cp_plugin.core.call import Asked, Call
 from megatron_cp_plugin.core.comm import Phase
-from megatron_cp_plugin.core.kernel import Problem, SoftmaxKernel, Statistics
+from megatron_cp_plugin.core.execution.executor import Executor, Saved, executor_of
+from megatron_cp_plugin.core.execution.transport import (
+    Transport,
+    Wanted,
+    steps_among,
+    team_channels,
+)
+from megatron_cp_plugin.core.kernel import Problem
 from megatron_cp_plugin.core.layout import Documents, Layout
 from megatron_cp_plugin.core.layouts.document_layout import NAMED
-from megatron_cp_plugin.core.masks.batch import Batch
-from megatron_cp_plugin.core.masks.slices import Slices
-from megatron_cp_plugin.core.masks.tile_batches import Batches
-from megatron_cp_plugin.core.partial import Accumulator, GradientSum, rows_at
-from megatron_cp_plugin.core.placement import Placement
+from megatron_cp_plugin.core.placement import BlockPlacement, HeadPlacement, Placement
 from megatron_cp_plugin.core.plans.compile import plan_of
+from megatron_cp_plugin.core.plans.placement_check import check_placement, check_steps
 from megatron_cp_plugin.core.plans.plan import PHASES, Plan
 from megatron_cp_plugin.core.shape import Shape
-from megatron_cp_plugin.core.tiles import Mask, Tile
+from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ContextParallelError
-
-
-class Asked(NamedTuple):
-    """What a call of attention is made with, see `core.autograd.function.attend`.
-
-    Attributes: q, k, v: shapes. deterministic: torch's setting. seq_len: N, in tokens.
-    """
-
-    q: torch.Size
-    k: torch.Size
-    v: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-    deterministic: bool
-    seq_len: int
-    causal: bool
-    window: int | None
-    documents: tuple[int, ...]
-    slices: Slices | None
-    scale: float | None
-    kernel_for: Callable[[Problem], SoftmaxKernel]
-
-
-@dataclass(frozen=True, eq=False)  # what follows from it is kept by it
-class Call:
-    """One attention over the whole split sequence; equal only to itself.
-
-    Attributes: seq_len: N, in tokens. mask: of the whole sequence. scale: factor of the scores.
-        kernel: computes the tiles. dq, dkv: whether the gradient of q, and those of k and v, are
-        wanted; the same on all ranks.
-    """
-
-    seq_len: int
-    mask: Mask
-    scale: float
-    kernel: SoftmaxKernel
-    dq: bool = True
-    dkv: bool = True
-
-    @cached_property
-    def packed(self) -> bool:
-        """Whether one kernel call computes several tiles: with masks that make many of them."""
-        return self.kernel.packs and bool(self.mask.special)
-
-    @cached_property
-    def places_outputs(self) -> bool:
-        """Whether the kernel writes a block's first partial output where the merged one will be."""
-        return self.kernel.places_outputs and not self.packed
-
-    @cached_property
-    def places_gradients(self) -> bool:
-        """Whether the kernel writes a block's first gradients where their sums will be."""
-        return self.kernel.places_gradients and not self.packed
-
-    def wanting(self, *, dq: bool, dkv: bool) -> "Call":
-        """The same call, of which only some gradients are wanted."""
-        if (dq, dkv) == (self.dq, self.dkv):
-            return self
-        if (dq, dkv) not in self._wanting:
-            self._wanting[dq, dkv] = replace(self, dq=dq, dkv=dkv)
-        return self._wanting[dq, dkv]
-
-    @cached_property
-    def _wanting(self) -> dict[tuple[bool, bool], "Call"]:
-        return {}
 
 
 @dataclass(frozen=True)
@@ -101,9 +39,6 @@ class Traffic:
     forward_messages: int
     backward_bytes: int
     backward_messages: int
-
-
-Saved = tuple[Tensor, ...]
 
 
 def number(
@@ -136,9 +71,10 @@ def group_counts(size: int) -> list[int]:
 class Algorithm(ABC):
     """Softmax attention over a sequence that is split among the ranks of a topology.
 
-    Most algorithms derive from `algorithms.point_to_point.PointToPoint`, which follows any
-    placement, and define only `layout`, `Options` and `placement`. `registry.create` makes them,
-    with a topology and an instance of their own `Options`.
+    Subclasses define `layout`, `Options` and `placement`, from which everything else follows:
+    `core.execution.executor` runs what the plan of a placement says. Most derive from
+    `algorithms.point_to_point.PointToPoint`, for its options. `registry.create` makes them, with a
+    topology and an instance of their own `Options`.
 
     B batch, S local tokens, N tokens of the whole sequence, H query heads, G KV heads, D head dim
     of queries and keys, E that of values and outputs. Formulas of subclasses are for E = D.
@@ -147,6 +83,7 @@ class Algorithm(ABC):
         name: set by the registry.
         layout: which tokens each rank holds, for batch slicing, RoPE and attention alike.
         windows: whether it supports masks with a window, documents or spans.
+        overlap: messages travel during computations.
         topology: the ranks.
         options: as given.
     """
@@ -154,6 +91,7 @@ class Algorithm(ABC):
     name: str = ""
     layout: Layout
     windows: bool = False
+    overlap: bool = True
 
     @dataclass(frozen=True)
     class Options:
@@ -165,6 +103,7 @@ class Algorithm(ABC):
         self.topology = topology
         self.options = options
         self.layout = self.layout_for(options)
+        self._checked: set[Phase] = set()
 
     # Looked up once a pass: at short lengths a step of training is bound by the host.
     @cached_property
@@ -178,6 +117,11 @@ class Algorithm(ABC):
     @cached_property
     def _called(self) -> Callable[[Asked], tuple["Algorithm | None", Call]]:
         return cached_method(self._make_call, 64)
+
+    @cached_property
+    def executor(self) -> Callable[[Phase, Call, Shape | None], Executor]:
+        """What a rank does in a pass of a call, of the shape of the whole problem."""
+        return cached_method(self._make_executor, 64)
 
     @classmethod
     def layout_for(cls, options: Options) -> Layout:
@@ -197,7 +141,7 @@ class Algorithm(ABC):
 
     def _make_on(self, layout: Layout) -> "Algorithm":
         other = type(self)(self.topology, self.options)
-        other.layout = layout
+        other.layout, other._checked = layout, self._checked
         return other
 
     @classmethod  # noqa: B027  (most algorithms serve everything)
@@ -248,17 +192,22 @@ class Algorithm(ABC):
             value_dim=asked.v[3],
             windows=window is not None or slices is not None,
         )
-        call = Call(asked.seq_len, mask, scale, asked.kernel_for(problem))
+        shape = Shape.of_sizes(asked.q, asked.k, asked.v, asked.dtype, asked.seq_len)
+        call = Call(asked.seq_len, mask, scale, asked.kernel_for(problem), shape=shape)
         return None if on is self else on, call
 
-    def make_channels(self, shape: Shape) -> None:  # noqa: B027  (some make all in the constructor)
+    def make_channels(self, shape: Shape) -> None:
         """Makes the process groups that calls need; a collective operation.
 
         Args: shape: heads, head dims and dtypes are those of all calls; every rank has equally many
             of its tokens.
         """
+        placement = self.placement(shape, Mask(), "backward")
+        teams = team_channels(placement, self.topology)
+        steps = self._steps(placement, shape, Mask(), "backward")
+        gathers = bool(teams) and isinstance(placement, BlockPlacement)
+        self._transport(placement).make(steps, gathers=gathers)
 
-    @abstractmethod
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Saved]:
         """Attention of the local queries over all keys.
 
@@ -269,8 +218,8 @@ class Algorithm(ABC):
         float64); and what `backward` needs, local tensors only. Out among them is the same tensor
         as the one that is returned, because attention sinks change it in place.
         """
+        return self.executor("forward", call, Shape.of(q, k, v, call.seq_len)).forward(q, k, v)
 
-    @abstractmethod
     def backward(self, dout: Tensor, saved: Saved, call: Call) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of the local shards.
 
@@ -279,6 +228,59 @@ class Algorithm(ABC):
         Returns: dq [B,S,H,D], dk [B,S,G,D], dv [B,S,G,E], in the dtypes of q, k, v. Those that the
         call does not want may be any tensors, and need not be sent.
         """
+        q, k, v, *_ = saved
+        shape = replace(Shape.of(q, k, v, call.seq_len), batch=len(dout))
+        return self.executor("backward", call, shape).backward(dout, saved)
+
+    def _make_executor(self, phase: Phase, call: Call, shape: Shape | None) -> Executor:
+        assert shape is not None
+        placement = self.placement(shape, call.mask, phase)
+        rectangular = call.kernel.rectangular_causal
+        steps = self._steps(placement, shape, call.mask, phase, rectangular=rectangular)
+        exchange: Plan | None = None
+        if isinstance(placement, HeadPlacement):  # which the mask does not change
+            exchange = self.plan(shape, Mask(), phase, rank=self.topology.rank)
+        transport = self._transport(placement)
+        slots = self.slots(shape, transport.topology.size)
+        of_call = call, shape, self.topology
+        return executor_of(
+            placement, steps, exchange, *of_call, transport, slots, overlap=self.overlap
+        )
+
+    def slots(self, shape: Shape, size: int) -> int:
+        """How many blocks of others a rank holds at most, over peer memory.
+
+        Args: size: number of ranks that exchange blocks step by step.
+        """
+        return min(2, size - 1)
+
+    def _transport(self, placement: Placement) -> Transport:
+        """How blocks go from rank to rank; a collective operation the first time."""
+        wanted: Wanted = getattr(self.options, "transport", "auto")
+        return Transport(self.name, steps_among(placement, self.topology), wanted)
+
+    def _steps(
+        self,
+        placement: Placement,
+        shape: Shape,
+        mask: Mask,
+        phase: Phase,
+        *,
+        rectangular: bool = True,
+    ) -> Plan:
+        """What is computed and sent step by step: all that this rank needs to know of it.
+
+        One rank's part of a plan is enough for collective operations, which have one order whatever
+        others do, and without peer access. With it all ranks use buffers in each other's memory in
+        the same order.
+        """
+        among = steps_among(placement, self.topology)
+        if isinstance(placement, HeadPlacement):
+            rank = None if among.peer_access else among.rank
+            setting = mask, phase, rectangular, rank
+            return self._checked_plan(placement.between, shape.seq_len, *setting)
+        rank = among.rank if placement.assembled or not among.peer_access else None
+        return self.plan(shape, mask, phase, rectangular=rectangular, rank=rank)
 
     def computed(self, shape: Shape) -> Shape:
         """The shape that is computed for `shape`, including zero heads if any are added."""
@@ -310,153 +312,33 @@ class Algorithm(ABC):
     def _make_plan(
         self, shape: Shape, mask: Mask, phase: Phase, rectangular: bool, rank: int | None
     ) -> Plan:
-        placement = self.placement(shape, mask, phase)
-        return plan_of(placement, shape.seq_len, mask, phase, rectangular, rank)
+        placement, setting = self.placement(shape, mask, phase), (mask, phase, rectangular)
+        if isinstance(placement, HeadPlacement):
+            return plan_of(placement, shape.seq_len, *setting, rank)
+        return self._checked_plan(placement, shape.seq_len, *setting, rank)
+
+    def _checked_plan(
+        self,
+        placement: BlockPlacement,
+        seq_len: int,
+        mask: Mask,
+        phase: Phase,
+        rectangular: bool,
+        rank: int | None,
+    ) -> Plan:
+        """The plan of a placement that serves all calls. Args: as of `plan_of`."""
+        setting, steps = (mask, phase, rectangular), not placement.assembled
+        if steps and phase not in self._checked:
+            # Once for all ranks, so that all refuse what one of them does.
+            check_placement(self.name, placement, seq_len, mask)
+            check_steps(self.name, plan_of(placement, seq_len, *setting, None))
+        plan = plan_of(placement, seq_len, *setting, rank)
+        if steps:
+            check_steps(self.name, plan)
+            self._checked.add(phase)
+        return plan
 
     def traffic(self, shape: Shape, mask: Mask, rank: int) -> Traffic:
         """What `rank` sends, as the plans of both passes say."""
         forward, backward = (self.plan(shape, mask, phase).sent(rank, shape) for phase in PHASES)
         return Traffic(*forward, *backward)
-
-
-def attend_block(
-    total: Accumulator, q: Tensor, k: Tensor, v: Tensor, work: Batches, call: Call
-) -> None:
-    """Adds attention of a block of queries over a block of keys to `total`."""
-    for each in work.calls(packed=call.packed, gaps=call.kernel.gaps, forward=True):
-        if isinstance(each, Tile):
-            _attend_tile(total, q, k, v, each, call)
-            continue
-        queries, keys = each.sides(q.device)
-        (rows,) = queries.given
-        taken = rows_at(q, queries.taken), rows_at(k, keys.taken), rows_at(v, keys.taken)
-        out, lse = call.kernel.forward_packed(
-            *taken, each.packing, scale=call.scale, causal=each.causal
-        )
-        total.add(rows, out, lse)
-
-
-def _attend_tile(
-    total: Accumulator, q: Tensor, k: Tensor, v: Tensor, tile: Tile, call: Call
-) -> None:
-    """Adds attention of a tile's rows [B,rows,H,D] over its columns [B,cols,G,D]."""
-    if tile.rows < q.shape[1]:
-        q = q[:, tile.q]
-    if tile.cols < k.shape[1]:
-        k, v = k[:, tile.kv], v[:, tile.kv]
-    placed = call.places_outputs and not tile.reverse
-    place = total.place_of_first(tile.rows) if placed else None
-    if place is not None:
-        call.kernel.forward_to(place, q, k, v, scale=call.scale, causal=tile.causal)
-        total.add(tile.q, *place)
-        return
-    if tile.reverse:
-        q, k, v = q.flip(1), k.flip(1), v.flip(1)
-    out, lse = call.kernel.forward(q, k, v, scale=call.scale, causal=tile.causal)
-    total.add(tile.q, *((out.flip(1), lse.flip(2)) if tile.reverse else (out, lse)))
-
-
-class Gradients(NamedTuple):
-    """Running sums of dq, dk, dv of one block of queries and one block of keys."""
-
-    dq: GradientSum
-    dk: GradientSum
-    dv: GradientSum
-
-    def places(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Where the kernel writes the gradients of a tile's q, k and v: the first ones of a block
-        where its sum will be, others to new memory. None: no gradient is the first.
-        """
-        places = [
-            total.place_of_first(x.shape[1])
-            for total, x in zip((self.dq, self.dk, self.dv), (q, k, v), strict=True)
-        ]
-        if places == [None, None, None]:
-            return None
-        dq, dk, dv = [
-            x.new_empty(x.shape) if place is None else place
-            for place, x in zip(places, (q, k, v), strict=True)
-        ]
-        return dq, dk, dv
-
-
-def differentiate_block(
-    sums: Gradients,
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    statistics: Statistics,
-    work: Batches,
-    call: Call,
-) -> None:
-    """Adds the gradients of a block's q, k and v to `sums`, see `attend_block`.
-
-    Args: statistics: of all rows of q.
-    """
-    for each in work.calls(packed=call.packed, gaps=call.kernel.gaps):
-        if isinstance(each, Tile):
-            dq, dk, dv = _differentiate_tile(sums, dout, q, k, v, statistics, each, call)
-            sums.dq.add(each.q, dq)
-            sums.dk.add(each.kv, dk)
-            sums.dv.add(each.kv, dv)
-        else:
-            _differentiate_batch(sums, dout, q, k, v, statistics, each, call)
-
-
-def _differentiate_batch(
-    sums: Gradients,
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    statistics: Statistics,
-    batch: Batch,
-    call: Call,
-) -> None:
-    queries, keys = batch.sides(q.device)
-    dq, dk, dv = call.kernel.backward_packed(
-        rows_at(dout, queries.taken),
-        rows_at(q, queries.taken),
-        rows_at(k, keys.taken),
-        rows_at(v, keys.taken),
-        statistics.rows(queries.taken),
-        batch.packing,
-        scale=call.scale,
-        causal=batch.causal,
-    )
-    for rows in queries.given:
-        sums.dq.add(rows, dq)
-    for cols in keys.given:
-        sums.dk.add(cols, dk)
-        sums.dv.add(cols, dv)
-
-
-def _differentiate_tile(
-    sums: Gradients,
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    statistics: Statistics,
-    tile: Tile,
-    call: Call,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of `_attend_tile`; the first ones of a block are where its sums will be."""
-    if tile.rows < q.shape[1]:
-        dout, q, statistics = dout[:, tile.q], q[:, tile.q], statistics.rows(tile.q)
-    if tile.cols < k.shape[1]:
-        k, v = k[:, tile.kv], v[:, tile.kv]
-    places = sums.places(q, k, v) if call.places_gradients and not tile.reverse else None
-    if places is not None:
-        call.kernel.backward_to(
-            places, dout, q, k, v, statistics, scale=call.scale, causal=tile.causal
-        )
-        return places
-    if tile.reverse:
-        dout, q, k, v = dout.flip(1), q.flip(1), k.flip(1), v.flip(1)
-        statistics = statistics.flipped()
-    dq, dk, dv = call.kernel.backward(
-        dout, q, k, v, statistics, scale=call.scale, causal=tile.causal
-    )
-    return (dq.flip(1), dk.flip(1), dv.flip(1)) if tile.reverse else (dq, dk, dv)

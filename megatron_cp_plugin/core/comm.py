@@ -28,7 +28,8 @@ Send = tuple[Tensor, int]
 Receive = tuple[Tensor, int]
 Described = tuple[tuple[int, ...], torch.dtype]
 
-_phase: ContextVar[Phase] = ContextVar("phase", default="forward")
+# Under which phase operations are counted.
+PHASE: ContextVar[Phase] = ContextVar("phase", default="forward")
 
 
 class CommunicatingIn:
@@ -38,10 +39,10 @@ class CommunicatingIn:
         self._phase = phase
 
     def __enter__(self) -> None:
-        self._token = _phase.set(self._phase)
+        self._token = PHASE.set(self._phase)
 
     def __exit__(self, *_: object) -> None:
-        _phase.reset(self._token)
+        PHASE.reset(self._token)
 
 
 @dataclass(frozen=True)
@@ -214,7 +215,7 @@ class Communicator(ABC):
                     self.global_rank,
                     self.channel,
                     op,
-                    _phase.get(),
+                    PHASE.get(),
                     direction,  # type: ignore[arg-type]
                     len(tensors),
                     sum(t.numel() * t.element_size() for t in tensors),

@@ -7,7 +7,8 @@ Source: AttnFix (Attention2D, Algorithm 2); the same as rescale (DISTFLASHATTN, 
 GAO (BurstAttention, Algorithm 1, lines 13-16). Differs: rows that no key is visible to.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -43,10 +44,9 @@ class _Waiting:
     Attributes: partials: all of them.
     """
 
-    def __init__(self) -> None:
-        self.partials: list[Partial] = []
-        self._start = self._stop = 0  # between which their rows are
-        self._paired = False
+    partials: tuple[Partial, ...] = ()
+    _start = _stop = 0  # between which their rows are
+    _paired = False
 
     def fits(self, rows: SomeRows) -> bool:
         """Whether rows lie outside of all that are here, of at least one. Only of slices this is
@@ -70,19 +70,20 @@ class _Waiting:
             first = not self.partials
             self._start = rows.start if first else min(self._start, rows.start)
             self._stop = rows.stop if first else max(self._stop, rows.stop)
-        self.partials.append((rows, tensors))
+        self.partials += ((rows, tensors),)
 
     @property
     def single(self) -> Partial | None:
         """The only one, if there is just one."""
         return self.partials[0] if len(self.partials) == 1 else None
 
-    def take(self) -> list[Partial]:
+    def take(self) -> tuple[Partial, ...]:
         """All of them, of which none stays here."""
-        taken, self.partials, self._paired = self.partials, [], False
+        taken, self.partials, self._paired = self.partials, (), False
         return taken
 
 
+@cache  # in every pass of every layer
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
@@ -333,7 +334,11 @@ class Accumulator:
 
 
 class GradientSum:
-    """Running sum of the partial gradients of one block, in float32 from the second one on."""
+    """Running sum of the partial gradients of one block, in float32 from the second one on.
+
+    Attributes: empty: there is no gradient yet. placed: what the sum will be written to, once that
+        is known.
+    """
 
     def __init__(
         self, like: Tensor, *, few: bool = False, place: Callable[[], Tensor] | None = None
@@ -348,7 +353,8 @@ class GradientSum:
         self._like = like
         self._few = few
         self._place = place
-        self._placed: Tensor | None = None
+        self.empty = True
+        self.placed: Tensor | None = None
         self._total: Tensor | None = None
         self._owned = False  # whether _total is a wide buffer of ours
         self._waiting = _Waiting()  # to be added to the total
@@ -356,12 +362,12 @@ class GradientSum:
     def place_of_first(self, rows: int) -> Tensor | None:
         """Where the first partial, of so many rows, is to be written to; None: anywhere."""
         if self._place is not None and self.empty and rows == self._like.shape[1]:
-            self._placed = self._place()
-            return self._placed
-        return None
+            self.placed = self._place()
+        return self.placed
 
     def add(self, rows: SomeRows, gradient: Tensor) -> None:
         """Adds the gradient of some rows [B,rows,heads,D]."""
+        self.empty = False
         if self._total is None and self._whole(rows, gradient):
             self._total = gradient
         elif self._few:
@@ -388,13 +394,8 @@ class GradientSum:
         total = self._final(out.dtype) if plus is None else self.held
         if plus is not None:
             _sum_into(out, total, plus)
-        elif total is not self._placed:
+        elif total is not self.placed:
             _sum_into(out, total)
-
-    @property
-    def empty(self) -> bool:
-        """Whether there is no gradient yet."""
-        return self._total is None and not self._waiting.partials
 
     @property
     def keeps(self) -> bool:
@@ -459,7 +460,7 @@ class GradientSum:
         return isinstance(rows, slice) and gradient.shape[1] == self._like.shape[1]
 
 
-def _apart(partials: list[Partial]) -> Iterator[Partial]:
+def _apart(partials: Sequence[Partial]) -> Iterator[Partial]:
     """Of two partials that share rows, rows that come once, each with all that is added there."""
     slices = [rows for rows, _ in partials if isinstance(rows, slice)]
     if len(slices) != 2 or slices[0].stop <= slices[1].start or slices[1].stop <= slices[0].start:
@@ -486,19 +487,18 @@ class WholeGradient:
         self._like = like
         self._whole: Tensor | None = None
 
-    def place(self, heads: slice) -> Tensor:
-        """Where the sum of some heads belongs, [B,S,heads,D]."""
+    def place(self, heads: slice | None) -> Tensor:
+        """Where the sum of some heads belongs, [B,S,heads,D]. Args: heads: None: all."""
         if self._whole is None:
             self._whole = torch.empty_like(self._like)
-        all_heads = heads.stop - heads.start == self._like.shape[2]
-        return self._whole if all_heads else self._whole[:, :, heads]
+        return self._whole if heads is None else self._whole[:, :, heads]
 
-    def write(self, heads: slice, total: GradientSum, plus: Tensor | None = None) -> None:
-        """Writes the sum of some heads, and `plus` [B,S,heads,D] if there is one."""
-        if self._whole is None and heads == slice(0, self._like.shape[2]):
+    def write(self, heads: slice | None, total: GradientSum, plus: Tensor | None = None) -> None:
+        """Writes the sum of some heads (None: all), and `plus` [B,S,heads,D] if there is one."""
+        if self._whole is None and heads is None:
             self._whole = total.result(plus=plus)
         else:
-            total.write(self.place(heads), plus)
+            total.write(self.place(heads) if total.placed is None else total.placed, plus)
 
     @property
     def whole(self) -> Tensor:

@@ -1,10 +1,8 @@
-"""Pipelining by head groups: while one is computed, others are sent and received."""
+"""Groups of heads: while one is computed, others are sent and received."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-
-from megatron_cp_plugin.core.comm import Pending
 
 _MOST_GROUPS = 4
 _GROUP_FLOP = 10**12  # below that a group costs more in launches than it hides
@@ -107,35 +105,3 @@ def successive_groups(
     """
     wanted = chunks or (2 if elements >= _LARGE else 1)
     return head_groups(heads, kv_heads, wanted, share_kv=False)
-
-
-def pipeline[I, X](
-    items: Sequence[I],
-    arrive: Callable[[I], Pending[X]],
-    work: Callable[[I, X], Pending[None]],
-) -> None:
-    """Works through items: the next one arrives, and the last one leaves, during the present one.
-
-    So no more than two items are held at once, and only the first arrival and the last departure
-    are not hidden behind work.
-
-    Args:
-        arrive: posts what an item needs from other ranks. work: computes with it, and posts what
-            other ranks get; to be waited for.
-    """
-    leaving: Pending[None] | None = None
-    arriving: Pending[X] | None = arrive(items[0])
-    for index, item in enumerate(items):
-        assert arriving is not None
-        arrived = arriving.wait()
-        # What came must be free before more comes: `arrived` may be an ordered copy of it.
-        arriving = None
-        if index + 1 < len(items):
-            arriving = arrive(items[index + 1])
-        posted = work(item, arrived)
-        del arrived
-        if leaving is not None:
-            leaving.wait()
-        leaving = posted
-    if leaving is not None:
-        leaving.wait()

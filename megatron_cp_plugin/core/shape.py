@@ -1,7 +1,6 @@
 """The sizes of one attention, on which bytes and memory depend."""
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Self
 
 import torch
@@ -35,16 +34,16 @@ class Shape:
     @classmethod
     def of(cls, q: Tensor, k: Tensor, v: Tensor, seq_len: int) -> Self:
         """The whole problem, from a rank's q [B,S,H,D], k [B,S,G,D] and v [B,S,G,E]."""
-        return cls._of(q.shape, k.shape[2], v.shape[3], q.dtype, seq_len)
+        return cls.of_sizes(q.shape, k.shape, v.shape, q.dtype, seq_len)
 
     @classmethod
-    @lru_cache(maxsize=256)  # in every pass of every layer
-    def _of(
-        cls, q: torch.Size, kv_heads: int, value_dim: int, dtype: torch.dtype, seq_len: int
+    def of_sizes(
+        cls, q: torch.Size, k: torch.Size, v: torch.Size, dtype: torch.dtype, seq_len: int
     ) -> Self:
+        """The same, from their sizes."""
         batch, _, heads, dim = q
         wide_bytes = accumulation_dtype(dtype).itemsize
-        return cls(batch, seq_len, heads, kv_heads, dim, dtype.itemsize, wide_bytes, value_dim)
+        return cls(batch, seq_len, heads, k[2], dim, dtype.itemsize, wide_bytes, v[3])
 
     @property
     def query_width(self) -> int:

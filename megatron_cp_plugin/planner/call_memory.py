@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.core.algorithm import Algorithm, Call
+from megatron_cp_plugin.core.algorithm import Algorithm
+from megatron_cp_plugin.core.call import Call
 from megatron_cp_plugin.core.fused import register_fused
 from megatron_cp_plugin.core.kernel import Packing, SoftmaxKernel, Statistics
 from megatron_cp_plugin.core.partial import accumulation_dtype
@@ -103,7 +104,9 @@ class LivingBytes(OnMeta):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        result = func(*args, **kwargs) if func.is_view else run(func, args, kwargs)[0]
+        # `reshape` gives the copy that it has made another shape by `_unsafe_view`.
+        view = func.is_view or func is torch.ops.aten._unsafe_view.default
+        result = func(*args, **kwargs) if view else run(func, args, kwargs)[0]
         for x in result if isinstance(result, list | tuple) else (result,):
             if isinstance(x, Tensor):
                 storage = x.untyped_storage()

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.core.algorithm import Algorithm, Call
+from megatron_cp_plugin.core.algorithm import Algorithm
+from megatron_cp_plugin.core.call import Call
 from megatron_cp_plugin.core.fused import register_fused
 from megatron_cp_plugin.core.kernel import Packing, Statistics
 from megatron_cp_plugin.core.linear.algorithm import LinearAlgorithm, LinearCall, LinearShape

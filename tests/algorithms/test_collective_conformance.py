@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_cp_plugin.core.algorithm import Algorithm, Call
+from megatron_cp_plugin.core.algorithm import Algorithm
+from megatron_cp_plugin.core.call import Call
 from megatron_cp_plugin.core.communication.virtual import VirtualTopology, VirtualWorld, run_virtual
 from megatron_cp_plugin.core.layout import shard
 from megatron_cp_plugin.core.shape import Shape

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.core.algorithm import Call
+from megatron_cp_plugin.core.call import Call
 from megatron_cp_plugin.core.comm import Communicator, record_communication
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld, run_virtual
 from megatron_cp_plugin.core.kernel import Statistics

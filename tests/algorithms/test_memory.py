@@ -18,10 +18,10 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_cp_plugin.core import kernel as kernel_module
 from megatron_cp_plugin.core import partial
-from megatron_cp_plugin.core.algorithm import Call
+from megatron_cp_plugin.core.call import Call
 from megatron_cp_plugin.core.comm import Communicator, Pending
 from megatron_cp_plugin.core.communication.virtual import VirtualTopology, VirtualWorld
-from megatron_cp_plugin.core.execution import collective, team
+from megatron_cp_plugin.core.execution import executor, team
 from megatron_cp_plugin.core.kernel import SoftmaxKernel
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
@@ -129,7 +129,7 @@ def measure(monkeypatch, algo: str, size: int, heads: int, kv_heads: int, **opti
     monkeypatch.setattr(partial, "merge_into", lambda *a: None)
     monkeypatch.setattr(partial, "_sum_into", lambda *a: None)
     monkeypatch.setattr(team, "merge_all_into", lambda *a: None)
-    for module in (collective, kernel_module):
+    for module in (executor, kernel_module):
         monkeypatch.setattr(module, "delta_of", lambda dout, out: rows_like(dout))
     algorithm = create(algo, Alone(VirtualWorld(size), range(size), 0, ""), options)
     q, dout = (torch.zeros(1, TOKENS, heads, DIM, dtype=torch.bfloat16) for _ in range(2))

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_cp_plugin.core import fused
-from megatron_cp_plugin.core.algorithm import Call
+from megatron_cp_plugin.core.call import Call
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.planner.call_memory import DryRunGroup, OnePass, SizesOnly

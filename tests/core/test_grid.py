@@ -1,15 +1,14 @@
-"""Grids of ranks, groups of heads, the pipeline, parts of a plan, merging many partials."""
+"""Grids of ranks, groups of heads, parts of a plan, merging many partials."""
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_cp_plugin.core.comm import Pending
 from megatron_cp_plugin.core.layout import LAYOUTS
 from megatron_cp_plugin.core.masks.tile_batches import parts
 from megatron_cp_plugin.core.partial import merge_all_into
-from megatron_cp_plugin.core.pipeline import head_groups, pipeline
+from megatron_cp_plugin.core.pipeline import head_groups
 from megatron_cp_plugin.core.plans.grid import cheapest, column_major, grid_shapes, row_major
 from megatron_cp_plugin.core.tiles import Mask, plan_tiles
 
@@ -93,25 +92,6 @@ def test_as_many_groups_as_asked_for():
     assert len(head_groups(32, 1, 4)) == 4
     assert len(head_groups(32, 1, 4, share_kv=False)) == 1
     assert len(head_groups(12, 6, 4)) == 3
-
-
-def test_the_next_item_arrives_and_the_last_one_leaves_during_the_present_one():
-    done = []
-
-    def posting(kind, item):
-        done.append(f"post {kind} {item}")
-        return Pending(lambda: done.append(f"{kind} {item}"))
-
-    def work(item, arrived):
-        done.append(f"work {item}")
-        return posting("leave", item)
-
-    pipeline([0, 1, 2], lambda item: posting("arrive", item), work)
-    assert done == [
-        "post arrive 0", "arrive 0", "post arrive 1", "work 0", "post leave 0",
-        "arrive 1", "post arrive 2", "work 1", "post leave 1", "leave 0",
-        "arrive 2", "work 2", "post leave 2", "leave 1", "leave 2",
-    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("rectangular", [True, False])

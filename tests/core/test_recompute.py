@@ -17,6 +17,7 @@ from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.core.autograd import recompute
 from megatron_cp_plugin.core.autograd.function import attend
 from megatron_cp_plugin.core.autograd.recompute import Checkpointed, computed_once
+from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld, run_virtual
 from megatron_cp_plugin.core.linear.decay import Decay
 from megatron_cp_plugin.core.linear.function import attend_linearly
@@ -95,17 +96,18 @@ class Layer(nn.Module):
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
-        algorithm, forward = self._algorithm[0], self._algorithm[0].forward
+        algorithm = self._algorithm[0]
+        executor = algorithm.executor
 
-        def counted(*args: Any) -> Any:
-            self.runs += 1
-            return forward(*args)
+        def counted(phase: Phase, *args: Any) -> Any:
+            self.runs += phase == "forward"
+            return executor(phase, *args)
 
-        algorithm.forward = counted  # type: ignore[method-assign]
+        algorithm.executor = counted  # type: ignore[method-assign]
         try:
             yield
         finally:
-            del algorithm.forward
+            algorithm.executor = executor  # type: ignore[method-assign]
 
 
 def alone(algo: str = "ring") -> Algorithm:

@@ -10,13 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.core.algorithm import (
-    Call,
-    Gradients,
-    attend_block,
-    differentiate_block,
-)
+from megatron_cp_plugin.core.call import Call
 from megatron_cp_plugin.core.communication.streams import capture
+from megatron_cp_plugin.core.execution.passes import Gradients, attend_block, differentiate_block
 from megatron_cp_plugin.core.kernel import Packing, Problem, SoftmaxKernel, Statistics
 from megatron_cp_plugin.core.masks.batch import Batch
 from megatron_cp_plugin.core.masks.tile_batches import Batches

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.core import partial
-from megatron_cp_plugin.core.algorithm import Call
+from megatron_cp_plugin.core.call import Call
 from megatron_cp_plugin.core.comm import Pending
 from megatron_cp_plugin.core.communication import virtual
 from megatron_cp_plugin.core.communication.virtual import run_virtual

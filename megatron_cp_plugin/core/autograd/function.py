@@ -1,16 +1,18 @@
 """The one autograd Function of all softmax algorithms."""
 
 from collections.abc import Callable, Hashable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.core.algorithm import Algorithm, Asked, Call
+from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.core.autograd.autocast import as_written, cast_inputs
 from megatron_cp_plugin.core.autograd.once import differentiable_once
 from megatron_cp_plugin.core.autograd.recompute import computed_once
-from megatron_cp_plugin.core.comm import CommunicatingIn
+from megatron_cp_plugin.core.call import Asked, Call
+from megatron_cp_plugin.core.comm import PHASE
 from megatron_cp_plugin.core.communication.devices import check_devices
 from megatron_cp_plugin.core.kernel import Problem, SoftmaxKernel
 from megatron_cp_plugin.core.masks.slices import Slices
@@ -20,7 +22,9 @@ from megatron_cp_plugin.errors import ContextParallelError
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-class _Attention(torch.autograd.Function):
+class Attention(torch.autograd.Function):
+    """Attention as `attend` has it, of what `called` gave."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -32,17 +36,22 @@ class _Attention(torch.autograd.Function):
         call: Call,
         site: Hashable | None,
     ) -> Tensor:
-        q, k, v = _aligned(q), _aligned(k), _aligned(v)
-
-        def compute() -> tuple[Tensor, ...]:
-            out, lse, saved = algorithm.forward(q, k, v, call)
-            if sink is None:
-                return (out, *saved)
-            return (out, *saved, _let_sink(out, lse, sink))
-
-        with CommunicatingIn("forward"), as_written(q.device):
-            inputs = (q, k, v) if sink is None else (q, k, v, sink)
-            out, *saved = computed_once(site, inputs, compute)
+        """Args: sink, site: as of `attend`. algorithm, call: as `called` returns them."""
+        q, k, v = _aligned(q, k, v)
+        token = PHASE.set("forward")
+        try:
+            with as_written(q.device):
+                if site is None:
+                    executor = algorithm.executor("forward", call, call.shape)
+                    out, lse, results = executor.forward(q, k, v)
+                    margin = () if sink is None else (_let_sink(out, lse, sink),)
+                    saved = [*results, *margin]
+                else:
+                    inputs = (q, k, v) if sink is None else (q, k, v, sink)
+                    compute = partial(_computed, algorithm, call, q, k, v, sink)
+                    out, *saved = computed_once(site, inputs, compute)
+        finally:
+            PHASE.reset(token)
         ctx.algorithm, ctx.call, ctx.sink_dtype = algorithm, call, None
         if sink is not None:
             ctx.sink_dtype = sink.dtype
@@ -53,14 +62,27 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        with CommunicatingIn("backward"), as_written(dout.device):
-            return (*_differentiate(ctx, _aligned(dout)), None, None, None)
+        """See `torch.autograd.Function`."""
+        token = PHASE.set("backward")
+        try:
+            with as_written(dout.device):
+                return (*_differentiate(ctx, *_aligned(dout)), None, None, None)
+        finally:
+            PHASE.reset(token)
 
 
-def _aligned(x: Tensor) -> Tensor:
-    """x contiguous, from a multiple of 16 bytes on: kernels for GPUs load so many at a time."""
-    x = x.contiguous()
-    return x.clone() if x.storage_offset() * x.element_size() % 16 else x
+def _computed(
+    algorithm: Algorithm, call: Call, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None
+) -> tuple[Tensor, ...]:
+    """Out, and what is saved."""
+    out, lse, saved = algorithm.executor("forward", call, call.shape).forward(q, k, v)
+    return (out, *saved) if sink is None else (out, *saved, _let_sink(out, lse, sink))
+
+
+def _aligned(*tensors: Tensor) -> list[Tensor]:
+    """Contiguous, from a multiple of 16 bytes on: kernels for GPUs load so many at a time."""
+    found = [x.contiguous() for x in tensors]
+    return [x.clone() if x.storage_offset() * x.element_size() % 16 else x for x in found]
 
 
 def _differentiate(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
@@ -76,7 +98,8 @@ def _differentiate(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
     if not any(wanted):
         return None, None, None, dsink
     call = ctx.call.wanting(dq=of_q, dkv=of_k or of_v)
-    gradients = ctx.algorithm.backward(dout, tuple(saved), call)
+    executor = ctx.algorithm.executor("backward", call, call.shape)
+    gradients = executor.backward(dout, tuple(saved))
     return (*[x if want else None for x, want in zip(gradients, wanted, strict=True)], dsink)
 
 
@@ -138,14 +161,36 @@ def attend(
     do not fit; KernelUnavailableError if the kernel cannot serve them.
     """
     q, k, v = cast_inputs(q, k, v)
-    check_dtypes(q, k, v)
+    mask = causal, window, documents, slices
+    algorithm, call = called(algorithm, q, k, v, sink, seq_len, *mask, scale, kernel_for)
+    result: Tensor = Attention.apply(q, k, v, sink, algorithm, call, site)
+    return result
+
+
+def called(
+    algorithm: Algorithm,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None,
+    seq_len: int,
+    causal: bool,
+    window: int | None,
+    documents: tuple[int, ...],
+    slices: Slices | None,
+    scale: float | None,
+    kernel_for: Callable[[Problem], SoftmaxKernel],
+) -> tuple[Algorithm, Call]:
+    """What `Attention` takes. Args, raises: as of `attend`; q, k, v in autocast's dtype."""
+    dtype = q.dtype
+    if not dtype == k.dtype == v.dtype or dtype not in _DTYPES:
+        check_dtypes(q, k, v)
     if sink is not None:
         _check_sink(sink, q)
     deterministic = torch.are_deterministic_algorithms_enabled()
-    of_tensors = q.shape, k.shape, v.shape, q.dtype, q.device, deterministic
+    of_tensors = q.shape, k.shape, v.shape, dtype, q.device, deterministic
     mask = causal, window, documents, slices
-    algorithm, call = algorithm.called(Asked(*of_tensors, seq_len, *mask, scale, kernel_for))
-    return _Attention.apply(q, k, v, sink, algorithm, call, site)
+    return algorithm.called(Asked(*of_tensors, seq_len, *mask, scale, kernel_for))
 
 
 def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:

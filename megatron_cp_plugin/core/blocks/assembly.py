@@ -222,9 +222,12 @@ class Contiguous(Assembly):
             low = max(rows.start, segment.row)
             length = min(rows.stop, segment.row + segment.length) - low
             if length > 0:
-                start = segment.start + low - segment.row
-                target = narrowed(blocks[segment.member], dim, start, length)
-                target.copy_(narrowed(values, dim, low - rows.start, length))
+                target, part = blocks[segment.member], values
+                if target.shape[dim] != length:
+                    target = target.narrow(dim, segment.start + low - segment.row, length)
+                if part.shape[dim] != length:
+                    part = part.narrow(dim, low - rows.start, length)
+                target.copy_(part)
 
     def split(self, whole: Tensor, dim: int) -> Tensor:
         if self._table is not None:

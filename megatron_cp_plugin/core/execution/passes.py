@@ -1,76 +1,392 @@
-"""The forward and backward passes of attention, as `core.execution.execute` runs them.
+"""The forward and backward passes of attention: what is computed, accumulated and merged.
 
-B batch, S local tokens, H query heads, G KV heads, D head dim, E that of values.
+`core.execution.executor` runs them. B batch, S local tokens, T tokens of a base block, H query
+heads, G KV heads, D head dim, E that of values.
 """
 
-from collections.abc import Iterator
-from functools import partial
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache, partial
+from typing import ClassVar, NamedTuple
 
+import torch
 from torch import Tensor
 
-from megatron_cp_plugin.core.algorithm import Call, Gradients, attend_block, differentiate_block
 from megatron_cp_plugin.core.blocks.packed_rows import FEW, numbers_of
 from megatron_cp_plugin.core.blocks.rows import Piece, Rows, between, common, row_count
-from megatron_cp_plugin.core.execution.execute import Packed, Pass, Tensors
-from megatron_cp_plugin.core.execution.program import BlockId, Task
+from megatron_cp_plugin.core.call import Call
+from megatron_cp_plugin.core.comm import Described, Pending
+from megatron_cp_plugin.core.execution.program import BlockId, Exchange, Program, Round, Task, Turn
+from megatron_cp_plugin.core.execution.team import (
+    Departure,
+    Named,
+    Staying,
+    Team,
+    Tensors,
+    together,
+)
 from megatron_cp_plugin.core.kernel import Statistics
+from megatron_cp_plugin.core.masks.batch import Batch
+from megatron_cp_plugin.core.masks.tile_batches import Batches
 from megatron_cp_plugin.core.partial import (
     Accumulator,
     GradientSum,
     SomeRows,
     WholeGradient,
     accumulation_dtype,
+    rows_at,
 )
 from megatron_cp_plugin.core.pipeline import HeadGroup
-from megatron_cp_plugin.core.plans.plan import Move
+from megatron_cp_plugin.core.plans.plan import OF_KEYS, OF_ROWS, RESULTS, Move
+
+Teams = Mapping[bool, Team]  # of queries (false), of keys (true)
+
+
+class Packed(NamedTuple):
+    """Tensors of some rows of a block."""
+
+    rows: Rows
+    tensors: Tensors
+
+
+class Pass(ABC):
+    """What a rank does in one pass: with its base blocks, and with blocks that come.
+
+    In each round it has the base blocks of some heads, from `begin` on. Steps are of one group of
+    these heads at a time, from `open` on. Their results end with `close`, where they come straight
+    from other ranks in the first step of the next group. Without teams there is one round, of the
+    rank's own tokens; else results for the base blocks leave with `end`.
+
+    Attributes:
+        sides: whose results are found: of queries (false), of keys (true). sizes: batch, head dims
+            of q and of v, and dtype. compute: a task, with its operands, tiles and the call.
+        queries, keys: tensors of the base blocks, of a group of heads, in the order in which they
+            travel. retained: what a forward leaves to its backward of another rank's block.
+    """
+
+    sides: ClassVar[tuple[bool, ...]]
+    compute: ClassVar[Callable[..., None]]
+    sizes: tuple[int, int, int, torch.dtype]
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    queries: Tensors
+    keys: Tensors
+    _round: Round
+    retained: Tensors = ()
+
+    def _begin_with(self, call: Call, program: Program, teams: Teams, q: Tensor, v: Tensor) -> None:
+        """Begins the pass. Args: q, v: whose batch, head dims and dtype all tensors have."""
+        self.sizes = len(q), q.shape[3], v.shape[3], q.dtype
+        self._call, self._program, self._teams = call, program, teams
+        self._targets: dict[str, Tensor] = {}  # where results for the own tokens belong
+        self._leaving: Departure | None = None  # for queries, as they are found
+
+    @abstractmethod
+    def begin(self, part: Round, base: Named) -> None:
+        """Begins a round. Args: base: tensors of the base blocks."""
+
+    @abstractmethod
+    def open(self, turn: Turn, *, strided: bool) -> None:
+        """Begins with the heads of a step. Args: strided: messages may be slices of all heads."""
+
+    @abstractmethod
+    def operands(
+        self, task: Task, queries: Tensors | None, keys: Tensors | None
+    ) -> tuple[object, ...]:
+        """What `compute` takes for a task: what it adds to, and tensors.
+
+        Args: queries, keys: of another rank; None: of the base block.
+        """
+
+    @abstractmethod
+    def leave(self, rows: slice, found: object) -> None:
+        """Takes what was found for some rows of the base block, all that will be.
+
+        Args: found: what `compute` has added to.
+        """
+
+    @abstractmethod
+    def results_for(self, move: Move, held: Rows, before: Packed | None) -> Tensors:
+        """What was found for another rank's block, with what came of ranks `before`.
+
+        Args: held: rows of the block with which was computed.
+        """
+
+    @abstractmethod
+    def accept(self, move: Move, results: Tensors) -> None:
+        """Adds what another rank found for some rows of the base block."""
+
+    def settle(self) -> None:  # noqa: B027  (sums are made at once)
+        """Adds what was accepted, if it waits for that: the next results overwrite it."""
+
+    @abstractmethod
+    def close(self, heads: HeadGroup, of_keys: bool, others: Packed | None) -> None:
+        """Ends with the queries, or keys, of some heads.
+
+        Args: others: what is still to be added, the sum of all other ranks.
+        """
+
+    @abstractmethod
+    def end(self) -> Pending[None]:
+        """Ends a round of which all groups are closed: results go to the ranks of the team."""
+
+    def _departure(self, *names: str) -> Departure:
+        """Takes results for the base block to where its tokens are: here, if no rank of a team
+        sends them.
+        """
+        operation = self._round.results.get(names)
+        if operation is None:
+            return Staying(self._round.base.named(names, self._targets))
+        return self._teams[names[0] in OF_KEYS].departure(operation, self._targets)
+
+    def _take_heads(self, turn: Turn, of_queries: Tensors, strided: bool) -> None:
+        """Of the base blocks the heads of a step; contiguous where messages have to be."""
+        queries, keys, some = of_queries, (self.k, self.v), turn.within
+        if some is not None:
+            queries = tuple([x[:, :, some.q] for x in queries])
+            keys = self.k[:, :, some.kv], self.v[:, :, some.kv]
+            if not strided and False in self._program.sent:
+                queries = tuple([x.contiguous() for x in queries])
+            if not strided and True in self._program.sent:
+                keys = keys[0].contiguous(), keys[1].contiguous()
+        self.queries, self.keys = queries, keys
+
+
+@lru_cache(maxsize=1024)  # the same in all layers
+def expected(
+    exchange: Exchange, batch: int, dim: int, value_dim: int, dtype: torch.dtype
+) -> tuple[tuple[Described, ...], ...]:
+    """Shapes and dtypes of the tensors of each delivery that comes."""
+    moves = (one.move for one in exchange.receives)
+    return tuple(tuple(_described(move, batch, dim, value_dim, dtype)) for move in moves)
+
+
+def _described(
+    move: Move, batch: int, dim: int, value_dim: int, dtype: torch.dtype
+) -> Iterator[Described]:
+    """Shapes and dtypes of the tensors of a move."""
+    accumulated, heads, tokens = accumulation_dtype(dtype), move.heads, move.tokens
+    for name in (name for message in move.messages for name in message):
+        count = heads.kv_heads if name in OF_KEYS else heads.heads
+        own_dim = value_dim if name in ("v", "dv", "out", "dout") else dim
+        if name in OF_ROWS:
+            yield (batch, count, tokens), accumulated
+        else:
+            own_dtype = accumulated if move.wide and name in RESULTS else dtype
+            yield (batch, tokens, count, own_dim), own_dtype
+
+
+def attend_block(
+    total: Accumulator, q: Tensor, k: Tensor, v: Tensor, work: Batches, call: Call
+) -> None:
+    """Adds attention of a block of queries over a block of keys to `total`.
+
+    Args: q: [B,rows,H,D]; k: [B,cols,G,D]; v: [B,cols,G,E].
+    """
+    kernel, scale = call.kernel, call.scale
+    for each in work.calls(packed=call.packed, gaps=kernel.gaps, forward=True):
+        if isinstance(each, Batch):
+            queries, keys = each.sides(q.device)
+            (rows,) = queries.given
+            taken = rows_at(q, queries.taken), rows_at(k, keys.taken), rows_at(v, keys.taken)
+            packing, causal = each.packing, each.causal
+            total.add(rows, *kernel.forward_packed(*taken, packing, scale=scale, causal=causal))
+            continue
+        tile_q, tile_k, tile_v = q, k, v
+        if each.rows < q.shape[1]:
+            tile_q = q[:, each.q]
+        if each.cols < k.shape[1]:
+            tile_k, tile_v = k[:, each.kv], v[:, each.kv]
+        placed = call.places_outputs and not each.reverse
+        place = total.place_of_first(each.rows) if placed else None
+        if place is not None:
+            kernel.forward_to(place, tile_q, tile_k, tile_v, scale=scale, causal=each.causal)
+            total.add(each.q, *place)
+        elif each.reverse:
+            flipped = tile_q.flip(1), tile_k.flip(1), tile_v.flip(1)
+            out, lse = kernel.forward(*flipped, scale=scale, causal=each.causal)
+            total.add(each.q, out.flip(1), lse.flip(2))
+        else:
+            found = kernel.forward(tile_q, tile_k, tile_v, scale=scale, causal=each.causal)
+            total.add(each.q, *found)
+            del found
+
+
+class Gradients(NamedTuple):
+    """Running sums of dq, dk, dv of one block of queries and one block of keys."""
+
+    dq: GradientSum
+    dk: GradientSum
+    dv: GradientSum
+
+    def places(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Where the kernel writes the gradients of a tile's q, k and v: the first ones of a block
+        where its sum will be, others to new memory. None: no gradient is the first.
+        """
+        places = [
+            total.place_of_first(x.shape[1]) if total.empty else None
+            for total, x in zip(self, (q, k, v), strict=True)
+        ]
+        if places == [None, None, None]:
+            return None
+        dq, dk, dv = [
+            x.new_empty(x.shape) if place is None else place
+            for place, x in zip(places, (q, k, v), strict=True)
+        ]
+        return dq, dk, dv
+
+
+def differentiate_block(
+    sums: Gradients,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    statistics: Statistics,
+    work: Batches,
+    call: Call,
+) -> None:
+    """Adds the gradients of a block's q, k and v to `sums`, see `attend_block`.
+
+    Args: statistics: of all rows of q.
+    """
+    kernel, scale = call.kernel, call.scale
+    sum_dq, sum_dk, sum_dv = sums
+    for each in work.calls(packed=call.packed, gaps=kernel.gaps):
+        if isinstance(each, Batch):
+            _differentiate_batch(sums, dout, q, k, v, statistics, each, call)
+            continue
+        tile, tile_k, tile_v, of_tile = (dout, q), k, v, statistics
+        if each.rows < q.shape[1]:
+            tile, of_tile = (dout[:, each.q], q[:, each.q]), statistics.rows(each.q)
+        if each.cols < k.shape[1]:
+            tile_k, tile_v = k[:, each.kv], v[:, each.kv]
+        causal, places = each.causal, None
+        if call.places_gradients and not each.reverse:
+            places = sums.places(tile[1], tile_k, tile_v)
+        if places is not None:
+            kernel.backward_to(places, *tile, tile_k, tile_v, of_tile, scale=scale, causal=causal)
+            dq, dk, dv = places
+        elif each.reverse:
+            tile, tile_k, tile_v = (
+                (tile[0].flip(1), tile[1].flip(1)),
+                tile_k.flip(1),
+                tile_v.flip(1),
+            )
+            found = kernel.backward(
+                *tile, tile_k, tile_v, of_tile.flipped(), scale=scale, causal=causal
+            )
+            dq, dk, dv = [x.flip(1) for x in found]
+        else:
+            dq, dk, dv = kernel.backward(*tile, tile_k, tile_v, of_tile, scale=scale, causal=causal)
+        sum_dq.add(each.q, dq)
+        sum_dk.add(each.kv, dk)
+        sum_dv.add(each.kv, dv)
+
+
+def _differentiate_batch(
+    sums: Gradients,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    statistics: Statistics,
+    batch: Batch,
+    call: Call,
+) -> None:
+    queries, keys = batch.sides(q.device)
+    dq, dk, dv = call.kernel.backward_packed(
+        rows_at(dout, queries.taken),
+        rows_at(q, queries.taken),
+        rows_at(k, keys.taken),
+        rows_at(v, keys.taken),
+        statistics.rows(queries.taken),
+        batch.packing,
+        scale=call.scale,
+        causal=batch.causal,
+    )
+    for rows in queries.given:
+        sums.dq.add(rows, dq)
+    for cols in keys.given:
+        sums.dk.add(cols, dk)
+        sums.dv.add(cols, dv)
 
 
 class Forward(Pass):
     """Outputs, merged from those of all blocks of keys.
 
-    Attributes: out: [B,S,H,E]. lse: [B,H,S]. Both are there when all heads are closed.
+    Attributes: out: [B,S,H,E]. lse: [B,H,S]. Both are there when all rounds have ended. kept: q, k,
+        v and lse of every round's base blocks, if they are kept for the backward.
     """
 
+    sides = (False,)
+    compute = staticmethod(attend_block)
     out: Tensor
     lse: Tensor
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, call: Call, *, groups: int) -> None:
-        """Args: groups: of heads, of which the plan is."""
-        super().__init__(q, k, v)
-        self._call = call
-        self._placing = groups > 1 or call.places_outputs
-        if self._placing:
-            batch, tokens, heads, _ = q.shape
-            self.out = q.new_empty((batch, tokens, heads, v.shape[3]))
-            wide = accumulation_dtype(q.dtype)
-            self.lse = q.new_empty((batch, heads, tokens), dtype=wide)
-        # Of the own block, by the first head of groups that are not closed.
+    def __init__(
+        self, call: Call, program: Program, teams: Teams, own: Named, *, keep: bool
+    ) -> None:
+        """Args: own: q, k and v. keep: base blocks stay for the backward."""
+        q, v = own["q"], own["v"]
+        self._begin_with(call, program, teams, q, v)
+        self._wide = accumulation_dtype(q.dtype)
+        self.kept: list[Tensor] = []
+        self._keep = keep
+        if teams:
+            out, lse = self._places(q, v)
+            self._targets = {"out": out, "lse": lse}
+        # Of the base block, by the first head of groups that are not closed.
         self._totals: dict[int, Accumulator] = {}
+        self._found: dict[int, Accumulator] = {}  # of blocks of other ranks
 
-    def open(self, heads: HeadGroup, sent: frozenset[bool], *, strided: bool) -> None:
+    def begin(self, part: Round, base: Named) -> None:
+        """See Pass.begin."""
+        self._round, self.q, self.k, self.v = part, base["q"], base["k"], base["v"]
+        if self._program.parted:
+            self._leaving = self._departure("out", "lse")
+            return
+        self._placing = part.turns[0].within is not None or self._call.places_outputs
+        if self._placing:
+            self.out, self.lse = self._places(self.q, self.v)
+
+    def _places(self, q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Memory for out and lse of q."""
+        batch, tokens, heads, _ = q.shape
+        out = q.new_empty((batch, tokens, heads, v.shape[3]))
+        return out, q.new_empty((batch, heads, tokens), dtype=self._wide)
+
+    def open(self, turn: Turn, *, strided: bool) -> None:
         """See Pass.open."""
-        copied = frozenset() if strided else sent
-        self._queries = _some(heads.q, (self.q,), copied=False in copied)
-        self._keys = _some(heads.kv, (self.k, self.v), copied=True in copied)
+        self._take_heads(turn, (self.q,), strided)
+        if self._program.parted:
+            return
         place = (self.out, self.lse) if self._placing else None
-        if place is not None and heads.heads < self.q.shape[2]:
-            place = self.out[:, :, heads.q], self.lse[:, heads.q]
-        self._totals[heads.q.start] = Accumulator(self._queries[0], self.v.shape[3], place)
-        self._found: dict[int, Accumulator] = {}
+        if place is not None and turn.within is not None:
+            place = self.out[:, :, turn.within.q], self.lse[:, turn.within.q]
+        (q,), (_, v) = self.queries, self.keys
+        self._totals[turn.heads.q.start] = Accumulator(q, v.shape[3], place)
 
-    def own(self, of_keys: bool) -> Tensors:
-        """See Pass.own."""
-        return self._keys if of_keys else self._queries
-
-    def compute(self, task: Task, queries: Tensors | None, keys: Tensors | None) -> None:
-        """See Pass.compute."""
-        if queries is None:
+    def operands(
+        self, task: Task, queries: Tensors | None, keys: Tensors | None
+    ) -> tuple[object, ...]:
+        """See Pass.operands: of `attend_block`."""
+        (q,), (k, v) = queries or self.queries, keys or self.keys
+        if task.rows is not None:
+            q = rows_at(q, task.rows)
+            total = Accumulator(q, v.shape[3])
+        elif queries is None:
             total = self._totals[task.heads.q.start]
         else:  # the own ones may be complete by now
-            new = Accumulator(queries[0], self.v.shape[3])
-            total = self._found.setdefault(task.query[0], new)
-        (q,), (k, v) = queries or self._queries, keys or self._keys
-        attend_block(total, q, k, v, task.work, self._call)
+            total = self._found.setdefault(task.query[0], Accumulator(q, v.shape[3]))
+        return total, q, k, v
+
+    def leave(self, rows: slice, found: object) -> None:
+        """See Pass.leave."""
+        assert self._leaving is not None
+        assert isinstance(found, Accumulator)
+        self._leaving.add(rows, found.result(self._wide if self._program.wide else None))
 
     def results_for(self, move: Move, held: Rows, before: Packed | None) -> Tensors:
         """See Pass.results_for."""
@@ -78,14 +394,13 @@ class Forward(Pass):
         if total is None:
             return _passed_on(before)
         if held != rows:
-            found = total.result(accumulation_dtype(self.q.dtype))
-            total = Accumulator(_like(self._queries[0], rows), self.v.shape[3])
+            found = total.result(self._wide)
+            total = Accumulator(_like(self.queries[0], rows), self.v.shape[3])
             for there, partial in _shared(Packed(held, found), rows):
                 total.add(there, *partial)
         if before is not None:
             _merge(total, before, rows)
-        dtype = accumulation_dtype(self.q.dtype) if move.wide else self.q.dtype
-        out, lse = total.result(dtype)
+        out, lse = total.result(self._wide if move.wide else None)
         return out.contiguous(), lse.contiguous()
 
     def accept(self, move: Move, results: Tensors) -> None:
@@ -100,7 +415,7 @@ class Forward(Pass):
 
     def close(self, heads: HeadGroup, of_keys: bool, others: Packed | None) -> None:
         """See Pass.close."""
-        if of_keys:
+        if self._program.parted:
             return
         total = self._totals.pop(heads.q.start)
         if others is not None:
@@ -109,85 +424,120 @@ class Forward(Pass):
         if not self._placing:
             self.out, self.lse = out, lse
 
+    def end(self) -> Pending[None]:
+        """See Pass.end."""
+        leaving, self._leaving = self._leaving, None
+        if leaving is None:
+            leaving = self._departure("out", "lse")
+            leaving.add(slice(0, self.q.shape[1]), (self.out, self.lse))
+        if self._keep:
+            self.kept += self.q, self.k, self.v, self.lse
+        del self.q, self.k, self.v, self.queries, self.keys
+        self.out, self.lse = self._targets["out"], self._targets["lse"]
+        return leaving.post()
+
 
 class Backward(Pass):
-    """Gradients, summed over all blocks that meet.
+    """Gradients, summed over all blocks that meet."""
 
-    Attributes: gradients: dq [B,S,H,D], dk [B,S,G,D], dv [B,S,G,E], when all heads are closed.
-    """
+    sides = (False, True)
+    compute = staticmethod(differentiate_block)
 
     def __init__(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        statistics: Statistics,
-        call: Call,
-        *,
-        groups: int,
-        few: bool,
-        retained: Tensors,
+        self, call: Call, program: Program, teams: Teams, own: Named, retained: Tensors
     ) -> None:
         """Args:
-        groups: of heads, of which the plan is. few: as in `GradientSum`.
-        retained: as in `Pass`.
+        own: dq, dk and dv to be, if there are teams; else q, k and v. retained: of the forward.
         """
-        super().__init__(q, k, v, retained)
-        self._few = few
-        # A first partial that waits for a sum in float32 would take memory there.
-        self._placing = (groups > 1 or few) and call.places_gradients
-        self._dout, self._all, self._call = dout, statistics, call
-        self._whole = WholeGradient(q), WholeGradient(k), WholeGradient(v)
-        # Of the own block, by the first head of groups that are not closed: dq; dk and dv (true).
-        self._sums: dict[tuple[int, bool], tuple[GradientSum, ...]] = {}
+        self._begin_with(
+            call, program, teams, own["dq" if teams else "q"], own["dv" if teams else "v"]
+        )
+        self.retained = retained
+        if teams:
+            self._targets = dict(own)
+        # Of the base block, by the first query head, or KV head (true), of groups that are not
+        # closed: where their heads are in it; dq, or dk and dv.
+        self._sums: dict[tuple[int, bool], tuple[slice | None, tuple[GradientSum, ...]]] = {}
         self._found: dict[BlockId, tuple[GradientSum, ...]] = {}  # of blocks of other ranks
 
-    def open(self, heads: HeadGroup, sent: frozenset[bool], *, strided: bool) -> None:
+    def begin(self, part: Round, base: Named) -> None:
+        """See Pass.begin."""
+        self._round, self.q, self.k, self.v = part, base["q"], base["k"], base["v"]
+        self._dout = base["dout"]
+        self._all = Statistics(base["lse"], base.get("out"), base.get("delta"))
+        self._few = self._program.few
+        if self._program.parted:
+            self._leaving = self._departure("dq") if self._call.dq else None
+            return
+        # A first partial that waits for a sum in float32 would take memory there.
+        several = part.turns[0].within is not None
+        self._placing = (several or self._few) and self._call.places_gradients
+        self._of_queries = WholeGradient(self.q)
+        if part.base.heads.first:
+            self._of_keys = WholeGradient(self.k), WholeGradient(self.v)
+
+    def open(self, turn: Turn, *, strided: bool) -> None:
         """See Pass.open."""
-        copied = frozenset() if strided else sent
-        self._keys = _some(heads.kv, (self.k, self.v), copied=True in copied)
-        self._queries = _some(heads.q, (self.q, self._dout), copied=False in copied)
-        self._statistics = self._all.heads(heads.q)
-        if False in sent:
-            lse, delta = self._statistics.lse, self._statistics.delta_for(self._queries[1])
-            self._queries += (delta, lse)
-            self._statistics = Statistics(lse, self._statistics.out, delta)
-        own, parts = (self._queries[0], *self._keys), (heads.q, heads.kv, heads.kv)
-        dq, dk, dv = [
-            GradientSum(
-                x, few=self._few, place=partial(whole.place, part) if self._placing else None
-            )
-            for whole, x, part in zip(self._whole, own, parts, strict=True)
-        ]
-        self._sums[heads.q.start, False] = (dq,)
-        self._sums[heads.q.start, True] = dk, dv
+        self._take_heads(turn, (self.q, self._dout), strided)
+        heads, whole, within = turn.heads, self._round.base.heads, turn.within
+        of_q, of_kv = (None, None) if within is None else (within.q, within.kv)
+        statistics = self._all if of_q is None else self._all.heads(of_q)
+        if False in self._program.sent:
+            lse, delta = statistics.lse, statistics.delta_for(self.queries[1])
+            self.queries += (delta, lse)
+            statistics = Statistics(lse, statistics.out, delta)
+        self._statistics = statistics
+        if self._program.parted:
+            if heads.first:
+                sums = tuple([GradientSum(x) for x in self.keys])
+                self._sums[heads.kv.start, True] = None, sums
+            return
+        place = partial(self._of_queries.place, of_q) if self._placing else None
+        dq = GradientSum(self.queries[0], few=self._few, place=place)
+        self._sums[heads.q.start, False] = of_q, (dq,)
+        if not whole.first:  # sums for these keys go on
+            return
+        few, of_keys = self._few and whole.last, list[GradientSum]()
+        for x, gradient in zip(self.keys, self._of_keys, strict=True):
+            place = partial(gradient.place, of_kv) if self._placing and whole.last else None
+            of_keys.append(GradientSum(x, few=few, place=place))
+        self._sums[heads.kv.start, True] = of_kv, tuple(of_keys)
 
-    def own(self, of_keys: bool) -> Tensors:
-        """See Pass.own."""
-        return self._keys if of_keys else self._queries
-
-    def compute(self, task: Task, queries: Tensors | None, keys: Tensors | None) -> None:
-        """See Pass.compute."""
-        (q, dout), (k, v), statistics = self._queries[:2], self._keys, self._statistics
-        if queries is None:
-            (dq,) = self._sums[task.heads.q.start, False]
+    def operands(
+        self, task: Task, queries: Tensors | None, keys: Tensors | None
+    ) -> tuple[object, ...]:
+        """See Pass.operands: of `differentiate_block`."""
+        (q, dout), (k, v), statistics = self.queries[:2], self.keys, self._statistics
+        if task.rows is not None:
+            q, dout = rows_at(q, task.rows), rows_at(dout, task.rows)
+            statistics, dq = statistics.rows(task.rows), GradientSum(q)
+        elif queries is None:
+            _, (dq,) = self._sums[task.heads.q.start, False]
         else:
             q, dout, delta, lse = queries
             statistics = Statistics(lse, delta=delta)
             (dq,) = self._of_others(task.query, (q,), wanted=self._call.dq)
         if keys is None:
-            dk, dv = self._sums[task.heads.q.start, True]
+            _, (dk, dv) = self._sums[task.heads.kv.start, True]
         else:
             k, v = keys
             dk, dv = self._of_others(task.key, (k, v), wanted=self._call.dkv)
-        sums = Gradients(dq, dk, dv)
-        differentiate_block(sums, dout, q, k, v, statistics, task.work, self._call)
+        return Gradients(dq, dk, dv), dout, q, k, v, statistics
+
+    def leave(self, rows: slice, found: object) -> None:
+        """See Pass.leave."""
+        if self._leaving is not None:
+            assert isinstance(found, Gradients)
+            self._leaving.add(rows, (found.dq.held,))
 
     def _of_others(self, block: BlockId, like: Tensors, *, wanted: bool) -> tuple[GradientSum, ...]:
         """The sums of a block of another rank; kept only if they are wanted there."""
-        new = tuple(GradientSum(x, few=self._few) for x in like)
-        return self._found.setdefault(block, new) if wanted else new
+        if block in self._found:
+            return self._found[block]
+        new = tuple([GradientSum(x, few=self._few) for x in like])
+        if wanted:
+            self._found[block] = new
+        return new
 
     def results_for(self, move: Move, held: Rows, before: Packed | None) -> Tensors:
         """See Pass.results_for."""
@@ -198,11 +548,11 @@ class Backward(Pass):
         dtype = accumulation_dtype(self.q.dtype) if move.wide else self.q.dtype
         if held == rows and (before is None or before.rows == rows):
             others = (None,) * len(sums) if before is None else before.tensors
-            return tuple(x.result(dtype, plus=other) for x, other in zip(sums, others, strict=True))
-        found = tuple(x.held for x in sums)
-        sums = tuple(
-            GradientSum(_like(x, rows)) for x in (self._keys if move.of_keys else self._queries[:1])
-        )
+            both = zip(sums, others, strict=True)
+            return tuple([x.result(dtype, plus=other) for x, other in both])
+        found = tuple([x.held for x in sums])
+        like = self.keys if move.of_keys else self.queries[:1]
+        sums = tuple([GradientSum(_like(x, rows)) for x in like])
         _add_gradients(sums, Packed(held, found), rows)
         if before is not None:
             _add_gradients(sums, before, rows)
@@ -210,30 +560,64 @@ class Backward(Pass):
 
     def accept(self, move: Move, results: Tensors) -> None:
         """See Pass.accept."""
-        sums = self._sums[move.heads.q.start, move.of_keys]
-        _add_gradients(sums, Packed(move.block.rows, results), self._own_rows(move.of_keys))
+        of_keys = move.of_keys
+        _, sums = self._sums[(move.heads.kv if of_keys else move.heads.q).start, of_keys]
+        rows = between(0, (self.k if of_keys else self.q).shape[1])
+        _add_gradients(sums, Packed(move.block.rows, results), rows)
 
     def close(self, heads: HeadGroup, of_keys: bool, others: Packed | None) -> None:
         """See Pass.close."""
-        sums, own = self._sums.pop((heads.q.start, of_keys)), self._own_rows(of_keys)
-        wholes = self._whole[1:] if of_keys else self._whole[:1]
-        part = heads.kv if of_keys else heads.q
+        if self._program.parted or (of_keys and not self._round.base.heads.last):
+            return
+        some, sums = self._sums.pop(((heads.kv if of_keys else heads.q).start, of_keys))
+        wholes = self._of_keys if of_keys else (self._of_queries,)
         plus: tuple[Tensor | None, ...] = (None,) * len(sums)
-        if others is not None and others.rows == own:
-            plus = others.tensors
-        elif others is not None:
-            _add_gradients(sums, others, own)
+        if others is not None:
+            rows = between(0, (self.k if of_keys else self.q).shape[1])
+            if others.rows == rows:
+                plus = others.tensors
+            else:
+                _add_gradients(sums, others, rows)
         for whole, total, other in zip(wholes, sums, plus, strict=True):
-            whole.write(part, total, other)
+            whole.write(some, total, other)
 
-    def _own_rows(self, of_keys: bool) -> Rows:
-        return between(0, (self.k if of_keys else self.q).shape[1])
+    def end(self) -> Pending[None]:
+        """See Pass.end."""
+        heads, posted = self._round.base.heads, list[Pending[None]]()
+        leaving, self._leaving = self._leaving, None
+        rows, cols = slice(0, self.q.shape[1]), slice(0, self.k.shape[1])
+        del self.q, self.k, self.v, self._dout, self._all
+        del self.queries, self.keys, self._statistics
+        if self._call.dq and leaving is None:
+            leaving = self._departure("dq")
+            leaving.add(rows, (self._of_queries.whole,))
+            del self._of_queries
+        if leaving is not None:
+            posted.append(leaving.post())
+            del leaving
+        if heads.last and self._call.dkv:
+            leaving = self._departure("dk", "dv")
+            leaving.add(cols, self._found_for_keys(heads))
+            posted.append(leaving.post())
+        if heads.last:
+            self._sums.clear()
+        return together(posted)
+
+    def _found_for_keys(self, heads: HeadGroup) -> Tensors:
+        """dK and dV of the base block, which are no longer here then."""
+        if self._program.parted:
+            _, sums = self._sums.pop((heads.kv.start, True))
+            return tuple([x.held for x in sums])
+        dk, dv = self._of_keys
+        del self._of_keys
+        return dk.whole, dv.whole
 
     @property
     def gradients(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Those of q, k and v."""
-        dq, dk, dv = [gradient.whole for gradient in self._whole]
-        return dq, dk, dv
+        """Those of q, k and v, when all rounds have ended."""
+        if self._targets:
+            return self._targets["dq"], self._targets["dk"], self._targets["dv"]
+        return self._of_queries.whole, self._of_keys[0].whole, self._of_keys[1].whole
 
 
 def _merge(total: Accumulator, came: Packed, rows: Rows) -> None:
@@ -283,10 +667,3 @@ def _passed_on(before: Packed | None) -> Tensors:
     """Results to which the mask lets this rank add nothing."""
     assert before is not None
     return tuple(x.clone() for x in before.tensors)  # the next ones come into the same buffers
-
-
-def _some(heads: slice, tensors: Tensors, *, copied: bool) -> Tensors:
-    """Some heads of [B,S,heads,D]. Args: copied: contiguous, for messages."""
-    if heads.stop - heads.start < tensors[0].shape[2]:
-        tensors = tuple([x[:, :, heads] for x in tensors])
-    return tuple([x.contiguous() for x in tensors]) if copied else tensors

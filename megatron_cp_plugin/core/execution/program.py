@@ -1,4 +1,8 @@
-"""One rank's part of a plan, step by step, derived once for each plan and rank."""
+"""One rank's part of a plan: rounds of steps, derived once for each plan and rank.
+
+A round is of the heads for which a rank has its base blocks at a time: its own tokens, or those of
+a team of ranks. Its steps compute with the base blocks, and with blocks of other ranks.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -6,26 +10,83 @@ from functools import cached_property, lru_cache
 from operator import itemgetter
 from typing import NamedTuple, Self
 
+from torch import Tensor
+
 from megatron_cp_plugin.core.blocks.rows import Rows, common
-from megatron_cp_plugin.core.masks.tile_batches import Batches
+from megatron_cp_plugin.core.masks.tile_batches import Batches, Part, parts
 from megatron_cp_plugin.core.masks.tile_table import TileTable
-from megatron_cp_plugin.core.pipeline import HeadGroup
-from megatron_cp_plugin.core.plans.plan import Move, Plan, during
+from megatron_cp_plugin.core.pipeline import HeadGroup, together
+from megatron_cp_plugin.core.plans.plan import (
+    OF_KEYS,
+    OF_ROWS,
+    TENSORS,
+    Move,
+    Plan,
+    TensorNames,
+    during,
+)
 
 # The owner of a block, and whether it is one of keys; else it is one of queries.
 BlockId = tuple[int, bool]
+# Of a tensor [B,S,heads,D], or rows [B,heads,S], some heads; None: all.
+Index = tuple[slice, ...] | None
+EVERYTHING = slice(None)
+
+
+class SomeHeads(NamedTuple):
+    """Some heads of all tensors.
+
+    Attributes: heads: which. slices: of each tensor, by its name.
+    """
+
+    heads: HeadGroup
+    slices: Mapping[str, Index]
+
+    @classmethod
+    def of(cls, heads: HeadGroup, whole: HeadGroup) -> Self:
+        """Args: whole: all heads of the tensors."""
+        slices: dict[str, Index] = {}
+        for name in TENSORS:
+            some, of_all = (x.kv if name in OF_KEYS else x.q for x in (heads, whole))
+            before = 1 if name in OF_ROWS else 2
+            slices[name] = None if some == of_all else (*(EVERYTHING,) * before, some)
+        return cls(heads, slices)
+
+    def named(self, names: Iterable[str], tensors: Mapping[str, Tensor]) -> list[Tensor]:
+        """These heads of some tensors, each itself if they are all of it."""
+        slices = self.slices
+        return [
+            tensors[name] if (some := slices[name]) is None else tensors[name][some]
+            for name in names
+        ]
+
+
+class Operation(NamedTuple):
+    """What the ranks of a team send each other at a time.
+
+    Attributes:
+        messages: the tensors; those in one tuple travel as one. names: of all of them. part: heads
+            of which they are. wide: results travel in float32, not in the model's dtype.
+    """
+
+    messages: tuple[TensorNames, ...]
+    names: TensorNames
+    part: SomeHeads
+    wide: bool
 
 
 class Task(NamedTuple):
     """A computation of this rank.
 
-    Attributes: work: its tiles, of rows of the blocks as the rank has them.
+    Attributes: work: its tiles, of rows of the blocks as the rank has them. rows: of the queries,
+        if no other task is of these; the tiles count from their first one.
     """
 
     query: BlockId
     key: BlockId
     work: Batches
     heads: HeadGroup
+    rows: slice | None = None
 
 
 class Delivery(NamedTuple):
@@ -67,12 +128,14 @@ class Turn(NamedTuple):
     """What a rank does in one step.
 
     Attributes:
-        step: its number. heads: of the group; first, last: step of it. inputs: posted before the
-            computation. results: posted after it. dropped: blocks that are not needed after it.
+        step: its number. heads: of the group; first, last: step of it. within: these heads of the
+            base blocks; None: all of them. inputs: posted before the computation. results: posted
+            after it. dropped: blocks of others that are not needed after it.
     """
 
     step: int
     heads: HeadGroup
+    within: HeadGroup | None
     first: bool
     last: bool
     inputs: tuple[Exchange, ...]
@@ -81,13 +144,27 @@ class Turn(NamedTuple):
     dropped: tuple[BlockId, ...]
 
 
+class Round(NamedTuple):
+    """The steps for which a rank has its base blocks at a time.
+
+    Attributes: base: heads of the base blocks. inputs, results: how these come before the first
+        step, and what is found for them leaves after the last; results by the names of tensors.
+    """
+
+    base: SomeHeads
+    inputs: tuple[Operation, ...]
+    results: Mapping[TensorNames, Operation]
+    turns: tuple[Turn, ...]
+
+
 @dataclass(frozen=True)
 class Program:
     """What a rank does in a pass.
 
     Attributes:
-        own: owners of the queries and of the keys that it has before any computation. sent:
-            whether these queries (false), these keys (true), go to others. awaited: how often
+        few: groups of heads have two steps at most.
+        own: owners of the queries and of the keys that it has before any computation.
+        sent: whether these queries (false), these keys (true), go to others. awaited: how often
             results for them come from others, for each group of heads.
         receivable: where ranks receive unequally much, what one exchange of inputs (false), of
             results (true), brings at most to any rank: an exchange of each kind, with the most
@@ -96,9 +173,12 @@ class Program:
             beginning of the backward, if any. rows: of each other rank's block those that it has.
         one_peer: no rank has more than one source, and one target, in an exchange. slow: whether
             any exchange is.
+        parted: each task is all that is computed for some rows of the base block's queries.
+        wide: of such tasks, results are in float32.
     """
 
-    turns: tuple[Turn, ...]
+    rounds: tuple[Round, ...]
+    few: bool
     own: tuple[int, int]
     sent: frozenset[bool]
     awaited: tuple[int, int]
@@ -107,22 +187,25 @@ class Program:
     receivable: tuple[tuple[bool, Exchange], ...]
     one_peer: bool
     slow: bool
+    parted: bool = False
+    wide: bool = False
 
 
 @lru_cache(maxsize=256)
 def program(plan: Plan, rank: int) -> Program:
-    """What `rank` does."""
+    """What `rank` does with its own tokens in one round: blocks go from rank to rank."""
     own, inner = (rank, _keys_of(plan, rank)), during(plan)
     if len(inner) < len(plan.moves):
         plan = replace(plan, moves=inner)
     each = plan.steps // len(plan.groups)
     rows = _rows_that_come(plan, rank)
     exchanges, tasks = _exchanges(plan, rank), _tasks(plan, rank, rows)
-    last_use = _last_uses(plan, rank)
+    last_use = _last_uses(plan, rank, rows)
     turns = (
         Turn(
             step,
             plan.groups[step // each],
+            plan.groups[step // each] if len(plan.groups) > 1 else None,
             first=step % each == 0,
             last=step % each == each - 1,
             inputs=exchanges.get((False, step), ()),
@@ -134,8 +217,10 @@ def program(plan: Plan, rank: int) -> Program:
     )
     of_own = [move for move in plan.moves if move.block.owners[0] == own[move.of_keys]]
     awaited = [move.of_keys for move in of_own if move.target == rank and move.result]
+    whole = together(plan.groups)
     return Program(
-        tuple(turns),
+        (Round(SomeHeads.of(whole, whole), (), {}, tuple(turns)),),
+        each <= 2,
         own,
         frozenset(move.of_keys for move in of_own if move.source == rank and not move.result),
         (awaited.count(False) // len(plan.groups), awaited.count(True) // len(plan.groups)),
@@ -143,6 +228,125 @@ def program(plan: Plan, rank: int) -> Program:
         rows,
         *_all_exchanges(plan),
     )
+
+
+def gathered(plan: Plan, rank: int, tokens: int, *, packed: bool, gaps: bool) -> Program:
+    """What `rank` does with the tokens of its teams, which come together before each round.
+
+    Args: tokens: of the queries that it has then. packed, gaps: as in `Batches`.
+    """
+    tiles: TileTable | tuple[()] = next(
+        (plan.tiles(compute) for compute in plan.computes if compute.rank == rank), ()
+    )
+    found = parts(tiles, tokens, plan.groups[0].heads, packed, gaps)
+    if plan.phase == "backward":
+        # The first part that is added to a sum is the whole sum if it sees all keys.
+        found = tuple(sorted(found, key=_reach, reverse=True))
+    block = (rank, False), (rank, True)
+    turns = (
+        Turn(
+            step,
+            heads,
+            None,
+            first=True,
+            last=True,
+            inputs=(),
+            tasks=tuple(Task(*block, part.work, heads, part.rows) for part in found),
+            results=(),
+            dropped=(),
+        )
+        for step, heads in enumerate(plan.groups)
+    )
+    rounds = _rounds(plan, rank, None, plan.groups)
+    return Program(
+        tuple(one._replace(turns=(turn,)) for one, turn in zip(rounds, turns, strict=True)),
+        few=False,
+        own=(rank, rank),
+        sent=frozenset(),
+        awaited=(0, 0),
+        retained=None,
+        rows={},
+        receivable=(),
+        one_peer=True,
+        slow=False,
+        parted=True,
+        wide=any(move.wide for move in plan.moves),
+    )
+
+
+def exchanged(
+    steps: Program,
+    plan: Plan,
+    rank: int,
+    members: tuple[int, ...],
+    exchanges: Sequence[tuple[HeadGroup, int]],
+) -> Program:
+    """What `rank` does with the tokens of its team, for its share of the heads.
+
+    Args: steps: what it does in one round. plan: of all ranks, of any mask. members: of the team.
+        exchanges: as of `HeadPlacement`.
+    """
+    (inner,), found, start = steps.rounds, list[Round](), 0
+    each = len(inner.turns) // sum(count for _, count in exchanges)
+    rounds = _rounds(plan, rank, members, tuple(heads for heads, _ in exchanges))
+    for one, (heads, count) in zip(rounds, exchanges, strict=True):
+        turns = inner.turns[start : start + count * each]
+        found.append(one._replace(turns=tuple(_within(turn, heads, count) for turn in turns)))
+        start += count * each
+    return replace(steps, rounds=tuple(found))
+
+
+def _within(turn: Turn, base: HeadGroup, count: int) -> Turn:
+    """A step with the base blocks of some heads. Args: count: of groups that these have."""
+    if count == 1:
+        return turn._replace(within=None)
+    q, kv = (
+        slice(part.start - whole.start, part.stop - whole.start)
+        for part, whole in ((turn.heads.q, base.q), (turn.heads.kv, base.kv))
+    )
+    return turn._replace(within=replace(turn.heads, q=q, kv=kv))
+
+
+@lru_cache(maxsize=64)  # where teams split heads the same for all masks
+def _rounds(
+    plan: Plan, rank: int, members: tuple[int, ...] | None, groups: tuple[HeadGroup, ...]
+) -> tuple[Round, ...]:
+    """Rounds without their steps.
+
+    Args: members: of the team of `rank`; None: all that it sends is to a team. groups: of heads,
+        one for each round; what is of all heads comes before the first.
+    """
+    whole = together(groups)
+    found: dict[tuple[HeadGroup, bool], dict[tuple[object, ...], Operation]] = {}
+    last: tuple[object, ...] | None = None
+    # In a team that splits heads, results leave some steps after the last one.
+    for move in during(plan) if members is None else plan.moves:
+        kind = move.messages, move.heads, move.wide
+        # Most are as the one before, of another block.
+        if (
+            kind == last
+            or move.source != rank
+            or (members is not None and move.target not in members)
+        ):
+            continue
+        last, group = kind, move.heads if move.heads in groups else groups[0]
+        names = tuple(name for message in move.messages for name in message)
+        operation = Operation(move.messages, names, SomeHeads.of(move.heads, whole), move.wide)
+        found.setdefault((group, move.result), {})[kind] = operation
+    return tuple(
+        Round(
+            SomeHeads.of(group, whole),
+            tuple(found.get((group, False), {}).values()),
+            {operation.names: operation for operation in found.get((group, True), {}).values()},
+            (),
+        )
+        for group in groups
+    )
+
+
+def _reach(part: Part) -> int:
+    """Number of leading keys that a part's queries see."""
+    return int(part.work.tiles.kv[1].max(initial=0))
 
 
 def _keys_of(plan: Plan, rank: int) -> int:
@@ -192,8 +396,13 @@ def _first(rows: Rows, held: Rows | None) -> int:
     return rows[0][0] if held is None else common(rows, held)[0].there.start
 
 
-def _last_uses(plan: Plan, rank: int) -> dict[int, tuple[BlockId, ...]]:
-    """Blocks of others by the step, in each group of heads, in which they are last of use."""
+def _last_uses(
+    plan: Plan, rank: int, held: Mapping[BlockId, Rows]
+) -> dict[int, tuple[BlockId, ...]]:
+    """Blocks of others by the step, in each group of heads, in which they are last of use.
+
+    Args: held: as of `_rows_that_come`.
+    """
     each = plan.steps // len(plan.groups)
     last: dict[tuple[int, BlockId], int] = {}
 
@@ -209,7 +418,8 @@ def _last_uses(plan: Plan, rank: int) -> dict[int, tuple[BlockId, ...]]:
             use((compute.keys.owners[0], True), compute.step)
     dropped: dict[int, tuple[BlockId, ...]] = {}
     for (_, block), step in last.items():
-        dropped[step] = (*dropped.get(step, ()), block)
+        if block in held:
+            dropped[step] = (*dropped.get(step, ()), block)
     return dropped
 
 

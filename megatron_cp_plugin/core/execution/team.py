@@ -1,73 +1,68 @@
-"""Teams of ranks that gather tensors by collective operations and return the results.
+"""Teams of ranks whose blocks come together, and to which the results for these go back.
+
+They do so by collective operations: while a rank computes with the blocks of one round, those of
+the next one come and results of the last one leave.
 
 B batch, S local tokens, T tokens of a team, H query heads, G KV heads, D head dim, U ranks.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple, Self
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.core.blocks.assembly import Assembly, Blocks, padded
+from megatron_cp_plugin.core.blocks.assembly import Assembly, Blocks, Contiguous, assemble, padded
+from megatron_cp_plugin.core.blocks.owned import Owned
 from megatron_cp_plugin.core.blocks.packed_rows import packed
-from megatron_cp_plugin.core.blocks.rows import Rows, between, common, narrowed, token_dim
+from megatron_cp_plugin.core.blocks.rows import (
+    Rows,
+    between,
+    common,
+    narrowed,
+    positions_of_all,
+    row_count,
+    token_dim,
+)
 from megatron_cp_plugin.core.comm import Communicator, Pending
+from megatron_cp_plugin.core.execution.program import EVERYTHING, Index, Operation, SomeHeads
 from megatron_cp_plugin.core.partial import accumulation_dtype, merge_all_into, rows_at
-from megatron_cp_plugin.core.pipeline import HeadGroup
-from megatron_cp_plugin.core.plans.plan import OF_KEYS, OF_ROWS, TENSORS, TensorNames
+from megatron_cp_plugin.core.plans.plan import OF_ROWS, Move, TensorNames
 
 Tensors = tuple[Tensor, ...]
 Named = Mapping[str, Tensor]
-Found = tuple[slice, Tensors]  # results for some rows of a team's queries, or keys
-EVERYTHING = slice(None)
 
 
-# Of a tensor [B,S,heads,D], or rows [B,heads,S], some heads; None: all.
-Index = tuple[slice, ...] | None
+class Departure(ABC):
+    """Results for the tokens of a rank's base block, on their way to where these are."""
+
+    @abstractmethod
+    def add(self, rows: slice, tensors: Tensors) -> None:
+        """Takes the results for some rows."""
+
+    @abstractmethod
+    def post(self) -> Pending[None]:
+        """Sends them, when there are those for all rows."""
 
 
-class SomeHeads(NamedTuple):
-    """Some heads of all tensors.
+class Staying(Departure):
+    """The tokens are this rank's own."""
 
-    Attributes: heads: which. slices: of each tensor, by its name.
-    """
+    def __init__(self, targets: Sequence[Tensor]) -> None:
+        """Args: targets: where the results belong, [B,S,heads,D] or [B,heads,S]."""
+        self._targets = targets
 
-    heads: HeadGroup
-    slices: Mapping[str, Index]
+    def add(self, rows: slice, tensors: Tensors) -> None:
+        """See Departure.add."""
+        for target, x in zip(self._targets, tensors, strict=True):
+            dim = token_dim(x)
+            narrowed(target, dim, rows.start, x.shape[dim]).copy_(x)
 
-    @classmethod
-    def of(cls, heads: HeadGroup, whole: HeadGroup) -> Self:
-        """Args: whole: all heads of the tensors."""
-        slices: dict[str, Index] = {}
-        for name in TENSORS:
-            some, of_all = (x.kv if name in OF_KEYS else x.q for x in (heads, whole))
-            before = 1 if name in OF_ROWS else 2
-            slices[name] = None if some == of_all else (*(EVERYTHING,) * before, some)
-        return cls(heads, slices)
-
-    def named(self, names: Iterable[str], tensors: Named) -> list[Tensor]:
-        """These heads of some tensors, each itself if they are all of it."""
-        slices = self.slices
-        return [
-            tensors[name] if (some := slices[name]) is None else tensors[name][some]
-            for name in names
-        ]
-
-
-class Operation(NamedTuple):
-    """What the ranks of a team send each other at a time.
-
-    Attributes:
-        messages: the tensors; those in one tuple travel as one. names: of all of them. part: heads
-            of which they are. wide: results travel in float32, not in the model's dtype.
-    """
-
-    messages: tuple[TensorNames, ...]
-    names: TensorNames
-    part: SomeHeads
-    wide: bool
+    def post(self) -> Pending[None]:
+        """See Departure.post."""
+        return Pending(lambda: None)
 
 
 class Team(ABC):
@@ -83,10 +78,8 @@ class Team(ABC):
         """[B,S,heads,D] -> [B,T,heads,D], rows [B,H,S] -> [B,H,T]; of all that is given."""
 
     @abstractmethod
-    def scatter(
-        self, operation: Operation, results: Iterable[Found], targets: Named
-    ) -> Pending[None]:
-        """Brings results for a team's tokens to where these are, into some heads of targets."""
+    def departure(self, operation: Operation, targets: Named) -> Departure:
+        """Takes results for the team's tokens, into some heads of targets."""
 
 
 class Travelling(NamedTuple):
@@ -142,17 +135,64 @@ class GatheringTeam(Team):
 
         return Pending(finish)
 
-    def scatter(
-        self, operation: Operation, results: Iterable[Found], targets: Named
-    ) -> Pending[None]:
-        """See Team.scatter: partial outputs are merged, gradients summed."""
+    def departure(self, operation: Operation, targets: Named) -> Departure:
+        """See Team.departure: partial outputs are merged, gradients summed."""
         own = operation.part.named(operation.names, targets)
-        blocks, lses = self._placed(own, results, wide=operation.wide)
+        return _Scattering(self._outward, self.order, self._travelling, own, wide=operation.wide)
+
+
+class _Scattering(Departure):
+    """Results by member: [n,B,S,heads,D] as one, and [n,B,heads,S] if there is lse."""
+
+    def __init__(
+        self,
+        outward: Communicator,
+        order: Assembly,
+        travelling: Travelling | None,
+        own: Sequence[Tensor],
+        *,
+        wide: bool,
+    ) -> None:
+        """Args: own: where those for the own tokens belong, and are written if they stay here."""
+        self._outward, self._order, self._travelling, self._own = outward, order, travelling, own
+        self._widths = widths = [x.shape[3] for x in own if x.dim() == 4]
+        like, members, width = own[0], order.members, order.width
+        dtype = accumulation_dtype(like.dtype) if wide else like.dtype
+        of_all = members, len(like), width, like.shape[2], sum(widths)
+        self._blocks = like.new_empty(of_all, dtype=dtype)
+        rows_of = [x.new_empty((members, *x.shape[:2], width)) for x in own if x.dim() == 3]
+        self._lses = rows_of[0] if rows_of else None
+        self._places = (*_apart(self._blocks, widths), *rows_of)
+        self._dims = [1] * len(widths) + [2] * len(rows_of)
+        self._written, self._mine = list[Blocks](self._places), list[Tensor]()
+        if travelling is not None:  # some of the own tokens: all of them are here
+            pairs = list(zip(own, self._places, strict=True))
+            self._mine = [x.new_empty(x.shape, dtype=place.dtype) for x, place in pairs]
+            both = zip(self._places, self._mine, strict=True)
+            self._written = [travelling.with_own(*pair) for pair in both]
+
+    def add(self, rows: slice, tensors: Tensors) -> None:
+        """See Departure.add."""
+        for of_all, dim, x in zip(self._written, self._dims, tensors, strict=True):
+            self._order.place(of_all, dim, rows, x)
+
+    def post(self) -> Pending[None]:
+        """See Departure.post."""
+        travelling, own, widths = self._travelling, self._own, self._widths
+        if travelling is not None:
+            for place, whole, target, dim in zip(
+                self._places, self._mine, own, self._dims, strict=True
+            ):
+                some = _packed(whole, dim, travelling)
+                place[travelling.member].narrow(dim, 0, some.shape[dim]).copy_(some)
+                target.copy_(whole)
+        blocks, lses = self._blocks, self._lses
+        # Else they would live as long as this does.
+        del self._blocks, self._lses, self._places, self._written, self._mine
         tokens = between(0, own[0].shape[1])
-        pieces = common(tokens if self._travelling is None else self._travelling.rows, tokens)
+        pieces = common(tokens if travelling is None else travelling.rows, tokens)
         if lses is None:
             summed = _sum_scatter(self._outward, blocks)
-            widths = [x.shape[3] for x in own]
 
             def add() -> None:
                 for target, total in zip(own, _apart(summed.wait(), widths), strict=True):
@@ -173,35 +213,47 @@ class GatheringTeam(Team):
 
         return Pending(merge)
 
-    def _placed(
-        self, own: Sequence[Tensor], results: Iterable[Found], *, wide: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """Results by member: tensors [n,B,S,heads,D] as one, and [n,B,heads,S] if there is lse.
 
-        Args: own: where those for the own tokens belong, and are written if they do not travel.
-        """
-        widths = [x.shape[3] for x in own if x.dim() == 4]
-        like, travelling, order = own[0], self._travelling, self.order
-        members, width, (batch, _, heads, _) = order.members, order.width, like.shape
-        dtype = accumulation_dtype(like.dtype) if wide else like.dtype
-        blocks = like.new_empty((members, batch, width, heads, sum(widths)), dtype=dtype)
-        rows_of = [x.new_empty((members, *x.shape[:2], width)) for x in own if x.dim() == 3]
-        places = (*_apart(blocks, widths), *rows_of)
-        dims = [1] * len(widths) + [2] * len(rows_of)
-        written, mine = list[Blocks](places), list[Tensor]()
-        if travelling is not None:  # some of the own tokens: all of them are here
-            pairs = zip(own, places, strict=True)
-            mine = [x.new_empty(x.shape, dtype=place.dtype) for x, place in pairs]
-            written = [travelling.with_own(*pair) for pair in zip(places, mine, strict=True)]
-        for rows, tensors in results:
-            for of_all, dim, x in zip(written, dims, tensors, strict=True):
-                order.place(of_all, dim, rows, x)
-        if travelling is not None:
-            for place, whole, target, dim in zip(places, mine, own, dims, strict=True):
-                some = _packed(whole, dim, travelling)
-                place[travelling.member].narrow(dim, 0, some.shape[dim]).copy_(some)
-                target.copy_(whole)
-        return blocks, (rows_of[0] if rows_of else None)
+def gathering(
+    inward: Communicator,
+    outward: Communicator,
+    owned: Owned,
+    members: Sequence[int],
+    own: int,
+    moves: Sequence[Move],
+) -> GatheringTeam:
+    """A team that gathers blocks.
+
+    Args: owned: positions of all ranks. members: whose blocks they are, in the order of the
+        channels. own: whose block this rank has. moves: from it or to it, of one round.
+    """
+    rows = {move.block.owners[0]: move.block.rows for move in moves}
+    if not moves:
+        members = [own]
+    width = max((move.tokens for move in moves), default=owned.lengths[own])
+    order = _ordered(owned, tuple(members), own, tuple(sorted(rows.items())), width)
+    return GatheringTeam(inward, outward, *order)
+
+
+@lru_cache(maxsize=64)  # both passes of a micro-batch have the same
+def _ordered(
+    owned: Owned,
+    members: tuple[int, ...],
+    own: int,
+    travelling: tuple[tuple[int, Rows], ...],
+    width: int,
+) -> tuple[Assembly, Travelling | None]:
+    """The tokens that a rank has in the end, and what travels of its own.
+
+    Args: travelling: which rows of each member.
+    """
+    rows = dict(travelling)
+    if all(row_count(rows[owner]) == owned.lengths[owner] for owner in rows):
+        return assemble([owned[owner] for owner in members], width), None
+    whole = between(0, owned.lengths[own])
+    some = [(owned[owner], whole if owner == own else rows[owner]) for owner in members]
+    order = Contiguous(*positions_of_all(some), len(members), width)
+    return order, Travelling(members.index(own), rows[own])
 
 
 class ExchangingTeam(Team):
@@ -210,33 +262,24 @@ class ExchangingTeam(Team):
     def gather(self, message: TensorNames, given: Named, part: SomeHeads) -> Pending[Tensors]:
         """See Team.gather; the part is one of every share."""
         (name,) = message
-        coming = self.come(given[name], part.slices[name])
-        return Pending(lambda: (coming.wait(),))
+        return self.come(given[name], part.slices[name])
 
-    def scatter(
-        self, operation: Operation, results: Iterable[Found], targets: Named
-    ) -> Pending[None]:
-        """See Team.scatter."""
-        ((_, tensors),) = results
-        return together(
-            [
-                self.leave(x.to(targets[name].dtype), targets[name], operation.part.slices[name])
-                for name, x in zip(operation.names, tensors, strict=True)
-            ]
-        )
+    def departure(self, operation: Operation, targets: Named) -> Departure:
+        """See Team.departure."""
+        return _Exchanging(self, operation, targets)
 
-    def come(self, x: Tensor, part: Index = None) -> Pending[Tensor]:
+    def come(self, x: Tensor, part: Index = None) -> Pending[Tensors]:
         """[B,S,U*h,D] -> [B,T,those of this rank's h heads,D], contiguous; [B,U*h,S] likewise."""
-        tokens = token_dim(x)
+        tokens = 1 if x.dim() == 4 else 2
         blocks = _shares(x, self.order.members, part).movedim(3 - tokens, 0)
         coming = self._inward.all_to_all(padded(blocks, 1 + tokens, self.order.width))
-        return Pending(lambda: self.order.join(coming.wait(), tokens).contiguous())
+        return Pending(lambda: (self.order.join(coming.wait(), tokens).contiguous(),))
 
     def leave(self, x: Tensor, target: Tensor, part: Index = None) -> Pending[None]:
         """Sends [B,T,heads,D] or [B,heads,T] back to where the tokens are: to those heads of every
         rank's share in target [B,S,U*h,D] or [B,U*h,S].
         """
-        tokens = token_dim(x)
+        tokens = 1 if x.dim() == 4 else 2
         under_way = self._outward.all_to_all(self.order.split(x, tokens))
         place = _shares(target, self.order.members, part)
 
@@ -247,8 +290,33 @@ class ExchangingTeam(Team):
         return Pending(finish)
 
 
+class _Exchanging(Departure):
+    """Results for all tokens at once, by the ranks whose tokens they are."""
+
+    def __init__(self, team: ExchangingTeam, operation: Operation, targets: Named) -> None:
+        self._team, self._operation, self._targets = team, operation, targets
+        self._found: Tensors = ()
+
+    def add(self, rows: slice, tensors: Tensors) -> None:
+        """See Departure.add."""
+        self._found = tensors
+
+    def post(self) -> Pending[None]:
+        """See Departure.post."""
+        _, names, part, _ = self._operation
+        found, self._found = self._found, ()
+        return together(
+            [
+                self._team.leave(x, self._targets[name], part.slices[name])
+                for name, x in zip(names, found, strict=True)
+            ]
+        )
+
+
 def together(all_of: Sequence[Pending[None]]) -> Pending[None]:
     """Several operations as one."""
+    if len(all_of) == 1:
+        return all_of[0]
 
     def finish() -> None:
         for pending in all_of:

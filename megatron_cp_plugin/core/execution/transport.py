@@ -6,8 +6,9 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-from megatron_cp_plugin.core.execution.execute import Channels
+from megatron_cp_plugin.core.comm import Communicator
 from megatron_cp_plugin.core.execution.program import program
+from megatron_cp_plugin.core.placement import HeadPlacement, Placement
 from megatron_cp_plugin.core.plans.plan import Plan, outside
 from megatron_cp_plugin.core.plans.plan_check import PlanError, check_slots
 from megatron_cp_plugin.core.topology import Topology
@@ -16,6 +17,63 @@ from megatron_cp_plugin.errors import ConfigError
 Wanted = Literal["auto", "group", "peer"]
 
 REDISTRIBUTED = "transposes"  # the channel of `redistribute`
+
+
+class Channels(NamedTuple):
+    """Where messages go: inputs of computations, and results; those that may take several steps
+    on channels of their own, so that no other waits for them.
+    """
+
+    inputs: Communicator
+    results: Communicator
+    slow_inputs: Communicator
+    slow_results: Communicator
+
+
+class TeamChannels(NamedTuple):
+    """Where blocks come together.
+
+    Attributes: owners: whose blocks they are, in the order of the ranks. own: whose this rank has.
+        inward, outward: channels to where blocks are computed with, and back.
+    """
+
+    owners: tuple[int, ...]
+    own: int
+    inward: Communicator
+    outward: Communicator
+
+
+def team_channels(placement: Placement, topology: Topology) -> dict[bool, TeamChannels]:
+    """Of the teams in which queries (false), and keys (true), come together; none if they do not.
+
+    A collective operation the first time.
+    """
+    rank = topology.rank
+    if isinstance(placement, HeadPlacement):
+        if placement.members == 1:
+            return {}
+        first = rank // placement.members * placement.members
+        ranks = tuple(range(first, first + placement.members))
+        team = topology.subgroup(ranks, "team")
+        both = TeamChannels(ranks, rank, team.channel("inward"), team.channel("outward"))
+        return {False: both, True: both}
+    if not placement.assembled or placement.size == 1:
+        return {}
+    queries, keys = placement.blocks_of(rank)
+    holders = [placement.key_holder(owner) for owner in keys]
+    row, column = topology.subgroup(queries, "row"), topology.subgroup(holders, "column")
+    of_queries = row.channel("queries"), row.channel("outputs")
+    of_keys = column.channel("keys"), column.channel("key gradients")
+    return {
+        False: TeamChannels(queries, rank, *of_queries),
+        True: TeamChannels(keys, keys[holders.index(rank)], *of_keys),
+    }
+
+
+def steps_among(placement: Placement, topology: Topology) -> Topology:
+    """The ranks that exchange blocks step by step: those with the same share of the heads."""
+    members = placement.members if isinstance(placement, HeadPlacement) else 1
+    return topology.subgroup(range(topology.rank % members, topology.size, members), "ring")
 
 
 class Way(NamedTuple):
@@ -41,7 +99,7 @@ class Transport:
 
         Raises: ConfigError if copy engines are wanted where there are none.
         """
-        self._algorithm, self._topology, self._wanted = algorithm, topology, wanted
+        self._algorithm, self.topology, self._wanted = algorithm, topology, wanted
         if wanted == "peer" and topology.size > 1 and not topology.peer_access:
             raise ConfigError(
                 f"{algorithm} transport peer needs GPUs of one node with access to each other's "
@@ -53,27 +111,31 @@ class Transport:
         """Whether copy engines may write to other ranks' memory, and can. A collective operation
         the first time.
         """
-        return self._wanted != "group" and self._topology.peer_access
+        return self._wanted != "group" and self.topology.peer_access
 
-    def make(self, plan: Plan) -> None:
+    def make(self, plan: Plan, *, gathers: bool) -> None:
         """Makes the process groups of a plan; a collective operation.
+
+        Args: gathers: blocks come together; else they go from rank to rank.
 
         Some calls need them even where there is peer access: not every mask's plan suits it.
         """
         if outside(plan):
-            self._topology.channel(REDISTRIBUTED)
-        if self._wanted != "peer":
+            self.topology.channel(REDISTRIBUTED)
+        if self._wanted != "peer" and sends(plan) and not gathers:
             for name in self._names(plan):
-                self._topology.channel(name)
+                self.topology.channel(name)
 
-    def way(self, plan: Plan, slots: int) -> Way:
+    def way(self, plan: Plan, slots: int) -> Way | None:
         """How a plan's messages are sent: by copy engines where wanted and possible; not between
-        nodes.
+        nodes. None: it has no messages.
 
         Args: slots: how many blocks of others a rank holds at most, by copy engines.
 
         Raises: ConfigError if copy engines are wanted and cannot serve the plan.
         """
+        if not sends(plan):
+            return None
         return Way(tuple(self._names(plan)), slots if self._pushed(plan, slots) else None)
 
     def channels(self, way: Way) -> Channels:
@@ -82,24 +144,24 @@ class Transport:
         if slots is not None:
             # Results are added before the next ones come.
             fast = [
-                self._topology.peer_channel(inputs, slots),
-                self._topology.peer_channel(results, 1),
+                self.topology.peer_channel(inputs, slots),
+                self.topology.peer_channel(results, 1),
             ]
         else:
-            fast = [self._topology.channel(inputs), self._topology.channel(results)]
-        between = [self._topology.channel(name) for name in slow]
+            fast = [self.topology.channel(inputs), self.topology.channel(results)]
+        between = [self.topology.channel(name) for name in slow]
         return Channels(*fast, *(between or fast))
 
     def _names(self, plan: Plan) -> list[str]:
         """Channels of inputs and results, and of those that may take several steps."""
         names = ["fetches", "sums" if plan.relay else "returns"]
-        slow = program(plan, self._topology.rank).slow
+        slow = program(plan, self.topology.rank).slow
         return names + [f"{name} between nodes" for name in names] if slow else names
 
     def _pushed(self, plan: Plan, slots: int) -> bool:
         if not self.pushes:
             return False
-        possible = program(plan, self._topology.rank).one_peer and _fits(plan, slots)
+        possible = program(plan, self.topology.rank).one_peer and _fits(plan, slots)
         if not possible and self._wanted == "peer":
             raise ConfigError(
                 f"{self._algorithm} transport peer needs each rank to exchange with one other at "
@@ -107,6 +169,11 @@ class Transport:
                 f"{plan.phase} for this mask: use transport auto"
             )
         return possible
+
+
+def sends(plan: Plan) -> bool:
+    """Whether any rank sends anything in a step of a plan."""
+    return bool(plan.moves or plan.times)
 
 
 def redistribute(topology: Topology, plan: Plan, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:

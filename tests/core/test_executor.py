@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
+from itertools import groupby
 from threading import current_thread
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_cp_plugin.algorithms.distflash import DistFlash, HelpedPlacement
-from megatron_cp_plugin.core.algorithm import Call
+from megatron_cp_plugin.core.call import Call
 from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.communication.peer import SlottedCommunicator
 from megatron_cp_plugin.core.communication.virtual import VirtualPeerCommunicator, run_virtual
@@ -22,6 +23,8 @@ from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.kernels.reference import Reference
+from megatron_cp_plugin.planner.dry_run import Post, Wait
+from megatron_cp_plugin.planner.trace import Tile, trace_softmax
 from megatron_cp_plugin.registry import create, layout_of
 from tests.oracle import expected_attention, relative_error
 
@@ -157,6 +160,34 @@ def test_groups_of_heads_straight_from_their_owners(
     algo: str, options: dict[str, object], size: int, mask: Mask
 ) -> None:
     assert compare(algo, options, size, mask, 5 * size + size // 2)[0]
+
+
+@pytest.mark.parametrize("algo", ["allgather", "attention2d", "ulysses"])
+def test_the_next_base_comes_and_the_last_results_leave_during_a_round(algo: str) -> None:
+    """Of three rounds. c: is let come, C: has come, .: is computed, l: is sent, L: has left."""
+    both = "cCc.lCc.lLC.lL"
+    expected = ["cCc.Cc.C." if algo == "allgather" else both, both]  # its queries stay
+    trace = trace_softmax(
+        lambda topology: create(algo, topology, {"chunks": 3}),
+        0,
+        (0, 0),
+        Shape(1, 32, 6, 6, 8),
+        Mask(),
+        peer_access=False,
+    )
+    inward, posted = {"keys", "queries", "inward"}, dict[tuple[object, int], bool]()
+    for events, steps in zip(trace, expected, strict=True):
+        order = ""
+        for event in events:
+            if isinstance(event, Post):
+                comes = event.channel[0] in inward
+                posted[event.channel, event.number] = comes
+                order += "c" if comes else "l"
+            elif isinstance(event, Wait):
+                order += "C" if posted[event.channel, event.number] else "L"
+            elif isinstance(event, Tile):
+                order += "."
+        assert "".join(kind for kind, _ in groupby(order)) == steps
 
 
 @pytest.mark.parametrize("gradients", ["float32", "model"])

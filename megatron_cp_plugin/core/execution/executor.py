@@ -1,0 +1,461 @@
+"""One loop for every algorithm: cast, compute, reduce.
+
+A rank goes through the rounds of its program, and in each through steps. Before a round its base
+blocks come from its team; while a step computes, the blocks of the next one come; when it has
+computed, results of others' blocks leave, and those for the base blocks are merged or added; after
+a round what was found for the base blocks goes back to the team. The blocks of the next round come,
+and results of the last one leave, during the present one. Without teams there is one round, with
+the rank's own tokens as base blocks.
+
+B batch, S local tokens, H query heads, G KV heads, D head dim, E that of values.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from megatron_cp_plugin.core.blocks.assembly import assemble
+from megatron_cp_plugin.core.blocks.packed_rows import packed
+from megatron_cp_plugin.core.blocks.rows import token_dim
+from megatron_cp_plugin.core.call import Call
+from megatron_cp_plugin.core.comm import Communicator, Pending
+from megatron_cp_plugin.core.execution.filled_heads import FilledHeads
+from megatron_cp_plugin.core.execution.passes import (
+    Backward,
+    Forward,
+    Packed,
+    Pass,
+    Teams,
+    expected,
+)
+from megatron_cp_plugin.core.execution.program import (
+    BlockId,
+    Delivery,
+    Exchange,
+    Program,
+    Turn,
+    exchanged,
+    gathered,
+    program,
+)
+from megatron_cp_plugin.core.execution.team import (
+    ExchangingTeam,
+    Named,
+    Team,
+    Tensors,
+    gathering,
+)
+from megatron_cp_plugin.core.execution.transport import (
+    Transport,
+    Way,
+    redistribute,
+    team_channels,
+)
+from megatron_cp_plugin.core.partial import delta_of
+from megatron_cp_plugin.core.pipeline import HeadGroup
+from megatron_cp_plugin.core.placement import BlockPlacement, HeadPlacement, Placement
+from megatron_cp_plugin.core.plans.plan import (
+    OF_KEYS,
+    OF_ROWS,
+    Move,
+    Plan,
+    during,
+    outside,
+    with_wanted_gradients,
+)
+from megatron_cp_plugin.core.shape import Shape
+from megatron_cp_plugin.core.topology import Topology
+
+Arrived = tuple[tuple[Delivery, Tensors], ...]
+Saved = tuple[Tensor, ...]
+
+_KEPT = ("q", "k", "v", "lse")  # of each round's base blocks
+_GRADIENTS = ("dq", "dk", "dv")
+
+
+@dataclass(frozen=True, eq=False)
+class Executor:
+    """One rank's part of one pass, of all calls that are alike.
+
+    Attributes:
+        plan: of the steps. program: what this rank does. transport, way: how messages of the steps
+            are sent; None: there are none. teams: of queries (false) and keys (true); none: base
+            blocks are the own.
+        filled: heads, if teams split more than there are. keep: base blocks stay for the backward.
+        overlap: false waits for each message where it is posted, for measurements.
+    """
+
+    call: Call
+    plan: Plan
+    program: Program
+    topology: Topology
+    transport: Transport
+    way: Way | None
+    teams: Teams
+    filled: FilledHeads | None
+    keep: bool
+    overlap: bool
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Saved]:
+        """See Algorithm.forward."""
+        if self.redistributes:
+            k, v = redistribute(self.topology, self.plan, k, v)
+        own = {"q": q, "k": k, "v": v}
+        if self.filled is not None:
+            own = _filled(self.filled, own)
+        work = Forward(self.call, self.program, self.teams, own, keep=self.keep)
+        self._follow(work, own)
+        out, lse = work.out, work.lse
+        if self.filled is not None:
+            out, lse = self.filled.own_queries(out), self.filled.own_queries(lse)
+        if self.keep:
+            none = [x.new_empty((0, *x.shape[1:])) for x in (q, k, v)]
+            return out, lse, (*none, out, *work.kept)
+        return out, lse, (q, k, v, out, lse, *work.retained)
+
+    def backward(self, dout: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
+        """See Algorithm.backward."""
+        q, k, v, out, *rest = saved
+        own, kept = {"out": out, "dout": dout}, list[Named]()
+        if self.keep:  # of q, k and v only the numbers of heads are here
+            size = len(_KEPT)
+            parts = [rest[start : start + size] for start in range(0, len(rest), size)]
+            kept = [dict(zip(_KEPT, part, strict=True)) for part in parts]
+        else:
+            own |= {"q": q, "k": k, "v": v, "lse": rest.pop(0)}
+        if self.filled is not None:
+            own = _filled(self.filled, own)
+        if self.sends_delta:  # in place of out
+            own["delta"] = delta_of(own["dout"], own.pop("out"))
+        like = self._gradients(q, k, v, dout) if self.teams else own
+        work = Backward(self.call, self.program, self.teams, like, () if self.keep else tuple(rest))
+        self._follow(work, own, kept)
+        dq, dk, dv = work.gradients
+        if self.filled is not None:
+            dq = self.filled.own_queries(dq)
+            dk, dv = self.filled.own_keys(dk), self.filled.own_keys(dv)
+        if self.redistributes:
+            dk, dv = redistribute(self.topology, self.plan, dk, dv)
+        return dq, dk, dv
+
+    def _gradients(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> dict[str, Tensor]:
+        """Memory for the gradients of the own tokens."""
+        if self.filled is None and not self.keep:  # keys may be those of another rank
+            pairs = zip(_GRADIENTS, (q, k, v), strict=True)
+            return {name: torch.empty_like(x) for name, x in pairs}
+        heads = [x.shape[2] for x in (q, k, v)]
+        if self.filled is not None:
+            heads = [self.filled.heads, *[self.filled.sent_kv_heads] * 2]
+        return {
+            name: dout.new_empty((*dout.shape[:2], number, x.shape[3]))
+            for name, number, x in zip(_GRADIENTS, heads, (q, k, v), strict=True)
+        }
+
+    @cached_property
+    def redistributes(self) -> bool:
+        """Whether keys are computed with on other ranks than their owners'."""
+        return bool(outside(self.plan))
+
+    @cached_property
+    def sends_delta(self) -> bool:
+        """Whether delta goes to a team in place of out."""
+        return any("delta" in one.names for part in self.program.rounds for one in part.inputs)
+
+    def _follow(self, work: Pass, own: Named, kept: Sequence[Named] = ()) -> None:
+        """Goes through the program.
+
+        Args: own: tensors of the own tokens, which come together where teams do. kept: what came
+            together before, by round.
+        """
+        run, rounds = _Run(self, work, own, kept), self.program.rounds
+        coming = run.arrive(0) if self.teams else None
+        leaving: Pending[None] | None = None
+        for number, part in enumerate(rounds):
+            base = own if coming is None else coming.wait()
+            # What came is free before more comes: `base` may be an ordered copy of it.
+            if number + 1 < len(rounds):
+                coming = run.arrive(number + 1)
+            work.begin(part, base)
+            del base
+            for turn in part.turns:
+                if turn.first:
+                    work.open(turn, strided=run.strided)
+                # Cast: what this step needs has come, and what the next one needs is sent.
+                if run.dropped or turn.step in run.inputs:
+                    run.take_inputs(turn.step)
+                if self.overlap and (turn.inputs or turn.results):
+                    run.post_inputs(turn)
+                    run.expect_results(turn)
+                for task in turn.tasks:
+                    operands = work.operands(task, run.held.get(task.query), run.held.get(task.key))
+                    work.compute(*operands, task.work, self.call)
+                    if task.rows is not None:
+                        work.leave(task.rows, operands[0])
+                    del operands
+                # Reduce: what others found is added, and what was found for them is sent.
+                run.dropped = turn.dropped
+                if turn.last or turn.results or turn.step in run.results or run.ended:
+                    run.reduce(turn)
+                if not self.overlap:
+                    run.take_results(None)
+                    run.post_inputs(turn)
+            if self.teams:
+                run.take_results(None)
+                posted = work.end()
+                if leaving is not None:
+                    leaving.wait()
+                leaving = posted
+        if run.results or run.ended:
+            run.take_results(None)
+        if leaving is not None:
+            leaving.wait()
+
+
+def executor_of(
+    placement: Placement,
+    steps: Plan,
+    exchange: Plan | None,
+    call: Call,
+    shape: Shape,
+    topology: Topology,
+    transport: Transport,
+    slots: int,
+    *,
+    overlap: bool,
+) -> Executor:
+    """A rank's part of one pass.
+
+    Args:
+        placement: of the pass. steps: its plan, or that of the blocks of whole teams. exchange:
+            where teams split heads, the plan of all ranks, of which this says what teams exchange.
+        transport: of the steps. slots: see `Transport.way`. overlap: see Executor.
+    """
+    steps = with_wanted_gradients(steps, dq=call.dq, dkv=call.dkv)
+    channels, rank = team_channels(placement, topology), topology.rank
+    teams: dict[bool, Team] = {}
+    filled: FilledHeads | None = None
+    way, keep = None, False
+    if isinstance(placement, BlockPlacement) and channels:
+        # The same rows for all groups of heads.
+        first = [
+            move
+            for move in during(steps)
+            if move.needed == 0 and not move.result and rank in (move.source, move.target)
+        ]
+        for of_keys, (owners, own, inward, outward) in channels.items():
+            moves = [move for move in first if move.of_keys == of_keys]
+            teams[of_keys] = gathering(inward, outward, steps.spans, owners, own, moves)
+        tokens = teams[False].order.tokens
+        parts = gathered(steps, rank, tokens, packed=call.packed, gaps=call.kernel.gaps)
+    else:
+        way = transport.way(steps, slots)
+        parts = program(steps, transport.topology.rank)
+    if isinstance(placement, HeadPlacement) and channels:
+        assert exchange is not None
+        members, _, inward, outward = channels[False]
+        spans = [exchange.spans[member] for member in members]
+        order = assemble(spans, max(exchange.spans.lengths))
+        teams[False] = teams[True] = ExchangingTeam(inward, outward, order)
+        parts = exchanged(parts, exchange, rank, members, placement.exchanges)
+        filled = FilledHeads.of(shape.heads, shape.kv_heads, placement.members)
+        if (filled.heads, filled.sent_kv_heads) == (shape.heads, shape.kv_heads):
+            filled = None
+        keep = placement.keep
+    return Executor(
+        call, steps, parts, topology, transport, way, teams, filled, keep=keep, overlap=overlap
+    )
+
+
+def _filled(filled: FilledHeads, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """With zero heads and copies of KV heads."""
+    return {
+        name: filled.fill_keys(x) if name in OF_KEYS else filled.fill_queries(x)
+        for name, x in tensors.items()
+    }
+
+
+class _Run:
+    """One rank on its way through a program.
+
+    Attributes: held: blocks of other ranks. dropped: of these, what is of no use any more. inputs,
+        results: what is under way, by the step that needs it. ended: heads whose queries, or keys
+        (true), still get results that are under way. strided: messages may be slices of all heads.
+    """
+
+    def __init__(self, of: Executor, work: Pass, own: Named, kept: Sequence[Named]) -> None:
+        self._parts, self._work, self._own, self._kept = of.program, work, own, kept
+        self._teams, self._relay = of.teams, of.plan.relay
+        self._retains = of.plan.phase == "forward"
+        self._shared: dict[str, Tensor] = {}  # what came to a team and is not used up
+        self.held: dict[BlockId, Tensors] = {}
+        retained = of.program.retained
+        if retained is not None and not self._retains:
+            self.held[retained] = work.retained
+        self.dropped: tuple[BlockId, ...] = ()
+        self._earlier: dict[BlockId, Packed] = {}  # sums of ranks before this one
+        # Results for the base block that a relay brought, by the first head and whether it is of
+        # keys; none when they are complete and the block is closed.
+        self._came: dict[tuple[int, bool], int] = {}
+        self._computed: set[int] = set()  # groups, by the first head, in or past their last step
+        self.ended: list[tuple[HeadGroup, bool]] = []
+        self.inputs: dict[int, list[Pending[Arrived]]] = {}
+        self.results: dict[int, list[Pending[Arrived]]] = {}
+        self.strided = True
+        if of.way is not None:
+            self._channels = channels = of.transport.channels(of.way)
+            self.strided = channels.inputs.strided and channels.slow_inputs.strided
+            for of_results, exchange in of.program.receivable:
+                channel = channels.results if of_results else channels.inputs
+                channel.reserve([x for each in expected(exchange, *work.sizes) for x in each])
+
+    def arrive(self, number: int) -> Pending[Named]:
+        """Posts what a round needs of the ranks of a team. Returns: its base blocks."""
+        part = self._parts.rounds[number]
+        coming = [
+            (message, self._teams[message[0] in OF_KEYS].gather(message, self._own, one.part))
+            for one in part.inputs
+            for message in one.messages
+        ]
+
+        def finish() -> Named:
+            for message, tensors in coming:
+                self._shared.update(zip(message, tensors.wait(), strict=True))
+            coming.clear()
+            return self._base(number)
+
+        return Pending(finish)
+
+    def _base(self, number: int) -> Named:
+        """Tensors of the base blocks, of all tokens of the team if they came together."""
+        heads, of_part = self._parts.rounds[number].base
+        held = {**self._kept[number]} if self._kept else {}
+        for name, x in self._own.items():
+            some = of_part[name]
+            if name not in self._shared:
+                held[name] = x if some is None else x[some]
+            elif name in OF_ROWS:  # of all heads
+                rows = self._shared[name]
+                held[name] = (rows if some is None else rows[some]).contiguous()
+            elif heads.last or name not in OF_KEYS:
+                held[name] = self._shared.pop(name)
+            else:
+                held[name] = self._shared[name]
+        return held
+
+    def take_inputs(self, step: int) -> None:
+        """Waits for the blocks that a step needs; those that others have by now go."""
+        arrived = [pending.wait() for pending in self.inputs.pop(step, ())]
+        for block in self.dropped:
+            self.held.pop(block, None)
+        for each in arrived:
+            for delivery, tensors in each:
+                self.held[delivery.block] = tensors
+
+    def post_inputs(self, turn: Turn) -> None:
+        """Sends blocks that the next steps need, and lets them come."""
+        for exchange in turn.inputs:
+            channel = self._channels.slow_inputs if exchange.slow else self._channels.inputs
+            self.inputs.setdefault(exchange.needed, []).append(self._post(channel, exchange))
+
+    def expect_results(self, turn: Turn) -> None:
+        """Lets others send results while this rank still computes its own, if it waits for none."""
+        for exchange in turn.results:
+            if exchange.receives and not exchange.slow and not self.results:
+                self._work.settle()
+                self._channels.results.expect(exchange.sources)
+
+    def reduce(self, turn: Turn) -> None:
+        """Ends a step that is computed: adds the results that came, and sends what was found."""
+        retained = self._parts.retained
+        if turn.last and retained is not None and self._retains:
+            # In memory of its own: the next call's messages take this one.
+            self._work.retained = tuple([x.clone() for x in self.held[retained]])
+        if turn.last:
+            self._computed.add(turn.heads.q.start)
+        if self.ended or turn.step in self.results:
+            self.take_results(turn.step)
+        for exchange in turn.results:
+            if exchange.receives:
+                self._work.settle()
+            channel = self._channels.slow_results if exchange.slow else self._channels.results
+            self.results.setdefault(exchange.needed, []).append(self._post(channel, exchange))
+        if turn.last:
+            self._end(turn.heads)
+
+    def take_results(self, step: int | None) -> None:
+        """Waits for the results that a step needs, or all, and adds them where they belong."""
+        for needed in sorted(self.results) if step is None else (step,):
+            for pending in self.results.pop(needed, ()):
+                for delivery, tensors in pending.wait():
+                    self._take(delivery, tensors)
+        for heads, of_keys in self.ended:
+            self._work.close(heads, of_keys, None)
+        self.ended.clear()
+
+    def _end(self, heads: HeadGroup) -> None:
+        """Closes what gets no results any more. A relay's last one may still close, see `_take`."""
+        for of_keys in self._work.sides:
+            awaited = self._parts.awaited[of_keys]
+            if not awaited or self._came.get((heads.q.start, of_keys)) == awaited:
+                self._work.close(heads, of_keys, None)
+            elif not self._relay:
+                self.ended.append((heads, of_keys))
+
+    def _take(self, delivery: Delivery, tensors: Tensors) -> None:
+        move, (owner, of_keys), _ = delivery
+        if owner != self._parts.own[of_keys]:
+            self._earlier[owner, of_keys] = Packed(move.block.rows, tensors)
+        elif self._relay and self._is_last(move, of_keys):
+            self._work.close(move.heads, of_keys, Packed(move.block.rows, tensors))
+        else:
+            self._work.accept(move, tensors)
+
+    def _is_last(self, move: Move, of_keys: bool) -> bool:
+        """Whether nothing is added to the base block, of some heads, after these results of a
+        relay. Where a mask shortens its way, they may come before this rank's own last computation.
+        """
+        group = move.heads.q.start, of_keys
+        self._came[group] = self._came.get(group, 0) + 1
+        complete = self._came[group] == self._parts.awaited[of_keys]
+        last = complete and move.heads.q.start in self._computed
+        if last:
+            del self._came[group]
+        return last
+
+    def _post(self, channel: Communicator, exchange: Exchange) -> Pending[Arrived]:
+        strided = channel.strided
+        sends = [(x, one.move.target) for one in exchange.sends for x in self._sent(one, strided)]
+        described = expected(exchange, *self._work.sizes)
+        device = self._work.q.device
+        buffers = channel.buffers([tensor for each in described for tensor in each], device)
+        arriving, start = [], 0
+        for delivery, each in zip(exchange.receives, described, strict=True):
+            arriving.append((delivery, buffers[start : start + len(each)]))
+            start += len(each)
+        receives = [(buffer, one.move.source) for one, own in arriving for buffer in own]
+        under_way = channel.exchange(sends, receives)
+
+        def finish() -> Arrived:
+            under_way.wait()
+            sends.clear()  # which lived until now
+            return tuple(arriving)
+
+        return Pending(finish)
+
+    def _sent(self, delivery: Delivery, strided: bool) -> Sequence[Tensor]:
+        move, block, result = delivery
+        rows = move.block.rows
+        if result:
+            held = self._parts.rows[block]
+            return self._work.results_for(move, held, self._earlier.pop(block, None))
+        if block in self.held:
+            held, tensors = self._parts.rows[block], self.held[block]
+        else:
+            tensors = self._work.keys if block[1] else self._work.queries
+            held = ((0, tensors[0].shape[1]),)
+        if rows == held and all(map(Tensor.is_contiguous, tensors)):
+            return tensors
+        return [packed(x, token_dim(x), rows, held, strided=strided) for x in tensors]
