@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,7 +19,7 @@ from megatron_cp_plugin.extras import need
 from megatron_cp_plugin.integration.args import OneLineParser
 from megatron_cp_plugin.paths import check_file
 from megatron_cp_plugin.planner.text_table import text_table
-from megatron_cp_plugin.tokens import tokens_of
+from megatron_cp_plugin.tokens import heads_of, tokens_of
 
 if TYPE_CHECKING:
     from megatron_cp_plugin.core.shape import Shape
@@ -44,7 +45,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return train.main(words[1:])
     if words[:1] == ["prepare-data"]:
-        need("megatron", "prepare-data", "megatron")
         from megatron_cp_plugin.harness import prepare_data
 
         return prepare_data.main(words[1:])
@@ -107,9 +107,13 @@ def _add_hooks(commands: Any) -> None:
 
 def _hooks(arguments: argparse.Namespace) -> int:
     if arguments.check:
-        from megatron_cp_plugin.harness.compatibility import report
+        need("megatron", "hooks --check", "megatron")
+        with warnings.catch_warnings():
+            # Megatron says at every import what is not installed.
+            warnings.simplefilter("ignore")
+            from megatron_cp_plugin.harness.compatibility import report
 
-        version, problems = report()
+            version, problems = report()
         for line in problems:
             print(line)
         print(f"Megatron {version}: {len(problems)} difference(s) from what the plugin expects")
@@ -126,10 +130,10 @@ def _add_doctor(commands: Any) -> None:
         help="what is installed, which kernel auto takes, and a check of kernels and algorithms",
         description="Checks this machine with virtual ranks, or with real ranks under torchrun "
         "--nproc-per-node P -m megatron_cp_plugin.cli doctor. Compares kernels and "
-        "algorithms with attention in float64. Exit code 1 if a result is wrong.",
+        "algorithms with attention in float64, and ends with a verdict: exit code 0 if all "
+        "results are right, whatever is missing; 1 if one is wrong.",
     )
-    parser.add_argument("--heads", type=int, default=32)
-    parser.add_argument("--kv-heads", type=int, default=8)
+    _add_heads(parser, 32)
     parser.add_argument("--head-dim", type=int, nargs="+", default=[128], metavar="D")
     parser.set_defaults(run=_doctor)
 
@@ -137,13 +141,14 @@ def _add_doctor(commands: Any) -> None:
 def _doctor(arguments: argparse.Namespace) -> int:
     from torch import distributed
 
-    from megatron_cp_plugin.doctor import examine
+    from megatron_cp_plugin.doctor import examine, verdict
     from megatron_cp_plugin.functional import release
 
-    findings = examine(arguments.heads, arguments.kv_heads, arguments.head_dim)
+    findings = examine(*_heads(arguments, 8), arguments.head_dim)
     if not distributed.is_initialized() or distributed.get_rank() == 0:
         rows = [(f.topic, f.name, f"WRONG: {f.text}" if f.failed else f.text) for f in findings]
         print(text_table(("", "what", "finding"), rows))
+        print(verdict(findings))
     if distributed.is_initialized():
         distributed.destroy_process_group()
         release()
@@ -159,10 +164,38 @@ def _add_calibrate(commands: Any) -> None:
         "in less than two minutes, and writes a machine file.",
     )
     parser.add_argument("--output", required=True, type=Path, metavar="FILE", help=".yaml to write")
-    parser.add_argument("--heads", type=int, default=32)
-    parser.add_argument("--kv-heads", type=int, default=8)
+    _add_heads(parser, 32)
     parser.add_argument("--head-dim", type=int, default=128, metavar="D")
     parser.set_defaults(run=_calibrate)
+
+
+def _add_heads(parser: argparse.ArgumentParser, default: int | None) -> None:
+    parser.add_argument(
+        "--heads",
+        type=heads_of,
+        default=None if default is None else (default, None),
+        metavar="H[:G]",
+        help="query heads, or query heads:KV heads, such as 32:8",
+    )
+    parser.add_argument(
+        "--kv-heads", type=int, metavar="G", help="KV heads, if --heads does not say them"
+    )
+
+
+def _heads(arguments: argparse.Namespace, otherwise: int | None = None) -> tuple[int, int]:
+    """Returns the numbers of query heads and of KV heads.
+
+    Args: otherwise: KV heads where nothing says them; None: as many as query heads.
+
+    Raises: ConfigError if they are said twice.
+    """
+    (heads, said), given = arguments.heads, arguments.kv_heads
+    if said is not None and given is not None:
+        raise ConfigError(
+            f"--heads {heads}:{said} says the KV heads, got --kv-heads {given} too: leave one out"
+        )
+    found = [n for n in (said, given, otherwise) if n is not None]
+    return heads, found[0] if found else heads
 
 
 def _calibrate(arguments: argparse.Namespace) -> int:
@@ -174,7 +207,7 @@ def _calibrate(arguments: argparse.Namespace) -> int:
     from megatron_cp_plugin.planner.calibrate import calibrate
 
     check_file("--output", arguments.output)
-    heads, kv_heads = arguments.heads, arguments.kv_heads
+    heads, kv_heads = _heads(arguments, 8)
     check_heads(heads, kv_heads, [arguments.head_dim])
     device, path = join(), arguments.output
     topology = topology_of(None)
@@ -244,10 +277,7 @@ def _add_draw(commands: Any) -> None:
         help="draw the simulated timeline on this machine, forward and backward, instead of "
         "the schedule; --output may also be a .json for chrome://tracing; needs --seq-len",
     )
-    parser.add_argument("--heads", type=int, default=32, metavar="H", help="with --machine")
-    parser.add_argument(
-        "--kv-heads", type=int, metavar="G", help="KV heads; default: as many as query heads"
-    )
+    _add_heads(parser, 32)
     parser.add_argument("--head-dim", type=int, default=128, metavar="D", help="with --machine")
     parser.set_defaults(run=_draw)
 
@@ -265,8 +295,7 @@ def _draw_times(arguments: argparse.Namespace) -> int:
         missing = "--output" if arguments.output is None else "--seq-len"
         raise ConfigError(f"--machine needs --output and --seq-len, got no {missing}: add it")
     check_file("--output", arguments.output)
-    heads, dim = arguments.heads, arguments.head_dim
-    kv_heads = heads if arguments.kv_heads is None else arguments.kv_heads
+    (heads, kv_heads), dim = _heads(arguments), arguments.head_dim
     check_heads(heads, kv_heads, [dim])
     shape: Shape | LinearShape = Shape(1, arguments.seq_len, heads, kv_heads, dim)
     if kind_of(arguments.algo) == "linear":
@@ -343,10 +372,7 @@ def _add_plan(commands: Any) -> None:
     parser.add_argument(
         "--seq-len", type=tokens_of, metavar="N", help="global tokens, such as 128K"
     )
-    parser.add_argument("--heads", type=int, metavar="H", help="query heads")
-    parser.add_argument(
-        "--kv-heads", type=int, metavar="G", help="KV heads; default: as many as query heads"
-    )
+    _add_heads(parser, None)
     parser.add_argument("--head-dim", type=int, default=128, metavar="D")
     parser.add_argument("--value-dim", type=int, metavar="E", help="head dim of values; default: D")
     parser.add_argument("--batch", type=int, metavar="B", help="samples; with --model per step")
@@ -490,17 +516,16 @@ def _plan_bytes(arguments: argparse.Namespace, title: str, shape: Shape, mask: M
 
 def _shape(arguments: argparse.Namespace) -> Shape:
     from megatron_cp_plugin.core.shape import Shape
+    from megatron_cp_plugin.doctor import check_heads
 
-    heads = arguments.heads
-    kv_heads = heads if arguments.kv_heads is None else arguments.kv_heads
+    heads, kv_heads = _heads(arguments)
     if arguments.value_dim is None:
         arguments.value_dim = arguments.head_dim
-    for name in ("size", "seq_len", "heads", "head_dim", "value_dim", "batch"):
+    for name in ("size", "seq_len", "value_dim", "batch"):
         if getattr(arguments, name) <= 0:
             flag = "--" + name.replace("_", "-")
             raise ConfigError(f"{flag} must be more than 0, got {getattr(arguments, name)}")
-    if kv_heads < 1 or heads % kv_heads:
-        raise ConfigError(f"--kv-heads must divide the {heads} heads, got {kv_heads}")
+    check_heads(heads, kv_heads, [arguments.head_dim])
     return Shape(
         arguments.batch,
         arguments.seq_len,

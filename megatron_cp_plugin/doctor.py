@@ -6,9 +6,10 @@ this process.
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from math import lcm
 from platform import python_version
 
@@ -38,6 +39,13 @@ PACKAGES = (
     "triton",
     "apex",
 )
+# What the lack of a package costs: anywhere, and on GPUs, the first from Hopper on.
+_TRAINING = "no training: pip install 'megatron-cp-plugin[megatron]', or a checkout on PYTHONPATH"
+_ON_GPUS = {
+    "flash-attn-4": "attention by another kernel",
+    "fla-core": "linear attention by the kernel chunked",
+    "transformer-engine": "Megatron needs --transformer-impl local",
+}
 VIRTUAL_RANKS = 4
 TOKENS_PER_RANK = 32
 HALF_BOUND = 2e-2
@@ -47,13 +55,21 @@ HALF_BOUND = 2e-2
 class Finding:
     """One line of the report.
 
-    Attributes: failed: whether the machine would compute something wrong.
+    Attributes:
+        right: whether the machine computes it right; None: nothing was computed.
+        costs: what it cannot do because this is missing.
     """
 
     topic: str
     name: str
     text: str
-    failed: bool = False
+    right: bool | None = None
+    costs: str = ""
+
+    @property
+    def failed(self) -> bool:
+        """Whether the machine would compute something wrong."""
+        return self.right is False
 
 
 def check_heads(heads: int, kv_heads: int, head_dims: Sequence[int]) -> None:
@@ -83,6 +99,16 @@ def examine(heads: int = 32, kv_heads: int = 8, head_dims: Sequence[int] = (128,
     return findings + _graphs(device, head_dims[0])
 
 
+def verdict(findings: Sequence[Finding]) -> str:
+    """Returns in one line whether all is right, and what is missing at what cost."""
+    failed = [f"{finding.topic} {finding.name}" for finding in findings if finding.failed]
+    if failed:
+        return f"verdict: WRONG: {', '.join(dict.fromkeys(failed))}: do not train with them here"
+    checked = sum(finding.right is True for finding in findings)
+    missing = [f"{finding.name} ({finding.costs})" for finding in findings if finding.costs]
+    return f"verdict: ok, {checked} results are right; missing: {'; '.join(missing) or 'nothing'}"
+
+
 def join() -> torch.device:
     """Joins the other processes of a torchrun, if any; returns the device to compute on."""
     cuda = torch.cuda.is_available()
@@ -95,16 +121,25 @@ def join() -> torch.device:
 
 def _installed() -> list[Finding]:
     findings = [Finding("installed", "python", python_version())]
+    cuda = torch.cuda.is_available()
+    costs = {"megatron-core": _TRAINING} | (_ON_GPUS if cuda else {})
+    if cuda and torch.cuda.get_device_capability() < (9, 0):
+        del costs["flash-attn-4"]
     for package in PACKAGES:
         try:
-            text = version(package)
+            finding = Finding("installed", package, version(package))
         except PackageNotFoundError:
-            text = "not installed"
-        findings.append(Finding("installed", package, text))
-    if torch.cuda.is_available():
+            cost = costs.get(package, "")
+            finding = Finding("installed", package, "not installed", costs=cost)
+            if package == "megatron-core" and find_spec("megatron") is not None:
+                finding = Finding("installed", package, "a checkout")
+        findings.append(finding)
+    if cuda:
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
         findings.append(Finding("installed", "NCCL", nccl))
         findings.append(Finding("installed", "GPU", torch.cuda.get_device_name()))
+    else:
+        findings.append(Finding("installed", "GPU", "none", costs="only the CPU path was tried"))
     return findings
 
 
@@ -122,16 +157,31 @@ def _kernels(device: torch.device, heads: int, kv_heads: int, head_dim: int) -> 
         text = f"head dim {head_dim}: error {found.error:.1e} (at most {found.bound:.0e})"
         if not found.right:
             text += f" in {found.where}"
-        findings.append(Finding("kernels", name, text, failed=not found.right))
+        findings.append(Finding("kernels", name, text, found.right))
+    if dist.is_initialized():
+        findings = _worst(findings)
     shape = f"{dtype}, heads {heads}:{kv_heads}, head dim {head_dim}".removeprefix("torch.")
     findings.append(Finding("kernels", "auto", f"{resolve('auto', problem).name} for {shape}"))
     return findings
 
 
+def _worst(findings: list[Finding]) -> list[Finding]:
+    """Of each finding that of the first rank where it is wrong, or else of this rank."""
+    of_ranks: list[list[Finding]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(of_ranks, findings)
+    worst = []
+    for mine, *others in zip(findings, *of_ranks, strict=True):
+        wrong = [(rank, one) for rank, one in enumerate(others) if one.failed]
+        for rank, one in wrong[:1]:
+            mine = replace(one, text=f"{one.text} on rank {rank}")
+        worst.append(mine)
+    return worst
+
+
 def _topology() -> list[Finding]:
     if not dist.is_initialized():
         text = f"one process: {VIRTUAL_RANKS} virtual ranks; start with torchrun for real ones"
-        return [Finding("topology", "ranks", text)]
+        return [Finding("topology", "ranks", text, costs="only virtual ones were tried")]
     topology = topology_of(None)
     nodes = len(set(topology.nodes))
     access = "yes" if topology.peer_access else "no"
@@ -153,10 +203,11 @@ def _parity(device: torch.device, head_dim: int) -> list[Finding]:
         try:
             error = max(_everywhere(partial(_error, name, whole, expected)))
         except ContextParallelError as refusal:
-            findings.append(Finding("parity", name, f"refused: {refusal}"))
+            finding = Finding("parity", name, f"refused: {refusal}", costs="refused here")
+            findings.append(finding)
             continue
-        verdict = f"head dim {head_dim}: error {error:.1e} (at most {bound:.0e})"
-        findings.append(Finding("parity", name, verdict, failed=not error <= bound))
+        text = f"head dim {head_dim}: error {error:.1e} (at most {bound:.0e})"
+        findings.append(Finding("parity", name, text, error <= bound))
     return findings
 
 
@@ -192,11 +243,11 @@ def _graphs(device: torch.device, head_dim: int) -> list[Finding]:
         failures: list[str] = []
         body = partial(_replay_error, transport, whole, expected, failures)
         error = max(_everywhere(body))
-        verdict = f"captured and replayed: error {error:.1e} (at most {HALF_BOUND:.0e})"
+        text = f"captured and replayed: error {error:.1e} (at most {HALF_BOUND:.0e})"
         if failures or error == float("inf"):
-            verdict = f"failed: {failures[0] if failures else 'on another rank'}"
+            text = f"failed: {failures[0] if failures else 'on another rank'}"
         name = f"zigzag, transport {transport}"
-        findings.append(Finding(topic, name, verdict, failed=not error <= HALF_BOUND))
+        findings.append(Finding(topic, name, text, error <= HALF_BOUND))
         if findings[-1].failed:
             break  # what CUDA says after a failed capture says nothing more
     return findings

@@ -1,4 +1,4 @@
-"""Parses and prints numbers of tokens such as 128K."""
+"""Parses numbers of tokens such as 128K, and of heads such as 32:8."""
 
 import argparse
 import re
@@ -14,3 +14,13 @@ def tokens_of(text: str) -> int:
             f"takes a number of tokens, such as 131072 or 128K, got {text!r}"
         )
     return int(found[1]) * _UNITS[found[2].lower()]
+
+
+def heads_of(text: str) -> tuple[int, int | None]:
+    """32:8 -> (32, 8), 32 -> (32, None). Raises: ArgumentTypeError if it is neither."""
+    found = re.fullmatch(r"(-?\d+)(?::(-?\d+))?", text.strip())
+    if found is None:
+        raise argparse.ArgumentTypeError(
+            f"takes query heads, or query heads:KV heads, such as 32 or 32:8, got {text!r}"
+        )
+    return int(found[1]), None if found[2] is None else int(found[2])

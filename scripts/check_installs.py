@@ -55,9 +55,9 @@ class Environment:
 _TORCH_ALONE = (
     Trial("python example.py"),
     Trial("megatron-cp --help", "prepare-data"),
-    Trial("megatron-cp plan --size 8 --seq-len 128K --heads 32 --kv-heads 8", "32:8 heads"),
+    Trial("megatron-cp plan --size 8 --seq-len 128K --heads 32:8", "32:8 heads"),
     Trial("megatron-cp draw --algo distflash --size 4", "q3 k3"),
-    Trial("megatron-cp doctor --head-dim 16", "zigzag"),
+    Trial("megatron-cp doctor --head-dim 16", "verdict: ok, "),
     Trial(
         "torchrun --nproc-per-node 2 -m megatron_cp_plugin.cli doctor --head-dim 16",
         "2 over gloo, 1 node(s)",
@@ -66,6 +66,8 @@ _TORCH_ALONE = (
 _REFUSED = (
     Trial(_TRAIN, "pip install 'megatron-cp-plugin[megatron]'", 2),
     Trial("python -m megatron_cp_plugin.launch example.py", "megatron-cp-plugin[megatron]", 2),
+    Trial("megatron-cp prepare-data --output x", "pip install 'megatron-cp-plugin[megatron]'", 2),
+    Trial("megatron-cp hooks --check", "pip install 'megatron-cp-plugin[megatron]'", 2),
 )
 ENVIRONMENTS = {
     "torch": Environment("{wheel}", (*_TORCH_ALONE, *_REFUSED)),

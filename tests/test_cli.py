@@ -47,6 +47,8 @@ LAUNCH = "from megatron_cp_plugin.launch import main; main()"
     ("words", "said"),
     [
         ("plan --size 4 --seq-len 4K --heads 8", "one layer, 8:8 heads, 4096 tokens, 4 ranks"),
+        ("doctor --head-dim 16 --heads 8:2", "verdict: ok, 9 results are right; missing: "),
+        ("prepare-data --help", "megatron-cp prepare-data [-h]"),
         ("draw --algo distflash --size 3", "│ 0    │ q0 k0  │ q2 k0  │"),
     ],
 )
@@ -57,10 +59,10 @@ def test_torch_is_enough(words: str, said: str) -> None:
 
 
 def test_what_needs_more_than_torch_says_how_to_get_it() -> None:
-    train, script = alone(RUN, "train", "--config", "tiny_zigzag"), alone(LAUNCH, __file__)
-    for done in (train, script):
+    commands = ("train --config tiny_zigzag", "prepare-data --output x", "hooks --check")
+    for done in (*(alone(RUN, *words.split()) for words in commands), alone(LAUNCH, __file__)):
         (line,) = done.stderr.splitlines()
-        assert done.returncode == 2
+        assert (done.returncode, done.stdout) == (2, "")
         assert "needs megatron" in line
         assert line.endswith("installed: pip install 'megatron-cp-plugin[megatron]'")
 
@@ -77,6 +79,13 @@ LAYER = "--size 4 --seq-len 32K --heads 32 --machine h200"
         ("plam", "invalid choice: 'plam'"),
         ("doctor --heads 30 --kv-heads 8", "--kv-heads must divide the 30 heads, got 8"),
         ("doctor --heads 0", "--heads must be more than 0, got 0"),
+        ("doctor --heads 32:5", "--kv-heads must divide the 32 heads, got 5"),
+        ("calibrate --output x.yaml --heads 8:0", "--kv-heads must divide the 8 heads, got 0"),
+        (
+            "plan --size 4 --seq-len 4K --heads 8:2 --kv-heads 4",
+            "--heads 8:2 says the KV heads, got --kv-heads 4 too: leave one out",
+        ),
+        ("plan --size 4 --seq-len 4K --heads 8/2", "such as 32 or 32:8, got '8/2'"),
         ("doctor --head-dim 64 0", "--head-dim must be more than 0, got 0"),
         ("prepare-data", "the following arguments are required: --output: see --help"),
         ("prepare-data --outptu x", "unknown flag --outptu (did you mean '--output'?): see --help"),
@@ -97,6 +106,27 @@ def test_mistakes_are_one_line(words: str, said: str, capsys: pytest.CaptureFixt
     assert code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert said in line
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("plan --size 4 --seq-len 4K --heads 8:2", "one layer, 8:2 heads, 4096 tokens, 4 ranks"),
+        ("plan --size 4 --seq-len 4K --heads 8 --kv-heads 4", "one layer, 8:4 heads"),
+        (
+            "draw --algo ulysses --size 2 --seq-len 4K --heads 8:2 --machine h200 --output {x}",
+            "4096 tokens, 8:2 heads on h200",
+        ),
+        ("doctor --head-dim 16 --heads 8:2", "torch_cpu for float32, heads 8:2, head dim 16"),
+        ("doctor --head-dim 16 --kv-heads 4", "torch_cpu for float32, heads 32:4, head dim 16"),
+    ],
+)
+def test_heads_are_said_as_scripts_take_them(
+    words: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(words.format(x=tmp_path / "x.svg").split()) == 0
+    printed = " ".join(capsys.readouterr().out.replace("│", "").split())
+    assert said in printed
 
 
 def test_one_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,7 @@
 """The doctor finds what is right, refuses nothing that runs, and notices a wrong result."""
 
 from contextlib import nullcontext
+from importlib.metadata import PackageNotFoundError
 from types import SimpleNamespace
 
 import pytest
@@ -29,6 +30,52 @@ def test_all_algorithms_are_right_here():
     assert not any(finding.text.startswith("refused") for finding in parity_of(findings).values())
     auto = next(f for f in findings if f.topic == "kernels" and f.name == "auto")
     assert auto.text.startswith("torch_cpu for float32, heads 32:8")
+
+
+def test_the_last_line_is_a_verdict(monkeypatch, capsys):
+    here = "GPU (only the CPU path was tried); ranks (only virtual ones were tried)"
+    assert main(["doctor", "--head-dim", "16"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        f"verdict: ok, 9 results are right; missing: {here}"
+    )
+    right = doctor.version
+
+    def version(package):
+        if package == "megatron-core":
+            raise PackageNotFoundError
+        return right(package)
+
+    monkeypatch.setattr(doctor, "version", version)
+    assert doctor.verdict(doctor.examine(head_dims=(16,))).endswith(here)  # it can be imported
+    monkeypatch.setattr(doctor, "find_spec", lambda name: None)
+    said = doctor.verdict(doctor.examine(head_dims=(16,)))
+    assert "missing: megatron-core (no training: pip install 'megatron-cp-plugin[meg" in said
+    attention = doctor.functional.attention
+
+    def refusing(q, k, v, *, algo, **options):
+        if algo == "zigzag":
+            raise ContextParallelError("too many ranks")
+        return attention(q, k, v, algo=algo, **options)
+
+    monkeypatch.setattr(doctor.functional, "attention", refusing)
+    said = doctor.verdict(doctor.examine(head_dims=(16,)))
+    assert said.startswith("verdict: ok, 8 results are right;")
+    assert said.endswith("; zigzag (refused here)")
+
+
+def test_the_first_rank_says_what_is_wrong_on_another(monkeypatch):
+    mine = [doctor.Finding("kernels", name, "fine", True) for name in ("a", "b")]
+    theirs = [mine[0], doctor.Finding("kernels", "b", "error 1.0", False)]
+
+    def gather(lists, own):
+        assert own is mine
+        lists[:] = [mine, theirs, theirs]
+
+    monkeypatch.setattr(doctor.dist, "get_world_size", lambda: 3)
+    monkeypatch.setattr(doctor.dist, "all_gather_object", gather)
+    found = doctor._worst(mine)
+    assert found == [mine[0], doctor.Finding("kernels", "b", "error 1.0 on rank 1", False)]
+    assert doctor.verdict(found).startswith("verdict: WRONG: kernels b: do not train")
 
 
 class Graph:
@@ -93,7 +140,11 @@ def test_a_wrong_gradient_is_noticed(monkeypatch, capsys):
 
     monkeypatch.setattr(Executor, "backward", wrong)
     assert main(["doctor", "--head-dim", "16"]) == 1
-    assert "WRONG: head dim 16: error 1.0e-03" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "WRONG: head dim 16: error 1.0e-03" in printed
+    last = printed.splitlines()[-1]
+    assert last.startswith("verdict: WRONG: parity allgather, parity attention2d, ")
+    assert last.endswith(", parity zigzag: do not train with them here")
 
 
 def kernels_of(findings):

@@ -34,7 +34,7 @@ RUN: dict[str, tuple[str, str]] = {
         "--train-iters 2 --log-interval 1 --seq-length 128 --data-path data/readme",
         "iteration        2/",
     ),
-    "megatron-cp plan --size 16 --seq-len 262144 --heads 32 --kv-heads 8": (
+    "megatron-cp plan --size 16 --seq-len 262144 --heads 32:8": (
         "",
         "262144 tokens, 16 ranks",
     ),
@@ -42,7 +42,7 @@ RUN: dict[str, tuple[str, str]] = {
         "",
         "16 sequences of 262144 tokens a step",
     ),
-    "megatron-cp plan --size 16 --seq-len 256K --heads 32 --kv-heads 8 --machine h100": (
+    "megatron-cp plan --size 16 --seq-len 256K --heads 32:8 --machine h100": (
         "",
         "auto chose ",
     ),
@@ -57,7 +57,7 @@ RUN: dict[str, tuple[str, str]] = {
     ),
     "megatron-cp draw --algo attention2d --size 9 --option chunks=2 --output "
     "docs/pictures/attention2d.svg": ("", "wrote"),
-    "megatron-cp doctor": ("--head-dim 16", "zigzag"),
+    "megatron-cp doctor": ("--head-dim 16", "verdict: ok, "),
     "torchrun --nproc-per-node 4 -m megatron_cp_plugin.cli doctor": (
         "--head-dim 16",
         "4 over gloo",

@@ -54,6 +54,14 @@ def install(packages: Path, module: str, code: str) -> None:
     (about / "entry_points.txt").write_text(f"[megatron_cp_plugin]\n{module} = {module}\n")
 
 
+def test_pip_installs_into_the_environment_that_runs() -> None:
+    """CONTRIBUTING.md installs a package with it; one from outside would do so somewhere else."""
+    command = [sys.executable, "-m", "pip", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (Path(sys.executable).parent / "pip").exists()
+
+
 def test_a_name_is_enough(packages: Path) -> None:
     install(packages, "striped_package", example())
     install(packages, "kernel_package", KERNEL)

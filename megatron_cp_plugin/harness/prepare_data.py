@@ -23,6 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_cp_plugin.errors import ConfigError
+from megatron_cp_plugin.extras import need
 from megatron_cp_plugin.integration.args import OneLineParser
 from megatron_cp_plugin.paths import check_folder
 
@@ -188,6 +189,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--force", action="store_true", help="write even if nothing changed")
     try:
         given = parser.parse_args(argv)
+        need("megatron", "prepare-data", "megatron")
         if given.document_bytes is not None and given.document_bytes < 1:
             raise ConfigError(f"--document-bytes must be 1 or more, got {given.document_bytes}")
         check_folder("--output", given.output.parent)
@@ -197,7 +199,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if manifest is None:
             manifest = write_dataset(files, given.output, given.document_bytes)
     except (ConfigError, OSError) as error:
-        print(f"prepare_data: {error}", file=sys.stderr)
+        print(f"megatron-cp: {error}", file=sys.stderr)
         return 2
     print(
         f"{given.output}: {manifest['documents']} documents, {manifest['tokens']:,} tokens "

@@ -58,7 +58,7 @@ def _start(argv: Sequence[str]) -> int:
     parser.add_argument("--nproc-per-node", type=int, default=None)
     known, words = parser.parse_known_args(list(argv))
     path, rest = launch.split_run_file(words)
-    launch.check_run_file(path)
+    launch.check_run_file(path, rest)
     flags, _ = split_flags(rest)
     if path is None:
         flags.check()
@@ -109,9 +109,9 @@ def _needed_ranks(words: Sequence[str]) -> int:
     path, rest = launch.split_run_file(words)
     of_file: dict[str, object] = {}
     if path is not None:
-        from megatron_cp_plugin.integration.yaml_config import load_run_file
+        from megatron_cp_plugin.integration.yaml_config import as_written
 
-        section = load_run_file(path).get("megatron") or {}
+        section = as_written(path).get("megatron") or {}
         of_file = {str(key).replace("-", "_"): value for key, value in section.items()}
     parser = OneLineParser(add_help=False, allow_abbrev=False)
     for name in _SIZES:

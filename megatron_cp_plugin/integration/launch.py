@@ -87,7 +87,7 @@ def prepare(argv: Sequence[str], run_file: bool = False) -> list[str]:
     flags, rest = split_flags(words)
     if path is None:
         flags.check()
-    of_the_file = check_run_file(path)
+    of_the_file = check_run_file(path, words)
     platform, why = _platform(flags.platform or of_the_file)
     if platform == "cpu":
         from megatron_cp_plugin.integration import cpu
@@ -148,20 +148,23 @@ def split_run_file(argv: Sequence[str]) -> tuple[str | None, list[str]]:
     return known.config, rest
 
 
-def check_run_file(path: str | None) -> str:
-    """Returns the platform that a run file names; it is needed before Megatron is imported.
+def check_run_file(path: str | None, words: Sequence[str]) -> str:
+    """Checks a run file without importing Megatron.
+
+    Args: words: of the command line, which override the file.
+
+    Returns: the platform that it names; it is needed before Megatron is imported.
 
     Raises:
-        ConfigError: The file cannot be read, or has an unknown section.
+        ConfigError: The file cannot be read, or has a section, key or reference that there is not.
     """
     if path is None:
         return "auto"
     need("megatron", "--config", "omegaconf", "yaml")
-    from megatron_cp_plugin.integration.yaml_config import load_run_file
+    from megatron_cp_plugin.integration.yaml_config import as_written, check_early
 
-    section = load_run_file(path).get("context_parallel")
-    platform = section.get("platform") if hasattr(section, "get") else None
-    # Whatever else is wrong with the file is said when Megatron's flags are known.
+    check_early(path, words)
+    platform = (as_written(path).get("context_parallel") or {}).get("platform")
     return platform if platform in PLATFORMS else "auto"
 
 
@@ -175,10 +178,10 @@ def _with_run_file(path: str | None, words: list[str]) -> list[str]:
     parser.parse_args(words)
     if path is None:
         return words
-    from megatron_cp_plugin.integration.yaml_config import load_run_file, superseded, yaml_to_argv
+    from megatron_cp_plugin.integration.yaml_config import as_written, superseded, yaml_to_argv
 
     argv = yaml_to_argv(path, parser, words)
-    dropped = superseded(load_run_file(path).get("context_parallel") or {}, words)
+    dropped = superseded(as_written(path).get("context_parallel") or {}, words)
     if dropped:
         settings = ", ".join(f"{name}: {value}" for name, value in dropped.items())
         _say(f"the command line chooses another algorithm than {path}: ignoring {settings}")

@@ -30,8 +30,10 @@ algorithm than the file takes the place of the file's algorithm and of all its o
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +43,12 @@ from omegaconf.errors import OmegaConfBaseException
 
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.errors import ConfigError, nearest
-from megatron_cp_plugin.integration.args import MEGATRON, OneLineParser, chosen_algorithm
+from megatron_cp_plugin.integration.args import (
+    MEGATRON,
+    OneLineParser,
+    add_arguments,
+    chosen_algorithm,
+)
 
 _SHIPPED = Path(__file__).parents[1] / "configs"
 _SECTIONS = ("megatron", "context_parallel")
@@ -102,7 +109,9 @@ def yaml_to_argv(
     """
     flags = _Flags(parser)
     overrides = _given_values(words, parser)
-    sections = _resolved(load_run_file(path), path, overrides, flags)
+    config = load_run_file(path)
+    _check_references(_written(config, path), path, overrides)
+    sections = _resolved(config, path, overrides, flags)
     argv: list[str] = []
     given: dict[str, str] = {}
     for key, value in (sections.get("megatron") or {}).items():
@@ -114,13 +123,94 @@ def yaml_to_argv(
         given[dest] = str(key)
         if dest not in overrides:
             argv += _arguments(candidates, str(key), value, where, parser)
-    settings = sections.get("context_parallel") or {}
-    of_the_file = _context_parallel_arguments(settings, path, flags, parser)
+    return argv + _own_arguments(sections.get("context_parallel") or {}, path, parser, words)
+
+
+def check_early(path: str | Path, words: Sequence[str]) -> None:
+    """Checks what needs no import of Megatron, which takes every rank many seconds.
+
+    Of a run file that is its sections, its keys, to what values refer, and the settings of the
+    plugin; of the command line, which overrides it, the names of flags.
+
+    Args:
+        path: The YAML file.
+        words: The command line.
+
+    Raises:
+        ConfigError: As `yaml_to_argv`, or a flag is neither Megatron's nor ours.
+    """
+    config, names = load_run_file(path), flag_names()
+    written = _written(config, path)
+    parser = add_arguments(OneLineParser(add_help=False, allow_abbrev=False))
+    given = {word.partition("=")[0] for word in words if word.startswith("--")}
+    if names:
+        for key in written.get("megatron") or ():
+            _check_key(str(key), f"{path}: megatron.{key}", names)
+        ours = parser._option_string_actions.keys()
+        flags = ours | {f"--{name.replace('_', '-')}" for name in names}
+        for flag in (flag for flag in given - ours if _normal(flag) not in names):
+            raise ConfigError(f"unknown flag {flag}{nearest(flag, flags)}: see --help")
+    if names or not given:
+        # Some flags are not spelled like their values, to which references refer.
+        _check_references(written, path, names if given else ())
+    try:
+        sections = _followed(config, path)
+    except ConfigError:
+        if given:
+            return  # values of the command line may take the place of the file's
+        raise
+    _own_arguments(sections.get("context_parallel") or {}, path, parser, words)
+
+
+def flag_names() -> frozenset[str]:
+    """Returns the names of Megatron's flags and of their values, read from its sources.
+
+    One file of it spells flags out, or names classes whose fields become flags. Fields that do not,
+    and flags that switch off what has none, may be among the names.
+
+    Returns:
+        No name at all if the sources are not like that.
+    """
+    found = [find_spec(f"megatron.{part}") for part in ("training", "core")]
+    folders = [
+        Path(place) for one in found if one for place in one.submodule_search_locations or ()
+    ]
+    arguments = [path.read_text() for folder in folders for path in folder.glob("arguments.py")]
+    if not arguments:
+        return frozenset()
+    names = {*_FLAG.findall(arguments[0]), *re.findall(r"""dest\s*=\s*["'](\w+)""", arguments[0])}
+    classes = list(dict.fromkeys(re.findall(r"ArgumentGroupFactory\(\s*(\w+)", arguments[0])))
+    source = "".join(path.read_text() for folder in folders for path in folder.rglob("*.py"))
+    for name in classes:  # which grows
+        shape = rf"\nclass {name}(?:\(([^)]*)\))?:\n((?:[ \t#].*\n|\n)*)"
+        definition = re.search(shape, source)
+        if definition is None:
+            return frozenset()
+        parents, body = definition.groups("")
+        bases = [base for base in re.findall(r"\w+", parents) if f"\nclass {base}" in source]
+        classes += [base for base in bases if base not in classes]
+        names |= {*_FLAG.findall(body), *re.findall(r"^    ([a-z]\w*) *:", body, re.MULTILINE)}
+    normal = set(map(_normal, names))
+    return frozenset(normal.union(*({f"no_{name}", f"disable_{name}"} for name in normal)))
+
+
+# A flag in Python's source.
+_FLAG = re.compile(r"""["'](--?[A-Za-z][\w-]*)["']""")
+
+
+def _own_arguments(
+    settings: Mapping[Any, Any],
+    path: str | Path,
+    parser: argparse.ArgumentParser,
+    words: Sequence[str],
+) -> list[str]:
+    """The section `context_parallel` as flags, but for what `words` take out of force."""
+    argv = _context_parallel_arguments(settings, path, parser)
     dropped = superseded(settings, words)
     if not dropped:
-        return argv + of_the_file
+        return argv
     kept = {key: value for key, value in settings.items() if key not in dropped}
-    return argv + _context_parallel_arguments(kept, path, flags, parser)
+    return _context_parallel_arguments(kept, path, parser)
 
 
 def superseded(settings: Mapping[Any, Any], words: Sequence[str]) -> dict[str, object]:
@@ -220,16 +310,59 @@ class _Flags:
 
     def find(self, key: str, where: str) -> list[argparse.Action]:
         """Returns the flags that `key` can stand for; all of them set the same value."""
-        name = _normal(key)
-        if name in _ELSEWHERE:
-            raise ConfigError(f"{where} cannot be set there: {_ELSEWHERE[name]}")
+        _check_key(key, where, {*self._by_dest, *self._by_option})
         # The value's name first: `ckpt_fully_parallel_save: false` means what Megatron calls so,
         # although a deprecated switch of another meaning is spelled like it.
-        found = self.of_name(key)
-        if not found:
-            choices = {*self._by_dest, *self._by_option} - _ELSEWHERE.keys()
-            raise ConfigError(f"{where}: no such Megatron flag{nearest(name, choices)}")
-        return found
+        return self.of_name(key)
+
+
+def _check_key(key: str, where: str, names: Iterable[str]) -> None:
+    """Raises: ConfigError if a key is not among the names, or belongs elsewhere."""
+    name, known = _normal(key), {*names} - _ELSEWHERE.keys()
+    if name in _ELSEWHERE:
+        raise ConfigError(f"{where} cannot be set there: {_ELSEWHERE[name]}")
+    if name not in known:
+        raise ConfigError(f"{where}: no such Megatron flag{nearest(name, known)}")
+
+
+def as_written(path: str | Path) -> dict[str, Any]:
+    """Returns the sections of a run file in plain types, references not followed."""
+    return _written(load_run_file(path), path)
+
+
+def _written(config: DictConfig, path: str | Path) -> dict[str, Any]:
+    sections: Any = OmegaConf.to_container(config, resolve=False)
+    for section, settings in sections.items():
+        if settings is not None and not isinstance(settings, dict):
+            raise ConfigError(
+                f"{path}: {section} must be a mapping of names to values, got {settings!r}"
+            )
+    return sections
+
+
+def _check_references(sections: Mapping[str, Any], path: str | Path, given: Container[str]) -> None:
+    """Refuses references to keys of `megatron` that neither the file nor the command line has.
+
+    Args: given: names of values that the command line may have.
+    """
+    there = [str(key) for key in sections.get("megatron") or ()]
+    for section, settings in sections.items():
+        for key, value in (settings or {}).items():
+            for name in re.findall(r"(?<!\\)\$\{\s*megatron\.([\w-]+)", str(value)):
+                if name not in there and name not in given:
+                    others = [other for other in there if other != key]
+                    raise ConfigError(
+                        f"{path}: {section}.{key} refers to megatron.{name}, and the file has no "
+                        f"such key{nearest(name, others)}: name one that it has"
+                    )
+
+
+def _followed(config: DictConfig, path: str | Path) -> dict[str, Any]:
+    try:
+        sections: Any = OmegaConf.to_container(config, resolve=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{path}: {_one_line(error)}") from None
+    return sections
 
 
 def _resolved(
@@ -239,11 +372,6 @@ def _resolved(
 
     Args: overrides: values of flags of Megatron that references give in place of the file's.
     """
-    for section, settings in config.items():
-        if settings is not None and not isinstance(settings, DictConfig):
-            raise ConfigError(
-                f"{path}: {section!s} must be a mapping of names to values, got {settings!r}"
-            )
     referred = config.copy()
     keys = list(config.get("megatron") or {})
     for key in keys:
@@ -253,21 +381,16 @@ def _resolved(
     if keys:
         for dest in overrides.keys() - {_normal(str(key)) for key in keys}:
             referred.megatron[dest] = overrides[dest]
-    try:
-        sections: Any = OmegaConf.to_container(referred, resolve=True)
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"{path}: {_one_line(error)}") from None
+    sections = _followed(referred, path)
     if keys:
         sections["megatron"] = {key: sections["megatron"][key] for key in keys}
     return sections
 
 
 def _context_parallel_arguments(
-    settings: Mapping[Any, Any],
-    path: str | Path,
-    flags: _Flags,
-    parser: argparse.ArgumentParser,
+    settings: Mapping[Any, Any], path: str | Path, parser: argparse.ArgumentParser
 ) -> list[str]:
+    flags = _Flags(parser)
     argv: list[str] = []
     options: dict[str, object] = {}
     algo = settings.get("algo")

@@ -157,7 +157,7 @@ MISTAKES = (
     Mistake(
         "reference",
         "",
-        "Interpolation key 'megatron.layers' not found",
+        "run.yaml: megatron.num_layers refers to megatron.layers, .* no such key: name one",
         program=OWN_FILE,
         file="megatron: {num_layers: '${megatron.layers}'}\n",
     ),
