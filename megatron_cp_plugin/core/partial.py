@@ -361,8 +361,9 @@ class GradientSum:
 
     def place_of_first(self, rows: int) -> Tensor | None:
         """Where the first partial, of so many rows, is to be written to; None: anywhere."""
-        if self._place is not None and self.empty and rows == self._like.shape[1]:
-            self.placed = self._place()
+        if self._place is None or not self.empty or rows != self._like.shape[1]:
+            return None
+        self.placed = self._place()
         return self.placed
 
     def add(self, rows: SomeRows, gradient: Tensor) -> None:
