@@ -361,8 +361,9 @@ class GradientSum:
 
     def place_of_first(self, rows: int) -> Tensor | None:
         """Where the first partial, of so many rows, is to be written to; None: anywhere."""
-        if self._place is not None and self.empty and rows == self._like.shape[1]:
-            self.placed = self._place()
+        if self._place is None or not self.empty or rows != self._like.shape[1]:
+            return None
+        self.placed = self._place()
         return self.placed
 
     def add(self, rows: SomeRows, gradient: Tensor) -> None:
@@ -431,14 +432,11 @@ class GradientSum:
     def _add(self, rows: SomeRows, gradient: Tensor) -> None:
         """Adds to a wide total."""
         if not self._owned and self._total is not None and self._whole(rows, gradient):
-            self._total, self._owned = self._plus(self._total, gradient, self._wide), True
+            wide = accumulation_dtype(self._like.dtype)
+            self._total, self._owned = self._plus(self._total, gradient, wide), True
         else:
             total = self._total if self._owned else None
             _add_rows(self._own_buffer() if total is None else total, rows, gradient)
-
-    @property
-    def _wide(self) -> torch.dtype:
-        return accumulation_dtype(self._like.dtype)
 
     def _plus(self, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
         out = torch.empty(self._like.shape, dtype=dtype, device=self._like.device)
@@ -448,9 +446,9 @@ class GradientSum:
     def _own_buffer(self) -> Tensor:
         """The total as a wide buffer."""
         if self._total is None:
-            self._total = torch.zeros_like(self._like, dtype=self._wide)
+            self._total = torch.zeros_like(self._like, dtype=accumulation_dtype(self._like.dtype))
         elif not self._owned:
-            wide = torch.empty_like(self._like, dtype=self._wide)
+            wide = torch.empty_like(self._like, dtype=accumulation_dtype(self._like.dtype))
             _sum_into(wide, self._total)
             self._total = wide
         self._owned = True
@@ -480,31 +478,29 @@ class WholeGradient:
     """A gradient [B,S,heads,D] that is put together from groups of heads, one after another.
 
     Its memory is taken when it is first of use, for later more is free again.
+
+    Attributes: whole: all heads, contiguous, when each has been written.
     """
+
+    whole: Tensor
 
     def __init__(self, like: Tensor) -> None:
         """Args: like: [B,S,heads,D]; shape, dtype and device of the gradient."""
         self._like = like
-        self._whole: Tensor | None = None
+        self._made = False
 
     def place(self, heads: slice | None) -> Tensor:
         """Where the sum of some heads belongs, [B,S,heads,D]. Args: heads: None: all."""
-        if self._whole is None:
-            self._whole = torch.empty_like(self._like)
-        return self._whole if heads is None else self._whole[:, :, heads]
+        if not self._made:
+            self.whole, self._made = torch.empty_like(self._like), True
+        return self.whole if heads is None else self.whole[:, :, heads]
 
     def write(self, heads: slice | None, total: GradientSum, plus: Tensor | None = None) -> None:
         """Writes the sum of some heads (None: all), and `plus` [B,S,heads,D] if there is one."""
-        if self._whole is None and heads is None:
-            self._whole = total.result(plus=plus)
+        if not self._made and heads is None:
+            self.whole, self._made = total.result(plus=plus), True
         else:
             total.write(self.place(heads) if total.placed is None else total.placed, plus)
-
-    @property
-    def whole(self) -> Tensor:
-        """All heads, contiguous; each must have been written."""
-        assert self._whole is not None
-        return self._whole
 
 
 def delta_of(dout: Tensor, out: Tensor) -> Tensor:

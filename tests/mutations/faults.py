@@ -95,8 +95,8 @@ FAULTS = (
     ),
     Fault(
         "core/partial.py",
-        "return accumulation_dtype(self._like.dtype)",
-        "return self._like.dtype",
+        "            wide = accumulation_dtype(self._like.dtype)\n            self._total",
+        "            wide = self._like.dtype\n            self._total",
         "gradients are summed in bfloat16",
         "core/test_partial.py::test_sums_of_bf16_gradients_lose_nothing_but_the_last_rounding",
     ),

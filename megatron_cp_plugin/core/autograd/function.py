@@ -43,7 +43,9 @@ class Attention(torch.autograd.Function):
             with as_written(q.device):
                 if site is None:
                     executor = algorithm.executor("forward", call, call.shape)
-                    out, lse, results = executor.forward(q, k, v)
+                    work = executor.begin(q, k, v)
+                    executor.follow(work)
+                    out, lse, results = executor.outputs(work)
                     margin = () if sink is None else (_let_sink(out, lse, sink),)
                     saved = [*results, *margin]
                 else:

@@ -101,14 +101,23 @@ class Executor:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Saved]:
         """See Algorithm.forward."""
+        work = self.begin(q, k, v)
+        self.follow(work)
+        return self.outputs(work)
+
+    def begin(self, q: Tensor, k: Tensor, v: Tensor) -> Forward:
+        """A forward that `follow` goes through."""
         if self.redistributes:
             k, v = redistribute(self.topology, self.plan, k, v)
+        given = q, k, v
         own = {"q": q, "k": k, "v": v}
         if self.filled is not None:
             own = _filled(self.filled, own)
-        work = Forward(self.call, self.program, self.teams, own, keep=self.keep)
-        self._follow(work, own)
-        out, lse = work.out, work.lse
+        return Forward(self.call, self.program, self.teams, own, given, keep=self.keep)
+
+    def outputs(self, work: Forward) -> tuple[Tensor, Tensor, Saved]:
+        """What `Algorithm.forward` returns, when `follow` has gone through."""
+        (q, k, v), out, lse = work.given, work.out, work.lse
         if self.filled is not None:
             out, lse = self.filled.own_queries(out), self.filled.own_queries(lse)
         if self.keep:
@@ -131,8 +140,9 @@ class Executor:
         if self.sends_delta:  # in place of out
             own["delta"] = delta_of(own["dout"], own.pop("out"))
         like = self._gradients(q, k, v, dout) if self.teams else own
-        work = Backward(self.call, self.program, self.teams, like, () if self.keep else tuple(rest))
-        self._follow(work, own, kept)
+        retained = () if self.keep else tuple(rest)
+        work = Backward(self.call, self.program, self.teams, own, like, kept, retained)
+        self.follow(work)
         dq, dk, dv = work.gradients
         if self.filled is not None:
             dq = self.filled.own_queries(dq)
@@ -164,17 +174,13 @@ class Executor:
         """Whether delta goes to a team in place of out."""
         return any("delta" in one.names for part in self.program.rounds for one in part.inputs)
 
-    def _follow(self, work: Pass, own: Named, kept: Sequence[Named] = ()) -> None:
-        """Goes through the program.
-
-        Args: own: tensors of the own tokens, which come together where teams do. kept: what came
-            together before, by round.
-        """
-        run, rounds = _Run(self, work, own, kept), self.program.rounds
+    def follow(self, work: Pass) -> None:
+        """Goes through the program."""
+        run, rounds = _Run(self, work), self.program.rounds
         coming = run.arrive(0) if self.teams else None
         leaving: Pending[None] | None = None
         for number, part in enumerate(rounds):
-            base = own if coming is None else coming.wait()
+            base = work.own if coming is None else coming.wait()
             # What came is free before more comes: `base` may be an ordered copy of it.
             if number + 1 < len(rounds):
                 coming = run.arrive(number + 1)
@@ -285,8 +291,8 @@ class _Run:
         (true), still get results that are under way. strided: messages may be slices of all heads.
     """
 
-    def __init__(self, of: Executor, work: Pass, own: Named, kept: Sequence[Named]) -> None:
-        self._parts, self._work, self._own, self._kept = of.program, work, own, kept
+    def __init__(self, of: Executor, work: Pass) -> None:
+        self._parts, self._work = of.program, work
         self._teams, self._relay = of.teams, of.plan.relay
         self._retains = of.plan.phase == "forward"
         self._shared: dict[str, Tensor] = {}  # what came to a team and is not used up
@@ -315,7 +321,7 @@ class _Run:
         """Posts what a round needs of the ranks of a team. Returns: its base blocks."""
         part = self._parts.rounds[number]
         coming = [
-            (message, self._teams[message[0] in OF_KEYS].gather(message, self._own, one.part))
+            (message, self._teams[message[0] in OF_KEYS].gather(message, self._work.own, one.part))
             for one in part.inputs
             for message in one.messages
         ]
@@ -331,8 +337,8 @@ class _Run:
     def _base(self, number: int) -> Named:
         """Tensors of the base blocks, of all tokens of the team if they came together."""
         heads, of_part = self._parts.rounds[number].base
-        held = {**self._kept[number]} if self._kept else {}
-        for name, x in self._own.items():
+        held = {**self._work.kept_of[number]} if self._work.kept_of else {}
+        for name, x in self._work.own.items():
             some = of_part[name]
             if name not in self._shared:
                 held[name] = x if some is None else x[some]

@@ -5,7 +5,7 @@ heads, G KV heads, D head dim, E that of values.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import ClassVar, NamedTuple
 
@@ -60,6 +60,8 @@ class Pass(ABC):
     Attributes:
         sides: whose results are found: of queries (false), of keys (true). sizes: batch, head dims
             of q and of v, and dtype. compute: a task, with its operands, tiles and the call.
+        own: tensors of the own tokens, which come together where teams do. kept_of: what came
+            together before, by round.
         queries, keys: tensors of the base blocks, of a group of heads, in the order in which they
             travel. retained: what a forward leaves to its backward of another rank's block.
     """
@@ -67,6 +69,8 @@ class Pass(ABC):
     sides: ClassVar[tuple[bool, ...]]
     compute: ClassVar[Callable[..., None]]
     sizes: tuple[int, int, int, torch.dtype]
+    own: Named
+    kept_of: Sequence[Named] = ()
     q: Tensor
     k: Tensor
     v: Tensor
@@ -316,8 +320,8 @@ def _differentiate_batch(
 class Forward(Pass):
     """Outputs, merged from those of all blocks of keys.
 
-    Attributes: out: [B,S,H,E]. lse: [B,H,S]. Both are there when all rounds have ended. kept: q, k,
-        v and lse of every round's base blocks, if they are kept for the backward.
+    Attributes: out: [B,S,H,E]. lse: [B,H,S]. Both are there when all rounds have ended. given: see
+        `__init__`. kept: q, k, v and lse of every round's base blocks, if these stay.
     """
 
     sides = (False,)
@@ -326,9 +330,19 @@ class Forward(Pass):
     lse: Tensor
 
     def __init__(
-        self, call: Call, program: Program, teams: Teams, own: Named, *, keep: bool
+        self,
+        call: Call,
+        program: Program,
+        teams: Teams,
+        own: Named,
+        given: tuple[Tensor, Tensor, Tensor],
+        *,
+        keep: bool,
     ) -> None:
-        """Args: own: q, k and v. keep: base blocks stay for the backward."""
+        """Args: own: q, k and v. given: these without zero heads. keep: base blocks stay for the
+        backward.
+        """
+        self.own, self.given = own, given
         q, v = own["q"], own["v"]
         self._begin_with(call, program, teams, q, v)
         self._wide = accumulation_dtype(q.dtype)
@@ -444,17 +458,24 @@ class Backward(Pass):
     compute = staticmethod(differentiate_block)
 
     def __init__(
-        self, call: Call, program: Program, teams: Teams, own: Named, retained: Tensors
+        self,
+        call: Call,
+        program: Program,
+        teams: Teams,
+        own: Named,
+        like: Named,
+        kept_of: Sequence[Named],
+        retained: Tensors,
     ) -> None:
         """Args:
-        own: dq, dk and dv to be, if there are teams; else q, k and v. retained: of the forward.
+        own, kept_of: as of Pass. like: dq, dk and dv to be, if there are teams; else q, k and v.
+        retained: of the forward.
         """
-        self._begin_with(
-            call, program, teams, own["dq" if teams else "q"], own["dv" if teams else "v"]
-        )
-        self.retained = retained
+        q, v = like["dq" if teams else "q"], like["dv" if teams else "v"]
+        self._begin_with(call, program, teams, q, v)
+        self.own, self.kept_of, self.retained = own, kept_of, retained
         if teams:
-            self._targets = dict(own)
+            self._targets = dict(like)
         # Of the base block, by the first query head, or KV head (true), of groups that are not
         # closed: where their heads are in it; dq, or dk and dv.
         self._sums: dict[tuple[int, bool], tuple[slice | None, tuple[GradientSum, ...]]] = {}

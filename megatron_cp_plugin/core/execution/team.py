@@ -131,7 +131,9 @@ class GatheringTeam(Team):
             if travelling is not None:
                 blocks = travelling.with_own(blocks, whole)
             joined = order.join(blocks, dim)
-            return joined.unbind() if of_rows else _apart(joined, widths)
+            if of_rows:
+                return joined.unbind()
+            return joined.split(widths, -1) if len(widths) > 1 else (joined,)
 
         return Pending(finish)
 
