@@ -187,7 +187,9 @@ class Context:
             check_eager("unshard", x)
             self._read()
             dim = dimension(x, dim)
-            known = self._known("unshard", dim, topology, x=x)
+            known = topology.size == 1 or check_cut(
+                "unshard", dim, self._layout, self._layout_of, topology, {"x": x}
+            )
             made.lengths = self._held(topology, x.shape[dim], known)
             made.settings = {
                 "algo": self._algo,
@@ -252,9 +254,12 @@ class Context:
             check_tensors(q=q, k=k, v=v, sink_or_none=sink)
             check_eager("attention", q, k, v)
             self._read()
-            known = self._known("attention", 1, topology, q=q, k=k, v=v)
+            known = topology.size == 1 or check_cut(
+                "attention", 1, self._layout, self._layout_of, topology, {"q": q, "k": k, "v": v}
+            )
             q, k, v = cast_inputs(q, k, v)
-            causal, scale = flag("causal", causal), fixed_number("scale", scale)
+            causal = causal if isinstance(causal, bool) else flag("causal", causal)
+            scale = None if scale is None else fixed_number("scale", scale)
             window = None if window is None else whole_number("window", window)
             check_shapes(q, k, v)
             if self._spans is not None and not causal:
@@ -315,7 +320,14 @@ class Context:
             check_tensors(q=q, k=k, v=v, initial_state_or_none=initial_state)
             check_eager("linear_attention", q, k, v)
             self._read()
-            known = self._known("linear_attention", 1, topology, q=q, k=k, v=v)
+            known = topology.size == 1 or check_cut(
+                "linear_attention",
+                1,
+                self._layout,
+                self._layout_of,
+                topology,
+                {"q": q, "k": k, "v": v},
+            )
             q, k, v = cast_inputs(q, k, v)
             causal = flag("causal", causal)
             output_final_state = flag("output_final_state", output_final_state)
@@ -384,8 +396,8 @@ class Context:
         if self._unread is None:
             return
         algo, seq_len, cu_seqlens, spans, options = self._unread
-        self._layout, self._options = registry.layout_of(algo, options), chosen(options)
-        self._algo = algo
+        self._layout = registry.layout_of(algo, options)
+        self._algo, self._options = algo, chosen(options) if options else ()
         self._seq_len = None if seq_len is None else length("seq_len", seq_len)
         self._cu_seqlens = None if cu_seqlens is None else on_host("cu_seqlens", cu_seqlens)
         self._spans = None if spans is None else on_host("spans", spans)
@@ -412,12 +424,6 @@ class Context:
         tokens = layout.length(topology.rank, topology.size, seq_len)
         topology.lengths.cut.add((layout.name, tokens))
         return layout
-
-    def _known(self, call: str, dim: int, topology: Topology, **tensors: Tensor) -> bool:
-        """Whether tensors are known to be split so. Raises: as `check_cut`."""
-        if topology.size == 1:
-            return True
-        return check_cut(call, dim, self._layout, self._layout_of, topology, tensors)
 
     def _held(self, topology: Topology, tokens: int, known: bool) -> tuple[object, ...]:
         """What is the same on all ranks that hold the tokens of one layout.

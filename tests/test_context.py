@@ -3,6 +3,7 @@
 import copy
 import re
 import traceback
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from megatron_cp_plugin.core.communication.virtual import VirtualWorld, run_virt
 from megatron_cp_plugin.core.layout import LAYOUTS, positions
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 
+PAGES = Path(__file__).parents[1] / "docs"
 RANKS = 4
 TOKENS = 64
 DOCUMENTS = [0, 11, 40, 64]
@@ -530,3 +532,10 @@ def test_positions_are_those_of_the_layout():
         found = context.positions(20)
         assert found.dtype == torch.int64
         assert torch.equal(found, positions(LAYOUTS["zigzag"], rank, 3, 20))
+
+
+@pytest.mark.parametrize("page", ["functional", "spans"])
+def test_the_pages_code_runs(page):
+    code = re.findall(r"```python\n(.*?)```", (PAGES / f"{page}.md").read_text(), re.DOTALL)
+    exec(compile("\n".join(code), page, "exec"), {})
+    assert len(code) > 1
