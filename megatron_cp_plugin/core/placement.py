@@ -18,9 +18,10 @@ class Place(NamedTuple):
     """Where and when a block of queries meets a block of keys.
 
     Attributes:
-        rank: computes the pair. step: from 0. Blocks of other ranks are there from step 1, gathered
-            ones (`assembled`) from step 0. part: (i, n): only the i-th of n equal parts of the
-            query rows, i from 0.
+        rank: the rank that computes the pair.
+        step: counts from 0. A rank has blocks of other ranks from step 1, and gathered blocks
+            (`assembled`) from step 0.
+        part: (i, n): the pair has only the i-th of n equal parts of the query rows, i from 0.
     """
 
     rank: int
@@ -35,20 +36,22 @@ class BlockPlacement(ABC):
     Attributes:
         layout: of the tokens.
         size: number of ranks.
-        groups: of heads, computed one after another in the same way.
+        groups: groups of heads; the steps run once for each group, in this order.
         wide_partials, wide_gradients: partial outputs, and sums of gradients, travel in float32,
             not in the model's dtype.
         relay: a block goes from one rank that needs it to the next, and its sums follow the same
             way; otherwise it goes straight from its owner to each, and results straight back.
-        masked: only what the mask needs travels; otherwise whole blocks go to every rank where they
-            have a place, but for masks with a window, documents or spans on layouts without gaps.
-        assembled: blocks come by collective operations. All that a rank computes, in step 0, is
-            one block of queries and one of keys, of all the pairs that `pairs_of` names. Blocks
-            are padded to equal lengths, and all ranks that get a block get the same rows of it.
-            Tensors of one kind travel as one; lse and delta of all heads at once.
-        cyclic: it makes no difference which rank is the first: all pairs of blocks that are equally
-            far apart (query - key, modulo `size`) meet alike, and different ones on different
-            ranks. So one rank's part of a plan is found without placing all pairs.
+        masked: blocks travel only to ranks that need them under the mask. If false, whole blocks go
+            to every rank where they have a place, except under masks with a window, documents or
+            spans on layouts without gaps: there blocks travel as if `masked` were true.
+        assembled: collective operations gather the blocks. Each rank joins the queries of all pairs
+            that `pairs_of` names into one block, and their keys into another, and computes the two
+            in step 0. Blocks are padded to equal lengths, and all ranks that get a block get the
+            same rows of it. Tensors of one kind travel as one; lse and delta travel once for all
+            heads.
+        cyclic: `place(query + n, key + n)` is `place(query, key)` with each rank plus n, modulo
+            `size`, and so pairs with equal query - key meet on different ranks in the same step.
+            Then one rank's part of a plan is found without placing all pairs.
     """
 
     layout: Layout
@@ -66,9 +69,10 @@ class BlockPlacement(ABC):
         """Where and when the queries of one rank meet the keys of another, whatever the mask."""
 
     def pairs_of(self, rank: int) -> Iterable[tuple[int, int]]:
-        """Pairs of owners, of queries and of keys, with all those among them that meet on a rank.
+        """Pairs (owner of queries, owner of keys), among them all pairs that meet on a rank.
 
-        With it, what one rank does is found without placing all pairs of a thousand ranks.
+        An override names few pairs: one rank's part of a plan is then found without placing all
+        pairs of a thousand ranks.
         """
         return product(range(self.size), range(self.size))
 
@@ -80,8 +84,8 @@ class BlockPlacement(ABC):
     def leg(self, rank: int) -> int:
         """Which part of a relay a rank belongs to.
 
-        The first rank of a leg gets a block from the first one of the leg before, and has `lag`
-        steps for it; the last rank of a leg sends its sum to the block's owner.
+        The first rank of a leg gets a block from the first rank of the leg before, within `lag`
+        steps; the last rank of a leg sends its sum to the block's owner.
         """
         return 0
 
@@ -114,11 +118,10 @@ class HeadPlacement:
 
     Attributes:
         layout: of the tokens on single ranks.
-        members: how many ranks a team has.
-        between: the placement of the teams' blocks, for one rank's share of the heads; its groups
-            are computed one after another.
-        exchanges: groups of heads that are exchanged at a time, each with the number of groups of
-            `between` in it.
+        members: number of ranks in a team.
+        between: the placement of the teams' blocks, for one rank's share of the heads.
+        exchanges: (group of heads that one exchange moves, number of groups of `between` in it),
+            in the order of the exchanges.
         keep: q, k, v and lse stay exchanged for the backward.
     """
 

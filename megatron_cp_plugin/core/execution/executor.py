@@ -1,11 +1,12 @@
 """One loop for every algorithm: cast, compute, reduce.
 
-A rank goes through the rounds of its program, and in each through steps. Before a round its base
-blocks come from its team; while a step computes, the blocks of the next one come; when it has
-computed, results of others' blocks leave, and those for the base blocks are merged or added; after
-a round what was found for the base blocks goes back to the team. The blocks of the next round come,
-and results of the last one leave, during the present one. Without teams there is one round, with
-the rank's own tokens as base blocks.
+A rank goes through the rounds of its program, and in each round through its steps. In a step it
+waits for the blocks of other ranks that it needs and posts those of the next steps (cast), computes
+while they travel (compute), merges or adds the results that came for its base blocks, and sends its
+results for the blocks of other ranks (reduce). The base blocks of a round come from the rank's
+team, and their results go back to the team after it: while a round computes, the base blocks of the
+next one come, and the results of the one before leave. Without teams there is one round, and the
+base blocks are the rank's own tokens.
 
 B batch, S local tokens, H query heads, G KV heads, D head dim, E that of values.
 """
@@ -78,13 +79,16 @@ _GRADIENTS = ("dq", "dk", "dv")
 
 @dataclass(frozen=True, eq=False)
 class Executor:
-    """One rank's part of one pass, of all calls that are alike.
+    """One rank's part of one pass, for all calls with equal settings and shapes.
 
     Attributes:
-        plan: of the steps. program: what this rank does. transport, way: how messages of the steps
-            are sent; None: there are none. teams: of queries (false) and keys (true); none: base
-            blocks are the own.
-        filled: heads, if teams split more than there are. keep: base blocks stay for the backward.
+        plan: the plan of the steps.
+        program: what this rank does in the steps.
+        transport, way: how messages of the steps are sent; `way` is None if there are none.
+        teams: teams of queries (false) and of keys (true); without teams, the base blocks are the
+            rank's own.
+        filled: the heads with added zero heads, if teams need more heads than the call has.
+        keep: the base blocks stay in memory for the backward.
         overlap: false waits for each message where it is posted, for measurements.
     """
 
@@ -106,7 +110,7 @@ class Executor:
         return self.outputs(work)
 
     def begin(self, q: Tensor, k: Tensor, v: Tensor) -> Forward:
-        """A forward that `follow` goes through."""
+        """Makes the forward that `follow` runs."""
         if self.redistributes:
             k, v = redistribute(self.topology, self.plan, k, v)
         given = q, k, v
@@ -116,7 +120,7 @@ class Executor:
         return Forward(self.call, self.program, self.teams, own, given, keep=self.keep)
 
     def outputs(self, work: Forward) -> tuple[Tensor, Tensor, Saved]:
-        """What `Algorithm.forward` returns, when `follow` has gone through."""
+        """What `Algorithm.forward` returns; call it after `follow`."""
         (q, k, v), out, lse = work.given, work.out, work.lse
         if self.filled is not None:
             out, lse = self.filled.own_queries(out), self.filled.own_queries(lse)
@@ -152,7 +156,7 @@ class Executor:
         return dq, dk, dv
 
     def _gradients(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> dict[str, Tensor]:
-        """Memory for the gradients of the own tokens."""
+        """Empty dq, dk and dv of the own tokens."""
         if self.filled is None and not self.keep:  # keys may be those of another rank
             pairs = zip(_GRADIENTS, (q, k, v), strict=True)
             return {name: torch.empty_like(x) for name, x in pairs}
@@ -166,22 +170,22 @@ class Executor:
 
     @cached_property
     def redistributes(self) -> bool:
-        """Whether keys are computed with on other ranks than their owners'."""
+        """Whether another rank than their owner holds a block of keys."""
         return bool(outside(self.plan))
 
     @cached_property
     def sends_delta(self) -> bool:
-        """Whether delta goes to a team in place of out."""
+        """Whether the team gets delta in place of out."""
         return any("delta" in one.names for part in self.program.rounds for one in part.inputs)
 
     def follow(self, work: Pass) -> None:
-        """Goes through the program."""
+        """Runs a pass through all rounds and steps of the program."""
         run, rounds = _Run(self, work), self.program.rounds
         coming = run.arrive(0) if self.teams else None
         leaving: Pending[None] | None = None
         for number, part in enumerate(rounds):
             base = work.own if coming is None else coming.wait()
-            # What came is free before more comes: `base` may be an ordered copy of it.
+            # The memory of what came is free before more comes: `base` may be an ordered copy.
             if number + 1 < len(rounds):
                 coming = run.arrive(number + 1)
             work.begin(part, base)
@@ -189,7 +193,7 @@ class Executor:
             for turn in part.turns:
                 if turn.first:
                     work.open(turn, strided=run.strided)
-                # Cast: what this step needs has come, and what the next one needs is sent.
+                # Cast: waits for the blocks of this step, and posts those of the next steps.
                 if run.dropped or turn.step in run.inputs:
                     run.take_inputs(turn.step)
                 if self.overlap and (turn.inputs or turn.results):
@@ -201,7 +205,7 @@ class Executor:
                     if task.rows is not None:
                         work.leave(task.rows, operands[0])
                     del operands
-                # Reduce: what others found is added, and what was found for them is sent.
+                # Reduce: adds the results of other ranks, and sends results for their blocks.
                 run.dropped = turn.dropped
                 if turn.last or turn.results or turn.step in run.results or run.ended:
                     run.reduce(turn)
@@ -235,9 +239,16 @@ def executor_of(
     """A rank's part of one pass.
 
     Args:
-        placement: of the pass. steps: its plan, or that of the blocks of whole teams. exchange:
-            where teams split heads, the plan of all ranks, of which this says what teams exchange.
-        transport: of the steps. slots: see `Transport.way`. overlap: see Executor.
+        placement: the placement of the pass.
+        steps: its plan; if teams split heads, the plan between teams.
+        exchange: if teams split heads, a plan that has this rank's exchanges in its team; else
+            None.
+        call: the call.
+        shape: sizes of the whole problem.
+        topology: all ranks.
+        transport: sends the messages of the steps.
+        slots: see `Transport.way`.
+        overlap: see Executor.
     """
     steps = with_wanted_gradients(steps, dq=call.dq, dkv=call.dkv)
     channels, rank = team_channels(placement, topology), topology.rank
@@ -245,7 +256,7 @@ def executor_of(
     filled: FilledHeads | None = None
     way, keep = None, False
     if isinstance(placement, BlockPlacement) and channels:
-        # The same rows for all groups of heads.
+        # Only moves before the first step: each group of heads has the same rows.
         first = [
             move
             for move in during(steps)
@@ -276,7 +287,7 @@ def executor_of(
 
 
 def _filled(filled: FilledHeads, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """With zero heads and copies of KV heads."""
+    """The tensors with zero heads, and copies of KV heads, added."""
     return {
         name: filled.fill_keys(x) if name in OF_KEYS else filled.fill_queries(x)
         for name, x in tensors.items()
@@ -284,26 +295,30 @@ def _filled(filled: FilledHeads, tensors: dict[str, Tensor]) -> dict[str, Tensor
 
 
 class _Run:
-    """One rank on its way through a program.
+    """One rank's run of a program: the blocks that it holds, and the messages under way.
 
-    Attributes: held: blocks of other ranks. dropped: of these, what is of no use any more. inputs,
-        results: what is under way, by the step that needs it. ended: heads whose queries, or keys
-        (true), still get results that are under way. strided: messages may be slices of all heads.
+    Attributes:
+        held: blocks of other ranks that the rank has.
+        dropped: held blocks that no later step needs.
+        inputs, results: messages under way, by the step that needs them.
+        ended: (group of heads, whether of keys) whose steps are done, and whose results of other
+            ranks are under way.
+        strided: messages may be slices of all heads.
     """
 
     def __init__(self, of: Executor, work: Pass) -> None:
         self._parts, self._work = of.program, work
         self._teams, self._relay = of.teams, of.plan.relay
         self._retains = of.plan.phase == "forward"
-        self._shared: dict[str, Tensor] = {}  # what came to a team and is not used up
+        self._shared: dict[str, Tensor] = {}  # gathered tensors that a later round may still use
         self.held: dict[BlockId, Tensors] = {}
         retained = of.program.retained
         if retained is not None and not self._retains:
             self.held[retained] = work.retained
         self.dropped: tuple[BlockId, ...] = ()
         self._earlier: dict[BlockId, Packed] = {}  # sums of ranks before this one
-        # Results for the base block that a relay brought, by the first head and whether it is of
-        # keys; none when they are complete and the block is closed.
+        # Number of results that a relay brought for a base block, by the first query head of its
+        # group and whether the block is of keys. The entry goes when the last results have come.
         self._came: dict[tuple[int, bool], int] = {}
         self._computed: set[int] = set()  # groups, by the first head, in or past their last step
         self.ended: list[tuple[HeadGroup, bool]] = []
@@ -318,7 +333,7 @@ class _Run:
                 channel.reserve([x for each in expected(exchange, *work.sizes) for x in each])
 
     def arrive(self, number: int) -> Pending[Named]:
-        """Posts what a round needs of the ranks of a team. Returns: its base blocks."""
+        """Posts the gathers of a round. Returns: its base blocks, after they have come."""
         part = self._parts.rounds[number]
         coming = [
             (message, self._teams[message[0] in OF_KEYS].gather(message, self._work.own, one.part))
@@ -335,7 +350,7 @@ class _Run:
         return Pending(finish)
 
     def _base(self, number: int) -> Named:
-        """Tensors of the base blocks, of all tokens of the team if they came together."""
+        """Tensors of a round's base blocks: the team's tokens, or the own ones if none came."""
         heads, of_part = self._parts.rounds[number].base
         held = {**self._work.kept_of[number]} if self._work.kept_of else {}
         for name, x in self._work.own.items():
@@ -352,7 +367,7 @@ class _Run:
         return held
 
     def take_inputs(self, step: int) -> None:
-        """Waits for the blocks that a step needs; those that others have by now go."""
+        """Waits for the blocks that a step needs, and frees the blocks in `dropped`."""
         arrived = [pending.wait() for pending in self.inputs.pop(step, ())]
         for block in self.dropped:
             self.held.pop(block, None)
@@ -361,20 +376,20 @@ class _Run:
                 self.held[delivery.block] = tensors
 
     def post_inputs(self, turn: Turn) -> None:
-        """Sends blocks that the next steps need, and lets them come."""
+        """Posts the sends and receives of the blocks that the next steps need."""
         for exchange in turn.inputs:
             channel = self._channels.slow_inputs if exchange.slow else self._channels.inputs
             self.inputs.setdefault(exchange.needed, []).append(self._post(channel, exchange))
 
     def expect_results(self, turn: Turn) -> None:
-        """Lets others send results while this rank still computes its own, if it waits for none."""
+        """Lets other ranks send results while this rank computes, if no results are under way."""
         for exchange in turn.results:
             if exchange.receives and not exchange.slow and not self.results:
                 self._work.settle()
                 self._channels.results.expect(exchange.sources)
 
     def reduce(self, turn: Turn) -> None:
-        """Ends a step that is computed: adds the results that came, and sends what was found."""
+        """Adds the results that a step needs, and posts the results for blocks of others."""
         retained = self._parts.retained
         if turn.last and retained is not None and self._retains:
             # In memory of its own: the next call's messages take this one.
@@ -392,7 +407,7 @@ class _Run:
             self._end(turn.heads)
 
     def take_results(self, step: int | None) -> None:
-        """Waits for the results that a step needs, or all, and adds them where they belong."""
+        """Waits for the results that a step needs (None: for all), and adds them to the sums."""
         for needed in sorted(self.results) if step is None else (step,):
             for pending in self.results.pop(needed, ()):
                 for delivery, tensors in pending.wait():
@@ -402,7 +417,10 @@ class _Run:
         self.ended.clear()
 
     def _end(self, heads: HeadGroup) -> None:
-        """Closes what gets no results any more. A relay's last one may still close, see `_take`."""
+        """Closes the queries, and the keys, of a group of heads if they wait for no more results.
+
+        Those of a relay that wait are closed by `_take`; others wait in `ended`.
+        """
         for of_keys in self._work.sides:
             awaited = self._parts.awaited[of_keys]
             if not awaited or self._came.get((heads.q.start, of_keys)) == awaited:
@@ -420,8 +438,9 @@ class _Run:
             self._work.accept(move, tensors)
 
     def _is_last(self, move: Move, of_keys: bool) -> bool:
-        """Whether nothing is added to the base block, of some heads, after these results of a
-        relay. Where a mask shortens its way, they may come before this rank's own last computation.
+        """Whether these results of a relay are the last that a base block gets, for one group.
+
+        A mask may shorten the relay: then the results can come before this rank's last step.
         """
         group = move.heads.q.start, of_keys
         self._came[group] = self._came.get(group, 0) + 1
@@ -446,7 +465,7 @@ class _Run:
 
         def finish() -> Arrived:
             under_way.wait()
-            sends.clear()  # which lived until now
+            sends.clear()  # the tensors must live until the send is done
             return tuple(arriving)
 
         return Pending(finish)

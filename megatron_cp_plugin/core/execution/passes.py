@@ -50,20 +50,24 @@ class Packed(NamedTuple):
 
 
 class Pass(ABC):
-    """What a rank does in one pass: with its base blocks, and with blocks that come.
+    """What a rank does in one pass: with its base blocks, and with the blocks that come.
 
-    In each round it has the base blocks of some heads, from `begin` on. Steps are of one group of
-    these heads at a time, from `open` on. Their results end with `close`, where they come straight
-    from other ranks in the first step of the next group. Without teams there is one round, of the
-    rank's own tokens; else results for the base blocks leave with `end`.
+    `begin` starts a round: the rank gets the base blocks of some heads. `open` starts a group of
+    these heads, before its first step. `close` finishes the results of a group, for queries or for
+    keys; results that come straight from other ranks can delay it to the next group's first step.
+    `end` finishes the round and sends the results for the base blocks to the team. Without teams
+    there is one round, with the rank's own tokens.
 
     Attributes:
-        sides: whose results are found: of queries (false), of keys (true). sizes: batch, head dims
-            of q and of v, and dtype. compute: a task, with its operands, tiles and the call.
-        own: tensors of the own tokens, which come together where teams do. kept_of: what came
-            together before, by round.
-        queries, keys: tensors of the base blocks, of a group of heads, in the order in which they
-            travel. retained: what a forward leaves to its backward of another rank's block.
+        sides: the sides that get results: queries (false), keys (true).
+        compute: runs a task; its arguments are the operands, the tiles and the call.
+        sizes: batch, head dim of q, head dim of v, dtype.
+        own: tensors of the rank's own tokens; teams gather them.
+        kept_of: tensors that the forward gathered and kept, by round.
+        q, k, v: tensors of the base blocks, of all heads of the round.
+        queries, keys: tensors of the base blocks, of the open group of heads, in the order in which
+            they travel.
+        retained: K and V of another rank's block, which the forward leaves to the backward.
     """
 
     sides: ClassVar[tuple[bool, ...]]
@@ -80,11 +84,11 @@ class Pass(ABC):
     retained: Tensors = ()
 
     def _begin_with(self, call: Call, program: Program, teams: Teams, q: Tensor, v: Tensor) -> None:
-        """Begins the pass. Args: q, v: whose batch, head dims and dtype all tensors have."""
+        """Begins the pass. Args: q, v: tensors that give the batch, the head dims and the dtype."""
         self.sizes = len(q), q.shape[3], v.shape[3], q.dtype
         self._call, self._program, self._teams = call, program, teams
-        self._targets: dict[str, Tensor] = {}  # where results for the own tokens belong
-        self._leaving: Departure | None = None  # for queries, as they are found
+        self._targets: dict[str, Tensor] = {}  # memory of the results for the own tokens
+        self._leaving: Departure | None = None  # results for queries, filled task by task
 
     @abstractmethod
     def begin(self, part: Round, base: Named) -> None:
@@ -92,52 +96,68 @@ class Pass(ABC):
 
     @abstractmethod
     def open(self, turn: Turn, *, strided: bool) -> None:
-        """Begins with the heads of a step. Args: strided: messages may be slices of all heads."""
+        """Begins a group of heads.
+
+        Args:
+            turn: the first step of the group.
+            strided: messages may be slices of all heads.
+        """
 
     @abstractmethod
     def operands(
         self, task: Task, queries: Tensors | None, keys: Tensors | None
     ) -> tuple[object, ...]:
-        """What `compute` takes for a task: what it adds to, and tensors.
+        """Operands of `compute` for a task: the sums that it adds to, then tensors.
 
-        Args: queries, keys: of another rank; None: of the base block.
+        Args:
+            task: the task.
+            queries: tensors of another rank's queries; None: those of the base block.
+            keys: tensors of another rank's keys; None: those of the base block.
         """
 
     @abstractmethod
     def leave(self, rows: slice, found: object) -> None:
-        """Takes what was found for some rows of the base block, all that will be.
+        """Takes the final results for some rows of the base block.
 
-        Args: found: what `compute` has added to.
+        Args:
+            rows: the rows.
+            found: the sums that `compute` added to.
         """
 
     @abstractmethod
     def results_for(self, move: Move, held: Rows, before: Packed | None) -> Tensors:
-        """What was found for another rank's block, with what came of ranks `before`.
+        """Results for another rank's block: this rank's own, plus those that came.
 
-        Args: held: rows of the block with which was computed.
+        Args:
+            move: the move that sends them.
+            held: rows of the block that this rank had.
+            before: the sum of the ranks before this one in a relay, if one came.
         """
 
     @abstractmethod
     def accept(self, move: Move, results: Tensors) -> None:
-        """Adds what another rank found for some rows of the base block."""
+        """Adds another rank's results for some rows of the base block."""
 
     def settle(self) -> None:  # noqa: B027  (sums are made at once)
-        """Adds what was accepted, if it waits for that: the next results overwrite it."""
+        """Adds accepted results that still wait to be added: the next results overwrite them."""
 
     @abstractmethod
     def close(self, heads: HeadGroup, of_keys: bool, others: Packed | None) -> None:
-        """Ends with the queries, or keys, of some heads.
+        """Finishes the results for the queries, or keys, of a group of heads.
 
-        Args: others: what is still to be added, the sum of all other ranks.
+        Args:
+            heads: the group.
+            of_keys: of the keys, not of the queries.
+            others: results of other ranks that are still to be added; None: there are none.
         """
 
     @abstractmethod
     def end(self) -> Pending[None]:
-        """Ends a round of which all groups are closed: results go to the ranks of the team."""
+        """Ends a round, after all its groups are closed: sends the results to the team."""
 
     def _departure(self, *names: str) -> Departure:
-        """Takes results for the base block to where its tokens are: here, if no rank of a team
-        sends them.
+        """Where results for the base block go: to the ranks of the team that own its tokens, or, if
+        the round has no operation for them, to this rank's own targets.
         """
         operation = self._round.results.get(names)
         if operation is None:
@@ -145,7 +165,7 @@ class Pass(ABC):
         return self._teams[names[0] in OF_KEYS].departure(operation, self._targets)
 
     def _take_heads(self, turn: Turn, of_queries: Tensors, strided: bool) -> None:
-        """Of the base blocks the heads of a step; contiguous where messages have to be."""
+        """Sets `queries` and `keys` to a step's heads; contiguous where messages must be."""
         queries, keys, some = of_queries, (self.k, self.v), turn.within
         if some is not None:
             queries = tuple([x[:, :, some.q] for x in queries])
@@ -157,11 +177,11 @@ class Pass(ABC):
         self.queries, self.keys = queries, keys
 
 
-@lru_cache(maxsize=1024)  # the same in all layers
+@lru_cache(maxsize=1024)  # all layers ask for the same
 def expected(
     exchange: Exchange, batch: int, dim: int, value_dim: int, dtype: torch.dtype
 ) -> tuple[tuple[Described, ...], ...]:
-    """Shapes and dtypes of the tensors of each delivery that comes."""
+    """Shapes and dtypes of the tensors of each delivery that a rank receives."""
     moves = (one.move for one in exchange.receives)
     return tuple(tuple(_described(move, batch, dim, value_dim, dtype)) for move in moves)
 
@@ -186,7 +206,13 @@ def attend_block(
 ) -> None:
     """Adds attention of a block of queries over a block of keys to `total`.
 
-    Args: q: [B,rows,H,D]; k: [B,cols,G,D]; v: [B,cols,G,E].
+    Args:
+        total: the merge of the block's partial outputs.
+        q: [B,rows,H,D].
+        k: [B,cols,G,D].
+        v: [B,cols,G,E].
+        work: tiles of the block.
+        call: the call.
     """
     kernel, scale = call.kernel, call.scale
     for each in work.calls(packed=call.packed, gaps=kernel.gaps, forward=True):
@@ -225,8 +251,8 @@ class Gradients(NamedTuple):
     dv: GradientSum
 
     def places(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Where the kernel writes the gradients of a tile's q, k and v: the first ones of a block
-        where its sum will be, others to new memory. None: no gradient is the first.
+        """Where the kernel writes the gradients of a tile's q, k and v: a block's first gradients
+        to the memory of its sum, later ones to new memory. None: no gradient is a block's first.
         """
         places = [
             total.place_of_first(x.shape[1]) if total.empty else None
@@ -251,9 +277,17 @@ def differentiate_block(
     work: Batches,
     call: Call,
 ) -> None:
-    """Adds the gradients of a block's q, k and v to `sums`, see `attend_block`.
+    """Adds the gradients of a block's q, k and v to `sums`; see `attend_block` for the shapes.
 
-    Args: statistics: of all rows of q.
+    Args:
+        sums: gradient sums of the block of queries and of the block of keys.
+        dout: [B,rows,H,E].
+        q: queries.
+        k: keys.
+        v: values.
+        statistics: lse, with delta or out, of all rows of q.
+        work: tiles of the block.
+        call: the call.
     """
     kernel, scale = call.kernel, call.scale
     sum_dq, sum_dk, sum_dv = sums
@@ -318,10 +352,13 @@ def _differentiate_batch(
 
 
 class Forward(Pass):
-    """Outputs, merged from those of all blocks of keys.
+    """The outputs, each merged from partial outputs of all blocks of keys.
 
-    Attributes: out: [B,S,H,E]. lse: [B,H,S]. Both are there when all rounds have ended. given: see
-        `__init__`. kept: q, k, v and lse of every round's base blocks, if these stay.
+    Attributes:
+        out: [B,S,H,E], complete after the last round.
+        lse: [B,H,S], complete after the last round.
+        given: see `__init__`.
+        kept: q, k, v and lse of every round's base blocks, if these stay for the backward.
     """
 
     sides = (False,)
@@ -339,8 +376,15 @@ class Forward(Pass):
         *,
         keep: bool,
     ) -> None:
-        """Args: own: q, k and v. given: these without zero heads. keep: base blocks stay for the
-        backward.
+        """Makes a forward.
+
+        Args:
+            call: the call.
+            program: what this rank does.
+            teams: see Executor.
+            own: q, k and v of the rank's tokens.
+            given: q, k and v without the zero heads.
+            keep: base blocks stay for the backward.
         """
         self.own, self.given = own, given
         q, v = own["q"], own["v"]
@@ -351,9 +395,9 @@ class Forward(Pass):
         if teams:
             out, lse = self._places(q, v)
             self._targets = {"out": out, "lse": lse}
-        # Of the base block, by the first head of groups that are not closed.
+        # Merges of the base block's outputs, by the first head of each group that is not closed.
         self._totals: dict[int, Accumulator] = {}
-        self._found: dict[int, Accumulator] = {}  # of blocks of other ranks
+        self._found: dict[int, Accumulator] = {}  # for other ranks' queries, by their owner
 
     def begin(self, part: Round, base: Named) -> None:
         """See Pass.begin."""
@@ -392,7 +436,7 @@ class Forward(Pass):
             total = Accumulator(q, v.shape[3])
         elif queries is None:
             total = self._totals[task.heads.q.start]
-        else:  # the own ones may be complete by now
+        else:  # another rank's queries
             total = self._found.setdefault(task.query[0], Accumulator(q, v.shape[3]))
         return total, q, k, v
 
@@ -467,19 +511,26 @@ class Backward(Pass):
         kept_of: Sequence[Named],
         retained: Tensors,
     ) -> None:
-        """Args:
-        own, kept_of: as of Pass. like: dq, dk and dv to be, if there are teams; else q, k and v.
-        retained: of the forward.
+        """Makes a backward.
+
+        Args:
+            call: the call.
+            program: what this rank does.
+            teams: see Executor.
+            own: see Pass.
+            like: memory of dq, dk and dv, if there are teams; else `own`.
+            kept_of: see Pass.
+            retained: see Pass.
         """
         q, v = like["dq" if teams else "q"], like["dv" if teams else "v"]
         self._begin_with(call, program, teams, q, v)
         self.own, self.kept_of, self.retained = own, kept_of, retained
         if teams:
             self._targets = dict(like)
-        # Of the base block, by the first query head, or KV head (true), of groups that are not
-        # closed: where their heads are in it; dq, or dk and dv.
+        # By (first query head of a group, False) and (first KV head, True), of groups that are not
+        # closed: the heads' slice in the base block, and the sums, of dq or of dk and dv.
         self._sums: dict[tuple[int, bool], tuple[slice | None, tuple[GradientSum, ...]]] = {}
-        self._found: dict[BlockId, tuple[GradientSum, ...]] = {}  # of blocks of other ranks
+        self._found: dict[BlockId, tuple[GradientSum, ...]] = {}  # for other ranks' blocks
 
     def begin(self, part: Round, base: Named) -> None:
         """See Pass.begin."""
@@ -490,7 +541,7 @@ class Backward(Pass):
         if self._program.parted:
             self._leaving = self._departure("dq") if self._call.dq else None
             return
-        # A first partial that waits for a sum in float32 would take memory there.
+        # Else a first partial would hold the memory of the result while a float32 sum is made.
         several = part.turns[0].within is not None
         self._placing = (several or self._few) and self._call.places_gradients
         self._of_queries = WholeGradient(self.q)
@@ -516,7 +567,7 @@ class Backward(Pass):
         place = partial(self._of_queries.place, of_q) if self._placing else None
         dq = GradientSum(self.queries[0], few=self._few, place=place)
         self._sums[heads.q.start, False] = of_q, (dq,)
-        if not whole.first:  # sums for these keys go on
+        if not whole.first:  # an earlier round opened the sums of these keys
             return
         few, of_keys = self._few and whole.last, list[GradientSum]()
         for x, gradient in zip(self.keys, self._of_keys, strict=True):
@@ -552,7 +603,7 @@ class Backward(Pass):
             self._leaving.add(rows, (found.dq.held,))
 
     def _of_others(self, block: BlockId, like: Tensors, *, wanted: bool) -> tuple[GradientSum, ...]:
-        """The sums of a block of another rank; kept only if they are wanted there."""
+        """Gradient sums of another rank's block; kept only if `wanted`."""
         if block in self._found:
             return self._found[block]
         new = tuple([GradientSum(x, few=self._few) for x in like])
@@ -625,7 +676,7 @@ class Backward(Pass):
         return together(posted)
 
     def _found_for_keys(self, heads: HeadGroup) -> Tensors:
-        """dK and dV of the base block, which are no longer here then."""
+        """Takes dK and dV of the base block; this object keeps no reference to them."""
         if self._program.parted:
             _, sums = self._sums.pop((heads.kv.start, True))
             return tuple([x.held for x in sums])
@@ -635,27 +686,33 @@ class Backward(Pass):
 
     @property
     def gradients(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Those of q, k and v, when all rounds have ended."""
+        """The gradients of q, k and v, after the last round."""
         if self._targets:
             return self._targets["dq"], self._targets["dk"], self._targets["dv"]
         return self._of_queries.whole, self._of_keys[0].whole, self._of_keys[1].whole
 
 
 def _merge(total: Accumulator, came: Packed, rows: Rows) -> None:
-    """Merges a partial that came, which the next one overwrites.
+    """Merges a partial output of another rank. The next one overwrites its buffer.
 
-    Args: rows: of the block, of which the total is.
+    Args:
+        total: the merge that it is added to.
+        came: the partial.
+        rows: rows of the block that `total` has.
     """
     for there, (out, lse) in _shared(came, rows):
-        if total.empty:  # which keeps what it is given
+        if total.empty:  # an empty total keeps the tensors that it is given
             out, lse = out.clone(), lse.clone()
         total.add(there, out, lse, borrowed=True)
 
 
 def _add_gradients(sums: tuple[GradientSum, ...], results: Packed, rows: Rows) -> None:
-    """Adds gradients of some rows of a block, which the next ones overwrite.
+    """Adds gradients of another rank. The next ones overwrite their buffers.
 
-    Args: rows: of the block, of which the sums are.
+    Args:
+        sums: the sums that they are added to.
+        results: the gradients.
+        rows: rows of the block that `sums` have.
     """
     for there, gradients in _shared(results, rows):
         for total, gradient in zip(sums, gradients, strict=True):
@@ -663,7 +720,7 @@ def _add_gradients(sums: tuple[GradientSum, ...], results: Packed, rows: Rows) -
 
 
 def _shared(here: Packed, rows: Rows) -> Iterator[tuple[SomeRows, Tensors]]:
-    """The rows that two packed blocks have: where they are in the second, tensors of the first."""
+    """Common rows of a packed block and of `rows`: where they are in `rows`, and their tensors."""
     pieces = common(here.rows, rows)
     if len(pieces) > FEW:
         yield numbers_of(here.rows, rows, here.tensors[0].device), here.tensors
@@ -680,11 +737,11 @@ def _part(tensors: Tensors, piece: Piece) -> Tensors:
 
 
 def _like(x: Tensor, rows: Rows) -> Tensor:
-    """What tells shape and dtype of other rows of [B,S,heads,D], without their memory."""
+    """A tensor with the dtype of x [B,S,heads,D], the shape of `rows` of it, and no memory."""
     return x.new_empty(()).expand(len(x), row_count(rows), *x.shape[2:])
 
 
 def _passed_on(before: Packed | None) -> Tensors:
-    """Results to which the mask lets this rank add nothing."""
+    """The sum that came, if the mask lets this rank add nothing to it."""
     assert before is not None
-    return tuple(x.clone() for x in before.tensors)  # the next ones come into the same buffers
+    return tuple(x.clone() for x in before.tensors)  # the next results reuse the buffers

@@ -1,7 +1,7 @@
 """One rank's part of a plan: rounds of steps, derived once for each plan and rank.
 
-A round is of the heads for which a rank has its base blocks at a time: its own tokens, or those of
-a team of ranks. Its steps compute with the base blocks, and with blocks of other ranks.
+A rank has its base blocks for some heads at a time: this is a round. Base blocks are the rank's own
+tokens, or those of its team. The steps of a round compute with them and with other ranks' blocks.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -36,7 +36,9 @@ EVERYTHING = slice(None)
 class SomeHeads(NamedTuple):
     """Some heads of all tensors.
 
-    Attributes: heads: which. slices: of each tensor, by its name.
+    Attributes:
+        heads: the heads.
+        slices: their index into each tensor, by its name.
     """
 
     heads: HeadGroup
@@ -62,11 +64,13 @@ class SomeHeads(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """What the ranks of a team send each other at a time.
+    """One collective operation of a team.
 
     Attributes:
-        messages: the tensors; those in one tuple travel as one. names: of all of them. part: heads
-            of which they are. wide: results travel in float32, not in the model's dtype.
+        messages: the tensors; those in one tuple travel as one.
+        names: names of all these tensors.
+        part: the heads that travel.
+        wide: results travel in float32, not in the model's dtype.
     """
 
     messages: tuple[TensorNames, ...]
@@ -78,8 +82,10 @@ class Operation(NamedTuple):
 class Task(NamedTuple):
     """A computation of this rank.
 
-    Attributes: work: its tiles, of rows of the blocks as the rank has them. rows: of the queries,
-        if no other task is of these; the tiles count from their first one.
+    Attributes:
+        work: its tiles; their rows count in the blocks as the rank has them.
+        rows: query rows that only this task computes, if the program is `parted`; tiles count from
+            the first of them.
     """
 
     query: BlockId
@@ -90,7 +96,12 @@ class Task(NamedTuple):
 
 
 class Delivery(NamedTuple):
-    """A move from or to this rank. Attributes: block, result: whose tensors it has, and which."""
+    """A move from or to this rank.
+
+    Attributes:
+        block: the block that its tensors belong to.
+        result: whether it carries results.
+    """
 
     move: Move
     block: BlockId
@@ -99,9 +110,11 @@ class Delivery(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Exchange:
-    """What a rank sends and receives at a time; it may be nothing where other ranks do.
+    """The messages that a rank sends and receives together; there may be none on this rank.
 
-    Attributes: needed: in which step it must be there. slow: it may take several steps.
+    Attributes:
+        needed: the step before which (results: after whose computation) they must be there.
+        slow: they may take several steps.
     """
 
     needed: int
@@ -111,7 +124,7 @@ class Exchange:
 
     @classmethod
     def of(cls, posted: int, needed: int, sends: Iterable[Move], receives: Iterable[Move]) -> Self:
-        """Of moves that are posted and needed in these steps."""
+        """The exchange of moves that all have these steps."""
         sent, received = (
             tuple(Delivery(move, _block_of(move), move.result) for move in moves)
             for moves in (sends, receives)
@@ -120,7 +133,7 @@ class Exchange:
 
     @cached_property
     def sources(self) -> frozenset[int]:
-        """Ranks from which something comes."""
+        """Ranks that send to this rank."""
         return frozenset(one.move.source for one in self.receives)
 
 
@@ -128,9 +141,14 @@ class Turn(NamedTuple):
     """What a rank does in one step.
 
     Attributes:
-        step: its number. heads: of the group; first, last: step of it. within: these heads of the
-            base blocks; None: all of them. inputs: posted before the computation. results: posted
-            after it. dropped: blocks of others that are not needed after it.
+        step: the number of the step.
+        heads: the group of heads that it computes.
+        within: these heads as slices of the base blocks; None: they are all heads of these.
+        first, last: whether the step is the first, or the last, of its group.
+        inputs: exchanges of inputs that are posted before the computation.
+        tasks: the computations.
+        results: exchanges of results that are posted after the computation.
+        dropped: blocks of other ranks that no later step needs.
     """
 
     step: int
@@ -147,8 +165,12 @@ class Turn(NamedTuple):
 class Round(NamedTuple):
     """The steps for which a rank has its base blocks at a time.
 
-    Attributes: base: heads of the base blocks. inputs, results: how these come before the first
-        step, and what is found for them leaves after the last; results by the names of tensors.
+    Attributes:
+        base: heads of the base blocks.
+        inputs: operations that bring the base blocks before the first step.
+        results: operations that take results for the base blocks away after the last step, by the
+            names of their tensors.
+        turns: the steps.
     """
 
     base: SomeHeads
@@ -162,19 +184,20 @@ class Program:
     """What a rank does in a pass.
 
     Attributes:
-        few: groups of heads have two steps at most.
-        own: owners of the queries and of the keys that it has before any computation.
-        sent: whether these queries (false), these keys (true), go to others. awaited: how often
-            results for them come from others, for each group of heads.
-        receivable: where ranks receive unequally much, what one exchange of inputs (false), of
-            results (true), brings at most to any rank: an exchange of each kind, with the most
-            tokens.
-        retained: the block of another rank that it has at the end of the forward, and at the
-            beginning of the backward, if any. rows: of each other rank's block those that it has.
-        one_peer: no rank has more than one source, and one target, in an exchange. slow: whether
-            any exchange is.
-        parted: each task is all that is computed for some rows of the base block's queries.
-        wide: of such tasks, results are in float32.
+        rounds: the rounds.
+        few: each group of heads has at most two steps.
+        own: (owner of the queries, owner of the keys) that the rank has before the first step.
+        sent: has False if the rank sends its queries to others, True if it sends its keys.
+        awaited: number of moves with results for its queries, and for its keys, per group of heads.
+        receivable: (False for inputs or True for results, an exchange with the most tokens that any
+            rank receives), for each kind of exchange in which ranks receive unequal amounts.
+        retained: the block of another rank that this one has at the end of the forward, and at the
+            beginning of the backward, if any.
+        rows: rows of other ranks' blocks that this rank has, by block.
+        one_peer: in each exchange, each rank has at most one source and one target.
+        slow: whether some exchange may take several steps.
+        parted: tasks share no rows of the base block's queries: each computes all of its own rows.
+        wide: results of such tasks are in float32.
     """
 
     rounds: tuple[Round, ...]
@@ -231,16 +254,21 @@ def program(plan: Plan, rank: int) -> Program:
 
 
 def gathered(plan: Plan, rank: int, tokens: int, *, packed: bool, gaps: bool) -> Program:
-    """What `rank` does with the tokens of its teams, which come together before each round.
+    """What `rank` does with the tokens of its teams, which are gathered before each round.
 
-    Args: tokens: of the queries that it has then. packed, gaps: as in `Batches`.
+    Args:
+        plan: the plan of the pass.
+        rank: the rank.
+        tokens: number of query tokens that the team has together.
+        packed: as in `Batches`.
+        gaps: as in `Batches`.
     """
     tiles: TileTable | tuple[()] = next(
         (plan.tiles(compute) for compute in plan.computes if compute.rank == rank), ()
     )
     found = parts(tiles, tokens, plan.groups[0].heads, packed, gaps)
     if plan.phase == "backward":
-        # The first part that is added to a sum is the whole sum if it sees all keys.
+        # A sum of key gradients can start as the first part's gradient if that part sees all keys.
         found = tuple(sorted(found, key=_reach, reverse=True))
     block = (rank, False), (rank, True)
     turns = (
@@ -283,8 +311,12 @@ def exchanged(
 ) -> Program:
     """What `rank` does with the tokens of its team, for its share of the heads.
 
-    Args: steps: what it does in one round. plan: of all ranks, of any mask. members: of the team.
-        exchanges: as of `HeadPlacement`.
+    Args:
+        steps: what the rank does between teams, in one round.
+        plan: a plan of `rank` with the exchanges in its team; any mask will do.
+        rank: the rank.
+        members: ranks of its team.
+        exchanges: as in `HeadPlacement`.
     """
     (inner,), found, start = steps.rounds, list[Round](), 0
     each = len(inner.turns) // sum(count for _, count in exchanges)
@@ -297,7 +329,13 @@ def exchanged(
 
 
 def _within(turn: Turn, base: HeadGroup, count: int) -> Turn:
-    """A step with the base blocks of some heads. Args: count: of groups that these have."""
+    """A step whose base blocks have the heads `base`.
+
+    Args:
+        turn: the step, of all heads.
+        base: the heads of the base blocks.
+        count: number of head groups in `base`.
+    """
     if count == 1:
         return turn._replace(within=None)
     q, kv = (
@@ -313,8 +351,11 @@ def _rounds(
 ) -> tuple[Round, ...]:
     """Rounds without their steps.
 
-    Args: members: of the team of `rank`; None: all that it sends is to a team. groups: of heads,
-        one for each round; what is of all heads comes before the first.
+    Args:
+        plan: the plan that has the moves of a team.
+        rank: the rank.
+        members: ranks of its team; None: every move of the rank goes to a team.
+        groups: groups of heads, one for each round. Moves of all heads belong to the first round.
     """
     whole = together(groups)
     found: dict[tuple[HeadGroup, bool], dict[tuple[object, ...], Operation]] = {}
@@ -322,7 +363,7 @@ def _rounds(
     # In a team that splits heads, results leave some steps after the last one.
     for move in during(plan) if members is None else plan.moves:
         kind = move.messages, move.heads, move.wide
-        # Most are as the one before, of another block.
+        # Most moves equal the move before in all but the block.
         if (
             kind == last
             or move.source != rank
@@ -350,7 +391,7 @@ def _reach(part: Part) -> int:
 
 
 def _keys_of(plan: Plan, rank: int) -> int:
-    """Whose keys a rank holds."""
+    """The owner of the keys that a rank holds."""
     before = [
         move.block.owners[0] for move in plan.moves if move.needed < 0 and move.target == rank
     ]
@@ -359,7 +400,7 @@ def _keys_of(plan: Plan, rank: int) -> int:
 
 
 def _rows_that_come(plan: Plan, rank: int) -> dict[BlockId, Rows]:
-    """Rows of other ranks' blocks."""
+    """Rows of other ranks' blocks that a rank gets, or retained, by block."""
     found = {
         _block_of(move): move.block.rows
         for move in plan.moves
@@ -372,7 +413,7 @@ def _rows_that_come(plan: Plan, rank: int) -> dict[BlockId, Rows]:
 
 
 def _tasks(plan: Plan, rank: int, held: Mapping[BlockId, Rows]) -> dict[int, tuple[Task, ...]]:
-    """By step. Args: held: as of `_rows_that_come`."""
+    """The tasks of a rank, by step. Args: held: of `_rows_that_come`."""
     tasks: dict[int, tuple[Task, ...]] = {}
     for compute in plan.computes:
         if compute.rank == rank and (tiles := plan.tiles(compute)):
@@ -387,21 +428,24 @@ def _tasks(plan: Plan, rank: int, held: Mapping[BlockId, Rows]) -> dict[int, tup
 
 @lru_cache(maxsize=1024)
 def _work(tiles: TileTable, rows: int, cols: int, heads: int) -> Batches:
-    """Of blocks before which there are some rows and columns; the same for the same tiles."""
+    """Tiles moved by some rows and columns; one object for equal tiles."""
     return Batches(tiles.moved(rows, cols), heads)
 
 
 def _first(rows: Rows, held: Rows | None) -> int:
-    """Where some rows begin in the block as a rank has it. Args: held: None: it has all rows."""
+    """Where `rows` begin in the rows of a block that a rank holds; held None: it holds all rows."""
     return rows[0][0] if held is None else common(rows, held)[0].there.start
 
 
 def _last_uses(
     plan: Plan, rank: int, held: Mapping[BlockId, Rows]
 ) -> dict[int, tuple[BlockId, ...]]:
-    """Blocks of others by the step, in each group of heads, in which they are last of use.
+    """Blocks of other ranks, by the step that uses them last; blocks come again in each group.
 
-    Args: held: as of `_rows_that_come`.
+    Args:
+        plan: the plan.
+        rank: the rank.
+        held: of `_rows_that_come`.
     """
     each = plan.steps // len(plan.groups)
     last: dict[tuple[int, BlockId], int] = {}
@@ -428,7 +472,7 @@ def _block_of(move: Move) -> BlockId:
 
 
 def _exchanges(plan: Plan, rank: int) -> dict[tuple[bool, int], tuple[Exchange, ...]]:
-    """By kind, results or inputs, and step in which they are posted."""
+    """A rank's exchanges, by (whether they carry results, step in which they are posted)."""
     found: dict[tuple[bool, int, int], tuple[list[Move], list[Move]]] = {
         (time.result, time.posted, time.needed): ([], []) for time in plan.times
     }
@@ -478,7 +522,7 @@ def _all_exchanges(plan: Plan) -> tuple[tuple[tuple[bool, Exchange], ...], bool,
 def _equal_for_all(
     plan: Plan, received: Mapping[tuple[bool, int, int, int], Sequence[Move]], result: bool
 ) -> bool:
-    """Whether every exchange of inputs, or of results, brings equally much to every rank."""
+    """Whether every exchange of inputs, or of results, brings equal amounts to all ranks."""
     of_kind = [key for key in received if key[0] == result]
     if len(of_kind) != plan.size * len({(posted, needed) for _, posted, needed, _ in of_kind}):
         return False

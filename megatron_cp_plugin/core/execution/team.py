@@ -1,7 +1,7 @@
-"""Teams of ranks whose blocks come together, and to which the results for these go back.
+"""Teams of ranks: they gather blocks before a round, and get results for them back after it.
 
-They do so by collective operations: while a rank computes with the blocks of one round, those of
-the next one come and results of the last one leave.
+Both are collective operations. While a rank computes with the blocks of one round, the blocks of
+the next round come, and results of the last round leave.
 
 B batch, S local tokens, T tokens of a team, H query heads, G KV heads, D head dim, U ranks.
 """
@@ -36,7 +36,7 @@ Named = Mapping[str, Tensor]
 
 
 class Departure(ABC):
-    """Results for the tokens of a rank's base block, on their way to where these are."""
+    """Results for the tokens of a base block, on their way to the ranks that own the tokens."""
 
     @abstractmethod
     def add(self, rows: slice, tensors: Tensors) -> None:
@@ -44,14 +44,14 @@ class Departure(ABC):
 
     @abstractmethod
     def post(self) -> Pending[None]:
-        """Sends them, when there are those for all rows."""
+        """Sends the results; call it after all rows have been added."""
 
 
 class Staying(Departure):
-    """The tokens are this rank's own."""
+    """The departure of a rank that owns the tokens: results stay here."""
 
     def __init__(self, targets: Sequence[Tensor]) -> None:
-        """Args: targets: where the results belong, [B,S,heads,D] or [B,heads,S]."""
+        """Args: targets: memory of the results, [B,S,heads,D] or [B,heads,S]."""
         self._targets = targets
 
     def add(self, rows: slice, tensors: Tensors) -> None:
@@ -66,41 +66,60 @@ class Staying(Departure):
 
 
 class Team(ABC):
-    """Ranks whose tensors come together. Attributes: order: of their tokens."""
+    """Ranks that gather each other's tensors. Attributes: order: how their tokens are joined."""
 
     def __init__(self, inward: Communicator, outward: Communicator, order: Assembly) -> None:
-        """Args: inward, outward: channels to where they are computed with, and back."""
+        """Makes a team.
+
+        Args:
+            inward: channel of the inputs.
+            outward: channel of the results.
+            order: how the members' tokens are joined.
+        """
         self.order = order
         self._inward, self._outward = inward, outward
 
     @abstractmethod
     def gather(self, message: TensorNames, given: Named, part: SomeHeads) -> Pending[Tensors]:
-        """[B,S,heads,D] -> [B,T,heads,D], rows [B,H,S] -> [B,H,T]; of all that is given."""
+        """Gathers a message: [B,S,heads,D] -> [B,T,heads,D], rows [B,H,S] -> [B,H,T].
+
+        Args:
+            message: names of the tensors that travel as one.
+            given: the rank's own tensors, by name.
+            part: the heads to take of them.
+        """
 
     @abstractmethod
     def departure(self, operation: Operation, targets: Named) -> Departure:
-        """Takes results for the team's tokens, into some heads of targets."""
+        """Starts the way back of results for the team's tokens.
+
+        Args:
+            operation: the tensors and their heads.
+            targets: memory for results of the own tokens, by name.
+        """
 
 
 class Travelling(NamedTuple):
-    """What travels of a rank's tokens, where that is not all.
+    """The rows of this rank's tokens that travel, if not all rows do.
 
-    Attributes: member: which of the team it is. rows: that travel.
+    Attributes:
+        member: this rank's index in the team.
+        rows: the rows that travel.
     """
 
     member: int
     rows: Rows
 
     def with_own(self, blocks: Blocks, own: Tensor) -> Sequence[Tensor]:
-        """Blocks of all members, in which the own tokens are all there."""
+        """Blocks of all members, with this rank's own replaced by all its tokens."""
         return (*blocks[: self.member], own, *blocks[self.member + 1 :])
 
 
 class GatheringTeam(Team):
-    """Every rank gets the tokens of all, and finds a part of the results for all.
+    """Every rank gets the tokens of all ranks, and computes a part of the results for all.
 
-    Where only some rows travel, `order` is that of the rank's own tokens and of those rows of the
-    others.
+    If only some rows travel, `order` joins the rank's own tokens, all of them, and those rows of
+    the other ranks.
     """
 
     def __init__(
@@ -110,7 +129,7 @@ class GatheringTeam(Team):
         order: Assembly,
         travelling: Travelling | None = None,
     ) -> None:
-        """See Team. Args: travelling: None: all tokens travel."""
+        """See Team. Args: travelling: the own rows that travel; None: all tokens travel."""
         super().__init__(inward, outward, order)
         self._travelling = travelling
 
@@ -144,7 +163,7 @@ class GatheringTeam(Team):
 
 
 class _Scattering(Departure):
-    """Results by member: [n,B,S,heads,D] as one, and [n,B,heads,S] if there is lse."""
+    """Results, by member of the team: [n,B,S,heads,D], joined, and [n,B,heads,S] for lse."""
 
     def __init__(
         self,
@@ -155,7 +174,7 @@ class _Scattering(Departure):
         *,
         wide: bool,
     ) -> None:
-        """Args: own: where those for the own tokens belong, and are written if they stay here."""
+        """Args: own: memory of the results for the own tokens."""
         self._outward, self._order, self._travelling, self._own = outward, order, travelling, own
         self._widths = widths = [x.shape[3] for x in own if x.dim() == 4]
         like, members, width = own[0], order.members, order.width
@@ -189,7 +208,7 @@ class _Scattering(Departure):
                 place[travelling.member].narrow(dim, 0, some.shape[dim]).copy_(some)
                 target.copy_(whole)
         blocks, lses = self._blocks, self._lses
-        # Else they would live as long as this does.
+        # The results travel: this object must not hold their memory.
         del self._blocks, self._lses, self._places, self._written, self._mine
         tokens = between(0, own[0].shape[1])
         pieces = common(tokens if travelling is None else travelling.rows, tokens)
@@ -226,8 +245,13 @@ def gathering(
 ) -> GatheringTeam:
     """A team that gathers blocks.
 
-    Args: owned: positions of all ranks. members: whose blocks they are, in the order of the
-        channels. own: whose block this rank has. moves: from it or to it, of one round.
+    Args:
+        inward: channel of the inputs.
+        outward: channel of the results.
+        owned: positions of all ranks.
+        members: owners of the blocks, in the order of the channels' ranks.
+        own: owner of the block that this rank has.
+        moves: moves from and to this rank, of one round.
     """
     rows = {move.block.owners[0]: move.block.rows for move in moves}
     if not moves:
@@ -237,7 +261,7 @@ def gathering(
     return GatheringTeam(inward, outward, *order)
 
 
-@lru_cache(maxsize=64)  # both passes of a micro-batch have the same
+@lru_cache(maxsize=64)  # both passes of a micro-batch ask for the same
 def _ordered(
     owned: Owned,
     members: tuple[int, ...],
@@ -245,9 +269,14 @@ def _ordered(
     travelling: tuple[tuple[int, Rows], ...],
     width: int,
 ) -> tuple[Assembly, Travelling | None]:
-    """The tokens that a rank has in the end, and what travels of its own.
+    """How the tokens of a team are joined, and the rows that this rank sends (None: all).
 
-    Args: travelling: which rows of each member.
+    Args:
+        owned: positions of all ranks.
+        members: owners of the blocks.
+        own: owner of the block that this rank has.
+        travelling: (owner, rows that travel), for each member.
+        width: rows to which blocks are padded.
     """
     rows = dict(travelling)
     if all(row_count(rows[owner]) == owned.lengths[owner] for owner in rows):
@@ -259,10 +288,10 @@ def _ordered(
 
 
 class ExchangingTeam(Team):
-    """U ranks that split the heads: every rank gets the tokens of all, for its share of them."""
+    """U ranks that split the heads: each gets the tokens of all U ranks, for its own heads."""
 
     def gather(self, message: TensorNames, given: Named, part: SomeHeads) -> Pending[Tensors]:
-        """See Team.gather; the part is one of every share."""
+        """See Team.gather; `part` selects heads of each rank's share."""
         (name,) = message
         return self.come(given[name], part.slices[name])
 
@@ -271,15 +300,24 @@ class ExchangingTeam(Team):
         return _Exchanging(self, operation, targets)
 
     def come(self, x: Tensor, part: Index = None) -> Pending[Tensors]:
-        """[B,S,U*h,D] -> [B,T,those of this rank's h heads,D], contiguous; [B,U*h,S] likewise."""
+        """[B,S,U*h,D] -> [B,T,heads,D], contiguous, of this rank's h heads; [B,U*h,S] likewise.
+
+        Args:
+            x: the own tokens, with all heads.
+            part: heads of each share; None: all h.
+        """
         tokens = 1 if x.dim() == 4 else 2
         blocks = _shares(x, self.order.members, part).movedim(3 - tokens, 0)
         coming = self._inward.all_to_all(padded(blocks, 1 + tokens, self.order.width))
         return Pending(lambda: (self.order.join(coming.wait(), tokens).contiguous(),))
 
     def leave(self, x: Tensor, target: Tensor, part: Index = None) -> Pending[None]:
-        """Sends [B,T,heads,D] or [B,heads,T] back to where the tokens are: to those heads of every
-        rank's share in target [B,S,U*h,D] or [B,U*h,S].
+        """Sends results back to the ranks that own the tokens.
+
+        Args:
+            x: [B,T,heads,D] or [B,heads,T].
+            target: [B,S,U*h,D] or [B,U*h,S]; the results go to the heads of each share in it.
+            part: heads of each share; None: all h.
         """
         tokens = 1 if x.dim() == 4 else 2
         under_way = self._outward.all_to_all(self.order.split(x, tokens))
@@ -293,7 +331,7 @@ class ExchangingTeam(Team):
 
 
 class _Exchanging(Departure):
-    """Results for all tokens at once, by the ranks whose tokens they are."""
+    """Sends the results for all tokens of a team at once, to the ranks that own the tokens."""
 
     def __init__(self, team: ExchangingTeam, operation: Operation, targets: Named) -> None:
         self._team, self._operation, self._targets = team, operation, targets
@@ -328,13 +366,17 @@ def together(all_of: Sequence[Pending[None]]) -> Pending[None]:
 
 
 def _packed(x: Tensor, dim: int, travelling: Travelling) -> Tensor:
-    """What travels of a tensor of the own tokens."""
+    """The rows of a tensor that travel."""
     return packed(x, dim, travelling.rows, between(0, x.shape[dim]))
 
 
 def _shares(x: Tensor, members: int, part: Index) -> Tensor:
-    """[B,S,U*h,D] -> [B,S,U,heads,D], rows [B,U*h,S] -> [B,U,heads,S], as a view. Args: part: of
-    each share.
+    """[B,S,U*h,D] -> [B,S,U,heads,D], rows [B,U*h,S] -> [B,U,heads,S], as a view.
+
+    Args:
+        x: the tensor, with all heads.
+        members: U.
+        part: heads of each share; None: all h.
     """
     shares = x.unflatten(2 if x.dim() == 4 else 1, (members, -1))
     return shares if part is None else shares[(EVERYTHING, *part)]

@@ -1,9 +1,10 @@
 """Compiles a placement into a plan: of all ranks, or of one without looking at what others do.
 
-A placement says where pairs of blocks meet. From that follows which ranks a block reaches in which
-steps, whatever the mask: its line. What a mask leaves of it, and which rows of the block the ranks
-there need, is the block's route. The hops of routes are the moves of a plan: inputs go along them,
-results back from them. A rank's part has those hops of every route that begin or end there.
+A placement says where pairs of blocks meet. So it says which ranks a block reaches in which steps,
+whatever the mask: these ranks are the stops of the block's line. A mask removes stops from the
+line and rows from the block: the rest is the block's route. Each hop of a route becomes a move of
+the plan: hops of inputs lead from the block's owner, hops of results lead to it. A rank's part of
+the plan has the hops that begin or end at the rank.
 """
 
 from bisect import bisect_right
@@ -52,8 +53,9 @@ from megatron_cp_plugin.errors import ConfigError
 Side = Literal["queries", "keys"]
 SIDES: tuple[Side, ...] = ("queries", "keys")
 
-_HOME = -1  # in place of the number of a stop: the rank where a route begins
-_NOWHERE = -2
+# In place of the number of a stop:
+_HOME = -1  # the rank where inputs start, or where results end
+_NOWHERE = -2  # a rank that is no stop of the block
 
 
 @lru_cache(maxsize=64)
@@ -83,7 +85,7 @@ def plan_of(
 
 
 class _Pair(NamedTuple):
-    """A block of queries and one of keys, by their owners, and where some or all rows meet."""
+    """A block of queries and a block of keys, by their owners, and the place where they meet."""
 
     query: int
     key: int
@@ -93,7 +95,7 @@ class _Pair(NamedTuple):
 class _Hop(NamedTuple):
     """Rows of a block that go from one rank to another.
 
-    Attributes: posted, needed: as of `Move`.
+    Attributes: posted, needed: steps, as in `Move`.
     """
 
     posted: int
@@ -104,13 +106,21 @@ class _Hop(NamedTuple):
 
 
 class _Line:
-    """The stops of a block: all ranks that it reaches, whatever the mask, by their first step.
+    """The stops of a block: all ranks that it reaches, whatever the mask, in the order of their
+    first steps. The number of a stop is its index in that order.
+
+    Ranks and owners are distances from an origin: the block's owner if the placement is cyclic,
+    else rank 0.
 
     Attributes:
-        ranks: of the stops, as distances from a rank. number: of the stop, by that distance.
-        first, last: steps in which each stop begins and ends to compute with the block.
-        met: of other blocks, by the distance of their owners, the stops and the parts that meet.
-        stop: the one stop of each of them, if no two of them have the same and all rows meet.
+        ranks: the rank of each stop.
+        number: the number of a stop, by its rank.
+        first, last: steps in which each stop first and last computes with the block.
+        met: (number of a stop, part of the query rows) of each place where another block meets this
+            one, by the owner of that other block.
+        stop: the number of the stop where another block meets this one, by the owner of that block;
+            empty unless each stop meets one other block, each other block one stop, and all rows
+            meet.
     """
 
     def __init__(self, meetings: Iterable[tuple[int, Place]]) -> None:
@@ -135,14 +145,16 @@ class _Line:
 
 @dataclass
 class _Route:
-    """What a mask leaves of a block's line.
+    """The part of a block's line that a mask leaves.
 
     Attributes:
-        origin: the rank from which distances count.
-        home: the rank where the results belong. source: the rank that has the block at first.
-        needed: rows that stops compute with, by their numbers in ascending order.
-        stops: numbers of those that the block reaches. gap: see `longest_gap`.
-        rows: what comes to each stop; None: what it needs, and the stops behind it.
+        origin: the rank from which the line's distances count.
+        home: the rank to which the results go.
+        source: the rank that has the block at first.
+        needed: rows that a stop computes with, by the number of the stop, in ascending order.
+        stops: numbers of the stops that the block reaches.
+        gap: see `longest_gap`.
+        rows: rows that come to every stop; None: those that the stop and the stops behind it need.
     """
 
     side: Side
@@ -160,14 +172,17 @@ class _Routes:
     """Which blocks meet where under a mask, and how they get there; the same in both passes.
 
     Attributes:
-        masked: pairs of blocks that do not see each other are left out. selective: so are rows.
-        at_once: which rows meet is found for all pairs of blocks together.
-        pairs: what is computed. steps: how many all ranks have.
-        hops: of inputs (false) and of results (true), by side and owner of the block.
-        received: rows that ranks have of a block of others.
-        retained: rows of a block of keys that a rank keeps, by the owner.
-        times: when any rank sends inputs or results; only if the plan is of one rank.
-        widths: rows of the longest block of all that come together.
+        masked: pairs of blocks that do not see each other are left out.
+        selective: rows that do not see the other block of a pair are left out too.
+        at_once: the rows that meet are found for all pairs of blocks together.
+        pairs: pairs that are computed, those of `rank` only if it is given.
+        steps: number of steps of one group of heads, the same on all ranks.
+        hops: hops of inputs (false) and of results (true), by side and owner of the block.
+        received: rows of a block that a rank has, by side, owner and rank.
+        retained: rows of a block of keys that a rank keeps, by the block's owner.
+        times: (posted, needed) of all sends of inputs (false) and of results (true), by side; only
+            if the plan is of one rank.
+        widths: number of rows to which the blocks of a team are padded, by side and owner.
     """
 
     def __init__(
@@ -178,7 +193,12 @@ class _Routes:
         rank: int | None,
         returning: bool,
     ) -> None:
-        """Args: rank: as of `plan_of`. returning: blocks come from the ranks that retained them."""
+        """Finds the pairs, and the hops of both passes.
+
+        Args:
+            rank: as in `plan_of`.
+            returning: blocks of keys come from the ranks that retained them in the forward.
+        """
         self.placement, self.mask, self.rank, self.size = placement, mask, rank, placement.size
         self.returning = returning
         self.tokens = placement.layout.within(mask.followed), self.size, seq_len
@@ -210,7 +230,7 @@ class _Routes:
             self.received.update(((side, owner, hop.target), hop.rows) for hop in hops)
 
     def home(self, side: Side, owner: int) -> int:
-        """The rank that has a block in the beginning."""
+        """The rank that has a block before the first step: the owner, or the holder of the keys."""
         return owner if side == "queries" else self.holders[owner]
 
     def part(self, pair: _Pair) -> tuple[int, int]:
@@ -240,7 +260,7 @@ class _Routes:
             self._follow(side, owner, 0, _Line(found))
 
     def _meet_alike(self) -> None:
-        """The same where pairs of blocks that are equally far apart meet alike."""
+        """Asks the placement, which is `cyclic`, only for the pairs with the keys of rank 0."""
         size, ranks = self.size, range(self.size) if self.rank is None else (self.rank,)
         places = [(t, place) for t in range(size) for place in self.placement.place(t, 0)]
         for t, place in places:
@@ -262,10 +282,10 @@ class _Routes:
                 self._follow(side, owner, owner, line)
 
     def _gather(self) -> None:
-        """Where blocks come together, each to all ranks of a team, which get the same rows.
+        """Gathers blocks: each block goes to all ranks of a team, and all get the same rows of it.
 
-        The ranks that compute with the same queries are a team, and those that do with the same
-        keys. Of teams without the rank only counts whether anything travels there.
+        The ranks that compute with the same queries are a team, and so are the ranks that compute
+        with the same keys. Of teams without `rank` only matters whether anything travels in them.
         """
         placement, ranks = self.placement, range(self.size) if self.rank is None else (self.rank,)
         blocks = {rank: placement.blocks_of(rank) for rank in ranks}
@@ -280,7 +300,7 @@ class _Routes:
                     self._note_gathered(side)
 
     def _note_gathered(self, side: Side) -> None:
-        """Notes when blocks of a side come together, if there are any in whatever team."""
+        """Notes when blocks of a side travel, if any team has blocks that travel."""
         number = SIDES.index(side)
         if self.rank is None or self.times[side, False]:
             return
@@ -325,7 +345,7 @@ class _Routes:
             )
 
     def _add(self, pair: _Pair) -> None:
-        """Adds a pair if the mask needs it; of other ranks' pairs only the step counts."""
+        """Adds a pair if the mask needs it; a pair of another rank only adds to `steps`."""
         if self._has_rows(pair):
             self.steps = max(self.steps, pair.place.step + 1)
             if self.rank in (None, pair.place.rank):
@@ -334,7 +354,7 @@ class _Routes:
     # What the mask needs of them
 
     def _follow(self, side: Side, owner: int, origin: int, line: _Line) -> None:
-        """Finds out how a block travels."""
+        """Finds the hops of a block: of its inputs, and of the results for it."""
         needed = self._needed(side, owner, origin, line)
         stops = self._stops(origin, line, needed)
         if not stops:
@@ -363,7 +383,9 @@ class _Routes:
                 self.hops[of_kind][side, owner] = hops
 
     def _stops(self, origin: int, line: _Line, needed: dict[int, Rows]) -> Sequence[int]:
-        """Where a block goes; a leg of a relay reaches to the last stop that needs it."""
+        """Numbers of the stops that a block reaches; a leg of a relay goes on to its last stop that
+        needs the block.
+        """
         if not self.masked:
             return range(len(line.ranks))
         if not (needed and self.placement.relay):
@@ -396,7 +418,7 @@ class _Routes:
         return dict(sorted(needed.items()))
 
     def _seen(self, side: Side) -> list[dict[int, Rows]]:
-        """[owner][other]: rows of the owner's block that come for the other one's, if any."""
+        """[owner][other]: rows of the owner's block that the other owner's block meets, if any."""
         return self._keys_seen if side == "keys" else self._queries_seen
 
     @cached_property
@@ -428,7 +450,7 @@ class _Routes:
         return sees(self.spans[query], self.spans[key], self.mask)
 
     def _has_rows(self, pair: _Pair) -> bool:
-        """Whether any query of a pair sees any key, if that counts."""
+        """Whether any query of a pair sees any key; true for all pairs if not `masked`."""
         if not self.masked:
             return True
         if pair.place.part == (0, 1) or not self._sees(pair.query, pair.key):
@@ -437,7 +459,9 @@ class _Routes:
         return sees(queries, self.spans[pair.key], self.mask)
 
     def _rows(self, side: Side, pair: _Pair) -> Rows:
-        """Rows of one of the two blocks that come for a pair: all, or those that meet."""
+        """Rows of one block of a pair that travel for the pair: all, or those that meet the other
+        block.
+        """
         if not self._has_rows(pair):
             return ()
         start, stop = self.part(pair)
@@ -452,7 +476,7 @@ class _Routes:
     # How they travel
 
     def _straight(self, route: _Route, *, results: bool) -> Iterator[_Hop]:
-        """From one rank to every other one, or back."""
+        """Hops between the home, or source, and each stop: inputs to the stops, results back."""
         home = route.home if results else route.source
         steps = route.line.last if results else route.line.first
         stops = route.stops if results else self._after_source(route)
@@ -465,8 +489,8 @@ class _Routes:
             yield _Hop(step, step + 1, *((rank, home) if results else (home, rank)), rows)
 
     def _passed_on(self, route: _Route) -> Iterator[_Hop]:
-        """From stop to stop of a leg, and from the first one of a leg to that of the next one; each
-        as soon as its source has the block.
+        """Hops of inputs: from each stop of a leg to the next one, and from the first stop of a leg
+        to the first stop of the next leg. A stop sends the block as soon as it has it.
         """
         first, home, head = route.line.first, route.source, _HOME
         at, legs = self._stop_of(route, home), self._legs(route, self._after_source(route))
@@ -486,8 +510,8 @@ class _Routes:
             yield _Hop(begin, end, *ranks, given[target])
 
     def _summed_up(self, route: _Route) -> Iterator[_Hop]:
-        """From stop to stop of a leg, each of which adds its own results, and from the last one
-        home. Nothing is sent before there is something to add.
+        """Hops of results: from each stop of a leg to the next one, and from the last stop home.
+        Each stop adds its own results to the sum. The first stop that computes sends the first sum.
         """
         last, home = route.line.last, route.home
         at = self._stop_of(route, home)
@@ -507,11 +531,13 @@ class _Routes:
     def _given(
         self, route: _Route, legs: Sequence[Sequence[int]], wanted: set[int]
     ) -> dict[int, Rows]:
-        """Rows that come to some stops: what is needed there, and where they are passed on to."""
+        """Rows that come to each of the `wanted` stops: those that it needs, and those that
+        the stops behind it need.
+        """
         if route.rows is not None:
             return dict.fromkeys(wanted, route.rows)
         found: dict[int, Rows] = {}
-        later: Rows = ()  # what is needed in the legs behind
+        later: Rows = ()  # rows that the legs behind need
         for leg in reversed(legs) if wanted else ():
             near = self._is_near(route, leg, route.source)
             found |= _unions(route, leg[::-1], wanted if near else {*wanted, leg[0]})
@@ -524,7 +550,7 @@ class _Routes:
             self.times[side, results].update(times)
 
     def _after_source(self, route: _Route) -> Sequence[int]:
-        """Stops without that of the rank that the block comes from, if it retained it."""
+        """The route's stops, without the rank that retained the block and now sends it."""
         if route.source == route.home:
             return route.stops
         source = route.line.number[(route.source - route.origin) % self.size]
@@ -538,7 +564,7 @@ class _Routes:
         return [[stop for _, stop in leg] for _, leg in of_legs]
 
     def _is_near(self, route: _Route, leg: Sequence[int], home: int) -> bool:
-        """Whether a leg is that of the rank where the route begins or ends."""
+        """Whether rank `home` belongs to this leg."""
         return self.one_leg or self.legs[self._rank_at(route, leg[0], home)] == self.legs[home]
 
     def _stop_of(self, route: _Route, home: int) -> int | None:
@@ -551,12 +577,12 @@ class _Routes:
         return home if stop == _HOME else (route.origin + route.line.ranks[stop]) % self.size
 
 
-# Both passes of a micro-batch have the same, where placements are.
+# Both passes of a micro-batch use the same routes if their placements are equal.
 _routes = lru_cache(maxsize=16)(_Routes)
 
 
 def _hops(chain: Sequence[int], at: int | None) -> Sequence[int]:
-    """Which hops of a chain of stops begin or end at one of them. Args: at: None: all do."""
+    """Numbers of the hops of a chain of stops that begin or end at stop `at`; None: of all hops."""
     if at is None:
         return range(len(chain) - 1)
     if at not in chain:
@@ -566,7 +592,7 @@ def _hops(chain: Sequence[int], at: int | None) -> Sequence[int]:
 
 
 def _unions(route: _Route, stops: Iterable[int], wanted: set[int]) -> dict[int, Rows]:
-    """By wanted stop what it and all those before it need."""
+    """Rows that a wanted stop and all stops before it in `stops` need, by the wanted stop."""
     found: dict[int, Rows] = {}
     parts: list[Rows] = [()]
     for stop in stops if wanted else ():
@@ -580,7 +606,7 @@ def _unions(route: _Route, stops: Iterable[int], wanted: set[int]) -> dict[int, 
 
 
 class _Pass:
-    """A pass over routes in the making: of one group of heads first, then of all."""
+    """Makes the plan of a pass from its routes: the routes are of one group, the plan of all."""
 
     def __init__(self, routes: _Routes, phase: Phase) -> None:
         self.routes, self.placement, self.phase = routes, routes.placement, phase
@@ -616,7 +642,7 @@ class _Pass:
         )
 
     def _moves(self) -> Iterator[Move]:
-        """Those of all groups of heads."""
+        """The moves of all groups of heads."""
         assembled, most = self.placement.assembled, max(self.routes.lengths)
         for offset, group, results, side, all_messages in self._travelling():
             for (of_side, owner), hops in self.routes.hops[results].items():
@@ -647,8 +673,10 @@ class _Pass:
     def _travelling(
         self,
     ) -> Iterator[tuple[int, HeadGroup, bool, Side, tuple[tuple[TensorNames, ...], ...]]]:
-        """What travels of blocks: steps before those of the group of heads, the group, whether they
-        are results, the side, and the tensors by message and by what is sent in one go.
+        """Tensors that travel, by group of heads, direction and side.
+
+        Yields: (number of steps before the group's first, the group, whether the tensors are
+        results, the side, and for each move its messages, each a tuple of tensor names).
         """
         forward, assembled = self.phase == "forward", self.placement.assembled
         for number, group in enumerate(self.groups):
@@ -680,7 +708,7 @@ class _Pass:
             yield step, rank, Block((query,), rows), Block((key,), self._rows("keys", key, rank))
 
     def _joined(self) -> Iterator[tuple[int, int, Block, Block]]:
-        """All pairs of a rank as one computation."""
+        """One computation for each rank, of all its pairs: step, rank, queries and keys."""
         routes = self.routes
         for _, _, (rank, step, _) in routes.pairs:
             blocks = []
@@ -698,13 +726,13 @@ class _Pass:
             yield step, rank, blocks[0], blocks[1]
 
     def _rows(self, side: Side, owner: int, rank: int) -> Rows:
-        """Those of a block that a rank has."""
+        """Rows of a block that a rank has."""
         rows = self.routes.received.get((side, owner, rank))
         return between(0, self.routes.lengths[owner]) if rows is None else rows
 
     def _redistributed(self, absent: Iterable[tuple[int, int]], steps: int) -> Iterator[Move]:
-        """Keys and values go to their holders before anything else, and their gradients back to the
-        owners after it; of all ranks, which exchange them together.
+        """Moves of keys and values to their holders before the first step, and of their gradients
+        back to the owners after the last; always of all ranks, because all exchange them together.
         """
         for owner, holder in absent:
             tokens = self.routes.lengths[owner]
