@@ -22,7 +22,7 @@ from megatron_cp_plugin.core.blocks.packed_rows import packed
 from megatron_cp_plugin.core.blocks.rows import token_dim
 from megatron_cp_plugin.core.call import Call
 from megatron_cp_plugin.core.comm import Communicator, Pending
-from megatron_cp_plugin.core.execution.filled_heads import FilledHeads
+from megatron_cp_plugin.core.execution.padded_heads import PaddedHeads
 from megatron_cp_plugin.core.execution.passes import (
     Backward,
     Forward,
@@ -95,7 +95,7 @@ class Executor:
     transport: Transport
     way: Way | None
     teams: Teams
-    filled: FilledHeads | None
+    filled: PaddedHeads | None
     keep: bool
     overlap: bool
 
@@ -242,7 +242,7 @@ def executor_of(
     steps = with_wanted_gradients(steps, dq=call.dq, dkv=call.dkv)
     channels, rank = team_channels(placement, topology), topology.rank
     teams: dict[bool, Team] = {}
-    filled: FilledHeads | None = None
+    filled: PaddedHeads | None = None
     way, keep = None, False
     if isinstance(placement, BlockPlacement) and channels:
         # The same rows for all groups of heads.
@@ -266,7 +266,7 @@ def executor_of(
         order = assemble(spans, max(exchange.spans.lengths))
         teams[False] = teams[True] = ExchangingTeam(inward, outward, order)
         parts = exchanged(parts, exchange, rank, members, placement.exchanges)
-        filled = FilledHeads.of(shape.heads, shape.kv_heads, placement.members)
+        filled = PaddedHeads.of(shape.heads, shape.kv_heads, placement.members)
         if (filled.heads, filled.sent_kv_heads) == (shape.heads, shape.kv_heads):
             filled = None
         keep = placement.keep
@@ -275,7 +275,7 @@ def executor_of(
     )
 
 
-def _filled(filled: FilledHeads, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _filled(filled: PaddedHeads, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """With zero heads and copies of KV heads."""
     return {
         name: filled.fill_keys(x) if name in OF_KEYS else filled.fill_queries(x)
