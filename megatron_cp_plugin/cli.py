@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_cp_plugin import __version__
 from megatron_cp_plugin.core.masks.document_lengths import lengths_of
-from megatron_cp_plugin.ending import one_line_errors
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.extras import need
 from megatron_cp_plugin.integration.args import OneLineParser
 from megatron_cp_plugin.paths import check_file
 from megatron_cp_plugin.planner.text_table import text_table
+from megatron_cp_plugin.process_exit import one_line_errors
 from megatron_cp_plugin.tokens import heads_of, tokens_of
 
 if TYPE_CHECKING:

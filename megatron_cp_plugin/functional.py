@@ -13,7 +13,7 @@ from typing import Literal
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_cp_plugin import ending
+from megatron_cp_plugin import process_exit
 from megatron_cp_plugin.arguments import SpanMask, check_eager, check_tensors, flag
 from megatron_cp_plugin.context import (
     Group,
@@ -315,7 +315,7 @@ def one_line_errors() -> Iterator[None]:
     """Within this context, around a whole program, what the package refuses ends the process with
     one line and exit code 2; under torchrun once for all ranks, at the end of its report.
     """
-    with ending.one_line_errors():
+    with process_exit.one_line_errors():
         try:
             yield
         except ContextParallelError as error:

@@ -58,10 +58,10 @@ from megatron_cp_plugin.core.layout import Layout, shard
 from megatron_cp_plugin.core.layouts.document_layout import PaddedDocuments
 from megatron_cp_plugin.core.masks.document_lengths import Lengths, lengths_of
 from megatron_cp_plugin.core.masks.documents import random_documents
-from megatron_cp_plugin.ending import one_line_errors
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.kernels import kernel_names, resolve
 from megatron_cp_plugin.paths import check_folder
+from megatron_cp_plugin.process_exit import one_line_errors
 from megatron_cp_plugin.registry import layout_of
 from megatron_cp_plugin.tokens import tokens_of
 

@@ -36,12 +36,12 @@ from megatron_cp_plugin.core.masks.documents import random_documents
 from megatron_cp_plugin.core.masks.tile_batches import Batches
 from megatron_cp_plugin.core.partial import Accumulator, GradientSum, accumulation_dtype
 from megatron_cp_plugin.core.tiles import Mask, plan_tiles
-from megatron_cp_plugin.ending import one_line_errors
 from megatron_cp_plugin.errors import KernelUnavailableError
 from megatron_cp_plugin.kernels import kernel_names, resolve
 from megatron_cp_plugin.kernels.base import kernel_called
 from megatron_cp_plugin.kernels.fused import merge_into, sum_into
 from megatron_cp_plugin.planner.trace import alone
+from megatron_cp_plugin.process_exit import one_line_errors
 from megatron_cp_plugin.tokens import tokens_of
 
 # Each adds up partials of its own in every step.

@@ -35,8 +35,8 @@ from megatron_cp_plugin.core.communication.devices import take_gpu
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.core.layout import Contiguous, Layout, shard
 from megatron_cp_plugin.core.masks.documents import random_documents
-from megatron_cp_plugin.ending import one_line_errors
 from megatron_cp_plugin.paths import check_folder
+from megatron_cp_plugin.process_exit import one_line_errors
 from megatron_cp_plugin.registry import layout_of
 from megatron_cp_plugin.tokens import tokens_of
 

@@ -22,9 +22,9 @@ from megatron_cp_plugin.core.communication.devices import take_gpu
 from megatron_cp_plugin.core.kernel import Problem, Statistics
 from megatron_cp_plugin.core.masks.slices import Slice, Slices
 from megatron_cp_plugin.core.tiles import Mask, visible_pairs
-from megatron_cp_plugin.ending import one_line_errors
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.kernels import resolve
+from megatron_cp_plugin.process_exit import one_line_errors
 
 ALGOS = "zigzag,zigzag:layout=documents,distflash,allgather,attention2d,ulysses"
 

@@ -26,8 +26,8 @@ import torch.distributed as dist
 from profiles import Span, by_class, device_spans, gaps, longest, new_profiler
 from torch import Tensor
 
-from megatron_cp_plugin.ending import one_line_errors
 from megatron_cp_plugin.integration import launch
+from megatron_cp_plugin.process_exit import one_line_errors
 
 REPORT = "benchmark_train_job: "
 OUT_OF_MEMORY = 3  # exit code

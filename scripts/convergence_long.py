@@ -33,11 +33,11 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
 
-from megatron_cp_plugin.ending import one_line_errors
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.harness.parity import Iteration
 from megatron_cp_plugin.integration.yaml_config import load_run_file
 from megatron_cp_plugin.paths import check_folder
+from megatron_cp_plugin.process_exit import one_line_errors
 
 _LAST = 100  # iterations whose mean loss is shown
 

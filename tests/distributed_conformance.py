@@ -26,9 +26,9 @@ from megatron_cp_plugin.core.communication.streams import capture
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.core.kernel import Problem, Statistics
 from megatron_cp_plugin.core.layout import shard
-from megatron_cp_plugin.ending import one_line_errors
 from megatron_cp_plugin.errors import ConfigError, KernelUnavailableError
 from megatron_cp_plugin.kernels import resolve
+from megatron_cp_plugin.process_exit import one_line_errors
 from megatron_cp_plugin.registry import layout_of
 from tests.oracle import Expected, expected_attention
 from tests.span_masks import dense, random_spans

@@ -10,7 +10,7 @@ from typing import Literal
 from megatron_cp_plugin.algorithms.ring_routes import Rules, nodes_for, ring_placement
 from megatron_cp_plugin.core.algorithm import Algorithm, group_counts, number
 from megatron_cp_plugin.core.comm import Phase
-from megatron_cp_plugin.core.execution.filled_heads import FilledHeads
+from megatron_cp_plugin.core.execution.padded_heads import PaddedHeads
 from megatron_cp_plugin.core.layout import Grouped
 from megatron_cp_plugin.core.pipeline import (
     HeadGroup,
@@ -86,5 +86,5 @@ class HeadSplit(Algorithm):
         of_rank = filled.heads // size, filled.sent_kv_heads // size
         return head_groups(*of_rank, most, share_kv=size == total and of_rank[1] == 1)
 
-    def _filled(self, shape: Shape) -> FilledHeads:
-        return FilledHeads.of(shape.heads, shape.kv_heads, self.degree(shape.kv_heads))
+    def _filled(self, shape: Shape) -> PaddedHeads:
+        return PaddedHeads.of(shape.heads, shape.kv_heads, self.degree(shape.kv_heads))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.core.comm import Pending
-from megatron_cp_plugin.core.communication.streams import Beside, capturing
+from megatron_cp_plugin.core.communication.streams import SideStream, capturing
 from megatron_cp_plugin.core.layout import Contiguous
 from megatron_cp_plugin.core.linear.decay import Decay, combine
 from megatron_cp_plugin.core.linear.route import Route
@@ -55,7 +55,7 @@ class Lasp(StatePassing):
         place = chain.index(self.topology.rank)
         ((start, stop),) = route.runs[self.topology.rank]
         (own,) = states
-        beside = Beside(own.device)
+        beside = SideStream(own.device)
         before = self._sent  # which is waited for beside: its memory goes back to this stream
         arrived = first
         self._sit_out(place - 1)

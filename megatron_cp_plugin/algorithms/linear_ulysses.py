@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_cp_plugin.algorithms.lasp2 import Lasp2
 from megatron_cp_plugin.core.algorithm import Algorithm, Traffic
 from megatron_cp_plugin.core.blocks.assembly import assemble
-from megatron_cp_plugin.core.execution.filled_heads import FilledHeads
+from megatron_cp_plugin.core.execution.padded_heads import PaddedHeads
 from megatron_cp_plugin.core.execution.team import ExchangingTeam, together
 from megatron_cp_plugin.core.linear.algorithm import (
     LinearAlgorithm,
@@ -137,15 +137,15 @@ class LinearUlysses(LinearAlgorithm):
         size = self.topology.size
         return max(self.layout.length(rank, size, seq_len) for rank in range(size))
 
-    def _filled(self, heads: int) -> FilledHeads:
-        return FilledHeads.of(heads, heads, self.topology.size)
+    def _filled(self, heads: int) -> PaddedHeads:
+        return PaddedHeads.of(heads, heads, self.topology.size)
 
-    def _mine(self, heads: FilledHeads) -> slice:
+    def _mine(self, heads: PaddedHeads) -> slice:
         """The heads that this rank computes."""
         share = heads.heads // self.topology.size
         return slice(self.topology.rank * share, (self.topology.rank + 1) * share)
 
-    def _of(self, call: LinearCall, heads: FilledHeads) -> LinearCall:
+    def _of(self, call: LinearCall, heads: PaddedHeads) -> LinearCall:
         """The same attention of this rank's heads, those of zeros without decay."""
         rates = call.decay.rates + (1.0,) * (heads.heads - len(call.decay.rates))
         return replace(call, decay=Decay(rates[self._mine(heads)]))

@@ -35,10 +35,10 @@ from megatron.training.datasets.sft_dataset import SFTDataset
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 from torch import Tensor
 
-from megatron_cp_plugin.ending import refusals_in_one_line
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.integration.rules import check
 from megatron_cp_plugin.integration.settings import Settings
+from megatron_cp_plugin.process_exit import refusals_in_one_line
 
 _OF_DOCUMENTS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
 _KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids", *_OF_DOCUMENTS)

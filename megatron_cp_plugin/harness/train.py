@@ -10,11 +10,11 @@ from math import prod
 
 import torch
 
-from megatron_cp_plugin.ending import INTERRUPTED, REFUSED, one_line_errors, whole_program
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.extras import need
 from megatron_cp_plugin.integration import launch
 from megatron_cp_plugin.integration.args import OneLineParser, split_flags
+from megatron_cp_plugin.process_exit import INTERRUPTED, REFUSED, one_line_errors, whole_program
 
 _SIZES = ("context_parallel_size", "tensor_model_parallel_size", "pipeline_model_parallel_size")
 _HELP = """usage: megatron-cp train --config FILE [--nproc-per-node N] [flags]

@@ -12,7 +12,7 @@ from megatron_cp_plugin.core.comm import others_lost
 from megatron_cp_plugin.errors import ContextParallelError
 
 
-class FirstCalls:
+class FirstCallCheck:
     """The first call of training, and that of evaluation, in which ranks compare notes."""
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class FirstCalls:
         return compared
 
 
-class LaterAnswers:
+class DeferredChecks:
     """Checks that were begun while the model runs, and whose answers are asked for later."""
 
     def __init__(self) -> None:

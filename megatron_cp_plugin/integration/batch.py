@@ -20,7 +20,7 @@ from megatron_cp_plugin.core.communication.same_numbers import later, same_on_al
 from megatron_cp_plugin.core.communication.streams import capturing
 from megatron_cp_plugin.core.masks.documents import document_starts
 from megatron_cp_plugin.errors import ContextParallelError
-from megatron_cp_plugin.integration.agreement import FirstCalls, LaterAnswers
+from megatron_cp_plugin.integration.agreement import DeferredChecks, FirstCallCheck
 from megatron_cp_plugin.integration.documents import DocumentMask, RawSpans, attention_spans
 from megatron_cp_plugin.integration.runtime import Runtime
 
@@ -68,10 +68,10 @@ class Batches:
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
         self.spans: DocumentMask | None = None
-        self._calls = FirstCalls()
+        self._calls = FirstCallCheck()
         self._last: dict[str, Tensor] = {}
         self._last_cut = Cut()
-        self.checks = LaterAnswers()
+        self.checks = DeferredChecks()
         self._cut = 0  # how many batches
 
     def shard(self, batch: dict[str, Any], group: dist.ProcessGroup) -> dict[str, Any]:

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 
 from megatron_cp_plugin.config import ContextParallelConfig
-from megatron_cp_plugin.ending import model_errors_in_one_line, refusals_in_one_line
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration import compat
 from megatron_cp_plugin.integration.args import PluginFlags, add_algorithm, speak_in_one_line
 from megatron_cp_plugin.integration.batch import Batches
 from megatron_cp_plugin.integration.runtime import Runtime
 from megatron_cp_plugin.integration.wrappers import unwrapped
+from megatron_cp_plugin.process_exit import model_errors_in_one_line, refusals_in_one_line
 
 
 class Hooks:
@@ -77,8 +77,8 @@ class Hooks:
 
         compat.check_args(args)
         self._flags.comm_type.check_model(args)
-        config = self._put_in_force(args)
-        _hand_over(config, args)
+        config = self._activate(args)
+        _write_args(config, args)
         check("start", Settings(args, config))
         with refusals_in_one_line():
             validated = original(args, {} if defaults is None else defaults)
@@ -95,7 +95,7 @@ class Hooks:
         self._args = validated
         return validated
 
-    def _put_in_force(self, args: Any) -> ContextParallelConfig:
+    def _activate(self, args: Any) -> ContextParallelConfig:
         """Checks the plugin's settings against Megatron's, and says what they come to."""
         from megatron_cp_plugin.integration.checks import (
             check_arguments,
@@ -222,7 +222,7 @@ def _models() -> tuple[type, ...]:
     return (GPTModel, HybridModel)
 
 
-def _hand_over(config: ContextParallelConfig, args: Any) -> None:
+def _write_args(config: ContextParallelConfig, args: Any) -> None:
     """Puts settings where Megatron records them, and takes out what it would refuse or build."""
     # Recorded in checkpoints and in Megatron's list of arguments.
     args.context_parallel_algo = config.algo

@@ -17,7 +17,7 @@ from megatron_cp_plugin.core.communication.streams import capturing
 from megatron_cp_plugin.core.layouts.layout_check import describe_mismatch
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration import gated_delta_net
-from megatron_cp_plugin.integration.agreement import FirstCalls, LaterAnswers
+from megatron_cp_plugin.integration.agreement import DeferredChecks, FirstCallCheck
 from megatron_cp_plugin.integration.batch import Batches, Cut
 from megatron_cp_plugin.integration.documents import (
     DocumentMask,
@@ -63,7 +63,7 @@ def serve_inputs(model: nn.Module, batches: Batches, group: dist.ProcessGroup) -
     runtime = batches.runtime
     parameters = inspect.signature(model.forward)
     recurrent = gated_delta_net.has_layers(model)
-    calls, stages = FirstCalls(), _Stages(model)
+    calls, stages = FirstCallCheck(), _Stages(model)
 
     def enter(
         module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -111,9 +111,9 @@ class CutInputs:
         # Layers whose state goes on across documents.
         self._recurrent = gated_delta_net.has_layers(model)
         self._stages = _Stages(model)
-        self._calls = FirstCalls()
+        self._calls = FirstCallCheck()
         self._positions = PositionsOfPacks(runtime.config.layout, group)
-        self._checks = LaterAnswers()  # of this call
+        self._checks = DeferredChecks()  # of this call
         self._called = False
 
     def __call__(

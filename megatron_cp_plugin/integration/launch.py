@@ -14,7 +14,6 @@ from pathlib import Path
 
 import torch
 
-from megatron_cp_plugin.ending import whole_program
 from megatron_cp_plugin.errors import ConfigError, nearest
 from megatron_cp_plugin.extras import need
 from megatron_cp_plugin.integration.args import (
@@ -29,6 +28,7 @@ from megatron_cp_plugin.integration.args import (
     split_flags,
 )
 from megatron_cp_plugin.paths import check_folder
+from megatron_cp_plugin.process_exit import whole_program
 
 _USAGE = "torchrun ... -m megatron_cp_plugin.launch /path/to/pretrain_gpt.py [flags]"
 _EXAMPLE = (

@@ -15,7 +15,7 @@ from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.core.communication.devices import kept_on_device
 from megatron_cp_plugin.core.communication.process_groups import (
-    JointMaking,
+    CollectiveGroupFactory,
     ProcessGroupTopology,
     topology_of,
 )
@@ -46,7 +46,7 @@ class Runtime:
         self._linear: dict[dist.ProcessGroup, LinearAlgorithm] = {}
         self._by_algo: dict[str, Runtime] = {}
         self._topologies: dict[dist.ProcessGroup, Topology] = {}
-        self._making: dict[dist.ProcessGroup, JointMaking] = {}
+        self._making: dict[dist.ProcessGroup, CollectiveGroupFactory] = {}
         self._served: set[tuple[dist.ProcessGroup, Shape]] = set()
 
     def set_up(
@@ -66,7 +66,7 @@ class Runtime:
         if (group, shape) in self._served or group.size() == 1:
             return
         if group not in self._topologies:
-            self._making[group] = JointMaking(new_group)
+            self._making[group] = CollectiveGroupFactory(new_group)
             self._topologies[group] = ProcessGroupTopology(group, self._making[group])
         with self._making[group]:
             for algo in self.config.algorithms:

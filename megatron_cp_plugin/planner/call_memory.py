@@ -72,11 +72,11 @@ def peak_of(
         for n, d in ((heads, dim), (kv_heads, dim), (kv_heads, value_dim), (heads, value_dim))
     )
     call = Call(shape.seq_len, mask, dim**-0.5, _Sizes(kernel))
-    with LivingBytes([q, k, v, dout]):
+    with AllocationTracker([q, k, v, dout]):
         saved = algorithm.forward(q, k, v, call)[2]
         algorithm.backward(dout, saved, call)  # receive buffers have their final size now
         del saved
-    with LivingBytes([q, k, v, dout, *topology.slabs()]) as living:
+    with AllocationTracker([q, k, v, dout, *topology.slabs()]) as living:
         out, lse, saved = algorithm.forward(q, k, v, call)
         forward, living.most = living.most, 0
         del lse
@@ -87,7 +87,7 @@ def peak_of(
     return Peak(forward + peer, living.most + peer, between, peer)
 
 
-class LivingBytes(OnMeta):
+class AllocationTracker(OnMeta):
     """Adds up the storages that are made while the mode is on, as long as they live.
 
     Attributes: now: bytes at present. most: bytes at most, at a time.

@@ -14,7 +14,7 @@ from megatron_cp_plugin.core.linear.decay import Decay
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.kernels.base import kernel_called, kernel_names
-from megatron_cp_plugin.planner.call_memory import DTYPES, LivingBytes, peak_of
+from megatron_cp_plugin.planner.call_memory import DTYPES, AllocationTracker, peak_of
 from megatron_cp_plugin.planner.linear_sizes import LinearSizes
 from megatron_cp_plugin.planner.simulate import by_collectives, pinned, within
 from megatron_cp_plugin.planner.trace import alone
@@ -126,7 +126,7 @@ def _linear_peak(
     )
     # Any rate below 1: so states are weighted, as most models have them.
     call = LinearCall(shape.seq_len, mask.causal, Decay((0.5,) * shape.heads), LinearSizes())
-    with LivingBytes([q, k, v, dout]) as living:
+    with AllocationTracker([q, k, v, dout]) as living:
         out, _, saved = algorithm.forward(q, k, v, None, call)
         gradients = algorithm.backward(dout, None, saved, call)
     del out, gradients

@@ -6,7 +6,7 @@ from math import lcm
 import pytest
 
 import megatron_cp_plugin as cp
-from megatron_cp_plugin.core.execution.filled_heads import FilledHeads
+from megatron_cp_plugin.core.execution.padded_heads import PaddedHeads
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.planner.costs import cost
@@ -73,7 +73,7 @@ def test_equals_unsplit_attention(case: Case, size: int, heads: int, kv_heads: i
 def test_as_few_heads_as_can_be(
     heads: int, kv_heads: int, ranks: int, filled: tuple[int, int]
 ) -> None:
-    found = FilledHeads.of(heads, kv_heads, ranks)
+    found = PaddedHeads.of(heads, kv_heads, ranks)
     assert (found.heads, found.all_kv_heads) == filled
 
 
@@ -82,7 +82,7 @@ def test_as_few_heads_as_can_be(
 def test_the_plan_counts_zero_heads(heads: int, kv_heads: int, size: int) -> None:
     """(P-1)/P times HDe + HEe + V(D+E)e + Hw of the filled heads, and as much work."""
     shape = Shape(1, 64 * size, heads, kv_heads, 16, value_dim=24)
-    filled = FilledHeads.of(heads, kv_heads, size)
+    filled = PaddedHeads.of(heads, kv_heads, size)
     assert not filled.heads % lcm(filled.all_kv_heads, size)
     kv = lcm(filled.all_kv_heads, size) * (16 + 24) * 2
     row = filled.heads * (16 + 24) * 2 + kv + filled.heads * 4

@@ -64,7 +64,7 @@ def test_what_is_sent_stays_until_the_main_stream_has_come_to_its_end(
     def note(what: str) -> None:
         log.append((what, states[0]() is not None))
 
-    class Beside:
+    class SideStream:
         def __init__(self, _: torch.device) -> None: ...
 
         def __enter__(self) -> None: ...
@@ -79,7 +79,7 @@ def test_what_is_sent_stays_until_the_main_stream_has_come_to_its_end(
             held = [x for x, _ in sends]
             return Pending(held.clear)
 
-    monkeypatch.setattr(lasp, "Beside", Beside)
+    monkeypatch.setattr(lasp, "SideStream", SideStream)
     algorithm = lasp.Lasp(VirtualWorld(2).topology(0), lasp.Lasp.Options())
     algorithm._states = Channel()  # type: ignore[assignment]
     route = Route.of(algorithm.layout, 2, 8)

@@ -124,8 +124,8 @@ def _documents(padded: list[int], real: list[int] | None = None) -> Batch:
 
 def main() -> None:
     """Trains with the script's own loop and another forward step."""
-    from megatron_cp_plugin.ending import one_line_errors
     from megatron_cp_plugin.integration import launch
+    from megatron_cp_plugin.process_exit import one_line_errors
 
     way = None
     if "--way" in sys.argv:

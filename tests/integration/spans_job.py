@@ -54,8 +54,8 @@ def positions_of(number: int, tokens: int) -> torch.Tensor:
 
 def main() -> None:
     """Trains with the script's own loop and another forward step."""
-    from megatron_cp_plugin.ending import one_line_errors
     from megatron_cp_plugin.integration import launch
+    from megatron_cp_plugin.process_exit import one_line_errors
 
     kind = taken("--mask")
     seen = taken("--seen")

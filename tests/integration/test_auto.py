@@ -379,7 +379,7 @@ def test_the_door_says_what_a_choice_needs(
 ) -> None:
     from megatron.core import parallel_state
 
-    from megatron_cp_plugin.integration.door import install
+    from megatron_cp_plugin.integration.install import install
 
     parallel_state.initialize_model_parallel()
     try:

@@ -75,7 +75,7 @@ sys.exit(3)
 PROGRAM = """
 import atexit, os, sys, threading, time
 from megatron_cp_plugin.errors import ConfigError
-from megatron_cp_plugin.ending import whole_program
+from megatron_cp_plugin.process_exit import whole_program
 
 def work():
     time.sleep(0.5)

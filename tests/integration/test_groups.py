@@ -10,7 +10,7 @@ import pytest
 import torch
 from megatron.core import parallel_state
 
-from megatron_cp_plugin.core.communication.process_groups import JointMaking
+from megatron_cp_plugin.core.communication.process_groups import CollectiveGroupFactory
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration import groups
@@ -108,7 +108,7 @@ def test_shape_of_the_attention_of_a_tensor_parallel_rank(
 
 
 def test_a_group_that_was_not_made_with_a_model_is_refused() -> None:
-    make = JointMaking(lambda ranks: None)
+    make = CollectiveGroupFactory(lambda ranks: None)
     with make:
         pass
     with pytest.raises(ContextParallelError, match=r"when a model is built, got .* 0, 1 in a "):

@@ -31,7 +31,8 @@ _topologies: dict[ref[dist.ProcessGroup], "ProcessGroupTopology"] = {}
 
 def topology_of(group: dist.ProcessGroup | None) -> Topology:
     """Topology of a process group; None: all processes, or this one where there is no
-    process group. Its ranks alone make further groups, when they need them: see JointMaking.
+    process group. Its ranks alone make further groups, when they need them: see
+    CollectiveGroupFactory.
 
     Raises: ContextParallelError for a group that was destroyed.
     """
@@ -85,7 +86,9 @@ def _alone() -> Topology:
 class ProcessGroupTopology(Topology):
     """Over a torch.distributed process group."""
 
-    def __init__(self, group: dist.ProcessGroup, make: "JointMaking | None" = None) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, make: "CollectiveGroupFactory | None" = None
+    ) -> None:
         """Args: make: makes the further groups; None: the ranks of each do, when they need it."""
         super().__init__(dist.get_rank(group), dist.get_world_size(group))
         end_after_gloo()
@@ -194,7 +197,7 @@ class ProcessGroupTopology(Topology):
         self._further.clear()
 
 
-class JointMaking:
+class CollectiveGroupFactory:
     """Makes process groups by all ranks of the job together, in one order on all of them.
 
     Ranks that make unequally many groups by themselves disagree about the names of later ones,

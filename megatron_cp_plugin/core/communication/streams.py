@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 
-class Beside:
+class SideStream:
     """Within this context kernels are queued beside the current stream, as of its making.
 
-    What was queued before `Beside(device)` is visible inside; what is queued between that and
+    What was queued before `SideStream(device)` is visible inside; what is queued between that and
     `join` runs at the same time. Does nothing on devices without streams.
     """
 

@@ -23,7 +23,7 @@ from megatron_cp_plugin.core.blocks.packed_rows import packed
 from megatron_cp_plugin.core.blocks.rows import token_dim
 from megatron_cp_plugin.core.call import Call
 from megatron_cp_plugin.core.comm import Communicator, Pending
-from megatron_cp_plugin.core.execution.filled_heads import FilledHeads
+from megatron_cp_plugin.core.execution.padded_heads import PaddedHeads
 from megatron_cp_plugin.core.execution.passes import (
     Backward,
     Forward,
@@ -99,7 +99,7 @@ class Executor:
     transport: Transport
     way: Way | None
     teams: Teams
-    filled: FilledHeads | None
+    filled: PaddedHeads | None
     keep: bool
     overlap: bool
 
@@ -253,7 +253,7 @@ def executor_of(
     steps = with_wanted_gradients(steps, dq=call.dq, dkv=call.dkv)
     channels, rank = team_channels(placement, topology), topology.rank
     teams: dict[bool, Team] = {}
-    filled: FilledHeads | None = None
+    filled: PaddedHeads | None = None
     way, keep = None, False
     if isinstance(placement, BlockPlacement) and channels:
         # Only moves before the first step: each group of heads has the same rows.
@@ -277,7 +277,7 @@ def executor_of(
         order = assemble(spans, max(exchange.spans.lengths))
         teams[False] = teams[True] = ExchangingTeam(inward, outward, order)
         parts = exchanged(parts, exchange, rank, members, placement.exchanges)
-        filled = FilledHeads.of(shape.heads, shape.kv_heads, placement.members)
+        filled = PaddedHeads.of(shape.heads, shape.kv_heads, placement.members)
         if (filled.heads, filled.sent_kv_heads) == (shape.heads, shape.kv_heads):
             filled = None
         keep = placement.keep
@@ -286,7 +286,7 @@ def executor_of(
     )
 
 
-def _filled(filled: FilledHeads, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _filled(filled: PaddedHeads, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The tensors with zero heads, and copies of KV heads, added."""
     return {
         name: filled.fill_keys(x) if name in OF_KEYS else filled.fill_queries(x)

@@ -9,12 +9,12 @@ RANKS = 2
 # Rank 0 comes late; the ranks of argv refuse.
 PROGRAM = """
 import os, sys, time
-from megatron_cp_plugin import ending
+from megatron_cp_plugin import process_exit
 from megatron_cp_plugin.errors import ConfigError
 
-ending._PATIENCE_S = float(sys.argv[1])
+process_exit._PATIENCE_S = float(sys.argv[1])
 rank = os.environ["LOCAL_RANK"]
-with ending.one_line_errors():
+with process_exit.one_line_errors():
     if rank == "0":
         time.sleep(0.5)
     if rank in sys.argv[2:]:
@@ -74,7 +74,7 @@ def test_a_program_on_the_functional_interface_refuses_in_one_line(tmp_path: Pat
 
 def test_an_interrupt_is_one_line_of_the_first_rank(tmp_path: Path) -> None:
     program = (
-        "from megatron_cp_plugin.ending import whole_program\n"
+        "from megatron_cp_plugin.process_exit import whole_program\n"
         "with whole_program():\n    raise KeyboardInterrupt"
     )
     found = end(tmp_path, program)

@@ -13,7 +13,7 @@ from megatron_cp_plugin.core.partial import accumulation_dtype
 
 
 @dataclass(frozen=True)
-class FilledHeads:
+class PaddedHeads:
     """H query heads, `shared` of them for each of G KV heads, and what they are filled up to.
 
     Query heads are added to every KV head first, then KV heads with as many query heads each. A
