@@ -264,7 +264,7 @@ class Context:
             check_shapes(q, k, v)
             if self._spans is not None and not causal:
                 raise ContextParallelError("spans replace causal=False, got both: leave causal out")
-            made.lengths = self._held(topology, q.shape[1], known)
+            made.lengths = self._held(topology, q.shape[1], known, heads=q.shape[2])
             trained = torch.is_grad_enabled()
             made.settings = {
                 "algo": self._algo,
@@ -337,7 +337,7 @@ class Context:
                     "linear attention has no spans, got some: leave them out"
                 )
             rates = Decay.of(decay, q.shape[2])
-            made.lengths = self._held(topology, q.shape[1], known)
+            made.lengths = self._held(topology, q.shape[1], known, heads=q.shape[2])
             made.settings = {
                 "algo": self._algo,
                 "options": self._options,
@@ -425,10 +425,15 @@ class Context:
         topology.lengths.cut.add((layout.name, tokens))
         return layout
 
-    def _held(self, topology: Topology, tokens: int, known: bool) -> tuple[object, ...]:
+    def _held(
+        self, topology: Topology, tokens: int, known: bool, heads: int = 0
+    ) -> tuple[object, ...]:
         """What is the same on all ranks that hold the tokens of one layout.
 
-        Raises: ContextParallelError if the layout cannot cut so many, or nobody has.
+        Args: known: whether they are known to be split so. heads: of all these tokens.
+
+        Raises: ContextParallelError if the layout cannot cut so many, or nobody has, or if heads
+        look like tokens.
         """
         seq_len = self._seq_len
         if seq_len is not None:
@@ -439,6 +444,12 @@ class Context:
                 f"a context needs tokens that were split in its {self._layout.name} layout, got "
                 f"{tokens} on rank {topology.rank} of {topology.size}, as of no sequence so far: "
                 "split them by its shard or positions, or give it seq_len="
+            )
+        if topology.size > 1 and tokens * topology.size < heads:
+            raise ContextParallelError(
+                f"attention takes [B,S,H,D], got {heads} heads of {tokens * topology.size} tokens "
+                f"in all: split x.transpose(1, 2), or pass seq_len={tokens * topology.size} if "
+                "that is right"
             )
         return (tokens,)
 

@@ -228,6 +228,29 @@ def test_tokens_in_another_dimension_are_refused():
     assert refusal(unshard) == "unshard " + said.format("x")
 
 
+@pytest.mark.parametrize("plain", [True, False])
+def test_heads_that_are_split_for_tokens_are_refused(plain):
+    """[B,H,N,D] looks like [B,S,H,D], but nobody has more heads than tokens."""
+
+    def body(topology):
+        context, x = cp.Context(algo="zigzag", group=topology), whole(heads=8).transpose(1, 2)
+        if plain:
+            q = cp.shard(x, 1, algo="zigzag", group=topology)
+            cp.attention(q, q, q, algo="zigzag", group=topology)
+        else:
+            context.attention(*[context.shard(x)] * 3)
+
+    def few_tokens(topology):
+        context = cp.Context(algo="zigzag", group=topology, seq_len=8)
+        context.attention(*[context.shard(whole(tokens=8, heads=9))] * 3)
+
+    assert refusal(body) == (
+        "attention takes [B,S,H,D], got 64 heads of 8 tokens in all: split x.transpose(1, 2), or "
+        "pass seq_len=8 if that is right"
+    )
+    assert refusal(few_tokens) is None
+
+
 def test_tokens_that_were_not_split_are_refused():
     """By their number where the length is known; else where all ranks hold the same ones."""
 

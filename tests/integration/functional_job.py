@@ -21,13 +21,14 @@ size = dist.get_world_size()
 generator = torch.Generator().manual_seed(0)
 whole = [torch.randn(1, 120, size, 8, generator=generator) for _ in range(3)]
 for algo in 2 * algos:
-    q, k, v = (cp.shard(x, 1, algo=algo).requires_grad_() for x in whole)
+    c = cp.Context(algo=algo)
+    q, k, v = (c.shard(x).requires_grad_() for x in whole)
     if algo in cp.available("softmax"):
-        out = cp.attention(q, k, v, algo=algo)
+        out = c.attention(q, k, v)
     else:
-        out = cp.linear_attention(q, k, v, algo=algo, decay=0.9)
+        out = c.linear_attention(q, k, v, decay=0.9)
     out.sum().backward()
-    cp.unshard(out, 1, algo=algo)
+    c.unshard(out)
 dist.all_reduce(out.detach().sum())
 if not forget:
     dist.destroy_process_group()
