@@ -62,6 +62,16 @@ def test_pip_installs_into_the_environment_that_runs() -> None:
     assert (Path(sys.executable).parent / "pip").exists()
 
 
+def test_a_script_beside_the_checkout_finds_the_package(tmp_path: Path) -> None:
+    """The checkout's folder has the package's name."""
+    (tmp_path / "megatron_cp_plugin").mkdir()
+    (tmp_path / "script.py").write_text("import megatron_cp_plugin as cp\ncp.attention\n")
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, str(tmp_path / "script.py")]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_name_is_enough(packages: Path) -> None:
     install(packages, "striped_package", example())
     install(packages, "kernel_package", KERNEL)

@@ -88,6 +88,8 @@ def prepare(argv: Sequence[str], run_file: bool = False) -> list[str]:
     if path is None:
         flags.check()
     of_the_file = check_run_file(path, words)
+    if run_file:
+        _let_first_rank_warn()
     platform, why = _platform(flags.platform or of_the_file)
     if platform == "cpu":
         from megatron_cp_plugin.integration import cpu
@@ -274,6 +276,13 @@ def _allow_one_connection(argv: Sequence[str]) -> None:
     if name not in os.environ and sharded.isdisjoint(argv):
         os.environ[name] = "1"
         _say(f"{name} set to 1, as Megatron demands")
+
+
+def _let_first_rank_warn() -> None:
+    """Leaves it to the first rank to say, as Megatron does at its import, what is not installed."""
+    if os.environ.get("RANK", "0") != "0":
+        missing = r".*(is|are) not installed|.*your version is 0\.0\.0"
+        warnings.filterwarnings("ignore", missing, UserWarning, r"megatron\.")
 
 
 def _say(message: str) -> None:

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -221,6 +222,24 @@ def test_all_ranks_refuse_with_one_line_and_exit_code_2(
     arguments: str, message: str, tmp_path: Path
 ) -> None:
     assert refused(run_warm(tmp_path, *TINY, *arguments.split(), ranks=2)) == message
+
+
+@pytest.mark.parametrize(("rank", "said"), [("0", 3), ("1", 1)])
+def test_one_rank_says_what_is_not_installed(
+    rank: str, said: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", rank)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        launch._let_first_rank_warn()
+        for message, module in (
+            ("Apex is not installed. Falling back to Torch Norm", "megatron.core.models.backends"),
+            ("Only TE>=1.7.0 supports it, but your version is 0.0.0.", "megatron.core.extensions"),
+            ("The loss is not a number", "megatron.training.training"),
+        ):
+            warnings.warn_explicit(message, UserWarning, "file.py", 1, module)
+    assert len(caught) == said
+    assert str(caught[-1].message).startswith("The loss")
 
 
 @pytest.mark.parametrize(
