@@ -604,18 +604,18 @@ def test_settings_error_of_a_run_is_passed_on(harness: ModuleType, tmp_path: Pat
 
 SABOTAGE = """
 import runpy, sys
-from megatron_cp_plugin.algorithms.ring import Ring
+from megatron_cp_plugin.core.execution.executor import Executor
 
-right = Ring.backward
+right = Executor.backward
 calls = 0
 
 def wrong(self, *args, **kwargs):
     global calls
     calls += 1
     dq, dk, dv = right(self, *args, **kwargs)
-    return dq, dk * (1.001 if calls > {first}[self.name] else 1), dv
+    return dq, dk * (1.001 if calls > {first}[self.transport._algorithm] else 1), dv
 
-Ring.backward = wrong
+Executor.backward = wrong
 sys.argv[0] = {launcher!r}
 runpy.run_path({launcher!r}, run_name="__main__")
 """
