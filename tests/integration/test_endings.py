@@ -48,25 +48,48 @@ for thread in threads:
 launch.main()
 """
 
-# An operation is done, but a thread of gloo waits for the GIL to let go of its tensors, when Python
-# is finalized: the program has a process group to the end. In a real job that happens by chance.
+# A process group lives to the end, and a thread of gloo waits for the GIL, to let go of the tensors
+# of its last operation, when Python is finalized. In a real job that happens by chance. Here rank 1
+# comes to the operation when rank 0 gives the GIL away no more, until it is finalized.
 FORGETFUL = """
 import atexit, sys, time
+from pathlib import Path
 import torch
 import torch.distributed as dist
-
-atexit.register(print, "first handler")
 import megatron_cp_plugin as cp
 
 dist.init_process_group("gloo")
+handled = []
+atexit._clear()  # some of these handlers, and all output, give the GIL away
+atexit.register(handled.append, "first")
 x = cp.shard(torch.ones(1, 8, 2, 8), 1, algo="zigzag").requires_grad_()
 out = cp.attention(x, x, x, algo="zigzag")
-atexit.register(print, "last handler")
-sys.setswitchinterval(1000)
-dist.all_reduce(torch.ones(1 << 20), async_op=True)
-end = time.monotonic() + 1
-while time.monotonic() < end:
-    pass
+ones, posted = torch.ones(4), Path(sys.argv[1], "posted")
+seen = ones.numpy()
+
+def all_reduce():
+    handled.append("last")
+    sys.setswitchinterval(1000)
+    if dist.get_rank() == 1:
+        while not posted.exists():
+            time.sleep(0.01)
+        time.sleep(0.5)
+    dist.all_reduce(ones, async_op=True)
+    posted.touch()
+    end = time.monotonic() + 60
+    while min(seen) < 2 and time.monotonic() < end:
+        pass
+    end = time.monotonic() + 1
+    while time.monotonic() < end:
+        pass
+
+class Global:
+    def __del__(self, print=print, handled=handled, sleep=time.sleep):
+        print(*handled)
+        sleep(1)
+
+atexit.register(all_reduce)
+kept = Global()
 sys.exit(3)
 """
 
@@ -143,7 +166,7 @@ def test_no_thread_of_gloo_that_could_abort_is_left(
 
 
 @ON_LINUX
-def test_a_program_that_forgets_to_release_ends_with_its_code() -> None:
-    job = run(program=("-c", FORGETFUL), ranks=2)
+def test_a_program_that_forgets_to_release_ends_with_its_code(tmp_path: Path) -> None:
+    job = run(str(tmp_path), program=("-c", FORGETFUL), ranks=2)
     assert [process.returncode for process in job.processes] == [3, 3], job.text
-    assert [process.stdout for process in job.processes] == ["last handler\nfirst handler\n"] * 2
+    assert [process.stdout for process in job.processes] == ["last first\n"] * 2
