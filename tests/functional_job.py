@@ -197,6 +197,7 @@ def unsplit() -> dict[str, object]:
 def absent() -> dict[str, object]:
     """Rank 1 does not come: to a call, to the making of a further group."""
     found: dict[str, object] = {}
+    dist.barrier()  # whoever comes much later than the others makes no such group with them
     groups = [dist.new_group(timeout=timedelta(seconds=2)) for _ in range(2)]
     of_group = topology_of(groups[1])
     of_group.channel("first")

@@ -288,7 +288,7 @@ def test_ranks_remember_that_there_are_unequal_shards(monkeypatch):
         with pytest.raises(ContextParallelError, match=r"got 4 on rank 0 and 3 .*: pass seq_len=7"):
             cp.attention(x, x, x, algo="ring", group=topology)
 
-    run_virtual(2, body, timeout_s=5)
+    run_virtual(2, body)
 
 
 def test_one_rank_compares_nothing(gathered):
