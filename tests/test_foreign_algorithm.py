@@ -47,8 +47,8 @@ CASES = [
     Case("random_balanced"),
     Case("random_balanced", (("ranks", "any"), ("seed", 7), ("chunks", 2))),
     Case("halves"),
-    Case("striped"),
-    Case("striped", (("travels", "queries"), ("chunks", 2))),
+    Case("striped_here"),
+    Case("striped_here", (("travels", "queries"), ("chunks", 2))),
 ]
 CONTRIBUTING = Path(__file__).parent.parent / "CONTRIBUTING.md"
 
@@ -60,7 +60,7 @@ def registered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(registry, "_algorithms", dict(registry._algorithms))
     cp.register("random_balanced")(RandomBalanced)
     cp.register("halves")(Halves)
-    # The example of CONTRIBUTING.md, as printed.
+    # The example of CONTRIBUTING.md.
     (tmp_path / "striped.py").write_text(example())
     spec = spec_from_file_location("striped", tmp_path / "striped.py")
     assert spec is not None
@@ -69,9 +69,10 @@ def registered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def example() -> str:
+    """By another name than printed, by which whoever has tried it may have installed it."""
     _, _, rest = CONTRIBUTING.read_text().partition("## Add an algorithm")
     _, _, code = rest.partition("```python\n")
-    return code.partition("```")[0]
+    return code.partition("```")[0].replace('@register("striped")', '@register("striped_here")')
 
 
 def plans(case: Case, size: int, shape: Shape, mask: Mask) -> Iterator[Plan]:
@@ -121,7 +122,7 @@ def test_conformance_plan_bytes_cost_and_picture(case: Case, size: int, mask: st
 def test_bytes_of_the_example(travels: str) -> None:
     """P-1 times K and V there and in the backward, dK and dV back; or Q, dO, delta and lse."""
     size, tokens, heads, kv_heads, dim = 4, 6, 8, 2, 16
-    case = Case("striped", (("travels", travels),))
+    case = Case("striped_here", (("travels", travels),))
     shape = Shape(1, tokens * size, heads, kv_heads, dim)
     q, kv, row = heads * dim * 2, 2 * kv_heads * dim * 2, heads * 4
     each = {"keys": (kv, 2 * kv), "queries": (q + q + row, 2 * q + 2 * row + q)}[travels]
@@ -145,11 +146,11 @@ def test_the_random_assignment_balances_what_the_mask_leaves() -> None:
 
 
 def test_the_commands_know_it(capsys: pytest.CaptureFixture[str]) -> None:
-    for name, option in (("random_balanced", "ranks=any"), ("striped", "travels=queries")):
+    for name, option in (("random_balanced", "ranks=any"), ("striped_here", "travels=queries")):
         assert cli.main(["draw", "--algo", name, "--size", "4", "--option", option]) == 0
         assert f"{name}, {option} · 4 ranks" in capsys.readouterr().out
     assert cli.main(["plan", "--size", "4", "--seq-len", "64", "--heads", "8"]) == 0
-    assert {"random_balanced", "striped"} <= set(capsys.readouterr().out.split())
+    assert {"random_balanced", "striped_here"} <= set(capsys.readouterr().out.split())
 
 
 def test_classes_that_are_no_algorithm_are_refused() -> None:

@@ -76,17 +76,17 @@ def test_a_name_is_enough(packages: Path) -> None:
     install(packages, "striped_package", example())
     install(packages, "kernel_package", KERNEL)
     expected = expected_attention(seq_len=30, heads=4, kv_heads=2, head_dim=8, causal=True)
-    case = Case("striped", (("travels", "queries"),))
+    case = Case("striped_here", (("travels", "queries"),))
     results, _ = run(case, expected, 3, kernel="ours")
     assert_matches(case, results, expected, bound=1e-10)
-    assert "striped" in cp.available("softmax")
+    assert "striped_here" in cp.available("softmax")
     assert "ours" in kernel_names()
 
 
 def test_other_processes_know_them(packages: Path) -> None:
     """Those that programs start, in which nobody imports anything by hand."""
     install(packages, "striped_package", example())
-    words = "-m", "megatron_cp_plugin.cli", "draw", "--algo", "striped", "--size", "3"
+    words = "-m", "megatron_cp_plugin.cli", "draw", "--algo", "striped_here", "--size", "3"
     path = os.pathsep.join((str(packages), str(Path(cp.__file__).parents[1])))
     found = subprocess.run(
         (sys.executable, *words),
@@ -96,7 +96,7 @@ def test_other_processes_know_them(packages: Path) -> None:
         check=False,
     )
     assert found.returncode == 0, found.stderr
-    assert "striped · 3 ranks" in found.stdout
+    assert "striped_here · 3 ranks" in found.stdout
 
 
 def test_one_that_cannot_be_imported_is_named(packages: Path) -> None:
@@ -105,7 +105,7 @@ def test_one_that_cannot_be_imported_is_named(packages: Path) -> None:
     with pytest.raises(ConfigError, match=r"^striped_package lists .* 'nothing_of_that_name'\): "):
         cp.available()
     with pytest.raises(ConfigError, match="striped_package lists striped_package"):
-        registry.algorithm_class("striped")
+        registry.algorithm_class("striped_here")
 
 
 def test_auto_takes_no_kernel_that_was_registered() -> None:

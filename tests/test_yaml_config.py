@@ -280,6 +280,14 @@ def test_values_of_the_command_line_are_waited_for(tmp_path: Path) -> None:
         check_early(path, [])
 
 
+def test_a_megatron_that_nobody_has_run_may_have_other_flags(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("megatron: {of_tomorrow: 1}")
+    check_early(path, ["--cp-allow-untested-megatron", "--also-of-tomorrow", "2"])
+    with pytest.raises(ConfigError, match="no such Megatron flag"):
+        check_early(path, [])
+
+
 def test_value_that_no_flag_sets(tmp_path: Path) -> None:
     made = add_arguments(argparse.ArgumentParser())
     made.add_argument("--always", action="store_true", default=True)
