@@ -10,9 +10,9 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
+from megatron_cp_plugin.core.head_groups import head_groups
 from megatron_cp_plugin.core.kernel import Lengths, Packing, Problem, SoftmaxKernel, Statistics
 from megatron_cp_plugin.core.partial import accumulation_dtype
-from megatron_cp_plugin.core.pipeline import head_groups
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.installed import load_installed
 from megatron_cp_plugin.kernels.choice import choose, loader, named

@@ -15,8 +15,8 @@ from megatron_cp_plugin.core.call import Call
 from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.communication.peer import SlottedCommunicator
 from megatron_cp_plugin.core.communication.virtual import VirtualPeerCommunicator, run_virtual
+from megatron_cp_plugin.core.head_groups import head_groups
 from megatron_cp_plugin.core.layout import shard, unshard
-from megatron_cp_plugin.core.pipeline import head_groups
 from megatron_cp_plugin.core.placement import Place
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask

@@ -55,8 +55,8 @@ from megatron_cp_plugin.core.execution.transport import (
     redistribute,
     team_channels,
 )
+from megatron_cp_plugin.core.head_groups import HeadGroup
 from megatron_cp_plugin.core.partial import delta_of
-from megatron_cp_plugin.core.pipeline import HeadGroup
 from megatron_cp_plugin.core.placement import BlockPlacement, HeadPlacement, Placement
 from megatron_cp_plugin.core.plans.plan import (
     OF_KEYS,

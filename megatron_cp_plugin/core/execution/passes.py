@@ -25,6 +25,7 @@ from megatron_cp_plugin.core.execution.team import (
     Tensors,
     together,
 )
+from megatron_cp_plugin.core.head_groups import HeadGroup
 from megatron_cp_plugin.core.kernel import Statistics
 from megatron_cp_plugin.core.masks.batch import Batch
 from megatron_cp_plugin.core.masks.tile_batches import Batches
@@ -36,7 +37,6 @@ from megatron_cp_plugin.core.partial import (
     accumulation_dtype,
     rows_at,
 )
-from megatron_cp_plugin.core.pipeline import HeadGroup
 from megatron_cp_plugin.core.plans.plan import OF_KEYS, OF_ROWS, RESULTS, Move
 
 Teams = Mapping[bool, Team]  # of queries (false), of keys (true)
