@@ -33,7 +33,7 @@ from megatron_cp_plugin.arguments import (
 from megatron_cp_plugin.core import layout as layouts
 from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.core.autograd.autocast import cast_inputs
-from megatron_cp_plugin.core.autograd.function import Attention, called, check_shapes
+from megatron_cp_plugin.core.autograd.function import Attention, check_shapes, compiled_call
 from megatron_cp_plugin.core.autograd.whole import whole_of
 from megatron_cp_plugin.core.comm import existing
 from megatron_cp_plugin.core.communication.lengths import agreed_length, check_cut, remember
@@ -293,10 +293,10 @@ class Context:
             given = dict(self._options)
             algorithm = softmax_algorithm(*_choose(topology, shape, mask, kernel, given))
         of_mask = causal, window, documents, slices
-        algorithm, call = called(
+        compiled = compiled_call(
             algorithm, q, k, v, sink, seq_len, *of_mask, scale, resolver(kernel)
         )
-        out: Tensor = Attention.apply(q, k, v, sink, algorithm, call, None)
+        out: Tensor = Attention.apply(q, k, v, sink, compiled, None)
         if topology.size > 1:
             remember(out, 1, layout, seq_len, topology)
         return out

@@ -15,8 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import megatron_cp_plugin as cp
+from megatron_cp_plugin.core.algorithm import Compiled
 from megatron_cp_plugin.core.call import Call
 from megatron_cp_plugin.core.kernel import SoftmaxKernel
+from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.planner.dry_run import DryRunGroup
 from megatron_cp_plugin.registry import create
@@ -61,11 +63,11 @@ def called(algo: str, size: int, *, peer_access: bool, **options) -> Seen:
     """The second forward and backward of the last rank, whose messages go nowhere."""
     algorithm = create(algo, DryRunGroup(size - 1, (0,) * size, peer_access=peer_access), options)
     q, k, v = (torch.empty(1, 24, 4, 8, device="meta") for _ in range(3))
-    call = Call(24 * size, Mask(), 1.0, Idle())
+    compiled = Compiled(algorithm, Call(Shape.of(q, k, v, 24 * size), Mask(), 1.0, Idle()))
 
     def step() -> None:
-        out, _, saved = algorithm.forward(q, k, v, call)
-        algorithm.backward(out, saved, call)
+        out, _, saved = compiled.forward.attend(q, k, v)
+        compiled.backward().differentiate(out, saved)
 
     step()
     with Seen() as seen:

@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from megatron_cp_plugin.core import partial
+from megatron_cp_plugin.core.algorithm import Compiled
 from megatron_cp_plugin.core.autograd.function import attend
 from megatron_cp_plugin.core.call import Call
 from megatron_cp_plugin.core.communication.virtual import run_virtual
 from megatron_cp_plugin.core.layout import shard
+from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.kernels.reference import Reference
@@ -91,9 +93,9 @@ def test_calls_of_a_pass(
         spy.gaps = gaps
         algorithm = create(algo, topology, options).within(DOCUMENTS)
         q, k, v, dout = (shard(x, 1, algorithm.layout, topology.rank, SIZE) for x in whole)
-        call = Call(SEQ_LEN, mask, 8**-0.5, spy)
-        out, _, saved = algorithm.forward(q, k, v, call)
-        found = out, *algorithm.backward(dout, saved, call)
+        compiled = Compiled(algorithm, Call(Shape.of(q, k, v, SEQ_LEN), mask, 8**-0.5, spy))
+        out, _, saved = compiled.forward.attend(q, k, v)
+        found = out, *compiled.backward().differentiate(dout, saved)
         own = (shard(x, 1, algorithm.layout, topology.rank, SIZE) for x in want)
         return max(map(relative_error, found, own)), spy.calls
 
@@ -140,9 +142,11 @@ def test_dtypes_that_models_have(algo: str, options: dict, dtype: torch.dtype, g
         algorithm = create(algo, topology, {"layout": "thd", **options}).within(DOCUMENTS)
         of_rank = [algorithm.layout, topology.rank, SIZE]
         q, k, v, dout = (shard(x, 1, *of_rank).to(dtype) for x in whole)
-        call = Call(SEQ_LEN, Mask(documents=DOCUMENTS), 8**-0.5, kernel)
-        out, _, saved = algorithm.forward(q, k, v, call)
-        found = out, *algorithm.backward(dout, saved, call)
+        compiled = Compiled(
+            algorithm, Call(Shape.of(q, k, v, SEQ_LEN), Mask(documents=DOCUMENTS), 8**-0.5, kernel)
+        )
+        out, _, saved = compiled.forward.attend(q, k, v)
+        found = out, *compiled.backward().differentiate(dout, saved)
         assert {x.dtype for x in found} == {dtype}
         return max(
             relative_error(x.double(), shard(y, 1, *of_rank))
@@ -167,8 +171,11 @@ def test_rows_that_came_are_added_together(size: int, monkeypatch: pytest.Monkey
         algorithm = create("zigzag", topology, {"layout": "thd"}).within(DOCUMENTS)
         length = algorithm.layout.length(topology.rank, size, SEQ_LEN)
         q = torch.randn(1, length, 4, 8, dtype=torch.float64)
-        call = Call(SEQ_LEN, Mask(documents=DOCUMENTS), 8**-0.5, Reference())
-        algorithm.backward(q, algorithm.forward(q, q, q, call)[2], call)
+        compiled = Compiled(
+            algorithm,
+            Call(Shape.of(q, q, q, SEQ_LEN), Mask(documents=DOCUMENTS), 8**-0.5, Reference()),
+        )
+        compiled.backward().differentiate(q, compiled.forward.attend(q, q, q)[2])
 
     monkeypatch.setattr(partial, "_add_rows", counted)
     run_virtual(size, body)
@@ -187,7 +194,8 @@ def test_attention_without_documents_keeps_a_call_a_tile() -> None:
 
     def body(topology: Topology) -> int:
         algorithm, spy = create("allgather", topology, {"chunks": 1}), Unpacked()
-        algorithm.forward(q, q, q, Call(SEQ_LEN, Mask(), 1.0, spy))
+        call = Call(Shape.of(q, q, q, SEQ_LEN), Mask(), 1.0, spy)
+        Compiled(algorithm, call).forward.attend(q, q, q)
         return spy.calls["forward"]
 
     assert run_virtual(SIZE, body) == [2, 2, 2, 1]

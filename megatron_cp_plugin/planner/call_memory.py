@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.core.algorithm import Algorithm
+from megatron_cp_plugin.core.algorithm import Algorithm, Compiled
 from megatron_cp_plugin.core.call import Call
 from megatron_cp_plugin.core.fused import register_fused
 from megatron_cp_plugin.core.kernel import Packing, SoftmaxKernel, Statistics
@@ -71,17 +71,17 @@ def peak_of(
         torch.empty((shape.batch, tokens, n, d), dtype=DTYPES[shape.element_bytes], device="meta")
         for n, d in ((heads, dim), (kv_heads, dim), (kv_heads, value_dim), (heads, value_dim))
     )
-    call = Call(shape.seq_len, mask, dim**-0.5, _Sizes(kernel))
+    compiled = Compiled(algorithm, Call(shape, mask, dim**-0.5, _Sizes(kernel)))
     with AllocationTracker([q, k, v, dout]):
-        saved = algorithm.forward(q, k, v, call)[2]
-        algorithm.backward(dout, saved, call)  # receive buffers have their final size now
+        saved = compiled.forward.attend(q, k, v)[2]
+        compiled.backward().differentiate(dout, saved)  # receive buffers have their final size now
         del saved
     with AllocationTracker([q, k, v, dout, *topology.slabs()]) as living:
-        out, lse, saved = algorithm.forward(q, k, v, call)
+        out, lse, saved = compiled.forward.attend(q, k, v)
         forward, living.most = living.most, 0
         del lse
         between = living.now
-        gradients = algorithm.backward(dout, saved, call)
+        gradients = compiled.backward().differentiate(dout, saved)
     del out, gradients
     peer = topology.peer_bytes
     return Peak(forward + peer, living.most + peer, between, peer)

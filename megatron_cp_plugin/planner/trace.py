@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.core.algorithm import Algorithm
+from megatron_cp_plugin.core.algorithm import Algorithm, Compiled
 from megatron_cp_plugin.core.call import Call
 from megatron_cp_plugin.core.fused import register_fused
 from megatron_cp_plugin.core.kernel import Packing, Statistics
@@ -108,12 +108,12 @@ def trace_softmax(
     kernel = _Kernel(
         rectangular=rectangular, packs=True, gaps=True, places_outputs=True, places_gradients=True
     )
-    call = Call(shape.seq_len, mask, shape.head_dim**-0.5, kernel)
-    on = algorithm.within(mask.followed)
+    call = Call(shape, mask, shape.head_dim**-0.5, kernel)
+    compiled = Compiled(algorithm.within(mask.followed), call)
     with _recorded() as forward:
-        saved = on.forward(q, k, v, call)[2]
+        saved = compiled.forward.attend(q, k, v)[2]
     with _recorded() as backward:
-        on.backward(dout, saved, call)
+        compiled.backward().differentiate(dout, saved)
     return Trace(tuple(forward), tuple(backward))
 
 

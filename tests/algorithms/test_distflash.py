@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_cp_plugin.core.algorithm import Compiled
 from megatron_cp_plugin.core.call import Call
 from megatron_cp_plugin.core.comm import Communicator, record_communication
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld, run_virtual
@@ -189,11 +190,11 @@ def journals(overlap: bool) -> list[tuple[list[str], list[str]]]:
         topology.channel = noted  # type: ignore[method-assign]
         algorithm = create("distflash", topology, {"overlap": overlap})
         q, k, v, dout = (torch.randn(1, 4, 2, 8) for _ in range(4))
-        call = Call(20, CAUSAL, 1.0, _Journal(entries))
-        saved = algorithm.forward(q, k, v, call)[2]
+        compiled = Compiled(algorithm, Call(Shape.of(q, k, v, 20), CAUSAL, 1.0, _Journal(entries)))
+        saved = compiled.forward.attend(q, k, v)[2]
         forward = list(entries)
         entries.clear()
-        algorithm.backward(dout, saved, call)
+        compiled.backward().differentiate(dout, saved)
         return forward, list(entries)
 
     return run_virtual(5, body)

@@ -17,6 +17,7 @@ from megatron_cp_plugin.core.kernel import Packing, Problem, SoftmaxKernel, Stat
 from megatron_cp_plugin.core.masks.batch import Batch
 from megatron_cp_plugin.core.masks.tile_batches import Batches
 from megatron_cp_plugin.core.partial import Accumulator, GradientSum, delta_of
+from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask, Tile
 from megatron_cp_plugin.errors import ContextParallelError
 from tests.kernels.test_kernels import resolved
@@ -243,7 +244,7 @@ def test_tiles_of_all_kinds(
     inputs = tensors(rows, rows, kv_heads, (64, 64), dtype, batch)
     q, k, v, dout = (x.to(device) for x in inputs)
     wanted = expected(seen.to(device)[mine].bool(), q[:, mine], k, v, dout[:, mine])
-    call = Call(rows, Mask(window=5), 64**-0.5, kernel)
+    call = Call(Shape.of(q, k, v, rows), Mask(window=5), 64**-0.5, kernel)
     assert call.packed
     total = Accumulator(q, 64)
     attend_block(total, q, k, v, work, call)
@@ -295,7 +296,7 @@ def test_a_new_mask_does_not_make_the_host_wait_and_a_graph_wants_one_that_ran(n
     tiles = random_tiles(Random(3), 100, 8, rectangular=kernel.rectangular_causal)
     inputs = (x.to(GPU) for x in tensors(800, 800, 2, (64, 64), dtype, 1))
     q, k, v, _ = inputs
-    call = Call(800, Mask(window=5), 64**-0.5, kernel)
+    call = Call(Shape.of(q, k, v, 800), Mask(window=5), 64**-0.5, kernel)
 
     def attend(work: Batches) -> tuple[Tensor, Tensor]:
         total = Accumulator(q, 64)

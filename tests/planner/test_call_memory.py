@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.core import partial
+from megatron_cp_plugin.core.algorithm import Compiled
 from megatron_cp_plugin.core.call import Call
 from megatron_cp_plugin.core.comm import Pending
 from megatron_cp_plugin.core.communication import virtual
@@ -209,14 +210,14 @@ def test_prediction_is_what_ranks_need(algo: str, options: dict, size: int, mask
         algorithm = create(algo, topology, options)
         layout = algorithm.layout.within(seen.documents)
         q, k, v, dout = (shard(x, 1, layout, topology.rank, size) for x in whole)
-        call = Call(SHAPE.seq_len, seen, 0.25, kernel)
+        compiled = Compiled(algorithm, Call(SHAPE, seen, 0.25, kernel))
         with Counter() as counter:
             for _ in range(2):
                 counter.most = 0
-                out, lse, saved = algorithm.forward(q, k, v, call)
+                out, lse, saved = compiled.forward.attend(q, k, v)
                 del lse
                 forward, between, counter.most = counter.most, counter.now, 0
-                gradients = algorithm.backward(dout, saved, call)
+                gradients = compiled.backward().differentiate(dout, saved)
                 own = counter.excluding([q, k, v, dout])
                 del out, saved, gradients
         peer = topology.peer_bytes

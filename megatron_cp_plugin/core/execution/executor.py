@@ -67,7 +67,6 @@ from megatron_cp_plugin.core.plans.plan import (
     outside,
     with_wanted_gradients,
 )
-from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.topology import Topology
 
 Arrived = tuple[tuple[Delivery, Tensors], ...]
@@ -103,34 +102,44 @@ class Executor:
     keep: bool
     overlap: bool
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Saved]:
-        """See Algorithm.forward."""
-        work = self.begin(q, k, v)
-        self.follow(work)
-        return self.outputs(work)
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Saved]:
+        """Attention of the local queries over all keys.
 
-    def begin(self, q: Tensor, k: Tensor, v: Tensor) -> Forward:
-        """Makes the forward that `follow` runs."""
+        Args:
+            q: [B,S,H,D], contiguous; k: [B,S,G,D] and v: [B,S,G,E] likewise: this rank's tokens in
+                the order of the layout.
+
+        Returns: out [B,S,H,E] in q's dtype; lse [B,H,S], natural logarithm, float32 (float64 for
+        float64); and what `differentiate` needs, local tensors only. Out among them is the same
+        tensor as the one that is returned, because attention sinks change it in place.
+        """
+        given = q, k, v
         if self.redistributes:
             k, v = redistribute(self.topology, self.plan, k, v)
-        given = q, k, v
+            given = q, k, v
         own = {"q": q, "k": k, "v": v}
         if self.filled is not None:
             own = _filled(self.filled, own)
-        return Forward(self.call, self.program, self.teams, own, given, keep=self.keep)
-
-    def outputs(self, work: Forward) -> tuple[Tensor, Tensor, Saved]:
-        """What `Algorithm.forward` returns; call it after `follow`."""
-        (q, k, v), out, lse = work.given, work.out, work.lse
+        work = Forward(self.call, self.program, self.teams, own, keep=self.keep)
+        self.follow(work)
+        out, lse = work.out, work.lse
         if self.filled is not None:
             out, lse = self.filled.own_queries(out), self.filled.own_queries(lse)
         if self.keep:
-            none = [x.new_empty((0, *x.shape[1:])) for x in (q, k, v)]
+            none = [x.new_empty((0, *x.shape[1:])) for x in given]
             return out, lse, (*none, out, *work.kept)
-        return out, lse, (q, k, v, out, lse, *work.retained)
+        return out, lse, (*given, out, lse, *work.retained)
 
-    def backward(self, dout: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
-        """See Algorithm.backward."""
+    def differentiate(self, dout: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of the local shards.
+
+        Args:
+            dout: [B,S,H,E] contiguous, in q's dtype.
+            saved: of `attend`.
+
+        Returns: dq [B,S,H,D], dk [B,S,G,D], dv [B,S,G,E], in the dtypes of q, k, v. Those that the
+        call does not want may be any tensors.
+        """
         q, k, v, out, *rest = saved
         own, kept = {"out": out, "dout": dout}, list[Named]()
         if self.keep:  # of q, k and v only the numbers of heads are here
@@ -229,7 +238,6 @@ def executor_of(
     steps: Plan,
     exchange: Plan | None,
     call: Call,
-    shape: Shape,
     topology: Topology,
     transport: Transport,
     slots: int,
@@ -244,7 +252,6 @@ def executor_of(
         exchange: if teams split heads, a plan that has this rank's exchanges in its team; else
             None.
         call: the call.
-        shape: sizes of the whole problem.
         topology: all ranks.
         transport: sends the messages of the steps.
         slots: see `Transport.way`.
@@ -277,8 +284,8 @@ def executor_of(
         order = assemble(spans, max(exchange.spans.lengths))
         teams[False] = teams[True] = ExchangingTeam(inward, outward, order)
         parts = exchanged(parts, exchange, rank, members, placement.exchanges)
-        filled = PaddedHeads.of(shape.heads, shape.kv_heads, placement.members)
-        if (filled.heads, filled.sent_kv_heads) == (shape.heads, shape.kv_heads):
+        filled = PaddedHeads.of(call.shape.heads, call.shape.kv_heads, placement.members)
+        if (filled.heads, filled.sent_kv_heads) == (call.shape.heads, call.shape.kv_heads):
             filled = None
         keep = placement.keep
     return Executor(

@@ -357,7 +357,6 @@ class Forward(Pass):
     Attributes:
         out: [B,S,H,E], complete after the last round.
         lse: [B,H,S], complete after the last round.
-        given: see `__init__`.
         kept: q, k, v and lse of every round's base blocks, if these stay for the backward.
     """
 
@@ -372,7 +371,6 @@ class Forward(Pass):
         program: Program,
         teams: Teams,
         own: Named,
-        given: tuple[Tensor, Tensor, Tensor],
         *,
         keep: bool,
     ) -> None:
@@ -383,10 +381,9 @@ class Forward(Pass):
             program: what this rank does.
             teams: see Executor.
             own: q, k and v of the rank's tokens.
-            given: q, k and v without the zero heads.
             keep: base blocks stay for the backward.
         """
-        self.own, self.given = own, given
+        self.own = own
         q, v = own["q"], own["v"]
         self._begin_with(call, program, teams, q, v)
         self._wide = accumulation_dtype(q.dtype)
