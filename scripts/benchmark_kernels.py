@@ -175,7 +175,7 @@ def times(
     statistics = Statistics(merged, out=out.to(q.dtype))
 
     def backward() -> None:
-        sums = Gradients(*map(GradientSum, (q, k, v)))
+        sums = Gradients(GradientSum(q), GradientSum(k, v))
         differentiate_block(sums, dout, q, k, v, statistics, work, call)
 
     return milliseconds(forward), milliseconds(backward)

@@ -100,8 +100,8 @@ def test_sums_of_bf16_gradients_lose_nothing_but_the_last_rounding(count):
     total = GradientSum(like)
     for part in parts:
         total.add(slice(0, 64), part)
-    assert torch.equal(total.result(), parts.float().sum(0).bfloat16())
-    assert torch.equal(total.result(torch.float32), parts.float().sum(0))
+    assert torch.equal(total.result()[0], parts.float().sum(0).bfloat16())
+    assert torch.equal(total.result(torch.float32)[0], parts.float().sum(0))
 
 
 @pytest.mark.parametrize("placed", [False, True])
@@ -110,18 +110,18 @@ def test_sums_of_few_gradients_are_rounded_once(placed):
     whole = torch.full((1, 64, 4, 8), torch.nan, dtype=torch.bfloat16)
     first, *parts = torch.randn(4, 1, 64, 2, 8).bfloat16()
     rows = slice(10, 50), slice(0, 30), slice(50, 60)
-    total = GradientSum(first, few=True, place=(lambda: whole[:, :, 1:3]) if placed else None)
+    total = GradientSum(first, few=True, place=(lambda: (whole[:, :, 1:3],)) if placed else None)
     assert total.place_of_first(63) is None
     place = total.place_of_first(64)
     assert (place is None) == (not placed)
-    place = first.clone() if place is None else place
-    total.add(slice(0, 64), place.copy_(first))
+    own = first.clone() if place is None else place[0]
+    total.add(slice(0, 64), own.copy_(first))
     assert total.place_of_first(64) is None
     expected = first.float()
     for part, some in zip(parts, rows, strict=True):
         total.add(some, part[:, some])
         expected[:, some] += part[:, some]
-    total.write(whole[:, :, 1:3])
+    total.write((whole[:, :, 1:3],))
     assert torch.equal(whole[:, :, 1:3], expected.bfloat16())
     assert whole[:, :, [0, 3]].isnan().all()
 
@@ -154,8 +154,8 @@ def test_sums_of_some_rows():
     total = GradientSum(torch.zeros(1, 4, 1, 2))
     total.add(slice(2, 4), torch.ones(1, 2, 1, 2))
     total.add(slice(1, 3), torch.ones(1, 2, 1, 2))
-    assert total.result()[0, :, 0, 0].tolist() == [0, 1, 2, 1]
-    assert GradientSum(torch.zeros(1, 4, 1, 2)).result().abs().sum() == 0
+    assert total.result()[0][0, :, 0, 0].tolist() == [0, 1, 2, 1]
+    assert GradientSum(torch.zeros(1, 4, 1, 2)).result()[0].abs().sum() == 0
 
 
 class Counted:
@@ -244,7 +244,7 @@ def test_few_gradients_are_summed_in_as_few_passes(counted, rows, asked):
     total.add(slice(0, 64), parts[0])
     for (start, stop), part in zip(rows, parts[1:], strict=True):
         total.add(slice(start, stop), part)
-    assert torch.equal(total.result(), expected.bfloat16())
+    assert torch.equal(total.result()[0], expected.bfloat16())
     assert counted.asked == asked
 
 

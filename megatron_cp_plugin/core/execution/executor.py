@@ -14,6 +14,7 @@ B batch, S local tokens, H query heads, G KV heads, D head dim, E that of values
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,7 +62,6 @@ from megatron_cp_plugin.core.placement import BlockPlacement, HeadPlacement, Pla
 from megatron_cp_plugin.core.plans.plan import (
     OF_KEYS,
     OF_ROWS,
-    Move,
     Plan,
     during,
     outside,
@@ -69,11 +69,24 @@ from megatron_cp_plugin.core.plans.plan import (
 )
 from megatron_cp_plugin.core.topology import Topology
 
-Arrived = tuple[tuple[Delivery, Tensors], ...]
 Saved = tuple[Tensor, ...]
 
 _KEPT = ("q", "k", "v", "lse")  # of each round's base blocks
 _GRADIENTS = ("dq", "dk", "dv")
+
+
+class Posted(NamedTuple):
+    """Messages under way.
+
+    Attributes:
+        pending: the operation.
+        arriving: what comes, and the buffers of its tensors.
+        sends: tensors that must live until the operation is done, and their destinations.
+    """
+
+    pending: Pending[None]
+    arriving: tuple[tuple[Delivery, Tensors], ...]
+    sends: list[tuple[Tensor, int]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -203,7 +216,7 @@ class Executor:
                 if turn.first:
                     work.open(turn, strided=run.strided)
                 # Cast: waits for the blocks of this step, and posts those of the next steps.
-                if run.dropped or turn.step in run.inputs:
+                if turn.step in run.inputs:
                     run.take_inputs(turn.step)
                 if self.overlap and (turn.inputs or turn.results):
                     run.post_inputs(turn)
@@ -215,20 +228,21 @@ class Executor:
                         work.leave(task.rows, operands[0])
                     del operands
                 # Reduce: adds the results of other ranks, and sends results for their blocks.
-                run.dropped = turn.dropped
-                if turn.last or turn.results or turn.step in run.results or run.ended:
+                if turn.last or turn.results or turn.step in run.results:
                     run.reduce(turn)
                 if not self.overlap:
-                    run.take_results(None)
+                    run.take_results()
                     run.post_inputs(turn)
+                for block in turn.dropped:
+                    del run.held[block]
             if self.teams:
-                run.take_results(None)
+                run.take_results()
                 posted = work.end()
                 if leaving is not None:
                     leaving.wait()
                 leaving = posted
-        if run.results or run.ended:
-            run.take_results(None)
+        if run.results:
+            run.take_results()
         if leaving is not None:
             leaving.wait()
 
@@ -306,10 +320,7 @@ class _Run:
 
     Attributes:
         held: blocks of other ranks that the rank has.
-        dropped: held blocks that no later step needs.
         inputs, results: messages under way, by the step that needs them.
-        ended: (group of heads, whether of keys) whose steps are done, and whose results of other
-            ranks are under way.
         strided: messages may be slices of all heads.
     """
 
@@ -322,15 +333,13 @@ class _Run:
         retained = of.program.retained
         if retained is not None and not self._retains:
             self.held[retained] = work.retained
-        self.dropped: tuple[BlockId, ...] = ()
         self._earlier: dict[BlockId, Packed] = {}  # sums of ranks before this one
-        # Number of results that a relay brought for a base block, by the first query head of its
-        # group and whether the block is of keys. The entry goes when the last results have come.
-        self._came: dict[tuple[int, bool], int] = {}
-        self._computed: set[int] = set()  # groups, by the first head, in or past their last step
-        self.ended: list[tuple[HeadGroup, bool]] = []
-        self.inputs: dict[int, list[Pending[Arrived]]] = {}
-        self.results: dict[int, list[Pending[Arrived]]] = {}
+        # What the base block of queries (false), or keys (true), of a group of heads waits for:
+        # results of other ranks, and its last step. By the first query head of the group.
+        self._missing: dict[tuple[int, bool], int] = {}
+        self._complete: list[tuple[HeadGroup, bool]] = []  # those that wait for nothing any more
+        self.inputs: dict[int, list[Posted]] = {}
+        self.results: dict[int, list[Posted]] = {}
         self.strided = True
         if of.way is not None:
             self._channels = channels = of.transport.channels(of.way)
@@ -374,12 +383,11 @@ class _Run:
         return held
 
     def take_inputs(self, step: int) -> None:
-        """Waits for the blocks that a step needs, and frees the blocks in `dropped`."""
-        arrived = [pending.wait() for pending in self.inputs.pop(step, ())]
-        for block in self.dropped:
-            self.held.pop(block, None)
-        for each in arrived:
-            for delivery, tensors in each:
+        """Waits for the blocks that a step needs."""
+        for posted in self.inputs.pop(step):
+            posted.pending.wait()
+            posted.sends.clear()
+            for delivery, tensors in posted.arriving:
                 self.held[delivery.block] = tensors
 
     def post_inputs(self, turn: Turn) -> None:
@@ -402,62 +410,61 @@ class _Run:
             # In memory of its own: the next call's messages take this one.
             self._work.retained = tuple([x.clone() for x in self.held[retained]])
         if turn.last:
-            self._computed.add(turn.heads.q.start)
-        if self.ended or turn.step in self.results:
-            self.take_results(turn.step)
+            for of_keys in self._work.sides:
+                if self._note(turn.heads, of_keys):
+                    self._complete.append((turn.heads, of_keys))
+        if turn.step in self.results:
+            self._take_results(turn.step)
         for exchange in turn.results:
             if exchange.receives:
                 self._work.settle()
             channel = self._channels.slow_results if exchange.slow else self._channels.results
             self.results.setdefault(exchange.needed, []).append(self._post(channel, exchange))
-        if turn.last:
-            self._end(turn.heads)
+        self._close()
 
-    def take_results(self, step: int | None) -> None:
-        """Waits for the results that a step needs (None: for all), and adds them to the sums."""
-        for needed in sorted(self.results) if step is None else (step,):
-            for pending in self.results.pop(needed, ()):
-                for delivery, tensors in pending.wait():
-                    self._take(delivery, tensors)
-        for heads, of_keys in self.ended:
+    def take_results(self) -> None:
+        """Waits for all results that are under way, and adds them to the sums."""
+        for needed in sorted(self.results):
+            self._take_results(needed)
+        self._close()
+
+    def _take_results(self, step: int) -> None:
+        """Waits for the results that a step needs, and adds them to the sums."""
+        for posted in self.results.pop(step):
+            posted.pending.wait()
+            posted.sends.clear()
+            for (move, (owner, of_keys), _), tensors in posted.arriving:
+                if owner != self._parts.own[of_keys]:
+                    self._earlier[owner, of_keys] = Packed(move.block.rows, tensors)
+                    continue
+                complete = self._note(move.heads, of_keys)
+                if complete and self._relay:  # added in the pass that writes the results
+                    self._work.close(move.heads, of_keys, Packed(move.block.rows, tensors))
+                    continue
+                self._work.accept(move, tensors)
+                if complete:
+                    self._complete.append((move.heads, of_keys))
+
+    def _note(self, heads: HeadGroup, of_keys: bool) -> bool:
+        """Notes that results for a base block came, or that its last step is done.
+
+        Returns: whether nothing is missing any more. A mask may shorten a relay, so that the last
+        results come before the last step.
+        """
+        group = heads.q.start, of_keys
+        missing = self._missing.get(group)
+        if missing is None:
+            missing = self._parts.awaited.get(group, 0) + 1
+        self._missing[group] = missing - 1
+        return missing == 1
+
+    def _close(self) -> None:
+        """Closes base blocks that wait for nothing any more."""
+        for heads, of_keys in self._complete:
             self._work.close(heads, of_keys, None)
-        self.ended.clear()
+        self._complete.clear()
 
-    def _end(self, heads: HeadGroup) -> None:
-        """Closes the queries, and the keys, of a group of heads if they wait for no more results.
-
-        Those of a relay that wait are closed by `_take`; others wait in `ended`.
-        """
-        for of_keys in self._work.sides:
-            awaited = self._parts.awaited[of_keys]
-            if not awaited or self._came.get((heads.q.start, of_keys)) == awaited:
-                self._work.close(heads, of_keys, None)
-            elif not self._relay:
-                self.ended.append((heads, of_keys))
-
-    def _take(self, delivery: Delivery, tensors: Tensors) -> None:
-        move, (owner, of_keys), _ = delivery
-        if owner != self._parts.own[of_keys]:
-            self._earlier[owner, of_keys] = Packed(move.block.rows, tensors)
-        elif self._relay and self._is_last(move, of_keys):
-            self._work.close(move.heads, of_keys, Packed(move.block.rows, tensors))
-        else:
-            self._work.accept(move, tensors)
-
-    def _is_last(self, move: Move, of_keys: bool) -> bool:
-        """Whether these results of a relay are the last that a base block gets, for one group.
-
-        A mask may shorten the relay: then the results can come before this rank's last step.
-        """
-        group = move.heads.q.start, of_keys
-        self._came[group] = self._came.get(group, 0) + 1
-        complete = self._came[group] == self._parts.awaited[of_keys]
-        last = complete and move.heads.q.start in self._computed
-        if last:
-            del self._came[group]
-        return last
-
-    def _post(self, channel: Communicator, exchange: Exchange) -> Pending[Arrived]:
+    def _post(self, channel: Communicator, exchange: Exchange) -> Posted:
         strided = channel.strided
         sends = [(x, one.move.target) for one in exchange.sends for x in self._sent(one, strided)]
         described = expected(exchange, *self._work.sizes)
@@ -468,14 +475,7 @@ class _Run:
             arriving.append((delivery, buffers[start : start + len(each)]))
             start += len(each)
         receives = [(buffer, one.move.source) for one, own in arriving for buffer in own]
-        under_way = channel.exchange(sends, receives)
-
-        def finish() -> Arrived:
-            under_way.wait()
-            sends.clear()  # the tensors must live until the send is done
-            return tuple(arriving)
-
-        return Pending(finish)
+        return Posted(channel.exchange(sends, receives), tuple(arriving), sends)
 
     def _sent(self, delivery: Delivery, strided: bool) -> Sequence[Tensor]:
         move, block, result = delivery
