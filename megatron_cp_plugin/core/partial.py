@@ -165,11 +165,10 @@ class _Partials:
     two that do. Where each row is written once, it can be written in the final dtype.
     """
 
-    def __init__(self) -> None:
-        self._waiting: list[Partial] = []
-        self._start = self._stop = 0  # between which their rows are
-        self._paired = False
-        self.empty = True
+    _waiting: list[Partial]
+    _start = _stop = 0  # between which their rows are
+    _paired = False
+    empty = True
 
     def _fits(self, rows: SomeRows) -> bool:
         """Whether rows lie outside of all that wait; only of slices this is known."""
@@ -211,7 +210,7 @@ class Accumulator(_Partials):
         place: where the result will be, out [B,S,H,E] in q's dtype and lse [B,H,S], which may be
             strided; None: in memory of its own.
         """
-        super().__init__()
+        self._waiting = []
         self._like = q
         self._place = place
         self._shape = (*q.shape[:3], value_dim)
@@ -331,7 +330,7 @@ class GradientSum(_Partials):
                 of the first. With more to come that takes more memory.
             place: gives what the sums will be written to, so that the first partial can be there.
         """
-        super().__init__()
+        self._waiting = []
         self._like = like
         self._wide = accumulation_dtype(like[0].dtype)
         self._few = few
@@ -350,7 +349,8 @@ class GradientSum(_Partials):
     def add(self, rows: SomeRows, *gradients: Tensor) -> None:
         """Adds the gradients of some rows [B,rows,heads,D]."""
         self.empty = False
-        if not self._total and self._whole(rows, gradients):
+        whole = isinstance(rows, slice) and gradients[0].shape[1] == self._like[0].shape[1]
+        if whole and not self._total:
             self._total = list(gradients)
         elif self._few:
             paired = bool(self._waiting) and not self._fits(rows)

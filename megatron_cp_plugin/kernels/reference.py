@@ -59,7 +59,7 @@ class Reference(SoftmaxKernel):
         kv_heads = k.shape[2]
         scores = _scores(q, k, scale, causal)
         p = torch.exp(scores - _by_group(statistics.lse, kv_heads).to(scores.dtype))
-        wide_q, wide_k, wide_v = (x.to(p.dtype) for x in (q, k, v))
+        wide_q, wide_k, wide_v = [x.to(p.dtype) for x in (q, k, v)]
         dout_g = dout.to(p.dtype).unflatten(2, (kv_heads, -1))
         delta = _by_group(statistics.delta_for(dout), kv_heads).to(p.dtype)
         dp = torch.einsum("bsgnd,btgd->bgnst", dout_g, wide_v)

@@ -11,7 +11,7 @@ base blocks are the rank's own tokens.
 B batch, S local tokens, H query heads, G KV heads, D head dim, E that of values.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -48,6 +48,7 @@ from megatron_cp_plugin.core.execution.team import (
     Named,
     Team,
     Tensors,
+    Waits,
     gathering,
 )
 from megatron_cp_plugin.core.execution.transport import (
@@ -63,6 +64,7 @@ from megatron_cp_plugin.core.plans.plan import (
     OF_KEYS,
     OF_ROWS,
     Plan,
+    TensorNames,
     during,
     outside,
     with_wanted_gradients,
@@ -70,6 +72,8 @@ from megatron_cp_plugin.core.plans.plan import (
 from megatron_cp_plugin.core.topology import Topology
 
 Saved = tuple[Tensor, ...]
+# The messages of a round, by the names of their tensors, and functions that wait for these.
+Coming = list[tuple[TensorNames, Callable[[], Sequence[Tensor]]]]
 
 _KEPT = ("q", "k", "v", "lse")  # of each round's base blocks
 _GRADIENTS = ("dq", "dk", "dv")
@@ -204,9 +208,9 @@ class Executor:
         """Runs a pass through all rounds and steps of the program."""
         run, rounds = _Run(self, work), self.program.rounds
         coming = run.arrive(0) if self.teams else None
-        leaving: Pending[None] | None = None
+        leaving: Waits = []
         for number, part in enumerate(rounds):
-            base = work.own if coming is None else coming.wait()
+            base = work.own if coming is None else run.base(number, coming)
             # The memory of what came is free before more comes: `base` may be an ordered copy.
             if number + 1 < len(rounds):
                 coming = run.arrive(number + 1)
@@ -218,8 +222,9 @@ class Executor:
                 # Cast: waits for the blocks of this step, and posts those of the next steps.
                 if turn.step in run.inputs:
                     run.take_inputs(turn.step)
-                if self.overlap and (turn.inputs or turn.results):
+                if self.overlap and turn.inputs:
                     run.post_inputs(turn)
+                if self.overlap and turn.results:
                     run.expect_results(turn)
                 for task in turn.tasks:
                     operands = work.operands(task, run.held.get(task.query), run.held.get(task.key))
@@ -236,15 +241,16 @@ class Executor:
                 for block in turn.dropped:
                     del run.held[block]
             if self.teams:
-                run.take_results()
+                if run.results:
+                    run.take_results()
                 posted = work.end()
-                if leaving is not None:
-                    leaving.wait()
+                while leaving:
+                    leaving.pop(0)()
                 leaving = posted
         if run.results:
             run.take_results()
-        if leaving is not None:
-            leaving.wait()
+        while leaving:
+            leaving.pop(0)()
 
 
 def executor_of(
@@ -348,25 +354,25 @@ class _Run:
                 channel = channels.results if of_results else channels.inputs
                 channel.reserve([x for each in expected(exchange, *work.sizes) for x in each])
 
-    def arrive(self, number: int) -> Pending[Named]:
-        """Posts the gathers of a round. Returns: its base blocks, after they have come."""
-        part = self._parts.rounds[number]
-        coming = [
+    def arrive(self, number: int) -> Coming:
+        """Posts the gathers of a round."""
+        return [
             (message, self._teams[message[0] in OF_KEYS].gather(message, self._work.own, one.part))
-            for one in part.inputs
+            for one in self._parts.rounds[number].inputs
             for message in one.messages
         ]
 
-        def finish() -> Named:
-            for message, tensors in coming:
-                self._shared.update(zip(message, tensors.wait(), strict=True))
-            coming.clear()
-            return self._base(number)
+    def base(self, number: int, coming: Coming) -> Named:
+        """Tensors of a round's base blocks: the team's tokens, or the own ones if none came.
 
-        return Pending(finish)
-
-    def _base(self, number: int) -> Named:
-        """Tensors of a round's base blocks: the team's tokens, or the own ones if none came."""
+        Args:
+            number: of the round.
+            coming: as `arrive` returned it; emptied.
+        """
+        while coming:
+            message, wait = coming.pop(0)
+            self._shared.update(zip(message, wait(), strict=True))
+            del wait
         heads, of_part = self._parts.rounds[number].base
         held = {**self._work.kept_of[number]} if self._work.kept_of else {}
         for name, x in self._work.own.items():
@@ -420,13 +426,15 @@ class _Run:
                 self._work.settle()
             channel = self._channels.slow_results if exchange.slow else self._channels.results
             self.results.setdefault(exchange.needed, []).append(self._post(channel, exchange))
-        self._close()
+        if self._complete:
+            self._close()
 
     def take_results(self) -> None:
         """Waits for all results that are under way, and adds them to the sums."""
         for needed in sorted(self.results):
             self._take_results(needed)
-        self._close()
+        if self._complete:
+            self._close()
 
     def _take_results(self, step: int) -> None:
         """Waits for the results that a step needs, and adds them to the sums."""

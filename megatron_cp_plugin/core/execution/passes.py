@@ -15,15 +15,16 @@ from torch import Tensor
 from megatron_cp_plugin.core.blocks.packed_rows import FEW, numbers_of
 from megatron_cp_plugin.core.blocks.rows import Piece, Rows, between, common, row_count
 from megatron_cp_plugin.core.call import Call
-from megatron_cp_plugin.core.comm import Described, Pending
+from megatron_cp_plugin.core.comm import Described
 from megatron_cp_plugin.core.execution.program import BlockId, Exchange, Program, Round, Task, Turn
 from megatron_cp_plugin.core.execution.team import (
     Departure,
+    GatheringTeam,
     Named,
     Staying,
     Team,
     Tensors,
-    together,
+    Waits,
 )
 from megatron_cp_plugin.core.head_groups import HeadGroup
 from megatron_cp_plugin.core.kernel import Statistics
@@ -152,17 +153,29 @@ class Pass(ABC):
         """
 
     @abstractmethod
-    def end(self) -> Pending[None]:
+    def end(self) -> Waits:
         """Ends a round, after all its groups are closed: sends the results to the team."""
 
     def _departure(self, *names: str) -> Departure:
-        """Where results for the base block go: to the ranks of the team that own its tokens, or, if
-        the round has no operation for them, to this rank's own targets.
+        """Where results for some rows of the base block go: to the ranks of the team that own its
+        tokens, or, if the round has no operation for them, to this rank's own targets.
         """
         operation = self._round.results.get(names)
         if operation is None:
             return Staying(self._round.base.named(names, self._targets))
-        return self._teams[names[0] in OF_KEYS].departure(operation, self._targets)
+        team = self._teams[names[0] in OF_KEYS]
+        assert isinstance(team, GatheringTeam)
+        return team.departure(operation, self._targets)
+
+    def _send(self, tensors: Tensors, *names: str) -> Waits:
+        """Sends results for all rows of the base block where `_departure` sends those of some."""
+        operation = self._round.results.get(names)
+        if operation is not None:
+            return self._teams[names[0] in OF_KEYS].send(operation, self._targets, tensors)
+        targets = self._round.base.named(names, self._targets)
+        for target, x in zip(targets, tensors, strict=True):
+            target.copy_(x)
+        return []
 
     def _take_heads(self, turn: Turn, of_queries: Tensors, strided: bool) -> None:
         """Sets `queries` and `keys` to a step's heads; contiguous where messages must be."""
@@ -462,17 +475,15 @@ class Forward(Pass):
         if not self._placing:
             self.out, self.lse = out, lse
 
-    def end(self) -> Pending[None]:
+    def end(self) -> Waits:
         """See Pass.end."""
         leaving, self._leaving = self._leaving, None
-        if leaving is None:
-            leaving = self._departure("out", "lse")
-            leaving.add(slice(0, self.q.shape[1]), (self.out, self.lse))
+        found = () if leaving is not None else (self.out, self.lse)
         if self._keep:
             self.kept += self.q, self.k, self.v, self.lse
         del self.q, self.k, self.v, self.queries, self.keys
         self.out, self.lse = self._targets["out"], self._targets["lse"]
-        return leaving.post()
+        return self._send(found, "out", "lse") if leaving is None else leaving.post()
 
 
 class Backward(Pass):
@@ -627,27 +638,25 @@ class Backward(Pass):
                 _add_gradients(total, others, rows)
         (self._of_keys if of_keys else self._of_queries).write(some, total, plus)
 
-    def end(self) -> Pending[None]:
+    def end(self) -> Waits:
         """See Pass.end."""
-        heads, posted = self._round.base.heads, list[Pending[None]]()
+        heads, posted = self._round.base.heads, Waits()
         leaving, self._leaving = self._leaving, None
-        rows, cols = slice(0, self.q.shape[1]), slice(0, self.k.shape[1])
         del self.q, self.k, self.v, self._dout, self._all
         del self.queries, self.keys, self._statistics
-        if self._call.dq and leaving is None:
-            leaving = self._departure("dq")
-            leaving.add(rows, self._of_queries.whole)
-            del self._of_queries
         if leaving is not None:
-            posted.append(leaving.post())
+            posted += leaving.post()
             del leaving
+        elif self._call.dq:
+            found = self._of_queries.whole
+            del self._of_queries
+            posted += self._send(found, "dq")
+            del found
         if heads.last and self._call.dkv:
-            leaving = self._departure("dk", "dv")
-            leaving.add(cols, self._found_for_keys(heads))
-            posted.append(leaving.post())
+            posted += self._send(self._found_for_keys(heads), "dk", "dv")
         if heads.last:
             self._sums.clear()
-        return together(posted)
+        return posted
 
     def _found_for_keys(self, heads: HeadGroup) -> Tensors:
         """Takes dK and dV of the base block; this object keeps no reference to them."""
