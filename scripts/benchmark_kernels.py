@@ -31,7 +31,7 @@ from megatron_cp_plugin.core.algorithm import Compiled
 from megatron_cp_plugin.core.call import Call
 from megatron_cp_plugin.core.communication.devices import take_gpu
 from megatron_cp_plugin.core.execution.passes import Gradients, attend_block, differentiate_block
-from megatron_cp_plugin.core.kernel import Problem, Statistics
+from megatron_cp_plugin.core.kernel import KernelCall, Problem, Statistics
 from megatron_cp_plugin.core.layouts.document_layout import PaddedDocuments
 from megatron_cp_plugin.core.masks.documents import random_documents
 from megatron_cp_plugin.core.masks.tile_batches import Batches
@@ -80,20 +80,11 @@ def kernel_rows(
             rows.append((name, str(error)[:60], "", "", "", ""))
             continue
         for causal in (True, False):
-            out, lse = kernel.forward(q, k, v, scale=dim**-0.5, causal=causal)
-            forward = milliseconds(partial(kernel.forward, q, k, v, scale=dim**-0.5, causal=causal))
-            backward = milliseconds(
-                partial(
-                    kernel.backward,
-                    dout,
-                    q,
-                    k,
-                    v,
-                    Statistics(lse, out=out),
-                    scale=dim**-0.5,
-                    causal=causal,
-                )
-            )
+            call = KernelCall(q, k, v, dim**-0.5, causal)
+            out, lse = kernel.forward(call)
+            forward = milliseconds(partial(kernel.forward, call))
+            statistics = Statistics(lse, out=out)
+            backward = milliseconds(partial(kernel.backward, call, dout, statistics))
             # Of one product with a dim of 1.
             flops = 2 * tokens**2 * heads / (2 if causal else 1)
             rows.append(

@@ -33,17 +33,11 @@ class Spy(Reference):
         self.calls[what] += 1
         return Reference()
 
-    def forward(self, *tensors, **settings):
-        return self._called("forward").forward(*tensors, **settings)
+    def forward(self, call):
+        return self._called("forward").forward(call)
 
-    def backward(self, *tensors, **settings):
-        return self._called("backward").backward(*tensors, **settings)
-
-    def forward_packed(self, *tensors, **settings):
-        return self._called("forward").forward_packed(*tensors, **settings)
-
-    def backward_packed(self, *tensors, **settings):
-        return self._called("backward").backward_packed(*tensors, **settings)
+    def backward(self, *given):
+        return self._called("backward").backward(*given)
 
 
 @pytest.mark.parametrize(
@@ -184,8 +178,9 @@ def test_rows_that_came_are_added_together(size: int, monkeypatch: pytest.Monkey
 
 
 class Unpacked(Spy):
-    def forward_packed(self, *tensors, **settings):
-        raise AssertionError("no tiles are put together")
+    def forward(self, call):
+        assert call.packing is None
+        return super().forward(call)
 
 
 def test_attention_without_documents_keeps_a_call_a_tile() -> None:
@@ -210,13 +205,13 @@ def test_vector_loads_find_tensors_where_they_need_them(algo: str, size: int) ->
         return torch.cat((x.new_zeros(1), x.flatten()))[1:].view(x.shape)
 
     class Loads(Reference):
-        def forward(self, *tensors, **settings):
-            self._load(*tensors)
-            return super().forward(*tensors, **settings)
+        def forward(self, call):
+            self._load(*call[:3])
+            return super().forward(call)
 
-        def backward(self, dout, q, k, v, statistics, **settings):
-            self._load(dout, q, k, v, statistics.out_for(dout))
-            return super().backward(dout, q, k, v, statistics, **settings)
+        def backward(self, call, dout, statistics):
+            self._load(dout, *call[:3], statistics.out_for(dout))
+            return super().backward(call, dout, statistics)
 
         @staticmethod
         def _load(*tensors: torch.Tensor) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron_cp_plugin.core.algorithm import Algorithm, Compiled
 from megatron_cp_plugin.core.call import Call
 from megatron_cp_plugin.core.fused import register_fused
-from megatron_cp_plugin.core.kernel import Packing, Statistics
+from megatron_cp_plugin.core.kernel import KernelCall, Packing, Statistics
 from megatron_cp_plugin.core.linear.algorithm import LinearAlgorithm, LinearCall, LinearShape
 from megatron_cp_plugin.core.linear.decay import Decay
 from megatron_cp_plugin.core.linear.runs import Runs
@@ -232,22 +232,14 @@ class _Fused(OnePass):
 class _Kernel(SizesOnly):
     """Notes tiles."""
 
-    def called(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        statistics: Statistics | None,
-        packing: Packing,
-        *,
-        causal: bool,
-    ) -> None:
-        (batch, rows, heads, dim), (columns, kv_heads, value_dim) = q.shape, v.shape[1:]
+    def called(self, call: KernelCall, statistics: Statistics | None) -> None:
+        (batch, rows, heads, dim), (columns, kv_heads, value_dim) = call.q.shape, call.v.shape[1:]
+        packing = call.packing or Packing.adjacent((0, rows), (0, columns))
         pieces = len(packing)
         size = rows // pieces, columns // pieces  # of a document, in the mean
         phase: Pass = "forward" if statistics is None else "backward"
-        area = _area(packing, causal=causal)
-        _note(Tile(phase, batch, *size, area, heads, kv_heads, dim, value_dim, causal))
+        area = _area(packing, causal=call.causal)
+        _note(Tile(phase, batch, *size, area, heads, kv_heads, dim, value_dim, call.causal))
 
 
 def _area(packing: Packing, *, causal: bool) -> float:

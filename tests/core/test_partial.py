@@ -11,6 +11,7 @@ from megatron_cp_plugin.core import fused, partial
 from megatron_cp_plugin.core.blocks.packed_rows import packed
 from megatron_cp_plugin.core.partial import Accumulator, GradientSum, delta_of, merge_into
 from megatron_cp_plugin.kernels.reference import Reference
+from tests.kernel_calls import forward_of
 from tests.oracle import naive_attention, relative_error
 from tests.random_tests import examples
 
@@ -32,7 +33,9 @@ def test_any_split_of_the_keys_in_any_order_gives_the_whole(lengths, random):
     random.shuffle(pieces)
     total = Accumulator(q, q.shape[3])
     for keys, values in pieces:
-        total.add(slice(0, TOKENS), *Reference().forward(q, keys, values, scale=0.5, causal=False))
+        total.add(
+            slice(0, TOKENS), *forward_of(Reference(), q, keys, values, scale=0.5, causal=False)
+        )
     out, _ = total.result()
     assert relative_error(out, naive_attention_over(q, k, v)) < 1e-13
 
@@ -55,7 +58,7 @@ def test_partials_of_some_rows(ranges, dtype):
     for index, (start, length) in enumerate(ranges):
         rows, keys = slice(start, min(start + length, TOKENS)), slice(index, index + 1)
         seen[rows, keys] = True
-        found = Reference().forward(q[:, rows], k[:, keys], v[:, keys], scale=0.5, causal=False)
+        found = forward_of(Reference(), q[:, rows], k[:, keys], v[:, keys], scale=0.5, causal=False)
         total.add(rows, *found)
     out, lse = total.result()
     assert out.dtype == dtype
@@ -72,7 +75,7 @@ def test_partials_of_some_rows(ranges, dtype):
 
 def test_one_partial_is_the_output_itself():
     q, k, v = random_qkv(3, torch.bfloat16)
-    out, lse = Reference().forward(q, k, v, scale=1.0, causal=False)
+    out, lse = forward_of(Reference(), q, k, v, scale=1.0, causal=False)
     total = Accumulator(q, q.shape[3])
     total.add(slice(0, TOKENS), out, lse)
     assert total.result()[0] is out
@@ -81,7 +84,7 @@ def test_one_partial_is_the_output_itself():
 def test_partials_are_not_written_to():
     """A kernel's output, or a buffer of the network, belongs to somebody else."""
     q, k, v = random_qkv(4, torch.float32)
-    parts = [Reference().forward(q, k[:, i : i + 1], v[:, i : i + 1], scale=1.0, causal=False)
+    parts = [forward_of(Reference(), q, k[:, i : i + 1], v[:, i : i + 1], scale=1.0, causal=False)
              for i in range(4)]  # fmt: skip
     before = [(out.clone(), lse.clone()) for out, lse in parts]
     total = Accumulator(q, q.shape[3])
@@ -135,7 +138,7 @@ def test_outputs_where_they_belong(count, placing):
     heads = slice(1, 1 + HEADS)
     total = Accumulator(q, DIM, (whole[:, :, heads], lses[:, heads]))
     for keys, values in zip(k.chunk(count, 1), v.chunk(count, 1), strict=True):
-        partial = Reference().forward(q, keys, values, scale=0.5, causal=False)
+        partial = forward_of(Reference(), q, keys, values, scale=0.5, causal=False)
         place = total.place_of_first(TOKENS)
         assert (place is None) == (not total.empty)
         assert total.place_of_first(TOKENS - 1) is None

@@ -27,7 +27,7 @@ from megatron_cp_plugin.core.execution.team import (
     Waits,
 )
 from megatron_cp_plugin.core.head_groups import HeadGroup
-from megatron_cp_plugin.core.kernel import Statistics
+from megatron_cp_plugin.core.kernel import KernelCall, Statistics
 from megatron_cp_plugin.core.masks.batch import Batch
 from megatron_cp_plugin.core.masks.tile_batches import Batches
 from megatron_cp_plugin.core.partial import (
@@ -227,27 +227,24 @@ def attend_block(
             queries, keys = each.sides(q.device)
             (rows,) = queries.given
             taken = rows_at(q, queries.taken), rows_at(k, keys.taken), rows_at(v, keys.taken)
-            packing, causal = each.packing, each.causal
-            total.add(rows, *kernel.forward_packed(*taken, packing, scale=scale, causal=causal))
+            packed = KernelCall(*taken, scale, each.causal, each.packing)
+            total.add(rows, *kernel.forward(packed))
             continue
         tile_q, tile_k, tile_v = q, k, v
         if each.rows < q.shape[1]:
             tile_q = q[:, each.q]
         if each.cols < k.shape[1]:
             tile_k, tile_v = k[:, each.kv], v[:, each.kv]
-        placed = call.places_outputs and not each.reverse
-        place = total.place_of_first(each.rows) if placed else None
-        if place is not None:
-            kernel.forward_to(place, tile_q, tile_k, tile_v, scale=scale, causal=each.causal)
-            total.add(each.q, *place)
-        elif each.reverse:
+        if each.reverse:
             flipped = tile_q.flip(1), tile_k.flip(1), tile_v.flip(1)
-            out, lse = kernel.forward(*flipped, scale=scale, causal=each.causal)
+            out, lse = kernel.forward(KernelCall(*flipped, scale, each.causal))
             total.add(each.q, out.flip(1), lse.flip(2))
-        else:
-            found = kernel.forward(tile_q, tile_k, tile_v, scale=scale, causal=each.causal)
-            total.add(each.q, *found)
-            del found
+            continue
+        place = total.place_of_first(each.rows) if call.places_outputs else None
+        tile = KernelCall(tile_q, tile_k, tile_v, scale, each.causal, into=place)
+        found = kernel.forward(tile)
+        total.add(each.q, *found)
+        del found, tile
 
 
 class Gradients(NamedTuple):
@@ -293,60 +290,33 @@ def differentiate_block(
     kernel, scale = call.kernel, call.scale
     for each in work.calls(packed=call.packed, gaps=kernel.gaps):
         if isinstance(each, Batch):
-            _differentiate_batch(sums, dout, q, k, v, statistics, each, call)
+            queries, keys = each.sides(q.device)
+            taken = rows_at(q, queries.taken), rows_at(k, keys.taken), rows_at(v, keys.taken)
+            packed = KernelCall(*taken, scale, each.causal, each.packing)
+            of_rows = rows_at(dout, queries.taken), statistics.rows(queries.taken)
+            dq, dk, dv = kernel.backward(packed, *of_rows)
+            del taken, packed, of_rows
+            for rows in queries.given:
+                sums.dq.add(rows, dq)
+            for cols in keys.given:
+                sums.dkv.add(cols, dk, dv)
             continue
-        tile, tile_k, tile_v, of_tile = (dout, q), k, v, statistics
+        tile_dout, tile_q, tile_k, tile_v, of_tile = dout, q, k, v, statistics
         if each.rows < q.shape[1]:
-            tile, of_tile = (dout[:, each.q], q[:, each.q]), statistics.rows(each.q)
+            tile_dout, tile_q, of_tile = dout[:, each.q], q[:, each.q], statistics.rows(each.q)
         if each.cols < k.shape[1]:
             tile_k, tile_v = k[:, each.kv], v[:, each.kv]
-        causal, places = each.causal, None
-        if call.places_gradients and not each.reverse:
-            places = sums.places(tile[1], tile_k, tile_v)
-        if places is not None:
-            kernel.backward_to(places, *tile, tile_k, tile_v, of_tile, scale=scale, causal=causal)
-            dq, dk, dv = places
-        elif each.reverse:
-            tile, tile_k, tile_v = (
-                (tile[0].flip(1), tile[1].flip(1)),
-                tile_k.flip(1),
-                tile_v.flip(1),
-            )
-            found = kernel.backward(
-                *tile, tile_k, tile_v, of_tile.flipped(), scale=scale, causal=causal
-            )
+        if each.reverse:
+            flipped = tile_q.flip(1), tile_k.flip(1), tile_v.flip(1)
+            tile = KernelCall(*flipped, scale, each.causal)
+            found = kernel.backward(tile, tile_dout.flip(1), of_tile.flipped())
             dq, dk, dv = [x.flip(1) for x in found]
         else:
-            dq, dk, dv = kernel.backward(*tile, tile_k, tile_v, of_tile, scale=scale, causal=causal)
+            places = sums.places(tile_q, tile_k, tile_v) if call.places_gradients else None
+            tile = KernelCall(tile_q, tile_k, tile_v, scale, each.causal, into=places)
+            dq, dk, dv = kernel.backward(tile, tile_dout, of_tile)
         sums.dq.add(each.q, dq)
         sums.dkv.add(each.kv, dk, dv)
-
-
-def _differentiate_batch(
-    sums: Gradients,
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    statistics: Statistics,
-    batch: Batch,
-    call: Call,
-) -> None:
-    queries, keys = batch.sides(q.device)
-    dq, dk, dv = call.kernel.backward_packed(
-        rows_at(dout, queries.taken),
-        rows_at(q, queries.taken),
-        rows_at(k, keys.taken),
-        rows_at(v, keys.taken),
-        statistics.rows(queries.taken),
-        batch.packing,
-        scale=call.scale,
-        causal=batch.causal,
-    )
-    for rows in queries.given:
-        sums.dq.add(rows, dq)
-    for cols in keys.given:
-        sums.dkv.add(cols, dk, dv)
 
 
 class Forward(Pass):
