@@ -27,7 +27,7 @@ from megatron_cp_plugin.core.execution.team import (
     Waits,
 )
 from megatron_cp_plugin.core.head_groups import HeadGroup
-from megatron_cp_plugin.core.kernel import KernelCall, Statistics
+from megatron_cp_plugin.core.kernel import KernelCall, Statistics, run_backward, run_forward
 from megatron_cp_plugin.core.masks.batch import Batch
 from megatron_cp_plugin.core.masks.tile_batches import Batches
 from megatron_cp_plugin.core.partial import (
@@ -228,7 +228,7 @@ def attend_block(
             (rows,) = queries.given
             taken = rows_at(q, queries.taken), rows_at(k, keys.taken), rows_at(v, keys.taken)
             packed = KernelCall(*taken, scale, each.causal, each.packing)
-            total.add(rows, *kernel.forward(packed))
+            total.add(rows, *run_forward(kernel, packed))
             continue
         tile_q, tile_k, tile_v = q, k, v
         if each.rows < q.shape[1]:
@@ -294,7 +294,7 @@ def differentiate_block(
             taken = rows_at(q, queries.taken), rows_at(k, keys.taken), rows_at(v, keys.taken)
             packed = KernelCall(*taken, scale, each.causal, each.packing)
             of_rows = rows_at(dout, queries.taken), statistics.rows(queries.taken)
-            dq, dk, dv = kernel.backward(packed, *of_rows)
+            dq, dk, dv = run_backward(kernel, packed, *of_rows)
             del taken, packed, of_rows
             for rows in queries.given:
                 sums.dq.add(rows, dq)
