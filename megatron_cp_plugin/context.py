@@ -197,7 +197,7 @@ class Settings:
                 "causal": causal,
                 "scale": scale,
                 "window": window,
-                "kernel": word("kernel", kernel),
+                "kernel": kernel if isinstance(kernel, str) else word("kernel", kernel),
                 "documents": self._cu_seqlens is not None,
                 "span mask": self._spans is not None,
                 "sink": None if sink is None else (sink.dtype, *sink.shape),

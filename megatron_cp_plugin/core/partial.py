@@ -7,7 +7,7 @@ Source: AttnFix (Attention2D, Algorithm 2); the same as rescale (DISTFLASHATTN, 
 GAO (BurstAttention, Algorithm 1, lines 13-16). Differs: rows that no key is visible to.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from itertools import pairwise
 from typing import NamedTuple
@@ -106,7 +106,7 @@ def _add_rows(total: Tensor, rows: SomeRows, *gradients: Tensor) -> None:
         (gradient,) = gradients
         _add_at(total, rows, gradient)
         return
-    part = rows_at(total, rows)
+    part = total if gradients[0].shape[1] == total.shape[1] else rows_at(total, rows)
     _sum_into(part, part, *gradients)
 
 
@@ -397,13 +397,14 @@ class GradientSum(_Partials):
         """The sums; rounded already where they end in `dtype`, and nothing is added then."""
         waiting = self._waiting
         if not waiting:
-            return self.held
+            return self._total or self._own_buffers()
         if not self._total:
             self._total = [x.new_zeros(x.shape, dtype=dtype) for x in self._like]
         if self._total[0].dtype == dtype:
             waiting = self._taken()
             for index, total in enumerate(self._total):
-                for some, parts in _apart([(rows, xs[index]) for rows, xs in waiting]):
+                partials: list[Partial] = [(rows, (xs[index],)) for rows, xs in waiting]
+                for some, parts in partials if len(partials) == 1 else _apart(partials):
                     _add_rows(total, some, *parts)
         elif len(waiting) == 1 and self._whole(*waiting[0]):
             both = zip(self._total, waiting[0][1], strict=True)
@@ -455,17 +456,17 @@ def _plus(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def _apart(partials: Sequence[tuple[SomeRows, Tensor]]) -> list[Partial]:
+def _apart(partials: list[Partial]) -> list[Partial]:
     """Of two partials that share rows, rows that come once, each with all that is added there."""
     slices = [rows for rows, _ in partials if isinstance(rows, slice)]
     if len(slices) != 2 or slices[0].stop <= slices[1].start or slices[1].stop <= slices[0].start:
-        return [(rows, (x,)) for rows, x in partials]
+        return partials
     found = list[Partial]()
     bounds = sorted({bound for rows in slices for bound in (rows.start, rows.stop)})
     for start, stop in pairwise(bounds):
         parts = (
             rows_at(x, slice(start - rows.start, stop - rows.start))
-            for rows, (_, x) in zip(slices, partials, strict=True)
+            for rows, (_, (x,)) in zip(slices, partials, strict=True)
             if rows.start <= start and stop <= rows.stop
         )
         found.append((slice(start, stop), tuple(parts)))

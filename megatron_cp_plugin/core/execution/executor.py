@@ -11,7 +11,7 @@ base blocks are the rank's own tokens.
 B batch, S local tokens, H query heads, G KV heads, D head dim, E that of values.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -52,6 +52,7 @@ from megatron_cp_plugin.core.execution.team import (
     gathering,
 )
 from megatron_cp_plugin.core.execution.transport import (
+    TeamChannels,
     Transport,
     Way,
     redistribute,
@@ -278,39 +279,75 @@ def executor_of(
         overlap: see Executor.
     """
     steps = with_wanted_gradients(steps, dq=call.dq, dkv=call.dkv)
-    channels, rank = team_channels(placement, topology), topology.rank
-    teams: dict[bool, Team] = {}
-    filled: PaddedHeads | None = None
-    way, keep = None, False
-    if isinstance(placement, BlockPlacement) and channels:
-        # Only moves before the first step: each group of heads has the same rows.
-        first = [
-            move
-            for move in during(steps)
-            if move.needed == 0 and not move.result and rank in (move.source, move.target)
-        ]
-        for of_keys, (owners, own, inward, outward) in channels.items():
-            moves = [move for move in first if move.of_keys == of_keys]
-            teams[of_keys] = gathering(inward, outward, steps.spans, owners, own, moves)
-        tokens = teams[False].order.tokens
-        parts = gathered(steps, rank, tokens, packed=call.packed, gaps=call.kernel.gaps)
-    else:
-        way = transport.way(steps, slots)
-        parts = program(steps, transport.topology.rank)
-    if isinstance(placement, HeadPlacement) and channels:
-        assert exchange is not None
-        members, _, inward, outward = channels[False]
-        spans = [exchange.spans[member] for member in members]
-        order = assemble(spans, max(exchange.spans.lengths))
-        teams[False] = teams[True] = ExchangingTeam(inward, outward, order)
-        parts = exchanged(parts, exchange, rank, members, placement.exchanges)
-        filled = PaddedHeads.of(call.shape.heads, call.shape.kv_heads, placement.members)
-        if (filled.heads, filled.sent_kv_heads) == (call.shape.heads, call.shape.kv_heads):
-            filled = None
-        keep = placement.keep
+    channels = team_channels(placement, topology)
+    if channels and isinstance(placement, BlockPlacement):
+        teams, parts = _gathering(steps, channels, call, topology.rank)
+        return Executor(
+            call, steps, parts, topology, transport, None, teams, None, keep=False, overlap=overlap
+        )
+    way, parts = transport.way(steps, slots), program(steps, transport.topology.rank)
+    if not channels or not isinstance(placement, HeadPlacement):
+        return Executor(
+            call, steps, parts, topology, transport, way, {}, None, keep=False, overlap=overlap
+        )
+    assert exchange is not None
+    team, parts = _exchanging(parts, exchange, channels[False], placement, topology.rank)
+    teams, shape = {False: team, True: team}, call.shape
+    filled: PaddedHeads | None = PaddedHeads.of(shape.heads, shape.kv_heads, placement.members)
+    if filled and (filled.heads, filled.sent_kv_heads) == (shape.heads, shape.kv_heads):
+        filled = None
+    of_teams = teams, filled
     return Executor(
-        call, steps, parts, topology, transport, way, teams, filled, keep=keep, overlap=overlap
+        call,
+        steps,
+        parts,
+        topology,
+        transport,
+        way,
+        *of_teams,
+        keep=placement.keep,
+        overlap=overlap,
     )
+
+
+def _gathering(
+    steps: Plan, channels: Mapping[bool, TeamChannels], call: Call, rank: int
+) -> tuple[dict[bool, Team], Program]:
+    """The teams of queries and of keys that gather blocks, and what the rank does with these."""
+    # Only moves before the first step: each group of heads has the same rows.
+    first = [
+        move
+        for move in during(steps)
+        if move.needed == 0 and not move.result and rank in (move.source, move.target)
+    ]
+    teams: dict[bool, Team] = {}
+    for of_keys, (owners, own, inward, outward) in channels.items():
+        moves = [move for move in first if move.of_keys == of_keys]
+        teams[of_keys] = gathering(inward, outward, steps.spans, owners, own, moves)
+    tokens = teams[False].order.tokens
+    return teams, gathered(steps, rank, tokens, packed=call.packed, gaps=call.kernel.gaps)
+
+
+def _exchanging(
+    parts: Program,
+    exchange: Plan,
+    channels: TeamChannels,
+    placement: HeadPlacement,
+    rank: int,
+) -> tuple[Team, Program]:
+    """The team that exchanges heads, and what the rank does with its share of them.
+
+    Args:
+        parts: what the rank does between teams.
+        exchange: see `executor_of`.
+        channels: of the team.
+        placement: the placement.
+        rank: the rank.
+    """
+    members, _, inward, outward = channels
+    order = assemble([exchange.spans[x] for x in members], max(exchange.spans.lengths))
+    team = ExchangingTeam(inward, outward, order)
+    return team, exchanged(parts, exchange, rank, members, placement.exchanges)
 
 
 def _filled(filled: PaddedHeads, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
