@@ -285,12 +285,6 @@ MISTAKES = (
     Mistake("no such script", "", "no training script at x.py", program=(*LAUNCHER, "x.py")),
     Mistake("doctor", "doctor --heads 30", "must divide the 30 heads, got 8", program=MODULE),
     Mistake(
-        "conformance without GPUs",
-        "",
-        "needs a GPU for each of 2 ranks, got 0: add --device cpu",
-        program=(str(ROOT / "tests" / "distributed_conformance.py"),),
-    ),
-    Mistake(
         "benchmark without GPUs",
         "",
         "needs a GPU for each of 2 ranks, got 0: add --device cpu",
@@ -298,12 +292,9 @@ MISTAKES = (
     ),
 )
 QUICK = ("dropout", "flag of a script that is not ours")
-# Before and after torch.distributed, of run files, of other programs, of more ranks than two; and
-# what a fork, whose platform is the CPU, would not see.
-UNDER_TORCHRUN = (
-    *("dropout", "no YAML", "heads", "data", "no such script"),
-    *("platform", "no GPU", "doctor", "conformance without GPUs", "benchmark without GPUs"),
-)
+# Before and after torch.distributed, of another program; and what a fork, whose platform is the CPU,
+# would not see.
+UNDER_TORCHRUN = ("dropout", "data", "no GPU", "doctor", "benchmark without GPUs")
 
 # What a run says before it is looked at, and what torchrun says of itself.
 _START = re.compile(

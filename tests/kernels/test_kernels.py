@@ -302,23 +302,31 @@ def test_triton_kernels_in_the_interpreter():
     subprocess.run([sys.executable, "-c", command], check=True)
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100])
-@pytest.mark.parametrize(
-    ("name", "constants"),
-    [
-        ("merge", {"AT": False, "B_AT": False}),
-        ("merge", {"AT": True, "B_AT": True}),
-        ("sum", {"COUNT": 3, "OUT_AT": False, "A_AT": False, "B_AT": False}),
-        ("sum", {"COUNT": 2, "OUT_AT": True, "A_AT": True, "B_AT": True}),
-        ("sum", {"COUNT": 1, "OUT_AT": False, "A_AT": True, "B_AT": False}),
-        ("delta", {}),
-        ("stand_in", {"TERMS": 3}),
-        ("product", {"LESS": True}),
-        ("product", {"LESS": False}),
-        ("logit_statistics", {"BLOCK": 4096}),
-        ("logit_gradients", {"BLOCK": 4096}),
-    ],
+COMPILED = (
+    ("merge", {"AT": False, "B_AT": False}),
+    ("merge", {"AT": True, "B_AT": True}),
+    ("sum", {"COUNT": 3, "OUT_AT": False, "A_AT": False, "B_AT": False}),
+    ("sum", {"COUNT": 2, "OUT_AT": True, "A_AT": True, "B_AT": True}),
+    ("sum", {"COUNT": 1, "OUT_AT": False, "A_AT": True, "B_AT": False}),
+    ("delta", {}),
+    ("stand_in", {"TERMS": 3}),
+    ("product", {"LESS": True}),
+    ("product", {"LESS": False}),
+    ("logit_statistics", {"BLOCK": 4096}),
+    ("logit_gradients", {"BLOCK": 4096}),
 )
+CAPABILITIES = (80, 90, 100)
+
+
+def compilations():
+    """Each kernel for one GPU, in turn; for the others among the slow tests."""
+    for number, (name, constants) in enumerate(COMPILED):
+        for turn, capability in enumerate(CAPABILITIES):
+            marks = () if turn == number % len(CAPABILITIES) else pytest.mark.slow
+            yield pytest.param(name, constants, capability, marks=marks)
+
+
+@pytest.mark.parametrize(("name", "constants", "capability"), compilations())
 def test_triton_kernels_compile_for_gpus(name, constants, capability, tmp_path, monkeypatch):
     """As far as machine code, without a GPU."""
     triton = pytest.importorskip("triton")
