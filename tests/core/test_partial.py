@@ -84,8 +84,8 @@ def test_rows_that_come_again_are_merged_in_float32(some, others):
         total.add(rows, *found)
     (out, lse), *rest = again
     wide = out[:, slice(*some)].float(), lse[:, :, slice(*some)]
-    for partial in rest:
-        merge_into(*wide, *wide, *partial)
+    for one in rest:
+        merge_into(*wide, *wide, *one)
     assert torch.equal(total.result()[0][:, slice(*some)], wide[0].bfloat16())
 
 
