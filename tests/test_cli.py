@@ -70,7 +70,9 @@ def test_torch_is_enough_or_what_is_missing_is_said(tmp_path: Path) -> None:
     done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.split() == ["0"] * len(SERVED) + ["2"] * len(REFUSED)
-    out, err = ([(tmp_path / f"{n}.{name}").read_text() for n in range(8)] for name in ("out", "err"))
+    out, err = (
+        [(tmp_path / f"{n}.{name}").read_text() for n in range(8)] for name in ("out", "err")
+    )
     for number, said in enumerate(SERVED.values()):
         assert err[number] == ""
         assert said in out[number]

@@ -96,10 +96,11 @@ def checkpoints(uninterrupted: Curve, folder: Path) -> dict[str, tuple[str, ...]
             "--tensor-model-parallel-size 2",
             4,
         ),
-        (
+        pytest.param(
             "reshardable",
             "--cp-comm-type p2p a2a --context-parallel-size 2 --pipeline-model-parallel-size 2",
             4,
+            marks=pytest.mark.slow,
         ),
     ],
 )
