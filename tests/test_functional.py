@@ -18,7 +18,7 @@ from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.registry import create
-from tests.integration.megatron_job import run
+from tests.integration.megatron_job import run_warm
 
 JOB = Path(__file__).parent / "functional_job.py"
 README = Path(__file__).parents[1] / "README.md"
@@ -35,8 +35,9 @@ def job(tmp_path_factory):
     ]
     file = tmp_path_factory.mktemp("readme") / "example.py"
     file.write_text(code)
-    processes = run(str(file), ranks=RANKS, program=(str(JOB),)).succeeded().processes
-    return [json.loads(process.stdout) for process in processes]
+    job = run_warm(file.parent, str(file), ranks=RANKS, script=JOB)
+    processes = job.succeeded().processes
+    return [json.loads(process.stdout.splitlines()[-1]) for process in processes]
 
 
 def test_the_readme_s_snippet_splits(job):

@@ -45,6 +45,7 @@ def pages(gpus: ModuleType) -> ModuleType:
     return importlib.import_module("parity_pages")
 
 
+@pytest.mark.slow
 def test_run_files_are_accepted(
     gpus: ModuleType, table: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

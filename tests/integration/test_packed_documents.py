@@ -97,15 +97,17 @@ def references(model: list[str], tmp_path_factory: pytest.TempPathFactory) -> di
             4,
         ),
         ("stages", f"{FOLLOWS} --context-parallel-size 2", 4),
-        (
+        pytest.param(
             "rotary",
             "--context-parallel-algo attention2d --cp-options variant=no --context-parallel-size 4",
             4,
+            marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             "stages",
             "--cp-layers distflash,ulysses --context-parallel-size 2",
             4,
+            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -175,13 +177,19 @@ def assert_same_losses(job: Job, reference: Job) -> None:
     [
         # Whose shifts on one rank are those of Megatron: test_multi_token.py.
         ("zigzag", 1, "--mtp-num-layers 2"),
-        ("zigzag --cp-options layout=documents", 1, "--mtp-num-layers 2"),
+        pytest.param(
+            "zigzag --cp-options layout=documents",
+            1,
+            "--mtp-num-layers 2",
+            marks=pytest.mark.slow,
+        ),
         ("ulysses", 1, "--window-size 9,0 --window-attn-skip-freq 2 --softmax-type learnable"),
-        (
+        pytest.param(
             "zigzag --cp-options layout=documents",
             2,
             "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 "
             "--num-layers 4 --global-batch-size 4",
+            marks=pytest.mark.slow,
         ),
     ],
 )

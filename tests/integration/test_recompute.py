@@ -116,6 +116,7 @@ PIPELINE = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_training_gives_the_same_bits(tmp_path: Path) -> None:
     recordings = {}
