@@ -12,12 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_cp_plugin.config import ContextParallelConfig
-from megatron_cp_plugin.core.communication.same_numbers import same_on_all_ranks
+from megatron_cp_plugin.core.agree import CallChecks
 from megatron_cp_plugin.core.communication.streams import capturing
 from megatron_cp_plugin.core.layouts.layout_check import describe_mismatch
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration import gated_delta_net
-from megatron_cp_plugin.integration.agreement import DeferredChecks, FirstCallCheck
 from megatron_cp_plugin.integration.batch import Batches, Cut
 from megatron_cp_plugin.integration.documents import (
     DocumentMask,
@@ -63,7 +62,7 @@ def serve_inputs(model: nn.Module, batches: Batches, group: dist.ProcessGroup) -
     runtime = batches.runtime
     parameters = inspect.signature(model.forward)
     recurrent = gated_delta_net.has_layers(model)
-    calls, stages = FirstCallCheck(), _Stages(model)
+    calls, stages = CallChecks(), _Stages(model)
 
     def enter(
         module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -111,9 +110,8 @@ class CutInputs:
         # Layers whose state goes on across documents.
         self._recurrent = gated_delta_net.has_layers(model)
         self._stages = _Stages(model)
-        self._calls = FirstCallCheck()
         self._positions = PositionsOfPacks(runtime.config.layout, group)
-        self._checks = DeferredChecks()  # of this call
+        self._checks = CallChecks()
         self._called = False
 
     def __call__(
@@ -178,21 +176,20 @@ class CutInputs:
             packed = given.get("packed_seq_params")
             packed = packed.packed if isinstance(packed, DocumentMask) else packed
             check = self._positions.begin(positions, packed, total)
-            if not self._calls.is_first:
+            if not self._checks.is_first:
                 self._checks.add(check)
             elif fault := check():
                 raise ContextParallelError(fault)
 
     def _compare(self, fault: str | None, held: object, device: torch.device) -> None:
         """Refuses other documents on other ranks: in a first call now, later in `leave`."""
-        compared = self._calls.compare(fault, self._group, held, lambda *_: _OTHER_DOCUMENTS)
+        compared = self._checks.compare(fault, self._group, held, lambda *_: _OTHER_DOCUMENTS)
         if compared or self._group.size() == 1:
             return
         number = torch.full((1,), crc32(repr(held).encode()), device=device)
         if capturing(number):
             return
-        same = same_on_all_ranks(number, self._group)
-        self._checks.add(lambda: None if same() else _OTHER_DOCUMENTS)
+        self._checks.compare_later(number, self._group, _OTHER_DOCUMENTS)
 
 
 def _device(model: nn.Module) -> torch.device:
