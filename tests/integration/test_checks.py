@@ -574,7 +574,7 @@ def refused_graphs(
 ) -> str:
     args.cuda_graph_impl = impl
     with pytest.raises(ConfigError) as error:
-        check("graphs", Settings(args, config, device))
+        check("validated", Settings(args, config, device))
     message = str(error.value)
     assert "\n" not in message
     assert f"--cuda-graph-impl {impl}" in message
@@ -586,7 +586,7 @@ def refused_graphs(
 def test_every_algorithm_may_be_captured(args: argparse.Namespace, algo: str, impl: str) -> None:
     args.cuda_graph_impl = impl
     config = ContextParallelConfig(algo, 4)
-    check("graphs", Settings(args, config, GPU))
+    check("validated", Settings(args, config, GPU))
     if registry.kind_of(algo) == "softmax":
         check_settings(args, config)
 
@@ -614,9 +614,9 @@ def test_unequal_ranks_are_captured_by_some(args: argparse.Namespace) -> None:
     )
     for impl in ("local", "full_iteration"):
         args.cuda_graph_impl = impl
-        check("graphs", Settings(args, ring, GPU))
+        check("validated", Settings(args, ring, GPU))
     args.cuda_graph_impl, args.seq_length = "transformer_engine", None
-    check("graphs", Settings(args, ring, GPU))
+    check("validated", Settings(args, ring, GPU))
 
 
 @pytest.mark.parametrize(
