@@ -831,8 +831,8 @@ FAULTS = (
     ),
     Fault(
         "integration/inputs.py",
-        "    model.register_forward_hook(leave)\n",
-        "",
+        "        super().__init__(model, batches.runtime, group, batches.checks)",
+        "        super().__init__(model, batches.runtime, group, CallChecks())",
         "what is found of a batch is not said before its loss",
         "integration/test_layout_in_megatron.py::test_one_batch_of_other_samples_on_a_rank",
     ),
@@ -880,7 +880,7 @@ FAULTS = (
     ),
     Fault(
         "integration/inputs.py",
-        "    model.register_forward_hook(inputs.leave)\n",
+        "        model.register_forward_hook(self.leave)\n",
         "",
         "what is found of packs that callers cut is not said",
         "integration/test_packed_documents.py::"
