@@ -23,7 +23,7 @@ from megatron_cp_plugin.integration.groups import set_up_groups
 from megatron_cp_plugin.integration.inputs import serve_cut_inputs, serves_inputs
 from megatron_cp_plugin.integration.installer import Installer, LauncherInstaller
 from megatron_cp_plugin.integration.rope import use_layout
-from megatron_cp_plugin.integration.rules import check, check_settings
+from megatron_cp_plugin.integration.rules import check
 from megatron_cp_plugin.integration.runtime import Runtime
 from megatron_cp_plugin.integration.settings import Settings
 from megatron_cp_plugin.integration.spec import LayerSpec, with_plugin
@@ -139,7 +139,7 @@ def serve(
     asked = _config(algo, layout, kernel, True, options, batches)
     check("serve", Settings(config, asked))
     runtime = Runtime(_chosen(asked, batches, config, pg_collection), callers=True)
-    check_settings(config, runtime.config)
+    check("model", Settings(config, runtime.config))
     set_up_groups(runtime, None, config, pg_collection)
     return with_plugin(spec, config, vp_stage, runtime)
 
@@ -201,7 +201,7 @@ def _chosen(
     """The same, with the planner's choice in the place of auto."""
     if asked.algo != registry.AUTO:
         return asked
-    check_settings(model, asked)
+    check("model", Settings(model, asked))
     group = parallel_state.get_context_parallel_group() if groups is None else groups.cp
     return resolve_model(asked, batches, model, group)
 

@@ -87,7 +87,7 @@ class Installer(ABC):
         """The runtime of a model. Args: given: to its constructor, by name."""
 
     def _build_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        from megatron_cp_plugin.integration.models import build_model
+        from megatron_cp_plugin.integration.spec import build_model
 
         given = inspect.signature(original).bind(*args, **kwargs).arguments
         runtime = self._runtime = self._runtime_of(given)

@@ -34,10 +34,8 @@ def describe(settings: Settings) -> str | None:
     Returns:
         None where Megatron recomputes no attention.
     """
-    s = settings
-    granularity = "selective" if s.recompute_activations else s.recompute_granularity
-    attention = granularity == "full" or "core_attn" in (s.recompute_modules or ["core_attn"])
-    if granularity is None or not attention:
+    s, granularity = settings, settings.recomputes
+    if granularity is None:
         return None
     if s.cp.recompute_attention:
         return f"recompute ({granularity}): attention and its communication run twice"

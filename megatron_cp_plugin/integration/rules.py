@@ -14,10 +14,9 @@ from inspect import signature
 from itertools import pairwise
 from math import prod
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from megatron_cp_plugin import registry
-from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.core.layout import Zigzag
 from megatron_cp_plugin.core.layouts.document_layout import Balanced
 from megatron_cp_plugin.errors import ConfigError, near_multiples
@@ -97,19 +96,6 @@ def check(door: Door, settings: Settings) -> None:
     for rule in RULES:
         if door in rule.doors and (said := rule.refusal(settings)):
             raise ConfigError(said)
-
-
-def check_settings(source: Any, config: ContextParallelConfig) -> None:
-    """Refuses what no algorithm serves.
-
-    Args:
-        source: The configuration of a model, or Megatron's arguments.
-        config: The run's configuration.
-
-    Raises:
-        ConfigError: As `check` at the door "model".
-    """
-    check("model", Settings(source, config))
 
 
 def _flag(setting: str) -> str:
@@ -557,9 +543,7 @@ FEATURES: tuple[Rule, ...] = (
     _feature("recomputed attention in local CUDA graphs", "cuda_graph_impl",
              "Megatron's checkpointing refuses the backward pass as it is captured",
              "use --cuda-graph-impl transformer_engine or full_iteration",
-             lambda s: s.graphs == "local" and s.captures_attention
-             and (s.recompute_activations or s.recompute_granularity)
-             and "core_attn" in (s.recompute_modules or ("core_attn",))),
+             lambda s: s.graphs == "local" and s.captures_attention and s.recomputes),
     _feature("a whole iteration in a CUDA graph from the first one on", "cuda_graph_warmup_steps",
              "in the first iteration ranks compare batches, allocate buffers and build kernels",
              "use --cuda-graph-warmup-steps 3",
