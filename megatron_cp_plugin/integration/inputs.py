@@ -67,6 +67,7 @@ class Inputs(ABC):
         self._recurrent = gated_delta_net.has_layers(model)
         self._stages = _Stages(model)
         self._calls = CallChecks()
+        self._forward: Any = None
         model.register_forward_pre_hook(self, with_kwargs=True)
         model.register_forward_hook(self.leave)
 
@@ -74,7 +75,10 @@ class Inputs(ABC):
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """A hook that runs before a model's forward pass."""
-        call = inspect.signature(model.forward).bind(*args, **kwargs)
+        forward = getattr(model.forward, "__func__", model.forward)  # refers to no model
+        if forward is not self._forward:  # programs may replace it
+            self._forward, self._signature = forward, inspect.signature(model.forward)
+        call = self._signature.bind(*args, **kwargs)
         given, mask, fault = call.arguments, None, None
         try:
             _check_cache(given, self._group)
@@ -95,6 +99,10 @@ class Inputs(ABC):
         if mask is not None:
             given["packed_seq_params"] = mask
         return call.args, call.kwargs
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Inputs:
+        """Models may be copied; process groups may not."""
+        return self
 
     def leave(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """A hook that runs after a model's forward pass; on a GPU the host waits for its beginning.
