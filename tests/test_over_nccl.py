@@ -17,10 +17,7 @@ import torch
 import torch.distributed as dist
 
 import megatron_cp_plugin as cp
-from megatron_cp_plugin.core.communication.same_numbers import (
-    COMPARED_TOGETHER,
-    same_on_all_ranks,
-)
+from megatron_cp_plugin.core.agree import COMPARED_TOGETHER, same_on_all_ranks
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration.batch import Batches
 from megatron_cp_plugin.integration.inputs import serve_inputs

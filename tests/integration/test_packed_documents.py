@@ -1,6 +1,7 @@
 """--dataloader-inter-document-masking, against Megatron's own attention with a mask of N x N."""
 
 import random
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -273,6 +274,21 @@ def test_the_model_gets_a_mask_and_the_runtime_is_told() -> None:
     assert batches.runtime.mask is mask
     assert model() is None
     assert batches.runtime.mask is None
+
+
+@pytest.mark.parametrize("by_callers", [False, True])
+def test_a_model_that_is_served_can_be_copied(by_callers: bool) -> None:
+    """Its hooks hold process groups, which cannot."""
+    model, runtime = Model(), Runtime(ContextParallelConfig("ring", 1))
+    group: Any = (number for number in range(1))  # cannot be copied either
+    with pytest.raises(TypeError):
+        deepcopy(group)
+    if by_callers:
+        serve_cut_inputs(model, runtime, group)
+    else:
+        serve_inputs(model, Batches(runtime), group)
+    hooks = [*deepcopy(model)._forward_pre_hooks.values()]
+    assert hooks == [*model._forward_pre_hooks.values()]
 
 
 @pytest.mark.parametrize("impl", ["local", "transformer_engine", "full_iteration"])
