@@ -19,7 +19,7 @@ from megatron_cp_plugin.core.execution.transport import (
     team_channels,
 )
 from megatron_cp_plugin.core.kernel import Problem, SoftmaxKernel
-from megatron_cp_plugin.core.layout import Documents, Layout
+from megatron_cp_plugin.core.layout import Documents, Layout, unfit
 from megatron_cp_plugin.core.layouts.document_layout import NAMED
 from megatron_cp_plugin.core.masks.slices import Slices
 from megatron_cp_plugin.core.placement import BlockPlacement, HeadPlacement, Placement
@@ -172,10 +172,7 @@ class Algorithm(ABC):
         expected = on.layout.length(rank, size, seq_len)
         _, tokens, heads, head_dim = q
         if tokens != expected:
-            raise ContextParallelError(
-                f"rank {rank} of {size} holds {expected} of {seq_len} tokens "
-                f"({on.layout.name} layout), got {tokens}: pass seq_len=, or shard with cp.shard"
-            )
+            raise unfit(on.layout, rank, size, seq_len, expected, tokens)
         kv_heads = k[2]
         self.check(self.options, size=size, heads=heads, kv_heads=kv_heads, causal=mask.causal)
         if mask.special and not self.windows:
