@@ -81,7 +81,7 @@ def test_rows_that_come_again_are_merged_in_float32(some, others):
     again = []
     for index, rows in enumerate((slice(0, TOKENS), slice(*some), slice(*others), slice(*some))):
         keys = k[:, index : index + 1], v[:, index : index + 1]
-        found = Reference().forward(q[:, rows], *keys, scale=0.5, causal=False)
+        found = forward_of(Reference(), q[:, rows], *keys, scale=0.5, causal=False)
         if index != 2:
             again.append([x.clone() for x in found])
         total.add(rows, *found)
