@@ -606,7 +606,7 @@ SABOTAGE = """
 import runpy, sys
 from megatron_cp_plugin.core.execution.executor import Executor
 
-right = Executor.backward
+right = Executor.differentiate
 calls = 0
 
 def wrong(self, *args, **kwargs):
@@ -615,7 +615,7 @@ def wrong(self, *args, **kwargs):
     dq, dk, dv = right(self, *args, **kwargs)
     return dq, dk * (1.001 if calls > {first}[self.transport._algorithm] else 1), dv
 
-Executor.backward = wrong
+Executor.differentiate = wrong
 sys.argv[0] = {launcher!r}
 runpy.run_path({launcher!r}, run_name="__main__")
 """

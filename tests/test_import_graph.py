@@ -27,7 +27,7 @@ ROOMS = [
     ("masks", "tiles"),
     ("blocks",),
     ("layouts",),
-    ("pipeline", "placement", "plans"),
+    ("head_groups", "placement", "plans"),
     ("call",),
     ("execution",),
     ("algorithm",),

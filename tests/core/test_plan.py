@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from megatron_cp_plugin.core.algorithm import Algorithm, Traffic
 from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld, run_virtual
+from megatron_cp_plugin.core.head_groups import head_groups
 from megatron_cp_plugin.core.layout import LAYOUTS
 from megatron_cp_plugin.core.masks.slices import Slices
-from megatron_cp_plugin.core.pipeline import head_groups
 from megatron_cp_plugin.core.placement import BlockPlacement, Place
 from megatron_cp_plugin.core.plans.compile import plan_of
 from megatron_cp_plugin.core.plans.plan import PHASES, Block, Move, Plan, during, outside

@@ -534,9 +534,9 @@ class TwiceTheKeys(CpuFlashAttention):
 
     name = "twice"
 
-    def backward(self, dout: Any, q: Any, k: Any, *rest: Any, **settings: Any) -> Any:
-        dq, dk, dv = super().backward(dout, q, k, *rest, **settings)
-        return dq, dk * (2 if q.shape[2] > k.shape[2] else 1), dv
+    def backward(self, call: Any, *rest: Any) -> Any:
+        dq, dk, dv = super().backward(call, *rest)
+        return dq, dk * (2 if call.q.shape[2] > call.k.shape[2] else 1), dv
 
 
 def test_a_wrong_kernel_is_refused_on_gpus(
