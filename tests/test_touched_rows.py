@@ -323,7 +323,7 @@ def test_a_block_that_stays_for_the_backward_has_all_rows_that_others_need(size:
     for phase in PHASES:
         plan = made.within(mask.documents).plan(shape, mask, phase)
         check(plan)
-        assert len(plan.retained) == size
+        assert len(plan.kept) == size
         assert any(move.tokens < 14 for move in plan.moves)
 
 

@@ -21,9 +21,9 @@ class GridPlacement(BlockPlacement):
     grid: Grid = field(kw_only=True)
     backward: bool = field(default=False, kw_only=True)
 
-    def key_holder(self, owner: int) -> int:
-        """See BlockPlacement.key_holder: a rank of the column that gathers the keys."""
-        return self.grid.key_holders[owner]
+    def key_source(self, owner: int) -> int:
+        """See BlockPlacement.key_source: a rank of the column that gathers the keys."""
+        return self.grid.key_sources[owner]
 
     def pairs_of(self, rank: int) -> Iterator[tuple[int, int]]:
         """See BlockPlacement.pairs_of."""
@@ -35,7 +35,7 @@ class GridPlacement(BlockPlacement):
 
     def crossing(self, query: int, key: int) -> int:
         """The rank in the row of the queries and the column of the keys."""
-        return self.grid.crossing(query, self.key_holder(key))
+        return self.grid.crossing(query, self.key_source(key))
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class GridBlocksPlacement(GridPlacement):
         row, column = self.grid.row(rank), self.grid.column(rank)
         rows, cols = len(column), len(row)
         of_query = (row.index(query) - row.index(rank)) % cols
-        of_key = (column.index(self.key_holder(key)) - column.index(rank)) % rows
+        of_key = (column.index(self.key_source(key)) - column.index(rank)) % rows
         if not of_query:
             yield Place(rank, of_key)
         elif self.backward and of_query == cols - 1:

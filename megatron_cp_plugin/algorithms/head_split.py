@@ -71,10 +71,10 @@ class HeadSplit(Algorithm):
         inner = successive_groups(of_group.heads, of_group.kv_heads, 0, elements)
         groups = tuple(part.within(group) for group in exchanged for part in inner)
         layout = Grouped(self.layout, size)
-        between = ring_placement(layout, nodes, groups, of_group, mask, phase, self.rules)
+        of_teams = ring_placement(layout, nodes, groups, of_group, mask, phase, self.rules)
         exchanges = tuple((group, len(inner)) for group in exchanged)
         keep = self.options.keep == "exchanged"
-        return HeadPlacement(self.layout, size, between, exchanges, keep)
+        return HeadPlacement(self.layout, size, of_teams, exchanges, keep)
 
     def exchanged_groups(self, shape: Shape) -> tuple[HeadGroup, ...]:
         """Of one rank's heads, exchanged one after another."""

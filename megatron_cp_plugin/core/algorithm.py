@@ -278,7 +278,7 @@ class Algorithm(ABC):
         if isinstance(placement, HeadPlacement):
             rank = None if among.peer_access else among.rank
             setting = mask, phase, rectangular, rank
-            return self._checked_plan(placement.between, shape.seq_len, *setting)
+            return self._checked_plan(placement.of_teams, shape.seq_len, *setting)
         rank = among.rank if placement.assembled or not among.peer_access else None
         return self.plan(shape, mask, phase, rectangular=rectangular, rank=rank)
 

@@ -22,7 +22,7 @@ def backward(size: int, algo: str = "zigzag", mask: Mask = CAUSAL, **changes) ->
         **{"batch": 1, "seq_len": 48 * size, "heads": 8, "kv_heads": 2, "head_dim": 8} | changes
     )
     plan = made.plan(shape, mask, "backward")
-    assert bool(plan.retained) == bool(made.plan(shape, mask, "forward").retained)
+    assert bool(plan.kept) == bool(made.plan(shape, mask, "forward").kept)
     return plan
 
 
@@ -56,11 +56,11 @@ def test_the_own_block_comes_last(size: int) -> None:
     ids=str,
 )
 def test_where_ranks_keep_their_own_tensors_alone(changes: dict) -> None:
-    assert not backward(4, **changes).retained
+    assert not backward(4, **changes).kept
 
 
 def test_a_ring_without_a_causal_mask_keeps_the_last_block_too() -> None:
-    assert len(backward(3, "ring", Mask(False)).retained) == 3
+    assert len(backward(3, "ring", Mask(False)).kept) == 3
 
 
 @pytest.mark.parametrize("frozen", ["", "q", "kv"])

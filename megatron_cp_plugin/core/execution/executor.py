@@ -34,10 +34,10 @@ from megatron_cp_plugin.core.execution.passes import (
 )
 from megatron_cp_plugin.core.execution.program import (
     BlockId,
-    Delivery,
     Exchange,
+    Message,
     Program,
-    Turn,
+    Step,
     exchanged,
     gathered,
     program,
@@ -59,10 +59,13 @@ from megatron_cp_plugin.core.partial import delta_of
 from megatron_cp_plugin.core.pipeline import HeadGroup
 from megatron_cp_plugin.core.placement import BlockPlacement, HeadPlacement, Placement
 from megatron_cp_plugin.core.plans.plan import (
+    KEYS,
     OF_KEYS,
     OF_ROWS,
+    QUERIES,
     Move,
     Plan,
+    Side,
     during,
     outside,
     with_wanted_gradients,
@@ -70,7 +73,7 @@ from megatron_cp_plugin.core.plans.plan import (
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.topology import Topology
 
-Arrived = tuple[tuple[Delivery, Tensors], ...]
+Arrived = tuple[tuple[Message, Tensors], ...]
 Saved = tuple[Tensor, ...]
 
 _KEPT = ("q", "k", "v", "lse")  # of each round's base blocks
@@ -85,7 +88,7 @@ class Executor:
         plan: the plan of the steps.
         program: what this rank does in the steps.
         transport, way: how messages of the steps are sent; `way` is None if there are none.
-        teams: teams of queries (false) and of keys (true); without teams, the base blocks are the
+        teams: the teams, by side; without teams, the base blocks are the
             rank's own.
         filled: the heads with added zero heads, if teams need more heads than the call has.
         keep: the base blocks stay in memory for the backward.
@@ -190,28 +193,28 @@ class Executor:
                 coming = run.arrive(number + 1)
             work.begin(part, base)
             del base
-            for turn in part.turns:
-                if turn.first:
-                    work.open(turn, strided=run.strided)
+            for step in part.steps:
+                if step.first:
+                    work.open(step, strided=run.strided)
                 # Cast: waits for the blocks of this step, and posts those of the next steps.
-                if run.dropped or turn.step in run.inputs:
-                    run.take_inputs(turn.step)
-                if self.overlap and (turn.inputs or turn.results):
-                    run.post_inputs(turn)
-                    run.expect_results(turn)
-                for task in turn.tasks:
+                if run.dropped or step.number in run.inputs:
+                    run.take_inputs(step.number)
+                if self.overlap and (step.inputs or step.results):
+                    run.post_inputs(step)
+                    run.expect_results(step)
+                for task in step.tasks:
                     operands = work.operands(task, run.held.get(task.query), run.held.get(task.key))
                     work.compute(*operands, task.work, self.call)
                     if task.rows is not None:
                         work.leave(task.rows, operands[0])
                     del operands
                 # Reduce: adds the results of other ranks, and sends results for their blocks.
-                run.dropped = turn.dropped
-                if turn.last or turn.results or turn.step in run.results or run.ended:
-                    run.reduce(turn)
+                run.dropped = step.dropped
+                if step.last or step.results or step.number in run.results or run.ended:
+                    run.reduce(step)
                 if not self.overlap:
                     run.take_results(None)
-                    run.post_inputs(turn)
+                    run.post_inputs(step)
             if self.teams:
                 run.take_results(None)
                 posted = work.end()
@@ -252,7 +255,7 @@ def executor_of(
     """
     steps = with_wanted_gradients(steps, dq=call.dq, dkv=call.dkv)
     channels, rank = team_channels(placement, topology), topology.rank
-    teams: dict[bool, Team] = {}
+    teams: dict[Side, Team] = {}
     filled: PaddedHeads | None = None
     way, keep = None, False
     if isinstance(placement, BlockPlacement) and channels:
@@ -262,20 +265,20 @@ def executor_of(
             for move in during(steps)
             if move.needed == 0 and not move.result and rank in (move.source, move.target)
         ]
-        for of_keys, (owners, own, inward, outward) in channels.items():
-            moves = [move for move in first if move.of_keys == of_keys]
-            teams[of_keys] = gathering(inward, outward, steps.spans, owners, own, moves)
-        tokens = teams[False].order.tokens
+        for side, (owners, own, inward, outward) in channels.items():
+            moves = [move for move in first if move.side == side]
+            teams[side] = gathering(inward, outward, steps.spans, owners, own, moves)
+        tokens = teams[QUERIES].order.tokens
         parts = gathered(steps, rank, tokens, packed=call.packed, gaps=call.kernel.gaps)
     else:
         way = transport.way(steps, slots)
         parts = program(steps, transport.topology.rank)
     if isinstance(placement, HeadPlacement) and channels:
         assert exchange is not None
-        members, _, inward, outward = channels[False]
+        members, _, inward, outward = channels[QUERIES]
         spans = [exchange.spans[member] for member in members]
         order = assemble(spans, max(exchange.spans.lengths))
-        teams[False] = teams[True] = ExchangingTeam(inward, outward, order)
+        teams[QUERIES] = teams[KEYS] = ExchangingTeam(inward, outward, order)
         parts = exchanged(parts, exchange, rank, members, placement.exchanges)
         filled = PaddedHeads.of(shape.heads, shape.kv_heads, placement.members)
         if (filled.heads, filled.sent_kv_heads) == (shape.heads, shape.kv_heads):
@@ -301,7 +304,7 @@ class _Run:
         held: blocks of other ranks that the rank has.
         dropped: held blocks that no later step needs.
         inputs, results: messages under way, by the step that needs them.
-        ended: (group of heads, whether of keys) whose steps are done, and whose results of other
+        ended: (group of heads, side) whose steps are done, and whose results of other
             ranks are under way.
         strided: messages may be slices of all heads.
     """
@@ -316,12 +319,12 @@ class _Run:
         if retained is not None and not self._retains:
             self.held[retained] = work.retained
         self.dropped: tuple[BlockId, ...] = ()
-        self._earlier: dict[BlockId, Packed] = {}  # sums of ranks before this one
+        self._partial_sums: dict[BlockId, Packed] = {}  # sums of ranks before this one
         # Number of results that a relay brought for a base block, by the first query head of its
-        # group and whether the block is of keys. The entry goes when the last results have come.
-        self._came: dict[tuple[int, bool], int] = {}
+        # group and side. The entry goes when the last results have come.
+        self._received: dict[tuple[int, Side], int] = {}
         self._computed: set[int] = set()  # groups, by the first head, in or past their last step
-        self.ended: list[tuple[HeadGroup, bool]] = []
+        self.ended: list[tuple[HeadGroup, Side]] = []
         self.inputs: dict[int, list[Pending[Arrived]]] = {}
         self.results: dict[int, list[Pending[Arrived]]] = {}
         self.strided = True
@@ -336,7 +339,12 @@ class _Run:
         """Posts the gathers of a round. Returns: its base blocks, after they have come."""
         part = self._parts.rounds[number]
         coming = [
-            (message, self._teams[message[0] in OF_KEYS].gather(message, self._work.own, one.part))
+            (
+                message,
+                self._teams[KEYS if message[0] in OF_KEYS else QUERIES].gather(
+                    message, self._work.own, one.part
+                ),
+            )
             for one in part.inputs
             for message in one.messages
         ]
@@ -372,48 +380,48 @@ class _Run:
         for block in self.dropped:
             self.held.pop(block, None)
         for each in arrived:
-            for delivery, tensors in each:
-                self.held[delivery.block] = tensors
+            for message, tensors in each:
+                self.held[message.block] = tensors
 
-    def post_inputs(self, turn: Turn) -> None:
+    def post_inputs(self, step: Step) -> None:
         """Posts the sends and receives of the blocks that the next steps need."""
-        for exchange in turn.inputs:
+        for exchange in step.inputs:
             channel = self._channels.slow_inputs if exchange.slow else self._channels.inputs
             self.inputs.setdefault(exchange.needed, []).append(self._post(channel, exchange))
 
-    def expect_results(self, turn: Turn) -> None:
+    def expect_results(self, step: Step) -> None:
         """Lets other ranks send results while this rank computes, if no results are under way."""
-        for exchange in turn.results:
+        for exchange in step.results:
             if exchange.receives and not exchange.slow and not self.results:
                 self._work.settle()
                 self._channels.results.expect(exchange.sources)
 
-    def reduce(self, turn: Turn) -> None:
+    def reduce(self, step: Step) -> None:
         """Adds the results that a step needs, and posts the results for blocks of others."""
         retained = self._parts.retained
-        if turn.last and retained is not None and self._retains:
+        if step.last and retained is not None and self._retains:
             # In memory of its own: the next call's messages take this one.
             self._work.retained = tuple([x.clone() for x in self.held[retained]])
-        if turn.last:
-            self._computed.add(turn.heads.q.start)
-        if self.ended or turn.step in self.results:
-            self.take_results(turn.step)
-        for exchange in turn.results:
+        if step.last:
+            self._computed.add(step.heads.q.start)
+        if self.ended or step.number in self.results:
+            self.take_results(step.number)
+        for exchange in step.results:
             if exchange.receives:
                 self._work.settle()
             channel = self._channels.slow_results if exchange.slow else self._channels.results
             self.results.setdefault(exchange.needed, []).append(self._post(channel, exchange))
-        if turn.last:
-            self._end(turn.heads)
+        if step.last:
+            self._end(step.heads)
 
     def take_results(self, step: int | None) -> None:
         """Waits for the results that a step needs (None: for all), and adds them to the sums."""
         for needed in sorted(self.results) if step is None else (step,):
             for pending in self.results.pop(needed, ()):
-                for delivery, tensors in pending.wait():
-                    self._take(delivery, tensors)
-        for heads, of_keys in self.ended:
-            self._work.close(heads, of_keys, None)
+                for message, tensors in pending.wait():
+                    self._take(message, tensors)
+        for heads, side in self.ended:
+            self._work.close(heads, side, None)
         self.ended.clear()
 
     def _end(self, heads: HeadGroup) -> None:
@@ -421,33 +429,33 @@ class _Run:
 
         Those of a relay that wait are closed by `_take`; others wait in `ended`.
         """
-        for of_keys in self._work.sides:
-            awaited = self._parts.awaited[of_keys]
-            if not awaited or self._came.get((heads.q.start, of_keys)) == awaited:
-                self._work.close(heads, of_keys, None)
+        for side in self._work.sides:
+            awaited = self._parts.awaited[side]
+            if not awaited or self._received.get((heads.q.start, side)) == awaited:
+                self._work.close(heads, side, None)
             elif not self._relay:
-                self.ended.append((heads, of_keys))
+                self.ended.append((heads, side))
 
-    def _take(self, delivery: Delivery, tensors: Tensors) -> None:
-        move, (owner, of_keys), _ = delivery
-        if owner != self._parts.own[of_keys]:
-            self._earlier[owner, of_keys] = Packed(move.block.rows, tensors)
-        elif self._relay and self._is_last(move, of_keys):
-            self._work.close(move.heads, of_keys, Packed(move.block.rows, tensors))
+    def _take(self, message: Message, tensors: Tensors) -> None:
+        move, (owner, side), _ = message
+        if owner != self._parts.own[side]:
+            self._partial_sums[owner, side] = Packed(move.block.rows, tensors)
+        elif self._relay and self._is_last(move, side):
+            self._work.close(move.heads, side, Packed(move.block.rows, tensors))
         else:
             self._work.accept(move, tensors)
 
-    def _is_last(self, move: Move, of_keys: bool) -> bool:
+    def _is_last(self, move: Move, side: Side) -> bool:
         """Whether these results of a relay are the last that a base block gets, for one group.
 
         A mask may shorten the relay: then the results can come before this rank's last step.
         """
-        group = move.heads.q.start, of_keys
-        self._came[group] = self._came.get(group, 0) + 1
-        complete = self._came[group] == self._parts.awaited[of_keys]
+        group = move.heads.q.start, side
+        self._received[group] = self._received.get(group, 0) + 1
+        complete = self._received[group] == self._parts.awaited[side]
         last = complete and move.heads.q.start in self._computed
         if last:
-            del self._came[group]
+            del self._received[group]
         return last
 
     def _post(self, channel: Communicator, exchange: Exchange) -> Pending[Arrived]:
@@ -457,8 +465,8 @@ class _Run:
         device = self._work.q.device
         buffers = channel.buffers([tensor for each in described for tensor in each], device)
         arriving, start = [], 0
-        for delivery, each in zip(exchange.receives, described, strict=True):
-            arriving.append((delivery, buffers[start : start + len(each)]))
+        for message, each in zip(exchange.receives, described, strict=True):
+            arriving.append((message, buffers[start : start + len(each)]))
             start += len(each)
         receives = [(buffer, one.move.source) for one, own in arriving for buffer in own]
         under_way = channel.exchange(sends, receives)
@@ -470,12 +478,12 @@ class _Run:
 
         return Pending(finish)
 
-    def _sent(self, delivery: Delivery, strided: bool) -> Sequence[Tensor]:
-        move, block, result = delivery
+    def _sent(self, message: Message, strided: bool) -> Sequence[Tensor]:
+        move, block, result = message
         rows = move.block.rows
         if result:
             held = self._parts.rows[block]
-            return self._work.results_for(move, held, self._earlier.pop(block, None))
+            return self._work.results_for(move, held, self._partial_sums.pop(block, None))
         if block in self.held:
             held, tensors = self._parts.rows[block], self.held[block]
         else:

@@ -49,7 +49,7 @@ class Grid:
         return self.ranks[self._places[a][0]][self._places[b][1]]
 
     @cached_property
-    def key_holders(self) -> dict[int, int]:
+    def key_sources(self) -> dict[int, int]:
         """The rank that holds a rank's keys when columns gather them, by their owner."""
         return {owner: rank for rank, owner in enumerate(self.key_owners)}
 

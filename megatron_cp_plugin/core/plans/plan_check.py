@@ -16,7 +16,16 @@ from torch import Tensor
 from megatron_cp_plugin.core.blocks.rows import Rows, between
 from megatron_cp_plugin.core.masks.slices import Slices
 from megatron_cp_plugin.core.pipeline import HeadGroup
-from megatron_cp_plugin.core.plans.plan import OF_KEYS, Block, Compute, Move, Plan
+from megatron_cp_plugin.core.plans.plan import (
+    KEYS,
+    OF_KEYS,
+    QUERIES,
+    Block,
+    Compute,
+    Move,
+    Plan,
+    Side,
+)
 from megatron_cp_plugin.core.tiles import Mask, Tile
 from megatron_cp_plugin.errors import ContextParallelError
 
@@ -136,7 +145,7 @@ def _check_inputs(plan: Plan) -> None:
     """Goes through the steps and notes who has what: senders and computations need theirs."""
     held: dict[At, list[Extent]] = defaultdict(list)
     tokens = _Tokens(plan)
-    for kept in (*plan.kept, *(plan.retained if plan.phase == "backward" else ())):
+    for kept in plan.kept if plan.phase == "backward" else ():
         for tensor in kept.tensors:
             for owner in kept.owners:
                 extent = tokens.extent(tensor, owner, plan.heads, kept.rows)
@@ -253,22 +262,22 @@ def check_slots(plan: Plan, slots: int) -> None:
             (move for move in inputs if move.target == rank),
             lambda move: turns[move.posted] % slots,
         )
-        until: dict[tuple[tuple[int, ...], bool, int], int] = {}  # the last step with the block
+        until: dict[tuple[tuple[int, ...], Side, int], int] = {}  # the last step with the block
         for moves in received.values():
             ordered = sorted(moves, key=lambda move: move.posted)
             for move, after in zip_longest(ordered, ordered[1:]):
                 last = plan.steps if after is None else after.posted - 1
-                until[move.block.owners, move.of_keys, move.heads.q.start] = last
+                until[move.block.owners, move.side, move.heads.q.start] = last
         for compute in plan.computes:
-            for block, of_keys in ((compute.queries, False), (compute.keys, True)):
-                last = until.get((block.owners, of_keys, compute.heads.q.start), plan.steps)
+            for block, side in ((compute.queries, QUERIES), (compute.keys, KEYS)):
+                last = until.get((block.owners, side, compute.heads.q.start), plan.steps)
                 if compute.rank == rank and compute.step > last:
                     raise PlanError(
                         f"rank {rank} needs a block of rank {block.owners[0]} in step "
                         f"{compute.step}, but its buffer is given on after step {last}"
                     )
         for move in inputs:
-            kept = until.get((move.block.owners, move.of_keys, move.heads.q.start), plan.steps)
+            kept = until.get((move.block.owners, move.side, move.heads.q.start), plan.steps)
             if move.source == rank and move.needed - 1 > kept:
                 raise PlanError(f"rank {rank} sends on what its buffer has no more: {move}")
 
