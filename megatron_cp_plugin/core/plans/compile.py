@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import chain, groupby, islice, pairwise, product
+from itertools import groupby, islice, pairwise, product
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -119,6 +119,8 @@ class _Line:
             the step 0, in which the block leaves its home.
         met: (number of a stop, part of the query rows) of each place where another block meets this
             one, by the distance of the owner of that other block.
+        stop: the number of the stop where another block meets this one, by the same distance; empty
+            unless each stop meets one other block, and all its rows.
     """
 
     def __init__(self, size: int, meetings: Iterable[tuple[int, Place]]) -> None:
@@ -134,6 +136,10 @@ class _Line:
         self.met: list[list[tuple[int, tuple[int, int]]]] = [[] for _ in range(size)]
         for other, place in found:
             self.met[other].append((self.number[place.rank], place.part))
+        simple = len(found) == len(self.ranks) == sum(map(bool, self.met)) and {
+            place.part for _, place in found
+        } == {(0, 1)}
+        self.stop = [met[0][0] if met else _NOWHERE for met in self.met] if simple else []
 
 
 @dataclass
@@ -163,6 +169,22 @@ class _Route:
     gap: int
     whole: Rows | None
     at: int | None
+
+
+class _Chain(NamedTuple):
+    """Stops one behind the other: inputs go from each to the next one, and results likewise.
+
+    Attributes:
+        stops: their numbers.
+        end: the stop, or home, from which inputs come to the first of them; home for results.
+        step: in which `end` has the inputs, or needs the results.
+        near: they are in the node segment of the block's home.
+    """
+
+    stops: Sequence[int]
+    end: int
+    step: int
+    near: bool
 
 
 class _Routes:
@@ -352,22 +374,19 @@ class _Routes:
             rows = self.retained[owner] = union(parts, gap)
             if self.returning:
                 source, self.received[side, owner, retaining] = retaining, rows
-        at = None
+        at, here = None, True
         if self.rank is not None:
-            at = line.number.get((self.rank - origin) % self.size, _NOWHERE)
-            kind = line, stops, needed[0] if needed else 0, self.segments and origin
-            here = at in stops or self.rank in (home, source)
-            # Blocks that are alike are sent at the same times.
-            if kind in self._noted and not here:
-                return
-            self._noted.add(kind)
+            at = _HOME
+            if self.rank not in (home, source):
+                at = line.number.get((self.rank - origin) % self.size, _NOWHERE)
+                here = at in stops
         route = _Route(side, origin, home, source, line, needed, parts, stops, gap, rows, at)
-        relay = self.placement.relay
-        inputs = self._passed_on(route) if relay else self._straight(route, results=False)
-        results = self._summed_up(route) if relay else self._straight(route, results=True)
-        for of_results, hops in ((False, [*inputs]), (True, [*results])):
-            if hops:
-                self.hops[of_results][side, owner] = hops
+        for results in (False, True):
+            chains = self._chains(route, results=results)
+            if self.rank is not None:
+                self._note(route, chains, results=results)
+            if here and (hops := [*self._hops(route, chains, results=results)]):
+                self.hops[results][side, owner] = hops
 
     def _stops(self, origin: int, line: _Line, needed: Sequence[int]) -> Sequence[int]:
         """Numbers of the stops that a block reaches: a relay goes on, in each node segment, to the
@@ -388,6 +407,10 @@ class _Routes:
         self, side: Side, owner: int, origin: int, line: _Line
     ) -> Sequence[tuple[int, Rows]]:
         """Numbers of the stops that need a block, ascending, and the rows that each needs."""
+        if self.at_once and (stop := line.stop):
+            seen = self._seen(side)[owner].items()
+            found = [(stop[other - origin], rows) for other, rows in seen]
+            return sorted([pair for pair in found if pair[0] >= 0 and pair[1]])
         needed: dict[int, Rows] = {}
         if self.at_once:
             others: Iterable[tuple[int, Rows | None]] = self._seen(side)[owner].items()
@@ -454,79 +477,81 @@ class _Routes:
 
     # How they travel
 
-    def _straight(self, route: _Route, *, results: bool) -> Iterator[_Hop]:
-        """Hops between the home, or source, and each stop: inputs to the stops, results back."""
+    def _chains(self, route: _Route, *, results: bool) -> list[_Chain]:
+        """The ways of a block from its source, or of results to its home.
+
+        Without a relay each stop has a way of its own. In a relay a block goes from each stop of a
+        node segment to the next one, and from the first stop of a segment to the first stop of the
+        next segment, as soon as the stop before has it. Each stop adds its own results to the sum,
+        the first stop that computes sends the first sum, and the last stop of a segment sends its
+        sum home.
+        """
+        steps, head = route.line.last if results else route.line.first, _HOME
         home = route.home if results else route.source
-        steps = route.line.last if results else route.line.first
         stops = route.stops if results else self._after_source(route)
-        posted = {stop: steps[stop] - (not results) for stop in stops}
-        pairs = ((step, step + 1) for step in posted.values())
-        self._note(route, stops, pairs, results=results)
-        at, rows_of_stop = self._at(route, home), dict(zip(route.needed, route.rows, strict=True))
-        for stop in posted if at in (None, _HOME) else posted.keys() & {at}:
-            rows = union((rows_of_stop[stop],), route.gap) if route.whole is None else route.whole
-            rank, step = self._rank_at(route, stop, home), posted[stop]
-            yield _Hop(step, step + 1, *((rank, home) if results else (home, rank)), rows)
-
-    def _passed_on(self, route: _Route) -> Iterator[_Hop]:
-        """Hops of inputs: from each stop of a node segment to the next one, and from the first stop
-        of a segment to the first stop of the next segment. A stop sends the block as soon as it has
-        it.
-        """
-        first, home, head = route.line.first, route.source, _HOME
-        chains: list[tuple[list[int], bool]] = []
-        for stops in self._in_segments(route, self._after_source(route)):
-            near = self._is_near(route, stops, home)
-            chains.append(([_HOME if near else head, *stops], near))
-            head = head if near else stops[0]
-            steps = map(first.__getitem__, chains[-1][0])
-            self._note(route, stops, pairwise(steps), results=False)
-        at = self._at(route, home)
-        later: Rows = ()  # rows that the segments behind need
-        for stops, near in reversed(chains):
-            hops = _hops(stops, at)
-            wanted = {target for _, target in hops} if near else {stops[1], *(x for _, x in hops)}
-            if route.whole is None:
-                given = _rows_of_chain(route, stops[:0:-1], wanted)
+        if not self.placement.relay:
+            back = 1 if results else -1
+            return [_Chain((stop,), _HOME, steps[stop] + back, near=True) for stop in stops]
+        found = []
+        for some in self._in_segments(route, stops):
+            near = self._is_near(route, some, home)
+            if results:
+                first = route.needed[bisect_left(route.needed, some[0])]
+                arrival = steps[some[-1]] + (1 if near else self.placement.latency)
+                found.append(_Chain(some[some.index(first) :], _HOME, arrival, near))
             else:
-                given = dict.fromkeys(wanted, route.whole)
-            if not near:
-                later = given[stops[1]] = union((given[stops[1]], later), route.gap)
-            for source, target in hops:
-                ranks = self._rank_at(route, source, home), self._rank_at(route, target, home)
-                yield _Hop(first[source], first[target], *ranks, given[target])
+                end = _HOME if near else head
+                found.append(_Chain(some, end, steps[end], near))
+                head = head if near else some[0]
+        return found
 
-    def _summed_up(self, route: _Route) -> Iterator[_Hop]:
-        """Hops of results: from each stop of a node segment to the next one, and from the last stop
-        home. Each stop adds its own results to the sum. The first stop that computes sends the
-        first sum.
-        """
-        last, home = route.line.last, route.home
-        at = self._at(route, home)
-        for of_segment in self._in_segments(route, route.stops):
-            near = self._is_near(route, of_segment, home)
-            first = route.needed[bisect_left(route.needed, of_segment[0])]
-            stops = of_segment[of_segment.index(first) :]
-            arrival = last[stops[-1]] + (1 if near else self.placement.latency)
-            steps = chain(map(last.__getitem__, stops), (arrival,))
-            self._note(route, stops, pairwise(steps), results=True)
-            hops = _hops([*stops, _HOME], at)
-            sums = _rows_of_chain(route, stops, {source for source, _ in hops})
-            for source, target in hops:
-                needed = arrival if target == _HOME else last[target]
-                ranks = self._rank_at(route, source, home), self._rank_at(route, target, home)
-                yield _Hop(last[source], needed, *ranks, sums[source])
+    def _note(self, route: _Route, chains: Iterable[_Chain], *, results: bool) -> None:
+        """Notes when what goes along chains is sent."""
+        line, times = route.line, self.times[route.side, results]
+        steps = line.last if results else line.first
+        for chain in chains:
+            key = line, results, *chain
+            if key not in self._noted:
+                self._noted.add(key)
+                own = [*map(steps.__getitem__, chain.stops)]
+                times.update(pairwise([*own, chain.step] if results else [chain.step, *own]))
 
-    def _note(
-        self, route: _Route, kind: object, steps: Iterable[tuple[int, int]], *, results: bool
-    ) -> None:
-        """Notes the times of a block's hops. Args: kind: blocks of one line and kind have equal
-        times.
+    def _hops(self, route: _Route, chains: Sequence[_Chain], *, results: bool) -> Iterator[_Hop]:
+        """The hops of chains that begin or end at the rank; all if the plan is of all ranks.
+
+        Inputs have the rows that a stop and the stops behind it need.
         """
-        key = route.line, route.side, results, kind, self.segments and route.origin
-        if self.rank is not None and key not in self._noted:
-            self._noted.add(key)
-            self.times[route.side, results].update(steps)
+        steps, at = route.line.last if results else route.line.first, route.at
+        home = route.home if results else route.source
+        if self.rank in (route.home, route.source) and self.rank != home:
+            at = route.line.number.get((self.rank - route.origin) % self.size, _NOWHERE)
+        later: Rows = ()  # rows that the segments behind need
+        for stops, end, step, near in chains if results else reversed(chains):
+            last = len(stops) - 1
+            numbers: Sequence[int] = range(last + 1)
+            if at is not None:
+                number = stops.index(at) - results if at in stops else _NOWHERE
+                if at == end:
+                    number = last if results else -1
+                numbers = range(max(0, number), min(number + 1, last) + 1)
+            heading = not (near or results)
+            wanted = {stops[number] for number in numbers} | ({stops[0]} if heading else set())
+            if route.whole is not None and not results:
+                rows = dict.fromkeys(wanted, route.whole)
+            else:
+                rows = _rows_of_chain(route, stops if results else stops[::-1], wanted)
+            if heading:
+                later = rows[stops[0]] = union((rows[stops[0]], later), route.gap)
+            for number in numbers:
+                stop, beside = stops[number], number + 1 if results else number - 1
+                other, its_step = end, step
+                if 0 <= beside <= last:
+                    other, its_step = stops[beside], steps[stops[beside]]
+                here, there = self._rank_at(route, stop, home), self._rank_at(route, other, home)
+                if results:
+                    yield _Hop(steps[stop], its_step, here, there, rows[stop])
+                else:
+                    yield _Hop(its_step, steps[stop], there, here, rows[stop])
 
     def _after_source(self, route: _Route) -> Sequence[int]:
         """The route's stops, without the rank that retained the block and now sends it."""
@@ -547,26 +572,12 @@ class _Routes:
         of = self.segments
         return of is None or of[self._rank_at(route, stops[0], home)] == of[home]
 
-    def _at(self, route: _Route, home: int) -> int | None:
-        """The number of the rank's stop. None: the plan is of all ranks."""
-        return _HOME if self.rank == home else route.at
-
     def _rank_at(self, route: _Route, stop: int, home: int) -> int:
         return home if stop == _HOME else (route.origin + route.line.ranks[stop]) % self.size
 
 
 # Both passes of a micro-batch use the same routes if their placements are equal.
 _routes = lru_cache(maxsize=16)(_Routes)
-
-
-def _hops(stops: Sequence[int], at: int | None) -> Sequence[tuple[int, int]]:
-    """The hops from each stop to the next that begin or end at stop `at`; None: all hops."""
-    if at is None:
-        return list(pairwise(stops))
-    if at not in stops:
-        return ()
-    number = stops.index(at)
-    return list(pairwise(stops[max(0, number - 1) : number + 2]))
 
 
 def _rows_of_chain(route: _Route, stops: Sequence[int], wanted: set[int]) -> dict[int, Rows]:
