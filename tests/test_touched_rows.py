@@ -35,8 +35,8 @@ from megatron_cp_plugin.core.layout import (
 )
 from megatron_cp_plugin.core.layouts.document_layout import Balanced
 from megatron_cp_plugin.core.masks.documents import document_starts
+from megatron_cp_plugin.core.plans.check import PlanError, check
 from megatron_cp_plugin.core.plans.plan import PHASES
-from megatron_cp_plugin.core.plans.plan_check import PlanError, check
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.registry import create

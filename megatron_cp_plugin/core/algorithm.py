@@ -21,9 +21,10 @@ from megatron_cp_plugin.core.execution.transport import (
 from megatron_cp_plugin.core.kernel import Problem
 from megatron_cp_plugin.core.layout import Documents, Layout
 from megatron_cp_plugin.core.layouts.document_layout import NAMED
+from megatron_cp_plugin.core.pipeline import HeadGroup, successive_groups
 from megatron_cp_plugin.core.placement import BlockPlacement, HeadPlacement, Placement
+from megatron_cp_plugin.core.plans.check import check_placement, check_steps
 from megatron_cp_plugin.core.plans.compile import plan_of
-from megatron_cp_plugin.core.plans.placement_check import check_placement, check_steps
 from megatron_cp_plugin.core.plans.plan import PHASES, Plan
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
@@ -73,8 +74,8 @@ class Algorithm(ABC):
 
     Subclasses define `layout`, `Options` and `placement`, from which everything else follows:
     `core.execution.executor` runs what the plan of a placement says. Most derive from
-    `algorithms.point_to_point.PointToPoint`, for its options. `registry.create` makes them, with a
-    topology and an instance of their own `Options`.
+    `PointToPoint`, for its options. `registry.create` makes them, with a topology and an instance
+    of their own `Options`.
 
     B batch, S local tokens, N tokens of the whole sequence, H query heads, G KV heads, D head dim
     of queries and keys, E that of values and outputs. Formulas of subclasses are for E = D.
@@ -342,3 +343,36 @@ class Algorithm(ABC):
         """What `rank` sends, as the plans of both passes say."""
         forward, backward = (self.plan(shape, mask, phase).sent(rank, shape) for phase in PHASES)
         return Traffic(*forward, *backward)
+
+
+class PointToPoint(Algorithm):
+    """Attention by blocks that go from rank to rank; subclasses say where they meet."""
+
+    windows = True
+
+    @dataclass(frozen=True)
+    class Options(Algorithm.Options):
+        """Options of all of them.
+
+        Attributes:
+            chunks: groups of heads that are computed one after another, at most as many as KV
+                heads; 0: two for long sequences without windows, documents and spans, else one.
+            transport: "group" (the process group's own, NCCL or gloo), "peer" (copy engines over
+                peer memory: GPUs of one node, of which each exchanges with one other at a time and
+                holds two blocks of others at most), or "auto", peer where that is possible.
+        """
+
+        chunks: int = number(0, group_counts, least=0)
+        transport: Wanted = "auto"
+
+    options: Options
+
+    def __init__(self, topology: Topology, options: Options) -> None:
+        super().__init__(topology, options)
+        self.transport = Transport(self.name, topology, options.transport)
+
+    def head_groups(self, shape: Shape, mask: Mask) -> tuple[HeadGroup, ...]:
+        """The groups of a placement, as many as option `chunks` says."""
+        # Under other masks there is little to compute, and each group costs calls and copies.
+        elements = 0 if mask.special else shape.elements(self.topology.size)
+        return successive_groups(shape.heads, shape.kv_heads, self.options.chunks, elements)

@@ -16,6 +16,7 @@ from megatron_cp_plugin.core.layout import LAYOUTS
 from megatron_cp_plugin.core.masks.slices import Slices
 from megatron_cp_plugin.core.pipeline import head_groups
 from megatron_cp_plugin.core.placement import BlockPlacement, Place
+from megatron_cp_plugin.core.plans.check import PlanError, check, check_slots
 from megatron_cp_plugin.core.plans.compile import plan_of
 from megatron_cp_plugin.core.plans.plan import (
     PHASES,
@@ -27,7 +28,6 @@ from megatron_cp_plugin.core.plans.plan import (
     during,
     outside,
 )
-from megatron_cp_plugin.core.plans.plan_check import PlanError, check, check_slots
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology

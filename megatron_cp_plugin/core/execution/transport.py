@@ -9,8 +9,8 @@ from torch import Tensor
 from megatron_cp_plugin.core.comm import Communicator
 from megatron_cp_plugin.core.execution.program import program
 from megatron_cp_plugin.core.placement import HeadPlacement, Placement
+from megatron_cp_plugin.core.plans.check import PlanError, check_slots
 from megatron_cp_plugin.core.plans.plan import KEYS, QUERIES, Plan, Side, outside
-from megatron_cp_plugin.core.plans.plan_check import PlanError, check_slots
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ConfigError
 
