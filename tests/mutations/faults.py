@@ -35,21 +35,21 @@ FAULTS = (
         "merged = torch.logaddexp(a_lse, b_lse)",
         "merged = torch.logaddexp2(a_lse, b_lse)",
         "two partials are merged with lse in log2",
-        "core/test_grid.py::test_merging_many_partials",
+        "algorithms/test_grid.py::test_merging_many_partials",
     ),
     Fault(
         "core/partial.py",
         "merged = torch.logsumexp(lses, 0)",
         "merged = lses.amax(0)",
         "many partials are merged with the largest lse for that of all",
-        "core/test_grid.py::test_merging_many_partials",
+        "algorithms/test_grid.py::test_merging_many_partials",
     ),
     Fault(
         "core/partial.py",
         "torch.where(merged == -torch.inf, 0.0, torch.exp(lse - merged))",
         "torch.exp(lse - merged)",
         "rows without any key become NaN",
-        "core/test_grid.py::test_merging_many_partials",
+        "algorithms/test_grid.py::test_merging_many_partials",
     ),
     Fault(
         "core/partial.py",
@@ -218,7 +218,7 @@ FAULTS = (
         "for chunk in (rank, 2 * size - 1 - rank)",
         "for chunk in (rank, size + rank)",
         "zigzag pairs chunks p and P + p: right results, unequal work",
-        "core/test_grid.py::test_zigzag_grids_are_balanced_to_the_token",
+        "algorithms/test_grid.py::test_zigzag_grids_are_balanced_to_the_token",
     ),
     Fault(
         "core/masks/bands.py",
