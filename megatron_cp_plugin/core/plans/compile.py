@@ -239,7 +239,7 @@ class _Routes:
         self.retained: dict[int, Rows] = {}
         self.times: dict[tuple[Side, bool], set[tuple[int, int]]] = defaultdict(set)
         self.widths: dict[tuple[Side, int], int] = {}
-        self._noted: set[tuple[object, ...]] = set()
+        self._noted: dict[tuple[object, ...], int] = {}
         self.steps = 1
         if placement.assembled:
             self._gather()
@@ -509,12 +509,13 @@ class _Routes:
         """Notes when what goes along chains is sent."""
         line, times = route.line, self.times[route.side, results]
         steps = line.last if results else line.first
-        for chain in chains:
-            key = line, results, *chain
-            if key not in self._noted:
-                self._noted.add(key)
-                own = [*map(steps.__getitem__, chain.stops)]
-                times.update(pairwise([*own, chain.step] if results else [chain.step, *own]))
+        for stops, end, step, _ in chains:
+            # Inputs that go further from the same stop are sent at the times of these, and later.
+            key = (line, stops, end, step) if results else (line, stops[0], end)
+            if self._noted.get(key, 0) < len(stops):
+                self._noted[key] = len(stops)
+                own = [*map(steps.__getitem__, stops)]
+                times.update(pairwise([*own, step] if results else [step, *own]))
 
     def _hops(self, route: _Route, chains: Sequence[_Chain], *, results: bool) -> Iterator[_Hop]:
         """The hops of chains that begin or end at the rank; all if the plan is of all ranks.
