@@ -288,5 +288,5 @@ def during(plan: Plan) -> tuple[Move, ...]:
 
 @lru_cache(maxsize=256)
 def outside(plan: Plan) -> tuple[Move, ...]:
-    """Moves that bring keys to their source ranks beforehand, or gradients to their owners after."""
+    """Moves that bring keys to their source ranks first, or gradients to their owners last."""
     return tuple(m for m in plan.moves if m.needed < 0 or m.posted >= plan.steps)
