@@ -194,6 +194,10 @@ class _Routes:
         masked: pairs of blocks that do not see each other are left out.
         selective: rows that do not see the other block of a pair are left out too.
         at_once: the rows that meet are found for all pairs of blocks together.
+        visible: [rank][owner]: rows of the owner's keys that the rank sees, if `at_once`.
+        ranks: the ranks of which the plan is.
+        segments: the node segment of each rank; None: all ranks are in one.
+        sources: the rank from which others get a block of keys, by the block's owner.
         pairs: pairs that are computed, those of `rank` only if it is given.
         steps: number of steps of one group of heads, the same on all ranks.
         hops: hops of inputs (false) and of results (true), by side and owner of the block.

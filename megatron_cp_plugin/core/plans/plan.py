@@ -101,11 +101,6 @@ class Move(NamedTuple):
         """Which block's tensors it carries."""
         return KEYS if self.messages[0][0] in OF_KEYS else QUERIES
 
-    @property
-    def of_rows(self) -> bool:
-        """Whether its tensors have a number for each row and head."""
-        return self.messages[0][0] in OF_ROWS
-
 
 class Time(NamedTuple):
     """When some rank sends something; then all ranks exchange messages, if only none.
