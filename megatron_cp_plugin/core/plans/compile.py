@@ -384,6 +384,11 @@ class _Routes:
             if self.rank not in (home, source):
                 at = line.number.get((self.rank - origin) % self.size, _NOWHERE)
                 here = at in stops
+        # Blocks that are alike are sent at the same times.
+        kind = line, stops, min(needed, default=0), self.segments and origin
+        if not here and kind in self._noted:
+            return
+        self._noted[kind] = 0
         route = _Route(side, origin, home, source, line, needed, parts, stops, gap, rows, at)
         for results in (False, True):
             chains = self._chains(route, results=results)
