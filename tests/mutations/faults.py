@@ -932,15 +932,15 @@ FAULTS = (
     # compiled plans and their one loop
     Fault(
         "core/plans/compile.py",
-        "return [stop for stop in route.stops if stop != source]",
+        "return tuple([stop for stop in route.stops if stop != source])",
         "return route.stops",
         "a rank that retained a block gets it once more",
         "algorithms/test_ring.py::test_the_own_block_comes_last",
     ),
     Fault(
         "core/plans/compile.py",
-        "lag = 1 if self._is_near(route, leg, home) else self.placement.lag",
-        "lag = self.placement.lag",
+        "arrival = steps[some[-1]] + (1 if near else self.placement.latency)",
+        "arrival = steps[some[-1]] + self.placement.latency",
         "sums within a node are as late as those between nodes",
         "core/test_plans_of_before.py::test_plans_are_those_of_before",
     ),
