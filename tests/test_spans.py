@@ -23,7 +23,7 @@ from megatron_cp_plugin.core.communication.virtual import VirtualWorld, run_virt
 from megatron_cp_plugin.core.layout import Contiguous, Cyclic, Layout, Span, Zigzag
 from megatron_cp_plugin.core.layouts.document_layout import Balanced, PaddedDocuments
 from megatron_cp_plugin.core.masks.slices import KINDS, Slices
-from megatron_cp_plugin.core.plans.plan_check import check
+from megatron_cp_plugin.core.plans.check import check
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask, plan_tiles, visible_pairs
 from megatron_cp_plugin.core.topology import Topology

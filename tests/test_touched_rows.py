@@ -35,8 +35,8 @@ from megatron_cp_plugin.core.layout import (
 )
 from megatron_cp_plugin.core.layouts.document_layout import Balanced
 from megatron_cp_plugin.core.masks.documents import document_starts
+from megatron_cp_plugin.core.plans.check import PlanError, check
 from megatron_cp_plugin.core.plans.plan import PHASES
-from megatron_cp_plugin.core.plans.plan_check import PlanError, check
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.registry import create
@@ -323,7 +323,7 @@ def test_a_block_that_stays_for_the_backward_has_all_rows_that_others_need(size:
     for phase in PHASES:
         plan = made.within(mask.documents).plan(shape, mask, phase)
         check(plan)
-        assert len(plan.retained) == size
+        assert len(plan.kept) == size
         assert any(move.tokens < 14 for move in plan.moves)
 
 

@@ -249,7 +249,7 @@ class Estimator:
         """Seconds that one rank computes at least, or gets what it needs in."""
         members = 1
         if isinstance(placement, HeadPlacement):
-            members, placement = placement.members, placement.between
+            members, placement = placement.members, placement.of_teams
         whole, most = together(placement.groups), 0.0
         links = (self.machine.inside.exchange, self.machine.between.exchange, self.machine.copy)
         fastest = max(link.bytes_per_second for link in links if link is not None)
@@ -372,14 +372,14 @@ class Estimator:
         of_query += self._width(_RESULTS[phase], group, wide=wide)
         of_key = self._width(("k", "v"), group)
         of_key += self._width(("dk", "dv"), group, wide=wide) if backward else 0
-        lag = placement.lag if placement.relay else 0
+        latency = placement.latency if placement.relay else 0
         known: list[tuple[float, _Moved]] = []
         for step in kinds:
             moved = _Moved()
             for far in (False, True):
                 size = step.queries[far] * of_query + step.keys[far] * of_key
                 if size:
-                    message = self._link(size * self.shape.batch, far, members, lag)
+                    message = self._link(size * self.shape.batch, far, members, latency)
                     moved = moved.plus(message)
             computing = self._computing(step.tiles, group, phase)
             if not self.peer:
@@ -442,22 +442,22 @@ class Estimator:
     def _known(self) -> dict[tuple[Hashable, int, int], _Steps]:
         return {}
 
-    def _link(self, size: float, far: bool, members: int, lag: int) -> _Moved:
+    def _link(self, size: float, far: bool, members: int, latency: int) -> _Moved:
         """A message that all ranks get at a time.
 
-        Args: far: from another node. lag: of a relay; 0: it comes from its owner.
+        Args: far: from another node. latency: of a relay; 0: it comes from its owner.
         """
         machine = self.machine
         if self.peer and machine.copy is not None:
             return _Moved(machine.copy.time(size), size)
-        if len(set(self.nodes)) == 1 or not (far or lag):
+        if len(set(self.nodes)) == 1 or not (far or latency):
             return _Moved(machine.inside.exchange.time(size), size)
-        if lag == 1:
+        if latency == 1:
             return _Moved(self._between(size, members), 0.0, size)
-        if lag:  # once to each node, during so many steps
-            slow = self._between(size, self._local) / lag
+        if latency:  # once to each node, during so many steps
+            slow = self._between(size, self._local) / latency
             fast = machine.inside.exchange.time(size)
-            return _Moved(max(slow, fast), size - size / lag, size / lag)
+            return _Moved(max(slow, fast), size - size / latency, size / latency)
         return _Moved(self._between(size, self._local), 0.0, size)
 
     def _between(self, size: float, senders: float) -> float:
@@ -474,7 +474,7 @@ class Estimator:
 
     def _by_heads(self, placement: HeadPlacement, phase: Pass) -> Estimate:
         shape, members = self.shape, placement.members
-        between, count = placement.between, len(placement.exchanges)
+        between, count = placement.of_teams, len(placement.exchanges)
         computing = self._by_blocks(between, phase, members)
         launching = count * self._launching(0, 4, phase)
         computing = computing._replace(host=computing.host + launching)

@@ -88,7 +88,7 @@ def test_a_rank_finds_all_its_pairs(size: int) -> None:
     for one in candidates(question)[0]:
         for placement in one.placements:
             if isinstance(placement, HeadPlacement):
-                placement = placement.between
+                placement = placement.of_teams
             every = range(placement.size)
             for rank in every:
                 pairs = {

@@ -6,6 +6,7 @@ Pure data about all ranks, made before a tensor moves. It is executed, checked, 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from fractions import Fraction
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -20,12 +21,22 @@ from megatron_cp_plugin.core.masks.tile_table import TileTable, tiles_of
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 
+
+class Side(IntEnum):
+    """Which blocks: those of queries, or those of keys and values."""
+
+    QUERIES = 0
+    KEYS = 1
+
+
+QUERIES, KEYS = Side
 PHASES: tuple[Phase, ...] = ("forward", "backward")
 # Names of tensors: q, k, v, dout, lse, delta are inputs, the others results.
 TensorNames = tuple[str, ...]
 TENSORS: TensorNames = ("q", "k", "v", "out", "dout", "lse", "delta", "dq", "dk", "dv")
 RESULTS = frozenset(("out", "dq", "dk", "dv"))
 OF_KEYS = frozenset(("k", "v", "dk", "dv"))
+SIDE_OF = {name: KEYS if name in OF_KEYS else QUERIES for name in TENSORS}
 OF_ROWS = frozenset(("lse", "delta"))
 
 
@@ -87,41 +98,30 @@ class Move(NamedTuple):
         return self.messages[0][0] in RESULTS
 
     @property
-    def of_keys(self) -> bool:
-        """Whether its tensors are those of a block of keys."""
-        return self.messages[0][0] in OF_KEYS
-
-    @property
-    def of_rows(self) -> bool:
-        """Whether its tensors have a number for each row and head."""
-        return self.messages[0][0] in OF_ROWS
+    def side(self) -> Side:
+        """Which block's tensors it carries."""
+        return KEYS if self.messages[0][0] in OF_KEYS else QUERIES
 
 
 class Time(NamedTuple):
     """When some rank sends something; then all ranks exchange messages, if only none.
 
-    Attributes: tensor: the first one that travels. posted, needed: as of Move.
+    Attributes: as of Move.
     """
 
-    tensor: str
+    result: bool
+    side: Side
     posted: int
     needed: int
 
-    @property
-    def result(self) -> bool:
-        """As of Move."""
-        return self.tensor in RESULTS
-
-    @property
-    def of_keys(self) -> bool:
-        """As of Move."""
-        return self.tensor in OF_KEYS
-
 
 class Kept(NamedTuple):
-    """What a rank still has from the forward, beside the tensors of its own tokens.
+    """What a rank has at the end of the forward, and at the beginning of the backward, beside the
+    tensors of its own tokens.
 
-    Attributes: rows: which of them, of one owner; None: all.
+    Attributes:
+        rows: of one block of another rank, which takes no message then; None: all rows, in place
+            of the rank's own.
     """
 
     rank: int
@@ -162,9 +162,8 @@ class Plan:
         spans: positions that each rank owns. rectangular: as in `plan_tiles`.
         groups: of heads of a share, one after another; each takes equally many of the `steps`.
         relay: results for a block go from rank to rank, each adding its own.
-        kept: what ranks have from the forward. shares: into how many the heads are split among
-            ranks. retained: blocks of others that ranks have at the end of the forward, and at the
-            beginning of the backward; one each at most.
+        kept: what ranks keep of the forward for the backward. shares: into how many the heads are
+            split among ranks.
         times: where moves are those of one rank, the times of all ranks' ones.
     """
 
@@ -179,7 +178,6 @@ class Plan:
     relay: bool
     kept: tuple[Kept, ...] = ()
     shares: int = 1
-    retained: tuple[Kept, ...] = ()
     times: frozenset[Time] = frozenset()
 
     @property
@@ -256,9 +254,9 @@ def with_wanted_gradients(plan: Plan, *, dq: bool, dkv: bool) -> Plan:
     """A plan in which gradients travel only if they are wanted; of a forward itself."""
     if plan.phase == "forward" or (dq and dkv):
         return plan
-    wanted = {False: dq, True: dkv}
-    moves = (move for move in plan.moves if not move.result or wanted[move.of_keys])
-    times = (time for time in plan.times if not time.result or wanted[time.of_keys])
+    wanted = dq, dkv
+    moves = (move for move in plan.moves if not move.result or wanted[move.side])
+    times = (time for time in plan.times if not time.result or wanted[time.side])
     return replace(plan, moves=tuple(moves), times=frozenset(times))
 
 
@@ -286,5 +284,5 @@ def during(plan: Plan) -> tuple[Move, ...]:
 
 @lru_cache(maxsize=256)
 def outside(plan: Plan) -> tuple[Move, ...]:
-    """Moves that bring keys to their holders beforehand, or gradients to their owners after."""
+    """Moves that bring keys to their source ranks first, or gradients to their owners last."""
     return tuple(m for m in plan.moves if m.needed < 0 or m.posted >= plan.steps)
