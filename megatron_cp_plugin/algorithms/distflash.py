@@ -12,7 +12,7 @@ from typing import Literal
 
 from megatron_cp_plugin.algorithms.point_to_point import PointToPoint
 from megatron_cp_plugin.core.algorithm import group_counts, number
-from megatron_cp_plugin.core.blocks.touched import rows_at_distances
+from megatron_cp_plugin.core.blocks.visible_rows import rows_at_distances
 from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.layouts.document_layout import PaddedDocuments
 from megatron_cp_plugin.core.pipeline import head_groups

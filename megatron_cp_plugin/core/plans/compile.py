@@ -16,7 +16,6 @@ from itertools import groupby, islice, product
 from operator import itemgetter
 from typing import Literal, NamedTuple
 
-from megatron_cp_plugin.core.blocks.owned import Owned
 from megatron_cp_plugin.core.blocks.rows import (
     Rows,
     between,
@@ -25,15 +24,15 @@ from megatron_cp_plugin.core.blocks.rows import (
     rows_of_all,
     union,
 )
-from megatron_cp_plugin.core.blocks.touched import (
+from megatron_cp_plugin.core.blocks.token_map import TokenMap
+from megatron_cp_plugin.core.blocks.visible_rows import (
     keys_seen,
     longest_gap,
     queries_seeing,
     sees,
-    touched_rows,
+    visible_rows,
 )
 from megatron_cp_plugin.core.comm import Phase
-from megatron_cp_plugin.core.layout import rows_of
 from megatron_cp_plugin.core.pipeline import HeadGroup, together
 from megatron_cp_plugin.core.placement import BlockPlacement, Place, Placement
 from megatron_cp_plugin.core.plans.plan import (
@@ -202,7 +201,7 @@ class _Routes:
         self.placement, self.mask, self.rank, self.size = placement, mask, rank, placement.size
         self.returning = returning
         self.tokens = placement.layout.within(mask.followed), self.size, seq_len
-        self.spans = Owned.of(*self.tokens)
+        self.spans = TokenMap.of(*self.tokens)
         self.lengths = self.spans.lengths
         special, gaps = bool(mask.special), self.spans.gaps
         self.masked = placement.masked or (special and not gaps)
@@ -455,7 +454,7 @@ class _Routes:
             return True
         if pair.place.part == (0, 1) or not self._sees(pair.query, pair.key):
             return self._sees(pair.query, pair.key)
-        queries = rows_of(self.spans[pair.query], *self.part(pair))
+        queries = self.spans[pair.query].at(*self.part(pair))
         return sees(queries, self.spans[pair.key], self.mask)
 
     def _rows(self, side: Side, pair: _Pair) -> Rows:
@@ -467,8 +466,8 @@ class _Routes:
         start, stop = self.part(pair)
         if not self.selective:
             return between(start, stop) if side == "queries" else self._whole(pair.key)
-        queries = rows_of(self.spans[pair.query], start, stop)
-        rows, cols = touched_rows(queries, self.spans[pair.key], self.mask)
+        queries = self.spans[pair.query].at(start, stop)
+        rows, cols = visible_rows(queries, self.spans[pair.key], self.mask)
         if side == "keys":
             return cols
         return tuple((start + first, start + last) for first, last in rows)

@@ -8,8 +8,8 @@ from itertools import product
 
 import numpy as np
 
-from megatron_cp_plugin.core.blocks.owned import Owned
-from megatron_cp_plugin.core.blocks.touched import sees
+from megatron_cp_plugin.core.blocks.token_map import TokenMap
+from megatron_cp_plugin.core.blocks.visible_rows import sees
 from megatron_cp_plugin.core.placement import BlockPlacement, Place, Placement
 from megatron_cp_plugin.core.plans.plan import Plan, during
 from megatron_cp_plugin.core.tiles import Mask
@@ -19,7 +19,7 @@ from megatron_cp_plugin.errors import ConfigError
 def check_placement(name: str, placement: Placement, seq_len: int, mask: Mask) -> None:
     """Raises: ConfigError unless every token is one rank's, and every pair has one place."""
     assert isinstance(placement, BlockPlacement)
-    owned = Owned.of(placement.layout.within(mask.followed), placement.size, seq_len)
+    owned = TokenMap.of(placement.layout.within(mask.followed), placement.size, seq_len)
     _check_layout(owned)
     _check_places(name, placement, owned, mask)
 
@@ -44,7 +44,7 @@ def check_steps(name: str, plan: Plan) -> None:
             )
 
 
-def _check_layout(owned: Owned) -> None:
+def _check_layout(owned: TokenMap) -> None:
     """Raises: ConfigError unless each token is one rank's, and spans of a rank ascend."""
     layout, tokens = f"layout {owned.layout.name}", owned.seq_len
     holders = np.zeros(tokens, np.int64)
@@ -70,7 +70,7 @@ def _check_layout(owned: Owned) -> None:
         )
 
 
-def _check_places(name: str, placement: BlockPlacement, owned: Owned, mask: Mask) -> None:
+def _check_places(name: str, placement: BlockPlacement, owned: TokenMap, mask: Mask) -> None:
     """Raises: ConfigError unless all rows of queries meet all keys that the mask shows, once."""
     for query, key in product(range(placement.size), repeat=2):
         places = list(placement.place(query, key))

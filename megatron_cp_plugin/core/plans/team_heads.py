@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import accumulate, permutations
 
-from megatron_cp_plugin.core.blocks.owned import Owned
 from megatron_cp_plugin.core.blocks.rows import between
+from megatron_cp_plugin.core.blocks.token_map import TokenMap
 from megatron_cp_plugin.core.pipeline import HeadGroup
 from megatron_cp_plugin.core.placement import HeadPlacement
 from megatron_cp_plugin.core.plans.plan import (
@@ -27,7 +27,7 @@ def with_teams(placement: HeadPlacement, between: Plan, rank: int | None) -> Pla
     """
     seq_len = sum(between.spans.lengths)
     size = len(between.spans) * placement.members
-    spans = Owned.of(placement.layout.within(between.mask.followed), size, seq_len)
+    spans = TokenMap.of(placement.layout.within(between.mask.followed), size, seq_len)
     making = _Teams(placement, between, spans.lengths, rank)
     exchanged = tuple(making.exchanged())
     times = {Time(move.messages[0][0], move.posted, move.needed) for move in exchanged}
