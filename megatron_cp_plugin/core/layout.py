@@ -135,6 +135,10 @@ class Grouped(Layout):
     def multiple(self, size: int) -> int:
         return self.parts.multiple(size * self.members)
 
+    def length(self, rank: int, size: int, seq_len: int) -> int:
+        ranks, size = range(rank * self.members, (rank + 1) * self.members), size * self.members
+        return sum(self.parts.length(one, size, seq_len) for one in ranks)
+
     @property
     def follows_documents(self) -> bool:  # type: ignore[override]
         """Whether that of the single ranks does."""

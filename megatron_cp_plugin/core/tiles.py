@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
-from typing import NamedTuple, Self, overload
+from typing import NamedTuple, Self
 
 import numpy as np
 
@@ -135,7 +135,7 @@ class Tile:
         return self.rows * (self.cols - self.rows) + self.rows * (self.rows + 1) // 2
 
 
-class TileTable(Sequence[Tile]):
+class TileTable:
     """Tiles, whose objects are made when they are asked for; equal only to itself.
 
     Attributes:
@@ -185,13 +185,6 @@ class TileTable(Sequence[Tile]):
 
     def __iter__(self) -> Iterator[Tile]:
         return iter(self._tiles)
-
-    @overload
-    def __getitem__(self, index: int) -> Tile: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Tile, ...]: ...
-    def __getitem__(self, index: int | slice) -> Tile | tuple[Tile, ...]:
-        return self._tiles[index]
 
     @property
     def rows(self) -> Numbers:
@@ -277,11 +270,7 @@ def plan_pairs(
             continue
         found[number] = _with_steps(SteppedBlocks.of(q, kv, mask.bands), rectangular)
     if plain:
-        (q_blocks, q_number), (k_blocks, k_number) = (
-            _distinct([pairs[number][side] for number in plain]) for side in (0, 1)
-        )
-        planner = _Planner(q_blocks, k_blocks, mask.bands)
-        columns = planner.tiles(q_number, k_number, rectangular)
+        columns = _cover(_stairs([pairs[number] for number in plain], mask.bands), rectangular)
         tiles = _with_documents_joined(*columns)
         edges = np.searchsorted(columns[0], np.arange(len(plain) + 1)).tolist()
         for number, start, stop in zip(plain, edges, edges[1:], strict=False):
@@ -298,8 +287,7 @@ def _distinct(blocks: Sequence[Ranges]) -> tuple[list[Ranges], Numbers]:
 
 def _with_steps(blocks: SteppedBlocks, rectangular: bool) -> TileTable:
     """Tiles of two blocks of which some spans have steps."""
-    one, planner = np.zeros(1, np.int64), _Planner([blocks.q], [blocks.kv], blocks.bands)
-    pair, q, kv, *flags = planner.tiles(one, one, rectangular)
+    pair, q, kv, *flags = _cover(_stairs([(blocks.q, blocks.kv)], blocks.bands), rectangular)
     q, kv = (
         stretched(x, spans.packed, rows)
         for x, spans, rows in ((q, blocks.q, blocks.rows), (kv, blocks.kv, blocks.cols))
@@ -330,84 +318,56 @@ class _Stairs(NamedTuple):
         return type(self)(pair, row + number, rows - number, first, last, lower, upper)
 
 
-class _Planner:
-    """Blocks of queries and blocks of keys, all without steps and none empty."""
+def _stairs(pairs: Sequence[tuple[Ranges, Ranges]], bands: Bands) -> _Stairs:
+    """Runs of rows whose first and last keys each stay the same, or move by one a row.
 
-    def __init__(self, queries: Sequence[Ranges], keys: Sequence[Ranges], bands: Bands) -> None:
-        self._queries, self._keys = BandRows(queries, bands, QUERIES), BandRows(keys, bands, KEYS)
-        self._bands = bands
-
-    def tiles(
-        self, query: Numbers, key: Numbers, rectangular: bool
-    ) -> tuple[Numbers, Ranges, Ranges, Flags, Flags]:
-        """Tiles of pairs of blocks, of one pair after the other.
-
-        Args: query, key: number of the block of queries, and of that of keys, of each pair.
-
-        Returns: of each tile the number of its pair, its rows, its columns, whether it is causal,
-            and whether in reverse.
-        """
-        return _cover(_split(self._stairs(query, key)), rectangular)
-
-    def _stairs(self, query: Numbers, key: Numbers) -> _Stairs:
-        """Runs of rows whose first and last keys each stay the same, or move by one a row."""
-        queries, keys = self._queries, self._keys
-        # Of [pair, band]: how far keys are at most, and at least, from queries.
-        low, high = self._bands.table[4:]
-        most = keys.last[key] - queries.first[query]
-        least = keys.first[key] - queries.last[query]
-        met = queries.filled[query] & keys.filled[key] & (least <= high) & (most >= low)
-        cells = pair, band = met.nonzero()
-        of_queries, of_keys = (query[pair], band), (key[pair], band)
-        # Diagonals, from positions of queries to those of keys, in the order of their blocks.
-        apart = keys.shift[key[pair]] - queries.shift[query[pair]]
-        diagonals = np.stack((low, high))[:, band] + apart
-        cutting = low[band] >= least[cells], high[band] <= most[cells]
-        # Positions [start, stop) that a band has of a span of queries: a piece.
-        q_first, q_count = queries.spans_of(of_queries)
-        cell, number = expanded(q_count)
-        start, stop, shift = queries.pieces(_at(of_queries, cell), q_first[cell] + number)
-        # Cut where queries begin or cease to see one key more, or fewer: at edges of spans of keys.
-        k_first, k_count = keys.spans_of(of_keys)
-        of_edge, number = expanded(k_count)
-        k_start, k_stop, _ = keys.pieces(_at(of_keys, of_edge), k_first[of_edge] + number)
-        edges, of_edge = np.concatenate((k_start, k_stop)), np.concatenate((of_edge, of_edge))
-        chosen = [cuts[of_edge] for cuts in cutting]
-        of_cut = np.concatenate([of_edge[some] for some in chosen])
-        piece, begin = np.arange(len(start)), start
-        if len(of_cut):
-            pairs = zip(diagonals, chosen, strict=True)
-            cut = np.concatenate([(edges - diagonal[of_edge])[some] for diagonal, some in pairs])
-            number = queries.span_before(cut) - q_first[of_cut]
-            has = (number >= 0) & (number < q_count[of_cut])
-            at, cut = (offsets(q_count)[of_cut] + number)[has], cut[has]
-            inside = (start[at] < cut) & (cut < stop[at])
-            piece = np.concatenate((piece, at[inside]))
-            begin = np.concatenate((begin, cut[inside]))
-            order = np.lexsort((begin, piece))
-            piece, begin = piece[order], begin[order]
-            distinct, _ = runs((piece[1:] != piece[:-1]) | (begin[1:] != begin[:-1]), len(piece))
-            piece, begin = piece[distinct], begin[distinct]
-        end = np.append(begin[1:], 0)
-        is_last = np.append(piece[1:] != piece[:-1], True)
-        rows = np.where(is_last, stop[piece], end) - begin
-        # Keys that the first of these rows sees, and whether each next row sees one fewer or more.
-        cell, row = cell[piece], begin - shift[piece]
-        k_rows = keys.start[_at(of_keys, cell)], keys.stop[_at(of_keys, cell)]
-        (first, below), (after, last) = (
-            [np.clip(keys.rows_below(begin + diagonal[cell] + more), *k_rows) for more in (0, 1)]
-            for diagonal in diagonals
-        )
-        pair = pair[cell]
-        row -= queries.before[query[pair]]
-        before = keys.before[key[pair]]
-        found = _Stairs(pair, row, rows, first - before, last - before, below - first, last - after)
-        return _joined_runs(found, cell)
-
-
-def _at(cells: tuple[Numbers, Numbers], numbers: Numbers) -> tuple[Numbers, Numbers]:
-    block, band = cells
-    return block[numbers], band[numbers]
+    Args: pairs: blocks of queries and of keys, without steps, none empty.
+    """
+    (q_blocks, query), (k_blocks, key) = map(_distinct, zip(*pairs, strict=True))
+    queries, keys = BandRows(q_blocks, bands, QUERIES), BandRows(k_blocks, bands, KEYS)
+    # Of [pair, band]: how far keys are at most, and at least, from queries.
+    low, high = bands.table[4:]
+    most = keys.last[key] - queries.first[query]
+    least = keys.first[key] - queries.last[query]
+    met = queries.filled[query] & keys.filled[key] & (least <= high) & (most >= low)
+    pair, band = met.nonzero()
+    of_queries, of_keys = (side[pair] * len(bands) + band for side in (query, key))
+    # Diagonals, from positions of queries to those of keys, in the order of their blocks.
+    apart = keys.shift[key[pair]] - queries.shift[query[pair]]
+    diagonals = np.stack((low, high))[:, band] + apart
+    cutting = low[band] >= least[met], high[band] <= most[met]
+    # Cut where queries begin or cease to see one key more, or fewer: at edges of spans of keys.
+    q_first, q_count, cell, start, stop = queries.pieces(of_queries)
+    _, _, of_edge, *edges = keys.pieces(of_keys)
+    edge, of_edge = np.concatenate(edges), np.tile(of_edge, 2)
+    chosen = [np.flatnonzero(cuts[of_edge]) for cuts in cutting]
+    of_cut = np.concatenate([of_edge[some] for some in chosen])
+    piece, begin = np.arange(len(start)), start
+    if len(of_cut):
+        shifts = zip(diagonals, chosen, strict=True)
+        cut = np.concatenate([edge[some] - shift[of_edge[some]] for shift, some in shifts])
+        number = queries.spans.start.searchsorted(cut) - 1 - q_first[of_cut]
+        has = (number >= 0) & (number < q_count[of_cut])
+        at, cut = (offsets(q_count)[of_cut] + number)[has], cut[has]
+        inside = (start[at] < cut) & (cut < stop[at])
+        piece, begin = np.append(piece, at[inside]), np.append(begin, cut[inside])
+        order = np.lexsort((begin, piece))
+        piece, begin = piece[order], begin[order]
+        distinct, _ = runs((piece[1:] != piece[:-1]) | (begin[1:] != begin[:-1]), len(piece))
+        piece, begin = piece[distinct], begin[distinct]
+    is_last = np.append(piece[1:] != piece[:-1], True)
+    rows = np.where(is_last, stop[piece], np.append(begin[1:], 0)) - begin
+    # Keys that the first of these rows sees, and whether each next row sees one fewer or more.
+    cell = cell[piece]
+    k_rows = keys.start.ravel()[of_keys[cell]], keys.stop.ravel()[of_keys[cell]]
+    (first, below), (after, last) = (
+        [np.clip(keys.rows_below(begin + diagonal[cell] + more), *k_rows) for more in (0, 1)]
+        for diagonal in diagonals
+    )
+    pair, before = pair[cell], keys.before[key[pair[cell]]]
+    row = queries.rows_below(begin) - queries.before[query[pair]]
+    found = _Stairs(pair, row, rows, first - before, last - before, below - first, last - after)
+    return _joined_runs(found, cell)
 
 
 def _joined_runs(stairs: _Stairs, cell: Numbers) -> _Stairs:
@@ -458,8 +418,12 @@ def _split(stairs: _Stairs) -> _Stairs:
 
 
 def _cover(stairs: _Stairs, rectangular: bool) -> tuple[Numbers, Ranges, Ranges, Flags, Flags]:
-    """Tiles of runs of rows; see `_Planner.tiles`."""
-    pair, row, rows, first, last, lower, upper = stairs
+    """Tiles of runs of rows.
+
+    Returns: of each tile the number of its pair of blocks, its rows, its columns, whether it is
+        causal, and whether in reverse.
+    """
+    pair, row, rows, first, last, lower, upper = _split(stairs)
     several = rows > 1
     has_lower, has_upper = (lower > 0) & several, (upper > 0) & several
     # Keys up to `middle` are of a lower triangle, from `top` on of an upper one; all see the rest.

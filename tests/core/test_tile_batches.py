@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from megatron_cp_plugin.core.kernel import Packing
 from megatron_cp_plugin.core.layout import Contiguous, Cyclic, Layout, Zigzag
 from megatron_cp_plugin.core.layouts.document_layout import PaddedDocuments
-from megatron_cp_plugin.core.masks.documents import random_documents
 from megatron_cp_plugin.core.masks.tile_batches import Batches, parts
 from megatron_cp_plugin.core.partial import RowIndex
 from megatron_cp_plugin.core.tiles import Mask, Tile, TileTable, plan_tiles
+from megatron_cp_plugin.document_lengths import random_documents
 from tests.random_tests import examples
 
 CPU = torch.device("cpu")

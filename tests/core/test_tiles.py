@@ -13,11 +13,11 @@ from megatron_cp_plugin.core.blocks.token_map import TokenMap
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.core.layout import LAYOUTS, Contiguous, Grouped, Layout, Zigzag
 from megatron_cp_plugin.core.layouts.document_layout import Balanced, PaddedDocuments
-from megatron_cp_plugin.core.masks.documents import random_documents
 from megatron_cp_plugin.core.ranges import Span
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask, Tile, TileTable, plan_pairs, plan_tiles
 from megatron_cp_plugin.core.tiles import visible_pairs as count_visible_pairs
+from megatron_cp_plugin.document_lengths import random_documents
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.registry import create
 from tests.random_tests import examples
@@ -241,7 +241,7 @@ def test_tables() -> None:
     (tile,) = table
     assert tile.document_bounds == tuple(range(0, 68, 4))
     assert (len(table), len(table.single)) == (1, 16)
-    assert table[0].area == table.areas.sum() == 160
+    assert tile.area == table.areas.sum() == 160
     moved = table.moved(8, 2)
     assert [(one.q, one.kv) for one in moved] == [(slice(8, 72), slice(2, 66))]
     assert not TileTable.of(())

@@ -203,65 +203,56 @@ class BandRows:
     """Which rows of some blocks without steps each band has.
 
     Positions of one block are `_APART` from those of the next, and its rows follow those of the
-    block before.
+    block before. A cell is a band of a block; its number is that in [blocks, bands].
 
     Attributes:
         before, shift: [blocks]: rows of all blocks before each, and how far its positions are
             moved.
-        start, stop: [blocks, bands]: these rows. first, last: positions of the first and of the
-            last one, in their block. filled: whether there are any.
+        spans: positions of all blocks.
+        start, stop: [blocks, bands]: the rows of each cell. first, last: positions of the first
+            and of the last one, in their block. filled: whether there are any.
     """
 
     def __init__(self, blocks: Sequence[Ranges], bands: Bands, side: int) -> None:
         """Args: side: QUERIES or KEYS. Raises: ValueError if positions of a block do not ascend."""
-        counts, count = np.array([len(block) for block in blocks]), len(blocks)
-        block = np.repeat(np.arange(count), counts)
-        spans = _apart(joined(blocks), block)
+        counts = np.array([len(block) for block in blocks])
+        number = np.arange(len(blocks))
+        self.spans = spans = _apart(joined(blocks), np.repeat(number, counts))
         if (spans.stop[:-1] > spans.start[1:]).any():
             raise ValueError(f"spans must be ascending and disjoint, got {list(map(list, blocks))}")
-        self._starts, self._stops = spans.start, spans.stop
-        # Rows before each span, and of all; how far positions of each are from rows.
-        self._before = np.concatenate(([0], spans.ends))
-        self._shift = spans.start - self._before[:-1]
-        self.before = self._before[offsets(counts)]
-        self.shift = np.arange(count) * _APART
+        self._rows = np.concatenate(([0], spans.ends))  # before each span, and of all
+        self.before, self.shift = self._rows[offsets(counts)], number * _APART
         shift = self.shift[:, None]
         self._edges = bands.table[side : side + 2, None] + shift
         self.start, self.stop = map(self.rows_below, self._edges)
         self.filled = self.start < self.stop
-        self.first = self._positions(self.start) - shift
-        self.last = self._positions(self.stop - 1) - shift
+        self.first, self.last = (
+            rows + (spans.start - self._rows[:-1])[np.maximum(self._span_of(rows), 0)] - shift
+            for rows in (self.start, self.stop - 1)
+        )
 
-    def _positions(self, rows: Numbers) -> Numbers:
-        number = self._before[:-1].searchsorted(rows, side="right") - 1
-        return rows + self._shift[np.maximum(number, 0)]
+    def _span_of(self, rows: Numbers) -> Numbers:
+        return self._rows[:-1].searchsorted(rows, side="right") - 1
 
     def rows_below(self, positions: Numbers) -> Numbers:
         """How many rows of all blocks are before some positions."""
-        last = np.searchsorted(self._starts, positions, side="right") - 1
-        inside = np.minimum(positions, self._stops[last]) - self._starts[last]
-        found: Numbers = np.where(last < 0, 0, self._before[last] + inside)
+        last = self.spans.start.searchsorted(positions, side="right") - 1
+        inside = np.minimum(positions, self.spans.stop[last]) - self.spans.start[last]
+        found: Numbers = np.where(last < 0, 0, self._rows[last] + inside)
         return found
 
-    def spans_of(self, cells: tuple[Numbers, Numbers]) -> tuple[Numbers, Numbers]:
-        """The first span that bands have of blocks, and how many they have.
+    def pieces(self, cells: Numbers) -> tuple[Numbers, Numbers, Numbers, Numbers, Numbers]:
+        """What some cells have of spans.
 
-        Args: cells: numbers of the blocks, and of the bands.
+        Returns: of each cell the first span, and of how many it has some. Of each piece the cell,
+            as its number among these, and the positions where it starts and stops.
         """
-        first, last = (
-            np.searchsorted(self._before, rows, side="right") - 1
-            for rows in (self.start[cells], self.stop[cells] - 1)
+        first = self._span_of(self.start.ravel()[cells])
+        count = self._span_of(self.stop.ravel()[cells] - 1) - first + 1
+        cell, number = expanded(count)
+        span, (start, stop) = first[cell] + number, self._edges.reshape(2, -1)[:, cells[cell]]
+        start, stop = (
+            np.maximum(self.spans.start[span], start),
+            np.minimum(self.spans.stop[span], stop),
         )
-        return first, last - first + 1
-
-    def span_before(self, positions: Numbers) -> Numbers:
-        """The last span that begins before some positions; -1 if none does."""
-        return np.searchsorted(self._starts, positions) - 1
-
-    def pieces(
-        self, cells: tuple[Numbers, Numbers], spans: Numbers
-    ) -> tuple[Numbers, Numbers, Numbers]:
-        """Positions [start, stop) that bands have of spans, and how far these are from rows."""
-        start, stop = self._edges[:, *cells]
-        start, stop = np.maximum(self._starts[spans], start), np.minimum(self._stops[spans], stop)
-        return start, stop, self._shift[spans]
+        return first, count, cell, start, stop

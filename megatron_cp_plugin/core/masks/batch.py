@@ -1,6 +1,6 @@
 """Several tiles as the sequences of one kernel call: its rows, and where its results go."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -25,6 +25,25 @@ class BatchRows(NamedTuple):
 
     taken: slice | Tensor
     given: tuple[SomeRows, ...]
+
+    @property
+    def numbers(self) -> Iterator[Tensor]:
+        """All numbers of rows."""
+        indices = (rows for rows in self.given if isinstance(rows, RowIndex))
+        for x in (self.taken, *(x for rows in indices for x in rows)):
+            if isinstance(x, Tensor):
+                yield x
+
+    def placed(self, placed: Mapping[int, Tensor]) -> "BatchRows":
+        """The same with numbers on a device. Args: placed: by the `id` of those on the host."""
+        taken = self.taken if isinstance(self.taken, slice) else placed[id(self.taken)]
+        given = (
+            RowIndex(placed[id(rows.to)], None if rows.of is None else placed[id(rows.of)])
+            if isinstance(rows, RowIndex)
+            else rows
+            for rows in self.given
+        )
+        return BatchRows(taken, tuple(given))
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,24 +75,15 @@ class Batch:
 
 @kept_on_device(maxsize=512)  # batches of some micro-batches: they take memory of the device
 def _on_device(batch: Batch, device: torch.device) -> tuple[BatchRows, BatchRows]:
-    rows = _on_host(batch.rows, apart=batch.apart)
-    cols = _on_host(batch.cols, apart=batch.apart, given=not batch.forward)
-    indices = (*_indices(rows), *_indices(cols))
-    parts: Iterator[Tensor] = iter(())
-    if indices:
-        parts = iter(uploaded(torch.cat(indices), device).split([len(x) for x in indices]))
-    return _placed(rows, parts), _placed(cols, parts)
-
-
-class _OnHost(NamedTuple):
-    """`BatchRows` on the host.
-
-    Attributes: given: of each round rows of the block, and of the results; None: there is one, of
-        all rows as they are taken.
-    """
-
-    taken: slice | Tensor
-    given: tuple[tuple[Tensor, Tensor], ...] | None = None
+    rows = _rows(batch.rows, apart=batch.apart)
+    cols = _rows(batch.cols, apart=batch.apart, given=not batch.forward)
+    numbers = {id(x): x for side in (rows, cols) for x in side.numbers}
+    placed: dict[int, Tensor] = {}
+    if numbers:
+        line = uploaded(torch.cat([*numbers.values()]), device)
+        parts = line.split([len(x) for x in numbers.values()])
+        placed = dict(zip(numbers, parts, strict=True))
+    return rows.placed(placed), cols.placed(placed)
 
 
 def _places(ranges: Ranges, *, apart: bool) -> Numbers:
@@ -81,45 +91,23 @@ def _places(ranges: Ranges, *, apart: bool) -> Numbers:
     return ranges.extents - ranges.start.min() if apart else ranges.packed.extents
 
 
-def _on_host(ranges: Ranges, *, apart: bool, given: bool = True) -> _OnHost:
-    """Args: given: there are results for them."""
+def _rows(ranges: Ranges, *, apart: bool, given: bool = True) -> BatchRows:
+    """On the host. Args: given: there are results for them."""
     start, stop = ranges.extents
+    whole = slice(*ranges.extent)
     if ranges.plain and (stop[:-1] == start[1:]).all():
-        return _OnHost(slice(*ranges.extent), None if given else ())
+        return BatchRows(whole, (whole,) if given else ())
+    if apart and not given:
+        return BatchRows(whole, ())
+    # By NumPy: torch's threads cost more.
+    elements = torch.from_numpy(ranges.elements)
     if apart:  # what is between them is taken too
-        whole = slice(*ranges.extent)
-        if not given:
-            return _OnHost(whole, ())
-        numbers = _elements(ranges)
-        return _OnHost(whole, ((numbers, numbers - whole.start),))
-    taken = _elements(ranges)
+        return BatchRows(whole, (RowIndex(elements, elements - whole.start),))
     if not given:
-        return _OnHost(taken, ())
+        return BatchRows(elements, ())
     order, packed = np.lexsort((stop, start)), ranges.packed
     rounds = first_fit(start[None, order], stop[None, order])
     if len(rounds) == 1:
-        return _OnHost(taken)
-    wanted = (order[numbers] for numbers in rounds)
-    return _OnHost(
-        taken, tuple((_elements(ranges.some(x)), _elements(packed.some(x))) for x in wanted)
-    )
-
-
-def _elements(ranges: Ranges) -> Tensor:
-    """All of them. By NumPy: torch's threads cost more."""
-    return torch.from_numpy(ranges.elements)
-
-
-def _indices(rows: _OnHost) -> Iterator[Tensor]:
-    if isinstance(rows.taken, Tensor):
-        yield rows.taken
-    for pair in rows.given or ():
-        yield from pair
-
-
-def _placed(rows: _OnHost, on_device: Iterator[Tensor]) -> BatchRows:
-    """With tensors on a device, in the order of `_indices`."""
-    taken = rows.taken if isinstance(rows.taken, slice) else next(on_device)
-    if rows.given is None:
-        return BatchRows(taken, (taken if isinstance(taken, slice) else RowIndex(taken),))
-    return BatchRows(taken, tuple(RowIndex(next(on_device), next(on_device)) for _ in rows.given))
+        return BatchRows(elements, (RowIndex(elements),))
+    pairs = ((x.some(order[some]).elements for x in (ranges, packed)) for some in rounds)
+    return BatchRows(elements, tuple(RowIndex(*map(torch.from_numpy, pair)) for pair in pairs))
