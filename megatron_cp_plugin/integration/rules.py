@@ -654,6 +654,13 @@ RULES: tuple[Rule, ...] = (
          f"Megatron builds the layers of {_VARIANT} from Transformer Engine's modules, got "
          "--transformer-impl local: use transformer_engine, or pass layers of your own by --spec",
          ("arguments",)),
+    # The CPU platform has only local layers: comparisons there know of it.
+    Rule(lambda s: s.is_latent and s.transformer_impl == "local" and s.tensor > 1
+         and s.device.type == "cuda" and s.spec is None,
+         "Megatron's local layers lose gradients of multi-latent attention under tensor "
+         "parallelism, whatever computes attention, got --transformer-impl local and "
+         "tensor_model_parallel_size {s.tensor}: use --transformer-impl transformer_engine, or "
+         "--tensor-model-parallel-size 1", ("arguments",)),
     Rule(lambda s: s.is_gated and s.tensor > 1 and not s.sequence_parallel,
          f"{_VARIANT} needs --sequence-parallel, without which Megatron does not sum the gradients "
          "of the layers' output norms over the tensor-parallel ranks, got "

@@ -230,7 +230,11 @@ class FlashAttention2(PackingKernel):
         causal: bool,
         sequences: int = 1,
     ) -> int:
-        """See SoftmaxKernel.workspace: float32 dQ and delta; with GQA dK, dV of all query heads."""
+        """See SoftmaxKernel.workspace: float32 dQ and delta; with GQA dK, dV of all query heads.
+
+        Not counted: the further dQ of a deterministic backward, ceil(multiprocessors / (batch *
+        heads)) in all (flash_api.cpp, nsplits).
+        """
         if statistics is None:
             return 0
         (batch, _, heads, dim), (_, cols, kv_heads, _) = q.shape, k.shape

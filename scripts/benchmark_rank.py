@@ -1,0 +1,473 @@
+"""Times one rank of many by itself on one GPU: all that limits it but the network.
+
+    python scripts/benchmark_rank.py --ranks 8,64 --tokens 16K --heads 32:8 \
+        --masks causal,documents:2K,window:4K --algos zigzag,distflash,ulysses,usp,allgather
+
+A rank runs its own program of a job of P ranks, forward and backward. Its messages go nowhere, and
+blocks of others arrive at once: random numbers that a copy on another stream writes, because an
+H200 computes up to 1.19 times as fast with zeros. So a time has the kernels, the copies within the
+GPU and the host in it, and no network; algorithms send messages, as between nodes, and use no copy
+engines. The rank is the one that computes most pairs of a query and a key, unless --rank names one.
+
+The limit is the best kernel's time for the whole sequence on one GPU, divided by P: its time per
+pair at 128K tokens, or at all tokens where they are fewer, with the same mask (with the causal one
+for a window, which no kernel here has), times the pairs of a rank in the mean. A profiled step
+splits the time into kernels of attention, other kernels, copies, and the rest, in which nothing
+computes: the GPU waits for the host.
+"""
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from bars import Bar, Legend, Panel, save
+from packed_documents import work_of
+from profiles import by_class, device_spans, longest, new_profiler
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+import megatron_cp_plugin as cp
+from megatron_cp_plugin.core.comm import Communicator, Pending, Receive, Send
+from megatron_cp_plugin.core.communication.peer import SlottedCommunicator
+from megatron_cp_plugin.core.communication.streams import capture
+from megatron_cp_plugin.core.kernel import Packing, Problem, Statistics
+from megatron_cp_plugin.core.masks.document_lengths import lengths_of
+from megatron_cp_plugin.core.masks.documents import random_documents
+from megatron_cp_plugin.core.shape import Shape
+from megatron_cp_plugin.core.tiles import Mask, visible_pairs
+from megatron_cp_plugin.core.topology import Topology
+from megatron_cp_plugin.errors import ConfigError, ContextParallelError
+from megatron_cp_plugin.kernels import resolve
+from megatron_cp_plugin.paths import check_folder
+from megatron_cp_plugin.planner.costs import planned
+from megatron_cp_plugin.process_exit import one_line_errors
+from megatron_cp_plugin.tokens import tokens_of
+
+MEASURED_AT = 128 * 1024  # tokens of the limit's kernel
+NODE = 8  # ranks of one
+_NOISE_ELEMENTS = 2**24
+
+
+@dataclass(frozen=True)
+class Row:
+    """One algorithm on one problem; times in ms, medians.
+
+    Attributes:
+        ranks, tokens: Of the job; of a rank.
+        rank: The one that ran.
+        limit_ms: Of a step, see above.
+        share: Of the limit: 1 would be as fast as the kernel alone.
+        attention_ms, other_ms, copies_ms, waiting_ms: Of a profiled step.
+        captured_ms, captured_share: Of replays of a CUDA graph.
+    """
+
+    ranks: int
+    tokens: int
+    heads: str
+    mask: str
+    name: str
+    rank: int = 0
+    forward_ms: float = 0.0
+    step_ms: float = 0.0
+    limit_ms: float = 0.0
+    share: float = 0.0
+    attention_ms: float = 0.0
+    other_ms: float = 0.0
+    copies_ms: float = 0.0
+    waiting_ms: float = 0.0
+    captured_ms: float = 0.0
+    captured_share: float = 0.0
+    note: str = ""
+
+
+@cache
+def _noise(dtype: torch.dtype) -> Tensor:
+    return torch.randn(_NOISE_ELEMENTS, device="cuda").to(dtype)
+
+
+@cache
+def _arrivals() -> torch.cuda.Stream:
+    return torch.cuda.Stream()
+
+
+def arrive(*buffers: Tensor) -> Callable[[], None]:
+    """Writes random numbers into contiguous buffers, on a stream of their own.
+
+    Returns:
+        What makes the current stream wait for them.
+    """
+    stream = _arrivals()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for buffer in buffers:
+            noise, flat = _noise(buffer.dtype), buffer.view(-1)
+            for start in range(0, flat.numel(), noise.numel()):
+                part = flat[start : start + noise.numel()]
+                part.copy_(noise[: part.numel()])
+            buffer.record_stream(stream)
+        event = stream.record_event()
+    return lambda: torch.cuda.current_stream().wait_event(event)
+
+
+class _Nowhere(Communicator):
+    """What is sent goes nowhere."""
+
+    def _exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Pending[None]:
+        return Pending(arrive(*(buffer for buffer, _ in receives)))
+
+    def _all_gather(self, x: Tensor) -> Pending[Tensor]:
+        return self._result(x.new_empty((self.size, *x.shape)))
+
+    def _reduce_scatter(self, x: Tensor) -> Pending[Tensor]:
+        return self._result(torch.empty_like(x[0]))
+
+    def _all_to_all(self, x: Tensor) -> Pending[Tensor]:
+        return self._result(torch.empty_like(x))
+
+    def _result(self, result: Tensor) -> Pending[Tensor]:
+        return Pending[None](arrive(result)).then(lambda _: result)
+
+
+class RankAlone(Topology):
+    """A rank without others, whose blocks arrive nevertheless."""
+
+    def __init__(self, rank: int, nodes: Sequence[int]) -> None:
+        """Stands for one rank.
+
+        Args:
+            rank: In the group.
+            nodes: The node of each rank of the group.
+        """
+        super().__init__(rank, len(nodes))
+        self._nodes = tuple(nodes)
+        self._channels: dict[str, Communicator] = {}
+
+    def channel(self, name: str) -> Communicator:
+        made = _Nowhere(name, self.rank, self.size, self.rank)
+        return self._channels.setdefault(name, made)
+
+    @property
+    def peer_access(self) -> bool:
+        return False
+
+    def _make_peer_channel(self, name: str, slots: int) -> SlottedCommunicator:
+        raise NotImplementedError
+
+    def _make_subgroup(self, ranks: tuple[int, ...], name: str) -> Topology:
+        return RankAlone(ranks.index(self.rank), [self._nodes[rank] for rank in ranks])
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        return self._nodes
+
+    def gather[T](self, mine: T) -> list[T]:
+        return [mine] * self.size
+
+    @property
+    def compares_each_call(self) -> bool:
+        return False
+
+    def comparison(self, number: int) -> Callable[[], bool]:
+        return lambda: True
+
+
+@dataclass(frozen=True)
+class Case:
+    """One problem: a job's ranks, tokens of each, heads, and a mask in words."""
+
+    ranks: int
+    tokens: int
+    heads: str
+    words: str
+    seed: int
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens of the job."""
+        return self.ranks * self.tokens
+
+    def mask(self, seq_len: int) -> Mask:
+        """The mask over so many tokens.
+
+        Raises:
+            ConfigError: There is no such mask.
+        """
+        kind, _, value = self.words.partition(":")
+        if kind == "window" and value:
+            return Mask(True, tokens_of(value))
+        if kind == "documents" and value:
+            multiple = 2 * self.ranks
+            lengths = lengths_of(value)
+            return Mask(
+                documents=random_documents(seq_len, lengths, multiple=multiple, seed=self.seed)
+            )
+        if kind in ("causal", "full") and not value:
+            return Mask(kind == "causal")
+        raise ConfigError(
+            f"--masks takes causal, full, window:TOKENS and documents:LENGTHS, got {self.words}"
+        )
+
+
+def whole(case: Case, tokens: int) -> list[Tensor]:
+    """q, k, v and dout of so many tokens."""
+    heads, kv_heads = map(int, case.heads.split(":"))
+    return [
+        torch.randn(1, tokens, n, 128, device="cuda", dtype=torch.bfloat16)
+        for n in (heads, kv_heads, kv_heads, heads)
+    ]
+
+
+def median_ms(body: Callable[[], object], iters: int, warmup: int = 2) -> float:
+    """Median time of a call that begins on an idle GPU, the host's time among it."""
+    times = []
+    for index in range(warmup + iters):
+        torch.cuda.synchronize()
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in "ab")
+        start.record()
+        body()
+        stop.record()
+        torch.cuda.synchronize()
+        if index >= warmup:
+            times.append(start.elapsed_time(stop))
+    return statistics.median(times)
+
+
+class Limit:
+    """The best kernel's time per pair of a query and a key, by heads and mask."""
+
+    def __init__(self, iters: int) -> None:
+        self._iters = iters
+        self._known: dict[tuple[object, ...], float] = {}
+
+    def step_ms(self, case: Case) -> float:
+        """A rank's part of a forward and a backward of the whole sequence."""
+        tokens = min(case.seq_len, MEASURED_AT)
+        key = case.heads, tokens, case.words, case.ranks if "doc" in case.words else 0
+        if key not in self._known:
+            torch.cuda.empty_cache()
+            self._known[key] = self._of_a_pair(case, tokens)
+        return self._known[key] * visible_pairs(case.seq_len, case.mask(case.seq_len)) / case.ranks
+
+    def _of_a_pair(self, case: Case, tokens: int) -> float:
+        q, k, v, dout = whole(case, tokens)
+        mask = case.mask(tokens)
+        if case.words.startswith("window"):
+            mask = Mask()
+        documents = bool(mask.documents)
+        shape = q.device, q.dtype, q.shape[2], k.shape[2], q.shape[3]
+        kernel = resolve("auto", Problem(*shape, documents=documents))
+        settings: dict[str, Any] = {"scale": 128**-0.5, "causal": mask.causal}
+        if documents:
+            ends = (0, *mask.documents, tokens)
+            packing = Packing.adjacent(ends, ends)
+
+        def forward() -> tuple[Tensor, Tensor]:
+            if documents:
+                return kernel.forward_packed(q, k, v, packing, **settings)
+            return kernel.forward(q, k, v, **settings)
+
+        out, lse = forward()
+        given = dout, q, k, v, Statistics(lse, out=out)
+
+        def backward() -> object:
+            if documents:
+                return kernel.backward_packed(*given, packing, **settings)
+            return kernel.backward(*given, **settings)
+
+        took = median_ms(forward, self._iters) + median_ms(backward, self._iters)
+        return took / visible_pairs(tokens, mask)
+
+
+def busiest(name: str, options: dict[str, Any], case: Case) -> int:
+    """The rank that computes most pairs of a query and a key."""
+    heads, kv_heads = map(int, case.heads.split(":"))
+    shape = Shape(1, case.seq_len, heads, kv_heads, 128)
+    mask = case.mask(case.seq_len)
+    work = work_of(planned(name, case.ranks, shape, mask, options), shape, mask)
+    return work.index(max(work))
+
+
+def measure(case: Case, spec: str, limit_ms: float, args: argparse.Namespace) -> Row:
+    """One row. Args: spec: an algorithm with options, as `name:option=value`."""
+    name, *pairs = spec.split(":")
+    options: dict[str, Any] = dict(pair.split("=", 1) for pair in pairs)
+    row = Row(case.ranks, case.tokens, case.heads, case.words, spec, limit_ms=limit_ms)
+    try:
+        rank = busiest(name, options, case) if args.rank is None else args.rank
+        row = replace(row, rank=rank)
+        q, k, v, dout = whole(case, case.tokens)
+        mask = case.mask(case.seq_len)
+        settings: dict[str, Any] = {
+            "algo": name,
+            "causal": mask.causal,
+            "window": mask.window,
+            "seq_len": case.seq_len,
+            "group": RankAlone(rank, [index // NODE for index in range(case.ranks)]),
+            **options,
+        }
+        if mask.documents:
+            settings["cu_seqlens"] = (0, *mask.documents, case.seq_len)
+        inputs = [x.requires_grad_() for x in (q, k, v)]
+
+        def forward() -> None:
+            with torch.no_grad():
+                cp.attention(q, k, v, **settings)
+
+        def step() -> tuple[Tensor, ...]:
+            out = cp.attention(q, k, v, **settings)
+            return torch.autograd.grad(out, inputs, dout)
+
+        forward_ms = median_ms(forward, args.iters)
+        step_ms = median_ms(step, args.iters)
+        row = replace(row, forward_ms=forward_ms, step_ms=step_ms, share=limit_ms / step_ms)
+        row = split(row, step, args)
+        if args.graphs:
+            row = captured(row, step, args)
+    except (ContextParallelError, RuntimeError, ValueError) as error:
+        return replace(row, note=f"{type(error).__name__}: {str(error).splitlines()[0][:90]}")
+    return row
+
+
+def split(row: Row, step: Callable[[], object], args: argparse.Namespace) -> Row:
+    """Where the time of a profiled step goes."""
+    with new_profiler() as profiler:
+        step()
+        torch.cuda.synchronize()
+    spans = device_spans(profiler.events())
+    found = by_class(spans)
+    if args.kernels:
+        print(f"{row.ranks} ranks, {row.mask}, {row.name}:", *longest(spans), sep="\n  ")
+    known = {"attention", "copies", "waiting"}
+    return replace(
+        row,
+        attention_ms=found.get("attention", 0.0),
+        copies_ms=found.get("copies", 0.0),
+        waiting_ms=found["waiting"],
+        other_ms=sum(ms for kind, ms in found.items() if kind not in known),
+    )
+
+
+def captured(row: Row, step: Callable[[], object], args: argparse.Namespace) -> Row:
+    """Replays of the step in a CUDA graph, if it can be captured."""
+    try:
+        graph, _ = capture(step, torch.cuda.synchronize)
+    except (ContextParallelError, RuntimeError) as error:
+        return replace(row, note=f"not captured: {str(error).splitlines()[0][:80]}")
+    took = median_ms(graph.replay, args.iters)
+    graph.reset()
+    return replace(row, captured_ms=took, captured_share=row.limit_ms / took)
+
+
+def tables(rows: Sequence[Row]) -> list[Table]:
+    """One for each problem."""
+    drawn = []
+    for ranks, tokens, heads, mask in dict.fromkeys(
+        (row.ranks, row.tokens, row.heads, row.mask) for row in rows
+    ):
+        own = [
+            r for r in rows if (r.ranks, r.tokens, r.heads, r.mask) == (ranks, tokens, heads, mask)
+        ]
+        words = f"P = {ranks}, {tokens} tokens a rank, {heads} heads, {mask}"
+        table = Table(
+            *("algorithm", "rank", "step ms", "of limit", "attention", "other", "copies"),
+            *("waiting", "captured", "note"),
+            title=f"{words}: limit {own[0].limit_ms:.2f} ms",
+        )
+        for row in own:
+            table.add_row(
+                row.name,
+                str(row.rank),
+                f"{row.step_ms:.2f}",
+                f"{row.share:.3f}",
+                *(
+                    f"{ms:.2f}"
+                    for ms in (row.attention_ms, row.other_ms, row.copies_ms, row.waiting_ms)
+                ),
+                f"{row.captured_share:.3f}" if row.captured_ms else "-",
+                row.note,
+            )
+        drawn.append(table)
+    return drawn
+
+
+def picture(rows: Sequence[Row], path: Path) -> None:
+    """Bars of each problem, split as the profiler has it; the limit is a line."""
+    panels = []
+    for ranks, tokens, mask in dict.fromkeys((row.ranks, row.tokens, row.mask) for row in rows):
+        own = [r for r in rows if (r.ranks, r.tokens, r.mask) == (ranks, tokens, mask)]
+        bars = tuple(
+            Bar(
+                row.name,
+                (row.attention_ms, row.other_ms + row.copies_ms, row.waiting_ms)[
+                    : 3 * bool(row.share)
+                ],
+                row.note if not row.share else "",
+            )
+            for row in own
+        )
+        panels.append(Panel(f"P = {ranks}, {mask}", bars, own[0].limit_ms))
+    legend = Legend("ms", ("attention", "other kernels and copies", "waiting"), "limit")
+    save([panels], legend, "One rank alone, forward and backward", path)
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--ranks", default="8", help="of the job, up to 1,024; 8 on a node")
+    parser.add_argument("--tokens", default="16K", help="of a rank")
+    parser.add_argument("--heads", default="32:8", help="query heads : KV heads, of dim 128")
+    parser.add_argument(
+        "--masks",
+        default="causal",
+        help="causal, full, window:TOKENS, documents:LENGTHS as of benchmark_attention.py",
+    )
+    parser.add_argument("--algos", default="all", help="names, each with options")
+    parser.add_argument("--rank", type=int, help="this one; default: the busiest")
+    parser.add_argument("--seed", type=int, default=0, help="of the lengths of documents")
+    parser.add_argument("--graphs", action="store_true", help="captured in CUDA graphs as well")
+    parser.add_argument("--kernels", action="store_true", help="print the longest kernels by name")
+    parser.add_argument("--iters", type=int, default=5)
+    parser.add_argument("--output", type=Path, default=Path("results/rank"))
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measures, prints tables, writes rows.jsonl and a picture."""
+    args = parse(argv)
+    if not torch.cuda.is_available():
+        raise ConfigError("benchmark_rank.py needs a GPU, got none: run it where there is one")
+    check_folder("--output", args.output)
+    args.output.mkdir(parents=True, exist_ok=True)
+    algos = cp.available("softmax") if args.algos == "all" else args.algos.split(",")
+    cases = [
+        Case(int(ranks), tokens_of(tokens), heads, words, args.seed)
+        for tokens in args.tokens.split(",")
+        for ranks in args.ranks.split(",")
+        for heads in args.heads.split(",")
+        for words in args.masks.split(",")
+    ]
+    limit, rows = Limit(args.iters), []
+    with (args.output / "rows.jsonl").open("a") as file:
+        for case in cases:
+            limit_ms = limit.step_ms(case)
+            for spec in algos:
+                torch.cuda.empty_cache()
+                rows.append(measure(case, spec, limit_ms, args))
+                file.write(json.dumps(asdict(rows[-1])) + "\n")
+                file.flush()
+    console = Console(width=140)
+    for table in tables(rows):
+        console.print(table)
+    picture(rows, args.output / "rows.png")
+
+
+if __name__ == "__main__":
+    with one_line_errors("benchmark_rank: error"):
+        main()
