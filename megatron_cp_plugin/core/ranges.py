@@ -148,7 +148,9 @@ class Ranges(Sequence[Span]):
     @property
     def united(self) -> Self:
         """Ranges of step 1 in ascending order, those that touch each other as one."""
-        start, stop = self.table[:2, np.argsort(self.start, kind="stable")]
+        start, stop, _ = self.table
+        if (start[1:] < start[:-1]).any():
+            start, stop = self.table[:2, np.argsort(start, kind="stable")]
         first, last = runs(start[1:] != stop[:-1], len(start))
         return self.between(start[first], stop[last])
 
