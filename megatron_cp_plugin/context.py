@@ -31,16 +31,15 @@ from megatron_cp_plugin.arguments import (
     word,
 )
 from megatron_cp_plugin.core import layout as layouts
+from megatron_cp_plugin.core.agree import SameCall, agreed_length, compared
 from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.core.autograd.autocast import cast_inputs
 from megatron_cp_plugin.core.autograd.function import Attention, called, check_shapes
 from megatron_cp_plugin.core.autograd.whole import whole_of
 from megatron_cp_plugin.core.comm import existing
-from megatron_cp_plugin.core.communication.lengths import agreed_length, check_cut, remember
 from megatron_cp_plugin.core.communication.process_groups import topology_of
-from megatron_cp_plugin.core.communication.same_calls import SameCall, compared
 from megatron_cp_plugin.core.layout import Layout
-from megatron_cp_plugin.core.layouts.layout_check import describe_mismatch
+from megatron_cp_plugin.core.layouts.layout_check import check_cut, describe_mismatch, remember
 from megatron_cp_plugin.core.linear.algorithm import LinearAlgorithm
 from megatron_cp_plugin.core.linear.decay import Decay
 from megatron_cp_plugin.core.linear.function import attend_linearly, check_linear_shapes
@@ -203,10 +202,8 @@ class Context:
         seq_len, layout, *_ = self._agreed(topology, x.shape[dim])
         expected = layout.length(topology.rank, topology.size, seq_len)
         if x.shape[dim] != expected:
-            raise ContextParallelError(
-                f"rank {topology.rank} of {topology.size} holds {expected} of {seq_len} tokens "
-                f"({layout.name} layout), got {x.shape[dim]}: shard with cp.shard"
-            )
+            rank, size = topology.rank, topology.size
+            raise layouts.unfit(layout, rank, size, seq_len, expected, x.shape[dim])
         return whole_of(x, dim, layout, seq_len, topology)
 
     @not_compiled
@@ -420,9 +417,9 @@ class Context:
         """The layout by which so many tokens are split now."""
         layout = self._layout_of(seq_len)
         self._last = seq_len
-        topology.lengths.unequal |= seq_len % topology.size > 0
+        topology.agreed.unequal |= seq_len % topology.size > 0
         tokens = layout.length(topology.rank, topology.size, seq_len)
-        topology.lengths.cut.add((layout.name, tokens))
+        topology.agreed.cut.add((layout.name, tokens))
         return layout
 
     def _held(
@@ -439,7 +436,7 @@ class Context:
         if seq_len is not None:
             expected = self._layout_of(seq_len).length(topology.rank, topology.size, seq_len)
             return seq_len, tokens == expected
-        if self._splits and not known and (self._layout.name, tokens) not in topology.lengths.cut:
+        if self._splits and not known and (self._layout.name, tokens) not in topology.agreed.cut:
             raise ContextParallelError(
                 f"a context needs tokens that were split in its {self._layout.name} layout, got "
                 f"{tokens} on rank {topology.rank} of {topology.size}, as of no sequence so far: "

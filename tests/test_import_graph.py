@@ -22,7 +22,7 @@ FORBIDDEN = [
 # those above it.
 ROOMS = [
     ("caching", "layout", "ranges"),
-    ("comm", "communication", "topology"),
+    ("agree", "comm", "communication", "topology"),
     ("fused", "kernel", "partial", "shape"),
     ("masks", "tiles"),
     ("blocks",),

@@ -19,7 +19,7 @@ from megatron_cp_plugin.core.execution.transport import (
     team_channels,
 )
 from megatron_cp_plugin.core.kernel import Problem
-from megatron_cp_plugin.core.layout import Documents, Layout
+from megatron_cp_plugin.core.layout import Documents, Layout, unfit
 from megatron_cp_plugin.core.layouts.document_layout import NAMED
 from megatron_cp_plugin.core.placement import BlockPlacement, HeadPlacement, Placement
 from megatron_cp_plugin.core.plans.compile import plan_of
@@ -166,10 +166,7 @@ class Algorithm(ABC):
         expected = on.layout.length(rank, size, asked.seq_len)
         _, tokens, heads, head_dim = asked.q
         if tokens != expected:
-            raise ContextParallelError(
-                f"rank {rank} of {size} holds {expected} of {asked.seq_len} tokens "
-                f"({on.layout.name} layout), got {tokens}: pass seq_len=, or shard with cp.shard"
-            )
+            raise unfit(on.layout, rank, size, asked.seq_len, expected, tokens)
         kv_heads = asked.k[2]
         self.check(self.options, size=size, heads=heads, kv_heads=kv_heads, causal=mask.causal)
         if mask.special and not self.windows:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_cp_plugin.core.ranges import Ranges, Span, joined
+from megatron_cp_plugin.errors import ContextParallelError
 
 # What a layout may follow: where documents begin, as of `document_starts`, or the slices of a span
 # mask (`core.masks.slices`).
@@ -167,6 +168,16 @@ def positions(
         for s in layout.spans(rank, size, seq_len) or (Span(0, 0),)
     ]
     return torch.cat(pieces)
+
+
+def unfit(
+    layout: Layout, rank: int, size: int, seq_len: int, expected: int, tokens: int
+) -> ContextParallelError:
+    """The error where a rank was given another number of tokens than the layout gives it."""
+    return ContextParallelError(
+        f"rank {rank} of {size} holds {expected} of {seq_len} tokens ({layout.name} layout), got "
+        f"{tokens}: shard with cp.shard"
+    )
 
 
 def shard(x: Tensor, dim: int, layout: Layout, rank: int, size: int) -> Tensor:

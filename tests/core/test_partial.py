@@ -70,6 +70,25 @@ def test_partials_of_some_rows(ranges, dtype):
     assert torch.allclose(lse[finite].double(), scores.logsumexp(-1)[finite], atol=1e-5)
 
 
+@pytest.mark.parametrize(("some", "others"), [((4, 7), (0, 3)), ((0, 3), (4, 7))])
+def test_rows_that_come_again_are_merged_in_float32(some, others):
+    """Also where the last partial had other rows, below or above them."""
+    q, k, v = random_qkv(4, torch.bfloat16)
+    total = Accumulator(q, DIM)
+    again = []
+    for index, rows in enumerate((slice(0, TOKENS), slice(*some), slice(*others), slice(*some))):
+        keys = k[:, index : index + 1], v[:, index : index + 1]
+        found = Reference().forward(q[:, rows], *keys, scale=0.5, causal=False)
+        if index != 2:
+            again.append([x.clone() for x in found])
+        total.add(rows, *found)
+    (out, lse), *rest = again
+    wide = out[:, slice(*some)].float(), lse[:, :, slice(*some)]
+    for one in rest:
+        merge_into(*wide, *wide, *one)
+    assert torch.equal(total.result()[0][:, slice(*some)], wide[0].bfloat16())
+
+
 def test_one_partial_is_the_output_itself():
     q, k, v = random_qkv(3, torch.bfloat16)
     out, lse = Reference().forward(q, k, v, scale=1.0, causal=False)

@@ -302,23 +302,31 @@ def test_triton_kernels_in_the_interpreter():
     subprocess.run([sys.executable, "-c", command], check=True)
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100])
-@pytest.mark.parametrize(
-    ("name", "constants"),
-    [
-        ("merge", {"AT": False, "B_AT": False}),
-        ("merge", {"AT": True, "B_AT": True}),
-        ("sum", {"COUNT": 3, "OUT_AT": False, "A_AT": False, "B_AT": False}),
-        ("sum", {"COUNT": 2, "OUT_AT": True, "A_AT": True, "B_AT": True}),
-        ("sum", {"COUNT": 1, "OUT_AT": False, "A_AT": True, "B_AT": False}),
-        ("delta", {}),
-        ("stand_in", {"TERMS": 3}),
-        ("product", {"LESS": True}),
-        ("product", {"LESS": False}),
-        ("logit_statistics", {"BLOCK": 4096}),
-        ("logit_gradients", {"BLOCK": 4096}),
-    ],
+COMPILED = (
+    ("merge", {"AT": False, "B_AT": False}),
+    ("merge", {"AT": True, "B_AT": True}),
+    ("sum", {"COUNT": 3, "OUT_AT": False, "A_AT": False, "B_AT": False}),
+    ("sum", {"COUNT": 2, "OUT_AT": True, "A_AT": True, "B_AT": True}),
+    ("sum", {"COUNT": 1, "OUT_AT": False, "A_AT": True, "B_AT": False}),
+    ("delta", {}),
+    ("stand_in", {"TERMS": 3}),
+    ("product", {"LESS": True}),
+    ("product", {"LESS": False}),
+    ("logit_statistics", {"BLOCK": 4096}),
+    ("logit_gradients", {"BLOCK": 4096}),
 )
+CAPABILITIES = (80, 90, 100)
+
+
+def compilations():
+    """Each kernel for one GPU, in turn; for the others among the slow tests."""
+    for number, (name, constants) in enumerate(COMPILED):
+        for turn, capability in enumerate(CAPABILITIES):
+            marks = () if turn == number % len(CAPABILITIES) else pytest.mark.slow
+            yield pytest.param(name, constants, capability, marks=marks)
+
+
+@pytest.mark.parametrize(("name", "constants", "capability"), list(compilations()))
 def test_triton_kernels_compile_for_gpus(name, constants, capability, tmp_path, monkeypatch):
     """As far as machine code, without a GPU."""
     triton = pytest.importorskip("triton")
@@ -516,6 +524,22 @@ def test_a_stand_in_hides_no_delta_that_is_no_number(wrong, device):
     dout = torch.randn(1, 4, 2, 16, device=device).bfloat16()
     delta = torch.full((1, 2, 4), wrong, device=device)
     assert not delta_of(dout, Statistics(delta, delta=delta).out_for(dout)).isfinite().any()
+
+
+def test_gradients_of_keys_that_calls_share_are_summed_in_float32(monkeypatch):
+    """Four calls, of one query head each: bfloat16 keeps none of three times 2^-9 beside 1."""
+    monkeypatch.setattr(base, "MOST_ELEMENTS", 10)
+    parts = iter([1.0, 2.0**-9, 2.0**-9, 2.0**-9])
+
+    def gradients(dout, q, k, v, statistics):
+        part = next(parts)
+        return torch.zeros_like(q), torch.full_like(k, part), torch.full_like(v, part)
+
+    q, k = (torch.zeros(1, 5, heads, 2, dtype=torch.bfloat16) for heads in (4, 1))
+    statistics = Statistics(torch.zeros(1, 4, 5), out=q)
+    _, *of_keys = base.by_heads("some", q.numel(), gradients, q, q, k, k, statistics)
+    for found in of_keys:
+        assert torch.equal(found, torch.full_like(k, 1 + 2.0**-7))
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "parts"), [(8, 4, 4), (4, 4, 2), (4, 1, 2)])
