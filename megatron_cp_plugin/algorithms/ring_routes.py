@@ -7,7 +7,7 @@ from functools import cached_property
 from itertools import count
 from typing import Literal, NamedTuple
 
-from megatron_cp_plugin.core.blocks.touched import sees_all
+from megatron_cp_plugin.core.blocks.visible_rows import sees_all
 from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.head_groups import HeadGroup
 from megatron_cp_plugin.core.layout import Layout

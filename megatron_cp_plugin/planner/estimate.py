@@ -17,10 +17,10 @@ from typing import NamedTuple
 from megatron_cp_plugin.core.blocks.assembly import assemble
 from megatron_cp_plugin.core.comm import Operation
 from megatron_cp_plugin.core.head_groups import HeadGroup, together
-from megatron_cp_plugin.core.layout import Layout, Span, Spans, rows_of
+from megatron_cp_plugin.core.layout import Layout
 from megatron_cp_plugin.core.placement import BlockPlacement, HeadPlacement, Placement
 from megatron_cp_plugin.core.plans.plan import row_bytes
-from megatron_cp_plugin.core.ranges import Numbers
+from megatron_cp_plugin.core.ranges import Numbers, Ranges, Span
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask, Tile, plan_tiles
 from megatron_cp_plugin.planner.machine import Machine, Pass
@@ -71,7 +71,7 @@ class _Blocks:
     mask: Mask
     seq_len: int
 
-    def spans(self, placement: BlockPlacement) -> Callable[[int], Spans]:
+    def spans(self, placement: BlockPlacement) -> Callable[[int], Sequence[Span]]:
         """Positions by owner."""
         layout, size = placement.layout.within(self.mask.followed), placement.size
         if (layout, size) not in self._spans_of:
@@ -81,7 +81,7 @@ class _Blocks:
         return self._spans_of[layout, size]
 
     @cached_property
-    def _spans_of(self) -> dict[tuple[Layout, int], Callable[[int], Spans]]:
+    def _spans_of(self) -> dict[tuple[Layout, int], Callable[[int], Sequence[Span]]]:
         return {}
 
     def tokens(self, placement: BlockPlacement) -> Sequence[int]:
@@ -145,7 +145,7 @@ class _Blocks:
                     q, k = (spans(owner) for owner in pair)
                     if place.part != whole:
                         tokens, (index, count) = sum(map(len, q)), place.part
-                        q = rows_of(q, tokens * index // count, tokens * (index + 1) // count)
+                        q = Ranges.of(q).at(tokens * index // count, tokens * (index + 1) // count)
                     found = self.meet(q, k)
                     if place.part == whole:
                         known[pair] = found
@@ -156,7 +156,7 @@ class _Blocks:
     def _met_of(self) -> defaultdict[tuple[Layout, int], dict[tuple[int, int], _Met]]:
         return defaultdict(dict)
 
-    def meet(self, queries: Spans, keys: Spans) -> _Met:
+    def meet(self, queries: Sequence[Span], keys: Sequence[Span]) -> _Met:
         """Blocks that lie alike to each other have the same tiles, wherever they are."""
         key = self._places(queries, keys)
         found = self._mets.get(key)
@@ -169,7 +169,7 @@ class _Blocks:
             found = self._mets[key] = _Met(tuple(map(_sizes, tiles)), rows, columns)
         return found
 
-    def _places(self, queries: Spans, keys: Spans) -> Hashable:
+    def _places(self, queries: Sequence[Span], keys: Sequence[Span]) -> Hashable:
         """What tiles depend on: lengths, and distances as far as the mask tells them apart."""
         mask, steps = self.mask, {span.step for span in (*queries, *keys)}
         if mask.documents or mask.slices or len(steps) > 1:

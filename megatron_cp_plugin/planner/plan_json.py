@@ -25,12 +25,12 @@ heads are as in head_groups.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_cp_plugin.core.blocks.owned import Owned
 from megatron_cp_plugin.core.blocks.rows import Rows
+from megatron_cp_plugin.core.blocks.token_map import TokenMap
 from megatron_cp_plugin.core.head_groups import HeadGroup
-from megatron_cp_plugin.core.layout import Span
 from megatron_cp_plugin.core.masks.slices import Slice, Slices, starts_and_slices
 from megatron_cp_plugin.core.plans.plan import Block, Compute, Kept, Move, Plan, move_row_bytes
+from megatron_cp_plugin.core.ranges import Span
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 
@@ -89,7 +89,7 @@ def from_json(document: Mapping[str, Any]) -> Plan:
         document["phase"],
         Mask(mask["causal"], mask["window"], documents, slices),
         document["rectangular"],
-        Owned.recorded(
+        TokenMap.recorded(
             [tuple(Span(*span) for span in rank["positions"]) for rank in document["ranks"]]
         ),
         tuple(map(_heads_of, document["head_groups"])),

@@ -10,9 +10,10 @@ from megatron_cp_plugin import registry
 from megatron_cp_plugin.core.algorithm import PointToPoint
 from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld
-from megatron_cp_plugin.core.layout import Contiguous, Layout, Span
+from megatron_cp_plugin.core.layout import Contiguous, Layout
 from megatron_cp_plugin.core.placement import BlockPlacement, Place
 from megatron_cp_plugin.core.plans.plan import PHASES
+from megatron_cp_plugin.core.ranges import Span
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ConfigError

@@ -22,10 +22,10 @@ import pytest
 
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.core.head_groups import HeadGroup
-from megatron_cp_plugin.core.masks.documents import random_documents
 from megatron_cp_plugin.core.plans.plan import PHASES, Block, Kept, Move, Plan
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
+from megatron_cp_plugin.document_lengths import random_documents
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.registry import create
 from tests.any_placement import registered

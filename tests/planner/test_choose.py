@@ -10,11 +10,11 @@ from megatron_cp_plugin import registry
 from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.core.linear.algorithm import LinearShape
-from megatron_cp_plugin.core.masks.documents import random_documents
 from megatron_cp_plugin.core.masks.slices import Slices
 from megatron_cp_plugin.core.placement import HeadPlacement
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
+from megatron_cp_plugin.document_lengths import random_documents
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.layers import options_by_name
 from megatron_cp_plugin.planner import estimate

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_cp_plugin.core.blocks.packed_rows import FEW, numbers_of
-from megatron_cp_plugin.core.blocks.rows import Piece, Rows, between, common, row_count
+from megatron_cp_plugin.core.blocks.rows import Rows, between, common, row_count
 from megatron_cp_plugin.core.call import Call
 from megatron_cp_plugin.core.comm import Described
 from megatron_cp_plugin.core.execution.program import BlockId, Exchange, Program, Round, Step, Task
@@ -687,15 +687,15 @@ def _shared(here: Packed, rows: Rows) -> Iterator[tuple[SomeRows, Tensors]]:
     if len(pieces) > FEW:
         yield numbers_of(here.rows, rows, here.tensors[0].device), here.tensors
         return
-    for piece in pieces:
-        yield piece.there, _part(here.tensors, piece)
+    for mine, there in pieces:
+        yield there, _part(here.tensors, mine)
 
 
-def _part(tensors: Tensors, piece: Piece) -> Tensors:
+def _part(tensors: Tensors, rows: slice) -> Tensors:
     """Rows of packed tensors [B,S,heads,D], perhaps with [B,H,S], as views."""
-    if piece.here.stop - piece.here.start == tensors[0].shape[1]:
+    if rows.stop - rows.start == tensors[0].shape[1]:
         return tensors
-    return tuple(x[:, piece.here] if x.dim() == 4 else x[:, :, piece.here] for x in tensors)
+    return tuple(x[:, rows] if x.dim() == 4 else x[:, :, rows] for x in tensors)
 
 
 def _like(x: Tensor, rows: Rows) -> Tensor:

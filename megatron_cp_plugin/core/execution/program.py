@@ -16,7 +16,6 @@ from torch import Tensor
 from megatron_cp_plugin.core.blocks.rows import Rows, common
 from megatron_cp_plugin.core.head_groups import HeadGroup, together
 from megatron_cp_plugin.core.masks.tile_batches import Batches, Part, parts
-from megatron_cp_plugin.core.masks.tile_table import TileTable
 from megatron_cp_plugin.core.plans.plan import (
     KEYS,
     OF_KEYS,
@@ -30,6 +29,7 @@ from megatron_cp_plugin.core.plans.plan import (
     TensorNames,
     during,
 )
+from megatron_cp_plugin.core.tiles import NO_TILES, TileTable
 
 # The owner of a block, and its side.
 BlockId = tuple[int, Side]
@@ -272,8 +272,8 @@ def gathered(plan: Plan, rank: int, tokens: int, *, packed: bool, gaps: bool) ->
         packed: as in `Batches`.
         gaps: as in `Batches`.
     """
-    tiles: TileTable | tuple[()] = next(
-        (plan.tiles(compute) for compute in plan.computes if compute.rank == rank), ()
+    tiles = next(
+        (plan.tiles(compute) for compute in plan.computes if compute.rank == rank), NO_TILES
     )
     found = parts(tiles, tokens, plan.groups[0].heads, packed, gaps)
     if plan.phase == "backward":
@@ -396,7 +396,7 @@ def _rounds(
 
 def _reach(part: Part) -> int:
     """Number of leading keys that a part's queries see."""
-    return int(part.work.tiles.kv[1].max(initial=0))
+    return int(part.work.tiles.kv.stop.max(initial=0))
 
 
 def _keys_of(plan: Plan, rank: int) -> int:
@@ -446,7 +446,7 @@ def _work(tiles: TileTable, rows: int, cols: int, heads: int) -> Batches:
 
 def _first(rows: Rows, held: Rows | None) -> int:
     """Where `rows` begin in the rows of a block that a rank holds; held None: it holds all rows."""
-    return rows[0][0] if held is None else common(rows, held)[0].there.start
+    return rows[0][0] if held is None else common(rows, held)[0][1].start
 
 
 def _last_uses(

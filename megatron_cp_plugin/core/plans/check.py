@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.core.blocks.owned import Owned
 from megatron_cp_plugin.core.blocks.rows import between
-from megatron_cp_plugin.core.blocks.touched import sees
+from megatron_cp_plugin.core.blocks.token_map import TokenMap
+from megatron_cp_plugin.core.blocks.visible_rows import sees
 from megatron_cp_plugin.core.head_groups import HeadGroup
 from megatron_cp_plugin.core.masks.slices import Slices
 from megatron_cp_plugin.core.placement import BlockPlacement, Place
@@ -45,7 +45,7 @@ class PlanError(ContextParallelError):
 
 def check_placement(name: str, placement: BlockPlacement, seq_len: int, mask: Mask) -> None:
     """Raises: ConfigError unless every token is one rank's, and every pair has one place."""
-    owned = Owned.of(placement.layout.within(mask.followed), placement.size, seq_len)
+    owned = TokenMap.of(placement.layout.within(mask.followed), placement.size, seq_len)
     _check_layout(owned)
     for query, key in product(range(placement.size), repeat=2):
         places = list(placement.place(query, key))
@@ -61,7 +61,7 @@ def check_placement(name: str, placement: BlockPlacement, seq_len: int, mask: Ma
             raise ConfigError(f"in {name} {met} as {at}: let `place` yield each row once")
 
 
-def _check_layout(owned: Owned) -> None:
+def _check_layout(owned: TokenMap) -> None:
     """Raises: ConfigError unless each token is one rank's, and spans of a rank ascend."""
     layout, tokens = f"layout {owned.layout.name}", owned.seq_len
     owners = np.zeros(tokens, np.int64)

@@ -16,7 +16,6 @@ from itertools import groupby, islice, pairwise, product
 from operator import itemgetter
 from typing import NamedTuple
 
-from megatron_cp_plugin.core.blocks.owned import Owned
 from megatron_cp_plugin.core.blocks.rows import (
     Rows,
     between,
@@ -25,16 +24,16 @@ from megatron_cp_plugin.core.blocks.rows import (
     rows_of_all,
     union,
 )
-from megatron_cp_plugin.core.blocks.touched import (
+from megatron_cp_plugin.core.blocks.token_map import TokenMap
+from megatron_cp_plugin.core.blocks.visible_rows import (
     keys_seen,
     longest_gap,
     queries_seeing,
     sees,
-    touched_rows,
+    visible_rows,
 )
 from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.head_groups import HeadGroup, together
-from megatron_cp_plugin.core.layout import rows_of
 from megatron_cp_plugin.core.placement import BlockPlacement, Place, Placement
 from megatron_cp_plugin.core.plans.plan import (
     KEYS,
@@ -225,7 +224,7 @@ class _Routes:
         self.placement, self.mask, self.rank, self.size = placement, mask, rank, placement.size
         self.returning = returning
         self.tokens = placement.layout.within(mask.followed), self.size, seq_len
-        self.spans = Owned.of(*self.tokens)
+        self.spans = TokenMap.of(*self.tokens)
         self.lengths = self.spans.lengths
         special, gaps = bool(mask.special), self.spans.gaps
         self.masked = placement.masked or (special and not gaps)
@@ -476,12 +475,12 @@ class _Routes:
             owner, other = (key, query) if side else (query, key)
             return self._seen(side)[owner].get(other, ())
         start, stop = self.part(pair)
-        queries, keys = rows_of(self.spans[query], start, stop), self.spans[key]
+        queries, keys = self.spans[query].at(start, stop), self.spans[key]
         if self.masked and not (self._sees(query, key) and sees(queries, keys, self.mask)):
             return ()
         if not self.selective:
             return self._whole(key) if side else between(start, stop)
-        rows, cols = touched_rows(queries, keys, self.mask)
+        rows, cols = visible_rows(queries, keys, self.mask)
         return cols if side else tuple((start + first, start + last) for first, last in rows)
 
     # How they travel

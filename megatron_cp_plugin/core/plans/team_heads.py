@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import accumulate, permutations
 
-from megatron_cp_plugin.core.blocks.owned import Owned
 from megatron_cp_plugin.core.blocks.rows import between
+from megatron_cp_plugin.core.blocks.token_map import TokenMap
 from megatron_cp_plugin.core.head_groups import HeadGroup
 from megatron_cp_plugin.core.placement import HeadPlacement
 from megatron_cp_plugin.core.plans.plan import (
@@ -27,7 +27,7 @@ def with_teams(placement: HeadPlacement, of_teams: Plan, rank: int | None) -> Pl
     """
     seq_len = sum(of_teams.spans.lengths)
     size = len(of_teams.spans) * placement.members
-    spans = Owned.of(placement.layout.within(of_teams.mask.followed), size, seq_len)
+    spans = TokenMap.of(placement.layout.within(of_teams.mask.followed), size, seq_len)
     making = _Teams(placement, of_teams, spans.lengths, rank)
     exchanged = tuple(making.exchanged())
     times = {Time(move.result, move.side, move.posted, move.needed) for move in exchanged}
