@@ -103,6 +103,8 @@ def arrive(*buffers: Tensor) -> Callable[[], None]:
     Returns:
         What makes the current stream wait for them.
     """
+    if not buffers:
+        return lambda: None
     stream = _arrivals()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
