@@ -109,6 +109,8 @@ def arrive(*buffers: Tensor) -> Callable[[], None]:
     Returns:
         What makes the current stream wait for them.
     """
+    if not buffers:
+        return lambda: None
     stream = _arrivals()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -400,22 +402,22 @@ def tables(rows: Sequence[Row]) -> list[Table]:
 
 
 def picture(rows: Sequence[Row], path: Path) -> None:
-    """Bars of each problem, split as the profiler has it; the limit is a line."""
+    """Bars of each problem, kernels of attention first; the limit is a line."""
     panels = []
     for ranks, tokens, mask in dict.fromkeys((row.ranks, row.tokens, row.mask) for row in rows):
         own = [r for r in rows if (r.ranks, r.tokens, r.mask) == (ranks, tokens, mask)]
         bars = tuple(
             Bar(
                 row.name,
-                (row.attention_ms, row.other_ms + row.copies_ms, row.waiting_ms)[
-                    : 3 * bool(row.share)
-                ],
-                row.note if not row.share else "",
+                (busy := min(row.attention_ms, row.step_ms), row.step_ms - busy)
+                if row.share
+                else (),
+                row.note,
             )
             for row in own
         )
         panels.append(Panel(f"P = {ranks}, {mask}", bars, own[0].limit_ms))
-    legend = Legend("ms", ("attention", "other kernels and copies", "waiting"), "limit")
+    legend = Legend("ms", ("kernels of attention", "the rest of the step"), "limit")
     save([panels], legend, "One rank alone, forward and backward", path)
 
 
