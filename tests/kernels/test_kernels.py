@@ -277,13 +277,17 @@ for columns in (5, 4096, 9000):
     logits = (torch.randn(4, columns + 3) * 9).bfloat16()[:, :columns]
     logits[1, : columns // 2] = -torch.inf
     wanted, dloss = torch.tensor([columns - 1, columns - 2, -1, columns]), torch.randn(4)
-    lse, target = fused.logit_statistics(logits, wanted)
-    for x, y in zip((lse, target), chunked_loss.logit_statistics(logits, wanted)):
-        torch.testing.assert_close(x, y)
-    got, want = logits.clone(), logits.clone()
-    fused.logit_gradients_(got, wanted, lse, dloss)
-    chunked_loss.logit_gradients_(want, wanted, lse, dloss)
-    torch.testing.assert_close(got, want)
+    for scale in (None, torch.rand(4) + 0.5):
+        for entropy in (False, True):
+            given = wanted, scale, entropy
+            found = fused.logit_statistics(logits, *given)
+            for x, y in zip(found, chunked_loss.logit_statistics(logits, *given), strict=True):
+                torch.testing.assert_close(x, y)
+            got, want = logits.clone(), logits.clone()
+            of_entropy = (found[2], torch.randn(4)) if entropy else (None, None)
+            fused.logit_gradients_(got, wanted, found[0], dloss, scale, *of_entropy)
+            chunked_loss.logit_gradients_(want, wanted, found[0], dloss, scale, *of_entropy)
+            torch.testing.assert_close(got, want)
 """
 
 
@@ -315,8 +319,10 @@ def test_triton_kernels_in_the_interpreter():
         ("stand_in", {"TERMS": 3}),
         ("product", {"LESS": True}),
         ("product", {"LESS": False}),
-        ("logit_statistics", {"BLOCK": 4096}),
-        ("logit_gradients", {"BLOCK": 4096}),
+        ("logit_statistics", {"BLOCK": 4096, "SCALED": False, "ENTROPY": False}),
+        ("logit_statistics", {"BLOCK": 4096, "SCALED": True, "ENTROPY": True}),
+        ("logit_gradients", {"BLOCK": 4096, "SCALED": False, "ENTROPY": False}),
+        ("logit_gradients", {"BLOCK": 4096, "SCALED": True, "ENTROPY": True}),
     ],
 )
 def test_triton_kernels_compile_for_gpus(name, constants, capability, tmp_path, monkeypatch):
@@ -330,7 +336,7 @@ def test_triton_kernels_compile_for_gpus(name, constants, capability, tmp_path, 
     kernel = getattr(fused_loss if "logit" in name else fused, f"_{name}_kernel")
     constants = constants if "BLOCK" in constants else {"ROWS": 16, "DIM": 128} | constants
     float32 = ("lse_ptr", "a_lse_ptr", "b_lse_ptr", "delta_ptr", "scale_ptr", "share_ptr")
-    float32 += ("target_ptr", "dloss_ptr")
+    float32 += ("target_ptr", "dloss_ptr", "entropy_ptr", "dentropy_ptr")
     types = dict.fromkeys(kernel.arg_names, "i32")
     types |= {argument: "*bf16" for argument in types if argument.endswith("_ptr")}
     types |= {argument: "*fp32" for argument in float32 if argument in types}
