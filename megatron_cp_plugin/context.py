@@ -31,16 +31,15 @@ from megatron_cp_plugin.arguments import (
     word,
 )
 from megatron_cp_plugin.core import layout as layouts
+from megatron_cp_plugin.core.agree import SameCall, agreed_length, compared
 from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.core.autograd.autocast import cast_inputs
-from megatron_cp_plugin.core.autograd.function import Attention, called, check_shapes
+from megatron_cp_plugin.core.autograd.function import Attention, check_shapes, compiled_call
 from megatron_cp_plugin.core.autograd.whole import whole_of
 from megatron_cp_plugin.core.comm import existing
-from megatron_cp_plugin.core.communication.lengths import agreed_length, check_cut, remember
 from megatron_cp_plugin.core.communication.process_groups import topology_of
-from megatron_cp_plugin.core.communication.same_calls import SameCall, compared
 from megatron_cp_plugin.core.layout import Layout
-from megatron_cp_plugin.core.layouts.layout_check import describe_mismatch
+from megatron_cp_plugin.core.layouts.layout_check import check_cut, describe_mismatch, remember
 from megatron_cp_plugin.core.linear.algorithm import LinearAlgorithm
 from megatron_cp_plugin.core.linear.decay import Decay
 from megatron_cp_plugin.core.linear.function import attend_linearly, check_linear_shapes
@@ -53,7 +52,7 @@ from megatron_cp_plugin.kernels import resolver
 from megatron_cp_plugin.kernels.linear import resolve_linear
 
 Group = dist.ProcessGroup | Topology | None
-Settings = tuple[
+_Unread = tuple[
     str, int | None, Sequence[int] | Tensor | None, SpanMask | None, Mapping[str, object]
 ]
 
@@ -89,25 +88,13 @@ class _Within(NamedTuple):
     slices: Slices | None
 
 
-class Context:
-    """How sequences are split among the ranks of a group: settings that all calls share, said once.
+class Settings:
+    """How sequences are split among the ranks of a group, and what is done with them.
 
-        c = cp.Context(algo="zigzag")
-        q, k, v = (c.shard(x) for x in (q, k, v))   # [B,N,H,D] -> [B,S,H,D]
-        out = c.attention(q, k, v)
-        whole = c.unshard(out)
-
-    The methods are the package's functions of these names, with these settings. A context is cheap:
-    for packed documents make one for each batch, which reads them once for all layers. Layers of
-    two algorithms have two contexts of one layout.
-
-    Tokens that nobody has split are refused: attention takes tensors of `seq_len` tokens in all; or
-    without it, of as many tokens a rank as `shard` or `positions` have made of some sequence, of
-    this context or of another one with its group and layout.
+    The methods are those of the functional interface. Settings are read within the first call: what
+    one rank refuses all of them do.
     """
 
-    _group: "Group | ref[dist.ProcessGroup]"
-    _unread: Settings | None
     _algo: str
     _layout: Layout
     _options: tuple[tuple[str, object], ...]
@@ -115,51 +102,23 @@ class Context:
     _cu_seqlens: Sequence[int] | None
     _spans: SpanMask | None
     # Whether tokens must have been split by a context, if nobody says how many there are in all.
-    _splits = True
+    _splits = False
     _last: int | None = None  # tokens of the sequence that was split last
     _found: _Within | None = None
 
-    @not_compiled
     def __init__(
         self,
-        *,
         algo: str,
-        group: Group = None,
-        seq_len: int | None = None,
-        cu_seqlens: Sequence[int] | Tensor | None = None,
-        spans: SpanMask | None = None,
-        **options: object,
+        group: "Group | ref[dist.ProcessGroup]",
+        seq_len: int | None,
+        cu_seqlens: Sequence[int] | Tensor | None,
+        spans: SpanMask | None,
+        options: Mapping[str, object],
     ) -> None:
-        """Needs no other ranks.
+        """Args: as of `Context`."""
+        self._group = group
+        self._unread: _Unread | None = (algo, seq_len, cu_seqlens, spans, options)
 
-        Args:
-            algo: a name of `available()`, or "auto", see `attention`.
-            group: process group of the context-parallel ranks; None: all processes.
-            seq_len: N, needed only where ranks hold unequal numbers of tokens; None: the last of
-                cu_seqlens, if there are any.
-            cu_seqlens, spans: as in `attention`. A tensor on a GPU is copied to the host here.
-            options: of the algorithm.
-
-        Raises: ConfigError for an unknown name or option, ContextParallelError for a group that
-        does not exist and for documents that are none.
-        """
-        topology_for(group)
-        # Referred to weakly, see `existing`: contexts are kept as long as models.
-        self._group = ref(group) if isinstance(group, dist.ProcessGroup) else group
-        self._unread = algo, seq_len, cu_seqlens, spans, options
-        self._read()
-        if self._cu_seqlens is not None and self._seq_len is None:
-            self._seq_len = 0  # which documents that are none do not fit
-            with suppress(TypeError, IndexError):
-                self._seq_len = length("seq_len", index(self._cu_seqlens[-1]))
-        if self._seq_len is not None:
-            self._within(self._seq_len)
-
-    def __deepcopy__(self, memo: dict[int, object]) -> "Context":
-        """Modules that hold it may be copied; process groups may not."""
-        return self
-
-    @not_compiled
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
         """See `megatron_cp_plugin.shard`."""
         topology = topology_for(self._group)
@@ -178,7 +137,6 @@ class Context:
             remember(part, dim, layout, seq_len, topology)
         return part
 
-    @not_compiled
     def unshard(self, x: Tensor, dim: int = 1) -> Tensor:
         """See `megatron_cp_plugin.unshard`."""
         topology = topology_for(self._group)
@@ -203,39 +161,10 @@ class Context:
         seq_len, layout, *_ = self._agreed(topology, x.shape[dim])
         expected = layout.length(topology.rank, topology.size, seq_len)
         if x.shape[dim] != expected:
-            raise ContextParallelError(
-                f"rank {topology.rank} of {topology.size} holds {expected} of {seq_len} tokens "
-                f"({layout.name} layout), got {x.shape[dim]}: shard with cp.shard"
-            )
+            rank, size = topology.rank, topology.size
+            raise layouts.unfit(layout, rank, size, seq_len, expected, x.shape[dim])
         return whole_of(x, dim, layout, seq_len, topology)
 
-    @not_compiled
-    def positions(
-        self, seq_len: int | None = None, *, device: torch.device | str | None = None
-    ) -> Tensor:
-        """Positions in the whole sequence of the tokens that this rank holds, in its local order.
-
-        They count through all documents: for rotary embeddings, and for programs that split
-        tokens themselves.
-
-        Args:
-            seq_len: N; None: that of the context, or of what it has split last.
-
-        Returns: int64 [S]. Raises: ContextParallelError if nobody says how many there are.
-        """
-        topology, known = topology_for(self._group), self._seq_len
-        seq_len = length("seq_len", seq_len)
-        if seq_len is None:
-            seq_len = self._last if known is None else known
-        if seq_len is None or known not in (None, seq_len):
-            raise ContextParallelError(
-                f"positions need the length of the sequence, {known or 'which is not known'}, got "
-                f"{seq_len}: pass seq_len= to the context or to positions"
-            )
-        layout = self._split(topology, seq_len)
-        return layouts.positions(layout, topology.rank, topology.size, seq_len, device or "cpu")
-
-    @not_compiled
     def attention(
         self,
         q: Tensor,
@@ -251,13 +180,7 @@ class Context:
         """See `megatron_cp_plugin.attention`."""
         topology = topology_for(self._group)
         with SameCall(topology, "attention") as made:
-            check_tensors(q=q, k=k, v=v, sink_or_none=sink)
-            check_eager("attention", q, k, v)
-            self._read()
-            known = topology.size == 1 or check_cut(
-                "attention", 1, self._layout, self._layout_of, topology, {"q": q, "k": k, "v": v}
-            )
-            q, k, v = cast_inputs(q, k, v)
+            known, q, k, v = self._take(made, topology, q, k, v, sink_or_none=sink)
             causal = causal if isinstance(causal, bool) else flag("causal", causal)
             scale = None if scale is None else fixed_number("scale", scale)
             window = None if window is None else whole_number("window", window)
@@ -267,13 +190,11 @@ class Context:
             made.lengths = self._held(topology, q.shape[1], known, heads=q.shape[2])
             trained = torch.is_grad_enabled()
             made.settings = {
-                "algo": self._algo,
-                "options": self._options,
-                **_described(q, k, v),
+                **made.settings,
                 "causal": causal,
                 "scale": scale,
                 "window": window,
-                "kernel": word("kernel", kernel),
+                "kernel": kernel if isinstance(kernel, str) else word("kernel", kernel),
                 "documents": self._cu_seqlens is not None,
                 "span mask": self._spans is not None,
                 "sink": None if sink is None else (sink.dtype, *sink.shape),
@@ -293,15 +214,14 @@ class Context:
             given = dict(self._options)
             algorithm = softmax_algorithm(*_choose(topology, shape, mask, kernel, given))
         of_mask = causal, window, documents, slices
-        algorithm, call = called(
+        compiled = compiled_call(
             algorithm, q, k, v, sink, seq_len, *of_mask, scale, resolver(kernel)
         )
-        out: Tensor = Attention.apply(q, k, v, sink, algorithm, call, None)
+        out: Tensor = Attention.apply(q, k, v, sink, compiled, None)
         if topology.size > 1:
             remember(out, 1, layout, seq_len, topology)
         return out
 
-    @not_compiled
     def linear_attention(
         self,
         q: Tensor,
@@ -317,18 +237,9 @@ class Context:
         """See `megatron_cp_plugin.linear_attention`."""
         topology = topology_for(self._group)
         with SameCall(topology, "linear_attention") as made:
-            check_tensors(q=q, k=k, v=v, initial_state_or_none=initial_state)
-            check_eager("linear_attention", q, k, v)
-            self._read()
-            known = topology.size == 1 or check_cut(
-                "linear_attention",
-                1,
-                self._layout,
-                self._layout_of,
-                topology,
-                {"q": q, "k": k, "v": v},
+            known, q, k, v = self._take(
+                made, topology, q, k, v, initial_state_or_none=initial_state
             )
-            q, k, v = cast_inputs(q, k, v)
             causal = flag("causal", causal)
             output_final_state = flag("output_final_state", output_final_state)
             check_linear_shapes(q, k, v)
@@ -339,9 +250,7 @@ class Context:
             rates = Decay.of(decay, q.shape[2])
             made.lengths = self._held(topology, q.shape[1], known, heads=q.shape[2])
             made.settings = {
-                "algo": self._algo,
-                "options": self._options,
-                **_described(q, k, v),
+                **made.settings,
                 "causal": causal,
                 "kernel": word("kernel", kernel),
                 "documents": self._cu_seqlens is not None,
@@ -369,7 +278,6 @@ class Context:
             remember(out, 1, layout, seq_len, topology)
         return out if final_state is None else (out, final_state)
 
-    @not_compiled
     def check_layout(self, positions: Tensor) -> None:
         """See `megatron_cp_plugin.check_layout`."""
         topology = topology_for(self._group)
@@ -390,6 +298,38 @@ class Context:
                     f"{total} tokens, got others on rank {rank}: {mismatch}; shard with "
                     f"cp.shard(..., algo={self._algo!r})"
                 )
+
+    def _take(
+        self,
+        made: SameCall,
+        topology: Topology,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        **others: Tensor | None,
+    ) -> tuple[bool, Tensor, Tensor, Tensor]:
+        """Reads the settings, and notes what q, k and v of all ranks have in common.
+
+        Args:
+            others: further tensors, see `check_tensors`.
+
+        Returns: whether q, k and v are known to be split so, and they in autocast's dtype.
+        """
+        check_tensors(q=q, k=k, v=v, **others)
+        check_eager(made.function, q, k, v)
+        self._read()
+        known = topology.size == 1 or check_cut(
+            made.function, 1, self._layout, self._layout_of, topology, {"q": q, "k": k, "v": v}
+        )
+        q, k, v = qkv = cast_inputs(q, k, v)
+        # Lists in between: generators are a call for each tensor, in every layer.
+        made.settings = {
+            "algo": self._algo,
+            "options": self._options,
+            "dtype of q, k, v": tuple([x.dtype for x in qkv]),
+            "shape of q, k, v beside tokens": tuple([(*x.shape[:1], *x.shape[2:]) for x in qkv]),
+        }
+        return known, q, k, v
 
     def _read(self) -> None:
         """Reads the settings, once."""
@@ -420,9 +360,9 @@ class Context:
         """The layout by which so many tokens are split now."""
         layout = self._layout_of(seq_len)
         self._last = seq_len
-        topology.lengths.unequal |= seq_len % topology.size > 0
+        topology.agreed.unequal |= seq_len % topology.size > 0
         tokens = layout.length(topology.rank, topology.size, seq_len)
-        topology.lengths.cut.add((layout.name, tokens))
+        topology.agreed.cut.add((layout.name, tokens))
         return layout
 
     def _held(
@@ -439,7 +379,7 @@ class Context:
         if seq_len is not None:
             expected = self._layout_of(seq_len).length(topology.rank, topology.size, seq_len)
             return seq_len, tokens == expected
-        if self._splits and not known and (self._layout.name, tokens) not in topology.lengths.cut:
+        if self._splits and not known and (self._layout.name, tokens) not in topology.agreed.cut:
             raise ContextParallelError(
                 f"a context needs tokens that were split in its {self._layout.name} layout, got "
                 f"{tokens} on rank {topology.rank} of {topology.size}, as of no sequence so far: "
@@ -463,30 +403,96 @@ class Context:
         return self._within(agreed_length(topology, layout, tokens, seq_len, unknown))
 
 
-class OneCall(Context):
-    """Settings of one call, which are read within it: what one rank refuses all of them do."""
+class Context(Settings):
+    """How sequences are split among the ranks of a group: settings that all calls share, said once.
 
-    _splits = False
+        c = cp.Context(algo="zigzag")
+        q, k, v = (c.shard(x) for x in (q, k, v))   # [B,N,H,D] -> [B,S,H,D]
+        out = c.attention(q, k, v)
+        whole = c.unshard(out)
 
-    def __init__(  # as they come from a call of each layer
+    The methods are the package's functions of these names, with these settings. A context is cheap:
+    for packed documents make one for each batch, which reads them once for all layers. Layers of
+    two algorithms have two contexts of one layout.
+
+    Tokens that nobody has split are refused: attention takes tensors of `seq_len` tokens in all; or
+    without it, of as many tokens a rank as `shard` or `positions` have made of some sequence, of
+    this context or of another one with its group and layout.
+    """
+
+    _splits = True
+
+    @not_compiled
+    def __init__(
         self,
+        *,
         algo: str,
-        group: Group,
-        seq_len: int | None,
-        cu_seqlens: Sequence[int] | Tensor | None,
-        spans: SpanMask | None,
-        options: Mapping[str, object],
+        group: Group = None,
+        seq_len: int | None = None,
+        cu_seqlens: Sequence[int] | Tensor | None = None,
+        spans: SpanMask | None = None,
+        **options: object,
     ) -> None:
-        self._group, self._unread = group, (algo, seq_len, cu_seqlens, spans, options)
+        """Needs no other ranks.
 
+        Args:
+            algo: a name of `available()`, or "auto", see `attention`.
+            group: process group of the context-parallel ranks; None: all processes.
+            seq_len: N, needed only where ranks hold unequal numbers of tokens; None: the last of
+                cu_seqlens, if there are any.
+            cu_seqlens, spans: as in `attention`. A tensor on a GPU is copied to the host here.
+            options: of the algorithm.
 
-def _described(*qkv: Tensor) -> dict[str, object]:
-    """What q, k and v of all ranks have in common."""
-    # Lists in between: generators are a call for each tensor, in every layer.
-    return {
-        "dtype of q, k, v": tuple([x.dtype for x in qkv]),
-        "shape of q, k, v beside tokens": tuple([(*x.shape[:1], *x.shape[2:]) for x in qkv]),
-    }
+        Raises: ConfigError for an unknown name or option, ContextParallelError for a group that
+        does not exist and for documents that are none.
+        """
+        topology_for(group)
+        # Referred to weakly, see `existing`: contexts are kept as long as models.
+        weak = ref(group) if isinstance(group, dist.ProcessGroup) else group
+        super().__init__(algo, weak, seq_len, cu_seqlens, spans, options)
+        self._read()
+        if self._cu_seqlens is not None and self._seq_len is None:
+            self._seq_len = 0  # which documents that are none do not fit
+            with suppress(TypeError, IndexError):
+                self._seq_len = length("seq_len", index(self._cu_seqlens[-1]))
+        if self._seq_len is not None:
+            self._within(self._seq_len)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "Context":
+        """Modules that hold it may be copied; process groups may not."""
+        return self
+
+    @not_compiled
+    def positions(
+        self, seq_len: int | None = None, *, device: torch.device | str | None = None
+    ) -> Tensor:
+        """Positions in the whole sequence of the tokens that this rank holds, in its local order.
+
+        They count through all documents: for rotary embeddings, and for programs that split
+        tokens themselves.
+
+        Args:
+            seq_len: N; None: that of the context, or of what it has split last.
+
+        Returns: int64 [S]. Raises: ContextParallelError if nobody says how many there are.
+        """
+        topology, known = topology_for(self._group), self._seq_len
+        seq_len = length("seq_len", seq_len)
+        if seq_len is None:
+            seq_len = self._last if known is None else known
+        if seq_len is None or known not in (None, seq_len):
+            raise ContextParallelError(
+                f"positions need the length of the sequence, {known or 'which is not known'}, got "
+                f"{seq_len}: pass seq_len= to the context or to positions"
+            )
+        layout = self._split(topology, seq_len)
+        return layouts.positions(layout, topology.rank, topology.size, seq_len, device or "cpu")
+
+    shard = not_compiled(Settings.shard)
+    unshard = not_compiled(Settings.unshard)
+    attention = not_compiled(Settings.attention)
+    linear_attention = not_compiled(Settings.linear_attention)
+    check_layout = not_compiled(Settings.check_layout)
 
 
 def topology_for(group: "Group | ref[dist.ProcessGroup]") -> Topology:

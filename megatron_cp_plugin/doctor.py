@@ -21,7 +21,7 @@ from megatron_cp_plugin import functional, registry
 from megatron_cp_plugin.core.communication.process_groups import topology_of
 from megatron_cp_plugin.core.communication.streams import capture
 from megatron_cp_plugin.core.communication.virtual import run_virtual
-from megatron_cp_plugin.core.kernel import Problem, Statistics
+from megatron_cp_plugin.core.kernel import KernelCall, Problem, Statistics
 from megatron_cp_plugin.core.layout import shard
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
@@ -256,9 +256,10 @@ def _graphs(device: torch.device, head_dim: int) -> list[Finding]:
 def _unsplit(whole: list[Tensor]) -> list[Tensor]:
     q, k, v, dout = (x.double() for x in whole)
     kernel, scale = Reference(), q.shape[3] ** -0.5
-    out, lse = kernel.forward(q, k, v, scale=scale, causal=True)
+    call = KernelCall(q, k, v, scale, causal=True)
+    out, lse = kernel.forward(call)
     statistics = Statistics(lse, out=out)
-    return [out, *kernel.backward(dout, q, k, v, statistics, scale=scale, causal=True)]
+    return [out, *kernel.backward(call, dout, statistics)]
 
 
 def _everywhere(body: Callable[[Topology], float]) -> list[float]:

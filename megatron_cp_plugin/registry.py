@@ -131,11 +131,10 @@ def layout_of(name: str, options: Mapping[str, object]) -> Layout:
     """
     if name == AUTO:
         return _layout_of_auto(options)
-    cls = algorithm_class(name)
     try:
-        return _layout(cls, **options)
-    except TypeError:  # an option that is not hashable, which is refused
-        return _layout.__wrapped__(cls, **options)
+        return _layout(_algorithms[name], **options)
+    except (KeyError, TypeError):  # a name or an option that is refused, or that is installed
+        return _layout.__wrapped__(algorithm_class(name), **options)
 
 
 @lru_cache(maxsize=256, typed=True)  # in every call of attention; 1 is no True

@@ -53,7 +53,15 @@ import megatron_cp_plugin as cp
 from megatron_cp_plugin.core.communication.devices import take_gpu
 from megatron_cp_plugin.core.communication.process_groups import topology_of
 from megatron_cp_plugin.core.communication.streams import capture
-from megatron_cp_plugin.core.kernel import Packing, Problem, SoftmaxKernel, Statistics
+from megatron_cp_plugin.core.kernel import (
+    KernelCall,
+    Packing,
+    Problem,
+    SoftmaxKernel,
+    Statistics,
+    run_backward,
+    run_forward,
+)
 from megatron_cp_plugin.core.layout import Layout, shard
 from megatron_cp_plugin.core.layouts.document_layout import PaddedDocuments
 from megatron_cp_plugin.core.masks.document_lengths import Lengths, lengths_of
@@ -211,22 +219,18 @@ class Bench:
         q, k, v, dout = self.whole
         scale = self.args.head_dim[0] ** -0.5
 
-        packing = self.cu_seqlens and Packing.adjacent(self.cu_seqlens, self.cu_seqlens)
+        call = KernelCall(q, k, v, scale, self.causal)
+        if self.cu_seqlens:
+            packing = Packing.adjacent(self.cu_seqlens, self.cu_seqlens)
+            call = KernelCall(q, k, v, scale, causal=True, packing=packing)
 
         def forward() -> tuple[Tensor, Tensor]:
-            if packing:
-                return kernel.forward_packed(q, k, v, packing, scale=scale, causal=True)
-            return kernel.forward(q, k, v, scale=scale, causal=self.causal)
+            return run_forward(kernel, call)
 
         out, lse = forward()
 
         def backward() -> tuple[Tensor, ...]:
-            statistics = Statistics(lse, out=out)
-            if packing:
-                return kernel.backward_packed(
-                    dout, q, k, v, statistics, packing, scale=scale, causal=True
-                )
-            return kernel.backward(dout, q, k, v, statistics, scale=scale, causal=self.causal)
+            return run_backward(kernel, call, dout, Statistics(lse, out=out))
 
         if not self.reference:
             self.reference = [out, *backward()]

@@ -27,14 +27,16 @@ from rich.table import Table
 from triton.testing import do_bench
 
 from megatron_cp_plugin import registry
+from megatron_cp_plugin.core.algorithm import Compiled
 from megatron_cp_plugin.core.call import Call
 from megatron_cp_plugin.core.communication.devices import take_gpu
 from megatron_cp_plugin.core.execution.passes import Gradients, attend_block, differentiate_block
-from megatron_cp_plugin.core.kernel import Problem, Statistics
+from megatron_cp_plugin.core.kernel import KernelCall, Problem, Statistics
 from megatron_cp_plugin.core.layouts.document_layout import PaddedDocuments
 from megatron_cp_plugin.core.masks.documents import random_documents
 from megatron_cp_plugin.core.masks.tile_batches import Batches
 from megatron_cp_plugin.core.partial import Accumulator, GradientSum, accumulation_dtype
+from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask, plan_tiles
 from megatron_cp_plugin.errors import KernelUnavailableError
 from megatron_cp_plugin.kernels import kernel_names, resolve
@@ -78,20 +80,11 @@ def kernel_rows(
             rows.append((name, str(error)[:60], "", "", "", ""))
             continue
         for causal in (True, False):
-            out, lse = kernel.forward(q, k, v, scale=dim**-0.5, causal=causal)
-            forward = milliseconds(partial(kernel.forward, q, k, v, scale=dim**-0.5, causal=causal))
-            backward = milliseconds(
-                partial(
-                    kernel.backward,
-                    dout,
-                    q,
-                    k,
-                    v,
-                    Statistics(lse, out=out),
-                    scale=dim**-0.5,
-                    causal=causal,
-                )
-            )
+            call = KernelCall(q, k, v, dim**-0.5, causal)
+            out, lse = kernel.forward(call)
+            forward = milliseconds(partial(kernel.forward, call))
+            statistics = Statistics(lse, out=out)
+            backward = milliseconds(partial(kernel.backward, call, dout, statistics))
             # Of one product with a dim of 1.
             flops = 2 * tokens**2 * heads / (2 if causal else 1)
             rows.append(
@@ -119,8 +112,9 @@ def document_rows(
     documents = tuple(sorted({n // 8 * 8 for n in random_documents(whole, size * mean)} - {0}))
     mask, layout = Mask(documents=documents), PaddedDocuments(documents)
     earlier, later = (layout.spans(rank, size, whole) for rank in (1, 2))
-    shape = device, torch.bfloat16, heads, kv_heads, dim
-    problem = Problem(*shape, documents=True, value_dim=value_dim)
+    sizes = Shape(1, whole, heads, kv_heads, dim, value_dim=value_dim)
+    of_kernel = device, torch.bfloat16, heads, kv_heads, dim
+    problem = Problem(*of_kernel, documents=True, value_dim=value_dim)
     rows: list[Sequence[str]] = []
     for name in kernel_names():
         found = kernel_called(name)
@@ -130,7 +124,7 @@ def document_rows(
         for way, packs, gaps in ways[: 3 if found.gaps else 2]:
             kernel = copy(found)
             kernel.packs, kernel.gaps = packs, gaps
-            call = Call(whole, mask, dim**-0.5, kernel)
+            call = Call(sizes, mask, dim**-0.5, kernel)
             for queries, keys in ((earlier, later), (later, earlier)):
                 tiles = plan_tiles(queries, keys, mask, rectangular=True)
                 pairs = median(tile.area for tile in tiles)
@@ -172,7 +166,7 @@ def times(
     statistics = Statistics(merged, out=out.to(q.dtype))
 
     def backward() -> None:
-        sums = Gradients(*map(GradientSum, (q, k, v)))
+        sums = Gradients(GradientSum(q), GradientSum(k, v))
         differentiate_block(sums, dout, q, k, v, statistics, work, call)
 
     return milliseconds(forward), milliseconds(backward)
@@ -195,14 +189,16 @@ def passes_of_a_rank(
     algorithm.check(algorithm.options, size=size, heads=n_heads, kv_heads=kv_heads, causal=True)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     kernel = resolve("auto", Problem(device, dtype, n_heads, kv_heads, dim))
-    call = Call(tokens, Mask(), dim**-0.5, kernel)
     own = algorithm.layout.length(size - 1, size, tokens)
     q, k, v, dout = (
         torch.randn(1, own, n, dim, device=device, dtype=dtype)
         for n in (n_heads, kv_heads, kv_heads, n_heads)
     )
-    saved = algorithm.forward(q, k, v, call)[2]
-    return partial(algorithm.forward, q, k, v, call), partial(algorithm.backward, dout, saved, call)
+    shape = Shape.of(q, k, v, tokens)
+    compiled = Compiled(algorithm, Call(shape, Mask(), dim**-0.5, kernel))
+    saved = compiled.forward.attend(q, k, v)[2]
+    forward = partial(compiled.forward.attend, q, k, v)
+    return forward, partial(compiled.backward().differentiate, dout, saved)
 
 
 def share_rows(

@@ -37,7 +37,14 @@ import megatron_cp_plugin as cp
 from megatron_cp_plugin.core.comm import Communicator, Pending, Receive, Send
 from megatron_cp_plugin.core.communication.peer import SlottedCommunicator
 from megatron_cp_plugin.core.communication.streams import capture
-from megatron_cp_plugin.core.kernel import Packing, Problem, Statistics
+from megatron_cp_plugin.core.kernel import (
+    KernelCall,
+    Packing,
+    Problem,
+    Statistics,
+    run_backward,
+    run_forward,
+)
 from megatron_cp_plugin.core.masks.document_lengths import lengths_of
 from megatron_cp_plugin.core.masks.documents import random_documents
 from megatron_cp_plugin.core.shape import Shape
@@ -263,23 +270,19 @@ class Limit:
         documents = bool(mask.documents)
         shape = q.device, q.dtype, q.shape[2], k.shape[2], q.shape[3]
         kernel = resolve("auto", Problem(*shape, documents=documents))
-        settings: dict[str, Any] = {"scale": 128**-0.5, "causal": mask.causal}
+        call = KernelCall(q, k, v, 128**-0.5, mask.causal)
         if documents:
             ends = (0, *mask.documents, tokens)
-            packing = Packing.adjacent(ends, ends)
+            call = call._replace(packing=Packing.adjacent(ends, ends))
 
         def forward() -> tuple[Tensor, Tensor]:
-            if documents:
-                return kernel.forward_packed(q, k, v, packing, **settings)
-            return kernel.forward(q, k, v, **settings)
+            return run_forward(kernel, call)
 
         out, lse = forward()
-        given = dout, q, k, v, Statistics(lse, out=out)
+        statistics = Statistics(lse, out=out)
 
         def backward() -> object:
-            if documents:
-                return kernel.backward_packed(*given, packing, **settings)
-            return kernel.backward(*given, **settings)
+            return run_backward(kernel, call, dout, statistics)
 
         took = median_ms(forward, self._iters) + median_ms(backward, self._iters)
         return took / visible_pairs(tokens, mask)

@@ -19,7 +19,7 @@ from timing import time_ms
 
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.core.communication.devices import take_gpu
-from megatron_cp_plugin.core.kernel import Problem, Statistics
+from megatron_cp_plugin.core.kernel import KernelCall, Problem, Statistics
 from megatron_cp_plugin.core.masks.slices import Slice, Slices
 from megatron_cp_plugin.core.tiles import Mask, visible_pairs
 from megatron_cp_plugin.errors import ContextParallelError
@@ -67,9 +67,9 @@ class Bench:
         scale = self._dim**-0.5
 
         def both() -> None:
-            out, lse = self.kernel.forward(q, k, v, scale=scale, causal=True)
+            out, lse = self.kernel.forward(KernelCall(q, k, v, scale, causal=True))
             statistics = Statistics(lse, out=out)
-            self.kernel.backward(dout, q, k, v, statistics, scale=scale, causal=True)
+            self.kernel.backward(KernelCall(q, k, v, scale, causal=True), dout, statistics)
 
         return time_ms(both, self._device, warmup=2, iters=self._args.iters)
 

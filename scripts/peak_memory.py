@@ -25,7 +25,7 @@ from torch import Tensor
 
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.core.communication.process_groups import topology_of
-from megatron_cp_plugin.core.kernel import Problem, SoftmaxKernel, Statistics
+from megatron_cp_plugin.core.kernel import KernelCall, Problem, SoftmaxKernel, Statistics
 from megatron_cp_plugin.core.layout import shard
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.errors import ContextParallelError
@@ -106,9 +106,9 @@ def kernel_rows(
     k, v = (meter.drawn(1, tokens, kv_heads, dim) for dim in dims)
     rows = []
     for causal in (True, False):
-        settings = {"scale": dims[0] ** -0.5, "causal": causal}
+        given = KernelCall(q, k, v, dims[0] ** -0.5, causal)
         shape = "causal" if causal else "full"
-        out, lse = kernel.forward(q, k, v, **settings)
+        out, lse = kernel.forward(given)
         delta = torch.zeros_like(lse)
         call: Callable[[], Sequence[Tensor]]
         calls: list[tuple[str, Statistics | None]] = [
@@ -116,17 +116,17 @@ def kernel_rows(
             ("backward", Statistics(lse, out=out)),
             ("backward, delta given", Statistics(lse, delta=delta)),
         ]
-        for what, given in calls:
-            call = partial(kernel.forward, q, k, v, **settings)
-            if given is not None:
-                call = partial(kernel.backward, dout, q, k, v, given, **settings)
+        for what, statistics in calls:
+            call = partial(kernel.forward, given)
+            if statistics is not None:
+                call = partial(kernel.backward, given, dout, statistics)
             call()
             before = meter.begin()
             results = call()
             made = sum(x.untyped_storage().nbytes() for x in results)
             measured = meter.most() - before - made if meter.cuda else 0
             del results
-            predicted = kernel.workspace(q, k, v, given, causal=causal)
+            predicted = kernel.workspace(given, statistics)
             rows.append(
                 Row(kernel.name, f"{what}, {shape}, {heads}:{kv_heads}", predicted, measured)
             )

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from megatron_cp_plugin.core.kernel import Packing, Statistics
+from megatron_cp_plugin.core.kernel import Gradients, KernelCall, Statistics
 from megatron_cp_plugin.core.partial import delta_of
 from megatron_cp_plugin.kernels.reference import Reference
 
@@ -20,70 +20,30 @@ class AnyKernel(Reference):
             setattr(self, ability, bool(number >> bit & 1))
         self._takes_out = bool(number >> len(ABILITIES) & 1)
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool
-    ) -> tuple[Tensor, Tensor]:
-        self._check(q, k, causal)
-        return super().forward(q, k, v, scale=scale, causal=causal)
+    def forward(self, call: KernelCall) -> tuple[Tensor, Tensor]:
+        assert call.into is None or self.places_outputs
+        self._check(call)
+        return super().forward(call)
 
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        statistics: Statistics,
-        *,
-        scale: float,
-        causal: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        self._check(q, k, causal)
-        assert statistics.lse.isfinite().all()
+    def backward(self, call: KernelCall, dout: Tensor, statistics: Statistics) -> Gradients:
+        assert call.into is None or self.places_gradients
+        self._check(call)
+        if call.packing is None:
+            assert statistics.lse.isfinite().all()
         if self._takes_out:
             delta = delta_of(dout, statistics.out_for(dout))
             statistics = Statistics(statistics.lse, delta=delta)
-        return super().backward(dout, q, k, v, statistics, scale=scale, causal=causal)
+        return super().backward(call, dout, statistics)
 
-    def forward_to(self, results: tuple[Tensor, Tensor], *inputs: Tensor, **settings: bool) -> None:
-        assert self.places_outputs
-        super().forward_to(results, *inputs, **settings)
-
-    def backward_to(
-        self, gradients: tuple[Tensor, Tensor, Tensor], *inputs: Tensor, **settings: bool
-    ) -> None:
-        assert self.places_gradients
-        super().backward_to(gradients, *inputs, **settings)
-
-    def forward_packed(
-        self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, *, scale: float, causal: bool
-    ) -> tuple[Tensor, Tensor]:
-        self._check_packed(q, k, packing)
-        return super().forward_packed(q, k, v, packing, scale=scale, causal=causal)
-
-    def backward_packed(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        statistics: Statistics,
-        packing: Packing,
-        *,
-        scale: float,
-        causal: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        self._check_packed(q, k, packing)
-        return super().backward_packed(
-            dout, q, k, v, statistics, packing, scale=scale, causal=causal
-        )
-
-    def _check(self, q: Tensor, k: Tensor, causal: bool) -> None:
-        rows, cols = q.shape[1], k.shape[1]
-        assert rows > 0
-        assert cols > 0
-        assert not causal or rows == cols or (self.rectangular_causal and rows < cols)
-
-    def _check_packed(self, q: Tensor, k: Tensor, packing: Packing) -> None:
+    def _check(self, call: KernelCall) -> None:
+        q, k, packing = call.q, call.k, call.packing
+        if packing is None:
+            rows, cols = q.shape[1], k.shape[1]
+            assert rows > 0
+            assert cols > 0
+            assert not call.causal or rows == cols or (self.rectangular_causal and rows < cols)
+            return
+        assert self.packs
         assert self.gaps or not packing.gaps
         for slices, x in ((packing.q, q), (packing.kv, k)):
             assert min(part.start for part in slices) == 0

@@ -30,6 +30,7 @@ from megatron_cp_plugin.errors import ConfigError, KernelUnavailableError
 from megatron_cp_plugin.kernels import resolve
 from megatron_cp_plugin.process_exit import one_line_errors
 from megatron_cp_plugin.registry import layout_of
+from tests.kernel_calls import backward_of, forward_of
 from tests.oracle import Expected, expected_attention
 from tests.span_masks import dense, random_spans
 from tests.test_conformance import Case, cases
@@ -63,9 +64,9 @@ def own_errors(kernel_name, expected: Expected, device, setting):
         shape = device, q.dtype, q.shape[2], k.shape[2], q.shape[3]
         problem = Problem(*shape, value_dim=v.shape[3])
         kernel, scale = resolve(kernel_name, problem), q.shape[3] ** -0.5
-        out, lse = kernel.forward(q, k, v, scale=scale, **setting)
+        out, lse = forward_of(kernel, q, k, v, scale=scale, **setting)
         statistics = Statistics(lse, out=out)
-        gradients = kernel.backward(dout, q, k, v, statistics, scale=scale, **setting)
+        gradients = backward_of(kernel, dout, q, k, v, statistics, scale=scale, **setting)
     else:
         alone, leaves = (
             VirtualWorld(1).topology(0),

@@ -51,6 +51,7 @@ def test_rivals_that_take_documents() -> None:
         rivals.make("ring_flash_attn:zigzag", 4, 2, (64, 64), causal=True, bounds=(0, 8))
 
 
+@pytest.mark.slow
 def test_all_contenders_get_the_same_documents(tmp_path: Path) -> None:
     """Of lengths that every layout can have; each is checked against one call with all of them."""
     algos = ["zigzag", "zigzag:layout=documents", "ring:layout=thd", "allgather"]

@@ -2,6 +2,7 @@
 
 import argparse
 import importlib.metadata
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -34,35 +35,50 @@ importlib.util.find_spec = find_spec
 EXTRAS = "megatron,omegaconf,yaml,matplotlib,rich"
 
 
-def alone(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    words = [sys.executable, "-c", ALONE + program, EXTRAS, *arguments]
-    return subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+# Each command in a fork of one process, which imports torch once; its output goes to files.
+RUN = """
+import json, os
+import megatron_cp_plugin
 
-
-RUN = "from megatron_cp_plugin.cli import main; sys.exit(main())"
-LAUNCH = "from megatron_cp_plugin.launch import main; main()"
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("plan --size 4 --seq-len 4K --heads 8", "one layer, 8:8 heads, 4096 tokens, 4 ranks"),
-        ("doctor --head-dim 16 --heads 8:2", "verdict: ok, 9 results are right; missing: "),
-        ("prepare-data --help", "megatron-cp prepare-data [-h]"),
-        ("draw --algo distflash --size 3", "│ 0    │ q0 k0  │ q2 k0  │"),
-    ],
+folder, commands = sys.argv[1:]
+for number, (program, *words) in enumerate(json.loads(commands)):
+    if os.fork() == 0:
+        for name, descriptor in (("out", 1), ("err", 2)):
+            os.dup2(os.open(f"{folder}/{number}.{name}", os.O_WRONLY | os.O_CREAT), descriptor)
+        sys.argv = [program, *words]
+        module = "launch" if program == "launch" else "cli"
+        sys.exit(importlib.import_module(f"megatron_cp_plugin.{module}").main())
+    print(os.waitstatus_to_exitcode(os.wait()[1]))
+"""
+SERVED = {
+    "megatron-cp plan --size 4 --seq-len 4K --heads 8": "one layer, 8:8 heads, 4096 tokens, 4 rank",
+    "megatron-cp doctor --head-dim 16 --heads 8:2": "verdict: ok, 9 results are right; missing: ",
+    "megatron-cp prepare-data --help": "megatron-cp prepare-data [-h]",
+    "megatron-cp draw --algo distflash --size 3": "│ 0    │ q0 k0  │ q2 k0  │",
+}
+REFUSED = (
+    "megatron-cp train --config tiny_zigzag",
+    "megatron-cp prepare-data --output x",
+    "megatron-cp hooks --check",
+    f"launch {__file__}",
 )
-def test_torch_is_enough(words: str, said: str) -> None:
-    done = alone(RUN, *words.split())
+
+
+def test_torch_is_enough_or_what_is_missing_is_said(tmp_path: Path) -> None:
+    commands = json.dumps([words.split() for words in (*SERVED, *REFUSED)])
+    words = [sys.executable, "-u", "-c", ALONE + RUN, EXTRAS, str(tmp_path), commands]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-    assert said in done.stdout
-
-
-def test_what_needs_more_than_torch_says_how_to_get_it() -> None:
-    commands = ("train --config tiny_zigzag", "prepare-data --output x", "hooks --check")
-    for done in (*(alone(RUN, *words.split()) for words in commands), alone(LAUNCH, __file__)):
-        (line,) = done.stderr.splitlines()
-        assert (done.returncode, done.stdout) == (2, "")
+    assert done.stdout.split() == ["0"] * len(SERVED) + ["2"] * len(REFUSED)
+    out, err = (
+        [(tmp_path / f"{n}.{name}").read_text() for n in range(8)] for name in ("out", "err")
+    )
+    for number, said in enumerate(SERVED.values()):
+        assert err[number] == ""
+        assert said in out[number]
+    for number in range(len(SERVED), len(out)):
+        (line,) = err[number].splitlines()
+        assert out[number] == ""
         assert "needs megatron" in line
         assert line.endswith("installed: pip install 'megatron-cp-plugin[megatron]'")
 

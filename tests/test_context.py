@@ -244,11 +244,16 @@ def test_heads_that_are_split_for_tokens_are_refused(plain):
         context = cp.Context(algo="zigzag", group=topology, seq_len=8)
         context.attention(*[context.shard(whole(tokens=8, heads=9))] * 3)
 
+    def as_many(topology):
+        x = whole(tokens=2, heads=2 * RANKS, seed=topology.rank)
+        cp.attention(x, x, x, algo="zigzag", group=topology)
+
     assert refusal(body) == (
         "attention takes [B,S,H,D], got 64 heads of 8 tokens in all: split x.transpose(1, 2), or "
         "pass seq_len=8 if that is right"
     )
     assert refusal(few_tokens) is None
+    assert refusal(as_many) is None
 
 
 def test_tokens_that_were_not_split_are_refused():

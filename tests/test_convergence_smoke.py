@@ -606,7 +606,7 @@ SABOTAGE = """
 import runpy, sys
 from megatron_cp_plugin.core.execution.executor import Executor
 
-right = Executor.backward
+right = Executor.differentiate
 calls = 0
 
 def wrong(self, *args, **kwargs):
@@ -615,7 +615,7 @@ def wrong(self, *args, **kwargs):
     dq, dk, dv = right(self, *args, **kwargs)
     return dq, dk * (1.001 if calls > {first}[self.transport._algorithm] else 1), dv
 
-Executor.backward = wrong
+Executor.differentiate = wrong
 sys.argv[0] = {launcher!r}
 runpy.run_path({launcher!r}, run_name="__main__")
 """
@@ -637,7 +637,10 @@ def tiny_run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_training_equals_megatron(harness: ModuleType, tmp_path: Path, tiny_run_file: Path) -> None:
+def test_training_equals_megatron(
+    harness: ModuleType, tmp_path: Path, tiny_run_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(harness, "launch", forked_launch.launch)
     words = ["--config", str(tiny_run_file), "--algos", "zigzag", "--cp", "2", "--iters", "4"]
     assert harness.main([*words, "--output", str(tmp_path)]) == 0
     report = json.loads((tmp_path / "report.json").read_text())

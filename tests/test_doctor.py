@@ -132,13 +132,13 @@ def test_a_replay_is_compared_with_the_unsplit_sequence(monkeypatch):
 
 
 def test_a_wrong_gradient_is_noticed(monkeypatch, capsys):
-    right = Executor.backward
+    right = Executor.differentiate
 
     def wrong(self, dout, saved):
         dq, dk, dv = right(self, dout, saved)
         return dq, dk * 1.001, dv
 
-    monkeypatch.setattr(Executor, "backward", wrong)
+    monkeypatch.setattr(Executor, "differentiate", wrong)
     assert main(["doctor", "--head-dim", "16"]) == 1
     printed = capsys.readouterr().out
     assert "WRONG: head dim 16: error 1.0e-03" in printed
@@ -154,9 +154,9 @@ def kernels_of(findings):
 def test_kernels_are_checked_with_the_model_s_head_dims(monkeypatch, capsys):
     right = CpuFlashAttention.forward
 
-    def wrong(self, q, k, v, *, scale, causal):
-        out, lse = right(self, q, k, v, scale=scale, causal=causal)
-        return (out.roll(1, 3), lse) if q.shape[3] == 40 else (out, lse)
+    def wrong(self, call):
+        out, lse = right(self, call)
+        return (out.roll(1, 3), lse) if call.q.shape[3] == 40 else (out, lse)
 
     assert set(kernels_of(doctor.examine(head_dims=(16,)))) == {"torch_cpu", "reference"}
     monkeypatch.setattr(CpuFlashAttention, "forward", wrong)

@@ -22,12 +22,12 @@ FORBIDDEN = [
 # those above it.
 ROOMS = [
     ("caching", "layout", "ranges"),
-    ("comm", "communication", "topology"),
+    ("agree", "comm", "communication", "topology"),
     ("fused", "kernel", "partial", "shape"),
     ("masks", "tiles"),
     ("blocks",),
     ("layouts",),
-    ("pipeline", "placement", "plans"),
+    ("head_groups", "placement", "plans"),
     ("call",),
     ("execution",),
     ("algorithm",),
@@ -206,7 +206,7 @@ def test_the_planner_imports_no_tool_and_the_tools_the_harness_for_its_commands_
     }
     assert commands - {RECORDING} == {
         (f"{PACKAGE}.cli", f"{PACKAGE}.harness.{name}")
-        for name in ("train", "prepare_data", "compatibility", "compatibility_page")
+        for name in ("train", "compare", "prepare_data", "compatibility", "compatibility_page")
     }
 
 

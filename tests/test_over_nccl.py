@@ -17,15 +17,12 @@ import torch
 import torch.distributed as dist
 
 import megatron_cp_plugin as cp
-from megatron_cp_plugin.core.communication.same_numbers import (
-    COMPARED_TOGETHER,
-    same_on_all_ranks,
-)
+from megatron_cp_plugin.core.agree import COMPARED_TOGETHER, same_on_all_ranks
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration.batch import Batches
 from megatron_cp_plugin.integration.inputs import serve_inputs
 from tests.integration.megatron_job import run
-from tests.integration.test_layout_in_megatron import KEYS, Trained, runtime, train_on
+from tests.integration.test_batch import KEYS, Trained, runtime, train_on
 from tests.oracle import expected_attention, relative_error
 
 pytestmark = pytest.mark.gpu

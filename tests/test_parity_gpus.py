@@ -45,6 +45,7 @@ def pages(gpus: ModuleType) -> ModuleType:
     return importlib.import_module("parity_pages")
 
 
+@pytest.mark.slow
 def test_run_files_are_accepted(
     gpus: ModuleType, table: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -71,7 +72,7 @@ def test_run_files_are_accepted(
         if flags.algo is not None:
             config = flags.config(args.context_parallel_size)
             device = torch.device("cuda")
-            check("graphs", Settings(args, config, device))
+            check("validated", Settings(args, config, device))
             if flags.kernel in ("auto", "chunked"):  # which are tried where they run
                 device, args.cuda_graph_impl = torch.device("cpu"), "none"
             check_arguments(args, config, device)

@@ -120,7 +120,7 @@ def test_results_of_a_relay_before_its_last_computation() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("beside", [False, True])
-@examples(300)
+@examples(60)
 @given(
     st.sampled_from(pairwise(CASES, SIZES, tuple(HEADS), allowed=divides)),
     st.integers(1, 9),
@@ -208,7 +208,7 @@ def assert_touched(q: Sequence[Span], kv: Sequence[Span], mask: Mask, found: Ten
 LAYOUTS = [Contiguous(), Zigzag(), Cyclic(), Balanced(), PaddedDocuments()]
 
 
-@examples(500)
+@examples(200)
 @given(
     st.booleans(),
     st.sampled_from(LAYOUTS),

@@ -336,7 +336,7 @@ OPTIONS = "context_parallel: {algo: ring, backward: kv, kernel: reference, platf
         ("--context-parallel-algo zigzag", "zigzag", None, "reference"),
         ("--cp-layers ulysses*2,usp", None, None, "reference"),
         ("--cp-comm-type a2a", None, None, "reference"),
-        ("--context-parallel-algo megatron", "megatron", None, None),
+        ("--context-parallel-algo megatron", "megatron", None, "auto"),
     ],
 )
 def test_another_algorithm_takes_the_place_of_the_files_and_of_its_options(

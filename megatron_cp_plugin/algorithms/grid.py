@@ -18,7 +18,7 @@ from megatron_cp_plugin.algorithms.grid_placements import (
 from megatron_cp_plugin.algorithms.point_to_point import PointToPoint
 from megatron_cp_plugin.core.caching import cached_method
 from megatron_cp_plugin.core.comm import Phase
-from megatron_cp_plugin.core.pipeline import HeadGroup, group_count, head_groups
+from megatron_cp_plugin.core.head_groups import HeadGroup, group_count, head_groups
 from megatron_cp_plugin.core.plans.compile import plan_of
 from megatron_cp_plugin.core.plans.grid import Grid, cheapest, column_major, row_major
 from megatron_cp_plugin.core.plans.plan import PHASES

@@ -11,13 +11,13 @@ from megatron_cp_plugin.algorithms.ring_routes import Rules, nodes_for, ring_pla
 from megatron_cp_plugin.core.algorithm import Algorithm, group_counts, number
 from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.execution.padded_heads import PaddedHeads
-from megatron_cp_plugin.core.layout import Grouped
-from megatron_cp_plugin.core.pipeline import (
+from megatron_cp_plugin.core.head_groups import (
     HeadGroup,
     group_count,
     head_groups,
     successive_groups,
 )
+from megatron_cp_plugin.core.layout import Grouped
 from megatron_cp_plugin.core.placement import HeadPlacement
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask

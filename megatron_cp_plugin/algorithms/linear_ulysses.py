@@ -14,7 +14,7 @@ from megatron_cp_plugin.algorithms.lasp2 import Lasp2
 from megatron_cp_plugin.core.algorithm import Algorithm, Traffic
 from megatron_cp_plugin.core.blocks.assembly import assemble
 from megatron_cp_plugin.core.execution.padded_heads import PaddedHeads
-from megatron_cp_plugin.core.execution.team import ExchangingTeam, together
+from megatron_cp_plugin.core.execution.team import ExchangingTeam
 from megatron_cp_plugin.core.linear.algorithm import (
     LinearAlgorithm,
     LinearCall,
@@ -64,7 +64,7 @@ class LinearUlysses(LinearAlgorithm):
         """See LinearAlgorithm.forward."""
         exchange, heads, local = self._exchange(call.seq_len), self._filled(q.shape[2]), q.shape[1]
         coming = [exchange.come(heads.fill_queries(x)) for x in (q, k, v)]
-        q, k, v = (each.wait()[0] for each in coming)
+        q, k, v = (wait()[0] for wait in coming)
         if initial is not None:
             initial = heads.fill_states(initial)[:, self._mine(heads)].contiguous()
         part, final, saved = self._whole.forward(q, k, v, initial, self._of(call, heads))
@@ -73,7 +73,7 @@ class LinearUlysses(LinearAlgorithm):
         if final is not None:
             final = self._states.all_gather(final).wait().movedim(0, 1).flatten(1, 2)
             final = heads.own_states(final)
-        leaving.wait()
+        leaving()
         return heads.own_queries(out), final, saved
 
     def backward(
@@ -87,9 +87,11 @@ class LinearUlysses(LinearAlgorithm):
             dfinal = heads.fill_states(dfinal)
             by_rank = dfinal.unflatten(1, (self.topology.size, -1)).movedim(1, 0)
             dfinal = self._states.all_to_all(by_rank.contiguous()).wait().sum(0)
-        *parts, own = self._whole.backward(arriving.wait()[0], dfinal, saved, self._of(call, heads))
+        *parts, own = self._whole.backward(arriving()[0], dfinal, saved, self._of(call, heads))
         gradients = [dout.new_empty((*dout.shape[:3], part.shape[3])) for part in parts]
-        together([exchange.leave(*each) for each in zip(parts, gradients, strict=True)]).wait()
+        leaving = [exchange.leave(*each) for each in zip(parts, gradients, strict=True)]
+        while leaving:
+            leaving.pop(0)()
         dq, dk, dv = map(heads.own_queries, gradients)
         assert own is not None
         dinitial = own.new_zeros((own.shape[0], heads.heads, *own.shape[2:]))

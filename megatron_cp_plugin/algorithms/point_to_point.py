@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from megatron_cp_plugin.core.algorithm import Algorithm, group_counts, number
 from megatron_cp_plugin.core.execution.transport import Transport, Wanted
-from megatron_cp_plugin.core.pipeline import HeadGroup, successive_groups
+from megatron_cp_plugin.core.head_groups import HeadGroup, successive_groups
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology

@@ -9,8 +9,8 @@ from typing import Literal, NamedTuple
 
 from megatron_cp_plugin.core.blocks.touched import sees_all
 from megatron_cp_plugin.core.comm import Phase
+from megatron_cp_plugin.core.head_groups import HeadGroup
 from megatron_cp_plugin.core.layout import Layout
-from megatron_cp_plugin.core.pipeline import HeadGroup
 from megatron_cp_plugin.core.placement import BlockPlacement, Place
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask

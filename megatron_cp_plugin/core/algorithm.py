@@ -6,21 +6,22 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
 
-from torch import Tensor
+import torch
 
 from megatron_cp_plugin.core.caching import cached_method
-from megatron_cp_plugin.core.call import Asked, Call
+from megatron_cp_plugin.core.call import Call
 from megatron_cp_plugin.core.comm import Phase
-from megatron_cp_plugin.core.execution.executor import Executor, Saved, executor_of
+from megatron_cp_plugin.core.execution.executor import Executor, executor_of
 from megatron_cp_plugin.core.execution.transport import (
     Transport,
     Wanted,
     steps_among,
     team_channels,
 )
-from megatron_cp_plugin.core.kernel import Problem
-from megatron_cp_plugin.core.layout import Documents, Layout
+from megatron_cp_plugin.core.kernel import Problem, SoftmaxKernel
+from megatron_cp_plugin.core.layout import Documents, Layout, unfit
 from megatron_cp_plugin.core.layouts.document_layout import NAMED
+from megatron_cp_plugin.core.masks.slices import Slices
 from megatron_cp_plugin.core.placement import BlockPlacement, HeadPlacement, Placement
 from megatron_cp_plugin.core.plans.compile import plan_of
 from megatron_cp_plugin.core.plans.placement_check import check_placement, check_steps
@@ -115,13 +116,13 @@ class Algorithm(ABC):
         return cached_method(self._make_on, 16)
 
     @cached_property
-    def _called(self) -> Callable[[Asked], tuple["Algorithm | None", Call]]:
-        return cached_method(self._make_call, 64)
+    def compiled(self) -> "Callable[..., Compiled]":
+        """A call, compiled, by the arguments of `_compile`; the same for all calls that are alike.
 
-    @cached_property
-    def executor(self) -> Callable[[Phase, Call, Shape | None], Executor]:
-        """What a rank does in a pass of a call, of the shape of the whole problem."""
-        return cached_method(self._make_executor, 64)
+        Raises: ContextParallelError if numbers of tokens or settings do not fit;
+        KernelUnavailableError if the kernel cannot serve them.
+        """
+        return cached_method(self._compile, 64)
 
     @classmethod
     def layout_for(cls, options: Options) -> Layout:
@@ -148,33 +149,35 @@ class Algorithm(ABC):
     def check(cls, options: Options, *, size: int, heads: int, kv_heads: int, causal: bool) -> None:
         """Raises: ConfigError if the algorithm does not support this; needs no process group."""
 
-    def called(self, asked: Asked) -> tuple["Algorithm", Call]:
-        """The algorithm, `within` the documents, that computes a call, and the call; checked once.
-
-        Raises: ContextParallelError if numbers of tokens or settings do not fit;
-        KernelUnavailableError if the kernel cannot serve them.
-        """
-        on, call = self._called(asked)
-        return on or self, call
-
-    def _make_call(self, asked: Asked) -> tuple["Algorithm | None", Call]:
-        # None stands for itself: it holds what this returns.
-        documents, slices, window = asked.documents, asked.slices, asked.window
-        mask = Mask(asked.causal, window, documents) if slices is None else Mask.of(slices, window)
-        on = self.within(mask.followed)
+    def _compile(
+        self,
+        q: torch.Size,
+        k: torch.Size,
+        v: torch.Size,
+        dtype: torch.dtype,
+        device: torch.device,
+        deterministic: bool,  # torch's setting
+        seq_len: int,
+        causal: bool,
+        window: int | None,
+        documents: tuple[int, ...],
+        slices: Slices | None,
+        scale: float | None,
+        kernel_for: Callable[[Problem], SoftmaxKernel],
+    ) -> "Compiled":
+        """Args: q, k, v: shapes. Others as of `core.autograd.function.attend`."""
+        mask = Mask(causal, window, documents) if slices is None else Mask.of(slices, window)
+        on = self._on(self.layout.within(mask.followed))  # this object holds what this returns
         rank, size = self.topology.rank, self.topology.size
-        expected = on.layout.length(rank, size, asked.seq_len)
-        _, tokens, heads, head_dim = asked.q
+        expected = on.layout.length(rank, size, seq_len)
+        _, tokens, heads, head_dim = q
         if tokens != expected:
-            raise ContextParallelError(
-                f"rank {rank} of {size} holds {expected} of {asked.seq_len} tokens "
-                f"({on.layout.name} layout), got {tokens}: pass seq_len=, or shard with cp.shard"
-            )
-        kv_heads = asked.k[2]
+            raise unfit(on.layout, rank, size, seq_len, expected, tokens)
+        kv_heads = k[2]
         self.check(self.options, size=size, heads=heads, kv_heads=kv_heads, causal=mask.causal)
         if mask.special and not self.windows:
             raise ContextParallelError(f"{self.name} does not support {mask.special}: leave it out")
-        scale = head_dim**-0.5 if asked.scale is None else asked.scale
+        scale = head_dim**-0.5 if scale is None else scale
         # Kernels that mask scores before they scale them make NaN, or worse, of others.
         if not 0 < scale < inf:
             raise ContextParallelError(
@@ -182,19 +185,18 @@ class Algorithm(ABC):
                 "or multiply q by it"
             )
         problem = Problem(
-            asked.device,
-            asked.dtype,
+            device,
+            dtype,
             heads,
             kv_heads,
             head_dim,
-            asked.deterministic,
+            deterministic,
             documents=bool(documents) or slices is not None,
-            value_dim=asked.v[3],
+            value_dim=v[3],
             windows=window is not None or slices is not None,
         )
-        shape = Shape.of_sizes(asked.q, asked.k, asked.v, asked.dtype, asked.seq_len)
-        call = Call(asked.seq_len, mask, scale, asked.kernel_for(problem), shape=shape)
-        return None if on is self else on, call
+        shape = Shape.of_sizes(q, k, v, dtype, seq_len)
+        return Compiled(on, Call(shape, mask, scale, kernel_for(problem)))
 
     def make_channels(self, shape: Shape) -> None:
         """Makes the process groups that calls need; a collective operation.
@@ -208,32 +210,9 @@ class Algorithm(ABC):
         gathers = bool(teams) and isinstance(placement, BlockPlacement)
         self._transport(placement).make(steps, gathers=gathers)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Saved]:
-        """Attention of the local queries over all keys.
-
-        Args: q: [B,S,H,D]; k: [B,S,G,D]; v: [B,S,G,E]; contiguous, local shards in the order of
-            `layout`.
-
-        Returns: out [B,S,H,E] in q's dtype; lse [B,H,S], natural logarithm, float32 (float64 for
-        float64); and what `backward` needs, local tensors only. Out among them is the same tensor
-        as the one that is returned, because attention sinks change it in place.
-        """
-        return self.executor("forward", call, Shape.of(q, k, v, call.seq_len)).forward(q, k, v)
-
-    def backward(self, dout: Tensor, saved: Saved, call: Call) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of the local shards.
-
-        Args: dout: [B,S,H,E] contiguous, in q's dtype. saved: of `forward`.
-
-        Returns: dq [B,S,H,D], dk [B,S,G,D], dv [B,S,G,E], in the dtypes of q, k, v. Those that the
-        call does not want may be any tensors, and need not be sent.
-        """
-        q, k, v, *_ = saved
-        shape = replace(Shape.of(q, k, v, call.seq_len), batch=len(dout))
-        return self.executor("backward", call, shape).backward(dout, saved)
-
-    def _make_executor(self, phase: Phase, call: Call, shape: Shape | None) -> Executor:
-        assert shape is not None
+    def executor(self, phase: Phase, call: Call) -> Executor:
+        """Makes what a rank does in a pass of a call."""
+        shape = call.shape
         placement = self.placement(shape, call.mask, phase)
         rectangular = call.kernel.rectangular_causal
         steps = self._steps(placement, shape, call.mask, phase, rectangular=rectangular)
@@ -242,7 +221,7 @@ class Algorithm(ABC):
             exchange = self.plan(shape, Mask(), phase, rank=self.topology.rank)
         transport = self._transport(placement)
         slots = self.slots(shape, transport.topology.size)
-        of_call = call, shape, self.topology
+        of_call = call, self.topology
         return executor_of(
             placement, steps, exchange, *of_call, transport, slots, overlap=self.overlap
         )
@@ -342,3 +321,28 @@ class Algorithm(ABC):
         """What `rank` sends, as the plans of both passes say."""
         forward, backward = (self.plan(shape, mask, phase).sent(rank, shape) for phase in PHASES)
         return Traffic(*forward, *backward)
+
+
+class Compiled:
+    """All that lies between a call and its launches, made once for all calls that are alike.
+
+    The executor of a pass is made when it is first asked for.
+    """
+
+    def __init__(self, algorithm: Algorithm, call: Call) -> None:
+        """Args: algorithm: with the layout of the call's documents."""
+        self._algorithm, self._call = algorithm, call
+        self._backward: dict[tuple[bool, bool], Executor] = {}
+
+    @cached_property
+    def forward(self) -> Executor:
+        """The executor of the forward."""
+        return self._algorithm.executor("forward", self._call)
+
+    def backward(self, *, dq: bool = True, dkv: bool = True) -> Executor:
+        """The executor of a backward. Args: dq, dkv: as of `Call`."""
+        found = self._backward.get((dq, dkv))
+        if found is None:
+            call = replace(self._call, dq=dq, dkv=dkv)
+            found = self._backward[dq, dkv] = self._algorithm.executor("backward", call)
+        return found

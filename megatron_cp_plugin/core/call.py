@@ -1,55 +1,31 @@
-"""What a call of softmax attention is made with, and what follows from it."""
+"""The description of one call of softmax attention."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
-import torch
-
-from megatron_cp_plugin.core.kernel import Problem, SoftmaxKernel
-from megatron_cp_plugin.core.masks.slices import Slices
+from megatron_cp_plugin.core.kernel import SoftmaxKernel
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 
 
-class Asked(NamedTuple):
-    """What a call of attention is made with, see `core.autograd.function.attend`.
-
-    Attributes: q, k, v: shapes. deterministic: torch's setting. seq_len: N, in tokens.
-    """
-
-    q: torch.Size
-    k: torch.Size
-    v: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-    deterministic: bool
-    seq_len: int
-    causal: bool
-    window: int | None
-    documents: tuple[int, ...]
-    slices: Slices | None
-    scale: float | None
-    kernel_for: Callable[[Problem], SoftmaxKernel]
-
-
-@dataclass(frozen=True, eq=False)  # what follows from it is kept by it
+@dataclass(frozen=True)
 class Call:
-    """One attention over the whole split sequence; equal only to itself.
+    """One attention over the whole split sequence.
 
-    Attributes: seq_len: N, in tokens. mask: of the whole sequence. scale: factor of the scores.
-        kernel: computes the tiles. dq, dkv: whether the gradient of q, and those of k and v, are
-        wanted; the same on all ranks. shape: of the whole problem, where it is known.
+    Attributes:
+        shape: sizes of the whole problem.
+        mask: of the whole sequence.
+        scale: factor of the scores.
+        kernel: computes the tiles.
+        dq, dkv: whether the gradient of q, and those of k and v, are wanted; the same on all ranks.
     """
 
-    seq_len: int
+    shape: Shape
     mask: Mask
     scale: float
     kernel: SoftmaxKernel
     dq: bool = True
     dkv: bool = True
-    shape: Shape | None = None
 
     @cached_property
     def packed(self) -> bool:
@@ -65,15 +41,3 @@ class Call:
     def places_gradients(self) -> bool:
         """Whether the kernel writes a block's first gradients where their sums will be."""
         return self.kernel.places_gradients and not self.packed
-
-    def wanting(self, *, dq: bool, dkv: bool) -> "Call":
-        """The same call, of which only some gradients are wanted."""
-        if (dq, dkv) == (self.dq, self.dkv):
-            return self
-        if (dq, dkv) not in self._wanting:
-            self._wanting[dq, dkv] = replace(self, dq=dq, dkv=dkv)
-        return self._wanting[dq, dkv]
-
-    @cached_property
-    def _wanting(self) -> dict[tuple[bool, bool], "Call"]:
-        return {}

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -17,6 +17,8 @@ from torch import Tensor
 from megatron_cp_plugin.core.communication.devices import kept_on_device, uploaded
 from megatron_cp_plugin.core.partial import delta_of, rows_at, stand_in_of
 from megatron_cp_plugin.core.ranges import Numbers
+
+Gradients = tuple[Tensor, Tensor, Tensor]  # dq, dk, dv
 
 
 class Kernel[P](ABC):
@@ -229,15 +231,49 @@ def _lengths(packing: Packing, batch: int, device: torch.device) -> Lengths:
     return lengths._replace(used_q=used_q, used_k=used_k) if packing.gaps else lengths
 
 
+class KernelCall(NamedTuple):
+    """What one call of a kernel computes: attention of a tile, or of several sequences.
+
+    Attributes:
+        q: [B,S,H,D].
+        k: [B,T,G,D].
+        v: [B,T,G,E].
+        scale: factor of the scores.
+        causal: row i sees column j iff j <= i + T - S; S equals T unless `rectangular_causal`. Of
+            packed sequences in each.
+        packing: the sequences, each computed by itself; None: S queries see T keys.
+        into: memory of the results, perhaps some heads of wider tensors, for kernels that place
+            results, and where nothing is packed; None: in new tensors.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scale: float
+    causal: bool
+    packing: Packing | None = None
+    into: tuple[Tensor, ...] | None = None
+
+    def placed[T: tuple[Tensor, ...]](self, results: T) -> T:
+        """Results where they belong. Copies those that the kernel has not written there."""
+        if self.into is None:
+            return results
+        for place, x in zip(self.into, results, strict=True):
+            if x is not place:
+                place.copy_(x)
+        return cast("T", self.into)
+
+
 class SoftmaxKernel(Kernel[Problem]):
     """Softmax attention of one tile, or of several.
 
     Attributes:
         rectangular_causal: takes causal tiles with T > S, bottom-right aligned.
-        packs: `forward_packed` and `backward_packed` are one call, however many sequences there
-            are, so that it pays to copy small tiles together for it.
-        gaps: of packed sequences: there may be queries and keys between them.
-        places_outputs, places_gradients: has `forward_to`, `backward_to`.
+        packs: takes calls with a `packing`, of any number of sequences at once, so that it pays to
+            copy small tiles together for it.
+        gaps: of packed sequences: there may be queries and keys between them, with anything in
+            their results.
+        places_outputs, places_gradients: takes forwards, backwards with `into`.
     """
 
     rectangular_causal: bool = False
@@ -247,128 +283,75 @@ class SoftmaxKernel(Kernel[Problem]):
     places_gradients: bool = False
 
     @abstractmethod
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool
-    ) -> tuple[Tensor, Tensor]:
-        """Attention of q [B,S,H,D] over k [B,T,G,D], v [B,T,G,E].
-
-        Args:
-            causal: row i sees column j iff j <= i + T - S; S equals T unless `rectangular_causal`.
+    def forward(self, call: KernelCall) -> tuple[Tensor, Tensor]:
+        """Attention of queries over keys.
 
         Returns: out [B,S,H,E] in q's dtype, lse [B,H,S] float32 (float64 for float64), natural log.
         """
 
-    def forward_to(
-        self,
-        results: tuple[Tensor, Tensor],
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        scale: float,
-        causal: bool,
-    ) -> None:
-        """As `forward`. Args: results: out and lse, which may be some heads of wider tensors."""
-        raise NotImplementedError(f"{self.name} does not place outputs")
-
     @abstractmethod
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        statistics: Statistics,
-        *,
-        scale: float,
-        causal: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients that this tile contributes; `statistics` are those of the merged forward.
+    def backward(self, call: KernelCall, dout: Tensor, statistics: Statistics) -> Gradients:
+        """Gradients that this call contributes.
 
-        Args: dout: [B,S,H,E].
+        Args:
+            dout: [B,S,H,E].
+            statistics: of the merged forward.
 
         Returns: dq [B,S,H,D], dk [B,T,G,D], dv [B,T,G,E].
         """
 
-    def backward_to(
-        self,
-        gradients: tuple[Tensor, Tensor, Tensor],
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        statistics: Statistics,
-        *,
-        scale: float,
-        causal: bool,
-    ) -> None:
-        """As `backward`. Args: gradients: dq, dk, dv, which may be some heads of wider tensors."""
-        raise NotImplementedError(f"{self.name} does not place gradients")
-
-    def workspace(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        statistics: Statistics | None,
-        *,
-        causal: bool,
-        sequences: int = 1,
-    ) -> int:
+    def workspace(self, call: KernelCall, statistics: Statistics | None) -> int:
         """Bytes that a call takes beside its arguments and results; 0 if next to nothing.
 
-        Args: q, k, v: of the call, perhaps without storage. statistics: of a backward's; None: the
-            call is a forward. causal: as there. sequences: that are packed.
+        Args:
+            call: its tensors may be without storage.
+            statistics: of a backward; None: the call is a forward.
         """
         return 0
 
-    def forward_packed(
-        self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, *, scale: float, causal: bool
-    ) -> tuple[Tensor, Tensor]:
-        """Attention of each sequence: one call for each, unless the kernel can do better.
 
-        Args: q: [B,S,H,D]; k: [B,T,G,D]; v: [B,T,G,E]. causal: as in `forward`, in each.
+def forward_by_sequence(kernel: SoftmaxKernel, call: KernelCall) -> tuple[Tensor, Tensor]:
+    """The forward of packed sequences by a call for each."""
+    assert call.packing is not None
+    q, k, v, packing = call.q, call.k, call.v, call.packing
+    pieces = [
+        kernel.forward(KernelCall(q[:, rows], k[:, cols], v[:, cols], call.scale, call.causal))
+        for rows, cols in zip(packing.q, packing.kv, strict=True)
+    ]
+    outs, lses = zip(*pieces, strict=True)
+    return _together(outs, packing.q, 1), _together(lses, packing.q, 2)
 
-        Returns: as `forward`; anything in gaps.
-        """
-        pieces = [
-            self.forward(q[:, rows], k[:, cols], v[:, cols], scale=scale, causal=causal)
-            for rows, cols in zip(packing.q, packing.kv, strict=True)
-        ]
-        outs, lses = zip(*pieces, strict=True)
-        return _together(outs, packing.q, 1), _together(lses, packing.q, 2)
 
-    def backward_packed(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        statistics: Statistics,
-        packing: Packing,
-        *,
-        scale: float,
-        causal: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of `forward_packed`; otherwise as `backward`."""
-        pieces = [
-            self.backward(
-                dout[:, rows],
-                q[:, rows],
-                k[:, cols],
-                v[:, cols],
-                statistics.rows(rows),
-                scale=scale,
-                causal=causal,
-            )
-            for rows, cols in zip(packing.q, packing.kv, strict=True)
-        ]
-        places = packing.q, packing.kv, packing.kv
-        dq, dk, dv = (
-            _together(gradients, place, 1)
-            for gradients, place in zip(zip(*pieces, strict=True), places, strict=True)
-        )
-        return dq, dk, dv
+def backward_by_sequence(
+    kernel: SoftmaxKernel, call: KernelCall, dout: Tensor, statistics: Statistics
+) -> Gradients:
+    """The backward of packed sequences by a call for each."""
+    assert call.packing is not None
+    q, k, v, packing, found = call.q, call.k, call.v, call.packing, list[Gradients]()
+    for rows, cols in zip(packing.q, packing.kv, strict=True):
+        one = KernelCall(q[:, rows], k[:, cols], v[:, cols], call.scale, call.causal)
+        found.append(kernel.backward(one, dout[:, rows], statistics.rows(rows)))
+    places = packing.q, packing.kv, packing.kv
+    dq, dk, dv = (
+        _together(gradients, place, 1)
+        for gradients, place in zip(zip(*found, strict=True), places, strict=True)
+    )
+    return dq, dk, dv
+
+
+def run_forward(kernel: SoftmaxKernel, call: KernelCall) -> tuple[Tensor, Tensor]:
+    """A kernel's forward; if it does not pack, of sequences by a call for each."""
+    by_sequence = call.packing is not None and not kernel.packs
+    return forward_by_sequence(kernel, call) if by_sequence else kernel.forward(call)
+
+
+def run_backward(
+    kernel: SoftmaxKernel, call: KernelCall, dout: Tensor, statistics: Statistics
+) -> Gradients:
+    """A kernel's backward; if it does not pack, of sequences by a call for each."""
+    if call.packing is not None and not kernel.packs:
+        return backward_by_sequence(kernel, call, dout, statistics)
+    return kernel.backward(call, dout, statistics)
 
 
 def _together(pieces: Sequence[Tensor], places: Sequence[slice], dim: int) -> Tensor:

@@ -15,6 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatron_cp_plugin.errors import ContextParallelError
+
 # What a layout may follow: where documents begin, as of `document_starts`, or the slices of a span
 # mask (`core.masks.slices`).
 type Documents = tuple[int, ...] | tuple[tuple[int, int, int, int, str], ...]
@@ -287,6 +289,16 @@ def positions(
         for s in layout.spans(rank, size, seq_len)
     ]
     return torch.cat(pieces)
+
+
+def unfit(
+    layout: Layout, rank: int, size: int, seq_len: int, expected: int, tokens: int
+) -> ContextParallelError:
+    """The error where a rank was given another number of tokens than the layout gives it."""
+    return ContextParallelError(
+        f"rank {rank} of {size} holds {expected} of {seq_len} tokens ({layout.name} layout), got "
+        f"{tokens}: shard with cp.shard"
+    )
 
 
 def shard(x: Tensor, dim: int, layout: Layout, rank: int, size: int) -> Tensor:

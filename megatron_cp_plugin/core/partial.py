@@ -7,7 +7,7 @@ Source: AttnFix (Attention2D, Algorithm 2); the same as rescale (DISTFLASHATTN, 
 GAO (BurstAttention, Algorithm 1, lines 13-16). Differs: rows that no key is visible to.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from functools import cache
 from itertools import pairwise
 from typing import NamedTuple
@@ -31,56 +31,8 @@ class RowIndex(NamedTuple):
 
 
 SomeRows = slice | RowIndex
-
-
-Partial = tuple[SomeRows, tuple[Tensor, ...]]
-
-
-class _Waiting:
-    """Partials in the order in which they came: of rows that no two of them share, or two that do.
-
-    Where each row is written once, it can be written in the final dtype.
-
-    Attributes: partials: all of them.
-    """
-
-    partials: tuple[Partial, ...] = ()
-    _start = _stop = 0  # between which their rows are
-    _paired = False
-
-    def fits(self, rows: SomeRows) -> bool:
-        """Whether rows lie outside of all that are here, of at least one. Only of slices this is
-        known.
-        """
-        if isinstance(rows, RowIndex) or isinstance(self.partials[0][0], RowIndex):
-            return False
-        return not self._paired and bool(rows.stop <= self._start or rows.start >= self._stop)
-
-    def pairs_with(self, rows: SomeRows) -> bool:
-        """Whether these rows and those of the only one here can be taken in one pass."""
-        if self.single is None or isinstance(rows, RowIndex):
-            return False
-        other, _ = self.single
-        return isinstance(other, slice) and {rows.step, other.step} <= {None, 1}
-
-    def add(self, rows: SomeRows, *tensors: Tensor, paired: bool = False) -> None:
-        """Takes a partial whose rows fit, or, if `paired`, that pairs with the only one."""
-        self._paired = paired
-        if isinstance(rows, slice):
-            first = not self.partials
-            self._start = rows.start if first else min(self._start, rows.start)
-            self._stop = rows.stop if first else max(self._stop, rows.stop)
-        self.partials += ((rows, tensors),)
-
-    @property
-    def single(self) -> Partial | None:
-        """The only one, if there is just one."""
-        return self.partials[0] if len(self.partials) == 1 else None
-
-    def take(self) -> tuple[Partial, ...]:
-        """All of them, of which none stays here."""
-        taken, self.partials, self._paired = self.partials, (), False
-        return taken
+Tensors = tuple[Tensor, ...]
+Partial = tuple[SomeRows, Tensors]
 
 
 @cache  # in every pass of every layer
@@ -154,7 +106,7 @@ def _add_rows(total: Tensor, rows: SomeRows, *gradients: Tensor) -> None:
         (gradient,) = gradients
         _add_at(total, rows, gradient)
         return
-    part = rows_at(total, rows)
+    part = total if gradients[0].shape[1] == total.shape[1] else rows_at(total, rows)
     _sum_into(part, part, *gradients)
 
 
@@ -181,6 +133,16 @@ def _merge_at(out: Tensor, lse: Tensor, rows: RowIndex, b: Tensor, b_lse: Tensor
     out[:, rows.to], lse[:, :, rows.to] = part, part_lse
 
 
+def _merge_rows(total: tuple[Tensor, Tensor], rows: SomeRows, out: Tensor, lse: Tensor) -> None:
+    """Merges a partial of some rows into a total, in place."""
+    if isinstance(rows, RowIndex):
+        _merge_at(*total, rows, out, lse)
+        return
+    if out.shape[1] < total[0].shape[1]:
+        total = total[0][:, rows], total[1][:, :, rows]
+    merge_into(*total, *total, out, lse)
+
+
 def rows_at(x: Tensor, rows: slice | Tensor) -> Tensor:
     """Some rows of [B,S,heads,D]: a view of a slice, x of all rows; a copy, in their order, of rows
     [n] int32.
@@ -198,7 +160,37 @@ def taken(x: Tensor, dim: int, rows: Tensor) -> Tensor:
     return x.index_select(dim, rows) if fused is None else fused.rows_at(x, rows)
 
 
-class Accumulator:
+class _Partials:
+    """Partials that wait, in the order in which they came: of rows that no two of them share, or
+    two that do. Where each row is written once, it can be written in the final dtype.
+    """
+
+    _waiting: list[Partial]
+    _start = _stop = 0  # between which their rows are
+    _paired = False
+    empty = True
+
+    def _fits(self, rows: SomeRows) -> bool:
+        """Whether rows lie outside of all that wait; only of slices this is known."""
+        if isinstance(rows, RowIndex) or isinstance(self._waiting[0][0], RowIndex):
+            return False
+        return not self._paired and bool(rows.stop <= self._start or rows.start >= self._stop)
+
+    def _wait(self, rows: SomeRows, tensors: Tensors) -> None:
+        """Has a partial wait whose rows fit, or that pairs with the only one."""
+        if isinstance(rows, slice):
+            first = not self._waiting
+            self._start = rows.start if first else min(self._start, rows.start)
+            self._stop = rows.stop if first else max(self._stop, rows.stop)
+        self._waiting.append((rows, tensors))
+
+    def _taken(self) -> list[Partial]:
+        """All that wait, of which none stays here."""
+        taken, self._waiting, self._paired = self._waiting, [], False
+        return taken
+
+
+class Accumulator(_Partials):
     """Running merge of the partials of one block of queries.
 
     A partial is merged when the next one of the same rows comes, or the result is asked for: so the
@@ -206,6 +198,8 @@ class Accumulator:
     nothing is copied to float32 only to be read again. Rows without any partial end as out 0, lse
     -inf.
     The first partial may be written to.
+
+    Attributes: empty: there is no partial yet.
     """
 
     def __init__(
@@ -216,19 +210,14 @@ class Accumulator:
         place: where the result will be, out [B,S,H,E] in q's dtype and lse [B,H,S], which may be
             strided; None: in memory of its own.
         """
+        self._waiting = []
         self._like = q
         self._place = place
         self._shape = (*q.shape[:3], value_dim)
         self._wide = accumulation_dtype(q.dtype)
         self._total: tuple[Tensor, Tensor] | None = None
         self._owned = False  # whether _total is a wide buffer of ours, free to be written
-        self._waiting = _Waiting()
         self._borrowed = False
-
-    @property
-    def empty(self) -> bool:
-        """Whether there is no partial yet."""
-        return not self._waiting.partials and self._total is None
 
     def place_of_first(self, rows: int) -> tuple[Tensor, Tensor] | None:
         """Where the result will be, if the first partial, of so many rows, can be there."""
@@ -239,9 +228,10 @@ class Accumulator:
 
         Args: borrowed: it may be changed after the next `add` or `settle`.
         """
-        if self._waiting.partials and not self._waiting.fits(rows):
+        self.empty = False
+        if self._waiting and not self._fits(rows):
             self._merge_waiting()
-        self._waiting.add(rows, out, lse)
+        self._wait(rows, (out, lse))
         self._borrowed |= borrowed
 
     def settle(self) -> None:
@@ -250,9 +240,25 @@ class Accumulator:
             self._merge_waiting()
 
     def _merge_waiting(self) -> None:
-        for rows, (out, lse) in self._waiting.take():
-            self._settle(rows, out, lse)
+        """Merges what waits into the total, which is wide from the second one on."""
         self._borrowed = False
+        for rows, (out, lse) in self._taken():
+            whole = isinstance(rows, slice) and out.shape[1] == self._like.shape[1]
+            if self._total is None and whole:
+                self._total = (out, lse)
+                continue
+            total_out, total_lse = self._total or self._nothing(self._wide)
+            if self._owned:
+                _merge_rows((total_out, total_lse), rows, out, lse)
+                continue
+            wide = self._like.new_empty(self._shape, dtype=self._wide), self._empty_lse()
+            if whole:
+                merge_into(*wide, total_out, total_lse, out, lse)
+            else:
+                _sum_into(wide[0], total_out)
+                wide[1].copy_(total_lse)
+                _merge_rows(wide, rows, out, lse)
+            self._total, self._owned = wide, True
 
     def result(self, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
         """Returns: out [B,S,H,E] in `dtype` (default: q's), lse [B,H,S] float32 or float64.
@@ -260,21 +266,21 @@ class Accumulator:
         Args: dtype: of a result that has no place.
         """
         dtype = dtype or self._like.dtype
-        last = self._waiting.single
-        if last is not None and self._whole(last[0], last[1][0]):
-            last_out, last_lse = last[1]
-            if self._total is None:
-                return self._placed(dtype, last_out, last_lse)
-            out, lse = self._place or (
-                self._like.new_empty(self._shape, dtype=dtype),
-                self._empty_lse(),
-            )
-            merge_into(out, lse, *self._total, last_out, last_lse)
-            return out, lse
+        if len(self._waiting) == 1:
+            ((rows, (last_out, last_lse)),) = self._waiting
+            if isinstance(rows, slice) and last_out.shape[1] == self._like.shape[1]:
+                if self._total is None:
+                    return self._placed(dtype, last_out, last_lse)
+                out, lse = self._place or (
+                    self._like.new_empty(self._shape, dtype=dtype),
+                    self._empty_lse(),
+                )
+                merge_into(out, lse, *self._total, last_out, last_lse)
+                return out, lse
         total = self._total or self._nothing(dtype)
         if total[0].dtype == dtype:
-            for rows, (out, lse) in self._waiting.take():
-                self._merge_rows(total, rows, out, lse)
+            for rows, (out, lse) in self._taken():
+                _merge_rows(total, rows, out, lse)
             return self._placed(dtype, *total)
         self._merge_waiting()
         assert self._total is not None
@@ -289,34 +295,6 @@ class Accumulator:
             self._place[1].copy_(lse)
         return self._place
 
-    def _settle(self, rows: SomeRows, out: Tensor, lse: Tensor) -> None:
-        """Merges a partial into the total."""
-        if self._total is None and self._whole(rows, out):
-            self._total = (out, lse)
-            return
-        total_out, total_lse = self._total or self._nothing(self._wide)
-        if self._owned:
-            self._merge_rows((total_out, total_lse), rows, out, lse)
-            return
-        wide = self._like.new_empty(self._shape, dtype=self._wide), self._empty_lse()
-        if self._whole(rows, out):
-            merge_into(*wide, total_out, total_lse, out, lse)
-        else:
-            _sum_into(wide[0], total_out)
-            wide[1].copy_(total_lse)
-            self._merge_rows(wide, rows, out, lse)
-        self._total, self._owned = wide, True
-
-    @staticmethod
-    def _merge_rows(total: tuple[Tensor, Tensor], rows: SomeRows, out: Tensor, lse: Tensor) -> None:
-        """Merges a partial of some rows into the total, in place."""
-        if isinstance(rows, RowIndex):
-            _merge_at(*total, rows, out, lse)
-            return
-        if out.shape[1] < total[0].shape[1]:
-            total = total[0][:, rows], total[1][:, :, rows]
-        merge_into(*total, *total, out, lse)
-
     def _nothing(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         self._owned = dtype == self._wide
         self._total = (
@@ -329,141 +307,161 @@ class Accumulator:
         batch, tokens, heads, _ = self._like.shape
         return self._like.new_empty((batch, heads, tokens), dtype=self._wide)
 
-    def _whole(self, rows: SomeRows, out: Tensor) -> bool:
-        return isinstance(rows, slice) and out.shape[1] == self._like.shape[1]
 
+class GradientSum(_Partials):
+    """Running sums of the partial gradients of one block, in float32 from the second one on.
 
-class GradientSum:
-    """Running sum of the partial gradients of one block, in float32 from the second one on.
+    Those of k and v come together and are summed by one object.
 
-    Attributes: empty: there is no gradient yet. placed: what the sum will be written to, once that
-        is known.
+    Attributes:
+        empty: there is no gradient yet.
+        placed: what the sums will be written to, once that is known.
     """
 
     def __init__(
-        self, like: Tensor, *, few: bool = False, place: Callable[[], Tensor] | None = None
+        self, *like: Tensor, few: bool = False, place: Callable[[], Tensors] | None = None
     ) -> None:
-        """Args:
-        like: [B,S,heads,D]; shape, dtype and device of the gradient.
-        few: a partial that comes after the first is probably the last of its rows, and waits, or
-            two do: if they are, the sum is written in its final dtype, at best in the place of the
-            first. With more to come that takes more memory.
-        place: gives what the sum will be written to, so that the first partial can be there.
+        """Makes sums without a gradient.
+
+        Args:
+            like: [B,S,heads,D], of one dtype; shape, dtype and device of each gradient.
+            few: a partial that comes after the first is probably the last of its rows, and waits,
+                or two do: if they are, the sum is written in its final dtype, at best in the place
+                of the first. With more to come that takes more memory.
+            place: gives what the sums will be written to, so that the first partial can be there.
         """
+        self._waiting = []
         self._like = like
+        self._wide = accumulation_dtype(like[0].dtype)
         self._few = few
         self._place = place
-        self.empty = True
-        self.placed: Tensor | None = None
-        self._total: Tensor | None = None
-        self._owned = False  # whether _total is a wide buffer of ours
-        self._waiting = _Waiting()  # to be added to the total
+        self.placed: Tensors | None = None
+        self._total: list[Tensor] = []
+        self._owned = False  # whether _total has wide buffers of ours
 
-    def place_of_first(self, rows: int) -> Tensor | None:
+    def place_of_first(self, rows: int) -> Tensors | None:
         """Where the first partial, of so many rows, is to be written to; None: anywhere."""
-        if self._place is None or not self.empty or rows != self._like.shape[1]:
+        if self._place is None or not self.empty or rows != self._like[0].shape[1]:
             return None
         self.placed = self._place()
         return self.placed
 
-    def add(self, rows: SomeRows, gradient: Tensor) -> None:
-        """Adds the gradient of some rows [B,rows,heads,D]."""
+    def add(self, rows: SomeRows, *gradients: Tensor) -> None:
+        """Adds the gradients of some rows [B,rows,heads,D]."""
         self.empty = False
-        if self._total is None and self._whole(rows, gradient):
-            self._total = gradient
+        whole = isinstance(rows, slice) and gradients[0].shape[1] == self._like[0].shape[1]
+        if whole and not self._total:
+            self._total = list(gradients)
         elif self._few:
-            paired = bool(self._waiting.partials) and not self._waiting.fits(rows)
-            if paired and not self._waiting.pairs_with(rows):
+            paired = bool(self._waiting) and not self._fits(rows)
+            if paired and not self._pairs_with(rows):
                 self._settle()
                 paired = False
-            self._waiting.add(rows, gradient, paired=paired)
+            self._wait(rows, gradients)
+            self._paired = paired
         else:
-            self._add(rows, gradient)
+            self._add(rows, gradients)
 
-    def result(self, dtype: torch.dtype | None = None, plus: Tensor | None = None) -> Tensor:
-        """The sum, contiguous, in `dtype` (default: that of the tensor it is a gradient of).
+    def result(self, dtype: torch.dtype | None = None, plus: Tensors | None = None) -> Tensors:
+        """The sums, contiguous, in `dtype` (default: that of what they are gradients of).
 
-        Args: plus: [B,S,heads,D] to be added in the same pass; the result is a new tensor then.
+        Args: plus: [B,S,heads,D] to be added in the same pass; the results are new tensors then.
         """
-        dtype = dtype or self._like.dtype
+        dtype = dtype or self._like[0].dtype
         if plus is not None:
-            return self._plus(self.held, plus, dtype)
-        return self._final(dtype).to(dtype).contiguous()
+            return tuple([_plus(x, other, dtype) for x, other in zip(self.held, plus, strict=True)])
+        return tuple([x.to(dtype).contiguous() for x in self._final(dtype)])
 
-    def write(self, out: Tensor, plus: Tensor | None = None) -> None:
-        """out [B,S,heads,D] = the sum, and `plus` if there is one; out may be strided."""
-        total = self._final(out.dtype) if plus is None else self.held
-        if plus is not None:
-            _sum_into(out, total, plus)
-        elif total is not self.placed:
-            _sum_into(out, total)
+    def write(self, outs: Tensors, plus: Tensors | None = None) -> None:
+        """outs [B,S,heads,D] = the sums, and `plus` if there are some; outs may be strided."""
+        totals = self._final(outs[0].dtype) if plus is None else self.held
+        for index, (out, total) in enumerate(zip(outs, totals, strict=True)):
+            if plus is not None:
+                _sum_into(out, total, plus[index])
+            elif self.placed is None or total is not self.placed[index]:
+                _sum_into(out, total)
 
     @property
     def keeps(self) -> bool:
-        """Whether a gradient of all rows would be kept as it is, even if partial ones wait."""
-        return self._total is None
+        """Whether gradients of all rows would be kept as they are, even if partial ones wait."""
+        return not self._total
 
     @property
-    def held(self) -> Tensor:
-        """The sum in whatever dtype it is, for whoever copies it elsewhere."""
-        if self._waiting.partials:
+    def held(self) -> list[Tensor]:
+        """The sums in whatever dtype they are, for whoever copies them elsewhere."""
+        if self._waiting:
             self._settle()
-        return self._own_buffer() if self._total is None else self._total
+        return self._total or self._own_buffers()
 
-    def _final(self, dtype: torch.dtype) -> Tensor:
-        """The sum; rounded already where it ends in `dtype`, and nothing is added to it then."""
-        if not self._waiting.partials:
-            return self.held
-        last = self._waiting.single
-        if self._total is None:
-            self._total = self._like.new_zeros(self._like.shape, dtype=dtype)
-        if self._total.dtype == dtype:
-            for rows, parts in _apart(self._waiting.take()):
-                _add_rows(self._total, rows, *parts)
-        elif last is not None and self._whole(last[0], last[1][0]):
-            return self._plus(self._total, last[1][0], dtype)
+    def _final(self, dtype: torch.dtype) -> list[Tensor]:
+        """The sums; rounded already where they end in `dtype`, and nothing is added then."""
+        waiting = self._waiting
+        if not waiting:
+            return self._total or self._own_buffers()
+        if not self._total:
+            self._total = [x.new_zeros(x.shape, dtype=dtype) for x in self._like]
+        if self._total[0].dtype == dtype:
+            waiting = self._taken()
+            for index, total in enumerate(self._total):
+                partials: list[Partial] = [(rows, (xs[index],)) for rows, xs in waiting]
+                for some, parts in partials if len(partials) == 1 else _apart(partials):
+                    _add_rows(total, some, *parts)
+        elif len(waiting) == 1 and self._whole(*waiting[0]):
+            both = zip(self._total, waiting[0][1], strict=True)
+            return [_plus(total, last, dtype) for total, last in both]
         return self.held
+
+    def _pairs_with(self, rows: SomeRows) -> bool:
+        """Whether these rows and those of the only partial that waits can be taken in one pass."""
+        if len(self._waiting) > 1 or isinstance(rows, RowIndex):
+            return False
+        other, _ = self._waiting[0]
+        return isinstance(other, slice) and {rows.step, other.step} <= {None, 1}
 
     def _settle(self) -> None:
         """Adds what waits."""
-        for rows, (gradient,) in self._waiting.take():
-            self._add(rows, gradient)
+        for rows, gradients in self._taken():
+            self._add(rows, gradients)
 
-    def _add(self, rows: SomeRows, gradient: Tensor) -> None:
-        """Adds to a wide total."""
-        if not self._owned and self._total is not None and self._whole(rows, gradient):
-            wide = accumulation_dtype(self._like.dtype)
-            self._total, self._owned = self._plus(self._total, gradient, wide), True
-        else:
-            total = self._total if self._owned else None
-            _add_rows(self._own_buffer() if total is None else total, rows, gradient)
+    def _add(self, rows: SomeRows, gradients: Tensors) -> None:
+        """Adds to wide totals."""
+        if self._total and not self._owned and self._whole(rows, gradients):
+            for index, gradient in enumerate(gradients):  # one by one: the old totals are let go of
+                self._total[index] = _plus(self._total[index], gradient, self._wide)
+            self._owned = True
+            return
+        totals = self._total if self._owned else self._own_buffers()
+        for total, gradient in zip(totals, gradients, strict=True):
+            _add_rows(total, rows, gradient)
 
-    def _plus(self, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-        out = torch.empty(self._like.shape, dtype=dtype, device=self._like.device)
-        _sum_into(out, a, b)
-        return out
-
-    def _own_buffer(self) -> Tensor:
-        """The total as a wide buffer."""
-        if self._total is None:
-            self._total = torch.zeros_like(self._like, dtype=accumulation_dtype(self._like.dtype))
+    def _own_buffers(self) -> list[Tensor]:
+        """The totals as wide buffers."""
+        if not self._total:
+            self._total = [torch.zeros_like(x, dtype=self._wide) for x in self._like]
         elif not self._owned:
-            wide = torch.empty_like(self._like, dtype=accumulation_dtype(self._like.dtype))
-            _sum_into(wide, self._total)
-            self._total = wide
+            for index, like in enumerate(self._like):
+                wide = torch.empty_like(like, dtype=self._wide)
+                _sum_into(wide, self._total[index])
+                self._total[index] = wide
         self._owned = True
         return self._total
 
-    def _whole(self, rows: SomeRows, gradient: Tensor) -> bool:
-        return isinstance(rows, slice) and gradient.shape[1] == self._like.shape[1]
+    def _whole(self, rows: SomeRows, gradients: Tensors) -> bool:
+        return isinstance(rows, slice) and gradients[0].shape[1] == self._like[0].shape[1]
 
 
-def _apart(partials: Sequence[Partial]) -> Iterator[Partial]:
+def _plus(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    out = torch.empty(a.shape, dtype=dtype, device=a.device)
+    _sum_into(out, a, b)
+    return out
+
+
+def _apart(partials: list[Partial]) -> list[Partial]:
     """Of two partials that share rows, rows that come once, each with all that is added there."""
     slices = [rows for rows, _ in partials if isinstance(rows, slice)]
     if len(slices) != 2 or slices[0].stop <= slices[1].start or slices[1].stop <= slices[0].start:
-        yield from partials
-        return
+        return partials
+    found = list[Partial]()
     bounds = sorted({bound for rows in slices for bound in (rows.start, rows.stop)})
     for start, stop in pairwise(bounds):
         parts = (
@@ -471,32 +469,33 @@ def _apart(partials: Sequence[Partial]) -> Iterator[Partial]:
             for rows, (_, (x,)) in zip(slices, partials, strict=True)
             if rows.start <= start and stop <= rows.stop
         )
-        yield slice(start, stop), tuple(parts)
+        found.append((slice(start, stop), tuple(parts)))
+    return found
 
 
 class WholeGradient:
-    """A gradient [B,S,heads,D] that is put together from groups of heads, one after another.
+    """Gradients [B,S,heads,D] that are put together from groups of heads, one after another.
 
-    Its memory is taken when it is first of use, for later more is free again.
+    Their memory is taken when it is first of use, for later more is free again.
 
     Attributes: whole: all heads, contiguous, when each has been written.
     """
 
-    whole: Tensor
+    whole: Tensors
 
-    def __init__(self, like: Tensor) -> None:
-        """Args: like: [B,S,heads,D]; shape, dtype and device of the gradient."""
+    def __init__(self, *like: Tensor) -> None:
+        """Args: like: [B,S,heads,D]; shape, dtype and device of each gradient."""
         self._like = like
         self._made = False
 
-    def place(self, heads: slice | None) -> Tensor:
-        """Where the sum of some heads belongs, [B,S,heads,D]. Args: heads: None: all."""
+    def place(self, heads: slice | None) -> Tensors:
+        """Where the sums of some heads belong, [B,S,heads,D]. Args: heads: None: all."""
         if not self._made:
-            self.whole, self._made = torch.empty_like(self._like), True
-        return self.whole if heads is None else self.whole[:, :, heads]
+            self.whole, self._made = tuple([torch.empty_like(x) for x in self._like]), True
+        return self.whole if heads is None else tuple([x[:, :, heads] for x in self.whole])
 
-    def write(self, heads: slice | None, total: GradientSum, plus: Tensor | None = None) -> None:
-        """Writes the sum of some heads (None: all), and `plus` [B,S,heads,D] if there is one."""
+    def write(self, heads: slice | None, total: GradientSum, plus: Tensors | None = None) -> None:
+        """Writes the sums of some heads (None: all), and `plus` [B,S,heads,D] if there are some."""
         if not self._made and heads is None:
             self.whole, self._made = total.result(plus=plus), True
         else:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from itertools import product
 from typing import ClassVar, NamedTuple
 
+from megatron_cp_plugin.core.head_groups import HeadGroup
 from megatron_cp_plugin.core.layout import Layout
-from megatron_cp_plugin.core.pipeline import HeadGroup
 
 
 class Place(NamedTuple):

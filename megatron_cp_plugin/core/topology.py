@@ -9,22 +9,29 @@ import torch
 
 from megatron_cp_plugin.core.comm import Communicator
 from megatron_cp_plugin.core.communication.peer import SlottedCommunicator
-from megatron_cp_plugin.core.communication.same_numbers import LaterNumbers
 from megatron_cp_plugin.errors import ContextParallelError
 
 
 @dataclass
-class Lengths:
-    """What the ranks of one group know of each other's numbers of tokens.
+class Agreed:
+    """What the ranks of one group have found to be the same on all of them; see `core.agree`.
 
     Attributes:
-        agreed: what need not be compared again; the same on all ranks. unequal: whether there are
-            shards of unequal lengths, so that a rank cannot tell from its own which sequence they
-            are of; likewise. cut: names of layouts by which sequences were split here, and how many
-            tokens this rank has of them.
+        calls: settings of calls, each with a number of them that is the same in all processes.
+        sum, count: of numbers of calls that were not compared on their own.
+        begun: says whether the sum that was compared last is the same on all ranks.
+        lengths: layouts and numbers of tokens that need not be compared again.
+        unequal: whether there are shards of unequal lengths, so that a rank cannot tell from its
+            own which sequence they are of.
+        cut: names of layouts by which sequences were split here, and how many tokens this rank has
+            of them; of this rank alone.
     """
 
-    agreed: set[Hashable] = field(default_factory=set)
+    calls: dict[Hashable, int] = field(default_factory=dict)
+    sum: int = 0
+    count: int = 0
+    begun: Callable[[], bool] | None = None
+    lengths: set[Hashable] = field(default_factory=set)
     unequal: bool = False
     cut: set[tuple[str, int]] = field(default_factory=set)
 
@@ -116,7 +123,7 @@ class Topology(ABC):
     def compares_each_call(self) -> bool:
         """Whether ranks compare each call of the functional interface before it sends anything.
 
-        They do where the host waits for messages anyway; else see `later_calls`.
+        They do where the host waits for messages anyway; else see `core.agree.SameCall`.
         """
 
     @abstractmethod
@@ -133,18 +140,6 @@ class Topology(ABC):
         return {}
 
     @cached_property
-    def same_calls(self) -> dict[Hashable, int]:
-        """Settings that these ranks have found to be the same on all, with a number of each that is
-        the same in all processes; see `SameCall`.
-        """
-        return {}
-
-    @cached_property
-    def later_calls(self) -> LaterNumbers:
-        """Compares calls whose settings are among `same_calls`."""
-        return LaterNumbers()
-
-    @cached_property
-    def lengths(self) -> Lengths:
-        """What these ranks know of each other's numbers of tokens."""
-        return Lengths()
+    def agreed(self) -> Agreed:
+        """What these ranks have found to be the same on all of them."""
+        return Agreed()

@@ -26,10 +26,12 @@ class Used(Name):
     """What the package uses as it is.
 
     Attributes:
+        closed: It has no other parameters: a class of the plugin is called in its place.
         attributes: What methods of the class call, or keep in, `self`.
         returned: What the returned tuple holds, by the names of the variables; "" is any.
     """
 
+    closed: bool = False
     attributes: tuple[str, ...] = ()
     returned: tuple[str, ...] = ()
 
@@ -79,6 +81,12 @@ def _differences_in_source(row: Used) -> Iterator[str]:
         found = getattr(owner, name)
     except (ImportError, AttributeError):
         return  # said already
+    if row.closed and isinstance(owner, type):
+        yield from (
+            f"{row.path} has another parameter {parameter}"
+            for parameter in inspect.signature(found).parameters
+            if parameter not in row.parameters
+        )
     kind = owner if isinstance(owner, type) else found
     if row.attributes and isinstance(kind, type):
         names = _names_in_methods(kind)
@@ -150,6 +158,25 @@ _CORE = "megatron.core"
 _LAYERS = "megatron.core.transformer"
 _EMBEDDINGS = "megatron.core.models.common.embeddings"
 _TRAINING = "megatron.training"
+# Parameters of Megatron's attention, which the plugin's own classes take; num_splits is for the
+# batch-invariant mode, refused.
+_CORE_ATTENTION = (
+    "self config layer_number attn_mask_type attention_type attention_dropout softmax_scale "
+    "cp_comm_type pg_collection"
+)
+_CORE_ATTENTION_CALL = (
+    "self query key value attention_mask attn_mask_type attention_bias packed_seq_params"
+)
+_SELF_ATTENTION = "self config submodules layer_number attn_mask_type cp_comm_type pg_collection"
+_SELF_ATTENTION_CALL = (
+    "self hidden_states attention_mask key_value_states inference_context rotary_pos_emb "
+    "rotary_pos_cos rotary_pos_sin rotary_pos_cos_sin attention_bias packed_seq_params "
+    "sequence_len_offset inference_params"
+)
+_ROTARY_LENGTH = (
+    "self inference_context transformer transformer_input transformer_config packed_seq_params "
+    "inference_params"
+)
 _MODEL_CALL = (
     "input_ids position_ids decoder_input labels packed_seq_params loss_mask inference_context "
     "inference_params"
@@ -160,6 +187,34 @@ TRAIN_STEP = ("loss_reduced", "skipped_iter", "", "", "", "grad_norm")
 # A table is read by rows.
 # fmt: off
 USED: tuple[Used, ...] = (
+    # Classes in whose place those of the plugin are called: num_splits is for the batch-invariant
+    # mode, refused.
+    _used(f"{_LAYERS}.dot_product_attention", "DotProductAttention.__init__",
+            only=_CORE_ATTENTION),
+    _used(f"{_LAYERS}.dot_product_attention", "DotProductAttention.forward",
+            only=_CORE_ATTENTION_CALL),
+    _used(f"{_CORE}.extensions.transformer_engine", "TEDotProductAttention.__init__",
+            only=_CORE_ATTENTION + " k_channels v_channels num_splits"),
+    _used(f"{_CORE}.extensions.transformer_engine", "TEDotProductAttention.forward",
+            only=_CORE_ATTENTION_CALL + " num_splits"),
+    _used(f"{_LAYERS}.attention", "SelfAttention.__init__", only=_SELF_ATTENTION, before=(0, 17)),
+    _used(f"{_LAYERS}.attention", "SelfAttention.__init__",
+            only=_SELF_ATTENTION + " pp_layer_offset", since=(0, 17), before=(0, 18)),
+    _used(f"{_LAYERS}.attention", "SelfAttention.__init__",
+            only=_SELF_ATTENTION + " pp_layer_offset name", since=(0, 18)),
+    _used(f"{_LAYERS}.attention", "SelfAttention.forward", only=_SELF_ATTENTION_CALL),
+    _used(f"{_EMBEDDINGS}.rotary_pos_embedding", "RotaryEmbedding.forward",
+            only="self max_seq_len offset packed_seq cp_group"),
+    _used(f"{_EMBEDDINGS}.rotary_pos_embedding", "RotaryEmbedding.get_emb",
+            only="self max_seq_len offset"),
+    _used(f"{_EMBEDDINGS}.rotary_pos_embedding", "RotaryEmbedding.get_rotary_seq_len",
+            only=_ROTARY_LENGTH),
+    _used(f"{_EMBEDDINGS}.yarn_rotary_pos_embedding", "YarnRotaryEmbedding.forward",
+            only="self max_seq_len offset packed_seq cp_group"),
+    _used(f"{_EMBEDDINGS}.yarn_rotary_pos_embedding", "YarnRotaryEmbedding.get_emb",
+            only="self max_seq_len offset"),
+    _used(f"{_EMBEDDINGS}.yarn_rotary_pos_embedding", "YarnRotaryEmbedding.get_rotary_seq_len",
+            only=_ROTARY_LENGTH),
     # Layer specs.
     _used(f"{_LAYERS}.spec_utils", "ModuleSpec", takes="module params submodules"),
     _used(f"{_LAYERS}.transformer_block", "TransformerBlockSubmodules",
@@ -219,6 +274,10 @@ USED: tuple[Used, ...] = (
     _used(f"{_LAYERS}.utils", "make_sharded_tensors_for_checkpoint",
           first="state_dict prefix tensor_parallel_layers_axis_map sharded_offsets",
           takes="tp_group dp_cp_group"),
+    _used(f"{_CORE}.tensor_parallel", "gather_from_sequence_parallel_region",
+          takes="tensor_parallel_output_grad group", first="input_"),
+    _used(f"{_CORE}.tensor_parallel", "copy_to_tensor_model_parallel_region",
+          takes="group", first="input_"),
     _used(f"{_CORE}.tensor_parallel", "set_tensor_model_parallel_attributes",
           first="tensor is_parallel dim stride"),
     _used(f"{_CORE}.tensor_parallel", "checkpoint", first="function distribute_saved_activations"),

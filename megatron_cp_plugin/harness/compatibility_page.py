@@ -104,7 +104,7 @@ def markdown() -> str:
     versions = f"{', '.join(VERSIONS[:-1])} and {VERSIONS[-1]}"
     lines = [_INTRODUCTION.replace("VERSIONS", versions)]
     for part, title in _PARTS.items():
-        rows = [row for row in NAMES if row.replaced and row.part == part]
+        rows = [row for row in NAMES if row.part == part]
         if rows:
             lines += [f"{title}:", "", "| name | why | relied on | versions |"]
             lines += ["| --- | --- | --- | --- |"]
@@ -112,7 +112,7 @@ def markdown() -> str:
             lines.append("")
     lines += ["## What is used as it is", ""]
     for part, title in _PARTS.items():
-        rows = [row for row in (*NAMES, *USED) if not row.replaced and row.part == part]
+        rows = [row for row in USED if row.part == part]
         if rows:
             lines += [f"{title}:", "", "| name | relied on | versions |", "| --- | --- | --- |"]
             lines += [f"| `{r.path}` | {_shape(r)} | {_range(r)} |" for r in rows]
@@ -131,7 +131,8 @@ def _shape(row: Name) -> str:
     if row.first:
         said.append(f"first {_words(row.first)}")
     if row.parameters:
-        said.append(f"{'only' if row.closed else 'takes'} {_words(row.parameters)}")
+        takes = "only" if isinstance(row, Used) and row.closed else "takes"
+        said.append(f"{takes} {_words(row.parameters)}")
     if isinstance(row, Used) and row.attributes:
         said.append(f"has {_words(row.attributes)}")
     if isinstance(row, Used) and row.returned:

@@ -21,7 +21,7 @@ def _import_megatron() -> None:
         "megatron.core.tokenizers.text",
         "megatron_cp_plugin.algorithms",
         "megatron_cp_plugin.integration.checks",
-        "megatron_cp_plugin.integration.hooks",
+        "megatron_cp_plugin.integration.installer",
         "megatron_cp_plugin.harness.recorder",
         "megatron_cp_plugin.integration.spec",
         "megatron_cp_plugin.integration.yaml_config",

@@ -33,10 +33,10 @@ from megatron_cp_plugin.core.comm import record_communication
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.harness import compatibility
 from megatron_cp_plugin.harness.compatibility import TRAIN_STEP
-from megatron_cp_plugin.harness.weight_parts import rows_of_weights
+from megatron_cp_plugin.harness.weight_parts import gathered, rows_of_weights
 from megatron_cp_plugin.integration import compat
 from megatron_cp_plugin.integration.settings import Settings
-from megatron_cp_plugin.integration.wrappers import gathered, unwrapped
+from megatron_cp_plugin.integration.wrappers import unwrapped
 
 # What identifies a run, by the names of Megatron's arguments.
 _SETTINGS = (

@@ -1,4 +1,4 @@
-"""Fused weights as their parts, for the parity harness.
+"""Fused weights as their parts, and sharded ones as wholes, for the parity harness.
 
 Gradients of Q and K are often far smaller than those of V: in the error of a whole fused projection
 an error in them would be lost.
@@ -10,7 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from megatron_cp_plugin.integration import gated_delta_net
 from megatron_cp_plugin.integration.wrappers import unwrapped
@@ -101,3 +104,30 @@ def _of_delta_net(module: Any) -> dict[str, Rows]:
     convolved = {"query": keys, "key": keys, "value": values}
     projected = {**convolved, "gate": values, "beta": heads, "alpha": heads}
     return {"conv1d": Rows(1, convolved), "in_proj": Rows(1, projected)}
+
+
+def gathered(parameter: DTensor, part: Tensor | None) -> Tensor:
+    """Puts together what belongs to the rows of a sharded parameter, on the CPU.
+
+    A collective operation of the data-parallel ranks, context parallelism included. The rows
+    of a rank are as many as they are: Megatron-FSDP does not shard as DTensor has it.
+
+    Args:
+        parameter: [N, ...], of which this rank has [n, ...].
+        part: Of these rows, such as their gradient; None if there are none.
+
+    Returns:
+        [N, ...]. With tensor parallelism N is what a tensor-parallel rank has.
+    """
+    local = parameter.to_local()
+    if isinstance(part, DTensor):
+        part = part.to_local()
+    mine = local.new_empty(0, *local.shape[1:]) if part is None else part
+    mine = mine.detach().cpu()
+    # The first dimension of the mesh is data parallelism; Megatron-FSDP's second one is TP.
+    if parameter.placements[0].is_replicate():
+        return mine.clone()
+    group = parameter.device_mesh.get_group(0)
+    parts: list[Any] = [None] * group.size()
+    dist.all_gather_object(parts, mine, group=group)
+    return torch.cat(parts)

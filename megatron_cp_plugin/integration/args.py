@@ -27,110 +27,90 @@ MEAN_DOCUMENT = 4096
 PLATFORMS = ("auto", "cpu", "cuda")
 
 
+# What the plugin's flags are to argparse; the order is that of the help and of run files' keys.
+FLAGS: dict[str, dict[str, Any]] = {
+    "--context-parallel-algo": {
+        "metavar": "NAME",
+        "help": "context-parallel attention algorithm, such as ring or zigzag; auto: the fastest "
+        "one according to the planner; megatron: Megatron's own context parallelism, the "
+        "default; Megatron's --cp-comm-type selects some algorithms too",
+    },
+    "--cp-kernel": {
+        "metavar": "NAME",
+        "default": "auto",
+        "help": "attention kernel; default auto: the fastest one that supports the model",
+    },
+    "--cp-options": {
+        "metavar": "KEY=VALUE",
+        "nargs": "+",
+        "action": "extend",
+        "help": "options of the algorithm",
+    },
+    "--cp-platform": {
+        "choices": PLATFORMS,
+        "help": "cpu: run Megatron without a GPU; default auto: cpu if there is no GPU",
+    },
+    "--cp-layers": {
+        "metavar": "PATTERN",
+        "help": "algorithm of each layer, repeated over the depth, such as 'lasp2*7, "
+        "attention2d'; default: --context-parallel-algo for all; with auto, the kind of "
+        "each layer, such as 'linear*7, softmax'",
+    },
+    "--cp-linear-model": {
+        "choices": LINEAR_MODELS,
+        "help": "model of the linear attention layers; required with algorithms such as lasp",
+    },
+    "--cp-recompute-attention": {
+        "action": "store_true",
+        "help": "recompute attention too when Megatron recomputes activations, which saves the "
+        "memory of its output; default: keep its output and run it once",
+    },
+    "--cp-chunked-loss": {
+        "metavar": "TOKENS",
+        "nargs": "?",
+        "type": int,
+        "const": CHUNK_TOKENS,
+        "help": "compute logits and losses in chunks of this many tokens, default "
+        f"{CHUNK_TOKENS}: no rank holds all logits, and the backward pass recomputes them",
+    },
+    "--cp-machine": {
+        "metavar": "NAME|FILE",
+        "help": "for auto: a machine of configs/machines, such as h200 or h100, or a file "
+        "written by megatron-cp calibrate; default: found by the name of the GPU",
+    },
+    "--cp-mean-document": {
+        "metavar": "LENGTHS",
+        "help": "for auto: length of packed documents: the mean in tokens, lognormal:MEAN:SIGMA, "
+        "or a histogram, FILE.csv or FILE.json, as for `plan --documents`; default "
+        f"{MEAN_DOCUMENT}",
+    },
+    EXAMPLE_SPANS: {
+        "metavar": "FILE",
+        "help": "for auto: attention_spans of one batch as an example of all, a JSON list of "
+        "slices; default: batches have none",
+    },
+    "--cp-explain": {
+        "action": "store_true",
+        "help": "print the candidates of auto and their predicted times",
+    },
+    "--cp-record": {
+        "metavar": "DIR",
+        "help": "write losses of all iterations and gradients of the first, the middle and the "
+        "last one into a folder, for comparison with another run",
+    },
+    "--cp-allow-untested-megatron": {
+        "action": "store_true",
+        "help": "run a Megatron version that was never tested with the plugin, if it has "
+        "everything that `megatron-cp hooks` lists; default: refuse it",
+    },
+}
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Adds the plugin's flags to a parser and returns it (an `extra_args_provider` of Megatron)."""
     group = parser.add_argument_group("megatron_cp_plugin")
-    group.add_argument(
-        "--context-parallel-algo",
-        metavar="NAME",
-        default=None,
-        help="context-parallel attention algorithm, such as ring or zigzag; auto: the fastest "
-        "one according to the planner; megatron: Megatron's own context parallelism, the "
-        "default; Megatron's --cp-comm-type selects some algorithms too",
-    )
-    group.add_argument(
-        "--cp-kernel",
-        metavar="NAME",
-        default=None,
-        help="attention kernel; default auto: the fastest one that supports the model",
-    )
-    group.add_argument(
-        "--cp-options",
-        metavar="KEY=VALUE",
-        nargs="+",
-        action="extend",
-        default=None,
-        help="options of the algorithm",
-    )
-    group.add_argument(
-        "--cp-layers",
-        metavar="PATTERN",
-        default=None,
-        help="algorithm of each layer, repeated over the depth, such as 'lasp2*7, "
-        "attention2d'; default: --context-parallel-algo for all; with auto, the kind of "
-        "each layer, such as 'linear*7, softmax'",
-    )
-    group.add_argument(
-        "--cp-machine",
-        metavar="NAME|FILE",
-        default=None,
-        help="for auto: a machine of configs/machines, such as h200 or h100, or a file "
-        "written by megatron-cp calibrate; default: found by the name of the GPU",
-    )
-    group.add_argument(
-        "--cp-mean-document",
-        metavar="LENGTHS",
-        default=None,
-        help="for auto: length of packed documents: the mean in tokens, lognormal:MEAN:SIGMA, "
-        "or a histogram, FILE.csv or FILE.json, as for `plan --documents`; default "
-        f"{MEAN_DOCUMENT}",
-    )
-    group.add_argument(
-        EXAMPLE_SPANS,
-        metavar="FILE",
-        default=None,
-        help="for auto: attention_spans of one batch as an example of all, a JSON list of slices; "
-        "default: batches have none",
-    )
-    group.add_argument(
-        "--cp-explain",
-        action="store_true",
-        default=None,
-        help="print the candidates of auto and their predicted times",
-    )
-    group.add_argument(
-        "--cp-linear-model",
-        choices=LINEAR_MODELS,
-        default=None,
-        help="model of the linear attention layers; required with algorithms such as lasp",
-    )
-    group.add_argument(
-        "--cp-recompute-attention",
-        action="store_true",
-        default=None,
-        help="recompute attention too when Megatron recomputes activations, which saves the "
-        "memory of its output; default: keep its output and run it once",
-    )
-    group.add_argument(
-        "--cp-chunked-loss",
-        metavar="TOKENS",
-        nargs="?",
-        type=int,
-        const=CHUNK_TOKENS,
-        default=None,
-        help="compute logits and losses in chunks of this many tokens, default "
-        f"{CHUNK_TOKENS}: no rank holds all logits, and the backward pass recomputes them",
-    )
-    group.add_argument(
-        "--cp-platform",
-        choices=PLATFORMS,
-        default=None,
-        help="cpu: run Megatron without a GPU; default auto: cpu if there is no GPU",
-    )
-    group.add_argument(
-        "--cp-record",
-        metavar="DIR",
-        default=None,
-        help="write losses of all iterations and gradients of the first, the middle and the last "
-        "one into a folder, for comparison with another run",
-    )
-    group.add_argument(
-        "--cp-allow-untested-megatron",
-        action="store_true",
-        default=None,
-        help="run a Megatron version that was never tested with the plugin, if it has "
-        "everything that `megatron-cp hooks` lists; default: refuse it",
-    )
+    for option, keywords in FLAGS.items():
+        group.add_argument(option, **keywords)
     return parser
 
 
@@ -312,24 +292,10 @@ def split_flags(argv: Sequence[str]) -> tuple[PluginFlags, list[str]]:
         algo, layers = comm_type.algo, comm_type.layers
     if algo in (None, MEGATRON):
         algo, rest, comm_type = None, others, CommType()
-    flags = PluginFlags(
-        algo=algo,
-        kernel=known.cp_kernel or "auto",
-        options=(*comm_type.options, *options),
-        layers=layers,
-        linear_model=known.cp_linear_model,
-        recompute_attention=bool(known.cp_recompute_attention),
-        chunked_loss=known.cp_chunked_loss,
-        platform=known.cp_platform,
-        record=known.cp_record,
-        allow_untested_megatron=bool(known.cp_allow_untested_megatron),
-        comm_type=comm_type,
-        machine=known.cp_machine,
-        mean_document=known.cp_mean_document,
-        example_spans=known.cp_example_spans,
-        explain=bool(known.cp_explain),
-    )
-    return flags, rest
+    ours = {name.removeprefix("cp_"): value for name, value in vars(known).items()}
+    del ours["context_parallel_algo"]
+    ours |= {"algo": algo, "options": (*comm_type.options, *options), "layers": layers}
+    return PluginFlags(**ours, comm_type=comm_type), rest
 
 
 def chosen_algorithm(argv: Sequence[str]) -> str | None:

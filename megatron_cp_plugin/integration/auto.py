@@ -22,14 +22,12 @@ from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.core.layout import Contiguous, Layout
 from megatron_cp_plugin.core.layouts.document_layout import PaddedDocuments
 from megatron_cp_plugin.core.linear.algorithm import LinearShape
-from megatron_cp_plugin.core.partial import accumulation_dtype
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.integration import example_spans
 from megatron_cp_plugin.integration.args import MEAN_DOCUMENT, PluginFlags, document_lengths
 from megatron_cp_plugin.integration.checks import check_arguments
-from megatron_cp_plugin.integration.groups import attention_shape
 from megatron_cp_plugin.integration.rules import check
 from megatron_cp_plugin.integration.settings import Settings, window_of
 from megatron_cp_plugin.planner.candidates import Options
@@ -65,16 +63,17 @@ def resolve(flags: PluginFlags, args: Any, device: torch.device) -> tuple[Plugin
         ContextParallelError: The arguments do not say enough; or no algorithm can be had, then as
             for the fastest one by its name.
     """
-    check("sizes", Settings(args))
-    layers = _kinds_of_layers(flags, args)
+    settings = Settings(args)
+    check("sizes", settings)
+    layers = _kinds_of_layers(flags, settings)
     kinds = [replace(kind, count=count) for kind, count in Counter(layers).items()]
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     machine, how = machine_here(flags.machine, gpu)
     place = Place(
         machine,
-        _nodes(args, machine.gpus_per_node),
+        _nodes(settings, machine.gpus_per_node),
         kernel_on(machine, flags.kernel),
-        _memory_bytes(args, machine, kinds[0]),
+        _memory_bytes(settings, machine, kinds[0]),
     )
     errors: list[ContextParallelError] = []
 
@@ -104,15 +103,15 @@ def resolve(flags: PluginFlags, args: Any, device: torch.device) -> tuple[Plugin
         choice = choose(
             kinds,
             place,
-            layouts=_layouts(args, packed=any(kind.mask.followed for kind in kinds)),
-            runs_again=_runs_again(args, flags),
+            layouts=_layouts(settings, packed=any(kind.mask.followed for kind in kinds)),
+            runs_again=flags.recompute_attention and settings.recomputes is not None,
             refusal=refusal,
         )
     except ConfigError:
         if errors:
             raise errors[0] from None
         raise
-    return named(choice.best), list(_said(choice, flags, args, how))
+    return named(choice.best), list(_said(choice, flags, settings, how))
 
 
 @dataclass(frozen=True)
@@ -185,8 +184,7 @@ def resolve_model(
                 kinds,
                 place,
                 layouts=(layout.name,),
-                runs_again=asked.recompute_attention
-                and _recomputes_attention(model.recompute_granularity, model.recompute_modules),
+                runs_again=asked.recompute_attention and Settings(model).recomputes is not None,
                 refusal=_of_several,
             )
             assumed = _assumed(batches.mean_document)
@@ -217,7 +215,8 @@ def _kinds_of_model(model: Any, batches: Batches, layout: Layout, size: int) -> 
     tokens = -(-batches.tokens // multiple) * multiple
     lengths = document_lengths(batches.mean_document, "mean_document")
     documents = documents_like(lengths, tokens, layout, size)
-    shape = attention_shape(model, tokens)
+    settings = Settings(model)
+    shape = settings.shape(tokens)
     kinds = [
         Kind(
             "full attention" if window is None else f"windows of {window} tokens",
@@ -225,7 +224,7 @@ def _kinds_of_model(model: Any, batches: Batches, layout: Layout, size: int) -> 
             Mask(True, window, documents),
         )
         for number in range(model.num_layers)
-        for window in [window_of(model.window_size) if _has_window(model, number + 1) else None]
+        for window in [window_of(model.window_size) if _has_window(settings, number + 1) else None]
     ]
     return [replace(kind, count=count) for kind, count in Counter(kinds).items()]
 
@@ -245,12 +244,12 @@ def check_same(flags: PluginFlags) -> None:
     check_agreement(every)
 
 
-def _said(choice: Choice, flags: PluginFlags, args: Any, how: str) -> Iterator[str]:
-    assumed = _assumed(flags.mean_document) if Settings(args).packing else ""
+def _said(choice: Choice, flags: PluginFlags, settings: Settings, how: str) -> Iterator[str]:
+    assumed = _assumed(flags.mean_document) if settings.packing else ""
     masks = (table.kind.mask for table in choice.tables)
     seen = next((mask for mask in masks if mask.slices is not None), None)
     if flags.example_spans is not None and seen is not None:
-        assumed += example_spans.words(flags.example_spans, seen, Settings(args).tokens)
+        assumed += example_spans.words(flags.example_spans, seen, settings.tokens)
     yield f"{sentence(choice)} (machine found {how}{assumed})"
     if flags.explain:
         yield f"candidates of auto\n{table(choice)}"
@@ -263,39 +262,40 @@ def _assumed(mean_document: str | int | None) -> str:
     return f"; documents {document_lengths(mean_document, '').label}"
 
 
-def _kinds_of_layers(flags: PluginFlags, args: Any) -> list[Kind]:
+def _kinds_of_layers(flags: PluginFlags, settings: Settings) -> list[Kind]:
     """The kind of each layer of the model that has attention of ours."""
-    seq_length = Settings(args).tokens
+    seq_length = settings.tokens
     sizes = {
-        "--num-layers": args.num_layers,
-        "--num-attention-heads": args.num_attention_heads,
-        "--hidden-size": args.hidden_size,
+        "--num-layers": settings.num_layers,
+        "--num-attention-heads": settings.num_attention_heads,
+        "--hidden-size": settings.hidden_size,
         "--seq-length": seq_length,
     }
-    pattern = Settings(args).hybrid_layer_pattern
+    pattern = settings.hybrid_layer_pattern
     for flag, value in sizes.items():
         if value is None and not (pattern and flag == "--num-layers"):
             raise ConfigError(
                 f"auto needs the size of the model, got no {flag}: give it, or name an algorithm"
             )
-    softmax, linear = _softmax(args, seq_length), _linear(flags, args, seq_length)
+    softmax = Kind("full attention", settings.shape(seq_length), Mask())
+    linear = _linear(flags, settings, seq_length)
     example = flags.example_spans and example_spans.ExampleSpans.read(flags.example_spans)
     if pattern:
         if example:
             softmax = replace(softmax, mask=example.mask(seq_length, (), None))
         return [softmax] * max(1, sum(letter in "*+" for letter in pattern))
     kinds = flags.layers or (("softmax",) if flags.linear_model is None else ("linear",))
-    window = Settings(args).window
+    window = settings.window
     documents: tuple[int, ...] = ()
-    if Settings(args).packing:
+    if settings.packing:
         lengths = document_lengths(flags.mean_document, "--cp-mean-document")
-        documents = documents_like(lengths, seq_length, Contiguous(), args.context_parallel_size)
+        documents = documents_like(lengths, seq_length, Contiguous(), settings.ranks)
     found = []
-    for number in range(args.num_layers):
+    for number in range(settings.num_layers):
         if kinds[number % len(kinds)] == "linear":
             found.append(linear)
             continue
-        own = window if _has_window(args, number + 1) else None
+        own = window if _has_window(settings, number + 1) else None
         name = "full attention" if own is None else f"windows of {own} tokens"
         mask = Mask(True, own, documents)
         if example:
@@ -304,58 +304,59 @@ def _kinds_of_layers(flags: PluginFlags, args: Any) -> list[Kind]:
     return found
 
 
-def _memory_bytes(args: Any, machine: Machine, kind: Kind) -> float | None:
+def _memory_bytes(settings: Settings, machine: Machine, kind: Kind) -> float | None:
     """What is left of a GPU for attention, roughly; None: by this count nothing is."""
-    settings, shape = Settings(args), kind.shape
-    seq_length = Settings(args).tokens
-    if None in (args.vocab_size, args.micro_batch_size, args.num_layers):
+    shape, seq_length = kind.shape, settings.tokens
+    if None in (settings.vocab_size, settings.micro_batch_size, settings.num_layers):
         return machine.memory_gib * GIB * (1 - _SPARE)
-    model, experts = _model(args, shape), args.num_experts or 0
-    ranks = args.tensor_model_parallel_size * args.context_parallel_size
-    data = max(1, args.world_size // ranks // args.pipeline_model_parallel_size)
-    samples = args.global_batch_size or args.micro_batch_size * data
+    model, experts = _model(settings, shape), settings.num_experts or 0
+    ranks = settings.tensor * settings.ranks
+    data = max(1, settings.world_size // ranks // settings.stages)
+    samples = settings.global_batch_size or settings.micro_batch_size * data
     split = Split(
-        args.tensor_model_parallel_size,
-        args.context_parallel_size,
-        args.pipeline_model_parallel_size,
+        settings.tensor,
+        settings.ranks,
+        settings.stages,
         data,
-        args.expert_model_parallel_size if experts else 1,
-        (args.expert_tensor_parallel_size or args.tensor_model_parallel_size) if experts else 1,
-        max(1, samples // data // args.micro_batch_size),
+        settings.expert_model_parallel_size if experts else 1,
+        (settings.expert_tensor_parallel_size or settings.tensor) if experts else 1,
+        max(1, samples // data // settings.micro_batch_size),
         "full" if settings.recompute_granularity == "full" else "none",
-        distributed_optimizer=bool(args.use_distributed_optimizer),
-        sharded=_shards_parameters(args),
+        distributed_optimizer=bool(settings.use_distributed_optimizer),
+        sharded=_shards_parameters(settings),
     )
-    others = sum(memory(model, split, args.micro_batch_size * seq_length).values())
+    others = sum(memory(model, split, settings.micro_batch_size * seq_length).values())
     left = machine.memory_gib * (1 - _SPARE) - others
     return left * GIB if left > 0 else None
 
 
-def _model(args: Any, shape: Shape | LinearShape) -> Model:
-    settings, experts = Settings(args), args.num_experts or 0
-    wide = args.ffn_hidden_size or 4 * args.hidden_size
-    with_experts = layers_with_experts(settings.moe_layer_freq, args.num_layers) if experts else 0
+def _model(settings: Settings, shape: Shape | LinearShape) -> Model:
+    experts = settings.num_experts or 0
+    wide = settings.ffn_hidden_size or 4 * settings.hidden_size
+    with_experts = (
+        layers_with_experts(settings.moe_layer_freq, settings.num_layers) if experts else 0
+    )
     latent = bool(settings.multi_latent_attention)
     return Model(
         "this model",
-        args.num_layers,
-        args.hidden_size,
-        (args.moe_ffn_hidden_size or wide) if experts else wide,
-        args.num_attention_heads,
+        settings.num_layers,
+        settings.hidden_size,
+        (settings.moe_ffn_hidden_size or wide) if experts else wide,
+        settings.num_attention_heads,
         settings.kv_heads,
         shape.head_dim,
-        args.vocab_size,
-        gated=bool(args.swiglu),
+        settings.vocab_size,
+        gated=bool(settings.swiglu),
         experts=experts,
-        active=args.moe_router_topk if experts else 0,
+        active=settings.moe_router_topk if experts else 0,
         shared=(settings.moe_shared_expert_intermediate_size or 0) if experts else 0,
-        dense=args.num_layers - with_experts if experts else 0,
+        dense=settings.num_layers - with_experts if experts else 0,
         dense_ffn=wide if experts else 0,
         value_dim=shape.value_dim,
         query_rank=(settings.q_lora_rank or 0) if latent else 0,
         key_rank=(settings.kv_lora_rank or 0) if latent else 0,
         rotary_dim=(settings.qk_pos_emb_head_dim or 0) if latent else 0,
-        tied=not args.untie_embeddings_and_output_weights,
+        tied=not settings.untie_embeddings_and_output_weights,
     )
 
 
@@ -366,61 +367,44 @@ def layers_with_experts(frequency: int | Sequence[int] | None, layers: int) -> i
     return sum(map(bool, frequency))
 
 
-def _shards_parameters(args: Any) -> bool:
-    settings = Settings(args)
+def _shards_parameters(settings: Settings) -> bool:
     strategy = settings.data_parallel_sharding_strategy
     by_megatron = settings.use_megatron_fsdp and strategy == "optim_grads_params"
     return bool(settings.use_torch_fsdp2 or by_megatron)
 
 
-def _has_window(args: Any, number: int) -> bool:
+def _has_window(settings: Settings, number: int) -> bool:
     from megatron.core.transformer.utils import is_layer_window_attention
 
-    settings = Settings(args)
     return is_layer_window_attention(settings.window_size, settings.window_attn_skip_freq, number)
 
 
-def _softmax(args: Any, seq_length: int) -> Kind:
-    settings = Settings(args)
-    dtype, (head_dim, value_dim) = settings.dtype, settings.head_dims
-    shape = Shape(
-        args.micro_batch_size or 1,
-        seq_length,
-        *settings.split_heads,
-        head_dim,
-        dtype.itemsize,
-        accumulation_dtype(dtype).itemsize,
-        value_dim,
-    )
-    return Kind("full attention", shape, Mask())
-
-
-def _linear(flags: PluginFlags, args: Any, seq_length: int) -> Kind:
+def _linear(flags: PluginFlags, settings: Settings, seq_length: int) -> Kind:
     # Linearized positions double the features of q and k.
-    head_dim = Settings(args).head_dims[1]
+    head_dim = settings.head_dims[1]
     features = head_dim * (2 if flags.linear_model == "transnormer" else 1)
     shape = LinearShape(
-        args.micro_batch_size or 1,
+        settings.samples,
         seq_length,
-        args.num_attention_heads // args.tensor_model_parallel_size,
+        settings.split_heads[0],
         features,
         head_dim,
-        Settings(args).dtype.itemsize,
+        settings.dtype.itemsize,
     )
     return Kind("linear attention", shape, Mask())
 
 
-def _nodes(args: Any, gpus_per_node: int) -> tuple[int, ...]:
+def _nodes(settings: Settings, gpus_per_node: int) -> tuple[int, ...]:
     """The node of each rank of the first context-parallel group; tensor parallelism is inside."""
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", min(gpus_per_node, args.world_size)))
-    tensor = args.tensor_model_parallel_size
-    return tuple(rank * tensor // processes for rank in range(args.context_parallel_size))
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", min(gpus_per_node, settings.world_size)))
+    tensor = settings.tensor
+    return tuple(rank * tensor // processes for rank in range(settings.ranks))
 
 
-def _layouts(args: Any, *, packed: bool) -> tuple[str, ...]:
+def _layouts(settings: Settings, *, packed: bool) -> tuple[str, ...]:
     """Those that Megatron's batches can have."""
-    size, seq_length = args.context_parallel_size, Settings(args).tokens
-    if Settings(args).is_gated and size > 1:
+    size, seq_length = settings.ranks, settings.tokens
+    if settings.is_gated and size > 1:
         return ("zigzag",)
     found = tuple(
         name
@@ -433,15 +417,3 @@ def _layouts(args: Any, *, packed: bool) -> tuple[str, ...]:
         every = [ContextParallelConfig(name, size) for name in registry.available("softmax")]
         min(every, key=lambda one: one.layout.multiple(size)).check_sequence(seq_length)
     return found
-
-
-def _runs_again(args: Any, flags: PluginFlags) -> bool:
-    """Whether activation recomputation runs attention twice."""
-    granularity = "selective" if args.recompute_activations else args.recompute_granularity
-    return flags.recompute_attention and _recomputes_attention(granularity, args.recompute_modules)
-
-
-def _recomputes_attention(granularity: str | None, modules: Sequence[str] | None) -> bool:
-    if granularity == "selective":
-        return "core_attn" in (modules or ["core_attn"])
-    return granularity == "full"

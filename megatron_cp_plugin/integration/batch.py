@@ -16,11 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_cp_plugin.core.communication.same_numbers import later, same_on_all_ranks
+from megatron_cp_plugin.core.agree import CallChecks, on_host
 from megatron_cp_plugin.core.communication.streams import capturing
 from megatron_cp_plugin.core.masks.documents import document_starts
 from megatron_cp_plugin.errors import ContextParallelError
-from megatron_cp_plugin.integration.agreement import DeferredChecks, FirstCallCheck
 from megatron_cp_plugin.integration.documents import DocumentMask, RawSpans, attention_spans
 from megatron_cp_plugin.integration.runtime import Runtime
 
@@ -68,10 +67,9 @@ class Batches:
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
         self.spans: DocumentMask | None = None
-        self._calls = FirstCallCheck()
         self._last: dict[str, Tensor] = {}
         self._last_cut = Cut()
-        self.checks = DeferredChecks()
+        self.checks = CallChecks()
         self._cut = 0  # how many batches
 
     def shard(self, batch: dict[str, Any], group: dist.ProcessGroup) -> dict[str, Any]:
@@ -98,7 +96,7 @@ class Batches:
                 the first one's attention_mask is another.
         """
         self.spans = _spans_of(batch.pop(_SPANS, None), batch.pop(_POSITIONS, None))
-        if self._calls.is_first and self.spans is None:
+        if self.checks.is_first and self.spans is None:
             _check_mask(batch.get("attention_mask"))
         if group.size() == 1:
             _mark({key: batch.get(key) for key in _OF_TOKENS}, Cut(mask=self.spans))
@@ -183,10 +181,10 @@ class Batches:
             torch._assert_async(_count_up(position_ids), _ORDER)
             position_ids = None
         order = None if position_ids is None else _order_of(position_ids)
-        if self._calls.is_first:
+        if self.checks.is_first:
             held = {key: [*x.shape, int(_checksum(x))] for key, x in whole.items()}
             held[_SPANS] = [self._sum_of_spans()]
-            self._calls.compare(fault or (order() if order else None), group, held, _other_samples)
+            self.checks.compare(fault or (order() if order else None), group, held, _other_samples)
             return
         if fault:
             raise ContextParallelError(fault)
@@ -194,8 +192,7 @@ class Batches:
             self.checks.add(order)
         if captured:
             return
-        same, number = same_on_all_ranks(self._number_of(whole), group), self._cut
-        self.checks.add(lambda: None if same() else _others_later(number))
+        self.checks.compare_later(self._number_of(whole), group, _others_later(self._cut))
 
     def _number_of(self, whole: Mapping[str, Tensor]) -> Tensor:
         """A number int64 [1] that depends on all tensors of a batch, and on its spans."""
@@ -268,7 +265,7 @@ def _count_up(position_ids: Tensor) -> Tensor:
 
 def _order_of(position_ids: Tensor) -> Callable[[], str | None]:
     """Begins to look at position ids [b, N]; the function that is returned says what is wrong."""
-    fits = later(_count_up(position_ids))
+    fits = on_host(_count_up(position_ids))
     return lambda: None if fits() else _disorder(position_ids)
 
 

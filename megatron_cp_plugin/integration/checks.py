@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.core.kernel import Problem
 from megatron_cp_plugin.core.linear.kernel import LinearProblem
 from megatron_cp_plugin.core.shape import Shape
+from megatron_cp_plugin.integration.recompute import describe as describe_recompute
 from megatron_cp_plugin.integration.rules import check
 from megatron_cp_plugin.integration.settings import Settings
 from megatron_cp_plugin.kernels import resolve
@@ -85,19 +87,23 @@ def _check_kernel(settings: Settings) -> str | None:
     return kernel.name
 
 
-def describe_window(settings: Settings) -> str | None:
-    """Returns one line on sliding windows; None if there are none."""
-    window = settings.window
-    if window is None:
-        return None
-    return f"sliding windows of {window} tokens: a token sees itself and the {window - 1} before it"
+def described(settings: Settings, kernel: str | None) -> Iterator[str | None]:
+    """Returns lines on what a run uses, None for what it does not.
 
-
-def describe_gated(settings: Settings) -> str | None:
-    """Returns one line on who splits gated delta net layers; None if there are none."""
-    if not settings.is_gated:
-        return None
-    return "gated delta net layers: Megatron's own all-to-all, run again by recompute"
+    Args:
+        settings: Megatron's arguments as parsed, with the run's configuration.
+        kernel: What `check_arguments` gave.
+    """
+    yield describe(settings.cp, kernel)
+    yield describe_heads(settings)
+    if settings.window is not None:
+        yield (
+            f"sliding windows of {settings.window} tokens: a token sees itself and the "
+            f"{settings.window - 1} before it"
+        )
+    if settings.is_gated:
+        yield "gated delta net layers: Megatron's own all-to-all, run again by recompute"
+    yield describe_recompute(settings)
 
 
 def describe_heads(settings: Settings) -> str | None:

@@ -155,7 +155,7 @@ def replace(hooks: Mapping[str, Callable[..., Any]], *parts: Part) -> list[Repla
         parts: What of the plugin is to be installed.
     """
     version, _ = running_version()
-    rows = {row.name: row for row in NAMES if row.replaced and row.part in parts}
+    rows = {row.name: row for row in NAMES if row.part in parts}
     named = [(rows[name], hook) for name, hook in hooks.items()]
     made = [Replacement(row, hook) for row, hook in named if row.is_in(version)]
     Replacement.put(made)
@@ -197,12 +197,6 @@ def differences(row: Name) -> Iterator[str]:
         for parameter in row.parameters
         if parameter not in has
     )
-    if row.closed:
-        yield from (
-            f"{row.path} has another parameter {parameter}"
-            for parameter in has
-            if parameter not in row.parameters
-        )
 
 
 def missing_settings(place: Place, there: Iterable[str]) -> list[str]:

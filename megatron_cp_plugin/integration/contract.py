@@ -35,12 +35,9 @@ class Name:
         module: Where it is defined, or first to be had.
         name: In the module; that of a method begins with its class.
         why: What the plugin does with it.
-        replaced: The plugin puts a function of its own in its place, here and wherever modules of
-            Megatron have imported it.
         part: Which runs need it.
         parameters: Those that the plugin gives or reads by name, in any order.
         first: Parameters that come first, in this order.
-        closed: It has no other parameters: the plugin's own class is called in its place.
         since: The first version that has it; None: all.
         before: The first version that lacks it again; None: none does.
     """
@@ -48,11 +45,9 @@ class Name:
     module: str
     name: str
     why: str = ""
-    replaced: bool = False
     part: Part = "algorithm"
     parameters: tuple[str, ...] = ()
     first: tuple[str, ...] = ()
-    closed: bool = False
     since: Version | None = None
     before: Version | None = None
 
@@ -104,26 +99,6 @@ _LAYERS = "megatron.core.transformer"
 _EMBEDDINGS = "megatron.core.models.common.embeddings"
 _TRAINING = "megatron.training"
 
-# Parameters of Megatron's attention, which the plugin's own classes take; num_splits is for the
-# batch-invariant mode, refused.
-_CORE_ATTENTION = (
-    "self config layer_number attn_mask_type attention_type attention_dropout softmax_scale "
-    "cp_comm_type pg_collection"
-)
-_CORE_ATTENTION_CALL = (
-    "self query key value attention_mask attn_mask_type attention_bias packed_seq_params"
-)
-_SELF_ATTENTION = "self config submodules layer_number attn_mask_type cp_comm_type pg_collection"
-_SELF_ATTENTION_CALL = (
-    "self hidden_states attention_mask key_value_states inference_context rotary_pos_emb "
-    "rotary_pos_cos rotary_pos_sin rotary_pos_cos_sin attention_bias packed_seq_params "
-    "sequence_len_offset inference_params"
-)
-_ROTARY_LENGTH = (
-    "self inference_context transformer transformer_input transformer_config packed_seq_params "
-    "inference_params"
-)
-
 
 def _replaced(
     module: str,
@@ -137,23 +112,7 @@ def _replaced(
 ) -> Name:
     """A row of what the plugin replaces; parameters are words."""
     parameters = tuple(takes.split())
-    return Name(module, name, why, True, part, parameters, tuple(first.split()), since=since)
-
-
-def _stands(
-    module: str,
-    name: str,
-    *,
-    only: str,
-    part: Part = "algorithm",
-    since: Version | None = None,
-    before: Version | None = None,
-) -> Name:
-    """A row of what a class of the plugin is called as."""
-    parameters = tuple(only.split())
-    return Name(
-        module, name, part=part, parameters=parameters, closed=True, since=since, before=before
-    )
+    return Name(module, name, why, part, parameters, tuple(first.split()), since=since)
 
 
 # A table is read by rows.
@@ -229,7 +188,7 @@ NAMES: tuple[Name, ...] = (
               part="cpu", first="tensor", takes="as_numpy record_stream"),
     _replaced(f"{_LAYERS}.dot_product_attention", "DotProductAttention.__init__",
               "lets multi-latent attention build it, for which Megatron needs Transformer Engine's",
-              part="cpu", takes=_CORE_ATTENTION),
+              part="cpu"),
     _replaced(f"{_CORE}.optimizer.distrib_optimizer", "DistributedOptimizer.state_dict",
               "loads a checkpoint into torch's own Adam", part="cpu", first="self"),
     _replaced(f"{_CORE}.optimizer.distrib_optimizer", "DistributedOptimizer.load_state_dict",
@@ -244,33 +203,6 @@ NAMES: tuple[Name, ...] = (
     _replaced(f"{_CORE}.tensor_parallel.inference_layers", "is_inference_column_parallel_linear",
               "says no: Megatron asks it for multi-token prediction, and compares with classes of "
               "Transformer Engine", part="cpu", first="module", since=(0, 20)),
-    # Classes in whose place those of the plugin are called.
-    _stands(f"{_LAYERS}.dot_product_attention", "DotProductAttention.__init__",
-            only=_CORE_ATTENTION),
-    _stands(f"{_LAYERS}.dot_product_attention", "DotProductAttention.forward",
-            only=_CORE_ATTENTION_CALL),
-    _stands(f"{_CORE}.extensions.transformer_engine", "TEDotProductAttention.__init__",
-            only=_CORE_ATTENTION + " k_channels v_channels num_splits"),
-    _stands(f"{_CORE}.extensions.transformer_engine", "TEDotProductAttention.forward",
-            only=_CORE_ATTENTION_CALL + " num_splits"),
-    _stands(f"{_LAYERS}.attention", "SelfAttention.__init__", only=_SELF_ATTENTION, before=(0, 17)),
-    _stands(f"{_LAYERS}.attention", "SelfAttention.__init__",
-            only=_SELF_ATTENTION + " pp_layer_offset", since=(0, 17), before=(0, 18)),
-    _stands(f"{_LAYERS}.attention", "SelfAttention.__init__",
-            only=_SELF_ATTENTION + " pp_layer_offset name", since=(0, 18)),
-    _stands(f"{_LAYERS}.attention", "SelfAttention.forward", only=_SELF_ATTENTION_CALL),
-    _stands(f"{_EMBEDDINGS}.rotary_pos_embedding", "RotaryEmbedding.forward",
-            only="self max_seq_len offset packed_seq cp_group"),
-    _stands(f"{_EMBEDDINGS}.rotary_pos_embedding", "RotaryEmbedding.get_emb",
-            only="self max_seq_len offset"),
-    _stands(f"{_EMBEDDINGS}.rotary_pos_embedding", "RotaryEmbedding.get_rotary_seq_len",
-            only=_ROTARY_LENGTH),
-    _stands(f"{_EMBEDDINGS}.yarn_rotary_pos_embedding", "YarnRotaryEmbedding.forward",
-            only="self max_seq_len offset packed_seq cp_group"),
-    _stands(f"{_EMBEDDINGS}.yarn_rotary_pos_embedding", "YarnRotaryEmbedding.get_emb",
-            only="self max_seq_len offset"),
-    _stands(f"{_EMBEDDINGS}.yarn_rotary_pos_embedding", "YarnRotaryEmbedding.get_rotary_seq_len",
-            only=_ROTARY_LENGTH),
 )
 # fmt: on
 

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from megatron_cp_plugin.core.agree import on_host
 from megatron_cp_plugin.core.blocks.touched import sees
-from megatron_cp_plugin.core.communication.same_numbers import on_host
 from megatron_cp_plugin.core.layout import Documents, Layout, Span
 from megatron_cp_plugin.core.layout import positions as positions_of
 from megatron_cp_plugin.core.layouts.document_layout import NAMED, PaddedDocuments

@@ -11,8 +11,6 @@ import yaml
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_cp_plugin.core.partial import accumulation_dtype
-from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.integration.runtime import Runtime
 from megatron_cp_plugin.integration.settings import Settings
@@ -39,36 +37,8 @@ def set_up_groups(
             f"{own.size()}, got {config.context_parallel_size}: set it in the model's "
             "configuration before the model is built"
         )
-    shape = attention_shape(config, runtime.config.layout.multiple(own.size()))
+    shape = Settings(config).shape(runtime.config.layout.multiple(own.size()))
     runtime.set_up(own, shape, _new_group(args))
-
-
-def attention_shape(config: TransformerConfig, tokens: int) -> Shape:
-    """What an attention layer of a model computes on a tensor-parallel rank.
-
-    Args:
-        config: Of the model.
-        tokens: Of the whole sequence.
-    """
-    heads = config.num_attention_heads // config.tensor_model_parallel_size
-    kv_heads = (
-        config.num_query_groups or config.num_attention_heads
-    ) // config.tensor_model_parallel_size
-    head_dim = value_dim = config.kv_channels
-    if Settings(config).is_latent:
-        kv_heads = heads
-        head_dim, value_dim = config.qk_head_dim + config.qk_pos_emb_head_dim, config.v_head_dim
-    dtype = config.params_dtype
-    return Shape(
-        1,
-        tokens,
-        heads,
-        max(1, kv_heads),
-        head_dim,
-        dtype.itemsize,
-        accumulation_dtype(dtype).itemsize,
-        value_dim,
-    )
 
 
 def _new_group(args: Any | None) -> Callable[[list[int]], object]:

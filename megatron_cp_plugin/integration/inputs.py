@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 from zlib import crc32
@@ -12,12 +13,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_cp_plugin.config import ContextParallelConfig
-from megatron_cp_plugin.core.communication.same_numbers import same_on_all_ranks
+from megatron_cp_plugin.core.agree import CallChecks
 from megatron_cp_plugin.core.communication.streams import capturing
 from megatron_cp_plugin.core.layouts.layout_check import describe_mismatch
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration import gated_delta_net
-from megatron_cp_plugin.integration.agreement import DeferredChecks, FirstCallCheck
 from megatron_cp_plugin.integration.batch import Batches, Cut
 from megatron_cp_plugin.integration.documents import (
     DocumentMask,
@@ -48,118 +48,61 @@ _REMEDY = (
 )
 
 
-def serve_inputs(model: nn.Module, batches: Batches, group: dist.ProcessGroup) -> None:
-    """Makes a model refuse what `batches` has not cut, and take packed_seq_params as a mask.
+class Inputs(ABC):
+    """Looks at what a model is given, and gives it packed_seq_params as a mask.
 
     In its first call for training, and for evaluation, the context-parallel ranks compare notes,
-    so that all of them refuse what one of them does; later a rank refuses by itself, but for
-    batches that are not the same on all: these all ranks refuse once the forward pass is queued.
-
-    Args:
-        model: GPTModel or HybridModel, whose forward pass raises ContextParallelError then.
-        batches: What was cut; its runtime is told where documents begin in what comes next.
-        group: The context-parallel group.
-    """
-    runtime = batches.runtime
-    parameters = inspect.signature(model.forward)
-    recurrent = gated_delta_net.has_layers(model)
-    calls, stages = FirstCallCheck(), _Stages(model)
-
-    def enter(
-        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        call = parameters.bind(*args, **kwargs)
-        given, fault = call.arguments, None
-        try:
-            _check_cache(given, group)
-            cut = _cut(given, batches, group) if group.size() > 1 else None
-            mask = document_mask(given.get("packed_seq_params"), recurrent=recurrent)
-            spans = batches.spans_of(map(given.get, _ARGUMENTS))
-            if spans is not None:
-                mask = _with_spans(mask, spans)
-            _check_spans(model, mask, runtime.config, recurrent=recurrent)
-            stages.compare(mask)
-            runtime.mask = mask
-            _check_capture(model, mask)
-            if cut is not None:
-                _check_documents(cut, mask)
-        except ContextParallelError as error:
-            fault = str(error)
-        calls.compare(fault, group)
-        if mask:
-            given["packed_seq_params"] = mask
-        return call.args, call.kwargs
-
-    def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        batches.checks.finish()
-
-    model.register_forward_pre_hook(enter, with_kwargs=True)
-    model.register_forward_hook(leave)
-
-
-class CutInputs:
-    """Holds what a model is given against what packed_seq_params say, where callers cut batches.
-
-    In its first call for training, and for evaluation, the context-parallel ranks compare notes;
-    in each later one the documents and the numbers of tokens, while the model runs: `leave` says
-    what was found.
+    so that all of them refuse what one of them does. Later a rank refuses by itself, but for what
+    is compared while the model runs: all ranks refuse that at the end of the forward pass.
     """
 
-    def __init__(self, model: nn.Module, runtime: Runtime, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, model: nn.Module, runtime: Runtime, group: dist.ProcessGroup, later: CallChecks
+    ) -> None:
+        """Args: later: what was begun while the model runs."""
         self._runtime = runtime
         self._group = group
+        self._later = later
         # Layers whose state goes on across documents.
         self._recurrent = gated_delta_net.has_layers(model)
         self._stages = _Stages(model)
-        self._calls = FirstCallCheck()
-        self._positions = PositionsOfPacks(runtime.config.layout, group)
-        self._checks = DeferredChecks()  # of this call
-        self._called = False
+        self._calls = CallChecks()
+        self._forward: Any = None
+        model.register_forward_pre_hook(self, with_kwargs=True)
+        model.register_forward_hook(self.leave)
 
     def __call__(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """A hook that runs before a model's forward pass."""
-        call = inspect.signature(model.forward).bind(*args, **kwargs)
+        forward = getattr(model.forward, "__func__", model.forward)  # refers to no model
+        if forward is not self._forward:  # programs may replace it
+            self._forward, self._signature = forward, inspect.signature(model.forward)
+        call = self._signature.bind(*args, **kwargs)
         given, mask, fault = call.arguments, None, None
-        self._checks.clear()
         try:
+            _check_cache(given, self._group)
             mask = self._mask_of(model, given)
+            _check_spans(model, mask, self._runtime.config, recurrent=self._recurrent)
             self._stages.compare(mask)
+            _check_capture(model, mask)
+            self._check(model, given, mask)
         except ContextParallelError as error:
             fault = str(error)
-        held = (mask.seq_len, mask.starts, mask.spans) if mask else None
-        self._compare(fault, (held, _tokens_of(model, given)), _device(model))
-        if not self._called:
-            # Frameworks give a model other position embeddings once it is built.
-            use_layout(model, self._runtime)
-            self._called = True
+        held = self._held(model, given, mask)
+        compared = self._calls.compare(fault, self._group, held, lambda *_: _OTHER_DOCUMENTS)
+        if held is not None and not compared and self._group.size() > 1:
+            number = torch.full((1,), crc32(repr(held).encode()), device=_device(model))
+            if not capturing(number):
+                self._later.compare_later(number, self._group, _OTHER_DOCUMENTS)
         self._runtime.mask = mask
         if mask is not None:
             given["packed_seq_params"] = mask
         return call.args, call.kwargs
 
-    def _mask_of(self, model: nn.Module, given: Mapping[str, Any]) -> DocumentMask | None:
-        _check_cache(given, self._group)
-        layout, size = self._runtime.config.layout, self._group.size()
-        packed = given.get("packed_seq_params")
-        mask = mask_of_cut(packed, layout, self._group, recurrent=self._recurrent)
-        _check_spans(model, mask, self._runtime.config, recurrent=self._recurrent)
-        _check_capture(model, mask)
-        tokens = _tokens_of(model, given)
-        if tokens is not None:
-            total = tokens * size
-            if mask is not None and mask.has_documents and mask.seq_len != total:
-                raise ContextParallelError(
-                    "packed_seq_params need the lengths of all documents as they were split, "
-                    f"padding included: {total} tokens on {size} ranks of {tokens}, got "
-                    f"{mask.seq_len}: give cu_seqlens_q_padded of whole documents, and each rank "
-                    "its part of each"
-                )
-            layout.within(mask.starts if mask else ()).spans(self._group.rank(), size, total)
-            if size > 1 and (mask is None or mask.has_documents):
-                self._check_positions(given, total)
-        return mask
+    def __deepcopy__(self, memo: dict[int, Any]) -> Inputs:
+        """Models may be copied; process groups may not."""
+        return self
 
     def leave(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """A hook that runs after a model's forward pass; on a GPU the host waits for its beginning.
@@ -168,7 +111,78 @@ class CutInputs:
             ContextParallelError: What was compared is not the same on all ranks.
             CommunicationError: Another rank did not come to compare it.
         """
-        self._checks.finish()
+        self._later.finish()
+
+    @abstractmethod
+    def _mask_of(self, model: nn.Module, given: Mapping[str, Any]) -> DocumentMask | None:
+        """Whom tokens see, by what a model is given."""
+
+    @abstractmethod
+    def _check(self, model: nn.Module, given: Mapping[str, Any], mask: DocumentMask | None) -> None:
+        """Raises: ContextParallelError if tokens do not belong to the mask."""
+
+    def _held(
+        self, model: nn.Module, given: Mapping[str, Any], mask: DocumentMask | None
+    ) -> object:
+        """What ranks should have in common, in plain types; None: batches were compared."""
+        return None
+
+
+class SplitInputs(Inputs):
+    """Of batches that the plugin has cut; others are refused."""
+
+    def __init__(self, model: nn.Module, batches: Batches, group: dist.ProcessGroup) -> None:
+        super().__init__(model, batches.runtime, group, batches.checks)
+        self._batches = batches
+        self._cut: Cut | None = None
+
+    def _mask_of(self, model: nn.Module, given: Mapping[str, Any]) -> DocumentMask | None:
+        self._cut = _cut(given, self._batches, self._group) if self._group.size() > 1 else None
+        mask = document_mask(given.get("packed_seq_params"), recurrent=self._recurrent)
+        spans = self._batches.spans_of(map(given.get, _ARGUMENTS))
+        return mask if spans is None else _with_spans(mask, spans)
+
+    def _check(self, model: nn.Module, given: Mapping[str, Any], mask: DocumentMask | None) -> None:
+        if self._cut is not None:
+            _check_documents(self._cut, mask)
+
+
+class CutInputs(Inputs):
+    """Of batches that callers have cut, held against packed_seq_params.
+
+    In each later call the documents and the numbers of tokens are compared while the model runs.
+    """
+
+    def __init__(self, model: nn.Module, runtime: Runtime, group: dist.ProcessGroup) -> None:
+        super().__init__(model, runtime, group, CallChecks())
+        self._positions = PositionsOfPacks(runtime.config.layout, group)
+        self._called = False
+
+    def _mask_of(self, model: nn.Module, given: Mapping[str, Any]) -> DocumentMask | None:
+        self._later.clear()  # of a call that has failed
+        if not self._called:
+            # Frameworks give a model other position embeddings once it is built.
+            use_layout(model, self._runtime)
+            self._called = True
+        packed, layout = given.get("packed_seq_params"), self._runtime.config.layout
+        return mask_of_cut(packed, layout, self._group, recurrent=self._recurrent)
+
+    def _check(self, model: nn.Module, given: Mapping[str, Any], mask: DocumentMask | None) -> None:
+        tokens, size = _tokens_of(model, given), self._group.size()
+        if tokens is None:
+            return
+        total = tokens * size
+        if mask is not None and mask.has_documents and mask.seq_len != total:
+            raise ContextParallelError(
+                "packed_seq_params need the lengths of all documents as they were split, "
+                f"padding included: {total} tokens on {size} ranks of {tokens}, got "
+                f"{mask.seq_len}: give cu_seqlens_q_padded of whole documents, and each rank "
+                "its part of each"
+            )
+        layout = self._runtime.config.layout.within(mask.starts if mask else ())
+        layout.spans(self._group.rank(), size, total)
+        if size > 1 and (mask is None or mask.has_documents):
+            self._check_positions(given, total)
 
     def _check_positions(self, given: Mapping[str, Any], total: int) -> None:
         positions, ids = given.get("position_ids"), given.get("input_ids")
@@ -179,20 +193,15 @@ class CutInputs:
             packed = packed.packed if isinstance(packed, DocumentMask) else packed
             check = self._positions.begin(positions, packed, total)
             if not self._calls.is_first:
-                self._checks.add(check)
+                self._later.add(check)
             elif fault := check():
                 raise ContextParallelError(fault)
 
-    def _compare(self, fault: str | None, held: object, device: torch.device) -> None:
-        """Refuses other documents on other ranks: in a first call now, later in `leave`."""
-        compared = self._calls.compare(fault, self._group, held, lambda *_: _OTHER_DOCUMENTS)
-        if compared or self._group.size() == 1:
-            return
-        number = torch.full((1,), crc32(repr(held).encode()), device=device)
-        if capturing(number):
-            return
-        same = same_on_all_ranks(number, self._group)
-        self._checks.add(lambda: None if same() else _OTHER_DOCUMENTS)
+    def _held(
+        self, model: nn.Module, given: Mapping[str, Any], mask: DocumentMask | None
+    ) -> object:
+        held = (mask.seq_len, mask.starts, mask.spans) if mask else None
+        return held, _tokens_of(model, given)
 
 
 def _device(model: nn.Module) -> torch.device:
@@ -324,6 +333,17 @@ def _tokens_of(model: Any, given: Mapping[str, Any]) -> int | None:
     return ids.size(-1)
 
 
+def serve_inputs(model: nn.Module, batches: Batches, group: dist.ProcessGroup) -> None:
+    """Makes a model refuse what `batches` has not cut, and take packed_seq_params as a mask.
+
+    Args:
+        model: GPTModel or HybridModel, whose forward pass raises ContextParallelError then.
+        batches: What was cut; its runtime is told where documents begin in what comes next.
+        group: The context-parallel group.
+    """
+    SplitInputs(model, batches, group)
+
+
 def serve_cut_inputs(model: nn.Module, runtime: Runtime, group: dist.ProcessGroup) -> None:
     """Makes a model take batches as their callers have cut them; a second call does nothing.
 
@@ -333,11 +353,8 @@ def serve_cut_inputs(model: nn.Module, runtime: Runtime, group: dist.ProcessGrou
         runtime: The run's layout; is told where documents begin in what comes next.
         group: The context-parallel group.
     """
-    if serves_inputs(model):
-        return
-    inputs = CutInputs(model, runtime, group)
-    model.register_forward_pre_hook(inputs, with_kwargs=True)
-    model.register_forward_hook(inputs.leave)
+    if not serves_inputs(model):
+        CutInputs(model, runtime, group)
 
 
 def serves_inputs(model: nn.Module) -> bool:

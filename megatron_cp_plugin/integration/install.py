@@ -5,8 +5,7 @@ Nothing here needs a command line or `megatron.training`.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
 from megatron.core import parallel_state
@@ -23,13 +22,10 @@ from megatron_cp_plugin.integration.auto import Batches, resolve_model
 from megatron_cp_plugin.integration.chunked_logits import serve_programs
 from megatron_cp_plugin.integration.chunked_loss import serve_loss
 from megatron_cp_plugin.integration.groups import set_up_groups
-from megatron_cp_plugin.integration.hooks import Hooks
 from megatron_cp_plugin.integration.inputs import serve_cut_inputs, serves_inputs
-from megatron_cp_plugin.integration.models import build_model
-from megatron_cp_plugin.integration.multi_token import roll_tensor
-from megatron_cp_plugin.integration.recompute import checkpoint
-from megatron_cp_plugin.integration.rope import set_cos_sin_cache, use_layout
-from megatron_cp_plugin.integration.rules import check, check_settings
+from megatron_cp_plugin.integration.installer import Installer, LauncherInstaller
+from megatron_cp_plugin.integration.rope import use_layout
+from megatron_cp_plugin.integration.rules import check
 from megatron_cp_plugin.integration.runtime import Runtime
 from megatron_cp_plugin.integration.settings import Settings
 from megatron_cp_plugin.integration.spec import LayerSpec, with_plugin
@@ -86,7 +82,7 @@ def install(
     config = _config(algo, layout, kernel, recompute_attention, options, batches, chunked_loss)
     found = _in_force()
     if found is not None:
-        before = found.batches if isinstance(found, _Installed) else Batches()
+        before = found.batches if isinstance(found, ProgramInstaller) else Batches()
         if before != batches or not _same(found.config(config.size), config):
             raise ConfigError(
                 f"a process has one algorithm, got {_words(config, batches)} after "
@@ -94,8 +90,7 @@ def install(
                 "uninstall first"
             )
         return
-    compat.check("algorithm", allow_untested=allow_untested_megatron)
-    _Installed(config, batches).put()
+    ProgramInstaller(config, batches).install(allow_untested=allow_untested_megatron)
 
 
 def uninstall() -> None:
@@ -105,7 +100,7 @@ def uninstall() -> None:
         ContextParallelError: The launcher, not `install`, installed the plugin.
     """
     found = _in_force()
-    if isinstance(found, Hooks):
+    if isinstance(found, LauncherInstaller):
         raise ConfigError(
             "uninstall needs an algorithm set by install, got the launcher's, which stays for "
             "the whole process"
@@ -151,7 +146,7 @@ def serve(
     asked = _config(algo, layout, kernel, True, options, batches)
     check("serve", Settings(config, asked))
     runtime = Runtime(_chosen(asked, batches, config, pg_collection), callers=True)
-    check_settings(config, runtime.config)
+    check("model", Settings(config, runtime.config))
     set_up_groups(runtime, None, config, pg_collection)
     return with_plugin(spec, config, vp_stage, runtime)
 
@@ -179,58 +174,43 @@ def adopt(model: nn.Module) -> nn.Module:
     return model
 
 
-class _Installed:
-    """What `install` has installed."""
+class ProgramInstaller(Installer):
+    """That of `install`, for models that a program builds."""
 
     def __init__(self, config: ContextParallelConfig, batches: Batches) -> None:
         """Args: batches: For a choice."""
+        super().__init__()
         self.batches = batches
         self._asked = config
-        self._made: Runtime | None = None
-        self._replaced: list[compat.Replacement] = []
+        self.recomputes = config.recompute_attention
 
     def config(self, size: int) -> ContextParallelConfig:
-        """As `Hooks.config`; as it was asked for, of the size of Megatron's parallel state."""
+        """Returns what was asked for, of the size of Megatron's parallel state."""
         return self._asked
 
-    def put(self) -> None:
-        hooks: dict[str, Callable[..., Any]] = {
-            "GPTModel.__init__": self._build_model,
-            "HybridModel.__init__": self._build_model,
-            "roll_tensor": self._roll,
-            "YarnRotaryEmbedding._set_cos_sin_cache": set_cos_sin_cache,
-        }
-        if not self._asked.recompute_attention:
-            hooks |= {"checkpoint": checkpoint, "te_checkpoint": checkpoint}
-        self._replaced = compat.replace(hooks, "algorithm")
+    def install(self, *, allow_untested: bool) -> None:
+        """As `Installer.install`; also replaces functions of the programs that take logits."""
+        super().install(allow_untested=allow_untested)
         if self._asked.chunked_loss is not None:
             self._replaced += serve_programs()
 
-    def undo(self) -> None:
-        for replacement in self._replaced:
-            replacement.undo()
+    def _runtime_of(self, given: Mapping[str, Any]) -> Runtime:
+        if self._runtime is not None:
+            return self._runtime
+        model, groups = given["config"], given.get("pg_collection")
+        return Runtime(_chosen(self._asked, self.batches, model, groups), callers=True)
 
-    def _build_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        if self._made is None:
-            call = inspect.signature(original).bind(*args, **kwargs)
-            model_config, groups = call.arguments["config"], call.arguments.get("pg_collection")
-            config = _chosen(self._asked, self.batches, model_config, groups)
-            self._made = Runtime(config, callers=True)
-        model = build_model(original, args, kwargs, runtime=self._made, settings=None)
-        serve_cut_inputs(model, self._made, model.pg_collection.cp)
+    def _serve(self, model: Any) -> None:
+        super()._serve(model)
         if self._asked.chunked_loss is not None:
             serve_loss(model, self._asked.chunked_loss, for_programs=True)
 
-    def _roll(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        assert self._made is not None  # a model calls it
-        return roll_tensor(original, self._made, *args, **kwargs)
 
-
-def _in_force() -> _Installed | Hooks | None:
+def _in_force() -> Installer | None:
     """Who has replaced the constructor of models; it holds all that there is to know."""
     hook: Any = compat.hook_of(GPTModel.__init__)
     found = getattr(hook, "__self__", None)
-    return found if isinstance(found, (_Installed, Hooks)) else None
+    return found if isinstance(found, Installer) else None
 
 
 def _chosen(
@@ -239,7 +219,7 @@ def _chosen(
     """The same, with the planner's choice in the place of auto."""
     if asked.algo != registry.AUTO:
         return asked
-    check_settings(model, asked)
+    check("model", Settings(model, asked))
     group = parallel_state.get_context_parallel_group() if groups is None else groups.cp
     return resolve_model(asked, batches, model, group)
 

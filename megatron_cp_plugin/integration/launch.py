@@ -123,21 +123,21 @@ def prepare(argv: Sequence[str], run_file: bool = False) -> list[str]:
 
 def _install(flags: PluginFlags, platform: str, rest: list[str]) -> list[str]:
     """Installs the recorder and the algorithm. Returns: the command line for Megatron."""
-    from megatron_cp_plugin.integration.hooks import Hooks, skip_built_helpers
+    from megatron_cp_plugin.integration.installer import LauncherInstaller, skip_built_helpers
 
+    allow_untested = flags.allow_untested_megatron
     skip_built_helpers()
     if flags.record is not None:
         check_folder("--cp-record", flags.record)
         from megatron_cp_plugin.harness.recorder import Recorder
 
-        algo, allow_untested = flags.algo or MEGATRON, flags.allow_untested_megatron
-        Recorder(flags.record, algo, allow_untested).install()
+        Recorder(flags.record, flags.algo or MEGATRON, allow_untested).install()
     if flags.algo is not None:
         if platform == "cuda":
             _allow_one_connection(rest)
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         device = torch.device("cpu") if platform == "cpu" else torch.device("cuda", local_rank)
-        Hooks(flags, device).install()
+        LauncherInstaller(flags, device).install(allow_untested=allow_untested)
         rest = [*rest, *algorithm_flag(flags.algo)]
     return rest
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.core.autograd.recompute import Checkpointed
 from megatron_cp_plugin.integration.settings import Settings
 
@@ -26,29 +25,26 @@ def checkpoint(original: Callable[..., Any], function: Callable[..., Any], *args
     return original(Checkpointed(function), *args)
 
 
-def describe(args: Any, config: ContextParallelConfig) -> str | None:
+def describe(settings: Settings) -> str | None:
     """Returns one line on what is kept and how much memory it takes.
 
     Args:
-        args: Megatron's arguments as parsed.
-        config: The run's configuration.
+        settings: Megatron's arguments as parsed, with the run's configuration.
 
     Returns:
         None where Megatron recomputes no attention.
     """
-    granularity = "selective" if args.recompute_activations else args.recompute_granularity
-    attention = granularity == "full" or "core_attn" in (args.recompute_modules or ["core_attn"])
-    if granularity is None or not attention:
+    s, granularity = settings, settings.recomputes
+    if granularity is None:
         return None
-    if config.recompute_attention:
+    if s.cp.recompute_attention:
         return f"recompute ({granularity}): attention and its communication run twice"
-    if None in (args.seq_length, args.num_attention_heads, args.hidden_size):
+    if None in (s.seq_length, s.num_attention_heads, s.hidden_size):
         return f"recompute ({granularity}): attention runs once, its output and lse are kept"
-    heads = args.num_attention_heads // args.tensor_model_parallel_size
-    _, value_dim = Settings(args).head_dims
-    tokens = args.micro_batch_size * args.seq_length // config.size
+    heads, _ = s.split_heads
+    tokens = s.samples * s.seq_length // s.cp.size
     # out [B,S,H,E] in the model's dtype, lse [B,H,S] in float32.
-    row_bytes = value_dim * (2 if args.bf16 or args.fp16 else 4) + 4
+    row_bytes = s.head_dims[1] * s.dtype.itemsize + 4
     return (
         f"recompute ({granularity}): attention runs once, its output and lse are kept, "
         f"{tokens * heads * row_bytes / 2**20:.3g} MiB for each layer and micro-batch; "

@@ -14,10 +14,9 @@ from inspect import signature
 from itertools import pairwise
 from math import prod
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from megatron_cp_plugin import registry
-from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.core.layout import Zigzag
 from megatron_cp_plugin.core.layouts.document_layout import Balanced
 from megatron_cp_plugin.errors import ConfigError, near_multiples
@@ -27,16 +26,14 @@ from megatron_cp_plugin.layers import layout_choices
 from megatron_cp_plugin.paths import check_folder
 
 # Where settings come in: what does not depend on the algorithm; Megatron's arguments as parsed;
-# whether a script can start with them, with and without an algorithm; what is captured, by
-# arguments as parsed and as validated; validated arguments; those of a script that trains; the
-# configuration of a model, of a layer of linear attention, of a model for `serve`; and a spec that
-# has gated delta net layers.
+# whether a script can start with them, with and without an algorithm; validated arguments; those of
+# a script that trains; the configuration of a model, of a layer of linear attention, of a model for
+# `serve`; and a spec that has gated delta net layers.
 Door = Literal[
     "sizes",
     "arguments",
     "start",
     "files",
-    "graphs",
     "validated",
     "training",
     "model",
@@ -99,19 +96,6 @@ def check(door: Door, settings: Settings) -> None:
     for rule in RULES:
         if door in rule.doors and (said := rule.refusal(settings)):
             raise ConfigError(said)
-
-
-def check_settings(source: Any, config: ContextParallelConfig) -> None:
-    """Refuses what no algorithm serves.
-
-    Args:
-        source: The configuration of a model, or Megatron's arguments.
-        config: The run's configuration.
-
-    Raises:
-        ConfigError: As `check` at the door "model".
-    """
-    check("model", Settings(source, config))
 
 
 def _flag(setting: str) -> str:
@@ -559,9 +543,7 @@ FEATURES: tuple[Rule, ...] = (
     _feature("recomputed attention in local CUDA graphs", "cuda_graph_impl",
              "Megatron's checkpointing refuses the backward pass as it is captured",
              "use --cuda-graph-impl transformer_engine or full_iteration",
-             lambda s: s.graphs == "local" and s.captures_attention
-             and (s.recompute_activations or s.recompute_granularity)
-             and "core_attn" in (s.recompute_modules or ("core_attn",))),
+             lambda s: s.graphs == "local" and s.captures_attention and s.recomputes),
     _feature("a whole iteration in a CUDA graph from the first one on", "cuda_graph_warmup_steps",
              "in the first iteration ranks compare batches, allocate buffers and build kernels",
              "use --cuda-graph-warmup-steps 3",
@@ -693,18 +675,18 @@ RULES: tuple[Rule, ...] = (
          "{s.window_words}: leave it out, or use --context-parallel-algo {serving}"),
     # CUDA graphs.
     Rule(_before_graphs, f"{_GRAPHS} needs Megatron 0.19 or later, got {{version}}: leave it out",
-         ("arguments", "graphs")),
+         ("arguments", "validated")),
     Rule(lambda s: s.graphs != "none" and s.device.type != "cuda",
          f"{_GRAPHS} needs GPUs, got the {{s.device.type}} platform: leave it out",
-         ("arguments", "graphs")),
+         ("arguments", "validated")),
     # A length of None: Megatron has yet to read it from another flag.
     Rule(lambda s: s.graphs == "transformer_engine" and (s.seq_length or 0) % s.cp.size,
          f"{_GRAPHS} needs equally many tokens on all ranks, got seq_length {{s.seq_length}} on "
          "{s.cp.size}: use a multiple of {s.cp.size}, or --cuda-graph-impl local",
-         ("arguments", "graphs")),
+         ("arguments", "validated")),
     Rule(lambda s: s.graphs != "none" and isinstance(s.cp.layout, Balanced),
          f"{_GRAPHS} needs the same layout for all batches, got one that follows documents: leave "
-         "the option layout=documents or --cuda-graph-impl out", ("arguments", "graphs")),
+         "the option layout=documents or --cuda-graph-impl out", ("arguments", "validated")),
     # Before and after Megatron's own checks.
     Rule(_without_transformer_engine, "Megatron's hybrid models have layers of Transformer Engine, "
          "which is not installed, got --hybrid-layer-pattern {s.hybrid_layer_pattern}: install it, "

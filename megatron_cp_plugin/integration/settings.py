@@ -9,6 +9,8 @@ import torch
 
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.config import ContextParallelConfig
+from megatron_cp_plugin.core.partial import accumulation_dtype
+from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.integration.contract import SETTINGS
 
@@ -98,7 +100,8 @@ class Settings:
     @property
     def dtype(self) -> torch.dtype:
         """Of activations."""
-        return torch.bfloat16 if self.bf16 else torch.float16 if self.fp16 else torch.float32
+        by_flag = torch.bfloat16 if self.bf16 else torch.float16 if self.fp16 else torch.float32
+        return self.params_dtype or by_flag  # the first is not on the command line
 
     @property
     def packing(self) -> str | None:
@@ -166,6 +169,25 @@ class Settings:
             return self.qk_head_dim + self.qk_pos_emb_head_dim, self.v_head_dim
         head_dim = self.kv_channels or self.hidden_size // self.num_attention_heads
         return head_dim, head_dim
+
+    def shape(self, tokens: int) -> Shape:
+        """What an attention layer of a tensor-parallel rank computes.
+
+        Args:
+            tokens: Of the whole sequence.
+        """
+        (heads, kv_heads), (head_dim, value_dim) = self.split_heads, self.head_dims
+        kv_heads = heads if self.is_latent else kv_heads
+        itemsizes = self.dtype.itemsize, accumulation_dtype(self.dtype).itemsize
+        return Shape(self.samples, tokens, heads, kv_heads, head_dim, *itemsizes, value_dim)
+
+    @property
+    def recomputes(self) -> str | None:
+        """Which --recompute-granularity runs attention again; None: activations of it are kept."""
+        granularity = "selective" if self.recompute_activations else self.recompute_granularity
+        all_modules = granularity is None or granularity == "full"
+        attention = "core_attn" in (self.recompute_modules or ("core_attn",))
+        return granularity if all_modules or attention else None
 
     @property
     def window(self) -> int | None:

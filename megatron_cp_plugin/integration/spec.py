@@ -1,8 +1,11 @@
-"""Replaces attention in Megatron's layer specs by the plugin's."""
+"""Replaces attention in Megatron's layer specs by the plugin's, and builds models of them."""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 from megatron.core.extensions.transformer_engine import TEDotProductAttention
@@ -27,13 +30,56 @@ from megatron_cp_plugin import registry
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration import gated_delta_net
 from megatron_cp_plugin.integration.attention import ContextParallelAttention
+from megatron_cp_plugin.integration.groups import set_up_groups
 from megatron_cp_plugin.integration.linear_models import (
     LinearAttentionSubmodules,
     linear_attention_class,
 )
+from megatron_cp_plugin.integration.rope import use_layout
+from megatron_cp_plugin.integration.rules import check
 from megatron_cp_plugin.integration.runtime import Runtime
+from megatron_cp_plugin.integration.settings import Settings
 
 type LayerSpec = ModuleSpec | TransformerBlockSubmodules
+
+
+def build_model(
+    original: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    runtime: Runtime,
+    settings: Any | None,
+) -> Any:
+    """Calls the constructor of GPTModel or HybridModel with the plugin's attention in the spec.
+
+    Args:
+        original: Megatron's constructor.
+        args: Its arguments, the model first.
+        kwargs: The others.
+        runtime: The run's layout and algorithms.
+        settings: Megatron's namespace, validated; None where there is none.
+
+    Returns:
+        The model, whose position embeddings follow the layout. What it is given is not looked at.
+
+    Raises:
+        ContextParallelError: The model asks for what the algorithms do not serve.
+    """
+    call = inspect.signature(original).bind(*args, **kwargs)
+    model, config = call.args[0], call.arguments["config"]
+    check("model", Settings(config, runtime.config))
+    given = call.arguments
+    set_up_groups(runtime, settings, config, given.get("pg_collection"))
+    name = "hybrid_stack_spec" if "hybrid_stack_spec" in given else "transformer_layer_spec"
+    given[name] = with_plugin(given[name], config, given.get("vp_stage"), runtime)
+    if given.get("mtp_block_spec") is not None:
+        given["mtp_block_spec"] = with_multi_token(given["mtp_block_spec"], config, runtime)
+    original(*call.args, **call.kwargs)
+    pattern = getattr(model, "hybrid_layer_pattern", None)
+    check("model", Settings(SimpleNamespace(hybrid_layer_pattern=pattern), runtime.config))
+    use_layout(model, runtime)
+    return model
 
 
 def with_plugin(
@@ -172,7 +218,7 @@ def _stack(layers: Any, runtime: Runtime, latent: bool) -> Any:
         layers: Megatron's HybridStackSubmodules.
         runtime: The run's layout and algorithm.
         latent: Whether layers with multi-latent attention are served; otherwise they are left as
-            they are, and `check_settings` refuses a model that has some.
+            they are, and the rules refuse a model that has some.
     """
     kinds = ("attention_layer", "mla_layer") if latent else ("attention_layer",)
     given = {kind: getattr(layers, kind, IdentityOp) for kind in kinds}

@@ -44,6 +44,7 @@ from omegaconf.errors import OmegaConfBaseException
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.errors import ConfigError, nearest
 from megatron_cp_plugin.integration.args import (
+    FLAGS,
     MEGATRON,
     OneLineParser,
     add_arguments,
@@ -52,39 +53,25 @@ from megatron_cp_plugin.integration.args import (
 
 _SHIPPED = Path(__file__).parents[1] / "configs"
 _SECTIONS = ("megatron", "context_parallel")
+_OPTIONS_FLAG = "--cp-options"
+_ON_COMMAND_LINE = ("--config", "--help", "--cp-record", "--cp-allow-untested-megatron")
 # The keys of `context_parallel:` that have a flag of their own; all others are algorithm options.
 _FLAGS = {
-    "algo": "--context-parallel-algo",
-    "kernel": "--cp-kernel",
-    "platform": "--cp-platform",
-    "layers": "--cp-layers",
-    "linear_model": "--cp-linear-model",
-    "recompute_attention": "--cp-recompute-attention",
-    "chunked_loss": "--cp-chunked-loss",
-    "machine": "--cp-machine",
-    "mean_document": "--cp-mean-document",
-    "example_spans": "--cp-example-spans",
-    "explain": "--cp-explain",
+    option.removeprefix("--context-parallel-").removeprefix("--cp-").replace("-", "_"): option
+    for option in FLAGS
+    if option not in (_OPTIONS_FLAG, *_ON_COMMAND_LINE)
 }
-_OPTIONS_FLAG = "--cp-options"
+
+
+def _normal(name: str) -> str:
+    return name.lstrip("-").replace("-", "_")
+
+
 # Flags that the two sections must not set: they belong elsewhere, and where is said.
 _ELSEWHERE = {
-    "config": "give it on the command line",
-    "context_parallel_algo": "write context_parallel.algo",
-    "cp_chunked_loss": "write context_parallel.chunked_loss",
-    "cp_kernel": "write context_parallel.kernel",
-    "cp_layers": "write context_parallel.layers",
-    "cp_example_spans": "write context_parallel.example_spans",
-    "cp_explain": "write context_parallel.explain",
-    "cp_linear_model": "write context_parallel.linear_model",
-    "cp_machine": "write context_parallel.machine",
-    "cp_mean_document": "write context_parallel.mean_document",
-    "cp_options": "write the options under context_parallel",
-    "cp_platform": "write context_parallel.platform",
-    "cp_recompute_attention": "write context_parallel.recompute_attention",
-    "cp_record": "give it on the command line",
-    "cp_allow_untested_megatron": "give it on the command line",
-    "help": "give it on the command line",
+    **{_normal(option): "give it on the command line" for option in _ON_COMMAND_LINE},
+    **{_normal(option): f"write context_parallel.{key}" for key, option in _FLAGS.items()},
+    _normal(_OPTIONS_FLAG): "write the options under context_parallel",
     "yaml_cfg": "write Megatron's settings under megatron",
 }
 
@@ -537,10 +524,6 @@ def _text(value: object) -> str:
 
 def _long_option(action: argparse.Action) -> str:
     return next((o for o in action.option_strings if o.startswith("--")), action.option_strings[0])
-
-
-def _normal(name: str) -> str:
-    return name.lstrip("-").replace("-", "_")
 
 
 def _one_line(error: BaseException) -> str:

@@ -4,15 +4,22 @@ B batch, S query tokens, T key tokens, H query heads, G KV heads (G divides H), 
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from functools import cache, partial
 
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.core.kernel import Lengths, Packing, Problem, SoftmaxKernel, Statistics
+from megatron_cp_plugin.core.head_groups import head_groups
+from megatron_cp_plugin.core.kernel import (
+    Gradients,
+    KernelCall,
+    Lengths,
+    Problem,
+    SoftmaxKernel,
+    Statistics,
+)
 from megatron_cp_plugin.core.partial import accumulation_dtype
-from megatron_cp_plugin.core.pipeline import head_groups
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.installed import load_installed
 from megatron_cp_plugin.kernels.choice import choose, loader, named
@@ -61,10 +68,10 @@ def rounded(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def with_stand_in(within: int, q: Tensor, v: Tensor, statistics: Statistics) -> int:
+def with_stand_in(within: int, call: KernelCall, statistics: Statistics) -> int:
     """`workspace` of a backward that is given `Statistics.out_for`. Args: within: the kernel's."""
-    elements = q.numel() // q.shape[3] * v.shape[3]
-    return within + statistics.copied_bytes(elements * q.element_size())
+    elements = call.q.numel() // call.q.shape[3] * call.v.shape[3]
+    return within + statistics.copied_bytes(elements * call.q.element_size())
 
 
 def by_name(lengths: Lengths) -> dict[str, Tensor | int]:
@@ -74,79 +81,59 @@ def by_name(lengths: Lengths) -> dict[str, Tensor | int]:
 
 
 class PackingKernel(SoftmaxKernel):
-    """A kernel that takes sequences one after the other: S queries and T keys in all."""
+    """A kernel that takes sequences one after the other."""
 
     packs = True
 
     @abstractmethod
-    def forward_flat(
-        self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, *, scale: float, causal: bool
-    ) -> tuple[Tensor, Tensor]:
-        """Attention of each sequence: q [S,H,D]; k [T,G,D]; v [T,G,E] -> out [S,H,E], lse [H,S].
+    def attend(self, call: KernelCall, lengths: Lengths | None) -> tuple[Tensor, Tensor]:
+        """See SoftmaxKernel.forward. Of sequences: q [S,H,D]; k [T,G,D]; v [T,G,E] -> out [S,H,E],
+        lse [H,S], with S queries and T keys in all.
 
-        Args: causal: bottom-right aligned.
+        Args:
+            lengths: of the sequences; None: it is one tile.
         """
 
     @abstractmethod
-    def backward_flat(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        statistics: Statistics,
-        lengths: Lengths,
-        *,
-        scale: float,
-        causal: bool,
-    ) -> Sequence[Tensor]:
-        """dq [S,H,D], dk [T,G,D], dv [T,G,E] of `forward_flat`; statistics are flattened too."""
+    def differentiate(
+        self, call: KernelCall, dout: Tensor, statistics: Statistics, lengths: Lengths | None
+    ) -> Gradients:
+        """dq, dk, dv of `attend`, as q, k, v are; dout and statistics are flattened too."""
 
-    def forward_packed(
-        self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, *, scale: float, causal: bool
-    ) -> tuple[Tensor, Tensor]:
-        """See SoftmaxKernel.forward_packed."""
-        batch = q.shape[0]
-        flat = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
-        lengths = packing.lengths(batch, q.device)
-        out, lse = self.forward_flat(*flat, lengths, scale=scale, causal=causal)
+    def forward(self, call: KernelCall) -> tuple[Tensor, Tensor]:
+        """See SoftmaxKernel.forward."""
+        if call.packing is None:
+            return self.attend(call, None)
+        out, lse = self.attend(*_flat(call))
+        batch = len(call.q)
         return out.unflatten(0, (batch, -1)), lse.unflatten(1, (batch, -1)).transpose(0, 1)
 
-    def backward_packed(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        statistics: Statistics,
-        packing: Packing,
-        *,
-        scale: float,
-        causal: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """See SoftmaxKernel.backward_packed."""
-        batch = q.shape[0]
-        flat = dout.flatten(0, 1), q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
-        lengths = packing.lengths(batch, q.device)
-        gradients = self.backward_flat(
-            *flat, statistics.flattened(), lengths, scale=scale, causal=causal
-        )
-        dq, dk, dv = (x.unflatten(0, (batch, -1)) for x in gradients)
+    def backward(self, call: KernelCall, dout: Tensor, statistics: Statistics) -> Gradients:
+        """See SoftmaxKernel.backward."""
+        if call.packing is None:
+            return self.differentiate(call, dout, statistics, None)
+        flat, lengths = _flat(call)
+        found = self.differentiate(flat, dout.flatten(0, 1), statistics.flattened(), lengths)
+        dq, dk, dv = (x.unflatten(0, (len(call.q), -1)) for x in found)
         return dq, dk, dv
 
 
-Gradients = tuple[Tensor, Tensor, Tensor]
+def _flat(call: KernelCall) -> tuple[KernelCall, Lengths]:
+    """The sequences of all entries of a batch, one after the other, and their lengths."""
+    assert call.packing is not None
+    q, k, v = call.q.flatten(0, 1), call.k.flatten(0, 1), call.v.flatten(0, 1)
+    return call._replace(q=q, k=k, v=v), call.packing.lengths(len(call.q), q.device)
+
+
 MOST_ELEMENTS = 2**31
 
 
 def by_heads(
     name: str,
     elements: int,
-    call: Callable[[Tensor, Tensor, Tensor, Tensor, Statistics], Gradients],
+    backward: Callable[[KernelCall, Tensor, Statistics], Gradients],
+    call: KernelCall,
     dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
     statistics: Statistics,
 ) -> Gradients:
     """dq, dk and dv of a kernel whose offsets are int32, by calls of some heads at a time.
@@ -154,30 +141,33 @@ def by_heads(
     Args:
         name: of the kernel.
         elements: of all heads, which int32 has to count in each call.
-        call: makes the gradients of some heads of the tensors that follow.
+        backward: makes the gradients of some heads.
+        call, dout, statistics: of all heads, as `backward` takes those of some.
 
     Raises: ContextParallelError if one head has too many elements.
     """
+    if elements <= MOST_ELEMENTS:
+        return backward(call, dout, statistics)
+    q, k, v = call.q, call.k, call.v
     heads, kv_heads = q.shape[2], k.shape[2]
-    enough = range(max(1, -(-elements // MOST_ELEMENTS)), heads + 1)
+    enough = range(-(-elements // MOST_ELEMENTS), heads + 1)
     groups = next((x for n in enough if len(x := head_groups(heads, kv_heads, n)) == n), None)
     if groups is None:
         raise ContextParallelError(
             f"kernel {name} needs at most {MOST_ELEMENTS} elements a head, got "
             f"{elements // heads}: use kernel flash4, or a larger context_parallel_size"
         )
-    if len(groups) == 1:
-        return call(dout, q, k, v, statistics)
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     wide = k.dtype if all(x.first and x.last for x in groups) else accumulation_dtype(k.dtype)
     dk, dv = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (k, v))
     for group in groups:
-        some_keys = k[:, :, group.kv], v[:, :, group.kv]
-        found = call(dout[:, :, group.q], q[:, :, group.q], *some_keys, statistics.heads(group.q))
-        dq[:, :, group.q] = found[0]
-        dk[:, :, group.kv] += found[1]
-        dv[:, :, group.kv] += found[2]
-    return dq, dk.to(k.dtype), dv.to(v.dtype)
+        of_q, of_keys = group.q, group.kv
+        some = call._replace(q=q[:, :, of_q], k=k[:, :, of_keys], v=v[:, :, of_keys], into=None)
+        found = backward(some, dout[:, :, of_q], statistics.heads(of_q))
+        dq[:, :, of_q] = found[0]
+        dk[:, :, of_keys] += found[1]
+        dv[:, :, of_keys] += found[2]
+    return call.placed((dq, dk.to(k.dtype), dv.to(v.dtype)))
 
 
 def far_apart(x: Tensor) -> bool:
@@ -202,34 +192,14 @@ class FlashAttention2(PackingKernel):
         rows = rounded(rows, 128) if sequences == 1 else rows + 128 * sequences
         return batch * rows * heads * rounded(dim, 32 if dim <= 128 else 64)
 
-    def backward_packed(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        statistics: Statistics,
-        packing: Packing,
-        *,
-        scale: float,
-        causal: bool,
-    ) -> Gradients:
-        """See SoftmaxKernel.backward_packed."""
-        call = partial(super().backward_packed, packing=packing, scale=scale, causal=causal)
-        # Each sequence is padded, a single one as well.
-        elements = self.accumulated(q, max(2, len(packing)))
-        return by_heads(self.name, elements, call, dout, q, k, v, statistics)
+    def backward(self, call: KernelCall, dout: Tensor, statistics: Statistics) -> Gradients:
+        """See SoftmaxKernel.backward."""
+        # Each packed sequence is padded, a single one as well.
+        sequences = 1 if call.packing is None else max(2, len(call.packing))
+        elements = self.accumulated(call.q, sequences)
+        return by_heads(self.name, elements, super().backward, call, dout, statistics)
 
-    def workspace(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        statistics: Statistics | None,
-        *,
-        causal: bool,
-        sequences: int = 1,
-    ) -> int:
+    def workspace(self, call: KernelCall, statistics: Statistics | None) -> int:
         """See SoftmaxKernel.workspace: float32 dQ and delta; with GQA dK, dV of all query heads.
 
         Not counted: the further dQ of a deterministic backward, ceil(multiprocessors / (batch *
@@ -237,11 +207,11 @@ class FlashAttention2(PackingKernel):
         """
         if statistics is None:
             return 0
-        (batch, _, heads, dim), (_, cols, kv_heads, _) = q.shape, k.shape
+        (batch, _, heads, dim), (_, cols, kv_heads, _) = call.q.shape, call.k.shape
         of_keys = batch * 2 * cols * heads * dim if heads > kv_heads else 0
-        elements = self.accumulated(q, sequences)
+        elements = self.accumulated(call.q, 1 if call.packing is None else len(call.packing))
         wide = elements + elements // rounded(dim, 32 if dim <= 128 else 64)
-        return with_stand_in(4 * wide + of_keys * q.element_size(), q, v, statistics)
+        return with_stand_in(4 * wide + of_keys * call.q.element_size(), call, statistics)
 
 
 # In the order of preference of "auto", fastest first (docs/benchmarks.md has the measurements). The

@@ -1,19 +1,14 @@
 """flash-attn 2, through the functions that its own autograd Function calls."""
 
-from collections.abc import Callable
-from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.core.kernel import Lengths, Problem, Statistics
+from megatron_cp_plugin.core.kernel import Gradients, KernelCall, Lengths, Problem, Statistics
 from megatron_cp_plugin.kernels.base import (
-    MOST_ELEMENTS,
     FlashAttention2,
-    Gradients,
-    by_heads,
     by_name,
     equal_dims_reason,
     gpu_reason,
@@ -33,111 +28,43 @@ class Flash2(FlashAttention2):
             return "needs the package flash-attn (version 2), which is not installed"
         return equal_dims_reason(problem) or gpu_reason(problem, range(8, 257, 8), (8, 0))
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool
-    ) -> tuple[Tensor, Tensor]:
-        from flash_attn.flash_attn_interface import _flash_attn_forward
+    def attend(self, call: KernelCall, lengths: Lengths | None) -> tuple[Tensor, Tensor]:
+        from flash_attn import flash_attn_interface as interface
 
-        out, lse, *_ = _flash_attn_forward(
-            q, k, v, softmax_scale=scale, causal=causal, return_softmax=False, **_PLAIN
-        )
+        function = interface._flash_attn_forward
+        if lengths is not None:
+            function = interface._flash_attn_varlen_forward
+        settings = _settings(call, lengths)
+        out, lse, *_ = function(call.q, call.k, call.v, return_softmax=False, **settings)
         return out, lse
 
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        statistics: Statistics,
-        *,
-        scale: float,
-        causal: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        from flash_attn.flash_attn_interface import _flash_attn_backward
+    def differentiate(
+        self, call: KernelCall, dout: Tensor, statistics: Statistics, lengths: Lengths | None
+    ) -> Gradients:
+        from flash_attn import flash_attn_interface as interface
 
-        settings: dict[str, Any] = {"softmax_scale": scale, "causal": causal}
-        call = partial(_differentiate, _flash_attn_backward, **settings)
-        return by_heads(self.name, self.accumulated(q), call, dout, q, k, v, statistics)
-
-    def backward_to(
-        self,
-        gradients: tuple[Tensor, Tensor, Tensor],
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        statistics: Statistics,
-        *,
-        scale: float,
-        causal: bool,
-    ) -> None:
-        from flash_attn.flash_attn_interface import _flash_attn_backward
-
-        settings: dict[str, Any] = {"softmax_scale": scale, "causal": causal}
-        given = dout, q, k, v, statistics
-        if self.accumulated(q) <= MOST_ELEMENTS:
-            _differentiate(_flash_attn_backward, *given, gradients=gradients, **settings)
-            return
-        found = self.backward(*given, scale=scale, causal=causal)
-        for place, x in zip(gradients, found, strict=True):
-            place.copy_(x)
-
-    def forward_flat(
-        self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, *, scale: float, causal: bool
-    ) -> tuple[Tensor, Tensor]:
-        from flash_attn.flash_attn_interface import _flash_attn_varlen_forward
-
-        settings = {"softmax_scale": scale, "causal": causal, **by_name(lengths)}
-        out, lse, *_ = _flash_attn_varlen_forward(
-            q, k, v, return_softmax=False, **settings, **_PLAIN
+        function = interface._flash_attn_backward
+        if lengths is not None:
+            function = interface._flash_attn_varlen_backward
+        given = call.q, call.k, call.v
+        dq, dk, dv = call.into or [torch.empty_like(x) for x in given]
+        function(
+            dout,
+            *given,
+            statistics.out_for(dout),
+            statistics.lse.contiguous(),
+            dq,
+            dk,
+            dv,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+            **_settings(call, lengths),
         )
-        return out, lse
-
-    def backward_flat(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        statistics: Statistics,
-        lengths: Lengths,
-        *,
-        scale: float,
-        causal: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        from flash_attn.flash_attn_interface import _flash_attn_varlen_backward
-
-        settings: dict[str, Any] = {"softmax_scale": scale, "causal": causal, **by_name(lengths)}
-        return _differentiate(_flash_attn_varlen_backward, dout, q, k, v, statistics, **settings)
+        return dq, dk, dv
 
 
-def _differentiate(
-    function: Callable[..., object],
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    statistics: Statistics,
-    *,
-    gradients: Gradients | None = None,
-    **settings: Any,
-) -> Gradients:
-    """Gradients, where they belong, or in new tensors."""
-    gradients = gradients or (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
-    function(
-        dout,
-        q,
-        k,
-        v,
-        statistics.out_for(dout),
-        statistics.lse.contiguous(),
-        *gradients,
-        deterministic=torch.are_deterministic_algorithms_enabled(),
-        **settings,
-        **_PLAIN,
-    )
-    return gradients
+def _settings(call: KernelCall, lengths: Lengths | None) -> dict[str, Any]:
+    of_lengths = {} if lengths is None else by_name(lengths)
+    return {"softmax_scale": call.scale, "causal": call.causal, **of_lengths, **_PLAIN}
 
 
 # What no tile here has.

@@ -1,6 +1,5 @@
 """flash-attn 4 (flash_attn.cute), compiled for the device at first use of a shape."""
 
-from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -8,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megatron_cp_plugin.core.kernel import Lengths, Problem, Statistics
+from megatron_cp_plugin.core.kernel import Gradients, KernelCall, Lengths, Problem, Statistics
 from megatron_cp_plugin.kernels.base import (
     PackingKernel,
     by_name,
@@ -42,96 +41,56 @@ class Flash4(PackingKernel):
         blackwell_12 = torch.cuda.get_device_capability(problem.device)[0] == 12
         return "has no deterministic backward on compute capability 12" if blackwell_12 else None
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool
-    ) -> tuple[Tensor, Tensor]:
-        return self._forward(q, k, v, softmax_scale=scale, causal=causal)
+    def attend(self, call: KernelCall, lengths: Lengths | None) -> tuple[Tensor, Tensor]:
+        from flash_attn.cute.interface import _flash_attn_fwd
 
-    def forward_to(
-        self,
-        results: tuple[Tensor, Tensor],
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        scale: float,
-        causal: bool,
-    ) -> None:
-        settings: dict[str, Any] = {"softmax_scale": scale, "causal": causal}
-        if _served_dims(q, k, v) == (q.shape[-1], v.shape[-1]):
-            settings |= zip(("out", "lse"), results, strict=True)
-        _keep(results, self._forward(q, k, v, **settings))
+        q, k, v = call.q, call.k, call.v
+        settings = _settings(call, lengths)
+        dim, value_dim = _served_dims(q, k, v)
+        if call.into is not None and (dim, value_dim) == (q.shape[-1], v.shape[-1]):
+            settings |= zip(("out", "lse"), call.into, strict=True)
+        wide = _filled(q, dim), _filled(k, dim), _filled(v, value_dim)
+        out, lse, *_ = _flash_attn_fwd(*wide, return_lse=True, **settings)
+        return call.placed((_cut(out, v.shape[-1]), lse))
 
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        statistics: Statistics,
-        *,
-        scale: float,
-        causal: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return self._backward(dout, q, k, v, statistics, softmax_scale=scale, causal=causal)
+    def differentiate(
+        self, call: KernelCall, dout: Tensor, statistics: Statistics, lengths: Lengths | None
+    ) -> Gradients:
+        from flash_attn.cute.interface import _flash_attn_bwd
 
-    def backward_to(
-        self,
-        gradients: tuple[Tensor, Tensor, Tensor],
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        statistics: Statistics,
-        *,
-        scale: float,
-        causal: bool,
-    ) -> None:
-        settings: dict[str, Any] = {"softmax_scale": scale, "causal": causal}
-        if _served_dims(q, k, v) == (q.shape[-1], v.shape[-1]):
-            settings |= zip(("dq", "dk", "dv"), gradients, strict=True)
-        _keep(gradients, self._backward(dout, q, k, v, statistics, **settings))
+        q, k, v = call.q, call.k, call.v
+        settings = _settings(call, lengths)
+        out, dlse = statistics.out, None
+        if out is None:
+            # The kernel takes delta - dlse for delta, with delta = rowsum(dout * out) = 0 here: one
+            # row of zeros, which it reads again and again.
+            assert statistics.delta is not None
+            out = dout.new_zeros(dout.shape[-1]).expand_as(dout)
+            dlse = statistics.delta.neg().contiguous()
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        lse = statistics.lse.contiguous()
+        dim, value_dim = _served_dims(q, k, v)
+        if call.into is not None and (dim, value_dim) == (q.shape[-1], v.shape[-1]):
+            settings |= zip(("dq", "dk", "dv"), call.into, strict=True)
+        wide = _filled(q, dim), _filled(k, dim), *(_filled(x, value_dim) for x in (v, out, dout))
+        dq, dk, dv, *_ = _flash_attn_bwd(
+            *wide, lse, dlse=dlse, deterministic=deterministic, **settings
+        )
+        found = _cut(dq, q.shape[-1]), _cut(dk, k.shape[-1]), _cut(dv, v.shape[-1])
+        return call.placed(found)
 
-    def forward_flat(
-        self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, *, scale: float, causal: bool
-    ) -> tuple[Tensor, Tensor]:
-        return self._forward(q, k, v, softmax_scale=scale, causal=causal, **_settings(lengths))
-
-    def backward_flat(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        statistics: Statistics,
-        lengths: Lengths,
-        *,
-        scale: float,
-        causal: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        settings = {"softmax_scale": scale, "causal": causal, **_settings(lengths)}
-        return self._backward(dout, q, k, v, statistics, **settings)
-
-    def workspace(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        statistics: Statistics | None,
-        *,
-        causal: bool,
-        sequences: int = 1,
-    ) -> int:
+    def workspace(self, call: KernelCall, statistics: Statistics | None) -> int:
         """See SoftmaxKernel.workspace: float32 dQ, delta and lse, with GQA dK and dV, on Hopper.
 
         Source: flash_attn.cute.interface, _flash_attn_bwd and _tile_size_bwd_sm90 (4.0.0b36).
         """
         if statistics is None:
             return 0
-        batch, rows, heads, dim = q.shape
-        (_, cols, kv_heads, _), value_dim = k.shape, v.shape[3]
+        sequences = 1 if call.packing is None else len(call.packing)
+        batch, rows, heads, dim = call.q.shape
+        (_, cols, kv_heads, _), value_dim = call.k.shape, call.v.shape[3]
         # Tiles of queries and keys, and what head dims are filled up to.
-        tile = 128 if dim <= 64 else 80 if 96 < dim <= 128 and not causal else 64
+        tile = 128 if dim <= 64 else 80 if 96 < dim <= 128 and not call.causal else 64
         key_tile, multiple = (128, 32) if dim <= 128 else (96 if dim <= 192 else 48, 64)
         if sequences > 1:  # each is padded by itself, in the end of its place
             rows, cols = batch * rows, batch * cols
@@ -147,51 +106,12 @@ class Flash4(PackingKernel):
             made += statistics.delta.numel() * 4
         return 4 * batch * numbers + made
 
-    def _forward(self, q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> tuple[Tensor, Tensor]:
-        from flash_attn.cute.interface import _flash_attn_fwd
 
-        dim, value_dim = _served_dims(q, k, v)
-        wide = _filled(q, dim), _filled(k, dim), _filled(v, value_dim)
-        out, lse, *_ = _flash_attn_fwd(*wide, return_lse=True, **settings)
-        return _cut(out, v.shape[-1]), lse
-
-    def _backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        statistics: Statistics,
-        **settings: Any,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        from flash_attn.cute.interface import _flash_attn_bwd
-
-        out, dlse = statistics.out, None
-        if out is None:
-            # The kernel takes delta - dlse for delta, with delta = rowsum(dout * out) = 0 here: one
-            # row of zeros, which it reads again and again.
-            assert statistics.delta is not None
-            out = dout.new_zeros(dout.shape[-1]).expand_as(dout)
-            dlse = statistics.delta.neg().contiguous()
-        deterministic = torch.are_deterministic_algorithms_enabled()
-        lse = statistics.lse.contiguous()
-        dim, value_dim = _served_dims(q, k, v)
-        wide = _filled(q, dim), _filled(k, dim), *(_filled(x, value_dim) for x in (v, out, dout))
-        dq, dk, dv, *_ = _flash_attn_bwd(
-            *wide, lse, dlse=dlse, deterministic=deterministic, **settings
-        )
-        return _cut(dq, q.shape[-1]), _cut(dk, k.shape[-1]), _cut(dv, v.shape[-1])
-
-
-def _keep(places: Sequence[Tensor], results: Sequence[Tensor]) -> None:
-    """Puts results where they belong, unless the kernel has put them there."""
-    for place, x in zip(places, results, strict=True):
-        if x is not place:
-            place.copy_(x)
-
-
-def _settings(lengths: Lengths) -> dict[str, Tensor | int]:
-    settings = by_name(lengths)
+def _settings(call: KernelCall, lengths: Lengths | None) -> dict[str, Any]:
+    settings: dict[str, Any] = {"softmax_scale": call.scale, "causal": call.causal}
+    if lengths is None:
+        return settings
+    settings |= by_name(lengths)
     if lengths.used_q is not None and lengths.used_k is not None:
         settings |= {"seqused_q": lengths.used_q, "seqused_k": lengths.used_k}
     return settings

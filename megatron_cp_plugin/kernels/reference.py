@@ -6,7 +6,15 @@ The oracle of the tests, and what "auto" takes where nothing faster runs.
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.core.kernel import Problem, SoftmaxKernel, Statistics
+from megatron_cp_plugin.core.kernel import (
+    Gradients,
+    KernelCall,
+    Problem,
+    SoftmaxKernel,
+    Statistics,
+    backward_by_sequence,
+    forward_by_sequence,
+)
 from megatron_cp_plugin.core.partial import accumulation_dtype
 
 
@@ -22,68 +30,33 @@ class Reference(SoftmaxKernel):
     def unsupported(self, problem: Problem) -> str | None:
         return None
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool
-    ) -> tuple[Tensor, Tensor]:
-        scores = _scores(q, k, scale, causal)
+    def forward(self, call: KernelCall) -> tuple[Tensor, Tensor]:
+        if call.packing is not None:
+            return forward_by_sequence(self, call)
+        q, v = call.q, call.v
+        scores = _scores(q, call.k, call.scale, call.causal)
         lse = scores.logsumexp(-1)
         p = torch.exp(scores - lse.unsqueeze(-1))
         out = torch.einsum("bgnst,btgd->bsgnd", p, v.to(p.dtype))
-        return out.flatten(2, 3).to(q.dtype), lse.flatten(1, 2)
+        found = out.flatten(2, 3).to(q.dtype), lse.flatten(1, 2)
+        return found if call.into is None else call.placed(found)
 
-    def forward_to(
-        self,
-        results: tuple[Tensor, Tensor],
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        scale: float,
-        causal: bool,
-    ) -> None:
-        found = self.forward(q, k, v, scale=scale, causal=causal)
-        for place, x in zip(results, found, strict=True):
-            place.copy_(x)
-
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        statistics: Statistics,
-        *,
-        scale: float,
-        causal: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        kv_heads = k.shape[2]
-        scores = _scores(q, k, scale, causal)
+    def backward(self, call: KernelCall, dout: Tensor, statistics: Statistics) -> Gradients:
+        if call.packing is not None:
+            return backward_by_sequence(self, call, dout, statistics)
+        q, k, v, kv_heads = call.q, call.k, call.v, call.k.shape[2]
+        scores = _scores(q, k, call.scale, call.causal)
         p = torch.exp(scores - _by_group(statistics.lse, kv_heads).to(scores.dtype))
-        wide_q, wide_k, wide_v = (x.to(p.dtype) for x in (q, k, v))
+        wide_q, wide_k, wide_v = [x.to(p.dtype) for x in (q, k, v)]
         dout_g = dout.to(p.dtype).unflatten(2, (kv_heads, -1))
         delta = _by_group(statistics.delta_for(dout), kv_heads).to(p.dtype)
         dp = torch.einsum("bsgnd,btgd->bgnst", dout_g, wide_v)
-        ds = p * (dp - delta) * scale
+        ds = p * (dp - delta) * call.scale
         dq = torch.einsum("bgnst,btgd->bsgnd", ds, wide_k).flatten(2, 3)
         dk = torch.einsum("bgnst,bsgnd->btgd", ds, wide_q.unflatten(2, (kv_heads, -1)))
         dv = torch.einsum("bgnst,bsgnd->btgd", p, dout_g)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
-
-    def backward_to(
-        self,
-        gradients: tuple[Tensor, Tensor, Tensor],
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        statistics: Statistics,
-        *,
-        scale: float,
-        causal: bool,
-    ) -> None:
-        found = self.backward(dout, q, k, v, statistics, scale=scale, causal=causal)
-        for place, x in zip(gradients, found, strict=True):
-            place.copy_(x)
+        found = dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+        return found if call.into is None else call.placed(found)
 
 
 def _by_group(row_values: Tensor, kv_heads: int) -> Tensor:

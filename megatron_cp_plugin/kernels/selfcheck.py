@@ -10,7 +10,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.core.kernel import Packing, Problem, SoftmaxKernel, Statistics
+from megatron_cp_plugin.core.kernel import (
+    KernelCall,
+    Packing,
+    Problem,
+    SoftmaxKernel,
+    Statistics,
+    run_backward,
+    run_forward,
+)
 from megatron_cp_plugin.core.linear.decay import Decay
 from megatron_cp_plugin.core.linear.kernel import LinearKernel, LinearProblem
 from megatron_cp_plugin.core.linear.runs import Runs
@@ -176,32 +184,19 @@ def _tile(
     if packing is not None:
         packed_q, packed_kv, rows = [*packing.q], [*packing.kv], packing.q[-1].stop
     q, k, v, dout = _inputs(problem, rows)
-    scale = problem.head_dim**-0.5
-
-    def forward(kernel: SoftmaxKernel, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        if packing is not None:
-            return kernel.forward_packed(q, k, v, packing, scale=scale, causal=causal)
-        return kernel.forward(q, k, v, scale=scale, causal=causal)
-
-    def backward(
-        kernel: SoftmaxKernel, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, found: Statistics
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        if packing is not None:
-            return kernel.backward_packed(dout, q, k, v, found, packing, scale=scale, causal=causal)
-        return kernel.backward(dout, q, k, v, found, scale=scale, causal=causal)
-
-    wide = q.double(), k.double(), v.double()
-    want_out, want_lse = forward(Reference(), *wide)
-    want = backward(Reference(), dout.double(), *wide, Statistics(want_lse, out=want_out))
+    call = KernelCall(q, k, v, problem.head_dim**-0.5, causal, packing)
+    wide = call._replace(q=q.double(), k=k.double(), v=v.double())
+    want_out, want_lse = Reference().forward(wide)
+    want = Reference().backward(wide, dout.double(), Statistics(want_lse, out=want_out))
     with _as_in_the_run(problem):
-        out, lse = forward(kernel, q, k, v)
+        out, lse = run_forward(kernel, call)
     results = [
         ("out", _parts(out, packed_q), _parts(want_out, packed_q)),
         ("lse", _parts(lse.mT, packed_q), _parts(want_lse.mT, packed_q)),
     ]
     for statistics in (Statistics(lse, out=out), Statistics(lse, delta=delta_of(dout, out))):
         with _as_in_the_run(problem):
-            got = backward(kernel, dout, q, k, v, statistics)
+            got = run_backward(kernel, call, dout, statistics)
         rule = "" if statistics.delta is None else " by delta"
         places = packed_q, packed_kv, packed_kv
         results += [
@@ -211,7 +206,7 @@ def _tile(
     if packing is None:
         names, wanted = ("out", "lse", "dq", "dk", "dv"), (want_out, want_lse, *want)
         with _as_in_the_run(problem):
-            found = _in_place(kernel, dout, q, k, v, out, lse, scale=scale, causal=causal)
+            found = _in_place(kernel, call, dout, out, lse)
         results += [
             (f"{name} in its place", x, y)
             for name, x, y in zip(names, found, wanted, strict=True)
@@ -221,28 +216,18 @@ def _tile(
 
 
 def _in_place(
-    kernel: SoftmaxKernel,
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    *,
-    scale: float,
-    causal: bool,
+    kernel: SoftmaxKernel, call: KernelCall, dout: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor | None, ...]:
     """out, lse, dq, dk, dv as some heads of wider tensors; None where the kernel places none."""
     found: tuple[Tensor | None, ...] = (None, None)
     if kernel.places_outputs:
         results = _some_heads(out, 2), _some_heads(lse, 1)
-        kernel.forward_to(results, q, k, v, scale=scale, causal=causal)
+        kernel.forward(call._replace(into=results))
         found = results
     if not kernel.places_gradients:
         return (*found, None, None, None)
-    gradients = _some_heads(q, 2), _some_heads(k, 2), _some_heads(v, 2)
-    statistics = Statistics(lse, out=out)
-    kernel.backward_to(gradients, dout, q, k, v, statistics, scale=scale, causal=causal)
+    gradients = _some_heads(call.q, 2), _some_heads(call.k, 2), _some_heads(call.v, 2)
+    kernel.backward(call._replace(into=gradients), dout, Statistics(lse, out=out))
     return (*found, *gradients)
 
 

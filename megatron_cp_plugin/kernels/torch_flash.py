@@ -4,12 +4,17 @@ All take GQA without expanding and return the natural-log lse. Called as aten op
 scaled_dot_product_attention does not return lse.
 """
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.core.kernel import Lengths, Problem, SoftmaxKernel, Statistics
+from megatron_cp_plugin.core.kernel import (
+    Gradients,
+    KernelCall,
+    Lengths,
+    Problem,
+    SoftmaxKernel,
+    Statistics,
+)
 from megatron_cp_plugin.kernels.base import (
     FlashAttention2,
     by_heads,
@@ -35,25 +40,15 @@ class CpuFlashAttention(SoftmaxKernel):
             return f"runs on cpu, got tensors on {problem.device.type}"
         return equal_dims_reason(problem)
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, call: KernelCall) -> tuple[Tensor, Tensor]:
+        q, k, v, scale, causal, *_ = call
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
             q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), 0.0, causal, scale=scale
         )
         return out.transpose(1, 2), lse
 
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        statistics: Statistics,
-        *,
-        scale: float,
-        causal: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, call: KernelCall, dout: Tensor, statistics: Statistics) -> Gradients:
+        q, k, v, scale, causal, *_ = call
         lse = statistics.lse.transpose(1, 2).contiguous().transpose(1, 2)  # as forward gives it
         dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             dout.transpose(1, 2),
@@ -78,80 +73,41 @@ class CudaFlashAttention(FlashAttention2):
     def unsupported(self, problem: Problem) -> str | None:
         return equal_dims_reason(problem) or gpu_reason(problem, range(8, 257, 8), (8, 0))
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool
-    ) -> tuple[Tensor, Tensor]:
-        lengths = None, None, q.shape[1], k.shape[1]
+    def attend(self, call: KernelCall, lengths: Lengths | None) -> tuple[Tensor, Tensor]:
+        q, k, v, scale, causal, *_ = call
         out, lse, *_ = _aten._flash_attention_forward(
-            q, k, v, *lengths, 0.0, causal, False, scale=scale
+            q, k, v, *_lengths(call, lengths), 0.0, causal, False, scale=scale
         )
         return out, lse
 
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        statistics: Statistics,
-        *,
-        scale: float,
-        causal: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        lengths = None, None, q.shape[1], k.shape[1]
-        call = partial(_differentiate, lengths=lengths, scale=scale, causal=causal)
-        return by_heads(self.name, self.accumulated(q), call, dout, q, k, v, statistics)
-
-    def forward_flat(
-        self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, *, scale: float, causal: bool
-    ) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = _aten._flash_attention_forward(
-            q, k, v, *lengths[:4], 0.0, causal, False, scale=scale
+    def differentiate(
+        self, call: KernelCall, dout: Tensor, statistics: Statistics, lengths: Lengths | None
+    ) -> Gradients:
+        q, k, v, scale, causal, *_ = call
+        no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
+        dq, dk, dv = _aten._flash_attention_backward(
+            dout,
+            q,
+            k,
+            v,
+            statistics.out_for(dout),
+            statistics.lse.contiguous(),
+            *_lengths(call, lengths),
+            0.0,
+            causal,
+            no_dropout,
+            no_dropout,
+            scale=scale,
         )
-        return out, lse
-
-    def backward_flat(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        statistics: Statistics,
-        lengths: Lengths,
-        *,
-        scale: float,
-        causal: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return _differentiate(dout, q, k, v, statistics, lengths[:4], scale=scale, causal=causal)
+        return dq, dk, dv
 
 
-def _differentiate(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    statistics: Statistics,
-    lengths: tuple[Tensor | None, Tensor | None, int, int],
-    *,
-    scale: float,
-    causal: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
-    dq, dk, dv = _aten._flash_attention_backward(
-        dout,
-        q,
-        k,
-        v,
-        statistics.out_for(dout),
-        statistics.lse.contiguous(),
-        *lengths,
-        0.0,
-        causal,
-        no_dropout,
-        no_dropout,
-        scale=scale,
-    )
-    return dq, dk, dv
+def _lengths(
+    call: KernelCall, lengths: Lengths | None
+) -> tuple[Tensor | None, Tensor | None, int, int]:
+    if lengths is None:
+        return None, None, call.q.shape[1], call.k.shape[1]
+    return lengths[:4]
 
 
 class CudnnAttention(SoftmaxKernel):
@@ -171,11 +127,10 @@ class CudnnAttention(SoftmaxKernel):
             return "builds a plan for every new length, and documents keep having new ones"
         return gpu_reason(problem, range(8, 257, 8), (9, 0)) or wide_heads_reason(problem)
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, call: KernelCall) -> tuple[Tensor, Tensor]:
+        q, k, v, scale, causal, *_ = call
         if k.shape[1] == 1:
-            return self._of_one_key.forward(q, k, v, scale=scale, causal=causal)
+            return self._of_one_key.forward(call)
         out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
             q.transpose(1, 2),
             k.transpose(1, 2),
@@ -189,35 +144,15 @@ class CudnnAttention(SoftmaxKernel):
         )
         return out.transpose(1, 2), lse.squeeze(-1)
 
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        statistics: Statistics,
-        *,
-        scale: float,
-        causal: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        if k.shape[1] == 1:
-            return self._of_one_key.backward(dout, q, k, v, statistics, scale=scale, causal=causal)
+    def backward(self, call: KernelCall, dout: Tensor, statistics: Statistics) -> Gradients:
+        if call.k.shape[1] == 1:
+            return self._of_one_key.backward(call, dout, statistics)
         statistics = Statistics(statistics.lse, out=statistics.out_for(dout))
-        call = partial(self._differentiate, scale=scale, causal=causal)
-        elements = max(q.numel(), dout.numel())
-        return by_heads(self.name, elements, call, dout, q, k, v, statistics)
+        elements = max(call.q.numel(), dout.numel())
+        return by_heads(self.name, elements, self._differentiate, call, dout, statistics)
 
-    def _differentiate(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        statistics: Statistics,
-        *,
-        scale: float,
-        causal: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _differentiate(self, call: KernelCall, dout: Tensor, statistics: Statistics) -> Gradients:
+        q, k, v, scale, causal, *_ = call
         assert statistics.out is not None
         # Else dq is wrong, and with it dk, without an error (torch 2.11 on an H200; the forward is
         # right).
@@ -243,24 +178,15 @@ class CudnnAttention(SoftmaxKernel):
         )
         return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
-    def workspace(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        statistics: Statistics | None,
-        *,
-        causal: bool,
-        sequences: int = 1,
-    ) -> int:
+    def workspace(self, call: KernelCall, statistics: Statistics | None) -> int:
         """See SoftmaxKernel.workspace: float32 dQ and delta.
 
         With GQA also dK and dV of every query head.
         """
         if statistics is None:
             return 0
-        batch, rows, heads, dim = q.shape
-        (_, cols, kv_heads, _), value_dim = k.shape, v.shape[3]
+        batch, rows, heads, dim = call.q.shape
+        (_, cols, kv_heads, _), value_dim = call.k.shape, call.v.shape[3]
         of_keys = cols * heads * (dim + value_dim) if heads > kv_heads else 0
-        within = batch * (4 * rows * heads * (dim + 1) + of_keys * q.element_size())
-        return with_stand_in(within, q, v, statistics)
+        within = batch * (4 * rows * heads * (dim + 1) + of_keys * call.q.element_size())
+        return with_stand_in(within, call, statistics)

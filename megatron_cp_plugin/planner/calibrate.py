@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_cp_plugin import functional
 from megatron_cp_plugin.core.comm import Communicator, Operation, Pending
-from megatron_cp_plugin.core.kernel import Problem, SoftmaxKernel, Statistics
+from megatron_cp_plugin.core.kernel import KernelCall, Problem, SoftmaxKernel, Statistics
 from megatron_cp_plugin.core.linear.decay import Decay
 from megatron_cp_plugin.core.linear.kernel import LinearProblem
 from megatron_cp_plugin.core.linear.runs import Runs
@@ -227,13 +227,12 @@ class _Calibration:
     ) -> dict[Pass, float]:
         q, k, v, dout = self._inputs(rows, columns)
         scale = q.shape[3] ** -0.5
-        out, lse = kernel.forward(q, k, v, scale=scale, causal=causal)
+        call = KernelCall(q, k, v, scale, causal)
+        out, lse = kernel.forward(call)
         statistics = Statistics(lse, out=out)
         return {
-            "forward": self._seconds(lambda: kernel.forward(q, k, v, scale=scale, causal=causal)),
-            "backward": self._seconds(
-                lambda: kernel.backward(dout, q, k, v, statistics, scale=scale, causal=causal)
-            ),
+            "forward": self._seconds(lambda: kernel.forward(call)),
+            "backward": self._seconds(lambda: kernel.backward(call, dout, statistics)),
         }
 
     def _inputs(self, rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -376,7 +375,7 @@ class _Calibration:
         x, y = (torch.zeros(2**28, dtype=torch.uint8, device=self.device) for _ in "ab")
 
         def alone() -> None:
-            kernel.forward(q, k, v, scale=scale, causal=False)
+            kernel.forward(KernelCall(q, k, v, scale, causal=False))
 
         def beside() -> float:
             times = []
@@ -402,12 +401,11 @@ class _Calibration:
         kernel = resolve("auto", Problem(self.device, self.dtype, *self.dims))
         q, k, v, dout = self._inputs(64, 64)
         scale = q.shape[3] ** -0.5
-        out, lse = kernel.forward(q, k, v, scale=scale, causal=True)
+        call = KernelCall(q, k, v, scale, causal=True)
+        out, lse = kernel.forward(call)
         statistics, x = Statistics(lse, out=out), torch.zeros(64, device=self.device)
-        of_kernel = self._launching(lambda: kernel.forward(q, k, v, scale=scale, causal=True))
-        of_backward = self._launching(
-            lambda: kernel.backward(dout, q, k, v, statistics, scale=scale, causal=True)
-        )
+        of_kernel = self._launching(lambda: kernel.forward(call))
+        of_backward = self._launching(lambda: kernel.backward(call, dout, statistics))
         of_group = of_peer = 0.0
         if self.topology.size > 1:
             comm = self.topology.channel("share")

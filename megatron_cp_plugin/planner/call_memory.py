@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.core.algorithm import Algorithm
+from megatron_cp_plugin.core.algorithm import Algorithm, Compiled
 from megatron_cp_plugin.core.call import Call
 from megatron_cp_plugin.core.fused import register_fused
-from megatron_cp_plugin.core.kernel import Packing, SoftmaxKernel, Statistics
+from megatron_cp_plugin.core.kernel import Gradients, KernelCall, SoftmaxKernel, Statistics
 from megatron_cp_plugin.core.partial import accumulation_dtype
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
@@ -71,17 +71,17 @@ def peak_of(
         torch.empty((shape.batch, tokens, n, d), dtype=DTYPES[shape.element_bytes], device="meta")
         for n, d in ((heads, dim), (kv_heads, dim), (kv_heads, value_dim), (heads, value_dim))
     )
-    call = Call(shape.seq_len, mask, dim**-0.5, _Sizes(kernel))
+    compiled = Compiled(algorithm, Call(shape, mask, dim**-0.5, _Sizes(kernel)))
     with AllocationTracker([q, k, v, dout]):
-        saved = algorithm.forward(q, k, v, call)[2]
-        algorithm.backward(dout, saved, call)  # receive buffers have their final size now
+        saved = compiled.forward.attend(q, k, v)[2]
+        compiled.backward().differentiate(dout, saved)  # receive buffers have their final size now
         del saved
     with AllocationTracker([q, k, v, dout, *topology.slabs()]) as living:
-        out, lse, saved = algorithm.forward(q, k, v, call)
+        out, lse, saved = compiled.forward.attend(q, k, v)
         forward, living.most = living.most, 0
         del lse
         between = living.now
-        gradients = algorithm.backward(dout, saved, call)
+        gradients = compiled.backward().differentiate(dout, saved)
     del out, gradients
     peer = topology.peer_bytes
     return Peak(forward + peer, living.most + peer, between, peer)
@@ -141,116 +141,27 @@ class SizesOnly(SoftmaxKernel):
         self.places_outputs, self.places_gradients = places_outputs, places_gradients
 
     @abstractmethod
-    def called(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        statistics: Statistics | None,
-        packing: Packing,
-        *,
-        causal: bool,
-    ) -> None:
+    def called(self, call: KernelCall, statistics: Statistics | None) -> None:
         """What there is to a call beside its results. Args: statistics: None: it is a forward."""
 
     def unsupported(self, problem: object) -> str | None:
         return None
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool
-    ) -> tuple[Tensor, Tensor]:
-        return self._attend(q, k, v, _whole(q, k), causal=causal)
-
-    def forward_to(
-        self,
-        results: tuple[Tensor, Tensor],
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        scale: float,
-        causal: bool,
-    ) -> None:
-        self.called(q, k, v, None, _whole(q, k), causal=causal)
-
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        statistics: Statistics,
-        *,
-        scale: float,
-        causal: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return self._differentiate(q, k, v, statistics, _whole(q, k), causal=causal)
-
-    def backward_to(
-        self,
-        gradients: tuple[Tensor, Tensor, Tensor],
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        statistics: Statistics,
-        *,
-        scale: float,
-        causal: bool,
-    ) -> None:
-        self.called(q, k, v, statistics, _whole(q, k), causal=causal)
-
-    def forward_packed(
-        self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, *, scale: float, causal: bool
-    ) -> tuple[Tensor, Tensor]:
-        if self.packs:
-            return self._attend(q, k, v, packing, causal=causal)
-        return super().forward_packed(q, k, v, packing, scale=scale, causal=causal)
-
-    def backward_packed(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        statistics: Statistics,
-        packing: Packing,
-        *,
-        scale: float,
-        causal: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        if self.packs:
-            return self._differentiate(q, k, v, statistics, packing, causal=causal)
-        return super().backward_packed(
-            dout, q, k, v, statistics, packing, scale=scale, causal=causal
-        )
-
-    def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, *, causal: bool
-    ) -> tuple[Tensor, Tensor]:
-        batch, tokens, heads, _ = q.shape
-        out = q.new_empty((batch, tokens, heads, v.shape[3]))
-        lse = q.new_empty((batch, heads, tokens), dtype=accumulation_dtype(q.dtype))
-        self.called(q, k, v, None, packing, causal=causal)
+    def forward(self, call: KernelCall) -> tuple[Tensor, Tensor]:
+        q, v = call.q, call.v
+        if call.into is None:
+            batch, tokens, heads, _ = q.shape
+            out = q.new_empty((batch, tokens, heads, v.shape[3]))
+            lse = q.new_empty((batch, heads, tokens), dtype=accumulation_dtype(q.dtype))
+        else:
+            out, lse = call.into
+        self.called(call, None)
         return out, lse
 
-    def _differentiate(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        statistics: Statistics,
-        packing: Packing,
-        *,
-        causal: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
-        self.called(q, k, v, statistics, packing, causal=causal)
+    def backward(self, call: KernelCall, dout: Tensor, statistics: Statistics) -> Gradients:
+        dq, dk, dv = call.into or [x.new_empty(x.shape) for x in (call.q, call.k, call.v)]
+        self.called(call, statistics)
         return dq, dk, dv
-
-
-def _whole(q: Tensor, k: Tensor) -> Packing:
-    return Packing.adjacent((0, q.shape[1]), (0, k.shape[1]))
 
 
 class _Sizes(SizesOnly):
@@ -267,18 +178,8 @@ class _Sizes(SizesOnly):
         )
         self._kernel = kernel
 
-    def called(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        statistics: Statistics | None,
-        packing: Packing,
-        *,
-        causal: bool,
-    ) -> None:
-        count = len(packing)
-        _take(q, self._kernel.workspace(q, k, v, statistics, causal=causal, sequences=count))
+    def called(self, call: KernelCall, statistics: Statistics | None) -> None:
+        _take(call.q, self._kernel.workspace(call, statistics))
 
 
 class OnePass:

@@ -11,7 +11,7 @@ from math import exp, log, log2, sqrt
 
 import torch
 
-from megatron_cp_plugin.core.communication.same_calls import compared
+from megatron_cp_plugin.core.agree import check_same, compared
 from megatron_cp_plugin.core.layout import Layout
 from megatron_cp_plugin.core.layouts.document_layout import PaddedDocuments
 from megatron_cp_plugin.core.masks.document_lengths import Lengths, LogNormal
@@ -196,10 +196,5 @@ def check_agreement(asked: Sequence[str]) -> None:
 
     Args: asked: in words, by rank.
     """
-    for rank, other in enumerate(asked):
-        if other != asked[0]:
-            raise ContextParallelError(
-                f"all ranks need the same choice of {AUTO}, got {asked[0]} on rank 0 and {other} "
-                f"on rank {rank}: start all with the same settings and versions, or name an "
-                "algorithm"
-            )
+    advice = "start all with the same settings and versions, or name an algorithm"
+    check_same(f"all ranks need the same choice of {AUTO}", asked, advice)

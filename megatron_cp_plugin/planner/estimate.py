@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 from megatron_cp_plugin.core.blocks.assembly import assemble
 from megatron_cp_plugin.core.comm import Operation
+from megatron_cp_plugin.core.head_groups import HeadGroup, together
 from megatron_cp_plugin.core.layout import Layout, Span, Spans, rows_of
-from megatron_cp_plugin.core.pipeline import HeadGroup, together
 from megatron_cp_plugin.core.placement import BlockPlacement, HeadPlacement, Placement
 from megatron_cp_plugin.core.plans.plan import row_bytes
 from megatron_cp_plugin.core.ranges import Numbers

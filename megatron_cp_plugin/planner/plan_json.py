@@ -28,9 +28,9 @@ from typing import Any
 
 from megatron_cp_plugin.core.blocks.owned import Owned
 from megatron_cp_plugin.core.blocks.rows import Rows
+from megatron_cp_plugin.core.head_groups import HeadGroup
 from megatron_cp_plugin.core.layout import Span
 from megatron_cp_plugin.core.masks.slices import Slice, Slices, starts_and_slices
-from megatron_cp_plugin.core.pipeline import HeadGroup
 from megatron_cp_plugin.core.plans.plan import Block, Compute, Kept, Move, Plan, move_row_bytes
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.core.algorithm import Algorithm
+from megatron_cp_plugin.core.algorithm import Algorithm, Compiled
 from megatron_cp_plugin.core.call import Call
 from megatron_cp_plugin.core.fused import register_fused
-from megatron_cp_plugin.core.kernel import Packing, Statistics
+from megatron_cp_plugin.core.kernel import KernelCall, Packing, Statistics
 from megatron_cp_plugin.core.linear.algorithm import LinearAlgorithm, LinearCall, LinearShape
 from megatron_cp_plugin.core.linear.decay import Decay
 from megatron_cp_plugin.core.linear.runs import Runs
@@ -108,12 +108,12 @@ def trace_softmax(
     kernel = _Kernel(
         rectangular=rectangular, packs=True, gaps=True, places_outputs=True, places_gradients=True
     )
-    call = Call(shape.seq_len, mask, shape.head_dim**-0.5, kernel)
-    on = algorithm.within(mask.followed)
+    call = Call(shape, mask, shape.head_dim**-0.5, kernel)
+    compiled = Compiled(algorithm.within(mask.followed), call)
     with _recorded() as forward:
-        saved = on.forward(q, k, v, call)[2]
+        saved = compiled.forward.attend(q, k, v)[2]
     with _recorded() as backward:
-        on.backward(dout, saved, call)
+        compiled.backward().differentiate(dout, saved)
     return Trace(tuple(forward), tuple(backward))
 
 
@@ -232,22 +232,14 @@ class _Fused(OnePass):
 class _Kernel(SizesOnly):
     """Notes tiles."""
 
-    def called(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        statistics: Statistics | None,
-        packing: Packing,
-        *,
-        causal: bool,
-    ) -> None:
-        (batch, rows, heads, dim), (columns, kv_heads, value_dim) = q.shape, v.shape[1:]
+    def called(self, call: KernelCall, statistics: Statistics | None) -> None:
+        (batch, rows, heads, dim), (columns, kv_heads, value_dim) = call.q.shape, call.v.shape[1:]
+        packing = call.packing or Packing.adjacent((0, rows), (0, columns))
         pieces = len(packing)
         size = rows // pieces, columns // pieces  # of a document, in the mean
         phase: Pass = "forward" if statistics is None else "backward"
-        area = _area(packing, causal=causal)
-        _note(Tile(phase, batch, *size, area, heads, kv_heads, dim, value_dim, causal))
+        area = _area(packing, causal=call.causal)
+        _note(Tile(phase, batch, *size, area, heads, kv_heads, dim, value_dim, call.causal))
 
 
 def _area(packing: Packing, *, causal: bool) -> float:

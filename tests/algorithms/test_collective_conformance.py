@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_cp_plugin.core.algorithm import Algorithm
+from megatron_cp_plugin.core.algorithm import Algorithm, Compiled
 from megatron_cp_plugin.core.call import Call
 from megatron_cp_plugin.core.communication.virtual import VirtualTopology, VirtualWorld, run_virtual
 from megatron_cp_plugin.core.layout import shard
@@ -317,8 +317,10 @@ def test_only_local_tensors_out_and_lse_are_kept(algo: str, options: dict[str, o
         algorithm: Algorithm = create(algo, topology, options)
         q = torch.randn(1, tokens, heads, dim)
         k, v = torch.randn(2, 1, tokens, kv_heads, dim)
-        call = Call(tokens * size, Mask(), 1.0, Reference())
-        _, _, saved = algorithm.forward(q, k, v, call)
+        compiled = Compiled(
+            algorithm, Call(Shape.of(q, k, v, tokens * size), Mask(), 1.0, Reference())
+        )
+        _, _, saved = compiled.forward.attend(q, k, v)
         storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in saved}
         return sum(storages.values())
 

@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_cp_plugin.core.algorithm import Compiled
 from megatron_cp_plugin.core.call import Call
 from megatron_cp_plugin.core.comm import Communicator, record_communication
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld, run_virtual
-from megatron_cp_plugin.core.kernel import Statistics
+from megatron_cp_plugin.core.kernel import Gradients, KernelCall, Statistics
 from megatron_cp_plugin.core.plans.plan import Compute, Plan
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
@@ -145,25 +146,13 @@ class _Journal(Reference):
     def __init__(self, entries: list[str]) -> None:
         self.entries = entries
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, call: KernelCall) -> tuple[Tensor, Tensor]:
         self.entries.append("compute")
-        return super().forward(q, k, v, scale=scale, causal=causal)
+        return super().forward(call)
 
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        statistics: Statistics,
-        *,
-        scale: float,
-        causal: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, call: KernelCall, dout: Tensor, statistics: Statistics) -> Gradients:
         self.entries.append("compute")
-        return super().backward(dout, q, k, v, statistics, scale=scale, causal=causal)
+        return super().backward(call, dout, statistics)
 
 
 def journals(overlap: bool) -> list[tuple[list[str], list[str]]]:
@@ -189,11 +178,11 @@ def journals(overlap: bool) -> list[tuple[list[str], list[str]]]:
         topology.channel = noted  # type: ignore[method-assign]
         algorithm = create("distflash", topology, {"overlap": overlap})
         q, k, v, dout = (torch.randn(1, 4, 2, 8) for _ in range(4))
-        call = Call(20, CAUSAL, 1.0, _Journal(entries))
-        saved = algorithm.forward(q, k, v, call)[2]
+        compiled = Compiled(algorithm, Call(Shape.of(q, k, v, 20), CAUSAL, 1.0, _Journal(entries)))
+        saved = compiled.forward.attend(q, k, v)[2]
         forward = list(entries)
         entries.clear()
-        algorithm.backward(dout, saved, call)
+        compiled.backward().differentiate(dout, saved)
         return forward, list(entries)
 
     return run_virtual(5, body)

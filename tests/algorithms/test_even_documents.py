@@ -8,9 +8,9 @@ import pytest
 from megatron_cp_plugin.algorithms.distflash import DistFlash, HelpedPlacement
 from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld
+from megatron_cp_plugin.core.head_groups import head_groups
 from megatron_cp_plugin.core.masks.document_lengths import Exponential, Lengths, LogNormal
 from megatron_cp_plugin.core.masks.documents import random_documents
-from megatron_cp_plugin.core.pipeline import head_groups
 from megatron_cp_plugin.core.placement import BlockPlacement
 from megatron_cp_plugin.core.plans.plan import Plan
 from megatron_cp_plugin.core.plans.plan_check import check

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_cp_plugin.core import kernel as kernel_module
 from megatron_cp_plugin.core import partial
+from megatron_cp_plugin.core.algorithm import Compiled
 from megatron_cp_plugin.core.call import Call
 from megatron_cp_plugin.core.comm import Communicator, Pending
 from megatron_cp_plugin.core.communication.virtual import VirtualTopology, VirtualWorld
@@ -76,13 +77,14 @@ class Idle(SoftmaxKernel):
     def unsupported(self, problem) -> None:
         return None
 
-    def forward(self, q, k, v, *, scale, causal):
+    def forward(self, call):
+        q = call.q
         batch, tokens, heads, _ = q.shape
         lse = q.new_zeros((batch, heads, tokens), dtype=torch.float32)
         return q.new_zeros(q.shape), lse
 
-    def backward(self, dout, q, k, v, statistics, *, scale, causal):
-        return tuple(x.new_zeros(x.shape) for x in (q, k, v))
+    def backward(self, call, dout, statistics):
+        return tuple(x.new_zeros(x.shape) for x in call[:3])
 
 
 class Scales(TorchDispatchMode):
@@ -134,13 +136,13 @@ def measure(monkeypatch, algo: str, size: int, heads: int, kv_heads: int, **opti
     algorithm = create(algo, Alone(VirtualWorld(size), range(size), 0, ""), options)
     q, dout = (torch.zeros(1, TOKENS, heads, DIM, dtype=torch.bfloat16) for _ in range(2))
     k, v = (torch.zeros(1, TOKENS, kv_heads, DIM, dtype=torch.bfloat16) for _ in range(2))
-    call = Call(TOKENS * size, Mask(), 1.0, Idle())
+    compiled = Compiled(algorithm, Call(Shape.of(q, k, v, TOKENS * size), Mask(), 1.0, Idle()))
     inputs = [q, k, v, dout]
     with weighing(inputs) as forward:
-        out, lse, saved = algorithm.forward(q, k, v, call)
+        out, lse, saved = compiled.forward.attend(q, k, v)
     kept = storages([out, lse, *saved], but=inputs)
     with weighing([*inputs, out, lse, *saved]) as backward:
-        gradients = algorithm.backward(dout, saved, call)
+        gradients = compiled.backward().differentiate(dout, saved)
     expected = predicted.peak_of(
         lambda topology: create(algo, topology, options),
         0,

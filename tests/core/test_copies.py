@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_cp_plugin.core import fused
+from megatron_cp_plugin.core.algorithm import Compiled
 from megatron_cp_plugin.core.call import Call
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
@@ -61,10 +62,10 @@ def copied(monkeypatch, algo: str, rank: int, *, size: int, places: bool, **opti
         torch.empty((1, SHAPE.seq_len // size, n, 32), dtype=torch.bfloat16, device="meta")
         for n in (SHAPE.heads, SHAPE.kv_heads, SHAPE.kv_heads, SHAPE.heads)
     )
-    call = Call(SHAPE.seq_len, Mask(), 1.0, Kernel(places=places))
+    compiled = Compiled(algorithm, Call(SHAPE, Mask(), 1.0, Kernel(places=places)))
     with copies:
-        saved = algorithm.forward(q, k, v, call)[2]
-        algorithm.backward(dout, saved, call)
+        saved = compiled.forward.attend(q, k, v)[2]
+        compiled.backward().differentiate(dout, saved)
     return copies.elements / q.numel()
 
 

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from megatron_cp_plugin.algorithms.distflash import DistFlash, HelpedPlacement
+from megatron_cp_plugin.core.algorithm import Compiled
 from megatron_cp_plugin.core.call import Call
 from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.communication.peer import SlottedCommunicator
 from megatron_cp_plugin.core.communication.virtual import VirtualPeerCommunicator, run_virtual
+from megatron_cp_plugin.core.head_groups import head_groups
 from megatron_cp_plugin.core.layout import shard, unshard
-from megatron_cp_plugin.core.pipeline import head_groups
 from megatron_cp_plugin.core.placement import Place
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
@@ -62,10 +63,10 @@ def compare(
             shard(x, 1, algorithm.layout, topology.rank, size)
             for x in (expected.q, expected.k, expected.v, expected.dout)
         )
-        call = Call(seq_len, mask, 8**-0.5, Reference())
+        compiled = Compiled(algorithm, Call(Shape.of(q, k, v, seq_len), mask, 8**-0.5, Reference()))
         with torch.no_grad():
-            out, _, saved = algorithm.forward(q, k, v, call)
-            return topology._peer_channels, (out, *algorithm.backward(dout, saved, call))
+            out, _, saved = compiled.forward.attend(q, k, v)
+            return topology._peer_channels, (out, *compiled.backward().differentiate(dout, saved))
 
     results = run_virtual(size, body, peer_access=True)
     layout = layout_of(algo, options)
@@ -241,10 +242,12 @@ def test_gradients_are_in_no_receive_buffer(
         kernel.packs = False
         algorithm = create(algo, topology, {"chunks": 1, **options})
         q, k, v, dout = (shard(x, 1, algorithm.layout, topology.rank, 2) for x in whole)
-        call = Call(24, Mask(False, documents=documents), 1.0, kernel)
-        found = algorithm.backward(dout, algorithm.forward(q, k, v, call)[2], call)
+        compiled = Compiled(
+            algorithm, Call(Shape.of(q, k, v, 24), Mask(False, documents=documents), 1.0, kernel)
+        )
+        found = compiled.backward().differentiate(dout, compiled.forward.attend(q, k, v)[2])
         before = [x.clone() for x in found]
-        algorithm.backward(2 * dout, algorithm.forward(k, q, v, call)[2], call)
+        compiled.backward().differentiate(2 * dout, compiled.forward.attend(k, q, v)[2])
         assert all(map(torch.equal, found, before))
 
     run_virtual(2, body, peer_access=True)

@@ -11,6 +11,7 @@ from megatron_cp_plugin.core import fused, partial
 from megatron_cp_plugin.core.blocks.packed_rows import packed
 from megatron_cp_plugin.core.partial import Accumulator, GradientSum, delta_of, merge_into
 from megatron_cp_plugin.kernels.reference import Reference
+from tests.kernel_calls import forward_of
 from tests.oracle import naive_attention, relative_error
 from tests.random_tests import examples
 
@@ -32,7 +33,9 @@ def test_any_split_of_the_keys_in_any_order_gives_the_whole(lengths, random):
     random.shuffle(pieces)
     total = Accumulator(q, q.shape[3])
     for keys, values in pieces:
-        total.add(slice(0, TOKENS), *Reference().forward(q, keys, values, scale=0.5, causal=False))
+        total.add(
+            slice(0, TOKENS), *forward_of(Reference(), q, keys, values, scale=0.5, causal=False)
+        )
     out, _ = total.result()
     assert relative_error(out, naive_attention_over(q, k, v)) < 1e-13
 
@@ -55,7 +58,7 @@ def test_partials_of_some_rows(ranges, dtype):
     for index, (start, length) in enumerate(ranges):
         rows, keys = slice(start, min(start + length, TOKENS)), slice(index, index + 1)
         seen[rows, keys] = True
-        found = Reference().forward(q[:, rows], k[:, keys], v[:, keys], scale=0.5, causal=False)
+        found = forward_of(Reference(), q[:, rows], k[:, keys], v[:, keys], scale=0.5, causal=False)
         total.add(rows, *found)
     out, lse = total.result()
     assert out.dtype == dtype
@@ -70,9 +73,28 @@ def test_partials_of_some_rows(ranges, dtype):
     assert torch.allclose(lse[finite].double(), scores.logsumexp(-1)[finite], atol=1e-5)
 
 
+@pytest.mark.parametrize(("some", "others"), [((4, 7), (0, 3)), ((0, 3), (4, 7))])
+def test_rows_that_come_again_are_merged_in_float32(some, others):
+    """Also where the last partial had other rows, below or above them."""
+    q, k, v = random_qkv(4, torch.bfloat16)
+    total = Accumulator(q, DIM)
+    again = []
+    for index, rows in enumerate((slice(0, TOKENS), slice(*some), slice(*others), slice(*some))):
+        keys = k[:, index : index + 1], v[:, index : index + 1]
+        found = forward_of(Reference(), q[:, rows], *keys, scale=0.5, causal=False)
+        if index != 2:
+            again.append([x.clone() for x in found])
+        total.add(rows, *found)
+    (out, lse), *rest = again
+    wide = out[:, slice(*some)].float(), lse[:, :, slice(*some)]
+    for one in rest:
+        merge_into(*wide, *wide, *one)
+    assert torch.equal(total.result()[0][:, slice(*some)], wide[0].bfloat16())
+
+
 def test_one_partial_is_the_output_itself():
     q, k, v = random_qkv(3, torch.bfloat16)
-    out, lse = Reference().forward(q, k, v, scale=1.0, causal=False)
+    out, lse = forward_of(Reference(), q, k, v, scale=1.0, causal=False)
     total = Accumulator(q, q.shape[3])
     total.add(slice(0, TOKENS), out, lse)
     assert total.result()[0] is out
@@ -81,7 +103,7 @@ def test_one_partial_is_the_output_itself():
 def test_partials_are_not_written_to():
     """A kernel's output, or a buffer of the network, belongs to somebody else."""
     q, k, v = random_qkv(4, torch.float32)
-    parts = [Reference().forward(q, k[:, i : i + 1], v[:, i : i + 1], scale=1.0, causal=False)
+    parts = [forward_of(Reference(), q, k[:, i : i + 1], v[:, i : i + 1], scale=1.0, causal=False)
              for i in range(4)]  # fmt: skip
     before = [(out.clone(), lse.clone()) for out, lse in parts]
     total = Accumulator(q, q.shape[3])
@@ -100,8 +122,8 @@ def test_sums_of_bf16_gradients_lose_nothing_but_the_last_rounding(count):
     total = GradientSum(like)
     for part in parts:
         total.add(slice(0, 64), part)
-    assert torch.equal(total.result(), parts.float().sum(0).bfloat16())
-    assert torch.equal(total.result(torch.float32), parts.float().sum(0))
+    assert torch.equal(total.result()[0], parts.float().sum(0).bfloat16())
+    assert torch.equal(total.result(torch.float32)[0], parts.float().sum(0))
 
 
 @pytest.mark.parametrize("placed", [False, True])
@@ -110,18 +132,18 @@ def test_sums_of_few_gradients_are_rounded_once(placed):
     whole = torch.full((1, 64, 4, 8), torch.nan, dtype=torch.bfloat16)
     first, *parts = torch.randn(4, 1, 64, 2, 8).bfloat16()
     rows = slice(10, 50), slice(0, 30), slice(50, 60)
-    total = GradientSum(first, few=True, place=(lambda: whole[:, :, 1:3]) if placed else None)
+    total = GradientSum(first, few=True, place=(lambda: (whole[:, :, 1:3],)) if placed else None)
     assert total.place_of_first(63) is None
     place = total.place_of_first(64)
     assert (place is None) == (not placed)
-    place = first.clone() if place is None else place
-    total.add(slice(0, 64), place.copy_(first))
+    own = first.clone() if place is None else place[0]
+    total.add(slice(0, 64), own.copy_(first))
     assert total.place_of_first(64) is None
     expected = first.float()
     for part, some in zip(parts, rows, strict=True):
         total.add(some, part[:, some])
         expected[:, some] += part[:, some]
-    total.write(whole[:, :, 1:3])
+    total.write((whole[:, :, 1:3],))
     assert torch.equal(whole[:, :, 1:3], expected.bfloat16())
     assert whole[:, :, [0, 3]].isnan().all()
 
@@ -135,7 +157,7 @@ def test_outputs_where_they_belong(count, placing):
     heads = slice(1, 1 + HEADS)
     total = Accumulator(q, DIM, (whole[:, :, heads], lses[:, heads]))
     for keys, values in zip(k.chunk(count, 1), v.chunk(count, 1), strict=True):
-        partial = Reference().forward(q, keys, values, scale=0.5, causal=False)
+        partial = forward_of(Reference(), q, keys, values, scale=0.5, causal=False)
         place = total.place_of_first(TOKENS)
         assert (place is None) == (not total.empty)
         assert total.place_of_first(TOKENS - 1) is None
@@ -154,8 +176,8 @@ def test_sums_of_some_rows():
     total = GradientSum(torch.zeros(1, 4, 1, 2))
     total.add(slice(2, 4), torch.ones(1, 2, 1, 2))
     total.add(slice(1, 3), torch.ones(1, 2, 1, 2))
-    assert total.result()[0, :, 0, 0].tolist() == [0, 1, 2, 1]
-    assert GradientSum(torch.zeros(1, 4, 1, 2)).result().abs().sum() == 0
+    assert total.result()[0][0, :, 0, 0].tolist() == [0, 1, 2, 1]
+    assert GradientSum(torch.zeros(1, 4, 1, 2)).result()[0].abs().sum() == 0
 
 
 class Counted:
@@ -244,7 +266,7 @@ def test_few_gradients_are_summed_in_as_few_passes(counted, rows, asked):
     total.add(slice(0, 64), parts[0])
     for (start, stop), part in zip(rows, parts[1:], strict=True):
         total.add(slice(start, stop), part)
-    assert torch.equal(total.result(), expected.bfloat16())
+    assert torch.equal(total.result()[0], expected.bfloat16())
     assert counted.asked == asked
 
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from megatron_cp_plugin.core.algorithm import Algorithm, Traffic
 from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld, run_virtual
+from megatron_cp_plugin.core.head_groups import head_groups
 from megatron_cp_plugin.core.layout import LAYOUTS
 from megatron_cp_plugin.core.masks.slices import Slices
-from megatron_cp_plugin.core.pipeline import head_groups
 from megatron_cp_plugin.core.placement import BlockPlacement, Place
 from megatron_cp_plugin.core.plans.compile import plan_of
 from megatron_cp_plugin.core.plans.plan import PHASES, Block, Move, Plan, during, outside
@@ -141,14 +141,14 @@ def test_the_part_of_a_rank_is_what_concerns_it(data: st.DataObject) -> None:
     ("tokens", "name", "options"),
     [
         (150, "ring", {}),
-        (151, "zigzag", {"backward": "query"}),
+        pytest.param(151, "zigzag", {"backward": "query"}, marks=pytest.mark.slow),
         (152, "zigzag", {"layout": "documents"}),
         (153, "distflash", {}),
-        (154, "allgather", {}),
-        (155, "attention2d", {}),
+        pytest.param(154, "allgather", {}, marks=pytest.mark.slow),
+        pytest.param(155, "attention2d", {}, marks=pytest.mark.slow),
         (156, "attention2d", {"variant": "no", "rows": 16}),
         (157, "attention2d", {"variant": "overlap"}),
-        (158, "ulysses", {}),
+        pytest.param(158, "ulysses", {}, marks=pytest.mark.slow),
         (159, "usp", {"ulysses": 8}),
     ],
     ids=str,

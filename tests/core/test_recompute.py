@@ -5,6 +5,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,6 @@ from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.core.autograd import recompute
 from megatron_cp_plugin.core.autograd.function import attend
 from megatron_cp_plugin.core.autograd.recompute import Checkpointed, computed_once
-from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld, run_virtual
 from megatron_cp_plugin.core.linear.decay import Decay
 from megatron_cp_plugin.core.linear.function import attend_linearly
@@ -97,17 +97,23 @@ class Layer(nn.Module):
     @contextmanager
     def _counted(self) -> Iterator[None]:
         algorithm = self._algorithm[0]
-        executor = algorithm.executor
+        compiled = algorithm.compiled
 
-        def counted(phase: Phase, *args: Any) -> Any:
-            self.runs += phase == "forward"
-            return executor(phase, *args)
+        def counted(*args: Any) -> Any:
+            found = compiled(*args)
 
-        algorithm.executor = counted  # type: ignore[method-assign]
+            def attend(*tensors: Tensor) -> Any:
+                self.runs += 1
+                return found.forward.attend(*tensors)
+
+            forward = SimpleNamespace(attend=attend)
+            return SimpleNamespace(forward=forward, backward=found.backward)
+
+        algorithm.compiled = counted  # type: ignore[assignment]
         try:
             yield
         finally:
-            algorithm.executor = executor  # type: ignore[method-assign]
+            algorithm.compiled = compiled  # type: ignore[assignment]
 
 
 def alone(algo: str = "ring") -> Algorithm:

@@ -70,7 +70,7 @@ def pairs_of(calls, shape) -> torch.Tensor:
     return found
 
 
-@examples(120)
+@examples(60)
 @given(
     st.sampled_from([Contiguous(), Zigzag(), Cyclic()]),
     st.integers(1, 4),

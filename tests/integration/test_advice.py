@@ -14,7 +14,7 @@ from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration import rules
 from megatron_cp_plugin.integration.args import split_flags
 from megatron_cp_plugin.integration.checks import check_arguments
-from megatron_cp_plugin.integration.rules import FEATURES, Rule, check_settings
+from megatron_cp_plugin.integration.rules import FEATURES, Rule
 from megatron_cp_plugin.integration.settings import Settings
 from tests.integration.test_checks import ASKING, BESIDE
 
@@ -163,13 +163,13 @@ def test_what_a_refused_feature_proposes(feature: Rule, parser: argparse.Argumen
     vars(args).update({feature.setting: value} | BESIDE.get(feature.name, {}))
     config = split_flags(MODEL)[0].config(4)
     with pytest.raises(ContextParallelError, match=re.escape(feature.instead)):
-        check_settings(args, config)
+        rules.check("model", Settings(args, config))
     changes = list(_changes(feature, parser))
     assert changes
     for change in changes:
         changed = copy.copy(args)
         change(changed)
-        check_settings(changed, config)
+        rules.check("model", Settings(changed, config))
 
 
 def _changes(

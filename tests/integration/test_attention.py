@@ -39,9 +39,8 @@ from megatron_cp_plugin.integration import spec as spec_module
 from megatron_cp_plugin.integration.attention import ContextParallelAttention
 from megatron_cp_plugin.integration.documents import DocumentMask
 from megatron_cp_plugin.integration.linear_models import TransNormerAttention
-from megatron_cp_plugin.integration.models import build_model
 from megatron_cp_plugin.integration.runtime import Runtime
-from megatron_cp_plugin.integration.spec import with_attention, with_plugin
+from megatron_cp_plugin.integration.spec import build_model, with_attention, with_plugin
 from tests.oracle import expected_attention, naive_attention, relative_error
 
 HEADS, KV_HEADS, HEAD_DIM, TOKENS, BATCH = 4, 2, 8, 12, 3

@@ -18,7 +18,7 @@ from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError, KernelUnavailableError
 from megatron_cp_plugin.integration import checks, rules
 from megatron_cp_plugin.integration.checks import check_arguments, describe, describe_graphs
-from megatron_cp_plugin.integration.rules import FEATURES, Rule, check, check_settings
+from megatron_cp_plugin.integration.rules import FEATURES, Rule, check
 from megatron_cp_plugin.integration.settings import Settings
 from megatron_cp_plugin.kernels.selfcheck import check_kernel
 from megatron_cp_plugin.kernels.torch_flash import CpuFlashAttention
@@ -164,7 +164,7 @@ def test_a_mixture_of_experts_in_graphs(
     if refused:
         assert refused in refusal(args)
     else:
-        check_settings(args, ContextParallelConfig("zigzag", 4))
+        check("model", Settings(args, ContextParallelConfig("zigzag", 4)))
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_packed_documents_in_graphs(
     if refused:
         assert refused in refusal(args)
     else:
-        check_settings(args, ContextParallelConfig("zigzag", 4))
+        check("model", Settings(args, ContextParallelConfig("zigzag", 4)))
 
 
 @pytest.mark.parametrize("feature", FEATURES, ids=lambda feature: feature.setting)
@@ -214,12 +214,12 @@ def test_the_model_configuration_is_checked_too() -> None:
         num_layers=1, hidden_size=32, num_attention_heads=4, attention_dropout=0.1
     )
     with pytest.raises(ContextParallelError, match="attention dropout"):
-        check_settings(config, ContextParallelConfig("ring", 1))
+        check("model", Settings(config, ContextParallelConfig("ring", 1)))
     config.attention_dropout = 0.0
-    check_settings(config, ContextParallelConfig("ring", 1))
+    check("model", Settings(config, ContextParallelConfig("ring", 1)))
     config.fp8_dot_product_attention = True
     with pytest.raises(ContextParallelError, match="FP8 attention"):
-        check_settings(config, ContextParallelConfig("ring", 1))
+        check("model", Settings(config, ContextParallelConfig("ring", 1)))
 
 
 @pytest.mark.parametrize("name", ["logits_save_dir", "logits_load_dir"])
@@ -534,9 +534,9 @@ class TwiceTheKeys(CpuFlashAttention):
 
     name = "twice"
 
-    def backward(self, dout: Any, q: Any, k: Any, *rest: Any, **settings: Any) -> Any:
-        dq, dk, dv = super().backward(dout, q, k, *rest, **settings)
-        return dq, dk * (2 if q.shape[2] > k.shape[2] else 1), dv
+    def backward(self, call: Any, *rest: Any) -> Any:
+        dq, dk, dv = super().backward(call, *rest)
+        return dq, dk * (2 if call.q.shape[2] > call.k.shape[2] else 1), dv
 
 
 def test_a_wrong_kernel_is_refused_on_gpus(
@@ -574,7 +574,7 @@ def refused_graphs(
 ) -> str:
     args.cuda_graph_impl = impl
     with pytest.raises(ConfigError) as error:
-        check("graphs", Settings(args, config, device))
+        check("validated", Settings(args, config, device))
     message = str(error.value)
     assert "\n" not in message
     assert f"--cuda-graph-impl {impl}" in message
@@ -586,9 +586,9 @@ def refused_graphs(
 def test_every_algorithm_may_be_captured(args: argparse.Namespace, algo: str, impl: str) -> None:
     args.cuda_graph_impl = impl
     config = ContextParallelConfig(algo, 4)
-    check("graphs", Settings(args, config, GPU))
+    check("validated", Settings(args, config, GPU))
     if registry.kind_of(algo) == "softmax":
-        check_settings(args, config)
+        check("model", Settings(args, config))
 
 
 @pytest.mark.parametrize("impl", GRAPHS)
@@ -614,9 +614,9 @@ def test_unequal_ranks_are_captured_by_some(args: argparse.Namespace) -> None:
     )
     for impl in ("local", "full_iteration"):
         args.cuda_graph_impl = impl
-        check("graphs", Settings(args, ring, GPU))
+        check("validated", Settings(args, ring, GPU))
     args.cuda_graph_impl, args.seq_length = "transformer_engine", None
-    check("graphs", Settings(args, ring, GPU))
+    check("validated", Settings(args, ring, GPU))
 
 
 @pytest.mark.parametrize(
@@ -642,12 +642,12 @@ def test_recomputed_attention_is_captured_by_some(
     args.recompute_granularity, args.recompute_modules = "selective", recomputed
     expected = pytest.raises(ConfigError, match="recomputed attention in local CUDA graphs")
     with expected if refused else nullcontext():
-        check_settings(args, ContextParallelConfig("zigzag", 4))
+        check("model", Settings(args, ContextParallelConfig("zigzag", 4)))
 
 
 def test_a_whole_iteration_goes_with_full_recompute(args: argparse.Namespace) -> None:
     args.cuda_graph_impl, args.recompute_granularity = "full_iteration", "full"
-    check_settings(args, ContextParallelConfig("zigzag", 4))
+    check("model", Settings(args, ContextParallelConfig("zigzag", 4)))
 
 
 @pytest.mark.parametrize(

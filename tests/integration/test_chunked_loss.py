@@ -27,7 +27,8 @@ from megatron_cp_plugin.integration.chunked_loss import (
     acceptance_counts,
     serve_loss,
 )
-from megatron_cp_plugin.integration.rules import check_settings
+from megatron_cp_plugin.integration.rules import check
+from megatron_cp_plugin.integration.settings import Settings
 from megatron_cp_plugin.integration.yaml_config import yaml_to_argv
 from tests.integration.megatron_job import SLOWLY, TINY, run_warm
 from tests.integration.test_packed_documents import DOCUMENTS
@@ -166,11 +167,11 @@ def test_wrong_flags_are_refused(words: list[str], message: str) -> None:
 )
 def test_what_needs_all_logits_is_refused(name: str) -> None:
     settings = argparse.Namespace(**{name: True})
-    check_settings(settings, ContextParallelConfig("zigzag", 2))
+    check("model", Settings(settings, ContextParallelConfig("zigzag", 2)))
     with pytest.raises(
         ConfigError, match=f"does not work with --{name.replace('_', '-')} "
     ) as error:
-        check_settings(settings, ContextParallelConfig("zigzag", 2, chunked_loss=512))
+        check("model", Settings(settings, ContextParallelConfig("zigzag", 2, chunked_loss=512)))
     assert "\n" not in str(error.value)
 
 

@@ -32,9 +32,9 @@ def check(errors: dict[str, dict[str, float]], case: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 4])
-def test_install(tmp_path: Path, size: int) -> None:
-    """Every algorithm, one after another in the same processes."""
+def test_install(tmp_path: Path) -> None:
+    """Every algorithm, one after another in the same processes; `test_one_model_only` has two."""
+    size = 4
     found = run(tmp_path, "install", str(size), ranks=size)
     for rank, results in enumerate(found):
         refused, without = results.pop("refused"), results.pop("without")

@@ -29,7 +29,7 @@ MODEL = (*MODEL, "--num-attention-heads", "6", "--hidden-size", "48")
     "layers",
     [
         "zigzag, attention2d, allgather, ulysses, usp",
-        "distflash, ring, lasp, lasp2, ulysses",
+        pytest.param("distflash, ring, lasp, lasp2, ulysses", marks=pytest.mark.slow),
     ],
 )
 def test_two_runs_are_equal_to_the_bit(layers: str, tmp_path: Path) -> None:

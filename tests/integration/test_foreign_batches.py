@@ -14,7 +14,13 @@ WAYS = list(Ways(dict, 0, 2).all())
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "size"), [("zigzag", 2), ("zigzag", 4), ("ring", 2), ("attention2d", 4)]
+    ("algorithm", "size"),
+    [
+        ("zigzag", 2),
+        pytest.param("zigzag", 4, marks=pytest.mark.slow),
+        ("ring", 2),
+        pytest.param("attention2d", 4, marks=pytest.mark.slow),
+    ],
 )
 def test_a_batch_that_was_cut_otherwise_is_refused(
     tmp_path: Path, algorithm: str, size: int

@@ -54,8 +54,10 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Recording:
         (f"--context-parallel-algo zigzag --use-distributed-optimizer {RECOMPUTE}", 4),
         ("--context-parallel-algo ulysses --cp-options layout=zigzag", 2),
         # By Megatron's own chunks in torch; the stand-in goes token by token.
-        ("--context-parallel-algo attention2d --deterministic-mode", 4),
-        ("--cp-layers allgather,usp", 2),
+        pytest.param(
+            "--context-parallel-algo attention2d --deterministic-mode", 4, marks=pytest.mark.slow
+        ),
+        pytest.param("--cp-layers allgather,usp", 2, marks=pytest.mark.slow),
         # Every layout is that of the whole sequence.
         ("--context-parallel-algo ring", 1),
     ],
@@ -85,7 +87,11 @@ def assert_equal(comparison: Comparison) -> None:
             "--tensor-model-parallel-size 2 --sequence-parallel",
             f"--context-parallel-algo zigzag --use-distributed-optimizer {RECOMPUTE}",
         ),
-        ("--pipeline-model-parallel-size 2", "--context-parallel-algo allgather"),
+        pytest.param(
+            "--pipeline-model-parallel-size 2",
+            "--context-parallel-algo allgather",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_beside_model_parallelism(tmp_path: Path, model: str, split: str) -> None:

@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from megatron.core import parallel_state
 
 from megatron_cp_plugin.core.communication.process_groups import CollectiveGroupFactory
-from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration import groups
 from tests.integration.megatron_job import LAUNCH, TINY, run_warm
@@ -80,31 +78,6 @@ def test_settings_of_a_group_are_those_of_megatron(
         assert settings["timeout"] == timedelta(minutes=7)
         assert settings["pg_options"] == {"max_ctas": 8, "is_high_priority_stream": True}
     assert made[0]["pg_options"] is not made[1]["pg_options"]
-
-
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ({"num_query_groups": 4}, Shape(1, 8, 4, 2, 16)),
-        ({"num_query_groups": 1}, Shape(1, 8, 4, 1, 16)),
-        (
-            {
-                "multi_latent_attention": True,
-                "qk_head_dim": 24,
-                "qk_pos_emb_head_dim": 8,
-                "v_head_dim": 20,
-            },
-            Shape(1, 8, 4, 4, 32, value_dim=20),
-        ),
-    ],
-    ids=["GQA", "MQA", "latent"],
-)
-def test_shape_of_the_attention_of_a_tensor_parallel_rank(
-    settings: dict[str, Any], expected: Shape
-) -> None:
-    common = {"num_attention_heads": 8, "tensor_model_parallel_size": 2, "kv_channels": 16}
-    common |= {"num_query_groups": 8, "params_dtype": torch.bfloat16}
-    assert groups.attention_shape(Namespace(**(common | settings)), 8) == expected  # type: ignore[arg-type]
 
 
 def test_a_group_that_was_not_made_with_a_model_is_refused() -> None:

@@ -59,16 +59,24 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Recording]
     ("kind", "flags", "size"),
     [
         ("layers", "--cp-layers zigzag,attention2d,allgather,usp", 4),
-        ("layers", f"--cp-layers ring,distflash,ulysses,ring {SELECTIVE}", 4),
-        (
+        pytest.param(
+            "layers",
+            f"--cp-layers ring,distflash,ulysses,ring {SELECTIVE}",
+            4,
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
             "layers",
             f"--context-parallel-algo attention2d --cp-options variant=no {FULL} "
             "--micro-batch-size 2",
             4,
+            marks=pytest.mark.slow,
         ),
         ("layers", f"--context-parallel-algo zigzag {FULL} --cp-recompute-attention", 1),
-        ("tensor", f"--context-parallel-algo zigzag {FULL}", 2),
-        ("stages", f"--cp-layers distflash,ulysses {SELECTIVE}", 2),
+        pytest.param("tensor", f"--context-parallel-algo zigzag {FULL}", 2, marks=pytest.mark.slow),
+        pytest.param(
+            "stages", f"--cp-layers distflash,ulysses {SELECTIVE}", 2, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_equals_megatron(
@@ -176,6 +184,7 @@ def joined(parts: list[Tensor], whole: Tensor) -> Tensor:
     return parts[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "added", "wrong"),
     [

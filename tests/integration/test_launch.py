@@ -15,9 +15,9 @@ import torch
 from megatron.core.models.gpt import GPTModel
 
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
-from megatron_cp_plugin.integration import cpu, hooks, launch
+from megatron_cp_plugin.integration import cpu, installer, launch
 from megatron_cp_plugin.integration.args import split_flags
-from megatron_cp_plugin.integration.hooks import Hooks
+from megatron_cp_plugin.integration.installer import LauncherInstaller
 from tests.integration.megatron_job import LAUNCH, TINY, Job, run_warm
 
 # What a process does once it has imported Megatron, each in a fork of its own.
@@ -65,7 +65,7 @@ def names():
 if GPU:
     torch.cuda.is_available = lambda: True
 version, _ = running_version()
-rows = [row for row in NAMES if row.replaced and row.part in PARTS and row.is_in(version)]
+rows = [row for row in NAMES if row.part in PARTS and row.is_in(version)]
 for row in rows:
     importlib.import_module(row.module)
 before = names()
@@ -315,7 +315,9 @@ def test_script_that_builds_a_model_before_its_arguments_are_checked(tmp_path: P
 
 
 def test_model_of_another_kind_is_refused() -> None:
-    of_ring = Hooks(split_flags(["--context-parallel-algo", "ring"])[0], torch.device("cpu"))
+    of_ring = LauncherInstaller(
+        split_flags(["--context-parallel-algo", "ring"])[0], torch.device("cpu")
+    )
 
     def set_up(*models: Any) -> Any:
         return of_ring._set_up_model(lambda: (list(models), "adam", "schedule"))
@@ -340,7 +342,9 @@ def test_the_inner_wrapper_of_megatron_fsdp_is_opened(monkeypatch: pytest.Monkey
     monkeypatch.setattr(mcore_fsdp_adapter, "MegatronFSDP", Wrapper, raising=False)
     gpt = GPTModel.__new__(GPTModel)
     torch.nn.Module.__init__(gpt)
-    of_ring = Hooks(split_flags(["--context-parallel-algo", "ring"])[0], torch.device("cpu"))
+    of_ring = LauncherInstaller(
+        split_flags(["--context-parallel-algo", "ring"])[0], torch.device("cpu")
+    )
     models = [Wrapper(gpt)]
     assert of_ring._set_up_model(lambda: (models,)) == (models,)
 
@@ -353,8 +357,8 @@ def test_connections_that_megatron_demands(
 ) -> None:
     """One with context parallelism; with sharded data parallelism anything else."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(Hooks, "install", lambda self: None)
-    monkeypatch.setattr(hooks, "skip_built_helpers", lambda: None)
+    monkeypatch.setattr(LauncherInstaller, "install", lambda self, **_: None)
+    monkeypatch.setattr(installer, "skip_built_helpers", lambda: None)
     # To be taken back, whatever is set.
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "2")
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
@@ -393,5 +397,7 @@ def test_a_megatron_that_is_too_old_is_left_as_it_is(monkeypatch: pytest.MonkeyP
     with pytest.raises(
         ContextParallelError, match=r"Megatron 0\.15\.3 was never tested .*: use 0\.16"
     ):
-        Hooks(split_flags(["--context-parallel-algo", "ring"])[0], torch.device("cpu")).install()
+        LauncherInstaller(
+            split_flags(["--context-parallel-algo", "ring"])[0], torch.device("cpu")
+        ).install(allow_untested=False)
     assert GPTModel.__init__ is constructor

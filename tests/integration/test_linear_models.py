@@ -345,6 +345,7 @@ def test_splitting_changes_no_loss(model: str, tmp_path: Path) -> None:
     assert_same_training(job.succeeded(), whole)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_hybrid_and_its_checkpoint(tmp_path: Path) -> None:
     """Saved on one rank, loaded with other tensor, pipeline and context parallelism."""

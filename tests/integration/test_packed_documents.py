@@ -1,6 +1,7 @@
 """--dataloader-inter-document-masking, against Megatron's own attention with a mask of N x N."""
 
 import random
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -97,15 +98,17 @@ def references(model: list[str], tmp_path_factory: pytest.TempPathFactory) -> di
             4,
         ),
         ("stages", f"{FOLLOWS} --context-parallel-size 2", 4),
-        (
+        pytest.param(
             "rotary",
             "--context-parallel-algo attention2d --cp-options variant=no --context-parallel-size 4",
             4,
+            marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             "stages",
             "--cp-layers distflash,ulysses --context-parallel-size 2",
             4,
+            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -175,13 +178,19 @@ def assert_same_losses(job: Job, reference: Job) -> None:
     [
         # Whose shifts on one rank are those of Megatron: test_multi_token.py.
         ("zigzag", 1, "--mtp-num-layers 2"),
-        ("zigzag --cp-options layout=documents", 1, "--mtp-num-layers 2"),
+        pytest.param(
+            "zigzag --cp-options layout=documents",
+            1,
+            "--mtp-num-layers 2",
+            marks=pytest.mark.slow,
+        ),
         ("ulysses", 1, "--window-size 9,0 --window-attn-skip-freq 2 --softmax-type learnable"),
-        (
+        pytest.param(
             "zigzag --cp-options layout=documents",
             2,
             "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 "
             "--num-layers 4 --global-batch-size 4",
+            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -265,6 +274,21 @@ def test_the_model_gets_a_mask_and_the_runtime_is_told() -> None:
     assert batches.runtime.mask is mask
     assert model() is None
     assert batches.runtime.mask is None
+
+
+@pytest.mark.parametrize("by_callers", [False, True])
+def test_a_model_that_is_served_can_be_copied(by_callers: bool) -> None:
+    """Its hooks hold process groups, which cannot."""
+    model, runtime = Model(), Runtime(ContextParallelConfig("ring", 1))
+    group: Any = (number for number in range(1))  # cannot be copied either
+    with pytest.raises(TypeError):
+        deepcopy(group)
+    if by_callers:
+        serve_cut_inputs(model, runtime, group)
+    else:
+        serve_inputs(model, Batches(runtime), group)
+    hooks = [*deepcopy(model)._forward_pre_hooks.values()]
+    assert hooks == [*model._forward_pre_hooks.values()]
 
 
 @pytest.mark.parametrize("impl", ["local", "transformer_engine", "full_iteration"])

@@ -154,6 +154,7 @@ def measured() -> list[Any]:
     return list(json.loads(line.removeprefix("FOUND ")))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(CASES)), ids=[model.name for _, model in CASES])
 def test_counts_are_those_of_megatrons_model(measured: list[Any], number: int) -> None:
     model, (parameters, saved) = CASES[number][1], measured[number]

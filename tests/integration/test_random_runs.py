@@ -310,6 +310,7 @@ def test_start_up_checks_pass_or_say_why_not(parser: argparse.ArgumentParser, ru
     assert refusal is None or re.fullmatch(r"[^\n]{20,400}", refusal)
 
 
+@pytest.mark.slow
 def test_random_runs(request: pytest.FixtureRequest, tmp_path: Path) -> None:
     asked = request.config.getoption("--random-runs")
     wanted = asked or 6

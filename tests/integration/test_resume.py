@@ -86,7 +86,12 @@ def checkpoints(uninterrupted: Curve, folder: Path) -> dict[str, tuple[str, ...]
     ("optimizer", "split", "ranks"),
     [
         ("distributed", "--context-parallel-algo ring --context-parallel-size 4", 4),
-        ("distributed", "--context-parallel-algo attention2d --context-parallel-size 2", 4),
+        pytest.param(
+            "distributed",
+            "--context-parallel-algo attention2d --context-parallel-size 2",
+            4,
+            marks=pytest.mark.slow,
+        ),
         ("reshardable", "--context-parallel-algo megatron", 1),
         # Saved by zigzag, and goes on by what the planner takes, which is another one.
         ("reshardable", "--context-parallel-algo auto --context-parallel-size 2", 2),
@@ -96,10 +101,11 @@ def checkpoints(uninterrupted: Curve, folder: Path) -> dict[str, tuple[str, ...]
             "--tensor-model-parallel-size 2",
             4,
         ),
-        (
+        pytest.param(
             "reshardable",
             "--cp-comm-type p2p a2a --context-parallel-size 2 --pipeline-model-parallel-size 2",
             4,
+            marks=pytest.mark.slow,
         ),
     ],
 )

@@ -473,7 +473,8 @@ def test_data_and_folders(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("there.bin", "half.bin", "broken.bin", "broken.idx"):
+    # The last is what a bucket's path would begin with, if it was a folder's.
+    for name in ("there.bin", "half.bin", "broken.bin", "broken.idx", "s3:"):
         Path(name).touch()
     for name, count in (("there", 1000), ("few", 24)):
         Path(f"{name}.bin").touch()

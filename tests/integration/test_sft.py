@@ -14,7 +14,7 @@ from megatron_cp_plugin.harness.parity import Tolerances
 from tests.integration.conversations import write_conversations
 from tests.integration.megatron_job import LAUNCH, LAUNCHER, TINY, Job, run, run_warm
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 
 # Finds it beside itself.
 TRAIN = "from megatron_cp_plugin.harness import pretrain\n\npretrain.run()\n"

@@ -52,6 +52,7 @@ def learned(tmp_path_factory: pytest.TempPathFactory) -> Job:
     return run_warm(folder, *LEARNED, "--context-parallel-algo", "megatron").succeeded()
 
 
+@pytest.mark.slow
 def test_torchrun_with_a_run_file(rope: Job, tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("megatron:\n  context_parallel_size: 2\ncontext_parallel:\n  algo: zigzag\n")

@@ -12,9 +12,10 @@ import torch
 
 from megatron_cp_plugin.core.kernel import Packing, Statistics
 from megatron_cp_plugin.core.partial import delta_of
-from megatron_cp_plugin.kernels import base, flash2
+from megatron_cp_plugin.kernels import base
 from megatron_cp_plugin.kernels.flash2 import Flash2
 from megatron_cp_plugin.kernels.reference import Reference
+from tests.kernel_calls import backward_of, forward_of
 from tests.oracle import expected_attention, relative_error
 
 
@@ -34,7 +35,7 @@ def _flash_attn_forward(
     assert (dropout_p, window_size_left, window_size_right, softcap) == (0.0, -1, -1, 0.0)
     assert alibi_slopes is None
     assert return_softmax is False
-    out, lse = Reference().forward(q, k, v, scale=softmax_scale, causal=causal)
+    out, lse = forward_of(Reference(), q, k, v, scale=softmax_scale, causal=causal)
     return out, lse, None, None
 
 
@@ -62,7 +63,9 @@ def _flash_attn_backward(
     assert softmax_lse.is_contiguous()
     # The real kernel has no other use of out than this sum.
     statistics = Statistics(softmax_lse, delta=delta_of(dout, out))
-    gradients = Reference().backward(dout, q, k, v, statistics, scale=softmax_scale, causal=causal)
+    gradients = backward_of(
+        Reference(), dout, q, k, v, statistics, scale=softmax_scale, causal=causal
+    )
     for buffer, gradient in zip((dq, dk, dv), gradients, strict=True):
         buffer.copy_(gradient)
     return statistics.delta
@@ -88,7 +91,9 @@ def _flash_attn_varlen_forward(
     packing = packing_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     assert (dropout_p, window_size_left, window_size_right, softcap) == (0.0, -1, -1, 0.0)
     settings = {"scale": softmax_scale, "causal": causal}
-    out, lse = Reference().forward_packed(*(x.unsqueeze(0) for x in (q, k, v)), packing, **settings)
+    out, lse = forward_of(
+        Reference(), *(x.unsqueeze(0) for x in (q, k, v)), packing=packing, **settings
+    )
     return out[0], lse[0], None, None
 
 
@@ -122,7 +127,7 @@ def _flash_attn_varlen_backward(
     dout, q, k, v, out, lse = (x.unsqueeze(0) for x in (dout, q, k, v, out, softmax_lse))
     statistics = Statistics(lse, delta=delta_of(dout, out))
     settings = {"scale": softmax_scale, "causal": causal}
-    gradients = Reference().backward_packed(dout, q, k, v, statistics, packing, **settings)
+    gradients = backward_of(Reference(), dout, q, k, v, statistics, packing=packing, **settings)
     for buffer, gradient in zip((dq, dk, dv), gradients, strict=True):
         buffer.copy_(gradient[0])
 
@@ -151,7 +156,7 @@ def flash_attn(monkeypatch):
 def test_forward_and_backward(given, causal):
     expected = expected_attention(seq_len=33, heads=4, kv_heads=2, head_dim=16, causal=causal)
     q, k, v, dout = expected.q, expected.k, expected.v, expected.dout
-    out, lse = Flash2().forward(q, k, v, scale=0.25, causal=causal)
+    out, lse = forward_of(Flash2(), q, k, v, scale=0.25, causal=causal)
     assert relative_error(out, expected.out) < 1e-12
     strided = lse.transpose(1, 2).contiguous().transpose(1, 2)
     statistics = (
@@ -159,7 +164,7 @@ def test_forward_and_backward(given, causal):
         if given == "out"
         else Statistics(strided, delta=delta_of(dout, out))
     )
-    gradients = Flash2().backward(dout, q, k, v, statistics, scale=0.25, causal=causal)
+    gradients = backward_of(Flash2(), dout, q, k, v, statistics, scale=0.25, causal=causal)
     for got, want in zip(gradients, (expected.dq, expected.dk, expected.dv), strict=True):
         assert relative_error(got, want) < 1e-12
 
@@ -174,12 +179,12 @@ def test_documents(given, batch):
     )
     q, k, v, dout = expected.q, expected.k, expected.v, expected.dout
     packing, settings = Packing.adjacent(bounds, bounds), {"scale": 0.25, "causal": True}
-    out, lse = Flash2().forward_packed(q, k, v, packing, **settings)
+    out, lse = forward_of(Flash2(), q, k, v, packing=packing, **settings)
     assert relative_error(out, expected.out) < 1e-12
     statistics = Statistics(lse, out=out)
     if given == "delta":
         statistics = Statistics(lse, delta=delta_of(dout, out))
-    gradients = Flash2().backward_packed(dout, q, k, v, statistics, packing, **settings)
+    gradients = backward_of(Flash2(), dout, q, k, v, statistics, packing=packing, **settings)
     for got, want in zip(gradients, (expected.dq, expected.dk, expected.dv), strict=True):
         assert relative_error(got, want) < 1e-12
 
@@ -208,7 +213,6 @@ def short(monkeypatch):
 
     def limit(elements):
         monkeypatch.setattr(base, "MOST_ELEMENTS", elements // 4)
-        monkeypatch.setattr(flash2, "MOST_ELEMENTS", elements // 4)
         return found
 
     return limit
@@ -231,23 +235,18 @@ def test_a_backward_beyond_int32_is_in_parts(short, kv_heads, given, packed):
         cu_seqlens=bounds or None,
     )
     q, k, v, dout = expected.q, expected.k, expected.v, expected.dout
-    kernel, positional = Flash2(), [Packing.adjacent(bounds, bounds)] if packed else []
-    forward, backward = (
-        (kernel.forward_packed, kernel.backward_packed)
-        if packed
-        else (kernel.forward, kernel.backward)
-    )
-    settings = {"scale": 0.25, "causal": True}
-    out, lse = forward(q, k, v, *positional, **settings)
+    kernel, packing = Flash2(), Packing.adjacent(bounds, bounds) if packed else None
+    settings = {"scale": 0.25, "causal": True, "packing": packing}
+    out, lse = forward_of(kernel, q, k, v, **settings)
     statistics = Statistics(lse, out=out)
     if given == "delta":
         statistics = Statistics(lse, delta=delta_of(dout, out))
     heads_of_calls = short(2 * (33 + 4 * 128 if packed else 128) * 4 * 32)
-    found = [backward(dout, q, k, v, statistics, *positional, **settings)]
+    found = [backward_of(kernel, dout, q, k, v, statistics, **settings)]
     assert heads_of_calls == [1] * 4
     if not packed:
         found.append([torch.full_like(x, torch.nan) for x in (q, k, v)])
-        kernel.backward_to(tuple(found[-1]), dout, q, k, v, statistics, **settings)
+        backward_of(kernel, dout, q, k, v, statistics, into=tuple(found[-1]), **settings)
     for gradients in found:
         for got, want in zip(gradients, (expected.dq, expected.dk, expected.dv), strict=True):
             assert relative_error(got, want) < 1e-12

@@ -14,6 +14,7 @@ from megatron_cp_plugin.core.partial import delta_of
 from megatron_cp_plugin.kernels.flash4 import Flash4
 from megatron_cp_plugin.kernels.reference import Reference
 from megatron_cp_plugin.kernels.torch_flash import CudnnAttention
+from tests.kernel_calls import backward_of, forward_of
 from tests.oracle import expected_attention, relative_error
 
 
@@ -27,12 +28,14 @@ def called(monkeypatch):
         dims.append((q.shape[-1], v.shape[-1]))
         settings = {"scale": softmax_scale, "causal": causal}
         if out is not None:
-            Reference().forward_to((out, lse), q, k, v, **settings)
+            forward_of(Reference(), q, k, v, into=(out, lse), **settings)
             return out, lse
         if not lengths:
-            return Reference().forward(q, k, v, **settings)
+            return forward_of(Reference(), q, k, v, **settings)
         packing = packing_of(**lengths)
-        out, lse = Reference().forward_packed(*(x[None] for x in (q, k, v)), packing, **settings)
+        out, lse = forward_of(
+            Reference(), *(x[None] for x in (q, k, v)), packing=packing, **settings
+        )
         return out[0], lse[0]
 
     def backward(
@@ -62,12 +65,12 @@ def called(monkeypatch):
         delta = delta_of(dout, out) - (0 if dlse is None else dlse)
         statistics = Statistics(lse, delta=delta)
         if dq is not None:
-            Reference().backward_to((dq, dk, dv), dout, q, k, v, statistics, **settings)
+            backward_of(Reference(), dout, q, k, v, statistics, into=(dq, dk, dv), **settings)
             return dq, dk, dv
         if not lengths:
-            return Reference().backward(dout, q, k, v, statistics, **settings)
+            return backward_of(Reference(), dout, q, k, v, statistics, **settings)
         packing = packing_of(**lengths)
-        gradients = Reference().backward_packed(dout, q, k, v, statistics, packing, **settings)
+        gradients = backward_of(Reference(), dout, q, k, v, statistics, packing=packing, **settings)
         return tuple(x[0] for x in gradients)
 
     interface = ModuleType("flash_attn.cute.interface")
@@ -133,11 +136,11 @@ def test_head_dims_are_filled_up(called, monkeypatch, capability, dims, kv_heads
     )
     settings = {"scale": head_dim**-0.5, "causal": True}
     inputs = expected.q, expected.k, expected.v
-    out, lse = Flash4().forward(*inputs, **settings)
+    out, lse = forward_of(Flash4(), *inputs, **settings)
     delta = delta_of(expected.dout, out)
     found = [out]
     for statistics in (Statistics(lse, out=out), Statistics(lse, delta=delta)):
-        found += Flash4().backward(expected.dout, *inputs, statistics, **settings)
+        found += backward_of(Flash4(), expected.dout, *inputs, statistics, **settings)
     assert called == [served] * 3
     gradients = expected.dq, expected.dk, expected.dv
     for got, want in zip(found, (expected.out, *gradients, *gradients), strict=True):
@@ -145,9 +148,9 @@ def test_head_dims_are_filled_up(called, monkeypatch, capability, dims, kv_heads
         assert got.is_contiguous() or served == dims
         assert relative_error(got, want) < 1e-12
     places = tuple(torch.full_like(x, torch.nan) for x in (*found[:4], lse))
-    Flash4().forward_to((places[0], places[4]), *inputs, **settings)
+    forward_of(Flash4(), *inputs, into=(places[0], places[4]), **settings)
     statistics = Statistics(places[4], out=places[0])
-    Flash4().backward_to(places[1:4], expected.dout, *inputs, statistics, **settings)
+    backward_of(Flash4(), expected.dout, *inputs, statistics, into=places[1:4], **settings)
     for got, want in zip(places, (expected.out, *gradients, lse), strict=True):
         assert relative_error(got, want) < 1e-12
 
@@ -172,12 +175,12 @@ def test_several_sequences(monkeypatch, packing, batch, causal, given):
     settings = {"scale": 0.1, "causal": causal}
     results = []
     for kernel in (Flash4(), Reference()):
-        out, lse = kernel.forward_packed(q, k, v, packing, **settings)
+        out, lse = forward_of(kernel, q, k, v, packing=packing, **settings)
         out, lse = out.nan_to_num(0.0), lse.nan_to_num(0.0)
         statistics = Statistics(lse, out=out)
         if given == "delta":
             statistics = Statistics(lse, delta=delta_of(dout, out))
-        gradients = kernel.backward_packed(dout, q, k, v, statistics, packing, **settings)
+        gradients = backward_of(kernel, dout, q, k, v, statistics, packing=packing, **settings)
         results.append((out, lse, *gradients))
     for got, want in zip(*results, strict=True):
         torch.testing.assert_close(got, want, equal_nan=True)

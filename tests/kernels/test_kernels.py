@@ -15,6 +15,7 @@ from megatron_cp_plugin.errors import ContextParallelError, KernelUnavailableErr
 from megatron_cp_plugin.kernels import base, kernel_names, resolve, torch_flash
 from megatron_cp_plugin.kernels.linear import resolve_linear
 from megatron_cp_plugin.kernels.reference import Reference
+from tests.kernel_calls import backward_of, forward_of
 from tests.oracle import expected_attention, relative_error
 
 CPU = torch.device("cpu")
@@ -39,12 +40,10 @@ def problem_of(expected):
 def check(kernel: SoftmaxKernel, expected, bound: float, *, causal=True, bounds=(), device=CPU):
     """bounds: of documents."""
     q, k, v, dout = (x.to(device) for x in (expected.q, expected.k, expected.v, expected.dout))
-    forward, backward, settings = kernel.forward, kernel.backward, {"causal": causal}
+    settings = {"causal": causal, "scale": q.shape[-1] ** -0.5}
     if bounds:
-        forward, backward = kernel.forward_packed, kernel.backward_packed
-    settings["scale"] = q.shape[-1] ** -0.5
-    positional = (Packing.adjacent(bounds, bounds),) if bounds else ()
-    out, lse = forward(q, k, v, *positional, **settings)
+        settings["packing"] = Packing.adjacent(bounds, bounds)
+    out, lse = forward_of(kernel, q, k, v, **settings)
     assert lse.shape == (q.shape[0], q.shape[2], q.shape[1])
     assert relative_error(out.cpu(), expected.out) < bound
     # A strided lse and, besides out, delta alone: both rules of backward.
@@ -53,7 +52,7 @@ def check(kernel: SoftmaxKernel, expected, bound: float, *, causal=True, bounds=
         Statistics(strided, out=out),
         Statistics(strided, delta=delta_of(dout, out)),
     ):
-        gradients = backward(dout, q, k, v, statistics, *positional, **settings)
+        gradients = backward_of(kernel, dout, q, k, v, statistics, **settings)
         for got, want in zip(gradients, (expected.dq, expected.dk, expected.dv), strict=True):
             assert got.dtype == q.dtype
             assert relative_error(got.cpu(), want) < bound
@@ -67,15 +66,15 @@ def check_places(kernel: SoftmaxKernel, tensors, expected, bound: float, setting
     found = [among_others(out), *map(among_others, (q, k, v))]
     results = found[0], among_others(lse)
     if kernel.places_outputs:
-        kernel.forward_to(results, q, k, v, **settings)
+        forward_of(kernel, q, k, v, into=results, **settings)
         torch.testing.assert_close(results[1], lse)
     else:
-        found[0].copy_(kernel.forward(q, k, v, **settings)[0])
+        found[0].copy_(forward_of(kernel, q, k, v, **settings)[0])
     given = dout, q, k, v, Statistics(lse, out=out)
     if kernel.places_gradients:
-        kernel.backward_to(tuple(found[1:]), *given, **settings)
+        backward_of(kernel, *given, into=tuple(found[1:]), **settings)
     else:
-        for place, x in zip(found[1:], kernel.backward(*given, **settings), strict=True):
+        for place, x in zip(found[1:], backward_of(kernel, *given, **settings), strict=True):
             place.copy_(x)
     for got, want in zip(found, (expected.out, expected.dq, expected.dk, expected.dv), strict=True):
         assert relative_error(got.cpu(), want) < bound
@@ -174,7 +173,7 @@ def test_rectangular_causal_tiles_are_aligned_at_the_bottom_right(name):
         seq_len=96, heads=4, kv_heads=2, head_dim=64, causal=True, dtype=dtype
     )
     q, k, v = (x.to(device) for x in (whole.q, whole.k, whole.v))
-    out, _ = kernel.forward(q[:, 64:], k, v, scale=64**-0.5, causal=True)
+    out, _ = forward_of(kernel, q[:, 64:], k, v, scale=64**-0.5, causal=True)
     assert relative_error(out.cpu(), whole.out[:, 64:]) < 1e-2
 
 
@@ -306,25 +305,33 @@ def test_triton_kernels_in_the_interpreter():
     subprocess.run([sys.executable, "-c", command], check=True)
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100])
-@pytest.mark.parametrize(
-    ("name", "constants"),
-    [
-        ("merge", {"AT": False, "B_AT": False}),
-        ("merge", {"AT": True, "B_AT": True}),
-        ("sum", {"COUNT": 3, "OUT_AT": False, "A_AT": False, "B_AT": False}),
-        ("sum", {"COUNT": 2, "OUT_AT": True, "A_AT": True, "B_AT": True}),
-        ("sum", {"COUNT": 1, "OUT_AT": False, "A_AT": True, "B_AT": False}),
-        ("delta", {}),
-        ("stand_in", {"TERMS": 3}),
-        ("product", {"LESS": True}),
-        ("product", {"LESS": False}),
-        ("logit_statistics", {"BLOCK": 4096, "SCALED": False, "ENTROPY": False}),
-        ("logit_statistics", {"BLOCK": 4096, "SCALED": True, "ENTROPY": True}),
-        ("logit_gradients", {"BLOCK": 4096, "SCALED": False, "ENTROPY": False}),
-        ("logit_gradients", {"BLOCK": 4096, "SCALED": True, "ENTROPY": True}),
-    ],
+COMPILED = (
+    ("merge", {"AT": False, "B_AT": False}),
+    ("merge", {"AT": True, "B_AT": True}),
+    ("sum", {"COUNT": 3, "OUT_AT": False, "A_AT": False, "B_AT": False}),
+    ("sum", {"COUNT": 2, "OUT_AT": True, "A_AT": True, "B_AT": True}),
+    ("sum", {"COUNT": 1, "OUT_AT": False, "A_AT": True, "B_AT": False}),
+    ("delta", {}),
+    ("stand_in", {"TERMS": 3}),
+    ("product", {"LESS": True}),
+    ("product", {"LESS": False}),
+    ("logit_statistics", {"BLOCK": 4096, "SCALED": False, "ENTROPY": False}),
+    ("logit_statistics", {"BLOCK": 4096, "SCALED": True, "ENTROPY": True}),
+    ("logit_gradients", {"BLOCK": 4096, "SCALED": False, "ENTROPY": False}),
+    ("logit_gradients", {"BLOCK": 4096, "SCALED": True, "ENTROPY": True}),
 )
+CAPABILITIES = (80, 90, 100)
+
+
+def compilations():
+    """Each kernel for one GPU, in turn; for the others among the slow tests."""
+    for number, (name, constants) in enumerate(COMPILED):
+        for turn, capability in enumerate(CAPABILITIES):
+            marks = () if turn == number % len(CAPABILITIES) else pytest.mark.slow
+            yield pytest.param(name, constants, capability, marks=marks)
+
+
+@pytest.mark.parametrize(("name", "constants", "capability"), list(compilations()))
 def test_triton_kernels_compile_for_gpus(name, constants, capability, tmp_path, monkeypatch):
     """As far as machine code, without a GPU."""
     triton = pytest.importorskip("triton")
@@ -392,14 +399,14 @@ def one_key(kernel, device):
 
     q, k, v, dout = random(200, 4), random(1, 2), random(1, 2), random(200, 4)
     settings = {"scale": 0.125, "causal": False}
-    want_out, want_lse = Reference().forward(*(x.double() for x in (q, k, v)), **settings)
-    out, lse = kernel.forward(q, k, v, **settings)
+    want_out, want_lse = forward_of(Reference(), *(x.double() for x in (q, k, v)), **settings)
+    out, lse = forward_of(kernel, q, k, v, **settings)
     assert max(relative_error(out, want_out), relative_error(lse, want_lse)) < 1e-2
     # As if there were other keys: of one alone the scores have no gradients.
     statistics = Statistics(lse + 1, out=random(200, 4))
     wide = Statistics(want_lse + 1, out=statistics.out.double())
-    got = kernel.backward(dout, q, k, v, statistics, **settings)
-    want = Reference().backward(*(x.double() for x in (dout, q, k, v)), wide, **settings)
+    got = backward_of(kernel, dout, q, k, v, statistics, **settings)
+    want = backward_of(Reference(), *(x.double() for x in (dout, q, k, v)), wide, **settings)
     return [relative_error(x, y) for x, y in zip(got, want, strict=True)]
 
 
@@ -432,24 +439,20 @@ def share_of_scores(kernel, problem, given, packed):
         x = torch.randn((2, tokens, heads, dim), generator=generator)
         return x.to(problem.device, problem.dtype)
 
-    def backward(kernel, *tensors):
-        if packed:
-            return kernel.backward_packed(*tensors, packing, **settings)
-        return kernel.backward(*tensors, **settings)
-
     heads, kv_heads, dim = problem.heads, problem.kv_heads, problem.head_dim
     q, k, v = random(200, heads, dim), random(200, kv_heads, dim), random(200, kv_heads, dim)
     dout, settings = random(200, heads, dim), {"scale": dim**-0.5, "causal": True}
-    forward = Reference().forward_packed if packed else Reference().forward
+    if packed:
+        settings["packing"] = packing
     wide = [x.double() for x in (q, k, v)]
-    out, lse = forward(*wide, *([packing] if packed else []), **settings)
-    usual = backward(Reference(), dout.double(), *wide, Statistics(lse, out=out))
+    out, lse = forward_of(Reference(), *wide, **settings)
+    usual = backward_of(Reference(), dout.double(), *wide, Statistics(lse, out=out), **settings)
     value = v[:, :1].expand_as(v).contiguous()
     out = value.repeat_interleave(heads // kv_heads, 2)
     statistics = Statistics(lse.float(), out=out)
     if given == "delta":
         statistics = Statistics(lse.float(), delta=delta_of(dout, out))
-    found = backward(kernel, dout, q, k, value, statistics)
+    found = backward_of(kernel, dout, q, k, value, statistics, **settings)
     return max(float(x.double().norm() / y.norm()) for x, y in zip(found[:2], usual, strict=False))
 
 
@@ -524,6 +527,22 @@ def test_a_stand_in_hides_no_delta_that_is_no_number(wrong, device):
     assert not delta_of(dout, Statistics(delta, delta=delta).out_for(dout)).isfinite().any()
 
 
+def test_gradients_of_keys_that_calls_share_are_summed_in_float32(monkeypatch):
+    """Four calls, of one query head each: bfloat16 keeps none of three times 2^-9 beside 1."""
+    monkeypatch.setattr(base, "MOST_ELEMENTS", 10)
+    parts = iter([1.0, 2.0**-9, 2.0**-9, 2.0**-9])
+
+    def gradients(dout, q, k, v, statistics):
+        part = next(parts)
+        return torch.zeros_like(q), torch.full_like(k, part), torch.full_like(v, part)
+
+    q, k = (torch.zeros(1, 5, heads, 2, dtype=torch.bfloat16) for heads in (4, 1))
+    statistics = Statistics(torch.zeros(1, 4, 5), out=q)
+    _, *of_keys = base.by_heads("some", q.numel(), gradients, q, q, k, k, statistics)
+    for found in of_keys:
+        assert torch.equal(found, torch.full_like(k, 1 + 2.0**-7))
+
+
 @pytest.mark.parametrize(("heads", "kv_heads", "parts"), [(8, 4, 4), (4, 4, 2), (4, 1, 2)])
 def test_cudnn_backward_of_large_tensors_is_in_parts(monkeypatch, heads, kv_heads, parts):
     """Each call has contiguous tensors of at most so many elements, also of views of some heads."""
@@ -537,7 +556,7 @@ def test_cudnn_backward_of_large_tensors_is_in_parts(monkeypatch, heads, kv_head
         assert all(x.numel() <= base.MOST_ELEMENTS for x in (*given[:2], out))
         calls.append(q.shape)
         statistics = Statistics(lse.squeeze(-1), out=out)
-        found = Reference().backward(*given, statistics, scale=scale, causal=others[-1])
+        found = backward_of(Reference(), *given, statistics, scale=scale, causal=others[-1])
         return [x.transpose(1, 2) for x in found]
 
     operator = SimpleNamespace(_scaled_dot_product_cudnn_attention_backward=backward)
@@ -550,20 +569,22 @@ def test_cudnn_backward_of_large_tensors_is_in_parts(monkeypatch, heads, kv_head
 
     q, dout, k, v = random(heads), random(heads), random(kv_heads), random(kv_heads)
     settings = {"scale": 0.25, "causal": True}
-    out, lse = Reference().forward(q, k, v, **settings)
+    out, lse = forward_of(Reference(), q, k, v, **settings)
     for statistics in (
         Statistics(lse, out=out),
         Statistics(lse, delta=(dout * out).sum(3).transpose(1, 2)),
     ):
         calls.clear()
-        got = torch_flash.CudnnAttention().backward(dout, q, k, v, statistics, **settings)
+        got = backward_of(torch_flash.CudnnAttention(), dout, q, k, v, statistics, **settings)
         assert len(calls) == parts
-        want = Reference().backward(dout, q, k, v, Statistics(lse, out=out), **settings)
+        want = backward_of(Reference(), dout, q, k, v, Statistics(lse, out=out), **settings)
         assert max(map(relative_error, got, want)) < 1e-12
     monkeypatch.setattr(base, "MOST_ELEMENTS", 2 * 100 * 16 - 1)
     text = "cudnn needs at most 3199 elements a head, got 3200: use kernel flash4, or a larger"
     with pytest.raises(ContextParallelError, match=text):
-        torch_flash.CudnnAttention().backward(dout, q, k, v, Statistics(lse, out=out), **settings)
+        backward_of(
+            torch_flash.CudnnAttention(), dout, q, k, v, Statistics(lse, out=out), **settings
+        )
 
 
 @pytest.fixture
@@ -575,11 +596,11 @@ def deterministic():
 
 def results(kernel, q, k, v, dout, *, causal):
     """Outputs and gradients of one forward and both rules of backward."""
-    out, lse = kernel.forward(q, k, v, scale=q.shape[-1] ** -0.5, causal=causal)
+    out, lse = forward_of(kernel, q, k, v, scale=q.shape[-1] ** -0.5, causal=causal)
     found = [out, lse]
     for statistics in (Statistics(lse, out=out), Statistics(lse, delta=delta_of(dout, out))):
-        found += kernel.backward(
-            dout, q, k, v, statistics, scale=q.shape[-1] ** -0.5, causal=causal
+        found += backward_of(
+            kernel, dout, q, k, v, statistics, scale=q.shape[-1] ** -0.5, causal=causal
         )
     return found
 

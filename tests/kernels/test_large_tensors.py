@@ -11,6 +11,7 @@ from megatron_cp_plugin.core.chunked_loss import losses_and_predictions
 from megatron_cp_plugin.core.kernel import Packing, Problem, SoftmaxKernel, Statistics
 from megatron_cp_plugin.core.linear.decay import Decay
 from megatron_cp_plugin.core.partial import delta_of
+from tests.kernel_calls import backward_of, forward_of
 from tests.kernels.test_kernels import GPU_KERNELS, resolved
 from tests.kernels.test_linear_kernels import run
 from tests.oracle import naive_attention, relative_error
@@ -45,31 +46,31 @@ def test_tensors_of_more_elements_than_int32_counts(name: str, large: str) -> No
     kernel = kernel_called(name, HEADS, HEADS)
     q, dout = (normal(1, LARGE if large == "queries" else FEW, HEADS, DIM) for _ in "qd")
     k, v = (normal(1, FEW if large == "queries" else LARGE, HEADS, DIM) for _ in "kv")
-    out, lse = kernel.forward(q, k, v, **SETTINGS)
-    dq, dk, dv = kernel.backward(dout, q, k, v, Statistics(lse, out=out), **SETTINGS)
+    out, lse = forward_of(kernel, q, k, v, **SETTINGS)
+    dq, dk, dv = backward_of(kernel, dout, q, k, v, Statistics(lse, out=out), **SETTINGS)
     if large == "queries":
         rows = q[:, LAST], dout[:, LAST], out[:, LAST].contiguous(), lse[:, :, LAST]
-        want, want_lse = kernel.forward(rows[0], k, v, **SETTINGS)
+        want, want_lse = forward_of(kernel, rows[0], k, v, **SETTINGS)
         assert relative_error(rows[2], want) < 1e-3
         assert relative_error(rows[3], want_lse) < 1e-5
         statistics = Statistics(rows[3].contiguous(), out=rows[2])
-        want = kernel.backward(rows[1], rows[0], k, v, statistics, **SETTINGS)
+        want = backward_of(kernel, rows[1], rows[0], k, v, statistics, **SETTINGS)
         assert relative_error(dq[:, LAST], want[0]) < 1e-3
         # What all other rows add to dk and dv, in pieces.
         sums = [torch.zeros(k.shape, device=GPU) for _ in "kv"]
         for start in range(0, LARGE, 2**16):
             part = slice(start, min(start + 2**16, LARGE))
             statistics = Statistics(lse[:, :, part].contiguous(), out=out[:, part])
-            found = kernel.backward(dout[:, part], q[:, part], k, v, statistics, **SETTINGS)
+            found = backward_of(kernel, dout[:, part], q[:, part], k, v, statistics, **SETTINGS)
             for total, x in zip(sums, found[1:], strict=True):
                 total += x
         assert max(map(relative_error, (dk, dv), sums)) < 1e-2
         return
     part = k[:, LAST], v[:, LAST]
-    found = kernel.backward(dout, q, *part, Statistics(lse, out=out), **SETTINGS)
+    found = backward_of(kernel, dout, q, *part, Statistics(lse, out=out), **SETTINGS)
     assert max(map(relative_error, (dk[:, LAST], dv[:, LAST]), found[1:])) < 1e-3
     partials = [
-        kernel.forward(q, k[:, start : start + 2**16], v[:, start : start + 2**16], **SETTINGS)
+        forward_of(kernel, q, k[:, start : start + 2**16], v[:, start : start + 2**16], **SETTINGS)
         for start in range(0, LARGE, 2**16)
     ]
     lses = torch.stack([each for _, each in partials])
@@ -110,21 +111,21 @@ def test_tensors_of_more_bytes_than_int32_counts(name: str, tokens: int) -> None
     """
     kernel = kernel_called(name, HEADS, HEADS)
     q, dout, k, v = (normal(1, n, HEADS, DIM) for n in (tokens, tokens, FEW, FEW))
-    out, lse = kernel.forward(q, k, v, **SETTINGS)
-    dq, dk, dv = kernel.backward(dout, q, k, v, Statistics(lse, out=out), **SETTINGS)
+    out, lse = forward_of(kernel, q, k, v, **SETTINGS)
+    dq, dk, dv = backward_of(kernel, dout, q, k, v, Statistics(lse, out=out), **SETTINGS)
     last = slice(tokens - FEW, tokens)
     few = q[:, last].contiguous(), dout[:, last].contiguous(), out[:, last].contiguous()
-    want, want_lse = kernel.forward(few[0], k, v, **SETTINGS)
+    want, want_lse = forward_of(kernel, few[0], k, v, **SETTINGS)
     assert_near((few[2], lse[:, :, last]), (want, want_lse))
     statistics = Statistics(lse[:, :, last].contiguous(), out=few[2])
-    want, _, _ = kernel.backward(few[1], few[0], k, v, statistics, **SETTINGS)
+    want, _, _ = backward_of(kernel, few[1], few[0], k, v, statistics, **SETTINGS)
     assert_near((dq[:, last],), (want,))
     # As queries do not see each other, all results for keys are sums over pieces.
     sums = [torch.zeros(k.shape, device=GPU) for _ in "kv"]
     for start in range(0, tokens, 2**15):
         part = slice(start, min(start + 2**15, tokens))
         statistics = Statistics(lse[:, :, part].contiguous(), out=out[:, part])
-        found = kernel.backward(dout[:, part], q[:, part], k, v, statistics, **SETTINGS)
+        found = backward_of(kernel, dout[:, part], q[:, part], k, v, statistics, **SETTINGS)
         for total, x in zip(sums, found[1:], strict=True):
             total += x
     assert_near((dk, dv), tuple(sums), 1e-2)
@@ -136,13 +137,13 @@ def test_keys_that_query_heads_share(name: str) -> None:
     kernel = kernel_called(name, HEADS, 8)
     q, dout = normal(1, FEW, HEADS, DIM), normal(1, FEW, HEADS, DIM)
     k, v = normal(1, LARGE, 8, DIM), normal(1, LARGE, 8, DIM)
-    out, lse = kernel.forward(q, k, v, **SETTINGS)
-    found = kernel.backward(dout, q, k, v, Statistics(lse, out=out), **SETTINGS)
+    out, lse = forward_of(kernel, q, k, v, **SETTINGS)
+    found = backward_of(kernel, dout, q, k, v, Statistics(lse, out=out), **SETTINGS)
     dq = torch.zeros(q.shape, device=GPU)
     for start in range(0, LARGE, 2**15):
         part = slice(start, min(start + 2**15, LARGE))
         given = dout, q, k[:, part], v[:, part], Statistics(lse, out=out)
-        more, *wanted = kernel.backward(*given, **SETTINGS)
+        more, *wanted = backward_of(kernel, *given, **SETTINGS)
         assert_near((found[1][:, part], found[2][:, part]), tuple(wanted), 1e-2)
         dq += more
     assert_near((found[0],), (dq,), 1e-2)
@@ -162,17 +163,19 @@ def test_heads_of_large_tensors(name: str, large: str) -> None:
     q, dout, place, dq = (heads(LARGE if large == "queries" else FEW) for _ in range(4))
     k, v, dk, dv = (heads(LARGE if large == "keys" else FEW) for _ in range(4))
     whole = tuple(x.contiguous() for x in (q, k, v))
-    want, want_lse = kernel.forward(*whole, **SETTINGS)
-    out, lse = kernel.forward(q, k, v, **SETTINGS)
+    want, want_lse = forward_of(kernel, *whole, **SETTINGS)
+    out, lse = forward_of(kernel, q, k, v, **SETTINGS)
     assert_near((out, lse), (want, want_lse))
-    wanted = kernel.backward(dout.contiguous(), *whole, Statistics(want_lse, out=want), **SETTINGS)
+    wanted = backward_of(
+        kernel, dout.contiguous(), *whole, Statistics(want_lse, out=want), **SETTINGS
+    )
     given = dout, q, k, v, Statistics(want_lse, out=place.copy_(want))
-    assert_near(kernel.backward(*given, **SETTINGS), wanted)
+    assert_near(backward_of(kernel, *given, **SETTINGS), wanted)
     if kernel.places_outputs:
-        kernel.forward_to((place, lse), q, k, v, **SETTINGS)
+        forward_of(kernel, q, k, v, into=(place, lse), **SETTINGS)
         assert_near((place, lse), (want, want_lse))
     if kernel.places_gradients:
-        kernel.backward_to((dq, dk, dv), *given, **SETTINGS)
+        backward_of(kernel, *given, into=(dq, dk, dv), **SETTINGS)
         assert_near((dq, dk, dv), wanted)
 
 
@@ -189,9 +192,9 @@ def test_packed_documents(name: str, tokens: int, kv_heads: int) -> None:
     packing, settings = Packing.adjacent(bounds, bounds), {"scale": DIM**-0.5, "causal": True}
     q, dout = (normal(1, LARGE, HEADS, DIM) for _ in "qd")
     k, v = (normal(1, LARGE, kv_heads, DIM) for _ in "kv")
-    out, lse = kernel.forward_packed(q, k, v, packing, **settings)
+    out, lse = forward_of(kernel, q, k, v, packing=packing, **settings)
     statistics = Statistics(lse, out=out)
-    found = out, *kernel.backward_packed(dout, q, k, v, statistics, packing, **settings)
+    found = out, *backward_of(kernel, dout, q, k, v, statistics, packing=packing, **settings)
     for start, stop in zip(bounds[-3:], bounds[-2:], strict=False):
         rows = slice(start, stop)
         inputs = [x[:, rows].double().requires_grad_() for x in (q, k, v)]
@@ -206,13 +209,13 @@ def test_entries_of_a_batch(name: str) -> None:
     kernel, tokens = kernel_called(name, HEADS, HEADS), 2**17 + FEW
     q, dout = (normal(3, tokens, HEADS, DIM) for _ in "qd")
     k, v = (normal(3, FEW, HEADS, DIM) for _ in "kv")
-    out, lse = kernel.forward(q, k, v, **SETTINGS)
-    found = kernel.backward(dout, q, k, v, Statistics(lse, out=out), **SETTINGS)
+    out, lse = forward_of(kernel, q, k, v, **SETTINGS)
+    found = backward_of(kernel, dout, q, k, v, Statistics(lse, out=out), **SETTINGS)
     last = [x[2:].clone() for x in (dout, q, k, v)]
-    want = kernel.forward(*last[1:], **SETTINGS)
+    want = forward_of(kernel, *last[1:], **SETTINGS)
     assert_near((out[2:], lse[2:]), want)
     statistics = Statistics(want[1], out=want[0])
-    wanted = kernel.backward(*last, statistics, **SETTINGS)
+    wanted = backward_of(kernel, *last, statistics, **SETTINGS)
     assert_near(tuple(x[2:] for x in found), wanted)
 
 

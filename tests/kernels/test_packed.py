@@ -17,8 +17,10 @@ from megatron_cp_plugin.core.kernel import Packing, Problem, SoftmaxKernel, Stat
 from megatron_cp_plugin.core.masks.batch import Batch
 from megatron_cp_plugin.core.masks.tile_batches import Batches
 from megatron_cp_plugin.core.partial import Accumulator, GradientSum, delta_of
+from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask, Tile
 from megatron_cp_plugin.errors import ContextParallelError
+from tests.kernel_calls import backward_of, forward_of
 from tests.kernels.test_kernels import resolved
 from tests.oracle import relative_error
 
@@ -121,9 +123,9 @@ def test_sequences_of_different_lengths(
     wanted = expected(seen, q, k, v, dout)
     packing, settings = Packing.adjacent(rows, cols), {"causal": causal}
     settings["scale"] = dims[0] ** -0.5
-    out, lse = kernel.forward_packed(q, k, v, packing, **settings)
+    out, lse = forward_of(kernel, q, k, v, packing=packing, **settings)
     for statistics in (Statistics(lse, out=out), Statistics(lse, delta=delta_of(dout, out))):
-        gradients = kernel.backward_packed(dout, q, k, v, statistics, packing, **settings)
+        gradients = backward_of(kernel, dout, q, k, v, statistics, packing=packing, **settings)
         assert_close((out, lse, *gradients), wanted, bound)
 
 
@@ -160,14 +162,14 @@ def test_sequences_with_gaps(
     out, lse, dq, dk, dv = expected(seen.to(device)[used], q[:, used], k, v, dout[:, used])
     wanted = out, lse, dq, dk[:, used_keys], dv[:, used_keys]
     settings = {"scale": dims[0] ** -0.5, "causal": causal}
-    out, lse = kernel.forward_packed(q, k, v, packing, **settings)
+    out, lse = forward_of(kernel, q, k, v, packing=packing, **settings)
     # As merged: what is left out is not read.
     out = out.masked_fill(~used[:, None, None], 0.0)
     lse = lse.masked_fill(~used, 0.0)
     statistics = Statistics(lse, out=out)
     if given == "delta":
         statistics = Statistics(lse, delta=delta_of(dout, out))
-    dq, dk, dv = kernel.backward_packed(dout, q, k, v, statistics, packing, **settings)
+    dq, dk, dv = backward_of(kernel, dout, q, k, v, statistics, packing=packing, **settings)
     found = out[:, used], lse[:, :, used], dq[:, used], dk[:, used_keys], dv[:, used_keys]
     assert_close(found, wanted, bound)
 
@@ -243,7 +245,7 @@ def test_tiles_of_all_kinds(
     inputs = tensors(rows, rows, kv_heads, (64, 64), dtype, batch)
     q, k, v, dout = (x.to(device) for x in inputs)
     wanted = expected(seen.to(device)[mine].bool(), q[:, mine], k, v, dout[:, mine])
-    call = Call(rows, Mask(window=5), 64**-0.5, kernel)
+    call = Call(Shape.of(q, k, v, rows), Mask(window=5), 64**-0.5, kernel)
     assert call.packed
     total = Accumulator(q, 64)
     attend_block(total, q, k, v, work, call)
@@ -254,9 +256,9 @@ def test_tiles_of_all_kinds(
     statistics = Statistics(lse.masked_fill(lse == -torch.inf, 0.0), out=out)
     if given == "delta":
         statistics = Statistics(statistics.lse, delta=delta_of(dout, out))
-    sums = Gradients(*map(GradientSum, (q, k, v)))
+    sums = Gradients(GradientSum(q), GradientSum(k, v))
     differentiate_block(sums, dout, q, k, v, statistics, work, call)
-    dq, dk, dv = (total.result() for total in (sums.dq, sums.dk, sums.dv))
+    (dq,), (dk, dv) = sums.dq.result(), sums.dkv.result()
     assert (dq[:, ~mine] == 0).all()
     assert (dk[:, ~theirs] == 0).all()
     assert_close((out[:, mine], lse[:, :, mine], dq[:, mine], dk, dv), wanted, bound)
@@ -278,9 +280,9 @@ def test_packed_calls_repeat_to_the_bit(name: str, kv_heads: int, causal: bool) 
         runs = []
         for _ in range(5):
             packing = Packing.adjacent(bounds, bounds)
-            out, lse = kernel.forward_packed(q, k, v, packing, **settings)
+            out, lse = forward_of(kernel, q, k, v, packing=packing, **settings)
             statistics = Statistics(lse, out=out)
-            gradients = kernel.backward_packed(dout, q, k, v, statistics, packing, **settings)
+            gradients = backward_of(kernel, dout, q, k, v, statistics, packing=packing, **settings)
             runs.append((out, lse, *gradients))
     finally:
         torch.use_deterministic_algorithms(False)
@@ -295,7 +297,7 @@ def test_a_new_mask_does_not_make_the_host_wait_and_a_graph_wants_one_that_ran(n
     tiles = random_tiles(Random(3), 100, 8, rectangular=kernel.rectangular_causal)
     inputs = (x.to(GPU) for x in tensors(800, 800, 2, (64, 64), dtype, 1))
     q, k, v, _ = inputs
-    call = Call(800, Mask(window=5), 64**-0.5, kernel)
+    call = Call(Shape.of(q, k, v, 800), Mask(window=5), 64**-0.5, kernel)
 
     def attend(work: Batches) -> tuple[Tensor, Tensor]:
         total = Accumulator(q, 64)

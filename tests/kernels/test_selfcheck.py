@@ -3,7 +3,13 @@
 import pytest
 import torch
 
-from megatron_cp_plugin.core.kernel import Packing, Problem, Statistics
+from megatron_cp_plugin.core.kernel import (
+    Packing,
+    Problem,
+    Statistics,
+    backward_by_sequence,
+    forward_by_sequence,
+)
 from megatron_cp_plugin.core.linear.kernel import LinearKernel, LinearProblem
 from megatron_cp_plugin.core.linear.runs import Runs
 from megatron_cp_plugin.errors import KernelUnavailableError
@@ -30,40 +36,43 @@ class Planted(CpuFlashAttention):
     def __init__(self, fault):
         self.fault = fault
 
-    def forward(self, q, k, v, *, scale, causal):
+    def forward(self, call):
+        if call.packing is not None:
+            return forward_by_sequence(self, self.wrong(call))
         if self.fault == "crash":
             raise RuntimeError("no image for this device\nand more lines")
-        out, lse = super().forward(q, k, v, scale=scale, causal=causal)
+        out, lse = super().forward(call)
         if self.fault == "lse":
             lse = lse + 0.1
-        if self.fault == "head dim" and q.shape[3] == 72:
+        if self.fault == "head dim" and call.q.shape[3] == 72:
             out = torch.roll(out, 1, 3)
-        if self.fault == "full" and not causal:
+        if self.fault == "full" and not call.causal:
             out = out * 1.02
         return out, lse
 
-    def backward(self, dout, q, k, v, statistics, *, scale, causal):
+    def backward(self, call, dout, statistics):
+        if call.packing is not None:
+            return backward_by_sequence(self, call, dout, statistics)
         if self.fault == "delta" and statistics.delta is not None:
             statistics = Statistics(statistics.lse, delta=statistics.delta * 0.9)
-        settings = {"scale": scale, "causal": causal}
-        dq, dk, dv = super().backward(dout, q, k, v, statistics, **settings)
+        dq, dk, dv = super().backward(call, dout, statistics)
         if self.fault == "nan":
             dv[0, -1, -1, -1] = float("nan")
-        if self.fault == "shared heads" and q.shape[2] != k.shape[2]:
+        if self.fault == "shared heads" and call.q.shape[2] != call.k.shape[2]:
             dk = dk / 2
         return dq, dk, dv
 
-    def forward_packed(self, q, k, v, packing, *, scale, causal):
+    def wrong(self, call):
+        """Some sequences of a call see other keys."""
+        packing, tokens = call.packing, call.k.shape[1]
         if self.fault == "documents" and packing.q == packing.kv:
-            return self.forward(q, k, v, scale=scale, causal=causal)
+            packing = Packing.adjacent((0, call.q.shape[1]), (0, tokens))
         if self.fault == "packed" and packing.q != packing.kv and not packing.gaps:
             first, *others = packing.kv
             packing = Packing.of(packing.q, (slice(0, first.stop // 2), *others))
         if self.fault == "gaps" and packing.gaps:
-            packing = Packing.of(
-                packing.q, (*packing.kv[:-1], slice(packing.kv[-2].stop, k.shape[1]))
-            )
-        return super().forward_packed(q, k, v, packing, scale=scale, causal=causal)
+            packing = Packing.of(packing.q, (*packing.kv[:-1], slice(packing.kv[-2].stop, tokens)))
+        return call._replace(packing=packing)
 
 
 def problem(dtype=torch.float32, heads=8, kv_heads=2, head_dim=72, **others):
@@ -94,11 +103,13 @@ def test_right_kernels_pass(dtype, heads, kv_heads, documents):
     ],
 )
 def test_wrong_kernels_are_named(fault, where, dtype):
-    asked = problem(dtype, documents=fault in ("documents", "packed"))
-    found = accuracy(Planted(fault), asked)
+    kernel = Planted(fault)
+    kernel.packs = documents = fault in ("documents", "packed")
+    asked = problem(dtype, documents=documents)
+    found = accuracy(kernel, asked)
     assert not found.right
     with pytest.raises(KernelUnavailableError) as refusal:
-        check_kernel(Planted(fault), asked)
+        check_kernel(kernel, asked)
     text = str(refusal.value)
     kind = str(dtype).removeprefix("torch.")
     assert text.startswith(
@@ -135,16 +146,17 @@ def test_what_a_kernel_writes_where_it_is_told_is_checked():
         def __init__(self, wrong):
             self.wrong = wrong
 
-        def forward_to(self, results, q, k, v, **settings):
-            for name, place, x in zip(
-                ("out", "lse"), results, self.forward(q, k, v, **settings), strict=True
-            ):
-                self.write(name, place, x)
+        def forward(self, call):
+            return self.placed(call, ("out", "lse"), super().forward(call))
 
-        def backward_to(self, gradients, *tensors, **settings):
-            found = self.backward(*tensors, **settings)
-            for name, place, x in zip(("dq", "dk", "dv"), gradients, found, strict=True):
+        def backward(self, call, dout, statistics):
+            found = super().backward(call, dout, statistics)
+            return self.placed(call, ("dq", "dk", "dv"), found)
+
+        def placed(self, call, names, found):
+            for name, place, x in zip(names, call.into or (), found, strict=call.into is not None):
                 self.write(name, place, x)
+            return call.into or found
 
         def write(self, name, place, x):
             if name == self.wrong:  # as if the place were contiguous
@@ -176,9 +188,9 @@ def test_the_backward_of_deterministic_runs_is_the_one_that_is_checked(determini
     found = []
 
     class Asked(CpuFlashAttention):
-        def backward(self, *tensors, **settings):
+        def backward(self, *given):
             found.append(torch.are_deterministic_algorithms_enabled())
-            return super().backward(*tensors, **settings)
+            return super().backward(*given)
 
     check_kernel(Asked(), problem(deterministic=deterministic))
     assert set(found) == {deterministic}

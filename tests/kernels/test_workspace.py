@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from megatron_cp_plugin.core.kernel import Packing, Problem, Statistics
+from megatron_cp_plugin.core.kernel import KernelCall, Packing, Problem, Statistics
 from megatron_cp_plugin.kernels.base import kernel_called
+from tests.kernel_calls import backward_of, forward_of
 
 
 @pytest.mark.gpu
@@ -21,7 +22,7 @@ def test_workspace(name: str, causal: bool, kv_heads: int, given: str) -> None:
     q, dout = (torch.randn(1, 8192, 16, 128, device="cuda", dtype=dtype) for _ in range(2))
     k, v = (torch.randn(1, 8192, kv_heads, 128, device="cuda", dtype=dtype) for _ in range(2))
     settings = {"scale": 128**-0.5, "causal": causal}
-    out, lse = kernel.forward(q, k, v, **settings)
+    out, lse = forward_of(kernel, q, k, v, **settings)
     statistics = {
         "forward": None,
         "out": Statistics(lse, out=out),
@@ -30,8 +31,8 @@ def test_workspace(name: str, causal: bool, kv_heads: int, given: str) -> None:
 
     def call():
         if statistics is None:
-            return kernel.forward(q, k, v, **settings)
-        return kernel.backward(dout, q, k, v, statistics, **settings)
+            return forward_of(kernel, q, k, v, **settings)
+        return backward_of(kernel, dout, q, k, v, statistics, **settings)
 
     call()
     torch.cuda.synchronize()
@@ -40,7 +41,7 @@ def test_workspace(name: str, causal: bool, kv_heads: int, given: str) -> None:
     results = call()
     made = sum(x.untyped_storage().nbytes() for x in results)
     taken = torch.cuda.max_memory_allocated() - before
-    predicted = made + kernel.workspace(q, k, v, statistics, causal=causal)
+    predicted = made + kernel.workspace(KernelCall(q, k, v, **settings), statistics)
     assert predicted == pytest.approx(taken, rel=0.03)
 
 
@@ -61,7 +62,7 @@ def test_workspace_of_many_sequences(name: str, causal: bool, kv_heads: int, giv
     packing, settings = Packing.adjacent(rows, cols), {"scale": 128**-0.5, "causal": causal}
     q, dout = (torch.randn(1, rows[-1], 16, 128, device="cuda", dtype=dtype) for _ in range(2))
     k, v = (torch.randn(1, cols[-1], kv_heads, 128, device="cuda", dtype=dtype) for _ in range(2))
-    out, lse = kernel.forward_packed(q, k, v, packing, **settings)
+    out, lse = forward_of(kernel, q, k, v, packing=packing, **settings)
     statistics = {
         "forward": None,
         "out": Statistics(lse, out=out),
@@ -70,8 +71,8 @@ def test_workspace_of_many_sequences(name: str, causal: bool, kv_heads: int, giv
 
     def call():
         if statistics is None:
-            return kernel.forward_packed(q, k, v, packing, **settings)
-        return kernel.backward_packed(dout, q, k, v, statistics, packing, **settings)
+            return forward_of(kernel, q, k, v, packing=packing, **settings)
+        return backward_of(kernel, dout, q, k, v, statistics, packing=packing, **settings)
 
     call()
     torch.cuda.synchronize()
@@ -80,7 +81,7 @@ def test_workspace_of_many_sequences(name: str, causal: bool, kv_heads: int, giv
     results = call()
     made = sum(x.untyped_storage().nbytes() for x in results)
     taken = torch.cuda.max_memory_allocated() - before
-    workspace = kernel.workspace(q, k, v, statistics, causal=causal, sequences=len(packing.q))
+    workspace = kernel.workspace(KernelCall(q, k, v, **settings, packing=packing), statistics)
     assert made + workspace == pytest.approx(taken, rel=0.03)
 
 
@@ -90,14 +91,15 @@ def test_workspace_of_flash_attn_4() -> None:
     q = torch.empty(2, 100, 8, 96, device="meta", dtype=torch.bfloat16)
     k = torch.empty(2, 130, 2, 96, device="meta", dtype=torch.bfloat16)
     lse, out = torch.empty(2, 8, 100, device="meta"), torch.empty_like(q)
-    assert kernel.workspace(q, k, k, None, causal=True) == 0
+    assert kernel.workspace(KernelCall(q, k, k, 1.0, True), None) == 0
     queries, keys = 2 * 8 * 128 * (96 + 2) * 4, 2 * 2 * 256 * (96 + 96) * 4
-    found = kernel.workspace(q, k, k, Statistics(lse, out=out), causal=False)
+    found = kernel.workspace(KernelCall(q, k, k, 1.0, False), Statistics(lse, out=out))
     assert found == queries + keys
     # dK and dV are not summed over heads; out is one row of zeros, and lse is copied.
     wide = torch.empty(2, 130, 8, 96, device="meta", dtype=torch.bfloat16)
     strided = torch.empty(2, 100, 8, device="meta").transpose(1, 2)
-    found = kernel.workspace(q, wide, wide, Statistics(strided, delta=lse), causal=True)
+    call = KernelCall(q, wide, wide, 1.0, causal=True)
+    found = kernel.workspace(call, Statistics(strided, delta=lse))
     assert found == queries + 2 * 8 * 100 * 4 * 2
 
 
@@ -109,5 +111,6 @@ def test_workspace_of_flash_attn_4_for_many_sequences() -> None:
     statistics = Statistics(torch.empty(2, 8, 100, device="meta"), out=torch.empty_like(q))
     rows, cols = 200 + 7 * 64 - 1, 260 + 7 * 128 - 1
     queries, keys = 8 * (rows // 64 * 64) * (128 + 2), 2 * (cols // 128 * 128) * (128 + 128)
-    found = kernel.workspace(q, k, k, statistics, causal=True, sequences=3)
+    packing = Packing.adjacent((0, 1, 2, 100), (0, 1, 2, 130))
+    found = kernel.workspace(KernelCall(q, k, k, 1.0, True, packing), statistics)
     assert found == 4 * (queries + keys)

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.core import partial
+from megatron_cp_plugin.core.algorithm import Compiled
 from megatron_cp_plugin.core.call import Call
 from megatron_cp_plugin.core.comm import Pending
 from megatron_cp_plugin.core.communication import virtual
@@ -84,46 +85,22 @@ class Counter(TorchDispatchMode):
 class WithWorkspace(Reference):
     """The reference, with a workspace."""
 
-    def workspace(self, q, k, v, statistics, *, causal, sequences=1) -> int:
-        each = 3 * q.numel() + k.numel() * (2 if causal else 1)
+    def workspace(self, call, statistics) -> int:
+        each = 3 * call.q.numel() + call.k.numel() * (2 if call.causal else 1)
+        sequences = 1 if call.packing is None else len(call.packing)
         return 0 if statistics is None else each + 100 * (sequences - 1)
 
-    def forward(self, q, k, v, *, scale, causal):
+    def forward(self, call):
         with _disable_current_modes():
-            results = super().forward(q, k, v, scale=scale, causal=causal)
-        return tuple(counted(x) for x in results)
+            results = Reference().forward(call)
+        return results if call.into is not None else tuple(counted(x) for x in results)
 
-    def forward_to(self, results, q, k, v, *, scale, causal):
+    def backward(self, call, dout, statistics):
         with _disable_current_modes():
-            super().forward_to(results, q, k, v, scale=scale, causal=causal)
-
-    def backward(self, dout, q, k, v, statistics, *, scale, causal):
-        with _disable_current_modes():
-            results = super().backward(dout, q, k, v, statistics, scale=scale, causal=causal)
-        gradients = tuple(counted(x) for x in results)
-        torch.empty(self.workspace(q, k, v, statistics, causal=causal), dtype=torch.uint8)
-        return gradients
-
-    def backward_to(self, gradients, dout, q, k, v, statistics, *, scale, causal):
-        with _disable_current_modes():
-            found = super().backward(dout, q, k, v, statistics, scale=scale, causal=causal)
-            for place, x in zip(gradients, found, strict=True):
-                place.copy_(x)
-        torch.empty(self.workspace(q, k, v, statistics, causal=causal), dtype=torch.uint8)
-
-    def forward_packed(self, q, k, v, packing, **settings):
-        with _disable_current_modes():
-            results = Reference().forward_packed(q, k, v, packing, **settings)
-        return tuple(counted(x) for x in results)
-
-    def backward_packed(self, dout, q, k, v, statistics, packing, *, scale, causal):
-        settings = {"scale": scale, "causal": causal}
-        with _disable_current_modes():
-            results = Reference().backward_packed(dout, q, k, v, statistics, packing, **settings)
-        gradients = tuple(counted(x) for x in results)
-        sequences = len(packing.q)
-        taken = self.workspace(q, k, v, statistics, causal=causal, sequences=sequences)
-        torch.empty(taken, dtype=torch.uint8)
+            gradients = Reference().backward(call, dout, statistics)
+        if call.into is None:
+            gradients = tuple(counted(x) for x in gradients)
+        torch.empty(self.workspace(call, statistics), dtype=torch.uint8)
         return gradients
 
 
@@ -209,14 +186,14 @@ def test_prediction_is_what_ranks_need(algo: str, options: dict, size: int, mask
         algorithm = create(algo, topology, options)
         layout = algorithm.layout.within(seen.documents)
         q, k, v, dout = (shard(x, 1, layout, topology.rank, size) for x in whole)
-        call = Call(SHAPE.seq_len, seen, 0.25, kernel)
+        compiled = Compiled(algorithm, Call(SHAPE, seen, 0.25, kernel))
         with Counter() as counter:
             for _ in range(2):
                 counter.most = 0
-                out, lse, saved = algorithm.forward(q, k, v, call)
+                out, lse, saved = compiled.forward.attend(q, k, v)
                 del lse
                 forward, between, counter.most = counter.most, counter.now, 0
-                gradients = algorithm.backward(dout, saved, call)
+                gradients = compiled.backward().differentiate(dout, saved)
                 own = counter.excluding([q, k, v, dout])
                 del out, saved, gradients
         peer = topology.peer_bytes

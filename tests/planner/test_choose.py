@@ -175,7 +175,7 @@ def test_the_fastest_is_taken_and_the_table_is_sorted() -> None:
     assert "\n" not in sentence(choice)
 
 
-@pytest.mark.parametrize("kv_heads", [2, 4])
+@pytest.mark.parametrize("kv_heads", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_choice_was_simulated(kv_heads: int) -> None:
     """Not only estimated, where few of many candidates can be simulated."""
     machine = Machine.load("h100_400g")

@@ -105,7 +105,8 @@ def test_exchanges_of_all_with_all() -> None:
 @pytest.mark.parametrize(
     ("algo", "size", "mask", "options"),
     [
-        *((algo, size, "documents", {}) for algo in cp.available("softmax") for size in (2, 8)),
+        *((algo, 8, "documents", {}) for algo in cp.available("softmax")),
+        ("zigzag", 2, "documents", {}),
         *((algo, 8, "causal", {}) for algo in cp.available("linear")),
         ("zigzag", 16, "documents", {"layout": "documents"}),
         ("attention2d", 4, "causal", PAPER | {"gradients": "float32", "rows": 2, "cols": 2}),

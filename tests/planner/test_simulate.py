@@ -225,8 +225,8 @@ def test_collective_operations_by_three_ranks(algo, monkeypatch):
     ("algo", "mask"),
     [
         ("zigzag", Mask()),
-        ("usp", Mask()),
-        ("zigzag", Mask(window=1000)),
+        pytest.param("usp", Mask(), marks=pytest.mark.slow),
+        pytest.param("zigzag", Mask(window=1000), marks=pytest.mark.slow),
         ("zigzag", Mask(documents=tuple(range(700, 1024 * 64, 700)))),
     ],
 )

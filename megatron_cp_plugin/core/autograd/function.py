@@ -7,11 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.core.algorithm import Algorithm
+from megatron_cp_plugin.core.algorithm import Algorithm, Compiled
 from megatron_cp_plugin.core.autograd.autocast import as_written, cast_inputs
 from megatron_cp_plugin.core.autograd.once import differentiable_once
 from megatron_cp_plugin.core.autograd.recompute import computed_once
-from megatron_cp_plugin.core.call import Asked, Call
 from megatron_cp_plugin.core.comm import PHASE
 from megatron_cp_plugin.core.communication.devices import check_devices
 from megatron_cp_plugin.core.kernel import Problem, SoftmaxKernel
@@ -23,7 +22,7 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class Attention(torch.autograd.Function):
-    """Attention as `attend` has it, of what `called` gave."""
+    """Attention as `attend` has it, of what `compiled_call` gave."""
 
     @staticmethod
     def forward(
@@ -32,29 +31,25 @@ class Attention(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         sink: Tensor | None,
-        algorithm: Algorithm,
-        call: Call,
+        compiled: Compiled,
         site: Hashable | None,
     ) -> Tensor:
-        """Args: sink, site: as of `attend`. algorithm, call: as `called` returns them."""
+        """Args: sink, site: as of `attend`. compiled: as `compiled_call` returns it."""
         q, k, v = _aligned(q, k, v)
         token = PHASE.set("forward")
         try:
             with as_written(q.device):
                 if site is None:
-                    executor = algorithm.executor("forward", call, call.shape)
-                    work = executor.begin(q, k, v)
-                    executor.follow(work)
-                    out, lse, results = executor.outputs(work)
+                    out, lse, results = compiled.forward.attend(q, k, v)
                     margin = () if sink is None else (_let_sink(out, lse, sink),)
                     saved = [*results, *margin]
                 else:
                     inputs = (q, k, v) if sink is None else (q, k, v, sink)
-                    compute = partial(_computed, algorithm, call, q, k, v, sink)
+                    compute = partial(_computed, compiled, q, k, v, sink)
                     out, *saved = computed_once(site, inputs, compute)
         finally:
             PHASE.reset(token)
-        ctx.algorithm, ctx.call, ctx.sink_dtype = algorithm, call, None
+        ctx.compiled, ctx.sink_dtype = compiled, None
         if sink is not None:
             ctx.sink_dtype = sink.dtype
             saved.append(out)
@@ -68,16 +63,16 @@ class Attention(torch.autograd.Function):
         token = PHASE.set("backward")
         try:
             with as_written(dout.device):
-                return (*_differentiate(ctx, *_aligned(dout)), None, None, None)
+                return (*_differentiate(ctx, *_aligned(dout)), None, None)
         finally:
             PHASE.reset(token)
 
 
 def _computed(
-    algorithm: Algorithm, call: Call, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None
+    compiled: Compiled, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None
 ) -> tuple[Tensor, ...]:
     """Out, and what is saved."""
-    out, lse, saved = algorithm.executor("forward", call, call.shape).forward(q, k, v)
+    out, lse, saved = compiled.forward.attend(q, k, v)
     return (out, *saved) if sink is None else (out, *saved, _let_sink(out, lse, sink))
 
 
@@ -99,9 +94,8 @@ def _differentiate(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
     of_q, of_k, of_v = wanted = ctx.needs_input_grad[:3]
     if not any(wanted):
         return None, None, None, dsink
-    call = ctx.call.wanting(dq=of_q, dkv=of_k or of_v)
-    executor = ctx.algorithm.executor("backward", call, call.shape)
-    gradients = executor.backward(dout, tuple(saved))
+    executor = ctx.compiled.backward(dq=of_q, dkv=of_k or of_v)
+    gradients = executor.differentiate(dout, tuple(saved))
     return (*[x if want else None for x, want in zip(gradients, wanted, strict=True)], dsink)
 
 
@@ -156,7 +150,7 @@ def attend(
             `computed_once`.
 
     Under autocast q, k and v are taken in its dtype. Gradients that nobody wants, of q or of k and
-    v, do not travel where the algorithm can do without (`Algorithm.backward`); so all ranks want
+    v, do not travel where the algorithm can do without (`Compiled.backward`); so all ranks want
     the same ones.
 
     Returns: out [B,S,H,E] in q's dtype. Raises: ContextParallelError if dtypes or numbers of tokens
@@ -164,12 +158,12 @@ def attend(
     """
     q, k, v = cast_inputs(q, k, v)
     mask = causal, window, documents, slices
-    algorithm, call = called(algorithm, q, k, v, sink, seq_len, *mask, scale, kernel_for)
-    result: Tensor = Attention.apply(q, k, v, sink, algorithm, call, site)
+    compiled = compiled_call(algorithm, q, k, v, sink, seq_len, *mask, scale, kernel_for)
+    result: Tensor = Attention.apply(q, k, v, sink, compiled, site)
     return result
 
 
-def called(
+def compiled_call(
     algorithm: Algorithm,
     q: Tensor,
     k: Tensor,
@@ -182,7 +176,7 @@ def called(
     slices: Slices | None,
     scale: float | None,
     kernel_for: Callable[[Problem], SoftmaxKernel],
-) -> tuple[Algorithm, Call]:
+) -> Compiled:
     """What `Attention` takes. Args, raises: as of `attend`; q, k, v in autocast's dtype."""
     dtype = q.dtype
     if not dtype == k.dtype == v.dtype or dtype not in _DTYPES:
@@ -192,7 +186,7 @@ def called(
     deterministic = torch.are_deterministic_algorithms_enabled()
     of_tensors = q.shape, k.shape, v.shape, dtype, q.device, deterministic
     mask = causal, window, documents, slices
-    return algorithm.called(Asked(*of_tensors, seq_len, *mask, scale, kernel_for))
+    return algorithm.compiled(*of_tensors, seq_len, *mask, scale, kernel_for)
 
 
 def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:

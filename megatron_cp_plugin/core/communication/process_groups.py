@@ -10,6 +10,7 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 
+from megatron_cp_plugin.core.agree import gathered, same_on_all_ranks
 from megatron_cp_plugin.core.comm import (
     Communicator,
     ProcessGroupCommunicator,
@@ -20,7 +21,6 @@ from megatron_cp_plugin.core.comm import (
 )
 from megatron_cp_plugin.core.communication.gloo_threads import end_after_gloo
 from megatron_cp_plugin.core.communication.peer import PeerCommunicator, SlottedCommunicator
-from megatron_cp_plugin.core.communication.same_numbers import same_on_all_ranks
 from megatron_cp_plugin.core.communication.streams import copy_stream
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.core.topology import Topology
@@ -152,12 +152,7 @@ class ProcessGroupTopology(Topology):
         return self._nodes
 
     def gather[T](self, mine: T) -> list[T]:
-        gathered = [mine] * self.size
-        try:
-            dist.all_gather_object(gathered, mine, group=self._group)
-        except RuntimeError as error:
-            raise others_lost(self.rank, self.size, "in a check", error) from error
-        return gathered
+        return gathered(mine, self._group)
 
     @cached_property  # each call asks
     def compares_each_call(self) -> bool:

@@ -11,9 +11,10 @@ base blocks are the rank's own tokens.
 B batch, S local tokens, H query heads, G KV heads, D head dim, E that of values.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,34 +48,50 @@ from megatron_cp_plugin.core.execution.team import (
     Named,
     Team,
     Tensors,
+    Waits,
     gathering,
 )
 from megatron_cp_plugin.core.execution.transport import (
+    TeamChannels,
     Transport,
     Way,
     redistribute,
     team_channels,
 )
+from megatron_cp_plugin.core.head_groups import HeadGroup
 from megatron_cp_plugin.core.partial import delta_of
-from megatron_cp_plugin.core.pipeline import HeadGroup
 from megatron_cp_plugin.core.placement import BlockPlacement, HeadPlacement, Placement
 from megatron_cp_plugin.core.plans.plan import (
     OF_KEYS,
     OF_ROWS,
-    Move,
     Plan,
+    TensorNames,
     during,
     outside,
     with_wanted_gradients,
 )
-from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.topology import Topology
 
-Arrived = tuple[tuple[Delivery, Tensors], ...]
 Saved = tuple[Tensor, ...]
+# The messages of a round, by the names of their tensors, and functions that wait for these.
+Coming = list[tuple[TensorNames, Callable[[], Sequence[Tensor]]]]
 
 _KEPT = ("q", "k", "v", "lse")  # of each round's base blocks
 _GRADIENTS = ("dq", "dk", "dv")
+
+
+class Posted(NamedTuple):
+    """Messages under way.
+
+    Attributes:
+        pending: the operation.
+        arriving: what comes, and the buffers of its tensors.
+        sends: tensors that must live until the operation is done, and their destinations.
+    """
+
+    pending: Pending[None]
+    arriving: tuple[tuple[Delivery, Tensors], ...]
+    sends: list[tuple[Tensor, int]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,34 +120,44 @@ class Executor:
     keep: bool
     overlap: bool
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Saved]:
-        """See Algorithm.forward."""
-        work = self.begin(q, k, v)
-        self.follow(work)
-        return self.outputs(work)
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Saved]:
+        """Attention of the local queries over all keys.
 
-    def begin(self, q: Tensor, k: Tensor, v: Tensor) -> Forward:
-        """Makes the forward that `follow` runs."""
+        Args:
+            q: [B,S,H,D], contiguous; k: [B,S,G,D] and v: [B,S,G,E] likewise: this rank's tokens in
+                the order of the layout.
+
+        Returns: out [B,S,H,E] in q's dtype; lse [B,H,S], natural logarithm, float32 (float64 for
+        float64); and what `differentiate` needs, local tensors only. Out among them is the same
+        tensor as the one that is returned, because attention sinks change it in place.
+        """
+        given = q, k, v
         if self.redistributes:
             k, v = redistribute(self.topology, self.plan, k, v)
-        given = q, k, v
+            given = q, k, v
         own = {"q": q, "k": k, "v": v}
         if self.filled is not None:
             own = _filled(self.filled, own)
-        return Forward(self.call, self.program, self.teams, own, given, keep=self.keep)
-
-    def outputs(self, work: Forward) -> tuple[Tensor, Tensor, Saved]:
-        """What `Algorithm.forward` returns; call it after `follow`."""
-        (q, k, v), out, lse = work.given, work.out, work.lse
+        work = Forward(self.call, self.program, self.teams, own, keep=self.keep)
+        self.follow(work)
+        out, lse = work.out, work.lse
         if self.filled is not None:
             out, lse = self.filled.own_queries(out), self.filled.own_queries(lse)
         if self.keep:
-            none = [x.new_empty((0, *x.shape[1:])) for x in (q, k, v)]
+            none = [x.new_empty((0, *x.shape[1:])) for x in given]
             return out, lse, (*none, out, *work.kept)
-        return out, lse, (q, k, v, out, lse, *work.retained)
+        return out, lse, (*given, out, lse, *work.retained)
 
-    def backward(self, dout: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
-        """See Algorithm.backward."""
+    def differentiate(self, dout: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of the local shards.
+
+        Args:
+            dout: [B,S,H,E] contiguous, in q's dtype.
+            saved: of `attend`.
+
+        Returns: dq [B,S,H,D], dk [B,S,G,D], dv [B,S,G,E], in the dtypes of q, k, v. Those that the
+        call does not want may be any tensors.
+        """
         q, k, v, out, *rest = saved
         own, kept = {"out": out, "dout": dout}, list[Named]()
         if self.keep:  # of q, k and v only the numbers of heads are here
@@ -182,9 +209,9 @@ class Executor:
         """Runs a pass through all rounds and steps of the program."""
         run, rounds = _Run(self, work), self.program.rounds
         coming = run.arrive(0) if self.teams else None
-        leaving: Pending[None] | None = None
+        leaving: Waits = []
         for number, part in enumerate(rounds):
-            base = work.own if coming is None else coming.wait()
+            base = work.own if coming is None else run.base(number, coming)
             # The memory of what came is free before more comes: `base` may be an ordered copy.
             if number + 1 < len(rounds):
                 coming = run.arrive(number + 1)
@@ -194,10 +221,11 @@ class Executor:
                 if turn.first:
                     work.open(turn, strided=run.strided)
                 # Cast: waits for the blocks of this step, and posts those of the next steps.
-                if run.dropped or turn.step in run.inputs:
+                if turn.step in run.inputs:
                     run.take_inputs(turn.step)
-                if self.overlap and (turn.inputs or turn.results):
+                if self.overlap and turn.inputs:
                     run.post_inputs(turn)
+                if self.overlap and turn.results:
                     run.expect_results(turn)
                 for task in turn.tasks:
                     operands = work.operands(task, run.held.get(task.query), run.held.get(task.key))
@@ -206,22 +234,24 @@ class Executor:
                         work.leave(task.rows, operands[0])
                     del operands
                 # Reduce: adds the results of other ranks, and sends results for their blocks.
-                run.dropped = turn.dropped
-                if turn.last or turn.results or turn.step in run.results or run.ended:
+                if turn.last or turn.results or turn.step in run.results:
                     run.reduce(turn)
                 if not self.overlap:
-                    run.take_results(None)
+                    run.take_results()
                     run.post_inputs(turn)
+                for block in turn.dropped:
+                    del run.held[block]
             if self.teams:
-                run.take_results(None)
+                if run.results:
+                    run.take_results()
                 posted = work.end()
-                if leaving is not None:
-                    leaving.wait()
+                while leaving:
+                    leaving.pop(0)()
                 leaving = posted
-        if run.results or run.ended:
-            run.take_results(None)
-        if leaving is not None:
-            leaving.wait()
+        if run.results:
+            run.take_results()
+        while leaving:
+            leaving.pop(0)()
 
 
 def executor_of(
@@ -229,7 +259,6 @@ def executor_of(
     steps: Plan,
     exchange: Plan | None,
     call: Call,
-    shape: Shape,
     topology: Topology,
     transport: Transport,
     slots: int,
@@ -244,46 +273,81 @@ def executor_of(
         exchange: if teams split heads, a plan that has this rank's exchanges in its team; else
             None.
         call: the call.
-        shape: sizes of the whole problem.
         topology: all ranks.
         transport: sends the messages of the steps.
         slots: see `Transport.way`.
         overlap: see Executor.
     """
     steps = with_wanted_gradients(steps, dq=call.dq, dkv=call.dkv)
-    channels, rank = team_channels(placement, topology), topology.rank
-    teams: dict[bool, Team] = {}
-    filled: PaddedHeads | None = None
-    way, keep = None, False
-    if isinstance(placement, BlockPlacement) and channels:
-        # Only moves before the first step: each group of heads has the same rows.
-        first = [
-            move
-            for move in during(steps)
-            if move.needed == 0 and not move.result and rank in (move.source, move.target)
-        ]
-        for of_keys, (owners, own, inward, outward) in channels.items():
-            moves = [move for move in first if move.of_keys == of_keys]
-            teams[of_keys] = gathering(inward, outward, steps.spans, owners, own, moves)
-        tokens = teams[False].order.tokens
-        parts = gathered(steps, rank, tokens, packed=call.packed, gaps=call.kernel.gaps)
-    else:
-        way = transport.way(steps, slots)
-        parts = program(steps, transport.topology.rank)
-    if isinstance(placement, HeadPlacement) and channels:
-        assert exchange is not None
-        members, _, inward, outward = channels[False]
-        spans = [exchange.spans[member] for member in members]
-        order = assemble(spans, max(exchange.spans.lengths))
-        teams[False] = teams[True] = ExchangingTeam(inward, outward, order)
-        parts = exchanged(parts, exchange, rank, members, placement.exchanges)
-        filled = PaddedHeads.of(shape.heads, shape.kv_heads, placement.members)
-        if (filled.heads, filled.sent_kv_heads) == (shape.heads, shape.kv_heads):
-            filled = None
-        keep = placement.keep
+    channels = team_channels(placement, topology)
+    if channels and isinstance(placement, BlockPlacement):
+        teams, parts = _gathering(steps, channels, call, topology.rank)
+        return Executor(
+            call, steps, parts, topology, transport, None, teams, None, keep=False, overlap=overlap
+        )
+    way, parts = transport.way(steps, slots), program(steps, transport.topology.rank)
+    if not channels or not isinstance(placement, HeadPlacement):
+        return Executor(
+            call, steps, parts, topology, transport, way, {}, None, keep=False, overlap=overlap
+        )
+    assert exchange is not None
+    team, parts = _exchanging(parts, exchange, channels[False], placement, topology.rank)
+    teams, shape = {False: team, True: team}, call.shape
+    filled: PaddedHeads | None = PaddedHeads.of(shape.heads, shape.kv_heads, placement.members)
+    if filled and (filled.heads, filled.sent_kv_heads) == (shape.heads, shape.kv_heads):
+        filled = None
+    of_teams = teams, filled
     return Executor(
-        call, steps, parts, topology, transport, way, teams, filled, keep=keep, overlap=overlap
+        call,
+        steps,
+        parts,
+        topology,
+        transport,
+        way,
+        *of_teams,
+        keep=placement.keep,
+        overlap=overlap,
     )
+
+
+def _gathering(
+    steps: Plan, channels: Mapping[bool, TeamChannels], call: Call, rank: int
+) -> tuple[dict[bool, Team], Program]:
+    """The teams of queries and of keys that gather blocks, and what the rank does with these."""
+    # Only moves before the first step: each group of heads has the same rows.
+    first = [
+        move
+        for move in during(steps)
+        if move.needed == 0 and not move.result and rank in (move.source, move.target)
+    ]
+    teams: dict[bool, Team] = {}
+    for of_keys, (owners, own, inward, outward) in channels.items():
+        moves = [move for move in first if move.of_keys == of_keys]
+        teams[of_keys] = gathering(inward, outward, steps.spans, owners, own, moves)
+    tokens = teams[False].order.tokens
+    return teams, gathered(steps, rank, tokens, packed=call.packed, gaps=call.kernel.gaps)
+
+
+def _exchanging(
+    parts: Program,
+    exchange: Plan,
+    channels: TeamChannels,
+    placement: HeadPlacement,
+    rank: int,
+) -> tuple[Team, Program]:
+    """The team that exchanges heads, and what the rank does with its share of them.
+
+    Args:
+        parts: what the rank does between teams.
+        exchange: see `executor_of`.
+        channels: of the team.
+        placement: the placement.
+        rank: the rank.
+    """
+    members, _, inward, outward = channels
+    order = assemble([exchange.spans[x] for x in members], max(exchange.spans.lengths))
+    team = ExchangingTeam(inward, outward, order)
+    return team, exchanged(parts, exchange, rank, members, placement.exchanges)
 
 
 def _filled(filled: PaddedHeads, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -299,10 +363,7 @@ class _Run:
 
     Attributes:
         held: blocks of other ranks that the rank has.
-        dropped: held blocks that no later step needs.
         inputs, results: messages under way, by the step that needs them.
-        ended: (group of heads, whether of keys) whose steps are done, and whose results of other
-            ranks are under way.
         strided: messages may be slices of all heads.
     """
 
@@ -315,15 +376,13 @@ class _Run:
         retained = of.program.retained
         if retained is not None and not self._retains:
             self.held[retained] = work.retained
-        self.dropped: tuple[BlockId, ...] = ()
         self._earlier: dict[BlockId, Packed] = {}  # sums of ranks before this one
-        # Number of results that a relay brought for a base block, by the first query head of its
-        # group and whether the block is of keys. The entry goes when the last results have come.
-        self._came: dict[tuple[int, bool], int] = {}
-        self._computed: set[int] = set()  # groups, by the first head, in or past their last step
-        self.ended: list[tuple[HeadGroup, bool]] = []
-        self.inputs: dict[int, list[Pending[Arrived]]] = {}
-        self.results: dict[int, list[Pending[Arrived]]] = {}
+        # What the base block of queries (false), or keys (true), of a group of heads waits for:
+        # results of other ranks, and its last step. By the first query head of the group.
+        self._missing: dict[tuple[int, bool], int] = {}
+        self._complete: list[tuple[HeadGroup, bool]] = []  # those that wait for nothing any more
+        self.inputs: dict[int, list[Posted]] = {}
+        self.results: dict[int, list[Posted]] = {}
         self.strided = True
         if of.way is not None:
             self._channels = channels = of.transport.channels(of.way)
@@ -332,25 +391,25 @@ class _Run:
                 channel = channels.results if of_results else channels.inputs
                 channel.reserve([x for each in expected(exchange, *work.sizes) for x in each])
 
-    def arrive(self, number: int) -> Pending[Named]:
-        """Posts the gathers of a round. Returns: its base blocks, after they have come."""
-        part = self._parts.rounds[number]
-        coming = [
+    def arrive(self, number: int) -> Coming:
+        """Posts the gathers of a round."""
+        return [
             (message, self._teams[message[0] in OF_KEYS].gather(message, self._work.own, one.part))
-            for one in part.inputs
+            for one in self._parts.rounds[number].inputs
             for message in one.messages
         ]
 
-        def finish() -> Named:
-            for message, tensors in coming:
-                self._shared.update(zip(message, tensors.wait(), strict=True))
-            coming.clear()
-            return self._base(number)
+    def base(self, number: int, coming: Coming) -> Named:
+        """Tensors of a round's base blocks: the team's tokens, or the own ones if none came.
 
-        return Pending(finish)
-
-    def _base(self, number: int) -> Named:
-        """Tensors of a round's base blocks: the team's tokens, or the own ones if none came."""
+        Args:
+            number: of the round.
+            coming: as `arrive` returned it; emptied.
+        """
+        while coming:
+            message, wait = coming.pop(0)
+            self._shared.update(zip(message, wait(), strict=True))
+            del wait
         heads, of_part = self._parts.rounds[number].base
         held = {**self._work.kept_of[number]} if self._work.kept_of else {}
         for name, x in self._work.own.items():
@@ -367,12 +426,11 @@ class _Run:
         return held
 
     def take_inputs(self, step: int) -> None:
-        """Waits for the blocks that a step needs, and frees the blocks in `dropped`."""
-        arrived = [pending.wait() for pending in self.inputs.pop(step, ())]
-        for block in self.dropped:
-            self.held.pop(block, None)
-        for each in arrived:
-            for delivery, tensors in each:
+        """Waits for the blocks that a step needs."""
+        for posted in self.inputs.pop(step):
+            posted.pending.wait()
+            posted.sends.clear()
+            for delivery, tensors in posted.arriving:
                 self.held[delivery.block] = tensors
 
     def post_inputs(self, turn: Turn) -> None:
@@ -395,62 +453,63 @@ class _Run:
             # In memory of its own: the next call's messages take this one.
             self._work.retained = tuple([x.clone() for x in self.held[retained]])
         if turn.last:
-            self._computed.add(turn.heads.q.start)
-        if self.ended or turn.step in self.results:
-            self.take_results(turn.step)
+            for of_keys in self._work.sides:
+                if self._note(turn.heads, of_keys):
+                    self._complete.append((turn.heads, of_keys))
+        if turn.step in self.results:
+            self._take_results(turn.step)
         for exchange in turn.results:
             if exchange.receives:
                 self._work.settle()
             channel = self._channels.slow_results if exchange.slow else self._channels.results
             self.results.setdefault(exchange.needed, []).append(self._post(channel, exchange))
-        if turn.last:
-            self._end(turn.heads)
+        if self._complete:
+            self._close()
 
-    def take_results(self, step: int | None) -> None:
-        """Waits for the results that a step needs (None: for all), and adds them to the sums."""
-        for needed in sorted(self.results) if step is None else (step,):
-            for pending in self.results.pop(needed, ()):
-                for delivery, tensors in pending.wait():
-                    self._take(delivery, tensors)
-        for heads, of_keys in self.ended:
+    def take_results(self) -> None:
+        """Waits for all results that are under way, and adds them to the sums."""
+        for needed in sorted(self.results):
+            self._take_results(needed)
+        if self._complete:
+            self._close()
+
+    def _take_results(self, step: int) -> None:
+        """Waits for the results that a step needs, and adds them to the sums."""
+        for posted in self.results.pop(step):
+            posted.pending.wait()
+            posted.sends.clear()
+            for (move, (owner, of_keys), _), tensors in posted.arriving:
+                if owner != self._parts.own[of_keys]:
+                    self._earlier[owner, of_keys] = Packed(move.block.rows, tensors)
+                    continue
+                complete = self._note(move.heads, of_keys)
+                if complete and self._relay:  # added in the pass that writes the results
+                    self._work.close(move.heads, of_keys, Packed(move.block.rows, tensors))
+                    continue
+                self._work.accept(move, tensors)
+                if complete:
+                    self._complete.append((move.heads, of_keys))
+
+    def _note(self, heads: HeadGroup, of_keys: bool) -> bool:
+        """Notes that results for a base block came, or that its last step is done.
+
+        Returns: whether nothing is missing any more. A mask may shorten a relay, so that the last
+        results come before the last step.
+        """
+        group = heads.q.start, of_keys
+        missing = self._missing.get(group)
+        if missing is None:
+            missing = self._parts.awaited.get(group, 0) + 1
+        self._missing[group] = missing - 1
+        return missing == 1
+
+    def _close(self) -> None:
+        """Closes base blocks that wait for nothing any more."""
+        for heads, of_keys in self._complete:
             self._work.close(heads, of_keys, None)
-        self.ended.clear()
+        self._complete.clear()
 
-    def _end(self, heads: HeadGroup) -> None:
-        """Closes the queries, and the keys, of a group of heads if they wait for no more results.
-
-        Those of a relay that wait are closed by `_take`; others wait in `ended`.
-        """
-        for of_keys in self._work.sides:
-            awaited = self._parts.awaited[of_keys]
-            if not awaited or self._came.get((heads.q.start, of_keys)) == awaited:
-                self._work.close(heads, of_keys, None)
-            elif not self._relay:
-                self.ended.append((heads, of_keys))
-
-    def _take(self, delivery: Delivery, tensors: Tensors) -> None:
-        move, (owner, of_keys), _ = delivery
-        if owner != self._parts.own[of_keys]:
-            self._earlier[owner, of_keys] = Packed(move.block.rows, tensors)
-        elif self._relay and self._is_last(move, of_keys):
-            self._work.close(move.heads, of_keys, Packed(move.block.rows, tensors))
-        else:
-            self._work.accept(move, tensors)
-
-    def _is_last(self, move: Move, of_keys: bool) -> bool:
-        """Whether these results of a relay are the last that a base block gets, for one group.
-
-        A mask may shorten the relay: then the results can come before this rank's last step.
-        """
-        group = move.heads.q.start, of_keys
-        self._came[group] = self._came.get(group, 0) + 1
-        complete = self._came[group] == self._parts.awaited[of_keys]
-        last = complete and move.heads.q.start in self._computed
-        if last:
-            del self._came[group]
-        return last
-
-    def _post(self, channel: Communicator, exchange: Exchange) -> Pending[Arrived]:
+    def _post(self, channel: Communicator, exchange: Exchange) -> Posted:
         strided = channel.strided
         sends = [(x, one.move.target) for one in exchange.sends for x in self._sent(one, strided)]
         described = expected(exchange, *self._work.sizes)
@@ -461,14 +520,7 @@ class _Run:
             arriving.append((delivery, buffers[start : start + len(each)]))
             start += len(each)
         receives = [(buffer, one.move.source) for one, own in arriving for buffer in own]
-        under_way = channel.exchange(sends, receives)
-
-        def finish() -> Arrived:
-            under_way.wait()
-            sends.clear()  # the tensors must live until the send is done
-            return tuple(arriving)
-
-        return Pending(finish)
+        return Posted(channel.exchange(sends, receives), tuple(arriving), sends)
 
     def _sent(self, delivery: Delivery, strided: bool) -> Sequence[Tensor]:
         move, block, result = delivery

@@ -15,17 +15,19 @@ from torch import Tensor
 from megatron_cp_plugin.core.blocks.packed_rows import FEW, numbers_of
 from megatron_cp_plugin.core.blocks.rows import Piece, Rows, between, common, row_count
 from megatron_cp_plugin.core.call import Call
-from megatron_cp_plugin.core.comm import Described, Pending
+from megatron_cp_plugin.core.comm import Described
 from megatron_cp_plugin.core.execution.program import BlockId, Exchange, Program, Round, Task, Turn
 from megatron_cp_plugin.core.execution.team import (
     Departure,
+    GatheringTeam,
     Named,
     Staying,
     Team,
     Tensors,
-    together,
+    Waits,
 )
-from megatron_cp_plugin.core.kernel import Statistics
+from megatron_cp_plugin.core.head_groups import HeadGroup
+from megatron_cp_plugin.core.kernel import KernelCall, Statistics, run_backward, run_forward
 from megatron_cp_plugin.core.masks.batch import Batch
 from megatron_cp_plugin.core.masks.tile_batches import Batches
 from megatron_cp_plugin.core.partial import (
@@ -36,7 +38,6 @@ from megatron_cp_plugin.core.partial import (
     accumulation_dtype,
     rows_at,
 )
-from megatron_cp_plugin.core.pipeline import HeadGroup
 from megatron_cp_plugin.core.plans.plan import OF_KEYS, OF_ROWS, RESULTS, Move
 
 Teams = Mapping[bool, Team]  # of queries (false), of keys (true)
@@ -152,17 +153,29 @@ class Pass(ABC):
         """
 
     @abstractmethod
-    def end(self) -> Pending[None]:
+    def end(self) -> Waits:
         """Ends a round, after all its groups are closed: sends the results to the team."""
 
     def _departure(self, *names: str) -> Departure:
-        """Where results for the base block go: to the ranks of the team that own its tokens, or, if
-        the round has no operation for them, to this rank's own targets.
+        """Where results for some rows of the base block go: to the ranks of the team that own its
+        tokens, or, if the round has no operation for them, to this rank's own targets.
         """
         operation = self._round.results.get(names)
         if operation is None:
             return Staying(self._round.base.named(names, self._targets))
-        return self._teams[names[0] in OF_KEYS].departure(operation, self._targets)
+        team = self._teams[names[0] in OF_KEYS]
+        assert isinstance(team, GatheringTeam)
+        return team.departure(operation, self._targets)
+
+    def _send(self, tensors: Tensors, *names: str) -> Waits:
+        """Sends results for all rows of the base block where `_departure` sends those of some."""
+        operation = self._round.results.get(names)
+        if operation is not None:
+            return self._teams[names[0] in OF_KEYS].send(operation, self._targets, tensors)
+        targets = self._round.base.named(names, self._targets)
+        for target, x in zip(targets, tensors, strict=True):
+            target.copy_(x)
+        return []
 
     def _take_heads(self, turn: Turn, of_queries: Tensors, strided: bool) -> None:
         """Sets `queries` and `keys` to a step's heads; contiguous where messages must be."""
@@ -182,23 +195,17 @@ def expected(
     exchange: Exchange, batch: int, dim: int, value_dim: int, dtype: torch.dtype
 ) -> tuple[tuple[Described, ...], ...]:
     """Shapes and dtypes of the tensors of each delivery that a rank receives."""
-    moves = (one.move for one in exchange.receives)
-    return tuple(tuple(_described(move, batch, dim, value_dim, dtype)) for move in moves)
-
-
-def _described(
-    move: Move, batch: int, dim: int, value_dim: int, dtype: torch.dtype
-) -> Iterator[Described]:
-    """Shapes and dtypes of the tensors of a move."""
-    accumulated, heads, tokens = accumulation_dtype(dtype), move.heads, move.tokens
-    for name in (name for message in move.messages for name in message):
-        count = heads.kv_heads if name in OF_KEYS else heads.heads
-        own_dim = value_dim if name in ("v", "dv", "out", "dout") else dim
-        if name in OF_ROWS:
-            yield (batch, count, tokens), accumulated
-        else:
-            own_dtype = accumulated if move.wide and name in RESULTS else dtype
-            yield (batch, tokens, count, own_dim), own_dtype
+    accumulated, found = accumulation_dtype(dtype), []
+    for move in (one.move for one in exchange.receives):
+        tensors, tokens = list[Described](), move.tokens
+        for name in (name for message in move.messages for name in message):
+            count = move.heads.kv_heads if name in OF_KEYS else move.heads.heads
+            own_dim = value_dim if name in ("v", "dv", "out", "dout") else dim
+            wide = name in OF_ROWS or (move.wide and name in RESULTS)
+            shape = (batch, count, tokens) if name in OF_ROWS else (batch, tokens, count, own_dim)
+            tensors.append((shape, accumulated if wide else dtype))
+        found.append(tuple(tensors))
+    return tuple(found)
 
 
 def attend_block(
@@ -220,50 +227,41 @@ def attend_block(
             queries, keys = each.sides(q.device)
             (rows,) = queries.given
             taken = rows_at(q, queries.taken), rows_at(k, keys.taken), rows_at(v, keys.taken)
-            packing, causal = each.packing, each.causal
-            total.add(rows, *kernel.forward_packed(*taken, packing, scale=scale, causal=causal))
+            packed = KernelCall(*taken, scale, each.causal, each.packing)
+            total.add(rows, *run_forward(kernel, packed))
             continue
         tile_q, tile_k, tile_v = q, k, v
         if each.rows < q.shape[1]:
             tile_q = q[:, each.q]
         if each.cols < k.shape[1]:
             tile_k, tile_v = k[:, each.kv], v[:, each.kv]
-        placed = call.places_outputs and not each.reverse
-        place = total.place_of_first(each.rows) if placed else None
-        if place is not None:
-            kernel.forward_to(place, tile_q, tile_k, tile_v, scale=scale, causal=each.causal)
-            total.add(each.q, *place)
-        elif each.reverse:
+        if each.reverse:
             flipped = tile_q.flip(1), tile_k.flip(1), tile_v.flip(1)
-            out, lse = kernel.forward(*flipped, scale=scale, causal=each.causal)
+            out, lse = kernel.forward(KernelCall(*flipped, scale, each.causal))
             total.add(each.q, out.flip(1), lse.flip(2))
-        else:
-            found = kernel.forward(tile_q, tile_k, tile_v, scale=scale, causal=each.causal)
-            total.add(each.q, *found)
-            del found
+            continue
+        place = total.place_of_first(each.rows) if call.places_outputs else None
+        tile = KernelCall(tile_q, tile_k, tile_v, scale, each.causal, into=place)
+        found = kernel.forward(tile)
+        total.add(each.q, *found)
+        del found, tile
 
 
 class Gradients(NamedTuple):
-    """Running sums of dq, dk, dv of one block of queries and one block of keys."""
+    """Running sums of dq of one block of queries, and of dk and dv of one block of keys."""
 
     dq: GradientSum
-    dk: GradientSum
-    dv: GradientSum
+    dkv: GradientSum
 
     def places(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
         """Where the kernel writes the gradients of a tile's q, k and v: a block's first gradients
         to the memory of its sum, later ones to new memory. None: no gradient is a block's first.
         """
-        places = [
-            total.place_of_first(x.shape[1]) if total.empty else None
-            for total, x in zip(self, (q, k, v), strict=True)
-        ]
-        if places == [None, None, None]:
+        of_q, of_keys = self.dq.place_of_first(q.shape[1]), self.dkv.place_of_first(k.shape[1])
+        if of_q is None and of_keys is None:
             return None
-        dq, dk, dv = [
-            x.new_empty(x.shape) if place is None else place
-            for place, x in zip(places, (q, k, v), strict=True)
-        ]
+        (dq,) = of_q or (q.new_empty(q.shape),)
+        dk, dv = of_keys or (k.new_empty(k.shape), v.new_empty(v.shape))
         return dq, dk, dv
 
 
@@ -290,65 +288,35 @@ def differentiate_block(
         call: the call.
     """
     kernel, scale = call.kernel, call.scale
-    sum_dq, sum_dk, sum_dv = sums
     for each in work.calls(packed=call.packed, gaps=kernel.gaps):
         if isinstance(each, Batch):
-            _differentiate_batch(sums, dout, q, k, v, statistics, each, call)
+            queries, keys = each.sides(q.device)
+            taken = rows_at(q, queries.taken), rows_at(k, keys.taken), rows_at(v, keys.taken)
+            packed = KernelCall(*taken, scale, each.causal, each.packing)
+            of_rows = rows_at(dout, queries.taken), statistics.rows(queries.taken)
+            dq, dk, dv = run_backward(kernel, packed, *of_rows)
+            del taken, packed, of_rows
+            for rows in queries.given:
+                sums.dq.add(rows, dq)
+            for cols in keys.given:
+                sums.dkv.add(cols, dk, dv)
             continue
-        tile, tile_k, tile_v, of_tile = (dout, q), k, v, statistics
+        tile_dout, tile_q, tile_k, tile_v, of_tile = dout, q, k, v, statistics
         if each.rows < q.shape[1]:
-            tile, of_tile = (dout[:, each.q], q[:, each.q]), statistics.rows(each.q)
+            tile_dout, tile_q, of_tile = dout[:, each.q], q[:, each.q], statistics.rows(each.q)
         if each.cols < k.shape[1]:
             tile_k, tile_v = k[:, each.kv], v[:, each.kv]
-        causal, places = each.causal, None
-        if call.places_gradients and not each.reverse:
-            places = sums.places(tile[1], tile_k, tile_v)
-        if places is not None:
-            kernel.backward_to(places, *tile, tile_k, tile_v, of_tile, scale=scale, causal=causal)
-            dq, dk, dv = places
-        elif each.reverse:
-            tile, tile_k, tile_v = (
-                (tile[0].flip(1), tile[1].flip(1)),
-                tile_k.flip(1),
-                tile_v.flip(1),
-            )
-            found = kernel.backward(
-                *tile, tile_k, tile_v, of_tile.flipped(), scale=scale, causal=causal
-            )
+        if each.reverse:
+            flipped = tile_q.flip(1), tile_k.flip(1), tile_v.flip(1)
+            tile = KernelCall(*flipped, scale, each.causal)
+            found = kernel.backward(tile, tile_dout.flip(1), of_tile.flipped())
             dq, dk, dv = [x.flip(1) for x in found]
         else:
-            dq, dk, dv = kernel.backward(*tile, tile_k, tile_v, of_tile, scale=scale, causal=causal)
-        sum_dq.add(each.q, dq)
-        sum_dk.add(each.kv, dk)
-        sum_dv.add(each.kv, dv)
-
-
-def _differentiate_batch(
-    sums: Gradients,
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    statistics: Statistics,
-    batch: Batch,
-    call: Call,
-) -> None:
-    queries, keys = batch.sides(q.device)
-    dq, dk, dv = call.kernel.backward_packed(
-        rows_at(dout, queries.taken),
-        rows_at(q, queries.taken),
-        rows_at(k, keys.taken),
-        rows_at(v, keys.taken),
-        statistics.rows(queries.taken),
-        batch.packing,
-        scale=call.scale,
-        causal=batch.causal,
-    )
-    for rows in queries.given:
-        sums.dq.add(rows, dq)
-    for cols in keys.given:
-        sums.dk.add(cols, dk)
-        sums.dv.add(cols, dv)
+            places = sums.places(tile_q, tile_k, tile_v) if call.places_gradients else None
+            tile = KernelCall(tile_q, tile_k, tile_v, scale, each.causal, into=places)
+            dq, dk, dv = kernel.backward(tile, tile_dout, of_tile)
+        sums.dq.add(each.q, dq)
+        sums.dkv.add(each.kv, dk, dv)
 
 
 class Forward(Pass):
@@ -357,7 +325,6 @@ class Forward(Pass):
     Attributes:
         out: [B,S,H,E], complete after the last round.
         lse: [B,H,S], complete after the last round.
-        given: see `__init__`.
         kept: q, k, v and lse of every round's base blocks, if these stay for the backward.
     """
 
@@ -372,7 +339,6 @@ class Forward(Pass):
         program: Program,
         teams: Teams,
         own: Named,
-        given: tuple[Tensor, Tensor, Tensor],
         *,
         keep: bool,
     ) -> None:
@@ -383,10 +349,9 @@ class Forward(Pass):
             program: what this rank does.
             teams: see Executor.
             own: q, k and v of the rank's tokens.
-            given: q, k and v without the zero heads.
             keep: base blocks stay for the backward.
         """
-        self.own, self.given = own, given
+        self.own = own
         q, v = own["q"], own["v"]
         self._begin_with(call, program, teams, q, v)
         self._wide = accumulation_dtype(q.dtype)
@@ -473,8 +438,6 @@ class Forward(Pass):
 
     def close(self, heads: HeadGroup, of_keys: bool, others: Packed | None) -> None:
         """See Pass.close."""
-        if self._program.parted:
-            return
         total = self._totals.pop(heads.q.start)
         if others is not None:
             _merge(total, others, between(0, self.q.shape[1]))
@@ -482,17 +445,15 @@ class Forward(Pass):
         if not self._placing:
             self.out, self.lse = out, lse
 
-    def end(self) -> Pending[None]:
+    def end(self) -> Waits:
         """See Pass.end."""
         leaving, self._leaving = self._leaving, None
-        if leaving is None:
-            leaving = self._departure("out", "lse")
-            leaving.add(slice(0, self.q.shape[1]), (self.out, self.lse))
+        found = () if leaving is not None else (self.out, self.lse)
         if self._keep:
             self.kept += self.q, self.k, self.v, self.lse
         del self.q, self.k, self.v, self.queries, self.keys
         self.out, self.lse = self._targets["out"], self._targets["lse"]
-        return leaving.post()
+        return self._send(found, "out", "lse") if leaving is None else leaving.post()
 
 
 class Backward(Pass):
@@ -528,9 +489,9 @@ class Backward(Pass):
         if teams:
             self._targets = dict(like)
         # By (first query head of a group, False) and (first KV head, True), of groups that are not
-        # closed: the heads' slice in the base block, and the sums, of dq or of dk and dv.
-        self._sums: dict[tuple[int, bool], tuple[slice | None, tuple[GradientSum, ...]]] = {}
-        self._found: dict[BlockId, tuple[GradientSum, ...]] = {}  # for other ranks' blocks
+        # closed: the heads' slice in the base block, and the sum of dq or of dk and dv.
+        self._sums: dict[tuple[int, bool], tuple[slice | None, GradientSum]] = {}
+        self._found: dict[BlockId, GradientSum] = {}  # for other ranks' blocks
 
     def begin(self, part: Round, base: Named) -> None:
         """See Pass.begin."""
@@ -546,7 +507,7 @@ class Backward(Pass):
         self._placing = (several or self._few) and self._call.places_gradients
         self._of_queries = WholeGradient(self.q)
         if part.base.heads.first:
-            self._of_keys = WholeGradient(self.k), WholeGradient(self.v)
+            self._of_keys = WholeGradient(self.k, self.v)
 
     def open(self, turn: Turn, *, strided: bool) -> None:
         """See Pass.open."""
@@ -561,19 +522,17 @@ class Backward(Pass):
         self._statistics = statistics
         if self._program.parted:
             if heads.first:
-                sums = tuple([GradientSum(x) for x in self.keys])
-                self._sums[heads.kv.start, True] = None, sums
+                self._sums[heads.kv.start, True] = None, GradientSum(*self.keys)
             return
         place = partial(self._of_queries.place, of_q) if self._placing else None
         dq = GradientSum(self.queries[0], few=self._few, place=place)
-        self._sums[heads.q.start, False] = of_q, (dq,)
+        self._sums[heads.q.start, False] = of_q, dq
         if not whole.first:  # an earlier round opened the sums of these keys
             return
-        few, of_keys = self._few and whole.last, list[GradientSum]()
-        for x, gradient in zip(self.keys, self._of_keys, strict=True):
-            place = partial(gradient.place, of_kv) if self._placing and whole.last else None
-            of_keys.append(GradientSum(x, few=few, place=place))
-        self._sums[heads.kv.start, True] = of_kv, tuple(of_keys)
+        few, place = self._few and whole.last, None
+        if self._placing and whole.last:
+            place = partial(self._of_keys.place, of_kv)
+        self._sums[heads.kv.start, True] = of_kv, GradientSum(*self.keys, few=few, place=place)
 
     def operands(
         self, task: Task, queries: Tensors | None, keys: Tensors | None
@@ -584,112 +543,107 @@ class Backward(Pass):
             q, dout = rows_at(q, task.rows), rows_at(dout, task.rows)
             statistics, dq = statistics.rows(task.rows), GradientSum(q)
         elif queries is None:
-            _, (dq,) = self._sums[task.heads.q.start, False]
+            _, dq = self._sums[task.heads.q.start, False]
         else:
             q, dout, delta, lse = queries
             statistics = Statistics(lse, delta=delta)
-            (dq,) = self._of_others(task.query, (q,), wanted=self._call.dq)
+            dq = self._of_others(task.query, (q,), wanted=self._call.dq)
         if keys is None:
-            _, (dk, dv) = self._sums[task.heads.kv.start, True]
+            _, dkv = self._sums[task.heads.kv.start, True]
         else:
             k, v = keys
-            dk, dv = self._of_others(task.key, (k, v), wanted=self._call.dkv)
-        return Gradients(dq, dk, dv), dout, q, k, v, statistics
+            dkv = self._of_others(task.key, keys, wanted=self._call.dkv)
+        return Gradients(dq, dkv), dout, q, k, v, statistics
 
     def leave(self, rows: slice, found: object) -> None:
         """See Pass.leave."""
         if self._leaving is not None:
             assert isinstance(found, Gradients)
-            self._leaving.add(rows, (found.dq.held,))
+            self._leaving.add(rows, tuple(found.dq.held))
 
-    def _of_others(self, block: BlockId, like: Tensors, *, wanted: bool) -> tuple[GradientSum, ...]:
-        """Gradient sums of another rank's block; kept only if `wanted`."""
+    def _of_others(self, block: BlockId, like: Tensors, *, wanted: bool) -> GradientSum:
+        """The gradient sum of another rank's block; kept only if `wanted`."""
         if block in self._found:
             return self._found[block]
-        new = tuple([GradientSum(x, few=self._few) for x in like])
+        new = GradientSum(*like, few=self._few)
         if wanted:
             self._found[block] = new
         return new
 
     def results_for(self, move: Move, held: Rows, before: Packed | None) -> Tensors:
         """See Pass.results_for."""
-        sums = self._found.pop((move.block.owners[0], move.of_keys), None)
+        total = self._found.pop((move.block.owners[0], move.of_keys), None)
         rows = move.block.rows
-        if sums is None:
+        if total is None:
             return _passed_on(before)
         dtype = accumulation_dtype(self.q.dtype) if move.wide else self.q.dtype
         if held == rows and (before is None or before.rows == rows):
-            others = (None,) * len(sums) if before is None else before.tensors
-            both = zip(sums, others, strict=True)
-            return tuple([x.result(dtype, plus=other) for x, other in both])
-        found = tuple([x.held for x in sums])
+            return total.result(dtype, plus=None if before is None else before.tensors)
+        found = tuple(total.held)
         like = self.keys if move.of_keys else self.queries[:1]
-        sums = tuple([GradientSum(_like(x, rows)) for x in like])
-        _add_gradients(sums, Packed(held, found), rows)
+        total = GradientSum(*[_like(x, rows) for x in like])
+        _add_gradients(total, Packed(held, found), rows)
         if before is not None:
-            _add_gradients(sums, before, rows)
-        return tuple(x.result(dtype) for x in sums)
+            _add_gradients(total, before, rows)
+        return total.result(dtype)
 
     def accept(self, move: Move, results: Tensors) -> None:
         """See Pass.accept."""
         of_keys = move.of_keys
-        _, sums = self._sums[(move.heads.kv if of_keys else move.heads.q).start, of_keys]
+        _, total = self._sums[(move.heads.kv if of_keys else move.heads.q).start, of_keys]
         rows = between(0, (self.k if of_keys else self.q).shape[1])
-        _add_gradients(sums, Packed(move.block.rows, results), rows)
+        _add_gradients(total, Packed(move.block.rows, results), rows)
 
     def close(self, heads: HeadGroup, of_keys: bool, others: Packed | None) -> None:
         """See Pass.close."""
-        if self._program.parted or (of_keys and not self._round.base.heads.last):
+        if of_keys and not self._round.base.heads.last:
             return
-        some, sums = self._sums.pop(((heads.kv if of_keys else heads.q).start, of_keys))
-        wholes = self._of_keys if of_keys else (self._of_queries,)
-        plus: tuple[Tensor | None, ...] = (None,) * len(sums)
+        some, total = self._sums.pop(((heads.kv if of_keys else heads.q).start, of_keys))
+        plus: Tensors | None = None
         if others is not None:
             rows = between(0, (self.k if of_keys else self.q).shape[1])
             if others.rows == rows:
                 plus = others.tensors
             else:
-                _add_gradients(sums, others, rows)
-        for whole, total, other in zip(wholes, sums, plus, strict=True):
-            whole.write(some, total, other)
+                _add_gradients(total, others, rows)
+        (self._of_keys if of_keys else self._of_queries).write(some, total, plus)
 
-    def end(self) -> Pending[None]:
+    def end(self) -> Waits:
         """See Pass.end."""
-        heads, posted = self._round.base.heads, list[Pending[None]]()
+        heads, posted = self._round.base.heads, Waits()
         leaving, self._leaving = self._leaving, None
-        rows, cols = slice(0, self.q.shape[1]), slice(0, self.k.shape[1])
         del self.q, self.k, self.v, self._dout, self._all
         del self.queries, self.keys, self._statistics
-        if self._call.dq and leaving is None:
-            leaving = self._departure("dq")
-            leaving.add(rows, (self._of_queries.whole,))
-            del self._of_queries
         if leaving is not None:
-            posted.append(leaving.post())
+            posted += leaving.post()
             del leaving
+        elif self._call.dq:
+            found = self._of_queries.whole
+            del self._of_queries
+            posted += self._send(found, "dq")
+            del found
         if heads.last and self._call.dkv:
-            leaving = self._departure("dk", "dv")
-            leaving.add(cols, self._found_for_keys(heads))
-            posted.append(leaving.post())
+            posted += self._send(self._found_for_keys(heads), "dk", "dv")
         if heads.last:
             self._sums.clear()
-        return together(posted)
+        return posted
 
     def _found_for_keys(self, heads: HeadGroup) -> Tensors:
         """Takes dK and dV of the base block; this object keeps no reference to them."""
         if self._program.parted:
-            _, sums = self._sums.pop((heads.kv.start, True))
-            return tuple([x.held for x in sums])
-        dk, dv = self._of_keys
+            _, total = self._sums.pop((heads.kv.start, True))
+            return tuple(total.held)
+        found = self._of_keys.whole
         del self._of_keys
-        return dk.whole, dv.whole
+        return found
 
     @property
     def gradients(self) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of q, k and v, after the last round."""
         if self._targets:
             return self._targets["dq"], self._targets["dk"], self._targets["dv"]
-        return self._of_queries.whole, self._of_keys[0].whole, self._of_keys[1].whole
+        (dq,), (dk, dv) = self._of_queries.whole, self._of_keys.whole
+        return dq, dk, dv
 
 
 def _merge(total: Accumulator, came: Packed, rows: Rows) -> None:
@@ -706,17 +660,16 @@ def _merge(total: Accumulator, came: Packed, rows: Rows) -> None:
         total.add(there, out, lse, borrowed=True)
 
 
-def _add_gradients(sums: tuple[GradientSum, ...], results: Packed, rows: Rows) -> None:
+def _add_gradients(total: GradientSum, results: Packed, rows: Rows) -> None:
     """Adds gradients of another rank. The next ones overwrite their buffers.
 
     Args:
-        sums: the sums that they are added to.
+        total: the sum that they are added to.
         results: the gradients.
-        rows: rows of the block that `sums` have.
+        rows: rows of the block that `total` has.
     """
     for there, gradients in _shared(results, rows):
-        for total, gradient in zip(sums, gradients, strict=True):
-            total.add(there, gradient.clone() if total.keeps else gradient)
+        total.add(there, *([x.clone() for x in gradients] if total.keeps else gradients))
 
 
 def _shared(here: Packed, rows: Rows) -> Iterator[tuple[SomeRows, Tensors]]:

@@ -4,6 +4,7 @@ A rank has its base blocks for some heads at a time: this is a round. Base block
 tokens, or those of its team. The steps of a round compute with them and with other ranks' blocks.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -13,9 +14,9 @@ from typing import NamedTuple, Self
 from torch import Tensor
 
 from megatron_cp_plugin.core.blocks.rows import Rows, common
+from megatron_cp_plugin.core.head_groups import HeadGroup, together
 from megatron_cp_plugin.core.masks.tile_batches import Batches, Part, parts
 from megatron_cp_plugin.core.masks.tile_table import TileTable
-from megatron_cp_plugin.core.pipeline import HeadGroup, together
 from megatron_cp_plugin.core.plans.plan import (
     OF_KEYS,
     OF_ROWS,
@@ -144,7 +145,8 @@ class Turn(NamedTuple):
         step: the number of the step.
         heads: the group of heads that it computes.
         within: these heads as slices of the base blocks; None: they are all heads of these.
-        first, last: whether the step is the first, or the last, of its group.
+        first: whether the step is the first of its group.
+        last: whether results of the group are to be closed after the step.
         inputs: exchanges of inputs that are posted before the computation.
         tasks: the computations.
         results: exchanges of results that are posted after the computation.
@@ -188,7 +190,8 @@ class Program:
         few: each group of heads has at most two steps.
         own: (owner of the queries, owner of the keys) that the rank has before the first step.
         sent: has False if the rank sends its queries to others, True if it sends its keys.
-        awaited: number of moves with results for its queries, and for its keys, per group of heads.
+        awaited: number of moves with results for its queries (false) or keys (true), by the first
+            query head of a group of heads.
         receivable: (False for inputs or True for results, an exchange with the most tokens that any
             rank receives), for each kind of exchange in which ranks receive unequal amounts.
         retained: the block of another rank that this one has at the end of the forward, and at the
@@ -204,7 +207,7 @@ class Program:
     few: bool
     own: tuple[int, int]
     sent: frozenset[bool]
-    awaited: tuple[int, int]
+    awaited: Mapping[tuple[int, bool], int]
     retained: BlockId | None
     rows: Mapping[BlockId, Rows]
     receivable: tuple[tuple[bool, Exchange], ...]
@@ -239,14 +242,16 @@ def program(plan: Plan, rank: int) -> Program:
         for step in range(plan.steps)
     )
     of_own = [move for move in plan.moves if move.block.owners[0] == own[move.of_keys]]
-    awaited = [move.of_keys for move in of_own if move.target == rank and move.result]
+    awaited = Counter(
+        (move.heads.q.start, move.of_keys) for move in of_own if move.target == rank and move.result
+    )
     whole = together(plan.groups)
     return Program(
         (Round(SomeHeads.of(whole, whole), (), {}, tuple(turns)),),
         each <= 2,
         own,
         frozenset(move.of_keys for move in of_own if move.source == rank and not move.result),
-        (awaited.count(False) // len(plan.groups), awaited.count(True) // len(plan.groups)),
+        awaited,
         next(((kept.owners[0], True) for kept in plan.retained if kept.rank == rank), None),
         rows,
         *_all_exchanges(plan),
@@ -277,7 +282,7 @@ def gathered(plan: Plan, rank: int, tokens: int, *, packed: bool, gaps: bool) ->
             heads,
             None,
             first=True,
-            last=True,
+            last=False,  # results of tasks leave as they are
             inputs=(),
             tasks=tuple(Task(*block, part.work, heads, part.rows) for part in found),
             results=(),
@@ -291,7 +296,7 @@ def gathered(plan: Plan, rank: int, tokens: int, *, packed: bool, gaps: bool) ->
         few=False,
         own=(rank, rank),
         sent=frozenset(),
-        awaited=(0, 0),
+        awaited={},
         retained=None,
         rows={},
         receivable=(),

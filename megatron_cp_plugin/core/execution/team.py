@@ -7,7 +7,7 @@ B batch, S local tokens, T tokens of a team, H query heads, G KV heads, D head d
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -33,6 +33,9 @@ from megatron_cp_plugin.core.plans.plan import OF_ROWS, Move, TensorNames
 
 Tensors = tuple[Tensor, ...]
 Named = Mapping[str, Tensor]
+Waits = list[
+    Callable[[], None]
+]  # functions to be called once, which wait for results and place them
 
 
 class Departure(ABC):
@@ -43,7 +46,7 @@ class Departure(ABC):
         """Takes the results for some rows."""
 
     @abstractmethod
-    def post(self) -> Pending[None]:
+    def post(self) -> Waits:
         """Sends the results; call it after all rows have been added."""
 
 
@@ -60,9 +63,9 @@ class Staying(Departure):
             dim = token_dim(x)
             narrowed(target, dim, rows.start, x.shape[dim]).copy_(x)
 
-    def post(self) -> Pending[None]:
+    def post(self) -> Waits:
         """See Departure.post."""
-        return Pending(lambda: None)
+        return []
 
 
 class Team(ABC):
@@ -80,22 +83,27 @@ class Team(ABC):
         self._inward, self._outward = inward, outward
 
     @abstractmethod
-    def gather(self, message: TensorNames, given: Named, part: SomeHeads) -> Pending[Tensors]:
+    def gather(
+        self, message: TensorNames, given: Named, part: SomeHeads
+    ) -> Callable[[], Sequence[Tensor]]:
         """Gathers a message: [B,S,heads,D] -> [B,T,heads,D], rows [B,H,S] -> [B,H,T].
 
         Args:
             message: names of the tensors that travel as one.
             given: the rank's own tensors, by name.
             part: the heads to take of them.
+
+        Returns: a function that waits for the tensors; to be called once.
         """
 
     @abstractmethod
-    def departure(self, operation: Operation, targets: Named) -> Departure:
-        """Starts the way back of results for the team's tokens.
+    def send(self, operation: Operation, targets: Named, tensors: Tensors) -> Waits:
+        """Sends results for the team's tokens to the ranks that own them.
 
         Args:
-            operation: the tensors and their heads.
+            operation: names and heads of the tensors.
             targets: memory for results of the own tokens, by name.
+            tensors: the results for all tokens of the team.
         """
 
 
@@ -133,7 +141,9 @@ class GatheringTeam(Team):
         super().__init__(inward, outward, order)
         self._travelling = travelling
 
-    def gather(self, message: TensorNames, given: Named, part: SomeHeads) -> Pending[Tensors]:
+    def gather(
+        self, message: TensorNames, given: Named, part: SomeHeads
+    ) -> Callable[[], Sequence[Tensor]]:
         """See Team.gather; tensors travel and are put in order as one."""
         order, travelling, own = self.order, self._travelling, part.named(message, given)
         of_rows = message[0] in OF_ROWS
@@ -145,7 +155,7 @@ class GatheringTeam(Team):
         sent = whole if travelling is None else _packed(whole, dim, travelling)
         coming = self._inward.all_gather(padded(sent, dim, order.width))
 
-        def finish() -> Tensors:
+        def finish() -> Sequence[Tensor]:
             blocks: Blocks = coming.wait()
             if travelling is not None:
                 blocks = travelling.with_own(blocks, whole)
@@ -154,12 +164,21 @@ class GatheringTeam(Team):
                 return joined.unbind()
             return joined.split(widths, -1) if len(widths) > 1 else (joined,)
 
-        return Pending(finish)
+        return finish
 
     def departure(self, operation: Operation, targets: Named) -> Departure:
-        """See Team.departure: partial outputs are merged, gradients summed."""
+        """As `send`, of results that come for some rows at a time.
+
+        Partial outputs are merged, gradients summed.
+        """
         own = operation.part.named(operation.names, targets)
         return _Scattering(self._outward, self.order, self._travelling, own, wide=operation.wide)
+
+    def send(self, operation: Operation, targets: Named, tensors: Tensors) -> Waits:
+        """See Team.send."""
+        leaving = self.departure(operation, targets)
+        leaving.add(slice(0, tensors[0].shape[1]), tensors)
+        return leaving.post()
 
 
 class _Scattering(Departure):
@@ -197,7 +216,7 @@ class _Scattering(Departure):
         for of_all, dim, x in zip(self._written, self._dims, tensors, strict=True):
             self._order.place(of_all, dim, rows, x)
 
-    def post(self) -> Pending[None]:
+    def post(self) -> Waits:
         """See Departure.post."""
         travelling, own, widths = self._travelling, self._own, self._widths
         if travelling is not None:
@@ -220,7 +239,7 @@ class _Scattering(Departure):
                     for piece in pieces:
                         rows_at(target, piece.there).copy_(rows_at(total, piece.here))
 
-            return Pending(add)
+            return [add]
         out, lse = own
         partials, statistics = self._outward.all_to_all(blocks), self._outward.all_to_all(lses)
 
@@ -232,7 +251,7 @@ class _Scattering(Departure):
                 of_rows = narrowed(outs, 2, here.start, count), narrowed(lses, 3, here.start, count)
                 merge_all_into(*own_rows, *of_rows)
 
-        return Pending(merge)
+        return [merge]
 
 
 def gathering(
@@ -290,34 +309,41 @@ def _ordered(
 class ExchangingTeam(Team):
     """U ranks that split the heads: each gets the tokens of all U ranks, for its own heads."""
 
-    def gather(self, message: TensorNames, given: Named, part: SomeHeads) -> Pending[Tensors]:
+    def gather(
+        self, message: TensorNames, given: Named, part: SomeHeads
+    ) -> Callable[[], Sequence[Tensor]]:
         """See Team.gather; `part` selects heads of each rank's share."""
         (name,) = message
         return self.come(given[name], part.slices[name])
 
-    def departure(self, operation: Operation, targets: Named) -> Departure:
-        """See Team.departure."""
-        return _Exchanging(self, operation, targets)
+    def send(self, operation: Operation, targets: Named, tensors: Tensors) -> Waits:
+        """See Team.send."""
+        slices, both = operation.part.slices, zip(operation.names, tensors, strict=True)
+        return [self.leave(x, targets[name], slices[name]) for name, x in both]
 
-    def come(self, x: Tensor, part: Index = None) -> Pending[Tensors]:
+    def come(self, x: Tensor, part: Index = None) -> Callable[[], Sequence[Tensor]]:
         """[B,S,U*h,D] -> [B,T,heads,D], contiguous, of this rank's h heads; [B,U*h,S] likewise.
 
         Args:
             x: the own tokens, with all heads.
             part: heads of each share; None: all h.
+
+        Returns: a function that waits for the tensor; to be called once.
         """
         tokens = 1 if x.dim() == 4 else 2
         blocks = _shares(x, self.order.members, part).movedim(3 - tokens, 0)
         coming = self._inward.all_to_all(padded(blocks, 1 + tokens, self.order.width))
-        return Pending(lambda: (self.order.join(coming.wait(), tokens).contiguous(),))
+        return lambda: (self.order.join(coming.wait(), tokens).contiguous(),)
 
-    def leave(self, x: Tensor, target: Tensor, part: Index = None) -> Pending[None]:
+    def leave(self, x: Tensor, target: Tensor, part: Index = None) -> Callable[[], None]:
         """Sends results back to the ranks that own the tokens.
 
         Args:
             x: [B,T,heads,D] or [B,heads,T].
             target: [B,S,U*h,D] or [B,U*h,S]; the results go to the heads of each share in it.
             part: heads of each share; None: all h.
+
+        Returns: a function that waits for the results, and places them.
         """
         tokens = 1 if x.dim() == 4 else 2
         under_way = self._outward.all_to_all(self.order.split(x, tokens))
@@ -327,42 +353,7 @@ class ExchangingTeam(Team):
             own = narrowed(under_way.wait(), 1 + tokens, 0, target.shape[tokens])
             place.copy_(own.movedim(0, 3 - tokens))
 
-        return Pending(finish)
-
-
-class _Exchanging(Departure):
-    """Sends the results for all tokens of a team at once, to the ranks that own the tokens."""
-
-    def __init__(self, team: ExchangingTeam, operation: Operation, targets: Named) -> None:
-        self._team, self._operation, self._targets = team, operation, targets
-        self._found: Tensors = ()
-
-    def add(self, rows: slice, tensors: Tensors) -> None:
-        """See Departure.add."""
-        self._found = tensors
-
-    def post(self) -> Pending[None]:
-        """See Departure.post."""
-        _, names, part, _ = self._operation
-        found, self._found = self._found, ()
-        return together(
-            [
-                self._team.leave(x, self._targets[name], part.slices[name])
-                for name, x in zip(names, found, strict=True)
-            ]
-        )
-
-
-def together(all_of: Sequence[Pending[None]]) -> Pending[None]:
-    """Several operations as one."""
-    if len(all_of) == 1:
-        return all_of[0]
-
-    def finish() -> None:
-        for pending in all_of:
-            pending.wait()
-
-    return Pending(finish)
+        return finish
 
 
 def _packed(x: Tensor, dim: int, travelling: Travelling) -> Tensor:

@@ -15,6 +15,7 @@ from megatron_cp_plugin.core.autograd.once import differentiable_once
 from megatron_cp_plugin.core.autograd.recompute import computed_once
 from megatron_cp_plugin.core.comm import CommunicatingIn
 from megatron_cp_plugin.core.communication.devices import check_devices
+from megatron_cp_plugin.core.layout import unfit
 from megatron_cp_plugin.core.linear.algorithm import LinearAlgorithm, LinearCall
 from megatron_cp_plugin.core.linear.decay import Decay
 from megatron_cp_plugin.core.linear.kernel import LinearKernel, LinearProblem
@@ -143,11 +144,7 @@ def _check(
     algorithm.check(algorithm.options, size=size, heads=q.shape[2])
     lengths = [len(span) for span in algorithm.layout.spans(rank, size, seq_len)]
     if q.shape[1] != sum(lengths):
-        raise ContextParallelError(
-            f"rank {rank} of {size} holds {sum(lengths)} of {seq_len} tokens "
-            f"({algorithm.layout.name} layout), got {q.shape[1]}: pass seq_len=, or shard with "
-            "cp.shard"
-        )
+        raise unfit(algorithm.layout, rank, size, seq_len, sum(lengths), q.shape[1])
     multiple = algorithm.layout.multiple(size)
     if len(lengths) > 1 and seq_len % multiple:
         raise ConfigError(

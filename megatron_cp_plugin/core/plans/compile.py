@@ -33,8 +33,8 @@ from megatron_cp_plugin.core.blocks.touched import (
     touched_rows,
 )
 from megatron_cp_plugin.core.comm import Phase
+from megatron_cp_plugin.core.head_groups import HeadGroup, together
 from megatron_cp_plugin.core.layout import rows_of
-from megatron_cp_plugin.core.pipeline import HeadGroup, together
 from megatron_cp_plugin.core.placement import BlockPlacement, Place, Placement
 from megatron_cp_plugin.core.plans.plan import (
     OF_ROWS,

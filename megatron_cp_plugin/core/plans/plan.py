@@ -14,9 +14,9 @@ from megatron_cp_plugin.core.blocks.assembly import assemble
 from megatron_cp_plugin.core.blocks.owned import Owned
 from megatron_cp_plugin.core.blocks.rows import Rows, between, positions_of
 from megatron_cp_plugin.core.comm import Phase
+from megatron_cp_plugin.core.head_groups import HeadGroup, together
 from megatron_cp_plugin.core.layout import Spans
 from megatron_cp_plugin.core.masks.tile_table import TileTable, tiles_of
-from megatron_cp_plugin.core.pipeline import HeadGroup, together
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from megatron_cp_plugin.core.blocks.rows import Rows, between
+from megatron_cp_plugin.core.head_groups import HeadGroup
 from megatron_cp_plugin.core.masks.slices import Slices
-from megatron_cp_plugin.core.pipeline import HeadGroup
 from megatron_cp_plugin.core.plans.plan import OF_KEYS, Block, Compute, Move, Plan
 from megatron_cp_plugin.core.tiles import Mask, Tile
 from megatron_cp_plugin.errors import ContextParallelError

@@ -6,7 +6,7 @@ from itertools import accumulate, permutations
 
 from megatron_cp_plugin.core.blocks.owned import Owned
 from megatron_cp_plugin.core.blocks.rows import between
-from megatron_cp_plugin.core.pipeline import HeadGroup
+from megatron_cp_plugin.core.head_groups import HeadGroup
 from megatron_cp_plugin.core.placement import HeadPlacement
 from megatron_cp_plugin.core.plans.plan import (
     OF_ROWS,

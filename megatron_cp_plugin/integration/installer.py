@@ -1,6 +1,7 @@
-"""The functions that replace Megatron's, so that unmodified training scripts work.
+"""Puts the plugin's functions in the place of Megatron's: for the launcher, and for `install`.
 
-Installed by the launcher only when an algorithm of the plugin is chosen. `contract` has the names.
+`contract` has the names. Megatron is held against it first, so that nothing here imports what a
+Megatron may lack before that.
 """
 
 from __future__ import annotations
@@ -8,7 +9,8 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import inspect
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,52 +20,125 @@ from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration import compat
 from megatron_cp_plugin.integration.args import PluginFlags, add_algorithm, speak_in_one_line
 from megatron_cp_plugin.integration.batch import Batches
+from megatron_cp_plugin.integration.checks import check_arguments, describe_graphs, described
+from megatron_cp_plugin.integration.contract import Part
+from megatron_cp_plugin.integration.loss import forward_step_calc_loss
+from megatron_cp_plugin.integration.recompute import checkpoint
+from megatron_cp_plugin.integration.rules import check, comm_type
 from megatron_cp_plugin.integration.runtime import Runtime
+from megatron_cp_plugin.integration.settings import Settings
 from megatron_cp_plugin.integration.wrappers import unwrapped
 from megatron_cp_plugin.process_exit import model_errors_in_one_line, refusals_in_one_line
 
 
-class Hooks:
-    """Serves one process's run: what takes the place of the names that `contract` lists."""
+class Installer(ABC):
+    """Serves the models of one process, from `install` to `undo`.
 
-    def __init__(self, flags: PluginFlags, device: torch.device) -> None:
-        self._flags = flags
-        self._device = device
+    Attributes:
+        parts: What of the plugin the process needs.
+        recomputes: Whether activation recomputation runs attention a second time.
+    """
+
+    parts: tuple[Part, ...] = ("algorithm",)
+    recomputes: bool
+    _args: Any = None  # Megatron's namespace, validated
+
+    def __init__(self) -> None:
         self._runtime: Runtime | None = None
-        self._batches: Batches | None = None
-        self._args: Any = None
-        self._chosen = False  # by auto, and not yet compared over the ranks
+        self._replaced: list[compat.Replacement] = []
 
-    def install(self) -> None:
-        """Installs the hooks; call before the training script imports the names.
+    def install(self, *, allow_untested: bool) -> None:
+        """Replaces Megatron's functions; call before others import their names.
+
+        Args:
+            allow_untested: Whether the version of Megatron may be one that nobody ran.
 
         Raises:
-            ContextParallelError: This Megatron was never run, or is not as `contract` says.
+            ContextParallelError: It is such a version, or not as `contract` says.
         """
-        compat.check("algorithm", "training", allow_untested=self._flags.allow_untested_megatron)
-        from megatron_cp_plugin.integration.chunked_loss import acceptance_counts
-        from megatron_cp_plugin.integration.loss import forward_step_calc_loss
-        from megatron_cp_plugin.integration.recompute import checkpoint
+        compat.check(*self.parts, allow_untested=allow_untested)
+        self._replaced = compat.replace(self._hooks(), *self.parts)
+
+    def undo(self) -> None:
+        """Puts Megatron's own back."""
+        for replacement in self._replaced:
+            replacement.undo()
+
+    @abstractmethod
+    def config(self, size: int) -> ContextParallelConfig:
+        """Returns what is installed for so many context-parallel ranks."""
+
+    def _hooks(self) -> dict[str, Callable[..., Any]]:
+        """What takes the place of which names of Megatron."""
         from megatron_cp_plugin.integration.rope import set_cos_sin_cache
 
         hooks: dict[str, Callable[..., Any]] = {
+            "GPTModel.__init__": self._build_model,
+            "HybridModel.__init__": self._build_model,
+            "roll_tensor": self._roll,
+            "YarnRotaryEmbedding._set_cos_sin_cache": set_cos_sin_cache,
+        }
+        if not self.recomputes:
+            hooks |= {"checkpoint": checkpoint, "te_checkpoint": checkpoint}
+        return hooks
+
+    @abstractmethod
+    def _runtime_of(self, given: Mapping[str, Any]) -> Runtime:
+        """The runtime of a model. Args: given: to its constructor, by name."""
+
+    def _build_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        from megatron_cp_plugin.integration.spec import build_model
+
+        given = inspect.signature(original).bind(*args, **kwargs).arguments
+        runtime = self._runtime = self._runtime_of(given)
+        self._serve(build_model(original, args, kwargs, runtime=runtime, settings=self._args))
+
+    def _serve(self, model: Any) -> None:
+        """Makes a model that was built take batches as they will come."""
+        from megatron_cp_plugin.integration.inputs import serve_cut_inputs
+
+        assert self._runtime is not None
+        serve_cut_inputs(model, self._runtime, model.pg_collection.cp)
+
+    def _roll(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        from megatron_cp_plugin.integration.multi_token import roll_tensor
+
+        assert self._runtime is not None  # a model calls it
+        return roll_tensor(original, self._runtime, *args, **kwargs)
+
+
+class LauncherInstaller(Installer):
+    """The launcher's, for a run of Megatron's training loop."""
+
+    parts = ("algorithm", "training")
+
+    def __init__(self, flags: PluginFlags, device: torch.device) -> None:
+        super().__init__()
+        self._flags = flags
+        self._device = device
+        self._batches: Batches | None = None
+        self._chosen = False  # by auto, and not yet compared over the ranks
+        self.recomputes = flags.recompute_attention
+
+    def config(self, size: int) -> ContextParallelConfig:
+        """Returns what is installed for so many context-parallel ranks."""
+        return self._flags.config(size)
+
+    def _hooks(self) -> dict[str, Callable[..., Any]]:
+        hooks = super()._hooks() | {
             "add_megatron_arguments": self._add_arguments,
             "validate_args": self._validate_args,
             "TransformerConfig.__post_init__": _check_model_config,
             "MLATransformerConfig.__post_init__": _check_model_config,
-            "GPTModel.__init__": self._build_model,
-            "HybridModel.__init__": self._build_model,
             "setup_model_and_optimizer": self._set_up_model,
             "get_batch_on_this_cp_rank": self._get_batch,
-            "roll_tensor": self._roll,
-            "YarnRotaryEmbedding._set_cos_sin_cache": set_cos_sin_cache,
             "forward_step_calc_loss": forward_step_calc_loss,
         }
-        if not self._flags.recompute_attention:
-            hooks |= {"checkpoint": checkpoint, "te_checkpoint": checkpoint}
         if self._flags.chunked_loss is not None:
+            from megatron_cp_plugin.integration.chunked_loss import acceptance_counts
+
             hooks |= {"_compute_mtp_acceptance_counts": acceptance_counts}
-        compat.replace(hooks, "algorithm", "training")
+        return hooks
 
     def _add_arguments(
         self, original: Callable[..., Any], parser: argparse.ArgumentParser
@@ -71,10 +146,6 @@ class Hooks:
         return speak_in_one_line(add_algorithm(original(parser)))
 
     def _validate_args(self, original: Callable[..., Any], args: Any, defaults: Any = None) -> Any:
-        from megatron_cp_plugin.integration.checks import describe_graphs
-        from megatron_cp_plugin.integration.rules import check, comm_type
-        from megatron_cp_plugin.integration.settings import Settings
-
         compat.check_args(args)
         self._flags.comm_type.check_model(args)
         config = self._activate(args)
@@ -84,12 +155,9 @@ class Hooks:
             validated = original(args, {} if defaults is None else defaults)
         compat.check_args(validated, "validated args")
         settings = Settings(validated, config, self._device)
-        check("validated", settings)
         # Megatron has put the flags of today in the place of their former names.
-        check("graphs", settings)
-        captured = describe_graphs(settings)
-        if validated.rank == 0 and captured:
-            print(f"megatron_cp_plugin: {captured}", flush=True)
+        check("validated", settings)
+        _say(validated, describe_graphs(settings))
         if config.size > 1:
             validated.cp_comm_type = [comm_type(config.algo)]
         self._args = validated
@@ -97,16 +165,6 @@ class Hooks:
 
     def _activate(self, args: Any) -> ContextParallelConfig:
         """Checks the plugin's settings against Megatron's, and says what they come to."""
-        from megatron_cp_plugin.integration.checks import (
-            check_arguments,
-            describe,
-            describe_gated,
-            describe_heads,
-            describe_window,
-        )
-        from megatron_cp_plugin.integration.recompute import describe as describe_recompute
-        from megatron_cp_plugin.integration.settings import Settings
-
         said: list[str] = []
         if self._flags.is_auto:
             from megatron_cp_plugin.integration import auto
@@ -117,32 +175,11 @@ class Hooks:
         kernel = check_arguments(args, config, self._device)
         self._runtime = Runtime(config)
         self._batches = Batches(self._runtime)
-        if args.rank == 0:
-            settings = Settings(args, config)
-            for line in filter(
-                None,
-                (
-                    *said,
-                    describe(config, kernel),
-                    describe_heads(settings),
-                    describe_window(settings),
-                    describe_gated(settings),
-                    describe_recompute(args, config),
-                ),
-            ):
-                print(f"megatron_cp_plugin: {line}", flush=True)
+        _say(args, *said, *described(Settings(args, config), kernel))
         return config
 
-    def config(self, size: int) -> ContextParallelConfig:
-        """Returns what is installed for so many context-parallel ranks."""
-        return self._flags.config(size)
-
-    def _build_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        from megatron_cp_plugin.integration.chunked_loss import serve_loss
-        from megatron_cp_plugin.integration.inputs import serve_cut_inputs, serve_inputs
-        from megatron_cp_plugin.integration.models import build_model
-
-        if self._runtime is None or self._batches is None:
+    def _runtime_of(self, given: Mapping[str, Any]) -> Runtime:
+        if self._runtime is None:
             raise ContextParallelError(
                 f"--context-parallel-algo {self._flags.algo} needs a script that lets Megatron "
                 "validate its arguments before it builds a model: call parse_and_validate_args or "
@@ -153,18 +190,22 @@ class Hooks:
 
             check_same(self._flags)
             self._chosen = False
-        model = build_model(original, args, kwargs, runtime=self._runtime, settings=self._args)
+        return self._runtime
+
+    def _serve(self, model: Any) -> None:
+        from megatron_cp_plugin.integration.chunked_loss import serve_loss
+        from megatron_cp_plugin.integration.inputs import serve_inputs
+
+        assert self._runtime is not None
+        assert self._batches is not None
         if self._runtime.is_cut_by_callers:
-            serve_cut_inputs(model, self._runtime, model.pg_collection.cp)
+            super()._serve(model)
         else:
             serve_inputs(model, self._batches, model.pg_collection.cp)
-        if self._runtime.config.chunked_loss is not None:
-            serve_loss(model, self._runtime.config.chunked_loss)
+        if self._flags.chunked_loss is not None:
+            serve_loss(model, self._flags.chunked_loss)
 
     def _set_up_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        from megatron_cp_plugin.integration.rules import check
-        from megatron_cp_plugin.integration.settings import Settings
-
         if self._args is not None:  # else a model of ours says what is missing
             check("training", Settings(self._args))
         with model_errors_in_one_line():
@@ -189,12 +230,6 @@ class Hooks:
         given = inspect.signature(original).bind(batch, *args, **kwargs).arguments.get("cp_group")
         group = parallel_state.get_context_parallel_group() if given is None else given
         return self._batches.shard(batch, group)
-
-    def _roll(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        from megatron_cp_plugin.integration.multi_token import roll_tensor
-
-        assert self._runtime is not None
-        return roll_tensor(original, self._runtime, *args, **kwargs)
 
 
 def skip_built_helpers() -> None:
@@ -237,3 +272,10 @@ def _write_args(config: ContextParallelConfig, args: Any) -> None:
         # Megatron demands a multiple of 2P of --seq-length, for its zigzag layout, but not of
         # --encoder-seq-length, its other name for the same quantity. The layout was checked.
         args.seq_length, args.encoder_seq_length = None, args.seq_length
+
+
+def _say(args: Any, *lines: str | None) -> None:
+    """Prints lines on the first rank; those that are None say nothing."""
+    if args.rank == 0:
+        for line in filter(None, lines):
+            print(f"megatron_cp_plugin: {line}", flush=True)

@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from megatron_cp_plugin.core import partial
+from megatron_cp_plugin.core.algorithm import Compiled
 from megatron_cp_plugin.core.autograd.function import attend
 from megatron_cp_plugin.core.call import Call
 from megatron_cp_plugin.core.communication.virtual import run_virtual
 from megatron_cp_plugin.core.layout import shard
+from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.kernels.reference import Reference
@@ -31,17 +33,11 @@ class Spy(Reference):
         self.calls[what] += 1
         return Reference()
 
-    def forward(self, *tensors, **settings):
-        return self._called("forward").forward(*tensors, **settings)
+    def forward(self, call):
+        return self._called("forward").forward(call)
 
-    def backward(self, *tensors, **settings):
-        return self._called("backward").backward(*tensors, **settings)
-
-    def forward_packed(self, *tensors, **settings):
-        return self._called("forward").forward_packed(*tensors, **settings)
-
-    def backward_packed(self, *tensors, **settings):
-        return self._called("backward").backward_packed(*tensors, **settings)
+    def backward(self, *given):
+        return self._called("backward").backward(*given)
 
 
 @pytest.mark.parametrize(
@@ -91,9 +87,9 @@ def test_calls_of_a_pass(
         spy.gaps = gaps
         algorithm = create(algo, topology, options).within(DOCUMENTS)
         q, k, v, dout = (shard(x, 1, algorithm.layout, topology.rank, SIZE) for x in whole)
-        call = Call(SEQ_LEN, mask, 8**-0.5, spy)
-        out, _, saved = algorithm.forward(q, k, v, call)
-        found = out, *algorithm.backward(dout, saved, call)
+        compiled = Compiled(algorithm, Call(Shape.of(q, k, v, SEQ_LEN), mask, 8**-0.5, spy))
+        out, _, saved = compiled.forward.attend(q, k, v)
+        found = out, *compiled.backward().differentiate(dout, saved)
         own = (shard(x, 1, algorithm.layout, topology.rank, SIZE) for x in want)
         return max(map(relative_error, found, own)), spy.calls
 
@@ -140,9 +136,11 @@ def test_dtypes_that_models_have(algo: str, options: dict, dtype: torch.dtype, g
         algorithm = create(algo, topology, {"layout": "thd", **options}).within(DOCUMENTS)
         of_rank = [algorithm.layout, topology.rank, SIZE]
         q, k, v, dout = (shard(x, 1, *of_rank).to(dtype) for x in whole)
-        call = Call(SEQ_LEN, Mask(documents=DOCUMENTS), 8**-0.5, kernel)
-        out, _, saved = algorithm.forward(q, k, v, call)
-        found = out, *algorithm.backward(dout, saved, call)
+        compiled = Compiled(
+            algorithm, Call(Shape.of(q, k, v, SEQ_LEN), Mask(documents=DOCUMENTS), 8**-0.5, kernel)
+        )
+        out, _, saved = compiled.forward.attend(q, k, v)
+        found = out, *compiled.backward().differentiate(dout, saved)
         assert {x.dtype for x in found} == {dtype}
         return max(
             relative_error(x.double(), shard(y, 1, *of_rank))
@@ -167,8 +165,11 @@ def test_rows_that_came_are_added_together(size: int, monkeypatch: pytest.Monkey
         algorithm = create("zigzag", topology, {"layout": "thd"}).within(DOCUMENTS)
         length = algorithm.layout.length(topology.rank, size, SEQ_LEN)
         q = torch.randn(1, length, 4, 8, dtype=torch.float64)
-        call = Call(SEQ_LEN, Mask(documents=DOCUMENTS), 8**-0.5, Reference())
-        algorithm.backward(q, algorithm.forward(q, q, q, call)[2], call)
+        compiled = Compiled(
+            algorithm,
+            Call(Shape.of(q, q, q, SEQ_LEN), Mask(documents=DOCUMENTS), 8**-0.5, Reference()),
+        )
+        compiled.backward().differentiate(q, compiled.forward.attend(q, q, q)[2])
 
     monkeypatch.setattr(partial, "_add_rows", counted)
     run_virtual(size, body)
@@ -177,8 +178,9 @@ def test_rows_that_came_are_added_together(size: int, monkeypatch: pytest.Monkey
 
 
 class Unpacked(Spy):
-    def forward_packed(self, *tensors, **settings):
-        raise AssertionError("no tiles are put together")
+    def forward(self, call):
+        assert call.packing is None
+        return super().forward(call)
 
 
 def test_attention_without_documents_keeps_a_call_a_tile() -> None:
@@ -187,7 +189,8 @@ def test_attention_without_documents_keeps_a_call_a_tile() -> None:
 
     def body(topology: Topology) -> int:
         algorithm, spy = create("allgather", topology, {"chunks": 1}), Unpacked()
-        algorithm.forward(q, q, q, Call(SEQ_LEN, Mask(), 1.0, spy))
+        call = Call(Shape.of(q, q, q, SEQ_LEN), Mask(), 1.0, spy)
+        Compiled(algorithm, call).forward.attend(q, q, q)
         return spy.calls["forward"]
 
     assert run_virtual(SIZE, body) == [2, 2, 2, 1]
@@ -202,13 +205,13 @@ def test_vector_loads_find_tensors_where_they_need_them(algo: str, size: int) ->
         return torch.cat((x.new_zeros(1), x.flatten()))[1:].view(x.shape)
 
     class Loads(Reference):
-        def forward(self, *tensors, **settings):
-            self._load(*tensors)
-            return super().forward(*tensors, **settings)
+        def forward(self, call):
+            self._load(*call[:3])
+            return super().forward(call)
 
-        def backward(self, dout, q, k, v, statistics, **settings):
-            self._load(dout, q, k, v, statistics.out_for(dout))
-            return super().backward(dout, q, k, v, statistics, **settings)
+        def backward(self, call, dout, statistics):
+            self._load(dout, *call[:3], statistics.out_for(dout))
+            return super().backward(call, dout, statistics)
 
         @staticmethod
         def _load(*tensors: torch.Tensor) -> None:

@@ -1,0 +1,46 @@
+"""Calls of kernels, with the tensors one by one."""
+
+from torch import Tensor
+
+from megatron_cp_plugin.core.kernel import (
+    Gradients,
+    KernelCall,
+    Packing,
+    SoftmaxKernel,
+    Statistics,
+    run_backward,
+    run_forward,
+)
+
+
+def forward_of(
+    kernel: SoftmaxKernel,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    causal: bool,
+    packing: Packing | None = None,
+    into: tuple[Tensor, ...] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """See SoftmaxKernel.forward and KernelCall."""
+    return run_forward(kernel, KernelCall(q, k, v, scale, causal, packing, into))
+
+
+def backward_of(
+    kernel: SoftmaxKernel,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    statistics: Statistics,
+    *,
+    scale: float,
+    causal: bool,
+    packing: Packing | None = None,
+    into: tuple[Tensor, ...] | None = None,
+) -> Gradients:
+    """See SoftmaxKernel.backward and KernelCall."""
+    call = KernelCall(q, k, v, scale, causal, packing, into)
+    return run_backward(kernel, call, dout, statistics)
