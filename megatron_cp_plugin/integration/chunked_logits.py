@@ -35,14 +35,18 @@ class Head:
         layer: The layer, which returns losses and entropies if it is given labels, see
             `chunked_loss`.
         hidden: [S,B,H], with sequence parallelism this rank's part of S.
-        weight: [V,H] if the layer was given one.
-        vocabulary: This rank's part of it, V.
+        given: [V,H], the weight if the layer was given one.
     """
 
     layer: Any
     hidden: Tensor
-    weight: Tensor | None
-    vocabulary: int
+    given: Tensor | None
+
+    @property
+    def weight(self) -> Tensor:
+        """[V,H]."""
+        weight: Tensor = self.layer.weight if self.given is None else self.given
+        return weight
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -72,7 +76,7 @@ class Head:
 
         found: tuple[Tensor, Tensor | None] = self.layer(
             self.hidden if of_all else self._whole.flatten(0, 1)[at],
-            weight=self.weight,
+            weight=self.given,
             labels=given(labels),
             temperature=given(temperature) if isinstance(temperature, Tensor) else temperature,
             entropy=entropy,
@@ -89,9 +93,10 @@ class Head:
         """The sum of the logits of all tokens and this rank's vocabulary."""
         from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 
-        weight = self.layer.weight if self.weight is None else self.weight
         whole = copy_to_tensor_model_parallel_region(self._whole, group=self.layer.tp_group)
-        return (whole.sum((0, 1), dtype=torch.float32) * weight.sum(0, dtype=torch.float32)).sum()
+        return (
+            whole.sum((0, 1), dtype=torch.float32) * self.weight.sum(0, dtype=torch.float32)
+        ).sum()
 
     @cached_property
     def _whole(self) -> Tensor:
@@ -124,7 +129,7 @@ class ChunkedLogits:
 
     @property
     def shape(self) -> torch.Size:
-        return torch.Size((*self._rows.shape, self._head.vocabulary))
+        return torch.Size((*self._rows.shape, self._head.weight.size(0)))
 
     @property
     def device(self) -> torch.device:

@@ -127,8 +127,7 @@ class _Loss:
         if self._has_labels:
             return PendingLogits(input_, weight), None
         if self._is_pending and not runtime_gather_output:
-            size = self._layer.output_size_per_partition
-            return ChunkedLogits(Head(self._layer, input_, weight, size)), None
+            return ChunkedLogits(Head(self._layer, input_, weight)), None
         return self._logits(input_, weight=weight, runtime_gather_output=runtime_gather_output)
 
     def _chunked(
