@@ -70,8 +70,8 @@ def logit_statistics(
             *found[:2],
             logits,
             wanted.contiguous(),
-            scale,
-            found[2] if entropy else None,
+            found[0] if scale is None else scale.contiguous(),  # not read where there is none
+            found[-1],
             vocabulary,
             logits.stride(0),
             BLOCK=min(_BLOCK, triton.next_power_of_2(vocabulary)),
@@ -134,7 +134,7 @@ def logit_gradients_(
     if rows:
         _logit_gradients_kernel[(rows, triton.cdiv(vocabulary, block))](
             logits,
-            *(None if x is None else x.contiguous() for x in of_rows),
+            *(lse if x is None else x.contiguous() for x in of_rows),
             vocabulary,
             logits.stride(0),
             BLOCK=block,
