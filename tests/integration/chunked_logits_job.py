@@ -197,12 +197,16 @@ def main(tensor: int, context: int) -> dict[str, Any]:
             "gradients": worst,
         }
     gathered = logits(runtime_gather_output=True)
+    every = torch.log_softmax(gathered.detach().double(), -1)
+    losses = logits(labels=labels) + every.gather(-1, labels[..., None])[..., 0]
+    found["losses"] = float(losses.detach().abs().max())
     found["sum"] = abs(float(_total(logits().sum(), groups.tp) - gathered.sum().detach()))
     found["refused"] = refusals(logits)
-    try:
-        cp_megatron.install("zigzag", chunked_loss=8)
-    except ContextParallelError as error:
-        found["refused"]["two sizes"] = str(error)
+    for name, size in (("two sizes", 8), ("nothing", 0)):
+        try:
+            cp_megatron.install("zigzag", chunked_loss=size)
+        except ContextParallelError as error:
+            found["refused"][name] = str(error)
     cp_megatron.uninstall()
     return found
 

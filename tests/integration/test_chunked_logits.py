@@ -27,8 +27,9 @@ def test_programs(tensor: int, context: int, tmp_path: Path) -> None:
     job = run_warm(tmp_path, *words, ranks=tensor * context, script=JOB).succeeded()
     for process in job.processes:
         found = json.loads(process.stdout.split("FOUND")[-1].splitlines()[0])
-        refused, total = found.pop("refused"), found.pop("sum")
-        assert total < 1e-2
+        refused = found.pop("refused")
+        assert found.pop("sum") < 1e-2
+        assert found.pop("losses") < 1e-5
         assert len(found) == 6
         for name, errors in found.items():
             for what, bound in BOUNDS.items():
@@ -40,6 +41,7 @@ def test_programs(tensor: int, context: int, tmp_path: Path) -> None:
             "bfloat16": "got to(torch.bfloat16)",
             "top-p": "got a mask of the ids that the rollout kept (top-p)",
             "labels": "need labels [1, ",
+            "nothing": "chunked_loss must be at least 1, got 0: leave it out for all logits",
             "two sizes": "chunked_loss=8) after zigzag (layout=thd, chunked_loss=7): leave one",
         }.items():
             assert words_of_it in refused[name], (name, refused[name])
