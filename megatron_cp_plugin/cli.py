@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_cp_plugin import __version__
-from megatron_cp_plugin.core.masks.document_lengths import lengths_of
+from megatron_cp_plugin.document_lengths import lengths_of
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.extras import need
 from megatron_cp_plugin.integration.args import OneLineParser
@@ -242,8 +242,8 @@ def _add_mask(parser: argparse.ArgumentParser) -> None:
 
 
 def _mask(arguments: argparse.Namespace) -> Mask:
-    from megatron_cp_plugin.core.masks.documents import random_documents
     from megatron_cp_plugin.core.tiles import Mask
+    from megatron_cp_plugin.document_lengths import random_documents
 
     documents: tuple[int, ...] = ()
     if arguments.documents is not None:

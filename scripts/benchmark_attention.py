@@ -64,8 +64,7 @@ from megatron_cp_plugin.core.kernel import (
 )
 from megatron_cp_plugin.core.layout import Layout, shard
 from megatron_cp_plugin.core.layouts.document_layout import PaddedDocuments
-from megatron_cp_plugin.core.masks.document_lengths import Lengths, lengths_of
-from megatron_cp_plugin.core.masks.documents import random_documents
+from megatron_cp_plugin.document_lengths import Lengths, lengths_of, random_documents
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.kernels import kernel_names, resolve
 from megatron_cp_plugin.paths import check_folder

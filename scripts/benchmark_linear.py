@@ -34,7 +34,7 @@ import megatron_cp_plugin as cp
 from megatron_cp_plugin.core.communication.devices import take_gpu
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.core.layout import Contiguous, Layout, shard
-from megatron_cp_plugin.core.masks.documents import random_documents
+from megatron_cp_plugin.document_lengths import random_documents
 from megatron_cp_plugin.paths import check_folder
 from megatron_cp_plugin.process_exit import one_line_errors
 from megatron_cp_plugin.registry import layout_of

@@ -45,11 +45,10 @@ from megatron_cp_plugin.core.kernel import (
     run_backward,
     run_forward,
 )
-from megatron_cp_plugin.core.masks.document_lengths import lengths_of
-from megatron_cp_plugin.core.masks.documents import random_documents
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask, visible_pairs
 from megatron_cp_plugin.core.topology import Topology
+from megatron_cp_plugin.document_lengths import lengths_of, random_documents
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.kernels import resolve
 from megatron_cp_plugin.paths import check_folder

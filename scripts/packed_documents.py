@@ -19,11 +19,10 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_cp_plugin.core.algorithm import Algorithm
-from megatron_cp_plugin.core.masks.document_lengths import Lengths, lengths_of
-from megatron_cp_plugin.core.masks.documents import random_documents
 from megatron_cp_plugin.core.plans.plan import PHASES
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
+from megatron_cp_plugin.document_lengths import Lengths, lengths_of, random_documents
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.planner.costs import planned
 

@@ -15,9 +15,9 @@ from statistics import median
 from rich.console import Console
 from rich.table import Table
 
-from megatron_cp_plugin.core.masks.documents import random_documents
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
+from megatron_cp_plugin.document_lengths import random_documents
 from megatron_cp_plugin.kernels.base import kernel_called
 from megatron_cp_plugin.planner.call_memory import peak_of
 from megatron_cp_plugin.planner.dry_run import DryRunGroup

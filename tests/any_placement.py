@@ -11,7 +11,7 @@ import pytest
 
 import megatron_cp_plugin as cp
 from megatron_cp_plugin import registry
-from megatron_cp_plugin.algorithms.point_to_point import PointToPoint
+from megatron_cp_plugin.core.algorithm import PointToPoint
 from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.placement import BlockPlacement, Place
 from megatron_cp_plugin.core.shape import Shape

@@ -6,7 +6,7 @@ from functools import cached_property
 from random import Random
 from typing import Literal
 
-from megatron_cp_plugin.algorithms.point_to_point import PointToPoint
+from megatron_cp_plugin.core.algorithm import PointToPoint
 from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.layout import Contiguous
 from megatron_cp_plugin.core.placement import BlockPlacement, Place

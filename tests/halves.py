@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from megatron_cp_plugin.algorithms.point_to_point import PointToPoint
+from megatron_cp_plugin.core.algorithm import PointToPoint
 from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.layout import Contiguous
 from megatron_cp_plugin.core.placement import BlockPlacement, Place

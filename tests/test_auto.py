@@ -10,9 +10,10 @@ import torch
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.core.communication.virtual import VirtualTopology, run_virtual
 from megatron_cp_plugin.core.layout import Contiguous
-from megatron_cp_plugin.core.masks.documents import document_starts, random_documents
+from megatron_cp_plugin.core.masks.documents import document_starts
 from megatron_cp_plugin.core.tiles import Mask, visible_pairs
 from megatron_cp_plugin.core.topology import Topology
+from megatron_cp_plugin.document_lengths import random_documents
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.planner import detected_machine
 from megatron_cp_plugin.planner.detected_machine import example_of

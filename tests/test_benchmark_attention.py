@@ -12,7 +12,7 @@ import benchmark_attention
 import rivals
 from benchmark_attention import Row
 
-from megatron_cp_plugin.core.masks.document_lengths import Exponential, LogNormal
+from megatron_cp_plugin.document_lengths import Exponential, LogNormal
 from megatron_cp_plugin.errors import ConfigError
 from tests.integration.megatron_job import run_program
 

@@ -13,13 +13,12 @@ import torch
 import megatron_cp_plugin as cp
 from megatron_cp_plugin import cli, registry
 from megatron_cp_plugin.algorithms.lasp import Lasp
-from megatron_cp_plugin.algorithms.point_to_point import PointToPoint
-from megatron_cp_plugin.core.algorithm import Algorithm, number
+from megatron_cp_plugin.core.algorithm import Algorithm, PointToPoint, number
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.core.layout import Contiguous, Layout
 from megatron_cp_plugin.core.linear.algorithm import LinearShape
+from megatron_cp_plugin.core.plans.check import check
 from megatron_cp_plugin.core.plans.plan import PHASES, Plan
-from megatron_cp_plugin.core.plans.plan_check import check
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask, visible_pairs
 from megatron_cp_plugin.errors import ConfigError

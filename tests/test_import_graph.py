@@ -35,7 +35,7 @@ ROOMS = [
     ("linear",),
 ]
 # What core imports of the rest of the package.
-BELOW_CORE = {f"{PACKAGE}.errors", f"{PACKAGE}.tokens"}
+BELOW_CORE = {f"{PACKAGE}.errors"}
 # The planner and the tools: they import what trains, never the reverse.
 TOOLS = ("capabilities", "cli", "doctor", "harness")
 OUTSIDE = ("planner", *TOOLS)

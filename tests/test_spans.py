@@ -18,12 +18,13 @@ from torch import Tensor
 
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.algorithms.allgather import KvAllGather
-from megatron_cp_plugin.core.blocks.touched import sees, touched_rows
+from megatron_cp_plugin.core.blocks.visible_rows import sees, visible_rows
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld, run_virtual
-from megatron_cp_plugin.core.layout import Contiguous, Cyclic, Layout, Span, Zigzag
+from megatron_cp_plugin.core.layout import Contiguous, Cyclic, Layout, Zigzag
 from megatron_cp_plugin.core.layouts.document_layout import Balanced, PaddedDocuments
 from megatron_cp_plugin.core.masks.slices import KINDS, Slices
-from megatron_cp_plugin.core.plans.plan_check import check
+from megatron_cp_plugin.core.plans.check import check
+from megatron_cp_plugin.core.ranges import Span
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask, plan_tiles, visible_pairs
 from megatron_cp_plugin.core.topology import Topology
@@ -192,10 +193,10 @@ def computed(q: Sequence[Span], kv: Sequence[Span], mask: Mask, *, rectangular: 
     return found
 
 
-def assert_touched(q: Sequence[Span], kv: Sequence[Span], mask: Mask, found: Tensor) -> None:
+def assert_visible(q: Sequence[Span], kv: Sequence[Span], mask: Mask, found: Tensor) -> None:
     """The rows of both blocks that meet, and with positions that have a step perhaps more."""
     for spans, touched, meets in zip(
-        (q, kv), touched_rows(q, kv, mask), (found.any(1), found.any(0)), strict=True
+        (q, kv), visible_rows(q, kv, mask), (found.any(1), found.any(0)), strict=True
     ):
         positions = [p for span in spans for p in span.positions]
         rows = [row for row, p in enumerate(positions) if meets[p]]
@@ -247,7 +248,7 @@ def test_tiles_cover_every_pair_once(
         for kv in keys:
             met = computed(q, kv, mask, rectangular=rectangular)
             assert sees(q, kv, mask) == met.any()
-            assert_touched(q, kv, mask, met)
+            assert_visible(q, kv, mask, met)
             total += met
     assert torch.equal(total[:seq_len, :seq_len], wanted)
     assert not total[seq_len:].any()

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_cp_plugin.algorithms.grid import GridAlgorithm
+from megatron_cp_plugin.algorithms.attention2d import GridAlgorithm
 from megatron_cp_plugin.core.algorithm import number
 from megatron_cp_plugin.core.head_groups import HeadGroup, head_groups
 from megatron_cp_plugin.core.shape import Shape

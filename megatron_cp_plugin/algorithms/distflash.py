@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from megatron_cp_plugin.algorithms.point_to_point import PointToPoint
-from megatron_cp_plugin.core.algorithm import group_counts, number
-from megatron_cp_plugin.core.blocks.touched import rows_at_distances
+from megatron_cp_plugin.core.algorithm import PointToPoint, group_counts, number
+from megatron_cp_plugin.core.blocks.visible_rows import rows_at_distances
 from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.head_groups import head_groups
 from megatron_cp_plugin.core.layouts.document_layout import PaddedDocuments

@@ -1,134 +1,181 @@
-"""Shared by allgather and attention2d: a grid of ranks, queries in rows and keys in columns.
+"""Placements on a grid of ranks: where queries meet keys, and which way blocks take.
 
-B batch, S local tokens, H query heads, G KV heads, D head dim, P = R * C ranks in R rows and C
-columns.
+R rows and C columns; queries of a row meet keys of a column.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Literal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from itertools import product
 
-from megatron_cp_plugin.algorithms.grid_placements import (
-    GatheredPlacement,
-    GridBlocksPlacement,
-    GridPlacement,
-    GridRingPlacement,
-)
-from megatron_cp_plugin.algorithms.point_to_point import PointToPoint
-from megatron_cp_plugin.core.caching import cached_method
-from megatron_cp_plugin.core.comm import Phase
-from megatron_cp_plugin.core.head_groups import HeadGroup, group_count, head_groups
-from megatron_cp_plugin.core.plans.compile import plan_of
-from megatron_cp_plugin.core.plans.grid import Grid, cheapest, column_major, row_major
-from megatron_cp_plugin.core.plans.plan import PHASES
-from megatron_cp_plugin.core.shape import Shape
-from megatron_cp_plugin.core.tiles import Mask
-
-Wire = Literal["model", "float32"]
+from megatron_cp_plugin.core.placement import BlockPlacement, Place
+from megatron_cp_plugin.errors import ConfigError
 
 
-class GridAlgorithm(PointToPoint):
-    """Attention on a grid of ranks; subclasses say on which, and how blocks come together.
+@dataclass(frozen=True)
+class Grid:
+    """Which rank stands where.
 
-    Attributes: rows, cols: R and C; 0: whatever moves fewer bytes. partials: dtype in which partial
-        outputs travel. transposed: columns need the keys of other ranks than their own.
+    Attributes:
+        ranks: [row][column]. key_owners: by rank, whose keys it holds when columns gather them.
     """
 
-    rows = 0
-    cols = 0
-    partials: Wire = "model"
-    transposed = False
+    ranks: tuple[tuple[int, ...], ...]
+    key_owners: tuple[int, ...]
 
-    @dataclass(frozen=True)
-    class Options(PointToPoint.Options):
-        """Options of grids.
+    def __hash__(self) -> int:
+        # Of the grids in one key few have this shape: those of a thousand ranks are long.
+        return hash((len(self.ranks), len(self.key_owners)))
 
-        Attributes: gradients: dtype in which partial gradients travel; summed in float32.
-        """
+    def row(self, rank: int) -> tuple[int, ...]:
+        """The ranks of a rank's row, ascending."""
+        return self._lines[0][self._places[rank][0]]
 
-        gradients: Wire = "model"
+    def column(self, rank: int) -> tuple[int, ...]:
+        """The ranks of a rank's column, ascending."""
+        return self._lines[1][self._places[rank][1]]
 
-    options: Options
+    def keys(self, rank: int) -> tuple[int, ...]:
+        """Whose keys the ranks of a rank's column hold."""
+        return self._lines[2][self._places[rank][1]]
 
-    # Looked up once a pass: at short lengths a step of training is bound by the host.
-    @cached_property
-    def _grid_shape(self) -> Callable[[Shape], tuple[int, int]]:
-        return cached_method(self._cheapest, 256)
-
-    @cached_property
-    def kind(self) -> type[GridPlacement]:
-        """How blocks come together: pushed by copy engines where these serve, else gathered."""
-        return GridBlocksPlacement if self.transport.pushes else GatheredPlacement
+    def crossing(self, a: int, b: int) -> int:
+        """The rank in the row of one rank and the column of another."""
+        return self.ranks[self._places[a][0]][self._places[b][1]]
 
     @cached_property
-    def gathers(self) -> bool:
-        """Whether blocks come by collective operations, not from rank to rank."""
-        return self.kind is GatheredPlacement
+    def key_sources(self) -> dict[int, int]:
+        """The rank that holds a rank's keys when columns gather them, by their owner."""
+        return {owner: rank for rank, owner in enumerate(self.key_owners)}
 
-    def grid_shape(self, shape: Shape) -> tuple[int, int]:
-        """R and C: as set, or what moves the fewest bytes in forward and backward together."""
-        return self._grid_shape(shape)
+    @cached_property
+    def _lines(self) -> tuple[list[tuple[int, ...]], ...]:
+        """Rows, columns, and the owners of the keys of each column."""
+        rows = [tuple(sorted(row)) for row in self.ranks]
+        columns = [tuple(sorted(column)) for column in zip(*self.ranks, strict=True)]
+        return rows, columns, [tuple(map(self.key_owners.__getitem__, one)) for one in columns]
 
-    def grid(self, shape: Shape) -> Grid:
-        """The ranks that gather queries together, its rows, and keys, its columns."""
-        return self._grid(*self.grid_shape(shape))
+    @cached_property
+    def _places(self) -> dict[int, tuple[int, int]]:
+        ranks = product(range(len(self.ranks)), range(len(self.ranks[0])))
+        return {self.ranks[row][column]: (row, column) for row, column in ranks}
 
-    def placement(self, shape: Shape, mask: Mask, phase: Phase) -> GridPlacement:
-        """See Algorithm.placement."""
-        return self._placed(self.kind, self.grid(shape), self.head_groups(shape, mask), phase)
 
-    def _placed(
-        self, kind: type[GridPlacement], grid: Grid, groups: tuple[HeadGroup, ...], phase: Phase
-    ) -> GridPlacement:
-        wide = self.partials == "float32", self.options.gradients == "float32"
-        # What is gathered is so in both passes, of which one plan is derived then.
-        backward = phase == "backward" and kind is not GatheredPlacement
-        return kind(self.layout, self.topology.size, groups, *wide, grid=grid, backward=backward)
+@lru_cache(maxsize=256)  # grids of a thousand ranks are long, and know their rows and columns
+def row_major(rows: int, cols: int, nodes: tuple[int, ...]) -> Grid:
+    """Rows of consecutive ranks, inside a node wherever its ranks are a multiple of `cols`.
 
-    def head_groups(self, shape: Shape, mask: Mask) -> tuple[HeadGroup, ...]:
-        """See PointToPoint.head_groups."""
-        count = group_count(self.options.chunks, shape.flop(self.topology.size))
-        if self.topology.size == 1 or self.kind is GridRingPlacement:
-            count = 1
-        elif not self.gathers and 1 in self.grid_shape(shape):
-            # Blocks overlap within a group too, and two of them are all that is held at a time.
-            count = self.options.chunks or (1 if mask.special else self._few_groups(shape, count))
-        # Where only K and V are gathered, groups that share them would have nothing to wait for.
-        share_kv = self.gathers and self.grid_shape(shape)[1] > 1
-        return head_groups(shape.heads, shape.kv_heads, count, share_kv=share_kv)
+    Args: nodes: the node of each rank.
+    """
+    place = {node: number for number, node in enumerate(dict.fromkeys(nodes))}
+    order = sorted(range(rows * cols), key=lambda rank: (place[nodes[rank]], rank))
+    ranks = tuple(tuple(order[row * cols : (row + 1) * cols]) for row in range(rows))
+    return Grid(ranks, tuple(range(rows * cols)))
 
-    def _few_groups(self, shape: Shape, count: int) -> int:
-        """Groups where blocks go from rank to rank. Args: count: where they are gathered."""
-        half = max(1, count // 2)
-        if shape.kv_heads == shape.heads:
-            return half
-        # Most of the memory is that of queries, which few groups would not make less than gathers.
-        return max(half, group_count(0, shape.flop(self.topology.size) // 4))
 
-    def slots(self, shape: Shape, size: int) -> int:
-        """See Algorithm.slots: a column's blocks are held until the last one of the row came."""
-        rows, cols = self.grid_shape(shape)
-        return rows + cols - 2 if min(rows, cols) > 1 else super().slots(shape, size)
+@lru_cache(maxsize=256)
+def column_major(rows: int, cols: int) -> Grid:
+    """Rank r + R*c at (r, c), with the keys of rank r*C + c.
 
-    def _cheapest(self, shape: Shape) -> tuple[int, int]:
-        size, whole = self.topology.size, head_groups(shape.heads, shape.kv_heads, 1)
+    On a cyclic layout every row's queries and every column's keys are evenly spaced then.
+    Source: Attention2D, section 3.2.
+    """
+    ranks = tuple(tuple(row + rows * column for column in range(cols)) for row in range(rows))
+    owners = tuple(rank % rows * cols + rank // rows for rank in range(rows * cols))
+    return Grid(ranks, owners)
 
-        def cost(rows: int, cols: int) -> int:
-            total, grid = 0, self._grid(rows, cols)
-            for phase in PHASES:
-                placed = self._placed(GatheredPlacement, grid, whole, phase)
-                # The last rank but one is not on the diagonal, where nothing is transposed.
-                rank = max(0, size - 2)
-                plan = plan_of(placed, shape.seq_len, Mask(), phase, rank=rank)
-                total += plan.sent(rank, shape).bytes
-            return total
 
-        return cheapest(size, self.rows, self.cols, cost)
+def grid_shapes(size: int, rows: int, cols: int) -> Iterator[tuple[int, int]]:
+    """All (R, C) with R * C = size; `rows`, `cols` fix one of them, 0 leaves it open."""
+    for r in range(1, size + 1):
+        if size % r == 0 and rows in (0, r) and cols in (0, size // r):
+            yield r, size // r
 
-    def _grid(self, rows: int, cols: int) -> Grid:
-        """Where ranks stand; a collective operation the first time."""
-        if self.transposed:
-            return column_major(rows, cols)
-        alone = rows == 1 or cols == 1
-        return row_major(rows, cols, (0,) * (rows * cols) if alone else self.topology.nodes)
+
+def check_grid(name: str, size: int, rows: int, cols: int) -> None:
+    """Raises: ConfigError if no grid of `size` ranks has that many rows and columns."""
+    if any(grid_shapes(size, rows, cols)):
+        return
+    allowed = ", ".join(f"{r}x{c}" for r, c in grid_shapes(size, 0, 0))
+    raise ConfigError(
+        f"{name} needs rows * cols = context_parallel_size = {size}, got rows {rows} and cols "
+        f"{cols}: use one of {allowed}, or 0 to have it chosen"
+    )
+
+
+def cheapest(size: int, rows: int, cols: int, cost: Callable[[int, int], int]) -> tuple[int, int]:
+    """The allowed (R, C) of least cost(R, C); of equals, the one with more rows."""
+    allowed = list(grid_shapes(size, rows, cols))
+    if len(allowed) == 1:
+        return allowed[0]
+    return min(allowed, key=lambda shape: (cost(*shape), -shape[0]))
+
+
+@dataclass(frozen=True)
+class GridPlacement(BlockPlacement):
+    """Queries of a row of ranks meet the keys of a column on the rank where they cross.
+
+    Attributes: backward: whether it is of that pass, where this changes when blocks meet.
+    """
+
+    grid: Grid = field(kw_only=True)
+    backward: bool = field(default=False, kw_only=True)
+
+    def key_source(self, owner: int) -> int:
+        """See BlockPlacement.key_source: a rank of the column that gathers the keys."""
+        return self.grid.key_sources[owner]
+
+    def pairs_of(self, rank: int) -> Iterator[tuple[int, int]]:
+        """See BlockPlacement.pairs_of."""
+        return product(*self.blocks_of(rank))
+
+    def blocks_of(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """See BlockPlacement.blocks_of."""
+        return self.grid.row(rank), self.grid.keys(rank)
+
+    def crossing(self, query: int, key: int) -> int:
+        """The rank in the row of the queries and the column of the keys."""
+        return self.grid.crossing(query, self.key_source(key))
+
+
+@dataclass(frozen=True)
+class GatheredPlacement(GridPlacement):
+    """Everything is gathered first, and computed in one step."""
+
+    assembled = True
+    masked = False
+
+    def place(self, query: int, key: int) -> Iterator[Place]:
+        """See BlockPlacement.place."""
+        yield Place(self.crossing(query, key), 0)
+
+
+@dataclass(frozen=True)
+class GridBlocksPlacement(GridPlacement):
+    """Block by block, straight from rank to rank: keys in the columns, then queries in the rows.
+
+    So a rank computes its own queries with every block of keys as it comes, and then the queries
+    of others with all of them. In the backward the last block of queries comes while sums of dK
+    and dV leave. Every rank has one source and one target at a time.
+    """
+
+    def place(self, query: int, key: int) -> Iterator[Place]:
+        """See BlockPlacement.place. Source: Attention2D, Algorithms 4 to 11."""
+        rank = self.crossing(query, key)
+        row, column = self.grid.row(rank), self.grid.column(rank)
+        rows, cols = len(column), len(row)
+        of_query = (row.index(query) - row.index(rank)) % cols
+        of_key = (column.index(self.key_source(key)) - column.index(rank)) % rows
+        if not of_query:
+            yield Place(rank, of_key)
+        elif self.backward and of_query == cols - 1:
+            yield Place(rank, rows + cols - 2 + (of_key - 1) % rows)
+        else:
+            yield Place(rank, rows - 1 + of_query)
+
+
+@dataclass(frozen=True)
+class GridRingPlacement(GridBlocksPlacement):
+    """The same steps, but blocks go round rings, and partial results behind them."""
+
+    relay = True

@@ -6,7 +6,6 @@ B batch, S local tokens, H query heads, G KV heads, D head dim, P ranks.
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_cp_plugin.algorithms.point_to_point import PointToPoint
 from megatron_cp_plugin.algorithms.ring_routes import (
     RingPlacement,
     Route,
@@ -15,6 +14,7 @@ from megatron_cp_plugin.algorithms.ring_routes import (
     nodes_for,
     ring_placement,
 )
+from megatron_cp_plugin.core.algorithm import PointToPoint
 from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.layout import Contiguous, Layout
 from megatron_cp_plugin.core.shape import Shape

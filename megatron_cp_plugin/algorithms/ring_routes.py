@@ -7,7 +7,7 @@ from functools import cached_property
 from itertools import count
 from typing import Literal, NamedTuple
 
-from megatron_cp_plugin.core.blocks.touched import sees_all
+from megatron_cp_plugin.core.blocks.visible_rows import sees_all
 from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.head_groups import HeadGroup
 from megatron_cp_plugin.core.layout import Layout
@@ -90,17 +90,17 @@ class DoubleRingPlacement(RingPlacement):
     def place(self, query: int, key: int) -> Iterator[Place]:
         """See BlockPlacement.place."""
         (of_query, first), (of_key, second) = self._places[query], self._places[key]
-        outer = (of_query - of_key) % (self.size // self.lag)
-        inner = (first - second) % self.lag
-        yield Place(query if self.travelling == "kv" else key, outer * self.lag + inner)
+        outer = (of_query - of_key) % (self.size // self.latency)
+        inner = (first - second) % self.latency
+        yield Place(query if self.travelling == "kv" else key, outer * self.latency + inner)
 
-    def leg(self, rank: int) -> int:
-        """See BlockPlacement.leg: the node."""
+    def node_segment(self, rank: int) -> int:
+        """See BlockPlacement.node_segment: the node."""
         return self.nodes[rank]
 
     @cached_property
-    def lag(self) -> int:
-        """See BlockPlacement.lag: as many steps as a node has ranks."""
+    def latency(self) -> int:
+        """See BlockPlacement.latency: as many steps as a node has ranks."""
         return self.nodes.count(self.nodes[0])
 
     @cached_property

@@ -1,20 +1,42 @@
-"""DeepSpeed-Ulysses: an all-to-all gives each rank all tokens of some of the heads."""
+"""DeepSpeed-Ulysses: an all-to-all gives each rank all tokens of some of the heads.
 
-from dataclasses import dataclass
+B batch, S local tokens, H query heads, G KV heads, D head dim, P ranks, U ranks of a team.
+"""
+
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from megatron_cp_plugin.algorithms.head_split import HeadSplit
+from megatron_cp_plugin.algorithms.ring_routes import Rules, nodes_for, ring_placement
+from megatron_cp_plugin.core.algorithm import Algorithm, group_counts, number
+from megatron_cp_plugin.core.comm import Phase
+from megatron_cp_plugin.core.execution.padded_heads import PaddedHeads
+from megatron_cp_plugin.core.head_groups import (
+    HeadGroup,
+    group_count,
+    head_groups,
+    successive_groups,
+)
+from megatron_cp_plugin.core.layout import Grouped
+from megatron_cp_plugin.core.placement import HeadPlacement
+from megatron_cp_plugin.core.shape import Shape
+from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.registry import register
 
 
 @register("ulysses")
-class Ulysses(HeadSplit):
+class Ulysses(Algorithm):
     """DeepSpeed-Ulysses: all ranks are one team, and each computes H/P heads of all tokens.
+
+    All tokens of one head meet on one rank by an all-to-all inside the team; results go back the
+    same way. It is done by groups of heads: while one is computed, the next one comes and the last
+    one's output leaves. KV heads that several ranks of a team need are sent to each, and their
+    gradients are summed in float32. Where the ranks of a team cannot split the heads, heads of
+    zeros are added to what is exchanged and computed, and taken off again: 33:33 are 36:36 on 4
+    ranks, 33:11 are 36:12, 2:2 are 8:8 on 8. H and G are those with them, here and below.
 
     With S = N/P tokens a rank, elements of e bytes, rows of w, and V = lcm(G, P) KV heads sent, a
     rank sends B*S*(P-1)/P times 2HDe + 2VDe + Hw, forward and backward alike; with keep=local
-    HDe + 2VDe + Hw more in the backward. Where P does not divide H, H and G are those that heads of
-    zeros fill up to, here and below: 33:33 are 36:36 on 4 ranks, 33:11 are 36:12, 2:2 are 8:8 on 8.
+    HDe + 2VDe + Hw more in the backward.
 
     Kept for the backward: out of the rank's own tokens, and q, k, v, lse as they were exchanged,
     as large as the local ones (k and v V/G times as large); with keep=local the local ones. Beside
@@ -27,20 +49,63 @@ class Ulysses(HeadSplit):
     be put in order (zigzag) a group is there twice for a moment.
 
     Source: DeepSpeed-Ulysses. Differs: pipelined by groups of heads; any number of heads.
+
+    Attributes: rules: of the ring between teams, if there are several.
     """
 
     @dataclass(frozen=True)
-    class Options(HeadSplit.Options):
+    class Options(Algorithm.Options):
         """Options of ulysses.
 
-        Attributes: layout: "contiguous", where nothing needs to be put in order; "zigzag",
-            Megatron's own; or "thd", see ring.
+        Attributes:
+            chunks: groups of heads that are pipelined, at most; 0: 4, or fewer where that would be
+                too little work for each.
+            keep: what is kept for the backward: q, k, v as "exchanged", or the "local" ones, which
+                are exchanged again. Local ones cost nothing where checkpointing recomputes them.
+            layout: "contiguous", where nothing needs to be put in order; "zigzag", Megatron's own;
+                or "thd", see ring.
         """
 
+        chunks: int = number(0, group_counts, least=0)
+        keep: Literal["exchanged", "local"] = "exchanged"
         layout: Literal["contiguous", "zigzag", "thd"] = "contiguous"
 
     options: Options
+    windows = True
+    rules = Rules()
 
     def degree(self, kv_heads: int) -> int:
-        """See HeadSplit.degree."""
+        """U, for a number of KV heads."""
         return self.topology.size
+
+    def computed(self, shape: Shape) -> Shape:
+        """See Algorithm.computed."""
+        filled = self._filled(shape)
+        return replace(shape, heads=filled.heads, kv_heads=filled.all_kv_heads)
+
+    def placement(self, shape: Shape, mask: Mask, phase: Phase) -> HeadPlacement:
+        """See Algorithm.placement."""
+        size, exchanged = self.degree(shape.kv_heads), self.exchanged_groups(shape)
+        nodes = nodes_for(self.name, self.topology, self.rules.route, size)
+        of_group = replace(shape, heads=exchanged[0].heads, kv_heads=exchanged[0].kv_heads)
+        elements = 0 if mask.special else of_group.elements(len(nodes))
+        inner = successive_groups(of_group.heads, of_group.kv_heads, 0, elements)
+        groups = tuple(part.within(group) for group in exchanged for part in inner)
+        layout = Grouped(self.layout, size)
+        of_teams = ring_placement(layout, nodes, groups, of_group, mask, phase, self.rules)
+        exchanges = tuple((group, len(inner)) for group in exchanged)
+        keep = self.options.keep == "exchanged"
+        return HeadPlacement(self.layout, size, of_teams, exchanges, keep)
+
+    def exchanged_groups(self, shape: Shape) -> tuple[HeadGroup, ...]:
+        """Of one rank's heads, exchanged one after another."""
+        size, total = self.degree(shape.kv_heads), self.topology.size
+        filled = self._filled(shape)
+        most = group_count(self.options.chunks, shape.flop(total)) if size > 1 else 1
+        # A ring would send shared KV heads once for each group. Otherwise sharing them is worth
+        # it only where there would be no second group.
+        of_rank = filled.heads // size, filled.sent_kv_heads // size
+        return head_groups(*of_rank, most, share_kv=size == total and of_rank[1] == 1)
+
+    def _filled(self, shape: Shape) -> PaddedHeads:
+        return PaddedHeads.of(shape.heads, shape.kv_heads, self.degree(shape.kv_heads))

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from math import gcd
 from typing import Literal
 
-from megatron_cp_plugin.algorithms.head_split import HeadSplit
 from megatron_cp_plugin.algorithms.ring_routes import Route, Rule, Rules
+from megatron_cp_plugin.algorithms.ulysses import Ulysses
 from megatron_cp_plugin.core.algorithm import Algorithm, divisors, number
 from megatron_cp_plugin.core.execution.transport import Wanted
 from megatron_cp_plugin.core.topology import Topology
@@ -14,7 +14,7 @@ from megatron_cp_plugin.registry import register
 
 
 @register("usp")
-class Usp(HeadSplit):
+class Usp(Ulysses):
     """Unified sequence parallelism: U consecutive ranks split the heads, P/U teams are a ring.
 
     The U ranks of a team together hold one chunk (contiguous) or two (zigzag) of the P/U or 2P/U
@@ -33,7 +33,7 @@ class Usp(HeadSplit):
     """
 
     @dataclass(frozen=True)
-    class Options(HeadSplit.Options):
+    class Options(Ulysses.Options):
         """Options of usp.
 
         Attributes:
@@ -58,7 +58,7 @@ class Usp(HeadSplit):
         self.rules = Rules(options.backward, "local", options.gradients, options.route)
 
     def degree(self, kv_heads: int) -> int:
-        """See HeadSplit.degree."""
+        """See Ulysses.degree."""
         return self.options.ulysses or gcd(self.topology.size, kv_heads)
 
     @classmethod

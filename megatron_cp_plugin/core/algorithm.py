@@ -18,13 +18,14 @@ from megatron_cp_plugin.core.execution.transport import (
     steps_among,
     team_channels,
 )
+from megatron_cp_plugin.core.head_groups import HeadGroup, successive_groups
 from megatron_cp_plugin.core.kernel import Problem, SoftmaxKernel
 from megatron_cp_plugin.core.layout import Documents, Layout, unfit
 from megatron_cp_plugin.core.layouts.document_layout import NAMED
 from megatron_cp_plugin.core.masks.slices import Slices
 from megatron_cp_plugin.core.placement import BlockPlacement, HeadPlacement, Placement
+from megatron_cp_plugin.core.plans.check import check_placement, check_steps
 from megatron_cp_plugin.core.plans.compile import plan_of
-from megatron_cp_plugin.core.plans.placement_check import check_placement, check_steps
 from megatron_cp_plugin.core.plans.plan import PHASES, Plan
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
@@ -74,8 +75,8 @@ class Algorithm(ABC):
 
     Subclasses define `layout`, `Options` and `placement`, from which everything else follows:
     `core.execution.executor` runs what the plan of a placement says. Most derive from
-    `algorithms.point_to_point.PointToPoint`, for its options. `registry.create` makes them, with a
-    topology and an instance of their own `Options`.
+    `PointToPoint`, for its options. `registry.create` makes them, with a topology and an instance
+    of their own `Options`.
 
     B batch, S local tokens, N tokens of the whole sequence, H query heads, G KV heads, D head dim
     of queries and keys, E that of values and outputs. Formulas of subclasses are for E = D.
@@ -257,7 +258,7 @@ class Algorithm(ABC):
         if isinstance(placement, HeadPlacement):
             rank = None if among.peer_access else among.rank
             setting = mask, phase, rectangular, rank
-            return self._checked_plan(placement.between, shape.seq_len, *setting)
+            return self._checked_plan(placement.of_teams, shape.seq_len, *setting)
         rank = among.rank if placement.assembled or not among.peer_access else None
         return self.plan(shape, mask, phase, rectangular=rectangular, rank=rank)
 
@@ -346,3 +347,36 @@ class Compiled:
             call = replace(self._call, dq=dq, dkv=dkv)
             found = self._backward[dq, dkv] = self._algorithm.executor("backward", call)
         return found
+
+
+class PointToPoint(Algorithm):
+    """Attention by blocks that go from rank to rank; subclasses say where they meet."""
+
+    windows = True
+
+    @dataclass(frozen=True)
+    class Options(Algorithm.Options):
+        """Options of all of them.
+
+        Attributes:
+            chunks: groups of heads that are computed one after another, at most as many as KV
+                heads; 0: two for long sequences without windows, documents and spans, else one.
+            transport: "group" (the process group's own, NCCL or gloo), "peer" (copy engines over
+                peer memory: GPUs of one node, of which each exchanges with one other at a time and
+                holds two blocks of others at most), or "auto", peer where that is possible.
+        """
+
+        chunks: int = number(0, group_counts, least=0)
+        transport: Wanted = "auto"
+
+    options: Options
+
+    def __init__(self, topology: Topology, options: Options) -> None:
+        super().__init__(topology, options)
+        self.transport = Transport(self.name, topology, options.transport)
+
+    def head_groups(self, shape: Shape, mask: Mask) -> tuple[HeadGroup, ...]:
+        """The groups of a placement, as many as option `chunks` says."""
+        # Under other masks there is little to compute, and each group costs calls and copies.
+        elements = 0 if mask.special else shape.elements(self.topology.size)
+        return successive_groups(shape.heads, shape.kv_heads, self.options.chunks, elements)

@@ -5,16 +5,13 @@ at the end apply it to tensors.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import overload
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from megatron_cp_plugin.core.ranges import Ranges, Span, joined
 from megatron_cp_plugin.errors import ContextParallelError
 
 # What a layout may follow: where documents begin, as of `document_starts`, or the slices of a span
@@ -22,133 +19,11 @@ from megatron_cp_plugin.errors import ContextParallelError
 type Documents = tuple[int, ...] | tuple[tuple[int, int, int, int, str], ...]
 
 
-@dataclass(frozen=True)
-class Span:
-    """Global token positions start, start + step, ... below stop."""
-
-    start: int
-    stop: int
-    step: int = 1
-
-    def __hash__(self) -> int:
-        # Of spans in one key only one starts there: packs have a thousand, and keys are many.
-        return hash(self.start)
-
-    def __len__(self) -> int:
-        return max(0, -(-(self.stop - self.start) // self.step))
-
-    @property
-    def positions(self) -> range:
-        return range(self.start, self.stop, self.step)
-
-
-class ManySpans(Sequence[Span]):
-    """Spans of step 1 as an array, whose objects are made when they are asked for: with documents a
-    rank has a thousand. If one of them is empty it is the only one. Equal to none but their like.
-
-    Attributes: edges: int64 [2,n], where they start and stop.
-    """
-
-    def __init__(self, edges: NDArray[np.int64]) -> None:
-        self.edges = edges
-
-    def __len__(self) -> int:
-        return self.edges.shape[1]
-
-    @overload
-    def __getitem__(self, index: int) -> Span: ...
-    @overload
-    def __getitem__(self, index: slice) -> "ManySpans": ...
-    def __getitem__(self, index: int | slice) -> "Span | ManySpans":
-        edges = self.edges[:, index]
-        return ManySpans(edges) if isinstance(index, slice) else Span(*edges.tolist())
-
-    def __iter__(self) -> Iterator[Span]:
-        return map(Span, *self.edges.tolist())
-
-    def __eq__(self, other: object) -> bool:
-        same = isinstance(other, ManySpans) and np.array_equal(self.edges, other.edges)
-        return self is other or same
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    @cached_property
-    def _hash(self) -> int:
-        return hash(self.edges.tobytes())
-
-    @cached_property
-    def ends(self) -> NDArray[np.int64]:
-        """[n]: where the rows of each end in the block."""
-        starts, stops = self.edges
-        return np.cumsum(stops - starts)
-
-    def part(self, start: int, stop: int) -> "ManySpans":
-        """Positions of rows [start, stop), of which there are some."""
-        first, last = self.ends.searchsorted(start, side="right"), self.ends.searchsorted(stop)
-        edges = self.edges[:, first : last + 1].copy()
-        edges[1, -1] -= self.ends[last] - stop
-        edges[0, 0] = self.edges[1, first] - (self.ends[first] - start)
-        return ManySpans(edges)
-
-
-Spans = tuple[Span, ...] | ManySpans
-
-
 def chunk_bounds(index: int, chunks: int, seq_len: int) -> tuple[int, int]:
     """Bounds of one of `chunks` consecutive pieces of seq_len; the first pieces take the rest."""
     size, rest = divmod(seq_len, chunks)
     start = index * size + min(index, rest)
     return start, start + size + (index < rest)
-
-
-def joined(spans: Iterable[Span]) -> tuple[Span, ...]:
-    """Spans without gaps in ascending order, those that touch each other as one."""
-    found: list[Span] = []
-    for span in sorted(spans, key=lambda span: span.start):
-        if found and found[-1].stop == span.start:
-            found[-1] = Span(found[-1].start, span.stop)
-        else:
-            found.append(span)
-    return tuple(found)
-
-
-def edges_of(spans: Spans) -> NDArray[np.int64]:
-    """[2,n]: where spans start and stop."""
-    if isinstance(spans, ManySpans):
-        return spans.edges
-    return np.array([[span.start for span in spans], [span.stop for span in spans]], np.int64)
-
-
-def without_steps(*blocks: Spans) -> bool:
-    """Whether all spans of some blocks have step 1."""
-    return all(
-        isinstance(spans, ManySpans) or all(span.step == 1 for span in spans) for spans in blocks
-    )
-
-
-def rows_of(spans: Spans, start: int, stop: int) -> Spans:
-    """Positions of rows [start, stop) of a block."""
-    if isinstance(spans, ManySpans):
-        if not start and stop >= spans.ends[-1]:
-            return spans
-        stop = min(stop, spans.ends[-1])
-        return spans.part(start, stop) if start < stop else ()
-    if not start and stop >= sum(map(len, spans)):
-        return spans
-    found: list[Span] = []
-    for span in spans:
-        length = len(span)
-        first, last = max(start, 0), min(stop, length)
-        if first < last:
-            if last - first < length or span.step > 1:
-                positions = span.positions[first:last]
-                span = Span(positions.start, positions.stop, span.step)
-            found.append(span)
-        elif stop <= 0:
-            break
-        start, stop = start - length, stop - length
-    return tuple(found)
 
 
 class Layout(ABC):
@@ -163,7 +38,7 @@ class Layout(ABC):
     follows_documents: bool = False
 
     @abstractmethod
-    def spans(self, rank: int, size: int, seq_len: int) -> Spans:
+    def spans(self, rank: int, size: int, seq_len: int) -> Sequence[Span]:
         """Positions that `rank` of `size` ranks holds, in its local order."""
 
     @abstractmethod
@@ -254,12 +129,16 @@ class Grouped(Layout):
         """That of the single ranks."""
         return self.parts.name
 
-    def spans(self, rank: int, size: int, seq_len: int) -> tuple[Span, ...]:
-        ranks = range(rank * self.members, (rank + 1) * self.members)
-        return joined(s for r in ranks for s in self.parts.spans(r, size * self.members, seq_len))
+    def spans(self, rank: int, size: int, seq_len: int) -> Ranges:
+        ranks, size = range(rank * self.members, (rank + 1) * self.members), size * self.members
+        return joined([Ranges.of(self.parts.spans(one, size, seq_len)) for one in ranks]).united
 
     def multiple(self, size: int) -> int:
         return self.parts.multiple(size * self.members)
+
+    def length(self, rank: int, size: int, seq_len: int) -> int:
+        ranks, size = range(rank * self.members, (rank + 1) * self.members), size * self.members
+        return sum(self.parts.length(one, size, seq_len) for one in ranks)
 
     @property
     def follows_documents(self) -> bool:  # type: ignore[override]
@@ -286,7 +165,7 @@ def positions(
     """
     pieces = [
         torch.arange(s.start, s.stop, s.step, device=device)
-        for s in layout.spans(rank, size, seq_len)
+        for s in layout.spans(rank, size, seq_len) or (Span(0, 0),)
     ]
     return torch.cat(pieces)
 
@@ -312,7 +191,7 @@ def shard(x: Tensor, dim: int, layout: Layout, rank: int, size: int) -> Tensor:
     dim = dim % x.dim()
     index: list[slice] = [slice(None)] * x.dim()
     pieces = []
-    for span in layout.spans(rank, size, x.shape[dim]):
+    for span in layout.spans(rank, size, x.shape[dim]) or (Span(0, 0),):
         index[dim] = slice(span.start, span.stop, span.step)
         pieces.append(x[tuple(index)])
     return torch.cat(pieces, dim)

@@ -81,20 +81,20 @@ class BlockPlacement(ABC):
         queries, keys = zip(*self.pairs_of(rank), strict=True)
         return tuple(dict.fromkeys(queries)), tuple(dict.fromkeys(keys))
 
-    def leg(self, rank: int) -> int:
-        """Which part of a relay a rank belongs to.
+    def node_segment(self, rank: int) -> int:
+        """Which part of a relay a rank belongs to, as the ranks of one node.
 
-        The first rank of a leg gets a block from the first rank of the leg before, within `lag`
-        steps; the last rank of a leg sends its sum to the block's owner.
+        The first rank of a segment gets a block from the first rank of the segment before, within
+        `latency` steps; the last rank of a segment sends its sum to the block's owner.
         """
         return 0
 
     @property
-    def lag(self) -> int:
-        """Steps that messages between legs may take."""
+    def latency(self) -> int:
+        """Steps that messages between node segments may take."""
         return 1
 
-    def key_holder(self, owner: int) -> int:
+    def key_source(self, owner: int) -> int:
         """The rank from which others get a block of keys; a different one for each block.
 
         The block goes there from its owner before the first step.
@@ -111,7 +111,7 @@ class BlockPlacement(ABC):
 
 @dataclass(frozen=True)
 class HeadPlacement:
-    """Teams of consecutive ranks split the heads; `between` places the blocks of whole teams.
+    """Teams of consecutive ranks split the heads; `of_teams` places the blocks of whole teams.
 
     All tokens of a team come together by all-to-alls inside it, for each rank's share of the
     heads, and results go back the same way, one group of heads after another.
@@ -119,15 +119,15 @@ class HeadPlacement:
     Attributes:
         layout: of the tokens on single ranks.
         members: number of ranks in a team.
-        between: the placement of the teams' blocks, for one rank's share of the heads.
-        exchanges: (group of heads that one exchange moves, number of groups of `between` in it),
+        of_teams: the placement of the teams' blocks, for one rank's share of the heads.
+        exchanges: (group of heads that one exchange moves, number of groups of `of_teams` in it),
             in the order of the exchanges.
         keep: q, k, v and lse stay exchanged for the backward.
     """
 
     layout: Layout
     members: int
-    between: BlockPlacement
+    of_teams: BlockPlacement
     exchanges: tuple[tuple[HeadGroup, int], ...]
     keep: bool
 

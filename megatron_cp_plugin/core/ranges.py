@@ -1,10 +1,201 @@
-"""Many ranges as arrays, int64 [2,n]: where they start, and where they stop."""
+"""Ranges of tokens: one as a `Span`, many as an array; and arithmetic on arrays of ranges."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Self, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
 Numbers = NDArray[np.int64]
 Flags = NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Span:
+    """Global token positions start, start + step, ... below stop."""
+
+    start: int
+    stop: int
+    step: int = 1
+
+    def __hash__(self) -> int:
+        # Of spans in one key only one starts there: packs have a thousand, and keys are many.
+        return hash(self.start)
+
+    def __len__(self) -> int:
+        return max(0, -(-(self.stop - self.start) // self.step))
+
+    @property
+    def positions(self) -> range:
+        return range(self.start, self.stop, self.step)
+
+
+class Ranges(Sequence[Span]):
+    """Spans as an array, whose objects are made when they are asked for: with documents a rank has
+    a thousand. They are positions of a block's tokens, or rows of a block that a kernel takes.
+
+    Attributes:
+        table: int64 [3,n]: where each starts, where it stops, and its step, which is negative where
+            a kernel takes rows in reverse order.
+    """
+
+    def __init__(self, table: Numbers) -> None:
+        self.table = table
+
+    @classmethod
+    def of(cls, spans: Sequence[Span]) -> "Ranges":
+        """Those of some spans that are not empty."""
+        if isinstance(spans, Ranges):
+            return spans if spans.lengths.all() else Ranges(spans.table[:, spans.lengths > 0])
+        edges = [(span.start, span.stop, span.step) for span in spans if len(span)]
+        return cls(np.array(edges, np.int64).reshape(-1, 3).T)
+
+    @classmethod
+    def between(cls, starts: Numbers, stops: Numbers) -> Self:
+        """Ranges of step 1."""
+        return cls(np.stack((starts, stops, np.ones_like(starts))))
+
+    def __len__(self) -> int:
+        return self.table.shape[1]
+
+    @overload
+    def __getitem__(self, index: int) -> Span: ...
+    @overload
+    def __getitem__(self, index: slice) -> Self: ...
+    def __getitem__(self, index: int | slice) -> Span | Self:
+        table = self.table[:, index]
+        return type(self)(table) if isinstance(index, slice) else Span(*table.tolist())
+
+    def __iter__(self) -> Iterator[Span]:
+        return map(Span, *self.table.tolist())
+
+    def __eq__(self, other: object) -> bool:
+        same = isinstance(other, Ranges) and np.array_equal(self.table, other.table)
+        return self is other or same
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self.table.tobytes())
+
+    @property
+    def start(self) -> Numbers:
+        """[n]: the first element of each."""
+        return self.table[0]
+
+    @property
+    def stop(self) -> Numbers:
+        """[n]: where each stops."""
+        return self.table[1]
+
+    @property
+    def step(self) -> Numbers:
+        """[n]: the step of each."""
+        return self.table[2]
+
+    @cached_property
+    def lengths(self) -> Numbers:
+        """[n]: how many elements each has."""
+        start, stop, step = self.table
+        found: Numbers = np.maximum(-((start - stop) // step), 0)
+        return found
+
+    @cached_property
+    def ends(self) -> Numbers:
+        """[n]: where each ends when they are packed, one behind the other."""
+        return np.cumsum(self.lengths)
+
+    @cached_property
+    def total(self) -> int:
+        """Number of elements."""
+        return int(self.ends[-1]) if len(self) else 0
+
+    @cached_property
+    def plain(self) -> bool:
+        """Whether all steps are 1."""
+        return bool((self.step == 1).all())
+
+    @cached_property
+    def extents(self) -> Numbers:
+        """[2,n]: the smallest element of each, and the one after its largest."""
+        last = self.start + self.step * (self.lengths - 1)
+        return np.stack((np.minimum(self.start, last), np.maximum(self.start, last) + 1))
+
+    @property
+    def extent(self) -> tuple[int, int]:
+        """The smallest of all elements, and the one after the largest."""
+        return int(self.extents[0].min()), int(self.extents[1].max())
+
+    @property
+    def packed(self) -> Self:
+        """Where each is when they are packed, one behind the other."""
+        return self.between(self.ends - self.lengths, self.ends)
+
+    @property
+    def elements(self) -> Numbers:
+        """All elements, those of one range after the other."""
+        if self.plain:
+            line = np.repeat(self.start - offsets(self.lengths), self.lengths)
+            line += np.arange(len(line))
+            return line
+        whose, within = expanded(self.lengths)
+        return self.start[whose] + within * self.step[whose]
+
+    @property
+    def united(self) -> Self:
+        """Ranges of step 1 in ascending order, those that touch each other as one."""
+        start, stop, _ = self.table
+        if (start[1:] < start[:-1]).any():
+            start, stop = self.table[:2, np.argsort(start, kind="stable")]
+        first, last = runs(start[1:] != stop[:-1], len(start))
+        return self.between(start[first], stop[last])
+
+    def some(self, wanted: Flags | Numbers | Sequence[int] | slice) -> Self:
+        """Some of the ranges, in the order of their numbers."""
+        return type(self)(self.table[:, wanted])
+
+    def moved(self, by: int) -> Self:
+        """Ranges of elements that are larger by a number."""
+        return type(self)(self.table + np.array([[by], [by], [0]]))
+
+    def reversed_where(self, flags: Flags) -> Self:
+        """Some of the ranges in reverse order."""
+        start, _, step = self.table
+        start = np.where(flags, start + step * (self.lengths - 1), start)
+        step = np.where(flags, -step, step)
+        return type(self)(np.stack((start, start + step * self.lengths, step)))
+
+    def at(self, start: int, stop: int) -> Self:
+        """The elements with numbers [start, stop), as far as there are any."""
+        if start <= 0 and stop >= self.total:
+            return self
+        return self.cut(np.array([[max(start, 0)], [min(stop, self.total)]]))[0]
+
+    def cut(self, rows: Numbers) -> tuple[Self, Numbers]:
+        """The elements with some numbers, and whose they are.
+
+        Args:
+            rows: [2,m], where ranges of numbers start and stop, none beyond the last element.
+
+        Returns: a range for each piece of a range that has such elements, and its number.
+        """
+        start, stop = rows[:, rows[0] < rows[1]]
+        first = self.ends.searchsorted(start, side="right")
+        which, within = expanded(self.ends.searchsorted(stop) - first + 1)
+        whose = first[which] + within
+        before, step = (self.ends - self.lengths)[whose], self.step[whose]
+        first = self.start[whose] + step * np.maximum(start[which] - before, 0)
+        last = self.start[whose] + step * (np.minimum(stop[which], self.ends[whose]) - before - 1)
+        return type(self)(np.stack((first, last + np.sign(step), step))), whose
+
+
+def joined(blocks: Sequence[Ranges]) -> Ranges:
+    """The ranges of one block after another."""
+    return Ranges(np.concatenate([block.table for block in blocks], 1))
 
 
 def offsets(lengths: Numbers) -> Numbers:
@@ -38,3 +229,23 @@ def runs(apart: Flags, count: int) -> tuple[Numbers, Numbers]:
     after = np.empty_like(first)
     after[:-1], after[-1:] = first[1:], count
     return first, after - 1
+
+
+def first_fit(begins: Numbers, ends: Numbers) -> list[list[int]]:
+    """Numbers of elements in groups, as few as can be, in each of which one follows the other.
+
+    Args:
+        begins, ends: [d,n]: where each begins and ends, in d dimensions; ascending in the first.
+    """
+    if (ends[:, :-1] <= begins[:, 1:]).all():
+        return [[*range(begins.shape[1])]]
+    groups: list[tuple[list[int], list[int]]] = []  # numbers, and where the last one ends
+    for number, (begin, end) in enumerate(zip(begins.T.tolist(), ends.T.tolist(), strict=True)):
+        for members, reached in groups:
+            if all(map(int.__ge__, begin, reached)):
+                members.append(number)
+                reached[:] = end
+                break
+        else:
+            groups.append(([number], end))
+    return [members for members, _ in groups]

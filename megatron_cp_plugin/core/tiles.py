@@ -1,22 +1,32 @@
 """The tile planner: which kernel calls cover a block of queries against a block of keys.
 
-Pure Python: a plan exists before a tensor moves, so that it can be tested, counted and drawn.
+A plan exists before a tensor moves, so that it can be tested, counted and drawn. It is made by
+NumPy, for many pairs of blocks at once: with packed documents a pair has hundreds of tiles.
 
 Local row i of a block stands for one global position. With ascending positions a band of the mask
 lies between two staircases: row i sees the local keys m(i) to n(i). Both are piecewise constant or
 grow by one a row, so a few rectangles and triangles cover what is between them exactly.
 """
 
-from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import NamedTuple, Self
 
-from megatron_cp_plugin.core.layout import Documents, ManySpans, Span, Spans
-from megatron_cp_plugin.core.masks.bands import BandPart, Bands, parts_of, within
+import numpy as np
+
+from megatron_cp_plugin.core.layout import Documents
+from megatron_cp_plugin.core.masks.bands import (
+    KEYS,
+    QUERIES,
+    BandRows,
+    Bands,
+    SteppedBlocks,
+    stretched,
+)
 from megatron_cp_plugin.core.masks.slices import Slices
+from megatron_cp_plugin.core.ranges import Flags, Numbers, Ranges, Span, expanded, offsets, runs
 from megatron_cp_plugin.errors import ContextParallelError
 
 
@@ -115,12 +125,6 @@ class Tile:
     reverse: bool = False
     document_bounds: tuple[int, ...] = ()
 
-    def moved(self, rows: int, cols: int) -> Self:
-        """The same tile of blocks that have so many rows and columns more before it."""
-        q = slice(self.q.start + rows, self.q.stop + rows, self.q.step)
-        kv = slice(self.kv.start + cols, self.kv.stop + cols, self.kv.step)
-        return replace(self, q=q, kv=kv)
-
     @property
     def area(self) -> int:
         """Number of (query, key) pairs that the tile computes."""
@@ -131,23 +135,97 @@ class Tile:
         return self.rows * (self.cols - self.rows) + self.rows * (self.rows + 1) // 2
 
 
-class _Stair(NamedTuple):
-    """Rows [start, stop) of which the first sees the keys [first, last).
+class TileTable:
+    """Tiles, whose objects are made when they are asked for; equal only to itself.
 
-    Attributes: slopes: of `first` and `last`: how many keys later they are for each next row.
+    Attributes:
+        q, kv: the rows and the columns of each. causal, reverse: bool [n]. Tiles of several
+            documents are one for each here.
+        joined: bool [n]: whether it is one tile with the one before, of whole documents.
     """
 
-    start: int
-    stop: int
-    first: int
-    last: int
-    slopes: tuple[int, int]
+    def __init__(self, q: Ranges, kv: Ranges, causal: Flags, reverse: Flags, joined: Flags) -> None:
+        self.q, self.kv, self.causal, self.reverse, self.joined = q, kv, causal, reverse, joined
 
-    def after(self, rows: int) -> "_Stair":
-        """The run without so many of its first rows; perhaps beyond its end, were it longer."""
-        lower, upper = self.slopes
-        first, last = self.first + lower * rows, self.last + upper * rows
-        return self._replace(start=self.start + rows, first=first, last=last)
+    @classmethod
+    def of(cls, tiles: Iterable[Tile]) -> Self:
+        """The same tiles, none of which has `document_bounds`."""
+        tiles = tuple(tiles)
+        q, kv = (
+            np.array([(x.start, x.stop, x.step or 1) for x in side], np.int64).reshape(-1, 3).T
+            for side in ([tile.q for tile in tiles], [tile.kv for tile in tiles])
+        )
+        flags = np.array([(tile.causal, tile.reverse, False) for tile in tiles], np.bool_)
+        return cls(Ranges(q), Ranges(kv), *flags.reshape(-1, 3).T)
+
+    @cached_property
+    def _tiles(self) -> tuple[Tile, ...]:
+        return tuple(self._made())
+
+    def _made(self) -> Iterator[Tile]:
+        columns = (*self.q.table, self.rows, *self.kv.table, self.cols, self.causal, self.reverse)
+        numbers = list(zip(*(column.tolist() for column in columns), strict=True))
+        for start, stop in pairwise(self.bounds):
+            q, _, q_step, rows, kv, _, kv_step, cols, causal, reverse = numbers[start]
+            _, q_stop, _, _, _, kv_stop, *_ = numbers[stop - 1]
+            places = _slice(q, q_stop, q_step), _slice(kv, kv_stop, kv_step)
+            if stop == start + 1:
+                yield Tile(*places, rows, cols, causal, reverse)
+            else:
+                bounds = (0, *np.cumsum(self.rows[start:stop]).tolist())
+                yield Tile(*places, bounds[-1], bounds[-1], True, document_bounds=bounds)
+
+    @cached_property
+    def bounds(self) -> list[int]:
+        """Where each tile begins in the arrays, and where the last one ends."""
+        return [*np.flatnonzero(~self.joined).tolist(), len(self.joined)]
+
+    def __len__(self) -> int:
+        return int(np.count_nonzero(~self.joined))
+
+    def __iter__(self) -> Iterator[Tile]:
+        return iter(self._tiles)
+
+    @property
+    def rows(self) -> Numbers:
+        """Of each tile, how many."""
+        return self.q.lengths
+
+    @property
+    def cols(self) -> Numbers:
+        """Of each tile, how many."""
+        return self.kv.lengths
+
+    @property
+    def areas(self) -> Numbers:
+        """Of each tile, as `Tile.area`."""
+        whole = self.rows * self.cols
+        return np.where(self.causal, whole - self.rows * (self.rows - 1) // 2, whole)
+
+    @property
+    def single(self) -> Self:
+        """The same tiles, one for each document."""
+        joined = np.zeros_like(self.joined)
+        return type(self)(self.q, self.kv, self.causal, self.reverse, joined)
+
+    def some(self, wanted: Flags | Numbers | slice) -> Self:
+        """Some of the tiles, as they are or in another order."""
+        flags = (self.causal[wanted], self.reverse[wanted], self.joined[wanted])
+        return type(self)(self.q.some(wanted), self.kv.some(wanted), *flags)
+
+    def moved(self, rows: int, cols: int) -> Self:
+        """The same tiles of blocks that have so many rows and columns more before them."""
+        if not rows and not cols:
+            return self
+        flags = self.causal, self.reverse, self.joined
+        return type(self)(self.q.moved(rows), self.kv.moved(cols), *flags)
+
+
+NO_TILES = TileTable.of(())
+
+
+def _slice(start: int, stop: int, step: int) -> slice:
+    return slice(start, stop) if step == 1 else slice(start, stop, step)
 
 
 def plan_tiles(
@@ -156,7 +234,7 @@ def plan_tiles(
     mask: Mask,
     *,
     rectangular: bool = False,
-) -> tuple[Tile, ...]:
+) -> TileTable:
     """Covers every visible (query, key) pair of two blocks exactly once.
 
     Args:
@@ -165,144 +243,231 @@ def plan_tiles(
         rectangular: the kernel takes causal tiles with more columns than rows (bottom-right
             aligned). Otherwise such a tile becomes a full one and a causal square.
 
-    Returns: tiles; () if no query sees any key. Raises: ValueError if spans are not ascending.
+    Returns: tiles; none if no query sees any key. Raises: ValueError if spans are not ascending.
     """
-    return _planned_once(tuple(q_spans), tuple(kv_spans), mask, rectangular)
+    return _planned_once(Ranges.of(q_spans), Ranges.of(kv_spans), mask, rectangular)
 
 
 @lru_cache(maxsize=4096)
-def _planned_once(
-    q_spans: Spans, kv_spans: Spans, mask: Mask, rectangular: bool
-) -> tuple[Tile, ...]:
-    found = (
-        tile
-        for part in parts_of(filled(q_spans), filled(kv_spans), mask.bands)
-        for stair in _stairs(part)
-        for tile in _cover(stair, part, rectangular)
+def _planned_once(q_spans: Ranges, kv_spans: Ranges, mask: Mask, rectangular: bool) -> TileTable:
+    (tiles,) = plan_pairs([(q_spans, kv_spans)], mask, rectangular=rectangular)
+    return tiles
+
+
+def plan_pairs(
+    pairs: Sequence[tuple[Ranges, Ranges]], mask: Mask, *, rectangular: bool
+) -> list[TileTable]:
+    """As `plan_tiles`, of many pairs of blocks: almost as fast as of one pair.
+
+    Args: pairs: positions of queries and of keys; no range is empty.
+    """
+    found, plain = [NO_TILES] * len(pairs), []
+    for number, (q, kv) in enumerate(pairs):
+        if not len(q) or not len(kv):
+            continue
+        if q.plain and kv.plain:
+            plain.append(number)
+            continue
+        found[number] = _with_steps(SteppedBlocks.of(q, kv, mask.bands), rectangular)
+    if plain:
+        columns = _cover(_stairs([pairs[number] for number in plain], mask.bands), rectangular)
+        tiles = _with_documents_joined(*columns)
+        edges = np.searchsorted(columns[0], np.arange(len(plain) + 1)).tolist()
+        for number, start, stop in zip(plain, edges, edges[1:], strict=False):
+            found[number] = tiles.some(slice(start, stop))
+    return found
+
+
+def _distinct(blocks: Sequence[Ranges]) -> tuple[list[Ranges], Numbers]:
+    """Blocks without those that come again, and of each its number among them."""
+    numbers: dict[Ranges, int] = {}
+    number = [numbers.setdefault(block, len(numbers)) for block in blocks]
+    return list(numbers), np.array(number)
+
+
+def _with_steps(blocks: SteppedBlocks, rectangular: bool) -> TileTable:
+    """Tiles of two blocks of which some spans have steps."""
+    pair, q, kv, *flags = _cover(_stairs([(blocks.q, blocks.kv)], blocks.bands), rectangular)
+    q, kv = (
+        stretched(x, spans.packed, rows)
+        for x, spans, rows in ((q, blocks.q, blocks.rows), (kv, blocks.kv, blocks.cols))
     )
-    return tuple(_joined(found))
+    return _with_documents_joined(pair, q, kv, *flags)
 
 
-def filled(spans: Sequence[Span]) -> Spans:
-    """Those that are not empty."""
-    if isinstance(spans, ManySpans):
-        return spans if spans.edges[0, :1] < spans.edges[1, :1] else ()
-    found = tuple([span for span in spans if span.start < span.stop])
-    # They themselves if they can be, which may be hashed already.
-    return spans if isinstance(spans, tuple) and len(found) == len(spans) else found
+class _Stairs(NamedTuple):
+    """Runs of rows of which the first sees the keys [first, last).
+
+    Attributes: each [n].
+        pair: of blocks. row, rows: the first row in its block, and how many. first, last: keys,
+            in their block. lower, upper: how many more `first` and `last` are for each next row.
+    """
+
+    pair: Numbers
+    row: Numbers
+    rows: Numbers
+    first: Numbers
+    last: Numbers
+    lower: Numbers
+    upper: Numbers
+
+    def after(self, run: Numbers, number: Numbers | int = 0) -> Self:
+        """Some runs without their first rows. Args: number: how many rows are left out of each."""
+        pair, row, rows, first, last, lower, upper = (column[run] for column in self)
+        first, last = first + lower * number, last + upper * number
+        return type(self)(pair, row + number, rows - number, first, last, lower, upper)
 
 
-def _joined(tiles: Iterable[Tile]) -> Iterator[Tile]:
-    """Makes one tile of causal ones, each a whole document, that follow each other."""
-    run: list[Tile] = []
-    for tile in tiles:
-        if run and not _follows(run[-1], tile):
-            yield _as_one(run)
-            run = []
-        run.append(tile)
-    if run:
-        yield _as_one(run)
+def _stairs(pairs: Sequence[tuple[Ranges, Ranges]], bands: Bands) -> _Stairs:
+    """Runs of rows whose first and last keys each stay the same, or move by one a row.
 
-
-def _as_one(run: Sequence[Tile]) -> Tile:
-    first, last = run[0], run[-1]
-    if first is last:
-        return first
-    bounds = (0, *accumulate(tile.rows for tile in run))
-    return Tile(
-        slice(first.q.start, last.q.stop),
-        slice(first.kv.start, last.kv.stop),
-        bounds[-1],
-        bounds[-1],
-        causal=True,
-        document_bounds=bounds,
+    Args: pairs: blocks of queries and of keys, without steps, none empty.
+    """
+    (q_blocks, query), (k_blocks, key) = map(_distinct, zip(*pairs, strict=True))
+    queries, keys = BandRows(q_blocks, bands, QUERIES), BandRows(k_blocks, bands, KEYS)
+    # Of [pair, band]: how far keys are at most, and at least, from queries.
+    low, high = bands.table[4:]
+    most = keys.last[key] - queries.first[query]
+    least = keys.first[key] - queries.last[query]
+    met = queries.filled[query] & keys.filled[key] & (least <= high) & (most >= low)
+    pair, band = met.nonzero()
+    of_queries, of_keys = (side[pair] * len(bands) + band for side in (query, key))
+    # Diagonals, from positions of queries to those of keys, in the order of their blocks.
+    apart = keys.shift[key[pair]] - queries.shift[query[pair]]
+    diagonals = np.stack((low, high))[:, band] + apart
+    cutting = low[band] >= least[met], high[band] <= most[met]
+    # Cut where queries begin or cease to see one key more, or fewer: at edges of spans of keys.
+    q_first, q_count, cell, start, stop = queries.pieces(of_queries)
+    _, _, of_edge, *edges = keys.pieces(of_keys)
+    edge, of_edge = np.concatenate(edges), np.tile(of_edge, 2)
+    chosen = [np.flatnonzero(cuts[of_edge]) for cuts in cutting]
+    of_cut = np.concatenate([of_edge[some] for some in chosen])
+    piece, begin = np.arange(len(start)), start
+    if len(of_cut):
+        shifts = zip(diagonals, chosen, strict=True)
+        cut = np.concatenate([edge[some] - shift[of_edge[some]] for shift, some in shifts])
+        number = queries.spans.start.searchsorted(cut) - 1 - q_first[of_cut]
+        has = (number >= 0) & (number < q_count[of_cut])
+        at, cut = (offsets(q_count)[of_cut] + number)[has], cut[has]
+        inside = (start[at] < cut) & (cut < stop[at])
+        piece, begin = np.append(piece, at[inside]), np.append(begin, cut[inside])
+        order = np.lexsort((begin, piece))
+        piece, begin = piece[order], begin[order]
+        distinct, _ = runs((piece[1:] != piece[:-1]) | (begin[1:] != begin[:-1]), len(piece))
+        piece, begin = piece[distinct], begin[distinct]
+    is_last = np.append(piece[1:] != piece[:-1], True)
+    rows = np.where(is_last, stop[piece], np.append(begin[1:], 0)) - begin
+    # Keys that the first of these rows sees, and whether each next row sees one fewer or more.
+    cell = cell[piece]
+    k_rows = keys.start.ravel()[of_keys[cell]], keys.stop.ravel()[of_keys[cell]]
+    (first, below), (after, last) = (
+        [np.clip(keys.rows_below(begin + diagonal[cell] + more), *k_rows) for more in (0, 1)]
+        for diagonal in diagonals
     )
+    pair, before = pair[cell], keys.before[key[pair[cell]]]
+    row = queries.rows_below(begin) - queries.before[query[pair]]
+    found = _Stairs(pair, row, rows, first - before, last - before, below - first, last - after)
+    return _joined_runs(found, cell)
 
 
-def _follows(before: Tile, tile: Tile) -> bool:
-    return all(
-        # A document of one token is as good as causal.
-        (one.causal or one.rows == 1)
-        and one.rows == one.cols
-        and not one.reverse
-        and one.q.step in (None, 1)
-        and one.kv.step in (None, 1)
-        for one in (before, tile)
-    ) and (before.q.stop, before.kv.stop) == (tile.q.start, tile.kv.start)
+def _joined_runs(stairs: _Stairs, cell: Numbers) -> _Stairs:
+    """Runs that see keys, those as one of which one goes on as the other.
+
+    Args: cell: of each run, which pair of blocks and band it belongs to.
+    """
+    goes_on, same = _going_on(stairs, cell)
+    while (alone := goes_on & ~same & (stairs.rows[1:] == 1)).any():
+        # One row fits any slopes: it goes on as the run before it. So may the next one then.
+        run = np.flatnonzero(alone & ~np.append(False, alone[:-1])) + 1
+        for slope in (stairs.lower, stairs.upper):
+            slope[run] = slope[run - 1]
+        goes_on, same = _going_on(stairs, cell)
+    begins, _ = runs(~same, len(cell))
+    rows = np.add.reduceat(stairs.rows, begins) if len(cell) else stairs.rows
+    found = _Stairs(*(column[begins] for column in stairs))._replace(rows=rows)
+    # If a run goes on until the row in which another slope begins, this row is its last one.
+    shares = np.append(False, goes_on)[begins].astype(np.int64)
+    found = found.after(np.arange(len(begins)), shares)
+    found.rows[:-1] += shares[1:]
+    return found.after(np.flatnonzero(found.last > found.first))
 
 
-def _stairs(part: BandPart) -> Iterator[_Stair]:
-    """Runs of rows whose first and last keys each stay the same, or move by one a row."""
-    starts, stops = [kv.start for kv in part.kv], [kv.stop for kv in part.kv]
-    before = [0, *accumulate(map(len, part.kv))]
+def _going_on(stairs: _Stairs, cell: Numbers) -> tuple[Flags, Flags]:
+    """Of all but the first run: whether the one before goes on until its first row, and on in it.
 
-    def keys_below(position: int) -> tuple[int, int]:
-        """How many keys are below a position, and how many at it."""
-        number = bisect_right(stops, position)
-        if number == len(starts):
-            return before[number], 0
-        inside = position - starts[number]
-        return before[number] + max(0, inside), int(inside >= 0)
-
-    cuts = sorted(edge - shift for edge in (*starts, *stops) for shift in (part.low, part.high))
-    run: _Stair | None = None
-    row = 0
-    for q in part.q:
-        inner = cuts[bisect_right(cuts, q.start) : bisect_left(cuts, q.stop)]
-        for start, stop in pairwise((q.start, *inner, q.stop)):
-            if start == stop:
-                continue
-            first, lower = keys_below(start + part.low)
-            last, upper = keys_below(start + part.high)
-            local = row + start - q.start
-            new = _Stair(local, local + stop - start, first, last + upper, (lower, upper))
-            if run is not None and run.after(run.stop - run.start)[2:4] == new[2:4]:
-                # It goes on, and if not with all rows then with the one in which a slope begins.
-                more = stop - start if run.slopes == new.slopes else int(new.last > new.first)
-                run, new = run._replace(stop=run.stop + more), new.after(more)
-            if new.start == new.stop:
-                continue
-            if run is not None and run.last > run.first:
-                yield run
-            run = new
-        row += len(q)
-    if run is not None and run.last > run.first:
-        yield run
+    Args: cell: as of `_joined_runs`.
+    """
+    _, _, rows, first, last, lower, upper = stairs
+    goes_on = (cell[1:] == cell[:-1]) & (last > first)[1:]
+    for edge, slope in ((first, lower), (last, upper)):
+        goes_on &= (edge + slope * rows)[:-1] == edge[1:]
+    return goes_on, goes_on & (lower[1:] == lower[:-1]) & (upper[1:] == upper[:-1])
 
 
-def _cover(stair: _Stair, part: BandPart, rectangular: bool) -> Iterator[Tile]:
-    """Tiles of a run of rows."""
-    start, stop, first, last, (lower, upper) = stair
-    rows = stop - start
-    if lower and upper and rows > last - first:
-        # The two triangles of as many rows as the band is wide touch each other.
-        for done in range(0, rows, last - first):
-            some = stair.after(done)
-            some = some._replace(stop=min(stop, some.start + last - first))
-            yield from _cover(some, part, rectangular)
-        return
+def _split(stairs: _Stairs) -> _Stairs:
+    """Runs between two diagonals cut into runs of as many rows as these are apart: the triangles
+    at both touch each other.
+    """
+    width = stairs.last - stairs.first
+    long = (stairs.lower > 0) & (stairs.upper > 0) & (stairs.rows > width)
+    if not long.any():
+        return stairs
+    run, number = expanded(np.where(long, -(-stairs.rows // width), 1))
+    found = stairs.after(run, number * width[run])
+    return found._replace(rows=np.where(long[run], np.minimum(found.rows, width[run]), found.rows))
 
-    def tile(
-        count: int, left: int, right: int, *, causal: bool = False, reverse: bool = False
-    ) -> Tile:
-        q, kv = within(part.rows, start, start + count), within(part.cols, left, right)
-        return Tile(q, kv, count, right - left, causal, reverse)
 
-    if rows == 1:
-        yield tile(1, first, last)
-        return
+def _cover(stairs: _Stairs, rectangular: bool) -> tuple[Numbers, Ranges, Ranges, Flags, Flags]:
+    """Tiles of runs of rows.
+
+    Returns: of each tile the number of its pair of blocks, its rows, its columns, whether it is
+        causal, and whether in reverse.
+    """
+    pair, row, rows, first, last, lower, upper = _split(stairs)
+    several = rows > 1
+    has_lower, has_upper = (lower > 0) & several, (upper > 0) & several
     # Keys up to `middle` are of a lower triangle, from `top` on of an upper one; all see the rest.
-    top = last - upper
-    triangle = min(rows, top - first) if lower else 0
+    top = last - has_upper
+    triangle = np.where(has_lower, np.minimum(rows, top - first), 0)
     middle = first + triangle
-    joins_upper = rectangular and upper
-    joins_lower = rectangular and lower and not upper
-    if triangle:
-        yield tile(triangle, first, top if joins_lower else middle, causal=True, reverse=True)
-    if middle < top and not joins_upper and not joins_lower:
-        yield tile(rows, middle, top)
-    if upper:
-        yield tile(rows, middle if joins_upper else top, top + rows, causal=True)
+    joins_upper, joins_lower = has_upper & rectangular, has_lower & ~has_upper & rectangular
+    below = triangle > 0
+    full = (middle < top) & ~joins_upper & ~joins_lower
+    # Of each run the lower triangle, the full tile and the upper triangle, where there are any.
+    run, kind = np.stack((below, full, has_upper), 1).nonzero()
+    is_below, is_upper = kind == 0, kind == 2
+    start = np.where(
+        is_below, first[run], np.where(is_upper & ~joins_upper[run], top[run], middle[run])
+    )
+    stop = np.where(is_below & ~joins_lower[run], middle[run], top[run])
+    stop += np.where(is_upper, rows[run], 0)
+    q_stop = row[run] + np.where(is_below, triangle[run], rows[run])
+    return (
+        pair[run],
+        Ranges.between(row[run], q_stop),
+        Ranges.between(start, stop),
+        kind != 1,
+        is_below,
+    )
+
+
+def _with_documents_joined(
+    pair: Numbers, q: Ranges, kv: Ranges, causal: Flags, reverse: Flags
+) -> TileTable:
+    """Causal tiles, each a whole document, that follow each other are one.
+
+    Args: pair: of blocks, of each tile.
+    """
+    rows = q.lengths
+    # A document of one token is as good as causal.
+    whole = (rows == kv.lengths) & (causal | (rows == 1)) & ~reverse
+    whole &= (q.step == 1) & (kv.step == 1)
+    joined = np.zeros(len(rows), np.bool_)
+    joined[1:] = whole[1:] & whole[:-1] & (pair[1:] == pair[:-1])
+    joined[1:] &= (q.stop[:-1] == q.start[1:]) & (kv.stop[:-1] == kv.start[1:])
+    causal = causal | joined
+    causal[:-1] |= joined[1:]
+    return TileTable(q, kv, causal, reverse, joined)
 
 
 def visible_pairs(seq_len: int, mask: Mask) -> int:

@@ -12,7 +12,7 @@ from typing import Any, NoReturn, override
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.config import LINEAR_MODELS, ContextParallelConfig
 from megatron_cp_plugin.core.chunked_loss import CHUNK_TOKENS
-from megatron_cp_plugin.core.masks.document_lengths import Lengths, lengths_of
+from megatron_cp_plugin.document_lengths import Lengths, lengths_of
 from megatron_cp_plugin.errors import ConfigError, nearest
 from megatron_cp_plugin.integration.comm_type import CommType
 from megatron_cp_plugin.integration.example_spans import EXAMPLE_SPANS, ExampleSpans

@@ -337,7 +337,7 @@ def _work(candidate: Candidate, size: int) -> int:
     placement = candidate.placements[0]
     members = 1
     if isinstance(placement, HeadPlacement):
-        members, placement = placement.members, placement.between
+        members, placement = placement.members, placement.of_teams
     if size > 16 and placement.assembled:
         return _BESIDE + 4 * size
     return _BESIDE + sum(

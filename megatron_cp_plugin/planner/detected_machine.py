@@ -14,11 +14,10 @@ import torch
 from megatron_cp_plugin.core.agree import check_same, compared
 from megatron_cp_plugin.core.layout import Layout
 from megatron_cp_plugin.core.layouts.document_layout import PaddedDocuments
-from megatron_cp_plugin.core.masks.document_lengths import Lengths, LogNormal
-from megatron_cp_plugin.core.masks.documents import random_documents
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask, visible_pairs
 from megatron_cp_plugin.core.topology import Topology
+from megatron_cp_plugin.document_lengths import Lengths, LogNormal, random_documents
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.planner.candidates import Options
 from megatron_cp_plugin.planner.choose import Kind, Place, choose

@@ -228,7 +228,7 @@ class _Message(NamedTuple):
 def _message(plan: Plan, move: Move) -> _Message:
     before = move.posted + 1 if move.result else move.needed
     tensors = tuple(name for message in move.messages for name in message)
-    kind: Kind = "results" if move.result else "keys" if move.of_keys else "queries"
+    kind: Kind = "results" if move.result else "keys" if move.side else "queries"
     owners = move.block.owners
     return _Message(before, move.source, move.target, tensors, owners, move.share, kind)
 

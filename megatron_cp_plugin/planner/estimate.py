@@ -17,10 +17,10 @@ from typing import NamedTuple
 from megatron_cp_plugin.core.blocks.assembly import assemble
 from megatron_cp_plugin.core.comm import Operation
 from megatron_cp_plugin.core.head_groups import HeadGroup, together
-from megatron_cp_plugin.core.layout import Layout, Span, Spans, rows_of
+from megatron_cp_plugin.core.layout import Layout
 from megatron_cp_plugin.core.placement import BlockPlacement, HeadPlacement, Placement
 from megatron_cp_plugin.core.plans.plan import row_bytes
-from megatron_cp_plugin.core.ranges import Numbers
+from megatron_cp_plugin.core.ranges import Numbers, Ranges, Span
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask, Tile, plan_tiles
 from megatron_cp_plugin.planner.machine import Machine, Pass
@@ -71,7 +71,7 @@ class _Blocks:
     mask: Mask
     seq_len: int
 
-    def spans(self, placement: BlockPlacement) -> Callable[[int], Spans]:
+    def spans(self, placement: BlockPlacement) -> Callable[[int], Sequence[Span]]:
         """Positions by owner."""
         layout, size = placement.layout.within(self.mask.followed), placement.size
         if (layout, size) not in self._spans_of:
@@ -81,7 +81,7 @@ class _Blocks:
         return self._spans_of[layout, size]
 
     @cached_property
-    def _spans_of(self) -> dict[tuple[Layout, int], Callable[[int], Spans]]:
+    def _spans_of(self) -> dict[tuple[Layout, int], Callable[[int], Sequence[Span]]]:
         return {}
 
     def tokens(self, placement: BlockPlacement) -> Sequence[int]:
@@ -145,7 +145,7 @@ class _Blocks:
                     q, k = (spans(owner) for owner in pair)
                     if place.part != whole:
                         tokens, (index, count) = sum(map(len, q)), place.part
-                        q = rows_of(q, tokens * index // count, tokens * (index + 1) // count)
+                        q = Ranges.of(q).at(tokens * index // count, tokens * (index + 1) // count)
                     found = self.meet(q, k)
                     if place.part == whole:
                         known[pair] = found
@@ -156,7 +156,7 @@ class _Blocks:
     def _met_of(self) -> defaultdict[tuple[Layout, int], dict[tuple[int, int], _Met]]:
         return defaultdict(dict)
 
-    def meet(self, queries: Spans, keys: Spans) -> _Met:
+    def meet(self, queries: Sequence[Span], keys: Sequence[Span]) -> _Met:
         """Blocks that lie alike to each other have the same tiles, wherever they are."""
         key = self._places(queries, keys)
         found = self._mets.get(key)
@@ -169,7 +169,7 @@ class _Blocks:
             found = self._mets[key] = _Met(tuple(map(_sizes, tiles)), rows, columns)
         return found
 
-    def _places(self, queries: Spans, keys: Spans) -> Hashable:
+    def _places(self, queries: Sequence[Span], keys: Sequence[Span]) -> Hashable:
         """What tiles depend on: lengths, and distances as far as the mask tells them apart."""
         mask, steps = self.mask, {span.step for span in (*queries, *keys)}
         if mask.documents or mask.slices or len(steps) > 1:
@@ -249,7 +249,7 @@ class Estimator:
         """Seconds that one rank computes at least, or gets what it needs in."""
         members = 1
         if isinstance(placement, HeadPlacement):
-            members, placement = placement.members, placement.between
+            members, placement = placement.members, placement.of_teams
         whole, most = together(placement.groups), 0.0
         links = (self.machine.inside.exchange, self.machine.between.exchange, self.machine.copy)
         fastest = max(link.bytes_per_second for link in links if link is not None)
@@ -372,14 +372,14 @@ class Estimator:
         of_query += self._width(_RESULTS[phase], group, wide=wide)
         of_key = self._width(("k", "v"), group)
         of_key += self._width(("dk", "dv"), group, wide=wide) if backward else 0
-        lag = placement.lag if placement.relay else 0
+        latency = placement.latency if placement.relay else 0
         known: list[tuple[float, _Moved]] = []
         for step in kinds:
             moved = _Moved()
             for far in (False, True):
                 size = step.queries[far] * of_query + step.keys[far] * of_key
                 if size:
-                    message = self._link(size * self.shape.batch, far, members, lag)
+                    message = self._link(size * self.shape.batch, far, members, latency)
                     moved = moved.plus(message)
             computing = self._computing(step.tiles, group, phase)
             if not self.peer:
@@ -442,22 +442,22 @@ class Estimator:
     def _known(self) -> dict[tuple[Hashable, int, int], _Steps]:
         return {}
 
-    def _link(self, size: float, far: bool, members: int, lag: int) -> _Moved:
+    def _link(self, size: float, far: bool, members: int, latency: int) -> _Moved:
         """A message that all ranks get at a time.
 
-        Args: far: from another node. lag: of a relay; 0: it comes from its owner.
+        Args: far: from another node. latency: of a relay; 0: it comes from its owner.
         """
         machine = self.machine
         if self.peer and machine.copy is not None:
             return _Moved(machine.copy.time(size), size)
-        if len(set(self.nodes)) == 1 or not (far or lag):
+        if len(set(self.nodes)) == 1 or not (far or latency):
             return _Moved(machine.inside.exchange.time(size), size)
-        if lag == 1:
+        if latency == 1:
             return _Moved(self._between(size, members), 0.0, size)
-        if lag:  # once to each node, during so many steps
-            slow = self._between(size, self._local) / lag
+        if latency:  # once to each node, during so many steps
+            slow = self._between(size, self._local) / latency
             fast = machine.inside.exchange.time(size)
-            return _Moved(max(slow, fast), size - size / lag, size / lag)
+            return _Moved(max(slow, fast), size - size / latency, size / latency)
         return _Moved(self._between(size, self._local), 0.0, size)
 
     def _between(self, size: float, senders: float) -> float:
@@ -474,7 +474,7 @@ class Estimator:
 
     def _by_heads(self, placement: HeadPlacement, phase: Pass) -> Estimate:
         shape, members = self.shape, placement.members
-        between, count = placement.between, len(placement.exchanges)
+        between, count = placement.of_teams, len(placement.exchanges)
         computing = self._by_blocks(between, phase, members)
         launching = count * self._launching(0, 4, phase)
         computing = computing._replace(host=computing.host + launching)

@@ -8,9 +8,8 @@ A plan is an object with
 - head_groups: objects with q and kv, each [start, stop), and first and last, see `HeadGroup`.
 - ranks: by rank, objects with positions, which are [start, stop, step) in the order in which the
   rank holds its tokens; node; sends and sends_to_other_nodes, each with bytes and messages; keeps:
-  what it has from the forward beside the tensors of its own tokens, each with tensors, owners,
-  share and rows (null: all); retains: which blocks of others it has at the end of a forward, or at
-  the beginning of a backward, likewise.
+  what it has at the end of a forward, or at the beginning of a backward, beside the tensors of
+  its own tokens, each with tensors, owners, share and rows (null: all).
 - computes: objects with step, rank, queries, keys, heads, share, and pairs: how many pairs of a
   query and a key, times the part of all heads.
 - transfers: objects with posted and needed, the steps; source and target, ranks; messages: the
@@ -26,12 +25,12 @@ heads are as in head_groups.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_cp_plugin.core.blocks.owned import Owned
 from megatron_cp_plugin.core.blocks.rows import Rows
+from megatron_cp_plugin.core.blocks.token_map import TokenMap
 from megatron_cp_plugin.core.head_groups import HeadGroup
-from megatron_cp_plugin.core.layout import Span
 from megatron_cp_plugin.core.masks.slices import Slice, Slices, starts_and_slices
 from megatron_cp_plugin.core.plans.plan import Block, Compute, Kept, Move, Plan, move_row_bytes
+from megatron_cp_plugin.core.ranges import Span
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 
@@ -60,7 +59,6 @@ def to_json(plan: Plan, shape: Shape, nodes: Sequence[int]) -> Json:
                 "sends": plan.sent(rank, shape)._asdict(),
                 "sends_to_other_nodes": plan.sent(rank, shape, nodes)._asdict(),
                 "keeps": _kept(plan.kept, rank),
-                "retains": _kept(plan.retained, rank),
             }
             for rank, spans in enumerate(plan.spans)
         ],
@@ -91,7 +89,7 @@ def from_json(document: Mapping[str, Any]) -> Plan:
         document["phase"],
         Mask(mask["causal"], mask["window"], documents, slices),
         document["rectangular"],
-        Owned.recorded(
+        TokenMap.recorded(
             [tuple(Span(*span) for span in rank["positions"]) for rank in document["ranks"]]
         ),
         tuple(map(_heads_of, document["head_groups"])),
@@ -109,9 +107,8 @@ def from_json(document: Mapping[str, Any]) -> Plan:
         ),
         tuple(map(_move_of, document["transfers"])),
         document["relay"],
-        _kept_of(document, "keeps"),
+        _kept_of(document),
         document["shares"],
-        _kept_of(document, "retains"),
     )
 
 
@@ -128,7 +125,7 @@ def _kept(all_ranks: Sequence[Kept], rank: int) -> list[Json]:
     ]
 
 
-def _kept_of(document: Mapping[str, Any], name: str) -> tuple[Kept, ...]:
+def _kept_of(document: Mapping[str, Any]) -> tuple[Kept, ...]:
     return tuple(
         Kept(
             rank,
@@ -138,7 +135,7 @@ def _kept_of(document: Mapping[str, Any], name: str) -> tuple[Kept, ...]:
             None if kept["rows"] is None else _rows_of(kept["rows"]),
         )
         for rank, own in enumerate(document["ranks"])
-        for kept in own[name]
+        for kept in own["keeps"]
     )
 
 

@@ -12,11 +12,10 @@ from functools import lru_cache
 from math import lcm
 
 from megatron_cp_plugin import registry
-from megatron_cp_plugin.algorithms.grid import GridAlgorithm
-from megatron_cp_plugin.algorithms.grid_placements import GatheredPlacement, GridRingPlacement
-from megatron_cp_plugin.algorithms.head_split import HeadSplit
-from megatron_cp_plugin.algorithms.point_to_point import PointToPoint
-from megatron_cp_plugin.core.algorithm import Algorithm
+from megatron_cp_plugin.algorithms.attention2d import GridAlgorithm
+from megatron_cp_plugin.algorithms.grid import GatheredPlacement, GridRingPlacement
+from megatron_cp_plugin.algorithms.ulysses import Ulysses
+from megatron_cp_plugin.core.algorithm import Algorithm, PointToPoint
 from megatron_cp_plugin.core.linear.algorithm import LinearAlgorithm, LinearShape
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
@@ -239,7 +238,7 @@ def pinned(
         return options
     algorithm = _made(algo, options, shape, nodes, peer_access=peer_access)
     pinned = dict(options)
-    if isinstance(algorithm, HeadSplit):
+    if isinstance(algorithm, Ulysses):
         pinned["chunks"] = len(algorithm.exchanged_groups(shape))
         if "ulysses" in registry.option_names(algo):
             pinned["ulysses"] = algorithm.degree(shape.kv_heads)
@@ -266,7 +265,7 @@ def by_collectives(
         assert issubclass(cls, LinearAlgorithm)
         return cls.collective
     algorithm = _made(algo, options, shape, nodes, peer_access=peer_access)
-    if isinstance(algorithm, HeadSplit):
+    if isinstance(algorithm, Ulysses):
         return algorithm.degree(shape.kv_heads) == len(nodes)
     return isinstance(algorithm, GridAlgorithm) and algorithm.kind is GatheredPlacement
 

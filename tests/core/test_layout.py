@@ -14,10 +14,9 @@ import megatron_cp_plugin as cp
 from megatron_cp_plugin.core.layout import LAYOUTS, positions, shard, unshard
 from megatron_cp_plugin.core.layouts.balance import deal
 from megatron_cp_plugin.core.layouts.document_layout import Balanced
-from megatron_cp_plugin.core.masks.document_lengths import lengths_of
-from megatron_cp_plugin.core.masks.documents import random_documents
 from megatron_cp_plugin.core.masks.slices import Slices
 from megatron_cp_plugin.core.tiles import Mask, visible_pairs
+from megatron_cp_plugin.document_lengths import lengths_of, random_documents
 from tests.random_tests import examples
 from tests.span_masks import dense, random_spans
 

@@ -7,12 +7,13 @@ import pytest
 
 import megatron_cp_plugin as cp
 from megatron_cp_plugin import registry
-from megatron_cp_plugin.algorithms.point_to_point import PointToPoint
+from megatron_cp_plugin.core.algorithm import PointToPoint
 from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld
-from megatron_cp_plugin.core.layout import Contiguous, Layout, Span
+from megatron_cp_plugin.core.layout import Contiguous, Layout
 from megatron_cp_plugin.core.placement import BlockPlacement, Place
 from megatron_cp_plugin.core.plans.plan import PHASES
+from megatron_cp_plugin.core.ranges import Span
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ConfigError
@@ -191,11 +192,11 @@ def test_a_layout_that_is_no_partition_is_refused(
 class Shifted(BlockPlacement):
     """Every rank begins with the keys of the rank before it."""
 
-    def key_holder(self, owner: int) -> int:
+    def key_source(self, owner: int) -> int:
         return (owner + 1) % self.size
 
     def place(self, query: int, key: int) -> Iterator[Place]:
-        yield Place(query, (query - self.key_holder(key)) % self.size)
+        yield Place(query, (query - self.key_source(key)) % self.size)
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -16,9 +16,18 @@ from megatron_cp_plugin.core.head_groups import head_groups
 from megatron_cp_plugin.core.layout import LAYOUTS
 from megatron_cp_plugin.core.masks.slices import Slices
 from megatron_cp_plugin.core.placement import BlockPlacement, Place
+from megatron_cp_plugin.core.plans.check import PlanError, check, check_slots
 from megatron_cp_plugin.core.plans.compile import plan_of
-from megatron_cp_plugin.core.plans.plan import PHASES, Block, Move, Plan, during, outside
-from megatron_cp_plugin.core.plans.plan_check import PlanError, check, check_slots
+from megatron_cp_plugin.core.plans.plan import (
+    PHASES,
+    QUERIES,
+    Block,
+    Move,
+    Plan,
+    Side,
+    during,
+    outside,
+)
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
@@ -170,7 +179,7 @@ def test_nodes_of_any_numbering() -> None:
     nodes = world.topology(0).nodes
     # Rows lie inside nodes: only keys leave them.
     inside = [move for move in plan.moves if nodes[move.source] == nodes[move.target]]
-    assert {move.of_keys for move in inside} == {False}
+    assert {move.side for move in inside} == {QUERIES}
     shape = Shape(1, 40, 4, 4, 8)
     assert plan.sent(0, shape, nodes).bytes == 3 * 5 * 2 * 4 * 8 * 2 < plan.sent(0, shape).bytes
 
@@ -211,13 +220,13 @@ def test_no_row_travels_in_vain(phase: Phase, mask: Mask) -> None:
     placement = HalvesPlacement(LAYOUTS["contiguous"], 4, head_groups(4, 2, 1))
     plan = plan_of(placement, 26, mask, phase)
     inputs = [move for move in plan.moves if not move.result]
-    assert {move.of_keys for move in inputs} == {True, False}
+    assert {move.side for move in inputs} == set(Side)
     for move in inputs:
         rows: set[int] = set()
         for compute in plan.computes:
-            block = compute.keys if move.of_keys else compute.queries
+            block = compute.keys if move.side else compute.queries
             if compute.rank == move.target and block.owners == move.block.owners:
-                slices = (tile.kv if move.of_keys else tile.q for tile in plan.tiles(compute))
+                slices = (tile.kv if move.side else tile.q for tile in plan.tiles(compute))
                 numbers = rows_of(block)
                 rows.update(number for s in slices for number in numbers[s])
         assert sorted(rows) == rows_of(move.block)

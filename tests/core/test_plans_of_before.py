@@ -22,10 +22,10 @@ import pytest
 
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.core.head_groups import HeadGroup
-from megatron_cp_plugin.core.masks.documents import random_documents
 from megatron_cp_plugin.core.plans.plan import PHASES, Block, Kept, Move, Plan
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
+from megatron_cp_plugin.document_lengths import random_documents
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.registry import create
 from tests.any_placement import registered
@@ -175,15 +175,18 @@ def content(plan: Plan, rank: int | None) -> list[Any]:
         ],
         [
             sorted((_kept(one) for one in kept if rank in (None, one.rank)), key=str)
-            for kept in (plan.kept, plan.retained)
+            for kept in (
+                [one for one in plan.kept if one.rows is None],
+                [one for one in plan.kept if one.rows is not None],
+            )
         ],
-        sorted({(time.result, time.of_keys, time.posted, time.needed) for time in plan.times}),
+        sorted({(time.result, bool(time.side), time.posted, time.needed) for time in plan.times}),
     ]
 
 
 def _arrival(move: Move) -> tuple[Any, ...]:
     """What comes to a rank of a block, at a time."""
-    block = move.of_keys, move.block.owners, move.share, move.heads.q.start, move.heads.q.stop
+    block = move.side, move.block.owners, move.share, move.heads.q.start, move.heads.q.stop
     return move.result, move.posted, move.needed, move.target, block
 
 

@@ -1,12 +1,20 @@
 """Arrays of ranges, element by element."""
 
-from itertools import groupby
+from itertools import groupby, pairwise
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_cp_plugin.core.ranges import expanded, offsets, offsets_of_each, runs
+from megatron_cp_plugin.core.ranges import (
+    Ranges,
+    Span,
+    expanded,
+    first_fit,
+    offsets,
+    offsets_of_each,
+    runs,
+)
 from tests.random_tests import examples
 
 COUNTS = st.lists(st.integers(0, 4), max_size=8)
@@ -42,3 +50,52 @@ def test_runs(values: list[int]) -> None:
     assert list(zip(first.tolist(), last.tolist(), strict=True)) == [
         (run[0], run[-1]) for run in equal
     ]
+
+
+SPANS = st.lists(
+    st.builds(Span, st.integers(0, 20), st.integers(0, 20), st.integers(1, 4)), max_size=6
+)
+
+
+@examples(100)
+@given(SPANS, st.integers(-2, 30), st.integers(-2, 60), st.data())
+def test_ranges_have_the_elements_of_their_spans(
+    spans: list[Span], start: int, stop: int, data: st.DataObject
+) -> None:
+    found = Ranges.of(spans)
+    elements = [n for span in spans for n in span.positions]
+    assert list(found) == [span for span in spans if len(span)]
+    assert found.elements.tolist() == elements
+    assert (found.total, found.lengths.tolist()) == (len(elements), [len(one) for one in found])
+    assert found.at(start, stop).elements.tolist() == elements[max(start, 0) : max(stop, 0)]
+    assert found.moved(3).elements.tolist() == [n + 3 for n in elements]
+    assert found.packed.elements.tolist() == list(range(len(elements)))
+    flags = data.draw(st.lists(st.booleans(), min_size=len(found), max_size=len(found)))
+    turned = found.reversed_where(np.array(flags, np.bool_))
+    wanted = [
+        n
+        for span, flag in zip(found, flags, strict=True)
+        for n in (span.positions[::-1] if flag else span.positions)
+    ]
+    assert turned.elements.tolist() == wanted
+    assert turned.extents.tolist() == [
+        [one.start for one in found],
+        [one.positions[-1] + 1 for one in found],
+    ]
+    assert found == Ranges.of(tuple(spans))
+    assert hash(found) == hash(Ranges.of(tuple(spans)))
+
+
+@examples(50)
+@given(st.lists(st.integers(0, 12), max_size=12, unique=True))
+def test_united_ranges(edges: list[int]) -> None:
+    spans = [Span(n, n + 1) for n in edges]
+    whole = Ranges.of(spans).united
+    assert whole.elements.tolist() == sorted(edges)
+    assert all(a.stop < b.start for a, b in pairwise(whole))
+
+
+def test_elements_that_follow_each_other_are_a_group() -> None:
+    begins, ends = np.array([[0, 2, 4, 6], [0, 9, 1, 9]]), np.array([[2, 4, 6, 8], [1, 12, 9, 12]])
+    assert first_fit(begins, ends) == [[0, 1], [2, 3]]
+    assert first_fit(begins[:1], ends[:1]) == [[0, 1, 2, 3]]

@@ -2,8 +2,8 @@
 
 import pytest
 
-from megatron_cp_plugin.core.blocks.owned import Owned
-from megatron_cp_plugin.core.blocks.touched import sees, sees_all
+from megatron_cp_plugin.core.blocks.token_map import TokenMap
+from megatron_cp_plugin.core.blocks.visible_rows import sees, sees_all
 from megatron_cp_plugin.core.layout import Contiguous, Cyclic, Zigzag
 from megatron_cp_plugin.core.tiles import Mask
 
@@ -14,7 +14,7 @@ def test_by_the_ends_of_blocks(layout, mask):
     found = set()
     for size in (1, 2, 3, 4, 8):
         for seq_len in (2 * size, 6 * size, 24 * size):
-            blocks = Owned.of(layout, size, seq_len)
+            blocks = TokenMap.of(layout, size, seq_len)
             expected = all(sees(queries, keys, mask) for queries in blocks for keys in blocks)
             assert sees_all(layout, size, seq_len, mask) == expected
             found.add(expected)

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from megatron_cp_plugin.core.kernel import Packing
 from megatron_cp_plugin.core.layout import Contiguous, Cyclic, Layout, Zigzag
 from megatron_cp_plugin.core.layouts.document_layout import PaddedDocuments
-from megatron_cp_plugin.core.masks.documents import random_documents
 from megatron_cp_plugin.core.masks.tile_batches import Batches, parts
 from megatron_cp_plugin.core.partial import RowIndex
-from megatron_cp_plugin.core.tiles import Mask, Tile, plan_tiles
+from megatron_cp_plugin.core.tiles import Mask, Tile, TileTable, plan_tiles
+from megatron_cp_plugin.document_lengths import random_documents
 from tests.random_tests import examples
 
 CPU = torch.device("cpu")
@@ -127,6 +127,11 @@ def whole_documents(tile: Tile) -> list[Tile]:
     return found
 
 
+def batches(tiles: list[Tile], heads: int) -> Batches:
+    """The calls of some tiles."""
+    return Batches(TileTable.of(tiles), heads)
+
+
 def planned(layout: Layout, query: int, key: int, documents: tuple[int, ...], *, rectangular=True):
     """The calls of two blocks of two ranks, with 4 heads."""
     within = layout.within(documents)
@@ -188,11 +193,11 @@ def test_large_tiles_are_calls_of_their_own() -> None:
         Tile(slice(a, a + length), slice(a, a + length), length, length, False)
         for a in range(length, 17 * length, 2 * length)
     ]
-    small, large = Batches(tiles, 2**5), Batches(tiles, 2**6)
+    small, large = batches(tiles, 2**5), batches(tiles, 2**6)
     assert [len(call.rows) for call in small.calls(packed=True)] == [4, 4]
     assert set(large.calls(packed=True)) == set(tiles)
     same = [Tile(slice(a, a + 64), slice(0, 99), 64, 99, False) for a in range(0, 1024, 128)]
-    assert [len(call.rows) for call in Batches(same, 1).calls(packed=True)] == [2] * 4
+    assert [len(call.rows) for call in batches(same, 1).calls(packed=True)] == [2] * 4
 
 
 def test_full_tiles_side_by_side_are_one() -> None:
@@ -202,8 +207,8 @@ def test_full_tiles_side_by_side_are_one() -> None:
 
     upper, lower, left, right = slice(0, 3), slice(3, 8), slice(4, 6), slice(6, 10)
     tiles = [tile(rows, cols) for cols in (right, left) for rows in (lower, upper)]
-    assert Batches(tiles, 1).calls(packed=True) == (tile(slice(0, 8), slice(4, 10)),)
-    assert len(Batches(tiles, 1).calls(packed=False)) == 4
+    assert batches(tiles, 1).calls(packed=True) == (tile(slice(0, 8), slice(4, 10)),)
+    assert len(batches(tiles, 1).calls(packed=False)) == 4
 
 
 def test_indices_go_to_a_device_once() -> None:
@@ -237,7 +242,7 @@ def test_few_rows_far_apart_are_copied() -> None:
             Tile(slice(a, a + 8), slice(b, b + 8), 8, 8, causal=False)
             for a, b in zip(starts, cols, strict=True)
         ]
-        return Batches(tiles, 1).calls(packed=True, gaps=True)
+        return batches(tiles, 1).calls(packed=True, gaps=True)
 
     for starts, cols, apart in (
         ([0, 56], [0, 56], True),
@@ -253,18 +258,18 @@ def test_few_rows_far_apart_are_copied() -> None:
 def test_keys_that_are_only_read_are_taken_where_they_are() -> None:
     """Images: each sees all before it. Gradients of keys need copies, or calls one by one."""
     tiles = [Tile(slice(a, a + 8), slice(0, a), 8, a, causal=False) for a in range(16, 160, 16)]
-    work = Batches(tiles, 4)
+    work = batches(tiles, 4)
     [call] = work.calls(packed=True, gaps=True, forward=True)
     assert [side.taken for side in call.sides(CPU)] == [slice(16, 152), slice(0, 144)]
     assert call.packing.lengths(1, CPU).cu_k.tolist() == [0] * 9 + [144]
     for copies in (
         work.calls(packed=True, gaps=True),
         work.calls(packed=True, forward=True),
-        Batches(tiles, 4).calls(packed=True),
+        batches(tiles, 4).calls(packed=True),
     ):
         assert len(copies) == 3
         assert not any(isinstance(one, Tile) or one.apart for one in copies)
-    large = Batches(tiles, 2**26)
+    large = batches(tiles, 2**26)
     assert len(large.calls(packed=True, gaps=True, forward=True)) == 1
     assert len(large.calls(packed=True, gaps=True)) == len(tiles)
 
@@ -276,7 +281,7 @@ def test_few_queries_are_copied_at_a_time(heads: int, most: int) -> None:
         Tile(slice(a, a + 16), slice(a, a + 16), 16, 16, causal=True, reverse=True)
         for a in range(16, 2048, 32)
     ]
-    calls = Batches(tiles, heads).calls(packed=True, gaps=True)
+    calls = batches(tiles, heads).calls(packed=True, gaps=True)
     counts = [1 if isinstance(one, Tile) else len(one.rows) for one in calls]
     assert counts == [most] * (64 // most)
 

@@ -1,16 +1,25 @@
 """The planner covers every visible pair exactly once, for any two blocks of any layout."""
 
 import math
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
-from megatron_cp_plugin.core.layout import LAYOUTS, Span
-from megatron_cp_plugin.core.tiles import Mask, plan_tiles
+from megatron_cp_plugin.core.blocks.token_map import TokenMap
+from megatron_cp_plugin.core.communication.virtual import VirtualWorld
+from megatron_cp_plugin.core.layout import LAYOUTS, Contiguous, Grouped, Layout, Zigzag
+from megatron_cp_plugin.core.layouts.document_layout import Balanced, PaddedDocuments
+from megatron_cp_plugin.core.ranges import Span
+from megatron_cp_plugin.core.shape import Shape
+from megatron_cp_plugin.core.tiles import Mask, Tile, TileTable, plan_pairs, plan_tiles
 from megatron_cp_plugin.core.tiles import visible_pairs as count_visible_pairs
+from megatron_cp_plugin.document_lengths import random_documents
 from megatron_cp_plugin.errors import ContextParallelError
+from megatron_cp_plugin.registry import create
 from tests.random_tests import examples
 
 masks = st.one_of(
@@ -106,7 +115,7 @@ def test_a_rank_of_zigzag_needs_one_call_a_step():
 
 
 def test_the_future_needs_no_call():
-    assert plan_tiles((Span(0, 8),), (Span(8, 16),), Mask()) == ()
+    assert not plan_tiles((Span(0, 8),), (Span(8, 16),), Mask())
 
 
 def test_spans_that_do_not_ascend_are_refused():
@@ -133,10 +142,106 @@ def test_a_window_of_one_block_needs_two_calls_a_rank():
     assert [(t.q, t.kv, t.causal, t.reverse) for t in before] == [
         (slice(0, 7), slice(1, 8), True, True)
     ]
-    assert plan_tiles((Span(16, 24),), (Span(0, 8),), mask) == ()
+    assert not plan_tiles((Span(16, 24),), (Span(0, 8),), mask)
 
 
 @pytest.mark.parametrize(("causal", "window"), [(True, 0), (True, -1), (False, 8)])
 def test_windows_that_make_no_sense_are_refused(causal, window):
     with pytest.raises(ContextParallelError, match=f"got {window} with"):
         Mask(causal, window)
+
+
+def pairs_of(tiles: TileTable, shape: tuple[int, int]) -> Tensor:
+    """How often each (row, column) of two blocks is computed."""
+    found = torch.zeros(shape, dtype=torch.int64)
+    for tile in tiles.single:
+        pairs = torch.ones(tile.rows, tile.cols, dtype=torch.int64)
+        pairs = pairs.tril(tile.cols - tile.rows) if tile.causal else pairs
+        found[tile.q, tile.kv] += pairs.flip(0, 1) if tile.reverse else pairs
+    return found
+
+
+def visible(layout: Layout, ranks: tuple[int, int], size: int, seq_len: int, mask: Mask) -> Tensor:
+    """Which pairs a mask lets through, token by token."""
+    query, key = (
+        torch.tensor([n for span in layout.spans(rank, size, seq_len) for n in span.positions])
+        for rank in ranks
+    )
+    starts = torch.tensor(mask.documents)
+    same = torch.bucketize(query, starts, right=True)[:, None] == torch.bucketize(
+        key, starts, right=True
+    )
+    age = query[:, None] - key
+    if mask.causal:
+        same &= age >= 0
+    return same if mask.window is None else same & (age < mask.window)
+
+
+DOCUMENT_LAYOUTS = [
+    Contiguous(),
+    Zigzag(),
+    Balanced(),
+    PaddedDocuments(),
+    Grouped(PaddedDocuments(), 2),
+]
+
+
+@examples(150)
+@given(
+    st.sampled_from(DOCUMENT_LAYOUTS),
+    st.sampled_from([1, 2, 3, 4]),
+    st.integers(1, 6),
+    st.sampled_from([1, 3, 10, 40]),
+    st.integers(0, 99),
+    st.sampled_from([(True, None), (False, None), (True, 1), (True, 5)]),
+    st.booleans(),
+)
+def test_documents_that_are_planned_together(
+    layout: Layout,
+    size: int,
+    length: int,
+    mean: int,
+    seed: int,
+    kind: tuple[bool, int | None],
+    rectangular: bool,
+) -> None:
+    """The same tiles as one by one, and the pairs of the mask; alike where ranks are alike."""
+    seq_len = length * 4 * size
+    mask = Mask(*kind, random_documents(seq_len, mean, multiple=layout.multiple(size), seed=seed))
+    tokens = TokenMap(layout.within(mask.documents), size, seq_len)
+    found: dict[object, tuple[Tile, ...]] = {}
+    ranks = list(product(range(size), repeat=2))
+    blocks = [(tokens[query], tokens[key]) for query, key in ranks]
+    tables = plan_pairs(blocks, mask, rectangular=rectangular)
+    for (query, key), (q_spans, kv_spans), table in zip(ranks, blocks, tables, strict=True):
+        tiles = tuple(table)
+        assert tiles == tuple(plan_tiles(q_spans, kv_spans, mask, rectangular=rectangular))
+        want = visible(tokens.layout, (query, key), size, seq_len, mask)
+        assert torch.equal(pairs_of(table, want.shape), want.long())
+        alike = tokens.alike(query, mask)
+        assert alike is None or mask.window is None
+        if alike is not None:
+            assert found.setdefault(alike[key], tiles) == tiles
+
+
+def test_ranks_that_are_alike_have_the_very_same_tiles() -> None:
+    """Own ones, with earlier keys (of the first rank half come) and with later ones; no windows."""
+    documents = random_documents(4096, 100, multiple=16)
+    for mask, kinds in ((Mask(documents=documents), 4), (Mask(True, 64, documents), 64)):
+        algorithm = create("zigzag", VirtualWorld(8).topology(0), {"layout": "thd"})
+        plan = algorithm.plan(Shape(1, 4096, 4, 4, 8), mask)
+        assert len({id(plan.tiles(compute)) for compute in plan.computes}) == kinds
+
+
+def test_tables() -> None:
+    """Tiles of documents that follow each other are one."""
+    documents = tuple(range(0, 64, 4))[1:]
+    blocks = Contiguous().spans(0, 1, 64), Contiguous().spans(0, 1, 64)
+    table = plan_tiles(*blocks, Mask(documents=documents), rectangular=True)
+    (tile,) = table
+    assert tile.document_bounds == tuple(range(0, 68, 4))
+    assert (len(table), len(table.single)) == (1, 16)
+    assert tile.area == table.areas.sum() == 160
+    moved = table.moved(8, 2)
+    assert [(one.q, one.kv) for one in moved] == [(slice(8, 72), slice(2, 66))]
+    assert not TileTable.of(())

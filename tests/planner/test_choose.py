@@ -10,11 +10,11 @@ from megatron_cp_plugin import registry
 from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.core.linear.algorithm import LinearShape
-from megatron_cp_plugin.core.masks.documents import random_documents
 from megatron_cp_plugin.core.masks.slices import Slices
 from megatron_cp_plugin.core.placement import HeadPlacement
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
+from megatron_cp_plugin.document_lengths import random_documents
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.layers import options_by_name
 from megatron_cp_plugin.planner import estimate
@@ -88,7 +88,7 @@ def test_a_rank_finds_all_its_pairs(size: int) -> None:
     for one in candidates(question)[0]:
         for placement in one.placements:
             if isinstance(placement, HeadPlacement):
-                placement = placement.between
+                placement = placement.of_teams
             every = range(placement.size)
             for rank in every:
                 pairs = {

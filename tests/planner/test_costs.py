@@ -3,9 +3,9 @@
 import pytest
 
 from megatron_cp_plugin import cli
-from megatron_cp_plugin.core.masks.documents import random_documents
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
+from megatron_cp_plugin.document_lengths import random_documents
 from megatron_cp_plugin.errors import ConfigError, KernelUnavailableError
 from megatron_cp_plugin.planner.baselines import BASELINES
 from megatron_cp_plugin.planner.costs import cost, peak

@@ -15,9 +15,17 @@ from torch.nn.functional import pad
 
 from megatron_cp_plugin.core.blocks.rows import narrowed
 from megatron_cp_plugin.core.communication.devices import kept_on_device, uploaded
-from megatron_cp_plugin.core.layout import ManySpans, Span, Spans, edges_of, without_steps
 from megatron_cp_plugin.core.partial import taken
-from megatron_cp_plugin.core.ranges import Numbers, expanded, offsets, offsets_of_each, runs
+from megatron_cp_plugin.core.ranges import (
+    Numbers,
+    Ranges,
+    Span,
+    expanded,
+    joined,
+    offsets,
+    offsets_of_each,
+    runs,
+)
 
 # Segments a member up to which a copy for each is as fast as a gather of rows by indices.
 _FEW = 8
@@ -41,7 +49,7 @@ class Assembly(ABC):
         members: number of ranks. width: S, to which every rank's block is padded.
     """
 
-    spans: Spans
+    spans: Ranges
     tokens: int
     members: int
     width: int
@@ -62,7 +70,7 @@ class Assembly(ABC):
         return blocks
 
 
-def assemble(members: Sequence[Spans], width: int) -> Assembly:
+def assemble(members: Sequence[Sequence[Span]], width: int) -> Assembly:
     """The order of the tokens of some ranks.
 
     Args:
@@ -72,15 +80,15 @@ def assemble(members: Sequence[Spans], width: int) -> Assembly:
 
     Raises: ValueError if the spans are neither.
     """
-    return _assemble(tuple(members), width)
+    return _assemble(tuple(map(Ranges.of, members)), width)
 
 
 @lru_cache(maxsize=1024)
-def _assemble(members: tuple[Spans, ...], width: int) -> Assembly:
-    if without_steps(*members):
-        edges = np.concatenate([edges_of(spans) for spans in members], 1)
-        owner = np.repeat(np.arange(len(members)), [len(spans) for spans in members])
-        return Contiguous(edges, owner, len(members), width)
+def _assemble(members: tuple[Ranges, ...], width: int) -> Assembly:
+    spans = joined(members)
+    if spans.plain:
+        owner = np.repeat(np.arange(len(members)), list(map(len, members)))
+        return Contiguous(spans, owner, len(members), width)
     return _Interleaved(members, width)
 
 
@@ -176,19 +184,15 @@ def _placed(
 class Contiguous(Assembly):
     """Spans without gaps, sorted by position."""
 
-    def __init__(self, edges: Numbers, owner: Numbers, members: int, width: int) -> None:
-        """Args: edges: [2,n], where spans start and stop, of one rank's block after another.
-        owner: [n], whose they are. members: number of ranks. width: as of `assemble`.
+    def __init__(self, spans: Ranges, owner: Numbers, members: int, width: int) -> None:
+        """Args: spans: of one rank's block after another. owner: [n], whose they are.
+        members: number of ranks. width: as of `assemble`.
         """
         self.members, self.width = members, width
-        lengths = edges[1] - edges[0]
-        local = offsets_of_each(owner, lengths)  # where each span is in its rank's block
-        order = np.argsort(edges[0], kind="stable")
-        order = order[lengths[order] > 0]
-        (starts, stops), owner, lengths = edges[:, order], owner[order], lengths[order]
-        self.tokens = int(lengths.sum())
-        first, last = runs(starts[1:] != stops[:-1], len(starts))
-        self.spans = ManySpans(np.stack((starts[first], stops[last])))
+        self.spans, self.tokens = spans.united, spans.total
+        local = offsets_of_each(owner, spans.lengths)  # where each span is in its rank's block
+        order = np.argsort(spans.start, kind="stable")
+        owner, lengths = owner[order], spans.lengths[order]
         # A rank's spans that follow each other are one segment.
         first, last = runs(owner[1:] != owner[:-1], len(owner))
         row, after = offsets(lengths), np.cumsum(lengths)
@@ -245,18 +249,21 @@ class Contiguous(Assembly):
 class _Interleaved(Assembly):
     """One span a rank, all with the same step, taken in turns."""
 
-    def __init__(self, members: tuple[Spans, ...], width: int) -> None:
+    def __init__(self, members: tuple[Ranges, ...], width: int) -> None:
         self.members, self.width = len(members), width
-        spans = [span for (span,) in members]
-        step = spans[0].step
-        apart, rest = divmod(step, len(spans))
-        first = spans[0].start
-        stop = max(span.stop for span in spans)
-        expected = [(min(first + index * apart, stop), step) for index in range(len(spans))]
-        if rest or [(span.start, span.step) for span in spans] != expected:
-            raise ValueError(f"spans must be evenly interleaved, got {spans}")
-        self.spans = (Span(first, stop, apart),)
-        self.tokens = sum(map(len, spans))
+        spans = joined(members)
+        first, step, self.tokens = spans[0].start, spans[0].step, spans.total
+        apart, rest = divmod(step, self.members)
+        # Of fewer tokens than ranks the last ranks have none.
+        expected = [1] * len(spans) + [0] * (self.members - len(spans))
+        if (
+            rest
+            or (spans.step != step).any()
+            or (spans.start != first + apart * np.arange(len(spans))).any()
+            or list(map(len, members)) != expected
+        ):
+            raise ValueError(f"spans must be evenly interleaved, got {list(map(list, members))}")
+        self.spans = Ranges.of([Span(first, int(spans.stop.max()), apart)])
 
     def join(self, gathered: Blocks, dim: int) -> Tensor:
         assert isinstance(gathered, Tensor)  # such blocks travel whole

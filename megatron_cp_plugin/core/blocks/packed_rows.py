@@ -19,7 +19,7 @@ def packed(x: Tensor, dim: int, rows: Rows, held: Rows, *, strided: bool = False
     """
     if rows == held:
         return x if strided and x.stride(-1) == 1 else x.contiguous()
-    parts = [piece.there for piece in common(rows, held)]
+    parts = [there for _, there in common(rows, held)]
     if len(parts) > FEW:
         return taken(x, dim, numbers_of(rows, held, x.device).to)
     pieces = [x.narrow(dim, part.start, part.stop - part.start) for part in parts]
@@ -34,7 +34,7 @@ def numbers_of(here: Rows, there: Rows, device: torch.device) -> RowIndex:
     pieces = common(here, there)
     to, of = (
         torch.cat([torch.arange(part.start, part.stop, device="cpu") for part in parts])
-        for parts in ([piece.there for piece in pieces], [piece.here for piece in pieces])
+        for parts in ([there for _, there in pieces], [here for here, _ in pieces])
     )
     if len(of) == row_count(here):
         return RowIndex(uploaded(to, device))

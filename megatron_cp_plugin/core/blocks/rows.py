@@ -2,13 +2,12 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from itertools import accumulate
 
 import numpy as np
 from torch import Tensor
 
-from megatron_cp_plugin.core.layout import ManySpans, Spans, edges_of, rows_of, without_steps
-from megatron_cp_plugin.core.ranges import Numbers, expanded, offsets, runs
+from megatron_cp_plugin.core.ranges import Numbers, Ranges, joined, offsets, runs
 
 # Half-open ranges of a block's rows, ascending, that do not touch each other.
 Rows = tuple[tuple[int, int], ...]
@@ -61,23 +60,16 @@ def clipped(rows: Rows, start: int, stop: int) -> Rows:
     return tuple((first, last) for first, last in ranges if first < last)
 
 
-class Piece(NamedTuple):
-    """Rows that two packed blocks have. Attributes: here, there: where they are in each."""
-
-    here: slice
-    there: slice
-
-
 @lru_cache(maxsize=4096)
-def common(here: Rows, there: Rows) -> tuple[Piece, ...]:
-    """The rows that two packed blocks have."""
+def common(here: Rows, there: Rows) -> tuple[tuple[slice, slice], ...]:
+    """The rows that two packed blocks have, in pieces: where each is in the one and the other."""
     found = []
     for (first, last), row in _placed(here):
         for (low, high), other in _placed(there):
             start, stop = max(first, low), min(last, high)
             if start < stop:
                 mine = slice(row + start - first, row + stop - first)
-                found.append(Piece(mine, slice(other + start - low, other + stop - low)))
+                found.append((mine, slice(other + start - low, other + stop - low)))
     return tuple(found)
 
 
@@ -89,74 +81,39 @@ def _placed(rows: Rows) -> Iterator[tuple[tuple[int, int], int]]:
         before += stop - start
 
 
-def positions_of(spans: Spans, rows: Rows) -> Spans:
+def positions_of(spans: Ranges, rows: Rows) -> Ranges:
     """Positions of some rows of a block."""
-    if len(rows) == 1:
-        return rows_of(spans, *rows[0])
-    if not without_steps(spans):
-        return tuple(span for part in rows for span in rows_of(spans, *part))
-    return ManySpans(_cut([(spans, rows)]).positions)
+    return spans.at(*rows[0]) if len(rows) == 1 else _cut([(spans, rows)])[1]
 
 
-class _Cut(NamedTuple):
-    """Some rows of several blocks, in ranges that are each of one span of positions.
-
-    Attributes: edges: int64 [2,n], of the spans of all blocks. before: [n], rows that these blocks
-        have before each, one block behind the other. span: [m], of each range. rows: [2,m], where
-        ranges start and stop.
-    """
-
-    edges: Numbers
-    before: Numbers
-    span: Numbers
-    rows: Numbers
-
-    @property
-    def positions(self) -> Numbers:
-        """[2,m]: where positions of the ranges start and stop."""
-        return self.rows + (self.edges[0] - self.before)[self.span]
+def _cut(blocks: Sequence[tuple[Ranges, Rows]]) -> tuple[Ranges, Ranges, Numbers]:
+    """Positions of several blocks, those of some rows of them, and the span of each of these."""
+    whole = joined([spans for spans, _ in blocks])
+    before = accumulate((spans.total for spans, _ in blocks), initial=0)
+    found = [
+        (n + start, n + stop)
+        for n, (_, rows) in zip(before, blocks, strict=False)
+        for start, stop in rows
+    ]
+    return whole, *whole.cut(np.array(found, np.int64).reshape(-1, 2).T)
 
 
-def _cut(blocks: Sequence[tuple[Spans, Rows]]) -> _Cut:
-    edges = np.concatenate([edges_of(spans) for spans, _ in blocks], 1)
-    ends = np.cumsum(edges[1] - edges[0])
-    before = ends - (edges[1] - edges[0])
-    ranges, number = [], 0
-    for spans, rows in blocks:
-        first = ends.item(number - 1) if number else 0
-        ranges += [(first + start, first + stop) for start, stop in rows]
-        number += len(spans)
-    start, stop = np.array(ranges, np.int64).reshape(-1, 2).T
-    span = ends.searchsorted(start, side="right")
-    which, within = expanded(ends.searchsorted(stop) - span + 1)
-    span = span[which] + within
-    start, stop = np.maximum(start[which], before[span]), np.minimum(stop[which], ends[span])
-    some = start < stop
-    return _Cut(edges, before, span[some], np.stack((start, stop))[:, some])
+def positions_of_all(blocks: Sequence[tuple[Ranges, Rows]]) -> tuple[Ranges, Numbers]:
+    """Positions of some rows of several blocks, and of each span whose it is."""
+    _, found, span = _cut(blocks)
+    return found, np.repeat(np.arange(len(blocks)), [len(spans) for spans, _ in blocks])[span]
 
 
-def positions_of_all(blocks: Sequence[tuple[Spans, Rows]]) -> tuple[Numbers, Numbers]:
-    """Positions of some rows of several blocks, which have no steps.
-
-    Returns: [2,n], where they start and stop, of one block after another; and [n], whose they are.
-    """
-    found = _cut(blocks)
-    owner = np.repeat(np.arange(len(blocks)), [len(spans) for spans, _ in blocks])
-    return found.positions, owner[found.span]
-
-
-def rows_of_all(blocks: Sequence[tuple[Spans, Rows]]) -> Rows:
+def rows_of_all(blocks: Sequence[tuple[Ranges, Rows]]) -> Rows:
     """Some rows of several blocks as rows of the one block that has all their positions.
 
     Args: blocks: positions without steps, and rows.
     """
-    found = _cut(blocks)
-    starts, stops = found.edges
-    order = np.argsort(starts, kind="stable")
-    lengths = (stops - starts)[order]
-    row = np.empty_like(starts)
-    row[order] = offsets(lengths)
-    return united(found.rows + (row - found.before)[found.span], 0)
+    whole, found, span = _cut(blocks)
+    order = np.argsort(whole.start, kind="stable")
+    row = np.empty_like(whole.start)
+    row[order] = offsets(whole.lengths[order])
+    return united(found.table[:2] + (row - whole.start)[span], 0)
 
 
 def narrowed(x: Tensor, dim: int, start: int, length: int) -> Tensor:

@@ -35,10 +35,10 @@ from megatron_cp_plugin.core.execution.passes import (
 )
 from megatron_cp_plugin.core.execution.program import (
     BlockId,
-    Delivery,
     Exchange,
+    Message,
     Program,
-    Turn,
+    Step,
     exchanged,
     gathered,
     program,
@@ -62,9 +62,13 @@ from megatron_cp_plugin.core.head_groups import HeadGroup
 from megatron_cp_plugin.core.partial import delta_of
 from megatron_cp_plugin.core.placement import BlockPlacement, HeadPlacement, Placement
 from megatron_cp_plugin.core.plans.plan import (
+    KEYS,
     OF_KEYS,
     OF_ROWS,
+    QUERIES,
+    SIDE_OF,
     Plan,
+    Side,
     TensorNames,
     during,
     outside,
@@ -90,7 +94,7 @@ class Posted(NamedTuple):
     """
 
     pending: Pending[None]
-    arriving: tuple[tuple[Delivery, Tensors], ...]
+    arriving: tuple[tuple[Message, Tensors], ...]
     sends: list[tuple[Tensor, int]]
 
 
@@ -102,7 +106,7 @@ class Executor:
         plan: the plan of the steps.
         program: what this rank does in the steps.
         transport, way: how messages of the steps are sent; `way` is None if there are none.
-        teams: teams of queries (false) and of keys (true); without teams, the base blocks are the
+        teams: teams of queries and of keys; without teams, the base blocks are the
             rank's own.
         filled: the heads with added zero heads, if teams need more heads than the call has.
         keep: the base blocks stay in memory for the backward.
@@ -217,29 +221,29 @@ class Executor:
                 coming = run.arrive(number + 1)
             work.begin(part, base)
             del base
-            for turn in part.turns:
-                if turn.first:
-                    work.open(turn, strided=run.strided)
+            for step in part.steps:
+                if step.first:
+                    work.open(step, strided=run.strided)
                 # Cast: waits for the blocks of this step, and posts those of the next steps.
-                if turn.step in run.inputs:
-                    run.take_inputs(turn.step)
-                if self.overlap and turn.inputs:
-                    run.post_inputs(turn)
-                if self.overlap and turn.results:
-                    run.expect_results(turn)
-                for task in turn.tasks:
+                if step.number in run.inputs:
+                    run.take_inputs(step.number)
+                if self.overlap and step.inputs:
+                    run.post_inputs(step)
+                if self.overlap and step.results:
+                    run.expect_results(step)
+                for task in step.tasks:
                     operands = work.operands(task, run.held.get(task.query), run.held.get(task.key))
                     work.compute(*operands, task.work, self.call)
                     if task.rows is not None:
                         work.leave(task.rows, operands[0])
                     del operands
                 # Reduce: adds the results of other ranks, and sends results for their blocks.
-                if turn.last or turn.results or turn.step in run.results:
-                    run.reduce(turn)
+                if step.last or step.results or step.number in run.results:
+                    run.reduce(step)
                 if not self.overlap:
                     run.take_results()
-                    run.post_inputs(turn)
-                for block in turn.dropped:
+                    run.post_inputs(step)
+                for block in step.dropped:
                     del run.held[block]
             if self.teams:
                 if run.results:
@@ -291,8 +295,8 @@ def executor_of(
             call, steps, parts, topology, transport, way, {}, None, keep=False, overlap=overlap
         )
     assert exchange is not None
-    team, parts = _exchanging(parts, exchange, channels[False], placement, topology.rank)
-    teams, shape = {False: team, True: team}, call.shape
+    team, parts = _exchanging(parts, exchange, channels[QUERIES], placement, topology.rank)
+    teams, shape = {QUERIES: team, KEYS: team}, call.shape
     filled: PaddedHeads | None = PaddedHeads.of(shape.heads, shape.kv_heads, placement.members)
     if filled and (filled.heads, filled.sent_kv_heads) == (shape.heads, shape.kv_heads):
         filled = None
@@ -311,8 +315,8 @@ def executor_of(
 
 
 def _gathering(
-    steps: Plan, channels: Mapping[bool, TeamChannels], call: Call, rank: int
-) -> tuple[dict[bool, Team], Program]:
+    steps: Plan, channels: Mapping[Side, TeamChannels], call: Call, rank: int
+) -> tuple[dict[Side, Team], Program]:
     """The teams of queries and of keys that gather blocks, and what the rank does with these."""
     # Only moves before the first step: each group of heads has the same rows.
     first = [
@@ -320,11 +324,11 @@ def _gathering(
         for move in during(steps)
         if move.needed == 0 and not move.result and rank in (move.source, move.target)
     ]
-    teams: dict[bool, Team] = {}
-    for of_keys, (owners, own, inward, outward) in channels.items():
-        moves = [move for move in first if move.of_keys == of_keys]
-        teams[of_keys] = gathering(inward, outward, steps.spans, owners, own, moves)
-    tokens = teams[False].order.tokens
+    teams: dict[Side, Team] = {}
+    for side, (owners, own, inward, outward) in channels.items():
+        moves = [move for move in first if move.side == side]
+        teams[side] = gathering(inward, outward, steps.spans, owners, own, moves)
+    tokens = teams[QUERIES].order.tokens
     return teams, gathered(steps, rank, tokens, packed=call.packed, gaps=call.kernel.gaps)
 
 
@@ -376,11 +380,11 @@ class _Run:
         retained = of.program.retained
         if retained is not None and not self._retains:
             self.held[retained] = work.retained
-        self._earlier: dict[BlockId, Packed] = {}  # sums of ranks before this one
-        # What the base block of queries (false), or keys (true), of a group of heads waits for:
-        # results of other ranks, and its last step. By the first query head of the group.
-        self._missing: dict[tuple[int, bool], int] = {}
-        self._complete: list[tuple[HeadGroup, bool]] = []  # those that wait for nothing any more
+        self._partial_sums: dict[BlockId, Packed] = {}  # sums of ranks before this one
+        # How many events the base block of a side, of a group of heads, waits for: results of other
+        # ranks, and its last step. By the first query head of the group.
+        self._missing: dict[tuple[int, Side], int] = {}
+        self._complete: list[tuple[HeadGroup, Side]] = []  # those that wait for nothing any more
         self.inputs: dict[int, list[Posted]] = {}
         self.results: dict[int, list[Posted]] = {}
         self.strided = True
@@ -394,7 +398,10 @@ class _Run:
     def arrive(self, number: int) -> Coming:
         """Posts the gathers of a round."""
         return [
-            (message, self._teams[message[0] in OF_KEYS].gather(message, self._work.own, one.part))
+            (
+                message,
+                self._teams[SIDE_OF[message[0]]].gather(message, self._work.own, one.part),
+            )
             for one in self._parts.rounds[number].inputs
             for message in one.messages
         ]
@@ -430,35 +437,35 @@ class _Run:
         for posted in self.inputs.pop(step):
             posted.pending.wait()
             posted.sends.clear()
-            for delivery, tensors in posted.arriving:
-                self.held[delivery.block] = tensors
+            for message, tensors in posted.arriving:
+                self.held[message.block] = tensors
 
-    def post_inputs(self, turn: Turn) -> None:
+    def post_inputs(self, step: Step) -> None:
         """Posts the sends and receives of the blocks that the next steps need."""
-        for exchange in turn.inputs:
+        for exchange in step.inputs:
             channel = self._channels.slow_inputs if exchange.slow else self._channels.inputs
             self.inputs.setdefault(exchange.needed, []).append(self._post(channel, exchange))
 
-    def expect_results(self, turn: Turn) -> None:
+    def expect_results(self, step: Step) -> None:
         """Lets other ranks send results while this rank computes, if no results are under way."""
-        for exchange in turn.results:
+        for exchange in step.results:
             if exchange.receives and not exchange.slow and not self.results:
                 self._work.settle()
                 self._channels.results.expect(exchange.sources)
 
-    def reduce(self, turn: Turn) -> None:
+    def reduce(self, step: Step) -> None:
         """Adds the results that a step needs, and posts the results for blocks of others."""
         retained = self._parts.retained
-        if turn.last and retained is not None and self._retains:
+        if step.last and retained is not None and self._retains:
             # In memory of its own: the next call's messages take this one.
             self._work.retained = tuple([x.clone() for x in self.held[retained]])
-        if turn.last:
-            for of_keys in self._work.sides:
-                if self._note(turn.heads, of_keys):
-                    self._complete.append((turn.heads, of_keys))
-        if turn.step in self.results:
-            self._take_results(turn.step)
-        for exchange in turn.results:
+        if step.last:
+            for side in self._work.sides:
+                if self._note(step.heads, side):
+                    self._complete.append((step.heads, side))
+        if step.number in self.results:
+            self._take_results(step.number)
+        for exchange in step.results:
             if exchange.receives:
                 self._work.settle()
             channel = self._channels.slow_results if exchange.slow else self._channels.results
@@ -478,25 +485,25 @@ class _Run:
         for posted in self.results.pop(step):
             posted.pending.wait()
             posted.sends.clear()
-            for (move, (owner, of_keys), _), tensors in posted.arriving:
-                if owner != self._parts.own[of_keys]:
-                    self._earlier[owner, of_keys] = Packed(move.block.rows, tensors)
+            for (move, (owner, side), _), tensors in posted.arriving:
+                if owner != self._parts.own[side]:
+                    self._partial_sums[owner, side] = Packed(move.block.rows, tensors)
                     continue
-                complete = self._note(move.heads, of_keys)
+                complete = self._note(move.heads, side)
                 if complete and self._relay:  # added in the pass that writes the results
-                    self._work.close(move.heads, of_keys, Packed(move.block.rows, tensors))
+                    self._work.close(move.heads, side, Packed(move.block.rows, tensors))
                     continue
                 self._work.accept(move, tensors)
                 if complete:
-                    self._complete.append((move.heads, of_keys))
+                    self._complete.append((move.heads, side))
 
-    def _note(self, heads: HeadGroup, of_keys: bool) -> bool:
+    def _note(self, heads: HeadGroup, side: Side) -> bool:
         """Notes that results for a base block came, or that its last step is done.
 
         Returns: whether nothing is missing any more. A mask may shorten a relay, so that the last
         results come before the last step.
         """
-        group = heads.q.start, of_keys
+        group = heads.q.start, side
         missing = self._missing.get(group)
         if missing is None:
             missing = self._parts.awaited.get(group, 0) + 1
@@ -505,8 +512,8 @@ class _Run:
 
     def _close(self) -> None:
         """Closes base blocks that wait for nothing any more."""
-        for heads, of_keys in self._complete:
-            self._work.close(heads, of_keys, None)
+        for heads, side in self._complete:
+            self._work.close(heads, side, None)
         self._complete.clear()
 
     def _post(self, channel: Communicator, exchange: Exchange) -> Posted:
@@ -516,18 +523,18 @@ class _Run:
         device = self._work.q.device
         buffers = channel.buffers([tensor for each in described for tensor in each], device)
         arriving, start = [], 0
-        for delivery, each in zip(exchange.receives, described, strict=True):
-            arriving.append((delivery, buffers[start : start + len(each)]))
+        for message, each in zip(exchange.receives, described, strict=True):
+            arriving.append((message, buffers[start : start + len(each)]))
             start += len(each)
         receives = [(buffer, one.move.source) for one, own in arriving for buffer in own]
         return Posted(channel.exchange(sends, receives), tuple(arriving), sends)
 
-    def _sent(self, delivery: Delivery, strided: bool) -> Sequence[Tensor]:
-        move, block, result = delivery
+    def _sent(self, message: Message, strided: bool) -> Sequence[Tensor]:
+        move, block, result = message
         rows = move.block.rows
         if result:
             held = self._parts.rows[block]
-            return self._work.results_for(move, held, self._earlier.pop(block, None))
+            return self._work.results_for(move, held, self._partial_sums.pop(block, None))
         if block in self.held:
             held, tensors = self._parts.rows[block], self.held[block]
         else:

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from megatron_cp_plugin.core.blocks.packed_rows import FEW, numbers_of
-from megatron_cp_plugin.core.blocks.rows import Piece, Rows, between, common, row_count
+from megatron_cp_plugin.core.blocks.rows import Rows, between, common, row_count
 from megatron_cp_plugin.core.call import Call
 from megatron_cp_plugin.core.comm import Described
-from megatron_cp_plugin.core.execution.program import BlockId, Exchange, Program, Round, Task, Turn
+from megatron_cp_plugin.core.execution.program import BlockId, Exchange, Program, Round, Step, Task
 from megatron_cp_plugin.core.execution.team import (
     Departure,
     GatheringTeam,
@@ -38,9 +38,18 @@ from megatron_cp_plugin.core.partial import (
     accumulation_dtype,
     rows_at,
 )
-from megatron_cp_plugin.core.plans.plan import OF_KEYS, OF_ROWS, RESULTS, Move
+from megatron_cp_plugin.core.plans.plan import (
+    KEYS,
+    OF_KEYS,
+    OF_ROWS,
+    QUERIES,
+    RESULTS,
+    SIDE_OF,
+    Move,
+    Side,
+)
 
-Teams = Mapping[bool, Team]  # of queries (false), of keys (true)
+Teams = Mapping[Side, Team]
 
 
 class Packed(NamedTuple):
@@ -60,7 +69,7 @@ class Pass(ABC):
     there is one round, with the rank's own tokens.
 
     Attributes:
-        sides: the sides that get results: queries (false), keys (true).
+        sides: the sides that get results.
         compute: runs a task; its arguments are the operands, the tiles and the call.
         sizes: batch, head dim of q, head dim of v, dtype.
         own: tensors of the rank's own tokens; teams gather them.
@@ -71,7 +80,7 @@ class Pass(ABC):
         retained: K and V of another rank's block, which the forward leaves to the backward.
     """
 
-    sides: ClassVar[tuple[bool, ...]]
+    sides: ClassVar[tuple[Side, ...]]
     compute: ClassVar[Callable[..., None]]
     sizes: tuple[int, int, int, torch.dtype]
     own: Named
@@ -96,11 +105,11 @@ class Pass(ABC):
         """Begins a round. Args: base: tensors of the base blocks."""
 
     @abstractmethod
-    def open(self, turn: Turn, *, strided: bool) -> None:
+    def open(self, step: Step, *, strided: bool) -> None:
         """Begins a group of heads.
 
         Args:
-            turn: the first step of the group.
+            step: the first step of the group.
             strided: messages may be slices of all heads.
         """
 
@@ -143,12 +152,12 @@ class Pass(ABC):
         """Adds accepted results that still wait to be added: the next results overwrite them."""
 
     @abstractmethod
-    def close(self, heads: HeadGroup, of_keys: bool, others: Packed | None) -> None:
+    def close(self, heads: HeadGroup, side: Side, others: Packed | None) -> None:
         """Finishes the results for the queries, or keys, of a group of heads.
 
         Args:
             heads: the group.
-            of_keys: of the keys, not of the queries.
+            side: the queries, or the keys.
             others: results of other ranks that are still to be added; None: there are none.
         """
 
@@ -163,7 +172,7 @@ class Pass(ABC):
         operation = self._round.results.get(names)
         if operation is None:
             return Staying(self._round.base.named(names, self._targets))
-        team = self._teams[names[0] in OF_KEYS]
+        team = self._teams[SIDE_OF[names[0]]]
         assert isinstance(team, GatheringTeam)
         return team.departure(operation, self._targets)
 
@@ -171,21 +180,21 @@ class Pass(ABC):
         """Sends results for all rows of the base block where `_departure` sends those of some."""
         operation = self._round.results.get(names)
         if operation is not None:
-            return self._teams[names[0] in OF_KEYS].send(operation, self._targets, tensors)
+            return self._teams[SIDE_OF[names[0]]].send(operation, self._targets, tensors)
         targets = self._round.base.named(names, self._targets)
         for target, x in zip(targets, tensors, strict=True):
             target.copy_(x)
         return []
 
-    def _take_heads(self, turn: Turn, of_queries: Tensors, strided: bool) -> None:
+    def _take_heads(self, step: Step, of_queries: Tensors, strided: bool) -> None:
         """Sets `queries` and `keys` to a step's heads; contiguous where messages must be."""
-        queries, keys, some = of_queries, (self.k, self.v), turn.within
+        queries, keys, some = of_queries, (self.k, self.v), step.within
         if some is not None:
             queries = tuple([x[:, :, some.q] for x in queries])
             keys = self.k[:, :, some.kv], self.v[:, :, some.kv]
-            if not strided and False in self._program.sent:
+            if not strided and QUERIES in self._program.sent:
                 queries = tuple([x.contiguous() for x in queries])
-            if not strided and True in self._program.sent:
+            if not strided and KEYS in self._program.sent:
                 keys = keys[0].contiguous(), keys[1].contiguous()
         self.queries, self.keys = queries, keys
 
@@ -194,7 +203,7 @@ class Pass(ABC):
 def expected(
     exchange: Exchange, batch: int, dim: int, value_dim: int, dtype: torch.dtype
 ) -> tuple[tuple[Described, ...], ...]:
-    """Shapes and dtypes of the tensors of each delivery that a rank receives."""
+    """Shapes and dtypes of the tensors of each message that a rank receives."""
     accumulated, found = accumulation_dtype(dtype), []
     for move in (one.move for one in exchange.receives):
         tensors, tokens = list[Described](), move.tokens
@@ -257,11 +266,11 @@ class Gradients(NamedTuple):
         """Where the kernel writes the gradients of a tile's q, k and v: a block's first gradients
         to the memory of its sum, later ones to new memory. None: no gradient is a block's first.
         """
-        of_q, of_keys = self.dq.place_of_first(q.shape[1]), self.dkv.place_of_first(k.shape[1])
-        if of_q is None and of_keys is None:
+        of_q, side = self.dq.place_of_first(q.shape[1]), self.dkv.place_of_first(k.shape[1])
+        if of_q is None and side is None:
             return None
         (dq,) = of_q or (q.new_empty(q.shape),)
-        dk, dv = of_keys or (k.new_empty(k.shape), v.new_empty(v.shape))
+        dk, dv = side or (k.new_empty(k.shape), v.new_empty(v.shape))
         return dq, dk, dv
 
 
@@ -328,7 +337,7 @@ class Forward(Pass):
         kept: q, k, v and lse of every round's base blocks, if these stay for the backward.
     """
 
-    sides = (False,)
+    sides = (QUERIES,)
     compute = staticmethod(attend_block)
     out: Tensor
     lse: Tensor
@@ -370,7 +379,7 @@ class Forward(Pass):
         if self._program.parted:
             self._leaving = self._departure("out", "lse")
             return
-        self._placing = part.turns[0].within is not None or self._call.places_outputs
+        self._placing = part.steps[0].within is not None or self._call.places_outputs
         if self._placing:
             self.out, self.lse = self._places(self.q, self.v)
 
@@ -380,16 +389,16 @@ class Forward(Pass):
         out = q.new_empty((batch, tokens, heads, v.shape[3]))
         return out, q.new_empty((batch, heads, tokens), dtype=self._wide)
 
-    def open(self, turn: Turn, *, strided: bool) -> None:
+    def open(self, step: Step, *, strided: bool) -> None:
         """See Pass.open."""
-        self._take_heads(turn, (self.q,), strided)
+        self._take_heads(step, (self.q,), strided)
         if self._program.parted:
             return
         place = (self.out, self.lse) if self._placing else None
-        if place is not None and turn.within is not None:
-            place = self.out[:, :, turn.within.q], self.lse[:, turn.within.q]
+        if place is not None and step.within is not None:
+            place = self.out[:, :, step.within.q], self.lse[:, step.within.q]
         (q,), (_, v) = self.queries, self.keys
-        self._totals[turn.heads.q.start] = Accumulator(q, v.shape[3], place)
+        self._totals[step.heads.q.start] = Accumulator(q, v.shape[3], place)
 
     def operands(
         self, task: Task, queries: Tensors | None, keys: Tensors | None
@@ -436,7 +445,7 @@ class Forward(Pass):
         for total in self._totals.values():
             total.settle()
 
-    def close(self, heads: HeadGroup, of_keys: bool, others: Packed | None) -> None:
+    def close(self, heads: HeadGroup, side: Side, others: Packed | None) -> None:
         """See Pass.close."""
         total = self._totals.pop(heads.q.start)
         if others is not None:
@@ -459,7 +468,7 @@ class Forward(Pass):
 class Backward(Pass):
     """Gradients, summed over all blocks that meet."""
 
-    sides = (False, True)
+    sides = (QUERIES, KEYS)
     compute = staticmethod(differentiate_block)
 
     def __init__(
@@ -488,9 +497,9 @@ class Backward(Pass):
         self.own, self.kept_of, self.retained = own, kept_of, retained
         if teams:
             self._targets = dict(like)
-        # By (first query head of a group, False) and (first KV head, True), of groups that are not
-        # closed: the heads' slice in the base block, and the sum of dq or of dk and dv.
-        self._sums: dict[tuple[int, bool], tuple[slice | None, GradientSum]] = {}
+        # By (first query head of a group, QUERIES) and (first KV head, KEYS), of open groups:
+        # the heads' slice in the base block, and the sum of dq or of dk and dv.
+        self._sums: dict[tuple[int, Side], tuple[slice | None, GradientSum]] = {}
         self._found: dict[BlockId, GradientSum] = {}  # for other ranks' blocks
 
     def begin(self, part: Round, base: Named) -> None:
@@ -503,36 +512,36 @@ class Backward(Pass):
             self._leaving = self._departure("dq") if self._call.dq else None
             return
         # Else a first partial would hold the memory of the result while a float32 sum is made.
-        several = part.turns[0].within is not None
+        several = part.steps[0].within is not None
         self._placing = (several or self._few) and self._call.places_gradients
         self._of_queries = WholeGradient(self.q)
         if part.base.heads.first:
             self._of_keys = WholeGradient(self.k, self.v)
 
-    def open(self, turn: Turn, *, strided: bool) -> None:
+    def open(self, step: Step, *, strided: bool) -> None:
         """See Pass.open."""
-        self._take_heads(turn, (self.q, self._dout), strided)
-        heads, whole, within = turn.heads, self._round.base.heads, turn.within
+        self._take_heads(step, (self.q, self._dout), strided)
+        heads, whole, within = step.heads, self._round.base.heads, step.within
         of_q, of_kv = (None, None) if within is None else (within.q, within.kv)
         statistics = self._all if of_q is None else self._all.heads(of_q)
-        if False in self._program.sent:
+        if QUERIES in self._program.sent:
             lse, delta = statistics.lse, statistics.delta_for(self.queries[1])
             self.queries += (delta, lse)
             statistics = Statistics(lse, statistics.out, delta)
         self._statistics = statistics
         if self._program.parted:
             if heads.first:
-                self._sums[heads.kv.start, True] = None, GradientSum(*self.keys)
+                self._sums[heads.kv.start, KEYS] = None, GradientSum(*self.keys)
             return
         place = partial(self._of_queries.place, of_q) if self._placing else None
         dq = GradientSum(self.queries[0], few=self._few, place=place)
-        self._sums[heads.q.start, False] = of_q, dq
+        self._sums[heads.q.start, QUERIES] = of_q, dq
         if not whole.first:  # an earlier round opened the sums of these keys
             return
         few, place = self._few and whole.last, None
         if self._placing and whole.last:
             place = partial(self._of_keys.place, of_kv)
-        self._sums[heads.kv.start, True] = of_kv, GradientSum(*self.keys, few=few, place=place)
+        self._sums[heads.kv.start, KEYS] = of_kv, GradientSum(*self.keys, few=few, place=place)
 
     def operands(
         self, task: Task, queries: Tensors | None, keys: Tensors | None
@@ -543,13 +552,13 @@ class Backward(Pass):
             q, dout = rows_at(q, task.rows), rows_at(dout, task.rows)
             statistics, dq = statistics.rows(task.rows), GradientSum(q)
         elif queries is None:
-            _, dq = self._sums[task.heads.q.start, False]
+            _, dq = self._sums[task.heads.q.start, QUERIES]
         else:
             q, dout, delta, lse = queries
             statistics = Statistics(lse, delta=delta)
             dq = self._of_others(task.query, (q,), wanted=self._call.dq)
         if keys is None:
-            _, dkv = self._sums[task.heads.kv.start, True]
+            _, dkv = self._sums[task.heads.kv.start, KEYS]
         else:
             k, v = keys
             dkv = self._of_others(task.key, keys, wanted=self._call.dkv)
@@ -572,7 +581,7 @@ class Backward(Pass):
 
     def results_for(self, move: Move, held: Rows, before: Packed | None) -> Tensors:
         """See Pass.results_for."""
-        total = self._found.pop((move.block.owners[0], move.of_keys), None)
+        total = self._found.pop((move.block.owners[0], move.side), None)
         rows = move.block.rows
         if total is None:
             return _passed_on(before)
@@ -580,7 +589,7 @@ class Backward(Pass):
         if held == rows and (before is None or before.rows == rows):
             return total.result(dtype, plus=None if before is None else before.tensors)
         found = tuple(total.held)
-        like = self.keys if move.of_keys else self.queries[:1]
+        like = self.keys if move.side else self.queries[:1]
         total = GradientSum(*[_like(x, rows) for x in like])
         _add_gradients(total, Packed(held, found), rows)
         if before is not None:
@@ -589,24 +598,24 @@ class Backward(Pass):
 
     def accept(self, move: Move, results: Tensors) -> None:
         """See Pass.accept."""
-        of_keys = move.of_keys
-        _, total = self._sums[(move.heads.kv if of_keys else move.heads.q).start, of_keys]
-        rows = between(0, (self.k if of_keys else self.q).shape[1])
+        side = move.side
+        _, total = self._sums[(move.heads.kv if side else move.heads.q).start, side]
+        rows = between(0, (self.k if side else self.q).shape[1])
         _add_gradients(total, Packed(move.block.rows, results), rows)
 
-    def close(self, heads: HeadGroup, of_keys: bool, others: Packed | None) -> None:
+    def close(self, heads: HeadGroup, side: Side, others: Packed | None) -> None:
         """See Pass.close."""
-        if of_keys and not self._round.base.heads.last:
+        if side and not self._round.base.heads.last:
             return
-        some, total = self._sums.pop(((heads.kv if of_keys else heads.q).start, of_keys))
+        some, total = self._sums.pop(((heads.kv if side else heads.q).start, side))
         plus: Tensors | None = None
         if others is not None:
-            rows = between(0, (self.k if of_keys else self.q).shape[1])
+            rows = between(0, (self.k if side else self.q).shape[1])
             if others.rows == rows:
                 plus = others.tensors
             else:
                 _add_gradients(total, others, rows)
-        (self._of_keys if of_keys else self._of_queries).write(some, total, plus)
+        (self._of_keys if side else self._of_queries).write(some, total, plus)
 
     def end(self) -> Waits:
         """See Pass.end."""
@@ -631,7 +640,7 @@ class Backward(Pass):
     def _found_for_keys(self, heads: HeadGroup) -> Tensors:
         """Takes dK and dV of the base block; this object keeps no reference to them."""
         if self._program.parted:
-            _, total = self._sums.pop((heads.kv.start, True))
+            _, total = self._sums.pop((heads.kv.start, KEYS))
             return tuple(total.held)
         found = self._of_keys.whole
         del self._of_keys
@@ -678,15 +687,15 @@ def _shared(here: Packed, rows: Rows) -> Iterator[tuple[SomeRows, Tensors]]:
     if len(pieces) > FEW:
         yield numbers_of(here.rows, rows, here.tensors[0].device), here.tensors
         return
-    for piece in pieces:
-        yield piece.there, _part(here.tensors, piece)
+    for mine, there in pieces:
+        yield there, _part(here.tensors, mine)
 
 
-def _part(tensors: Tensors, piece: Piece) -> Tensors:
+def _part(tensors: Tensors, rows: slice) -> Tensors:
     """Rows of packed tensors [B,S,heads,D], perhaps with [B,H,S], as views."""
-    if piece.here.stop - piece.here.start == tensors[0].shape[1]:
+    if rows.stop - rows.start == tensors[0].shape[1]:
         return tensors
-    return tuple(x[:, piece.here] if x.dim() == 4 else x[:, :, piece.here] for x in tensors)
+    return tuple(x[:, rows] if x.dim() == 4 else x[:, :, rows] for x in tensors)
 
 
 def _like(x: Tensor, rows: Rows) -> Tensor:

@@ -16,19 +16,23 @@ from torch import Tensor
 from megatron_cp_plugin.core.blocks.rows import Rows, common
 from megatron_cp_plugin.core.head_groups import HeadGroup, together
 from megatron_cp_plugin.core.masks.tile_batches import Batches, Part, parts
-from megatron_cp_plugin.core.masks.tile_table import TileTable
 from megatron_cp_plugin.core.plans.plan import (
+    KEYS,
     OF_KEYS,
     OF_ROWS,
+    QUERIES,
     TENSORS,
+    Kept,
     Move,
     Plan,
+    Side,
     TensorNames,
     during,
 )
+from megatron_cp_plugin.core.tiles import NO_TILES, TileTable
 
-# The owner of a block, and whether it is one of keys; else it is one of queries.
-BlockId = tuple[int, bool]
+# The owner of a block, and its side.
+BlockId = tuple[int, Side]
 # Of a tensor [B,S,heads,D], or rows [B,heads,S], some heads; None: all.
 Index = tuple[slice, ...] | None
 EVERYTHING = slice(None)
@@ -96,7 +100,7 @@ class Task(NamedTuple):
     rows: slice | None = None
 
 
-class Delivery(NamedTuple):
+class Message(NamedTuple):
     """A move from or to this rank.
 
     Attributes:
@@ -120,14 +124,14 @@ class Exchange:
 
     needed: int
     slow: bool
-    sends: tuple[Delivery, ...]
-    receives: tuple[Delivery, ...]
+    sends: tuple[Message, ...]
+    receives: tuple[Message, ...]
 
     @classmethod
     def of(cls, posted: int, needed: int, sends: Iterable[Move], receives: Iterable[Move]) -> Self:
         """The exchange of moves that all have these steps."""
         sent, received = (
-            tuple(Delivery(move, _block_of(move), move.result) for move in moves)
+            tuple(Message(move, _block_of(move), move.result) for move in moves)
             for moves in (sends, receives)
         )
         return cls(needed, needed > posted + 1, sent, received)
@@ -138,11 +142,11 @@ class Exchange:
         return frozenset(one.move.source for one in self.receives)
 
 
-class Turn(NamedTuple):
+class Step(NamedTuple):
     """What a rank does in one step.
 
     Attributes:
-        step: the number of the step.
+        number: counts from 0.
         heads: the group of heads that it computes.
         within: these heads as slices of the base blocks; None: they are all heads of these.
         first: whether the step is the first of its group.
@@ -153,7 +157,7 @@ class Turn(NamedTuple):
         dropped: blocks of other ranks that no later step needs.
     """
 
-    step: int
+    number: int
     heads: HeadGroup
     within: HeadGroup | None
     first: bool
@@ -172,13 +176,13 @@ class Round(NamedTuple):
         inputs: operations that bring the base blocks before the first step.
         results: operations that take results for the base blocks away after the last step, by the
             names of their tensors.
-        turns: the steps.
+        steps: the steps.
     """
 
     base: SomeHeads
     inputs: tuple[Operation, ...]
     results: Mapping[TensorNames, Operation]
-    turns: tuple[Turn, ...]
+    steps: tuple[Step, ...]
 
 
 @dataclass(frozen=True)
@@ -189,9 +193,9 @@ class Program:
         rounds: the rounds.
         few: each group of heads has at most two steps.
         own: (owner of the queries, owner of the keys) that the rank has before the first step.
-        sent: has False if the rank sends its queries to others, True if it sends its keys.
-        awaited: number of moves with results for its queries (false) or keys (true), by the first
-            query head of a group of heads.
+        sent: of which sides the rank sends its base block to others.
+        awaited: number of moves with results for its base blocks, by the first query head of a
+            group of heads and the side.
         receivable: (False for inputs or True for results, an exchange with the most tokens that any
             rank receives), for each kind of exchange in which ranks receive unequal amounts.
         retained: the block of another rank that this one has at the end of the forward, and at the
@@ -206,8 +210,8 @@ class Program:
     rounds: tuple[Round, ...]
     few: bool
     own: tuple[int, int]
-    sent: frozenset[bool]
-    awaited: Mapping[tuple[int, bool], int]
+    sent: frozenset[Side]
+    awaited: Mapping[tuple[int, Side], int]
     retained: BlockId | None
     rows: Mapping[BlockId, Rows]
     receivable: tuple[tuple[bool, Exchange], ...]
@@ -227,8 +231,8 @@ def program(plan: Plan, rank: int) -> Program:
     rows = _rows_that_come(plan, rank)
     exchanges, tasks = _exchanges(plan, rank), _tasks(plan, rank, rows)
     last_use = _last_uses(plan, rank, rows)
-    turns = (
-        Turn(
+    steps = (
+        Step(
             step,
             plan.groups[step // each],
             plan.groups[step // each] if len(plan.groups) > 1 else None,
@@ -241,18 +245,18 @@ def program(plan: Plan, rank: int) -> Program:
         )
         for step in range(plan.steps)
     )
-    of_own = [move for move in plan.moves if move.block.owners[0] == own[move.of_keys]]
+    of_own = [move for move in plan.moves if move.block.owners[0] == own[move.side]]
     awaited = Counter(
-        (move.heads.q.start, move.of_keys) for move in of_own if move.target == rank and move.result
+        (move.heads.q.start, move.side) for move in of_own if move.target == rank and move.result
     )
     whole = together(plan.groups)
     return Program(
-        (Round(SomeHeads.of(whole, whole), (), {}, tuple(turns)),),
+        (Round(SomeHeads.of(whole, whole), (), {}, tuple(steps)),),
         each <= 2,
         own,
-        frozenset(move.of_keys for move in of_own if move.source == rank and not move.result),
+        frozenset(move.side for move in of_own if move.source == rank and not move.result),
         awaited,
-        next(((kept.owners[0], True) for kept in plan.retained if kept.rank == rank), None),
+        next(((kept.owners[0], KEYS) for kept in _retained(plan, rank)), None),
         rows,
         *_all_exchanges(plan),
     )
@@ -268,16 +272,16 @@ def gathered(plan: Plan, rank: int, tokens: int, *, packed: bool, gaps: bool) ->
         packed: as in `Batches`.
         gaps: as in `Batches`.
     """
-    tiles: TileTable | tuple[()] = next(
-        (plan.tiles(compute) for compute in plan.computes if compute.rank == rank), ()
+    tiles = next(
+        (plan.tiles(compute) for compute in plan.computes if compute.rank == rank), NO_TILES
     )
     found = parts(tiles, tokens, plan.groups[0].heads, packed, gaps)
     if plan.phase == "backward":
         # A sum of key gradients can start as the first part's gradient if that part sees all keys.
         found = tuple(sorted(found, key=_reach, reverse=True))
-    block = (rank, False), (rank, True)
-    turns = (
-        Turn(
+    block = (rank, QUERIES), (rank, KEYS)
+    steps = (
+        Step(
             step,
             heads,
             None,
@@ -292,7 +296,7 @@ def gathered(plan: Plan, rank: int, tokens: int, *, packed: bool, gaps: bool) ->
     )
     rounds = _rounds(plan, rank, None, plan.groups)
     return Program(
-        tuple(one._replace(turns=(turn,)) for one, turn in zip(rounds, turns, strict=True)),
+        tuple(one._replace(steps=(step,)) for one, step in zip(rounds, steps, strict=True)),
         few=False,
         own=(rank, rank),
         sent=frozenset(),
@@ -324,30 +328,30 @@ def exchanged(
         exchanges: as in `HeadPlacement`.
     """
     (inner,), found, start = steps.rounds, list[Round](), 0
-    each = len(inner.turns) // sum(count for _, count in exchanges)
+    each = len(inner.steps) // sum(count for _, count in exchanges)
     rounds = _rounds(plan, rank, members, tuple(heads for heads, _ in exchanges))
     for one, (heads, count) in zip(rounds, exchanges, strict=True):
-        turns = inner.turns[start : start + count * each]
-        found.append(one._replace(turns=tuple(_within(turn, heads, count) for turn in turns)))
+        within = inner.steps[start : start + count * each]
+        found.append(one._replace(steps=tuple(_within(step, heads, count) for step in within)))
         start += count * each
     return replace(steps, rounds=tuple(found))
 
 
-def _within(turn: Turn, base: HeadGroup, count: int) -> Turn:
+def _within(step: Step, base: HeadGroup, count: int) -> Step:
     """A step whose base blocks have the heads `base`.
 
     Args:
-        turn: the step, of all heads.
+        step: it, of all heads.
         base: the heads of the base blocks.
         count: number of head groups in `base`.
     """
     if count == 1:
-        return turn._replace(within=None)
+        return step._replace(within=None)
     q, kv = (
         slice(part.start - whole.start, part.stop - whole.start)
-        for part, whole in ((turn.heads.q, base.q), (turn.heads.kv, base.kv))
+        for part, whole in ((step.heads.q, base.q), (step.heads.kv, base.kv))
     )
-    return turn._replace(within=replace(turn.heads, q=q, kv=kv))
+    return step._replace(within=replace(step.heads, q=q, kv=kv))
 
 
 @lru_cache(maxsize=64)  # where teams split heads the same for all masks
@@ -392,7 +396,7 @@ def _rounds(
 
 def _reach(part: Part) -> int:
     """Number of leading keys that a part's queries see."""
-    return int(part.work.tiles.kv[1].max(initial=0))
+    return int(part.work.tiles.kv.stop.max(initial=0))
 
 
 def _keys_of(plan: Plan, rank: int) -> int:
@@ -400,7 +404,7 @@ def _keys_of(plan: Plan, rank: int) -> int:
     before = [
         move.block.owners[0] for move in plan.moves if move.needed < 0 and move.target == rank
     ]
-    kept = [kept.owners[0] for kept in plan.kept if kept.rank == rank and "k" in kept.tensors]
+    kept = [kept.owners[0] for kept in plan.kept if kept.rank == rank and kept.rows is None]
     return (*before, *kept, rank)[0]
 
 
@@ -411,10 +415,13 @@ def _rows_that_come(plan: Plan, rank: int) -> dict[BlockId, Rows]:
         for move in plan.moves
         if move.target == rank and not move.result
     }
-    for kept in plan.retained:
-        if kept.rank == rank and kept.rows is not None:
-            found[kept.owners[0], True] = kept.rows
+    found.update(((kept.owners[0], KEYS), kept.rows or ()) for kept in _retained(plan, rank))
     return found
+
+
+def _retained(plan: Plan, rank: int) -> list[Kept]:
+    """What a rank keeps of another rank's block that came."""
+    return [kept for kept in plan.kept if kept.rank == rank and kept.rows is not None]
 
 
 def _tasks(plan: Plan, rank: int, held: Mapping[BlockId, Rows]) -> dict[int, tuple[Task, ...]]:
@@ -422,7 +429,7 @@ def _tasks(plan: Plan, rank: int, held: Mapping[BlockId, Rows]) -> dict[int, tup
     tasks: dict[int, tuple[Task, ...]] = {}
     for compute in plan.computes:
         if compute.rank == rank and (tiles := plan.tiles(compute)):
-            query, key = (compute.queries.owners[0], False), (compute.keys.owners[0], True)
+            query, key = (compute.queries.owners[0], QUERIES), (compute.keys.owners[0], KEYS)
             rows = _first(compute.queries.rows, held.get(query))
             cols = _first(compute.keys.rows, held.get(key))
             work = _work(tiles, rows, cols, compute.heads.heads)
@@ -439,7 +446,7 @@ def _work(tiles: TileTable, rows: int, cols: int, heads: int) -> Batches:
 
 def _first(rows: Rows, held: Rows | None) -> int:
     """Where `rows` begin in the rows of a block that a rank holds; held None: it holds all rows."""
-    return rows[0][0] if held is None else common(rows, held)[0].there.start
+    return rows[0][0] if held is None else common(rows, held)[0][1].start
 
 
 def _last_uses(
@@ -463,8 +470,8 @@ def _last_uses(
             use(_block_of(move), move.needed if move.target == rank else move.posted)
     for compute in plan.computes:
         if compute.rank == rank:
-            use((compute.queries.owners[0], False), compute.step)
-            use((compute.keys.owners[0], True), compute.step)
+            use((compute.queries.owners[0], QUERIES), compute.step)
+            use((compute.keys.owners[0], KEYS), compute.step)
     dropped: dict[int, tuple[BlockId, ...]] = {}
     for (_, block), step in last.items():
         if block in held:
@@ -473,7 +480,7 @@ def _last_uses(
 
 
 def _block_of(move: Move) -> BlockId:
-    return move.block.owners[0], move.of_keys
+    return move.block.owners[0], move.side
 
 
 def _exchanges(plan: Plan, rank: int) -> dict[tuple[bool, int], tuple[Exchange, ...]]:
@@ -499,7 +506,7 @@ def _all_exchanges(plan: Plan) -> tuple[tuple[tuple[bool, Exchange], ...], bool,
     """`receivable`, `one_peer` and `slow` of a program."""
     received: dict[tuple[bool, int, int, int], list[Move]] = {}
     sent_to: dict[tuple[bool, int, int, int], int] = {}
-    one_peer, slow = True, any(needed > posted + 1 for _, posted, needed in plan.times)
+    one_peer, slow = True, any(needed > posted + 1 for *_, posted, needed in plan.times)
     for move in plan.moves:
         (posted, needed, source, target), result = move[:4], move.result
         moves = received.setdefault((result, posted, needed, target), [])

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from megatron_cp_plugin.core.blocks.assembly import Assembly, Blocks, Contiguous, assemble, padded
-from megatron_cp_plugin.core.blocks.owned import Owned
 from megatron_cp_plugin.core.blocks.packed_rows import packed
 from megatron_cp_plugin.core.blocks.rows import (
     Rows,
@@ -26,6 +25,7 @@ from megatron_cp_plugin.core.blocks.rows import (
     row_count,
     token_dim,
 )
+from megatron_cp_plugin.core.blocks.token_map import TokenMap
 from megatron_cp_plugin.core.comm import Communicator, Pending
 from megatron_cp_plugin.core.execution.program import EVERYTHING, Index, Operation, SomeHeads
 from megatron_cp_plugin.core.partial import accumulation_dtype, merge_all_into, rows_at
@@ -236,8 +236,8 @@ class _Scattering(Departure):
 
             def add() -> None:
                 for target, total in zip(own, _apart(summed.wait(), widths), strict=True):
-                    for piece in pieces:
-                        rows_at(target, piece.there).copy_(rows_at(total, piece.here))
+                    for here, there in pieces:
+                        rows_at(target, there).copy_(rows_at(total, here))
 
             return [add]
         out, lse = own
@@ -257,7 +257,7 @@ class _Scattering(Departure):
 def gathering(
     inward: Communicator,
     outward: Communicator,
-    owned: Owned,
+    owned: TokenMap,
     members: Sequence[int],
     own: int,
     moves: Sequence[Move],
@@ -282,7 +282,7 @@ def gathering(
 
 @lru_cache(maxsize=64)  # both passes of a micro-batch ask for the same
 def _ordered(
-    owned: Owned,
+    owned: TokenMap,
     members: tuple[int, ...],
     own: int,
     travelling: tuple[tuple[int, Rows], ...],

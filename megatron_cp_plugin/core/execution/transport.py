@@ -9,8 +9,8 @@ from torch import Tensor
 from megatron_cp_plugin.core.comm import Communicator
 from megatron_cp_plugin.core.execution.program import program
 from megatron_cp_plugin.core.placement import HeadPlacement, Placement
-from megatron_cp_plugin.core.plans.plan import Plan, outside
-from megatron_cp_plugin.core.plans.plan_check import PlanError, check_slots
+from megatron_cp_plugin.core.plans.check import PlanError, check_slots
+from megatron_cp_plugin.core.plans.plan import KEYS, QUERIES, Plan, Side, outside
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ConfigError
 
@@ -43,8 +43,8 @@ class TeamChannels(NamedTuple):
     outward: Communicator
 
 
-def team_channels(placement: Placement, topology: Topology) -> dict[bool, TeamChannels]:
-    """Of the teams in which queries (false), and keys (true), come together; none if they do not.
+def team_channels(placement: Placement, topology: Topology) -> dict[Side, TeamChannels]:
+    """Of the teams in which queries, and keys, come together; none if they do not.
 
     A collective operation the first time.
     """
@@ -56,17 +56,17 @@ def team_channels(placement: Placement, topology: Topology) -> dict[bool, TeamCh
         ranks = tuple(range(first, first + placement.members))
         team = topology.subgroup(ranks, "team")
         both = TeamChannels(ranks, rank, team.channel("inward"), team.channel("outward"))
-        return {False: both, True: both}
+        return {QUERIES: both, KEYS: both}
     if not placement.assembled or placement.size == 1:
         return {}
     queries, keys = placement.blocks_of(rank)
-    holders = [placement.key_holder(owner) for owner in keys]
-    row, column = topology.subgroup(queries, "row"), topology.subgroup(holders, "column")
+    sources = [placement.key_source(owner) for owner in keys]
+    row, column = topology.subgroup(queries, "row"), topology.subgroup(sources, "column")
     of_queries = row.channel("queries"), row.channel("outputs")
     of_keys = column.channel("keys"), column.channel("key gradients")
     return {
-        False: TeamChannels(queries, rank, *of_queries),
-        True: TeamChannels(keys, keys[holders.index(rank)], *of_keys),
+        QUERIES: TeamChannels(queries, rank, *of_queries),
+        KEYS: TeamChannels(keys, keys[sources.index(rank)], *of_keys),
     }
 
 

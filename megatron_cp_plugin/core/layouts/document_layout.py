@@ -12,18 +12,10 @@ from itertools import pairwise
 
 import numpy as np
 
-from megatron_cp_plugin.core.layout import (
-    LAYOUTS,
-    Documents,
-    Layout,
-    ManySpans,
-    Span,
-    Spans,
-    Zigzag,
-)
+from megatron_cp_plugin.core.layout import LAYOUTS, Documents, Layout, Zigzag
 from megatron_cp_plugin.core.layouts.balance import deal, room
 from megatron_cp_plugin.core.masks.slices import Slices, starts_and_slices
-from megatron_cp_plugin.core.ranges import runs
+from megatron_cp_plugin.core.ranges import Ranges, Span
 from megatron_cp_plugin.errors import ContextParallelError
 
 # Into how many parts a rank those rows are cut of which later ones see fewer keys.
@@ -43,12 +35,12 @@ class Balanced(Layout):
     name = "documents"
     follows_documents = True
 
-    def spans(self, rank: int, size: int, seq_len: int) -> Spans:
+    def spans(self, rank: int, size: int, seq_len: int) -> Sequence[Span]:
         if self.documents or self.slices:
             return self._of_ranks(size, seq_len)[rank]
         return _ZIGZAG.spans(rank, size, seq_len)
 
-    def _of_ranks(self, size: int, seq_len: int) -> tuple[Spans, ...]:
+    def _of_ranks(self, size: int, seq_len: int) -> tuple[Ranges, ...]:
         if (size, seq_len) not in self._made:
             self._made[size, seq_len] = (
                 _balanced_under(self.slices, seq_len, size)
@@ -58,7 +50,7 @@ class Balanced(Layout):
         return self._made[size, seq_len]
 
     @cached_property
-    def _made(self) -> dict[tuple[int, int], tuple[Spans, ...]]:
+    def _made(self) -> dict[tuple[int, int], tuple[Ranges, ...]]:
         """Spans of all ranks, without a hash of all documents for each of them."""
         return {}
 
@@ -92,7 +84,7 @@ class PaddedDocuments(Layout):
     name = "thd"
     follows_documents = True
 
-    def spans(self, rank: int, size: int, seq_len: int) -> Spans:
+    def spans(self, rank: int, size: int, seq_len: int) -> Sequence[Span]:
         return _chunks_of_each(self.documents, seq_len, size, rank)
 
     def length(self, rank: int, size: int, seq_len: int) -> int:
@@ -119,7 +111,9 @@ NAMED: dict[str, Layout] = {
 
 
 @lru_cache(maxsize=64)
-def _chunks_of_each(documents: tuple[int, ...], seq_len: int, size: int, rank: int) -> Spans:
+def _chunks_of_each(
+    documents: tuple[int, ...], seq_len: int, size: int, rank: int
+) -> Sequence[Span]:
     """The spans of a rank. Args: documents: where padded ones begin, but for the first.
 
     Raises: ContextParallelError if a length is no multiple of 2P.
@@ -140,13 +134,11 @@ def _chunks_of_each(documents: tuple[int, ...], seq_len: int, size: int, rank: i
         )
     chunks = lengths // multiple
     both = np.stack([starts + index * chunks for index in (rank, multiple - 1 - rank)], 1)
-    begins, ends = both.ravel(), (both + chunks[:, None]).ravel()
-    first, last = runs(begins[1:] != ends[:-1], len(begins))
-    return ManySpans(np.stack((begins[first], ends[last])))
+    return Ranges.between(both.ravel(), (both + chunks[:, None]).ravel()).united
 
 
 @lru_cache(maxsize=64)
-def _balanced(documents: tuple[int, ...], seq_len: int, size: int) -> tuple[Spans, ...]:
+def _balanced(documents: tuple[int, ...], seq_len: int, size: int) -> tuple[Ranges, ...]:
     """The spans of every rank. Args: documents: where they begin, but for the first."""
     bounds = (0, *documents, seq_len)
 
@@ -159,7 +151,7 @@ def _balanced(documents: tuple[int, ...], seq_len: int, size: int) -> tuple[Span
 
 
 @lru_cache(maxsize=64)
-def _balanced_under(slices: Slices, seq_len: int, size: int) -> tuple[Spans, ...]:
+def _balanced_under(slices: Slices, seq_len: int, size: int) -> tuple[Ranges, ...]:
     """The spans of every rank under a span mask."""
     keys = slices.bands.keys_of(seq_len)
     before = np.concatenate(([0], np.cumsum(keys)))
@@ -180,17 +172,7 @@ def _balanced_under(slices: Slices, seq_len: int, size: int) -> tuple[Spans, ...
 
 def _dealt(
     parts: list[tuple[int, int]], size: int, work: Callable[[int, int], int]
-) -> tuple[Spans, ...]:
-    dealt = deal(parts, size, work)
-    found = np.array([rows for of_rank in dealt for rows in of_rank], np.int64).reshape(-1, 2)
-    rank = np.repeat(np.arange(size), list(map(len, dealt)))
-    order = np.lexsort((found[:, 0], rank))
-    rank, (starts, stops) = rank[order], found[order].T
-    # Those that touch each other are one.
-    first, last = runs((rank[1:] != rank[:-1]) | (starts[1:] != stops[:-1]), len(rank))
-    edges, nothing = np.stack((starts[first], stops[last])), np.zeros((2, 1), np.int64)
-    of_rank = np.searchsorted(rank[first], np.arange(size + 1)).tolist()
-    return tuple(
-        ManySpans(edges[:, start:stop] if start < stop else nothing)
-        for start, stop in pairwise(of_rank)
-    )
+) -> tuple[Ranges, ...]:
+    """Parts of a sequence for each rank. Args: work: as of `deal`."""
+    edges = (np.array(rows, np.int64).reshape(-1, 2).T for rows in deal(parts, size, work))
+    return tuple(Ranges.between(*of_rank).united for of_rank in edges)

@@ -4,39 +4,29 @@ A causal mask, a window, a packed document and a slice of a span mask are one th
 [q_start, q_stop) that see those keys of [k_start, k_stop) that are low to high positions later.
 """
 
-from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from functools import cached_property, lru_cache
-from math import lcm
+from collections.abc import Sequence
+from functools import cached_property
 from typing import NamedTuple, Self
 
 import numpy as np
 
-from megatron_cp_plugin.core.layout import Span, Spans, edges_of, without_steps
-from megatron_cp_plugin.core.ranges import Numbers, expanded
+from megatron_cp_plugin.core.ranges import Numbers, Ranges, expanded, joined, offsets
 
 # Where a mask ends whose length nobody has said, and diagonals that leave all of it.
 _END = 1 << 40
 FAR = 1 << 42
-# Where the table of some bands has them: the first of two columns of `Band`.
+# How far positions of blocks that are planned together are moved apart.
+_APART = 1 << 41
+# Where the table of some bands has them: the first of two rows.
 QUERIES, KEYS = 0, 2
-
-
-class Band(NamedTuple):
-    """Queries i of [q_start, q_stop) that see keys j of [k_start, k_stop): low <= j - i <= high."""
-
-    q_start: int
-    q_stop: int
-    k_start: int
-    k_stop: int
-    low: int = -FAR
-    high: int = FAR
 
 
 class Bands:
     """Bands that have no pair in common.
 
-    Attributes: table: int64 [6,n], the columns of `Band`.
+    Attributes:
+        table: int64 [6,n]: q_start, q_stop, k_start, k_stop, low, high of each: queries i of
+            [q_start, q_stop) see those keys j of [k_start, k_stop) with low <= j - i <= high.
     """
 
     def __init__(self, table: Numbers) -> None:
@@ -55,11 +45,6 @@ class Bands:
 
     def __len__(self) -> int:
         return self.table.shape[1]
-
-    @cached_property
-    def rows(self) -> list[Band]:
-        """All of them, in order."""
-        return [Band(*numbers) for numbers in self.table.T.tolist()]
 
     @cached_property
     def transposed(self) -> "Bands":
@@ -94,7 +79,17 @@ class Bands:
 
     def area(self, seq_len: int) -> int:
         """Number of pairs among the first seq_len positions."""
-        return sum(_area(band, seq_len) for band in self.rows)
+        start, stop, k_start, k_stop, low, high = self.table
+        stop, keys = np.minimum(stop, seq_len), np.minimum(k_stop, seq_len) - k_start
+        some = (start < stop) & (keys > 0)
+        start, stop, keys = start[some], stop[some], keys[some]
+
+        def below(diagonals: Numbers) -> Numbers:
+            """Pairs of which the key is before a diagonal."""
+            shift = (diagonals - k_start)[some]
+            return _ramp(stop + shift, keys) - _ramp(start + shift, keys)
+
+        return int((below(high + 1) - below(low)).sum())
 
     def keys_of(self, seq_len: int) -> Numbers:
         """How many keys each query of a sequence sees, int64 [N]."""
@@ -125,204 +120,139 @@ def _with_pairs(table: Numbers) -> Numbers:
     return found
 
 
-def _area(band: Band, seq_len: int) -> int:
-    q_start, q_stop, k_start, k_stop, low, high = band
-    q_stop, k_stop = min(q_stop, seq_len), min(k_stop, seq_len)
-    keys = k_stop - k_start
-    if q_stop <= q_start or keys <= 0:
-        return 0
-
-    def below(diagonal: int) -> int:
-        """Pairs of which the key is at most so many positions later."""
-        first, last = (query + diagonal - k_start for query in (q_start, q_stop))
-        return _ramp(last, keys) - _ramp(first, keys)
-
-    return below(high) - below(low - 1)
+def _ramp(rows: Numbers, keys: Numbers) -> Numbers:
+    """The sum of 0, 1, 2, ..., keys, keys, ... Args: rows: of how many of these numbers."""
+    rising = np.clip(rows, 0, keys + 1)
+    found: Numbers = rising * (rising - 1) // 2 + np.maximum(0, rows - rising) * keys
+    return found
 
 
-def _ramp(rows: int, keys: int) -> int:
-    """The sum of 1, 2, ..., keys, keys, ...: of so many numbers."""
-    rising = max(0, min(rows, keys))
-    return rising * (rising + 1) // 2 + max(0, rows - keys) * keys
+class SteppedBlocks(NamedTuple):
+    """Two blocks of positions with steps as blocks without steps.
 
-
-class BandPart(NamedTuple):
-    """What a block of queries and one of keys have of a band.
+    Positions of equal residue modulo the common step are a block without steps once they are
+    divided by it. These blocks follow each other, `_APART` positions from one to the next.
 
     Attributes:
-        q, kv: positions, step 1, ascending. low, high: as in Band, of these positions.
-        rows, cols: the same as slices of the blocks, whose step may be more.
+        q, kv: the positions. bands: what they see of each other; none without a pair.
+        rows, cols: the elements of each range of `q` and `kv` as ranges of rows of their blocks.
     """
 
-    q: Spans
-    kv: Spans
-    low: int
-    high: int
-    rows: slice
-    cols: slice
+    q: Ranges
+    kv: Ranges
+    bands: Bands
+    rows: Ranges
+    cols: Ranges
 
-    @property
-    def visible(self) -> bool:
-        """Whether any query sees any key."""
-        return any(
-            max(self.low, kv.start - q.stop + 1) <= min(self.high, kv.stop - 1 - q.start)
-            for q in self.q
-            for kv in self.kv
+    @classmethod
+    def of(cls, q: Ranges, kv: Ranges, bands: Bands) -> Self:
+        """Args: q, kv: the blocks. bands: of the mask."""
+        common = int(np.lcm.reduce(np.concatenate((q.step, kv.step))))
+        (q_residue, q_span, rows), (k_residue, k_span, cols) = (
+            _residues(block, common) for block in (q, kv)
         )
+        # [residue of queries, residue of keys, band]
+        q_start, q_stop, k_start, k_stop, low, high = bands.table
+        q_residue, k_residue = q_residue[:, None, None], k_residue[:, None]
+        later = k_residue - q_residue
+        q_first = np.maximum(-((q_residue - q_start) // common), q_span.start[:, None, None])
+        q_last = np.minimum(-((q_residue - q_stop) // common), q_span.stop[:, None, None])
+        k_first = np.maximum(-((k_residue - k_start) // common), k_span.start[:, None])
+        k_last = np.minimum(-((k_residue - k_stop) // common), k_span.stop[:, None])
+        lows, highs = -((later - low) // common), (high - later) // common
+        found = (q_first < q_last) & (k_first < k_last) & (lows <= highs)
+        found &= (k_first - q_last + 1 <= highs) & (k_last - 1 - q_first >= lows)
+        query, key, _ = found.nonzero()
+        columns = np.broadcast_arrays(q_first, q_last, k_first, k_last, lows, highs)
+        table = np.stack([column[found] for column in columns])
+        table[:2] += query * _APART
+        table[2:4] += key * _APART
+        table[4:] += (key - query) * _APART
+        q, kv = (_apart(spans, np.arange(len(spans))) for spans in (q_span, k_span))
+        return cls(q, kv, Bands(table), rows, cols)
 
 
-def parts_of(q_spans: Spans, kv_spans: Spans, bands: Bands) -> Iterator[BandPart]:
-    """What two blocks have of each band; some may still have no visible pair.
+def _residues(block: Ranges, common: int) -> tuple[Numbers, Ranges, Ranges]:
+    """Positions of each span with the same residue: these residues, the quotients, and the rows."""
+    every = common // block.step
+    span, index = expanded(np.minimum(every, block.lengths))
+    quotient, residue = np.divmod(block.start[span] + index * block.step[span], common)
+    count = -((index - block.lengths[span]) // every[span])
+    row, step = offsets(block.lengths)[span] + index, every[span]
+    rows = Ranges(np.stack((row, row + step * count, step)))
+    return residue, Ranges.between(quotient, quotient + count), rows
 
-    Args: q_spans, kv_spans: positions, no span of them empty.
 
-    Raises: ValueError if spans with step 1 do not ascend.
+def stretched(parts: Ranges, spans: Ranges, rows: Ranges) -> Ranges:
+    """Parts of spans as the same parts of the rows that stand for these spans.
+
+    Args: parts: each of one span. spans: without steps, ascending. rows: of each span.
     """
-    if not q_spans or not kv_spans:
-        return
-    if without_steps(q_spans, kv_spans):
-        of_queries = BandRows.of(q_spans, bands, QUERIES)
-        of_keys = BandRows.of(kv_spans, bands, KEYS)
-        shared = of_queries.shared_with(of_keys)
-        for number, edges in zip(shared, bands.table[:, shared].T.tolist(), strict=True):
-            band = Band(*edges)
-            q, rows = of_queries.part(number, band.q_start, band.q_stop)
-            kv, cols = of_keys.part(number, band.k_start, band.k_stop)
-            yield BandPart(q, kv, band.low, band.high, rows, cols)
-        return
-    # Positions of equal residue modulo the common step form a problem with step 1.
-    common = lcm(*(span.step for span in (*q_spans, *kv_spans)))
-    for q_residue, q_span, q_local in _residues(q_spans, common):
-        for k_residue, k_span, k_local in _residues(kv_spans, common):
-            for band in _of_residues(bands, common, (q_residue, q_span), (k_residue, k_span)):
-                queries, keys = (Span(*band[:2]),), (Span(*band[2:4]),)
-                rows = _part(q_local, q_span, *queries)
-                cols = _part(k_local, k_span, *keys)
-                yield BandPart(queries, keys, band.low, band.high, rows, cols)
+    span = spans.stop.searchsorted(parts.start, side="right")
+    step, shift = rows.step[span], rows.start[span] - spans.start[span] * rows.step[span]
+    last = shift + (parts.stop - 1) * step
+    return Ranges(np.stack((shift + parts.start * step, last + 1, step)))
 
 
-def within(outer: slice, start: int, stop: int) -> slice:
-    """Elements [start, stop) of the slice `outer`."""
-    if outer.step in (None, 1):
-        return slice(outer.start + start, outer.start + stop)
-    first, last = (outer.start + index * outer.step for index in (start, stop - 1))
-    return slice(first, last + 1, outer.step)
-
-
-def _part(local: slice, whole: Span, part: Span) -> slice:
-    """The elements of a slice that stands for a span of step 1 and has a part of it."""
-    return within(local, part.start - whole.start, part.stop - whole.start)
+def _apart(spans: Ranges, number: Numbers) -> Ranges:
+    """Spans without steps, those of one number far from those of the next."""
+    return Ranges.between(spans.start + number * _APART, spans.stop + number * _APART)
 
 
 class BandRows:
-    """Which rows of a block each band has.
+    """Which rows of some blocks without steps each band has.
 
-    Attributes: start, stop: int64 [bands], these rows. first, last: positions of the first and of
-        the last one. filled: whether there are any.
+    Positions of one block are `_APART` from those of the next, and its rows follow those of the
+    block before. A cell is a band of a block; its number is that in [blocks, bands].
+
+    Attributes:
+        before, shift: [blocks]: rows of all blocks before each, and how far its positions are
+            moved.
+        spans: positions of all blocks.
+        start, stop: [blocks, bands]: the rows of each cell. first, last: positions of the first
+            and of the last one, in their block. filled: whether there are any.
     """
 
-    def __init__(self, spans: Spans, bands: Bands, side: int) -> None:
-        """Args: side: QUERIES or KEYS."""
-        self._spans, self._bands, self._side = spans, bands, side
-        self._starts, self._stops = starts, stops = edges_of(spans)
-        if (stops[:-1] > starts[1:]).any():
-            raise ValueError(f"spans must be ascending and disjoint, got {spans}")
-        # Rows before each span, and of all; how far positions of each are from rows.
-        self._before = np.concatenate(([0], np.cumsum(stops - starts)))
-        self._shift = starts - self._before[:-1]
-
-        def position_of(rows: Numbers) -> Numbers:
-            number = self._before[:-1].searchsorted(rows, side="right") - 1
-            return rows + self._shift[np.maximum(number, 0)]
-
-        self.start, self.stop = map(self.rows_below, bands.table[side : side + 2])
+    def __init__(self, blocks: Sequence[Ranges], bands: Bands, side: int) -> None:
+        """Args: side: QUERIES or KEYS. Raises: ValueError if positions of a block do not ascend."""
+        counts = np.array([len(block) for block in blocks])
+        number = np.arange(len(blocks))
+        self.spans = spans = _apart(joined(blocks), np.repeat(number, counts))
+        if (spans.stop[:-1] > spans.start[1:]).any():
+            raise ValueError(f"spans must be ascending and disjoint, got {list(map(list, blocks))}")
+        self._rows = np.concatenate(([0], spans.ends))  # before each span, and of all
+        self.before, self.shift = self._rows[offsets(counts)], number * _APART
+        shift = self.shift[:, None]
+        self._edges = bands.table[side : side + 2, None] + shift
+        self.start, self.stop = map(self.rows_below, self._edges)
         self.filled = self.start < self.stop
-        self.first, self.last = position_of(self.start), position_of(self.stop - 1)
+        self.first, self.last = (
+            rows + (spans.start - self._rows[:-1])[np.maximum(self._span_of(rows), 0)] - shift
+            for rows in (self.start, self.stop - 1)
+        )
 
-    @staticmethod
-    @lru_cache(maxsize=1024)  # a block is computed with every other one
-    def of(spans: Spans, bands: Bands, side: int) -> "BandRows":
-        """Those of a block."""
-        return BandRows(spans, bands, side)
+    def _span_of(self, rows: Numbers) -> Numbers:
+        return self._rows[:-1].searchsorted(rows, side="right") - 1
 
     def rows_below(self, positions: Numbers) -> Numbers:
-        """How many rows of the block are before some positions."""
-        last = np.searchsorted(self._starts, positions, side="right") - 1
-        inside = np.minimum(positions, self._stops[last]) - self._starts[last]
-        return np.where(last < 0, 0, self._before[last] + inside)
+        """How many rows of all blocks are before some positions."""
+        last = self.spans.start.searchsorted(positions, side="right") - 1
+        inside = np.minimum(positions, self.spans.stop[last]) - self.spans.start[last]
+        found: Numbers = np.where(last < 0, 0, self._rows[last] + inside)
+        return found
 
-    def shared_with(self, keys: "BandRows") -> list[int]:
-        """Bands that may have pairs of these queries and those keys."""
-        low, high = self._bands.table[4:]
-        found = self.filled & keys.filled
-        found &= (keys.first - self.last <= high) & (keys.last - self.first >= low)
-        return np.flatnonzero(found).tolist()
+    def pieces(self, cells: Numbers) -> tuple[Numbers, Numbers, Numbers, Numbers, Numbers]:
+        """What some cells have of spans.
 
-    def spans_of(self, numbers: Numbers) -> tuple[Numbers, Numbers]:
-        """The first span of the block that some bands have, and how many they have of it."""
-        first, last = (
-            np.searchsorted(self._before, rows, side="right") - 1
-            for rows in (self.start[numbers], self.stop[numbers] - 1)
+        Returns: of each cell the first span, and of how many it has some. Of each piece the cell,
+            as its number among these, and the positions where it starts and stops.
+        """
+        first = self._span_of(self.start.ravel()[cells])
+        count = self._span_of(self.stop.ravel()[cells] - 1) - first + 1
+        cell, number = expanded(count)
+        span, (start, stop) = first[cell] + number, self._edges.reshape(2, -1)[:, cells[cell]]
+        start, stop = (
+            np.maximum(self.spans.start[span], start),
+            np.minimum(self.spans.stop[span], stop),
         )
-        return first, last - first + 1
-
-    def span_before(self, positions: Numbers) -> Numbers:
-        """The last span of the block that begins before some positions; -1 if none does."""
-        return np.searchsorted(self._starts, positions) - 1
-
-    def piece(self, numbers: Numbers, spans: Numbers) -> tuple[Numbers, Numbers, Numbers]:
-        """Positions [start, stop) that bands have of spans, and how far these are from rows."""
-        start = np.maximum(self._starts[spans], self._bands.table[self._side, numbers])
-        stop = np.minimum(self._stops[spans], self._bands.table[self._side + 1, numbers])
-        return start, stop, self._shift[spans]
-
-    def part(self, number: int, start: int, stop: int) -> tuple[Spans, slice]:
-        """Positions [start, stop) of the block, which are those of a band, and its rows."""
-        rows = slice(int(self.start[number]), int(self.stop[number]))
-        found, starts = [], self._start_list
-        index = max(0, bisect_right(starts, start) - 1)
-        while index < len(starts) and starts[index] < stop:
-            span = self._spans[index]
-            first, last = max(span.start, start), min(span.stop, stop)
-            if first < last:
-                found.append(Span(first, last))
-            index += 1
-        return tuple(found), rows
-
-    @cached_property
-    def _start_list(self) -> list[int]:
-        starts: list[int] = self._starts.tolist()
-        return starts
-
-
-def _residues(spans: Sequence[Span], common: int) -> Iterator[tuple[int, Span, slice]]:
-    """Splits spans by residue modulo `common`: (residue, quotients with step 1, local slice)."""
-    offset = 0
-    for span in spans:
-        every = common // span.step
-        for index in range(min(every, len(span))):
-            position = span.start + index * span.step
-            count = -(-(len(span) - index) // every)
-            quotient = position // common
-            local = slice(offset + index, offset + len(span), every)
-            yield position % common, Span(quotient, quotient + count), local
-        offset += len(span)
-
-
-def _of_residues(
-    bands: Bands, common: int, queries: tuple[int, Span], keys: tuple[int, Span]
-) -> Iterator[Band]:
-    """Bands of the quotients of positions of two residues, no more than spans of them have."""
-    (q_residue, q), (k_residue, k) = queries, keys
-    q_start, q_stop, k_start, k_stop, low, high = bands.table
-    later = k_residue - q_residue
-    q_first = np.maximum(-((q_residue - q_start) // common), q.start)
-    q_last = np.minimum(-((q_residue - q_stop) // common), q.stop)
-    k_first = np.maximum(-((k_residue - k_start) // common), k.start)
-    k_last = np.minimum(-((k_residue - k_stop) // common), k.stop)
-    lows, highs = -((later - low) // common), (high - later) // common
-    found = (q_first < q_last) & (k_first < k_last) & (lows <= highs)
-    found &= (k_first - q_last + 1 <= highs) & (k_last - 1 - q_first >= lows)
-    table = np.stack((q_first, q_last, k_first, k_last, lows, highs))[:, found]
-    for numbers in table.T.tolist():
-        yield Band(*numbers)
+        return first, count, cell, start, stop

@@ -1,12 +1,9 @@
 """Packed documents: validates cu_seqlens and finds where documents start."""
 
 from collections.abc import Sequence
-from itertools import accumulate, pairwise, takewhile
-from math import ceil
+from itertools import pairwise
 from operator import index
-from random import Random
 
-from megatron_cp_plugin.core.masks.document_lengths import Exponential, Lengths
 from megatron_cp_plugin.errors import ContextParallelError, brief
 
 
@@ -30,18 +27,3 @@ def document_starts(cu_seqlens: Sequence[int], seq_len: int) -> tuple[int, ...]:
             f"{brief(cu_seqlens)}"
         )
     return tuple(sorted(set(cu_seqlens) - {0, seq_len}))
-
-
-def random_documents(
-    seq_len: int, lengths: Lengths | int, *, multiple: int = 1, seed: int = 0
-) -> tuple[int, ...]:
-    """`document_starts` of random lengths, the same ones for the same seed; seq_len cuts the last.
-
-    Args: lengths: their distribution; a number: exponential with this mean. multiple: to which
-        lengths are rounded up.
-    """
-    if isinstance(lengths, int):
-        lengths = Exponential(lengths)
-    source = Random(seed)
-    drawn = (ceil(lengths.draw(source) / multiple) * multiple for _ in range(seq_len))
-    return tuple(takewhile(lambda start: start < seq_len, accumulate(drawn)))

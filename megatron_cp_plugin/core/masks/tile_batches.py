@@ -10,14 +10,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
-from math import inf
 
 import numpy as np
 
-from megatron_cp_plugin.core.masks.batch import Batch, Ranges
-from megatron_cp_plugin.core.masks.tile_table import TileTable, table_of
-from megatron_cp_plugin.core.ranges import Numbers, expanded, runs
-from megatron_cp_plugin.core.tiles import Tile
+from megatron_cp_plugin.core.masks.batch import Batch
+from megatron_cp_plugin.core.ranges import Numbers, Ranges, expanded, first_fit, runs
+from megatron_cp_plugin.core.tiles import NO_TILES, Tile, TileTable
 
 # Pairs of a query and a key, for all heads, with which a call keeps a GPU busy for longer than the
 # host needs for the next one: some 70 us forward with head dim 128.
@@ -35,9 +33,9 @@ KernelCall = Tile | Batch
 class Batches:
     """The tiles of a block of queries and one of keys, and the kernel calls that compute them."""
 
-    def __init__(self, tiles: Iterable[Tile], heads: int) -> None:
+    def __init__(self, tiles: TileTable, heads: int) -> None:
         """Args: heads: query heads that are computed at a time."""
-        self.tiles, self._heads = table_of(tiles), heads
+        self.tiles, self._heads = tiles, heads
         self._calls: dict[tuple[bool, bool, bool], tuple[KernelCall, ...]] = {}
 
     def calls(
@@ -66,8 +64,7 @@ class Batches:
 
 
 def _singly(tiles: TileTable) -> Iterator[KernelCall]:
-    bounds = [*np.flatnonzero(~tiles.joined).tolist(), len(tiles.joined)]
-    for tile, (start, stop) in zip(tiles, pairwise(bounds), strict=True):
+    for tile, (start, stop) in zip(tiles, pairwise(tiles.bounds), strict=True):
         yield tile if stop == start + 1 else _call(tiles, np.arange(start, stop))
 
 
@@ -75,7 +72,7 @@ def _packed(
     tiles: TileTable, kinds: tuple["_Units", ...], heads: int, gaps: bool, forward: bool
 ) -> list[KernelCall]:
     found: list[KernelCall] = []
-    rows, keys = (int(x[1].max(initial=0)) for x in (tiles.q, tiles.kv))
+    rows, keys = (int(x.stop.max(initial=0)) for x in (tiles.q, tiles.kv))
     least, most = (queries // heads for queries in _COPIED)
     most_rows = min(max(rows // 2, least), most)
     for units in kinds:
@@ -109,14 +106,14 @@ class _Units:
     """
 
     def __init__(self, tiles: TileTable) -> None:
-        self.tiles = tiles = tiles.some(np.lexsort((tiles.kv[0], tiles.q[0]))).single
-        plain = (tiles.q[2] == 1) & (tiles.kv[2] == 1) & ~tiles.reverse
+        self.tiles = tiles = tiles.some(np.lexsort((tiles.kv.start, tiles.q.start))).single
+        plain = (tiles.q.step == 1) & (tiles.kv.step == 1) & ~tiles.reverse
         follows = plain[1:] & plain[:-1]
         for x in (tiles.q, tiles.kv):
-            follows &= x[1, :-1] == x[0, 1:]
+            follows &= x.stop[:-1] == x.start[1:]
         self._first, self._last = runs(~follows, len(plain))
-        self.start, self.k_start = tiles.q[0, self._first], tiles.kv[0, self._first]
-        self.stop, self.k_stop = tiles.q[1, self._last], tiles.kv[1, self._last]
+        self.start, self.k_start = tiles.q.start[self._first], tiles.kv.start[self._first]
+        self.stop, self.k_stop = tiles.q.stop[self._last], tiles.kv.stop[self._last]
         self.rows = self.stop - self.start
         self.cols = np.add.reduceat(tiles.cols, self._first)
         self.area = np.add.reduceat(tiles.areas, self._first)
@@ -135,24 +132,25 @@ def _larger(tiles: TileTable) -> TileTable:
     """Full tiles, those as one that have the same rows and columns that follow each other, or the
     same columns and rows that do.
     """
-    order = np.lexsort((tiles.kv[0], tiles.q[1], tiles.q[0]))
-    q, kv = _widened(tiles.q[:, order], tiles.kv[:, order])
-    order = np.lexsort((q[0], kv[1], kv[0]))
-    kv, q = _widened(kv[:, order], q[:, order])
-    no = np.zeros(q.shape[1], np.bool_)
+    q, kv = _widened(tiles.q, tiles.kv)
+    kv, q = _widened(kv, q)
+    no = np.zeros(len(q), np.bool_)
     return TileTable(q, kv, no, no, no)
 
 
-def _widened(same: Numbers, wide: Numbers) -> tuple[Numbers, Numbers]:
+def _widened(same: Ranges, wide: Ranges) -> tuple[Ranges, Ranges]:
     """Those as one of which one side is the same, and the others follow each other."""
-    follows = (same[:, 1:] == same[:, :-1]).all(0) & (wide[1, :-1] == wide[0, 1:])
-    follows &= (wide[2, 1:] == 1) & (wide[2, :-1] == 1)
-    first, last = runs(~follows, same.shape[1])
-    return same[:, first], np.stack((wide[0, first], wide[1, last], wide[2, first]))
+    order = np.lexsort((wide.start, same.stop, same.start))
+    same, wide = same.some(order), wide.some(order)
+    follows = (same.table[:, 1:] == same.table[:, :-1]).all(0) & (wide.stop[:-1] == wide.start[1:])
+    follows &= (wide.step[1:] == 1) & (wide.step[:-1] == 1)
+    first, last = runs(~follows, len(same))
+    table = np.stack((wide.start[first], wide.stop[last], wide.step[first]))
+    return same.some(first), Ranges(table)
 
 
 def _disjoint(
-    units: _Units, numbers: Numbers, most_rows: float = inf, most_cols: float = inf
+    units: _Units, numbers: Numbers, most_rows: float, most_cols: float
 ) -> list[list[int]]:
     """As few groups as can be, of units that have no row in common.
 
@@ -190,33 +188,15 @@ def _in_place(units: _Units, forward: bool, copied: int) -> list[list[int]]:
     if not units.plain:
         return []
     if forward:
-        groups = _disjoint(units, np.arange(len(units)))
+        groups = first_fit(units.start[None], units.stop[None])
         return [group for group in groups if len(group) > 1 and _fits(units, group, forward)]
-    groups = _ascending(units)
+    # Units that follow each other in rows and in columns.
+    begins, ends = (units.start, units.k_start), (units.stop, units.k_stop)
+    groups = first_fit(np.stack(begins), np.stack(ends))
     # Each call makes gradients of all rows, and of all keys, that are added up.
     few = len(groups) == 1 or (len(groups) == 2 and units.rows.sum() > copied)
     fit = few and all(len(group) > 1 and _fits(units, group, forward) for group in groups)
     return groups if fit else []
-
-
-def _ascending(units: _Units) -> list[list[int]]:
-    """Groups of units that follow each other in rows and in columns, as few as can be."""
-    follows = (units.stop[:-1] <= units.start[1:]) & (units.k_stop[:-1] <= units.k_start[1:])
-    if follows.all():
-        return [[*range(len(units))]]
-    groups: list[list[int]] = []
-    ends: list[tuple[int, int]] = []
-    columns = (units.start, units.k_start, units.stop, units.k_stop)
-    for number, (row, col, *end) in enumerate(zip(*(x.tolist() for x in columns), strict=True)):
-        for index, (last_row, last_col) in enumerate(ends):
-            if row >= last_row and col >= last_col:
-                groups[index].append(number)
-                ends[index] = end[0], end[1]
-                break
-        else:
-            groups.append([number])
-            ends.append((end[0], end[1]))
-    return groups
 
 
 def _fits(units: _Units, group: Sequence[int], forward: bool) -> bool:
@@ -238,8 +218,7 @@ def _call(
     if len(numbers) == 1:
         (tile,) = some
         return tile
-    rows = Ranges.of(some.q, some.rows, some.reverse)
-    cols = Ranges.of(some.kv, some.cols, some.reverse)
+    rows, cols = (x.reversed_where(some.reverse) for x in (some.q, some.kv))
     return Batch(rows, cols, bool(some.causal[0]), apart, forward)
 
 
@@ -259,9 +238,7 @@ class Part:
 
 
 @lru_cache(maxsize=256)
-def parts(
-    tiles: Sequence[Tile], rows: int, heads: int, packed: bool, gaps: bool
-) -> tuple[Part, ...]:
+def parts(tiles: TileTable, rows: int, heads: int, packed: bool, gaps: bool) -> tuple[Part, ...]:
     """Divides a block of `rows` queries where no kernel call has rows on both sides.
 
     Then a part needs no buffer to merge into unless it has several calls. Rows that see nothing
@@ -269,23 +246,18 @@ def parts(
 
     Args: heads, packed, gaps: as in `Batches`.
     """
-    work = Batches(tiles, heads)
-    cuts = _merged(map(_rows_of, work.calls(packed=packed, gaps=gaps)))
-    return tuple(_parts(work.tiles, rows, heads, cuts))
+    return tuple(_parts(Batches(tiles, heads).calls(packed=packed, gaps=gaps), tiles, rows, heads))
 
 
-def _parts(
-    tiles: TileTable, rows: int, heads: int, cuts: Iterable[tuple[int, int]]
-) -> Iterator[Part]:
+def _parts(calls: Iterable[KernelCall], tiles: TileTable, rows: int, heads: int) -> Iterator[Part]:
     reached = 0
-    for start, stop in cuts:
+    for start, stop in (*_merged(map(_rows_of, calls)), (rows, rows)):
         if start > reached:
-            yield Part(slice(reached, start), Batches((), heads))
-        own = tiles.some((start <= tiles.q[0]) & (tiles.q[0] < stop))
-        yield Part(slice(start, stop), Batches(own.moved(-start, 0), heads))
+            yield Part(slice(reached, start), Batches(NO_TILES, heads))
+        if start < stop:
+            own = tiles.some((start <= tiles.q.start) & (tiles.q.start < stop))
+            yield Part(slice(start, stop), Batches(own.moved(-start, 0), heads))
         reached = stop
-    if reached < rows:
-        yield Part(slice(reached, rows), Batches((), heads))
 
 
 def _rows_of(call: KernelCall) -> tuple[int, int]:

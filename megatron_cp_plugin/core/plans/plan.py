@@ -6,26 +6,36 @@ Pure data about all ranks, made before a tensor moves. It is executed, checked, 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from fractions import Fraction
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from megatron_cp_plugin.core.blocks.assembly import assemble
-from megatron_cp_plugin.core.blocks.owned import Owned
 from megatron_cp_plugin.core.blocks.rows import Rows, between, positions_of
+from megatron_cp_plugin.core.blocks.token_map import TokenMap
 from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.head_groups import HeadGroup, together
-from megatron_cp_plugin.core.layout import Spans
-from megatron_cp_plugin.core.masks.tile_table import TileTable, tiles_of
+from megatron_cp_plugin.core.ranges import Ranges
 from megatron_cp_plugin.core.shape import Shape
-from megatron_cp_plugin.core.tiles import Mask
+from megatron_cp_plugin.core.tiles import Mask, TileTable, plan_pairs
 
+
+class Side(IntEnum):
+    """Which blocks: those of queries, or those of keys and values."""
+
+    QUERIES = 0
+    KEYS = 1
+
+
+QUERIES, KEYS = Side
 PHASES: tuple[Phase, ...] = ("forward", "backward")
 # Names of tensors: q, k, v, dout, lse, delta are inputs, the others results.
 TensorNames = tuple[str, ...]
 TENSORS: TensorNames = ("q", "k", "v", "out", "dout", "lse", "delta", "dq", "dk", "dv")
 RESULTS = frozenset(("out", "dq", "dk", "dv"))
 OF_KEYS = frozenset(("k", "v", "dk", "dv"))
+SIDE_OF = {name: KEYS if name in OF_KEYS else QUERIES for name in TENSORS}
 OF_ROWS = frozenset(("lse", "delta"))
 
 
@@ -87,41 +97,30 @@ class Move(NamedTuple):
         return self.messages[0][0] in RESULTS
 
     @property
-    def of_keys(self) -> bool:
-        """Whether its tensors are those of a block of keys."""
-        return self.messages[0][0] in OF_KEYS
-
-    @property
-    def of_rows(self) -> bool:
-        """Whether its tensors have a number for each row and head."""
-        return self.messages[0][0] in OF_ROWS
+    def side(self) -> Side:
+        """Which block's tensors it carries."""
+        return KEYS if self.messages[0][0] in OF_KEYS else QUERIES
 
 
 class Time(NamedTuple):
     """When some rank sends something; then all ranks exchange messages, if only none.
 
-    Attributes: tensor: the first one that travels. posted, needed: as of Move.
+    Attributes: as of Move.
     """
 
-    tensor: str
+    result: bool
+    side: Side
     posted: int
     needed: int
 
-    @property
-    def result(self) -> bool:
-        """As of Move."""
-        return self.tensor in RESULTS
-
-    @property
-    def of_keys(self) -> bool:
-        """As of Move."""
-        return self.tensor in OF_KEYS
-
 
 class Kept(NamedTuple):
-    """What a rank still has from the forward, beside the tensors of its own tokens.
+    """What a rank has at the end of the forward, and at the beginning of the backward, beside the
+    tensors of its own tokens.
 
-    Attributes: rows: which of them, of one owner; None: all.
+    Attributes:
+        rows: of one block of another rank, which takes no message then; None: all rows, in place
+            of the rank's own.
     """
 
     rank: int
@@ -138,7 +137,7 @@ class Sent(NamedTuple):
     messages: int
 
 
-def _positions(spans: Owned, block: Block) -> Spans:
+def _positions(spans: TokenMap, block: Block) -> Ranges:
     members = [spans[owner] for owner in block.owners]
     if len(members) == 1:
         (owner,) = block.owners
@@ -148,10 +147,10 @@ def _positions(spans: Owned, block: Block) -> Spans:
     return positions_of(assemble(members, width).spans, block.rows)
 
 
-@lru_cache(maxsize=4096)  # both passes of a micro-batch have the same
-def _tiles(spans: Owned, queries: Block, keys: Block, mask: Mask, rectangular: bool) -> TileTable:
-    q_spans, kv_spans = _positions(spans, queries), _positions(spans, keys)
-    return tiles_of(q_spans, kv_spans, mask, rectangular=rectangular)
+@lru_cache(maxsize=16)  # both passes of a micro-batch have the same
+def _tiles(spans: TokenMap, mask: Mask, rectangular: bool) -> dict[tuple[Block, Block], TileTable]:
+    """Tiles of the pairs of blocks that plans have asked for."""
+    return {}
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,19 +158,18 @@ class Plan:
     """One pass of one attention on all ranks.
 
     Attributes:
-        spans: positions that each rank owns. rectangular: as in `plan_tiles`.
+        spans: positions that each rank holds. rectangular: as in `plan_tiles`.
         groups: of heads of a share, one after another; each takes equally many of the `steps`.
         relay: results for a block go from rank to rank, each adding its own.
-        kept: what ranks have from the forward. shares: into how many the heads are split among
-            ranks. retained: blocks of others that ranks have at the end of the forward, and at the
-            beginning of the backward; one each at most.
+        kept: what ranks keep of the forward for the backward. shares: into how many the heads are
+            split among ranks.
         times: where moves are those of one rank, the times of all ranks' ones.
     """
 
     phase: Phase
     mask: Mask
     rectangular: bool
-    spans: Owned
+    spans: TokenMap
     groups: tuple[HeadGroup, ...]
     steps: int
     computes: tuple[Compute, ...]
@@ -179,7 +177,6 @@ class Plan:
     relay: bool
     kept: tuple[Kept, ...] = ()
     shares: int = 1
-    retained: tuple[Kept, ...] = ()
     times: frozenset[Time] = frozenset()
 
     @property
@@ -195,16 +192,34 @@ class Plan:
     def tiles(self, compute: Compute) -> TileTable:
         """What is computed; rows and columns are those of the two blocks, packed.
 
-        Planned on demand: a rank needs no other rank's tiles. Computations of pairs of ranks that
-        are alike have the very same ones.
+        Planned on demand, for all computations of the rank together: it needs no other rank's
+        tiles. Pairs of ranks that are alike have the very same ones.
         """
+        pair, found = self._pair(compute), _tiles(self.spans, self.mask, self.rectangular)
+        if pair not in found:
+            pairs = dict.fromkeys(map(self._pair, self._by_rank[compute.rank]))
+            new = [one for one in pairs if one not in found]
+            blocks = [(self.positions(queries), self.positions(keys)) for queries, keys in new]
+            tiles = plan_pairs(blocks, self.mask, rectangular=self.rectangular)
+            found.update(zip(new, tiles, strict=True))
+        return found[pair]
+
+    @cached_property
+    def _by_rank(self) -> dict[int, list[Compute]]:
+        found: dict[int, list[Compute]] = {}
+        for compute in self.computes:
+            found.setdefault(compute.rank, []).append(compute)
+        return found
+
+    def _pair(self, compute: Compute) -> tuple[Block, Block]:
+        """The blocks of a computation, or those of ranks that are alike."""
         queries, keys = compute.queries, compute.keys
         if len(queries.owners) == len(keys.owners) == 1:
             alike = self.spans.alike(queries.owners[0], self.mask)
             if alike is not None:
                 pair = alike[keys.owners[0]]
-                queries, keys = Block(pair[:1], queries.rows), Block(pair[1:], self._rows(keys))
-        return _tiles(self.spans, queries, keys, self.mask, self.rectangular)
+                return Block(pair[:1], queries.rows), Block(pair[1:], self._rows(keys))
+        return queries, keys
 
     def _rows(self, keys: Block) -> Rows:
         """Rows of a block of keys, or all where it is the last that are left out: no query of the
@@ -213,7 +228,7 @@ class Plan:
         whole = between(0, self.spans.lengths[keys.owners[0]])
         return whole if len(keys.rows) == 1 and keys.rows[0][0] == 0 else keys.rows
 
-    def positions(self, block: Block) -> Spans:
+    def positions(self, block: Block) -> Ranges:
         """Those of a block's rows, in its order."""
         return _positions(self.spans, block)
 
@@ -256,9 +271,9 @@ def with_wanted_gradients(plan: Plan, *, dq: bool, dkv: bool) -> Plan:
     """A plan in which gradients travel only if they are wanted; of a forward itself."""
     if plan.phase == "forward" or (dq and dkv):
         return plan
-    wanted = {False: dq, True: dkv}
-    moves = (move for move in plan.moves if not move.result or wanted[move.of_keys])
-    times = (time for time in plan.times if not time.result or wanted[time.of_keys])
+    wanted = dq, dkv
+    moves = (move for move in plan.moves if not move.result or wanted[move.side])
+    times = (time for time in plan.times if not time.result or wanted[time.side])
     return replace(plan, moves=tuple(moves), times=frozenset(times))
 
 
@@ -286,5 +301,5 @@ def during(plan: Plan) -> tuple[Move, ...]:
 
 @lru_cache(maxsize=256)
 def outside(plan: Plan) -> tuple[Move, ...]:
-    """Moves that bring keys to their holders beforehand, or gradients to their owners after."""
+    """Moves that bring keys to their source ranks first, or gradients to their owners last."""
     return tuple(m for m in plan.moves if m.needed < 0 or m.posted >= plan.steps)

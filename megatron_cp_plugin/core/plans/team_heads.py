@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import accumulate, permutations
 
-from megatron_cp_plugin.core.blocks.owned import Owned
 from megatron_cp_plugin.core.blocks.rows import between
+from megatron_cp_plugin.core.blocks.token_map import TokenMap
 from megatron_cp_plugin.core.head_groups import HeadGroup
 from megatron_cp_plugin.core.placement import HeadPlacement
 from megatron_cp_plugin.core.plans.plan import (
@@ -21,18 +21,18 @@ from megatron_cp_plugin.core.plans.plan import (
 )
 
 
-def with_teams(placement: HeadPlacement, between: Plan, rank: int | None) -> Plan:
-    """The plan of ranks. Args: between: of the teams, each as if it were one rank; of that of the
+def with_teams(placement: HeadPlacement, of_teams: Plan, rank: int | None) -> Plan:
+    """The plan of ranks. Args: of_teams: the teams', each as if it were one rank; of that of the
     rank alone if the plan is of one rank. rank: as of `plan_of`.
     """
-    seq_len = sum(between.spans.lengths)
-    size = len(between.spans) * placement.members
-    spans = Owned.of(placement.layout.within(between.mask.followed), size, seq_len)
-    making = _Teams(placement, between, spans.lengths, rank)
+    seq_len = sum(of_teams.spans.lengths)
+    size = len(of_teams.spans) * placement.members
+    spans = TokenMap.of(placement.layout.within(of_teams.mask.followed), size, seq_len)
+    making = _Teams(placement, of_teams, spans.lengths, rank)
     exchanged = tuple(making.exchanged())
-    times = {Time(move.messages[0][0], move.posted, move.needed) for move in exchanged}
+    times = {Time(move.result, move.side, move.posted, move.needed) for move in exchanged}
     return replace(
-        between,
+        of_teams,
         spans=spans,
         computes=tuple(making.computes()),
         moves=(*exchanged, *making.moved()),
@@ -41,8 +41,8 @@ def with_teams(placement: HeadPlacement, between: Plan, rank: int | None) -> Pla
         # All teams exchange at the same times.
         times=frozenset(
             time
-            for time in (() if rank is None else (*times, *between.times))
-            if time.needed >= 0 and time.posted < between.steps
+            for time in (() if rank is None else (*times, *of_teams.times))
+            if time.needed >= 0 and time.posted < of_teams.steps
         ),
     )
 
@@ -55,15 +55,15 @@ class _Teams:
     """
 
     def __init__(
-        self, placement: HeadPlacement, between: Plan, lengths: tuple[int, ...], rank: int | None
+        self, placement: HeadPlacement, of_teams: Plan, lengths: tuple[int, ...], rank: int | None
     ) -> None:
-        self.placement, self.between, self.lengths = placement, between, lengths
+        self.placement, self.of_teams, self.lengths = placement, of_teams, lengths
         self.members, self.rank = placement.members, rank
         self.ranks = range(len(lengths)) if rank is None else (rank,)
         self.shares = range(self.members) if rank is None else (rank % self.members,)
 
     def computes(self) -> Iterator[Compute]:
-        for compute in self.between.computes:
+        for compute in self.of_teams.computes:
             queries, keys = self._block(compute.queries), self._block(compute.keys)
             for share in self.shares:
                 rank = compute.rank * self.members + share
@@ -71,7 +71,7 @@ class _Teams:
 
     def moved(self) -> Iterator[Move]:
         """Between teams: every rank to the one with the same share of the heads."""
-        for move in self.between.moves:
+        for move in self.of_teams.moves:
             block = self._block(move.block)
             for share in self.shares:
                 source, target = (
@@ -81,12 +81,12 @@ class _Teams:
 
     def exchanged(self) -> Iterator[Move]:
         """The all-to-alls: those of the next group of heads while one is computed."""
-        between, exchanges = self.between, self.placement.exchanges
-        each = between.steps // len(between.groups)
+        of_teams, exchanges = self.of_teams, self.placement.exchanges
+        each = of_teams.steps // len(of_teams.groups)
         # Sums of the teams reach their owners some steps after the last computation.
         times = (
             (one.posted, one.needed)
-            for one in (between.moves if self.rank is None else between.times)
+            for one in (of_teams.moves if self.rank is None else of_teams.times)
             if one.result
         )
         late = max((needed for posted, needed in times if posted < each), default=each - 1)
@@ -97,13 +97,13 @@ class _Teams:
             before = starts[index - 1] if index else -1
             after = max(last + 1, starts[index + 2] - 1 if index + 2 < len(starts) else 0)
             for messages in self._inputs(group, index):
-                heads = between.heads if messages[0][0] in OF_ROWS else group
+                heads = of_teams.heads if messages[0][0] in OF_ROWS else group
                 yield from self._all_to_all(before, start, messages, heads)
             for messages in self._results(group):
                 yield from self._all_to_all(last, after, messages, group)
 
     def kept(self) -> Iterator[Kept]:
-        if self.between.phase == "backward" and self.placement.keep:
+        if self.of_teams.phase == "backward" and self.placement.keep:
             for rank in self.ranks:
                 team, share = divmod(rank, self.members)
                 yield Kept(rank, ("q", "k", "v", "lse"), self._members((team,)), share)
@@ -115,8 +115,8 @@ class _Teams:
         return block._replace(owners=self._members(block.owners))
 
     def _inputs(self, group: HeadGroup, index: int) -> Iterator[tuple[TensorNames, ...]]:
-        again = self.between.phase == "forward" or not self.placement.keep
-        if self.between.phase == "backward":
+        again = self.of_teams.phase == "forward" or not self.placement.keep
+        if self.of_teams.phase == "backward":
             if not index:
                 yield (("delta",), ("lse",)) if again else (("delta",),)
             yield (("dout",),)
@@ -126,7 +126,7 @@ class _Teams:
                 yield (("k",), ("v",))
 
     def _results(self, group: HeadGroup) -> Iterator[tuple[TensorNames, ...]]:
-        if self.between.phase == "forward":
+        if self.of_teams.phase == "forward":
             yield (("out",), ("lse",))
             return
         yield (("dq",),)

@@ -5,11 +5,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_cp_plugin.algorithms.grid import cheapest, column_major, grid_shapes, row_major
 from megatron_cp_plugin.core.head_groups import head_groups
 from megatron_cp_plugin.core.layout import LAYOUTS
 from megatron_cp_plugin.core.masks.tile_batches import parts
 from megatron_cp_plugin.core.partial import merge_all_into
-from megatron_cp_plugin.core.plans.grid import cheapest, column_major, grid_shapes, row_major
 from megatron_cp_plugin.core.tiles import Mask, plan_tiles
 
 

@@ -18,25 +18,19 @@ from megatron_cp_plugin.core.blocks.rows import (
     rows_of_all,
     union,
 )
-from megatron_cp_plugin.core.blocks.touched import (
+from megatron_cp_plugin.core.blocks.visible_rows import (
     keys_seen,
     longest_gap,
     queries_seeing,
-    touched_rows,
+    visible_rows,
 )
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld
-from megatron_cp_plugin.core.layout import (
-    Contiguous,
-    Layout,
-    ManySpans,
-    Span,
-    Zigzag,
-    edges_of,
-)
+from megatron_cp_plugin.core.layout import Contiguous, Layout, Zigzag
 from megatron_cp_plugin.core.layouts.document_layout import Balanced
 from megatron_cp_plugin.core.masks.documents import document_starts
+from megatron_cp_plugin.core.plans.check import PlanError, check
 from megatron_cp_plugin.core.plans.plan import PHASES
-from megatron_cp_plugin.core.plans.plan_check import PlanError, check
+from megatron_cp_plugin.core.ranges import Ranges, Span
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.registry import create
@@ -323,7 +317,7 @@ def test_a_block_that_stays_for_the_backward_has_all_rows_that_others_need(size:
     for phase in PHASES:
         plan = made.within(mask.documents).plan(shape, mask, phase)
         check(plan)
-        assert len(plan.retained) == size
+        assert len(plan.kept) == size
         assert any(move.tokens < 14 for move in plan.moves)
 
 
@@ -348,8 +342,8 @@ def test_rows_are_sets(a: set[int], b: set[int], start: int, stop: int, gap: int
     filled = {n for x, y in pairwise(sorted(a)) if y - x - 1 <= gap for n in range(x, y)}
     assert numbers_of(union((here,), gap)) == sorted(a | filled)
     found = {}
-    for piece in common(here, there):
-        mine, others = sorted(a)[piece.here], sorted(b)[piece.there]
+    for in_here, in_there in common(here, there):
+        mine, others = sorted(a)[in_here], sorted(b)[in_there]
         assert mine == others
         found |= dict.fromkeys(mine)
     assert found.keys() == a & b
@@ -362,12 +356,9 @@ def test_rows_of_several_blocks(wanted: set[int], owned: list[set[int]]) -> None
     blocks = [tuple(Span(*one) for one in of_numbers(numbers)) for numbers in owned]
     rows = [of_numbers({i for i, n in enumerate(sorted(own)) if n in wanted}) for own in owned]
     for spans, own, some in zip(blocks, owned, rows, strict=True):
-        as_array = ManySpans(edges_of(spans))
-        assert tuple(as_array) == spans
-        for block in (spans, as_array) if spans else (spans,):
-            found = [n for span in positions_of(block, some) for n in span.positions]
-            assert found == sorted(own & wanted)
-    both = list(zip(blocks, rows, strict=True))
+        found = [n for span in positions_of(Ranges.of(spans), some) for n in span.positions]
+        assert found == sorted(own & wanted)
+    both = list(zip(map(Ranges.of, blocks), rows, strict=True))
     joined = sorted(set().union(*owned))
     assert rows_of_all(both) == of_numbers({i for i, n in enumerate(joined) if n in wanted})
 
@@ -380,7 +371,7 @@ def test_rows_of_several_blocks(wanted: set[int], owned: list[set[int]]) -> None
     st.none() | st.integers(1, 9),
     st.booleans(),
 )
-def test_touched_rows(
+def test_visible_rows(
     queries: set[int], keys: set[int], starts: set[int], window: int | None, causal: bool
 ) -> None:
     mask = Mask(causal, window if causal else None, tuple(sorted(starts)))
@@ -392,7 +383,7 @@ def test_touched_rows(
         for j, key in enumerate(sorted(keys))
         if document[query] == document[key] and (not causal or 0 <= query - key < (window or 31))
     ]
-    rows, cols = touched_rows(*spans, mask)
+    rows, cols = visible_rows(*spans, mask)
     assert numbers_of(rows) == sorted({i for i, _ in pairs})
     assert numbers_of(cols) == sorted({j for _, j in pairs})
 
@@ -404,7 +395,7 @@ def test_touched_rows(
     st.integers(1, 150),
     st.data(),
 )
-def test_touched_rows_of_all_pairs(
+def test_visible_rows_of_all_pairs(
     layout: Layout, size: int, seq_len: int, data: st.DataObject
 ) -> None:
     """At once, and pair by pair; with gaps that are filled."""
@@ -414,7 +405,7 @@ def test_touched_rows_of_all_pairs(
     seen, seeing = (find(layout, size, seq_len, mask) for find in (keys_seen, queries_seeing))
     for query in range(size):
         for key in range(size):
-            rows, cols = touched_rows(spans[query], spans[key], mask)
+            rows, cols = visible_rows(spans[query], spans[key], mask)
             assert seeing[key].get(query, ()) == union((rows,), gap_of(spans[query]))
             assert seen[query].get(key, ()) == union((cols,), gap_of(spans[key]))
 

@@ -1,4 +1,4 @@
-"""Distributions of document lengths, as the command line names them."""
+"""Distributions of document lengths, as the command line names them; documents drawn from them."""
 
 import csv
 import json
@@ -7,8 +7,8 @@ from argparse import ArgumentTypeError
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
-from math import exp, log
+from itertools import accumulate, pairwise, takewhile
+from math import ceil, exp, log
 from pathlib import Path
 from random import Random
 
@@ -102,6 +102,21 @@ def lengths_of(text: str) -> Lengths:
     if not mean:
         raise ArgumentTypeError(f"{_TAKEN}, got {text!r}")
     return Exponential(mean)
+
+
+def random_documents(
+    seq_len: int, lengths: Lengths | int, *, multiple: int = 1, seed: int = 0
+) -> tuple[int, ...]:
+    """`document_starts` of random lengths, the same ones for the same seed; seq_len cuts the last.
+
+    Args: lengths: their distribution; a number: exponential with this mean. multiple: to which
+        lengths are rounded up.
+    """
+    if isinstance(lengths, int):
+        lengths = Exponential(lengths)
+    source = Random(seed)
+    drawn = (ceil(lengths.draw(source) / multiple) * multiple for _ in range(seq_len))
+    return tuple(takewhile(lambda start: start < seq_len, accumulate(drawn)))
 
 
 def read_histogram(path: Path) -> Histogram:

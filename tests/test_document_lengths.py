@@ -10,15 +10,15 @@ from statistics import mean, stdev
 
 import pytest
 
-from megatron_cp_plugin.core.masks.document_lengths import (
+from megatron_cp_plugin.document_lengths import (
     Exponential,
     Histogram,
     LogNormal,
     lengths_of,
+    random_documents,
 )
-from megatron_cp_plugin.core.masks.documents import random_documents
 
-LONG_TAIL = Path(__file__).parents[2] / "configs" / "lengths" / "long_tail.csv"
+LONG_TAIL = Path(__file__).parents[1] / "configs" / "lengths" / "long_tail.csv"
 
 
 def drawn(words: str, count: int = 20_000) -> list[float]:

@@ -1,0 +1,227 @@
+"""Finds the rows of blocks that meet under a mask, which are those that must be sent."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Literal, NamedTuple, Self
+
+import numpy as np
+
+from megatron_cp_plugin.core.blocks.rows import Rows, row_count, united
+from megatron_cp_plugin.core.blocks.token_map import TokenMap
+from megatron_cp_plugin.core.layout import Layout
+from megatron_cp_plugin.core.masks.bands import Bands, SteppedBlocks, stretched
+from megatron_cp_plugin.core.ranges import (
+    Numbers,
+    Ranges,
+    Span,
+    expanded,
+    joined,
+    offsets_of_each,
+    runs,
+)
+from megatron_cp_plugin.core.tiles import Mask
+
+# Rows that nobody needs travel too where they are fewer, one behind the other, than a block has by
+# this number: every range more is a copy more before and after a message.
+_GAPS = 64
+
+
+def longest_gap(tokens: int) -> int:
+    """How many rows that nobody needs may lie between others. Args: tokens: of the block."""
+    return tokens // _GAPS
+
+
+def sees(q_spans: Sequence[Span], kv_spans: Sequence[Span], mask: Mask) -> bool:
+    """Whether any query of a block sees any key of another: whether `plan_tiles` has a tile."""
+    return bool(visible_rows(q_spans, kv_spans, mask)[0])
+
+
+@lru_cache(maxsize=8192)  # both passes of a micro-batch have the same
+def visible_rows(
+    q_spans: Sequence[Span], kv_spans: Sequence[Span], mask: Mask, gap: int = 0
+) -> tuple[Rows, Rows]:
+    """Rows of a block of queries that see any key of another block, and those of these keys.
+
+    Of positions with a step, all from the first to the last one that a band of the mask has.
+
+    Args: gap: how many rows may lie between others that come with them.
+    """
+    q, kv, bands = Ranges.of(q_spans), Ranges.of(kv_spans), mask.bands
+    if not (len(q) and len(kv)):
+        return (), ()
+    if q.plain and kv.plain:
+        queries, keys, gaps = _Blocks.of([q]), _Blocks.of([kv]), np.array([gap])
+        (of_queries,) = _visible(queries, gaps, keys, bands.transposed)
+        (of_keys,) = _visible(keys, gaps, queries, bands)
+        return of_queries.get(0, ()), of_keys.get(0, ())
+    blocks = SteppedBlocks.of(q, kv, bands)
+    edges = blocks.bands.table
+    rows = stretched(Ranges.between(*edges[:2]), blocks.q, blocks.rows)
+    cols = stretched(Ranges.between(*edges[2:4]), blocks.kv, blocks.cols)
+    return united(rows.table[:2], gap), united(cols.table[:2], gap)
+
+
+@lru_cache(maxsize=16)  # both passes of a micro-batch have the same
+def keys_seen(layout: Layout, size: int, seq_len: int, mask: Mask) -> list[dict[int, Rows]]:
+    """[rank][owner]: rows of the owner's keys that any query of the rank sees, if any.
+
+    As `visible_rows`, for all pairs of blocks, with gaps up to `longest_gap` filled.
+
+    Args: layout: of positions without a step.
+    """
+    tokens = TokenMap.of(layout, size, seq_len)
+    if tokens.alike(0, mask) is None:
+        return _of_all_pairs(tokens, mask.bands)
+    return list(map(dict, map(enumerate, _of_kinds(tokens, mask, 1))))
+
+
+@lru_cache(maxsize=16)
+def queries_seeing(layout: Layout, size: int, seq_len: int, mask: Mask) -> list[dict[int, Rows]]:
+    """[rank][owner]: rows of the owner's queries that see any key of the rank; as `keys_seen`."""
+    tokens = TokenMap.of(layout, size, seq_len)
+    if tokens.alike(0, mask) is None:
+        return _of_all_pairs(tokens, mask.bands.transposed)
+    return [dict(enumerate(met)) for met in zip(*_of_kinds(tokens, mask, 0), strict=True)]
+
+
+def sees_all(layout: Layout, size: int, seq_len: int, mask: Mask) -> bool:
+    """Whether some query of every rank's block sees some key of every block."""
+    layout = layout.within(mask.followed)
+    blocks = TokenMap.of(layout, size, seq_len)
+    if not mask.special:
+        return _all_see_all(blocks, mask)
+    if blocks.gaps:
+        return all(sees(queries, keys, mask) for queries in blocks for keys in blocks)
+    return all(len(seen) == size for seen in keys_seen(layout, size, seq_len, mask))
+
+
+def _all_see_all(blocks: Sequence[Ranges], mask: Mask) -> bool:
+    """The same without windows, documents and spans: by the first and the last of each block."""
+    found = [(block[0].start, block[-1].positions[-1]) for block in blocks if len(block)]
+    if len(found) < len(blocks):
+        return False
+    first, last = zip(*found, strict=True)
+    return not mask.causal or min(last) >= max(first)
+
+
+@lru_cache(maxsize=16)  # both passes of a micro-batch have the same
+def rows_at_distances(
+    layout: Layout, size: int, seq_len: int, mask: Mask
+) -> list[tuple[list[int], list[int]]]:
+    """[t]: of ranks p = 0, 1, ... how many rows of the queries of rank p + t, modulo `size`, see
+    keys of rank p, and how many rows these keys are; with gaps as `keys_seen`.
+
+    Args: layout: of positions without a step.
+    """
+    tokens = layout, size, seq_len, mask
+    seen, seeing = keys_seen(*tokens), queries_seeing(*tokens)
+    counts: dict[int, int] = {}
+
+    def count(rows: Rows) -> int:
+        if id(rows) not in counts:  # most are the very same, and long
+            counts[id(rows)] = row_count(rows)
+        return counts[id(rows)]
+
+    found = []
+    for distance in range(size):
+        pairs = [((key + distance) % size, key) for key in range(size)]
+        of_queries = [count(seeing[key].get(query, ())) for query, key in pairs]
+        found.append((of_queries, [count(seen[query].get(key, ())) for query, key in pairs]))
+    return found
+
+
+def _of_kinds(tokens: TokenMap, mask: Mask, side: Literal[0, 1]) -> list[list[Rows]]:
+    """[rank][owner]: rows of the rank's queries (0), of the owner's keys (1), that meet others."""
+    alike = [tokens.alike(query, mask) or () for query in range(len(tokens))]
+    gap = longest_gap(max(tokens.lengths))
+    rows = {
+        (query, key): visible_rows(tokens[query], tokens[key], mask, gap)[side]
+        for query, key in set().union(*alike)
+    }
+    return [list(map(rows.__getitem__, pairs)) for pairs in alike]
+
+
+def _of_all_pairs(tokens: TokenMap, bands: Bands) -> list[dict[int, Rows]]:
+    """See `keys_seen`: of all pairs of blocks at once."""
+    blocks = _Blocks.of(tokens)
+    gaps = np.array([longest_gap(length) for length in tokens.lengths], np.int64)
+    return _visible(blocks, gaps, blocks, bands)
+
+
+class _Blocks(NamedTuple):
+    """Spans without steps of several blocks, in ascending order.
+
+    Attributes:
+        number: of blocks. owner: of each span the number of its block. starts, stops: its
+            positions. shift: how far these are from rows of the block.
+    """
+
+    number: int
+    owner: Numbers
+    starts: Numbers
+    stops: Numbers
+    shift: Numbers
+
+    @classmethod
+    def of(cls, blocks: Sequence[Ranges]) -> Self:
+        """Args: blocks: of which no two share a position."""
+        owner = np.repeat(np.arange(len(blocks)), [len(spans) for spans in blocks])
+        spans = joined(blocks)
+        shift = spans.start - offsets_of_each(owner, spans.lengths)
+        order = np.argsort(spans.start)
+        return cls(len(blocks), *(x[order] for x in (owner, spans.start, spans.stop, shift)))
+
+
+def _visible(keys: _Blocks, gaps: Numbers, queries: _Blocks, bands: Bands) -> list[dict[int, Rows]]:
+    """By blocks of queries: rows of each block of keys that any of the queries sees, if any.
+
+    Args: gaps: how many rows of each block of keys may lie between others that come with them.
+    """
+    # Keys [begin, end) that are seen from each span of queries that a band has.
+    q_start, q_stop, k_start, k_stop, low, high = bands.table
+    band, span = _in_common(q_start, q_stop, queries)
+    first = np.maximum(queries.starts[span], q_start[band])
+    last = np.minimum(queries.stops[span], q_stop[band])
+    begin = np.maximum(first + low[band], k_start[band])
+    end = np.minimum(last + high[band], k_stop[band])
+    seen = begin < end
+    owner, no_gaps = queries.owner[span[seen]], np.zeros(queries.number, np.int64)
+    query, begin, end = _united_of_each(owner, begin[seen], end[seen], no_gaps)
+    # The same by spans of keys, and as rows of their blocks.
+    which, span = _in_common(begin, end, keys)
+    pair = query[which] * keys.number + keys.owner[span]
+    begin = np.maximum(begin[which], keys.starts[span]) - keys.shift[span]
+    end = np.minimum(end[which], keys.stops[span]) - keys.shift[span]
+    pair, begin, end = _united_of_each(pair, begin, end, np.tile(gaps, queries.number))
+    ranges = list(zip(begin.tolist(), end.tolist(), strict=True))
+    found: list[dict[int, Rows]] = [{} for _ in range(queries.number)]
+    first, last = runs(pair[1:] != pair[:-1], len(pair))
+    columns = (x.tolist() for x in (pair[first], first, last + 1))
+    for number, start, stop in zip(*columns, strict=True):
+        query_number, key_number = divmod(number, keys.number)
+        found[query_number][key_number] = tuple(ranges[start:stop])
+    return found
+
+
+def _in_common(begin: Numbers, end: Numbers, blocks: _Blocks) -> tuple[Numbers, Numbers]:
+    """Ranges [begin, end) and spans of blocks that have positions in common: numbers of both."""
+    first = np.searchsorted(blocks.stops, begin, side="right")
+    which, number = expanded(np.maximum(np.searchsorted(blocks.starts, end) - first, 0))
+    return which, first[which] + number
+
+
+def _united_of_each(
+    whose: Numbers, starts: Numbers, stops: Numbers, gaps: Numbers
+) -> tuple[Numbers, Numbers, Numbers]:
+    """The unions of ranges that are of the same one, in ascending order.
+
+    Args: gaps: by whose they are, how far ranges may be apart that become one.
+    """
+    order = np.lexsort((starts, whose))
+    whose, starts = whose[order], starts[order]
+    # Moved so far apart that no gap reaches from one to the next.
+    moved = whose * (stops.max(initial=0) + gaps.max(initial=0) + 1)
+    reached = np.maximum.accumulate(stops[order] + moved)
+    apart = starts[1:] + moved[1:] > reached[:-1] + gaps[whose[1:]]
+    first, last = runs(apart, len(order))
+    return whose[first], starts[first], (reached - moved)[last]
