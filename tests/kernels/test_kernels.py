@@ -8,7 +8,13 @@ import pytest
 import torch
 
 from megatron_cp_plugin.core.fused import fused_for
-from megatron_cp_plugin.core.kernel import Packing, Problem, SoftmaxKernel, Statistics
+from megatron_cp_plugin.core.kernel import (
+    KernelCall,
+    Packing,
+    Problem,
+    SoftmaxKernel,
+    Statistics,
+)
 from megatron_cp_plugin.core.linear.kernel import LinearProblem
 from megatron_cp_plugin.core.partial import delta_of
 from megatron_cp_plugin.errors import ContextParallelError, KernelUnavailableError
@@ -532,13 +538,14 @@ def test_gradients_of_keys_that_calls_share_are_summed_in_float32(monkeypatch):
     monkeypatch.setattr(base, "MOST_ELEMENTS", 10)
     parts = iter([1.0, 2.0**-9, 2.0**-9, 2.0**-9])
 
-    def gradients(dout, q, k, v, statistics):
+    def gradients(call, dout, statistics):
         part = next(parts)
-        return torch.zeros_like(q), torch.full_like(k, part), torch.full_like(v, part)
+        return tuple(torch.full_like(x, part) for x in (call.q, call.k, call.v))
 
     q, k = (torch.zeros(1, 5, heads, 2, dtype=torch.bfloat16) for heads in (4, 1))
     statistics = Statistics(torch.zeros(1, 4, 5), out=q)
-    _, *of_keys = base.by_heads("some", q.numel(), gradients, q, q, k, k, statistics)
+    call = KernelCall(q, k, k, 1.0, causal=False)
+    _, *of_keys = base.by_heads("some", q.numel(), gradients, call, q, statistics)
     for found in of_keys:
         assert torch.equal(found, torch.full_like(k, 1 + 2.0**-7))
 
