@@ -24,6 +24,7 @@ from megatron_cp_plugin.functional import (
     shard,
     unshard,
 )
+from megatron_cp_plugin.log_probs import chunked_log_probs
 from megatron_cp_plugin.registry import available, register
 
 __version__ = "0.1.0.dev0"
@@ -34,6 +35,7 @@ __all__ = [
     "available",
     "check_layout",
     "chunked_cross_entropy",
+    "chunked_log_probs",
     "linear_attention",
     "one_line_errors",
     "record_communication",

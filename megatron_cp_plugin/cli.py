@@ -48,11 +48,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         from megatron_cp_plugin.harness import prepare_data
 
         return prepare_data.main(words[1:])
+    if words[:1] == ["compare"]:
+        from megatron_cp_plugin.harness import compare
+
+        with one_line_errors("megatron-cp: error"):
+            return compare.main(words[1:])
     parser = OneLineParser(prog="megatron-cp", description=__doc__, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     commands.add_parser(
         "train", help="train a GPT in Megatron's own loop, configured by a run file"
+    )
+    commands.add_parser(
+        "compare", help="train with Megatron's own attention and with the plugin, side by side"
     )
     commands.add_parser("prepare-data", help="make a Megatron dataset from text files")
     _add_draw(commands)

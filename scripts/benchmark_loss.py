@@ -1,10 +1,17 @@
 """Memory, time and errors of a language model's loss: all logits at once, and in chunks.
 
     python scripts/benchmark_loss.py --tokens 262144 --vocab 62080 --hidden 4096
+    python scripts/benchmark_loss.py --targets
 
 One rank's part: its tokens, and its part of the vocabulary. All logits at once are as Megatron's
 output layer and `vocab_parallel_cross_entropy` compute them. Both add the gradient of the weight to
 a float32 `main_grad`. The errors are those of the losses and gradients against float64.
+
+`--targets` compares with the targets, for losses, log-probabilities, and log-probabilities with
+entropies: memory of 128K tokens (vocabulary 152,064, hidden size 4,096), as a share of the inputs,
+their gradients and one chunk of logits, and of forward alone without gradients, as a share of the
+inputs and one chunk; and the time of forward and backward of 8K tokens, as a share of that with all
+logits at once.
 """
 
 import argparse
@@ -14,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,9 +32,12 @@ from torch import Tensor, nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 import megatron_cp_plugin as cp
+from megatron_cp_plugin.core.chunked_loss import CHUNK_TOKENS
 from megatron_cp_plugin.tokens import tokens_of
 
-Loss = Callable[[Tensor, nn.Parameter, Tensor], Tensor]
+# Losses or log-probabilities [T], and entropies [T] if it computes them.
+Loss = Callable[[Tensor, nn.Parameter, Tensor], Tensor | tuple[Tensor, Tensor]]
+TARGETS = {"memory": 1.15, "time": 1.1}
 MASKED = 16  # one of so many tokens does not count
 
 
@@ -92,6 +103,15 @@ def at_once(hidden: Tensor, weight: nn.Parameter, labels: Tensor) -> Tensor:
     return vocab_parallel_cross_entropy(logits[:, None], labels[:, None], tp_group=dist.group.WORLD)
 
 
+def log_probs_at_once(
+    hidden: Tensor, weight: nn.Parameter, labels: Tensor, *, entropy: bool
+) -> Tensor | tuple[Tensor, Tensor]:
+    """As a program without kernels of its own does, in float32."""
+    every = torch.log_softmax((hidden @ weight.t()).float(), 1)
+    log_probs = every.gather(1, labels[:, None])[:, 0]
+    return (log_probs, -(every.exp() * every).sum(1)) if entropy else log_probs
+
+
 def synchronize(device: torch.device) -> None:
     """Waits for a GPU."""
     if device.type == "cuda":
@@ -104,16 +124,17 @@ def step(problem: Problem, loss: Loss) -> tuple[Tensor, float, float]:
     problem.forget()
     synchronize(device)
     begin = time.perf_counter()
-    losses = loss(problem.hidden, problem.weight, problem.labels).flatten()
+    result = loss(problem.hidden, problem.weight, problem.labels)
+    found = [x.flatten() for x in (result if isinstance(result, tuple) else (result,))]
     synchronize(device)
     middle = time.perf_counter()
-    losses.backward(problem.dlosses)
+    torch.autograd.backward(found, [problem.dlosses] * len(found))
     assert problem.weight.grad is not None
     problem.main_grad.add_(problem.weight.grad)
     problem.weight.grad = None
     synchronize(device)
     end = time.perf_counter()
-    return losses.detach(), 1e3 * (middle - begin), 1e3 * (end - begin)
+    return found[0].detach(), 1e3 * (middle - begin), 1e3 * (end - begin)
 
 
 def measure(problem: Problem, loss: Loss, runs: int) -> Result:
@@ -181,6 +202,61 @@ def errors(problem: Problem, results: dict[str, Result]) -> dict[str, tuple[floa
     }
 
 
+def peak_share(problem: Problem, loss: Loss, chunk_tokens: int, *, backward: bool) -> float:
+    """The memory of one call, as a share of its inputs, their gradients and a chunk of logits."""
+    problem.forget()
+    gc.collect()
+    torch.cuda.empty_cache()
+    own = problem.hidden.nbytes + problem.weight.nbytes + problem.labels.nbytes
+    others = torch.cuda.memory_allocated() - own
+    if backward:
+        own += problem.hidden.nbytes + problem.dlosses.nbytes + problem.main_grad.nbytes
+        others -= problem.dlosses.nbytes + problem.main_grad.nbytes
+    own += chunk_tokens * problem.weight.size(0) * problem.weight.element_size()
+    torch.cuda.reset_peak_memory_stats()
+    if backward:
+        step(problem, loss)
+    else:
+        with torch.no_grad():
+            loss(problem.hidden, problem.weight, problem.labels)
+    return (torch.cuda.max_memory_allocated() - others) / own
+
+
+def targets(device: torch.device, runs: int, chunk_tokens: int) -> None:
+    """Prints the table of `--targets`."""
+    given: dict[str, Any] = {"chunk_tokens": chunk_tokens, "into_main_grad": True}
+    entropies = partial(cp.chunked_log_probs, entropy=True, **given)
+    contenders: dict[str, tuple[Loss, Loss]] = {
+        "loss": (at_once, partial(cp.chunked_cross_entropy, **given)),
+        "log-probs": (
+            partial(log_probs_at_once, entropy=False),
+            partial(cp.chunked_log_probs, **given),
+        ),
+        "log-probs, entropy": (partial(log_probs_at_once, entropy=True), entropies),
+        "the same, temperature 0.7": (
+            partial(log_probs_at_once, entropy=True),
+            partial(entropies, temperature=0.7),
+        ),
+    }
+    vocab, hidden = 152064, 4096
+    large = new_problem(tokens_of("128K"), vocab, hidden, device)
+    step(large, contenders["loss"][1])  # compiles, and makes the workspace of cuBLAS
+    memory = {
+        name: [peak_share(large, chunked, chunk_tokens, backward=b) for b in (False, True)]
+        for name, (_, chunked) in contenders.items()
+    }
+    del large
+    small = new_problem(tokens_of("8K"), vocab, hidden, device)
+    columns = "what", "forward's peak", "peak", "ms", "ms at once", "time"
+    table = Table(*columns, title=f"targets: peak {TARGETS['memory']}, time {TARGETS['time']}")
+    for name, (whole, chunked) in contenders.items():
+        wanted, got = measure(small, whole, runs), measure(small, chunked, runs)
+        numbers = (*memory[name], got.step_ms, wanted.step_ms, got.step_ms / wanted.step_ms)
+        table.add_row(name, *(f"{x:.{1 if x > 20 else 3}f}" for x in numbers))
+    print(f"chunks of {chunk_tokens} tokens, bfloat16, {torch.cuda.get_device_name()}")
+    Console(width=150).print(table)
+
+
 def main() -> None:
     """Prints one row a contender."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -190,10 +266,17 @@ def main() -> None:
     parser.add_argument("--chunks", default="1024,2048,4096,8192", help="tokens a chunk")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--device", default="cuda", help="cpu: to try the script")
+    parser.add_argument(
+        "--targets", action="store_true", help="compare with the targets, at their own sizes"
+    )
     args = parser.parse_args()
     device = torch.device(args.device)
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+    if args.targets:
+        targets(device, args.runs, CHUNK_TOKENS)
+        dist.destroy_process_group()
+        return
     problem = new_problem(args.tokens, args.vocab, args.hidden, device)
     contenders: dict[str, Loss] = {"at once": at_once}
     for tokens in map(tokens_of, args.chunks.split(",")):

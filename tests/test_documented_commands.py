@@ -98,6 +98,7 @@ ELSEWHERE: dict[str, str] = {
     "megatron-cp calibrate": "tests/planner/test_calibrate.py",
     "megatron-cp train --config NAME": "tests/test_cli.py",
     "megatron-cp train": "tests/test_cli.py",
+    "megatron-cp compare --iters 20 --config FILE ...": "tests/test_compare.py",
     "torchrun ... -m megatron_cp_plugin.cli train": CHECK_INSTALLS,
     "torchrun ... scripts/pretrain_gpt.py --config FILE": "tests/integration/test_training.py",
     "torchrun --nproc-per-node 8 -m megatron_cp_plugin.launch /path/to/pretrain_gpt.py "

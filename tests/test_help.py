@@ -9,7 +9,17 @@ import pytest
 from tests.integration.megatron_job import run_program
 
 ROOT = Path(__file__).parents[1]
-COMMANDS = ("", "train", "prepare-data", "draw", "plan", "doctor", "capabilities", "hooks")
+COMMANDS = (
+    "",
+    "train",
+    "compare",
+    "prepare-data",
+    "draw",
+    "plan",
+    "doctor",
+    "capabilities",
+    "hooks",
+)
 SCRIPTS = sorted(
     path
     for path in (ROOT / "scripts").glob("*.py")

@@ -1,4 +1,4 @@
-"""Cross entropy of a language model's output layer, one chunk of tokens at a time.
+"""Cross entropy and entropy of a language model's output layer, one chunk of tokens at a time.
 
 The logits of a long sequence are its largest tensor: 262,144 tokens and a vocabulary shard of
 62,080 are 33 GB in bfloat16, and 65 GB as the float32 that a softmax is taken in. Here the head's
@@ -10,6 +10,9 @@ product, only if the gradient of each token's loss were known then, but loss mas
 of reinforcement learning come after it; and a gradient of the weight for each micro-batch in
 flight, kept until backward, would take more memory than the chunks.
 
+With z the logits of a token divided by its temperature, p their softmax, y its label and E the
+entropy of p, the loss is lse(z) - z_y. Its gradient is p - [y], that of E is -p (z - lse + E).
+
 Shapes: T tokens, H hidden size, V this rank's part of the vocabulary, W tensor-parallel ranks.
 """
 
@@ -17,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, override
+from typing import Any, NamedTuple, override
 
 import torch
 import torch.distributed as dist
@@ -31,6 +34,7 @@ from megatron_cp_plugin.core.partial import accumulation_dtype
 from megatron_cp_plugin.errors import ContextParallelError
 
 CHUNK_TOKENS = 4096
+_LEAST = -1e30  # of a log-probability: 0 times it is 0
 _IDS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -51,17 +55,66 @@ def losses_and_predictions(
         hidden, weight, labels, chunk_tokens, tp_group, sequence_parallel, into_main_grad: as there.
         predict: whether the ids are wanted, [...] as labels.
     """
-    main_grad = _main_grad(weight) if into_main_grad else None
+    head = _Head.of(
+        weight, chunk_tokens, tp_group, sequence_parallel, into_main_grad, predict=predict
+    )
+    losses, _, predicted = _of_tokens(hidden, weight, labels, None, head)
+    return losses, predicted
+
+
+def losses_and_entropies(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    temperature: float | Tensor,
+    entropy: bool,
+    chunk_tokens: int,
+    tp_group: dist.ProcessGroup | None,
+    sequence_parallel: bool,
+    into_main_grad: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """The negated log-probabilities, and the entropies, as `log_probs.chunked_log_probs` has them.
+
+    Args:
+        hidden, weight, labels, chunk_tokens, tp_group, sequence_parallel, into_main_grad: as there.
+        temperature: as there; a tensor [...] as labels, or of one element.
+        entropy: whether the entropies are wanted.
+    """
+    head = _Head.of(
+        weight, chunk_tokens, tp_group, sequence_parallel, into_main_grad, entropy=entropy
+    )
+    scale = None
+    if isinstance(temperature, Tensor):
+        scale = temperature.detach().to(accumulation_dtype(hidden.dtype)).reciprocal()
+        scale = scale.expand(labels.shape).reshape(-1)
+    elif temperature != 1.0:
+        wide = accumulation_dtype(hidden.dtype)
+        scale = hidden.new_full((labels.numel(),), 1 / temperature, dtype=wide)
+    losses, entropies, _ = _of_tokens(hidden, weight, labels, scale, head)
+    return losses, entropies
+
+
+def _of_tokens(
+    hidden: Tensor, weight: Tensor, labels: Tensor, scale: Tensor | None, head: _Head
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Losses, entropies and predictions, [...] as labels each; None: not wanted.
+
+    Args: scale: [T], what the logits of each token are multiplied by; None: 1.
+    """
     hidden, weight = cast_inputs(hidden, weight)
-    alone = tp_group is None or tp_group.size() == 1
-    group = None if alone else tp_group
-    head = _Head(chunk_tokens, group, sequence_parallel and not alone, main_grad, predict)
     check_devices("hidden, weight, labels", hidden, weight, labels)
     head.check(hidden, weight, labels)
     tokens = hidden.reshape(-1, hidden.size(-1)).contiguous()
-    losses, predicted = _ChunkedCrossEntropy.apply(tokens, weight, labels.reshape(-1), head)
+    losses, entropies, predicted = _ChunkedCrossEntropy.apply(
+        tokens, weight, labels.reshape(-1), scale, head
+    )
     shape = labels.shape
-    return losses.view(shape), predicted.view(shape) if predict else None
+    return (
+        losses.view(shape),
+        entropies.view(shape) if head.entropy else None,
+        predicted.view(shape) if head.predict else None,
+    )
 
 
 def _main_grad(weight: Tensor) -> Tensor | None:
@@ -81,16 +134,34 @@ class _Head:
     """How a head's tokens are cut, who has the rest of its vocabulary, what is wanted of it.
 
     Attributes:
-        chunk_tokens, sequence_parallel, predict: as in `losses_and_predictions`.
+        chunk_tokens, sequence_parallel: as in `losses_and_predictions`.
         group: None where this rank has the whole vocabulary.
         main_grad: what the gradient of the weight is added to, if not to one of its own.
+        predict, entropy: whether predictions and entropies are wanted.
     """
 
     chunk_tokens: int
     group: dist.ProcessGroup | None
     sequence_parallel: bool
     main_grad: Tensor | None
-    predict: bool
+    predict: bool = False
+    entropy: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        weight: Tensor,
+        chunk_tokens: int,
+        tp_group: dist.ProcessGroup | None,
+        sequence_parallel: bool,
+        into_main_grad: bool,
+        **wanted: bool,
+    ) -> _Head:
+        """Args: as in `losses_and_predictions`. wanted: `predict`, `entropy`."""
+        main_grad = _main_grad(weight) if into_main_grad else None
+        alone = tp_group is None or tp_group.size() == 1
+        group = None if alone else tp_group
+        return cls(chunk_tokens, group, sequence_parallel and not alone, main_grad, **wanted)
 
     @property
     def size(self) -> int:
@@ -136,7 +207,11 @@ class _Head:
     def wanted(self, labels: Tensor, chunk: slice, vocabulary: int) -> Tensor:
         """Labels [T] -> those of a chunk [parts*n], int64, counted from this rank's first id."""
         first = 0 if self.group is None else self.group.rank() * vocabulary
-        return labels.view(self.parts, -1)[:, chunk].reshape(-1).long() - first
+        return self.part(labels, chunk).long() - first
+
+    def part(self, x: Tensor, chunk: slice) -> Tensor:
+        """Numbers [T] of all tokens -> those of a chunk [parts*n]."""
+        return x.view(self.parts, -1)[:, chunk].reshape(-1)
 
     def gathered(self, x: Tensor) -> Tensor:
         """[...] -> [W,...] of all ranks."""
@@ -151,79 +226,122 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     @override
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, head: _Head
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        scale: Tensor | None,
+        head: _Head,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         with as_written(hidden.device):
-            lse, target, predicted = _statistics(hidden, weight, labels, head)
-        ctx.save_for_backward(hidden, weight, labels, lse)
+            lse, target, entropy, predicted = _statistics(hidden, weight, labels, scale, head)
+        ctx.save_for_backward(hidden, weight, labels, scale, lse, entropy)
         ctx.head = head
-        ctx.mark_non_differentiable(predicted)
-        return lse - target, predicted
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(predicted, *([] if head.entropy else [entropy]))
+        return lse - target, entropy, predicted
 
     @staticmethod
     @override
     @differentiable_once
     def backward(
-        ctx: Any, dlosses: Tensor, _: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, None, None]:
-        hidden, weight, labels, lse = ctx.saved_tensors
+        ctx: Any, dlosses: Tensor | None, dentropy: Tensor | None, _: None
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        hidden, weight, labels, scale, lse, entropy = ctx.saved_tensors
+        if dlosses is None and dentropy is None:
+            return None, None, None, None, None
+        of_rows = _Rows(
+            lse,
+            torch.zeros_like(lse) if dlosses is None else dlosses.to(lse.dtype),
+            scale,
+            None if dentropy is None else entropy,
+            None if dentropy is None else dentropy.to(lse.dtype),
+        )
         with as_written(hidden.device):
             dhidden, dweight = _gradients(
-                hidden, weight, labels, lse, dlosses, ctx.head, ctx.needs_input_grad[:2]
+                hidden, weight, labels, of_rows, ctx.head, ctx.needs_input_grad[:2]
             )
         # Not before the chunk of logits is gone.
         if dweight is not None and dweight is not ctx.head.main_grad:
             dweight = dweight.to(weight.dtype)
         elif dweight is not None:
             dweight = torch.zeros_like(weight)
-        return dhidden, dweight, None, None
+        return dhidden, dweight, None, None, None
+
+
+class _Rows(NamedTuple):
+    """What the gradient of each token's logits is made of, [T] each, the same on all ranks.
+
+    Attributes:
+        lse, scale: as in `logit_statistics`, lse of the whole vocabulary.
+        dloss: the gradient of the loss.
+        entropy, dentropy: the entropy and its gradient; None: it has none.
+    """
+
+    lse: Tensor
+    dloss: Tensor
+    scale: Tensor | None
+    entropy: Tensor | None
+    dentropy: Tensor | None
+
+    def part(self, head: _Head, chunk: slice) -> _Rows:
+        """Those of a chunk."""
+        lse, dloss, *others = (None if x is None else head.part(x, chunk) for x in self)
+        assert lse is not None
+        assert dloss is not None
+        return _Rows(lse, dloss, *others)
 
 
 def _statistics(
-    hidden: Tensor, weight: Tensor, labels: Tensor, head: _Head
-) -> tuple[Tensor, Tensor, Tensor]:
-    """What the losses of all tokens are made of, and their predictions.
+    hidden: Tensor, weight: Tensor, labels: Tensor, scale: Tensor | None, head: _Head
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What the losses of all tokens are made of, their entropies and predictions.
 
     Returns: [T] each: the logarithm of the sum of exponentials over the whole vocabulary, the logit
-        of the label, and the id of the largest logit, which is [0] unless it is wanted.
+        of the label, the entropy, and the id of the largest logit; the last two are [0] unless
+        they are wanted.
     """
     vocabulary, tokens = weight.size(0), labels.numel()
     wide = accumulation_dtype(weight.dtype)
-    # [:,parts,T/parts]: sum of exponentials, logit of the label, and largest logit.
-    found = hidden.new_empty(3 if head.predict else 2, head.parts, hidden.size(0), dtype=wide)
+    # [:,parts,T/parts]: sum of exponentials, logit of the label, entropy, and largest logit.
+    count = 2 + head.entropy + head.predict
+    found = hidden.new_empty(count, head.parts, hidden.size(0), dtype=wide)
     best = labels.new_empty(head.parts, hidden.size(0))
     buffer = _logits_buffer(hidden, weight, head)
     for chunk in head.chunks(hidden.size(0)):
         x = head.whole(hidden[chunk])
         logits = torch.mm(x, weight.t(), out=buffer[: x.size(0)])
         wanted = head.wanted(labels, chunk, vocabulary)
-        rows = [*logit_statistics(logits, wanted)]
+        factors = None if scale is None else head.part(scale, chunk)
+        rows = [*logit_statistics(logits, wanted, factors, head.entropy)]
         if head.predict:
             top, ids = logits.max(1)
             best[:, chunk] = ids.view(head.parts, -1)
             rows.append(top.to(wide))
         found[:, :, chunk] = torch.stack(rows).view(len(rows), head.parts, -1)
-    every = head.gathered(found.view(found.size(0), tokens))  # [W,2 or 3,T]
+    every = head.gathered(found.view(count, tokens))  # [W,2 to 4,T]
     lse, target = torch.logsumexp(every[:, 0], 0), every[:, 1].sum(0)
-    if not head.predict:
-        return lse, target, labels.new_empty(0)
-    winner = every[:, 2].argmax(0)
-    ids = head.gathered(best.view(tokens)).gather(0, winner[None])[0]
-    return lse, target, winner * vocabulary + ids
+    entropy, predicted = lse.new_empty(0), labels.new_empty(0)
+    if head.entropy:  # that of which rank has the id, and those within the ranks
+        inside = lse - every[:, 0] + every[:, 2]
+        entropy = (torch.exp(every[:, 0] - lse) * inside).sum(0)
+    if head.predict:
+        winner = every[:, -1].argmax(0)
+        ids = head.gathered(best.view(tokens)).gather(0, winner[None])[0]
+        predicted = winner * vocabulary + ids
+    return lse, target, entropy, predicted
 
 
 def _gradients(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
-    lse: Tensor,
-    dlosses: Tensor,
+    rows: _Rows,
     head: _Head,
     needed: tuple[bool, bool],
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of hidden [T/parts,H] and of the weight [V,H], those of them that are needed.
 
-    Args: lse: as `_statistics` has it. dlosses: [T], the same on all ranks.
     Returns: that of hidden in its dtype; that of the weight in a wide one, or `main_grad` with it.
     """
     wide = accumulation_dtype(weight.dtype)
@@ -234,13 +352,12 @@ def _gradients(
         if total is None:
             total = torch.zeros_like(weight, dtype=wide)
     buffer = _logits_buffer(hidden, weight, head)
-    lse, dlosses = (x.reshape(head.parts, -1) for x in (lse, dlosses.to(wide)))
     sums = []
     for chunk in head.chunks(hidden.size(0)):
         x = head.whole(hidden[chunk])
         dlogits = torch.mm(x, weight.t(), out=buffer[: x.size(0)])
         wanted = head.wanted(labels, chunk, weight.size(0))
-        logit_gradients_(dlogits, wanted, lse[:, chunk].reshape(-1), dlosses[:, chunk].reshape(-1))
+        logit_gradients_(dlogits, wanted, *rows.part(head, chunk))
         if dhidden is not None:
             if head.sequence_parallel:
                 dist.reduce_scatter_tensor(dhidden[chunk], dlogits @ weight, group=head.group)
@@ -271,34 +388,67 @@ def _add_product(total: Tensor, dlogits: Tensor, x: Tensor) -> None:
         total.addmm_(dlogits.t().to(total.dtype), x.to(total.dtype))
 
 
-def logit_statistics(logits: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+def logit_statistics(
+    logits: Tensor, wanted: Tensor, scale: Tensor | None = None, entropy: bool = False
+) -> tuple[Tensor, ...]:
     """For each row of logits [n,V] the logarithm of the sum of exponentials, and one logit.
 
-    Args: wanted: [n], the column of that logit; 0 is given for columns outside.
-    Returns: both [n], in float32 or in float64.
+    Args:
+        wanted: [n], the column of that logit; 0 is given for columns outside.
+        scale: [n], what the logits of each row are multiplied by; None: 1.
+        entropy: whether the entropy of the row's softmax is wanted too.
+
+    Returns: two or three [n], in float32 or in float64.
     """
     fused = fused_for(logits)
     if fused is not None and logits.dtype != torch.float64:
-        return fused.logit_statistics(logits, wanted)
+        return fused.logit_statistics(logits, wanted, scale, entropy)
     wide = logits.to(accumulation_dtype(logits.dtype))
+    if scale is not None:
+        wide = wide * scale[:, None]
     here = (wanted >= 0) & (wanted < logits.size(1))
     target = wide.gather(1, torch.where(here, wanted, 0)[:, None])[:, 0]
-    return torch.logsumexp(wide, 1), torch.where(here, target, 0)
+    lse, target = torch.logsumexp(wide, 1), torch.where(here, target, 0)
+    if not entropy:
+        return lse, target
+    return lse, target, torch.special.entr(torch.exp(wide - lse[:, None])).sum(1)
 
 
-def logit_gradients_(logits: Tensor, wanted: Tensor, lse: Tensor, dloss: Tensor) -> None:
-    """Puts the gradient of each row's loss in the place of its logits.
+def logit_gradients_(
+    logits: Tensor,
+    wanted: Tensor,
+    lse: Tensor,
+    dloss: Tensor,
+    scale: Tensor | None = None,
+    entropy: Tensor | None = None,
+    dentropy: Tensor | None = None,
+) -> None:
+    """Puts the gradient of each row's loss, and of its entropy, in the place of its logits.
 
-    Args: logits: [n,V]. wanted, lse: [n], as in `logit_statistics`, lse of the whole vocabulary.
+    Args:
+        logits: [n,V].
+        wanted, lse, scale: [n], as in `logit_statistics`, lse of the whole vocabulary.
         dloss: [n], the gradient of each loss, in the dtype of lse.
+        entropy, dentropy: [n], each entropy and its gradient, likewise; None: it has none.
     """
     fused = fused_for(logits)
     if fused is not None and logits.dtype != torch.float64:
-        fused.logit_gradients_(logits, wanted, lse, dloss)
+        fused.logit_gradients_(logits, wanted, lse, dloss, scale, entropy, dentropy)
         return
-    wide = torch.exp(logits.to(lse.dtype).sub(lse[:, None]))
+    wide = logits.to(lse.dtype)
+    if scale is not None:
+        wide = wide * scale[:, None]
+    wide = wide.sub(lse[:, None])
+    gradient = torch.exp(wide)
+    more = None
+    if entropy is not None and dentropy is not None:
+        more = gradient * (wide.clamp(min=_LEAST) + entropy[:, None]) * dentropy[:, None]
     here = (wanted >= 0) & (wanted < logits.size(1))
-    wide[torch.arange(len(wanted), device=wide.device), torch.where(here, wanted, 0)] -= here.to(
-        wide.dtype
-    )
-    logits.copy_(wide.mul_(dloss[:, None]))
+    rows = torch.arange(len(wanted), device=wide.device)
+    gradient[rows, torch.where(here, wanted, 0)] -= here.to(wide.dtype)
+    gradient.mul_(dloss[:, None])
+    if more is not None:
+        gradient.sub_(more)
+    if scale is not None:
+        gradient.mul_(scale[:, None])
+    logits.copy_(gradient)

@@ -46,11 +46,22 @@ class FusedOperations(Protocol):
     def stand_in_of(self, dout: Tensor, delta: Tensor) -> Tensor:
         """As `partial.stand_in_of`, without float64."""
 
-    def logit_statistics(self, logits: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    def logit_statistics(
+        self, logits: Tensor, wanted: Tensor, scale: Tensor | None, entropy: bool
+    ) -> tuple[Tensor, ...]:
         """As `chunked_loss.logit_statistics`, in float32, without float64."""
 
-    def logit_gradients_(self, logits: Tensor, wanted: Tensor, lse: Tensor, dloss: Tensor) -> None:
-        """As `chunked_loss.logit_gradients_`, with lse and dloss in float32."""
+    def logit_gradients_(
+        self,
+        logits: Tensor,
+        wanted: Tensor,
+        lse: Tensor,
+        dloss: Tensor,
+        scale: Tensor | None,
+        entropy: Tensor | None,
+        dentropy: Tensor | None,
+    ) -> None:
+        """As `chunked_loss.logit_gradients_`, with all but logits and wanted in float32."""
 
 
 _by_device: dict[str, Callable[[], FusedOperations]] = {}

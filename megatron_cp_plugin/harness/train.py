@@ -62,7 +62,7 @@ def _start(argv: Sequence[str]) -> int:
     flags, _ = split_flags(rest)
     if path is None:
         flags.check()
-    ranks = _needed_ranks(words) if known.nproc_per_node is None else known.nproc_per_node
+    ranks = ranks_of(words) if known.nproc_per_node is None else known.nproc_per_node
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if ranks < 1:
         raise ConfigError(f"--nproc-per-node must be 1 or more, got {ranks}")
@@ -104,8 +104,14 @@ def _start(argv: Sequence[str]) -> int:
     return 0
 
 
-def _needed_ranks(words: Sequence[str]) -> int:
+def ranks_of(words: Sequence[str]) -> int:
     """The product of the parallel sizes that flags or the run file give."""
+    # One rank is enough to say which size is wrong.
+    return max(1, prod(parallel_sizes(words).values()))
+
+
+def parallel_sizes(words: Sequence[str]) -> dict[str, int]:
+    """What flags or the run file give, by the names of Megatron's settings; 1 for other words."""
     path, rest = launch.split_run_file(words)
     of_file: dict[str, object] = {}
     if path is not None:
@@ -117,6 +123,5 @@ def _needed_ranks(words: Sequence[str]) -> int:
     for name in _SIZES:
         parser.add_argument("--" + name.replace("_", "-"), type=int)
     given = vars(parser.parse_known_args(rest)[0])
-    sizes = (of_file.get(name, 1) if given[name] is None else given[name] for name in _SIZES)
-    # One rank is enough to say which size is wrong.
-    return max(1, prod(size for size in sizes if isinstance(size, int)))
+    sizes = {n: of_file.get(n, 1) if given[n] is None else given[n] for n in _SIZES}
+    return {name: size if isinstance(size, int) else 1 for name, size in sizes.items()}

@@ -6,7 +6,8 @@ labels in between. So the output layer of a model that is given labels returns w
 be made of, and the method calls the layer a second time, with the labels, for the losses. It is a
 call of the layer, and not of a function, for those who shard parameters and hook on to calls.
 
-A model that is given no labels, or an output processor, computes all logits, as ever.
+A model that is given no labels, or an output processor, computes all logits, as ever. Those of
+`install` return `ChunkedLogits` where there are no labels, unless all the vocabulary is asked for.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_cp_plugin.core.chunked_loss import losses_and_predictions
+from megatron_cp_plugin.core.chunked_loss import losses_and_entropies, losses_and_predictions
 from megatron_cp_plugin.errors import ContextParallelError
+from megatron_cp_plugin.integration.chunked_logits import ChunkedLogits, Head
 
 
 @dataclass
@@ -39,12 +41,13 @@ class PendingLogits:
     predicted: Tensor | None = None
 
 
-def serve_loss(model: nn.Module, chunk_tokens: int) -> None:
+def serve_loss(model: Any, chunk_tokens: int, *, for_programs: bool = False) -> None:
     """Makes a model compute its losses in chunks.
 
     Args:
         model: GPTModel or HybridModel.
         chunk_tokens: How many tokens' logits there are at a time.
+        for_programs: It returns `ChunkedLogits` where it is given no labels.
 
     Raises:
         ContextParallelError: Its output layer is of another kind.
@@ -52,7 +55,12 @@ def serve_loss(model: nn.Module, chunk_tokens: int) -> None:
     layer = getattr(model, "output_layer", None)
     if layer is not None:  # on the last stage of a pipeline
         _check_layer(layer)
-        _Loss(model, layer, chunk_tokens).install()
+        if for_programs and getattr(model, "mtp_process", False):
+            raise ContextParallelError(
+                "chunked_loss of install needs a model without multi-token prediction, got "
+                f"mtp_num_layers={model.config.mtp_num_layers}: leave one of the two out"
+            )
+        _Loss(model, layer, chunk_tokens, for_programs).install()
 
 
 def _check_layer(layer: Any) -> None:
@@ -75,14 +83,15 @@ def _check_layer(layer: Any) -> None:
 class _Loss:
     """Takes the place of the output layer's product and of the loss of one model."""
 
-    def __init__(self, model: Any, layer: Any, chunk_tokens: int) -> None:
+    def __init__(self, model: Any, layer: Any, chunk_tokens: int, for_programs: bool) -> None:
         self._model = model
         self._layer = layer
         self._chunk_tokens = chunk_tokens
         self._logits = layer.forward
         self._whole_losses = model.compute_language_model_loss
-        self._parameters = inspect.signature(model.forward)
-        self._has_labels = False
+        self._for_programs = for_programs
+        self._parameters = tuple(inspect.signature(model.forward).parameters)
+        self._has_labels = self._is_pending = False
 
     def install(self) -> None:
         self._model.register_forward_pre_hook(self._enter, with_kwargs=True)
@@ -90,9 +99,12 @@ class _Loss:
         self._layer.forward = self._forward
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = self._parameters.bind(*args, **kwargs).arguments
+        given = dict(zip(self._parameters, args, strict=False)) | kwargs
         # A caller's own output processor takes logits, whatever else it is given.
-        self._has_labels = given.get("labels") is not None and given.get("output_processor") is None
+        own = given.get("output_processor") is None
+        self._has_labels = own and given.get("labels") is not None
+        infers = given.get("inference_context") or given.get("inference_params")
+        self._is_pending = own and self._for_programs and not infers
 
     def _forward(
         self,
@@ -100,28 +112,38 @@ class _Loss:
         weight: Tensor | None = None,
         runtime_gather_output: bool | None = None,
         labels: Tensor | None = None,
-    ) -> tuple[Any, Tensor | None]:
-        """The output layer: its logits, what they will be made of, or losses and predictions."""
+        **wanted: Any,
+    ) -> tuple[Any, Any]:
+        """The output layer: its logits, what they will be made of, or what is made of them.
+
+        Args:
+            wanted: Beside labels, as `losses_and_entropies` takes it; nothing: losses and
+                predictions.
+        """
         if labels is not None:
-            return self._chunked(input_, self._layer.weight if weight is None else weight, labels)
+            return self._chunked(
+                input_, self._layer.weight if weight is None else weight, labels, wanted
+            )
         if self._has_labels:
             return PendingLogits(input_, weight), None
+        if self._is_pending and not runtime_gather_output:
+            return ChunkedLogits(Head(self._layer, input_, weight)), None
         return self._logits(input_, weight=weight, runtime_gather_output=runtime_gather_output)
 
     def _chunked(
-        self, hidden: Tensor, weight: Tensor, labels: Tensor
+        self, hidden: Tensor, weight: Tensor, labels: Tensor, wanted: dict[str, Any]
     ) -> tuple[Tensor, Tensor | None]:
         layer = self._layer
-        return losses_and_predictions(
-            hidden,
-            weight,
-            labels,
-            chunk_tokens=self._chunk_tokens,
-            tp_group=layer.tp_group,
-            sequence_parallel=layer.sequence_parallel,
-            into_main_grad=_has_main_grad(weight),
-            predict=bool(self._model.config.mtp_num_layers) and self._model.training,
-        )
+        settings = {
+            "chunk_tokens": self._chunk_tokens,
+            "tp_group": layer.tp_group,
+            "sequence_parallel": layer.sequence_parallel,
+            "into_main_grad": _has_main_grad(weight),
+        }
+        if wanted:
+            return losses_and_entropies(hidden, weight, labels, **settings | wanted)
+        predict = bool(self._model.config.mtp_num_layers) and self._model.training
+        return losses_and_predictions(hidden, weight, labels, **settings, predict=predict)
 
     def _losses(self, labels: Tensor, logits: PendingLogits | Tensor) -> Tensor:
         """The model's method: losses [B,S] of labels [B,S]."""

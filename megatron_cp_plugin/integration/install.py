@@ -19,6 +19,8 @@ from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.integration import compat
 from megatron_cp_plugin.integration.attention import ContextParallelAttention
 from megatron_cp_plugin.integration.auto import Batches, resolve_model
+from megatron_cp_plugin.integration.chunked_logits import serve_programs
+from megatron_cp_plugin.integration.chunked_loss import serve_loss
 from megatron_cp_plugin.integration.groups import set_up_groups
 from megatron_cp_plugin.integration.inputs import serve_cut_inputs, serves_inputs
 from megatron_cp_plugin.integration.installer import Installer, LauncherInstaller
@@ -38,6 +40,7 @@ def install(
     layout: str = "thd",
     kernel: str = "auto",
     recompute_attention: bool = False,
+    chunked_loss: int | None = None,
     tokens: int | None = None,
     mean_document: str | int | None = None,
     allow_untested_megatron: bool = False,
@@ -61,6 +64,10 @@ def install(
             or samples, in P consecutive parts.
         kernel: "auto" or a kernel's name.
         recompute_attention: Activation recomputation runs attention a second time.
+        chunked_loss: How many tokens' logits there are at a time: losses, and the log-probabilities
+            and entropies of verl, slime and NeMo-RL, are computed in chunks; None: as the caller
+            does. A model that is given no labels returns what stands for logits then; whatever
+            needs logits themselves is refused.
         tokens: With auto, which needs it: of a micro-batch on all context-parallel ranks, about.
         mean_document: With auto: length of documents: the mean in tokens,
             "lognormal:MEAN:SIGMA", or a histogram, "FILE.csv" or "FILE.json"; default 4096.
@@ -72,7 +79,7 @@ def install(
             Megatron is not as the plugin takes it to be, or a setting has no meaning.
     """
     batches = Batches(tokens, mean_document)
-    config = _config(algo, layout, kernel, recompute_attention, options, batches)
+    config = _config(algo, layout, kernel, recompute_attention, options, batches, chunked_loss)
     found = _in_force()
     if found is not None:
         before = found.batches if isinstance(found, ProgramInstaller) else Batches()
@@ -181,11 +188,22 @@ class ProgramInstaller(Installer):
         """Returns what was asked for, of the size of Megatron's parallel state."""
         return self._asked
 
+    def install(self, *, allow_untested: bool) -> None:
+        """As `Installer.install`; also replaces functions of the programs that take logits."""
+        super().install(allow_untested=allow_untested)
+        if self._asked.chunked_loss is not None:
+            self._replaced += serve_programs()
+
     def _runtime_of(self, given: Mapping[str, Any]) -> Runtime:
         if self._runtime is not None:
             return self._runtime
         model, groups = given["config"], given.get("pg_collection")
         return Runtime(_chosen(self._asked, self.batches, model, groups), callers=True)
+
+    def _serve(self, model: Any) -> None:
+        super()._serve(model)
+        if self._asked.chunked_loss is not None:
+            serve_loss(model, self._asked.chunked_loss, for_programs=True)
 
 
 def _in_force() -> Installer | None:
@@ -213,6 +231,7 @@ def _config(
     recompute_attention: bool,
     options: dict[str, object],
     batches: Batches,
+    chunked_loss: int | None = None,
 ) -> ContextParallelConfig:
     """What was asked for, over the ranks of Megatron's parallel state."""
     if not parallel_state.model_parallel_is_initialized():
@@ -225,6 +244,10 @@ def _config(
             f"batches that the caller splits need the layout {' or '.join(_LAYOUTS)}, got "
             f"{layout!r}: use one of them, or the launcher"
         )
+    if chunked_loss is not None and chunked_loss < 1:
+        raise ConfigError(
+            f"chunked_loss must be at least 1, got {chunked_loss}: leave it out for all logits"
+        )
     batches.check(algo)
     if algo != registry.AUTO and registry.kind_of(algo) == "linear":
         raise ConfigError(
@@ -233,7 +256,9 @@ def _config(
         )
     size = parallel_state.get_context_parallel_world_size()
     given = tuple(sorted((options | {"layout": layout}).items()))
-    config = ContextParallelConfig(algo, size, kernel, given, recompute_attention)
+    config = ContextParallelConfig(
+        algo, size, kernel, given, recompute_attention, chunked_loss=chunked_loss
+    )
     config.layout  # noqa: B018  (an unknown option is the first thing to say)
     return config
 
@@ -243,12 +268,14 @@ def _same(one: ContextParallelConfig, other: ContextParallelConfig) -> bool:
         if config.algo == registry.AUTO:
             return (config,)
         options = registry.read_options(config.algo, dict(config.options))
-        return (config.algorithms, options, config.kernel, config.recompute_attention)
+        rest = config.kernel, config.recompute_attention, config.chunked_loss
+        return (config.algorithms, options, *rest)
 
     return one.algo == other.algo and settings(one) == settings(other)
 
 
 def _words(config: ContextParallelConfig, batches: Batches) -> str:
-    given = (*config.options, *((k, v) for k, v in vars(batches).items() if v is not None))
+    others = vars(batches) | {"chunked_loss": config.chunked_loss}
+    given = (*config.options, *((k, v) for k, v in others.items() if v is not None))
     options = ", ".join(f"{name}={value}" for name, value in given)
     return f"{config.algo} ({options})" if options else config.algo

@@ -14,45 +14,72 @@ def _logit_statistics_kernel(  # type: ignore[no-untyped-def]
     target_ptr,
     logits_ptr,
     wanted_ptr,
+    scale_ptr,
+    entropy_ptr,
     vocabulary,
     by_row,
     BLOCK: tl.constexpr,
+    SCALED: tl.constexpr,
+    ENTROPY: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
+    scale = 1.0
+    if SCALED:
+        scale = tl.load(scale_ptr + row)
     nothing = float("-inf")
     high = tl.full((), nothing, tl.float32)
     total = tl.full((), 0.0, tl.float32)
+    below = tl.full((), 0.0, tl.float32)  # sum of exp(x - high) (high - x)
     for start in range(0, vocabulary, BLOCK):
         inside = start + column < vocabulary
         x = tl.load(logits_ptr + row * by_row + start + column, inside, nothing).to(tl.float32)
+        if SCALED:
+            x *= scale
         higher = tl.maximum(high, tl.max(x, 0))
         base = tl.where(higher == nothing, 0.0, higher)  # where all logits are -inf so far
-        total = total * tl.exp(high - base) + tl.sum(tl.exp(x - base), 0)
+        shrink = tl.exp(high - base)
+        part = tl.exp(x - base)
+        if ENTROPY:
+            rise = tl.where(high == nothing, 0.0, base - high)
+            short = tl.where(x == nothing, 0.0, base - x)
+            below = shrink * (below + total * rise) + tl.sum(part * short, 0)
+        total = total * shrink + tl.sum(part, 0)
         high = higher
     tl.store(lse_ptr + row, tl.log(total) + tl.where(high == nothing, 0.0, high))
     wanted = tl.load(wanted_ptr + row).to(tl.int64)
     here = (wanted >= 0) & (wanted < vocabulary)
     target = tl.load(logits_ptr + row * by_row + wanted, here, 0.0).to(tl.float32)
+    if SCALED:
+        target *= scale
     tl.store(target_ptr + row, target)
+    if ENTROPY:
+        tl.store(entropy_ptr + row, tl.log(total) + below / total)
 
 
-def logit_statistics(logits: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+def logit_statistics(
+    logits: Tensor, wanted: Tensor, scale: Tensor | None = None, entropy: bool = False
+) -> tuple[Tensor, ...]:
     """As `core.chunked_loss.logit_statistics`, in float32. Args: logits: columns are contiguous."""
     rows, vocabulary = logits.shape
-    lse, target = (torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in "lt")
+    found = tuple(
+        torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(2 + entropy)
+    )
     if rows:
         _logit_statistics_kernel[(rows,)](
-            lse,
-            target,
+            *found[:2],
             logits,
             wanted.contiguous(),
+            found[0] if scale is None else scale.contiguous(),  # not read where there is none
+            found[-1],
             vocabulary,
             logits.stride(0),
             BLOCK=min(_BLOCK, triton.next_power_of_2(vocabulary)),
+            SCALED=scale is not None,
+            ENTROPY=entropy,
             num_warps=8,
         )
-    return lse, target
+    return found
 
 
 @triton.jit
@@ -61,33 +88,57 @@ def _logit_gradients_kernel(  # type: ignore[no-untyped-def]
     wanted_ptr,
     lse_ptr,
     dloss_ptr,
+    scale_ptr,
+    entropy_ptr,
+    dentropy_ptr,
     vocabulary,
     by_row,
     BLOCK: tl.constexpr,
+    SCALED: tl.constexpr,
+    ENTROPY: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < vocabulary
     at = logits_ptr + row * by_row + column
     x = tl.load(at, inside, 0.0).to(tl.float32)
+    scale = 1.0
+    if SCALED:
+        scale = tl.load(scale_ptr + row)
+        x *= scale
     wanted = tl.load(wanted_ptr + row)
-    probability = tl.exp(x - tl.load(lse_ptr + row))
+    x -= tl.load(lse_ptr + row)  # the logarithm of the probability
+    probability = tl.exp(x)
     gradient = (probability - tl.where(column == wanted, 1.0, 0.0)) * tl.load(dloss_ptr + row)
+    if ENTROPY:
+        more = probability * (tl.maximum(x, -1e30) + tl.load(entropy_ptr + row))
+        gradient -= more * tl.load(dentropy_ptr + row)
+    if SCALED:
+        gradient *= scale
     tl.store(at, gradient.to(logits_ptr.dtype.element_ty), inside)
 
 
-def logit_gradients_(logits: Tensor, wanted: Tensor, lse: Tensor, dloss: Tensor) -> None:
+def logit_gradients_(
+    logits: Tensor,
+    wanted: Tensor,
+    lse: Tensor,
+    dloss: Tensor,
+    scale: Tensor | None = None,
+    entropy: Tensor | None = None,
+    dentropy: Tensor | None = None,
+) -> None:
     """As `core.chunked_loss.logit_gradients_`, in float32. Args: logits: columns are contiguous."""
     rows, vocabulary = logits.shape
     block = min(_BLOCK, triton.next_power_of_2(vocabulary))
+    of_rows = (wanted, lse, dloss, scale, entropy, dentropy)
     if rows:
         _logit_gradients_kernel[(rows, triton.cdiv(vocabulary, block))](
             logits,
-            wanted.contiguous(),
-            lse.contiguous(),
-            dloss.contiguous(),
+            *(lse if x is None else x.contiguous() for x in of_rows),
             vocabulary,
             logits.stride(0),
             BLOCK=block,
+            SCALED=scale is not None,
+            ENTROPY=dentropy is not None,
             num_warps=8,
         )

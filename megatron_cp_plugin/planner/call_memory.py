@@ -211,11 +211,22 @@ class OnePass:
     def stand_in_of(self, dout: Tensor, delta: Tensor) -> Tensor:
         return torch.empty_like(dout)
 
-    def logit_statistics(self, logits: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-        lse = logits.new_empty(logits.shape[:-1], dtype=torch.float32)
-        return lse, torch.empty_like(lse)
+    def logit_statistics(
+        self, logits: Tensor, wanted: Tensor, scale: Tensor | None, entropy: bool
+    ) -> tuple[Tensor, ...]:
+        rows = logits.shape[:-1]
+        return tuple(logits.new_empty(rows, dtype=torch.float32) for _ in range(2 + entropy))
 
-    def logit_gradients_(self, logits: Tensor, wanted: Tensor, lse: Tensor, dloss: Tensor) -> None:
+    def logit_gradients_(
+        self,
+        logits: Tensor,
+        wanted: Tensor,
+        lse: Tensor,
+        dloss: Tensor,
+        scale: Tensor | None,
+        entropy: Tensor | None,
+        dentropy: Tensor | None,
+    ) -> None:
         pass
 
 

@@ -8,7 +8,13 @@ import pytest
 import torch
 
 from megatron_cp_plugin.core.fused import fused_for
-from megatron_cp_plugin.core.kernel import Packing, Problem, SoftmaxKernel, Statistics
+from megatron_cp_plugin.core.kernel import (
+    KernelCall,
+    Packing,
+    Problem,
+    SoftmaxKernel,
+    Statistics,
+)
 from megatron_cp_plugin.core.linear.kernel import LinearProblem
 from megatron_cp_plugin.core.partial import delta_of
 from megatron_cp_plugin.errors import ContextParallelError, KernelUnavailableError
@@ -276,13 +282,17 @@ for columns in (5, 4096, 9000):
     logits = (torch.randn(4, columns + 3) * 9).bfloat16()[:, :columns]
     logits[1, : columns // 2] = -torch.inf
     wanted, dloss = torch.tensor([columns - 1, columns - 2, -1, columns]), torch.randn(4)
-    lse, target = fused.logit_statistics(logits, wanted)
-    for x, y in zip((lse, target), chunked_loss.logit_statistics(logits, wanted)):
-        torch.testing.assert_close(x, y)
-    got, want = logits.clone(), logits.clone()
-    fused.logit_gradients_(got, wanted, lse, dloss)
-    chunked_loss.logit_gradients_(want, wanted, lse, dloss)
-    torch.testing.assert_close(got, want)
+    for scale in (None, torch.rand(4) + 0.5):
+        for entropy in (False, True):
+            given = wanted, scale, entropy
+            found = fused.logit_statistics(logits, *given)
+            for x, y in zip(found, chunked_loss.logit_statistics(logits, *given), strict=True):
+                torch.testing.assert_close(x, y)
+            got, want = logits.clone(), logits.clone()
+            of_entropy = (found[2], torch.randn(4)) if entropy else (None, None)
+            fused.logit_gradients_(got, wanted, found[0], dloss, scale, *of_entropy)
+            chunked_loss.logit_gradients_(want, wanted, found[0], dloss, scale, *of_entropy)
+            torch.testing.assert_close(got, want)
 """
 
 
@@ -311,8 +321,10 @@ COMPILED = (
     ("stand_in", {"TERMS": 3}),
     ("product", {"LESS": True}),
     ("product", {"LESS": False}),
-    ("logit_statistics", {"BLOCK": 4096}),
-    ("logit_gradients", {"BLOCK": 4096}),
+    ("logit_statistics", {"BLOCK": 4096, "SCALED": False, "ENTROPY": False}),
+    ("logit_statistics", {"BLOCK": 4096, "SCALED": True, "ENTROPY": True}),
+    ("logit_gradients", {"BLOCK": 4096, "SCALED": False, "ENTROPY": False}),
+    ("logit_gradients", {"BLOCK": 4096, "SCALED": True, "ENTROPY": True}),
 )
 CAPABILITIES = (80, 90, 100)
 
@@ -337,7 +349,7 @@ def test_triton_kernels_compile_for_gpus(name, constants, capability, tmp_path, 
     kernel = getattr(fused_loss if "logit" in name else fused, f"_{name}_kernel")
     constants = constants if "BLOCK" in constants else {"ROWS": 16, "DIM": 128} | constants
     float32 = ("lse_ptr", "a_lse_ptr", "b_lse_ptr", "delta_ptr", "scale_ptr", "share_ptr")
-    float32 += ("target_ptr", "dloss_ptr")
+    float32 += ("target_ptr", "dloss_ptr", "entropy_ptr", "dentropy_ptr")
     types = dict.fromkeys(kernel.arg_names, "i32")
     types |= {argument: "*bf16" for argument in types if argument.endswith("_ptr")}
     types |= {argument: "*fp32" for argument in float32 if argument in types}
@@ -526,13 +538,14 @@ def test_gradients_of_keys_that_calls_share_are_summed_in_float32(monkeypatch):
     monkeypatch.setattr(base, "MOST_ELEMENTS", 10)
     parts = iter([1.0, 2.0**-9, 2.0**-9, 2.0**-9])
 
-    def gradients(dout, q, k, v, statistics):
+    def gradients(call, dout, statistics):
         part = next(parts)
-        return torch.zeros_like(q), torch.full_like(k, part), torch.full_like(v, part)
+        return tuple(torch.full_like(x, part) for x in (call.q, call.k, call.v))
 
     q, k = (torch.zeros(1, 5, heads, 2, dtype=torch.bfloat16) for heads in (4, 1))
     statistics = Statistics(torch.zeros(1, 4, 5), out=q)
-    _, *of_keys = base.by_heads("some", q.numel(), gradients, q, q, k, k, statistics)
+    call = KernelCall(q, k, k, 1.0, causal=False)
+    _, *of_keys = base.by_heads("some", q.numel(), gradients, call, q, statistics)
     for found in of_keys:
         assert torch.equal(found, torch.full_like(k, 1 + 2.0**-7))
 

@@ -1,0 +1,270 @@
+"""`megatron-cp compare`: the same training run with Megatron's own attention and with the plugin.
+
+Both are `megatron-cp train` with the same flags, one after the other. What is compared is what
+Megatron itself prints, so that nothing disturbs the times; with `--gradients` both are recorded.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from math import inf, isfinite, nan
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+from megatron_cp_plugin.errors import ConfigError, ContextParallelError
+from megatron_cp_plugin.extras import need
+from megatron_cp_plugin.harness.parity import Recording, Tolerances
+from megatron_cp_plugin.harness.parity import compare as compare_gradients
+from megatron_cp_plugin.harness.train import parallel_sizes, ranks_of
+from megatron_cp_plugin.integration import launch
+from megatron_cp_plugin.integration.args import MEGATRON, OneLineParser, split_flags
+from megatron_cp_plugin.planner.text_table import text_table
+
+_REFERENCES = {"te": "Transformer Engine's context parallelism", "cp1": "one rank's whole sequence"}
+# One rounding of a dtype; docs/parity.md says how many count as equal.
+_ROUNDING = {"bfloat16": 2**-9, "float16": 2**-11}
+_ITERATION = re.compile(r"iteration +(\d+)/ *\d+ \|.* elapsed time per iteration \(ms\): ([\d.]+)")
+_LOSS = re.compile(r"\| ([\w ]*loss): (\S+)")
+_PEAK = re.compile(r"memory \(MB\).* max allocated: ([\d.]+)")
+_KERNELS = (
+    re.compile(r"megatron_cp_plugin: (context parallelism by .*)"),
+    re.compile(r"Selected backend = (.*)"),
+)
+_HELP = """usage: megatron-cp compare [--iters N] [--reference auto|te|cp1] [--gradients]
+                           [--output DIR] [--nproc-per-node N] [--config FILE] [flags]
+
+Runs `megatron-cp train` twice with the same run file and flags, first with Megatron's own attention
+and then with the algorithm that they choose, and prints losses and step times side by side, peak
+memory, and which kernel each ran.
+
+  --iters N         iterations of each run; default 10
+  --reference R     te: Transformer Engine's context parallelism on as many ranks; cp1: Megatron's
+                    attention without context parallelism; default: te on GPUs where Transformer
+                    Engine is installed, else cp1
+  --gradients       records both runs and compares the gradients of all parameters, in three
+                    iterations; exit code 1 if they are not equal within the bounds of
+                    docs/parity.md
+  --output DIR      where the logs and run files of both go; default: comparison
+
+--save is left out. Transformer Engine is asked to say which kernel it takes (NVTE_DEBUG).
+"""
+
+
+@dataclass(frozen=True)
+class Printed:
+    """What Megatron printed in one run.
+
+    Attributes:
+        losses: By name, one value an iteration.
+        ms: The time of each iteration.
+        peak_mb: The most memory of any rank that says it; 0 on CPUs.
+        kernel: In the words of who ran it; empty if nobody says it.
+    """
+
+    losses: dict[str, list[float]]
+    ms: list[float]
+    peak_mb: float
+    kernel: str
+
+    @classmethod
+    def of(cls, lines: Sequence[str]) -> Self:
+        """Reads a log."""
+        losses: dict[str, list[float]] = {}
+        ms, peaks, kernels = [], [0.0], []
+        for line in lines:
+            if found := _ITERATION.search(line):
+                ms.append(float(found[2]))
+                for name, value in _LOSS.findall(line):
+                    losses.setdefault(name.strip(), []).append(float(value))
+            if found := _PEAK.search(line):
+                peaks.append(float(found[1]))
+            kernels += [match[1].strip() for each in _KERNELS if (match := each.search(line))]
+        return cls(losses, ms, max(peaks), "; ".join(dict.fromkeys(kernels)))
+
+    @property
+    def median_ms(self) -> float:
+        """Of an iteration, without the first."""
+        return statistics.median(self.ms[1:] or self.ms or [nan])
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command; returns its exit code.
+
+    Raises:
+        ContextParallelError: A flag cannot be served, or a run failed.
+    """
+    if not {"-h", "--help"}.isdisjoint(argv):
+        print(_HELP)
+        return 0
+    need("megatron", "megatron-cp compare", "megatron", "omegaconf", "yaml")
+    parser = OneLineParser(prog="megatron-cp compare", add_help=False, allow_abbrev=False)
+    parser.add_argument("--iters", type=int, default=10)
+    parser.add_argument("--reference", choices=("auto", "te", "cp1"), default="auto")
+    parser.add_argument("--gradients", action="store_true")
+    parser.add_argument("--output", type=Path, default=Path("comparison"))
+    parser.add_argument("--nproc-per-node", type=int, default=None)
+    parser.add_argument("--save")
+    known, words = parser.parse_known_args(list(argv))
+    if "RANK" in os.environ:
+        raise ConfigError("compare starts its own ranks, got those of torchrun: call it without")
+    if known.iters < 2:
+        raise ConfigError(f"--iters must be at least 2, got {known.iters}")
+    known.output.mkdir(parents=True, exist_ok=True)
+    reference, ours = commands(words, known)
+    logs = [
+        _run(name, line, known.output) for name, line in (("reference", reference), ("ours", ours))
+    ]
+    print(report(*logs))
+    return _compare_gradients(known.output) if known.gradients else 0
+
+
+def commands(words: Sequence[str], known: Any) -> tuple[list[str], list[str]]:
+    """The flags of both runs, the reference first; writes their run files.
+
+    Args:
+        words: Flags of `megatron-cp train`.
+        known: Those of this command.
+
+    Raises:
+        ConfigError: No algorithm of the plugin is chosen, or the ranks do not fit.
+    """
+    path, rest = launch.split_run_file(words)
+    launch.check_run_file(path, rest)
+    flags, of_megatron = split_flags(rest)
+    content: dict[str, Any] = {}
+    if path is not None:
+        from megatron_cp_plugin.integration.yaml_config import as_written
+
+        content = as_written(path)
+        content["megatron"] = {k: v for k, v in content["megatron"].items() if k != "save"}
+    section = content.get("context_parallel") or {}
+    if flags.algo is None and section.get("algo", MEGATRON) == MEGATRON:
+        raise ConfigError(
+            "compare needs an algorithm of the plugin, got none: add --context-parallel-algo zigzag"
+        )
+    if flags.record is not None or "record" in section:
+        raise ConfigError("compare records runs itself, got --cp-record: use --gradients")
+    size = parallel_sizes(words)["context_parallel_size"]
+    ranks = ranks_of(words) if known.nproc_per_node is None else known.nproc_per_node
+    if ranks % size:
+        raise ConfigError(f"--nproc-per-node must be a multiple of {size} ranks, got {ranks}")
+    platform = flags.platform or section.get("platform")
+    against = known.reference
+    if against == "auto":
+        has_engine = torch.cuda.is_available() and find_spec("transformer_engine") is not None
+        against = "te" if has_engine and platform != "cpu" else "cp1"
+    own = ["--context-parallel-algo", MEGATRON]
+    own += ["--cp-platform", platform] if platform else []
+    if against == "cp1":
+        own += ["--context-parallel-size", "1"]
+    both = ["--train-iters", str(known.iters), "--log-interval", "1"]
+    sections: dict[str, Mapping[str, Any]] = {"reference": {}, "ours": section}
+    found = []
+    for name, line in (("reference", [*of_megatron, *own]), ("ours", rest)):
+        here = ranks // size if (name, against) == ("reference", "cp1") else ranks
+        line = [
+            "--nproc-per-node",
+            str(here),
+            *_run_file(name, content, sections, known.output),
+            *line,
+        ]
+        record = ["--cp-record", str(known.output / name)] if known.gradients else []
+        found.append([*line, *both, *record])
+    print(f"reference: {_REFERENCES[against]}", flush=True)
+    return found[0], found[1]
+
+
+def _run_file(
+    name: str, content: Mapping[str, Any], sections: Mapping[str, Any], folder: Path
+) -> list[str]:
+    """Writes a run file, if there is one, with another section of the plugin."""
+    if not content:
+        return []
+    import yaml
+
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump({**content, "context_parallel": dict(sections[name])}))
+    return ["--config", str(path)]
+
+
+def _run(name: str, words: Sequence[str], folder: Path) -> Printed:
+    """Trains as `megatron-cp train` does; what it prints goes to a file."""
+    for path in (folder / name).glob("rank*"):  # of an earlier recording, of more ranks perhaps
+        path.unlink()
+    log = folder / f"{name}.log"
+    command = [sys.executable, "-m", "megatron_cp_plugin.cli", "train", *words]
+    print(f"{name}: megatron-cp train {' '.join(words)}", flush=True)
+    said = {"NVTE_DEBUG": "1", "NVTE_DEBUG_LEVEL": "1"} if name == "reference" else {}
+    with log.open("w") as file:
+        done = subprocess.run(
+            command, stdout=file, stderr=subprocess.STDOUT, env=said | os.environ, check=False
+        )
+    lines = log.read_text(errors="replace").splitlines()
+    if done.returncode:
+        last = next((line for line in reversed(lines) if line.strip()), "it printed nothing")
+        raise ContextParallelError(f"the run of {name} failed, see {log}: {last.strip()}")
+    printed = Printed.of(lines)
+    if not printed.losses:
+        raise ContextParallelError(f"the run of {name} printed no losses, see {log}")
+    return printed
+
+
+def report(reference: Printed, ours: Printed) -> str:
+    """Both runs side by side."""
+    names = [name for name in reference.losses if name in ours.losses]
+    columns = ["iteration"]
+    for name in names:
+        columns += [name, "ours", "difference"]
+    rows = []
+    for number in range(min(len(reference.ms), len(ours.ms))):
+        row = [str(number + 1)]
+        for name in names:
+            want, got = (x.losses[name][number] for x in (reference, ours))
+            row += [f"{want:.6f}", f"{got:.6f}", f"{difference(got, want):.1e}"]
+        rows.append((*row, f"{reference.ms[number]:.1f}", f"{ours.ms[number]:.1f}"))
+    lines = [text_table((*columns, "ms", "ours"), rows), *_summary(reference, ours, names)]
+    return "\n".join(lines)
+
+
+def _summary(reference: Printed, ours: Printed, names: Sequence[str]) -> Iterator[str]:
+    for name in names:
+        pairs = zip(reference.losses[name], ours.losses[name], strict=False)
+        worst = max(difference(got, want) for want, got in pairs)
+        yield f"largest difference of {name}: {worst:.1e}"
+    times = reference.median_ms, ours.median_ms
+    yield "median step without the first: {:.1f} and {:.1f} ms, ratio {:.2f}".format(
+        *times, times[1] / times[0]
+    )
+    if reference.peak_mb and ours.peak_mb:
+        peaks = reference.peak_mb / 1024, ours.peak_mb / 1024
+        yield "peak memory: {:.2f} and {:.2f} GiB, ratio {:.2f}".format(*peaks, peaks[1] / peaks[0])
+    yield f"kernel of the reference: {reference.kernel or "Megatron's own attention"}"
+    yield f"kernel of ours: {ours.kernel}"
+
+
+def difference(got: float, want: float) -> float:
+    """The relative difference of two losses; infinite where one is no number."""
+    if not (isfinite(got) and isfinite(want)):
+        return inf
+    return abs(got - want) / abs(want) if want else (inf if got else 0.0)
+
+
+def _compare_gradients(folder: Path) -> int:
+    """Prints what gradients are off by. Returns: 0, or 1 if that is not rounding."""
+    reference, ours = (Recording.load(folder / name) for name in ("reference", "ours"))
+    unit = _ROUNDING.get(ours.settings["params_dtype"])
+    bounds = Tolerances() if unit is None else Tolerances(unit, 5 * unit, 20 * unit, 40 * unit)
+    found = compare_gradients(reference, ours, bounds)
+    for what, worst in (("first iteration", found.gradient), ("later", found.later_gradient)):
+        print(f"gradients, {what}: off by {worst.error:.1e} at most, {worst.at}")
+    print("\n".join(found.problems) or "equal within the rounding of the dtype")
+    return int(not found.passed)

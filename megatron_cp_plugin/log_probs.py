@@ -1,0 +1,121 @@
+"""Log-probabilities and entropies of tokens, as policies and distillation need them."""
+
+from typing import Literal, overload
+
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_cp_plugin.arguments import check_eager, check_tensors, fixed_number, flag
+from megatron_cp_plugin.context import not_compiled
+from megatron_cp_plugin.core.chunked_loss import CHUNK_TOKENS, losses_and_entropies
+from megatron_cp_plugin.errors import ContextParallelError, brief, whole_number
+
+
+@overload
+def chunked_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    temperature: float | Tensor = ...,
+    entropy: Literal[False] = ...,
+    chunk_tokens: int = ...,
+    tp_group: dist.ProcessGroup | None = ...,
+    sequence_parallel: bool = ...,
+    into_main_grad: bool = ...,
+) -> Tensor: ...
+
+
+@overload
+def chunked_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    temperature: float | Tensor = ...,
+    entropy: Literal[True],
+    chunk_tokens: int = ...,
+    tp_group: dist.ProcessGroup | None = ...,
+    sequence_parallel: bool = ...,
+    into_main_grad: bool = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@not_compiled
+def chunked_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    entropy: bool = False,
+    chunk_tokens: int = CHUNK_TOKENS,
+    tp_group: dist.ProcessGroup | None = None,
+    sequence_parallel: bool = False,
+    into_main_grad: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Log-probabilities of labels under `softmax(hidden @ weight.T / temperature)`, and entropies.
+
+    All the logits are never in memory. As with `chunked_cross_entropy`, which are these
+    log-probabilities negated, each rank gives its own tokens, in any order, and nothing is sent
+    between context-parallel ranks. H hidden size, V vocabulary.
+
+    There is no `top_k`, because programs mean different things by it: NeMo-RL the softmax of the k
+    largest logits of each token, slime (for top-p) that of the ids which the rollout kept, and verl
+    the log-probabilities of a teacher's k ids for distillation. The first needs the whole
+    vocabulary of a token on one rank; the others need ids that the caller has.
+
+    Args:
+        hidden: [..., H]; with `sequence_parallel` this rank's part of the tokens, cut along the
+            first dimension.
+        weight: [V,H] in hidden's dtype: the whole vocabulary, or this rank's part in a `tp_group`,
+            all parts equally large and in the order of the ranks.
+        labels: [...] integers, of all tokens: ids of the whole vocabulary. Any other number, such
+            as -100, has a finite result without a meaning: mask it.
+        temperature: what the logits are divided by, positive: a number, or one a token, [...] as
+            labels. Not differentiable.
+        entropy: returns the entropies too.
+        chunk_tokens: how many tokens' logits are in memory at a time.
+        tp_group: the tensor-parallel ranks, which all make this call.
+        sequence_parallel: `hidden` is split over `tp_group`, as by Megatron's sequence parallelism.
+        into_main_grad: adds the gradient of the weight to `weight.main_grad` (float32), as
+            Megatron's layers do. Autograd gets zeros for it, so that hooks run.
+
+    Returns: the log-probabilities, [...] as labels, in float32 (float64 for float64); with
+    `entropy` also the entropies in nats, likewise. Both are differentiable, once.
+    Raises: ContextParallelError for shapes, dtypes or settings that do not fit.
+    """
+    if not isinstance(tp_group, dist.ProcessGroup | None):
+        raise ContextParallelError(f"tp_group needs a process group, got {brief(tp_group)}")
+    check_tensors(hidden=hidden, weight=weight, labels=labels)
+    check_eager("chunked_log_probs", hidden, weight)
+    losses, entropies = losses_and_entropies(
+        hidden,
+        weight,
+        labels,
+        temperature=_temperature(temperature, labels),
+        entropy=flag("entropy", entropy),
+        chunk_tokens=whole_number("chunk_tokens", chunk_tokens),
+        tp_group=tp_group,
+        sequence_parallel=flag("sequence_parallel", sequence_parallel),
+        into_main_grad=flag("into_main_grad", into_main_grad),
+    )
+    return -losses if entropies is None else (-losses, entropies)
+
+
+def _temperature(given: object, labels: Tensor) -> float | Tensor:
+    """A positive number, or one for each label; a tensor's numbers are not looked at."""
+    if isinstance(given, Tensor) and given.shape == labels.shape and given.dim():
+        if given.requires_grad or not given.is_floating_point():
+            raise ContextParallelError(
+                f"temperature needs floating numbers without a gradient, got {given.dtype}, "
+                f"requires_grad={given.requires_grad}: detach or cast it"
+            )
+        return given
+    number = fixed_number("temperature", given)
+    if number is None or not 0 < number < float("inf"):
+        raise ContextParallelError(
+            f"temperature needs a positive number, or one for each of the labels "
+            f"{list(labels.shape)}, got {brief(given)}"
+        )
+    return number
