@@ -510,7 +510,7 @@ class Pipeline:
 
         Args: log_probs: In a pass forward only.
         """
-        from megatron.core.head_groups_parallel import get_forward_backward_func
+        from megatron.core.pipeline_parallel import get_forward_backward_func
 
         # Megatron's schedules weigh a loss so, where it is a mean.
         weight = len(batches) / self.group.size()
