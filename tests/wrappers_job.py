@@ -141,7 +141,9 @@ def lost(how: str) -> dict[str, str]:
     group = dist.new_group(timeout=timedelta(seconds=10))
     x = cp.shard(torch.randn(1, 24, 4, 8), 1, algo="zigzag").requires_grad_()
     out = cp.attention(x, x, x, algo="zigzag", group=group)
+    dist.barrier()  # the others have the forward's messages
     if rank == 1:
+        time.sleep(0.5)  # and have left the barrier
         os.kill(os.getpid(), getattr(signal, how))
     found = {}
     for name, call in {

@@ -310,7 +310,7 @@ def test_layers_of_linear_attention_are_refused() -> None:
 
 
 BOUNDS = torch.tensor([0, 3, 8], dtype=torch.int32)
-IN_DOCUMENTS = [(0, 3, 0, 3, -FAR, FAR), (3, 8, 3, 8, -FAR, FAR)]
+IN_DOCUMENTS = [[0, 3, 0, 3, -FAR, FAR], [3, 8, 3, 8, -FAR, FAR]]
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -323,7 +323,7 @@ def test_spans_of_a_batch_in_documents_of_the_model(size: int) -> None:
         mask = model(tokens, PackedSeqParams("thd", BOUNDS, BOUNDS))
         assert (mask.seq_len, mask.starts, mask.qkv_format) == (8, (3,), "bshd")
         assert batches.runtime.mask is mask
-        assert mask.slices(8).bands.rows == IN_DOCUMENTS
+        assert mask.slices(8).bands.table.T.tolist() == IN_DOCUMENTS
         assert starts_of(mask, 8) == (3,)
         with pytest.raises(ContextParallelError, match=r"fill the 16 tokens .* got cu_seqlens"):
             starts_of(mask, 16)
@@ -331,7 +331,7 @@ def test_spans_of_a_batch_in_documents_of_the_model(size: int) -> None:
         with pytest.raises(ContextParallelError, match="got others for the model beside them"):
             model(tokens, given)
         tokens = batches.shard({"tokens": torch.arange(8)[None]}, group)["tokens"]
-        assert model(tokens, given).slices(8).bands.rows == IN_DOCUMENTS
+        assert model(tokens, given).slices(8).bands.table.T.tolist() == IN_DOCUMENTS
 
     on_ranks(size, rank)
 
