@@ -23,7 +23,7 @@ from megatron_cp_plugin.algorithms.grid import (
 from megatron_cp_plugin.core.algorithm import Algorithm, PointToPoint, divisors, number
 from megatron_cp_plugin.core.caching import cached_method
 from megatron_cp_plugin.core.comm import Phase
-from megatron_cp_plugin.core.head_groups import HeadGroup, group_count, head_groups
+from megatron_cp_plugin.core.head_groups import HeadGroup, flop_of_rank, group_count, head_groups
 from megatron_cp_plugin.core.layout import Cyclic, Layout, Zigzag
 from megatron_cp_plugin.core.plans.compile import plan_of
 from megatron_cp_plugin.core.plans.plan import PHASES
@@ -96,7 +96,8 @@ class GridAlgorithm(PointToPoint):
 
     def head_groups(self, shape: Shape, mask: Mask) -> tuple[HeadGroup, ...]:
         """See PointToPoint.head_groups."""
-        count = group_count(self.options.chunks, shape.flop(self.topology.size))
+        flop = flop_of_rank(shape, mask, self.topology.size)
+        count = group_count(self.options.chunks, flop)
         if self.topology.size == 1 or self.kind is GridRingPlacement:
             count = 1
         elif not self.gathers and 1 in self.grid_shape(shape):

@@ -12,6 +12,7 @@ from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.execution.padded_heads import PaddedHeads
 from megatron_cp_plugin.core.head_groups import (
     HeadGroup,
+    flop_of_rank,
     group_count,
     head_groups,
     successive_groups,
@@ -85,7 +86,7 @@ class Ulysses(Algorithm):
 
     def placement(self, shape: Shape, mask: Mask, phase: Phase) -> HeadPlacement:
         """See Algorithm.placement."""
-        size, exchanged = self.degree(shape.kv_heads), self.exchanged_groups(shape)
+        size, exchanged = self.degree(shape.kv_heads), self.exchanged_groups(shape, mask)
         nodes = nodes_for(self.name, self.topology, self.rules.route, size)
         of_group = replace(shape, heads=exchanged[0].heads, kv_heads=exchanged[0].kv_heads)
         elements = 0 if mask.special else of_group.elements(len(nodes))
@@ -97,11 +98,12 @@ class Ulysses(Algorithm):
         keep = self.options.keep == "exchanged"
         return HeadPlacement(self.layout, size, of_teams, exchanges, keep)
 
-    def exchanged_groups(self, shape: Shape) -> tuple[HeadGroup, ...]:
-        """Of one rank's heads, exchanged one after another."""
+    def exchanged_groups(self, shape: Shape, mask: Mask) -> tuple[HeadGroup, ...]:
+        """Of one rank's heads, exchanged one after another; fewer where the mask hides much."""
         size, total = self.degree(shape.kv_heads), self.topology.size
         filled = self._filled(shape)
-        most = group_count(self.options.chunks, shape.flop(total)) if size > 1 else 1
+        flop = flop_of_rank(shape, mask, total)
+        most = group_count(self.options.chunks, flop) if size > 1 else 1
         # A ring would send shared KV heads once for each group. Otherwise sharing them is worth
         # it only where there would be no second group.
         of_rank = filled.heads // size, filled.sent_kv_heads // size

@@ -4,6 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from megatron_cp_plugin.core.shape import Shape
+from megatron_cp_plugin.core.tiles import Mask, visible_pairs
+
 _MOST_GROUPS = 4
 _GROUP_FLOP = 10**12  # below that a group costs more in launches than it hides
 _LARGE = 2**27
@@ -86,7 +89,7 @@ def head_groups(
 def group_count(chunks: int, flop: int) -> int:
     """Into how many groups of heads to split attention, so that it hides communication.
 
-    Args: chunks: as many; 0: what suits `flop`, that of a rank's forward without a mask.
+    Args: chunks: as many; 0: what suits `flop`, see `flop_of_rank`.
     """
     return chunks or min(_MOST_GROUPS, max(1, flop // _GROUP_FLOP))
 
@@ -105,3 +108,15 @@ def successive_groups(
     """
     wanted = chunks or (2 if elements >= _LARGE else 1)
     return head_groups(heads, kv_heads, wanted, share_kv=False)
+
+
+def flop_of_rank(shape: Shape, mask: Mask, size: int) -> int:
+    """FLOP of the forward of one of `size` ranks in the mean, by which head groups are counted.
+
+    A mask without window, documents and spans counts as no mask; of others, the share of a causal
+    mask's pairs that they let through counts.
+    """
+    flop, tokens = shape.flop(size), shape.seq_len
+    if not mask.special:
+        return flop
+    return min(flop, 2 * flop * visible_pairs(tokens, mask) // (tokens * (tokens + 1)))

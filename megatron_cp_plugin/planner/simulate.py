@@ -239,7 +239,7 @@ def pinned(
     algorithm = _made(algo, options, shape, nodes, peer_access=peer_access)
     pinned = dict(options)
     if isinstance(algorithm, Ulysses):
-        pinned["chunks"] = len(algorithm.exchanged_groups(shape))
+        pinned["chunks"] = len(algorithm.exchanged_groups(shape, mask or Mask()))
         if "ulysses" in registry.option_names(algo):
             pinned["ulysses"] = algorithm.degree(shape.kv_heads)
     elif isinstance(algorithm, PointToPoint):
