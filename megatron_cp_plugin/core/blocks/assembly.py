@@ -27,9 +27,8 @@ from megatron_cp_plugin.core.ranges import (
     runs,
 )
 
-# Segments a member, and of all, up to which a copy for each is as fast as a gather of rows by
-# indices: each costs the host a launch.
-_FEW, _FEW_OF_ALL = 8, 32
+# Segments a member up to which a copy for each is as fast as a gather of rows by indices.
+_FEW = 8
 # [n, ..., S, ...] as one tensor; or a tensor of each rank, some of them longer than S.
 Blocks = Tensor | Sequence[Tensor]
 
@@ -198,7 +197,7 @@ class Contiguous(Assembly):
         first, last = runs(owner[1:] != owner[:-1], len(owner))
         row, after = offsets(lengths), np.cumsum(lengths)
         columns = owner[first], local[order][first], after[last] - row[first], row[first]
-        many = len(first) > min(_FEW * members, _FEW_OF_ALL)
+        many = len(first) > _FEW * members
         self._table = _Table(*columns[:3], members, width) if many else None
         segments = () if many else zip(*(x.tolist() for x in columns), strict=True)
         self._segments = tuple(_Segment(*one) for one in segments)
