@@ -25,6 +25,7 @@ from megatron_cp_plugin.functional import (
     unshard,
 )
 from megatron_cp_plugin.registry import available, register
+from megatron_cp_plugin.rollouts import pack_rollouts
 
 __version__ = "0.1.0.dev0"
 
@@ -36,6 +37,7 @@ __all__ = [
     "chunked_cross_entropy",
     "linear_attention",
     "one_line_errors",
+    "pack_rollouts",
     "record_communication",
     "register",
     "release",

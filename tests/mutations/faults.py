@@ -929,4 +929,33 @@ FAULTS = (
         "parts of large tensors are twice as large as cuDNN takes",
         "kernels/test_kernels.py::test_cudnn_backward_of_large_tensors_is_in_parts",
     ),
+    # rollouts that share prefixes
+    Fault(
+        "rollouts.py",
+        "int(differs[0]) if len(differs) else length) - 1)",
+        "int(differs[0]) if len(differs) else length))",
+        "rollouts share the token whose labels differ",
+        "test_rollouts.py::test_by_hand",
+    ),
+    Fault(
+        "rollouts.py",
+        "sums[at] += weights[number][1:]",
+        "sums[at] = weights[number][1:]",
+        "what rollouts share has the weight of the last one alone",
+        "test_rollouts.py::test_by_hand",
+    ),
+    Fault(
+        "rollouts.py",
+        "if filled + needed - most[at] <= room",
+        "if filled + needed - 2 * most[at] <= room",
+        "a pack is filled beyond its budget, for a prefix counts as shared twice",
+        "test_rollouts.py::test_packs_have_each_term_once",
+    ),
+    Fault(
+        "rollouts.py",
+        "yield Slice(stop, end, start, stop)",
+        "yield Slice(stop, end, start, stop, 'causal')",
+        "rollouts see a part of their prefix",
+        "test_rollouts.py::test_packs_have_each_term_once",
+    ),
 )
