@@ -26,6 +26,7 @@ from megatron_cp_plugin.functional import (
 )
 from megatron_cp_plugin.log_probs import chunked_log_probs
 from megatron_cp_plugin.registry import available, register
+from megatron_cp_plugin.rollouts import pack_rollouts
 
 __version__ = "0.1.0.dev0"
 
@@ -38,6 +39,7 @@ __all__ = [
     "chunked_log_probs",
     "linear_attention",
     "one_line_errors",
+    "pack_rollouts",
     "record_communication",
     "register",
     "release",

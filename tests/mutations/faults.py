@@ -1113,4 +1113,33 @@ FAULTS = (
         "tensors are refused of which one head at a time fits",
         "kernels/test_flash2.py::test_a_backward_beyond_int32_is_in_parts",
     ),
+    # rollouts that share prefixes
+    Fault(
+        "rollouts.py",
+        "int(differs[0]) if len(differs) else length) - 1)",
+        "int(differs[0]) if len(differs) else length))",
+        "rollouts share the token whose labels differ",
+        "test_rollouts.py::test_by_hand",
+    ),
+    Fault(
+        "rollouts.py",
+        "sums[at] += weights[number][1:]",
+        "sums[at] = weights[number][1:]",
+        "what rollouts share has the weight of the last one alone",
+        "test_rollouts.py::test_by_hand",
+    ),
+    Fault(
+        "rollouts.py",
+        "if filled + needed - most[at] <= room",
+        "if filled + needed - 2 * most[at] <= room",
+        "a pack is filled beyond its budget, for a prefix counts as shared twice",
+        "test_rollouts.py::test_packs_have_each_term_once",
+    ),
+    Fault(
+        "rollouts.py",
+        "yield Slice(stop, end, start, stop)",
+        "yield Slice(stop, end, start, stop, 'causal')",
+        "rollouts see a part of their prefix",
+        "test_rollouts.py::test_packs_have_each_term_once",
+    ),
 )

@@ -1,0 +1,337 @@
+"""A tiny policy, trained with rewards in Megatron: grpo_job.py WAY SIZE UPDATES FILE.
+
+A plain loop samples answers from the policy itself; a GRPO-like loss, clipped, trains it twice on
+each set of answers, by Megatron's schedule, DDP and optimizer, in float64. WAY says how the model
+takes rollouts:
+
+    whole   padded rows through Megatron's own attention; SIZE is 1
+    rows    packed, and split as verl does, by `Batch` of cut_batches_job.py
+    packs   the same for sampling; for training prefixes that rollouts share are merged
+    verl    packed and split by the forward pass of verl's engine, where verl is installed; with its
+            advantages and its loss. It fails if verl splits tokens otherwise than `rows`.
+
+The first rank writes rewards, losses and weights to FILE.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import batched
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import megatron_cp_plugin as cp
+from tests.integration.cut_batches_job import VOCABULARY, Batch, make_config, make_model, set_up
+
+PROMPTS, ANSWERS, LONGEST, MICRO_BATCHES = 3, 8, 8, 2
+END = 1  # of an answer; 0 is padding
+RATIO, DUAL = 0.2, 3.0  # clips of the loss
+
+# Each rollout's log-probs: of what follows each of its tokens, [L,V]; or of its labels, [L-1].
+type Numbers = list[Tensor]
+type Model = Any
+
+
+def whole(model: Model, rows: Sequence[Tensor]) -> Numbers:
+    """Rows padded on the right, on one rank."""
+    lengths = [len(row) for row in rows]
+    ids = torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
+    places = torch.arange(ids.size(1))
+    later = places > places[:, None]
+    logits = model(ids, places.expand_as(ids), later[None, None])
+    return [row[:length].log_softmax(-1) for row, length in zip(logits, lengths, strict=True)]
+
+
+def joined(local: Tensor, batch: Batch, documents: Sequence[Tensor]) -> Numbers:
+    """[T/P, ...] of all ranks, in the order of documents; as verl does, own ones alone have
+    gradients, so that those of all ranks add up to that of the loss that each of them has.
+    """
+    group = _groups().cp
+    parts = [torch.empty_like(local) for _ in range(batch.size)]
+    dist.all_gather(parts, local.detach().contiguous(), group=group)
+    parts[batch.rank] = local
+    numbers, seats = _numbered(documents), []
+    for rank in range(batch.size):
+        seats.append(Batch((1,), rank, batch.size).cut(numbers)[0])
+    order = torch.cat(seats).argsort(stable=True)
+    found = torch.cat(parts)[order[-sum(map(len, documents)) :]]  # behind those of padding
+    return list(found.split([len(each) for each in documents]))
+
+
+def _numbered(documents: Sequence[Tensor]) -> list[Tensor]:
+    """Numbers from 1 on, through all."""
+    numbers = torch.arange(1, 1 + sum(map(len, documents)))
+    return list(numbers.split([len(each) for each in documents]))
+
+
+def rows(model: Model, documents: Sequence[Tensor]) -> Numbers:
+    """Packed, and split over the ranks."""
+    group = _groups().cp
+    batch = Batch([len(each) for each in documents], group.rank(), group.size())
+    ids = batch.cut(documents)
+    logits = model(ids, None, None, packed_seq_params=batch.packed(real=False))
+    return [each.log_softmax(-1) for each in joined(logits[0], batch, documents)]
+
+
+def in_packs(model: Model, pack: Any) -> Numbers:
+    """Log-probs of labels, for each rollout of a pack."""
+    from megatron_cp_plugin.megatron import attention_spans
+
+    group = _groups().cp
+    batch = Batch((len(pack.tokens),), group.rank(), group.size())
+    seen = attention_spans(pack.spans, pack.positions)
+    logits = model(batch.cut([pack.tokens]), None, None, packed_seq_params=seen)
+    labels = batch.cut([pack.labels])[0]
+    mine = logits[0].log_softmax(-1).gather(-1, labels[:, None])[:, 0]
+    (found,) = joined(mine, batch, [pack.tokens])
+    return pack.per_rollout(found)
+
+
+def by_verl(model: Model, documents: Sequence[Tensor], *, labels: bool) -> Numbers:
+    """The forward pass of verl's Megatron engine. Args: labels: log-probs of what follows."""
+    from verl.models.mcore import model_forward
+
+    ids = torch.nested.as_nested_tensor(list(documents), layout=torch.jagged)
+    mine, _, _ = model_forward.preprocess_thd_engine(ids)
+    group = _groups().cp
+    batch = Batch([len(each) for each in documents], group.rank(), group.size())
+    assert torch.equal(mine, batch.cut(documents)), "verl splits tokens otherwise"
+
+    def log_probs(logits: Tensor, label: Tensor) -> dict[str, Tensor]:
+        found = logits.log_softmax(-1)
+        return {"found": found.gather(-1, label[..., None])[..., 0] if labels else found}
+
+    arguments = {"logits_processor": log_probs, "logits_processor_args": {"label": ids}}
+    out = model_forward.gptmodel_forward_model_engine(model, ids, {}, **arguments)
+    return [each[:-1] if labels else each for each in out["found"].unbind()]
+
+
+def _groups() -> Any:
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    return ProcessGroupCollection.use_mpu_process_groups(["cp"])
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """A prompt with an answer. Attributes: old, advantages: [answer], of each of its tokens."""
+
+    tokens: Tensor
+    prompt: int
+    old: Tensor
+    advantages: Tensor
+
+
+def sample(look: Callable[[list[Tensor]], Numbers], draw: torch.Generator) -> tuple[Any, float]:
+    """Answers of the policy to new prompts, and the mean of their rewards.
+
+    Args: look: log-probs [L,V] of rows.
+    """
+    prompts = [
+        torch.randint(
+            2, VOCABULARY, (int(torch.randint(2, 10, (), generator=draw)),), generator=draw
+        )
+        for _ in range(PROMPTS)
+    ]
+    found = [prompt for prompt in prompts for _ in range(ANSWERS)]
+    starts, old = [len(row) for row in found], [[] for _ in found]
+    for _ in range(LONGEST):
+        going = [at for at, row in enumerate(found) if len(row) == starts[at] or row[-1] != END]
+        if not going:
+            break
+        with torch.no_grad():
+            seen = look([found[at] for at in going])
+        chance = torch.rand(len(found), dtype=torch.float64, generator=draw)
+        for at, log_probs in zip(going, seen, strict=True):
+            below = log_probs[-1].exp().cumsum(0)
+            token = int((below < chance[at] * below[-1]).sum())
+            found[at] = torch.cat((found[at], torch.tensor([token])))
+            old[at].append(log_probs[-1, token])
+    rewards = torch.tensor(
+        [reward(row, start) for row, start in zip(found, starts, strict=True)], dtype=torch.float64
+    )
+    rollouts = [
+        Sampled(row, start, torch.stack(each), torch.zeros(len(each), dtype=torch.float64))
+        for row, start, each in zip(found, starts, old, strict=True)
+    ]
+    return (rollouts, rewards), float(rewards.mean())
+
+
+def reward(row: Tensor, start: int) -> float:
+    """The share of the answer whose tokens are smaller than the last one of its prompt."""
+    answer = row[start:]
+    return float(((answer != END) & (answer < row[start - 1])).double().mean())
+
+
+def advantages(rewards: Tensor) -> Tensor:
+    """[PROMPTS * ANSWERS], by the other answers to the same prompt."""
+    groups = rewards.view(PROMPTS, ANSWERS)
+    spread = groups.std(1, keepdim=True) + 1e-6
+    return ((groups - groups.mean(1, keepdim=True)) / spread).flatten()
+
+
+def clipped(found: Tensor, old: Tensor, gains: Tensor, total: int) -> Tensor:
+    """The loss of one rollout's answer. Args: total: answers' tokens of all rollouts."""
+    ratio = (found - old).exp()
+    losses = torch.maximum(-gains * ratio, -gains * ratio.clamp(1 - RATIO, 1 + RATIO))
+    return torch.where(gains < 0, torch.minimum(losses, -gains * DUAL), losses).sum() / total
+
+
+def verls_loss(total: int) -> Callable[..., Tensor]:
+    """verl's own for a rollout, see `clipped`."""
+    from verl.trainer.ppo.core_algos import compute_policy_loss_vanilla
+    from verl.workers.config import ActorConfig
+
+    config = ActorConfig(
+        strategy="megatron",
+        rollout_n=ANSWERS,
+        clip_ratio=RATIO,
+        clip_ratio_low=RATIO,
+        clip_ratio_high=RATIO,
+        clip_ratio_c=DUAL,
+        use_dynamic_bsz=True,
+    )
+    config.global_batch_info.update(dp_size=1, batch_num_tokens=total)
+
+    def loss(found: Tensor, old: Tensor, gains: Tensor, _: int) -> Tensor:
+        every = torch.ones_like(found)[None]
+        return compute_policy_loss_vanilla(
+            old[None], found[None], gains[None], every, "token-mean", config
+        )[0]
+
+    return loss
+
+
+def verls_advantages(rewards: Tensor) -> Tensor:
+    """verl's own, see `advantages`."""
+    import numpy as np
+    from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
+
+    groups = np.arange(len(rewards)) // ANSWERS
+    every = torch.ones(len(rewards), 1, dtype=torch.float64)
+    return compute_grpo_outcome_advantage(rewards[:, None].clone(), every, groups)[0][:, 0]
+
+
+def micro_batches(way: str, rollouts: Sequence[Sampled]) -> list[Any]:
+    """What a step of the schedule takes: which rollouts, and the pack that they are."""
+    if way != "packs":
+        size = -(-len(rollouts) // MICRO_BATCHES)
+        return [(list(numbers), None) for numbers in batched(range(len(rollouts)), size)]
+    tokens = [each.tokens for each in rollouts]
+    packs = cp.pack_rollouts(tokens, budget=120, multiple=2 * _groups().cp.size())
+    assert sum(len(pack.tokens) for pack in packs) < sum(map(len, tokens))
+    return [(list(pack.rollouts), pack) for pack in packs]
+
+
+def update(way: str, trained: "Trained", rollouts: Sequence[Sampled]) -> float:
+    """One step of the optimizer. Returns: the loss."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    total = sum(len(each.old) for each in rollouts)
+    loss_of = verls_loss(total) if way == "verl" else clipped
+    batches = micro_batches(way, rollouts)
+
+    def forward(data: Iterator[Any], model: Model) -> Any:
+        numbers, pack = next(data)
+        mine = [rollouts[number] for number in numbers]
+        documents = [each.tokens for each in mine]
+        if pack is not None:
+            found = in_packs(model, pack)
+        elif way == "verl":
+            found = by_verl(model, documents, labels=True)
+        else:
+            look = whole if way == "whole" else rows
+            found = [
+                each[:-1].gather(-1, ids[1:, None])[:, 0]
+                for each, ids in zip(look(model, documents), documents, strict=True)
+            ]
+        losses = [
+            loss_of(each[one.prompt - 1 :], one.old, one.advantages, total)
+            for each, one in zip(found, mine, strict=True)
+        ]
+        # As verl does for the schedule, which takes the mean of micro-batches.
+        loss = torch.stack(losses).sum() * len(batches)
+        return loss, lambda loss: (loss, {"loss": loss.detach() / len(batches)})
+
+    trained.model.zero_grad_buffer()
+    trained.optimizer.zero_grad()
+    found = get_forward_backward_func()(
+        forward_step_func=forward,
+        data_iterator=iter(batches),
+        model=[trained.model],
+        num_microbatches=len(batches),
+        seq_length=64,
+        micro_batch_size=1,
+        forward_only=False,
+    )
+    trained.optimizer.step()
+    return sum(float(each["loss"]) for each in found)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model in Megatron's DDP, and its optimizer."""
+
+    model: Model
+    optimizer: Any
+
+    @classmethod
+    def of(cls, size: int) -> "Trained":
+        """A new one, the same on all ranks and of any size."""
+        from megatron.core.distributed import (
+            DistributedDataParallel,
+            DistributedDataParallelConfig,
+            finalize_model_grads,
+        )
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+        from megatron.core.process_groups_config import ProcessGroupCollection
+
+        config = make_config(size)
+        model = make_model(config, ProcessGroupCollection.use_mpu_process_groups())
+        draw = torch.Generator().manual_seed(11)
+        with torch.no_grad():
+            for name, parameter in sorted(model.named_parameters()):
+                if parameter.dim() > 1:
+                    scale = 0.02 if "output_layer" in name else 0.3
+                    parameter.copy_(torch.randn(parameter.shape, generator=draw) * scale)
+        model = DistributedDataParallel(config, DistributedDataParallelConfig(), model.double())
+        config.finalize_model_grads_func = finalize_model_grads
+        settings = OptimizerConfig(optimizer="adam", lr=1e-2, weight_decay=0.0, clip_grad=0.0)
+        return cls(model, get_megatron_optimizer(settings, [model]))
+
+
+def main() -> None:
+    way, size, updates, file = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+    from megatron_cp_plugin.integration import cpu
+
+    cpu.install()  # Megatron's schedules ask for GPUs
+    set_up(size)
+    if way != "whole":
+        from megatron_cp_plugin import megatron as cp_megatron
+
+        cp_megatron.install("zigzag", layout="thd")
+    trained = Trained.of(size)
+    look = {"whole": whole, "verl": partial(by_verl, labels=False)}.get(way, rows)
+    draw = torch.Generator().manual_seed(3)
+    rewards, losses = [], []
+    for _ in range(updates // 2):
+        (rollouts, each), mean = sample(partial(look, trained.model), draw)
+        rewards.append(mean)
+        gains = verls_advantages(each) if way == "verl" else advantages(each)
+        for rollout, gain in zip(rollouts, gains, strict=True):
+            rollout.advantages.fill_(gain)
+        losses += [update(way, trained, rollouts) for _ in range(2)]
+    if dist.get_rank() == 0:
+        weights = {name: x.detach() for name, x in trained.model.module.named_parameters()}
+        torch.save({"rewards": rewards, "losses": losses, "weights": weights}, file)
+
+
+if __name__ == "__main__":
+    from megatron_cp_plugin.integration.launch import whole_program
+
+    with whole_program():
+        main()

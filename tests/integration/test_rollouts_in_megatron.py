@@ -1,0 +1,73 @@
+"""Rollouts that share prefixes, as batches of Megatron; a policy that is trained with rewards."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import megatron_cp_plugin as cp
+from megatron_cp_plugin.config import ContextParallelConfig
+from megatron_cp_plugin.core.layout import positions
+from megatron_cp_plugin.core.masks.slices import Slices
+from megatron_cp_plugin.integration.batch import Batches
+from megatron_cp_plugin.integration.inputs import serve_inputs
+from megatron_cp_plugin.integration.runtime import Runtime
+from tests.integration.megatron_job import run_warm
+from tests.integration.ranks import on_ranks
+from tests.integration.test_framework_batches import is_installed
+from tests.integration.test_spans_in_megatron import Model
+
+JOB = Path(__file__).with_name("grpo_job.py")
+UPDATES = 50
+BOUND = 1e-9
+
+
+def test_a_pack_is_a_batch() -> None:
+    """Its tokens, labels and weights are split by the layout that follows its spans."""
+    rollouts = [[1, 2, 3, 4, 5, answer, 6, 7] for answer in range(10, 13)]
+    (pack,) = cp.pack_rollouts(rollouts, multiple=4)
+
+    def rank(group: Any) -> None:
+        config = ContextParallelConfig("zigzag", 2, options=(("layout", "documents"),))
+        model, batches = Model(), Batches(Runtime(config))
+        serve_inputs(model, batches, group)
+        batch = batches.shard(pack.batch(), group)
+        layout = config.layout.within(Slices.of(pack.spans, len(pack.tokens)))
+        mine = positions(layout, group.rank(), 2, len(pack.tokens))
+        for key, whole in (("tokens", pack.tokens), ("labels", pack.labels)):
+            assert torch.equal(batch[key][0], whole[mine])
+        assert torch.equal(batch["loss_mask"][0], pack.weights[mine].float())
+        mask = model(batch["tokens"])
+        assert list(mask.slices(len(pack.tokens))) == sorted(pack.spans)
+        assert batches.runtime.mask.positions.tolist() == pack.positions.tolist()
+
+    on_ranks(2, rank)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_policy_is_trained_with_rewards_as_on_one_rank(tmp_path: Path) -> None:
+    """50 updates: equal rewards and weights, however its rollouts are given to the model."""
+
+    def trained(way: str, size: int) -> dict[str, Any]:
+        file = tmp_path / f"{way}.pt"
+        words = (way, str(size), str(UPDATES), str(file))
+        run_warm(tmp_path / way, *words, ranks=size, script=JOB).succeeded()
+        found: dict[str, Any] = torch.load(file)
+        return found
+
+    expected = trained("whole", 1)
+    assert len(expected["losses"]) == UPDATES
+    first, last = expected["rewards"][:8], expected["rewards"][-8:]
+    assert sum(first) / 8 < 0.6 < 0.8 < sum(last) / 8
+    ways = ["rows", "packs", *(["verl"] if is_installed("verl") else [])]
+    for way in ways:
+        found = trained(way, 4)
+        assert found["rewards"] == expected["rewards"], way
+        losses = torch.tensor([found["losses"], expected["losses"]], dtype=torch.float64)
+        assert float(losses.diff(dim=0).abs().max()) < BOUND, way
+        assert found["weights"].keys() == expected["weights"].keys()
+        for name, weight in expected["weights"].items():
+            off = float((found["weights"][name] - weight).abs().max())
+            assert off < BOUND, f"{way}: {name} is off by {off:.1e}"

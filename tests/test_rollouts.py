@@ -1,0 +1,343 @@
+"""Rollouts that share prefixes: packs of them are the rollouts one by one."""
+
+import re
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import megatron_cp_plugin as cp
+from megatron_cp_plugin.core.communication.virtual import run_virtual
+from megatron_cp_plugin.core.topology import Topology
+from megatron_cp_plugin.errors import ContextParallelError
+from tests.oracle import naive_attention
+from tests.random_tests import examples
+from tests.span_masks import dense
+
+VOCABULARY, WIDTH, HEADS, KV_HEADS, LAYERS = 7, 16, 4, 2, 2
+BOUND = 1e-10
+LAYOUTS = ("zigzag", "documents")
+SEEDS = st.integers(0, 1 << 32)
+
+Rollouts = list[list[int]]
+Weights = list[list[float]]
+# q, k, v [1,S,H,D] -> [1,S,H,D].
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def random_rollouts(source: Random) -> tuple[Rollouts, Weights]:
+    """Conversations of several prompts, whose turns part, stop, begin alike by chance, or come
+    twice; a weight for each token, 0 for what the policy did not write.
+    """
+
+    def turn(least: int, most: int) -> list[int]:
+        return source.choices(range(VOCABULARY), k=source.randint(least, most))
+
+    def go_on(tokens: list[int], written: list[bool], depth: int) -> None:
+        for _ in range(source.randint(1, 3)):
+            said, tool = turn(1, 6), turn(0, 3)
+            one = [*tokens, *said, *tool]
+            flags = [*written, *[True] * len(said), *[False] * len(tool)]
+            goes_on = depth and source.random() < 0.5
+            if goes_on:
+                go_on(one, flags, depth - 1)
+            if not goes_on or source.random() < 0.5:
+                found.append((one, flags))
+
+    system = turn(0, 3)
+    found: list[tuple[list[int], list[bool]]] = []
+    for _ in range(source.randint(1, 3)):
+        prompt = [*(system if source.random() < 0.8 else []), *turn(1, 6)]
+        go_on(prompt, [False] * len(prompt), source.randint(0, 2))
+    if source.random() < 0.3:
+        found.append(source.choice(found))
+    source.shuffle(found)
+    # Of rollouts that are the same an advantage of its own each.
+    weights = [
+        [flag * advantage for flag in flags]
+        for advantage, (_, flags) in ((source.uniform(-1, 1), one) for one in found)
+    ]
+    return [tokens for tokens, _ in found], weights
+
+
+def terms_of(rollouts: Rollouts) -> set[tuple[int, ...]]:
+    """Different loss terms: the tokens up to their label."""
+    return {tuple(each[:stop]) for each in rollouts for stop in range(2, len(each) + 1)}
+
+
+@pytest.mark.parametrize("multiple", [1, 4])
+@pytest.mark.parametrize("bounded", [False, True])
+@examples(60)
+@given(SEEDS)
+def test_packs_have_each_term_once(bounded: bool, multiple: int, seed: int) -> None:
+    source = Random(seed)
+    rollouts, weights = random_rollouts(source)
+    longest = -(-(max(map(len, rollouts)) - 1) // multiple) * multiple
+    budget = longest + source.randint(0, 40) if bounded else None
+    packs = cp.pack_rollouts(rollouts, weights, budget=budget, multiple=multiple)
+    assert len(packs) == 1 or bounded
+    numbers = [number for pack in packs for number in pack.rollouts]
+    assert sorted(numbers) == list(range(len(rollouts)))
+    for pack in packs:
+        length = len(pack.tokens)
+        terms = terms_of([rollouts[number] for number in pack.rollouts])
+        assert length == -(-len(terms) // multiple) * multiple
+        assert budget is None or length <= budget
+        assert list(pack.rollouts) == sorted(pack.rollouts)
+        seen, sums = dense(pack.spans, length), torch.zeros(length, dtype=torch.float64)
+        assert seen.max() == 1
+        for number, places in zip(pack.rollouts, pack.places, strict=True):
+            rollout = torch.tensor(rollouts[number])
+            assert torch.equal(pack.tokens[places], rollout[:-1])
+            assert torch.equal(pack.labels[places], rollout[1:])
+            assert torch.equal(pack.positions[places], torch.arange(len(places)))
+            for place, own in zip(places.tolist(), seen[places], strict=True):
+                before = places[: int(pack.positions[place]) + 1]
+                assert own.nonzero().flatten().tolist() == sorted(before.tolist())
+            sums[places] += torch.tensor(weights[number][1:], dtype=torch.float64)
+        assert torch.equal(pack.weights, sums)
+        assert not seen[len(terms) :].any()
+        for numbers_of in (pack.tokens, pack.labels, pack.positions, pack.weights):
+            assert not numbers_of[len(terms) :].any()
+
+
+def test_by_hand() -> None:
+    rollouts = [[5, 6, 7, 8], [5, 6, 7, 9], [5, 6, 4]]
+    (pack,) = cp.pack_rollouts(rollouts, [[0, 0, 1, 2], [0, 0, 3, 4], [9, 0, 5]], multiple=4)
+    assert pack.tokens.tolist() == [5, 6, 6, 7, 7, 0, 0, 0]
+    assert pack.labels.tolist() == [6, 4, 7, 8, 9, 0, 0, 0]
+    assert pack.positions.tolist() == [0, 1, 1, 2, 2, 0, 0, 0]
+    assert pack.weights.tolist() == [0, 5, 4, 2, 4, 0, 0, 0]
+    assert [each.tolist() for each in pack.places] == [[0, 2, 3], [0, 2, 4], [0, 1]]
+    picture = ["".join("x" if x else "." for x in row) for row in dense(pack.spans, 5).tolist()]
+    assert picture == ["x....", "xx...", "x.x..", "x.xx.", "x.x.x"]
+    back = pack.per_rollout(torch.arange(8.0)[None])
+    assert [each.tolist() for each in back] == [[0, 2, 3], [0, 2, 4], [0, 1]]
+
+
+def test_what_goes_on_alone_is_one_slice() -> None:
+    """As turns of a conversation that are rollouts each."""
+    (pack,) = cp.pack_rollouts([[1, 2, 3, 4, 5], [1, 2], [1, 2, 3], [1, 2, 3]])
+    assert pack.spans == [(0, 4, 0, 4, "causal")]
+    assert pack.weights.tolist() == [4, 3, 1, 1]
+
+
+def test_one_prompt_with_many_answers_has_one_slice_for_each_and_two_more() -> None:
+    (pack,) = cp.pack_rollouts([[0, 1, 2, answer, 3, 4, 5] for answer in range(8)])
+    assert len(pack.tokens) == 2 + 8 * 4
+    assert len(pack.spans) == 10
+
+
+def test_packs_share_what_they_can() -> None:
+    """Two prompts of 40 tokens with answers of 10 each: packs of one prompt, with 6 answers."""
+    rollouts = [[prompt] * 40 + [answer] * 10 for answer in range(4, 16) for prompt in (1, 2)]
+    packs = cp.pack_rollouts(rollouts, budget=100)
+    assert [len(pack.tokens) for pack in packs] == [39 + 6 * 10] * 4
+    for pack in packs:
+        assert len({rollouts[number][0] for number in pack.rollouts}) == 1
+    packs = cp.pack_rollouts(rollouts, budget=160)  # one whole subtree fits, two do not
+    assert [len(pack.tokens) for pack in packs] == [159, 159]
+
+
+def test_no_rollouts_make_no_packs() -> None:
+    assert cp.pack_rollouts([]) == cp.pack_rollouts([], [], budget=8) == []
+
+
+def test_any_integers_and_masks_are_taken() -> None:
+    kinds: list[Any] = [torch.tensor([1, 2, 3], dtype=torch.int32), np.array([1, 2, 4]), (1, 2)]
+    masks: list[Any] = [torch.tensor([False, True, True]), np.array([0, 1, 0]), [0, 0.5]]
+    (pack,) = cp.pack_rollouts(kinds, masks)
+    assert pack.labels.tolist() == [2, 3, 4]
+    assert pack.weights.tolist() == [2.5, 1, 0]
+
+
+def test_a_batch_for_megatron() -> None:
+    (pack,) = cp.pack_rollouts([[5, 6, 7], [5, 6, 8]], multiple=2)
+    batch = pack.batch()
+    assert {key: batch[key].tolist() for key in ("tokens", "labels", "loss_mask")} == {
+        "tokens": [[5, 6, 6, 0]],
+        "labels": [[6, 7, 8, 0]],
+        "loss_mask": [[2, 1, 1, 0]],
+    }
+    assert batch["loss_mask"].dtype == torch.float32
+    assert batch["attention_spans"] is pack.spans
+    for key in ("position_ids", "attention_positions"):
+        assert batch[key].tolist() == [[0, 1, 1, 0]]
+
+
+def test_the_snippet_of_the_page_on_masks() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "spans.md").read_text()
+    snippets = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (snippet,) = (snippet for snippet in snippets if "pack_rollouts" in snippet)
+    names: dict[str, Any] = {"torch": torch, "cp": cp}
+    exec(snippet, names)
+    assert len(names["log_probs"]) == len(names["pack"].rollouts)
+    assert names["loss"].shape == ()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([[1, 2], [3]],), "a rollout needs 2 tokens or more, .*, got 1 in number 1: leave it out"),
+        (([[1.0, 2.0]],), "a rollout is a list of tokens, got [1.0, 2.0] as number 0: pass whole"),
+        (([[[1, 2]]],), "a rollout is a list of tokens, got [[1, 2]] as number 0: pass whole"),
+        ((["abc"],), "a rollout is a list of tokens, got 'abc' as number 0: pass whole"),
+        (([[1, 2], [3, 4]], [[1, 1]]), "for each token of the 2 rollouts, got 1: tokens of"),
+        (([[1, 2], [3, 4]], [[1, 1], [1]]), "2 rollouts, got [1] for number 1: tokens of a prompt"),
+    ],
+)
+def test_what_is_no_rollout_is_refused(arguments: Any, message: str) -> None:
+    with pytest.raises(ContextParallelError, match=re.escape(message).replace(r"\.\*", ".*")):
+        cp.pack_rollouts(*arguments)
+
+
+def test_settings_that_make_no_sense_are_refused() -> None:
+    rollouts = [[1, 2], [1, 2, 3, 4, 5, 6]]
+    with pytest.raises(
+        ContextParallelError, match=r"in multiples of 4 needs .* takes 5: raise it to 8"
+    ):
+        cp.pack_rollouts(rollouts, budget=7, multiple=4)
+    with pytest.raises(ContextParallelError, match="multiple needs 1 or more tokens, got 0"):
+        cp.pack_rollouts(rollouts, multiple=0)
+    (pack,) = cp.pack_rollouts(rollouts)
+    with pytest.raises(ContextParallelError, match=r"the pack's 5 tokens, got \[1, 3\]: unshard"):
+        pack.per_rollout(torch.zeros(1, 3))
+
+
+class Policy:
+    """A tiny transformer with rotary embeddings, in float64."""
+
+    def __init__(self, seed: int) -> None:
+        draw = torch.Generator().manual_seed(seed)
+        shapes = [(VOCABULARY, WIDTH)]
+        for _ in range(LAYERS):
+            dim = WIDTH // HEADS
+            shapes += [(WIDTH, (HEADS + 2 * KV_HEADS) * dim), (WIDTH, WIDTH)]
+            shapes += [(WIDTH, 2 * WIDTH), (2 * WIDTH, WIDTH)]
+        shapes.append((WIDTH, VOCABULARY))
+        self.parameters = [
+            torch.randn(shape, generator=draw, dtype=torch.float64) * 0.4 for shape in shapes
+        ]
+
+    def leaves(self) -> list[Tensor]:
+        return [each.clone().requires_grad_() for each in self.parameters]
+
+
+def log_probs(
+    weights: Sequence[Tensor],
+    tokens: Tensor,
+    labels: Tensor,
+    positions: Tensor,
+    attention: Attention,
+) -> Tensor:
+    """[S] each -> [S]."""
+    dim = WIDTH // HEADS
+    angles = positions[:, None, None] * 0.7 ** torch.arange(dim // 2, dtype=torch.float64)
+
+    def turned(x: Tensor) -> Tensor:
+        a, b = x.chunk(2, -1)
+        cos, sin = angles.cos(), angles.sin()
+        return torch.cat((a * cos - b * sin, a * sin + b * cos), -1)
+
+    embedding, *layers, head = weights
+    hidden = embedding[tokens]
+    for at in range(0, len(layers), 4):
+        qkv, out, up, down = layers[at : at + 4]
+        x = (hidden @ qkv).view(-1, HEADS + 2 * KV_HEADS, dim)
+        q, k, v = x.split((HEADS, KV_HEADS, KV_HEADS), 1)
+        seen = attention(turned(q)[None], turned(k)[None], v[None])
+        hidden = hidden + seen.flatten(2)[0] @ out
+        hidden = hidden + (hidden @ up).tanh() @ down
+    return (hidden @ head).log_softmax(-1).gather(-1, labels[:, None])[:, 0]
+
+
+def clipped(found: Tensor, old: Tensor, weights: Tensor) -> Tensor:
+    """A loss of one rollout that is not linear: the ratio of PPO, whose old log-probs differ
+    between rollouts where their tokens do not.
+    """
+    ratio = (found - old).exp()
+    return -torch.minimum(ratio * weights, ratio.clamp(0.8, 1.2) * weights).sum() + found.sum() ** 2
+
+
+def compare(source: Random, size: int, layout: str) -> None:
+    """Log-probs, a sum by weights, a clipped loss for each rollout, and all gradients."""
+    rollouts, weights = random_rollouts(source)
+    policy = Policy(source.randint(0, 1000))
+    draw = torch.Generator().manual_seed(source.randint(0, 1000))
+    old = [torch.randn(len(x) - 1, generator=draw, dtype=torch.float64) - 1 for x in rollouts]
+    advantages = [torch.tensor(each[1:], dtype=torch.float64) for each in weights]
+
+    leaves, alone, expected = policy.leaves(), [], torch.zeros((), dtype=torch.float64)
+    for number, rollout in enumerate(rollouts):
+        x = torch.tensor(rollout)
+        found = log_probs(leaves, x[:-1], x[1:], torch.arange(len(x) - 1), causally)
+        alone.append(found.detach())
+        expected = expected - (advantages[number] * found).sum()
+        expected = expected + clipped(found, old[number], advantages[number])
+    gradients = torch.autograd.grad(expected, leaves)
+
+    longest = max(map(len, rollouts)) - 1
+    budget = source.choice([None, longest + 2 * size, 3 * longest])
+    packs = cp.pack_rollouts(rollouts, weights, budget=budget, multiple=source.choice([1, size]))
+
+    def rank(topology: Topology) -> tuple[Tensor, list[Tensor], dict[int, Tensor]]:
+        mine, total, back = policy.leaves(), torch.zeros((), dtype=torch.float64), {}
+        for pack in packs:
+            c = cp.Context(
+                algo="zigzag",
+                group=topology,
+                spans=pack.spans,
+                seq_len=len(pack.tokens),
+                layout=layout,
+            )
+            cut = (c.shard(x, 0) for x in (pack.tokens, pack.labels, pack.positions))
+            found = log_probs(mine, *cut, partial(c.attention, kernel="reference"))
+            total = total - (c.shard(pack.weights, 0) * found).sum()
+            whole = c.unshard(found, 0)
+            for number, own in zip(pack.rollouts, pack.per_rollout(whole), strict=True):
+                back[number] = own.detach()
+                # Every rank has it.
+                total = total + clipped(own, old[number], advantages[number]) / size
+        return total.detach(), list(torch.autograd.grad(total, mine)), back
+
+    results = run_virtual(size, rank)
+    assert close(sum(loss for loss, _, _ in results), expected.detach())
+    for found, wanted in zip(
+        zip(*(each for _, each, _ in results), strict=True), gradients, strict=True
+    ):
+        assert close(sum(found), wanted)
+    for _, _, back in results:
+        assert sorted(back) == list(range(len(rollouts)))
+        assert all(close(back[number], wanted) for number, wanted in enumerate(alone))
+
+
+def causally(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return naive_attention(q, k, v, causal=True, scale=q.shape[-1] ** -0.5)
+
+
+def close(found: Any, wanted: Tensor) -> bool:
+    return float((found - wanted).abs().max()) <= BOUND * max(1.0, float(wanted.abs().max()))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@examples(4)
+@given(SEEDS)
+def test_equal_rollouts_one_by_one(size: int, layout: str, seed: int) -> None:
+    compare(Random(seed), size, layout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_equal_rollouts_one_by_one_of_500_sets(size: int, layout: str) -> None:
+    for seed in range(125):
+        compare(Random(f"{size} {seed}"), size, layout)
