@@ -16,7 +16,7 @@ from megatron_cp_plugin.integration.runtime import Runtime
 from tests.integration.megatron_job import run_warm
 from tests.integration.ranks import on_ranks
 from tests.integration.test_framework_batches import is_installed
-from tests.integration.test_spans_in_megatron import Model
+from tests.integration.test_inputs import Model
 
 JOB = Path(__file__).with_name("grpo_job.py")
 UPDATES = 50
