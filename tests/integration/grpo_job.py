@@ -7,14 +7,16 @@ takes rollouts:
     whole   padded rows through Megatron's own attention; SIZE is 1
     rows    packed, and split as verl does, by `Batch` of cut_batches_job.py
     packs   the same for sampling; for training prefixes that rollouts share are merged
-    verl    packed and split by the forward pass of verl's engine, where verl is installed; with its
-            advantages and its loss. It fails if verl splits tokens otherwise than `rows`.
+    verl    by verl, where it is installed: the forward pass of its engine samples, and the engine's
+            train_batch trains, with verl's micro-batches, advantages and loss. It fails if verl
+            splits tokens otherwise than `rows`.
 
 The first rank writes rewards, losses and weights to FILE.
 """
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import batched
@@ -23,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 import megatron_cp_plugin as cp
 from tests.integration.cut_batches_job import VOCABULARY, Batch, make_config, make_model, set_up
@@ -39,7 +42,7 @@ type Model = Any
 def whole(model: Model, rows: Sequence[Tensor]) -> Numbers:
     """Rows padded on the right, on one rank."""
     lengths = [len(row) for row in rows]
-    ids = torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
+    ids = pad_sequence(list(rows), batch_first=True)
     places = torch.arange(ids.size(1))
     later = places > places[:, None]
     logits = model(ids, places.expand_as(ids), later[None, None])
@@ -91,23 +94,18 @@ def in_packs(model: Model, pack: Any) -> Numbers:
     return pack.per_rollout(found)
 
 
-def by_verl(model: Model, documents: Sequence[Tensor], *, labels: bool) -> Numbers:
-    """The forward pass of verl's Megatron engine. Args: labels: log-probs of what follows."""
+def by_verl(model: Model, documents: Sequence[Tensor]) -> Numbers:
+    """The forward pass of verl's Megatron engine."""
     from verl.models.mcore import model_forward
 
     ids = torch.nested.as_nested_tensor(list(documents), layout=torch.jagged)
     mine, _, _ = model_forward.preprocess_thd_engine(ids)
     group = _groups().cp
     batch = Batch([len(each) for each in documents], group.rank(), group.size())
-    assert torch.equal(mine, batch.cut(documents)), "verl splits tokens otherwise"
-
-    def log_probs(logits: Tensor, label: Tensor) -> dict[str, Tensor]:
-        found = logits.log_softmax(-1)
-        return {"found": found.gather(-1, label[..., None])[..., 0] if labels else found}
-
-    arguments = {"logits_processor": log_probs, "logits_processor_args": {"label": ids}}
-    out = model_forward.gptmodel_forward_model_engine(model, ids, {}, **arguments)
-    return [each[:-1] if labels else each for each in out["found"].unbind()]
+    # Alone it does not pad.
+    assert batch.size == 1 or torch.equal(mine, batch.cut(documents)), "verl splits otherwise"
+    out = model_forward.gptmodel_forward_model_engine(model, ids, {})
+    return [each.log_softmax(-1) for each in out.unbind()]
 
 
 def _groups() -> Any:
@@ -181,31 +179,6 @@ def clipped(found: Tensor, old: Tensor, gains: Tensor, total: int) -> Tensor:
     return torch.where(gains < 0, torch.minimum(losses, -gains * DUAL), losses).sum() / total
 
 
-def verls_loss(total: int) -> Callable[..., Tensor]:
-    """verl's own for a rollout, see `clipped`."""
-    from verl.trainer.ppo.core_algos import compute_policy_loss_vanilla
-    from verl.workers.config import ActorConfig
-
-    config = ActorConfig(
-        strategy="megatron",
-        rollout_n=ANSWERS,
-        clip_ratio=RATIO,
-        clip_ratio_low=RATIO,
-        clip_ratio_high=RATIO,
-        clip_ratio_c=DUAL,
-        use_dynamic_bsz=True,
-    )
-    config.global_batch_info.update(dp_size=1, batch_num_tokens=total)
-
-    def loss(found: Tensor, old: Tensor, gains: Tensor, _: int) -> Tensor:
-        every = torch.ones_like(found)[None]
-        return compute_policy_loss_vanilla(
-            old[None], found[None], gains[None], every, "token-mean", config
-        )[0]
-
-    return loss
-
-
 def verls_advantages(rewards: Tensor) -> Tensor:
     """verl's own, see `advantages`."""
     import numpy as np
@@ -232,7 +205,6 @@ def update(way: str, trained: "Trained", rollouts: Sequence[Sampled]) -> float:
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     total = sum(len(each.old) for each in rollouts)
-    loss_of = verls_loss(total) if way == "verl" else clipped
     batches = micro_batches(way, rollouts)
 
     def forward(data: Iterator[Any], model: Model) -> Any:
@@ -241,8 +213,6 @@ def update(way: str, trained: "Trained", rollouts: Sequence[Sampled]) -> float:
         documents = [each.tokens for each in mine]
         if pack is not None:
             found = in_packs(model, pack)
-        elif way == "verl":
-            found = by_verl(model, documents, labels=True)
         else:
             look = whole if way == "whole" else rows
             found = [
@@ -250,10 +220,10 @@ def update(way: str, trained: "Trained", rollouts: Sequence[Sampled]) -> float:
                 for each, ids in zip(look(model, documents), documents, strict=True)
             ]
         losses = [
-            loss_of(each[one.prompt - 1 :], one.old, one.advantages, total)
+            clipped(each[one.prompt - 1 :], one.old, one.advantages, total)
             for each, one in zip(found, mine, strict=True)
         ]
-        # As verl does for the schedule, which takes the mean of micro-batches.
+        # For the schedule takes the mean of micro-batches.
         loss = torch.stack(losses).sum() * len(batches)
         return loss, lambda loss: (loss, {"loss": loss.detach() / len(batches)})
 
@@ -304,6 +274,76 @@ class Trained:
         return cls(model, get_megatron_optimizer(settings, [model]))
 
 
+def verls_engine(trained: Trained, size: int) -> Any:
+    """verl's engine around a model and an optimizer that are there: its own come from Hugging Face
+    by Megatron-Bridge.
+    """
+    from verl.workers.config import McoreEngineConfig
+    from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
+
+    engine: Any = object.__new__(MegatronEngineWithLMHead)
+    engine.module, engine.optimizer = [trained.model], trained.optimizer
+    engine.tf_config = trained.model.config
+    engine.engine_config = McoreEngineConfig(
+        context_parallel_size=size,
+        use_remove_padding=True,
+        use_dynamic_bsz=True,
+        max_token_len_per_gpu=200 // size,
+        use_fused_kernels=False,
+    )
+    engine.model_config = Namespace(
+        mtp=Namespace(enable=False, enable_train=False),
+        hf_config=Namespace(architectures=["GPT"]),
+        tokenizer=Namespace(pad_token_id=0),
+    )
+    engine.enable_routing_replay, engine.mode = False, None
+    engine._is_offload_param = engine._is_offload_optimizer = False
+    return engine
+
+
+def verls_update(engine: Any, rollouts: Sequence[Sampled]) -> float:
+    """As `update`, by the engine's train_batch and the loss of verl's actor."""
+    from tensordict import TensorDict
+    from verl.utils import tensordict_utils
+    from verl.workers.config import ActorConfig
+    from verl.workers.utils.losses import ppo_loss
+    from verl.workers.utils.padding import left_right_2_no_padding
+
+    def padded(parts: Iterable[Tensor], side: str = "right") -> Tensor:
+        return pad_sequence(list(parts), batch_first=True, padding_side=side)
+
+    prompts = padded((each.tokens[: each.prompt] for each in rollouts), "left")
+    answers = padded(each.tokens[each.prompt :] for each in rollouts)
+    written = padded(torch.ones(len(each.old), dtype=torch.long) for each in rollouts)
+    # No prompt has the token of padding.
+    seen = torch.cat(((prompts > 0).long(), written), 1)
+    rows = {
+        "prompts": prompts,
+        "responses": answers,
+        "input_ids": torch.cat((prompts, answers), 1),
+        "attention_mask": seen,
+        "position_ids": (seen.cumsum(1) - 1).clamp(min=0),
+        "response_mask": written,
+        "old_log_probs": padded(each.old for each in rollouts),
+        "advantages": padded(each.advantages for each in rollouts),
+        "temperature": torch.ones(len(rollouts)),
+    }
+    data = left_right_2_no_padding(TensorDict(rows, batch_size=len(rollouts)))
+    tensordict_utils.assign_non_tensor(
+        data,
+        use_dynamic_bsz=True,
+        max_token_len_per_gpu=engine.engine_config.max_token_len_per_gpu,
+        global_batch_size=len(rollouts),
+    )
+    clips = dict.fromkeys(("clip_ratio", "clip_ratio_low", "clip_ratio_high"), RATIO)
+    config = ActorConfig(
+        strategy="megatron", rollout_n=ANSWERS, clip_ratio_c=DUAL, use_dynamic_bsz=True, **clips
+    )
+    with engine.train_mode():
+        found = engine.train_batch(data, loss_function=partial(ppo_loss, config))
+    return float(sum(found["loss"]))
+
+
 def main() -> None:
     way, size, updates, file = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
     from megatron_cp_plugin.integration import cpu
@@ -315,7 +355,10 @@ def main() -> None:
 
         cp_megatron.install("zigzag", layout="thd")
     trained = Trained.of(size)
-    look = {"whole": whole, "verl": partial(by_verl, labels=False)}.get(way, rows)
+    look = {"whole": whole, "verl": by_verl}.get(way, rows)
+    step = partial(update, way, trained)
+    if way == "verl":
+        step = partial(verls_update, verls_engine(trained, size))
     draw = torch.Generator().manual_seed(3)
     rewards, losses = [], []
     for _ in range(updates // 2):
@@ -324,7 +367,7 @@ def main() -> None:
         gains = verls_advantages(each) if way == "verl" else advantages(each)
         for rollout, gain in zip(rollouts, gains, strict=True):
             rollout.advantages.fill_(gain)
-        losses += [update(way, trained, rollouts) for _ in range(2)]
+        losses += [step(rollouts) for _ in range(2)]
     if dist.get_rank() == 0:
         weights = {name: x.detach() for name, x in trained.model.module.named_parameters()}
         torch.save({"rewards": rewards, "losses": losses, "weights": weights}, file)
