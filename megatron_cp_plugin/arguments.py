@@ -7,6 +7,7 @@ from typing import Any, SupportsFloat, cast
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad
 
@@ -61,6 +62,33 @@ def check_eager(name: str, *tensors: Tensor) -> None:
             raise ContextParallelError(
                 f"{name} has no derivative in forward mode, got a dual tensor: use loss.backward()"
             )
+
+
+def of_output_layer(
+    function: str,
+    hidden: object,
+    weight: object,
+    labels: object,
+    *,
+    chunk_tokens: object,
+    tp_group: object,
+    sequence_parallel: object,
+    into_main_grad: object,
+) -> dict[str, Any]:
+    """Reads what functions share that take logits in chunks: settings of the output layer, by name.
+
+    Raises: ContextParallelError for what is not of its type.
+    """
+    if not isinstance(tp_group, dist.ProcessGroup | None):
+        raise ContextParallelError(f"tp_group needs a process group, got {brief(tp_group)}")
+    check_tensors(hidden=hidden, weight=weight, labels=labels)
+    check_eager(function, cast("Tensor", hidden), cast("Tensor", weight))
+    return {
+        "chunk_tokens": whole_number("chunk_tokens", chunk_tokens),
+        "tp_group": tp_group,
+        "sequence_parallel": flag("sequence_parallel", sequence_parallel),
+        "into_main_grad": flag("into_main_grad", into_main_grad),
+    }
 
 
 def word(name: str, value: object) -> str:

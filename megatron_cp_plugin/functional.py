@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_cp_plugin import process_exit
-from megatron_cp_plugin.arguments import SpanMask, check_eager, check_tensors, flag
+from megatron_cp_plugin.arguments import SpanMask, of_output_layer
 from megatron_cp_plugin.context import (
     Group,
     Settings,
@@ -24,7 +24,7 @@ from megatron_cp_plugin.context import (
 )
 from megatron_cp_plugin.core.chunked_loss import CHUNK_TOKENS, losses_and_predictions
 from megatron_cp_plugin.core.communication.process_groups import release_topologies
-from megatron_cp_plugin.errors import ContextParallelError, brief, whole_number
+from megatron_cp_plugin.errors import ContextParallelError, brief
 
 
 @not_compiled
@@ -215,20 +215,17 @@ def chunked_cross_entropy(
     """
     if not isinstance(reduction, str) or reduction not in ("none", "sum", "mean"):
         raise ContextParallelError(f"reduction must be none, sum or mean, got {brief(reduction)}")
-    if not isinstance(tp_group, dist.ProcessGroup | None):
-        raise ContextParallelError(f"tp_group needs a process group, got {brief(tp_group)}")
-    check_tensors(hidden=hidden, weight=weight, labels=labels)
-    check_eager("chunked_cross_entropy", hidden, weight)
-    losses, _ = losses_and_predictions(
+    settings = of_output_layer(
+        "chunked_cross_entropy",
         hidden,
         weight,
         labels,
-        chunk_tokens=whole_number("chunk_tokens", chunk_tokens),
+        chunk_tokens=chunk_tokens,
         tp_group=tp_group,
-        sequence_parallel=flag("sequence_parallel", sequence_parallel),
-        into_main_grad=flag("into_main_grad", into_main_grad),
-        predict=False,
+        sequence_parallel=sequence_parallel,
+        into_main_grad=into_main_grad,
     )
+    losses, _ = losses_and_predictions(hidden, weight, labels, **settings, predict=False)
     if reduction == "none":
         return losses
     return losses.sum() if reduction == "sum" else losses.mean()

@@ -5,10 +5,10 @@ from typing import Literal, overload
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_cp_plugin.arguments import check_eager, check_tensors, fixed_number, flag
+from megatron_cp_plugin.arguments import fixed_number, flag, of_output_layer
 from megatron_cp_plugin.context import not_compiled
 from megatron_cp_plugin.core.chunked_loss import CHUNK_TOKENS, losses_and_entropies
-from megatron_cp_plugin.errors import ContextParallelError, brief, whole_number
+from megatron_cp_plugin.errors import ContextParallelError, brief
 
 
 @overload
@@ -85,21 +85,21 @@ def chunked_log_probs(
     `entropy` also the entropies in nats, likewise. Both are differentiable, once.
     Raises: ContextParallelError for shapes, dtypes or settings that do not fit.
     """
-    if not isinstance(tp_group, dist.ProcessGroup | None):
-        raise ContextParallelError(f"tp_group needs a process group, got {brief(tp_group)}")
-    check_tensors(hidden=hidden, weight=weight, labels=labels)
-    check_eager("chunked_log_probs", hidden, weight)
-    losses, entropies = losses_and_entropies(
+    settings = of_output_layer(
+        "chunked_log_probs",
         hidden,
         weight,
         labels,
-        temperature=_temperature(temperature, labels),
-        entropy=flag("entropy", entropy),
-        chunk_tokens=whole_number("chunk_tokens", chunk_tokens),
+        chunk_tokens=chunk_tokens,
         tp_group=tp_group,
-        sequence_parallel=flag("sequence_parallel", sequence_parallel),
-        into_main_grad=flag("into_main_grad", into_main_grad),
+        sequence_parallel=sequence_parallel,
+        into_main_grad=into_main_grad,
     )
+    settings |= {
+        "temperature": _temperature(temperature, labels),
+        "entropy": flag("entropy", entropy),
+    }
+    losses, entropies = losses_and_entropies(hidden, weight, labels, **settings)
     return -losses if entropies is None else (-losses, entropies)
 
 

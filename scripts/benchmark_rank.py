@@ -35,7 +35,6 @@ from torch import Tensor
 
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.core.comm import Communicator, Pending, Receive, Send
-from megatron_cp_plugin.core.communication.peer import SlottedCommunicator
 from megatron_cp_plugin.core.communication.streams import capture
 from megatron_cp_plugin.core.kernel import (
     KernelCall,
@@ -53,6 +52,7 @@ from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.kernels import resolve
 from megatron_cp_plugin.paths import check_folder
 from megatron_cp_plugin.planner.costs import planned
+from megatron_cp_plugin.planner.dry_run import DryRunGroup
 from megatron_cp_plugin.process_exit import one_line_errors
 from megatron_cp_plugin.tokens import tokens_of
 
@@ -143,7 +143,7 @@ class _Nowhere(Communicator):
         return Pending[None](arrive(result)).then(lambda _: result)
 
 
-class RankAlone(Topology):
+class RankAlone(DryRunGroup):
     """A rank without others, whose blocks arrive nevertheless."""
 
     def __init__(self, rank: int, nodes: Sequence[int]) -> None:
@@ -153,37 +153,14 @@ class RankAlone(Topology):
             rank: In the group.
             nodes: The node of each rank of the group.
         """
-        super().__init__(rank, len(nodes))
-        self._nodes = tuple(nodes)
-        self._channels: dict[str, Communicator] = {}
+        super().__init__(rank, nodes, peer_access=False)
 
     def channel(self, name: str) -> Communicator:
         made = _Nowhere(name, self.rank, self.size, self.rank)
         return self._channels.setdefault(name, made)
 
-    @property
-    def peer_access(self) -> bool:
-        return False
-
-    def _make_peer_channel(self, name: str, slots: int) -> SlottedCommunicator:
-        raise NotImplementedError
-
     def _make_subgroup(self, ranks: tuple[int, ...], name: str) -> Topology:
-        return RankAlone(ranks.index(self.rank), [self._nodes[rank] for rank in ranks])
-
-    @property
-    def nodes(self) -> tuple[int, ...]:
-        return self._nodes
-
-    def gather[T](self, mine: T) -> list[T]:
-        return [mine] * self.size
-
-    @property
-    def compares_each_call(self) -> bool:
-        return False
-
-    def comparison(self, number: int) -> Callable[[], bool]:
-        return lambda: True
+        return RankAlone(ranks.index(self.rank), [self.nodes[rank] for rank in ranks])
 
 
 @dataclass(frozen=True)

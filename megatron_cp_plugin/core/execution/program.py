@@ -341,7 +341,7 @@ def _within(step: Step, base: HeadGroup, count: int) -> Step:
     """A step whose base blocks have the heads `base`.
 
     Args:
-        step: it, of all heads.
+        step: a step of the program between teams.
         base: the heads of the base blocks.
         count: number of head groups in `base`.
     """
