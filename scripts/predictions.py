@@ -1,8 +1,8 @@
 """What the simulator predicts beside what was measured: writes docs/predictions.md.
 
 `docs/data/measured.csv` has the rows of docs/data/benchmarks_log.md, `docs/data/published.csv`
-those of others. `--fit NAME` fits numbers of a machine's file to the rows that say so; nothing else sees
-them.
+those of others. `--fit NAME` fits numbers of a machine's file to the rows that say so; nothing else
+sees them.
 """
 
 import argparse
@@ -466,7 +466,8 @@ WRONG = """## Where it is wrong
   looking at published rows one thing was changed: in LASP's steps each GPU keeps all optimizer
   states, as DDP does. The authors of the published machines' files knew those rows.
 - Rows were measured at the commits that docs/data/benchmarks_log.md names, and are predicted
-  with today's code, which has fewer copies around usp's and gathered attention: up to 5% of usp at 16K.
+  with today's code, which has fewer copies around usp's and gathered attention: up to 5% of usp at
+  16K.
 - `group_share`, half of a kernel's speed beside NCCL, stands for multiprocessors, memory and clocks
   together, and all other machines use the H200's value. It is too pessimistic for rings over NCCL
   inside a node with many steps (attention2d `overlap`: 5 to 10% too slow), too optimistic for
