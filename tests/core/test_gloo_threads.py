@@ -1,4 +1,4 @@
-"""How long a process that ends waits for threads of gloo, told from what the system says of them."""
+"""How long a process that ends waits for threads of gloo, by what the system says of them."""
 
 import shutil
 from pathlib import Path
