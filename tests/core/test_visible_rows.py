@@ -30,7 +30,7 @@ from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.core.layout import Contiguous, Layout, Zigzag
 from megatron_cp_plugin.core.layouts.document_layout import Balanced
 from megatron_cp_plugin.core.masks.documents import document_starts
-from megatron_cp_plugin.core.plans.check import PlanError, check
+from megatron_cp_plugin.core.plans.check import PlanError
 from megatron_cp_plugin.core.plans.plan import PHASES
 from megatron_cp_plugin.core.ranges import Ranges, Span
 from megatron_cp_plugin.core.shape import Shape
@@ -38,6 +38,7 @@ from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.registry import create
 from tests.core.test_plan import masks, variants
 from tests.oracle import expected_attention
+from tests.plan_check import check
 from tests.random_tests import examples
 from tests.test_conformance import (
     Case,
