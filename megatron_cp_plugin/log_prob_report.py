@@ -307,6 +307,7 @@ def draw(reports: Sequence[LogProbReport], path: Path) -> None:
     """
     check_picture(path)
     from matplotlib.figure import Figure
+    from matplotlib.ticker import NullFormatter
 
     figure = Figure(figsize=(5.2 * len(reports), 3.6), layout="constrained")
     panels = figure.subplots(1, len(reports), squeeze=False)[0]
@@ -320,20 +321,40 @@ def draw(reports: Sequence[LogProbReport], path: Path) -> None:
             axes.plot(middles, rms, color=f"C{number}", linewidth=1.4, label=name)
             axes.plot(middles, largest, color=f"C{number}", linewidth=0.8, linestyle=":")
         limit = RMS_FACTOR * report._base
-        axes.axhline(limit, color="#1a1a1a", linewidth=0.8, linestyle="--", label="allowed")
+        axes.axhline(
+            limit, color="#1a1a1a", linewidth=0.8, linestyle="--", label="allowed for lines"
+        )
         axes.set_yscale("log")
+        axes.set_ylim(*_decades([report.noise, *report.runs.values()], limit))
+        axes.yaxis.set_minor_formatter(NullFormatter())
         axes.set_xlabel("position in the sample", fontsize=8)
         axes.set_title(f"{report.dtype}: {'' if report.passed else 'not '}rounding", fontsize=9)
         axes.tick_params(labelsize=7)
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("difference of log-probabilities, nats", fontsize=8)
-    panels[0].legend(fontsize=7, frameon=False)
-    figure.supxlabel("lines: root mean square of parts of the samples; dotted: largest", fontsize=7)
+    figure.legend(
+        *panels[0].get_legend_handles_labels(),
+        loc="outside lower center",
+        ncols=4,
+        fontsize=7,
+        frameon=False,
+        title="lines: root mean square of parts of the samples; dotted: largest difference",
+        title_fontsize=7,
+    )
     write(figure, path)
+
+
+def _decades(runs: Sequence[Spread | None], limit: float) -> tuple[float, float]:
+    """Powers of ten around all that is drawn."""
+    seen = [limit] if math.isfinite(limit) else [1.0]
+    for run in runs:
+        for curve in [] if run is None else _curves(run)[1:]:
+            seen += curve
+    return 10.0 ** math.floor(math.log10(min(seen))), 10.0 ** math.ceil(math.log10(max(seen)))
 
 
 def _curves(run: Spread) -> tuple[list[float], list[float], list[float]]:
     """Middles of parts, and what to draw there; 0 has no logarithm."""
-    parts = [part for part in run.positions if part.tokens and 0 < part.rms < math.inf]
+    parts = [part for part in run.positions if 0 < part.rms < math.inf]
     middles = [(part.start + part.stop - 1) / 2 for part in parts]
     return middles, [part.rms for part in parts], [part.largest for part in parts]
