@@ -248,7 +248,9 @@ def test_settings_that_make_no_sense_are_refused() -> None:
         cp.pack_rollouts(rollouts, budget=7, multiple=4)
     with pytest.raises(ContextParallelError, match="multiple needs 1 or more tokens, got 0"):
         cp.pack_rollouts(rollouts, multiple=0)
-    with pytest.raises(ContextParallelError, match="ranks needs 1 or more data-parallel ranks, got"):
+    with pytest.raises(
+        ContextParallelError, match="ranks needs 1 or more data-parallel ranks, got"
+    ):
         cp.pack_rollouts(rollouts, ranks=0)
     (pack,) = cp.pack_rollouts(rollouts)
     with pytest.raises(ContextParallelError, match=r"the pack's 5 tokens, got \[1, 3\]: unshard"):
