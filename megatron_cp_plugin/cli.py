@@ -17,8 +17,8 @@ from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.extras import need
 from megatron_cp_plugin.integration.args import OneLineParser
 from megatron_cp_plugin.paths import check_file
-from megatron_cp_plugin.planner.text_table import text_table
 from megatron_cp_plugin.process_exit import one_line_errors
+from megatron_cp_plugin.text_table import text_table
 from megatron_cp_plugin.tokens import heads_of, tokens_of
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from megatron_cp_plugin.errors import ContextParallelError
-from megatron_cp_plugin.planner.figures import check_picture, write
-from megatron_cp_plugin.planner.text_table import text_table
+from megatron_cp_plugin.pictures import check_picture, write_picture
+from megatron_cp_plugin.text_table import text_table
 
 QUANTILES = (0.5, 0.9, 0.99, 0.999)
 RATIO = 0.01  # of probabilities, around 1
@@ -341,7 +341,7 @@ def draw(reports: Sequence[LogProbReport], path: Path) -> None:
         title="lines: root mean square of parts of the samples; dotted: largest difference",
         title_fontsize=7,
     )
-    write(figure, path)
+    write_picture(figure, path)
 
 
 def _decades(runs: Sequence[Spread | None], limit: float) -> tuple[float, float]:

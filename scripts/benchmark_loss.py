@@ -33,7 +33,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.core.chunked_loss import CHUNK_TOKENS
-from megatron_cp_plugin.planner.text_table import text_table
+from megatron_cp_plugin.text_table import text_table
 from megatron_cp_plugin.tokens import tokens_of
 
 # Losses or log-probabilities [T], and entropies [T] if it computes them.

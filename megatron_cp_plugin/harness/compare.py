@@ -27,7 +27,7 @@ from megatron_cp_plugin.harness.parity import compare as compare_gradients
 from megatron_cp_plugin.harness.train import parallel_sizes, ranks_of
 from megatron_cp_plugin.integration import launch
 from megatron_cp_plugin.integration.args import MEGATRON, OneLineParser, split_flags
-from megatron_cp_plugin.planner.text_table import text_table
+from megatron_cp_plugin.text_table import text_table
 
 _REFERENCES = {"te": "Transformer Engine's context parallelism", "cp1": "one rank's whole sequence"}
 # One rounding of a dtype; docs/parity.md says how many count as equal.
