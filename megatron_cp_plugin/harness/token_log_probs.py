@@ -114,7 +114,7 @@ def record(folder: Path, batch: str, words: Sequence[str]) -> None:
 
         def datasets(counts: list[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
             if batch != "-":
-                return None, read_batch(batch), None
+                return None, [read_batch(batch)], None  # a list of datasets
             # Of the data for training, whatever the others have.
             return None, pretrain.build_datasets([counts[1]] * 3, vp_stage)[0], None
 
