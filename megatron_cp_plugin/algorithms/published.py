@@ -9,8 +9,7 @@ from typing import Literal
 
 from megatron_cp_plugin.algorithms.attention2d import Attention2D
 from megatron_cp_plugin.algorithms.distflash import DistFlash
-from megatron_cp_plugin.algorithms.ring import BurstRing
-from megatron_cp_plugin.algorithms.ring_routes import Rule
+from megatron_cp_plugin.algorithms.ring import BurstRing, Rule
 from megatron_cp_plugin.core.algorithm import group_counts, number
 from megatron_cp_plugin.registry import register
 
