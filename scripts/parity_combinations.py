@@ -423,6 +423,14 @@ COMBINATIONS = (
         DOCUMENTS | MTP,
         algos=FAMILIES,
     ),
+    Combination(
+        "documents-mtp-cp3",
+        "packed documents, 2 more tokens predicted, loss per token, 3 ranks; reference: the first "
+        "algorithm",
+        DOCUMENTS | MTP | PER_TOKEN,
+        cp=3,
+        algos="zigzag,distflash",
+    ),
     # Each document padded and cut by itself, as other programs around Megatron do.
     Combination(
         "thd", "padded documents, cut by zigzag inside each", DOCUMENTS, algos=thd(SOFTMAX)
@@ -458,6 +466,11 @@ COMBINATIONS = (
     ),
     # Multi-token prediction: the harness compares its losses too.
     Combination("mtp", "2 more tokens predicted, padding", MTP | PADDED),
+    Combination(
+        "mtp-per-token",
+        "2 more tokens predicted, padding, loss per token",
+        MTP | PADDED | PER_TOKEN,
+    ),
     Combination(
         "mtp-cp3",
         "2 more tokens predicted, 3 ranks, full recompute",

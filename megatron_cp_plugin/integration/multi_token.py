@@ -2,13 +2,15 @@
 
 Megatron's `roll_tensor` knows its own zigzag layout only, and counts the tokens of each rank, by
 which the losses of a rank are then divided; the mean of such means is not that of the sequence
-where ranks have unequally many tokens that count, and the last one always has fewer.
+where ranks have unequally many tokens that count, and the last one always has fewer. A loss per
+token (`--calculate-per-token-loss`) is weighted by the rank's own tokens besides.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from copy import copy
 from typing import Any
 
 import torch
@@ -70,6 +72,51 @@ def roll_tensor(
     if is_mask:
         setattr(rolled, _PER_RANK, True)
     return rolled, total / group.size()
+
+
+def process_mtp_loss(original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """Takes the place of Megatron's function of this name.
+
+    With a loss per token, gradients are summed over all ranks, and divided by the tokens that count
+    for the next token. So Megatron weights the mean loss of a further token by that number, but of
+    one rank, where ranks have unequally many. Here all of them share the mean over the sequence,
+    and each gives it an equal part of the weight, as where gradients are averaged.
+
+    Args:
+        original: Megatron's.
+        args, kwargs: Labels and loss mask [B,S] of this rank's tokens, input_ids [B,S] where there
+            are no labels, the model's config, cp_group and packed_seq_params.
+
+    Returns:
+        As Megatron's.
+    """
+    call = inspect.signature(original).bind(*args, **kwargs)
+    call.apply_defaults()
+    given = call.arguments
+    config, group, ids = given["config"], given["cp_group"], given["labels"]
+    if config.calculate_per_token_loss and group is not None and group.size() > 1:
+        derives = ids is None
+        ids = given.get("input_ids") if derives else ids
+        if ids is not None:
+            given["config"] = shared = copy(config)
+            shared.calculate_per_token_loss = False
+            total = _counting(given["loss_mask"], ids, group, given["packed_seq_params"], derives)
+            shared.mtp_loss_scaling_factor = config.mtp_loss_scaling_factor * total / group.size()
+    return original(*call.args, **call.kwargs)
+
+
+def _counting(
+    loss_mask: Tensor | None, ids: Tensor, group: dist.ProcessGroup, packed: Any, derives: bool
+) -> Tensor:
+    """How many tokens of all ranks count for the next token: float32 []."""
+    from megatron.core.transformer import multi_token_prediction
+
+    mask = torch.ones_like(ids, dtype=torch.float32) if loss_mask is None else loss_mask.float()
+    if derives:  # what the last token of a document predicts is not there
+        return multi_token_prediction.roll_tensor(mask, cp_group=group, packed_seq_params=packed)[1]
+    total = mask.sum()
+    dist.all_reduce(total, group=group)
+    return total
 
 
 def next_tokens(

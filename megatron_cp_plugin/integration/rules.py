@@ -280,6 +280,12 @@ def _cannot_split_gated(s: Settings) -> Mapping[str, object] | None:
     return {"version": running_version()[1]}
 
 
+def _before_shared_weights(s: Settings) -> Mapping[str, object] | None:
+    version, text = running_version()
+    asks = s.mtp_num_layers and s.calculate_per_token_loss and s.ranks > 1
+    return {"version": text} if asks and version < (0, 17) else None
+
+
 def _without_fla(s: Settings) -> bool:
     if not s.is_gated:
         return False
@@ -474,9 +480,6 @@ FEATURES: tuple[Rule, ...] = (
              lambda s: not set(s.hybrid_layer_pattern or "") <= set("*+-E|/")),
     _feature("hybrid models selected by their old flag", "hybrid_override_pattern", _UNTESTED,
              "use --hybrid-layer-pattern"),
-    _feature("a loss per token with multi-token prediction", "calculate_per_token_loss",
-             "Megatron weights it by the tokens of each rank",
-             when=lambda s: s.mtp_num_layers and s.calculate_per_token_loss and s.ranks > 1),
     _feature("FP8 attention", "fp8_dot_product_attention", _KERNELS),
     _feature("FP8 attention", "fp8_multi_head_attention", _KERNELS),
     _feature("Kitchen attention", "use_kitchen_attention", "it is a different core attention"),
@@ -649,6 +652,9 @@ RULES: tuple[Rule, ...] = (
          "tensor_model_parallel_size {s.tensor}: add --sequence-parallel", ("arguments",)),
     Rule(_cannot_split_gated, "Megatron {version} cannot split gated delta net layers, got "
          "context_parallel_size {s.cp.size}: use Megatron 0.19 or later", ("arguments",)),
+    Rule(_before_shared_weights, "Megatron {version} weights the losses of --mtp-num-layers by the "
+         "tokens of one rank, got --calculate-per-token-loss with context_parallel_size {s.ranks}: "
+         "use Megatron 0.17 or later"),
     Rule(_without_fla, f"{_GATED} flash-linear-attention, got none: "
          "pip install flash-linear-attention", ("arguments",)),
     # What depends on the order of tokens, and on how many a rank has.

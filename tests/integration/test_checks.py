@@ -53,7 +53,6 @@ EXPERTS = {"num_experts": 4}
 GATED = {"experimental_attention_variant": "gated_delta_net"}
 LATENT = {"multi_latent_attention": True, "apply_rope_fusion": False}
 BESIDE: dict[str, dict[str, Any]] = {
-    "a loss per token with multi-token prediction": {"mtp_num_layers": 1},
     "attention sinks split by tensor parallelism in Megatron-FSDP": {
         "softmax_type": "learnable",
         "tensor_model_parallel_size": 2,

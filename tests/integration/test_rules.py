@@ -55,7 +55,6 @@ class Case:
 # Of features, by name: what is asked for beside `ASKING` and `BESIDE`, and what is near.
 BOTH: dict[str, dict[str, Any]] = {
     "multi-latent attention with fused RoPE": {"context_parallel_size": 2},
-    "a loss per token with multi-token prediction": {"context_parallel_size": 2},
 }
 NEAR: dict[str, tuple[dict[str, Any], ...]] = {
     "documents of several samples in a pipeline": (
@@ -76,7 +75,6 @@ NEAR: dict[str, tuple[dict[str, Any], ...]] = {
     "layers other than attention, MLP and MoE in a hybrid model": (
         {"hybrid_layer_pattern": "*-+E|*/*"},
     ),
-    "a loss per token with multi-token prediction": ({"context_parallel_size": 1},),
     "choice of Megatron's attention kernel": ({"attention_backend": "flash"},),
     "position embeddings of this type": ({"position_embedding_type": "yarn"},),
     "Sinkhorn routing": ({"moe_router_load_balancing_type": "aux_loss"},),
@@ -310,6 +308,10 @@ CASES: dict[str, Case] = {
     ),
     "needs the package einops": Case(FSDP),
     "needs Megatron 0.19 or later": Case(GRAPHS),
+    "weights the losses of --mtp-num-layers": Case(
+        {"mtp_num_layers": 1, "calculate_per_token_loss": True, "context_parallel_size": 2},
+        near=({"context_parallel_size": 1},),
+    ),
     "needs GPUs": Case(GRAPHS, device="cpu"),
     "needs equally many tokens": Case(
         {"cuda_graph_impl": "transformer_engine", "seq_length": 62},
@@ -370,7 +372,7 @@ def cases() -> Iterator[Any]:
 def lacking(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is installed lacks whatever rules ask it for."""
     monkeypatch.setattr(rules, "find_spec", lambda name: None)
-    monkeypatch.setattr(rules, "running_version", lambda: ((0, 18), "0.18.1"))
+    monkeypatch.setattr(rules, "running_version", lambda: ((0, 16), "0.16.1"))
     monkeypatch.setattr(megatron, "HAVE_FLA", False)
     monkeypatch.setattr(megatron.GatedDeltaNet, "__init__", lambda self, config: None)
     monkeypatch.delattr("megatron.core.utils.flatten_batch_for_packed_sequences")
@@ -406,7 +408,8 @@ def test_what_is_installed_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rules, "find_spec", lambda name: name)
     monkeypatch.setattr(rules, "running_version", lambda: ((0, 19), "0.19.2"))
     monkeypatch.setattr(megatron, "HAVE_FLA", True)
-    keys = ("needs Megatron 0.19", "einops", "not installed", "fla", "splits packed", "cannot spl")
+    keys = ["needs Megatron 0.19", "einops", "not installed", "fla", "splits packed", "cannot spl"]
+    keys.append("weights the losses")
     for key in keys:
         (case,) = (CASES[name] for name in CASES if key in name)
         (rule,) = (rule for rule in RULES if not rule.name and key in rule.text)
