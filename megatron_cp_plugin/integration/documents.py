@@ -215,7 +215,7 @@ def mask_of_cut(
             f"{int(longest)}: give lengths of whole documents, not of a rank's part"
         )
     for name, value in vars(packed).items():
-        if name != "qkv_format":
+        if name not in ("qkv_format", "cp_group"):  # by which embeddings of images cut angles
             setattr(mask, name, value)
     return mask
 

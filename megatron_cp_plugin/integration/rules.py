@@ -491,8 +491,9 @@ FEATURES: tuple[Rule, ...] = (
     _feature("choice of Transformer Engine's attention kernel", "flash_attention_version",
              "it would be ignored"),
     _feature("position embeddings of this type", "position_embedding_type", _ZIGZAG,
-             "use rope, yarn, learned_absolute or none",
-             _other_than("position_embedding_type", "rope", "yarn", "learned_absolute", "none")),
+             "use rope, mrope, yarn, learned_absolute or none",
+             _other_than("position_embedding_type", "rope", "mrope", "yarn", "learned_absolute",
+                         "none")),
     # Other kinds of context parallelism.
     _feature("hybrid context parallelism", "hybrid_context_parallel", _OTHER_GROUPS),
     _feature("dynamic context parallelism", "dynamic_context_parallel", _OTHER_GROUPS),

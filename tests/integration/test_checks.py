@@ -33,7 +33,7 @@ ASKING: dict[str, Any] = {
     "hybrid_layer_pattern": "M*",
     "attention_backend": AttnBackend.local,
     "flash_attention_version": 3,
-    "position_embedding_type": "mrope",
+    "position_embedding_type": "relative",
     "cuda_graph_impl": "local",
     "yaml_cfg": "file.yaml",
     "recompute_modules": ["core_attn", "mlp"],

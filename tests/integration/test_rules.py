@@ -76,7 +76,10 @@ NEAR: dict[str, tuple[dict[str, Any], ...]] = {
         {"hybrid_layer_pattern": "*-+E|*/*"},
     ),
     "choice of Megatron's attention kernel": ({"attention_backend": "flash"},),
-    "position embeddings of this type": ({"position_embedding_type": "yarn"},),
+    "position embeddings of this type": (
+        {"position_embedding_type": "yarn"},
+        {"position_embedding_type": "mrope"},
+    ),
     "Sinkhorn routing": ({"moe_router_load_balancing_type": "aux_loss"},),
     "attention sinks split by tensor parallelism in Megatron-FSDP": (
         {"softmax_type": "off-by-one"},
