@@ -23,7 +23,13 @@ from torch import Tensor, nn
 
 from megatron_cp_plugin.core.autograd.function import attend, check_shapes
 from megatron_cp_plugin.errors import ContextParallelError
-from megatron_cp_plugin.integration.documents import DocumentMask, check_padding, starts_of
+from megatron_cp_plugin.integration.documents import (
+    DocumentMask,
+    check_padding,
+    mask_of_tokens,
+    starts_of,
+)
+from megatron_cp_plugin.integration.largest_score import largest_scores
 from megatron_cp_plugin.integration.runtime import Runtime
 from megatron_cp_plugin.integration.settings import window_of
 from megatron_cp_plugin.kernels import resolver
@@ -43,6 +49,8 @@ class ContextParallelAttention(MegatronModule):
     softmax_offset: Tensor | None
     # Of the forward pass that runs, where the layer around it does not hand it on.
     packed: DocumentMask | None = None
+    # [h], of this rank's queries since Megatron has last read it; None where nobody asks for it.
+    current_max_attn_logits: Tensor | None = None
 
     def __init__(
         self,
@@ -100,6 +108,8 @@ class ContextParallelAttention(MegatronModule):
         )
         self._window = window_of(config.window_size) if windowed else None
         self._kernel_for = resolver(runtime.config.kernel)
+        self._keeps_largest = config.qk_clip or config.log_max_attention_logit
+        self._cp_group = pg_collection.cp
         self._cp_size = pg_collection.cp.size()
         self._algorithm = runtime.algorithm(pg_collection.cp)
         self._make_sinks(config, config.num_attention_heads // pg_collection.tp.size())
@@ -178,6 +188,8 @@ class ContextParallelAttention(MegatronModule):
         check_padding(packed, seq_len, causal=causal)
         q, k, v = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
         check_shapes(q, k, v)
+        if self._keeps_largest:
+            self._keep_largest(q, k, packed, seq_len, causal=causal)
         out = attend(
             q,
             k,
@@ -194,6 +206,17 @@ class ContextParallelAttention(MegatronModule):
             site=self,
         )
         return out.transpose(0, 1).flatten(2)
+
+    def _keep_largest(
+        self, q: Tensor, k: Tensor, packed: DocumentMask | None, seq_len: int, *, causal: bool
+    ) -> None:
+        mask = mask_of_tokens(packed, seq_len, causal=causal, window=self._window)
+        layout = self._algorithm.layout.within(packed.followed(seq_len) if packed else ())
+        found = largest_scores(
+            q, k, scale=self._scale, mask=mask, layout=layout, group=self._cp_group
+        )
+        before = self.current_max_attn_logits
+        self.current_max_attn_logits = found if before is None else torch.maximum(before, found)
 
 
 def sharded_by_heads(

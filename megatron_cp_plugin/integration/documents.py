@@ -245,6 +245,36 @@ def starts_of(packed: Any, seq_len: int) -> tuple[int, ...]:
     return packed.starts
 
 
+def mask_of_tokens(
+    packed: DocumentMask | None, seq_len: int, *, causal: bool, window: int | None
+) -> Mask:
+    """Returns which keys queries see that are no padding.
+
+    Args:
+        packed: Documents or spans; None: there are none.
+        seq_len: Tokens of the whole sequence.
+        causal: Whether tokens see earlier ones only, where no spans say whom they see.
+        window: How many of the last ones; None: all.
+    """
+    if packed is None:
+        return Mask(causal, window)
+    slices = packed.slices(seq_len)
+    if slices is None and packed.padding:
+        slices = _without_padding(packed.starts, packed.padding, seq_len)
+    return Mask(causal, window, packed.starts) if slices is None else Mask.of(slices, window)
+
+
+@lru_cache(maxsize=16)  # every layer asks
+def _without_padding(
+    starts: tuple[int, ...], padding: tuple[tuple[int, int], ...], seq_len: int
+) -> Slices:
+    """The documents, causal, each without the padding at its end."""
+    ends = {stop: start for start, stop in padding}
+    bounds = pairwise((0, *starts, seq_len))
+    documents = [(start, ends.get(stop, stop)) for start, stop in bounds]
+    return Slices.of([(*each, *each, "causal") for each in documents], seq_len)
+
+
 def check_padding(packed: DocumentMask | None, seq_len: int, *, causal: bool) -> None:
     """Refuses padding that other tokens would see.
 

@@ -413,11 +413,12 @@ _OTHER_GROUPS = "it changes the group of ranks from sample to sample"
 _KERNELS = "the attention kernels here do not compute it"
 _BY_RANK = "each rank does it with its own tokens, so the split would change the result"
 _UNTESTED = "never tested with the plugin"
-_SCORE = "it needs the largest score, which the kernels keep"
 _ONE_BATCH = "a graph keeps the documents of the batch that was captured"
 _FSDP_CHECKPOINTS = "Megatron's torch_dist does not save them, and its torch_dcp loads nothing"
 _FSDP_NAMES = "it recognizes split parameters by the names of Megatron's own classes"
+_LARGEST = "a replay does not hand the largest score on"
 _CAPTURE = "use --cuda-graph-impl transformer_engine --cuda-graph-modules "
+_CAPTURES_MLP = f"{_CAPTURE}mlp, or leave --cuda-graph-impl out"
 
 _LINEAR = "--cp-linear-model {s.cp.linear_model}"
 _GATED = "gated delta net layers need"
@@ -451,9 +452,12 @@ FEATURES: tuple[Rule, ...] = (
              "Megatron packs them into one sequence, but its stages expect several",
              "use --micro-batch-size 1",
              lambda s: s.packing and s.samples > 1 and s.stages > 1),
-    # What changes the scores.
-    _feature("QK clipping", "qk_clip", _SCORE),
-    _feature("logging the largest attention logit", "log_max_attention_logit", _SCORE),
+    # What looks at the scores.
+    _feature("QK clipping of attention in CUDA graphs", "qk_clip", _LARGEST, _CAPTURES_MLP,
+             lambda s: s.qk_clip and s.captures_attention),
+    _feature("logging the largest attention logit in CUDA graphs", "log_max_attention_logit",
+             _LARGEST, _CAPTURES_MLP,
+             lambda s: s.log_max_attention_logit and s.captures_attention),
     # Attention of another kind. Megatron fuses nothing with position embeddings of another type
     # than rope; a model has no such setting.
     _feature("multi-latent attention with fused RoPE", "multi_latent_attention", _ZIGZAG,
@@ -524,7 +528,7 @@ FEATURES: tuple[Rule, ...] = (
              lambda s: s.graphs != "none" and s.has_experts and not s.captured_modules
              and s.packing is None),
     _feature("packed documents in CUDA graphs", "cuda_graph_impl", _ONE_BATCH,
-             f"{_CAPTURE}mlp, or leave --cuda-graph-impl out",
+             _CAPTURES_MLP,
              lambda s: s.captures_attention and s.packing and not s.has_experts),
     _feature("packed documents in CUDA graphs with a mixture of experts", "cuda_graph_impl",
              _ONE_BATCH, f"{_CAPTURE}moe_router, or leave --cuda-graph-impl out",

@@ -73,6 +73,8 @@ BESIDE: dict[str, dict[str, Any]] = {
         "cuda_graph_modules": ["mlp"],
     },
     "gated delta net layers in CUDA graphs": GATED,
+    "QK clipping of attention in CUDA graphs": {"cuda_graph_impl": "local"},
+    "logging the largest attention logit in CUDA graphs": {"cuda_graph_impl": "local"},
     "optimizer states in checkpoints of FSDP": {"use_torch_fsdp2": True},
     "loading optimizer states with FSDP": {"use_torch_fsdp2": True},
     "Megatron-FSDP in CUDA graphs": {"cuda_graph_impl": "local"},

@@ -104,6 +104,16 @@ NEAR: dict[str, tuple[dict[str, Any], ...]] = {
         {"cuda_graph_modules": ["moe_router"]},
     ),
     "documents of several samples in CUDA graphs": ({"cuda_graph_impl": "none"},),
+    **dict.fromkeys(
+        (
+            "QK clipping of attention in CUDA graphs",
+            "logging the largest attention logit in CUDA graphs",
+        ),
+        (
+            {"cuda_graph_impl": "none"},
+            {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["mlp"]},
+        ),
+    ),
     "full recompute in CUDA graphs of layers": (
         {"cuda_graph_impl": "full_iteration"},
         {"recompute_granularity": "selective"},
@@ -434,8 +444,8 @@ def test_auto_is_asked_for_what_no_algorithm_serves() -> None:
     auto = replace(ZIGZAG, algo="auto")
     latent = SimpleNamespace(multi_latent_attention=True, window_size=(127, 0))
     check("model", Settings(latent, auto))
-    with pytest.raises(ConfigError, match="auto does not support QK clipping"):
-        check("model", Settings(SimpleNamespace(qk_clip=True), auto))
+    with pytest.raises(ConfigError, match="auto does not support attention dropout"):
+        check("model", Settings(SimpleNamespace(attention_dropout=0.1), auto))
 
 
 @pytest.fixture(scope="module")
