@@ -128,6 +128,7 @@ YARN: dict[str, object] = {
 }
 # Settings of the plugin.
 CHUNKED: dict[str, object] = {"chunked_loss": 7}
+LATENTS: dict[str, object] = {"send_latents": True}
 RECOMPUTE: dict[str, object] = {
     "recompute_granularity": "full",
     "recompute_method": "uniform",
@@ -357,6 +358,29 @@ COMBINATIONS = (
         MLA | YARN | DOCUMENTS | SP | RECOMPUTE,
         cp=2,
         algos=FAMILIES,
+    ),
+    Combination(
+        "mla-latents",
+        "multi-latent attention with YaRN, latents sent",
+        MLA | YARN,
+        algos="zigzag,ring,distflash,attention2d,allgather",
+        context_parallel=LATENTS,
+    ),
+    Combination(
+        "mla-latents-cp3",
+        "the same, 3 ranks, packed documents, full recompute",
+        MLA | YARN | DOCUMENTS | RECOMPUTE,
+        cp=3,
+        algos="zigzag,distflash",
+        context_parallel=LATENTS,
+    ),
+    Combination(
+        "mla-latents-tp",
+        "the same, TP 2, sequence parallel, 2 more tokens predicted",
+        MLA | YARN | SP | MTP,
+        cp=2,
+        algos="zigzag,allgather",
+        context_parallel=LATENTS,
     ),
     # The loss.
     Combination("padded", "padding: ranks and whole samples without a token that counts", PADDED),

@@ -220,6 +220,10 @@ def _whole_logits(name: str) -> Callable[[Settings], bool]:
     return lambda s: s.cp.chunked_loss is not None and bool(getattr(s, name))
 
 
+def _with_latents(when: Callable[[Settings], object]) -> Callable[[Settings], bool]:
+    return lambda s: s.cp.send_latents and bool(when(s))
+
+
 def _keeps_logits(name: str, *, packed: bool) -> Callable[[Settings], bool]:
     """Whether files of log-probabilities have an order that another run need not have."""
 
@@ -438,6 +442,8 @@ _LOSS = {
     "logits_load_dir": _ALL_LOGITS,
     "perform_rl_step": ("its log-probabilities need all logits", "leave --cp-chunked-loss out"),
 }
+_ALL_KEYS = "no rank has keys to look at", "leave one of the two out"
+_WHOLE_WEIGHT = "its weights are whole in the forward pass of their own module only"
 _OR_NOT = ", or leave --cuda-graph-impl out"
 
 # A table is read by rows.
@@ -581,6 +587,21 @@ FEATURES: tuple[Rule, ...] = (
              "it replaces all command-line flags", "use scripts/pretrain_gpt.py --config"),
 )
 
+# Beside latents: when, what it is called, why, and what to do.
+_LATENTS: tuple[tuple[Callable[[Settings], object], str, str, str], ...] = (
+    (_on("qk_clip"), "--qk-clip", *_ALL_KEYS),
+    (_on("log_max_attention_logit"), "--log-max-attention-logit", *_ALL_KEYS),
+    (lambda s: s.recomputes == "selective", "--recompute-modules core_attn",
+     "Megatron would recompute attention of K and V", "leave core_attn out"),
+    (lambda s: "mla_up_proj" in (s.recompute_modules or ()), "--recompute-modules mla_up_proj",
+     "K and V are made anew in the backward pass as it is", "leave mla_up_proj out"),
+    (lambda s: s.captures_attention, "attention in CUDA graphs", _UNTESTED, "leave one out"),
+    (_on("use_torch_fsdp2"), "--use-torch-fsdp2", _WHOLE_WEIGHT, "leave one of the two out"),
+    (_on("use_megatron_fsdp"), "--use-megatron-fsdp", _WHOLE_WEIGHT, "leave one of the two out"),
+    (lambda s: s.cp.algo == registry.AUTO or s.cp.by_auto, "auto",
+     "the planner does not know of it", "name an algorithm, such as zigzag"),
+)
+
 RULES: tuple[Rule, ...] = (
     # Numbers of ranks and of heads.
     *(Rule(_below_one(name), f"{name} must be at least 1, got {{s.{name}}}: use 1 or more",
@@ -621,6 +642,12 @@ RULES: tuple[Rule, ...] = (
     Rule(lambda s: s.has_linear and s.is_latent,
          f"{_LINEAR} cannot be combined with multi-latent attention, got --multi-latent-attention: "
          "leave it out, or use softmax attention in all layers"),
+    # Latents in place of K and V.
+    Rule(lambda s: s.cp.send_latents and s.multi_latent_attention is False and not s.is_latent,
+         "--cp-send-latents needs layers of multi-latent attention, got none: leave it out, or add "
+         "--multi-latent-attention"),
+    *(Rule(_with_latents(when), f"--cp-send-latents does not work with {what} ({reason}): {fix}")
+      for when, what, reason, fix in _LATENTS),
     # Megatron's gated delta net layers, which keep its own context parallelism: it exchanges tokens
     # for heads, and puts the chunks of its zigzag layout in order.
     Rule(lambda s: s.is_gated and s.has_linear,

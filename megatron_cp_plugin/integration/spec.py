@@ -32,6 +32,7 @@ from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration import gated_delta_net
 from megatron_cp_plugin.integration.attention import ContextParallelAttention
 from megatron_cp_plugin.integration.groups import set_up_groups
+from megatron_cp_plugin.integration.latent_attention import send_latents
 from megatron_cp_plugin.integration.linear_models import (
     LinearAttentionSubmodules,
     linear_attention_class,
@@ -80,6 +81,8 @@ def build_model(
     pattern = getattr(model, "hybrid_layer_pattern", None)
     check("model", Settings(SimpleNamespace(hybrid_layer_pattern=pattern), runtime.config))
     use_layout(model, runtime)
+    if runtime.config.send_latents:
+        send_latents(model)
     return model
 
 

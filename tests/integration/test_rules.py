@@ -27,6 +27,7 @@ ALONE = replace(ZIGZAG, size=1)
 LASP = replace(ZIGZAG, algo="lasp", linear_model="transnormer")
 MIXED = replace(RING, layers=("lasp", "ring"), linear_model="transnormer")
 CHUNKED = replace(ZIGZAG, chunked_loss=512)
+LATENTS = replace(ZIGZAG, send_latents=True)
 DOCUMENTS = replace(ZIGZAG, options=(("layout", "documents"),))
 
 
@@ -227,6 +228,29 @@ CASES: dict[str, Case] = {
         config=LASP,
         near=({"position_embedding_type": "none"}, MIXED, ZIGZAG),
     ),
+    "needs layers of multi-latent attention": Case(
+        {},
+        {"multi_latent_attention": False},
+        LATENTS,
+        near=({"multi_latent_attention": True}, ZIGZAG),
+    ),
+    **{
+        f"does not work with {words}": Case(asks, config=LATENTS, near=(*near, ZIGZAG))
+        for words, asks, near in (
+            ("--qk-clip", {"qk_clip": True}, ()),
+            ("--log-max", {"log_max_attention_logit": True}, ()),
+            (
+                "--recompute-modules core_attn",
+                {"recompute_granularity": "selective"},
+                ({"recompute_granularity": "full"}, {"recompute_modules": ["mlp"]}),
+            ),
+            ("--recompute-modules mla", {"recompute_modules": ["mla_up_proj"]}, ()),
+            ("attention in CUDA graphs", {"cuda_graph_impl": "local"}, ()),
+            ("--use-torch-fsdp2 (its", {"use_torch_fsdp2": True}, ()),
+            ("--use-megatron-fsdp (its", {"use_megatron_fsdp": True}, ()),
+        )
+    },
+    "does not work with auto": Case({}, config=replace(LATENTS, algo="auto"), near=(LATENTS,)),
     "cannot be combined with multi-latent attention": Case(
         {"multi_latent_attention": True}, config=MIXED, near=(ZIGZAG,)
     ),
