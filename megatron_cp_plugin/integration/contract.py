@@ -251,7 +251,8 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     *_settings(
         "cpu_offloading fp8_dot_product_attention fp8_multi_head_attention "
-        "hetereogenous_dist_checkpoint init_method layernorm_epsilon output_layer_init_method",
+        "hetereogenous_dist_checkpoint init_method layernorm_epsilon mtp_loss_scaling_factor "
+        "output_layer_init_method",
         "config",
     ),
     *_settings("params_dtype virtual_pipeline_model_parallel_size", "validated args", "config"),
