@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any
+from operator import index
+from typing import Any, SupportsIndex
 from zlib import crc32
 
 import torch
@@ -329,15 +330,16 @@ def _check_spans(
     """Refuses spans where a layer would not see by them."""
     if mask is None or mask.spans is None:
         return
-    settings = Settings(model.config)
     reasons = {
         "gated delta net layers carry their state on along the sequence": recurrent,
         "layers of linear attention see all earlier tokens": config.has_linear_layers,
-        f"--mtp-num-layers {settings.mtp_num_layers} predicts the tokens that come next in the "
-        "sequence": bool(settings.mtp_num_layers),
     }
     for reason in (reason for reason, applies in reasons.items() if applies):
         raise ContextParallelError(f"{reason}, got attention_spans: leave one of the two out")
+    if Settings(model.config).mtp_num_layers:
+        stops = (stop for one in mask.spans for stop in one[1:2])
+        ends = (index(stop) for stop in stops if isinstance(stop, SupportsIndex))
+        mask.sample_starts(mask.seq_len or max(ends, default=0))
     if config.by_auto and not config.for_spans:
         raise ContextParallelError(
             "auto chooses before it sees a batch, got attention_spans after it chose "

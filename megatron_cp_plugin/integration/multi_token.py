@@ -38,7 +38,7 @@ def roll_tensor(
             shifts and dims, both -1; cp_group; packed_seq_params, None or a `DocumentMask`.
 
     Returns:
-        What the next token has, 0 for the last token of the sequence or of a document; and the sum
+        What the next token has, 0 for the last token of the sequence or of a sample; and the sum
         of the result over all ranks, divided by their number. A loss mask, which is known by its
         floating dtype, counts each token once for every rank: divided by its sum, the losses of a
         rank are a part of the mean over the sequence, as Megatron averages gradients over the
@@ -68,7 +68,7 @@ def roll_tensor(
     is_mask = tensor.is_floating_point()
     if is_mask and not hasattr(tensor, _PER_RANK):
         tensor = tensor * group.size()
-    rolled, total = next_tokens(tensor, group, runtime, packed.starts if packed else ())
+    rolled, total = next_tokens(tensor, group, runtime, packed)
     if is_mask:
         setattr(rolled, _PER_RANK, True)
     return rolled, total / group.size()
@@ -120,26 +120,32 @@ def _counting(
 
 
 def next_tokens(
-    tensor: Tensor, group: dist.ProcessGroup, runtime: Runtime, documents: tuple[int, ...] = ()
+    tensor: Tensor, group: dist.ProcessGroup, runtime: Runtime, mask: DocumentMask | None
 ) -> tuple[Tensor, Tensor]:
-    """Gives each token what the one after it in the sequence has.
+    """Gives each token what the one after it in its sample has.
 
     Args:
         tensor: [..., S], of this rank's tokens.
         group: The context-parallel group.
         runtime: The run's layout.
-        documents: Where documents other than the first one begin.
+        mask: Documents or spans; None: the sequence is one sample.
 
     Returns:
-        [..., S], 0 for the last token of the sequence and of each document; the sum over all
-        ranks [].
+        [..., S], 0 for the last token of the sequence and of each sample; the sum over all ranks
+        [].
+
+    Raises:
+        ContextParallelError: Spans have samples that part.
     """
+    seq_len = tensor.size(-1) * group.size()
+    starts = mask.sample_starts(seq_len) if mask else ()
+    followed = mask.followed(seq_len) if mask else ()
     local = tensor.contiguous()
     parts = [torch.empty_like(local) for _ in range(group.size())]
     dist.all_gather(parts, local, group=group)
-    whole = unshard(parts, -1, runtime.config.layout.within(documents))
+    whole = unshard(parts, -1, runtime.config.layout.within(followed))
     following = functional.pad(whole[..., 1:], (0, 1))
-    if documents:  # a list of places goes to the GPU, for which the host waits
-        following[..., [start - 1 for start in documents]] = 0
-    mine = runtime.positions(group, whole.size(-1), whole.device, documents)
+    if starts:  # a list of places goes to the GPU, for which the host waits
+        following[..., [start - 1 for start in starts]] = 0
+    mine = runtime.positions(group, seq_len, whole.device, followed)
     return following[..., mine], following.sum()

@@ -473,6 +473,9 @@ def by_install(size: int) -> dict[str, Any]:
             found[f"{algo}, latent"] = compare_all(latent, of_latents, rank, size)
             predicting = make_model(make_config(size, mtp_num_layers=1), groups)
             found[f"{algo}, one more token"] = compare_all(further, predicting, rank, size)
+            found[f"{algo}, one more token, spans"] = compare_all(
+                further, predicting, rank, size, spanned=True
+            )
             seeing = make_model(make_config(size, **IMAGES), groups)
             found[f"{algo}, images"] = compare_all(pictured, seeing, rank, size)
         cp_megatron.uninstall()

@@ -137,6 +137,8 @@ class Model(nn.Module):
 
 
 FULL = [(0, 8, 0, 8, "full")]
+# Two answers to a prompt of three tokens.
+PARTING = [(0, 5, 0, 5, "causal"), (5, 8, 0, 3, "full"), (5, 8, 5, 8, "causal")]
 HALVES = [(0, 4, 0, 4, "full"), (4, 8, 4, 8, "full")]
 
 
@@ -346,7 +348,7 @@ def test_batches_that_their_callers_cut() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"mtp_num_layers": 1}, "--mtp-num-layers 1 predicts the tokens .*, got attention_spans"),
+        ({"mtp_num_layers": 1}, "token 5 sees token 0, and not the one before it: leave --mtp"),
         ({"cuda_graph_impl": "local"}, "--cuda-graph-impl local keeps .*, got attention_spans"),
     ],
 )
@@ -359,7 +361,7 @@ def test_what_spans_do_not_go_with_is_refused(
     else:
         serve_inputs(model, Batches(runtime), ALONE)
     with pytest.raises(ContextParallelError, match=message) as error:
-        model(torch.arange(8)[None], attention_spans(FULL))
+        model(torch.arange(8)[None], attention_spans(PARTING))
     assert "\n" not in str(error.value)
 
 

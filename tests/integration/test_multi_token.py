@@ -18,6 +18,7 @@ from megatron_cp_plugin.integration.documents import DocumentMask
 from megatron_cp_plugin.integration.multi_token import process_mtp_loss, roll_tensor
 from megatron_cp_plugin.integration.runtime import Runtime
 from megatron_cp_plugin.integration.spec import with_multi_token
+from megatron_cp_plugin.spans import prefix_lm
 from tests.integration.cut_batches_job import make_config
 from tests.integration.ranks import Place, on_ranks
 
@@ -102,6 +103,28 @@ def test_losses_are_parts_of_the_mean_over_the_sequence(
 
     parts = with_layout(size, layout, body)
     torch.testing.assert_close(torch.stack(parts).mean(), want)
+
+
+@pytest.mark.parametrize(("size", "layout"), [(1, "zigzag"), (3, "cyclic"), (4, "zigzag")])
+def test_spans_say_which_samples_go_on(size: int, layout: str) -> None:
+    """As documents of the same samples do; padding is in none."""
+    ids = torch.randint(1, 100, (BATCH, TOKENS), generator=torch.Generator().manual_seed(0))
+    starts = (5, 6, 17, 22)
+    spans = [*prefix_lm(2, 5), (5, 6, 5, 6, "full"), (6, 17, 6, 17, "causal")]
+    spans.append((17, 22, 17, 22, "causal"))
+    masks = DocumentMask(seq_len=TOKENS, starts=(*starts, 23)), DocumentMask(spans=tuple(spans))
+
+    def body(group: dist.ProcessGroup, runtime: Runtime, cut: Any) -> bool:
+        by_documents, by_spans = (
+            roll_tensor(
+                megatron.roll_tensor, runtime, cut(ids), cp_group=group, packed_seq_params=mask
+            )
+            for mask in masks
+        )
+        assert by_documents[1] == by_spans[1]
+        return torch.equal(by_documents[0], by_spans[0])
+
+    assert all(with_layout(size, layout, body))
 
 
 def gradient_of_further_tokens(
