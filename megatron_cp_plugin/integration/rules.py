@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from megatron_cp_plugin import registry
+from megatron_cp_plugin.core.algorithm import PointToPoint
 from megatron_cp_plugin.core.layout import Zigzag
 from megatron_cp_plugin.core.layouts.document_layout import Balanced
 from megatron_cp_plugin.errors import ConfigError, near_multiples
@@ -218,6 +219,11 @@ def _linear_with(name: str) -> Callable[[Settings], bool]:
 
 def _whole_logits(name: str) -> Callable[[Settings], bool]:
     return lambda s: s.cp.chunked_loss is not None and bool(getattr(s, name))
+
+
+def _exchanges_heads(algo: str) -> bool:
+    known = algo in registry.available("softmax")
+    return known and not issubclass(registry.algorithm_class(algo), PointToPoint)
 
 
 def _with_latents(when: Callable[[Settings], object]) -> Callable[[Settings], bool]:
@@ -598,6 +604,8 @@ _LATENTS: tuple[tuple[Callable[[Settings], object], str, str, str], ...] = (
     (lambda s: s.captures_attention, "attention in CUDA graphs", _UNTESTED, "leave one out"),
     (_on("use_torch_fsdp2"), "--use-torch-fsdp2", _WHOLE_WEIGHT, "leave one of the two out"),
     (_on("use_megatron_fsdp"), "--use-megatron-fsdp", _WHOLE_WEIGHT, "leave one of the two out"),
+    (lambda s: any(map(_exchanges_heads, s.cp.algorithms)), "algorithms that exchange heads",
+     "of which latents have none", "use zigzag, ring, distflash, allgather or attention2d"),
     (lambda s: s.cp.algo == registry.AUTO or s.cp.by_auto, "auto",
      "the planner does not know of it", "name an algorithm, such as zigzag"),
 )

@@ -252,6 +252,9 @@ CASES: dict[str, Case] = {
             ("--use-megatron-fsdp (its", {"use_megatron_fsdp": True}, ()),
         )
     },
+    "does not work with algorithms that exchange heads": Case(
+        {}, config=replace(LATENTS, algo="usp"), near=(LATENTS, RING)
+    ),
     "does not work with auto": Case({}, config=replace(LATENTS, algo="auto"), near=(LATENTS,)),
     "cannot be combined with multi-latent attention": Case(
         {"multi_latent_attention": True}, config=MIXED, near=(ZIGZAG,)
