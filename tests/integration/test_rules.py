@@ -490,8 +490,8 @@ def test_what_is_installed_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rules, "find_spec", lambda name: name)
     monkeypatch.setattr(rules, "running_version", lambda: ((0, 19), "0.19.2"))
     monkeypatch.setattr(megatron, "HAVE_FLA", True)
-    keys = ["needs Megatron 0.19", "einops", "not installed", "fla", "splits packed", "cannot spl"]
-    keys.append("weights the losses")
+    keys = ["needs Megatron 0.19", "einops", "not installed", "flash-linear", "splits packed"]
+    keys += ["cannot split gated", "weights the losses"]
     for key in keys:
         (case,) = (CASES[name] for name in CASES if key in name)
         (rule,) = (rule for rule in RULES if not rule.name and key in rule.text)
