@@ -357,7 +357,8 @@ USED: tuple[Used, ...] = (
     *_names(f"{_CORE}.datasets.indexed_dataset", "IndexedDatasetBuilder", part="script"),
     *_names(f"{_CORE}.enums", "ModelType.encoder_or_decoder", part="script"),
     *_names(f"{_CORE}.parallel_state",
-            "get_context_parallel_group get_tensor_model_parallel_group "
+            "get_context_parallel_group get_context_parallel_rank "
+            "get_tensor_model_parallel_group "
             "get_tensor_model_parallel_rank get_tensor_model_parallel_src_rank "
             "is_pipeline_first_stage is_pipeline_last_stage", part="script"),
     *_names(f"{_CORE}.rerun_state_machine", "get_rerun_state_machine", part="script"),
