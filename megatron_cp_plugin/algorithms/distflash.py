@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+from megatron_cp_plugin.algorithms.work_placement import WorkPlacement
 from megatron_cp_plugin.core.algorithm import PointToPoint, group_counts, number
 from megatron_cp_plugin.core.blocks.visible_rows import rows_at_distances
 from megatron_cp_plugin.core.comm import Phase
-from megatron_cp_plugin.core.head_groups import head_groups
+from megatron_cp_plugin.core.head_groups import HeadGroup, head_groups
+from megatron_cp_plugin.core.layout import Layout
 from megatron_cp_plugin.core.layouts.document_layout import PaddedDocuments
 from megatron_cp_plugin.core.placement import BlockPlacement, Place
 from megatron_cp_plugin.core.shape import Shape
@@ -145,6 +147,10 @@ class DistFlash(PointToPoint):
                 KV heads: two need less memory, and 1 to 2% more time.
             overlap: the next step's blocks come during the present one; false, for measurements:
                 every message is waited for where it is posted.
+            helpers: "distance", who helps whom follows from their distance, as in the paper; or
+                "work", ranks with more than the mean of what the mask leaves give some of it to
+                ranks with less, see `WorkPlacement`: for windows, documents and spans on contiguous
+                chunks. Without these the two are the same.
             layout: "contiguous", or "thd", see ring: no rank would wait, so that `balanced` says
                 whether queries may travel in place of keys, and `last_step` is for spans alone, see
                 EvenPlacement.
@@ -154,6 +160,7 @@ class DistFlash(PointToPoint):
         balanced: bool = True
         overlap: bool = True
         last_step: Literal["owner", "shared"] = "shared"
+        helpers: Literal["distance", "work"] = "distance"
         layout: Literal["contiguous", "thd"] = "contiguous"
 
     options: Options
@@ -171,8 +178,26 @@ class DistFlash(PointToPoint):
         if isinstance(self.layout, PaddedDocuments) and mask.slices is None:
             helped = self._helped(shape, mask, phase) if helping else frozenset[int]()
             return EvenPlacement(*of_all, helped=helped)
+        if self.options.balanced and self.options.helpers == "work" and mask.special:
+            return self._by_work(of_all, shape, mask)
         shared = self.options.last_step == "shared"
         return HelpedPlacement(*of_all, helping=helping, shared=shared)
+
+    def _by_work(
+        self, of_all: tuple[Layout, int, tuple[HeadGroup, ...]], shape: Shape, mask: Mask
+    ) -> WorkPlacement:
+        there, back, keys = shape.query_width, shape.out_width, shape.kv_width
+        rows = shape.heads * shape.wide_bytes
+        e = shape.element_bytes
+        return WorkPlacement(
+            *of_all,
+            seq_len=shape.seq_len,
+            mask=mask,
+            nodes=self.topology.nodes,
+            # q, out and lse, and backward q, dout, delta, lse and dq; twice K and V, dK and dV.
+            query_bytes=(3 * there + 2 * back) * e + 3 * rows,
+            key_bytes=3 * keys * e,
+        )
 
     def _helped(self, shape: Shape, mask: Mask, phase: Phase) -> frozenset[int]:
         """See EvenPlacement. Half way round the two are about equal, and what counts is what the
