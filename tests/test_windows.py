@@ -25,6 +25,7 @@ CASES = [
     Case("distflash"),
     Case("distflash", (("balanced", False),)),
     Case("distflash", (("last_step", "owner"),)),
+    Case("distflash", (("helpers", "work"),)),
     Case("ring", (("backward", "kv"),)),
     Case("zigzag", (("backward", "query"),)),
     Case("allgather", (("chunks", 2),)),

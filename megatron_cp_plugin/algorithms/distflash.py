@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Literal
 
 from megatron_cp_plugin.algorithms.work_placement import WorkPlacement
-from megatron_cp_plugin.core.algorithm import PointToPoint, group_counts, number
+from megatron_cp_plugin.core.algorithm import Algorithm, PointToPoint, group_counts, number
 from megatron_cp_plugin.core.blocks.visible_rows import rows_at_distances
 from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.head_groups import HeadGroup, head_groups
@@ -21,6 +21,7 @@ from megatron_cp_plugin.core.placement import BlockPlacement, Place
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
+from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.registry import register
 
 
@@ -168,6 +169,19 @@ class DistFlash(PointToPoint):
     def __init__(self, topology: Topology, options: Options) -> None:
         super().__init__(topology, options)
         self.overlap = options.overlap
+
+    @classmethod
+    def check(
+        cls, options: Algorithm.Options, *, size: int, heads: int, kv_heads: int, causal: bool
+    ) -> None:
+        """See Algorithm.check."""
+        assert isinstance(options, cls.Options)
+        super().check(options, size=size, heads=heads, kv_heads=kv_heads, causal=causal)
+        if options.helpers == "work" and options.layout != "contiguous":
+            raise ConfigError(
+                f"distflash helpers work needs layout contiguous, got {options.layout}: leave one "
+                "of the two out"
+            )
 
     def placement(self, shape: Shape, mask: Mask, phase: Phase) -> BlockPlacement:
         """See Algorithm.placement."""
