@@ -38,6 +38,7 @@ CASES = [
     Case("ulysses"),
     Case("usp", (("ulysses", 2),)),
     Case("usp", (("ulysses", 2), ("layout", "contiguous"))),
+    Case("usp", (("ulysses", 2), ("route", "grid"))),
 ]
 WINDOWS = (1, 5, 6, 7, 16, 100)
 

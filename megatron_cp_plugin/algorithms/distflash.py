@@ -200,17 +200,9 @@ class DistFlash(PointToPoint):
     def _by_work(
         self, of_all: tuple[Layout, int, tuple[HeadGroup, ...]], shape: Shape, mask: Mask
     ) -> WorkPlacement:
-        there, back, keys = shape.query_width, shape.out_width, shape.kv_width
-        rows = shape.heads * shape.wide_bytes
-        e = shape.element_bytes
+        of_mask = {"seq_len": shape.seq_len, "mask": mask}
         return WorkPlacement(
-            *of_all,
-            seq_len=shape.seq_len,
-            mask=mask,
-            nodes=self.topology.nodes,
-            # q, out and lse, and backward q, dout, delta, lse and dq; twice K and V, dK and dV.
-            query_bytes=(3 * there + 2 * back) * e + 3 * rows,
-            key_bytes=3 * keys * e,
+            *of_all, **of_mask, nodes=self.topology.nodes, row_bytes=shape.travel_bytes
         )
 
     def _helped(self, shape: Shape, mask: Mask, phase: Phase) -> frozenset[int]:

@@ -61,15 +61,13 @@ class WorkPlacement(BlockPlacement):
     Attributes:
         seq_len, mask: of which the work is.
         nodes: of each rank.
-        query_bytes, key_bytes: what it costs to let another rank compute with a row of queries, and
-            to send it a row of keys, both passes together.
+        row_bytes: of a row of queries, and of keys, as of `Shape.travel_bytes`.
     """
 
     seq_len: int = field(kw_only=True)
     mask: Mask = field(kw_only=True)
     nodes: tuple[int, ...] = field(kw_only=True)
-    query_bytes: int = field(kw_only=True)
-    key_bytes: int = field(kw_only=True)
+    row_bytes: tuple[int, int] = field(kw_only=True)
 
     def place(self, query: int, key: int) -> Iterator[Place]:
         """See BlockPlacement.place."""
@@ -91,16 +89,16 @@ class WorkPlacement(BlockPlacement):
     def _places(self) -> dict[tuple[int, int], list[Place]]:
         chunks = (chunk_bounds(rank, self.size, self.seq_len) for rank in range(self.size))
         edges = (0, *(stop for _, stop in chunks))
-        return _placed(edges, self.mask, self.nodes, (self.query_bytes, self.key_bytes))
+        return _placed(edges, self.mask, self.nodes, self.row_bytes)
 
 
 @lru_cache(maxsize=16)  # both passes of a micro-batch have the same
 def _placed(
-    edges: tuple[int, ...], mask: Mask, nodes: tuple[int, ...], costs: tuple[int, int]
+    edges: tuple[int, ...], mask: Mask, nodes: tuple[int, ...], row_bytes: tuple[int, int]
 ) -> dict[tuple[int, int], list[Place]]:
     """By owners of queries and of keys: where they meet."""
     by_rank: dict[int, list[Part]] = defaultdict(list)
-    for part in assigned(edges, mask, nodes, costs):
+    for part in assigned(edges, mask, nodes, row_bytes):
         by_rank[part.rank].append(part)
     found: dict[tuple[int, int], list[Place]] = defaultdict(list)
     for rank, parts in by_rank.items():
@@ -117,14 +115,14 @@ def _placed(
 
 
 def assigned(
-    edges: Sequence[int], mask: Mask, nodes: Sequence[int], costs: tuple[int, int]
+    edges: Sequence[int], mask: Mask, nodes: Sequence[int], row_bytes: tuple[int, int]
 ) -> list[Part]:
     """Who computes what: rows of every pair of blocks that see each other, each once.
 
     Args: edges: where the ranks' chunks begin, and where the last one ends. nodes: of each rank.
-        costs: bytes of a row of queries and of a row of keys, see WorkPlacement.
+        row_bytes: see WorkPlacement.
     """
-    return _Assignment(edges, mask, nodes, costs).parts()
+    return _Assignment(edges, mask, nodes, row_bytes).parts()
 
 
 class _Counted(NamedTuple):
@@ -255,11 +253,11 @@ class _Assignment:
     """
 
     def __init__(
-        self, edges: Sequence[int], mask: Mask, nodes: Sequence[int], costs: tuple[int, int]
+        self, edges: Sequence[int], mask: Mask, nodes: Sequence[int], row_bytes: tuple[int, int]
     ) -> None:
         self.blocks, self.size = np.array(edges, np.int64), len(edges) - 1
         self.bands = mask.bands.table
-        self.query_bytes, self.key_bytes = costs
+        self.query_bytes, self.key_bytes = row_bytes
         self.apart = np.where(np.equal.outer(nodes, nodes), 1.0, _BETWEEN)
         self.counted = _counted(self.blocks, self.blocks, self.bands)
         work = self.counted.work

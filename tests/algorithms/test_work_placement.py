@@ -34,7 +34,7 @@ PACKS = ("lognormal:16K:1", "lognormal:2K:1", "configs/lengths/long_tail.csv", "
 
 def made(size: int, ranks_per_node: int = 8, **options: object) -> Algorithm:
     given = {**dict(WORK.options), **options}
-    found = create(WORK.algo, VirtualWorld(size, ranks_per_node).topology(0), given)
+    found = create(WORK.algo, VirtualWorld(size, ranks_per_node=ranks_per_node).topology(0), given)
     assert isinstance(found, Algorithm)
     return found
 
