@@ -90,7 +90,7 @@ class Usp(Ulysses):
         """See Ulysses.between."""
         if self.options.route != "grid":
             return super().between(layout, groups, shape, mask, phase)
-        rows, cols = self._grid_shape(shape, layout.members)
+        rows, cols = self.grid_shape(shape, layout.members)
         nodes = (0,) * rows * cols if 1 in (rows, cols) else self.topology.nodes[:: layout.members]
         grid = row_major(rows, cols, nodes)
         backward = phase == "backward"
@@ -100,11 +100,11 @@ class Usp(Ulysses):
         """See Algorithm.slots: as `attention2d`."""
         if self.options.route != "grid":
             return super().slots(shape, size)
-        rows, cols = self._grid_shape(shape, self.degree(shape.kv_heads))
+        rows, cols = self.grid_shape(shape, self.degree(shape.kv_heads))
         return rows + cols - 2 if min(rows, cols) > 1 else super().slots(shape, size)
 
-    def _grid_shape(self, shape: Shape, members: int) -> tuple[int, int]:
-        """R and C. Args: shape: with any number of heads of the same ratio."""
+    def grid_shape(self, shape: Shape, members: int) -> tuple[int, int]:
+        """R and C of teams of so many. Args: shape: with any number of heads of the same ratio."""
         of_queries, of_keys = shape.travel_bytes
 
         def cost(rows: int, cols: int) -> int:
