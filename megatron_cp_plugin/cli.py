@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import warnings
@@ -149,17 +150,34 @@ def _add_doctor(commands: Any) -> None:
     )
     _add_heads(parser, 32)
     parser.add_argument("--head-dim", type=int, nargs="+", default=[128], metavar="D")
+    parser.add_argument(
+        "--report",
+        type=Path,
+        metavar="FILE",
+        help=".json to write: the findings, links and kernels as calibrate measures them, and the "
+        "time of each algorithm; to send to the maintainers from machines that they have not",
+    )
     parser.set_defaults(run=_doctor)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
     from torch import distributed
 
-    from megatron_cp_plugin.doctor import examine, verdict
+    from megatron_cp_plugin.doctor import examine, join, measured, verdict
     from megatron_cp_plugin.functional import release
 
-    findings = examine(*_heads(arguments, 8), arguments.head_dim)
+    if arguments.report is not None:
+        check_file("--report", arguments.report)
+    heads = _heads(arguments, 8)
+    findings = examine(*heads, arguments.head_dim)
+    found: dict[str, object] = {}
+    if arguments.report is not None:
+        found = measured(join(), *heads, arguments.head_dim[0])
     if not distributed.is_initialized() or distributed.get_rank() == 0:
+        if arguments.report is not None:
+            lines = [(f.topic, f.name, f.text, f.right) for f in findings]
+            content = {"version": __version__, "findings": lines, **found}
+            arguments.report.write_text(json.dumps(content, indent=1) + "\n")
         rows = [(f.topic, f.name, f"WRONG: {f.text}" if f.failed else f.text) for f in findings]
         print(text_table(("", "what", "finding"), rows))
         print(verdict(findings))

@@ -339,5 +339,5 @@ def test_equal_rollouts_one_by_one(size: int, layout: str, seed: int) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_equal_rollouts_one_by_one_of_500_sets(size: int, layout: str) -> None:
-    for seed in range(125):
-        compare(Random(f"{size} {seed}"), size, layout)
+    for seed in range(63):
+        compare(Random(f"{size} {layout} {seed}"), size, layout)

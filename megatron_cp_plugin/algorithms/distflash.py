@@ -45,15 +45,7 @@ class HelpedPlacement(BlockPlacement):
     shared: bool = True
     cyclic = True
 
-    def pairs_of(self, rank: int) -> Iterator[tuple[int, int]]:
-        """See BlockPlacement.pairs_of."""
-        for other in range(self.size):
-            yield rank, other
-            if other != rank:
-                yield other, rank
-
     def place(self, query: int, key: int) -> Iterator[Place]:
-        """See BlockPlacement.place."""
         distance = (query - key) % self.size
         if self.helping and self.shared and 0 < 2 * distance == self.size:
             yield Place(query, distance, part=(1, 2))
@@ -80,16 +72,7 @@ class EvenPlacement(BlockPlacement):
     helped: frozenset[int] = frozenset()
     cyclic = True
 
-    def pairs_of(self, rank: int) -> Iterator[tuple[int, int]]:
-        """See BlockPlacement.pairs_of."""
-        for distance in range(self.size):
-            if distance in self.helped:
-                yield (rank + distance) % self.size, rank
-            else:
-                yield rank, (rank - distance) % self.size
-
     def place(self, query: int, key: int) -> Iterator[Place]:
-        """See BlockPlacement.place."""
         distance = (query - key) % self.size
         yield Place(key if distance in self.helped else query, self._steps[distance])
 
@@ -174,7 +157,6 @@ class DistFlash(PointToPoint):
     def check(
         cls, options: Algorithm.Options, *, size: int, heads: int, kv_heads: int, causal: bool
     ) -> None:
-        """See Algorithm.check."""
         assert isinstance(options, cls.Options)
         super().check(options, size=size, heads=heads, kv_heads=kv_heads, causal=causal)
         if options.helpers == "work" and options.layout != "contiguous":
@@ -184,7 +166,6 @@ class DistFlash(PointToPoint):
             )
 
     def placement(self, shape: Shape, mask: Mask, phase: Phase) -> BlockPlacement:
-        """See Algorithm.placement."""
         chunks = 1 if phase == "forward" else self.options.chunks
         groups = head_groups(shape.heads, shape.kv_heads, chunks, share_kv=False)
         of_all = self.layout, self.topology.size, groups
@@ -200,9 +181,12 @@ class DistFlash(PointToPoint):
     def _by_work(
         self, of_all: tuple[Layout, int, tuple[HeadGroup, ...]], shape: Shape, mask: Mask
     ) -> WorkPlacement:
-        of_mask = {"seq_len": shape.seq_len, "mask": mask}
         return WorkPlacement(
-            *of_all, **of_mask, nodes=self.topology.nodes, row_bytes=shape.travel_bytes
+            *of_all,
+            seq_len=shape.seq_len,
+            mask=mask,
+            nodes=self.topology.nodes,
+            row_bytes=shape.travel_bytes,
         )
 
     def _helped(self, shape: Shape, mask: Mask, phase: Phase) -> frozenset[int]:

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from math import gcd
 from typing import Literal
 
-from megatron_cp_plugin.algorithms.grid import GridBlocksPlacement, cheapest, row_major
-from megatron_cp_plugin.algorithms.ring_routes import Route, Rule, Rules
+from megatron_cp_plugin.algorithms.attention2d import GridBlocksPlacement, cheapest, row_major
+from megatron_cp_plugin.algorithms.ring import Route, Rule, Rules
 from megatron_cp_plugin.algorithms.ulysses import Ulysses
 from megatron_cp_plugin.core.algorithm import Algorithm, divisors, number
 from megatron_cp_plugin.core.comm import Phase
@@ -76,7 +76,6 @@ class Usp(Ulysses):
         self.rules = Rules(options.backward, "local", options.gradients, route)
 
     def degree(self, kv_heads: int) -> int:
-        """See Ulysses.degree."""
         return self.options.ulysses or gcd(self.topology.size, kv_heads)
 
     def between(
@@ -87,7 +86,6 @@ class Usp(Ulysses):
         mask: Mask,
         phase: Phase,
     ) -> BlockPlacement:
-        """See Ulysses.between."""
         if self.options.route != "grid":
             return super().between(layout, groups, shape, mask, phase)
         rows, cols = self.grid_shape(shape, layout.members)
@@ -97,7 +95,6 @@ class Usp(Ulysses):
         return GridBlocksPlacement(layout, rows * cols, groups, grid=grid, backward=backward)
 
     def slots(self, shape: Shape, size: int) -> int:
-        """See Algorithm.slots: as `attention2d`."""
         if self.options.route != "grid":
             return super().slots(shape, size)
         rows, cols = self.grid_shape(shape, self.degree(shape.kv_heads))
@@ -116,7 +113,6 @@ class Usp(Ulysses):
     def check(
         cls, options: Algorithm.Options, *, size: int, heads: int, kv_heads: int, causal: bool
     ) -> None:
-        """See Algorithm.check."""
         assert isinstance(options, cls.Options)
         super().check(options, size=size, heads=heads, kv_heads=kv_heads, causal=causal)
         if options.ulysses < 0 or (options.ulysses and size % options.ulysses):

@@ -70,11 +70,9 @@ class WorkPlacement(BlockPlacement):
     row_bytes: tuple[int, int] = field(kw_only=True)
 
     def place(self, query: int, key: int) -> Iterator[Place]:
-        """See BlockPlacement.place."""
         yield from self._places.get((query, key)) or (Place(query, int(query != key)),)
 
     def pairs_of(self, rank: int) -> Iterator[tuple[int, int]]:
-        """See BlockPlacement.pairs_of."""
         return iter(self._pairs.get(rank, ()))
 
     @cached_property

@@ -15,7 +15,6 @@ from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.core.layout import Contiguous
 from megatron_cp_plugin.core.masks.slices import Slices
-from megatron_cp_plugin.core.plans.check import check
 from megatron_cp_plugin.core.plans.plan import PHASES
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
@@ -23,6 +22,7 @@ from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.registry import create
 from scripts.packed_documents import pack
 from tests.oracle import expected_attention
+from tests.plan_check import check
 from tests.random_tests import examples
 from tests.span_masks import dense, mask_of, random_lengths, random_spans, random_window
 from tests.test_conformance import Case, assert_matches, assert_plan_is_kept, run
