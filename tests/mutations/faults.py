@@ -237,9 +237,9 @@ FAULTS = (
     ),
     # core: plans and their execution
     Fault(
-        "core/plans/compile.py",
-        "return tokens * index // count, tokens * (index + 1) // count",
-        "return tokens // count * index, tokens // count * (index + 1)",
+        "core/placement.py",
+        "return tokens * first // count, tokens * (first + self.parts) // count",
+        "return tokens // count * first, tokens // count * (first + self.parts)",
         "the odd row of a block that two ranks share is computed by none",
         "core/test_executor.py::test_copy_engines_find_what_they_need",
     ),
@@ -1291,5 +1291,40 @@ FAULTS = (
         "yield Slice(stop, end, start, stop, 'causal')",
         "rollouts see a part of their prefix",
         "test_rollouts.py::test_packs_have_each_term_once",
+    ),
+    Fault(
+        "algorithms/work_placement.py",
+        "        self.load[to] += some.work\n",
+        "",
+        "whoever helped once is given more and more",
+        "algorithms/test_work_placement.py::test_no_rank_has_a_twentieth_more_than_the_mean",
+    ),
+    Fault(
+        "algorithms/work_placement.py",
+        "step = 0 if query == key == rank else 1",
+        "step = 0 if query == key else 1",
+        "a helper computes with a block of another rank before it comes",
+        "algorithms/test_work_placement.py::test_plans_are_right_for_any_mask",
+    ),
+    Fault(
+        "core/blocks/visible_rows.py",
+        "seeing = [(segments[one][0][1], of_queries",
+        "seeing = [(0, of_queries",
+        "rows of a part that meet keys are others than those that travel",
+        "core/test_visible_rows.py::test_rows_of_parts",
+    ),
+    Fault(
+        "core/execution/program.py",
+        "            if acts or step.number in needed:\n",
+        "            if acts:\n",
+        "a step in which messages are waited for is left out",
+        "core/test_program.py::test_what_is_left_out_is_idle_and_counted",
+    ),
+    Fault(
+        "core/execution/executor.py",
+        "        if exchange.idle:\n            channel.skip(exchange.idle)\n",
+        "",
+        "ranks number the exchanges of a channel differently",
+        "core/test_comm.py::test_every_rank_posts_every_operation",
     ),
 )
