@@ -19,6 +19,7 @@ PAGES = (
     "CONTRIBUTING.md",
     "docs/algorithms.md",
     "docs/benchmarks.md",
+    "docs/invariance.md",
     "docs/megatron.md",
     "docs/pictures.md",
     "docs/planner.md",
@@ -109,6 +110,8 @@ ELSEWHERE: dict[str, str] = {
     "megatron-cp train --config NAME": "tests/test_cli.py",
     "megatron-cp train": "tests/test_cli.py",
     "megatron-cp compare --iters 20 --config FILE ...": "tests/test_compare.py",
+    "megatron-cp invariance": "tests/test_help.py",
+    "megatron-cp invariance --config tiny_zigzag --also ulysses": "tests/test_invariance.py",
     "torchrun ... -m megatron_cp_plugin.cli train": CHECK_INSTALLS,
     "torchrun ... scripts/pretrain_gpt.py --config FILE": "tests/integration/test_training.py",
     "torchrun --nproc-per-node 8 -m megatron_cp_plugin.launch /path/to/pretrain_gpt.py "

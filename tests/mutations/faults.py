@@ -1327,4 +1327,19 @@ FAULTS = (
         "ranks number the exchanges of a channel differently",
         "core/test_comm.py::test_every_rank_posts_every_operation",
     ),
+    Fault(
+        "rollouts.py",
+        "int(self.shared[a + 1 : b + 1].min())",
+        "int(self.shared[b])",
+        "work is dealt as if rollouts shared what those that are elsewhere do",
+        "test_rollouts.py::test_packs_for_ranks_are_about_equal",
+    ),
+    # log-probabilities with context parallelism and without
+    Fault(
+        "log_prob_report.py",
+        "part.rms > RMS_FACTOR * allowed",
+        "part.rms > 10 * RMS_FACTOR * allowed",
+        "a fault in few tokens is taken for rounding",
+        "test_log_prob_report.py::test_rounding_passes_and_what_is_more_does_not",
+    ),
 )
