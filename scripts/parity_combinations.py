@@ -13,6 +13,8 @@ from megatron_cp_plugin.harness.parity import Tolerances
 SOFTMAX = "zigzag,ring,distflash,attention2d,allgather,ulysses,usp"
 # One of each family, for what takes many processes.
 FAMILIES = "zigzag,distflash,attention2d,ulysses"
+# As in the papers: algorithms.published.
+PUBLISHED = "burst,attention2d-no,attention2d-o,distflash-paper,distflash-unbalanced"
 HEADS_SPLIT = f"{FAMILIES},usp:ulysses=4"
 LINEAR = "lasp,lasp2,lasp2:layout=zigzag,linear_ulysses"
 
@@ -279,6 +281,7 @@ COMBINATIONS = (
     # The model and the size.
     Combination("rope-gqa", "RoPE, GQA 8:4, untied embeddings"),
     Combination("gpt2", "learned positions, MHA, biases, tied embeddings", GPT2),
+    Combination("published", "the papers' settings", algos=PUBLISHED),
     Combination(
         "no-positions",
         "no positions, MQA, QK norm",

@@ -303,9 +303,9 @@ def _check_cache(given: Mapping[str, Any], group: dist.ProcessGroup) -> None:
     for name in ("inference_context", "inference_params"):
         if given.get(name) is not None and group.size() > 1:
             raise ContextParallelError(
-                f"context parallelism does not support a KV cache, got {name} with "
-                f"context_parallel_size {group.size()}: leave it out, or generate with a model "
-                "of context_parallel_size 1 without the plugin"
+                f"context parallelism does not support Megatron's KV cache, got {name} with "
+                f"context_parallel_size {group.size()}: leave it out, generate with a model of "
+                "context_parallel_size 1 without the plugin, or decode by cp.decode_attention"
             )
 
 

@@ -74,7 +74,7 @@ def test_one_model_only(tmp_path: Path, size: int) -> None:
         for algo, errors in results["compared"].items():
             check(errors, f"serve {algo}")
         said = (
-            "context parallelism does not support a KV cache, got inference_context with "
+            "context parallelism does not support Megatron's KV cache, got inference_context with "
             "context_parallel"
         )
         assert (said in results["generates"]) == (size > 1)
