@@ -53,6 +53,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         with one_line_errors("megatron-cp: error"):
             return compare.main(words[1:])
+    if words[:1] == ["check"]:
+        from megatron_cp_plugin.harness import check_recipe
+
+        with one_line_errors("megatron-cp: error"):
+            return check_recipe.main(words[1:])
     parser = OneLineParser(prog="megatron-cp", description=__doc__, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -61,6 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     commands.add_parser(
         "compare", help="train with Megatron's own attention and with the plugin, side by side"
+    )
+    commands.add_parser(
+        "check", help="say offline whether a recipe of Megatron, Bridge, verl or slime is served"
     )
     commands.add_parser("prepare-data", help="make a Megatron dataset from text files")
     _add_draw(commands)

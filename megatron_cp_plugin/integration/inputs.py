@@ -284,6 +284,7 @@ def _check_spans(
     settings = Settings(model.config)
     reasons = {
         "gated delta net layers carry their state on along the sequence": recurrent,
+        "DSA layers choose the keys that a query sees": settings.is_sparse,
         "layers of linear attention see all earlier tokens": config.has_linear_layers,
         f"--mtp-num-layers {settings.mtp_num_layers} predicts the tokens that come next in the "
         "sequence": bool(settings.mtp_num_layers),

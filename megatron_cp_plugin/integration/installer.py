@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import inspect
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -24,11 +25,13 @@ from megatron_cp_plugin.integration.checks import check_arguments, describe_grap
 from megatron_cp_plugin.integration.contract import Part
 from megatron_cp_plugin.integration.loss import forward_step_calc_loss
 from megatron_cp_plugin.integration.recompute import checkpoint
-from megatron_cp_plugin.integration.rules import check, comm_type
+from megatron_cp_plugin.integration.rules import check, comm_type, replaced
 from megatron_cp_plugin.integration.runtime import Runtime
 from megatron_cp_plugin.integration.settings import Settings
 from megatron_cp_plugin.integration.wrappers import unwrapped
 from megatron_cp_plugin.process_exit import model_errors_in_one_line, refusals_in_one_line
+
+log = logging.getLogger(__name__)
 
 
 class Installer(ABC):
@@ -46,6 +49,7 @@ class Installer(ABC):
     def __init__(self) -> None:
         self._runtime: Runtime | None = None
         self._replaced: list[compat.Replacement] = []
+        self._said: set[str] = set()
 
     def install(self, *, allow_untested: bool) -> None:
         """Replaces Megatron's functions; call before others import their names.
@@ -91,7 +95,12 @@ class Installer(ABC):
 
         given = inspect.signature(original).bind(*args, **kwargs).arguments
         runtime = self._runtime = self._runtime_of(given)
-        self._serve(build_model(original, args, kwargs, runtime=runtime, settings=self._args))
+        model = build_model(original, args, kwargs, runtime=runtime, settings=self._args)
+        lines = set(replaced("model", Settings(model.config, runtime.config)))
+        for line in sorted(lines - self._said) if torch.distributed.get_rank() == 0 else ():
+            log.info(line)
+        self._said |= lines
+        self._serve(model)
 
     def _serve(self, model: Any) -> None:
         """Makes a model that was built take batches as they will come."""
@@ -159,7 +168,8 @@ class LauncherInstaller(Installer):
         check("validated", settings)
         _say(validated, describe_graphs(settings))
         if config.size > 1:
-            validated.cp_comm_type = [comm_type(config.algo)]
+            ours = "allgather" if settings.is_sparse else comm_type(config.algo)
+            validated.cp_comm_type = [ours]
         self._args = validated
         return validated
 

@@ -16,6 +16,7 @@ from megatron_cp_plugin.integration.contract import SETTINGS
 
 # The second is its name after Megatron 0.19.
 GATED = ("gated_delta_net", "gdn")
+SPARSE = "dsa"
 _KNOWN = frozenset(setting.name for setting in SETTINGS)
 
 
@@ -149,6 +150,11 @@ class Settings:
     def is_gated(self) -> bool:
         """Whether Megatron's gated delta net layers are asked for."""
         return self.experimental_attention_variant in GATED
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether Megatron's layers of sparse attention (DSA) are asked for."""
+        return bool(self.experimental_attention_variant == SPARSE)
 
     @property
     def kv_heads(self) -> int:

@@ -25,11 +25,13 @@ from megatron.core.transformer.transformer_block import (
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from torch import nn
 
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration import gated_delta_net
 from megatron_cp_plugin.integration.attention import ContextParallelAttention
+from megatron_cp_plugin.integration.documents import DocumentMask
 from megatron_cp_plugin.integration.groups import set_up_groups
 from megatron_cp_plugin.integration.linear_models import (
     LinearAttentionSubmodules,
@@ -79,6 +81,9 @@ def build_model(
     pattern = getattr(model, "hybrid_layer_pattern", None)
     check("model", Settings(SimpleNamespace(hybrid_layer_pattern=pattern), runtime.config))
     use_layout(model, runtime)
+    for module in model.modules():
+        if _is_sparse(type(module), type(getattr(module, "core_attention", None))):
+            module.register_forward_pre_hook(_give_documents, with_kwargs=True)
     return model
 
 
@@ -167,8 +172,8 @@ def with_attention(spec: LayerSpec, runtime: Runtime) -> LayerSpec:
     """Returns a copy of a spec with one algorithm's attention in each layer.
 
     Works for specs of a layer, of a block and of a HybridModel's stack, local or Transformer
-    Engine's. Layers of gated delta net, and those of a heterogeneous model that have no attention
-    or a linear map in its place, stay as they are.
+    Engine's. Layers of gated delta net and of sparse attention (DSA), and those of a heterogeneous
+    model that have no attention or a linear map in its place, stay as they are.
 
     Raises:
         ContextParallelError: A layer's attention is neither Megatron's plain self attention nor,
@@ -190,6 +195,12 @@ def with_attention(spec: LayerSpec, runtime: Runtime) -> LayerSpec:
     if isinstance(module, type) and gated_delta_net.is_layer(module):
         gated_delta_net.check_layout(runtime.config)
         return spec
+    core: Any = getattr(getattr(attention, "submodules", None), "core_attention", None)
+    core = getattr(core, "module", core)
+    if _is_sparse(module, core):
+        # Of others only the program knows how they are cut.
+        if runtime.is_cut_by_callers or core.__module__.startswith("megatron.core."):
+            return spec
     served = (SelfAttention,) if linear else (SelfAttention, MLASelfAttention)
     if not isinstance(module, type) or not issubclass(module, served):
         raise ContextParallelError(
@@ -198,12 +209,10 @@ def with_attention(spec: LayerSpec, runtime: Runtime) -> LayerSpec:
         )
     if linear:
         return replace(spec, submodules=replace(layer, self_attention=_linear(attention, runtime)))
-    core = attention.submodules.core_attention
-    module = getattr(core, "module", core)
-    if module is not DotProductAttention and module is not TEDotProductAttention:
+    if core is not DotProductAttention and core is not TEDotProductAttention:
         raise ContextParallelError(
             f"{runtime.config.algo} replaces DotProductAttention or TEDotProductAttention, got "
-            f"{_name(module)}: leave the flag that chooses it out"
+            f"{_name(core)}: leave the flag that chooses it out"
         )
     ours = ModuleSpec(module=ContextParallelAttention, params={"runtime": runtime})
     submodules = replace(attention.submodules, core_attention=ours)
@@ -243,6 +252,21 @@ def _linear(attention: Any, runtime: Runtime) -> Any:
         params={**attention.params, "runtime": runtime},
         submodules=projections,
     )
+
+
+def _is_sparse(*kinds: Any) -> bool:
+    """Whether a class is of sparse attention (DSA): Megatron's, or a program's own."""
+    return any(isinstance(kind, type) and kind.__name__.startswith("DSA") for kind in kinds)
+
+
+def _give_documents(
+    attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Hands packed_seq_params as they were given to attention that splits documents itself."""
+    packed = kwargs.get("packed_seq_params")
+    if isinstance(packed, DocumentMask):
+        kwargs = kwargs | {"packed_seq_params": packed.given()}
+    return args, kwargs
 
 
 def _name(module: Any) -> str:
