@@ -1,14 +1,14 @@
-"""`megatron-cp check`: says offline whether a recipe is served, by which algorithm, and if it fits."""
+"""`megatron-cp check`: says offline whether a recipe is served, by what, and whether it fits."""
 
 from __future__ import annotations
 
-import argparse
 import textwrap
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import lcm
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,7 +17,7 @@ from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.extras import need
-from megatron_cp_plugin.harness.recipes import Recipe, read_recipe
+from megatron_cp_plugin.harness.recipes import OWN_SPARSE, Recipe, read_recipe
 from megatron_cp_plugin.integration.args import OneLineParser
 from megatron_cp_plugin.integration.comm_type import CommType
 from megatron_cp_plugin.planner.choose import (
@@ -30,6 +30,9 @@ from megatron_cp_plugin.planner.choose import (
 )
 from megatron_cp_plugin.planner.detected_machine import kernel_on, machine_named
 from megatron_cp_plugin.planner.explain import described
+
+if TYPE_CHECKING:
+    from megatron_cp_plugin.integration.settings import Settings
 
 SERVED, REFUSED, NOT_UNDERSTOOD = 0, 1, 2
 _WORDS = {SERVED: "served", REFUSED: "refused", NOT_UNDERSTOOD: "not understood"}
@@ -66,9 +69,7 @@ class Finding:
         out = [f"{name}: {_WORDS[self.code]}"]
         for what, said in rows:
             first, rest = f"  {what:<{_INDENT - 2}}", " " * _INDENT
-            out.append(
-                textwrap.fill(said, _WIDTH, initial_indent=first, subsequent_indent=rest)
-            )
+            out.append(textwrap.fill(said, _WIDTH, initial_indent=first, subsequent_indent=rest))
         return "\n".join(out)
 
 
@@ -105,7 +106,7 @@ def examine(recipe: Recipe, machine: str = _GPU) -> Finding:
     Args:
         machine: Name of one, or a file.
     """
-    from megatron_cp_plugin.integration.rules import replaced
+    from megatron_cp_plugin.integration.rules import Door, replaced
     from megatron_cp_plugin.integration.settings import Settings
 
     finding = Finding(unknown=list(recipe.unknown))
@@ -129,12 +130,13 @@ def examine(recipe: Recipe, machine: str = _GPU) -> Finding:
         finding.lines.append(("layout", config.layout.name))
         if choice is not None:
             finding.lines.append(("algorithm", _chosen(choice)))
-        elif settings.is_sparse:
-            finding.lines.append(("algorithm", "none: all layers are Megatron's DSA"))
+        elif _is_sparse(recipe):
+            finding.lines.append(("algorithm", "none: all layers are DSA, which splits itself"))
         elif algo:
             finding.lines.append(("algorithm", f"{config.algo}, as named"))
-    _fit(recipe, settings, shape, machine, choice, finding)
-    door = "model" if recipe.flags is None else "arguments"
+    if not finding.refused:
+        _fit(recipe, settings, shape, machine, choice, finding)
+    door: Door = "model" if recipe.flags is None else "arguments"
     notes = [*replaced(door, settings), *recipe.notes]
     finding.lines += [("note", line) for line in notes]
     return finding
@@ -155,10 +157,9 @@ def _beyond(recipe: Recipe) -> str:
 def _complete(recipe: Recipe) -> None:
     """Adds what rules ask for and recipes leave to the job: the number of processes."""
     settings = recipe.settings
-    sizes = [
-        int(settings.get(f"{name}_parallel_size") or 1)
-        for name in ("tensor_model", "context", "pipeline_model")
-    ]
+    names = ("tensor_model", "context", "pipeline_model")
+    sizes = [int(settings.get(f"{name}_parallel_size") or 1) for name in names]
+    settings |= {f"{name}_parallel_size": n for name, n in zip(names, sizes, strict=True)}
     dense = sizes[0] * sizes[1] * sizes[2]
     experts = int(settings.get("expert_model_parallel_size") or 1)
     experts *= int(settings.get("expert_tensor_parallel_size") or sizes[0]) * sizes[2]
@@ -203,6 +204,14 @@ def _ranks(recipe: Recipe) -> str:
     return f"{recipe.gpus} GPUs: {split or 'no split'}{tokens}"
 
 
+def _is_sparse(recipe: Recipe) -> bool:
+    """Whether no layer has attention of ours."""
+    from megatron_cp_plugin.integration.settings import SPARSE
+
+    variant = recipe.settings.get("experimental_attention_variant")
+    return bool(variant == SPARSE or recipe.settings.get(OWN_SPARSE))
+
+
 def _config(recipe: Recipe, algo: str | None) -> ContextParallelConfig:
     """What would be in force, with an algorithm."""
     if recipe.flags is not None:
@@ -217,16 +226,23 @@ def _config(recipe: Recipe, algo: str | None) -> ContextParallelConfig:
 def _refusals(recipe: Recipe, config: ContextParallelConfig) -> list[str]:
     """Everything that training would refuse, with where it was written."""
     from megatron_cp_plugin.integration.checks import check_algorithms
-    from megatron_cp_plugin.integration.rules import refusals
+    from megatron_cp_plugin.integration.rules import Door, refusals
     from megatron_cp_plugin.integration.settings import Settings
 
-    settings = Settings(SimpleNamespace(**recipe.settings), config, torch.device("cuda"))
-    doors: tuple[str, ...] = ("sizes", "arguments", "validated")
-    if recipe.flags is None:
-        doors = ("sizes", "model", *(("gated layer",) if settings.is_gated else ()))
+    def of(source: dict[str, object]) -> Settings:
+        return Settings(SimpleNamespace(**source), config, torch.device("cuda"))
+
+    settings = of(recipe.settings)
+    asked: dict[Door, Settings] = {"sizes": settings}
+    if recipe.flags is not None:
+        asked |= {"arguments": settings, "validated": settings}
+    else:
+        asked["model"] = of(_of_model(recipe, settings))
+        if settings.is_gated:
+            asked["gated layer"] = asked["model"]
     found: dict[str, None] = {}
-    for door in doors:
-        for rule, said in refusals(door, settings):  # type: ignore[arg-type]
+    for door, given in asked.items():
+        for rule, said in refusals(door, given):
             if rule.here:
                 recipe.notes.append(f"on this machine: {said}")
                 continue
@@ -244,6 +260,19 @@ def _refusals(recipe: Recipe, config: ContextParallelConfig) -> list[str]:
         except ContextParallelError as error:
             found[str(error)] = None
     return list(found)
+
+
+def _of_model(recipe: Recipe, settings: Settings) -> dict[str, object]:
+    """What a model that a program builds lets the plugin see."""
+    from megatron_cp_plugin.integration.contract import SETTINGS
+
+    places = {"config", "latent config", "nowhere for sure"}
+    seen = {setting.name for setting in SETTINGS if places.intersection(setting.places)}
+    # Of the model itself, which is looked at once it is built.
+    seen |= {"position_embedding_type", "hybrid_layer_pattern"}
+    if settings.is_gated or settings.graphs != "none":
+        seen.add("sft")  # packs are looked at in the first step
+    return {name: value for name, value in recipe.settings.items() if name in seen}
 
 
 def _choice(
@@ -269,9 +298,10 @@ def _choice(
         return named, None, None
     source = SimpleNamespace(**recipe.settings)
     shape = settings.shape(recipe.tokens // settings.samples)
-    if named or recipe.size == 1 or settings.is_sparse:
+    if named or recipe.size == 1 or _is_sparse(recipe):
         return named, None, shape
     found = machine_named(machine)
+    names: tuple[str, ...]
     if flags is None:
         layout = NAMED[recipe.layout]
         batches = Batches(recipe.tokens)
@@ -314,32 +344,30 @@ def _of_choice(recipe: Recipe, combination: Combination) -> ContextParallelConfi
 def _chosen(choice: Choice) -> str:
     others = [one for one in choice.combinations[1:] if one.algo != choice.best.algo]
     machine = choice.place.machine.name
-    words = f"{described(choice)}, as plan would take on {machine}"
+    words = f"{described(choice).replace(' layout=thd', '')}, as plan would take on {machine}"
     if others:
         percent = 100 * (others[0].seconds / choice.best.seconds - 1)
-        words += f"; next {others[0].name}, {percent:.0f}% slower in attention"
+        words += f"; {others[0].algo} is {percent:.0f}% slower in attention"
     return words
 
 
 def _fit(
     recipe: Recipe,
-    settings: object,
+    settings: Settings,
     shape: Shape | None,
     machine: str,
     choice: Choice | None,
     finding: Finding,
 ) -> None:
     from megatron_cp_plugin.integration.auto import memory_of
-    from megatron_cp_plugin.integration.settings import Settings
 
-    assert isinstance(settings, Settings)
     missing = [
         what
         for what, lacks in {
             "the sizes of the model": shape is None or not settings.vocab_size,
             "the tokens of a micro-batch": not recipe.tokens,
             "a count of gated delta net, Mamba or DSA layers": settings.is_gated
-            or settings.is_sparse
+            or _is_sparse(recipe)
             or settings.hybrid_layer_pattern,
         }.items()
         if lacks

@@ -112,7 +112,8 @@ _DEEPSEEK_MOE = _experts(256, 8, 2048, 3, 2048) | _SIGMOID
 # A table is read by rows.
 # fmt: off
 MODELS: tuple[PublicModel, ...] = (
-    PublicModel("llama-2-7b", ("llama27b",), _dense(32, 4096, 11008, 32, 32, 128, vocabulary=32000)),
+    PublicModel("llama-2-7b", ("llama27b",),
+                _dense(32, 4096, 11008, 32, 32, 128, vocabulary=32000)),
     PublicModel("llama-3-8b", ("llama38b", "llama318b"),
                 _dense(32, 4096, 14336, 32, 8, 128, vocabulary=128256)),
     PublicModel("llama-3-70b", ("llama370b", "llama3170b"),
@@ -169,17 +170,17 @@ MODELS: tuple[PublicModel, ...] = (
                        rotary_percent=0.5, qk_layernorm=True)
                 | _experts(160, 8, 1536, 3, 1536) | _SIGMOID),
     PublicModel("glm-4.7-flash", ("glm47flash", "glm4730ba3b"),
-                _dense(47, 2048, 10240, 20, 20, 256, vocabulary=154880) | _latent(768, 192, 64, 256)
-                | _experts(64, 4, 1536, 1, 1536) | _SIGMOID),
+                _dense(47, 2048, 10240, 20, 20, 256, vocabulary=154880)
+                | _latent(768, 192, 64, 256) | _experts(64, 4, 1536, 1, 1536) | _SIGMOID),
     PublicModel("glm-5", ("glm5744b", "glm52", "zaiorgglm5", "glm5"),
-                _dense(78, 6144, 12288, 64, 64, 256, vocabulary=154880) | _latent(2048, 192, 64, 256)
-                | _DEEPSEEK_MOE | _SPARSE),
+                _dense(78, 6144, 12288, 64, 64, 256, vocabulary=154880)
+                | _latent(2048, 192, 64, 256) | _DEEPSEEK_MOE | _SPARSE),
     PublicModel("deepseek-v3", ("deepseekv3", "deepseekr1"),
                 _dense(61, 7168, 18432, 128, 128, 192, vocabulary=129280)
                 | _latent(1536, 128, 64, 128) | _DEEPSEEK_MOE),
     PublicModel("kimi-k2", ("kimik2",),
-                _dense(61, 7168, 18432, 64, 64, 192, vocabulary=163840) | _latent(1536, 128, 64, 128)
-                | _experts(384, 8, 2048, 1, 2048) | _SIGMOID),
+                _dense(61, 7168, 18432, 64, 64, 192, vocabulary=163840)
+                | _latent(1536, 128, 64, 128) | _experts(384, 8, 2048, 1, 2048) | _SIGMOID),
     PublicModel("moonlight-16b-a3b", ("moonlight16b",),
                 _dense(27, 2048, 11264, 16, 16, 192, vocabulary=163840)
                 | _latent(None, 128, 64, 128) | _experts(64, 6, 1408, 1, 2816) | _SIGMOID),
@@ -197,10 +198,12 @@ MODELS: tuple[PublicModel, ...] = (
     # Of these only the kinds of layers.
     PublicModel("nemotron-3-nano-30b-a3b", ("nemotron3nano", "nemotron35lightning"),
                 _HYBRID | {"hybrid_layer_pattern": "ME*"}),
-    PublicModel("nemotron-3-nano-4b", ("nemotron3nano4b",), _HYBRID | {"hybrid_layer_pattern": "M-*"}),
+    PublicModel("nemotron-3-nano-4b", ("nemotron3nano4b",),
+                _HYBRID | {"hybrid_layer_pattern": "M-*"}),
     PublicModel("nemotron-3-super-120b-a12b", ("nemotron3super",),
                 _HYBRID | {"hybrid_layer_pattern": "ME*"}),
-    PublicModel("nemotron-3-nano-omni", ("nemotronomni",), _HYBRID | {"hybrid_layer_pattern": "ME*"}),
+    PublicModel("nemotron-3-nano-omni", ("nemotronomni",),
+                _HYBRID | {"hybrid_layer_pattern": "ME*"}),
     PublicModel("wan", ("wan13b", "wan14b", "wan2"), beyond="a diffusion transformer for video"),
 )
 # fmt: on

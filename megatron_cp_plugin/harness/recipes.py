@@ -12,6 +12,7 @@ import ast
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -42,11 +43,13 @@ _SLIME = re.compile(
     r"|use-dynamic-batch-size|enable-mtp-training|only-train|freeze|megatron-to-hf-mode"
     r"|recompute-loss-function|loss-mask-type)\b"
 )
+# All layers are sparse attention of the program's own.
+OWN_SPARSE = "own_sparse_layers"
 # Layers that slime builds of its own code, as Megatron's settings.
 _SLIME_SPECS: Mapping[str, dict[str, object]] = {
     "glm4": {},
     "minimax_m2": {},
-    "glm5.glm5": {"experimental_attention_variant": "dsa"},
+    "glm5.glm5": {OWN_SPARSE: True},
 }
 # Of verl's settings of Megatron, those without a meaning for the model.
 _VERL = re.compile(
@@ -62,9 +65,11 @@ _BRIDGE = re.compile(
     r"|should_pad_vocab|vocab_size|position_embedding_type|attention_softmax_in_fp32|freeze_.*"
     r"|share_embeddings.*|init_model.*|account_for.*|masked_softmax.*|moe_router_force.*|mtp_enabled"
     r"|cross_entropy_fusion_impl|cuda_graph_scope|perform_initialization|generation_config|use_te_rng.*"
-    r"|pipeline_model_parallel_layout|hybrid_layer_pattern|bf16|fp16|params_dtype|apply_rope_fusion"
+    r"|pipeline_model_parallel_layout|keep_mtp_spec.*|hybrid_layer_pattern|bf16|fp16|params_dtype|apply_rope_fusion"
 )
-_PACKED = re.compile(r"packed_sequence_size|enable_(offline|in_batch)_packing|packed_sequence_specs")
+_PACKED = re.compile(
+    r"packed_sequence_size|enable_(offline|in_batch)_packing|packed_sequence_specs"
+)
 
 
 @dataclass
@@ -176,7 +181,9 @@ def _of_flags(command: Command) -> Recipe:
     from megatron.training.arguments import add_megatron_arguments
 
     scripts = [at for at, word in enumerate(command) if word.text.endswith(".py")]
-    before, command = (command[: scripts[0]], command[scripts[0] + 1 :]) if scripts else ([], command)
+    before, command = (
+        (command[: scripts[0]], command[scripts[0] + 1 :]) if scripts else ([], command)
+    )
     is_slime = any(word.text in ("--hf-checkpoint", "--ref-load") for word in command)
     recipe = Recipe("slime" if is_slime else "Megatron")
     parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
@@ -194,9 +201,7 @@ def _of_flags(command: Command) -> Recipe:
             recipe.unknown.append(f"{flag.text}: its value ({flag.place})")
         else:
             recipe.notes.append(f"the value of {flag.text} is not known ({flag.place})")
-    recipe.places = {
-        actions[word.text].dest: word.place for word in kept if word.text in actions
-    }
+    recipe.places = {actions[word.text].dest: word.place for word in kept if word.text in actions}
     flags, words = split_flags([word.text for word in kept])
     recipe.flags = None if is_slime else flags
     if not is_slime:
@@ -213,7 +218,9 @@ def _of_flags(command: Command) -> Recipe:
         if is_slime and (flag.text in _SLIME_OWN or _SLIME.match(flag.text)):
             own[flag.text] = value or True
         else:
-            recipe.unknown.append(f"{' '.join([flag.text, *(w.text for w in values)])} ({flag.place})")
+            recipe.unknown.append(
+                f"{' '.join([flag.text, *(w.text for w in values)])} ({flag.place})"
+            )
     if is_slime:
         _as_in_slime(recipe, own)
     else:
@@ -223,6 +230,10 @@ def _of_flags(command: Command) -> Recipe:
 
 
 _SLIME_OWN = (
+    # Of its own patch of Megatron: norms and gates, which work token by token.
+    "--post-self-attn-layernorm",
+    "--post-mlp-layernorm",
+    "--use-gated-attention",
     "--allgather-cp",
     "--actor-num-nodes",
     "--actor-num-gpus-per-node",
@@ -252,7 +263,9 @@ def _as_in_slime(recipe: Recipe, own: Mapping[str, Any]) -> None:
 
 def _number_of_processes(words: Command) -> dict[str, int]:
     text = " ".join(word.text for word in words)
-    counts = [re.search(rf"--{name}[= ](\d+)", text) for name in (r"nproc[-_]per[-_]node", "nnodes")]
+    counts = [
+        re.search(rf"--{name}[= ](\d+)", text) for name in (r"nproc[-_]per[-_]node", "nnodes")
+    ]
     if counts[0] is None:
         return {}
     return {"processes": int(counts[0][1]) * (int(counts[1][1]) if counts[1] else 1)}
@@ -297,7 +310,7 @@ _FIELDS_OF_ARGS = {"num_moe_experts": "num_experts"}
 
 def _set(recipe: Recipe, name: str, value: Any, word: Word) -> None:
     name = _FIELDS_OF_ARGS.get(name, name)
-    if not word.known and name in _READ - _OF_MEMORY:
+    if not word.known and name in _READ - _OF_MEMORY - {"seq_length"}:
         recipe.unknown.append(f"{word.text}: its value ({word.place})")
         return
     recipe.settings[name] = value
@@ -342,7 +355,7 @@ def _of_bridge(command: Command) -> Recipe:
     recipe, known = Recipe("Megatron-Bridge"), _config_fields()
     recipe.settings |= {"bf16": True, "micro_batch_size": 1}
     words = [word.text for word in command]
-    names = [after for word, after in zip(words, words[1:], strict=False) if word == "--recipe"]
+    names = [after for word, after in pairwise(words) if word == "--recipe"]
     for key, value, word in _pairs(command):
         section, _, name = key.partition(".")
         if key in ("recipe", "--recipe", "hf_path") or key.endswith("tokenizer_model"):
@@ -438,21 +451,24 @@ def _assigned(
         )
     }
     for node in ast.walk(function):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            if node.func.attr == "from_hf_pretrained" and node.args:
-                name = _constant(node.args[0], names)
-                yield Word(f"hf_path={name}", f"{place}:{node.lineno}")
+        called = node.func if isinstance(node, ast.Call) else None
+        if isinstance(called, ast.Attribute) and called.attr == "from_hf_pretrained":
+            assert isinstance(node, ast.Call)
+            for argument in node.args[:1]:
+                yield Word(f"hf_path={_constant(argument, names)}", f"{place}:{node.lineno}")
         if not isinstance(node, ast.Assign) or len(node.targets) != 1:
             continue
         target, value = node.targets[0], node.value
         if isinstance(target, ast.Name):
             names[target.id] = value
-            called = value.func if isinstance(value, ast.Call) else None
-            if isinstance(called, ast.Name) and called.id in functions and called.id[0] != "_":
-                yield from _assigned(functions[called.id], functions, outer, place)
-                yield Word(f"recipe={called.id}", place)
+            base = value.func if isinstance(value, ast.Call) else None
+            if isinstance(base, ast.Name) and base.id in functions:
+                yield from _assigned(functions[base.id], functions, outer, place)
+                yield Word(f"recipe={base.id}", place)
             continue
         key = ast.unparse(target).removeprefix("cfg.").replace("model_cfg.", "model.")
+        if "." not in key and not key.startswith("dataset"):
+            continue  # a provider, of which the model's name was taken
         found = _constant(value, names)
         known = found is not ...
         text = str(found) if known else ast.unparse(value)

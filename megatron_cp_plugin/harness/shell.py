@@ -201,11 +201,15 @@ class _Script:
             elif letter == "$":
                 end, found, several = self._variable(raw, at)
                 if several or not quoted:
-                    split = found if several else [
-                        Word(part, one.place or word.place, one.known)
-                        for one in found
-                        for part in one.text.split()
-                    ]
+                    split = (
+                        found
+                        if several
+                        else [
+                            Word(part, one.place or word.place, one.known)
+                            for one in found
+                            for part in one.text.split()
+                        ]
+                    )
                     for number, one in enumerate(split):
                         if number:
                             texts.append([])
@@ -287,7 +291,7 @@ def _closing(raw: str, at: int) -> int:
 
 
 def _tokens(text: str, name: str) -> Iterator[Word]:
-    """Words with their quotes, brackets of arrays, and operators; "\\n" ends a line."""
+    """Words with their quotes, brackets of arrays, and operators, of which one ends a line."""
     at, line = 0, 1
     pending: list[str] = []  # ends of documents that follow
     while at < len(text):
@@ -298,8 +302,8 @@ def _tokens(text: str, name: str) -> Iterator[Word]:
         if letter == "\n":
             yield Word("\n", f"{name}:{line}")
             at, line = at + 1, line + 1
-            for end in pending:
-                skipped = re.match(rf".*?^\s*{re.escape(end)}\s*$", text[at:], re.S | re.M)
+            for last in pending:
+                skipped = re.match(rf".*?^\s*{re.escape(last)}\s*$", text[at:], re.S | re.M)
                 passed = text[at : at + skipped.end()] if skipped else text[at:]
                 at, line = at + len(passed), line + passed.count("\n")
             pending = []

@@ -314,7 +314,7 @@ def kinds_of_layers(flags: PluginFlags, settings: Settings) -> list[Kind]:
 
 def _memory_bytes(settings: Settings, machine: Machine, kind: Kind) -> float | None:
     """What is left of a GPU for attention, roughly; None: by this count nothing is."""
-    shape, seq_length = kind.shape, settings.tokens
+    shape = kind.shape
     if None in (settings.vocab_size, settings.micro_batch_size, settings.num_layers):
         return machine.memory_gib * GIB * (1 - _SPARE)
     others = sum(memory_of(settings, shape).values())

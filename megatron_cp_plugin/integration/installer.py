@@ -95,8 +95,8 @@ class Installer(ABC):
 
         given = inspect.signature(original).bind(*args, **kwargs).arguments
         runtime = self._runtime = self._runtime_of(given)
+        lines = set(replaced("model", Settings(given["config"], runtime.config)))
         model = build_model(original, args, kwargs, runtime=runtime, settings=self._args)
-        lines = set(replaced("model", Settings(model.config, runtime.config)))
         for line in sorted(lines - self._said) if torch.distributed.get_rank() == 0 else ():
             log.info(line)
         self._said |= lines
@@ -278,6 +278,8 @@ def _write_args(config: ContextParallelConfig, args: Any) -> None:
     args.cp_chunked_loss = config.chunked_loss
     # The mask follows from the layout; Megatron would build one of N x N tokens.
     args.create_attention_mask_in_dataloader = False
+    if Settings(args).cuts_fused_rotary:
+        args.apply_rope_fusion = False
     if args.seq_length is not None and args.seq_length % (2 * config.size):
         # Megatron demands a multiple of 2P of --seq-length, for its zigzag layout, but not of
         # --encoder-seq-length, its other name for the same quantity. The layout was checked.

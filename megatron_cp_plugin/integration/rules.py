@@ -167,6 +167,12 @@ def _processes(s: Settings) -> Mapping[str, object] | None:
     return {"factors": factors, "product": product, "fitting": fitting}
 
 
+def _processes_of_experts(s: Settings) -> Mapping[str, object] | None:
+    experts = s.expert_model_parallel_size or 1
+    product = experts * (s.expert_tensor_parallel_size or s.tensor) * s.stages
+    return {"product": product} if experts > 1 and s.world_size % product else None
+
+
 def _order_of_ranks(s: Settings) -> Mapping[str, object] | None:
     """Megatron has no such order of the ranks where those of experts are grouped otherwise."""
     dense = s.tensor * s.ranks
@@ -498,12 +504,7 @@ FEATURES: tuple[Rule, ...] = (
     # What changes the scores.
     _feature("QK clipping", "qk_clip", _SCORE),
     _feature("logging the largest attention logit", "log_max_attention_logit", _SCORE),
-    # Attention of another kind. Megatron fuses nothing with position embeddings of another type
-    # than rope; a model has no such setting.
-    _feature("multi-latent attention with fused RoPE", "multi_latent_attention", _ZIGZAG,
-             "add --no-rope-fusion",
-             lambda s: s.is_latent and s.apply_rope_fusion and s.ranks > 1 and (
-                 s.position_embedding_type in (None, "rope") or s.use_rotary_position_embeddings)),
+    # Attention of another kind.
     _feature("position embeddings of the model besides those of multi-latent attention",
              "position_embedding_type", "Megatron's layers support only their own",
              "use --position-embedding-type rope --rope-type yarn",
@@ -633,6 +634,9 @@ RULES: tuple[Rule, ...] = (
            ("sizes",)) for name in _SIZES),
     Rule(_processes, "{factors} must divide the number of processes, got {s.world_size}: start a "
          "multiple of {product} processes{fitting}", ("sizes",)),
+    Rule(_processes_of_experts, "expert parallel * expert tensor parallel * pipeline parallel = "
+         "{product} needs that many processes, or a multiple, got {s.world_size}: start {product}, "
+         "or use a smaller --expert-model-parallel-size", ("sizes",)),
     Rule(_order_of_ranks, "--use-tp-pp-dp-mapping in a pipeline needs expert tensor parallel * "
          "expert parallel = tensor parallel * context parallel = {dense}, got {experts}: leave it "
          "out", ("sizes",)),
@@ -776,6 +780,8 @@ REPLACED: tuple[Rule, ...] = (
     Rule(_backend("fused"), "attention_backend fused is replaced: the kernels of the plugin are "
          "chosen by its own setting, kernel {s.cp.kernel}"),
     Rule(lambda s: s.is_sparse and s.cp.size > 1, "DSA layers keep Megatron's own all-gather"),
+    Rule(_on("cuts_fused_rotary"), "apply_rope_fusion is switched off: in multi-latent attention "
+         "the fused kernel cuts positions by Megatron's own layout"),
 )
 # fmt: on
 

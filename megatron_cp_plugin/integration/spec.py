@@ -71,6 +71,8 @@ def build_model(
     call = inspect.signature(original).bind(*args, **kwargs)
     model, config = call.args[0], call.arguments["config"]
     check("model", Settings(config, runtime.config))
+    if Settings(config).cuts_fused_rotary:
+        config.apply_rope_fusion = False
     given = call.arguments
     set_up_groups(runtime, settings, config, given.get("pg_collection"))
     name = "hybrid_stack_spec" if "hybrid_stack_spec" in given else "transformer_layer_spec"
@@ -197,10 +199,10 @@ def with_attention(spec: LayerSpec, runtime: Runtime) -> LayerSpec:
         return spec
     core: Any = getattr(getattr(attention, "submodules", None), "core_attention", None)
     core = getattr(core, "module", core)
-    if _is_sparse(module, core):
-        # Of others only the program knows how they are cut.
-        if runtime.is_cut_by_callers or core.__module__.startswith("megatron.core."):
-            return spec
+    # How those of others are cut only their programs know.
+    own = getattr(core, "__module__", "").startswith("megatron.core.")
+    if _is_sparse(module, core) and (own or runtime.is_cut_by_callers):
+        return spec
     served = (SelfAttention,) if linear else (SelfAttention, MLASelfAttention)
     if not isinstance(module, type) or not issubclass(module, served):
         raise ContextParallelError(
