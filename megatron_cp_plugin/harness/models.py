@@ -169,18 +169,18 @@ MODELS: tuple[PublicModel, ...] = (
                 _dense(92, 5120, 12288, 96, 8, 128, vocabulary=151552, add_qkv_bias=True,
                        rotary_percent=0.5, qk_layernorm=True)
                 | _experts(160, 8, 1536, 3, 1536) | _SIGMOID),
-    PublicModel("glm-4.7-flash", ("glm47flash", "glm4730ba3b"),
-                _dense(47, 2048, 10240, 20, 20, 256, vocabulary=154880)
-                | _latent(768, 192, 64, 256) | _experts(64, 4, 1536, 1, 1536) | _SIGMOID),
-    PublicModel("glm-5", ("glm5744b", "glm52", "zaiorgglm5", "glm5"),
-                _dense(78, 6144, 12288, 64, 64, 256, vocabulary=154880)
-                | _latent(2048, 192, 64, 256) | _DEEPSEEK_MOE | _SPARSE),
     PublicModel("deepseek-v3", ("deepseekv3", "deepseekr1"),
                 _dense(61, 7168, 18432, 128, 128, 192, vocabulary=129280)
                 | _latent(1536, 128, 64, 128) | _DEEPSEEK_MOE),
     PublicModel("kimi-k2", ("kimik2",),
                 _dense(61, 7168, 18432, 64, 64, 192, vocabulary=163840)
                 | _latent(1536, 128, 64, 128) | _experts(384, 8, 2048, 1, 2048) | _SIGMOID),
+    PublicModel("glm-4.7-flash", ("glm47flash", "glm4730ba3b"),
+                _dense(47, 2048, 10240, 20, 20, 256, vocabulary=154880)
+                | _latent(768, 192, 64, 256) | _experts(64, 4, 1536, 1, 1536) | _SIGMOID),
+    PublicModel("glm-5", ("glm5744b", "glm52", "zaiorgglm5", "glm5"),
+                _dense(78, 6144, 12288, 64, 64, 256, vocabulary=154880)
+                | _latent(2048, 192, 64, 256) | _DEEPSEEK_MOE | _SPARSE),
     PublicModel("moonlight-16b-a3b", ("moonlight16b",),
                 _dense(27, 2048, 11264, 16, 16, 192, vocabulary=163840)
                 | _latent(None, 128, 64, 128) | _experts(64, 6, 1408, 1, 2816) | _SIGMOID),

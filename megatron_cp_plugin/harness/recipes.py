@@ -18,9 +18,15 @@ from typing import Any, Literal
 
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.harness.models import PublicModel, model_named
-from megatron_cp_plugin.harness.shell import Command, Word, commands
-from megatron_cp_plugin.integration.args import PluginFlags, split_flags
+from megatron_cp_plugin.harness.shell import UNKNOWN, Command, Word, commands
+from megatron_cp_plugin.integration.args import (
+    PluginFlags,
+    add_arguments,
+    speak_in_one_line,
+    split_flags,
+)
 from megatron_cp_plugin.integration.contract import SETTINGS
+from megatron_cp_plugin.integration.yaml_config import yaml_to_argv
 
 type Program = Literal["Megatron", "Megatron-Bridge", "verl", "slime"]
 
@@ -178,19 +184,21 @@ def _frequency(settings: Mapping[str, Any]) -> object:
 
 def _of_flags(command: Command) -> Recipe:
     """Of Megatron's command line, or slime's."""
-    from megatron.training.arguments import add_megatron_arguments
-
     scripts = [at for at, word in enumerate(command) if word.text.endswith(".py")]
     before, command = (
         (command[: scripts[0]], command[scripts[0] + 1 :]) if scripts else ([], command)
     )
     is_slime = any(word.text in ("--hf-checkpoint", "--ref-load") for word in command)
     recipe = Recipe("slime" if is_slime else "Megatron")
-    parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    parser = _parser()
     actions = parser._option_string_actions
     kept: list[Word] = []
     for flag, values in _flags(command):
         action = actions.get(flag.text)
+        # After a first value it may be anything, flags too.
+        stray = [value for value in values[1:] if value.text == UNKNOWN and not value.known]
+        recipe.unknown += [f"{value.text}: what it stands for ({value.place})" for value in stray]
+        values = [value for value in values if value not in stray]
         if action is None or all(value.known for value in values):
             kept += [flag, *values]
             continue
@@ -206,10 +214,7 @@ def _of_flags(command: Command) -> Recipe:
     recipe.flags = None if is_slime else flags
     if not is_slime:
         flags.check()
-    try:
-        args, others = parser.parse_known_args(words)
-    except SystemExit:
-        raise ConfigError("Megatron's parser does not take these flags, see above") from None
+    args, others = parser.parse_known_args(words)
     recipe.settings = vars(args)
     places = {word.text: word.place for word in command}
     own = vars(args) | _number_of_processes(before)
@@ -227,6 +232,13 @@ def _of_flags(command: Command) -> Recipe:
         recipe.tokens = args.seq_length or args.encoder_seq_length
         recipe.gpus = own.get("processes")
     return recipe
+
+
+def _parser() -> argparse.ArgumentParser:
+    """Megatron's."""
+    from megatron.training.arguments import add_megatron_arguments
+
+    return speak_in_one_line(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
 
 
 _SLIME_OWN = (
@@ -390,25 +402,12 @@ def _of_yaml(path: Path) -> Command:
     if not isinstance(content, dict):
         raise ConfigError(f"{path.name} has no settings: write a mapping")
     if isinstance(content.get("megatron"), dict):
-        return list(_of_run_file(content, path.name))
+        parser = add_arguments(_parser())
+        return [Word(word, path.name) for word in yaml_to_argv(str(path), parser, [])]
     return [
         Word(f"{key}={yaml.safe_dump(value, default_flow_style=True).split(chr(10))[0]}", path.name)
         for key, value in _leaves(content)
     ]
-
-
-def _of_run_file(content: Mapping[str, Any], place: str) -> Iterator[Word]:
-    prefixes = {"megatron": "--", "context_parallel": "--cp-"}
-    for section, prefix in prefixes.items():
-        for key, value in (content.get(section) or {}).items():
-            flag = prefix + key.replace("_", "-")
-            flag = "--context-parallel-algo" if flag == "--cp-algo" else flag
-            if value is False or value is None:
-                continue
-            yield Word(flag, place)
-            if value is not True:
-                values = value if isinstance(value, list) else [value]
-                yield from (Word(str(each), place) for each in values)
 
 
 def _leaves(content: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -71,7 +71,9 @@ class _Script:
                 if first == "if":
                     self._condition(words[1:], inner, path, certain=certain)
                 else:
-                    self._run(inner, path, certain=False)
+                    self._run(
+                        [_after_pattern(each) for each in (words, *inner)], path, certain=False
+                    )
                 at = end + 1
                 continue
             at += 1
@@ -106,8 +108,9 @@ class _Script:
                 branches[-1][1].append(stripped)
         for test_of, body in branches:
             holds = True if test_of is None else self._holds(test_of)
+            certain = certain and holds is not None
             if holds is not False:
-                self._run(body, path, certain=certain and holds is True)
+                self._run(body, path, certain=certain)
             if holds is True:
                 return
 
@@ -178,7 +181,7 @@ class _Script:
         """The words that one becomes."""
         texts: list[list[Word]] = [[]]
         raw, at, quoted = word.text, 0, False
-        empty = True
+        empty, nothing = True, False
 
         def add(text: str, known: bool = True) -> None:
             texts[-1].append(Word(text, word.place, known))
@@ -200,6 +203,7 @@ class _Script:
                 at = raw.index("`", at + 1) + 1
             elif letter == "$":
                 end, found, several = self._variable(raw, at)
+                nothing = nothing or (several and not found)
                 if several or not quoted:
                     split = (
                         found
@@ -227,7 +231,7 @@ class _Script:
                 all(part.known for part in parts),
             )
             for parts in texts
-            if parts or not empty
+            if parts or not (empty or nothing)
         ]
 
     def _variable(self, raw: str, at: int) -> tuple[int, list[Word], bool]:
@@ -263,16 +267,25 @@ class _Script:
         return self.values.get(name, [Word(UNKNOWN, "", False)])
 
 
+def _after_pattern(words: list[Word]) -> list[Word]:
+    """A statement of a loop or a case, without what comes before it on its line."""
+    texts = [word.text for word in words]
+    if texts[:1] == ["case"] or (")" in texts and "(" not in texts):
+        return words[texts.index(")") + 1 :] if ")" in texts else []
+    return [] if texts and texts[0] in _OPENS else words
+
+
 def _plain(raw: str) -> bool:
     return not {'"', "'"} & {*raw}
 
 
 def _arithmetic(text: str) -> float | None:
     """The value of whole numbers and + - * / % with comparisons; None: it is something else."""
-    allowed = (ast.Expression, ast.BinOp, ast.UnaryOp, ast.Constant, ast.operator, ast.unaryop)
+    signs = (ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Mod, ast.USub, ast.cmpop)
+    allowed = (ast.Expression, ast.BinOp, ast.UnaryOp, ast.Constant, ast.Compare, *signs)
     try:
         tree = ast.parse(text.strip().replace("/", "//"), mode="eval")
-        if any(not isinstance(n, (*allowed, ast.Compare, ast.cmpop)) for n in ast.walk(tree)):
+        if not all(isinstance(node, allowed) for node in ast.walk(tree)):
             return None
         value = eval(compile(tree, "", "eval"), {"__builtins__": {}})  # numbers alone
     except (SyntaxError, ValueError, ArithmeticError, TypeError):
@@ -352,7 +365,7 @@ def _statements(tokens: Sequence[Word]) -> list[list[Word]]:
     found: list[list[Word]] = [[]]
     depth = 0
     for token in tokens:
-        depth += (token.text == "(") - (token.text == ")")
+        depth = max(0, depth + (token.text == "(") - (token.text == ")"))
         if token.text in _OPERATORS and not depth:
             found.append([])
         elif token.text != "\n":

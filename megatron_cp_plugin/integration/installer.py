@@ -11,7 +11,7 @@ import importlib.util
 import inspect
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 import torch
@@ -95,12 +95,8 @@ class Installer(ABC):
 
         given = inspect.signature(original).bind(*args, **kwargs).arguments
         runtime = self._runtime = self._runtime_of(given)
-        lines = set(replaced("model", Settings(given["config"], runtime.config)))
-        model = build_model(original, args, kwargs, runtime=runtime, settings=self._args)
-        for line in sorted(lines - self._said) if torch.distributed.get_rank() == 0 else ():
-            log.info(line)
-        self._said |= lines
-        self._serve(model)
+        self._said |= log_replaced(Settings(given["config"], runtime.config), self._said)
+        self._serve(build_model(original, args, kwargs, runtime=runtime, settings=self._args))
 
     def _serve(self, model: Any) -> None:
         """Makes a model that was built take batches as they will come."""
@@ -240,6 +236,24 @@ class LauncherInstaller(Installer):
         given = inspect.signature(original).bind(batch, *args, **kwargs).arguments.get("cp_group")
         group = parallel_state.get_context_parallel_group() if given is None else given
         return self._batches.shard(batch, group)
+
+
+def log_replaced(settings: Settings, said: Set[str] = frozenset()) -> set[str]:
+    """Logs on the first rank what of a model's settings the plugin takes the place of.
+
+    Args:
+        settings: Of the model, with the run's configuration.
+        said: Lines that were logged before.
+
+    Returns:
+        All lines.
+    """
+    lines = replaced("model", settings)
+    if torch.distributed.get_rank() == 0:
+        for line in lines:
+            if line not in said:
+                log.info(line)
+    return set(lines)
 
 
 def skip_built_helpers() -> None:

@@ -776,7 +776,7 @@ RULES: tuple[Rule, ...] = (
 # What is served although the plugin takes its place: what to say of it, once.
 REPLACED: tuple[Rule, ...] = (
     Rule(_replaced_communication, "cp_comm_type {given} is replaced: attention is computed by "
-         "{s.cp.algo}, which was chosen by name", ("model",)),
+         "{s.cp.algo}, which was named", ("model",)),
     Rule(_backend("fused"), "attention_backend fused is replaced: the kernels of the plugin are "
          "chosen by its own setting, kernel {s.cp.kernel}"),
     Rule(lambda s: s.is_sparse and s.cp.size > 1, "DSA layers keep Megatron's own all-gather"),

@@ -71,8 +71,6 @@ def build_model(
     call = inspect.signature(original).bind(*args, **kwargs)
     model, config = call.args[0], call.arguments["config"]
     check("model", Settings(config, runtime.config))
-    if Settings(config).cuts_fused_rotary:
-        config.apply_rope_fusion = False
     given = call.arguments
     set_up_groups(runtime, settings, config, given.get("pg_collection"))
     name = "hybrid_stack_spec" if "hybrid_stack_spec" in given else "transformer_layer_spec"
@@ -96,7 +94,8 @@ def with_plugin(
 
     Args:
         spec: Of all layers, the block's or a HybridModel's stack's.
-        config: Of the model; linear layers change how its checkpoints are laid out.
+        config: Of the model; linear layers change how its checkpoints are laid out, and latents
+            that rotary embeddings are not fused.
         vp_stage: Virtual pipeline stage.
         runtime: The run's layout and algorithms.
 
@@ -107,6 +106,8 @@ def with_plugin(
         # Layers with different parameters cannot be stacked into one tensor of a checkpoint;
         # those of softmax attention are alike, whatever their algorithms.
         config.hetereogenous_dist_checkpoint = True
+    if Settings(config).cuts_fused_rotary:
+        config.apply_rope_fusion = False
     if len(runtime.config.algorithms) > 1:
         return with_pattern(spec, config, vp_stage, runtime)
     return with_attention(spec, runtime)
