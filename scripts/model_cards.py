@@ -11,6 +11,7 @@ have one card.
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import importlib.metadata
 import json
@@ -141,9 +142,11 @@ def table(cards: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def main(chosen: list[str]) -> int:
+def main() -> int:
     """Writes cards; returns 1 if one could not be."""
-    groups = alike()
+    parser = argparse.ArgumentParser(description="Writes docs/models.")
+    parser.add_argument("cards", nargs="*", metavar="NAME", help="default: all")
+    chosen, groups = parser.parse_args().cards, alike()
     unknown = set(chosen) - groups.keys()
     if unknown:
         print(f"there is no card of {', '.join(sorted(unknown))}: use {', '.join(groups)}")
@@ -171,4 +174,4 @@ def main(chosen: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -108,6 +108,7 @@ ELSEWHERE: dict[str, str] = {
     "megatron-cp calibrate": "tests/planner/test_calibrate.py",
     "megatron-cp train --config NAME": "tests/test_cli.py",
     "megatron-cp train": "tests/test_cli.py",
+    "megatron-cp check RECIPE": "tests/test_check_recipe.py",
     "megatron-cp compare --iters 20 --config FILE ...": "tests/test_compare.py",
     "torchrun ... -m megatron_cp_plugin.cli train": CHECK_INSTALLS,
     "torchrun ... scripts/pretrain_gpt.py --config FILE": "tests/integration/test_training.py",
