@@ -210,6 +210,7 @@ def test_the_planner_imports_no_tool_and_the_tools_the_harness_for_its_commands_
             "check_recipe",
             "train",
             "compare",
+            "invariance",
             "prepare_data",
             "compatibility",
             "compatibility_page",

@@ -411,7 +411,7 @@ def assert_refused_or_equal(program: Program, results: list[list[Found] | str]) 
 
 
 @pytest.mark.parametrize("given_choice", CHOICES, ids=str)
-@examples(12)
+@examples(8)
 @given(data=st.data())
 def test_equals_unsplit_attention(given_choice: Choice, data: st.DataObject) -> None:
     world = data.draw(worlds())

@@ -42,15 +42,7 @@ class HelpedPlacement(BlockPlacement):
     shared: bool = True
     cyclic = True
 
-    def pairs_of(self, rank: int) -> Iterator[tuple[int, int]]:
-        """See BlockPlacement.pairs_of."""
-        for other in range(self.size):
-            yield rank, other
-            if other != rank:
-                yield other, rank
-
     def place(self, query: int, key: int) -> Iterator[Place]:
-        """See BlockPlacement.place."""
         distance = (query - key) % self.size
         if self.helping and self.shared and 0 < 2 * distance == self.size:
             yield Place(query, distance, part=(1, 2))
@@ -77,16 +69,7 @@ class EvenPlacement(BlockPlacement):
     helped: frozenset[int] = frozenset()
     cyclic = True
 
-    def pairs_of(self, rank: int) -> Iterator[tuple[int, int]]:
-        """See BlockPlacement.pairs_of."""
-        for distance in range(self.size):
-            if distance in self.helped:
-                yield (rank + distance) % self.size, rank
-            else:
-                yield rank, (rank - distance) % self.size
-
     def place(self, query: int, key: int) -> Iterator[Place]:
-        """See BlockPlacement.place."""
         distance = (query - key) % self.size
         yield Place(key if distance in self.helped else query, self._steps[distance])
 
@@ -163,7 +146,6 @@ class DistFlash(PointToPoint):
         self.overlap = options.overlap
 
     def placement(self, shape: Shape, mask: Mask, phase: Phase) -> BlockPlacement:
-        """See Algorithm.placement."""
         chunks = 1 if phase == "forward" else self.options.chunks
         groups = head_groups(shape.heads, shape.kv_heads, chunks, share_kv=False)
         of_all = self.layout, self.topology.size, groups

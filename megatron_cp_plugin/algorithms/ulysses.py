@@ -6,7 +6,7 @@ B batch, S local tokens, H query heads, G KV heads, D head dim, P ranks, U ranks
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from megatron_cp_plugin.algorithms.ring_routes import Rules, nodes_for, ring_placement
+from megatron_cp_plugin.algorithms.ring import Rules, nodes_for, ring_placement
 from megatron_cp_plugin.core.algorithm import Algorithm, group_counts, number
 from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.execution.padded_heads import PaddedHeads
@@ -80,12 +80,10 @@ class Ulysses(Algorithm):
         return self.topology.size
 
     def computed(self, shape: Shape) -> Shape:
-        """See Algorithm.computed."""
         filled = self._filled(shape)
         return replace(shape, heads=filled.heads, kv_heads=filled.all_kv_heads)
 
     def placement(self, shape: Shape, mask: Mask, phase: Phase) -> HeadPlacement:
-        """See Algorithm.placement."""
         size, exchanged = self.degree(shape.kv_heads), self.exchanged_groups(shape, mask)
         nodes = nodes_for(self.name, self.topology, self.rules.route, size)
         of_group = replace(shape, heads=exchanged[0].heads, kv_heads=exchanged[0].kv_heads)

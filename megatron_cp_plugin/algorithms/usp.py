@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from math import gcd
 from typing import Literal
 
-from megatron_cp_plugin.algorithms.ring_routes import Route, Rule, Rules
+from megatron_cp_plugin.algorithms.ring import Route, Rule, Rules
 from megatron_cp_plugin.algorithms.ulysses import Ulysses
 from megatron_cp_plugin.core.algorithm import Algorithm, divisors, number
 from megatron_cp_plugin.core.execution.transport import Wanted
@@ -58,14 +58,12 @@ class Usp(Ulysses):
         self.rules = Rules(options.backward, "local", options.gradients, options.route)
 
     def degree(self, kv_heads: int) -> int:
-        """See Ulysses.degree."""
         return self.options.ulysses or gcd(self.topology.size, kv_heads)
 
     @classmethod
     def check(
         cls, options: Algorithm.Options, *, size: int, heads: int, kv_heads: int, causal: bool
     ) -> None:
-        """See Algorithm.check."""
         assert isinstance(options, cls.Options)
         super().check(options, size=size, heads=heads, kv_heads=kv_heads, causal=causal)
         if options.ulysses < 0 or (options.ulysses and size % options.ulysses):

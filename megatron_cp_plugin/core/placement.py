@@ -72,9 +72,13 @@ class BlockPlacement(ABC):
         """Pairs (owner of queries, owner of keys), among them all pairs that meet on a rank.
 
         An override names few pairs: one rank's part of a plan is then found without placing all
-        pairs of a thousand ranks.
+        pairs of a thousand ranks. Of a `cyclic` placement these are known.
         """
-        return product(range(self.size), range(self.size))
+        if not self.cyclic:
+            return product(range(self.size), range(self.size))
+        places = ((t, place.rank) for t in range(self.size) for place in self.place(t, 0))
+        keys = ((t, (rank - where) % self.size) for t, where in places)
+        return [((key + t) % self.size, key) for t, key in keys]
 
     def blocks_of(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Owners of the queries, and of the keys, of the pairs of a rank."""

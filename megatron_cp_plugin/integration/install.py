@@ -11,6 +11,7 @@ from typing import Any
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import distributed as dist
 from torch import nn
 
 from megatron_cp_plugin import registry
@@ -19,6 +20,7 @@ from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.integration import compat
 from megatron_cp_plugin.integration.attention import ContextParallelAttention
 from megatron_cp_plugin.integration.auto import Batches, resolve_model
+from megatron_cp_plugin.integration.checks import describe
 from megatron_cp_plugin.integration.chunked_logits import serve_programs
 from megatron_cp_plugin.integration.chunked_loss import serve_loss
 from megatron_cp_plugin.integration.groups import set_up_groups
@@ -65,9 +67,9 @@ def install(
         kernel: "auto" or a kernel's name.
         recompute_attention: Activation recomputation runs attention a second time.
         chunked_loss: How many tokens' logits there are at a time: losses, and the log-probabilities
-            and entropies of verl, slime and NeMo-RL, are computed in chunks; None: as the caller
-            does. A model that is given no labels returns what stands for logits then; whatever
-            needs logits themselves is refused.
+            and entropies of verl, slime, NeMo-RL and SkyRL, are computed in chunks; None: as the
+            caller does. A model that is given no labels returns what stands for logits then;
+            whatever needs logits themselves is refused.
         tokens: With auto, which needs it: of a micro-batch on all context-parallel ranks, about.
         mean_document: With auto: length of documents: the mean in tokens,
             "lognormal:MEAN:SIGMA", or a histogram, "FILE.csv" or "FILE.json"; default 4096.
@@ -203,6 +205,14 @@ class ProgramInstaller(Installer):
 
     def _serve(self, model: Any) -> None:
         super()._serve(model)
+        assert self._runtime is not None
+        if dist.get_rank() == 0:  # of the job's ranks, or of a program's workers
+            layers = model.config.num_layers
+            said = describe(self._runtime.config, None)
+            print(
+                f"megatron_cp_plugin: {said}, in a {type(model).__name__} of {layers} layers",
+                flush=True,
+            )
         if self._asked.chunked_loss is not None:
             serve_loss(model, self._asked.chunked_loss, for_programs=True)
 

@@ -12,8 +12,11 @@ from functools import lru_cache
 from math import lcm
 
 from megatron_cp_plugin import registry
-from megatron_cp_plugin.algorithms.attention2d import GridAlgorithm
-from megatron_cp_plugin.algorithms.grid import GatheredPlacement, GridRingPlacement
+from megatron_cp_plugin.algorithms.attention2d import (
+    GatheredPlacement,
+    GridAlgorithm,
+    GridRingPlacement,
+)
 from megatron_cp_plugin.algorithms.ulysses import Ulysses
 from megatron_cp_plugin.core.algorithm import Algorithm, PointToPoint
 from megatron_cp_plugin.core.linear.algorithm import LinearAlgorithm, LinearShape

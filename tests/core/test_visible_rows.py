@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -17,6 +18,7 @@ from megatron_cp_plugin.core.blocks.rows import (
     positions_of,
     rows_of_all,
     union,
+    united,
 )
 from megatron_cp_plugin.core.blocks.visible_rows import (
     keys_seen,
@@ -28,7 +30,7 @@ from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.core.layout import Contiguous, Layout, Zigzag
 from megatron_cp_plugin.core.layouts.document_layout import Balanced
 from megatron_cp_plugin.core.masks.documents import document_starts
-from megatron_cp_plugin.core.plans.check import PlanError, check
+from megatron_cp_plugin.core.plans.check import PlanError
 from megatron_cp_plugin.core.plans.plan import PHASES
 from megatron_cp_plugin.core.ranges import Ranges, Span
 from megatron_cp_plugin.core.shape import Shape
@@ -36,6 +38,7 @@ from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.registry import create
 from tests.core.test_plan import masks, variants
 from tests.oracle import expected_attention
+from tests.plan_check import check
 from tests.random_tests import examples
 from tests.test_conformance import (
     Case,
@@ -330,6 +333,12 @@ def numbers_of(rows: Rows) -> list[int]:
 
 
 SETS = st.sets(st.integers(0, 30), max_size=20)
+
+
+def test_ranges_within_others_are_united() -> None:
+    assert united(np.array([[5, 0, 1], [8, 6, 2]]), 0) == ((0, 8),)
+    assert united(np.array([[0, 4], [2, 6]]), 1) == ((0, 2), (4, 6))
+    assert united(np.array([[0, 4], [2, 6]]), 2) == ((0, 6),)
 
 
 @examples(200)

@@ -97,9 +97,11 @@ NEAR: dict[str, tuple[dict[str, Any] | ContextParallelConfig, ...]] = {
     "a mixture of experts in CUDA graphs of whole layers or iterations": (
         {"num_experts": 1},
         {"cuda_graph_modules": ["moe_router"]},
+        {"sft": True},  # which another rule refuses
     ),
     "packed documents in CUDA graphs": (
         {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["mlp"]},
+        {"num_experts": 8},  # which the next rule refuses
     ),
     "packed documents in CUDA graphs with a mixture of experts": (
         {"cuda_graph_modules": ["moe_router"]},
@@ -324,7 +326,12 @@ CASES: dict[str, Case] = {
     "needs micro-batches": Case(
         {"virtual_pipeline_model_parallel_size": 2},
         VALIDATED,
-        near=({"rampup_batch_size": [2, 2, 8]}, {"global_batch_size": 16}),
+        near=(
+            {"rampup_batch_size": [2, 2, 8]},
+            {"global_batch_size": 16},
+            {"global_batch_size": 8},  # one group
+            {"global_batch_size": 24, "microbatch_group_size_per_vp_stage": 4},  # 4, and 2 more
+        ),
     ),
     "training needs": Case(
         {},
@@ -401,6 +408,41 @@ def test_a_rule_refuses_what_it_says_and_serves_what_is_near(rule: Rule, case: C
         assert rule.refusal(case.settings(change)) is None, change
     if case.device == "cpu":
         assert rule.refusal(case.settings(device="cuda")) is None
+
+
+@pytest.mark.parametrize(
+    ("key", "change", "words"),
+    [
+        (
+            "must divide the number of processes",
+            {},
+            "context_parallel_size 4 * tensor_model_parallel_size 2 = 8 must divide the number of "
+            "processes, got 4: start a multiple of 8 processes, or use context_parallel_size 1 or "
+            "2",
+        ),
+        (
+            "must divide the number of processes",
+            {"context_parallel_size": 3, "tensor_model_parallel_size": 1},
+            "context_parallel_size 3 must divide the number of processes, got 4: start a multiple "
+            "of 3 processes, or use context_parallel_size 1 or 2 or 4",
+        ),
+        ("num_attention_heads must be divisible by tensor", {}, "tensor_model_parallel_size 1"),
+        ("num_query_groups (GQA) must be", {}, "use one of 1, 2, 4, 12 or another"),
+        ("needs micro-batches", {}, "got 3 micro-batches: use --global-batch-size 16"),
+        (
+            "needs micro-batches",
+            {"microbatch_group_size_per_vp_stage": 1},
+            "use --microbatch-group-size-per-virtual-pipeline-stage 2",
+        ),
+        ("training needs", {}, "got --train-iters 0: add"),
+        ("training needs", {"train_iters": None}, "got neither: add"),
+    ],
+)
+def test_what_a_rule_proposes_would_work(key: str, change: dict[str, Any], words: str) -> None:
+    (rule,) = (rule for rule in RULES if not rule.name and key in rule.text)
+    said = rule.refusal(CASES[key].settings(change))
+    assert said is not None
+    assert words in said
 
 
 def test_the_cpu_platform_compares_latent_attention_over_tensor_parallel_ranks() -> None:

@@ -19,7 +19,7 @@ from megatron_cp_plugin.core.masks.tile_batches import Batches, Part, parts
 from megatron_cp_plugin.core.plans.plan import (
     KEYS,
     OF_KEYS,
-    OF_ROWS,
+    PER_HEAD,
     QUERIES,
     TENSORS,
     Kept,
@@ -55,7 +55,7 @@ class SomeHeads(NamedTuple):
         slices: dict[str, Index] = {}
         for name in TENSORS:
             some, of_all = (x.kv if name in OF_KEYS else x.q for x in (heads, whole))
-            before = 1 if name in OF_ROWS else 2
+            before = 1 if name in PER_HEAD else 2
             slices[name] = None if some == of_all else (*(EVERYTHING,) * before, some)
         return cls(heads, slices)
 
@@ -262,7 +262,7 @@ def program(plan: Plan, rank: int) -> Program:
     )
 
 
-def gathered(plan: Plan, rank: int, tokens: int, *, packed: bool, gaps: bool) -> Program:
+def gathering_program(plan: Plan, rank: int, tokens: int, *, packed: bool, gaps: bool) -> Program:
     """What `rank` does with the tokens of its teams, which are gathered before each round.
 
     Args:
@@ -311,7 +311,7 @@ def gathered(plan: Plan, rank: int, tokens: int, *, packed: bool, gaps: bool) ->
     )
 
 
-def exchanged(
+def exchanging_program(
     steps: Program,
     plan: Plan,
     rank: int,

@@ -37,7 +37,7 @@ from megatron_cp_plugin.core.head_groups import HeadGroup, together
 from megatron_cp_plugin.core.placement import BlockPlacement, Place, Placement
 from megatron_cp_plugin.core.plans.plan import (
     KEYS,
-    OF_ROWS,
+    PER_HEAD,
     QUERIES,
     Block,
     Compute,
@@ -678,7 +678,7 @@ class _Writer:
     ) -> Iterator[Move]:
         """Moves of all blocks of a side. Args: offset: number of steps before the group's first."""
         routes, assembled, name = self.routes, self.placement.assembled, messages[0][0]
-        heads, wide = self.all_heads if assembled and name in OF_ROWS else group, name in self.wide
+        heads, wide = self.all_heads if assembled and name in PER_HEAD else group, name in self.wide
         most = max(routes.lengths)
         for (of_side, owner), hops in routes.hops[result].items():
             for posted, needed, source, target, rows in hops if of_side == side else ():
