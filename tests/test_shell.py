@@ -34,7 +34,7 @@ ARGS=(
 )
 ARGS+=(--last)
 run \
-    "${ARGS[@]}" ${MORE[@]} --host $HOSTNAME --list "[1, 2]" "$@" && echo done
+    "${ARGS[@]}" ${MORE[@]} --host $HOSTNAME --list "[1, 2]" ${NEVER[@]} "$@" && echo done
 """
 
 

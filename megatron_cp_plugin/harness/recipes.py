@@ -195,8 +195,8 @@ def _of_flags(command: Command) -> Recipe:
     kept: list[Word] = []
     for flag, values in _flags(command):
         action = actions.get(flag.text)
-        # After a first value it may be anything, flags too.
-        stray = [value for value in values[1:] if value.text == UNKNOWN and not value.known]
+        # After a single value it may be anything, flags too; after several it is one more of them.
+        stray = [value for value in values[1:2] if value.text == UNKNOWN and not value.known]
         recipe.unknown += [f"{value.text}: what it stands for ({value.place})" for value in stray]
         values = [value for value in values if value not in stray]
         if action is None or all(value.known for value in values):

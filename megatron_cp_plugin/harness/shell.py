@@ -255,6 +255,8 @@ class _Script:
             name, every, sign, other = found.groups()
             if sign in ("-", "=") and not "".join(w.text for w in self.values.get(name, [])):
                 return end + 1, self._expand(Word(f'"{other}"' if _plain(other) else other)), False
+            if every and name not in self.values:
+                return end + 1, [], True  # the environment has no arrays
             return end + 1, self._value(name), every is not None
         name = re.match(r"\$(\w+|@|\*|#|\?)", raw[at:])
         if not name:
