@@ -66,6 +66,14 @@ class DocumentMask(PackedSeqParams):
         """Whether it says where documents begin, not only which keys are seen."""
         return self.spans is None or self.seq_len > 0
 
+    def given(self) -> PackedSeqParams | None:
+        """Returns what a model was given, for layers that cut by documents themselves."""
+        if self.cu_seqlens_q is None:
+            return None
+        given = copy(self)  # with all that callers may have added to it
+        given.qkv_format = "thd"
+        return given
+
     def followed(self, seq_len: int) -> Documents:
         """Returns what a layout follows, see `Layout.within`; otherwise as `slices`."""
         slices = self.slices(seq_len)

@@ -330,13 +330,15 @@ def _check_spans(
     """Refuses spans where a layer would not see by them."""
     if mask is None or mask.spans is None:
         return
+    settings = Settings(model.config)
     reasons = {
         "gated delta net layers carry their state on along the sequence": recurrent,
+        "DSA layers choose the keys that a query sees": settings.is_sparse,
         "layers of linear attention see all earlier tokens": config.has_linear_layers,
     }
     for reason in (reason for reason, applies in reasons.items() if applies):
         raise ContextParallelError(f"{reason}, got attention_spans: leave one of the two out")
-    if Settings(model.config).mtp_num_layers:
+    if settings.mtp_num_layers:
         stops = (stop for one in mask.spans for stop in one[1:2])
         ends = (index(stop) for stop in stops if isinstance(stop, SupportsIndex))
         mask.sample_starts(mask.seq_len or max(ends, default=0))
