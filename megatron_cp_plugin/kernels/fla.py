@@ -42,6 +42,7 @@ from megatron_cp_plugin.core.linear.kernel import (
     LinearProblem,
 )
 from megatron_cp_plugin.core.linear.runs import Interval, Runs
+from megatron_cp_plugin.core.linear.states import Gates
 from megatron_cp_plugin.core.partial import accumulation_dtype
 
 CHUNK = 64  # tokens
@@ -73,6 +74,8 @@ class FlaLinear(LinearKernel):
     def unsupported(self, problem: LinearProblem) -> str | None:
         if find_spec("fla") is None:
             return "needs the package fla-core, which is not installed"
+        if problem.gate != "rates":
+            return f"has constant rates, got gates of {problem.gate}"
         if problem.device.type != "cuda":
             return f"runs on cuda, got tensors on {problem.device.type}"
         if problem.dtype != torch.bfloat16:
@@ -83,8 +86,11 @@ class FlaLinear(LinearKernel):
                 return f"takes even head dims up to 256, got {dim}"
         return None
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, decay: Decay, runs: Runs) -> ForwardPass:
-        return _Forward(q, k, v, decay, runs)
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, transition: Decay | Gates, runs: Runs
+    ) -> ForwardPass:
+        assert isinstance(transition, Decay)
+        return _Forward(q, k, v, transition, runs)
 
     def backward(
         self,
@@ -92,11 +98,12 @@ class FlaLinear(LinearKernel):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        decay: Decay,
+        transition: Decay | Gates,
         runs: Runs,
         cache: Tensor | None,
     ) -> BackwardPass:
-        return _Backward(dout, q, k, v, decay, runs, cache)
+        assert isinstance(transition, Decay)
+        return _Backward(dout, q, k, v, transition, runs, cache)
 
 
 class _Forward(ForwardPass):

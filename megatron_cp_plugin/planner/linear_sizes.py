@@ -10,6 +10,7 @@ from torch import Tensor
 from megatron_cp_plugin.core.linear.decay import Decay
 from megatron_cp_plugin.core.linear.kernel import BackwardPass, ForwardPass, LinearKernel
 from megatron_cp_plugin.core.linear.runs import Runs
+from megatron_cp_plugin.core.linear.states import Gates
 from megatron_cp_plugin.core.partial import accumulation_dtype
 from megatron_cp_plugin.kernels.fla import CHUNK, segments_of
 
@@ -83,7 +84,9 @@ class LinearSizes(LinearKernel):
     def unsupported(self, problem: object) -> str | None:
         return None
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, decay: Decay, runs: Runs) -> ForwardPass:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, transition: Decay | Gates, runs: Runs
+    ) -> ForwardPass:
         made: ForwardPass = self.forward_pass(q, k, v, runs)
         return made
 
@@ -93,7 +96,7 @@ class LinearSizes(LinearKernel):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        decay: Decay,
+        transition: Decay | Gates,
         runs: Runs,
         cache: Tensor | None,
     ) -> BackwardPass:

@@ -4,11 +4,69 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from megatron_cp_plugin.core.layout import Layout
 from megatron_cp_plugin.core.linear.decay import Distances
 from megatron_cp_plugin.core.linear.runs import Interval, Runs
+
+
+@dataclass(frozen=True, eq=False)
+class Chains:
+    """The runs of a route, by rank, as chains along each of which one state passes.
+
+    The longest chains come first, so that those with a k-th run are the first ones. A run in which
+    a document begins ends a chain, and begins the next one.
+
+    Attributes:
+        rounds: numbers of the first runs of all chains, of the second ones, and so on.
+        places: of each run the place of the state before it among the states before all runs of
+            `rounds`, one after the other; None: it is 0.
+        first: the chain in which the route begins.
+        last, last_round: the chain in which it ends, and in which round.
+        lengths: of all runs, in tokens.
+    """
+
+    rounds: tuple[tuple[int, ...], ...]
+    places: tuple[int | None, ...]
+    first: int
+    last: int
+    last_round: int
+    lengths: tuple[int, ...]
+
+    @staticmethod
+    def of(route: "Route") -> "Chains":
+        """The chains of a route."""
+        runs = [run for of_rank in route.runs for run in of_rank]
+        chains: list[list[int]] = [[]]
+        arriving: dict[int, tuple[int, int]] = {}  # of a run its chain, and its number there
+        for number in sorted(range(len(runs)), key=lambda number: runs[number]):
+            start, stop = runs[number]
+            if not route.lasts(start, start) and chains[-1]:
+                chains.append([])
+            elif route.lasts(start, start):
+                arriving[number] = len(chains) - 1, len(chains[-1])
+            chains[-1].append(number)
+            if not route.lasts(start + 1, stop - 1):
+                chains.append([number])
+        order = sorted(range(len(chains)), key=lambda chain: -len(chains[chain]))
+        where = {chain: place for place, chain in enumerate(order)}
+        rounds = tuple(
+            tuple(chains[chain][number] for chain in order if len(chains[chain]) > number)
+            for number in range(len(chains[order[0]]))
+        )
+        before = [0, *accumulate(map(len, rounds))]
+        places: list[int | None] = [None] * len(runs)
+        for run, (chain, number) in arriving.items():
+            places[run] = before[number] + where[chain]
+        return Chains(
+            rounds,
+            tuple(places),
+            where[0],
+            where[len(chains) - 1],
+            len(chains[-1]) - 1,
+            tuple(stop - start for start, stop in runs),
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,6 +143,16 @@ class Route:
     def first_rank(self) -> int:
         """The rank that holds the first run; of those without tokens the first one."""
         return min(range(len(self.runs)), key=lambda rank: (min(self.runs[rank]), rank))
+
+    @cached_property
+    def chains(self) -> Chains:
+        """The runs as chains."""
+        return Chains.of(self)
+
+    @cached_property
+    def counts(self) -> tuple[int, ...]:
+        """How many runs each rank has."""
+        return tuple(map(len, self.runs))
 
     @cached_property
     def flipped(self) -> "Route":
