@@ -121,7 +121,8 @@ class LinearUlysses(LinearAlgorithm):
                 for x in dgates
             )
         )
-        assert own is not None
+        if own is None:
+            return dq, dk, dv, None, returned
         dinitial = own.new_zeros((own.shape[0], heads.heads, *own.shape[2:]))
         dinitial[:, self._mine(heads)] = own
         return dq, dk, dv, heads.own_states(dinitial), returned

@@ -28,6 +28,7 @@ from megatron_cp_plugin.core.communication.devices import kept_on_device, upload
 from megatron_cp_plugin.core.linear.decay import Decay
 from megatron_cp_plugin.core.linear.kernel import (
     BackwardPass,
+    Cache,
     ForwardPass,
     LinearKernel,
     LinearProblem,
@@ -62,9 +63,9 @@ class Chunked(LinearKernel):
         v: Tensor,
         transition: Decay | Gates,
         runs: Runs,
-        cache: Tensor | None,
+        cache: Cache,
     ) -> BackwardPass:
-        return _Backward(dout, q, k, v, transition, runs, cache)
+        return _Backward(dout, q, k, v, transition, runs, *cache)
 
 
 class _Forward(ForwardPass):
@@ -79,8 +80,8 @@ class _Forward(ForwardPass):
     def intra(self) -> None:
         assert self._chunks.within is not None  # it is made, while states travel
 
-    def finish(self, incoming: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        return self._chunks.outputs(incoming), incoming
+    def finish(self, incoming: Tensor | None) -> tuple[Tensor, Cache]:
+        return self._chunks.outputs(incoming), (incoming,)
 
 
 class _Backward(BackwardPass):

@@ -37,6 +37,7 @@ from megatron_cp_plugin.core.communication.devices import kept_on_device, upload
 from megatron_cp_plugin.core.linear.decay import Decay, combine
 from megatron_cp_plugin.core.linear.kernel import (
     BackwardPass,
+    Cache,
     ForwardPass,
     LinearKernel,
     LinearProblem,
@@ -63,7 +64,7 @@ _CHOOSING = Lock()  # held while fla's kernels are as `measured_blocks` has them
 
 
 class FlaLinear(LinearKernel):
-    """fla.ops.common's chunk kernels, as in fla.ops.simple_gla.
+    """fla.ops.common's chunk kernels, as in fla.ops.simple_gla, with constant rates.
 
     Not deterministic: each process measures which block sizes to use, and they decide in which
     order sums are formed.
@@ -74,8 +75,6 @@ class FlaLinear(LinearKernel):
     def unsupported(self, problem: LinearProblem) -> str | None:
         if find_spec("fla") is None:
             return "needs the package fla-core, which is not installed"
-        if problem.gate != "rates":
-            return f"has constant rates, got gates of {problem.gate}"
         if problem.device.type != "cuda":
             return f"runs on cuda, got tensors on {problem.device.type}"
         if problem.dtype != torch.bfloat16:
@@ -100,10 +99,10 @@ class FlaLinear(LinearKernel):
         v: Tensor,
         transition: Decay | Gates,
         runs: Runs,
-        cache: Tensor | None,
+        cache: Cache,
     ) -> BackwardPass:
         assert isinstance(transition, Decay)
-        return _Backward(dout, q, k, v, transition, runs, cache)
+        return _Backward(dout, q, k, v, transition, runs, *cache)
 
 
 class _Forward(ForwardPass):
@@ -125,14 +124,14 @@ class _Forward(ForwardPass):
         out = self._segments.outputs(self._q, self._k, self._v, self._before)
         self._out = self._segments.unfold(out)
 
-    def finish(self, incoming: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def finish(self, incoming: Tensor | None) -> tuple[Tensor, Cache]:
         from megatron_cp_plugin.kernels.decayed import add_decayed_
 
         if incoming is None:
-            return self._out, self._before
+            return self._out, (self._before,)
         firsts = self._runs.firsts
         add_decayed_(self._out, self._whole_q, incoming, self._segments.log2_rates, firsts)
-        return self._out, self._segments.before_each(self._ends, incoming)
+        return self._out, (self._segments.before_each(self._ends, incoming),)
 
 
 class _Backward(BackwardPass):

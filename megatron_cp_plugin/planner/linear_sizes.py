@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_cp_plugin.core.linear.decay import Decay
-from megatron_cp_plugin.core.linear.kernel import BackwardPass, ForwardPass, LinearKernel
+from megatron_cp_plugin.core.linear.kernel import BackwardPass, Cache, ForwardPass, LinearKernel
 from megatron_cp_plugin.core.linear.runs import Runs
 from megatron_cp_plugin.core.linear.states import Gates
 from megatron_cp_plugin.core.partial import accumulation_dtype
@@ -41,10 +41,10 @@ class ForwardSizes(ForwardPass):
         self._before = _states(self._q, self._v, self._segments)
         self._out = torch.empty_like(self._v)
 
-    def finish(self, incoming: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def finish(self, incoming: Tensor | None) -> tuple[Tensor, Cache]:
         if incoming is not None:
             self._before = _states(self._q, self._v, self._segments)
-        return self._out, self._before
+        return self._out, (self._before,)
 
 
 class BackwardSizes(BackwardPass):
@@ -98,7 +98,7 @@ class LinearSizes(LinearKernel):
         v: Tensor,
         transition: Decay | Gates,
         runs: Runs,
-        cache: Tensor | None,
+        cache: Cache,
     ) -> BackwardPass:
         made: BackwardPass = self.backward_pass(q, k, v, runs)
         return made

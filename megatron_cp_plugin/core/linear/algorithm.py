@@ -29,7 +29,8 @@ class LinearCall:
             rate**|distance|. decay: rates per head, of 1 beside gates. kernel: computes the runs.
         output_final_state: the state after the last token is wanted. documents: as of
         `document_starts`; each begins with a state of 0, but the first. shared: how many heads in
-            a row differ in their queries alone, and so have one state.
+            a row differ in their queries alone, and so have one state. initial: a state before the
+        first token is given.
     """
 
     seq_len: int
@@ -39,6 +40,7 @@ class LinearCall:
     output_final_state: bool = False
     documents: tuple[int, ...] = ()
     shared: int = 1
+    initial: bool = False
 
 
 @dataclass(frozen=True)

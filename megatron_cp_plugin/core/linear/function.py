@@ -50,7 +50,7 @@ class _LinearAttention(torch.autograd.Function):
             out, final, *saved = computed_once(site, inputs, compute)
         assert out is not None
         ctx.save_for_backward(*saved)
-        ctx.algorithm, ctx.call, ctx.initial = algorithm, call, initial is not None
+        ctx.algorithm, ctx.call = algorithm, call
         return out, final
 
     @staticmethod
@@ -60,7 +60,7 @@ class _LinearAttention(torch.autograd.Function):
             dq, dk, dv, dinitial, dgates = ctx.algorithm.backward(
                 dout.contiguous(), dfinal, ctx.saved_tensors, ctx.call
             )
-        return dq, dk, dv, *dgates, dinitial if ctx.initial else None, None, None, None
+        return dq, dk, dv, *dgates, dinitial, None, None, None
 
 
 def attend_linearly(
@@ -143,6 +143,7 @@ def attend_linearly(
         output_final_state,
         documents,
         shared if causal else 1,
+        initial_state is not None,
     )
     out, final = _LinearAttention.apply(q, k, v, *gates, initial_state, algorithm, call, site)
     return out, final if final is None or shared == 1 else final[:, ::shared]

@@ -24,6 +24,8 @@ from megatron_cp_plugin.core.linear.decay import Decay
 from megatron_cp_plugin.core.linear.runs import Runs
 from megatron_cp_plugin.core.linear.states import NO_GATES, Gates
 
+Cache = tuple[Tensor | None, ...]
+
 
 @dataclass(frozen=True)
 class LinearProblem:
@@ -71,7 +73,7 @@ class ForwardPass(ABC):
         """Computes what needs nothing from before the runs. Call it once."""
 
     @abstractmethod
-    def finish(self, incoming: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def finish(self, incoming: Tensor | None) -> tuple[Tensor, Cache]:
         """Completes the runs.
 
         Args: incoming: the states before the runs [n,B,H,D,E]; None: 0.
@@ -127,6 +129,6 @@ class LinearKernel(Kernel[LinearProblem]):
         v: Tensor,
         transition: Decay | Gates,
         runs: Runs,
-        cache: Tensor | None,
+        cache: Cache,
     ) -> BackwardPass:
         """Begins a backward. Args: dout: [B,S,H,E]; cache: of `ForwardPass.finish`."""

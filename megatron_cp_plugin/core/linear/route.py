@@ -4,7 +4,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 from megatron_cp_plugin.core.layout import Layout
 from megatron_cp_plugin.core.linear.decay import Distances
@@ -20,15 +20,14 @@ class Chains:
 
     Attributes:
         rounds: numbers of the first runs of all chains, of the second ones, and so on.
-        places: of each run the place of the state before it among the states before all runs of
-            `rounds`, one after the other; None: it is 0.
+        arriving: of each run in which round a state arrives at it, and its place there; None: none.
         first: the chain in which the route begins.
         last, last_round: the chain in which it ends, and in which round.
         lengths: of all runs, in tokens.
     """
 
     rounds: tuple[tuple[int, ...], ...]
-    places: tuple[int | None, ...]
+    arriving: tuple[tuple[int, int] | None, ...]
     first: int
     last: int
     last_round: int
@@ -55,13 +54,10 @@ class Chains:
             tuple(chains[chain][number] for chain in order if len(chains[chain]) > number)
             for number in range(len(chains[order[0]]))
         )
-        before = [0, *accumulate(map(len, rounds))]
-        places: list[int | None] = [None] * len(runs)
-        for run, (chain, number) in arriving.items():
-            places[run] = before[number] + where[chain]
+        found = (arriving.get(run) for run in range(len(runs)))
         return Chains(
             rounds,
-            tuple(places),
+            tuple(None if one is None else (one[1], where[one[0]]) for one in found),
             where[0],
             where[len(chains) - 1],
             len(chains[-1]) - 1,

@@ -9,7 +9,7 @@ where tokens see later ones: one function carries them all.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from megatron_cp_plugin.core.linear.algorithm import (
     Saved,
 )
 from megatron_cp_plugin.core.linear.decay import Decay
+from megatron_cp_plugin.core.linear.kernel import Cache
 from megatron_cp_plugin.core.linear.route import Route
 from megatron_cp_plugin.core.linear.states import NO_GATES, Gates, RunStates
 from megatron_cp_plugin.core.partial import accumulation_dtype
@@ -143,12 +144,12 @@ class StatePassing(LinearAlgorithm):
         if _one_state(call, gates):
             total = self._total(k, v, initial, None, route, call)
             return _products(q, total), total if call.output_final_state else None, (q, k, v, total)
-        out, final, *kept = self._sweep(
+        out, final, kept = self._sweep(
             q, k, v, initial, route, call, gates, output_final_state=call.output_final_state
         )
         if call.causal:
             return out, final, (q, k, v, *gates, *kept)
-        later, _, *kept_later = self._sweep(
+        later, _, kept_later = self._sweep(
             q.flip(1), k.flip(1), v.flip(1), None, route.flipped, call, output_final_state=False
         )
         # Both sweeps hold each token's own term.
@@ -172,16 +173,21 @@ class StatePassing(LinearAlgorithm):
             dtotal = self._total(q, dout, None, dfinal, route.back, call)
             dq, dk = _products(dout, total.mT), _products(v, dtotal.mT)
             first = self.topology.rank == route.back.last_rank
-            return dq, dk, _products(k, dtotal), dtotal if first else None, NO_GATES
-        gates = Gates(*kept[:2])
+            return (
+                dq,
+                dk,
+                _products(k, dtotal),
+                dtotal if first and call.initial else None,
+                NO_GATES,
+            )
+        gates, half = Gates(*kept[:2]), 2 + (len(kept) - 2) // 2
         dq, dk, dv, dinitial, dgates = self._sweep_back(
-            dout, q, k, v, (kept[2], kept[3]), dfinal, route, call, gates
+            dout, q, k, v, kept[2 : None if call.causal else half], dfinal, route, call, gates
         )
         if call.causal:
             return dq, dk, dv, dinitial, dgates
         mirrored = (dout.flip(1), q.flip(1), k.flip(1), v.flip(1))
-        kept_later = kept[4], kept[5]
-        *gradients, _, _ = self._sweep_back(*mirrored, kept_later, None, route.flipped, call)
+        *gradients, _, _ = self._sweep_back(*mirrored, kept[half:], None, route.flipped, call)
         wide = accumulation_dtype(q.dtype)
         dout, q, k, v = (x.to(wide) for x in (dout, q, k, v))
         down = (dout * v).sum(-1, keepdim=True)
@@ -228,10 +234,10 @@ class StatePassing(LinearAlgorithm):
         gates: Gates = NO_GATES,
         *,
         output_final_state: bool,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None, Cache]:
         """Every token and what is before it on the route.
 
-        Returns: out, the final state, the kernel's cache, and the transitions of the runs.
+        Returns: out, the final state, and the transitions of the runs with the kernel's cache.
         """
         transition = gates if gates.some else call.decay
         running = call.kernel.forward(q, k, v, transition, route.local(self.topology.rank))
@@ -253,7 +259,7 @@ class StatePassing(LinearAlgorithm):
                 for x in (arrived, final)
             )
         out, cache = running.finish(arrived)
-        return out, final, cache, through
+        return out, final, (through, *cache)
 
     def _sweep_back(
         self,
@@ -261,17 +267,17 @@ class StatePassing(LinearAlgorithm):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        kept: tuple[Tensor | None, Tensor | None],
+        kept: Sequence[Tensor | None],
         dfinal: Tensor | None,
         route: Route,
         call: LinearCall,
         gates: Gates = NO_GATES,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Gates]:
         """Gradients of `_sweep`: those of states travel from the end of the route."""
-        cache, through = kept
+        through, *cache = kept
         runs = route.local(self.topology.rank)
         transition = gates if gates.some else call.decay
-        running = call.kernel.backward(dout, q, k, v, transition, runs, cache)
+        running = call.kernel.backward(dout, q, k, v, transition, runs, tuple(cache))
         back = route.back
         states = _of_shared(running.dstates, call, summed=True)
         if dfinal is not None:
@@ -281,9 +287,9 @@ class StatePassing(LinearAlgorithm):
             dfinal,
             back,
             running.intra,
-            to_the_end=True,
+            to_the_end=call.initial,
         )
-        dinitial = end if self.topology.rank == back.last_rank else None
+        dinitial = end if call.initial and self.topology.rank == back.last_rank else None
         if call.shared > 1:
             arrived, dinitial = (
                 None if x is None else _to_first(x, call.shared) for x in (arrived, dinitial)

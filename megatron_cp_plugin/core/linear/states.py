@@ -118,15 +118,18 @@ class RunStates:
         few = (len(places) + 1) * len(self.added) <= _PAIRS
         if few and (isinstance(self.through, Decay) or self.through.dim() == 4):
             return self._weighed(route, first, places, to_the_end=to_the_end)
-        chains = route.chains
-        seen, end = self._followed(chains, first)
-        where = [chains.places[number] for number in places]
-        index = _numbers(tuple(where), len(seen), seen.device)
-        seen = torch.cat((seen, torch.zeros_like(self.added[:1])))
-        if to_the_end:
-            seen = torch.cat((seen, end.unsqueeze(0)))
-            index = torch.cat((index, index.new_tensor([len(seen) - 1])))
-        return seen.index_select(0, index)
+        seen, end = self._followed(route.chains, first, places, to_the_end=to_the_end)
+        before, count = [], 0
+        for round_ in seen:
+            before.append(count)
+            count += len(round_)
+        arriving = [route.chains.arriving[number] for number in places]
+        index = tuple(count if one is None else before[one[0]] + one[1] for one in arriving)
+        seen.append(torch.zeros_like(self.added[:1]))
+        if end is not None:
+            seen.append(end.unsqueeze(0))
+            index += (count + 1,)
+        return torch.cat(seen).index_select(0, _numbers(index, self.added.device))
 
     def _weighed(
         self, route: Route, first: Tensor | None, places: Sequence[int], *, to_the_end: bool
@@ -158,11 +161,12 @@ class RunStates:
             return torch.einsum("pmbh,mbhde->pbhde", weights.squeeze(4), states)
         return torch.einsum("pmbhd,mbhde->pbhde", weights, states)
 
-    def _followed(self, chains: Chains, first: Tensor | None) -> tuple[Tensor, Tensor]:
-        """See `reaching`: run after run, in all chains at once.
+    def _followed(
+        self, chains: Chains, first: Tensor | None, places: Sequence[int], *, to_the_end: bool
+    ) -> tuple[list[Tensor], Tensor | None]:
+        """See `reaching`: run after run, in all chains at once, as far as it is asked for.
 
-        Returns: the states before all runs of all chains, in the order of `Chains.rounds`; and the
-        one at the end of the route.
+        Returns: the states before the runs of each round; and the one at the end of the route.
         """
         through = self.through
         if isinstance(through, Decay):
@@ -172,25 +176,31 @@ class RunStates:
         state = self.added.new_zeros(len(chains.rounds[0]), *self.added.shape[1:])
         if first is not None:
             state[chains.first] = first
-        seen, end = [], None
+        arriving = [chains.arriving[number] for number in places]
+        last = max((one[0] for one in arriving if one is not None), default=0)
+        seen: list[Tensor] = []
         for number, round_ in enumerate(chains.rounds):
             state = state[: len(round_)]
             seen.append(state)
-            index = _numbers(round_, 0, state.device)
-            state = _passed(
-                state, self.added.index_select(0, index), through.index_select(0, index)
-            )
+            if number == last and not to_the_end:
+                break
+            if len(round_) == 1:
+                added, of_runs = (x.narrow(0, round_[0], 1) for x in (self.added, through))
+            else:
+                index = _numbers(round_, state.device)
+                added, of_runs = (x.index_select(0, index) for x in (self.added, through))
+            state = _passed(state, added, of_runs)
             if number == chains.last_round:
                 end = state[chains.last]
-        assert end is not None
-        return torch.cat(seen), end
+        return seen, end if to_the_end else None
 
 
 def _passed(before: Tensor, added: Tensor, through: Tensor) -> Tensor:
     """T before + added: [...,D,E] twice, with logarithms [...,1 or D] or matrices [...,D,D]."""
     if through.dim() == added.dim() - 1:
         return torch.addcmul(added, through.exp().unsqueeze(-1), before)
-    return added + through @ before
+    inputs = (x.flatten(0, -3) for x in (added, through, before))
+    return torch.baddbmm(*inputs).view_as(added)
 
 
 class _Reach(NamedTuple):
@@ -221,10 +231,9 @@ def _reach(
 
 
 @kept_on_device(maxsize=256)
-def _numbers(numbers: tuple[int | None, ...], missing: int, device: torch.device) -> Tensor:
-    """An index. Args: missing: where there is None."""
-    filled = [missing if number is None else number for number in numbers]
-    return uploaded(torch.tensor(filled, dtype=torch.long, device="cpu"), device)
+def _numbers(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    """An index."""
+    return uploaded(torch.tensor(numbers, dtype=torch.long, device="cpu"), device)
 
 
 @kept_on_device(maxsize=64)
