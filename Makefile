@@ -13,7 +13,7 @@ MINUTES ?= 10
 EXAMPLES ?= 5
 
 .DEFAULT_GOAL := help
-.PHONY: help setup smoke test test-all test-gpu fuzz lint format lock clean
+.PHONY: help setup smoke test test-all test-gpu fuzz lint format docs lock clean
 
 help: ## List the targets
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -55,6 +55,9 @@ lint: setup ## ruff and mypy
 format: setup ## Let ruff format and fix what it can
 	@$(PY) -m ruff format .
 	@$(PY) -m ruff check --fix .
+
+docs: setup ## Build the pages of docs/ into build/docs; a broken link is an error
+	@$(PY) -m sphinx -q -W --keep-going -b html docs build/docs && echo "build/docs/index.html"
 
 lock: setup ## Resolve requirements.lock again from pyproject.toml
 	@if command -v uv >/dev/null 2>&1; then uv=uv; else uv=.venv-uv/bin/uv; fi; \

@@ -28,7 +28,7 @@ from megatron_cp_plugin.log_probs import chunked_log_probs
 from megatron_cp_plugin.registry import available, register
 from megatron_cp_plugin.rollouts import pack_rollouts
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.3.0"
 
 __all__ = [
     "Context",

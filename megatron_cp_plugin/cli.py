@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import warnings
@@ -53,6 +54,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         with one_line_errors("megatron-cp: error"):
             return compare.main(words[1:])
+    parser, commands = parsers()
+    try:
+        arguments, unknown = parser.parse_known_args(words)
+        if unknown:
+            # Of the subcommand's own flags the nearest is named.
+            commands.choices[words[0]].error(f"unrecognized arguments: {' '.join(unknown)}")
+        return arguments.run(arguments)
+    except ContextParallelError as error:
+        if "LOCAL_RANK" in os.environ:
+            with one_line_errors("megatron-cp: error"):
+                raise
+        print(f"megatron-cp: {error}", file=sys.stderr)
+        return 2
+
+
+def parsers() -> tuple[OneLineParser, Any]:
+    """The parser of `megatron-cp`, and the parsers of its commands, by name in `choices`."""
     parser = OneLineParser(prog="megatron-cp", description=__doc__, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -69,18 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_calibrate(commands)
     _add_capabilities(commands)
     _add_hooks(commands)
-    try:
-        arguments, unknown = parser.parse_known_args(words)
-        if unknown:
-            # Of the subcommand's own flags the nearest is named.
-            commands.choices[words[0]].error(f"unrecognized arguments: {' '.join(unknown)}")
-        return arguments.run(arguments)
-    except ContextParallelError as error:
-        if "LOCAL_RANK" in os.environ:
-            with one_line_errors("megatron-cp: error"):
-                raise
-        print(f"megatron-cp: {error}", file=sys.stderr)
-        return 2
+    return parser, commands
 
 
 def _add_capabilities(commands: Any) -> None:
@@ -143,17 +150,34 @@ def _add_doctor(commands: Any) -> None:
     )
     _add_heads(parser, 32)
     parser.add_argument("--head-dim", type=int, nargs="+", default=[128], metavar="D")
+    parser.add_argument(
+        "--report",
+        type=Path,
+        metavar="FILE",
+        help=".json to write: the findings, links and kernels as calibrate measures them, and the "
+        "time of each algorithm; to send to the maintainers from machines that they have not",
+    )
     parser.set_defaults(run=_doctor)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
     from torch import distributed
 
-    from megatron_cp_plugin.doctor import examine, verdict
+    from megatron_cp_plugin.doctor import examine, join, measured, verdict
     from megatron_cp_plugin.functional import release
 
-    findings = examine(*_heads(arguments, 8), arguments.head_dim)
+    if arguments.report is not None:
+        check_file("--report", arguments.report)
+    heads = _heads(arguments, 8)
+    findings = examine(*heads, arguments.head_dim)
+    found: dict[str, object] = {}
+    if arguments.report is not None:
+        found = measured(join(), *heads, arguments.head_dim[0])
     if not distributed.is_initialized() or distributed.get_rank() == 0:
+        if arguments.report is not None:
+            lines = [(f.topic, f.name, f.text, f.right) for f in findings]
+            content = {"version": __version__, "findings": lines, **found}
+            arguments.report.write_text(json.dumps(content, indent=1) + "\n")
         rows = [(f.topic, f.name, f"WRONG: {f.text}" if f.failed else f.text) for f in findings]
         print(text_table(("", "what", "finding"), rows))
         print(verdict(findings))
@@ -278,6 +302,12 @@ def _add_draw(commands: Any) -> None:
         help="option of the algorithm; may be repeated",
     )
     parser.add_argument("--phase", choices=("forward", "backward"), default="forward")
+    parser.add_argument(
+        "--tokens",
+        action="store_true",
+        help="draw the matrix of scores, each token a row and a column, coloured by the rank that "
+        "computes it; --output is a .svg, or a .html page that plays the steps",
+    )
     parser.add_argument("--output", type=Path, metavar="FILE", help=".png or .svg to write")
     parser.add_argument(
         "--machine",
@@ -324,17 +354,12 @@ def _draw_times(arguments: argparse.Namespace) -> int:
 def _draw(arguments: argparse.Namespace) -> int:
     if arguments.machine is not None:
         return _draw_times(arguments)
+    if arguments.tokens:
+        return _draw_tokens(arguments)
     from megatron_cp_plugin.planner.drawing import picture, table, table_width
     from megatron_cp_plugin.planner.figures import save
 
-    drawn = picture(
-        arguments.algo,
-        arguments.size,
-        seq_len=arguments.seq_len,
-        mask=_mask(arguments),
-        options=dict(_option(text) for text in arguments.option),
-        phase=arguments.phase,
-    )
+    drawn = picture(arguments.algo, arguments.size, **_pass(arguments))
     if arguments.output:
         check_file("--output", arguments.output)
         save(drawn, arguments.output)
@@ -348,6 +373,29 @@ def _draw(arguments: argparse.Namespace) -> int:
     console.print(table(drawn))
     if arguments.output:
         console.print(f"wrote {arguments.output}")
+    return 0
+
+
+def _pass(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "seq_len": arguments.seq_len,
+        "mask": _mask(arguments),
+        "options": dict(_option(text) for text in arguments.option),
+        "phase": arguments.phase,
+    }
+
+
+def _draw_tokens(arguments: argparse.Namespace) -> int:
+    from megatron_cp_plugin.planner.token_picture import save, text, token_picture
+
+    drawn = token_picture(arguments.algo, arguments.size, **_pass(arguments))
+    if arguments.output is None:
+        print(text(drawn))
+        return 0
+    check_file("--output", arguments.output)
+    save(drawn, arguments.output)
+    print(drawn.balance)
+    print(f"wrote {arguments.output}")
     return 0
 
 

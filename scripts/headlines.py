@@ -1,4 +1,4 @@
-"""The papers' headline ratios, predicted: tables and charts for docs/predictions.md."""
+"""The papers' headline ratios, predicted: tables and charts for docs/data/predictions.md."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -89,7 +89,7 @@ def section() -> list[str]:
     for (name, ratios), words in zip(by_gpus.items(), said, strict=True):
         cells = " | ".join(f"{a:.1f}x / {b:.1f}x" for a, b in ratios.values())
         lines.append(f"| {name} | {cells} | {words} |")
-    lines += ["", "![](pictures/predicted_attention2d.svg)", ""]
+    lines += ["", "![](../pictures/predicted_attention2d.svg)", ""]
     lines += [
         "TNL-1B on 64 A100, thousand tokens a second by length, as by our program (LASP's own",
         "steps took much longer than this predicts of them: the last row of the first table):",
@@ -105,7 +105,7 @@ def section() -> list[str]:
         f"LASP at 256K: {lasp / split:.2f}x of Ulysses (published 1.38x), {lasp / tensor:.2f}x of "
         "Megatron-SP (2.36x).",
         "",
-        "![](pictures/predicted_lasp.svg)",
+        "![](../pictures/predicted_lasp.svg)",
         "",
     ]
     return lines

@@ -6,7 +6,7 @@ norms and every gradient of all iterations, against the same model, data and fla
 context-parallel size 1 with Megatron's own attention (linear models: with their first algorithm).
 A cell passes, or the run is refused at start-up in one line; anything else is exit code 1.
 
-    python scripts/parity_matrix.py                          # all; writes docs/parity.md
+    python scripts/parity_matrix.py                          # all; writes docs/data/parity.md
     python scripts/parity_matrix.py --only '*/zigzag' 'moe*/*'
 """
 
@@ -42,7 +42,7 @@ from megatron_cp_plugin.harness.forks import ForkedJob
 from megatron_cp_plugin.harness.parity import Recording, Tolerances
 
 SCRIPT = Path(__file__).with_name("pretrain_gpt.py")
-TABLE = Path(__file__).parents[1] / "docs" / "parity.md"
+TABLE = Path(__file__).parents[1] / "docs" / "data" / "parity.md"
 # Heading of what parity_gpus.py writes at its end.
 ON_GPUS = "## On GPUs"
 ITERATIONS = 3
@@ -187,7 +187,7 @@ class Matrix:
 
 
 def table(cells: Sequence[Cell], planned: int) -> str:
-    """Returns docs/parity.md: a combination a row, an algorithm a column.
+    """Returns docs/data/parity.md: a combination a row, an algorithm a column.
 
     Args:
         cells: Those that were run.

@@ -1,4 +1,4 @@
-"""What the parity runs of GPUs found, as parts of docs/parity.md and docs/graphs.md."""
+"""What the parity runs of GPUs found, as parts of docs/data/parity.md and docs/graphs.md."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from parity_matrix import ON_GPUS, TABLE
 from megatron_cp_plugin import registry
 
 ITERATIONS = 10  # that most runs train
-GRAPHS_PAGE = TABLE.with_name("graphs.md")
+GRAPHS_PAGE = TABLE.parent.with_name("graphs.md")
 ON_CAPTURED_RUNS = "## What was run"
 # What stands below the table.
 NOTES = """Bold: beyond the bound. `linear` in bfloat16 exceeds it for one kind of parameter, the
@@ -56,7 +56,7 @@ class CapturedRow:
 
 
 def section(report: Mapping[str, Any]) -> str:
-    """Returns the part of docs/parity.md on GPUs.
+    """Returns the part of docs/data/parity.md on GPUs.
 
     Args:
         report: What rows.json holds.

@@ -1,8 +1,8 @@
 """What the simulator predicts beside what was measured: writes docs/predictions.md.
 
-`docs/data/measured.csv` has the rows of docs/benchmarks.md, `docs/data/published.csv` those of
-others. `--fit NAME` fits numbers of a machine's file to the rows that say so; nothing else sees
-them.
+`docs/data/measured.csv` has the rows of docs/data/benchmarks_log.md, `docs/data/published.csv`
+those of others. `--fit NAME` fits numbers of a machine's file to the rows that say so; nothing else
+sees them.
 """
 
 import argparse
@@ -34,6 +34,7 @@ from megatron_cp_plugin.planner.trace import Tile
 
 ROOT = Path(__file__).parents[1]
 DATA = ROOT / "docs" / "data"
+PAGE, ROWS = ROOT / "docs" / "predictions.md", DATA / "predictions.md"
 MS = 1e3
 
 
@@ -317,8 +318,8 @@ def _summary(errors: Sequence[float]) -> str:
     return f"{len(sizes)} | {statistics.median(sizes):.1%} | {within:.0%} | {sizes[-1]:.0%}"
 
 
-def page() -> str:
-    """docs/predictions.md."""
+def pages() -> tuple[str, str]:
+    """docs/predictions.md, and docs/data/predictions.md with all rows."""
     ours, others, whole = predictions(measured()), published(), steps()
     held = [one for one in ours if one.row.use == "held"]
     fitted = [one for one in ours if one.row.use == "fit"]
@@ -355,25 +356,32 @@ def page() -> str:
         f"Order: of {pairs} pairs of algorithms on the same problem that differ by more than 5%, "
         f"not both fitted to, {right} ({right / pairs:.0%}) are predicted in the right order.",
         "",
-        WRONG,
+        WRONG.rstrip(),
+    ]
+    rows = [
+        "# Predictions and measurements: all rows",
+        "",
+        "Written by `python scripts/predictions.py`; do not edit. What they say is in "
+        "[predictions.md](../predictions.md).",
+        "",
         "## Published figures",
         "",
         "Rates in TFLOP/s a GPU, measured / predicted, and the error. Nothing is fitted to them.",
         "",
     ]
-    lines += _published_tables(others)
-    lines += _step_table(whole)
-    lines += _product_table(of_products)
-    lines += section()
-    lines += _emulated(ours)
-    lines += [
+    rows += _published_tables(others)
+    rows += _step_table(whole)
+    rows += _product_table(of_products)
+    rows += section()
+    rows += _emulated(ours)
+    rows += [
         "## Ours",
         "",
         "Milliseconds, measured / predicted, and the error; *f*: fitted to.",
         "",
     ]
-    lines += _own_tables(ours)
-    return "\n".join(lines) + "\n"
+    rows += _own_tables(ours)
+    return "\n".join(lines) + "\n", "\n".join(rows) + "\n"
 
 
 def _published_tables(others: Sequence[tuple[Published, float]]) -> list[str]:
@@ -440,7 +448,8 @@ launches, copies, sends and waits for. These records are played on a machine fil
 host. The simulator does not know any algorithm. Up to 16 ranks all are simulated; for more see
 `planner/simulate.py`.
 
-Rows: `docs/data/measured.csv` has those of docs/benchmarks.md, each with the options for which
+Rows ([data/predictions.md](data/predictions.md)): `docs/data/measured.csv` has those of
+docs/data/benchmarks_log.md, each with the options for which
 today's code follows the schedule that was measured. Some are left out, because that schedule no
 longer exists (ulysses in four head groups at 32:8) or the machine file lacks the kernel
 (torch_flash). `docs/data/published.csv` has measurements of others. Numbers marked *f* were used to
@@ -456,8 +465,9 @@ WRONG = """## Where it is wrong
   slows kernels only while data moves, and what linear attention adds for earlier tokens. After
   looking at published rows one thing was changed: in LASP's steps each GPU keeps all optimizer
   states, as DDP does. The authors of the published machines' files knew those rows.
-- Rows were measured at the commits that docs/benchmarks.md names, and are predicted with today's
-  code, which has fewer copies around usp's and gathered attention: up to 5% of usp at 16K.
+- Rows were measured at the commits that docs/data/benchmarks_log.md names, and are predicted
+  with today's code, which has fewer copies around usp's and gathered attention: up to 5% of usp at
+  16K.
 - `group_share`, half of a kernel's speed beside NCCL, stands for multiprocessors, memory and clocks
   together, and all other machines use the H200's value. It is too pessimistic for rings over NCCL
   inside a node with many steps (attention2d `overlap`: 5 to 10% too slow), too optimistic for
@@ -693,7 +703,8 @@ def main() -> None:
     parser.add_argument("--fit", choices=FITS, help="fit this machine's file instead")
     name = parser.parse_args().fit
     if name is None:
-        (ROOT / "docs" / "predictions.md").write_text(page())
+        for path, text in zip((PAGE, ROWS), pages(), strict=True):
+            path.write_text(text)
         return
     tables, beginnings = FITS[name]
     rows = [

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_cp_plugin import cli
 from megatron_cp_plugin.harness import prepare_data
 from tests.integration.megatron_job import Process, run_program
 
@@ -17,7 +18,9 @@ PAGES = (
     "README.md",
     "CONTRIBUTING.md",
     "docs/algorithms.md",
+    "docs/benchmarks.md",
     "docs/megatron.md",
+    "docs/pictures.md",
     "docs/planner.md",
 )
 PROGRAMS = ("make", "python", "torchrun", "megatron-cp", "pytest", "pip", "git", "bash")
@@ -66,13 +69,19 @@ RUN: dict[str, tuple[str, str]] = {
     "megatron-cp capabilities": ("", "| `zigzag` "),
     "make help": ("", "make test"),
 }
-# README.md and docs/planner.md show lines of what it prints.
+# docs/planner.md shows lines of what it prints.
 PRINTED = "megatron-cp plan --model llama3-8b --tokens 256K --gpus 128 --machine h100"
 CHECK_INSTALLS = "scripts/check_installs.py"
 GPUS = "needs GPUs"
 ITSELF = "sets up or tests the checkout"
 # Commands with names to be filled in, and those that something else runs.
 ELSEWHERE: dict[str, str] = {
+    "megatron-cp draw --algo zigzag --size 4 --tokens --output zigzag.svg": (
+        "tests/planner/test_token_picture.py"
+    ),
+    "torchrun --nproc-per-node 4 scripts/benchmark_attention.py --tokens 32K,128K --heads "
+    "32:32,32:8": GPUS,
+    "python scripts/benchmark_rank.py --ranks 8,64 --tokens 16K": GPUS,
     "git clone <this repository> && cd megatron_cp_plugin": ITSELF,
     "git clone <this repository> && cd <its folder>": ITSELF,
     "make smoke": "tests/test_convergence_smoke.py",
@@ -81,6 +90,7 @@ ELSEWHERE: dict[str, str] = {
     "make test-gpu": GPUS,
     "make test-gpu PY=python3": GPUS,
     "make fuzz": ITSELF,
+    "make docs": "tests/test_documented_commands.py",
     'make test ARGS="-k layout"': ITSELF,
     "make lint": ITSELF,
     "make format": ITSELF,
@@ -138,9 +148,21 @@ def shown(page: str) -> list[str]:
 
 
 def test_every_command_of_the_pages_is_known() -> None:
-    commands = {command for page in PAGES for command in shown(page)}
+    commands = {command for page in PAGES for command in shown(page)} - set(DRAWN)
     assert commands - RUN.keys() - ELSEWHERE.keys() == set()
     assert {why for why in ELSEWHERE.values() if "/" in why and not (ROOT / why).exists()} == set()
+
+
+# Those of the page of pictures, which has what they write.
+DRAWN = [command for command in shown("docs/pictures.md") if " --output docs/pictures/" in command]
+
+
+@pytest.mark.parametrize("command", DRAWN)
+def test_pictures_are_as_drawn_now(command: str, tmp_path: Path) -> None:
+    *words, path = shlex.split(command)
+    drawn = tmp_path / Path(path).name
+    assert cli.main([*words[1:], str(drawn)]) == 0
+    assert drawn.read_text() == (ROOT / path).read_text()
 
 
 @pytest.mark.slow
@@ -159,10 +181,9 @@ def test_commands_of_the_pages(command: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     assert says in done.stdout
     if command == PRINTED:
-        for page in ("README.md", "docs/planner.md"):
-            text = (ROOT / page).read_text()
-            (block,) = re.findall(r"^```text\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-            assert set(block.splitlines()) <= set(done.stdout.splitlines())
+        text = (ROOT / "docs" / "planner.md").read_text()
+        (block,) = re.findall(r"^```text\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+        assert set(block.splitlines()) <= set(done.stdout.splitlines())
 
 
 def run_in(folder: Path, words: Sequence[str]) -> Process:
@@ -194,3 +215,43 @@ def test_code_on_pages_imports_what_it_uses() -> None:
         command = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F821", "-"]
         done = subprocess.run(command, input=block, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + block
+
+
+def test_the_reference_is_as_the_code_says(tmp_path: Path) -> None:
+    done = run_program(tmp_path, str(ROOT / "scripts" / "reference.py"), "--check").processes[0]
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_links_lead_somewhere() -> None:
+    """Files that pages link to are there, and headings too."""
+    lost = []
+    for page in (
+        *ROOT.glob("*.md"),
+        *(ROOT / "docs").rglob("*.md"),
+        *(ROOT / "patches").glob("*.md"),
+    ):
+        text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+        for link in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`]*`", "", text)):
+            path, _, heading = link.partition("#")
+            if "://" in link:
+                continue
+            target = (page.parent / path).resolve() if path else page
+            if not target.exists() or (heading and heading not in headings(target)):
+                lost.append(f"{page.name}: {link}")
+    assert lost == []
+
+
+def headings(page: Path) -> set[str]:
+    """The anchors of a page's headings."""
+    lines = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", line.lower()).replace(" ", "-") for line in lines}
+
+
+def test_pages_build(tmp_path: Path) -> None:
+    """As `make docs` does: Sphinx warns of lost links, and of pages without a place."""
+    words = ["sphinx", "-q", "-W", "--keep-going", "-b", "html", str(ROOT / "docs"), str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, "-m", *words], capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "pictures.html").exists()

@@ -30,7 +30,7 @@ from megatron_cp_plugin.integration.args import MEGATRON, OneLineParser, split_f
 from megatron_cp_plugin.planner.text_table import text_table
 
 _REFERENCES = {"te": "Transformer Engine's context parallelism", "cp1": "one rank's whole sequence"}
-# One rounding of a dtype; docs/parity.md says how many count as equal.
+# One rounding of a dtype; docs/data/parity.md says how many count as equal.
 _ROUNDING = {"bfloat16": 2**-9, "float16": 2**-11}
 _ITERATION = re.compile(r"iteration +(\d+)/ *\d+ \|.* elapsed time per iteration \(ms\): ([\d.]+)")
 _LOSS = re.compile(r"\| ([\w ]*loss): (\S+)")
@@ -52,7 +52,7 @@ memory, and which kernel each ran.
                     Engine is installed, else cp1
   --gradients       records both runs and compares the gradients of all parameters, in three
                     iterations; exit code 1 if they are not equal within the bounds of
-                    docs/parity.md
+                    docs/data/parity.md
   --output DIR      where the logs and run files of both go; default: comparison
 
 --save is left out. Transformer Engine is asked to say which kernel it takes (NVTE_DEBUG).

@@ -152,31 +152,61 @@ def picture(
     Raises:
         ConfigError: The algorithm, an option or a value is unknown, or has no such mask or pass.
     """
-    if size < 1:
-        raise ConfigError(f"size must be 1 or more, got {size}: give the number of ranks")
     mask, options = mask or Mask(), options or {}
+    check_size(size)
     if seq_len is None:
         seq_len = registry.layout_of(algo, options).multiple(size) * _TOKENS_PER_CHUNK
-    if seq_len < 1:
-        raise ConfigError(f"seq-len must be 1 or more, got {seq_len}: give the global tokens")
-    if mask.special and not getattr(registry.algorithm_class(algo), "windows", False):
-        raise ConfigError(f"{algo} does not support {mask.special}: leave it out")
-    title = ", ".join([algo, *(f"{name}={value}" for name, value in options.items())])
-    ranks = "1 rank" if size == 1 else f"{size} ranks"
-    subtitle = f"{ranks} · {_words_of(mask)} · {seq_len} tokens · {phase}"
+    title, subtitle = described(algo, size, seq_len, mask, options, phase)
     if registry.kind_of(algo) == "linear":
+        _check(algo, seq_len, mask)
         if phase == "backward":
             raise ConfigError(f"{algo} is drawn forward only, got phase backward: leave it out")
         linear = registry.create_linear(algo, VirtualWorld(size).topology(0), options)
         return _of_linear(linear, seq_len, mask, title, subtitle)
+    plan = plan_of(algo, size, seq_len, mask, options, phase)
+    groups = len(plan.groups)
+    return Picture(title, subtitle, size, _steps(plan), *travelling_of(plan), _kinds(plan), groups)
+
+
+def check_size(size: int) -> None:
+    """Raises: ConfigError: fewer than one rank."""
+    if size < 1:
+        raise ConfigError(f"size must be 1 or more, got {size}: give the number of ranks")
+
+
+def _check(algo: str, seq_len: int, mask: Mask) -> None:
+    if seq_len < 1:
+        raise ConfigError(f"seq-len must be 1 or more, got {seq_len}: give the global tokens")
+    if mask.special and not getattr(registry.algorithm_class(algo), "windows", False):
+        raise ConfigError(f"{algo} does not support {mask.special}: leave it out")
+
+
+def described(
+    algo: str, size: int, seq_len: int, mask: Mask, options: Mapping[str, object], phase: Phase
+) -> tuple[str, str]:
+    """The title and the subtitle of a picture."""
+    title = ", ".join([algo, *(f"{name}={value}" for name, value in options.items())])
+    ranks = "1 rank" if size == 1 else f"{size} ranks"
+    return title, f"{ranks} · {_words_of(mask)} · {seq_len} tokens · {phase}"
+
+
+def plan_of(
+    algo: str, size: int, seq_len: int, mask: Mask, options: Mapping[str, object], phase: Phase
+) -> Plan:
+    """The plan of one pass of a softmax algorithm that a picture is made from.
+
+    Raises: ConfigError as `picture`.
+    """
+    _check(algo, seq_len, mask)
     # So many heads that every algorithm can divide them, and each part again.
     heads = _HEADS_PER_RANK * size
     layer = Shape(1, seq_len, heads, heads, 1)
-    plan = planned(algo, size, layer, mask, options).plan(layer, mask, phase)
-    steps = _steps(plan)
-    transfers, collectives = _travelling([_message(plan, move) for move in plan.moves])
-    groups = len(plan.groups)
-    return Picture(title, subtitle, size, steps, transfers, collectives, _kinds(plan), groups)
+    return planned(algo, size, layer, mask, options).plan(layer, mask, phase)
+
+
+def travelling_of(plan: Plan) -> tuple[tuple[Transfer, ...], tuple[Collective, ...]]:
+    """What the ranks of a plan send: messages, and exchanges of several ranks."""
+    return _travelling([_message(plan, move) for move in plan.moves])
 
 
 def _words_of(mask: Mask) -> str:
@@ -412,17 +442,18 @@ def table(drawn: Picture) -> RenderableType:
         legend.append(f"{WHOSE[queries]}   ", _COLORS[queries])
     if drawn.waiting:
         legend.append("waits", "dim")
-    for line in (*_collective_lines(drawn), *drawn.summary):
+    for line in (*collective_lines(drawn.collectives, len(drawn.steps)), *drawn.summary):
         legend.append(f"\n{line}", "default")
     return Group(Text(f"{drawn.title} · {drawn.subtitle}", "bold"), grid, legend)
 
 
-def _collective_lines(drawn: Picture) -> Iterator[str]:
+def collective_lines(collectives: Iterable[Collective], steps: int) -> Iterator[str]:
+    """Exchanges in words. Args: steps: how many the plan has."""
     groups: dict[Collective, list[str]] = {}
-    for collective in drawn.collectives:
+    for collective in collectives:
         ranks = _ranks(collective.ranks)
         groups.setdefault(collective._replace(ranks=()), []).append(ranks)
-    last = len(drawn.steps) - 1
+    last = steps - 1
     for collective, ranks_of in groups.items():
         when = f"before step {collective.before}" if collective.before <= last else "at the end"
         what = f"{collective.name} of {collective.tensors}"

@@ -1,0 +1,140 @@
+"""Pictures of the matrix of scores, and the command that draws them."""
+
+import json
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+import megatron_cp_plugin as cp
+from megatron_cp_plugin import cli, registry
+from megatron_cp_plugin.core.comm import Phase
+from megatron_cp_plugin.core.tiles import Mask
+from megatron_cp_plugin.errors import ConfigError
+from megatron_cp_plugin.planner.token_picture import (
+    color,
+    page,
+    save,
+    svg,
+    text,
+    token_picture,
+)
+
+TOKENS = 72
+MASKS = {
+    "causal": Mask(),
+    "full": Mask(causal=False),
+    "window": Mask(window=9),
+    "documents": Mask(documents=(5, 30, 31)),
+}
+
+
+def visible(mask: Mask, tokens: int) -> np.ndarray:
+    """bool [N,N]: which keys a query sees, pair by pair."""
+    seen = np.ones((tokens, tokens), bool)
+    for query in range(tokens):
+        for key in range(tokens):
+            if mask.causal and key > query:
+                seen[query, key] = False
+            if mask.window is not None and key <= query - mask.window:
+                seen[query, key] = False
+            if any(min(query, key) < start <= max(query, key) for start in mask.documents):
+                seen[query, key] = False
+    return seen
+
+
+@pytest.mark.parametrize(("size", "phase"), [(4, "forward"), (3, "backward")])
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("algo", cp.available("softmax"))
+def test_every_visible_score_and_no_other(algo: str, size: int, mask: str, phase: Phase) -> None:
+    drawn = token_picture(algo, size, seq_len=TOKENS, mask=MASKS[mask], phase=phase)
+    seen = visible(MASKS[mask], TOKENS)
+    assert ((drawn.part >= 0) == seen).all()
+    assert sum(drawn.scores) == pytest.approx(seen.sum())
+    assert {part.step for part in drawn.parts} <= set(range(drawn.steps))
+    assert set(drawn.part[seen].tolist()) == set(range(len(drawn.parts)))
+
+
+@pytest.mark.parametrize("algo", ["zigzag", "ring", "attention2d"])
+def test_who_holds_a_token(algo: str) -> None:
+    drawn = token_picture(algo, 4, seq_len=TOKENS)
+    layout = registry.layout_of(algo, {})
+    for rank in range(4):
+        held = [x for span in layout.spans(rank, 4, TOKENS) for x in span.positions]
+        assert np.flatnonzero(drawn.owner == rank).tolist() == sorted(held)
+
+
+def test_work_of_a_contiguous_causal_ring() -> None:
+    """The last of four ranks has 7 of 16 units where the mean is 4."""
+    drawn = token_picture("ring", 4, seq_len=256)
+    assert drawn.scores[3] / (sum(drawn.scores) / 4) == pytest.approx(7 / 4, abs=0.01)
+    assert drawn.balance == "busiest rank: 1.75 of the mean"
+
+
+def test_the_picture_paints_each_score_once() -> None:
+    drawn = token_picture("distflash", 5, seq_len=60, mask=MASKS["window"])
+    root = ElementTree.fromstring(svg(drawn))
+    paths = [x for x in root.iter() if x.tag.endswith("path")]
+    assert len(paths) == len(drawn.parts)
+    for number, path in enumerate(paths):
+        painted = np.zeros((60, 60), int)
+        for x, y, w, h in re.findall(r"M(\d+) (\d+)h(\d+)v(\d+)", path.attrib["d"]):
+            painted[int(y) : int(y) + int(h), int(x) : int(x) + int(w)] += 1
+        assert (painted == (drawn.part == number)).all()
+        assert path.attrib["fill"] == color(drawn.parts[number].ranks[0], 5)
+
+
+def test_shares_of_heads_are_striped() -> None:
+    drawn = token_picture("ulysses", 3)
+    assert {part.ranks for part in drawn.parts} == {(0, 1, 2)}
+    assert 'fill="url(#r0-1-2)"' in svg(drawn)
+    assert "*" in text(drawn)
+
+
+def test_colors_differ() -> None:
+    for size in (2, 8, 32):
+        assert len({color(rank, size) for rank in range(size)}) == size
+
+
+def test_the_page_says_each_message_of_a_step() -> None:
+    drawn = token_picture("distflash", 4)
+    (found,) = re.findall(r"const STEPS = (.*?);\n", page(drawn))
+    steps = json.loads(found)
+    assert sum(len(lines) - 1 for lines in steps) == len(drawn.transfers)
+    assert steps[1][0] == "step 1: 4 of 4 ranks compute"
+    assert "rank 0 sends k0 to rank 1" in steps[1]
+    arrows = re.findall(r'data-before="(\d+)"', page(drawn))
+    assert len(arrows) == len(drawn.transfers)
+
+
+@pytest.mark.parametrize("ending", ["svg", "html"])
+def test_the_command(ending: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / f"zigzag.{ending}"
+    words = ["draw", "--algo", "zigzag", "--size", "2", "--tokens"]
+    assert cli.main([*words, "--output", str(path)]) == 0
+    assert path.read_text() in (svg(token_picture("zigzag", 2)), page(token_picture("zigzag", 2)))
+    assert "1.00 of the mean" in capsys.readouterr().out
+    assert cli.main([*words, "--seq-len", "8"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1:5] == ["0 | 0·······", "0 | 00······", "1 | 111·····", "1 | 1111····"]
+
+
+@pytest.mark.parametrize(
+    ("algo", "size", "seq_len", "said"),
+    [
+        ("lasp2", 4, None, "lasp2 computes no matrix of scores: leave --tokens out"),
+        ("ring", 64, None, "--tokens draws at most 32 ranks, got 64: leave --tokens out"),
+        ("ring", 4, 4096, "--tokens draws each token, at most 512, got 4096: make --seq-len"),
+        ("ring", 0, None, "size must be 1 or more, got 0: give the number of ranks"),
+    ],
+)
+def test_what_is_not_drawn(algo: str, size: int, seq_len: int | None, said: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        token_picture(algo, size, seq_len=seq_len)
+
+
+def test_another_ending() -> None:
+    with pytest.raises(ConfigError, match=r"is a \.svg or \.html file, got 'x\.png'"):
+        save(token_picture("ring", 2), Path("x.png"))
