@@ -37,8 +37,9 @@ def set_up_groups(
             f"{own.size()}, got {config.context_parallel_size}: set it in the model's "
             "configuration before the model is built"
         )
-    shape = Settings(config).shape(runtime.config.layout.multiple(own.size()))
-    runtime.set_up(own, shape, _new_group(args))
+    settings = Settings(config)
+    shape = settings.shape(runtime.config.layout.multiple(own.size()))
+    runtime.set_up(own, shape, _new_group(args), recurrent=settings.is_gated)
 
 
 def _new_group(args: Any | None) -> Callable[[list[int]], object]:

@@ -45,7 +45,8 @@ class _Halo:
         needed = [_needed(route, one, width) for one in range(size)]
         owned = _owners(route, {place for one in needed for place in one})
         others = [one for one in range(size) if one != rank]
-        received, came = [], {}
+        received: list[tuple[int, int]] = []
+        came: dict[int, int] = {}
         for owner in others:
             places = [place for place in needed[rank] if owned[place][0] == owner]
             for place in places:

@@ -140,7 +140,7 @@ class StatePassing(LinearAlgorithm):
         gates: Gates = NO_GATES,
     ) -> tuple[Tensor, Tensor | None, Saved]:
         """See LinearAlgorithm.forward."""
-        route = self._route(call)
+        route = self.route_of(call.seq_len, call.documents)
         if _one_state(call, gates):
             total = self._total(k, v, initial, None, route, call)
             return _products(q, total), total if call.output_final_state else None, (q, k, v, total)
@@ -166,7 +166,7 @@ class StatePassing(LinearAlgorithm):
         assert q is not None
         assert k is not None
         assert v is not None
-        route = self._route(call)
+        route = self.route_of(call.seq_len, call.documents)
         if len(kept) == 1:
             (total,) = kept
             assert total is not None
@@ -198,9 +198,10 @@ class StatePassing(LinearAlgorithm):
         )
         return dq, dk, dv, dinitial, dgates
 
-    def _route(self, call: LinearCall) -> Route:
-        layout = self.layout.within(call.documents) if call.documents else self.layout
-        return Route.of(layout, self.topology.size, call.seq_len, call.documents)
+    def route_of(self, seq_len: int, documents: tuple[int, ...] = ()) -> Route:
+        """The way of a state through all ranks' tokens. Args: documents: as in `LinearCall`."""
+        layout = self.layout.within(documents) if documents else self.layout
+        return Route.of(layout, self.topology.size, seq_len, documents)
 
     def _total(
         self,
